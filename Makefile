@@ -1,0 +1,66 @@
+# Everything a developer types. `make demo` and `make test` each work alone on a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+# One thread: a sum over two threads has other bits than a sum over one.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: help demo test lint format acceptance bench test-gpu bench-gpu clean
+
+help:
+	@echo "make demo        train a small GPT on two local ranks with zero=3 (about three minutes)"
+	@echo "make test        the test suite, on the CPU"
+	@echo "make lint        ruff (format, rules) and mypy"
+	@echo "make format      let ruff rewrite the files"
+	@echo "make acceptance  the long checks, minutes each"
+	@echo "make bench       benchmarks on the CPU"
+	@echo "make test-gpu    the tests that need a CUDA device"
+	@echo "make bench-gpu   benchmarks on CUDA devices"
+
+# Stamps: a second call installs nothing, unless pyproject.toml or constraints.txt changed.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else f"fzero needs Python 3.11 to 3.13; {sys.executable} is {v[0]}.{v[1]}. Try: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e ".[examples]"
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e ".[examples,test,dev]"
+	@touch $(VENV)/.demo $@
+
+demo: $(VENV)/.demo
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: $(VENV)/.dev
+	$(PYTEST) $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+acceptance: $(VENV)/.dev
+	$(PYTEST) -m acceptance $(ARGS)
+
+test-gpu: $(VENV)/.dev
+	@$(BIN)/python -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "make test-gpu: no CUDA device here")'
+	$(PYTEST) -m gpu $(ARGS)
+
+bench: $(VENV)/.dev
+	@test -f benchmarks/run.py || { echo "make bench: benchmarks/run.py is not written yet" >&2; exit 1; }
+	$(BIN)/python benchmarks/run.py --device cpu $(ARGS)
+
+bench-gpu: $(VENV)/.dev
+	@test -f benchmarks/run.py || { echo "make bench-gpu: benchmarks/run.py is not written yet" >&2; exit 1; }
+	@$(BIN)/python -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "make bench-gpu: no CUDA device here")'
+	$(BIN)/python benchmarks/run.py --device cuda $(ARGS)
+
+clean:
+	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,56 @@
+"""The only file that may import a private torch name; each with the version it was seen in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (  # 2.11.0, 2.13.0
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors  # 2.11.0, 2.13.0
+from torch.fx.experimental.proxy_tensor import (  # 2.11.0, 2.13.0
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+)
+from torch.utils._python_dispatch import TorchDispatchMode  # 2.11.0, 2.13.0
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "disable_proxy_modes_tracing",
+    "fused_adam_",
+    "fused_adamw_",
+    "in_functorch",
+    "is_fake",
+    "make_fx",
+    "real_tensors",
+    "tracing_graph",
+]
+
+# aten's fused optimizer kernels, in place over lists of tensors: seen in 2.11.0 and 2.13.0
+fused_adam_ = torch._fused_adam_
+fused_adamw_ = torch._fused_adamw_
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a value is a fake tensor (shape and dtype without memory)."""
+    return isinstance(value, FakeTensor)
+
+
+def tracing_graph() -> torch.fx.Graph | None:
+    """The graph that `make_fx` is writing at this moment, if any (the mode's `tracer`: 2.11.0, 2.13.0)."""
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer.graph
+
+
+def in_functorch() -> bool:
+    """Whether a torch.func transform is active around the caller (2.11.0, 2.13.0)."""
+    return torch._C._functorch.maybe_current_level() is not None

@@ -1,0 +1,545 @@
+"""capture: a user's step, traced once on fake tensors into a `Graph`.
+
+Two levels. The *outer* graph is everything done to the state. Each `fzero.value_and_grad` in it is one node, a *region*,
+whose own joint graph (forward and backward of that loss, at the shape of one microbatch) is traced by itself. Reductions
+over mesh axes are nodes too (`fzero::reduce`), put there by `value_and_grad` and `pmean`, so that nothing that moves
+between ranks has to be guessed later. No device and no process group takes part.
+
+Nothing is baked in silently: see `_refuse` for what is refused, `_lift` for what becomes a named constant.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fzero import segments, tree
+from fzero._torch_compat import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    TorchDispatchMode,
+    disable_proxy_modes_tracing,
+    is_fake,
+    make_fx,
+    real_tensors,
+    tracing_graph,
+)
+from fzero.errors import CaptureError, TreeError
+from fzero.program import DTYPE_NAMES
+
+aten = torch.ops.aten
+_LIBRARY = torch.library.Library("fzero", "FRAGMENT")
+_LIBRARY.define("region(Tensor[] inputs, int index) -> Tensor[]")
+_LIBRARY.define("reduce(Tensor x, str op, str axis) -> Tensor")
+REDUCE_OPS = ("mean", "sum", "max")
+
+
+@torch.library.register_fake("fzero::region", lib=_LIBRARY)
+def _region_fake(inputs: list[torch.Tensor], index: int) -> list[torch.Tensor]:
+    return [torch.empty_like(value) for value in current().regions[index].values]
+
+
+@torch.library.register_fake("fzero::reduce", lib=_LIBRARY)
+def _reduce_fake(x: torch.Tensor, op: str, axis: str) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.impl("fzero::reduce", "CompositeExplicitAutograd", lib=_LIBRARY)
+def _reduce_alone(x: torch.Tensor, op: str, axis: str) -> torch.Tensor:
+    return x.clone()  # outside a step there is a world of one
+
+
+@dataclass(frozen=True)
+class Region:
+    """One `value_and_grad`: its joint graph and what its inputs and outputs are.
+
+    Outputs are the loss, one gradient per entry of `grad_of` (the index of the input it belongs to), then the aux
+    leaves. Inputs marked in `sliced` carry the batch in dim 0 and are cut into `microbatches` parts.
+    """
+
+    gm: fx.GraphModule
+    values: tuple[torch.Tensor, ...]
+    grad_of: tuple[int, ...]
+    sliced: tuple[bool, ...]
+    microbatches: int
+    num_aux: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured step. Placeholders of `gm` are the state's leaves, the batch's leaves, then the constants."""
+
+    gm: fx.GraphModule
+    regions: tuple[Region, ...]
+    state_paths: tuple[str, ...]
+    batch_paths: tuple[str, ...]
+    constants: dict[str, torch.Tensor]
+    metric_names: tuple[str, ...]
+    metrics_spec: Any
+    varying_metrics: tuple[str, ...]
+
+
+@dataclass
+class Tracing:
+    """What a trace in progress knows; `value_and_grad` and the reductions ask for it."""
+
+    mode: FakeTensorMode
+    fns: tuple[Callable[..., Any], ...]
+    microbatches: int = 1
+    allow_unused: bool = False
+    axis: str = "dp"
+    depth: int = 0
+    phase: str | None = None
+    regions: list[Region] = field(default_factory=list)
+
+
+_active: ContextVar[Tracing | None] = ContextVar("fzero_tracing", default=None)
+
+
+def current() -> Tracing:
+    tracing = _active.get()
+    assert tracing is not None, "no step is being captured"
+    return tracing
+
+
+def active() -> Tracing | None:
+    """The trace in progress, or None outside a step."""
+    return _active.get()
+
+
+def describe(value: Any) -> str:
+    """`f32[2, 3]`: a tensor as errors and messages show it."""
+    if isinstance(value, torch.Tensor):
+        return f"{DTYPE_NAMES.get(value.dtype, str(value.dtype))}{list(value.shape)}"
+    return f"{type(value).__name__} {value!r}"
+
+
+def capture(
+    step: Callable[..., Any],
+    state: Any,
+    batch: Any,
+    *,
+    microbatches: int = 1,
+    allow_unused: bool = False,
+    axis: str = "dp",
+    per_rank: Sequence[str] = (),
+    fns: Sequence[Callable[..., Any]] = (),
+) -> Graph:
+    """The graph of `step(state, batch) -> (new state, metrics)`.
+
+    `state` and `batch` are pytrees whose tensor leaves give shapes, dtypes and devices (fake or real, never read). A leaf
+    of `batch` that is no tensor is passed to `step` as it is. Raises CaptureError or TreeError, naming leaf and line.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    state_paths, state_leaves, state_spec = tree.flatten(state)
+    batch_paths, batch_leaves, batch_spec = tree.flatten(batch)
+    is_tensor = [isinstance(leaf, torch.Tensor) for leaf in batch_leaves]
+    inputs = [fake_like(mode, leaf) for leaf in state_leaves]
+    inputs += [fake_like(mode, leaf) for leaf, tensor in zip(batch_leaves, is_tensor, strict=True) if tensor]
+    shown: dict[str, Any] = {}
+
+    def flat(*flat_inputs: torch.Tensor) -> list[Any]:
+        feed = iter(flat_inputs[len(state_leaves) :])
+        full = [next(feed) if tensor else leaf for leaf, tensor in zip(batch_leaves, is_tensor, strict=True)]
+        result = step(
+            tree.unflatten(state_spec, flat_inputs[: len(state_leaves)]), tree.unflatten(batch_spec, full)
+        )
+        new_leaves = _check_result(result, state_paths, state_leaves, state_spec, per_rank)
+        names, metrics, spec = tree.flatten(result[1])
+        for name, value in zip(names, metrics, strict=True):
+            if not isinstance(value, torch.Tensor):
+                raise CaptureError(
+                    f"metric {name!r} is the Python value {value!r}: it would stay what it was at the first step. "
+                    "Return a tensor computed from the state or the batch, or keep it out of the metrics"
+                )
+        shown.update(names=tuple(names), spec=spec)
+        return [*new_leaves, *metrics]
+
+    names = [f"state[{p!r}]" for p in state_paths]
+    names += [f"batch[{p!r}]" for p, tensor in zip(batch_paths, is_tensor, strict=True) if tensor]
+    tracing = Tracing(mode, (step, *fns), microbatches, allow_unused, axis)
+    token = _active.set(tracing)
+    try:
+        gm = trace(tracing, flat, inputs, names)
+        constants = _lift(tracing, gm)
+    finally:
+        _active.reset(token)
+    _fold_updates(gm)
+    segments.normalised(gm)
+    num = len(state_leaves)
+    graph = Graph(
+        gm,
+        tuple(tracing.regions),
+        tuple(state_paths),
+        tuple(p for p, tensor in zip(batch_paths, is_tensor, strict=True) if tensor),
+        constants,
+        shown["names"],
+        shown["spec"],
+        (),
+    )
+    varying = varying_nodes(graph, per_rank)
+    outs = segments.outputs(gm.graph)
+    for path, node in zip(state_paths, outs[:num], strict=True):
+        if node in varying and path not in per_rank:
+            where = node.meta.get("source") or "the step"
+            raise CaptureError(
+                f"state[{path!r}] would differ between ranks: it is computed at {where} from this rank's batch without a "
+                "reduction. Reduce it with fzero.pmean, or keep one per rank with fzero.per_rank"
+            )
+    marked = tuple(name for name, node in zip(graph.metric_names, outs[num:], strict=True) if node in varying)
+    return Graph(**{**graph.__dict__, "varying_metrics": marked})
+
+
+def varying_nodes(graph: Graph, per_rank: Sequence[str]) -> set[fx.Node]:
+    """The nodes whose value may differ between ranks: what depends on the batch without a reduction in between."""
+    inputs = segments.placeholders(graph.gm.graph)
+    num = len(graph.state_paths)
+    varying = {n for path, n in zip(graph.state_paths, inputs, strict=False) if path in per_rank}
+    varying |= set(inputs[num : num + len(graph.batch_paths)])
+    for node in graph.gm.graph.nodes:
+        if node.op != "call_function" or node.target is torch.ops.fzero.reduce.default:
+            continue
+        if any(argument in varying for argument in node.all_input_nodes):
+            varying.add(node)
+    return varying
+
+
+def trace(
+    tracing: Tracing, fn: Callable[..., Any], inputs: Sequence[torch.Tensor], names: Sequence[str]
+) -> fx.GraphModule:
+    """`fn(*inputs)` as a graph of aten ops without in-place work; `names` say what the inputs are in errors."""
+
+    def watched(*xs: torch.Tensor) -> Any:
+        with _Watch(tracing, user_line):
+            return fn(*xs)
+
+    with _explained(), tracing.mode:
+        gm = make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+    _refuse(tracing, gm, names)
+    if any(segments.mutated(node) for node in gm.graph.nodes):
+        gm = _functionalised(tracing, gm, inputs)
+    return gm
+
+
+def fake_like(mode: FakeTensorMode, leaf: torch.Tensor) -> torch.Tensor:
+    """A contiguous fake tensor of this shape, dtype and device."""
+    with mode:
+        return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device=leaf.device)
+
+
+# --- what a trace may not contain -----------------------------------------------------------------------------------
+
+
+def _check_result(result: Any, paths: list[str], leaves: list[Any], spec: Any, per_rank: Sequence[str]) -> list[Any]:
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise CaptureError(
+            f"a step returns (new state, metrics), this one returned {type(result).__name__}. "
+            "Without metrics, return (state, {})"
+        )
+    new_paths, new_leaves, new_spec = tree.flatten(result[0])
+    if new_paths != paths:
+        lost, extra = sorted(set(paths) - set(new_paths)), sorted(set(new_paths) - set(paths))
+        first = f"state[{lost[0]!r}] is missing" if lost else f"state[{extra[0]!r}] is new" if extra else "its order differs"
+        raise TreeError(f"the step's new state has another structure than its state: {first}. Return the same pytree")
+    for path, old, new in zip(paths, leaves, new_leaves, strict=True):
+        if isinstance(new, PerRank):
+            if path not in per_rank:
+                raise CaptureError(f"state[{path!r}] became per_rank in the step: make it so in fzero.init too")
+            new = new.value
+        if not isinstance(new, torch.Tensor):
+            raise CaptureError(
+                f"state[{path!r}] became the Python value {new!r}: it would stay what it was at the first step. "
+                f"Compute it from the state, as in state[{path!r}] + 1"
+            )
+        if tuple(new.shape) != tuple(old.shape) or new.dtype != old.dtype:
+            raise TreeError(
+                f"state[{path!r}] was {describe(old)} and the step made it {describe(new)}: "
+                "a step keeps shapes and dtypes. Cast or reshape it back"
+            )
+    return [new.value if isinstance(new, PerRank) else new for new in new_leaves]
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """A leaf of which every rank keeps its own: made by `fzero.per_rank`."""
+
+    value: Any
+
+
+def _refuse(tracing: Tracing, gm: fx.GraphModule, names: Sequence[str]) -> None:
+    inputs = dict(zip(segments.placeholders(gm.graph), names, strict=False))
+    for node in gm.graph.nodes:
+        where = node.meta.get("source") or "the step"
+        for argument in segments.mutated(node):
+            root = segments.base(argument)
+            if root in inputs:
+                raise CaptureError(
+                    f"{inputs[root]} is changed in place by {node.target} at {where}: a step is pure. "
+                    "Return a new value instead"
+                )
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _no_dropout(node):
+            raise CaptureError(
+                f"{node.target} at {where} draws from torch's ambient generator: the step would not be a function of "
+                "its state. Use fzero.random with a key from the state or the batch"
+            )
+        if node.op == "get_attr":
+            value = _attribute(gm, node)
+            if isinstance(value, torch.Tensor) and not is_fake(value) and value.requires_grad:
+                raise CaptureError(
+                    f"{_name_of(value, tracing.fns)} is closed over at {where} and requires grad: it would get no "
+                    "gradient and never change. Pass it in through the parameters, or detach() it"
+                )
+
+
+def _no_dropout(node: fx.Node) -> bool:
+    """Attention kernels carry the tag for their dropout; with probability 0 they draw nothing."""
+    schema = segments.schema(node)
+    named = dict(node.kwargs)
+    if schema is not None:
+        named.update({a.name: v for a, v in zip(schema.arguments, node.args, strict=False)})
+        named = {**{a.name: a.default_value for a in schema.arguments}, **named}
+    return "dropout_p" in named and named["dropout_p"] == 0.0
+
+
+def _attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+    return getattr(gm, str(node.target))
+
+
+def lifted(gm: fx.GraphModule, graph_inputs: int) -> list[torch.Tensor]:
+    """Turns every closed-over tensor of a region into one more placeholder; the tensors, in order.
+
+    A tensor made in the trace from a literal (`torch.tensor(0.5)`) of one element becomes a `full` instead.
+    """
+    after = segments.placeholders(gm.graph)[graph_inputs - 1] if graph_inputs else None
+    found: dict[int, fx.Node] = {}
+    values: list[torch.Tensor] = []
+    for node in [n for n in gm.graph.nodes if n.op == "get_attr"]:
+        value = _attribute(gm, node)
+        fresh = node.users and all(u.target is aten.lift_fresh_copy.default for u in node.users)
+        if fresh and value.numel() == 1 and not is_fake(value):
+            for user in list(node.users):
+                with gm.graph.inserting_before(user):
+                    options = {"dtype": value.dtype, "device": user.meta["val"].device}
+                    full = gm.graph.call_function(aten.full.default, (list(value.shape), value.item()), options)
+                full.meta = dict(user.meta)
+                user.replace_all_uses_with(full)
+                gm.graph.erase_node(user)
+        elif id(value) in found:
+            node.replace_all_uses_with(found[id(value)])
+        else:
+            with gm.graph.inserting_after(after) if after else gm.graph.inserting_before():
+                after = gm.graph.placeholder(f"lifted_{len(values)}")
+            after.meta["val"] = value
+            node.replace_all_uses_with(after)
+            found[id(value)] = after
+            values.append(value)
+        gm.graph.erase_node(node)
+    gm.recompile()
+    return values
+
+
+def _lift(tracing: Tracing, gm: fx.GraphModule) -> dict[str, torch.Tensor]:
+    before = len(segments.placeholders(gm.graph))
+    constants: dict[str, torch.Tensor] = {}
+    values = lifted(gm, before)
+    for node, value in zip(segments.placeholders(gm.graph)[before:], values, strict=True):
+        name = _name_of(value, tracing.fns)
+        name = name if name not in constants else f"{name}#{len(constants)}"
+        constants[name] = value.detach()
+        node.meta["val"] = fake_like(tracing.mode, value)
+    return constants
+
+
+def _fold_updates(gm: fx.GraphModule) -> None:
+    """apply_delta(p, delta(new, p)) is new: the optimizer's kernel makes parameters, optax's shape asks for updates."""
+    for node in list(gm.graph.nodes):
+        if node.target is torch.ops.fzero.apply_delta.default:
+            old, update = node.args
+            if update.target is torch.ops.fzero.delta.default and update.args[1] is old:
+                node.replace_all_uses_with(update.args[0])
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+
+
+def _functionalised(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The same graph with in-place work on its own intermediates made pure."""
+    replay = _Replay(gm)
+
+    def watched(*xs: torch.Tensor) -> Any:
+        with _Watch(tracing, lambda: replay.node.meta.get("source", ""), lambda: replay.node.meta.get("phase")):
+            return torch.func.functionalize(replay.run)(*xs)
+
+    with tracing.mode:
+        pure = make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+    left = [node for node in pure.graph.nodes if segments.mutated(node)]
+    if left:
+        raise CaptureError(f"{left[0].target} works in place where it cannot be made pure: use its pure form")
+    return pure
+
+
+class _Replay(fx.Interpreter):
+    """Runs a graph and tells which of its nodes it is at."""
+
+    node: fx.Node
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.node = n
+        return super().run_node(n)
+
+
+def _name_of(value: Any, fns: Sequence[Callable[..., Any]]) -> str:
+    """The name a closed-over tensor goes by in the user's code, or its description."""
+    seen: set[int] = set()
+
+    def look(item: Any, name: str, depth: int) -> str | None:
+        if item is value:
+            return name
+        if depth == 0 or id(item) in seen:
+            return None
+        seen.add(id(item))
+        children: list[tuple[str, Any]] = []
+        if isinstance(item, torch.nn.Module):
+            children = [(f"{name}.{n}", t) for n, t in [*item.named_parameters(), *item.named_buffers()]]
+        elif isinstance(item, dict):
+            children = [(f"{name}[{k!r}]", v) for k, v in item.items()]
+        elif isinstance(item, (list, tuple)):
+            children = [(f"{name}[{k}]", v) for k, v in enumerate(item)]
+        elif isinstance(item, types.FunctionType):
+            cells = inspect.getclosurevars(item)
+            children = [*cells.nonlocals.items(), *cells.globals.items()]
+        elif isinstance(item, types.MethodType):
+            children = [("self", item.__self__), (name, item.__func__)]
+        elif hasattr(item, "__dict__"):
+            children = [(f"{name}.{k}", v) for k, v in vars(item).items()]
+        return next((hit for n, child in children if (hit := look(child, n, depth - 1))), None)
+
+    for fn in fns:
+        if name := look(fn, getattr(fn, "__name__", "fn"), 4):
+            return f"tensor {name!r}"
+    return f"a tensor {describe(value)}"
+
+
+# --- where in the user's code -----------------------------------------------------------------------------------------
+
+_OURS = tuple(str(path) for path in (torch.__path__[0], __file__.rsplit("/", 1)[0], tree.optree.__path__[0]))
+
+
+def user_line(frame: types.FrameType | None = None) -> str:
+    """`file.py:12` of the innermost caller outside torch, fzero and optree."""
+    frame = frame or sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every op before it is traced: refuses writes to real tensors before they happen, and notes on each new node
+    the user's line and, in the backward, its phase."""
+
+    def __init__(self, tracing: Tracing, line: Callable[[], str], phase: Callable[[], str | None] | None = None) -> None:
+        super().__init__()
+        self.tracing, self.line = tracing, line
+        self.phase = phase or (lambda: tracing.phase)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func._schema.is_mutable:
+            self.refuse_real(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        graph = tracing_graph()
+        if graph is not None:
+            line = None
+            for node in reversed(graph.nodes):
+                if "source" in node.meta or node.op in ("placeholder", "root"):
+                    break
+                line = self.line() if line is None else line
+                node.meta["source"] = line
+                if phase := self.phase():
+                    node.meta["phase"] = phase
+        return result
+
+    def refuse_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for argument, value in zip(func._schema.arguments, [*args, *kwargs.values()], strict=False):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and isinstance(value, torch.Tensor) and not is_fake(value):
+                raise CaptureError(
+                    f"{_name_of(value, self.tracing.fns)} is closed over and changed in place by {func} at "
+                    f"{user_line()}: put it in the state and return its new value"
+                )
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turns torch's errors about values that a trace does not have into one with the user's line and what to do."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise _data_dependent(error, str(error.func)) from None  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        if "tracing tensor" in str(error) or "data-dependent" in str(error).lower():
+            raise _data_dependent(error, "a tensor's value") from None
+        raise
+
+
+def _data_dependent(error: Exception, what: str) -> CaptureError:
+    lines, trace_back = [""], error.__traceback__
+    while trace_back is not None:
+        code = trace_back.tb_frame.f_code
+        if not code.co_filename.startswith(_OURS):
+            lines.append(f"{code.co_filename.rsplit('/', 1)[-1]}:{trace_back.tb_lineno}")
+        trace_back = trace_back.tb_next
+    return CaptureError(
+        f"{lines[-1]}: the program would depend on {what}, which is known only when it runs. "
+        "Instead of `if x > 0:` write torch.where(x > 0, a, b); instead of x.item() keep the 0-d tensor; "
+        "instead of x[mask] multiply by the mask"
+    )
+
+
+# --- regions ----------------------------------------------------------------------------------------------------------
+
+
+def add_region(
+    fn: Callable[..., Any], leaves: Sequence[torch.Tensor], names: Sequence[str], others: Sequence[torch.Tensor], **how: Any
+) -> list[torch.Tensor]:
+    """Traces `fn(*leaves, *others) -> [loss, *grads, *aux]` as a region and puts its one node into the outer graph."""
+    tracing = current()
+    microbatches, sliced = how["microbatches"], how["sliced"]
+    inputs = [*leaves, *(x.contiguous() if cut else x for x, cut in zip(others, sliced, strict=True))]
+    tracing.depth += 1
+    try:
+        with disable_proxy_modes_tracing(), tracing.mode:
+            own = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in leaves]
+            for x, cut in zip(inputs[len(leaves) :], sliced, strict=True):
+                shape = (x.shape[0] // microbatches, *x.shape[1:]) if cut else x.shape
+                own.append(torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=x.device))
+            marks: dict[str, Any] = {}
+            gm = trace(tracing, lambda *xs: fn(marks, *xs), own, names)
+            with real_tensors():
+                extra = lifted(gm, len(own))
+    finally:
+        tracing.depth -= 1
+        tracing.phase = None
+    for node in segments.placeholders(gm.graph)[len(own) :]:
+        node.meta["val"] = fake_like(tracing.mode, node.meta["val"])
+    segments.normalised(gm)
+    values = tuple(node.meta["val"] for node in segments.outputs(gm.graph))
+    grad_of = tuple(marks["grad_of"])
+    num_aux = len(values) - 1 - len(grad_of)
+    flags = (*(False for _ in leaves), *sliced, *(False for _ in extra))
+    index = len(tracing.regions)
+    tracing.regions.append(Region(gm, values, grad_of, flags, microbatches, num_aux, user_line()))
+    return torch.ops.fzero.region([*inputs, *extra], index)

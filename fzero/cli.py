@@ -1,0 +1,65 @@
+"""The `fzero` command: one table of subcommands.
+
+A subcommand is one row of `COMMANDS`: its help, a function that adds its arguments, and a function that runs it and
+returns the exit status. A `ValueError` or `TypeError` that a command raises is the user's to read: it is printed as
+one line, without a traceback, and the exit status is 2.
+"""
+
+import argparse
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    """One row of the table."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
+    """For a command that takes none."""
+
+
+def _version(_: argparse.Namespace) -> int:
+    packages = ("fzero", "torch", "triton", "optree", "numpy")
+    print(f"python {platform.python_version()}")
+    for package in packages:
+        try:
+            print(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            print(f"{package} not installed")
+    return 0
+
+
+COMMANDS: dict[str, Command] = {
+    "version": Command("print the versions of fzero and of what it stands on", _no_arguments, _version),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fzero", description="Plan, check and inspect fzero's training programs.")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=command.help, description=command.help)
+        command.add_arguments(subparser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's own) and return the exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return COMMANDS[arguments.command].run(arguments)
+    except (ValueError, TypeError) as error:
+        print(f"fzero {arguments.command}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""What fzero raises. Each message names the leaf, what was given, what was needed, and the smallest fix."""
+
+from __future__ import annotations
+
+
+class FzeroError(Exception):
+    """Every error of fzero."""
+
+
+class SpecError(FzeroError, ValueError):
+    """A `Spec`, a mesh or a path rule that cannot be used."""
+
+
+class TreeError(FzeroError, ValueError):
+    """A pytree that differs from the one expected; names the path."""
+
+
+class CaptureError(FzeroError, TypeError):
+    """The step cannot be captured as a pure program; names the user's source line."""
+
+
+class DonatedError(FzeroError, RuntimeError):
+    """A leaf of a state that `fzero.step` consumed, or that a failed step left half written."""
+
+
+class VerifyError(FzeroError, RuntimeError):
+    """A program breaks a rule; names the op and the pass."""
+
+
+class DisagreementError(FzeroError, RuntimeError):
+    """The ranks do not run the same program; names the ranks."""

@@ -1,0 +1,110 @@
+"""initial: the first state, leaf by leaf, without the peak.
+
+The function that makes the state (the user's `fn(key)`, then the optimizer's `init`) is traced on fake tensors. Each leaf
+is then computed alone, from the nodes it depends on, cut to this rank's part and let go, elementwise work in place: beside
+its shards a rank holds one whole leaf at a time, and logical values do not depend on the world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fzero import capture, segments, tree
+from fzero._torch_compat import FakeTensorMode
+from fzero.errors import CaptureError, TreeError
+from fzero.plan.layout import Plan
+from fzero.runtime import storage
+
+aten = torch.ops.aten
+
+
+class Recipe:
+    """A traced function from tensors to a pytree of leaves; `values` are fake."""
+
+    def __init__(self, fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> None:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        shown: dict[str, Any] = {}
+
+        def flat(*xs: torch.Tensor) -> list[torch.Tensor]:
+            paths, leaves, shown["spec"] = tree.flatten(fn(*xs))
+            shown["per_rank"] = tuple(p for p, x in zip(paths, leaves, strict=True) if isinstance(x, capture.PerRank))
+            shown["paths"] = paths
+            return [_as_tensor(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+
+        tracing = capture.Tracing(mode, (fn,))
+        fakes = [capture.fake_like(mode, x) for x in inputs]
+        self.gm = capture.trace(tracing, flat, fakes, [f"argument {i}" for i in range(len(fakes))])
+        extra = capture.lifted(self.gm, len(fakes))
+        self.inputs = [*inputs, *extra]
+        segments.normalised(self.gm)
+        self.paths: list[str] = shown["paths"]
+        self.spec = shown["spec"]
+        self.per_rank: tuple[str, ...] = shown["per_rank"]
+        self.values = [node.meta["val"] for node in segments.outputs(self.gm.graph)]
+
+    def place(self, plan: Plan, rank: int, device: torch.device | str) -> dict[str, torch.Tensor]:
+        """This rank's buffers, every leaf computed and cut in turn."""
+        memory = storage.allocate(plan, device)
+        given = dict(zip(segments.placeholders(self.gm.graph), self.inputs, strict=True))
+        order = {node: i for i, node in enumerate(self.gm.graph.nodes)}
+        for leaf, node in zip(plan.leaves, segments.outputs(self.gm.graph), strict=True):
+            storage.store(plan, memory, leaf, _compute(node, given, order), rank)
+        return memory
+
+
+def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
+    leaf = leaf.value if isinstance(leaf, capture.PerRank) else leaf
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach() if leaf.requires_grad else leaf
+    if type(leaf) in (int, float):
+        dtype = torch.int64 if type(leaf) is int else torch.float32
+        return torch.full((), leaf, dtype=dtype)
+    raise TreeError(
+        f"state[{path!r}] is {capture.describe(leaf)}: a state holds tensors (and plain numbers, which become 0-d "
+        "tensors). Keep it outside the state, or make it a tensor"
+    )
+
+
+def _compute(node: fx.Node, given: dict[fx.Node, torch.Tensor], order: dict[fx.Node, int]) -> torch.Tensor:
+    """One output, from the nodes it needs, each value dropped after its last use; elementwise ops reuse their input."""
+    needed: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        one = stack.pop()
+        if one not in needed:
+            needed.add(one)
+            stack.extend(one.all_input_nodes)
+    values: dict[fx.Node, Any] = {n: given[n] for n in needed if n in given}
+    left = {n: sum(u in needed for u in n.users) for n in needed}
+    for one in sorted((n for n in needed if n not in given), key=order.__getitem__):
+        args, kwargs = fx.node.map_arg((one.args, one.kwargs), lambda n: values[n])
+        values[one] = (_in_place(one, left, given) or one.target)(*args, **kwargs)  # type: ignore[operator]
+        for used in one.all_input_nodes:
+            left[used] -= 1
+            if not left[used]:
+                values.pop(used)
+    return values[node]
+
+
+def _in_place(one: fx.Node, left: dict[fx.Node, int], given: dict[fx.Node, torch.Tensor]) -> Any:
+    """The in-place form of an elementwise op whose first operand nobody else needs."""
+    first = one.args[0] if one.args else None
+    if not (segments.is_pointwise(one) and isinstance(first, fx.Node)) or first in given or left[first] != 1:
+        return None
+    if segments.is_view(first) or first.all_input_nodes and segments.base(first) in given:
+        return None
+    same = first.meta["val"].shape == one.meta["val"].shape and first.meta["val"].dtype == one.meta["val"].dtype
+    packet = getattr(aten, f"{one.target.overloadpacket.__name__}_", None)  # type: ignore[union-attr]
+    if not same or packet is None or one.target.namespace != "aten":  # type: ignore[union-attr]
+        return None
+    return getattr(packet, one.target._overloadname, None)  # type: ignore[union-attr]
+
+
+def check_leaf(path: str, value: torch.Tensor) -> None:
+    """Refuses what cannot be a leaf of a state."""
+    if value.layout is not torch.strided or value.dtype not in capture.DTYPE_NAMES:
+        raise CaptureError(f"state[{path!r}] is {value.layout} {value.dtype}: needed a dense tensor of a common dtype")

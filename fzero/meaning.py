@@ -1,0 +1,442 @@
+"""meaning: what a step computes, as a digest that no placement and no schedule may change.
+
+Every value is a *term*: the hash of the op that made it and of its operands' terms, down to the leaves of the state and
+the batch. `graph_meaning` gives the terms of the captured step under the semantics sentence (replicated state, reductions
+in the graph); `program_meaning` runs a program on terms instead of tensors, node by node through its segments, and gives
+those of the state it leaves behind. They must be equal, for every ZeRO stage, bucket size and prefetch depth, after every
+pass: that is what verify checks, so a program that reduces twice, skips a microbatch or reads a moment from the wrong
+leaf is refused whatever it looks like.
+
+Flat work is understood: an elementwise op on a range of a bucket is that op on each leaf in the range; a sum over the own
+slice is *partial* until it is summed over the axis; a buffer of which only the own slice was written is *mine* until it is
+gathered. Copies, clones and detaches have the term of their operand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fzero import segments
+from fzero.capture import Graph, Region
+from fzero.plan.layout import Plan
+from fzero.program import PERSISTENT, Bucket, Buffer, Op, Program, Ref
+
+aten = torch.ops.aten
+_COPIES = {
+    aten.clone.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.lift_fresh.default,
+    aten.lift_fresh_copy.default,
+}
+_SUMS = {"aten::sum", "fzero::sum_squares"}
+
+
+class Undefined(Exception):
+    """The program reads what it never computed, or computes what no value is; says which."""
+
+
+def term(*parts: Any) -> str:
+    """The hash of a tuple of strings, numbers and terms."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True)
+class Vec:
+    """Terms of the leaves in a flat range; `mine`: only of the own slice."""
+
+    slots: Mapping[int, str]
+    mine: bool
+    span: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The sum over the own slice of what `of` is the sum of."""
+
+    of: str
+
+
+def apply(target: Any, args: Any, kwargs: Any) -> Any:
+    """The value of one op on terms, `Vec`s and literals."""
+    vectors = [a for a in _leaves((args, kwargs)) if isinstance(a, Vec)]
+    if target in _COPIES:
+        return args[0]
+    if any(isinstance(a, Partial) for a in _leaves((args, kwargs))):
+        raise Undefined(f"{target} uses a sum over one rank's slice as if it were the whole")
+    if target is operator.getitem and isinstance(args[0], Vec):
+        vector, index = args
+        return Vec({s: term("getitem", t, index) for s, t in vector.slots.items()}, vector.mine, vector.span)
+    name = "getitem" if target is operator.getitem else target._schema.name
+    if not vectors:
+        return term(name, *_plain((args, tuple(sorted(kwargs.items()))))) if name != "getitem" else term(name, *args)
+    if len({(v.span, v.mine) for v in vectors}) > 1:
+        raise Undefined(f"{target} works on ranges that do not match")
+    first = vectors[0]
+
+    def at(slot: int) -> str:
+        own = fx.node.map_aggregate((args, kwargs), lambda a: a.slots[slot] if isinstance(a, Vec) else a)
+        return term(name, *_plain((own[0], tuple(sorted(own[1].items())))))  # type: ignore[index]
+
+    if name in _SUMS:
+        if len(first.slots) != 1:
+            raise Undefined(f"{target} sums over several leaves at once")
+        (only,) = first.slots
+        return Partial(at(only)) if first.mine else at(only)
+    if not (target in segments._POINTWISE or torch.Tag.pointwise in getattr(target, "tags", ())):
+        raise Undefined(f"{target} is not elementwise and works on a flat range")
+    return Vec({slot: at(slot) for slot in first.slots}, first.mine, first.span)
+
+
+def _leaves(value: Any) -> list[Any]:
+    found: list[Any] = []
+    fx.node.map_aggregate(value, lambda a: found.append(a))
+    return found
+
+
+def _plain(value: Any) -> tuple[Any, ...]:
+    """Arguments in a form whose repr is stable."""
+    return fx.node.map_aggregate(value, lambda a: str(a) if isinstance(a, (torch.dtype, torch.device)) else a)  # type: ignore[return-value]
+
+
+# in-place op -> (its pure form, for each of the pure form's results the argument it goes to)
+IN_PLACE: dict[Any, tuple[Any, tuple[int, ...]]] = {}
+
+
+def evaluate(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
+    """(the outputs' values, the values left in placeholders that were written to, by position)."""
+    values: dict[fx.Node, Any] = {}
+    holders = segments.placeholders(gm.graph)
+    values.update(zip(holders, inputs, strict=False))
+    written: dict[fx.Node, Any] = {}
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        targets = segments.mutated(node)
+        if node.target is aten.copy_.default:
+            values[node] = written[targets[0]] = values[node.args[1]]
+            values[targets[0]] = values[node]
+            continue
+        kwargs = {k: v for k, v in node.kwargs.items() if k != "out"}
+        args, kwargs = fx.node.map_arg((node.args, kwargs), lambda n: values[n])  # type: ignore[assignment]
+        if node.target in IN_PLACE:
+            pure, places = IN_PLACE[node.target]
+            result = apply(pure, args, kwargs)
+            for index, place in enumerate(places):
+                holder = node.args[place]
+                assert isinstance(holder, fx.Node)
+                values[holder] = written[holder] = apply(operator.getitem, (result, index), {})
+        elif targets:
+            values[node] = apply(node.target, args, kwargs)
+            values[targets[0]] = written[targets[0]] = values[node]
+        else:
+            values[node] = apply(node.target, args, kwargs)
+    outs = [values[n] if isinstance(n, fx.Node) else n for n in segments.outputs(gm.graph)]
+    return outs, {holders.index(n): v for n, v in written.items()}
+
+
+# --- the captured step ------------------------------------------------------------------------------------------------
+
+
+def grad_places(region: Region, inputs: Sequence[Any], leaf_nodes: Sequence[Any], plan: Plan) -> dict[int, tuple[str, int]]:
+    """For each output of a region that is the gradient of a flat leaf: that leaf's (bucket, slot)."""
+    places: dict[int, tuple[str, int]] = {}
+    position = {node: i for i, node in enumerate(leaf_nodes)}
+    for number, of in enumerate(region.grad_of):
+        leaf = plan.leaves[position[inputs[of]]] if inputs[of] in position else None
+        if leaf is not None and leaf.slot is not None:
+            spot = (plan.buffers[leaf.buffer].bucket or "", leaf.slot)
+            if spot not in places.values():
+                places[1 + number] = spot
+    return places
+
+
+def graph_meaning(graph: Graph, plan: Plan, reduce_of: Callable[[int], str], names: Sequence[str]) -> str:
+    """The meaning of a captured step. `names` are the buffers of its inputs after the state's leaves."""
+    nodes = segments.placeholders(graph.gm.graph)
+    leaf_nodes = nodes[: len(plan.leaves)]
+    values: dict[fx.Node, Any] = {}
+    for node, leaf in zip(leaf_nodes, plan.leaves, strict=True):
+        values[node] = term("input", leaf.buffer, leaf.slot)
+    for node, name in zip(nodes[len(plan.leaves) :], names, strict=True):
+        values[node] = term("input", name, None)
+    n = plan.world_size
+    folded: set[fx.Node] = set()  # reductions of a region's outputs: the mean over ranks and microbatches is one division
+    for node in graph.gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is torch.ops.fzero.region.default:
+            folded |= _region_terms(graph, plan, node, leaf_nodes, values, reduce_of)
+        elif node.target is torch.ops.fzero.reduce.default:
+            if node not in folded:
+                source, how, axis = node.args
+                values[node] = reduced(values[source], how, axis, n, n if how == "mean" else 1)
+        elif node not in values:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: values[a])
+            values[node] = apply(node.target, args, kwargs)
+    outs = [values[x] for x in segments.outputs(graph.gm.graph)]
+    state = {(leaf.buffer, leaf.slot): t for leaf, t in zip(plan.leaves, outs, strict=False)}
+    metrics = dict(zip(graph.metric_names, outs[len(plan.leaves) :], strict=True))
+    return digest(state, metrics)
+
+
+def reduced(value: str, how: str, axis: str, world: int, divisor: int) -> str:
+    """The term of a reduction; over one rank it is only the division."""
+    if world == 1:
+        return value if divisor == 1 else apply(aten.div.Tensor, (value, divisor), {})
+    return term("reduce", "sum" if how == "mean" else how, axis, divisor, value)
+
+
+def digest(state: Mapping[tuple[str, int | None], Any], metrics: Mapping[str, Any]) -> str:
+    return term(sorted(state.items(), key=str), sorted(metrics.items()))
+
+
+def _region_terms(
+    graph: Graph, plan: Plan, node: fx.Node, leaf_nodes: Sequence[fx.Node], values: dict[fx.Node, Any],
+    reduce_of: Callable[[int], str],
+) -> set[fx.Node]:  # fmt: skip
+    """Sets the values of a region's picked outputs and of the means over ranks taken of them."""
+    region = graph.regions[int(node.args[1])]  # type: ignore[arg-type]
+    inputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+    places = grad_places(region, inputs, leaf_nodes, plan)
+    n, k = plan.world_size, region.microbatches
+    runs = []
+    for m in range(k):
+        feed = [_micro(values[x], x.meta["val"], m, k) if cut else values[x]
+                for x, cut in zip(inputs, region.sliced, strict=True)]  # fmt: skip
+        runs.append(evaluate(region.gm, feed)[0])
+    folded: set[fx.Node] = set()
+    for pick in node.users:
+        index = int(pick.args[1])  # type: ignore[arg-type]
+        parts = [outs[index] for outs in runs]
+        each = index in places and reduce_of(plan.buckets[places[index][0]].stage) == "each"
+        for user in pick.users:
+            if user.target is torch.ops.fzero.reduce.default and user.args[1] == "mean":
+                axis = str(user.args[2])
+                if each:
+                    values[user] = _sum([reduced(p, "sum", axis, n, n * k) for p in parts])
+                else:
+                    values[user] = reduced(_sum(parts), "sum", axis, n, n * k)
+                folded.add(user)
+        values[pick] = reduced(_sum(parts), "sum", "", 1, k)
+    return folded
+
+
+def _micro(value: str, like: torch.Tensor, m: int, k: int) -> str:
+    chunk = like.numel() // k
+    return part(value, m * chunk, (m + 1) * chunk, (like.shape[0] // k, *like.shape[1:]))
+
+
+def part(value: str, start: int, stop: int, shape: tuple[int, ...]) -> str:
+    """The term of elements [start, stop) of a contiguous tensor."""
+    return term("part", value, start, stop, tuple(shape))
+
+
+def _sum(parts: Sequence[str]) -> str:
+    total = parts[0]
+    for one in parts[1:]:
+        total = apply(aten.add.Tensor, (total, one), {})
+    return total
+
+
+# --- a program --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Content:
+    """What a buffer holds: terms by (start, stop), and whether of each range only the own slice is right."""
+
+    terms: dict[tuple[int, int], Any] = field(default_factory=dict)
+    mine: set[tuple[int, int]] = field(default_factory=set)
+
+
+class Abstract:
+    """A program run on terms. `memory` maps a buffer to its `Content`."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.memory: dict[str, Content] = {}
+        for name, buffer in program.buffers.items():
+            if buffer.kind in PERSISTENT:
+                self.memory[name] = Content({key: term("input", name, slot) for slot, key in self._keys(buffer)})
+
+    def run(self) -> str:
+        """The meaning of the state that the program leaves behind."""
+        for index, one in enumerate(self.program.ops):
+            try:
+                self.step(one)
+            except Undefined as error:
+                raise Undefined(f"op {index} ({one.kind} {' '.join(map(str, one.reads))}): {error}") from None
+        state: dict[tuple[str, int | None], Any] = {}
+        for name, buffer in self.program.buffers.items():
+            if buffer.kind in PERSISTENT and buffer.kind not in ("batch", "constant"):
+                content = self.memory[name]
+                for slot, key in self._keys(buffer):
+                    if not buffer.shard and key in content.mine:
+                        raise Undefined(f"{name} keeps only one rank's slice of {key}: it was not gathered")
+                    state[(name, slot)] = content.terms[key]
+        metrics = {name: self.read(Ref(buffer)) for name, buffer in self.program.metrics.items()}
+        return digest(state, metrics)
+
+    def step(self, one: Op) -> None:
+        if one.kind in ("run", "update"):
+            gm = self.program.segments[str(one.get("segment"))]
+            num_dest = len(segments.placeholders(gm.graph)) - len(one.reads)
+            dests = one.writes[len(one.writes) - num_dest :]
+            values = [self.read(ref) for ref in one.reads]
+            outs, written = evaluate(gm, [*values, *(None for _ in dests)])
+            for ref, value in zip(one.writes, outs, strict=False):
+                self.write(ref, value)
+            for position, value in written.items():
+                reads_too = position < len(one.reads)
+                self.write(one.reads[position] if reads_too else dests[position - len(one.reads)], value)
+        elif one.kind == "gather":
+            self.gather(one.reads[0], one.writes[0], one.axis)
+        elif one.kind == "reduce":
+            self.reduce(one)
+        elif one.kind == "free":
+            for ref in one.reads:
+                self.memory.pop(ref.name, None)
+        elif one.kind == "recv":
+            self.write(one.writes[0], term("recv", one.axis, one.get("peer"), one.get("tag", 0)))
+
+    def gather(self, source: Ref, dest: Ref, axis: str | None) -> None:
+        if axis is None or axis not in dict(self.program.mesh):
+            raise Undefined(f"there is no axis {axis!r}")
+        origin, buffer = self.program.buffers[source.name], self.program.buffers[dest.name]
+        bucket = self._bucket(origin)
+        whole = source.start is None or (source.start, source.stop) == (0, bucket.length)
+        if not whole or not (origin.shard or source.mine) or buffer.shard or dest.start is not None:
+            raise Undefined(f"a gather takes a whole slice to a whole bucket, not {source} to {dest}")
+        if buffer.bucket != origin.bucket:
+            raise Undefined(f"{source.name} and {dest.name} are of different buckets")
+        self.memory[dest.name] = Content(dict(self._content(source.name).terms))
+
+    def reduce(self, one: Op) -> None:
+        source, dest = one.reads[0], one.writes[0]
+        if one.axis is None or one.axis not in dict(self.program.mesh):
+            raise Undefined(f"there is no axis {one.axis!r}")
+        world = self.program.axis_size(one.axis)
+
+        def over(value: Any) -> Any:
+            how, divisor = str(one.get("op", "sum")), int(one.get("divisor", 1))
+            if isinstance(value, Partial):
+                if (how, divisor) != ("sum", 1):
+                    raise Undefined("a sum over slices must be summed over the ranks, once")
+                return value.of
+            return reduced(value, how, one.axis or "", world, divisor)
+
+        buffer, target = self.program.buffers[source.name], self.program.buffers[dest.name]
+        if one.get("mode") == "exchange":
+            if source.start is not None:
+                self.write(dest, over(self.read(source)))
+                return
+            content = self._content(source.name)
+            self.memory[dest.name] = Content({k: over(v) for k, v in content.terms.items()})
+            return
+        content = self._content(source.name)
+        if source.start is not None or dest.start is not None or buffer.shard or content.mine:
+            raise Undefined(f"a reduction takes a whole bucket, not {source} to {dest}")
+        if buffer.bucket != target.bucket or target.shard != (one.get("mode") == "scatter"):
+            raise Undefined(f"{source} and {dest} do not fit a reduction with mode={one.get('mode')}")
+        self.memory[dest.name] = Content({k: over(v) for k, v in content.terms.items()})
+
+    def read(self, ref: Ref) -> Any:
+        buffer, content = self.program.buffers[ref.name], self._content(ref.name)
+        if ref.start is None and not buffer.bucket:
+            key = (0, buffer.numel)
+            if key not in content.terms:
+                raise Undefined(f"{ref} was not computed as a whole")
+            return content.terms[key]
+        if buffer.bucket is None:
+            return self._part(ref, buffer, content)
+        bucket = self._bucket(buffer)
+        start, stop = (0, bucket.length) if ref.start is None else (ref.start, ref.stop or 0)
+        if ref.shape is not None:
+            slot = next((s for s in bucket.slots if (s.start, s.stop, s.shape) == (start, stop, ref.shape)), None)
+            if slot is None:
+                raise Undefined(f"{ref} is no leaf of {bucket.name}")
+            if buffer.shard or (start, stop) in content.mine:
+                raise Undefined(f"{ref} reads a whole leaf of which only one rank's slice is there")
+            return self._term(content, (start, stop), ref)
+        picked = self._slots(bucket, start, stop, ref)
+        mine = ref.mine or buffer.shard
+        terms = {i: self._term(content, (bucket.slots[i].start, bucket.slots[i].stop), ref) for i in picked}
+        if not mine and any((bucket.slots[i].start, bucket.slots[i].stop) in content.mine for i in picked):
+            raise Undefined(f"{ref} reads beyond the own slice, which is all that was written")
+        return Vec(terms, mine, (start, stop))
+
+    def write(self, ref: Ref, value: Any) -> None:
+        buffer = self.program.buffers[ref.name]
+        content = self.memory.setdefault(ref.name, Content())
+        if buffer.bucket is None:
+            if isinstance(value, Vec):
+                raise Undefined(f"{ref} is in no bucket and gets a flat range")
+            if ref.start is None:
+                content.terms.clear()
+            content.terms[(0, buffer.numel) if ref.start is None else (ref.start, ref.stop or 0)] = value
+            return
+        bucket = self._bucket(buffer)
+        start, stop = (0, bucket.length) if ref.start is None else (ref.start, ref.stop or 0)
+        if not isinstance(value, Vec):
+            slot = next((s for s in bucket.slots if (s.start, s.stop, s.shape) == (start, stop, ref.shape)), None)
+            if slot is None or buffer.shard or isinstance(value, Partial):
+                raise Undefined(f"{ref} cannot hold a whole leaf's value")
+            content.terms[(start, stop)] = value
+            content.mine.discard((start, stop))
+            return
+        mine = ref.mine or buffer.shard
+        if mine != value.mine or value.span != (start, stop):
+            raise Undefined(f"{ref} gets the range {value.span}{' of the own slice' if value.mine else ''}")
+        for index, one in value.slots.items():
+            key = (bucket.slots[index].start, bucket.slots[index].stop)
+            content.terms[key] = one
+            (content.mine.add if mine and not buffer.shard else content.mine.discard)(key)
+
+    def _part(self, ref: Ref, buffer: Buffer, content: Content) -> Any:
+        key = (ref.start or 0, ref.stop or 0)
+        if key in content.terms:
+            return content.terms[key]
+        whole = content.terms.get((0, buffer.numel))
+        if whole is None or ref.shape is None or key[1] > buffer.numel:
+            raise Undefined(f"{ref} was not computed")
+        return part(whole, *key, ref.shape)
+
+    def _content(self, name: str) -> Content:
+        if name not in self.memory:
+            raise Undefined(f"{name} holds nothing")
+        return self.memory[name]
+
+    def _term(self, content: Content, key: tuple[int, int], ref: Ref) -> Any:
+        if key not in content.terms:
+            raise Undefined(f"{ref} reads elements {key}, which were not computed")
+        return content.terms[key]
+
+    def _slots(self, bucket: Bucket, start: int, stop: int, ref: Ref) -> list[int]:
+        picked = [i for i, s in enumerate(bucket.slots) if s.start >= start and s.stop <= stop]
+        exact = picked and bucket.slots[picked[0]].start == start
+        if not exact or stop not in (bucket.slots[picked[-1]].stop, bucket.end(picked[-1])):
+            raise Undefined(f"{ref} cuts through a leaf of {bucket.name}")
+        return picked
+
+    def _bucket(self, buffer: Buffer) -> Bucket:
+        if buffer.bucket is None:
+            raise Undefined(f"{buffer.name} is in no bucket")
+        return self.program.buckets[buffer.bucket]
+
+    def _keys(self, buffer: Buffer) -> list[tuple[int | None, tuple[int, int]]]:
+        if buffer.bucket is None:
+            return [(None, (0, buffer.numel))]
+        return [(i, (s.start, s.stop)) for i, s in enumerate(self.program.buckets[buffer.bucket].slots)]
+
+
+def program_meaning(program: Program) -> str:
+    """The meaning of a program; raises `Undefined` where it has none."""
+    return Abstract(program).run()

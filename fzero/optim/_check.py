@@ -1,0 +1,148 @@
+"""What the optimizers refuse, each with what was given, what was needed and the smallest fix.
+
+Numbers are checked once, when an optimizer or a schedule is made. Trees are checked at every `init` and `update`; that
+reads only paths, shapes and dtypes, so it costs nothing in a captured step.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.errors import SpecError, TreeError
+
+
+def number(
+    name: str, value: Any, *, low: float = 0.0, high: float = math.inf, above: bool = False, fix: str = ""
+) -> float:
+    """`value` as a float in `[low, high)`, or in `(low, high)` when `above`; `fix` ends the message.
+
+    >>> number("adam: eps", 1e-8, above=True)
+    1e-08
+    >>> number("adam: betas[0]", 1.0, high=1.0)
+    Traceback (most recent call last):
+    fzero.errors.SpecError: adam: betas[0] is 1.0, but it must be at least 0 and less than 1
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise SpecError(f"{name} is {kind(value)}, but it must be a Python number{_tail(fix)}")
+    value = float(value)
+    if not (value > low or (value == low and not above)) or not value < high:
+        bounds = [f"{'greater than' if above else 'at least'} {low:g}"] * (low != -math.inf)
+        bounds.append("finite" if high == math.inf else f"less than {high:g}")
+        raise SpecError(f"{name} is {value}, but it must be {' and '.join(bounds)}{_tail(fix)}")
+    return value
+
+
+def steps(name: str, value: Any, *, low: int = 0) -> int:
+    """`value` as a whole number of steps, at least `low`.
+
+    >>> steps("cosine: steps", 1e3)
+    Traceback (most recent call last):
+    fzero.errors.SpecError: cosine: steps is 1000.0 (float), but it must be a whole number: write int(...)
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise SpecError(f"{name} is {kind(value)}, but it must be a whole number: write int(...)")
+    if value < low:
+        raise SpecError(f"{name} is {value}, but it must be at least {low}")
+    return int(value)
+
+
+def trainable(where: str, params: Any) -> None:
+    """Every leaf is a floating-point tensor, so that it can have a gradient and moments of its own dtype.
+
+    >>> trainable("adamw", {"w": torch.zeros(2), "seen": torch.tensor(3)})
+    Traceback (most recent call last):
+    fzero.errors.TreeError: adamw: params/seen is torch.int64, but an optimizer updates floating-point tensors: keep \
+it out of params, or select the other leaves with fzero.optim.masked
+    """
+    paths, leaves, _ = tree.flatten(params)
+    for path, leaf in zip(paths, leaves, strict=True):
+        name = _join("params", path)
+        if not isinstance(leaf, torch.Tensor):
+            raise TreeError(f"{where}: {name} is {kind(leaf)}, but it must be a tensor: write torch.tensor(...)")
+        if not leaf.is_floating_point():
+            raise TreeError(
+                f"{where}: {name} is {leaf.dtype}, but an optimizer updates floating-point tensors: keep it out of "
+                "params, or select the other leaves with fzero.optim.masked"
+            )
+
+
+def alike(where: str, name: str, given: Any, params: Any, *, dtypes: bool = True) -> list[Any]:
+    """The leaves of `given`, which must have the structure, shapes and (unless told otherwise) dtypes of `params`.
+
+    >>> alike("sgd", "grads", {"a": torch.zeros(2)}, {"a": torch.zeros(2), "b": torch.zeros(3)})
+    Traceback (most recent call last):
+    fzero.errors.TreeError: sgd: grads does not have the structure of params: params/b has no counterpart there. A \
+leaf the loss does not use has gradient None: give it zeros, or leave it out with fzero.optim.masked
+    """
+    _, wanted, structure = tree.flatten(params)
+    paths, leaves, given_structure = tree.flatten(given)
+    if given_structure != structure:
+        raise TreeError(f"{where}: {name} does not have the structure of params: " + _difference(name, given, params))
+    for path, leaf, param in zip(paths, leaves, wanted, strict=True):
+        here, there = _join(name, path), _join("params", path)
+        if not isinstance(leaf, torch.Tensor):
+            raise TreeError(f"{where}: {here} is {kind(leaf)}, but it must be a tensor like {there}")
+        if leaf.shape != param.shape:
+            raise TreeError(
+                f"{where}: {here} has shape {tuple(leaf.shape)}, but {there} has shape {tuple(param.shape)}"
+            )
+        if dtypes and leaf.dtype != param.dtype:
+            raise TreeError(
+                f"{where}: {here} is {leaf.dtype}, but {there} is {param.dtype}: write .to({param.dtype}) on it"
+            )
+    return leaves
+
+
+def zero_count(params: Any) -> torch.Tensor:
+    """A step count of 0 (0-d int64) on the device of the first leaf.
+
+    >>> zero_count([torch.ones(2)])
+    tensor(0)
+    """
+    leaves = tree.flatten(params)[1]
+    return torch.zeros((), dtype=torch.int64, device=leaves[0].device if leaves else None)
+
+
+def _difference(name: str, given: Any, params: Any) -> str:
+    """The first path at which two trees of different structure part."""
+    paths, _, structure = tree.flatten(params)
+    given_paths, _, given_structure = tree.flatten(given)
+    present, given_present = set(paths), set(given_paths)
+    for path in paths:
+        if path not in given_present:
+            unused = (
+                " A leaf the loss does not use has gradient None: give it zeros, or leave it out with "
+                "fzero.optim.masked"
+            )
+            return f"{_join('params', path)} has no counterpart there." + (unused if name == "grads" else "")
+    for path in given_paths:
+        if path not in present:
+            return f"{_join(name, path)} has no counterpart in params." + tree.suggest(path, paths)
+    for path, entry, given_entry in zip(paths, structure.accessors(), given_structure.accessors(), strict=True):
+        if entry != given_entry:
+            kinds = [" in ".join(step.type.__name__ for step in reversed(e)) for e in (given_entry, entry)]
+            return f"{_join(name, path)} is held by {kinds[0]}, {_join('params', path)} by {kinds[1]}."
+    return "they agree in every leaf, but not in their empty containers."
+
+
+def _join(name: str, path: str) -> str:
+    return f"{name}/{path}" if path else name
+
+
+def kind(value: Any) -> str:
+    """How a value of the wrong type is shown: numbers and strings in full, the rest by type alone.
+
+    >>> kind(1.5), kind("x"), kind([1])
+    ('1.5 (float)', "'x' (str)", 'of type list')
+    """
+    plain = isinstance(value, (bool, int, float, str)) or value is None
+    return f"{value!r} ({type(value).__name__})" if plain else f"of type {type(value).__name__}"
+
+
+def _tail(fix: str) -> str:
+    return f": {fix}" if fix else ""

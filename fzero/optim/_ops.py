@@ -1,0 +1,232 @@
+"""The optimizers' operators: what a captured step holds of them, one node each.
+
+| op | does | tag |
+|---|---|---|
+| `fzero::adamw`       | new (param, mu, nu) of one Adam step                          | pointwise |
+| `fzero::adamw_`      | the same in place, one pass over memory in aten's fused kernel | pointwise |
+| `fzero::delta`       | `new - old`                                                   | pointwise |
+| `fzero::apply_delta` | `old + delta`                                                 | pointwise |
+| `fzero::sum_squares` | sum of squares, accumulated in float64                        |           |
+
+`pointwise` says that an element of the outputs depends on the same element of the inputs and on 0-d tensors alone, so
+the op may run on a flat slice of a bucket instead of on a leaf. On slices that start and end on 64-element boundaries
+the bits are those of the whole, too: aten's kernel treats full vectors and a remainder differently, and a remainder
+then appears only at the end of the whole.
+
+`delta` and `apply_delta` exist because a transformation returns *updates* while the fused kernel makes *parameters*.
+Adam emits `new, mu, nu = adamw(p, ...)` and returns `delta(new, p)`; `apply_updates` emits `apply_delta(p, u)`.
+fzero's capture folds `apply_delta(p, delta(new, p))` to `new`, so a compiled step has one op and no rounding. Run
+eagerly the pair rounds: the result is within one unit in the last place of the larger of `new` and `p`.
+
+The step number and the learning rate are 0-d tensors, never Python numbers, so one trace serves every step. On CUDA
+nothing synchronises; the learning rate is rounded to float32 there, as in `torch.optim` with a tensor learning rate.
+
+Cost: `adamw_` reads four tensors and writes three; `adamw` first clones three; `sum_squares` reads one, through a
+buffer of 512 KiB (32 MiB on CUDA).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import CustomOpDef, custom_op
+
+from fzero._torch_compat import fused_adam_, fused_adamw_, in_functorch
+
+_HYPER = "Tensor count, Tensor lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled"
+_CHUNK = {"cpu": 65_536, "cuda": 1 << 22}  # elements; larger on CUDA, where each chunk is three launches
+
+__test__: dict[str, str] = {}  # doctest does not look inside a CustomOpDef: it finds their examples here
+
+
+def _op(schema: str, *, mutates: Sequence[str] = (), pointwise: bool = True) -> Callable[..., CustomOpDef]:
+    """`fzero::<name of the function>`, whose one body serves every device."""
+
+    def register(fn: Callable[..., Any]) -> CustomOpDef:
+        tags = [torch.Tag.pointwise] if pointwise else []
+        op = custom_op(f"fzero::{fn.__name__}", fn, mutates_args=mutates, schema=schema, tags=tags)
+        op.__doc__ = __test__[fn.__name__] = fn.__doc__ or ""
+        return op
+
+    return register
+
+
+@_op(f"(Tensor(a!) param, Tensor grad, Tensor(b!) mu, Tensor(c!) nu, {_HYPER}) -> ()", mutates=("param", "mu", "nu"))
+def adamw_(
+    param: Tensor,
+    grad: Tensor,
+    mu: Tensor,
+    nu: Tensor,
+    count: Tensor,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+) -> None:
+    """One Adam step in place on `param`, `mu` and `nu`, with aten's fused kernel.
+
+    All four tensors share shape, dtype (floating) and device; any shape, empty included. `count` is the number of this
+    step counted from 1 (0-d int64); `lr` is 0-d float64. `decoupled` chooses AdamW's weight decay over the L2 term.
+    Strides are free, but where the four differ the step goes through contiguous copies.
+
+    Raises `ValueError` for shapes that differ and `TypeError` for dtypes that differ.
+
+    >>> p, m, v = torch.ones(3), torch.zeros(3), torch.zeros(3)
+    >>> one, lr = torch.tensor(1), torch.tensor(0.1, dtype=torch.float64)
+    >>> adamw_(p, torch.ones(3), m, v, one, lr, 0.9, 0.999, 1e-8, 0.0, True)
+    >>> p
+    tensor([0.9000, 0.9000, 0.9000])
+    """
+    _check_step(param, grad, mu, nu, count, lr)
+    if param.numel() == 0:
+        return
+    tensors = [param, grad, mu, nu]
+    if not _one_layout(tensors):  # aten's kernel walks raw memory: unlike strides would pair the wrong elements
+        tensors = [t.contiguous().view(-1) for t in tensors]
+    rate: Any = lr.item() if param.is_cpu else lr.to(param.device, torch.float32)
+    step = fused_adamw_ if decoupled else fused_adam_
+    step(
+        *([t] for t in tensors),  # type: ignore[call-overload]
+        [],
+        [count.to(param.device, torch.float32)],
+        lr=rate,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    for target, result in ((param, tensors[0]), (mu, tensors[2]), (nu, tensors[3])):
+        if result.data_ptr() != target.data_ptr():
+            target.copy_(result.view(target.shape))
+
+
+@_op(f"(Tensor param, Tensor grad, Tensor mu, Tensor nu, {_HYPER}) -> (Tensor, Tensor, Tensor)")
+def adamw(param: Tensor, grad: Tensor, mu: Tensor, nu: Tensor, *hyper: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """One Adam step as a pure function: the new `(param, mu, nu)`; arguments and errors as in `adamw_`.
+
+    >>> z, one, lr = torch.zeros(2), torch.tensor(1), torch.tensor(0.1, dtype=torch.float64)
+    >>> new, mu, nu = adamw(z, torch.ones(2), z, z, one, lr, 0.9, 0.999, 1e-8, 0.0, True)
+    >>> new, mu
+    (tensor([-0.1000, -0.1000]), tensor([0.1000, 0.1000]))
+    """
+    new = param.clone(), mu.clone(), nu.clone()
+    adamw_(new[0], grad, new[1], new[2], *hyper)
+    return new
+
+
+@_op("(Tensor new, Tensor old) -> Tensor")
+def delta(new: Tensor, old: Tensor) -> Tensor:
+    """`new - old`, of one shape and dtype. See the module's docstring for why it is an op of its own.
+
+    >>> delta(torch.tensor([3.0]), torch.tensor([1.0]))
+    tensor([2.])
+    """
+    return new - old
+
+
+@_op("(Tensor old, Tensor delta) -> Tensor")
+def apply_delta(old: Tensor, delta: Tensor) -> Tensor:
+    """`old + delta`, of one shape, in `old`'s dtype. `apply_delta(p, delta(new, p))` is folded to `new` by capture.
+
+    >>> apply_delta(torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([2.0]))
+    tensor([3.], dtype=torch.bfloat16)
+    """
+    return (old + delta).to(old.dtype)
+
+
+@_op("(Tensor x) -> Tensor", pointwise=False)
+def sum_squares(x: Tensor) -> Tensor:
+    """The sum of squares of a floating-point tensor of any shape: 0-d float64, 0 for an empty one.
+
+    Chunks of fixed size, counted from the start of the flat view, are widened to float64 and added in order, so the
+    bits depend on the values and their order alone. Raises `TypeError` for another dtype.
+
+    >>> sum_squares(torch.tensor([[3.0, 4.0]], dtype=torch.bfloat16))
+    tensor(25., dtype=torch.float64)
+    """
+    _check_sum(x)
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    if x.numel() == 0:
+        return total
+    flat, chunk = x.reshape(-1), _CHUNK.get(x.device.type, _CHUNK["cuda"])
+    buffer = torch.empty(min(chunk, flat.numel()), dtype=torch.float64, device=x.device)
+    for piece in flat.split(chunk):
+        wide = buffer[: piece.numel()].copy_(piece)
+        total += torch.dot(wide, wide)
+    return total
+
+
+# The shape rules.
+
+
+@adamw_.register_fake
+def _(param: Tensor, grad: Tensor, mu: Tensor, nu: Tensor, count: Tensor, lr: Tensor, *hyper: Any) -> None:
+    _check_step(param, grad, mu, nu, count, lr)
+
+
+@adamw.register_fake
+def _(
+    param: Tensor, grad: Tensor, mu: Tensor, nu: Tensor, count: Tensor, lr: Tensor, *hyper: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_step(param, grad, mu, nu, count, lr)
+    return torch.empty_like(param), torch.empty_like(mu), torch.empty_like(nu)
+
+
+@delta.register_fake
+def _(new: Tensor, old: Tensor) -> Tensor:
+    return new - old
+
+
+@apply_delta.register_fake
+def _(old: Tensor, delta: Tensor) -> Tensor:
+    return (old + delta).to(old.dtype)
+
+
+@sum_squares.register_fake
+def _(x: Tensor) -> Tensor:
+    _check_sum(x)
+    return x.new_empty((), dtype=torch.float64)
+
+
+# What the ops do not do.
+
+
+def watched(*tensors: Tensor) -> bool:
+    """Whether a derivative or a torch.func transform looks on. The ops have no rules for those: use plain arithmetic.
+
+    >>> watched(torch.ones(1)), watched(torch.ones(1, requires_grad=True))
+    (False, True)
+    """
+    return in_functorch() or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+
+
+def _one_layout(tensors: Sequence[Tensor]) -> bool:
+    """Whether the i-th element in memory is the same one in every tensor: equal strides, without gaps or overlaps."""
+    strides = tensors[0].stride()
+    dense = tensors[0].is_contiguous() or torch.empty_like(tensors[0]).stride() == strides
+    return dense and all(t.stride() == strides for t in tensors)
+
+
+def _check_step(param: Tensor, grad: Tensor, mu: Tensor, nu: Tensor, count: Tensor, lr: Tensor) -> None:
+    for name, t in (("grad", grad), ("mu", mu), ("nu", nu)):
+        if t.shape != param.shape:
+            raise ValueError(f"fzero::adamw: {name} has shape {tuple(t.shape)}, param has shape {tuple(param.shape)}")
+        if t.dtype != param.dtype:
+            raise TypeError(f"fzero::adamw: {name} is {t.dtype}, param is {param.dtype}: they must be one dtype")
+    if not param.is_floating_point():
+        raise TypeError(f"fzero::adamw: param is {param.dtype}, but it must be a floating-point tensor")
+    for name, t in (("count", count), ("lr", lr)):
+        if t.dim() != 0:
+            raise ValueError(f"fzero::adamw: {name} has shape {tuple(t.shape)}, but it must be 0-d")
+
+
+def _check_sum(x: Tensor) -> None:
+    if not x.is_floating_point():
+        raise TypeError(f"fzero::sum_squares: x is {x.dtype}, but it must be a floating-point tensor")

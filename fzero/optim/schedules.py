@@ -1,0 +1,130 @@
+"""Learning-rate schedules: functions of the step count, made of tensor operations alone.
+
+A schedule takes the number of updates already made (a 0-d integer tensor, 0 at the first update) and gives the learning
+rate of the next one as a 0-d float64 tensor on the same device. Nothing is read back from the device, so a schedule is
+part of the compiled step and its trace serves every step. Any function of this kind is a schedule:
+
+>>> schedule = lambda count: 0.1 * 0.5 ** (count // 1000).to(torch.float64)
+
+| schedule | value at count c |
+|---|---|
+| `constant`      | value                                                                              |
+| `linear_warmup` | peak * min(1, c / steps)                                                           |
+| `cosine`        | end + (peak - end) * (1 + cos(pi * min(1, c / steps))) / 2                         |
+| `warmup_cosine` | `linear_warmup` up to warmup_steps, then `cosine` over total_steps - warmup_steps  |
+
+As in optax and in Hugging Face's schedules the warm-up starts at 0: the first update of all changes
+moments only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fzero.errors import SpecError
+from fzero.optim import _check
+
+Schedule: TypeAlias = Callable[[Tensor], Tensor]
+
+
+def constant(value: float) -> Schedule:
+    """Always `value` (at least 0).
+
+    >>> constant(0.5)(torch.tensor(7))
+    tensor(0.5000, dtype=torch.float64)
+    """
+    value = _check.number("constant: value", value)
+    return lambda count: torch.full((), value, dtype=torch.float64, device=count.device)
+
+
+def linear_warmup(peak: float, steps: int) -> Schedule:
+    """From 0 at count 0 to `peak` at count `steps`, and `peak` from there on. With `steps=0` it is `constant(peak)`.
+
+    Raises `SpecError` (a `ValueError`) for a negative `peak` or `steps`, and for what is not a number.
+
+    >>> [linear_warmup(1.0, 4)(torch.tensor(c)).item() for c in (0, 1, 4, 9)]
+    [0.0, 0.25, 1.0, 1.0]
+    """
+    peak = _check.number("linear_warmup: peak", peak)
+    steps = _check.steps("linear_warmup: steps", steps)
+    return lambda count: peak * _progress(count + (steps == 0), max(steps, 1))
+
+
+def cosine(peak: float, steps: int, end: float = 0.0) -> Schedule:
+    """Half a cosine from `peak` at count 0 to `end` at count `steps` (at least 1), and `end` from there on.
+
+    Raises `SpecError` (a `ValueError`) for a negative `peak` or `end` or for `steps < 1`, and for what is not a number.
+
+    >>> [round(cosine(1.0, 4, end=0.2)(torch.tensor(c)).item(), 6) for c in (0, 2, 4, 9)]
+    [1.0, 0.6, 0.2, 0.2]
+    """
+    peak, end = _check.number("cosine: peak", peak), _check.number("cosine: end", end)
+    steps = _check.steps("cosine: steps", steps, low=1)
+    return lambda count: _half_cosine(peak, end, _progress(count, steps))
+
+
+def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float = 0.0) -> Schedule:
+    """`linear_warmup(peak, warmup_steps)`, then half a cosine that reaches `end` at count `total_steps`.
+
+    Raises `SpecError` (a `ValueError`) for a negative value, for `warmup_steps > total_steps`, and for what is not a
+    number.
+
+    >>> [round(warmup_cosine(1.0, 2, 6)(torch.tensor(c)).item(), 6) for c in (0, 1, 2, 4, 6, 9)]
+    [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
+    """
+    peak, end = _check.number("warmup_cosine: peak", peak), _check.number("warmup_cosine: end", end)
+    warmup_steps = _check.steps("warmup_cosine: warmup_steps", warmup_steps)
+    total_steps = _check.steps("warmup_cosine: total_steps", total_steps, low=1)
+    if warmup_steps > total_steps:
+        raise SpecError(
+            f"warmup_cosine: warmup_steps is {warmup_steps}, but total_steps, which includes it, is {total_steps}: "
+            f"write total_steps={warmup_steps + total_steps} if the cosine alone should take {total_steps}"
+        )
+
+    def schedule(count: Tensor) -> Tensor:
+        warm = peak * _progress(count, max(warmup_steps, 1))
+        decayed = _half_cosine(peak, end, _progress(count - warmup_steps, max(total_steps - warmup_steps, 1)))
+        return torch.where(count < warmup_steps, warm, decayed)
+
+    return schedule
+
+
+def as_schedule(where: str, learning_rate: float | Schedule) -> Schedule:
+    """The schedule that an optimizer's `learning_rate` stands for; `where` begins its error messages.
+
+    >>> as_schedule("sgd", -0.1)
+    Traceback (most recent call last):
+    fzero.errors.SpecError: sgd: learning_rate is -0.1, but it must be at least 0 and finite
+    >>> as_schedule("sgd", lambda count: 0.1)(torch.tensor(0))
+    Traceback (most recent call last):
+    fzero.errors.SpecError: sgd: the schedule returned 0.1 (float), but it must return a 0-d tensor computed from \
+count, or the value would be baked into the compiled step
+    """
+    if not callable(learning_rate):
+        return constant(_check.number(f"{where}: learning_rate", learning_rate))
+
+    def schedule(count: Tensor) -> Tensor:
+        rate: Any = learning_rate(count)
+        if not isinstance(rate, Tensor) or rate.dim() != 0:
+            shown = f"shape {tuple(rate.shape)}" if isinstance(rate, Tensor) else _check.kind(rate)
+            raise SpecError(
+                f"{where}: the schedule returned {shown}, but it must return a 0-d tensor computed from count, or the "
+                "value would be baked into the compiled step"
+            )
+        return rate.to(torch.float64)
+
+    return schedule
+
+
+def _progress(count: Tensor, steps: int) -> Tensor:
+    """How much of `steps` is done at `count`: 0-d float64 in [0, 1]."""
+    return torch.clamp(count.to(torch.float64) / steps, 0.0, 1.0)
+
+
+def _half_cosine(peak: float, end: float, progress: Tensor) -> Tensor:
+    return end + (0.5 * (peak - end)) * (1.0 + torch.cos(math.pi * progress))

@@ -1,0 +1,77 @@
+"""Stochastic gradient descent with momentum, as `torch.optim.SGD` computes it (without dampening).
+
+    g <- g + weight_decay * p
+    b <- momentum * b + g                 (b starts at 0, so the first b is g, as in torch)
+    d  = g + momentum * b  if nesterov,  b  otherwise
+    update = -learning_rate * d
+
+All of it is plain tensor arithmetic, so a loss may differentiate through it (MAML). State: a count for the schedule,
+and one tensor per parameter where there is momentum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero import tree
+from fzero.errors import SpecError
+from fzero.optim import _check
+from fzero.optim.schedules import Schedule, as_schedule
+from fzero.optim.transform import GradientTransformation, PyTree
+
+
+class SgdState(NamedTuple):
+    """`count`: updates made so far, 0-d int64. `momentum`: a pytree like params, or None where momentum is 0.
+
+    >>> sgd(0.1).init({"w": torch.ones(2)})
+    SgdState(count=tensor(0), momentum=None)
+    """
+
+    count: Tensor  # type: ignore[assignment]  # tuples have a method of this name
+    momentum: PyTree | None
+
+
+def sgd(
+    learning_rate: float | Schedule, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
+) -> GradientTransformation:
+    """SGD with momentum, Nesterov's variant and an L2 term. `learning_rate` is a number or a schedule.
+
+    Raises `SpecError` for a value out of range or of the wrong type and for `nesterov` without momentum, and
+    `TreeError` for params that are not floating-point tensors or gradients unlike them.
+
+    >>> tx, params = sgd(0.1, momentum=0.9), {"w": torch.tensor([1.0])}
+    >>> updates, opt_state = tx.update({"w": torch.tensor([2.0])}, tx.init(params), params)
+    >>> tx.update({"w": torch.tensor([2.0])}, opt_state, params)[0]
+    {'w': tensor([-0.3800])}
+    """
+    schedule = as_schedule("sgd", learning_rate)
+    momentum = _check.number("sgd: momentum", momentum, high=1.0)
+    weight_decay = _check.number("sgd: weight_decay", weight_decay)
+    if nesterov and momentum == 0.0:
+        raise SpecError("sgd: nesterov needs momentum, which is 0.0: write momentum=0.9, or leave nesterov out")
+
+    def init(params: PyTree) -> SgdState:
+        _check.trainable("sgd", params)
+        return SgdState(_check.zero_count(params), tree.map(torch.zeros_like, params) if momentum else None)
+
+    def update(grads: PyTree, state: SgdState, params: PyTree) -> tuple[PyTree, SgdState]:
+        _, old, structure = tree.flatten(params)
+        direction = _check.alike("sgd", "grads", grads, params)
+        if weight_decay:
+            direction = [torch.add(g, p, alpha=weight_decay) for g, p in zip(direction, old, strict=True)]
+        buffers = None
+        if momentum:
+            held = _check.alike("sgd", "momentum", state.momentum, params)
+            moved = [torch.add(g, b, alpha=momentum) for g, b in zip(direction, held, strict=True)]
+            buffers = tree.unflatten(structure, moved)
+            if nesterov:
+                moved = [torch.add(g, b, alpha=momentum) for g, b in zip(direction, moved, strict=True)]
+            direction = moved
+        descent = -schedule(state.count)
+        updates = [(d * descent).to(d.dtype) for d in direction]  # a 0-d leaf would become float64
+        return tree.unflatten(structure, updates), SgdState(state.count + 1, buffers)
+
+    return GradientTransformation(init, update)

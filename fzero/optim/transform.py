@@ -1,0 +1,242 @@
+"""Gradient transformations, in optax's shape: pairs of pure functions over pytrees, and their combinators.
+
+    init(params) -> opt_state
+    update(grads, opt_state, params) -> (updates, opt_state)
+    apply_updates(params, updates) -> params
+
+A transformation holds no state: all of it is in `opt_state`, a pytree of tensors whose leaf paths end with the path of
+the parameter they belong to, so that a placement or a rule for a parameter finds its moments. `None` is an empty
+subtree, in parameters and gradients as everywhere.
+
+Every rule here is pointwise but the one norm in `clip_by_global_norm`, and no rule reads a value back from the device.
+Under `torch.func` transforms and on tensors that require grad all of it is plain arithmetic, so a loss may
+differentiate through a chain, and `vmap` over it.
+
+>>> tx = chain(clip_by_global_norm(1.0), scale(-0.1))
+>>> params = {"w": torch.tensor([1.0, 2.0])}
+>>> updates, opt_state = tx.update({"w": torch.tensor([3.0, 4.0])}, tx.init(params), params)
+>>> apply_updates(params, updates)
+{'w': tensor([0.9400, 1.9200])}
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fzero import tree
+from fzero.errors import SpecError, TreeError
+from fzero.optim import _check, _ops
+
+PyTree: TypeAlias = Any
+Mask: TypeAlias = str | Sequence[str] | Callable[[str, Tensor], bool] | PyTree
+
+
+class GradientTransformation(NamedTuple):
+    """`init(params) -> opt_state` and `update(grads, opt_state, params) -> (updates, opt_state)`, both pure.
+
+    >>> sign = GradientTransformation(lambda params: (), lambda g, state, p: (tree.map(torch.sign, g), state))
+    >>> sign.update([torch.tensor(-3.0)], sign.init([]), [])
+    ([tensor(-1.)], ())
+    """
+
+    init: Callable[[PyTree], PyTree]
+    update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+
+
+def identity() -> GradientTransformation:
+    """Updates are the gradients.
+
+    >>> identity().update([1], (), [0])
+    ([1], ())
+    """
+    return GradientTransformation(lambda params: (), lambda grads, state, params: (grads, state))
+
+
+def scale(factor: float) -> GradientTransformation:
+    """Multiplies every leaf by a finite number; dtypes are kept.
+
+    >>> scale(-2.0).update([torch.tensor(3.0)], (), None)
+    ([tensor(-6.)], ())
+    """
+    factor = _check.number("scale: factor", factor, low=-float("inf"), above=True)
+    return GradientTransformation(
+        lambda params: (), lambda grads, state, params: (tree.map(lambda g: g * factor, grads), state)
+    )
+
+
+def chain(*transformations: GradientTransformation) -> GradientTransformation:
+    """The transformations one after another; the state is the tuple of their states. An empty chain is the identity.
+
+    Raises `SpecError` for what is not a transformation and `TreeError` for a state of another length.
+
+    >>> chain(scale(2.0), scale(5.0)).update([torch.tensor(1.0)], ((), ()), None)
+    ([tensor(10.)], ((), ()))
+    """
+    for i, tx in enumerate(transformations):
+        if not isinstance(tx, GradientTransformation):
+            shown = getattr(tx, "__name__", type(tx).__name__)
+            raise SpecError(
+                f"chain: argument {i} is {shown}, not a GradientTransformation: call it, as in "
+                "chain(clip_by_global_norm(1.0), adamw(3e-4))"
+            )
+
+    def init(params: PyTree) -> PyTree:
+        return tuple(tx.init(params) for tx in transformations)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        if len(state) != len(transformations):
+            raise TreeError(
+                f"chain: opt_state has {len(state)} parts, but the chain has {len(transformations)} transformations: "
+                "make it with this chain's init"
+            )
+        states = []
+        for tx, part in zip(transformations, state, strict=True):
+            grads, part = tx.update(grads, part, params)
+            states.append(part)
+        return grads, tuple(states)
+
+    return GradientTransformation(init, update)
+
+
+def global_norm(values: PyTree) -> Tensor:
+    """The L2 norm of all leaves together: 0-d float32, summed in float64 leaf by leaf in the tree's order.
+
+    Leaves are floating-point tensors of any shape on one device; a tree without leaves has norm 0.
+
+    >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
+    tensor(5.)
+    """
+    sums = [_sum_squares(leaf) for leaf in tree.flatten(values)[1]]
+    if not sums:
+        return torch.zeros((), dtype=torch.float32)
+    return torch.sqrt(functools.reduce(operator.add, sums)).to(torch.float32)
+
+
+def clip_by_global_norm(max_norm: float) -> GradientTransformation:
+    """Scales all leaves by `min(1, max_norm / (global_norm + 1e-6))`, as `torch.nn.utils.clip_grad_norm_` does.
+
+    `max_norm` is greater than 0. dtypes are kept; a norm that is not a number makes every leaf so.
+
+    >>> clip_by_global_norm(1.0).update([torch.tensor([3.0, 4.0])], (), None)
+    ([tensor([0.6000, 0.8000])], ())
+    """
+    fix = "to clip nothing, leave clip_by_global_norm out of the chain"
+    max_norm = _check.number("clip_by_global_norm: max_norm", max_norm, above=True, fix=fix)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        coefficient = torch.clamp(max_norm / (global_norm(grads) + 1e-6), max=1.0)
+        return tree.map(lambda g: (g * coefficient).to(g.dtype), grads), state
+
+    return GradientTransformation(lambda params: (), update)
+
+
+def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
+    """`params + updates`, leaf by leaf, in each parameter's dtype.
+
+    In a captured step `apply_delta(p, delta(new, p))`, which is what Adam's updates come to, is folded to `new`.
+
+    Raises `TreeError` when `updates` has another structure or a leaf of another shape than `params`.
+
+    >>> apply_updates({"w": torch.tensor([1.0])}, {"w": torch.tensor([-0.5])})
+    {'w': tensor([0.5000])}
+    """
+    leaves = _check.alike("apply_updates", "updates", updates, params, dtypes=False)
+    _, targets, structure = tree.flatten(params)
+    return tree.unflatten(structure, [_apply_delta(p, u) for p, u in zip(targets, leaves, strict=True)])
+
+
+def masked(tx: GradientTransformation, mask: Mask) -> GradientTransformation:
+    """`tx` on the selected leaves alone; the updates of all others pass through unchanged.
+
+    `mask` is a path rule or a list of them (`fzero.tree.matches`, on paths within `params`), a pytree of bools with the
+    structure of `params`, or a function `(path, leaf) -> bool`. The state is `tx`'s own, over `params` with `None` for
+    the leaves left out, which therefore take no memory.
+
+    Raises `SpecError` for a rule that matches no leaf and for a mask of another structure, `TreeError` for gradients
+    unlike `params`.
+
+    >>> tx = masked(scale(0.0), "*/bias")
+    >>> grads = {"a": {"bias": torch.ones(1), "w": torch.ones(1)}}
+    >>> tx.update(grads, tx.init(grads), grads)[0]
+    {'a': {'bias': tensor([0.]), 'w': tensor([1.])}}
+    """
+
+    def init(params: PyTree) -> PyTree:
+        return tx.init(_with_holes(params, selected("masked", mask, params)))
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        leaves = _check.alike("masked", "grads", grads, params, dtypes=False)
+        chosen = selected("masked", mask, params)
+        held = _with_holes(params, chosen)
+        inner, state = tx.update(_with_holes(grads, chosen), state, held)
+        results = iter(_check.alike("masked", "updates", inner, held, dtypes=False))
+        structure = tree.flatten(params)[2]
+        return tree.unflatten(
+            structure, [next(results) if c else g for c, g in zip(chosen, leaves, strict=True)]
+        ), state
+
+    return GradientTransformation(init, update)
+
+
+def selected(where: str, mask: Mask | None, params: PyTree) -> list[bool]:
+    """Which leaves of `params` a mask selects, in `tree.flatten`'s order; `None` selects all. Errors as in `masked`.
+
+    >>> selected("masked", ["**/w", "b"], {"a": {"w": 1}, "b": 2, "c": 3})
+    [True, True, False]
+    """
+    paths, leaves, structure = tree.flatten(params)
+    if mask is None:
+        return [True] * len(leaves)
+    if isinstance(mask, str):
+        mask = [mask]
+    if isinstance(mask, (list, tuple)) and mask and all(isinstance(rule, str) for rule in mask):
+        return _by_rules(where, mask, paths)
+    if callable(mask):
+        flags = [mask(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+    else:
+        flag_paths, flags, flag_structure = tree.flatten(mask)
+        if flag_structure != structure:
+            differing = sorted(set(paths) ^ set(flag_paths))
+            raise SpecError(
+                f"{where}: mask does not have the structure of params"
+                + (f": {differing[0]!r} is in one of them only" if differing else "")
+                + ". Give one bool for each leaf, or a path rule such as '**/bias'"
+            )
+    for path, flag in zip(paths, flags, strict=True):
+        if not isinstance(flag, bool):
+            raise SpecError(f"{where}: mask says {_check.kind(flag)} for {path!r}, but it must say True or False")
+    return flags
+
+
+def _by_rules(where: str, rules: Sequence[str], paths: list[str]) -> list[bool]:
+    chosen = [False] * len(paths)
+    for rule in rules:
+        hits = [tree.matches(rule, path) for path in paths]
+        if not any(hits):
+            known = [*paths, *(f"**/{tree.parts(path)[-1]}" for path in paths if path)]
+            shown = ", ".join(repr(path) for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
+            raise SpecError(
+                f"{where}: the mask {rule!r} matches none of the {len(paths)} leaves of params ({shown})."
+                + tree.suggest(rule, known)
+            )
+        chosen = [c or hit for c, hit in zip(chosen, hits, strict=True)]
+    return chosen
+
+
+def _sum_squares(x: Tensor) -> Tensor:
+    return x.to(torch.float64).square().sum() if _ops.watched(x) else _ops.sum_squares(x)
+
+
+def _apply_delta(old: Tensor, delta: Tensor) -> Tensor:
+    return (old + delta).to(old.dtype) if _ops.watched(old, delta) else _ops.apply_delta(old, delta)
+
+
+def _with_holes(values: PyTree, chosen: list[bool]) -> PyTree:
+    _, leaves, structure = tree.flatten(values)
+    return tree.unflatten(structure, [leaf if c else None for leaf, c in zip(leaves, chosen, strict=True)])

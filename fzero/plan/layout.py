@@ -1,0 +1,267 @@
+"""layout: which bucket holds a leaf, and who holds the bucket.
+
+A floating leaf of one or more dimensions is *flat*: it lies in a bucket. Leaves that mirror one another (a parameter,
+its moments, its EMA: same shape, and a path that ends alike) form a class and take the same place in buckets of one
+geometry, so that everything pointwise over them runs on flat slices. 0-d, integer and per-rank leaves are kept whole.
+
+A bucket belongs to one layer, cut where `bucket_bytes` is full: identical layers get identical buckets. The layer of a
+leaf is its path up to the first number (`blocks/3`), else its first component; small layers without a number share one.
+
+The ZeRO stages are rows of one table (`TABLE`): what is sharded, and when gradients are reduced. The layout is a function
+of the tree, the world and the options alone: every rank, and every stage, computes the same one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fzero import tree
+from fzero.errors import SpecError
+from fzero.program import ALIGN, Bucket, Buffer, Ref, Slot
+
+
+@dataclass(frozen=True)
+class Row:
+    """One ZeRO stage: what is sharded over dp, and when a gradient bucket is reduced."""
+
+    params: bool
+    optimizer: bool
+    reduce_when: str  # "produced" or "end" of the microbatch's backward
+    reduce: str  # with microbatches: "each" reduced, or the sum at the "end"
+
+
+TABLE = {
+    0: Row(params=False, optimizer=False, reduce_when="produced", reduce="end"),
+    1: Row(params=False, optimizer=True, reduce_when="end", reduce="end"),
+    2: Row(params=False, optimizer=True, reduce_when="produced", reduce="each"),
+    3: Row(params=True, optimizer=True, reduce_when="produced", reduce="each"),
+}
+
+SMALL_BYTES = 64 << 10  # layers without a number below this share a bucket
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A leaf's place: in slot `slot` of the bucket of buffer `buffer`, or (slot None) all of that buffer."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    buffer: str
+    slot: int | None = None
+    per_rank: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where every leaf of a state lives: the mesh, the buckets, the state's buffers, and a place for each leaf."""
+
+    axis: str
+    world_size: int
+    buckets: Mapping[str, Bucket]
+    buffers: Mapping[str, Buffer]
+    leaves: tuple[Leaf, ...]
+
+    def ref(self, leaf: Leaf) -> Ref:
+        """The reference to a leaf within its own buffer (whole leaves: the buffer)."""
+        if leaf.slot is None:
+            return Ref(leaf.buffer)
+        slot = self.buckets[self.buffers[leaf.buffer].bucket or ""].slots[leaf.slot]
+        return Ref(leaf.buffer, slot.start, slot.stop, slot.shape)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of state that a rank holds, padding included."""
+        return sum(b.nbytes for b in self.buffers.values())
+
+    def padding_bytes(self) -> dict[str, int]:
+        """Per buffer, the bytes (of the whole bucket) that no leaf uses."""
+        pads = {b.name: self.buckets[b.bucket].padding * b.dtype.itemsize for b in self.buffers.values() if b.bucket}
+        return {name: size for name, size in pads.items() if size}
+
+
+@dataclass(frozen=True)
+class _Class:
+    """Leaves that mirror one another: members are (column prefix, index of the leaf), `key` is the common path."""
+
+    key: tuple[str, ...]
+    members: tuple[tuple[str, int], ...]
+
+
+def layout(
+    paths: Sequence[str],
+    leaves: Sequence[torch.Tensor],
+    *,
+    world_size: int,
+    axis: str = "dp",
+    zero: int | Mapping[str, int] = 0,
+    bucket_bytes: int = 32 << 20,
+    params: Sequence[str] = ("params/**",),
+    per_rank: Sequence[str] = (),
+) -> Plan:
+    """The plan for these leaves. Raises SpecError for a rule that matches nothing or leaves a leaf without a stage."""
+    flat = [
+        i
+        for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True))
+        if leaf.dtype.is_floating_point and leaf.ndim > 0 and leaf.numel() > 0 and path not in per_rank
+    ]
+    classes = _classes(flat, paths, leaves)
+    stages = _stages(classes, paths, zero)
+    is_param = [any(tree.matches(p, path) for p in params) for path in paths]
+    needs_params = any(stages[c] in (1, 2) for c in range(len(classes)))
+    if needs_params and world_size > 1 and not any(is_param[i] for i in flat):
+        raise SpecError(
+            f"zero={zero!r} keeps parameters whole and shards the rest, but no leaf of the state matches "
+            f"params={list(params)!r}. Say which leaves are parameters, as in Spec(params='model/**')"
+        )
+    groups = _groups(classes, stages, paths, leaves)
+    buckets: dict[str, Bucket] = {}
+    buffers: dict[str, Buffer] = {}
+    places: dict[int, Leaf] = {}
+    for name, stage, members in _cut(groups, classes, leaves, bucket_bytes):
+        slots, end = [], 0
+        for c in members:
+            leaf = leaves[classes[c].members[0][1]]
+            slots.append(Slot("/".join(classes[c].key), end, end + leaf.numel(), tuple(leaf.shape)))
+            end = _round_up(end + leaf.numel(), ALIGN)
+        bucket = Bucket(name, _round_up(end, world_size * ALIGN), stage, tuple(slots))
+        buckets[name] = bucket
+        for column, (prefix, first) in enumerate(classes[members[0]].members):
+            row = TABLE[stage]
+            shard = world_size > 1 and (row.params if is_param[first] else row.optimizer)
+            kind = "param" if is_param[first] else "optimizer"
+            length = bucket.length // world_size if shard else bucket.length
+            column_name = buffer_name(f"{prefix}:{name}" if prefix else name)
+            buffers[column_name] = Buffer(column_name, leaves[first].dtype, (length,), kind, name, shard)
+            for index, c in enumerate(members):
+                i = classes[c].members[column][1]
+                places[i] = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, column_name, index)
+    for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+        if i not in places:
+            name = buffer_name(path or "state")
+            note = "one per rank" if path in per_rank else ""
+            buffers[name] = Buffer(name, leaf.dtype, tuple(leaf.shape), "state", note=note)
+            places[i] = Leaf(path, tuple(leaf.shape), leaf.dtype, name, None, path in per_rank)
+    return Plan(axis, world_size, buckets, buffers, tuple(places[i] for i in range(len(paths))))
+
+
+def _classes(flat: list[int], paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> list[_Class]:
+    """Unites a leaf with the leaf of another top-level entry whose path below that entry is the longest to end its own."""
+    split = {i: tuple(paths[i].split("/")) for i in flat}
+    anchors: dict[tuple[tuple[str, ...], tuple[int, ...]], list[int]] = {}
+    for i in flat:
+        anchors.setdefault((split[i][1:], tuple(leaves[i].shape)), []).append(i)
+    parent = {i: i for i in flat}
+
+    def find(i: int) -> int:
+        while parent[i] != i:
+            i = parent[i]
+        return i
+
+    for i in flat:
+        for cut in range(1, len(split[i]) + 1):
+            hits = anchors.get((split[i][cut:], tuple(leaves[i].shape)), [])
+            found = next((j for j in hits if split[j][0] != split[i][0]), None)
+            if found is not None:
+                low, high = sorted((find(found), find(i)))
+                parent[high] = low
+                break
+    members: dict[int, list[int]] = {}
+    for i in flat:
+        members.setdefault(find(i), []).append(i)
+    return [_class(group, split) for group in sorted(members.values(), key=lambda group: min(map(_anchor(split), group)))]
+
+
+def _anchor(split: Mapping[int, tuple[str, ...]]):  # type: ignore[no-untyped-def]
+    return lambda i: (len(split[i]) == 0, i)
+
+
+def _class(group: list[int], split: Mapping[int, tuple[str, ...]]) -> _Class:
+    common = 0
+    if len(group) > 1:
+        shortest = min(len(split[i]) for i in group)
+        while common < shortest and len({split[i][-1 - common] for i in group}) == 1:
+            common += 1
+    else:
+        common = max(len(split[group[0]]) - 1, 0)
+    prefixes = tuple(("/".join(split[i][: len(split[i]) - common]), i) for i in group)
+    key = split[group[0]][len(split[group[0]]) - common :] or split[group[0]]
+    return _Class(key, prefixes)
+
+
+def _stages(classes: list[_Class], paths: Sequence[str], zero: int | Mapping[str, int]) -> list[int]:
+    rules = zero if isinstance(zero, Mapping) else {"**": zero}
+    used: set[str] = set()
+    stages = []
+    for one in classes:
+        names = ["/".join(one.key), *(paths[i] for _, i in one.members)]
+        rule = next((r for r in rules if any(tree.matches(r, name) for name in names)), None)
+        if rule is None:
+            raise SpecError(f"zero has no rule for {names[1]!r}: add a last rule, as in {{..., '**': 1}}")
+        used.add(rule)
+        stages.append(rules[rule])
+    for rule in rules:
+        if rule not in used and not any(tree.matches(rule, "/".join(c.key)) for c in classes) and rule != "**":
+            known = {"/".join(c.key[: n + 1]) + "/**" for c in classes for n in range(len(c.key))}
+            raise SpecError(f"the zero rule {rule!r} matches no leaf.{tree.suggest(rule, known)}")
+    return stages
+
+
+def _groups(
+    classes: list[_Class], stages: list[int], paths: Sequence[str], leaves: Sequence[torch.Tensor]
+) -> dict[tuple[object, ...], list[int]]:
+    """Class indices by (layer, stage, columns), in canonical order: the tree's, matrices before vectors in a layer."""
+    sizes: dict[str, int] = {}
+    layers: list[tuple[str, bool]] = []
+    for one in classes:
+        parts = tree.parts("/".join(one.key))
+        number = next((n for n, part in enumerate(parts) if part.isdigit()), None)
+        layers.append((".".join(parts[: 1 if number is None else number + 1]), number is not None))
+        leaf = leaves[one.members[0][1]]
+        sizes[layers[-1][0]] = sizes.get(layers[-1][0], 0) + leaf.numel() * leaf.dtype.itemsize
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for c, (one, (layer, numbered)) in enumerate(zip(classes, layers, strict=True)):
+        layer = layer if numbered or sizes[layer] >= SMALL_BYTES else "small"
+        columns = tuple((prefix, leaves[i].dtype) for prefix, i in one.members)
+        groups.setdefault((layer, stages[c], columns), []).append(c)
+    for members in groups.values():
+        members.sort(key=lambda c: (leaves[classes[c].members[0][1]].ndim < 2, c))
+    return groups
+
+
+def _cut(
+    groups: Mapping[tuple[object, ...], list[int]], classes: list[_Class], leaves: Sequence[torch.Tensor], cap: int
+) -> list[tuple[str, int, list[int]]]:
+    """(bucket name, stage, classes): each group cut where the bucket is full; a larger leaf has one to itself."""
+    result: list[tuple[str, int, list[int]]] = []
+    taken: dict[str, int] = {}
+    for (layer, stage, _), members in groups.items():
+        runs: list[list[int]] = [[]]
+        filled = 0
+        for c in members:
+            leaf = leaves[classes[c].members[0][1]]
+            size = _round_up(leaf.numel(), ALIGN) * leaf.dtype.itemsize
+            if runs[-1] and filled + size > cap:
+                runs.append([])
+                filled = 0
+            runs[-1].append(c)
+            filled += size
+        for run in runs:
+            name = buffer_name(str(layer))
+            count = taken[name] = taken.get(name, 0) + 1
+            assert isinstance(stage, int)
+            result.append((name if count == 1 else f"{name}~{count}", stage, run))
+    return result
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def buffer_name(text: str) -> str:
+    """A buffer's name: what the text form can hold without quotes."""
+    return re.sub(r"[^\w./:~@-]", "_", text)

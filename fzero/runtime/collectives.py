@@ -1,0 +1,187 @@
+"""collectives: how one rank's transfers run on torch.distributed.
+
+p2p (gloo). Every transfer is built from `isend` and `irecv`. All-gather: each rank sends its slice to every other,
+straight into place. Reduction: each rank sends slice r to rank r, which adds the slices of ranks 0..N-1 in that order and
+divides once; "all" then gathers the slices. gloo's own reductions do not add in rank order, and cutting a buffer in two
+changes their bits; these do not, at any world, bucket size or order of issue, and they are faster. (N-1)/N of the buffer
+travels per rank and direction. `mode=exchange`, for scalars, sends everything to everyone.
+
+nccl (CUDA). The library's collectives; bits are equal for the same algorithm and layout, no more.
+
+Ranks issue the same transfers in the same order (verify sees to it), so a running number is the tag of each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fzero.errors import DisagreementError, SpecError
+from fzero.program import Op
+
+
+def open_world(device: str) -> tuple[int, int]:
+    """(rank, world size). Under torchrun's environment starts gloo (CPU) or nccl (CUDA) unless a default group exists."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+        if not dist.is_available():
+            raise SpecError("WORLD_SIZE is set, but this torch was built without torch.distributed")
+        dist.init_process_group("nccl" if torch.device(device).type == "cuda" else "gloo")
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+@dataclass
+class _Transfer:
+    requests: list[Any]
+    finish: Callable[[], None] = lambda: None
+    keep: list[torch.Tensor] = field(default_factory=list)
+
+
+class P2P:
+    """`handlers.Comm` from point-to-point messages on a process group."""
+
+    def __init__(self, rank: int, world_size: int, group: Any = None) -> None:
+        self.rank, self.world, self.group, self.number = rank, world_size, group, 0
+        self.pending: dict[str, _Transfer] = {}
+
+    def ready(self, name: str) -> bool:
+        return True
+
+    def start(self, name: str, one: Op, tensors: list[torch.Tensor]) -> None:
+        self.number += 2  # a reduction with mode=all uses two tags
+        read, written = tensors[: len(one.reads)], tensors[len(one.reads) :]
+        if one.kind == "gather":
+            self.pending[name] = _Transfer(self._gather(read[0].view(-1), written[0].view(-1), self.number))
+        elif one.kind == "reduce":
+            self.pending[name] = self._reduce(one, read[0].reshape(-1), written[0].view(-1), written[1])
+        elif one.kind == "send":
+            self.pending[name] = _Transfer([self._send(read[0], one.get("peer"), one.get("tag", 0))])
+        else:
+            self.pending[name] = _Transfer([self._recv(written[0], one.get("peer"), one.get("tag", 0))])
+
+    def wait(self, name: str) -> None:
+        transfer = self.pending.pop(name)
+        for request in transfer.requests:
+            request.wait()
+        transfer.finish()
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        return dist.isend(tensor, peer, group=self.group, tag=tag)
+
+    def _recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        return dist.irecv(tensor, peer, group=self.group, tag=tag)
+
+    def _others(self) -> list[int]:
+        """The other ranks, the next one first, so that not everyone sends to rank 0 at once."""
+        return [(self.rank + i) % self.world for i in range(1, self.world)]
+
+    def _gather(self, own: torch.Tensor, whole: torch.Tensor, tag: int) -> list[Any]:
+        parts = whole.view(self.world, -1)
+        requests = [self._recv(parts[peer], peer, tag) for peer in self._others()]
+        requests += [self._send(own, peer, tag) for peer in self._others()]
+        if parts[self.rank].data_ptr() != own.data_ptr():
+            parts[self.rank].copy_(own)
+        return requests
+
+    def _reduce(self, one: Op, source: torch.Tensor, dest: torch.Tensor, scratch: torch.Tensor) -> _Transfer:
+        """Phase 1 moves the parts; `finish` adds them in rank order, and with mode=all gathers the slices."""
+        mode, tag = one.get("mode"), self.number
+        others = self._others()
+        parts = [source] * self.world if mode == "exchange" else list(source.view(self.world, -1))
+        place = {peer: scratch[i].view(-1)[: parts[0].numel()] for i, peer in enumerate(others)}
+        requests = [self._recv(place[peer], peer, tag) for peer in others]
+        requests += [self._send(parts[peer], peer, tag) for peer in others]
+
+        def finish() -> None:
+            mine = dest.view(self.world, -1)[self.rank] if mode == "all" else dest
+            for peer in range(self.world):
+                part = parts[self.rank] if peer == self.rank else place[peer]
+                if peer == 0:
+                    mine.copy_(part)
+                elif one.get("op") == "max":
+                    torch.maximum(mine, part, out=mine)
+                else:
+                    mine.add_(part)
+            if one.get("divisor", 1) != 1:
+                mine.div_(one.get("divisor"))
+            if mode == "all":
+                for request in self._gather(mine, dest, tag + 1):
+                    request.wait()
+
+        return _Transfer(requests, finish, [source, scratch])
+
+
+class Nccl(P2P):
+    """The same program on NCCL's collectives. Waiting puts an event on the compute stream; the host goes on."""
+
+    def start(self, name: str, one: Op, tensors: list[torch.Tensor]) -> None:
+        read, written = tensors[: len(one.reads)], tensors[len(one.reads) :]
+        if one.kind == "gather":
+            work = dist.all_gather_into_tensor(written[0].view(-1), read[0].view(-1), group=self.group, async_op=True)
+            self.pending[name] = _Transfer([work], keep=read)
+        elif one.kind == "reduce":
+            how = dist.ReduceOp.MAX if one.get("op") == "max" else dist.ReduceOp.SUM
+            dest = written[0]
+            if one.get("mode") == "scatter":
+                work = dist.reduce_scatter_tensor(dest, read[0], op=how, group=self.group, async_op=True)
+            else:
+                dest.view(-1).copy_(read[0].reshape(-1))
+                work = dist.all_reduce(dest, op=how, group=self.group, async_op=True)
+            divisor = one.get("divisor", 1)
+            finish = (lambda: dest.div_(divisor)) if divisor != 1 else (lambda: None)  # type: ignore[assignment,return-value]
+            self.pending[name] = _Transfer([work], finish, keep=read)
+        else:
+            super().start(name, one, tensors)
+
+
+class Alone:
+    """The comm of a world of one: a program for it has no transfers."""
+
+    def start(self, name: str, one: Op, tensors: list[torch.Tensor]) -> None:
+        raise DisagreementError(f"{one.kind} into {name} in a world of one")
+
+    def ready(self, name: str) -> bool:
+        return True
+
+    def wait(self, name: str) -> None:
+        raise KeyError(name)
+
+
+NOTE_BYTES = 512
+
+
+def agree(rank: int, world_size: int, what: str, digest: str, group: Any, failure: BaseException | None = None) -> None:
+    """One small fixed-size all-gather of (what, digest, failure), before any data moves.
+
+    Raises DisagreementError on every rank where digests differ or another rank failed; re-raises `failure` on its own.
+    """
+    if world_size > 1:
+        text = f"{type(failure).__name__}: {failure}" if failure is not None else ""
+        note = f"{'!' if failure is not None else '='}\n{what}\n{digest}\n{text}".encode()[:NOTE_BYTES]
+        mine = torch.zeros(NOTE_BYTES, dtype=torch.uint8)
+        mine[: len(note)] = torch.frombuffer(bytearray(note), dtype=torch.uint8)
+        theirs = [torch.empty_like(mine) for _ in range(world_size)]
+        dist.all_gather(theirs, mine, group=group)
+        if failure is None:
+            _compare(rank, [bytes(t.tolist()).rstrip(b"\0").decode(errors="replace").split("\n", 3) for t in theirs])
+    if failure is not None:
+        raise failure
+
+
+def _compare(rank: int, notes: list[list[str]]) -> None:
+    failed = [(r, note[-1]) for r, note in enumerate(notes) if note[0] == "!"]
+    if failed:
+        raise DisagreementError("; ".join(f"rank {r} failed before {notes[rank][1]}: {text}" for r, text in failed))
+    if len({(note[1], note[2]) for note in notes}) > 1:
+        shown = "; ".join(f"rank {r}: {note[1]} of {note[2]}" for r, note in enumerate(notes))
+        raise DisagreementError(
+            f"the ranks do not run the same program ({shown}): give every rank the same spec, the same params and "
+            "batches of one shape"
+        )

@@ -1,0 +1,131 @@
+"""handlers: what each op kind does to one rank's memory. The interpreter and the executor share this table.
+
+A handler never blocks but in `wait`, so a driver that asks `Comm.ready` before a wait can run many ranks in one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+import torch
+
+from fzero.program import PERSISTENT, Buffer, Op, Program, Ref
+
+
+class Comm(Protocol):
+    """How bytes move between ranks. `start` returns at once; `name` (the buffer written) identifies the transfer."""
+
+    def start(self, name: str, one: Op, tensors: list[torch.Tensor]) -> None:
+        """Starts a gather, reduce, send or recv; `tensors` are the op's reads, then its writes."""
+
+    def ready(self, name: str) -> bool:
+        """Whether `wait` would return without another rank's help."""
+
+    def wait(self, name: str) -> None:
+        """Returns when the transfer that writes `name` is done. Raises KeyError where none was started."""
+
+
+class Rank:
+    """One rank's memory while it runs a program: tensors by buffer name, all of them whole buffers."""
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        comm: Comm,
+        memory: Mapping[str, torch.Tensor],
+        *,
+        device: torch.device | str = "cpu",
+        poison: bool = False,
+    ) -> None:
+        self.program, self.rank, self.comm, self.device, self.poison = program, rank, comm, device, poison
+        self.memory: dict[str, torch.Tensor] = dict(memory)
+        self.kept: dict[str, torch.Tensor] = {}
+        self.reused = {b.reuses for b in program.buffers.values() if b.reuses}
+        self.calls = {key: gm.forward for key, gm in program.segments.items()}
+        self.wrote_state = False
+
+    def tensor(self, ref: Ref) -> torch.Tensor:
+        """The tensor that a reference names on this rank. Raises KeyError where the buffer is not live."""
+        whole = self.memory[ref.name]
+        if ref.start is None:
+            return whole
+        start, stop = self.program.local_range(ref, self.rank)
+        part = whole.view(-1)[start:stop]
+        return part if ref.shape is None else part.view(ref.shape)
+
+    def destination(self, ref: Ref) -> torch.Tensor:
+        """The same for a reference that is written: its buffer comes to life with the first write."""
+        if ref.name not in self.memory:
+            self.memory[ref.name] = self.allocate(self.program.buffers[ref.name])
+        return self.tensor(ref)
+
+    def allocate(self, buffer: Buffer) -> torch.Tensor:
+        if buffer.reuses is not None and buffer.reuses in self.kept:
+            fresh = self.kept.pop(buffer.reuses).view(-1).view(buffer.dtype)[: buffer.numel].view(buffer.shape)
+        else:
+            fresh = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
+        if self.poison and buffer.dtype.is_floating_point:
+            fresh.fill_(float("nan"))
+        if buffer.bucket is not None and not buffer.shard:
+            bucket = self.program.buckets[buffer.bucket]
+            for index, slot in enumerate(bucket.slots):  # padding is zero: sums and norms may run over it
+                if bucket.end(index) > slot.stop:
+                    fresh[slot.stop : bucket.end(index)].zero_()
+        return fresh
+
+
+def _run(rank: Rank, one: Op) -> None:
+    call = rank.calls[str(one.get("segment"))]
+    given = [rank.tensor(ref) for ref in one.reads]
+    num_out = int(one.get("fresh", 0))
+    into = [rank.destination(ref) for ref in one.writes[num_out:]]
+    for ref, value in zip(one.writes, call(*given, *into), strict=False):
+        rank.memory[ref.name] = value
+
+
+def _update(rank: Rank, one: Op) -> None:
+    rank.wrote_state = True
+    _run(rank, one)
+
+
+def _start(rank: Rank, one: Op) -> None:
+    reads = [rank.tensor(ref) for ref in one.reads]
+    writes = [rank.destination(ref) for ref in one.writes]
+    if one.kind == "gather" and rank.program.buffers[one.writes[0].name].kind in PERSISTENT:
+        rank.wrote_state = True
+    rank.comm.start((one.writes or one.reads)[0].name, one, [*reads, *writes])
+
+
+def _wait(rank: Rank, one: Op) -> None:
+    rank.comm.wait(one.reads[0].name)
+
+
+def _free(rank: Rank, one: Op) -> None:
+    for ref in one.reads:
+        gone = rank.memory.pop(ref.name)
+        if rank.poison and gone.is_floating_point():
+            gone.fill_(float("nan"))
+        if ref.name in rank.reused:
+            rank.kept[ref.name] = gone
+
+
+HANDLERS: dict[str, Callable[[Rank, Op], None]] = {
+    "run": _run,
+    "update": _update,
+    "gather": _start,
+    "reduce": _start,
+    "send": _start,
+    "recv": _start,
+    "wait": _wait,
+    "free": _free,
+}
+
+
+def steps(rank: Rank) -> Iterator[int]:
+    """Runs the program op by op; yields the op's number whenever a wait is not ready (and may be asked again)."""
+    for index, one in enumerate(rank.program.ops):
+        while one.kind == "wait" and not rank.comm.ready(one.reads[0].name):
+            yield index
+        HANDLERS[one.kind](rank, one)

@@ -1,0 +1,158 @@
+"""interpret: every rank of a program in one process, without a process group, one op at a time.
+
+Ranks take turns: each runs until it waits for a transfer that another rank has not joined. Collectives meet by their
+order of issue per axis, as they do on a network; when nobody can go on the ranks and what they wait for are named.
+
+Results are those of `execute` bit for bit: reductions add ranks 0..N-1 in order and divide once. With `poison=True`
+memory is NaN before it is written, after it is freed, and while a transfer into it has not been waited for; sources are
+read as late as a network might read them. That makes it the oracle for programs that are wrong only in their timing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fzero.errors import FzeroError
+from fzero.program import Op, Program
+from fzero.runtime.handlers import Rank, steps
+
+
+class DeadlockError(FzeroError, RuntimeError):
+    """No rank can go on; names each rank's op. Also raised where ranks issue collectives that do not match."""
+
+
+@dataclass
+class _Transfer:
+    """One rank's part in a collective: its op and tensors, then its result."""
+
+    one: Op
+    tensors: list[torch.Tensor]
+    result: torch.Tensor | None = None
+
+
+@dataclass
+class World:
+    """What the ranks of one process share: per axis and rank the collectives issued, and messages in flight."""
+
+    size: int
+    poison: bool = False
+    issued: dict[str, list[list[_Transfer]]] = field(default_factory=dict)
+    mail: dict[tuple[object, ...], deque[torch.Tensor]] = field(default_factory=dict)
+
+    def of_axis(self, axis: str) -> list[list[_Transfer]]:
+        return self.issued.setdefault(axis, [[] for _ in range(self.size)])
+
+
+class LocalComm:
+    """`handlers.Comm` among ranks of one process."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.pending: dict[str, tuple[str, int]] = {}
+        self.inbox: dict[str, tuple[tuple[object, ...], torch.Tensor]] = {}
+
+    def start(self, name: str, one: Op, tensors: list[torch.Tensor]) -> None:
+        axis = one.axis or ""
+        if one.kind == "send":
+            key = (axis, self.rank, one.get("peer"), one.get("tag", 0))
+            self.world.mail.setdefault(key, deque()).append(tensors[0].clone())
+            return
+        target = tensors[len(one.reads)]
+        if self.world.poison and target.is_floating_point():
+            self._poison(one, tensors)
+        if one.kind == "recv":
+            self.inbox[name] = ((axis, one.get("peer"), self.rank, one.get("tag", 0)), target)
+            return
+        issued = self.world.of_axis(axis)[self.rank]
+        issued.append(_Transfer(one, tensors))
+        self.pending[name] = (axis, len(issued) - 1)
+
+    def _poison(self, one: Op, tensors: list[torch.Tensor]) -> None:
+        source, target = tensors[0], tensors[len(one.reads)]
+        inside = one.kind == "gather" and source.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
+        kept = source.clone() if inside else None
+        target.fill_(float("nan"))
+        if kept is not None:
+            source.copy_(kept)
+
+    def ready(self, name: str) -> bool:
+        if name in self.inbox:
+            return bool(self.world.mail.get(self.inbox[name][0]))
+        if name not in self.pending:
+            return True
+        axis, index = self.pending[name]
+        return all(len(issued) > index for issued in self.world.of_axis(axis))
+
+    def wait(self, name: str) -> None:
+        if name in self.inbox:
+            key, target = self.inbox.pop(name)
+            target.copy_(self.world.mail[key].popleft())
+            return
+        axis, index = self.pending.pop(name)
+        parts = [issued[index] for issued in self.world.of_axis(axis)]
+        if parts[self.rank].result is None:
+            _complete(parts)
+        mine = parts[self.rank]
+        assert mine.result is not None
+        mine.tensors[len(mine.one.reads)].view(-1).copy_(mine.result.view(-1))
+
+
+def _complete(parts: Sequence[_Transfer]) -> None:
+    kinds = {(p.one.kind, p.one.axis, p.one.attrs, p.tensors[0].numel() * len(parts)) for p in parts}
+    if len({(k, a) for k, a, *_ in kinds}) > 1 or len({(p.one.get("mode"), p.one.get("op")) for p in parts}) > 1:
+        raise DeadlockError(f"ranks meet in different collectives: {sorted(str(k[:3]) for k in kinds)}")
+    sources = [p.tensors[0].reshape(-1) for p in parts]
+    first = parts[0].one
+    if first.kind == "gather":
+        whole = torch.cat(sources)
+        results = [whole] * len(parts)
+    else:
+        total = sources[0].clone()
+        for source in sources[1:]:
+            total = torch.maximum(total, source) if first.get("op") == "max" else total.add_(source)
+        if first.get("divisor", 1) != 1:
+            total.div_(first.get("divisor"))
+        scatter = first.get("mode") == "scatter"
+        results = list(total.chunk(len(parts))) if scatter else [total] * len(parts)
+    for p, result in zip(parts, results, strict=True):
+        target = p.tensors[len(p.one.reads)]
+        if target.numel() != result.numel():
+            raise DeadlockError(f"{p.one.kind} into {p.one.writes[0]}: {result.numel()} elements for {target.numel()}")
+        p.result = result
+
+
+def interpret(
+    programs: Mapping[int, Program], memory: Sequence[Mapping[str, torch.Tensor]], *, poison: bool = False
+) -> list[Rank]:
+    """Runs `{rank: program}` from each rank's buffers (inputs by name; state is written in place).
+
+    Returns the ranks with what they hold at the end. Raises DeadlockError where they cannot go on.
+    """
+    world = World(len(programs), poison)
+    ranks = [
+        Rank(programs[r], r, LocalComm(world, r), memory[r], device=_device(memory[r]), poison=poison)
+        for r in range(len(programs))
+    ]
+    running = {rank.rank: steps(rank) for rank in ranks}
+    at: dict[int, int] = {}
+    while running:
+        stuck = dict(at)
+        for number in list(running):
+            position = next(running[number], None)
+            if position is None:
+                del running[number]
+                at.pop(number, None)
+            else:
+                at[number] = position
+        if running and at == stuck and len(stuck) == len(running):
+            where = "; ".join(f"rank {r} at op {i}: {programs[r].ops[i].reads[0]}" for r, i in at.items())
+            raise DeadlockError(f"every rank waits for another: {where}")
+    return ranks
+
+
+def _device(memory: Mapping[str, torch.Tensor]) -> torch.device:
+    return next((tensor.device for tensor in memory.values()), torch.device("cpu"))

@@ -1,0 +1,70 @@
+"""storage: a rank's part of a state as plain tensors by buffer name, and the way from and to logical leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from fzero.plan.layout import Leaf, Plan
+
+
+def allocate(plan: Plan, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """This rank's state buffers, zero (padding stays so)."""
+    return {b.name: torch.zeros(b.shape, dtype=b.dtype, device=device) for b in plan.buffers.values()}
+
+
+def piece(plan: Plan, leaf: Leaf, rank: int) -> tuple[slice, slice]:
+    """(where in the rank's flat buffer, where in the flat leaf) the rank's part of a flat leaf lies."""
+    buffer = plan.buffers[leaf.buffer]
+    bucket = plan.buckets[buffer.bucket or ""]
+    slot = bucket.slots[leaf.slot or 0]
+    low, high = 0, bucket.length
+    if buffer.shard:
+        size = bucket.length // plan.world_size
+        low, high = rank * size, (rank + 1) * size
+    start, stop = max(slot.start, low), min(slot.stop, high)
+    stop = max(start, stop)
+    if start >= high or stop <= low:
+        return slice(0, 0), slice(0, 0)
+    return slice(start - low, stop - low), slice(start - slot.start, stop - slot.start)
+
+
+def store(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, value: torch.Tensor, rank: int) -> None:
+    """Copies the rank's part of a whole leaf into its buffer."""
+    target = memory[leaf.buffer]
+    if leaf.slot is None:
+        target.copy_(value)
+        return
+    here, there = piece(plan, leaf, rank)
+    target[here].copy_(value.reshape(-1)[there])
+
+
+def local(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> torch.Tensor:
+    """The rank's part of a leaf: a view; 1-D where the leaf is sharded, in its own shape where it is whole."""
+    held = memory[leaf.buffer]
+    if leaf.slot is None:
+        return held
+    here, _ = piece(plan, leaf, rank)
+    part = held[here]
+    return part if plan.buffers[leaf.buffer].shard else part.view(leaf.shape)
+
+
+def join(plan: Plan, leaf: Leaf, parts: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    """A logical leaf from every rank's buffers (per-rank leaves: stacked)."""
+    if leaf.per_rank:
+        return torch.stack([memory[leaf.buffer] for memory in parts])
+    if leaf.slot is None or not plan.buffers[leaf.buffer].shard:
+        return local(plan, parts[0], leaf, 0).clone()
+    flat = torch.cat([local(plan, memory, leaf, rank) for rank, memory in enumerate(parts)])
+    return flat.view(leaf.shape)
+
+
+def shards(plan: Plan, leaves: Iterable[torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """A rank's buffers from whole leaves."""
+    leaves = list(leaves)
+    device = leaves[0].device if leaves else torch.device("cpu")
+    memory = allocate(plan, device)
+    for leaf, value in zip(plan.leaves, leaves, strict=True):
+        store(plan, memory, leaf, value, rank)
+    return memory

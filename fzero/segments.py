@@ -1,0 +1,264 @@
+"""Segments: the `torch.fx` graphs that `run` and `update` ops execute.
+
+A segment is pure but for its destinations: placeholders are the op's reads in order, then one placeholder for each write
+that goes into memory that already exists; the graph's outputs are the op's other writes, fresh tensors. Every node
+carries `meta["val"]`, a fake tensor, so that bytes and liveness are read off the graph and nothing has to be run.
+
+Equal text gives an equal hash: names, source lines and the layer a segment came from take no part, so twelve equal
+layers share one segment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fzero._torch_compat import FakeTensorMode, is_fake
+
+aten = torch.ops.aten
+
+# aliases of their input that their schema does not mark, or that only rename it
+_ALIASES = {aten._unsafe_view.default, aten.lift_fresh.default}
+_RENAMES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+# pointwise by meaning, though torch does not tag them
+_POINTWISE = {
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+}
+
+
+def is_compute(node: fx.Node) -> bool:
+    return node.op == "call_function"
+
+
+def schema(node: fx.Node) -> torch.FunctionSchema | None:
+    return getattr(node.target, "_schema", None) if is_compute(node) else None
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the result shares its input's memory (a getitem of a view does too)."""
+    if not is_compute(node):
+        return False
+    if node.target is operator.getitem:
+        return is_view(node.args[0])  # type: ignore[arg-type]
+    if node.target in _ALIASES:
+        return True
+    found = schema(node)
+    return found is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in found.returns)
+
+
+def is_rename(node: fx.Node) -> bool:
+    return is_compute(node) and node.target in _RENAMES
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether each element of the result depends on the same element of every full-shaped operand alone."""
+    return is_compute(node) and (node.target in _POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ()))
+
+
+def mutated(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a node writes to."""
+    found = schema(node)
+    if found is None or not found.is_mutable:
+        return []
+    named = dict(node.kwargs)
+    named.update({a.name: v for a, v in zip(found.arguments, node.args, strict=False)})
+    written = [named.get(a.name) for a in found.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [v for v in fx.node.map_arg(written, lambda n: n) if isinstance(v, fx.Node)] if written else []  # type: ignore[union-attr]
+
+
+def base(node: fx.Node) -> fx.Node:
+    """The node whose memory a view looks at: itself where it is no view."""
+    while is_view(node) or (is_compute(node) and mutated(node)):
+        node = mutated(node)[0] if mutated(node) else node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def output(graph: fx.Graph) -> fx.Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+def outputs(graph: fx.Graph) -> list[Any]:
+    return list(output(graph).args[0])  # type: ignore[arg-type]
+
+
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def module(graph: fx.Graph) -> fx.GraphModule:
+    """A checked graph as something to call; it owns no tensors."""
+    graph.eliminate_dead_code()
+    graph.lint()
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def extract(
+    nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node], dests: Sequence[fx.Node] = ()
+) -> fx.GraphModule:
+    """A segment of these nodes: `inputs` become placeholders, `results` outputs; the first len(dests) results are
+    copied into one trailing placeholder each, whose value is that of the node in `dests`."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for index, node in enumerate(inputs):
+        env[node] = graph.placeholder(f"x{index}")
+        env[node].meta["val"] = node.meta["val"]
+    targets = []
+    for index, node in enumerate(dests):
+        targets.append(graph.placeholder(f"into{index}"))
+        targets[-1].meta["val"] = node.meta["val"]
+    for node in nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+    for target, node in zip(targets, results, strict=False):
+        graph.call_function(aten.copy_.default, (target, env[node])).meta["val"] = target.meta["val"]
+    owned: list[fx.Node] = []
+    for node in (env[node] for node in results[len(dests) :]):
+        if is_view(node) or node.op == "placeholder" or node in owned:
+            copy = graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+            copy.meta["val"] = contiguous_like(node.meta["val"])
+            owned.append(copy)
+        else:
+            owned.append(node)
+    graph.output(owned)
+    return module(graph)
+
+
+def contiguous_like(value: torch.Tensor) -> torch.Tensor:
+    """A fake tensor of the same shape, dtype and device, contiguous."""
+    if value.is_contiguous():
+        return value
+    with value.fake_mode if is_fake(value) else FakeTensorMode():  # type: ignore[attr-defined]
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+
+
+def normalised(gm: fx.GraphModule) -> fx.GraphModule:
+    """Renames of a value (detach, alias) gone, t(t(x)) = x, dead code gone. Works in place and returns its argument."""
+    for node in list(gm.graph.nodes):
+        if is_rename(node):
+            node.replace_all_uses_with(node.args[0])
+        elif node.target is aten.t.default and is_compute(node.args[0]):
+            inner = node.args[0]
+            if inner.target is aten.t.default:
+                node.replace_all_uses_with(inner.args[0])
+            elif inner.target is aten.permute.default and list(inner.args[1]) == [1, 0]:
+                node.replace_all_uses_with(inner.args[0])
+        elif node.target is aten.permute.default and list(node.args[1]) == [1, 0] and is_compute(node.args[0]):
+            if node.args[0].target is aten.t.default:
+                node.replace_all_uses_with(node.args[0].args[0])
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    return gm
+
+
+def text(gm: fx.GraphModule) -> str:
+    """What the hash is of: nodes by position, with targets, literals, and the inputs' shapes, strides and dtypes."""
+    index = {node: i for i, node in enumerate(gm.graph.nodes)}
+    lines = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            val = node.meta["val"]
+            lines.append(f"%{index[node]} = input {val.dtype} {tuple(val.shape)} {val.stride()} {val.device}")
+        else:
+            args = fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(f"%{index[n]}"))
+            lines.append(f"%{index[node]} = {node.target} {args}")
+    return "\n".join(lines)
+
+
+class _Name(str):
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def digest(gm: fx.GraphModule) -> str:
+    if "digest" not in gm.meta:
+        gm.meta["digest"] = hashlib.blake2b(text(gm).encode(), digest_size=6).hexdigest()
+    return str(gm.meta["digest"])
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in a node's value: one, those of a tuple, or none."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [v for v in value if isinstance(v, torch.Tensor)] if isinstance(value, (tuple, list)) else []
+
+
+def propagate(gm: fx.GraphModule, inputs: Iterable[torch.Tensor]) -> fx.GraphModule:
+    """`meta["val"]` of every node anew from these (fake) inputs."""
+    values: dict[fx.Node, Any] = {}
+    feed = iter(inputs)
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(feed)
+        elif node.op == "call_function":
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+            mode = next((v.fake_mode for v in values.values() if is_fake(v)), None) or FakeTensorMode()
+            with mode:
+                values[node] = node.target(*args, **kwargs)
+        else:
+            continue
+        node.meta["val"] = values[node]
+    return gm
+
+
+# --- bytes --------------------------------------------------------------------------------------------------------
+
+Workspace = Callable[[fx.Node], int]
+
+
+def peak_bytes(gm: fx.GraphModule, workspace: Workspace = lambda node: 0) -> tuple[int, int]:
+    """(bytes of the outputs, bytes at the peak beyond the inputs), with values freed after their last use.
+
+    A value's memory lives until the last use of it or of any view of it; the outputs live on.
+    """
+    order = list(gm.graph.nodes)
+    position = {node: i for i, node in enumerate(order)}
+    size: dict[Any, int] = {}
+    last: dict[Any, int] = {}
+    for node in order:
+        end = max((position[user] for user in node.users), default=position[node])
+        for key in _memory(node):
+            last[key] = max(last.get(key, 0), end)
+        if is_compute(node) and node.target is not operator.getitem and not is_view(node) and not mutated(node):
+            for index, value in enumerate(tensors(node.meta["val"])):
+                size[(node, index)] = value.untyped_storage().nbytes()
+    kept = {key for out in outputs(gm.graph) if isinstance(out, fx.Node) for key in _memory(out)}
+    dying: dict[int, list[Any]] = {}
+    for key, end in last.items():
+        if key in size and key not in kept:
+            dying.setdefault(end, []).append(key)
+    live = peak = 0
+    for i, node in enumerate(order):
+        live += sum(size[key] for key in _memory(node) if key in size and key[0] is node)
+        peak = max(peak, live + (workspace(node) if is_compute(node) else 0))
+        live -= sum(size[key] for key in dying.get(i, ()))
+    return sum(size.get(key, 0) for key in kept), peak
+
+
+def _memory(node: fx.Node) -> Iterator[Any]:
+    """The (node, index) pairs of the allocations that a node's value keeps alive."""
+    if node.op not in ("call_function", "placeholder"):
+        return
+    root, index = node, None
+    while is_compute(root):
+        if mutated(root):
+            root = mutated(root)[0]
+        elif is_view(root):
+            root = root.args[0]  # type: ignore[assignment]
+        elif root.target is operator.getitem:
+            root, index = root.args[0], root.args[1]  # type: ignore[assignment]
+        else:
+            break
+    if index is not None:
+        yield (root, index)
+    else:
+        for i in range(len(tensors(root.meta.get("val")))):
+            yield (root, i)

@@ -1,0 +1,136 @@
+"""Spec: everything a step is made from, checked when it is written."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fzero.errors import SpecError
+from fzero.optim import GradientTransformation
+from fzero.tree import suggest
+
+MESH_AXES = ("dp",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What to train and how to place it. Give `loss` and `optimizer`, or `step`.
+
+    loss: `(params, batch) -> 0-d floating tensor`, pure; params are whole tensors there, batch this rank's part.
+    optimizer: an `fzero.optim` transformation (optax's `init` and `update`).
+    step: instead of the two: `(state, batch) -> (new state, metrics)` over any pytrees.
+    mesh: axis sizes; only `dp` today. None: all ranks are `dp`.
+    zero: the ZeRO stage 0..3, or path rules to stages, first match wins: `{"blocks/**": 3, "**": 1}`.
+    microbatches: parts the batch is cut into along dim 0. Must divide it.
+    reduce: "each" microbatch's gradients, or their sum at the "end". None: end for stages 0 and 1, each for 2 and 3.
+    clip_norm: with `loss`, the largest global gradient norm: g * min(1, clip_norm / (norm + 1e-6)).
+    bucket_bytes: where a layer's bucket is cut. A larger leaf has a bucket to itself.
+    prefetch: how many segments ahead a gather starts. 0: when it is needed.
+    gather_bytes: the most bytes of gathered buffers at one time. None: what `prefetch` needs.
+    overlap: False waits for every transfer where it starts (same bits, slower).
+    allow_unused: parameters without a gradient get a zero one instead of an error.
+    params: with `step` and stage 1 or 2, path rules of the leaves that stay whole.
+    device: where the state lives, as "cuda" (under torchrun: this rank's). None: where the given tensors are, else "cpu".
+
+    >>> import fzero
+    >>> Spec(loss=lambda p, b: p["w"].sum(), optimizer=fzero.optim.sgd(0.1), zeroo=3)
+    Traceback (most recent call last):
+    fzero.errors.SpecError: Spec has no field 'zeroo'. Did you mean 'zero'?
+    """
+
+    loss: Callable[..., Any] | None = None
+    optimizer: GradientTransformation | None = None
+    step: Callable[..., Any] | None = None
+    mesh: Mapping[str, int] | None = None
+    zero: int | Mapping[str, int] = 3
+    microbatches: int = 1
+    reduce: str | None = None
+    clip_norm: float | None = None
+    bucket_bytes: int = 32 << 20
+    prefetch: int = 1
+    gather_bytes: int | None = None
+    overlap: bool = True
+    allow_unused: bool = False
+    params: str | Sequence[str] = ("params/**",)
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        self._check_form()
+        self._check_mesh()
+        stages = self.zero.values() if isinstance(self.zero, Mapping) else [self.zero]
+        for stage in stages:
+            _needs(type(stage) is int and stage in (0, 1, 2, 3), "zero", stage, "a stage 0, 1, 2 or 3, or path rules to them")
+        _needs(bool(stages), "zero", self.zero, "at least one rule, as in {'**': 3}")
+        for name in ("microbatches", "bucket_bytes"):
+            _positive(name, getattr(self, name))
+        _needs(type(self.prefetch) is int and self.prefetch >= 0, "prefetch", self.prefetch, "0 or a positive int")
+        if self.gather_bytes is not None:
+            _positive("gather_bytes", self.gather_bytes)
+        _choice("reduce", self.reduce, (None, "each", "end"))
+        if self.clip_norm is not None:
+            _needs(
+                isinstance(self.clip_norm, (int, float)) and self.clip_norm > 0, "clip_norm", self.clip_norm, "a number > 0"
+            )
+        for name in ("overlap", "allow_unused"):
+            _needs(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+
+    def _check_form(self) -> None:
+        if self.step is not None:
+            _needs(callable(self.step), "step", self.step, "a function (state, batch) -> (state, metrics)")
+            for name in ("loss", "optimizer", "clip_norm"):
+                if getattr(self, name) is not None:
+                    raise SpecError(f"Spec(step=...) already says what a step does: leave out {name}=, or leave out step=")
+            return
+        if self.loss is None or self.optimizer is None:
+            missing = "loss" if self.loss is None else "optimizer"
+            raise SpecError(f"Spec needs {missing}=. Give loss= and optimizer=, or step=")
+        _needs(callable(self.loss), "loss", self.loss, "a function (params, batch) -> loss")
+        _needs(
+            isinstance(self.optimizer, GradientTransformation), "optimizer", self.optimizer, "one of fzero.optim, as adamw(3e-4)"
+        )
+
+    def _check_mesh(self) -> None:
+        if self.mesh is None:
+            return
+        _needs(isinstance(self.mesh, Mapping) and bool(self.mesh), "mesh", self.mesh, "axis sizes, as in {'dp': 2}")
+        for axis, size in self.mesh.items():
+            if axis not in MESH_AXES:
+                raise SpecError(f"mesh has no axis {axis!r} yet: known are {list(MESH_AXES)}.{suggest(axis, MESH_AXES)}")
+            _positive(f"mesh[{axis!r}]", size)
+
+    @property
+    def param_rules(self) -> tuple[str, ...]:
+        return (self.params,) if isinstance(self.params, str) else tuple(self.params)
+
+
+def _needs(ok: bool, name: str, given: Any, needed: str) -> None:
+    if not ok:
+        raise SpecError(f"Spec({name}={given!r}): needed {needed}")
+
+
+def _positive(name: str, value: Any) -> None:
+    _needs(type(value) is int and value > 0, name, value, "a positive int")
+
+
+def _choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
+    if value not in known:
+        hint = suggest(value, [k for k in known if isinstance(k, str)]) if isinstance(value, str) else ""
+        raise SpecError(f"Spec({name}={value!r}): needed one of {list(known)}.{hint}")
+
+
+def _named(init: Callable[..., None]) -> Callable[..., None]:
+    known = [f.name for f in fields(Spec)]
+
+    @functools.wraps(init)
+    def checked(self: Spec, **given: Any) -> None:
+        for name in given:
+            if name not in known:
+                raise SpecError(f"Spec has no field {name!r}.{suggest(name, known)}")
+        init(self, **given)
+
+    return checked
+
+
+Spec.__init__ = _named(Spec.__init__)  # type: ignore[method-assign]

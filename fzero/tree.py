@@ -1,0 +1,90 @@
+"""Pytrees: the one place that says how fzero names a leaf.
+
+A leaf is named by the keys on the way to it, joined with `/`: `params/blocks/0/attn/w`. Dict keys, sequence indices and
+the fields of named tuples and dataclasses all appear by name. A dotted key, as in `module.named_parameters()`, stays one
+key here; `parts` cuts it where layers are looked for and where a pattern is matched.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+import optree
+
+NAMESPACE = "fzero"
+
+
+def flatten(tree: Any) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
+    """The leaf paths, the leaves and the structure of a pytree. `None` is an empty subtree, as in JAX."""
+    accessors, leaves, treedef = optree.tree_flatten_with_accessor(tree, namespace=NAMESPACE)
+    return ["/".join(_entry_name(entry) for entry in accessor) for accessor in accessors], leaves, treedef
+
+
+def unflatten(treedef: optree.PyTreeSpec, leaves: Iterable[Any]) -> Any:
+    """The pytree of this structure with these leaves, in `flatten`'s order."""
+    return optree.tree_unflatten(treedef, leaves)
+
+
+def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`fn` on every leaf; the further trees must have the structure of the first.
+
+    >>> map(lambda x, y: x + y, {"a": 1, "b": [2]}, {"a": 10, "b": [20]})
+    {'a': 11, 'b': [22]}
+    """
+    return optree.tree_map(fn, tree, *rest, namespace=NAMESPACE)
+
+
+def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`fn(path, leaf, *others)` on every leaf.
+
+    >>> map_with_path(lambda path, x: f"{path}={x}", {"a": 1, "b": [2]})
+    {'a': 'a=1', 'b': ['b/0=2']}
+    """
+    paths, leaves, treedef = flatten(tree)
+    others = [treedef.flatten_up_to(other) for other in rest]
+    return unflatten(treedef, [fn(path, *args) for path, *args in zip(paths, leaves, *others, strict=True)])
+
+
+def parts(path: str) -> tuple[str, ...]:
+    """The components of a path, cut at `/` and at the dots of dotted names.
+
+    >>> parts("params/h.0.attn.weight")
+    ('params', 'h', '0', 'attn', 'weight')
+    """
+    return tuple(part for part in re.split(r"[/.]", path) if part)
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a path rule matches: `*` stands for one component or a part of it, `**` for any number of components.
+
+    >>> matches("blocks/**", "blocks/0/attn/w"), matches("**/bias", "blocks/0/bias"), matches("*/w", "a/b/w")
+    (True, True, False)
+    """
+    return _compiled(pattern).fullmatch("/".join(parts(path))) is not None
+
+
+@lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    pieces = ["(?:[^/]+/)*" if p == "**" else re.escape(p).replace(r"\*", "[^/]*") + "/" for p in parts(pattern)]
+    text = "".join(pieces)
+    # the path carries no trailing slash: the last one is optional, and a final `**` may end anywhere
+    text = text.removesuffix("/") if not pattern.endswith("**") else text.removesuffix("(?:[^/]+/)*") + ".*"
+    return re.compile(text)
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?`, or nothing: the tail of an error about an unknown name."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _entry_name(entry: Any) -> str:
+    for attribute in ("field", "name"):
+        value = getattr(entry, attribute, None)
+        if isinstance(value, str):
+            return value
+    return str(entry.entry)
