@@ -16,7 +16,9 @@ from torch import Tensor
 
 CAP_BYTES = 8 << 20
 HELD_OUT = 0.07  # the share of the bytes, in whole files from the end, that training never sees
-TEXT_SUFFIXES = frozenset({".py", ".txt", ".md", ".rst", ".c", ".h", ".cpp", ".cu", ".rs", ".js", ".ts", ".java", ".tex"})
+TEXT_SUFFIXES = frozenset(
+    {".py", ".txt", ".md", ".rst", ".c", ".h", ".cpp", ".cu", ".rs", ".js", ".ts", ".java", ".tex"}
+)
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,9 @@ def load(data: Path | None, sequence: int) -> Corpus:
     elif data.is_dir():
         texts = _read(data, [p for p in data.rglob("*") if p.is_file() and p.suffix.lower() in TEXT_SUFFIXES])
         source = f"the text files under {data}"
-    elif data.is_file():
+    else:
         texts = _cut(data.read_bytes()[:CAP_BYTES])
         source = str(data)
-    else:
-        raise ValueError(f"--data {data}: there is no such file or directory")
     train, held_out = _split(texts)
     for name, part in (("training", train), ("held-out", held_out)):
         if len(part) <= sequence:

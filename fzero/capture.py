@@ -438,7 +438,7 @@ _OURS = tuple(str(path) for path in (torch.__path__[0], __file__.rsplit("/", 1)[
 def user_line(frame: types.FrameType | None = None) -> str:
     """`file.py:12` of the innermost caller outside torch, fzero and optree."""
     frame = frame or sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame is not None and frame.f_code.co_filename.startswith((*_OURS, "<")):
         frame = frame.f_back  # type: ignore[assignment]
     if frame is None:
         return ""

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import segments
+from fzero import optim, segments
 from fzero.capture import Graph, Region
 from fzero.plan.layout import Plan
 from fzero.program import PERSISTENT, Bucket, Buffer, Op, Program, Ref
 
+assert optim  # it registers the ops of IN_PLACE
 aten = torch.ops.aten
 _COPIES = {
     aten.clone.default,
@@ -107,7 +108,9 @@ def _plain(value: Any) -> tuple[Any, ...]:
 
 
 # in-place op -> (its pure form, for each of the pure form's results the argument it goes to)
-IN_PLACE: dict[Any, tuple[Any, tuple[int, ...]]] = {}
+IN_PLACE: dict[Any, tuple[Any, tuple[int, ...]]] = {
+    torch.ops.fzero.adamw_.default: (torch.ops.fzero.adamw.default, (0, 2, 3)),
+}
 
 
 def evaluate(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
@@ -291,7 +294,7 @@ class Abstract:
             num_dest = len(segments.placeholders(gm.graph)) - len(one.reads)
             dests = one.writes[len(one.writes) - num_dest :]
             values = [self.read(ref) for ref in one.reads]
-            outs, written = evaluate(gm, [*values, *(None for _ in dests)])
+            outs, written = evaluate(gm, [*values, *map(self._held, dests)])
             for ref, value in zip(one.writes, outs, strict=False):
                 self.write(ref, value)
             for position, value in written.items():
@@ -306,6 +309,13 @@ class Abstract:
                 self.memory.pop(ref.name, None)
         elif one.kind == "recv":
             self.write(one.writes[0], term("recv", one.axis, one.get("peer"), one.get("tag", 0)))
+
+    def _held(self, ref: Ref) -> Any:
+        """What a destination holds before it is written, for ops that work in place on it."""
+        try:
+            return self.read(ref)
+        except Undefined:
+            return None
 
     def gather(self, source: Ref, dest: Ref, axis: str | None) -> None:
         if axis is None or axis not in dict(self.program.mesh):

@@ -132,6 +132,21 @@ def extract(
     return module(graph)
 
 
+def merge_equal(gm: fx.GraphModule) -> None:
+    """Equal pure nodes become one (the views and casts that were made once per use). In place."""
+    seen: dict[str, fx.Node] = {}
+    for node in list(gm.graph.nodes):
+        if is_compute(node) and not mutated(node):
+            key = f"{node.target} {fx.node.map_arg((node.args, node.kwargs), lambda n: n.name)}"
+            if key in seen:
+                node.replace_all_uses_with(seen[key])
+                gm.graph.erase_node(node)
+            else:
+                seen[key] = node
+    gm.meta.pop("digest", None)
+    gm.recompile()
+
+
 def contiguous_like(value: torch.Tensor) -> torch.Tensor:
     """A fake tensor of the same shape, dtype and device, contiguous."""
     if value.is_contiguous():

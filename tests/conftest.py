@@ -37,6 +37,8 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         if not path.exists():
             pytest.fail(f"no golden file {path}: run `pytest --update-golden`, read the file, and commit it")
         expected = path.read_text(encoding="utf-8")
-        assert text == expected, f"{path} differs: if the change is meant, run `pytest --update-golden` and read the diff"
+        assert text == expected, (
+            f"{path} differs: if the change is meant, run `pytest --update-golden` and read the diff"
+        )
 
     return check

@@ -162,7 +162,7 @@ def _derive_kernel(out_ptr, keys_ptr, data_ptr, total, num, domain, HAS_DATA: tl
 
 @jit
 def _box_muller(radius_bits, angle):  # type: ignore[no-untyped-def]
-    # The hardware's logarithm may come out a hair above zero next to one, and the root of that would be NaN.
+    # A fast logarithm may come out a hair above zero next to one, and the root of that would be NaN.
     radius = tl.sqrt(tl.maximum(-2.0 * tl.log(radius_bits), 0.0))
     turn = 6.283185307179586 * angle
     return radius * tl.cos(turn), radius * tl.sin(turn)
@@ -221,7 +221,7 @@ def _fill_kernel(  # type: ignore[no-untyped-def]
     if NORMAL:
         value = value.to(dtype)
     else:
-        if not double:  # a scalar argument is float32 on the device, so `fill` scales float64 itself
+        if not double:  # `fill` scales float64 itself, for a scalar argument of a kernel is float32
             value = _round_down(tl.minimum(value * scale + low, top), dtype)
     tl.store(out_ptr + row * size + position, value, (position >= 0) & (position < size))
 
@@ -230,29 +230,24 @@ def _fill_kernel(  # type: ignore[no-untyped-def]
 
 
 def fill(
-    out: torch.Tensor,
-    keys: torch.Tensor,
-    *,
-    normal: bool,
-    low: float = 0.0,
-    high: float = 1.0,
-    offset: int = 0,
+    out: torch.Tensor, keys: torch.Tensor, *, normal: bool, low: float = 0.0, high: float = 1.0, offset: int = 0
 ) -> None:
     """Writes row i of `out` with the numbers `offset, offset + 1, ...` of the stream of key i.
 
     `out` is (n, size), contiguous, of float32, float64, bfloat16 or float16; `keys` is (n, 2) int64, contiguous, on the
     same device. Normal numbers are standard; uniform ones lie in [low, high), two values of `out.dtype`.
     """
-    size = out.shape[1]
+    size, double = out.shape[1], out.dtype == torch.float64
     if out.numel() == 0:
         return
-    per, block = (2 if out.dtype == torch.float64 else 4), 256
+    per, block = (2 if double else 4), 256
     groups = -(-(offset + size) // per) - offset // per
     blocks = -(-groups // block)
-    top = float(np.nextafter(np.float32(high), np.float32(-np.inf)))
-    args = (out, keys, size, offset, blocks, float(low), float(high - low), top)
+    top = np.nextafter(np.float32(1.0 if double else high), np.float32(-np.inf))
+    affine = (0.0, 1.0, 1.0) if double else (low, high - low, float(top))
+    args = (out, keys, size, offset, blocks, *affine)
     _launch(_fill_kernel, len(keys) * blocks, out.device, *args, NORMAL=normal, BLOCK=block)
-    if out.dtype == torch.float64 and not normal and (low, high) != (0.0, 1.0):
+    if double and not normal and (low, high) != (0.0, 1.0):
         out.mul_(high - low).add_(low).clamp_(max=float(np.nextafter(high, -np.inf)))
 
 

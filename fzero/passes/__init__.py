@@ -1,9 +1,25 @@
-"""passes: pure functions Program → Program, in the order they run."""
+"""passes: pure functions Program → Program, one per file, in the order of `PASSES` with the reason beside each.
+
+All of these keep the program's meaning (`fzero.meaning`) and its bits. Passes that change numerics (compressed
+collectives, bf16 reductions) will be a second list.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from fzero.passes.cast_before_gather import cast_before_gather
+from fzero.passes.free import free
+from fzero.passes.measure import measure
+from fzero.passes.narrow import narrow
+from fzero.passes.place_gathers import place_gathers
+from fzero.passes.place_reductions import place_reductions
+from fzero.passes.prefetch import prefetch
+from fzero.passes.rematerialise_views import rematerialise_views
+from fzero.passes.segment import segment
+from fzero.passes.shard_update import shard_update
+from fzero.passes.write_in_place import write_in_place
 from fzero.program import Program
 
 
@@ -16,5 +32,27 @@ class Options:
     overlap: bool = True
 
 
-def optimise(program: Program, options: Options) -> Program:
+Pass = Callable[[Program, Options], Program]
+
+PASSES: tuple[tuple[str, Pass, str], ...] = (
+    ("shard_update", lambda p, o: shard_update(p), "elementwise work on slices, while new leaves still have names"),
+    ("narrow", lambda p, o: narrow(p), "then whole columns that only slices are read of need not be gathered or all-reduced"),
+    ("cast_before_gather", lambda p, o: cast_before_gather(p), "fewer bytes travel; before segments hide the casts"),
+    ("rematerialise_views", lambda p, o: rematerialise_views(p), "so that only owned memory crosses the cuts made next"),
+    ("segment", lambda p, o: segment(p), "uses of parameters become separate ops, to place transfers between"),
+    ("place_gathers", lambda p, o: place_gathers(p), "whole parameters only around their uses"),
+    ("place_reductions", lambda p, o: place_reductions(p, o.overlap), "reductions where gradients are complete"),
+    ("write_in_place", lambda p, o: write_in_place(p), "after all moves, so that what reads old values is known"),
+    ("prefetch", lambda p, o: prefetch(p, o.prefetch if o.overlap else 0, o.gather_bytes), "hide gathers, under a cap"),
+    ("free", lambda p, o: free(p), "lifetimes are final now"),
+    ("measure", lambda p, o: measure(p), "the account needs the final segments"),
+)
+
+
+def optimise(program: Program, options: Options, check: Callable[[Program], None] | None = None) -> Program:
+    """All passes in order; `check` (verify, in tests) sees the program after each."""
+    for _, run, _ in PASSES:
+        program = run(program, options)
+        if check is not None:
+            check(program)
     return program

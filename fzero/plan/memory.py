@@ -7,8 +7,10 @@ the tables that users read; padding is counted where it lies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+
+from torch import fx
 
 from fzero.program import PERSISTENT, Program, live_bytes
 
@@ -66,3 +68,15 @@ def _live_at(program: Program, at: int) -> set[str]:
         if one.kind == "free":
             live -= {ref.name for ref in one.reads}
     return live
+
+
+# --- what kernels allocate for themselves -----------------------------------------------------------------------------
+
+
+def workspace_bytes(node: fx.Node) -> int:
+    """Bytes that a node's kernel holds while it runs, beyond operands and results."""
+    rule = WORKSPACE.get(node.target)
+    return rule(node) if rule is not None else 0
+
+
+WORKSPACE: dict[object, Callable[[fx.Node], int]] = {}

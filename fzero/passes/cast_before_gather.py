@@ -1,0 +1,105 @@
+"""cast_before_gather: a cast that a loss makes of a sharded parameter happens on the shard, before the gather.
+
+Where every use of a bucket's leaves in the losses begins with the same cast to a smaller dtype, the shard is cast by one
+flat op and the cast column is gathered: half the bytes for bf16. The gradient still flows through the cast in the graph.
+
+    gather p -> p.full;  run p.full[w] { c = bf16(w); ... }
+    becomes   run p[0:L:mine] -> p.bf16[0:L:mine];  gather p.bf16 -> p.bf16.full;  run p.bf16.full[w] { ... }
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from fzero import segments
+from fzero._torch_compat import FakeTensorMode
+from fzero.passes import rewrite
+from fzero.program import DTYPE_NAMES, PERSISTENT, Buffer, Op, Program, Ref, op
+
+CAST = torch.ops.aten._to_copy.default
+
+
+def cast_before_gather(program: Program) -> Program:
+    source = {
+        one.writes[0].name: one
+        for one in program.ops
+        if one.kind == "gather" and program.buffers[one.reads[0].name].shard
+        and program.buffers[one.reads[0].name].kind in PERSISTENT
+    }  # fmt: skip
+    chosen = {full: dtype for full in source if (dtype := _common_cast(program, full)) is not None}
+    if not chosen:
+        return rewrite.finish(program, "cast_before_gather", ops=program.ops)
+    buffers, pool = dict(program.buffers), {}
+    ops: list[Op] = []
+    for one in program.ops:
+        name = (*one.writes, *one.reads)[0].name if one.kind in ("gather", "wait") else ""
+        if name in chosen and one.kind == "gather":
+            ops += _cast_ops(program, one, chosen[name], buffers, pool)
+            one = replace(one, reads=(Ref(f"{name}.cast"),), writes=(Ref(f"{name}.low"),))
+        elif name in chosen:
+            one = replace(one, reads=(Ref(f"{name}.low"),))
+        elif one.kind == "run" and any(ref.name in chosen for ref in one.reads):
+            one = _without_casts(program, one, chosen, pool)
+        ops.append(one)
+    return rewrite.finish(program, "cast_before_gather", ops=ops, buffers=buffers, new_segments=pool)
+
+
+def _common_cast(program: Program, full: str) -> torch.dtype | None:
+    """The one smaller dtype that every use casts the buffer's leaves to, or None."""
+    dtypes: set[torch.dtype | None] = set()
+    for one in program.ops:
+        if one.kind in ("wait", "free") or all(ref.name != full for ref in one.reads):
+            continue
+        if one.get("phase") != "region":
+            return None
+        holders = segments.placeholders(program.segments[str(one.get("segment"))].graph)
+        for holder, ref in zip(holders, one.reads, strict=False):
+            if ref.name == full:
+                dtypes |= {_cast_to(user) for user in holder.users}
+    (dtype,) = dtypes if len(dtypes) == 1 else (None,)
+    return dtype if dtype is not None and dtype.itemsize < program.buffers[full].dtype.itemsize else None
+
+
+def _cast_to(user: fx.Node) -> torch.dtype | None:
+    plain = user.target is CAST and set(user.kwargs) == {"dtype"}
+    return user.kwargs["dtype"] if plain else None  # type: ignore[return-value]
+
+
+def _cast_ops(
+    program: Program, one: Op, dtype: torch.dtype, buffers: dict[str, Buffer], pool: dict[str, fx.GraphModule]
+) -> list[Op]:
+    shard, whole = program.buffers[one.reads[0].name], program.buffers[one.writes[0].name]
+    cast, low = f"{whole.name}.cast", f"{whole.name}.low"
+    buffers[cast] = replace(shard, name=cast, dtype=dtype, kind="scratch")
+    buffers[low] = replace(whole, name=low, dtype=dtype)
+    graph = fx.Graph()
+    value, into = graph.placeholder("x0"), graph.placeholder("into0")
+    result = graph.call_function(CAST, (value,), {"dtype": dtype})
+    copied = graph.call_function(torch.ops.aten.copy_.default, (into, result))
+    with FakeTensorMode():
+        value.meta["val"] = torch.empty(shard.shape, dtype=shard.dtype)
+        for node in (into, result, copied):
+            node.meta["val"] = torch.empty(shard.shape, dtype=dtype)
+    graph.output([])
+    span = (0, program.buckets[shard.bucket or ""].length, None, True)
+    why = f"{DTYPE_NAMES[dtype]} before the gather"
+    run = rewrite.run_op(op("run", why=why), segments.module(graph), [Ref(shard.name, *span)], [Ref(cast, *span)], pool, flat=1)
+    return [run]
+
+
+def _without_casts(program: Program, one: Op, chosen: dict[str, torch.dtype], pool: dict[str, fx.GraphModule]) -> Op:
+    gm = program.segments[str(one.get("segment"))]
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(gm.graph, env))
+    for holder, ref in zip(segments.placeholders(graph), one.reads, strict=False):
+        if ref.name in chosen:
+            for user in list(holder.users):
+                holder.meta["val"] = user.meta["val"]
+                user.replace_all_uses_with(holder)
+                graph.erase_node(user)
+    reads = [replace(r, name=f"{r.name}.low") if r.name in chosen else r for r in one.reads]
+    return rewrite.run_op(one, segments.module(graph), reads, one.writes, pool)

@@ -1,0 +1,67 @@
+"""narrow: what only the own slice is read of need not be whole.
+
+A `mine` reference to a gathered column is read from the shard; a gather that nobody else reads goes. An
+all-reduce whose result is read so becomes a reduce-scatter: half the bytes, 1/N of the memory. Elementwise ops on whole
+ranges between them (the sum over microbatches) work on the own slice then.
+
+    gather mu -> mu.full;  run mu.full[0:L:mine] ...            becomes   run mu[0:L:mine] ...
+    reduce g -> r mode=all;  run r[0:L:mine] ...                becomes   reduce g -> r mode=scatter;  run r[0:L:mine] ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fzero.passes import rewrite
+from fzero.program import Op, Program, Ref
+
+
+def narrow(program: Program) -> Program:
+    slim = _slim(program)
+    source = {
+        one.writes[0].name: one.reads[0].name
+        for one in program.ops
+        if one.kind == "gather" and one.reads[0].name != one.writes[0].name
+    }
+    buffers = dict(program.buffers)
+    ops: list[Op] = []
+    for one in program.ops:
+        if one.kind in ("gather", "wait") and (*one.writes, *one.reads)[0].name in slim & source.keys():
+            continue
+        if one.kind == "reduce" and one.get("mode") == "all" and one.writes[0].name in slim:
+            name = one.writes[0].name
+            buffer = buffers[name]
+            buffers[name] = replace(buffer, shard=True, shape=(buffer.numel // program.world_size,))
+            ops.append(one.with_attrs(mode="scatter"))
+            continue
+        whole_range = one.get("flat") and all(ref.name in slim for ref in one.writes)
+
+        def change(ref: Ref, whole_range: bool = bool(whole_range)) -> Ref:
+            flat = whole_range and ref.start is not None and buffers[ref.name].bucket
+            if ref.name not in slim and not flat and not ref.mine:
+                return ref
+            ref = replace(ref, name=source.get(ref.name, ref.name))
+            return replace(ref, mine=True) if ref.start is not None and ref.shape is None else ref
+
+        ops.append(rewrite.renamed(one, change))
+    return rewrite.finish(program, "narrow", ops=ops, buffers=buffers)
+
+
+def _slim(program: Program) -> set[str]:
+    """The largest set of gathered or reduced buffers of which, given the set, only the own slice is ever read."""
+    slim = {
+        one.writes[0].name
+        for one in program.ops
+        if (one.kind == "gather" and one.reads[0].name != one.writes[0].name)
+        or (one.kind == "reduce" and one.get("mode") == "all")
+    }
+    reads = rewrite.reads_of(program.ops)
+    while True:
+        lost = {name for name in slim if not all(_own(program.ops[i], ref, slim) for i, ref in reads.get(name, []))}
+        if not lost:
+            return slim
+        slim -= lost
+
+
+def _own(one: Op, ref: Ref, slim: set[str]) -> bool:
+    return ref.mine or bool(one.get("flat") and all(w.name in slim for w in one.writes))

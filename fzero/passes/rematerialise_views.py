@@ -1,0 +1,75 @@
+"""rematerialise_views: views, and casts of parameters, are made anew right before each use.
+
+A view made in the forward and used in the backward (`t(weight)`) would keep a gathered bucket alive in between, and a
+value that crosses a segment's border as a view would share memory with another buffer. After this pass neither happens:
+only values that own their memory outlive the op that made them. Views cost nothing; a parameter's cast is computed again.
+
+    t = t(w);  a = mm(x, t);  ...  b = mm(g, t)      becomes      t1 = t(w);  a = mm(x, t1);  ...  t2 = t(w);  b = mm(g, t2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from fzero import segments
+from fzero.passes import rewrite
+from fzero.program import Op, Program
+
+
+def rematerialise_views(program: Program) -> Program:
+    pool: dict[str, fx.GraphModule] = {}
+    done: dict[str, fx.GraphModule] = {}
+    ops: list[Op] = []
+    for one in program.ops:
+        if one.get("phase") == "region":
+            key = str(one.get("segment"))
+            if key not in done:
+                params = {i for i, ref in enumerate(one.reads) if program.buffers[ref.name].bucket is not None}
+                done[key] = _sunk(program.segments[key], params)
+            one = rewrite.run_op(one, done[key], one.reads, one.writes, pool)
+        ops.append(one)
+    return rewrite.finish(program, "rematerialise_views", ops=ops, new_segments=pool)
+
+
+def again(params: set[fx.Node]) -> Callable[[fx.Node], bool]:
+    """Which nodes are made anew: views, and casts of the given placeholders or of views of them."""
+
+    def made_anew(node: fx.Node) -> bool:
+        if segments.is_view(node):
+            return True
+        if node.target is not torch.ops.aten._to_copy.default:
+            return False
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return segments.base(source) in params
+
+    return made_anew
+
+
+def _sunk(gm: fx.GraphModule, params: set[int]) -> fx.GraphModule:
+    holders = segments.placeholders(gm.graph)
+    made_anew = again({holders[i] for i in params if i < len(holders)})
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+
+    def fetch(node: fx.Node, own: dict[fx.Node, fx.Node]) -> fx.Node:
+        if not made_anew(node):
+            return env[node]
+        if node not in own:
+            sources = {a: fetch(a, own) for a in node.all_input_nodes}
+            own[node] = graph.node_copy(node, sources.__getitem__)
+        return own[node]
+
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            own: dict[fx.Node, fx.Node] = {}
+            graph.output([fetch(n, own) if isinstance(n, fx.Node) else n for n in node.args[0]])
+        elif not made_anew(node):
+            own = {}
+            for a in node.all_input_nodes:
+                fetch(a, own)
+            env[node] = graph.node_copy(node, lambda n, own=own: own.get(n) or env[n])  # type: ignore[misc]
+    return segments.module(graph)

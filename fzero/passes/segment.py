@@ -1,0 +1,206 @@
+"""segment: a region's one big run is cut where the parameters in use change.
+
+A *unit* is a layer's buckets; small ones that are used only where a larger one is (a final norm beside the tied
+embedding) join it. In the order of the joint graph a new segment begins where a node uses a unit that the segment does
+not, or (in the backward) feeds nothing but the gradients of one. What crosses a border becomes a buffer. Equal layers
+give segments of equal text, hence one hash: 12 layers, 5 segments.
+
+    run x w0 w1 wte -> loss g0 g1 gte
+    becomes   run x wte -> a0;  run a0 w0 -> a1;  run a1 w1 -> a2;  run a2 wte -> loss a3 a4;  run a3 w1 -> a5 g1; ...
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fzero import segments
+from fzero.passes import rewrite
+from fzero.passes.rematerialise_views import again
+from fzero.plan.layout import SMALL_BYTES
+from fzero.program import Buffer, Op, Program, Ref
+
+COPY = torch.ops.aten.copy_.default
+
+
+def segment(program: Program) -> Program:
+    pool: dict[str, fx.GraphModule] = {}
+    buffers = dict(program.buffers)
+    cuts: dict[tuple[object, ...], list[_Piece]] = {}
+    ops: list[Op] = []
+    for one in program.ops:
+        if one.get("phase") != "region":
+            ops.append(one)
+            continue
+        key = (one.get("segment"), tuple(program.buffers[r.name].bucket for r in (*one.reads, *one.writes)))
+        if key not in cuts:
+            cuts[key] = _cut(program, one)
+        ops += _instantiated(one, cuts[key], buffers, pool)
+    return rewrite.finish(program, "segment", ops=ops, buffers=buffers, new_segments=pool)
+
+
+@dataclass
+class _Piece:
+    """A segment of a region: its graph, and the nodes its inputs and results stand for. The first results go to dests."""
+
+    gm: fx.GraphModule
+    inputs: list[fx.Node]
+    fresh: list[fx.Node]
+    dests: list[fx.Node]  # placeholders of the region that are written
+    why: str
+    phase: str
+
+
+def _instantiated(one: Op, pieces: list[_Piece], buffers: dict[str, Buffer], pool: dict[str, fx.GraphModule]) -> list[Op]:
+    region, m = str(one.get("region")), int(one.get("microbatch", 0))
+    holders = pieces[0].inputs[0].graph if pieces and pieces[0].inputs else None
+    where: dict[fx.Node, Ref] = {}
+    fresh_count = int(one.get("fresh", 0))
+    graph = holders or pieces[0].dests[0].graph
+    inputs = segments.placeholders(graph)
+    where.update(zip(inputs, [*one.reads, *one.writes[fresh_count:]], strict=True))
+    finals = dict(zip(segments.outputs(graph), one.writes[:fresh_count], strict=True))
+    ops = []
+    for number, piece in enumerate(pieces):
+        for i, node in enumerate(piece.fresh):
+            if node in finals:
+                where[node] = finals[node]
+            else:
+                name = f"{region}.h{number}.{i}.{m}"
+                value = segments.tensors(node.meta["val"])[0]
+                buffers[name] = Buffer(name, value.dtype, tuple(value.shape), "activation")
+                where[node] = Ref(name)
+        reads = [where[n] for n in piece.inputs]
+        writes = [*(where[n] for n in piece.fresh), *(where[n] for n in piece.dests)]
+        done = rewrite.run_op(one, piece.gm, reads, writes, pool)
+        ops.append(Op(done.kind, done.reads, done.writes, None, done.attrs, piece.why))
+    return ops
+
+
+def _cut(program: Program, one: Op) -> list[_Piece]:
+    gm = program.segments[str(one.get("segment"))]
+    holders = segments.placeholders(gm.graph)
+    refs = [*one.reads, *one.writes[int(one.get("fresh", 0)) :]]
+    bucket_of = {h: b for h, r in zip(holders, refs, strict=True) if (b := program.buffers[r.name].bucket) is not None}
+    made_anew = again(set(bucket_of))
+    nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not COPY]
+    uses = _uses(gm, nodes, bucket_of, made_anew)
+    unit = _units(program, nodes, uses)
+    groups: list[list[fx.Node]] = [[]]
+    units: list[set[str]] = [set()]
+    waiting: list[fx.Node] = []
+    at: dict[fx.Node, int] = {}
+    for node in nodes:
+        if made_anew(node):
+            waiting.append(node)  # it goes where its user goes, the next node that is no view
+            continue
+        if node.target is operator.getitem:
+            at[node] = at[node.args[0]]  # a tuple never crosses a border
+            groups[at[node]].append(node)
+            continue
+        used = {unit[b] for b in uses.get(node, ())}
+        if used - units[-1]:
+            if units[-1]:
+                groups.append([])
+                units.append(set())
+            units[-1] |= used
+        groups[-1] += [*waiting, node]
+        at[node] = len(groups) - 1
+        waiting = []
+    groups[-1] += waiting
+    return _pieces(gm, groups, units, made_anew)
+
+
+def _uses(gm: fx.GraphModule, nodes: list[fx.Node], bucket_of: dict[fx.Node, str], made_anew) -> dict[fx.Node, set[str]]:  # type: ignore[no-untyped-def]
+    """The buckets a node uses: of parameters among its operands, or, in the backward, of the one it makes gradients of."""
+
+    def root(node: fx.Node) -> fx.Node:
+        while made_anew(node):
+            node = node.args[0]  # type: ignore[assignment]
+        return node
+
+    uses: dict[fx.Node, set[str]] = {}
+    feeds: dict[fx.Node, set[str]] = {}
+    for node in reversed(gm.graph.nodes):
+        if node.target is COPY:
+            feeds[node] = {bucket_of.get(node.args[0], "*")}
+        elif node.op == "call_function":
+            feeds[node] = set().union(*(feeds.get(u, {"*"}) for u in node.users))
+    for node in nodes:
+        if made_anew(node):
+            continue
+        found = {bucket_of[r] for a in node.all_input_nodes if (r := root(a)) in bucket_of}
+        if node.meta.get("phase") == "backward" and len(feeds[node]) == 1 and "*" not in feeds[node]:
+            found |= feeds[node]
+        if found:
+            uses[node] = found
+    return uses
+
+
+def _units(program: Program, nodes: list[fx.Node], uses: dict[fx.Node, set[str]]) -> dict[str, str]:
+    """The unit of every bucket: its layer, or the larger unnumbered one that is in use wherever it is."""
+    layer = {name: name.split("~")[0] for name in program.buckets}
+    numbered = {name for name, own in layer.items() if any(part.isdigit() for part in own.split("."))}
+    epochs: dict[str, set[int]] = {}
+    epoch, last = 0, ""
+    for node in nodes:
+        for name in sorted(uses.get(node, ())):
+            if name in numbered:
+                epoch += layer[name] != last
+                last = layer[name]
+            epochs.setdefault(layer[name], set()).add(epoch)
+    if not numbered:
+        return layer
+    size: dict[str, int] = {}
+    for name, bucket in program.buckets.items():
+        if name not in numbered:
+            size[layer[name]] = size.get(layer[name], 0) + 4 * bucket.length
+    joined = {name: name for name in size}
+    for small in sorted(size, key=size.__getitem__):
+        for large in sorted(size, key=size.__getitem__, reverse=True):
+            little = size[small] < SMALL_BYTES or size[small] * 8 <= size[large]
+            inside = epochs.get(small, set()) <= epochs.get(large, set())
+            if small != large and little and inside and joined[large] == large and joined[small] == small:
+                joined[small] = large
+    return {name: joined.get(own, own) for name, own in layer.items()}
+
+
+def _pieces(gm: fx.GraphModule, groups: list[list[fx.Node]], units: list[set[str]], made_anew) -> list[_Piece]:  # type: ignore[no-untyped-def]
+    at = {node: i for i, group in enumerate(groups) for node in group}
+    copies: dict[int, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        if node.target is COPY:
+            source = node.args[1]
+            while made_anew(source):
+                source = source.args[0]
+            copies.setdefault(at.get(source, len(groups) - 1), []).append(node)
+            chain = node.args[1]
+            while made_anew(chain):  # the views of a copied value go where the copy goes
+                if chain in at and chain in groups[at[chain]]:
+                    groups[at[chain]].remove(chain)
+                target = at.get(source, len(groups) - 1)
+                groups[target].append(chain)
+                at[chain] = target
+                chain = chain.args[0]
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    outs = [n for n in segments.outputs(gm.graph) if isinstance(n, fx.Node)]
+    pieces = []
+    for i, group in enumerate(groups):
+        group.sort(key=order.__getitem__)
+        ends = copies.get(i, [])
+        inside = set(group)
+        wanted = [*(a for n in group for a in n.all_input_nodes), *(c.args[1] for c in ends)]
+        inputs = [a for a in dict.fromkeys(wanted) if a not in inside]
+        fresh = [n for n in group if n in outs or any(at.get(u, i) != i for u in n.users if u.target is not COPY)]
+        results = [*(c.args[1] for c in ends), *fresh]
+        piece = segments.extract(group, inputs, results, [c.args[0] for c in ends])
+        segments.merge_equal(piece)
+        backward = sum(n.meta.get("phase") == "backward" for n in group) * 2 > len(group)
+        line = next((n.meta["source"] for n in group if n.meta.get("source") and not n.meta.get("phase")), "")
+        phase = "backward" if backward else "forward"
+        why = " ".join(filter(None, [phase, *sorted(units[i]), f"({line})" if line and not backward else ""]))
+        pieces.append(_Piece(piece, inputs, fresh, [c.args[0] for c in ends], why, phase))
+    return pieces

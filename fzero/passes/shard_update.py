@@ -1,0 +1,308 @@
+"""shard_update: the outer graph's elementwise work runs on flat slices instead of full tensors.
+
+After a reduction, an op that is pointwise, whose every full-shaped operand is a leaf of one place (or computed from such)
+and whose others are 0-d, gives the same bits on any slice. Equal chains of neighbouring leaves of a bucket become one op
+on their common range; a chain that differs (another weight decay) gets a range of its own. A sum over a whole leaf
+becomes a sum over the own slice and one all-reduce of all such scalars; full work that needs a computed flat value gathers
+it first; everything else stays as it was. Columns that are kept whole (parameters under stages 1 and 2) are gathered after
+their update. With the state sharded, what is updated per rank falls from P to P/N.
+
+    run grads.full[w] params.full[w] ... -> params.new[w]      (every leaf, every rank)
+    becomes
+    run red[0:L:mine] params.full[0:L:mine] ... -> params.new[0:L:mine]   flat=1   (one op a bucket)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from fzero import segments
+from fzero._torch_compat import FakeTensorMode
+from fzero.passes import rewrite
+from fzero.plan.layout import buffer_name
+from fzero.program import Buffer, Op, Program, Ref, op
+
+SUMS = {torch.ops.aten.sum.default}
+Spot = tuple[str, int]  # bucket, slot
+
+
+def shard_update(program: Program) -> Program:
+    pool: dict[str, fx.GraphModule] = {}
+    buffers = dict(program.buffers)
+    ops: list[Op] = []
+    for index, one in enumerate(program.ops):
+        if one.kind == "run" and one.get("phase") == "outer":
+            ops += _Outer(program, one, index, buffers, pool).rewritten()
+        else:
+            ops.append(one)
+    return rewrite.finish(program, "shard_update", ops=ops, buffers=buffers, new_segments=pool)
+
+
+def is_sum(node: fx.Node) -> bool:
+    return node.target in SUMS or node.target is getattr(torch.ops.fzero.sum_squares, "default", None)
+
+
+@dataclass
+class _Outer:
+    """One outer run on full tensors, being rewritten."""
+
+    program: Program
+    one: Op
+    index: int
+    buffers: dict[str, Buffer]
+    pool: dict[str, fx.GraphModule]
+    ops: list[Op] = field(default_factory=list)
+    where: dict[fx.Node, Ref] = field(default_factory=dict)  # full values, and the slots of stored flat ones
+    spot: dict[fx.Node, Spot] = field(default_factory=dict)
+    stored: dict[fx.Node, str] = field(default_factory=dict)  # flat value -> the column (buffer) that holds it
+    gathers: list[str] = field(default_factory=list)
+
+    def rewritten(self) -> list[Op]:
+        self.gm = self.program.segments[str(self.one.get("segment"))]
+        holders = segments.placeholders(self.gm.graph)
+        num_reads = len(self.one.reads)
+        fresh_count = int(self.one.get("fresh", 0))
+        for node, ref in zip(holders, self.one.reads, strict=False):
+            self.where[node] = ref
+            spot = self._spot_of(ref)
+            if spot is not None:
+                self.spot[node], self.stored[node] = spot, ref.name
+        dests = dict(zip(holders[num_reads:], self.one.writes[fresh_count:], strict=True))
+        self.dest: dict[fx.Node, Ref] = {}
+        for node in self.gm.graph.nodes:
+            if node.target is torch.ops.aten.copy_.default:
+                self.dest[node.args[1]] = dests[node.args[0]]
+        self.fresh = dict(zip(segments.outputs(self.gm.graph), self.one.writes[:fresh_count], strict=True))
+        self.nodes = [
+            n for n in self.gm.graph.nodes if n.op == "call_function" and n.target is not torch.ops.aten.copy_.default
+        ]
+        self._classify()
+        if not any(n in self.spot for n in self.nodes) and not self.partial:
+            return [self.one]
+        for level in range(max(self.level.values(), default=0) + 1):
+            here = [n for n in self.nodes if self.level[n] == level]
+            self._full([n for n in here if n not in self.spot and n not in self.partial], level)
+            self._flat([n for n in here if n in self.spot], level)
+            self._sums([n for n in here if n in self.partial], level)
+        for name in dict.fromkeys(self.gathers):
+            self._gather(name)
+        return self.ops
+
+    # --- which nodes are flat, and when
+
+    def _spot_of(self, ref: Ref) -> Spot | None:
+        bucket = self.program.buckets.get(self.buffers[ref.name].bucket or "")
+        if bucket is None or ref.start is None or ref.shape is None:
+            return None
+        found = [i for i, s in enumerate(bucket.slots) if (s.start, s.stop, s.shape) == (ref.start, ref.stop, ref.shape)]
+        return (bucket.name, found[0]) if found else None
+
+    def _classify(self) -> None:
+        self.partial: set[fx.Node] = set()
+        for node in self.nodes:
+            spot = self._flat_spot(node)
+            if spot is not None and node not in self.fresh:
+                self.spot[node] = spot
+            elif is_sum(node) and node.args[0] in self.spot and len(node.all_input_nodes) == 1:
+                self.partial.add(node)
+        self.level: dict[fx.Node, int] = {}
+        for node in self.nodes:
+            ready = 0
+            for a in node.all_input_nodes:
+                if a not in self.level:
+                    continue
+                late = a in self.partial or (a in self.spot and node not in self.spot and node not in self.partial)
+                ready = max(ready, self.level[a] + late)
+            self.level[node] = ready
+
+    def _flat_spot(self, node: fx.Node) -> Spot | None:
+        if node.target.__name__ == "getitem":  # type: ignore[union-attr]
+            return self.spot.get(node.args[0])  # type: ignore[arg-type]
+        if not segments.is_pointwise(node):
+            return None
+        spots: set[Spot | None] = set()
+        for a in node.all_input_nodes:
+            value = a.meta["val"]
+            if isinstance(value, torch.Tensor) and value.ndim == 0:
+                continue
+            spots.add(self.spot.get(a))
+        if len(spots) != 1 or None in spots:
+            return None
+        (spot,) = spots
+        assert spot is not None
+        shape = self.program.buckets[spot[0]].slots[spot[1]].shape
+        results = segments.tensors(node.meta["val"])
+        return spot if results and all(tuple(r.shape) == shape for r in results) else None
+
+    def _mine(self, bucket: str) -> bool:
+        return self.program.world_size > 1 and self.program.buckets[bucket].stage > 0
+
+    # --- full work
+
+    def _full(self, nodes: list[fx.Node], level: int) -> None:
+        """What is not flat, as one run; the flat values it needs are gathered before."""
+        nodes = [n for n in nodes if n.users or n in self.fresh]
+        if not nodes:
+            return
+        inside = set(nodes)
+        inputs = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
+        dests = [n for n in nodes if n in self.dest]
+        fresh = [n for n in nodes if n in self.fresh or any(u in self.level and u not in inside for u in n.users)]
+        gm = segments.extract(nodes, inputs, [*dests, *fresh], dests)
+        for node in fresh:
+            self.where[node] = self.fresh.get(node) or self._new(f"u{self.index}.{node.name}", node.meta["val"])
+        writes = [*(self.where[n] for n in fresh), *(self.dest[n] for n in dests)]
+        self.ops.append(rewrite.run_op(self.one, gm, [self._whole(n) for n in inputs], writes, self.pool))
+
+    def _whole(self, node: fx.Node) -> Ref:
+        """Where all of a value is; a stored flat value is gathered into place for it."""
+        if node not in self.where:
+            name = self.stored[node]
+            bucket, index = self.spot[node]
+            slot = self.program.buckets[bucket].slots[index]
+            self.where[node] = Ref(name, slot.start, slot.stop, slot.shape)
+            if self._mine(bucket):
+                self._gather(name)
+        return self.where[node]
+
+    def _gather(self, name: str) -> None:
+        length = self.buffers[name].numel
+        axis, via = self.program.mesh[0][0], next((str(o.get("via")) for o in self.program.ops if o.get("via")), "p2p")
+        why = f"whole {name}"
+        if not any(o.kind == "gather" and o.writes == (Ref(name),) for o in self.ops):
+            self.ops.append(op("gather", [Ref(name, 0, length, None, True)], [Ref(name)], axis=axis, via=via, why=why))
+            self.ops.append(op("wait", [Ref(name)], why=why))
+
+    def _new(self, name: str, like: torch.Tensor) -> Ref:
+        name = buffer_name(name)
+        self.buffers[name] = Buffer(name, like.dtype, tuple(like.shape), "activation")
+        return Ref(name)
+
+    # --- flat work
+
+    def _flat(self, nodes: list[fx.Node], level: int) -> None:
+        by_spot: dict[Spot, list[fx.Node]] = {}
+        for node in nodes:
+            by_spot.setdefault(self.spot[node], []).append(node)
+        buckets = list(dict.fromkeys(bucket for bucket, _ in by_spot))
+        for bucket in buckets:
+            slots = sorted(slot for name, slot in by_spot if name == bucket)
+            for chain in (by_spot[(bucket, slot)] for slot in slots):
+                self._store(bucket, chain, level)
+            runs: list[list[int]] = []
+            signs = {slot: self._signature(by_spot[(bucket, slot)]) for slot in slots}
+            for slot in slots:
+                if runs and runs[-1][-1] == slot - 1 and signs[runs[-1][-1]] == signs[slot]:
+                    runs[-1].append(slot)
+                else:
+                    runs.append([slot])
+            for run in runs:
+                self._emit_flat(bucket, run, by_spot[(bucket, run[0])])
+
+    def _store(self, bucket: str, chain: list[fx.Node], level: int) -> None:
+        """Gives a column to every value of a leaf's chain that someone outside the chain needs."""
+        inside = set(chain)
+        for position, node in enumerate(chain):
+            if node in self.dest:
+                self.stored[node] = self.dest[node].name
+                column = self.dest[node].name.removesuffix(".new")
+                if self._mine(bucket) and not self.buffers[column].shard:
+                    self.gathers.append(self.dest[node].name)
+            elif any(u in self.level and u not in inside for u in node.users):
+                dtype = segments.tensors(node.meta["val"])[0].dtype
+                name = buffer_name(f"f{self.index}.{level}.{position}.{str(dtype).rsplit('.')[-1]}:{bucket}")
+                self.buffers.setdefault(
+                    name, Buffer(name, dtype, (self.program.buckets[bucket].length,), "scratch", bucket)
+                )
+                self.stored[node] = name
+
+    def _signature(self, chain: list[fx.Node]) -> tuple[object, ...]:
+        """What a leaf's chain does, in terms that an equal chain of another leaf shares."""
+        number = {node: i for i, node in enumerate(chain)}
+
+        def name(node: fx.Node) -> str:
+            if node in number:
+                return f"%{number[node]}"
+            return f"column {self.stored[node]}" if node in self.spot else f"scalar {node.name}"
+
+        return tuple(
+            (str(node.target), repr(fx.node.map_arg((node.args, node.kwargs), name)), self.stored.get(node))  # type: ignore[arg-type]
+            for node in chain
+        )
+
+    def _emit_flat(self, bucket_name: str, slots: list[int], chain: list[fx.Node]) -> None:
+        bucket = self.program.buckets[bucket_name]
+        start, stop = bucket.slots[slots[0]].start, bucket.end(slots[-1])
+        mine = self._mine(bucket_name)
+        inside = set(chain)
+        inputs = list(dict.fromkeys(a for n in chain for a in n.all_input_nodes if a not in inside))
+        results = [n for n in chain if n in self.stored]
+        gm = segments.extract(chain, inputs, results, results)
+        length = min(stop - start, bucket.length // self.program.world_size) if mine else stop - start
+        with FakeTensorMode():
+            fakes = []
+            for node in [*inputs, *results]:
+                value = node.meta["val"]
+                shape = (length,) if node in self.spot else tuple(value.shape)
+                fakes.append(torch.empty(shape, dtype=value.dtype, device=value.device))
+        segments.propagate(gm, fakes)
+        reads = [
+            Ref(self.stored[n], start, stop, None, mine) if n in self.spot else self.where[n] for n in inputs
+        ]
+        writes = [Ref(self.stored[n], start, stop, None, mine) for n in results]
+        names = [bucket.slots[i].path for i in slots]
+        why = f"update {names[0]}" + (f" .. {names[-1]}" if len(names) > 1 else "")
+        done = rewrite.run_op(self.one, gm, reads, writes, self.pool, flat=1)
+        self.ops.append(op(done.kind, done.reads, done.writes, why=why, **dict(done.attrs)))
+
+    # --- sums
+
+    def _sums(self, nodes: list[fx.Node], level: int) -> None:
+        """All sums of a level and dtype: one run of local sums into a vector, one all-reduce of it."""
+        by_dtype: dict[torch.dtype, list[fx.Node]] = {}
+        for node in nodes:
+            by_dtype.setdefault(node.meta["val"].dtype, []).append(node)
+        for dtype, group in by_dtype.items():
+            name = f"s{self.index}.{level}.{str(dtype).rsplit('.')[-1]}"
+            self.buffers[name] = Buffer(name, dtype, (len(group),), "activation")
+            reads, graph, sums = [], fx.Graph(), []
+            distributed = self.program.world_size > 1
+            holders = [graph.placeholder(f"x{i}") for i in range(len(group))]
+            targets = [graph.placeholder(f"into{i}") for i in range(len(group))]
+            with FakeTensorMode():
+                for node, holder, target in zip(group, holders, targets, strict=True):
+                    bucket, index = self.spot[node.args[0]]  # type: ignore[index]
+                    slot = self.program.buckets[bucket].slots[index]
+                    reads.append(Ref(self.stored[node.args[0]], slot.start, slot.stop, None, distributed))  # type: ignore[index]
+                    value = node.args[0].meta["val"]  # type: ignore[union-attr]
+                    holder.meta["val"] = torch.empty(slot.stop - slot.start, dtype=value.dtype, device=value.device)
+                    target.meta["val"] = torch.empty((), dtype=dtype, device=value.device)
+                    summed = graph.call_function(node.target, (holder,), dict(node.kwargs))
+                    summed.meta["val"] = target.meta["val"]
+                    sums.append(summed)
+            for target, summed in zip(targets, sums, strict=True):
+                graph.call_function(torch.ops.aten.copy_.default, (target, summed)).meta["val"] = target.meta["val"]
+            graph.output([])
+            writes = [Ref(name, i, i + 1, ()) for i in range(len(group))]
+            self.ops.append(rewrite.run_op(self.one, segments.module(graph), reads, writes, self.pool))
+            total = self._reduced(name, f"sum of {len(group)} leaves") if distributed else name
+            for i, node in enumerate(group):
+                self.where[node] = Ref(total, i, i + 1, ())
+
+    def _reduced(self, name: str, why: str) -> str:
+        source = self.buffers[name]
+        total, scratch = f"{name}.all", f"{name}.scratch"
+        n = self.program.world_size
+        via = next((str(o.get("via")) for o in self.program.ops if o.get("via")), "p2p")
+        self.buffers[total] = Buffer(total, source.dtype, source.shape, "activation")
+        self.buffers[scratch] = Buffer(scratch, source.dtype, (n - 1, source.numel), "scratch")
+        refs = [Ref(total), Ref(scratch)]
+        axis = self.program.mesh[0][0]
+        self.ops.append(
+            op("reduce", [Ref(name)], refs, axis=axis, why=why, mode="exchange", op="sum", divisor=1, via=via)
+        )
+        self.ops.append(op("wait", [Ref(total)], why=why))
+        return total

@@ -1,0 +1,186 @@
+"""write_in_place: results are written where they belong.
+
+1. New leaves are written straight into the state: `.new` buffers and the copies that keep them go, where no later op reads
+   the old value, and after the last segment of any loss, so that a failing loss leaves the state as it was.
+2. In a segment, a copy into a destination goes where the op that makes the value has a kernel that writes into a given
+   tensor (`mm.out`, `add.out`); `fzero::adamw` on its own destinations becomes the in-place kernel.
+
+    run p[mine] g[mine] ... -> p.new[mine];  update p.new -> p      becomes      update p[mine] g[mine] ... -> p[mine]
+    mm = mm(a, b);  copy_(into, mm)                                 becomes      mm.out(a, b, out=into)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from fzero import segments
+from fzero.meaning import IN_PLACE
+from fzero.passes import rewrite
+from fzero.program import PERSISTENT, Op, Program, Ref
+
+aten = torch.ops.aten
+COPY = aten.copy_.default
+_KERNELS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.sum.dim_IntList}
+
+
+def write_in_place(program: Program) -> Program:
+    ops = _into_state(program)
+    pool: dict[str, fx.GraphModule] = {}
+    done: dict[tuple[object, ...], fx.GraphModule] = {}
+    result: list[Op] = []
+    for one in ops:
+        if one.kind in ("run", "update"):
+            aliases = _aliases(one, program.segments[str(one.get("segment"))])
+            key = (one.get("segment"), tuple(sorted(aliases.items())))
+            if key not in done:
+                done[key] = _kernels(program.segments[str(one.get("segment"))], len(one.reads), aliases)
+            new = rewrite.run_op(one, done[key], one.reads, one.writes, pool)
+            one = replace(new.with_attrs(flat=1) if one.get("flat") else new, kind=one.kind)
+        result.append(one)
+    return rewrite.finish(program, "write_in_place", ops=result, new_segments=pool)
+
+
+# --- 1. into the state
+
+
+def _into_state(program: Program) -> list[Op]:
+    ops = list(program.ops)
+    last_loss = max((i for i, one in enumerate(ops) if one.get("phase") == "region"), default=-1)
+    keeps: dict[str, list[Op]] = {}
+    for one in ops:
+        if one.kind == "update":
+            keeps.setdefault(one.reads[0].name, []).append(one)
+    into: dict[str, str] = {}
+    for new, copies in keeps.items():
+        old = copies[0].writes[0].name
+        if _foldable(ops, new, old, copies, last_loss):
+            into[new] = old
+    dropped = {id(one) for new in into for one in keeps[new]}
+    result = []
+    for one in ops:
+        if id(one) in dropped:
+            continue
+        writes_state = one.kind == "run" and any(ref.name in into for ref in one.writes)
+        one = rewrite.renamed(one, lambda r: replace(r, name=into.get(r.name, r.name)))
+        result.append(replace(one, kind="update") if writes_state else one)
+    return result
+
+
+def _foldable(ops: list[Op], new: str, old: str, copies: list[Op], last_loss: int) -> bool:
+    ids = {id(one) for one in copies}
+    writers = [(i, ref) for i, one in enumerate(ops) if one.kind == "run" for ref in one.writes if ref.name == new]
+    if not writers or min(i for i, _ in writers) < last_loss:
+        return False
+    for i, one in enumerate(ops):
+        if id(one) in ids or one.kind == "wait":
+            continue
+        for ref in one.reads:
+            if ref.name == old:
+                written = [w for j, w in writers if j < i]
+                if any(rewrite.overlap(replace(w, name=old), ref) for w in written):
+                    return False
+            if ref.name == new and one.kind != "gather":
+                return False
+    return True
+
+
+# --- 2. kernels that write into a given tensor
+
+
+def _aliases(one: Op, gm: fx.GraphModule) -> dict[int, int]:
+    """For each destination placeholder (by position) the input placeholder that is the same memory; -1: overlaps one."""
+    found: dict[int, int] = {}
+    dests = one.writes[int(one.get("fresh", 0)) :]
+    for d, dest in enumerate(dests):
+        for i, ref in enumerate(one.reads):
+            if ref == dest:
+                found[len(one.reads) + d] = i
+            elif rewrite.overlap(ref, dest):
+                found[len(one.reads) + d] = -1
+    return found
+
+
+def _kernels(gm: fx.GraphModule, num_reads: int, aliases: dict[int, int]) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for node in graph.nodes:  # graph_copy keeps meta by reference per node
+        assert "val" in node.meta or node.op == "output"
+    holders = segments.placeholders(graph)
+    same = {holders[d]: (holders[i] if i >= 0 else None) for d, i in aliases.items()}
+    _fuse_in_place(graph, same)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for copy in [n for n in graph.nodes if n.target is COPY]:
+        dest, value = copy.args
+        kernel = _out_kernel(value)
+        if kernel is None or not _safe(dest, value, same, order):
+            continue
+        with graph.inserting_before(value):
+            written = graph.call_function(kernel, value.args, {**value.kwargs, "out": dest})
+        written.meta = dict(value.meta)
+        order[written] = order[value]
+        graph.erase_node(copy)
+        value.replace_all_uses_with(written)
+        graph.erase_node(value)
+    return segments.module(graph)
+
+
+def _safe(dest: fx.Node, value: fx.Node, same: dict[fx.Node, fx.Node | None], order: dict[fx.Node, int]) -> bool:
+    """Whether writing `value` into `dest` when it is made, not at the end, changes nothing that others read."""
+    a, b = dest.meta["val"], value.meta["val"]
+    if a.shape != b.shape or a.dtype != b.dtype or a.stride() != b.stride():
+        return False
+    if dest not in same:
+        return True
+    held = same[dest]
+    if held is None or not segments.is_pointwise(value):
+        return False
+    return all(order[user] <= order[value] for user in held.users)
+
+
+def _out_kernel(value: fx.Node) -> object | None:
+    """The overload that writes into `out=`, if torch has one that is a kernel and no copy in disguise."""
+    if not (value.target in _KERNELS or segments.is_pointwise(value)) or value.target.namespace != "aten":  # type: ignore[union-attr]
+        return None
+    mine = [(a.name, str(a.type)) for a in value.target._schema.arguments]  # type: ignore[union-attr]
+    packet = value.target.overloadpacket  # type: ignore[union-attr]
+    for name in packet.overloads():
+        other = getattr(packet, name)
+        given = [(a.name, str(a.type)) for a in other._schema.arguments]
+        if given[:-1] == mine and given[-1][0] == "out" and torch.Tag.generated not in other.tags:
+            return other
+    return None
+
+
+def _fuse_in_place(graph: fx.Graph, same: dict[fx.Node, fx.Node | None]) -> None:
+    """A pure op whose every result is copied over the operand it replaces becomes its in-place form."""
+    pure = {form: (target, places) for target, (form, places) in IN_PLACE.items()}
+    for node in [n for n in graph.nodes if n.target in pure]:
+        target, places = pure[node.target]
+        picks = {u.args[1]: u for u in node.users}
+        dests = []
+        for index, place in enumerate(places):
+            pick = picks.get(index)
+            copies = [u for u in pick.users if u.target is COPY] if pick is not None else []
+            fits = [c.args[0] for c in copies if same.get(c.args[0]) is node.args[place] and len(pick.users) == 1]
+            only = all(len(a.users) == 1 for a in [node.args[place]])
+            dests.append(fits[0] if fits and only else None)
+        if any(d is None for d in dests):
+            continue
+        args = list(node.args)
+        for dest, place in zip(dests, places, strict=True):
+            args[place] = dest
+        with graph.inserting_before(node):
+            graph.call_function(target, tuple(args), dict(node.kwargs)).meta["val"] = None
+        for index in range(len(places)):
+            for copy in list(picks[index].users):
+                graph.erase_node(copy)
+            graph.erase_node(picks[index])
+        graph.erase_node(node)
+
+
+def state_refs(program: Program, one: Op) -> list[Ref]:
+    """The references by which an op writes the state."""
+    return [ref for ref in one.writes if program.buffers[ref.name].kind in PERSISTENT]
