@@ -18,6 +18,7 @@ from torch import Tensor
 import fzero
 
 Params = dict[str, Any]  # nested dicts and lists of tensors
+Batch = dict[str, Tensor]
 
 VOCABULARY = 256
 HEAD_DIM = 64
@@ -105,10 +106,11 @@ def gpt(params: Params, tokens: Tensor) -> Tensor:
     for block in params["blocks"]:
         x = x + attention(block["attention"], norm(block["norm1"], x))
         x = x + mlp(block["mlp"], norm(block["norm2"], x))
-    return F.linear(norm(params["norm"], x), params.get("output", params["tokens"]))
+    output = params.get("output")
+    return F.linear(norm(params["norm"], x), params["tokens"] if output is None else output)
 
 
-def loss_fn(params: Params, batch: dict[str, Tensor]) -> Tensor:
+def loss_fn(params: Params, batch: Batch) -> Tensor:
     """Mean cross-entropy in nats per byte; `batch["x"]` and `batch["y"]` are (B, T), y one byte further than x."""
     logits = gpt(params, batch["x"])
     return F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten())

@@ -21,6 +21,10 @@ TEXT_SUFFIXES = frozenset(
 )
 
 
+class TextError(ValueError):
+    """Text that cannot be trained on."""
+
+
 @dataclass(frozen=True)
 class Corpus:
     """`train` and `held_out` are 1-D uint8; `description` says where they come from."""
@@ -31,7 +35,10 @@ class Corpus:
 
 
 def load(data: Path | None, sequence: int) -> Corpus:
-    """The corpus at `data` (None: the standard library's .py files), at most `CAP_BYTES` of it."""
+    """The corpus at `data` (None: the standard library's .py files), at most `CAP_BYTES` of it.
+
+    Raises TextError where there is too little for one sequence of `sequence` bytes.
+    """
     if data is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         texts = _read(root, _python_files(root))
@@ -45,7 +52,7 @@ def load(data: Path | None, sequence: int) -> Corpus:
     train, held_out = _split(texts)
     for name, part in (("training", train), ("held-out", held_out)):
         if len(part) <= sequence:
-            raise ValueError(
+            raise TextError(
                 f"{source}: only {len(part)} bytes of {name} text, and one sequence needs {sequence + 1}; "
                 f"give more text with --data, or a shorter --seq"
             )

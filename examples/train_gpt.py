@@ -7,6 +7,7 @@ step's program as text, a loss curve, and a sample of what the model writes.
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -29,7 +30,7 @@ import fzero
 import memory
 import ranks
 import text
-from gpt import generate, init_gpt, loss_fn, sizes
+from gpt import Batch, Params, generate, init_gpt, loss_fn, sizes
 
 EXAMPLES = """
 examples:
@@ -115,8 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         train(args, rank, console)
     except KeyboardInterrupt:
+        if ranks.here() is None:
+            print("\nstopped", file=sys.stderr)
         return ranks.STOPPED
-    except (ValueError, TypeError) as error:  # what fzero and the data loader say to a user
+    except (fzero.FzeroError, text.TextError) as error:  # meant for the user to read: no traceback
         print(f"train_gpt.py: rank {rank}: {error}", file=sys.stderr)
         return 1
     finally:
@@ -158,63 +161,58 @@ def train(args: argparse.Namespace, rank: int, console: Console) -> None:
 
     state = fzero.init(init, spec, key=fzero.random.key(args.seed))
     state, curves, seconds = fit(args, state, corpus, rank, device, console)
-    measured, state = measure(args, state, corpus, rank, device)
-    console.print("measured: the same, from the tensors held and the allocator's events of one step")
+    params = fzero.unshard(state.params)
+    measured = measure(args, state, corpus, rank, device)
+    console.print("measured: the same, from the tensors held and the allocator's events of one more step")
     console.print(memory.measured_table(lowered.memory, lowered.memory.peak, measured))
     speed = args.steps * args.batch * args.seq / seconds
-    console.print(
-        f"held-out loss {curves.held_out[-1][1]:.3f} nats per byte; {speed:,.0f} tokens/s over {args.steps} steps"
-    )
-
-    params = fzero.unshard(state.params)
+    loss = curves.held_out[-1][1]
+    console.print(f"held-out loss {loss:.3f} nats per byte; {speed:,.0f} tokens/s over {args.steps} steps")
     if rank == 0:
-        torch.set_num_threads(os.cpu_count() or 1)  # the other ranks are done
-        sample = generate(params, b"def ", 400, seed=args.seed).decode(errors="replace")
-        (args.out / "sample.txt").write_text(sample)
-        console.rule("a sample")
-        console.print(sample, markup=False)
-        console.rule()
-        plot(curves, args.out / "loss.png", f"{args.size} GPT, {args.world} ranks, zero={args.zero}")
-        report = {
-            "arguments": {
-                name: value if not isinstance(value, Path) else str(value) for name, value in vars(args).items()
-            },
-            "planned": {**lowered.memory, "peak": lowered.memory.peak},
-            "measured": [{**asdict(one), "peak": one.peak} for one in measured],
-            "tokens_per_second": speed,
-            **asdict(curves),
-        }
-        (args.out / "report.json").write_text(json.dumps(report, indent=1))
-        console.print(f"in {args.out}: program.txt, loss.png, sample.txt, report.json")
+        planned = {**lowered.memory, "state": lowered.memory.state, "peak": lowered.memory.peak}
+        measured_bytes = [{**asdict(one), "peak": one.peak} for one in measured]
+        report = {"planned": planned, "measured": measured_bytes, "tokens_per_second": speed, **asdict(curves)}
+        leave(args, params, curves, report, console)
+
+
+def leave(args: argparse.Namespace, params: Params, curves: Curves, report: dict[str, Any], console: Console) -> None:
+    """What stays after the run: a sample, the loss curve, and every number."""
+    torch.set_num_threads(os.cpu_count() or 1)  # the other ranks are done
+    sample = generate(params, b"def ", 400, seed=args.seed).decode(errors="replace")
+    console.rule("a sample")
+    console.print(sample, markup=False)
+    console.rule()
+    (args.out / "sample.txt").write_text(sample)
+    plot(curves, args.out / "loss.png", f"{args.size} GPT, {args.world} ranks, zero={args.zero}")
+    arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    (args.out / "report.json").write_text(json.dumps({"arguments": arguments, **report}, indent=1))
+    console.print(f"in {args.out}: program.txt, loss.png, sample.txt, report.json")
+
+
+def drawn(args: argparse.Namespace, corpus: text.Corpus, rank: int, device: torch.device, seed: int) -> Iterator[Batch]:
+    """This rank's part of random training batches, for ever."""
+    sizes = {"num_sequences": args.batch, "sequence": args.seq, "rank": rank, "world_size": args.world}
+    for batch in text.batches(corpus.train, seed=seed, **sizes):
+        yield {name: x.to(device) for name, x in batch.items()}
 
 
 def fit(
     args: argparse.Namespace, state: fzero.State, corpus: text.Corpus, rank: int, device: torch.device, console: Console
 ) -> tuple[fzero.State, Curves, float]:
     """The training loop: the trained state, its loss curves, and the seconds that the steps took."""
-    batches = text.batches(
-        corpus.train,
-        num_sequences=args.batch,
-        sequence=args.seq,
-        rank=rank,
-        world_size=args.world,
-        seed=args.seed,
-    )
     losses: list[Tensor] = []
     held_out = [(0, held_out_loss(args, state, corpus, rank, device))]
     evaluate_at = {round(args.steps * (i + 1) / NUM_EVALUATIONS) for i in range(NUM_EVALUATIONS)} - {0}
     seconds = 0.0
     with progress(args, console) as show:
-        for batch in batches:
+        for batch in itertools.islice(drawn(args, corpus, rank, device, args.seed), args.steps):
             start = time.perf_counter()
-            state = fzero.step(state, {name: x.to(device) for name, x in batch.items()})
+            state = fzero.step(state, batch)
             losses.append(state.metrics["loss"])
             show(state.step, losses[-1], held_out[-1][1])
             seconds += time.perf_counter() - start
             if state.step in evaluate_at:
                 held_out.append((state.step, held_out_loss(args, state, corpus, rank, device)))
-            if state.step == args.steps:
-                break
     return state, Curves([float(x) for x in losses], held_out), seconds
 
 
@@ -242,29 +240,17 @@ def held_out_loss(
 
 def measure(
     args: argparse.Namespace, state: fzero.State, corpus: text.Corpus, rank: int, device: torch.device
-) -> tuple[list[memory.Measured], fzero.State]:
-    """One more step, under the profiler: the bytes on every rank, and the state after it."""
-    batch = next(
-        text.batches(
-            corpus.train,
-            num_sequences=args.batch,
-            sequence=args.seq,
-            rank=rank,
-            world_size=args.world,
-            seed=args.seed + 1,
-        )
-    )
-    batch = {name: x.to(device) for name, x in batch.items()}
+) -> list[memory.Measured]:
+    """The bytes on every rank in one more step, whose result nobody needs."""
+    batch = next(drawn(args, corpus, rank, device, args.seed + 1))
     params = memory.held_bytes(leaf.local for leaf in optree.tree_leaves(state.params))
     optimizer = memory.held_bytes(leaf.local for leaf in optree.tree_leaves(state.opt_state))
-    batch_bytes = memory.held_bytes(batch.values())
-    before = state
-    state, step = memory.measured_peak(lambda: fzero.step(before, batch), device)
-    mine = memory.Measured(params, optimizer, batch_bytes, step)
+    _, step = memory.measured_peak(lambda: fzero.step(state, batch), device)
+    mine = memory.Measured(params, optimizer, memory.held_bytes(batch.values()), step)
     everyone = [mine] * args.world
     if args.world > 1:
         dist.all_gather_object(everyone, mine)
-    return everyone, state
+    return everyone
 
 
 @contextlib.contextmanager
