@@ -232,14 +232,19 @@ def to_text(program: Program, live: Iterable[int]) -> str:
     levels = list(live)
     for index, one in enumerate(program.ops):
         after = levels[index] if index < len(levels) else None
-        lines.append(_op_text(index, one, wire_bytes(program, one), after))
+        lines.append(_op_line(index, one, wire_bytes(program, one), after))
     return "\n".join(lines) + "\n"
 
 
-def _op_text(index: int, one: Op, wire: int, live: int | None) -> str:
-    text = f"{index:4d} {one.kind} " + " ".join(map(str, one.reads))
+def op_text(one: Op) -> str:
+    """An op without its number and comment."""
+    text = f"{one.kind} " + " ".join(map(str, one.reads))
     text += (" -> " if one.writes else "") + " ".join(map(str, one.writes))
-    text += "".join(f"  {key}={value}" for key, value in ((("axis", one.axis),) if one.axis else ()) + one.attrs)
+    return text + "".join(f"  {key}={value}" for key, value in ((("axis", one.axis),) if one.axis else ()) + one.attrs)
+
+
+def _op_line(index: int, one: Op, wire: int, live: int | None) -> str:
+    text = f"{index:4d} {op_text(one)}"
     notes = ([f"wire {wire:,}"] if wire else []) + ([f"live {live:,}"] if live is not None else [])
     comment = " ".join(notes) + (f" | {one.why}" if one.why else "")
     return text.rstrip() + (f"  # {comment}" if comment else "")

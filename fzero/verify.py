@@ -1,16 +1,403 @@
-"""verify (first version)."""
+"""verify: rules that every rank's program keeps, checked before anything runs and, in tests, after every pass.
+
+Each rule is a generator of faults in `RULES`: (op number, what is wrong). The first fault is raised as a VerifyError that
+names the rule, the rank, the op's line and the last pass. Rules that need final lifetimes wait for the pass that makes
+them (`free`, `prefetch`). The last rule is the strongest: the program's meaning is that of the captured step
+(`fzero.meaning`), whatever the other rules may have missed.
+
+Cost: one walk over the ops a rule; a 12-layer model takes some tens of milliseconds.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from fzero import segments
 from fzero.errors import VerifyError
 from fzero.meaning import Undefined, program_meaning
-from fzero.program import Program
+from fzero.passes.prefetch import gathered_bytes
+from fzero.passes.rewrite import overlap
+from fzero.plan.memory import account
+from fzero.program import ALIGN, PERSISTENT, Op, Program, Ref, op_text
+
+Fault = tuple[int, str]
+TRANSFERS = ("gather", "reduce", "send", "recv")
 
 
-def verify(program: Program) -> None:
+def verify(programs: Program | Mapping[int, Program], *, budget_bytes: int | None = None) -> None:
+    """Raises VerifyError for the first rule that a program, or the ranks' programs together, break.
+
+    `programs` is one program for every rank, or `{rank: program}`. `budget_bytes` bounds the planned peak per rank.
+    """
+    by_rank = {0: programs} if isinstance(programs, Program) else dict(programs)
+    checked: list[Program] = []
+    for rank, program in by_rank.items():
+        if any(program is one for one in checked):
+            continue
+        checked.append(program)
+        for name, rule in RULES.items():
+            for at, what in rule(program):
+                raise VerifyError(_message(name, rank, program, at, what, len(by_rank) > 1))
+        if budget_bytes is not None and (peak := account(program)).peak > budget_bytes:
+            what = f"{peak.peak:,} bytes live, the budget is {budget_bytes:,}"
+            raise VerifyError(_message("budget", rank, program, peak.op, what, len(by_rank) > 1))
+    if len(checked) > 1:
+        _together(by_rank)
+
+
+def _message(rule: str, rank: int, program: Program, at: int, what: str, several: bool) -> str:
+    where = f"op {at}" if 0 <= at < len(program.ops) else "the end"
+    line = f" `{op_text(program.ops[at])}`" if 0 <= at < len(program.ops) else ""
+    who = f" of rank {rank}" if several else ""
+    return f"[{rule}] {where}{who}{line}: {what} (after pass {program.passes[-1] if program.passes else 'none'})"
+
+
+# --- lifetimes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Walk:
+    """Lifetimes along one program: what is live, what is in flight, what the state's new values are."""
+
+    program: Program
+    live: set[str] = field(default_factory=set)
+    freed: dict[str, int] = field(default_factory=dict)
+    flight: dict[str, tuple[int, Op]] = field(default_factory=dict)
+    written: list[tuple[int, Ref]] = field(default_factory=list)
+
+    def faults(self) -> Iterator[Fault]:
+        p = self.program
+        self.live = {name for name, b in p.buffers.items() if b.kind in PERSISTENT}
+        for i, one in enumerate(p.ops):
+            unknown = next((r.name for r in (*one.reads, *one.writes) if r.name not in p.buffers), None)
+            if unknown is not None:
+                yield i, f"there is no buffer {unknown}"
+            elif one.kind == "wait":
+                yield from self._wait(i, one)
+            elif one.kind == "free":
+                yield from self._free(i, one)
+            else:
+                yield from self._ordinary(i, one)
+        for name, (i, _) in self.flight.items():
+            yield i, f"the transfer into {name} is started and never waited for"
+        for name in p.metrics.values():
+            if name not in self.live:
+                yield len(p.ops), f"metric buffer {name} is not live at the end"
+        if "free" in p.passes:
+            for name in sorted(self.live - set(p.metrics.values())):
+                if p.buffers[name].kind not in PERSISTENT:
+                    yield len(p.ops), f"{name} is never freed"
+
+    def _wait(self, i: int, one: Op) -> Iterator[Fault]:
+        name = one.reads[0].name
+        if name not in self.flight:
+            yield i, f"waits for a transfer into {name}, of which none is in flight"
+        self.flight.pop(name, None)
+
+    def _free(self, i: int, one: Op) -> Iterator[Fault]:
+        for ref in one.reads:
+            yield from self._busy(i, ref, "frees")
+            if ref.name not in self.live:
+                yield i, f"frees {ref.name}, which is not live{self._since(ref.name)}"
+            elif self.program.buffers[ref.name].kind in PERSISTENT:
+                yield i, f"frees {ref.name}, which belongs to the state or the batch"
+            self.live.discard(ref.name)
+            self.freed[ref.name] = i
+
+    def _ordinary(self, i: int, one: Op) -> Iterator[Fault]:
+        for ref in one.reads:
+            if ref.name not in self.live:
+                yield i, f"reads {ref}, which is not live{self._since(ref.name)}"
+            for name, (started, other) in self.flight.items():
+                if any(overlap(ref, w) for w in other.writes):
+                    yield i, f"reads {ref} before the transfer into {name} (op {started}) is waited for"
+            if one.kind != "gather" or ref.name != one.writes[0].name:
+                for written, w in self.written:
+                    if overlap(ref, w):
+                        yield i, f"reads {ref}, which was donated: op {written} wrote its new value"
+        for ref in one.writes:
+            yield from self._busy(i, ref, "writes")
+            yield from self._reused(i, ref)
+            self.live.add(ref.name)
+            if one.kind == "update" and self.program.buffers[ref.name].kind in PERSISTENT:
+                self.written.append((i, ref))
+        if one.kind in TRANSFERS:
+            name = (one.writes or one.reads)[0].name
+            if name in self.flight:
+                yield i, f"starts a transfer into {name} while another is in flight"
+            self.flight[name] = (i, one)
+
+    def _busy(self, i: int, ref: Ref, does: str) -> Iterator[Fault]:
+        for name, (started, other) in self.flight.items():
+            if any(overlap(ref, r) for r in (*other.reads, *other.writes)):
+                yield i, f"{does} {ref.name} while the transfer into {name} (op {started}) is in flight"
+
+    def _reused(self, i: int, ref: Ref) -> Iterator[Fault]:
+        source = self.program.buffers[ref.name].reuses
+        if source is None or ref.name in self.live:
+            return
+        if source in self.live or source not in self.freed:
+            yield i, f"{ref.name} takes over the memory of {source}, which is not free"
+        elif self.program.buffers[source].nbytes != self.program.buffers[ref.name].nbytes:
+            yield i, f"{ref.name} takes over the memory of {source}, which is of another size"
+
+    def _since(self, name: str) -> str:
+        return f": freed at op {self.freed[name]}" if name in self.freed else ": nothing wrote it"
+
+
+def lifetimes(program: Program) -> Iterator[Fault]:
+    """Reads are of live, waited-for buffers; transfers are waited for once; nothing is freed or donated while in use."""
+    yield from _Walk(program).faults()
+
+
+def takeovers(program: Program) -> Iterator[Fault]:
+    """No two buffers take over the same memory."""
+    for name, count in Counter(b.reuses for b in program.buffers.values() if b.reuses).items():
+        if count > 1:
+            yield -1, f"{count} buffers take over the memory of {name}"
+
+
+# --- places -------------------------------------------------------------------------------------------------------------
+
+
+def partition(program: Program) -> Iterator[Fault]:
+    """Slots are aligned and apart; shards of a bucket are its length over the ranks; references stay inside."""
+    n = program.world_size
+    for bucket in program.buckets.values():
+        end = 0
+        for slot in bucket.slots:
+            if slot.start < end or slot.start % ALIGN or slot.stop > bucket.length:
+                yield -1, f"leaf {slot.path} lies at [{slot.start}:{slot.stop}] of {bucket.name}: overlapping, unaligned or out"
+            end = slot.stop
+        if bucket.length % (n * ALIGN):
+            yield -1, f"bucket {bucket.name} has {bucket.length} elements: not a multiple of {n} ranks x {ALIGN}"
+    for buffer in program.buffers.values():
+        if buffer.bucket is not None:
+            length = program.buckets[buffer.bucket].length
+            needed = (length // n if buffer.shard else length,)
+            if buffer.shape != needed:
+                yield -1, f"{buffer.name} has shape {buffer.shape}: a {'shard' if buffer.shard else 'whole'} has {needed}"
+    for i, one in enumerate(program.ops):
+        for ref in (*one.reads, *one.writes):
+            buffer = program.buffers[ref.name]
+            if ref.start is not None and not 0 <= ref.start <= (ref.stop or 0) <= program.extent(buffer):
+                yield i, f"{ref} lies outside of {buffer.name}, which has {program.extent(buffer)} elements"
+            if ref.mine and buffer.bucket is None:
+                yield i, f"{ref}: {buffer.name} is in no bucket and has no own slice"
+
+
+def aliasing(program: Program) -> Iterator[Fault]:
+    """What a run writes is exactly what it reads, or apart from it; its writes are apart from one another."""
+    for i, one in enumerate(program.ops):
+        if one.kind not in ("run", "update"):
+            continue
+        for n, ref in enumerate(one.writes):
+            for read in one.reads:
+                if overlap(ref, read) and ref != read:
+                    yield i, f"writes {ref}, which overlaps {read} that it reads"
+            for other in one.writes[n + 1 :]:
+                if overlap(ref, other):
+                    yield i, f"writes {ref} and {other}, which overlap"
+
+
+def calls(program: Program) -> Iterator[Fault]:
+    """A run names a segment that is there, and gives it as many buffers as it takes and returns."""
+    for i, one in enumerate(program.ops):
+        if one.kind not in ("run", "update"):
+            continue
+        gm = program.segments.get(str(one.get("segment")))
+        if gm is None:
+            yield i, f"segment {one.get('segment')} is not in the program: pass segments= to parse"
+            continue
+        fresh, takes = len(segments.outputs(gm.graph)), len(segments.placeholders(gm.graph))
+        given = len(one.reads) + len(one.writes) - fresh
+        if fresh != int(one.get("fresh", 0)) or takes != given:
+            yield i, f"segment {one.get('segment')} takes {takes} and returns {fresh}, the op gives {given}"
+
+
+# --- transfers ----------------------------------------------------------------------------------------------------------
+
+
+def transfers(program: Program) -> Iterator[Fault]:
+    """Collectives run over an axis of the mesh, on whole buffers of sizes that fit."""
+    for i, one in enumerate(program.ops):
+        if one.kind not in TRANSFERS:
+            continue
+        if one.axis not in dict(program.mesh):
+            yield i, f"runs over axis {one.axis!r}: the mesh has {[axis for axis, _ in program.mesh]}"
+            continue
+        n = program.axis_size(one.axis)
+        source, target = (program.buffers[ref.name] for ref in ((one.reads or one.writes)[0], (one.writes or one.reads)[0]))
+        if one.kind == "gather":
+            part = source.numel if source.shard else source.numel // n
+            if part * n != target.numel:
+                yield i, f"gathers {part} elements of {n} ranks into {target.numel}"
+        elif one.kind == "reduce":
+            yield from _reduction(program, i, one, n)
+
+
+def _reduction(program: Program, i: int, one: Op, n: int) -> Iterator[Fault]:
+    source, target = program.buffers[one.reads[0].name], program.buffers[one.writes[0].name]
+    mode = one.get("mode")
+    size = source.numel if one.reads[0].start is None else (one.reads[0].stop or 0) - one.reads[0].start
+    needed = size // n if mode == "scatter" else size
+    if mode not in ("scatter", "all", "exchange"):
+        yield i, f"mode={mode} is none of scatter, all, exchange"
+    elif target.numel != needed:
+        yield i, f"reduces {size} elements with mode={mode} into {target.numel}: needed {needed}"
+    elif one.get("via") == "p2p":
+        room = program.buffers[one.writes[1].name].numel if len(one.writes) > 1 else 0
+        part = size if mode == "exchange" else size // n
+        if room < (n - 1) * part:
+            yield i, f"receives {(n - 1) * part} elements into scratch of {room}"
+
+
+# --- training -----------------------------------------------------------------------------------------------------------
+
+
+def reduced_once(program: Program) -> Iterator[Fault]:
+    """Every gradient bucket of every microbatch reaches exactly one reduction, every slot of it written once."""
+    if program.world_size == 1:
+        return
+    into: dict[str, str] = {}
+    reductions: Counter[str] = Counter()
+    wrote: Counter[tuple[str, int | None, int | None]] = Counter()
+    for i, one in enumerate(program.ops):
+        if one.kind == "reduce" and program.buffers[one.reads[0].name].kind == "grad":
+            reductions[one.reads[0].name] += 1
+            if reductions[one.reads[0].name] > 1:
+                yield i, f"reduces {one.reads[0].name} a second time"
+        elif one.kind == "run" and one.get("flat") and program.buffers[one.writes[0].name].kind == "grad":
+            total = one.writes[0].name
+            into.update({ref.name: total for ref in one.reads if ref.name != total})
+        elif one.kind == "run":
+            for ref in one.writes:
+                if program.buffers[ref.name].kind == "grad":
+                    key = (ref.name, ref.start, ref.stop)
+                    wrote[key] += 1
+                    if wrote[key] > 1:
+                        yield i, f"writes the gradient {ref} a second time"
+    for name in {name for name, _, _ in wrote}:
+        end = name
+        while end in into and reductions[end] == 0:
+            end = into[end]
+        if reductions[end] == 0:
+            yield -1, f"the gradients in {name} are never reduced"
+
+
+def microbatches(program: Program) -> Iterator[Fault]:
+    """Every region runs all its segments for every microbatch."""
+    runs: dict[str, Counter[int]] = {}
+    for one in program.ops:
+        if one.get("phase") == "region":
+            runs.setdefault(str(one.get("region")), Counter())[int(one.get("microbatch", 0))] += 1
+    for region, found in runs.items():
+        if len(set(found.values())) > 1 or sorted(found) != list(range(max(found) + 1)):
+            yield -1, f"{region} runs {dict(sorted(found.items()))} segments by microbatch: they must be equal"
+
+
+def updated_once(program: Program) -> Iterator[Fault]:
+    """Every trainable slot of a parameter is written by exactly one update; no state is written twice."""
+    count: Counter[tuple[str, int]] = Counter()
+    for i, one in enumerate(program.ops):
+        if one.kind != "update":
+            continue
+        for ref in one.writes:
+            buffer = program.buffers[ref.name]
+            bucket = program.buckets.get(buffer.bucket or "")
+            slots = range(1) if bucket is None else [n for n, s in enumerate(bucket.slots) if _covers(ref, s.start, s.stop)]
+            for slot in slots:
+                count[(ref.name, slot)] += 1
+                if count[(ref.name, slot)] > 1:
+                    yield i, f"updates {ref} a second time"
+    if any(one.kind == "update" for one in program.ops):
+        for spot in program.trainable:
+            bucket_name, _, slot_text = spot.rpartition(":")
+            columns = [n for n, b in program.buffers.items() if b.bucket == bucket_name and b.kind in PERSISTENT]
+            if columns and not any(count[(name, int(slot_text))] for name in columns):
+                path = program.buckets[bucket_name].slots[int(slot_text)].path
+                yield -1, f"{path} has a gradient and is never updated"
+
+
+def _covers(ref: Ref, start: int, stop: int) -> bool:
+    return ref.start is None or (ref.start <= start and stop <= (ref.stop or 0))
+
+
+# --- bytes and meaning --------------------------------------------------------------------------------------------------
+
+
+def cap(program: Program) -> Iterator[Fault]:
+    """Gathered parameters alive at one time stay under the cap."""
+    if "prefetch" not in program.passes:
+        return
+    for i, held in enumerate(gathered_bytes(program, list(program.ops))):
+        if held > program.gather_cap_bytes:
+            yield i, f"{held:,} bytes are gathered at once, the cap is {program.gather_cap_bytes:,}"
+
+
+def meaning(program: Program) -> Iterator[Fault]:
+    """The state it leaves behind is what the captured step computes."""
     try:
         found = program_meaning(program)
     except Undefined as error:
-        raise VerifyError(str(error)) from None
-    if program.meaning and found != program.meaning:
-        raise VerifyError("the program does not compute what was captured")
+        yield -1, str(error)
+        return
+    if found != program.meaning:
+        yield -1, f"the step computes something else than what was captured ({found}, not {program.meaning})"
+
+
+RULES: dict[str, Callable[[Program], Iterator[Fault]]] = {
+    "lifetimes": lifetimes,
+    "takeovers": takeovers,
+    "partition": partition,
+    "aliasing": aliasing,
+    "calls": calls,
+    "transfers": transfers,
+    "reduced once": reduced_once,
+    "microbatches": microbatches,
+    "updated once": updated_once,
+    "cap": cap,
+    "meaning": meaning,
+}
+
+
+# --- all ranks ----------------------------------------------------------------------------------------------------------
+
+
+def _together(programs: Mapping[int, Program]) -> None:
+    """All ranks issue the same collectives in the same order per axis; sends match receives."""
+    issued = {rank: _collectives(program) for rank, program in programs.items()}
+    first = min(issued)
+    for rank, calls_ in issued.items():
+        for axis in {*issued[first], *calls_}:
+            ours, theirs = issued[first].get(axis, []), calls_.get(axis, [])
+            for n, ((_, a), (j, b)) in enumerate(zip(ours, theirs, strict=False)):
+                if a != b:
+                    what = f"collective {n} over {axis} is {b}, rank {first}'s is {a}"
+                    raise VerifyError(_message("same order", rank, programs[rank], j, what, True))
+            if len(ours) != len(theirs):
+                what = f"{len(theirs)} collectives over {axis}, rank {first} has {len(ours)}"
+                raise VerifyError(_message("same order", rank, programs[rank], len(programs[rank].ops), what, True))
+    sent: Counter[tuple[object, ...]] = Counter()
+    for rank, program in programs.items():
+        for one in program.ops:
+            if one.kind in ("send", "recv"):
+                ends = (rank, one.get("peer")) if one.kind == "send" else (one.get("peer"), rank)
+                size = program.buffers[(one.reads or one.writes)[0].name].nbytes
+                sent[(one.axis, *ends, one.get("tag", 0), size)] += 1 if one.kind == "send" else -1
+    for (axis, source, target, tag, size), count in sent.items():
+        if count:
+            more = "sent and not received" if count > 0 else "received and not sent"
+            raise VerifyError(f"[sends] {size} bytes from rank {source} to {target} over {axis} (tag {tag}) are {more}")
+
+
+def _collectives(program: Program) -> dict[str, list[tuple[int, tuple[object, ...]]]]:
+    found: dict[str, list[tuple[int, tuple[object, ...]]]] = {}
+    for i, one in enumerate(program.ops):
+        if one.kind in ("gather", "reduce"):
+            buffer = program.buffers[one.writes[0].name]
+            what = (one.kind, one.get("mode"), one.get("op"), one.get("divisor"), buffer.numel, str(buffer.dtype))
+            found.setdefault(str(one.axis), []).append((i, what))
+    return found
