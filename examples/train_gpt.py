@@ -200,7 +200,7 @@ def fit(
     args: argparse.Namespace, state: fzero.State, corpus: text.Corpus, rank: int, device: torch.device, console: Console
 ) -> tuple[fzero.State, Curves, float]:
     """The training loop: the trained state, its loss curves, and the seconds that the steps took."""
-    losses: list[Tensor] = []
+    losses = torch.empty(args.steps, device=device)  # written without reading, so a step need not be waited for
     held_out = [(0, held_out_loss(args, state, corpus, rank, device))]
     evaluate_at = {round(args.steps * (i + 1) / NUM_EVALUATIONS) for i in range(NUM_EVALUATIONS)} - {0}
     seconds = 0.0
@@ -208,12 +208,12 @@ def fit(
         for batch in itertools.islice(drawn(args, corpus, rank, device, args.seed), args.steps):
             start = time.perf_counter()
             state = fzero.step(state, batch)
-            losses.append(state.metrics["loss"])
-            show(state.step, losses[-1], held_out[-1][1])
+            losses[state.step - 1] = state.metrics["loss"]
+            show(state.step, state.metrics["loss"], held_out[-1][1])
             seconds += time.perf_counter() - start
             if state.step in evaluate_at:
                 held_out.append((state.step, held_out_loss(args, state, corpus, rank, device)))
-    return state, Curves([float(x) for x in losses], held_out), seconds
+    return state, Curves(losses.tolist(), held_out), seconds
 
 
 @torch.no_grad()

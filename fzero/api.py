@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -13,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from fzero import capture, random, tree
+from fzero._torch_compat import FakeTensorMode
 from fzero.errors import DonatedError, SpecError, TreeError
 from fzero.initial import Recipe
 from fzero.lower import build
 from fzero.passes import Options, optimise
 from fzero.plan.layout import Leaf, Plan, layout
 from fzero.plan.memory import Account, account
-from fzero.program import Program, op, Ref
+from fzero.program import Program, Ref, op
 from fzero.runtime import collectives, storage
 from fzero.runtime.handlers import Rank, steps
 from fzero.spec import Spec
@@ -76,9 +78,10 @@ class Runtime:
         if key not in self.programs:
             if self.last_key is not None:
                 log.warning("fzero: a new program is traced: %s", _difference(self.last_key, key))
-            with_device = tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), self.like)
-            state = _on(with_device, self.device)
-            self.programs[key] = _lowered(self.spec, state, batch, self.plan, "nccl" if self.device.type == "cuda" else "p2p")
+            state = _on(self.like, self.device)
+            self.programs[key] = _lowered(
+                self.spec, state, batch, self.plan, "nccl" if self.device.type == "cuda" else "p2p"
+            )
             verify(self.programs[key].program)
         self.last_key = key
         return self.programs[key]
@@ -151,8 +154,8 @@ def step(state: State, batch: Any) -> State:
     """One step. Donates `state`: its memory becomes the result's, and its leaves cannot be read any more.
 
     `batch` is a pytree of tensors, this rank's part; leaves that are no tensors are static (a new value retraces).
-    `result.metrics` holds the loss (or what a `step=` returned). All checks come before the first write: an error before
-    that leaves `state` as it was, one after it marks `state` unusable.
+    `result.metrics` holds the loss (or what a `step=` returned). All checks come before the first write: an error
+    before that leaves `state` as it was, one after it marks `state` unusable.
 
     >>> import fzero
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.sgd(0.1))
@@ -177,10 +180,9 @@ def step(state: State, batch: Any) -> State:
     assert lowered is not None
     metrics = _execute(state, lowered, batch)
     runtime.last_program = lowered.program
-    first = tree.flatten(state.tree)[0][:1]
     state.life.ended = (
         f"was donated to fzero.step at step {state.step + 1}: use the state that it returned "
-        f"(state = fzero.step(state, batch)){'' if first else ''}"
+        "(state = fzero.step(state, batch))"
     )
     life = Life()
     return State(runtime.sharded(life), state.step + 1, metrics, runtime, life)
@@ -189,9 +191,9 @@ def step(state: State, batch: Any) -> State:
 def lower(spec: Spec, params_like: Any, batch_like: Any, *, world_size: int | None = None) -> Lowered:
     """The step's program for a world of any size, ahead of time: no device, no process group, no full tensor.
 
-    `params_like` is a pytree of tensors (real, meta or fake: only shapes and dtypes are read) or the function of a key that
-    makes them; with `Spec(step=...)` the whole state. `batch_like` is one rank's batch. `world_size` defaults to the
-    spec's mesh. `lowered.program` prints; `lowered.memory` is the account per rank.
+    `params_like` is a pytree of tensors (real, meta or fake: only shapes and dtypes are read) or the function of a
+    key that makes them; with `Spec(step=...)` the whole state. `batch_like` is one rank's batch. `world_size`
+    defaults to the spec's mesh. `lowered.program` prints; `lowered.memory` is the account per rank.
 
     >>> import fzero
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.adamw(1e-3), zero=3)
@@ -217,7 +219,8 @@ def _lowered(spec: Spec, state: Any, batch: Any, plan: Plan, via: str) -> Lowere
     if spec.step is not None:
         user, fns = spec.step, (spec.step,)
     else:
-        assert spec.loss is not None and spec.optimizer is not None
+        assert spec.loss is not None
+        assert spec.optimizer is not None
         user, fns = training_step(spec.loss, spec.optimizer, spec.clip_norm), (spec.loss,)
     graph = capture.capture(
         user,
@@ -240,7 +243,7 @@ def _recipe(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.dev
         return Recipe(lambda k: _whole(spec, params(k)), [start])
     if isinstance(params, torch.nn.Module):
         raise TreeError("params is a module: pass dict(module.named_parameters()), detached, and call it functionally")
-    paths, leaves, treedef = tree.flatten(params)
+    _, leaves, treedef = tree.flatten(params)
     if not leaves:
         raise TreeError("params has no leaves: pass a pytree of tensors, or a function of a key that makes one")
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(getattr(leaf, "value", leaf), torch.Tensor)]
@@ -276,7 +279,7 @@ def _layout(
 def _execute(state: State, lowered: Lowered, batch: Any) -> Any:
     runtime, program = state.runtime, lowered.program
     memory = dict(runtime.memory)
-    paths, leaves, _ = tree.flatten(batch)
+    _, leaves, _ = tree.flatten(batch)
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     names = [name for name, b in program.buffers.items() if b.kind == "batch"]
     memory.update(zip(names, (x.detach().contiguous() for x in tensors), strict=True))
@@ -299,8 +302,6 @@ def _execute(state: State, lowered: Lowered, batch: Any) -> Any:
 
 
 def _device(spec: Spec, params: Any) -> torch.device:
-    import os
-
     if spec.device is not None:
         device = torch.device(spec.device)
         if device.type == "cuda" and device.index is None:
@@ -338,7 +339,7 @@ def _check_batch(batch: Any, device: torch.device) -> None:
 
 def _batch_key(batch: Any) -> tuple[Any, ...]:
     paths, leaves, spec = tree.flatten(batch)
-    shown = []
+    shown: list[tuple[str, Any]] = []
     for path, leaf in zip(paths, leaves, strict=True):
         if isinstance(leaf, torch.Tensor):
             shown.append((path, capture.describe(leaf)))
@@ -346,7 +347,9 @@ def _batch_key(batch: Any) -> tuple[Any, ...]:
             try:
                 hash(leaf)
             except TypeError:
-                raise TreeError(f"batch[{path!r}] is {type(leaf).__name__}: needed a tensor or a hashable value") from None
+                raise TreeError(
+                    f"batch[{path!r}] is {type(leaf).__name__}: needed a tensor or a hashable value"
+                ) from None
             shown.append((path, (type(leaf).__name__, leaf)))
     return (tuple(shown), str(spec))
 
@@ -360,16 +363,11 @@ def _difference(old: Any, new: Any) -> str:
 
 
 def _on(like: Any, device: torch.device) -> Any:
-    from fzero._torch_compat import FakeTensorMode
-
     with FakeTensorMode():
         return tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device), like)
 
 
 def _spec_text(spec: Spec) -> str:
-    from dataclasses import fields
-
-    plain = {f.name: getattr(spec, f.name) for f in fields(spec)}
-    return repr({k: v for k, v in plain.items() if not isinstance(v, Callable | tuple) and not isinstance(v, Mapping)}) + repr(
-        sorted((spec.zero.items() if isinstance(spec.zero, Mapping) else []), key=str)
-    )
+    """What of a spec can be compared between ranks before anything is traced: all but its functions."""
+    plain = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name not in ("loss", "optimizer", "step")}
+    return repr({k: sorted(v.items()) if isinstance(v, Mapping) else v for k, v in plain.items()})

@@ -1,9 +1,9 @@
 """capture: a user's step, traced once on fake tensors into a `Graph`.
 
-Two levels. The *outer* graph is everything done to the state. Each `fzero.value_and_grad` in it is one node, a *region*,
-whose own joint graph (forward and backward of that loss, at the shape of one microbatch) is traced by itself. Reductions
-over mesh axes are nodes too (`fzero::reduce`), put there by `value_and_grad` and `pmean`, so that nothing that moves
-between ranks has to be guessed later. No device and no process group takes part.
+Two levels. The *outer* graph is everything done to the state. Each `fzero.value_and_grad` in it is one node, a
+*region*, whose own joint graph (forward and backward of that loss, at the shape of one microbatch) is traced by
+itself. Reductions over mesh axes are nodes too (`fzero::reduce`), put there by `value_and_grad` and `pmean`, so that
+nothing that moves between ranks has to be guessed later. No device and no process group takes part.
 
 Nothing is baked in silently: see `_refuse` for what is refused, `_lift` for what becomes a named constant.
 """
@@ -138,8 +138,9 @@ def capture(
 ) -> Graph:
     """The graph of `step(state, batch) -> (new state, metrics)`.
 
-    `state` and `batch` are pytrees whose tensor leaves give shapes, dtypes and devices (fake or real, never read). A leaf
-    of `batch` that is no tensor is passed to `step` as it is. Raises CaptureError or TreeError, naming leaf and line.
+    `state` and `batch` are pytrees whose tensor leaves give shapes, dtypes and devices (fake or real, never read). A
+    leaf of `batch` that is no tensor is passed to `step` as it is. Raises CaptureError or TreeError, naming leaf and
+    line.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state_paths, state_leaves, state_spec = tree.flatten(state)
@@ -152,9 +153,7 @@ def capture(
     def flat(*flat_inputs: torch.Tensor) -> list[Any]:
         feed = iter(flat_inputs[len(state_leaves) :])
         full = [next(feed) if tensor else leaf for leaf, tensor in zip(batch_leaves, is_tensor, strict=True)]
-        result = step(
-            tree.unflatten(state_spec, flat_inputs[: len(state_leaves)]), tree.unflatten(batch_spec, full)
-        )
+        result = step(tree.unflatten(state_spec, flat_inputs[: len(state_leaves)]), tree.unflatten(batch_spec, full))
         new_leaves = _check_result(result, state_paths, state_leaves, state_spec, per_rank)
         names, metrics, spec = tree.flatten(result[1])
         for name, value in zip(names, metrics, strict=True):
@@ -194,8 +193,8 @@ def capture(
         if node in varying and path not in per_rank:
             where = node.meta.get("source") or "the step"
             raise CaptureError(
-                f"state[{path!r}] would differ between ranks: it is computed at {where} from this rank's batch without a "
-                "reduction. Reduce it with fzero.pmean, or keep one per rank with fzero.per_rank"
+                f"state[{path!r}] would differ between ranks: it is computed at {where} from this rank's batch "
+                "without a reduction. Reduce it with fzero.pmean, or keep one per rank with fzero.per_rank"
             )
     marked = tuple(name for name, node in zip(graph.metric_names, outs[num:], strict=True) if node in varying)
     return Graph(**{**graph.__dict__, "varying_metrics": marked})
@@ -247,10 +246,16 @@ def _check_result(result: Any, paths: list[str], leaves: list[Any], spec: Any, p
             f"a step returns (new state, metrics), this one returned {type(result).__name__}. "
             "Without metrics, return (state, {})"
         )
-    new_paths, new_leaves, new_spec = tree.flatten(result[0])
+    new_paths, new_leaves, _ = tree.flatten(result[0])
     if new_paths != paths:
         lost, extra = sorted(set(paths) - set(new_paths)), sorted(set(new_paths) - set(paths))
-        first = f"state[{lost[0]!r}] is missing" if lost else f"state[{extra[0]!r}] is new" if extra else "its order differs"
+        first = (
+            f"state[{lost[0]!r}] is missing"
+            if lost
+            else f"state[{extra[0]!r}] is new"
+            if extra
+            else "its order differs"
+        )
         raise TreeError(f"the step's new state has another structure than its state: {first}. Return the same pytree")
     for path, old, new in zip(paths, leaves, new_leaves, strict=True):
         if isinstance(new, PerRank):
@@ -309,7 +314,7 @@ def _no_dropout(node: fx.Node) -> bool:
     if schema is not None:
         named.update({a.name: v for a, v in zip(schema.arguments, node.args, strict=False)})
         named = {**{a.name: a.default_value for a in schema.arguments}, **named}
-    return "dropout_p" in named and named["dropout_p"] == 0.0
+    return bool(named.get("dropout_p", 1.0) == 0.0)
 
 
 def _attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
@@ -439,7 +444,7 @@ def user_line(frame: types.FrameType | None = None) -> str:
     """`file.py:12` of the innermost caller outside torch, fzero and optree."""
     frame = frame or sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((*_OURS, "<")):
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     if frame is None:
         return ""
     return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
@@ -449,7 +454,9 @@ class _Watch(TorchDispatchMode):
     """Sees every op before it is traced: refuses writes to real tensors before they happen, and notes on each new node
     the user's line and, in the backward, its phase."""
 
-    def __init__(self, tracing: Tracing, line: Callable[[], str], phase: Callable[[], str | None] | None = None) -> None:
+    def __init__(
+        self, tracing: Tracing, line: Callable[[], str], phase: Callable[[], str | None] | None = None
+    ) -> None:
         super().__init__()
         self.tracing, self.line = tracing, line
         self.phase = phase or (lambda: tracing.phase)
@@ -488,7 +495,7 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise _data_dependent(error, str(error.func)) from None  # type: ignore[attr-defined]
+        raise _data_dependent(error, str(error.func)) from None
     except RuntimeError as error:
         if "tracing tensor" in str(error) or "data-dependent" in str(error).lower():
             raise _data_dependent(error, "a tensor's value") from None
@@ -513,7 +520,11 @@ def _data_dependent(error: Exception, what: str) -> CaptureError:
 
 
 def add_region(
-    fn: Callable[..., Any], leaves: Sequence[torch.Tensor], names: Sequence[str], others: Sequence[torch.Tensor], **how: Any
+    fn: Callable[..., Any],
+    leaves: Sequence[torch.Tensor],
+    names: Sequence[str],
+    others: Sequence[torch.Tensor],
+    **how: Any,
 ) -> list[torch.Tensor]:
     """Traces `fn(*leaves, *others) -> [loss, *grads, *aux]` as a region and puts its one node into the outer graph."""
     tracing = current()

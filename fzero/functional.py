@@ -70,8 +70,8 @@ def value_and_grad(
             missing = [path for path, g in zip(paths, grads, strict=True) if g is None]
             if missing and not unused:
                 raise CaptureError(
-                    f"{', '.join(repr(p) for p in missing[:5])}{' and more' if len(missing) > 5 else ''} get no gradient "
-                    "from the loss. Use them, leave them out of the parameters, or pass allow_unused=True"
+                    f"{', '.join(repr(p) for p in missing[:5])}{' and more' if len(missing) > 5 else ''} get no "
+                    "gradient from the loss. Use them, leave them out of the parameters, or pass allow_unused=True"
                 )
             marks["grad_of"] = [i for i, g in enumerate(grads) if g is not None]
             return [loss.detach(), *(g for g in grads if g is not None), *(a.detach() for a in aux_leaves)]
@@ -89,7 +89,9 @@ def value_and_grad(
             ]
             _check_slices(num, sliced, [p for p, t in zip(arg_paths, tensor, strict=True) if t], others, prefix)
             names = [f"params[{p!r}]" for p in paths]
-            names += [f"batch[{p.removeprefix(prefix).lstrip('/')!r}]" for p, t in zip(arg_paths, tensor, strict=True) if t]
+            names += [
+                f"batch[{p.removeprefix(prefix).lstrip('/')!r}]" for p, t in zip(arg_paths, tensor, strict=True) if t
+            ]
             outs = _capture.add_region(joint, leaves, names, others, microbatches=num, sliced=sliced)
             marks = {"grad_of": list(tracing.regions[-1].grad_of)}
         loss, grads, aux = _reduced(outs, marks["grad_of"], leaves)
@@ -188,14 +190,14 @@ def _check_loss(result: Any, has_aux: bool) -> tuple[torch.Tensor, Any]:
 def _check_slices(num: int, sliced: list[bool], paths: list[str], leaves: list[torch.Tensor], prefix: str) -> None:
     if num > 1 and not any(sliced):
         raise CaptureError(
-            f"microbatches={num} cuts the batch along dim 0, but argument {prefix.split('/')[1]} after the parameters has no "
-            "tensor to cut: pass the batch as an argument (not by closure), or set batch_argnum"
+            f"microbatches={num} cuts the batch along dim 0, but argument {prefix.split('/')[1]} after the parameters "
+            "has no tensor to cut: pass the batch as an argument (not by closure), or set batch_argnum"
         )
     for cut, path, leaf in zip(sliced, paths, leaves, strict=True):
         if cut and leaf.shape[0] % num:
             raise CaptureError(
-                f"batch[{path.removeprefix(prefix).lstrip('/')!r}] is {_capture.describe(leaf)}: dim 0 must be divisible by "
-                f"microbatches={num}"
+                f"batch[{path.removeprefix(prefix).lstrip('/')!r}] is {_capture.describe(leaf)}: dim 0 must be "
+                f"divisible by microbatches={num}"
             )
 
 

@@ -1,8 +1,8 @@
 """initial: the first state, leaf by leaf, without the peak.
 
-The function that makes the state (the user's `fn(key)`, then the optimizer's `init`) is traced on fake tensors. Each leaf
-is then computed alone, from the nodes it depends on, cut to this rank's part and let go, elementwise work in place: beside
-its shards a rank holds one whole leaf at a time, and logical values do not depend on the world.
+The function that makes the state (the user's `fn(key)`, then the optimizer's `init`) is traced on fake tensors. Each
+leaf is then computed alone, from the nodes it depends on, cut to this rank's part and let go, elementwise work in
+place: beside its shards a rank holds one whole leaf at a time, and logical values do not depend on the world.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _in_place(one: fx.Node, left: dict[fx.Node, int], given: dict[fx.Node, torch
     first = one.args[0] if one.args else None
     if not (segments.is_pointwise(one) and isinstance(first, fx.Node)) or first in given or left[first] != 1:
         return None
-    if segments.is_view(first) or first.all_input_nodes and segments.base(first) in given:
+    if segments.is_view(first) or (first.all_input_nodes and segments.base(first) in given):
         return None
     same = first.meta["val"].shape == one.meta["val"].shape and first.meta["val"].dtype == one.meta["val"].dtype
     packet = getattr(aten, f"{one.target.overloadpacket.__name__}_", None)  # type: ignore[union-attr]

@@ -19,9 +19,9 @@ from torch import fx
 from fzero import segments
 from fzero._torch_compat import FakeTensorMode, make_fx
 from fzero.capture import Graph, Region
+from fzero.meaning import grad_places, graph_meaning
 from fzero.plan.layout import TABLE, Plan, buffer_name
 from fzero.program import Buffer, Op, Program, Ref, op
-from fzero.meaning import grad_places, graph_meaning
 
 aten = torch.ops.aten
 REDUCE = torch.ops.fzero.reduce.default
@@ -64,7 +64,7 @@ class _Builder:
         return self.reduce or TABLE[stage].reduce
 
     def run(self) -> None:
-        gm = fx.GraphModule(torch.nn.Module(), _copied(self.graph.gm.graph))
+        gm = fx.GraphModule(torch.nn.Module(), segments.copied(self.graph.gm.graph))
         self._own_outputs(gm)
         self.nodes = segments.placeholders(gm.graph)
         self._inputs()
@@ -88,8 +88,8 @@ class _Builder:
     # --- pieces
 
     def _own_outputs(self, gm: fx.GraphModule) -> None:
-        """Every new leaf and metric gets a node of its own that computes it: a copy where it is an input, a collective's
-        result or another leaf's value."""
+        """Every new leaf and metric gets a node of its own that computes it: a copy where it is an input, the result
+        of a collective, or another leaf's value."""
         out = segments.output(gm.graph)
         inputs = segments.placeholders(gm.graph)
         num = len(self.plan.leaves)
@@ -98,12 +98,12 @@ class _Builder:
         for index, node in enumerate(results):
             unchanged = index < num and node is inputs[index]
             metric_of_reduce = index >= num and node.target is REDUCE and node not in seen
-            if not unchanged and not metric_of_reduce:
-                if node in seen or node.op == "placeholder" or _is_comm(node) or segments.is_view(node):
-                    with gm.graph.inserting_before(out):
-                        copy = gm.graph.call_function(aten.clone.default, (node,))
-                    copy.meta = {**node.meta}
-                    results[index] = copy
+            borrowed = node in seen or node.op == "placeholder" or _is_comm(node) or segments.is_view(node)
+            if borrowed and not unchanged and not metric_of_reduce:
+                with gm.graph.inserting_before(out):
+                    copy = gm.graph.call_function(aten.clone.default, (node,))
+                copy.meta = {**node.meta}
+                results[index] = copy
             seen.add(results[index])
         out.args = (results,)
 
@@ -166,7 +166,7 @@ class _Builder:
         if node.target is REGION:
             _RegionBuilder(self, node).run()
         elif node.target is REDUCE and node not in self.where:
-            source, how, axis = node.args
+            source, how, axis = segments.operand(node), str(node.args[1]), node.args[2]
             if self.plan.world_size == 1:
                 self.where[node] = self.where[source]
                 return
@@ -223,13 +223,20 @@ class _Builder:
         self.ops.append(op(kind, reads, writes, axis=axis, why=why, **attrs))
 
     def _run(
-        self, kind: str, gm: fx.GraphModule, reads: Sequence[Ref], writes: Sequence[Ref], *, why: str, **attrs: int | str
+        self,
+        kind: str,
+        gm: fx.GraphModule,
+        reads: Sequence[Ref],
+        writes: Sequence[Ref],
+        *,
+        why: str,
+        **attrs: int | str,
     ) -> None:
         key = segments.digest(gm)
         self.segments.setdefault(key, gm)
-        num_dest = len(segments.placeholders(gm.graph)) - len(reads)
-        fresh = len(writes) - num_dest
-        self._emit(kind, reads, writes, why=why, segment=key, **({"fresh": fresh} if fresh else {}), **attrs)
+        fresh = len(writes) - (len(segments.placeholders(gm.graph)) - len(reads))
+        done = op(kind, reads, writes, why=why).with_attrs(segment=key, **attrs)
+        self.ops.append(done.with_attrs(fresh=fresh) if fresh else done)
 
 
 @dataclass
@@ -342,7 +349,7 @@ class _RegionBuilder:
         b._run("run", gm, [Ref(total, *whole), Ref(part, *whole)], [Ref(total, *whole)], why=f"add {why}", flat=1)
 
     def _plain(self, i: int, refs: list[Ref]) -> None:
-        """The loss, aux, or a gradient of something that is no flat leaf: added over microbatches, then reduced whole."""
+        """The loss, aux, or a gradient of what is no flat leaf: added over microbatches, then reduced whole."""
         b = self.parent
         node = self.getitems.get(i)
         if node is None:
@@ -373,13 +380,6 @@ class _RegionBuilder:
 
 
 # --- small helpers --------------------------------------------------------------------------------------------------
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    copy = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    copy.output(copy.graph_copy(graph, env))
-    return copy
 
 
 def _is_comm(node: fx.Node) -> bool:

@@ -1,15 +1,15 @@
 """meaning: what a step computes, as a digest that no placement and no schedule may change.
 
 Every value is a *term*: the hash of the op that made it and of its operands' terms, down to the leaves of the state and
-the batch. `graph_meaning` gives the terms of the captured step under the semantics sentence (replicated state, reductions
-in the graph); `program_meaning` runs a program on terms instead of tensors, node by node through its segments, and gives
-those of the state it leaves behind. They must be equal, for every ZeRO stage, bucket size and prefetch depth, after every
-pass: that is what verify checks, so a program that reduces twice, skips a microbatch or reads a moment from the wrong
-leaf is refused whatever it looks like.
+the batch. `graph_meaning` gives the terms of the captured step under the semantics sentence (replicated state,
+reductions in the graph); `program_meaning` runs a program on terms instead of tensors, node by node through its
+segments, and gives those of the state it leaves behind. They must be equal, for every ZeRO stage, bucket size and
+prefetch depth, after every pass: that is what verify checks, so a program that reduces twice, skips a microbatch or
+reads a moment from the wrong leaf is refused whatever it looks like.
 
-Flat work is understood: an elementwise op on a range of a bucket is that op on each leaf in the range; a sum over the own
-slice is *partial* until it is summed over the axis; a buffer of which only the own slice was written is *mine* until it is
-gathered. Copies, clones and detaches have the term of their operand.
+Flat work is understood: an elementwise op on a range of a bucket is that op on each leaf in the range; a sum over
+the own slice is *partial* until it is summed over the axis; a buffer of which only the own slice was written is
+*mine* until it is gathered. Copies, clones and detaches have the term of their operand.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
 
     def at(slot: int) -> str:
         own = fx.node.map_aggregate((args, kwargs), lambda a: a.slots[slot] if isinstance(a, Vec) else a)
-        return term(name, *_plain((own[0], tuple(sorted(own[1].items())))))  # type: ignore[index]
+        return term(name, *_plain((own[0], tuple(sorted(own[1].items())))))
 
     if name in _SUMS:
         if len(first.slots) != 1:
@@ -104,7 +104,7 @@ def _leaves(value: Any) -> list[Any]:
 
 def _plain(value: Any) -> tuple[Any, ...]:
     """Arguments in a form whose repr is stable."""
-    return fx.node.map_aggregate(value, lambda a: str(a) if isinstance(a, (torch.dtype, torch.device)) else a)  # type: ignore[return-value]
+    return fx.node.map_aggregate(value, lambda a: str(a) if isinstance(a, (torch.dtype, torch.device)) else a)
 
 
 # in-place op -> (its pure form, for each of the pure form's results the argument it goes to)
@@ -128,7 +128,7 @@ def evaluate(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], dict
             values[targets[0]] = values[node]
             continue
         kwargs = {k: v for k, v in node.kwargs.items() if k != "out"}
-        args, kwargs = fx.node.map_arg((node.args, kwargs), lambda n: values[n])  # type: ignore[assignment]
+        args, kwargs = fx.node.map_arg((node.args, kwargs), lambda n: values[n])
         if node.target in IN_PLACE:
             pure, places = IN_PLACE[node.target]
             result = apply(pure, args, kwargs)
@@ -148,7 +148,9 @@ def evaluate(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], dict
 # --- the captured step ------------------------------------------------------------------------------------------------
 
 
-def grad_places(region: Region, inputs: Sequence[Any], leaf_nodes: Sequence[Any], plan: Plan) -> dict[int, tuple[str, int]]:
+def grad_places(
+    region: Region, inputs: Sequence[Any], leaf_nodes: Sequence[Any], plan: Plan
+) -> dict[int, tuple[str, int]]:
     """For each output of a region that is the gradient of a flat leaf: that leaf's (bucket, slot)."""
     places: dict[int, tuple[str, int]] = {}
     position = {node: i for i, node in enumerate(leaf_nodes)}
@@ -171,7 +173,7 @@ def graph_meaning(graph: Graph, plan: Plan, reduce_of: Callable[[int], str], nam
     for node, name in zip(nodes[len(plan.leaves) :], names, strict=True):
         values[node] = term("input", name, None)
     n = plan.world_size
-    folded: set[fx.Node] = set()  # reductions of a region's outputs: the mean over ranks and microbatches is one division
+    folded: set[fx.Node] = set()  # means of a region's outputs: one division, by ranks x microbatches
     for node in graph.gm.graph.nodes:
         if node.op != "call_function":
             continue

@@ -5,9 +5,9 @@ A `Program` is one rank role's schedule. In data parallelism every rank shares o
 frozen record, and a pass makes a new program with `dataclasses.replace`.
 
 A **bucket** is one contiguous 1-D stretch of elements that holds leaves on 64-element boundaries (`Slot`). A **buffer**
-is memory: of a bucket's geometry (whole, or a `shard`: the 1/N that this rank owns) or of any shape. An op names what it
-reads and writes by **`Ref`**: a buffer, or elements [start, stop) of it in the *bucket's* coordinates seen as some shape.
-`mine` cuts that range with the rank's own slice, so one text serves every rank.
+is memory: of a bucket's geometry (whole, or a `shard`: the 1/N that this rank owns) or of any shape. An op names
+what it reads and writes by **`Ref`**: a buffer, or elements [start, stop) of it in the *bucket's* coordinates seen
+as some shape. `mine` cuts that range with the rank's own slice, so one text serves every rank.
 
 Text form (`str(program)`, `parse`): one line per record. What follows `#` on an op line is derived (bytes on the wire,
 live bytes after the op) and why the op is there; only the why is read back.

@@ -1,8 +1,8 @@
 """Segments: the `torch.fx` graphs that `run` and `update` ops execute.
 
-A segment is pure but for its destinations: placeholders are the op's reads in order, then one placeholder for each write
-that goes into memory that already exists; the graph's outputs are the op's other writes, fresh tensors. Every node
-carries `meta["val"]`, a fake tensor, so that bytes and liveness are read off the graph and nothing has to be run.
+A segment is pure but for its destinations: placeholders are the op's reads in order, then one placeholder for each
+write that goes into memory that already exists; the graph's outputs are the op's other writes, fresh tensors. Every
+node carries `meta["val"]`, a fake tensor, so that bytes and liveness are read off the graph and nothing has to be run.
 
 Equal text gives an equal hash: names, source lines and the layer a segment came from take no part, so twelve equal
 layers share one segment.
@@ -49,11 +49,25 @@ def is_view(node: fx.Node) -> bool:
     if not is_compute(node):
         return False
     if node.target is operator.getitem:
-        return is_view(node.args[0])  # type: ignore[arg-type]
+        return is_view(operand(node))
     if node.target in _ALIASES:
         return True
     found = schema(node)
     return found is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in found.returns)
+
+
+def operand(node: fx.Node, index: int = 0) -> fx.Node:
+    """A node's argument that is a node."""
+    found = node.args[index]
+    assert isinstance(found, fx.Node)
+    return found
+
+
+def copied(graph: fx.Graph, env: dict[fx.Node, fx.Node] | None = None) -> fx.Graph:
+    """The same graph again; `env` receives which node became which."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {} if env is None else env))
+    return copy
 
 
 def is_rename(node: fx.Node) -> bool:
@@ -72,14 +86,18 @@ def mutated(node: fx.Node) -> list[fx.Node]:
         return []
     named = dict(node.kwargs)
     named.update({a.name: v for a, v in zip(found.arguments, node.args, strict=False)})
-    written = [named.get(a.name) for a in found.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [v for v in fx.node.map_arg(written, lambda n: n) if isinstance(v, fx.Node)] if written else []  # type: ignore[union-attr]
+    written: list[Any] = []
+    for a in found.arguments:
+        if a.alias_info is not None and a.alias_info.is_write:
+            value = named.get(a.name)
+            written += value if isinstance(value, (list, tuple)) else [value]
+    return [v for v in written if isinstance(v, fx.Node)]
 
 
 def base(node: fx.Node) -> fx.Node:
     """The node whose memory a view looks at: itself where it is no view."""
     while is_view(node) or (is_compute(node) and mutated(node)):
-        node = mutated(node)[0] if mutated(node) else node.args[0]  # type: ignore[assignment]
+        node = mutated(node)[0] if mutated(node) else operand(node)
     return node
 
 
@@ -160,18 +178,15 @@ def normalised(gm: fx.GraphModule) -> fx.GraphModule:
     for node in list(gm.graph.nodes):
         if is_rename(node):
             node.replace_all_uses_with(node.args[0])
-        elif node.target is aten.t.default and is_compute(node.args[0]):
-            inner = node.args[0]
-            if inner.target is aten.t.default:
-                node.replace_all_uses_with(inner.args[0])
-            elif inner.target is aten.permute.default and list(inner.args[1]) == [1, 0]:
-                node.replace_all_uses_with(inner.args[0])
-        elif node.target is aten.permute.default and list(node.args[1]) == [1, 0] and is_compute(node.args[0]):
-            if node.args[0].target is aten.t.default:
-                node.replace_all_uses_with(node.args[0].args[0])
+        elif _is_transpose(node) and _is_transpose(operand(node)):
+            node.replace_all_uses_with(operand(operand(node)))
     gm.graph.eliminate_dead_code()
     gm.recompile()
     return gm
+
+
+def _is_transpose(node: fx.Node) -> bool:
+    return node.target is aten.t.default or (node.target is aten.permute.default and node.args[1] == [1, 0])
 
 
 def text(gm: fx.GraphModule) -> str:
@@ -267,9 +282,9 @@ def _memory(node: fx.Node) -> Iterator[Any]:
         if mutated(root):
             root = mutated(root)[0]
         elif is_view(root):
-            root = root.args[0]  # type: ignore[assignment]
+            root = operand(root)
         elif root.target is operator.getitem:
-            root, index = root.args[0], root.args[1]  # type: ignore[assignment]
+            root, index = operand(root), root.args[1]
         else:
             break
     if index is not None:

@@ -32,7 +32,8 @@ class Spec:
     overlap: False waits for every transfer where it starts (same bits, slower).
     allow_unused: parameters without a gradient get a zero one instead of an error.
     params: with `step` and stage 1 or 2, path rules of the leaves that stay whole.
-    device: where the state lives, as "cuda" (under torchrun: this rank's). None: where the given tensors are, else "cpu".
+    device: where the state lives, as "cuda" (under torchrun: this rank's). None: where the given tensors are, else
+    "cpu".
 
     >>> import fzero
     >>> Spec(loss=lambda p, b: p["w"].sum(), optimizer=fzero.optim.sgd(0.1), zeroo=3)
@@ -61,7 +62,12 @@ class Spec:
         self._check_mesh()
         stages = self.zero.values() if isinstance(self.zero, Mapping) else [self.zero]
         for stage in stages:
-            _needs(type(stage) is int and stage in (0, 1, 2, 3), "zero", stage, "a stage 0, 1, 2 or 3, or path rules to them")
+            _needs(
+                type(stage) is int and stage in (0, 1, 2, 3),
+                "zero",
+                stage,
+                "a stage 0, 1, 2 or 3, or path rules to them",
+            )
         _needs(bool(stages), "zero", self.zero, "at least one rule, as in {'**': 3}")
         for name in ("microbatches", "bucket_bytes"):
             _positive(name, getattr(self, name))
@@ -71,7 +77,10 @@ class Spec:
         _choice("reduce", self.reduce, (None, "each", "end"))
         if self.clip_norm is not None:
             _needs(
-                isinstance(self.clip_norm, (int, float)) and self.clip_norm > 0, "clip_norm", self.clip_norm, "a number > 0"
+                isinstance(self.clip_norm, (int, float)) and self.clip_norm > 0,
+                "clip_norm",
+                self.clip_norm,
+                "a number > 0",
             )
         for name in ("overlap", "allow_unused"):
             _needs(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
@@ -81,14 +90,19 @@ class Spec:
             _needs(callable(self.step), "step", self.step, "a function (state, batch) -> (state, metrics)")
             for name in ("loss", "optimizer", "clip_norm"):
                 if getattr(self, name) is not None:
-                    raise SpecError(f"Spec(step=...) already says what a step does: leave out {name}=, or leave out step=")
+                    raise SpecError(
+                        f"Spec(step=...) already says what a step does: leave out {name}=, or leave out step="
+                    )
             return
         if self.loss is None or self.optimizer is None:
             missing = "loss" if self.loss is None else "optimizer"
             raise SpecError(f"Spec needs {missing}=. Give loss= and optimizer=, or step=")
         _needs(callable(self.loss), "loss", self.loss, "a function (params, batch) -> loss")
         _needs(
-            isinstance(self.optimizer, GradientTransformation), "optimizer", self.optimizer, "one of fzero.optim, as adamw(3e-4)"
+            isinstance(self.optimizer, GradientTransformation),
+            "optimizer",
+            self.optimizer,
+            "one of fzero.optim, as adamw(3e-4)",
         )
 
     def _check_mesh(self) -> None:
@@ -97,7 +111,9 @@ class Spec:
         _needs(isinstance(self.mesh, Mapping) and bool(self.mesh), "mesh", self.mesh, "axis sizes, as in {'dp': 2}")
         for axis, size in self.mesh.items():
             if axis not in MESH_AXES:
-                raise SpecError(f"mesh has no axis {axis!r} yet: known are {list(MESH_AXES)}.{suggest(axis, MESH_AXES)}")
+                raise SpecError(
+                    f"mesh has no axis {axis!r} yet: known are {list(MESH_AXES)}.{suggest(axis, MESH_AXES)}"
+                )
             _positive(f"mesh[{axis!r}]", size)
 
     @property

@@ -131,7 +131,7 @@ def unshard(sharded: Any) -> Any:
 
     Leaves of one bucket travel together; what is held at a time is one bucket and the result. Other leaves pass.
     """
-    paths, leaves, spec = tree.flatten(sharded)
+    _, leaves, spec = tree.flatten(sharded)
     mine = [i for i, leaf in enumerate(leaves) if isinstance(leaf, ShardedTensor)]
     if not mine:
         return sharded

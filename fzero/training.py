@@ -1,4 +1,5 @@
-"""training: the step that `Spec(loss=..., optimizer=...)` stands for. An ordinary pure function; write your own like it."""
+"""training: the step that `Spec(loss=..., optimizer=...)` stands for. An ordinary pure function; write your own like
+it."""
 
 from __future__ import annotations
 

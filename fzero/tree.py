@@ -1,8 +1,8 @@
 """Pytrees: the one place that says how fzero names a leaf.
 
 A leaf is named by the keys on the way to it, joined with `/`: `params/blocks/0/attn/w`. Dict keys, sequence indices and
-the fields of named tuples and dataclasses all appear by name. A dotted key, as in `module.named_parameters()`, stays one
-key here; `parts` cuts it where layers are looked for and where a pattern is matched.
+the fields of named tuples and dataclasses all appear by name. A dotted key, as in `module.named_parameters()`, stays
+one key here; `parts` cuts it where layers are looked for and where a pattern is matched.
 """
 
 from __future__ import annotations

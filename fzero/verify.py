@@ -169,7 +169,10 @@ def partition(program: Program) -> Iterator[Fault]:
         end = 0
         for slot in bucket.slots:
             if slot.start < end or slot.start % ALIGN or slot.stop > bucket.length:
-                yield -1, f"leaf {slot.path} lies at [{slot.start}:{slot.stop}] of {bucket.name}: overlapping, unaligned or out"
+                yield (
+                    -1,
+                    f"leaf {slot.path} lies at [{slot.start}:{slot.stop}] of {bucket.name}: overlapping, unaligned or out",
+                )
             end = slot.stop
         if bucket.length % (n * ALIGN):
             yield -1, f"bucket {bucket.name} has {bucket.length} elements: not a multiple of {n} ranks x {ALIGN}"
@@ -178,7 +181,10 @@ def partition(program: Program) -> Iterator[Fault]:
             length = program.buckets[buffer.bucket].length
             needed = (length // n if buffer.shard else length,)
             if buffer.shape != needed:
-                yield -1, f"{buffer.name} has shape {buffer.shape}: a {'shard' if buffer.shard else 'whole'} has {needed}"
+                yield (
+                    -1,
+                    f"{buffer.name} has shape {buffer.shape}: a {'shard' if buffer.shard else 'whole'} has {needed}",
+                )
     for i, one in enumerate(program.ops):
         for ref in (*one.reads, *one.writes):
             buffer = program.buffers[ref.name]
@@ -229,7 +235,9 @@ def transfers(program: Program) -> Iterator[Fault]:
             yield i, f"runs over axis {one.axis!r}: the mesh has {[axis for axis, _ in program.mesh]}"
             continue
         n = program.axis_size(one.axis)
-        source, target = (program.buffers[ref.name] for ref in ((one.reads or one.writes)[0], (one.writes or one.reads)[0]))
+        source, target = (
+            program.buffers[ref.name] for ref in ((one.reads or one.writes)[0], (one.writes or one.reads)[0])
+        )
         if one.kind == "gather":
             part = source.numel if source.shard else source.numel // n
             if part * n != target.numel:
@@ -307,7 +315,9 @@ def updated_once(program: Program) -> Iterator[Fault]:
         for ref in one.writes:
             buffer = program.buffers[ref.name]
             bucket = program.buckets.get(buffer.bucket or "")
-            slots = range(1) if bucket is None else [n for n, s in enumerate(bucket.slots) if _covers(ref, s.start, s.stop)]
+            slots = (
+                range(1) if bucket is None else [n for n, s in enumerate(bucket.slots) if _covers(ref, s.start, s.stop)]
+            )
             for slot in slots:
                 count[(ref.name, slot)] += 1
                 if count[(ref.name, slot)] > 1:
@@ -380,17 +390,18 @@ def _together(programs: Mapping[int, Program]) -> None:
             if len(ours) != len(theirs):
                 what = f"{len(theirs)} collectives over {axis}, rank {first} has {len(ours)}"
                 raise VerifyError(_message("same order", rank, programs[rank], len(programs[rank].ops), what, True))
-    sent: Counter[tuple[object, ...]] = Counter()
+    sent: Counter[tuple[str | None, int, int, int, int]] = Counter()
     for rank, program in programs.items():
         for one in program.ops:
             if one.kind in ("send", "recv"):
-                ends = (rank, one.get("peer")) if one.kind == "send" else (one.get("peer"), rank)
+                peer = int(one.get("peer"))
+                ends = (rank, peer) if one.kind == "send" else (peer, rank)
                 size = program.buffers[(one.reads or one.writes)[0].name].nbytes
-                sent[(one.axis, *ends, one.get("tag", 0), size)] += 1 if one.kind == "send" else -1
-    for (axis, source, target, tag, size), count in sent.items():
+                sent[(one.axis, *ends, int(one.get("tag", 0)), size)] += 1 if one.kind == "send" else -1
+    for (axis, sender, receiver, tag, size), count in sent.items():
         if count:
             more = "sent and not received" if count > 0 else "received and not sent"
-            raise VerifyError(f"[sends] {size} bytes from rank {source} to {target} over {axis} (tag {tag}) are {more}")
+            raise VerifyError(f"[sends] {size} bytes from rank {sender} to {receiver} over {axis} (tag {tag}) are {more}")
 
 
 def _collectives(program: Program) -> dict[str, list[tuple[int, tuple[object, ...]]]]:

@@ -36,9 +36,9 @@ Pass = Callable[[Program, Options], Program]
 
 PASSES: tuple[tuple[str, Pass, str], ...] = (
     ("shard_update", lambda p, o: shard_update(p), "elementwise work on slices, while new leaves still have names"),
-    ("narrow", lambda p, o: narrow(p), "then whole columns that only slices are read of need not be gathered or all-reduced"),
+    ("narrow", lambda p, o: narrow(p), "then what only slices are read of need not be gathered or all-reduced"),
     ("cast_before_gather", lambda p, o: cast_before_gather(p), "fewer bytes travel; before segments hide the casts"),
-    ("rematerialise_views", lambda p, o: rematerialise_views(p), "so that only owned memory crosses the cuts made next"),
+    ("rematerialise_views", lambda p, o: rematerialise_views(p), "only owned memory may cross the cuts made next"),
     ("segment", lambda p, o: segment(p), "uses of parameters become separate ops, to place transfers between"),
     ("place_gathers", lambda p, o: place_gathers(p), "whole parameters only around their uses"),
     ("place_reductions", lambda p, o: place_reductions(p, o.overlap), "reductions where gradients are complete"),

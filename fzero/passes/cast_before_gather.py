@@ -1,7 +1,8 @@
 """cast_before_gather: a cast that a loss makes of a sharded parameter happens on the shard, before the gather.
 
-Where every use of a bucket's leaves in the losses begins with the same cast to a smaller dtype, the shard is cast by one
-flat op and the cast column is gathered: half the bytes for bf16. The gradient still flows through the cast in the graph.
+Where every use of a bucket's leaves in the losses begins with the same cast to a smaller dtype, the shard is cast by
+one flat op and the cast column is gathered: half the bytes for bf16. The gradient still flows through the cast in
+the graph.
 
     gather p -> p.full;  run p.full[w] { c = bf16(w); ... }
     becomes   run p[0:L:mine] -> p.bf16[0:L:mine];  gather p.bf16 -> p.bf16.full;  run p.bf16.full[w] { ... }
@@ -32,7 +33,8 @@ def cast_before_gather(program: Program) -> Program:
     chosen = {full: dtype for full in source if (dtype := _common_cast(program, full)) is not None}
     if not chosen:
         return rewrite.finish(program, "cast_before_gather", ops=program.ops)
-    buffers, pool = dict(program.buffers), {}
+    buffers = dict(program.buffers)
+    pool: dict[str, fx.GraphModule] = {}
     ops: list[Op] = []
     for one in program.ops:
         name = (*one.writes, *one.reads)[0].name if one.kind in ("gather", "wait") else ""
@@ -86,15 +88,15 @@ def _cast_ops(
     graph.output([])
     span = (0, program.buckets[shard.bucket or ""].length, None, True)
     why = f"{DTYPE_NAMES[dtype]} before the gather"
-    run = rewrite.run_op(op("run", why=why), segments.module(graph), [Ref(shard.name, *span)], [Ref(cast, *span)], pool, flat=1)
+    run = rewrite.run_op(
+        op("run", why=why), segments.module(graph), [Ref(shard.name, *span)], [Ref(cast, *span)], pool, flat=1
+    )
     return [run]
 
 
 def _without_casts(program: Program, one: Op, chosen: dict[str, torch.dtype], pool: dict[str, fx.GraphModule]) -> Op:
     gm = program.segments[str(one.get("segment"))]
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(gm.graph, env))
+    graph = segments.copied(gm.graph)
     for holder, ref in zip(segments.placeholders(graph), one.reads, strict=False):
         if ref.name in chosen:
             for user in list(holder.users):

@@ -45,7 +45,8 @@ def free(program: Program) -> Program:
 def _handed_on(program: Program, ops: list[Op]) -> dict[str, Buffer]:
     """`reuses` for gather, gradient and receive buffers: the most recently freed one of the same bytes and kind.
 
-    Memory kept for a later buffer is held in between, so one is handed on only to a buffer that starts within `NEAR` ops.
+    Memory kept for a later buffer is held in between, so one is handed on only to a buffer that starts within `NEAR`
+    ops.
     """
     buffers = dict(program.buffers)
     freed: dict[tuple[str, int], list[tuple[int, str]]] = {}

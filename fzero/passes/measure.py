@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from fzero import segments
 from fzero.passes import rewrite
-from fzero.plan.memory import workspace_bytes
+from fzero.plan.workspace import workspace_bytes
 from fzero.program import Op, Program
 
 

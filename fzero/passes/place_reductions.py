@@ -1,13 +1,16 @@
 """place_reductions: a gradient bucket is reduced when it is complete (stages 0, 2, 3) or at the backward's end (1).
 
-A sum over microbatches follows as soon as both of its terms are there. A reduction that starts when its bucket is complete
-is waited for after the next segment, so that one is in flight beside the compute and a full bucket never outlives its
-reduction by more; those at the end overlap one another. Without overlap each is waited for at once.
+A sum over microbatches follows as soon as both of its terms are there. A reduction that starts when its bucket is
+complete is waited for after the next segment, so that one is in flight beside the compute and a full bucket never
+outlives its reduction by more; those at the end overlap one another. Without overlap each is waited for at once.
 
-    run bwd1; run bwd0; reduce g1; wait; reduce g0; wait      becomes      run bwd1; reduce g1; run bwd0; wait g1; reduce g0; ...
+    run bwd1; run bwd0; reduce g1; wait; reduce g0; wait
+    becomes   run bwd1; reduce g1; run bwd0; wait g1; reduce g0; ...
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 from fzero.passes import rewrite
 from fzero.plan.layout import TABLE
@@ -58,7 +61,7 @@ def _staggered(program: Program, ops: list[Op]) -> list[Op]:
             index += 2
         if chain:
             result.append(chain[0][0])
-            for (_, wait), (start, _) in zip(chain, chain[1:], strict=False):
+            for (_, wait), (start, _) in pairwise(chain):
                 result += [start, wait]
             result.append(chain[-1][1])
         else:

@@ -1,9 +1,9 @@
 """prefetch: a gather starts some segments before it is needed, within a byte cap.
 
-Each gather of a parameter moves up past `depth` segments (never past an update of what it reads), as long as the gathered
-buffers alive at any moment stay under the cap; the wait stays at the first use. "One block ahead" is depth 1. The cap is
-the program's `gather_cap_bytes`, checked by verify: given, or what this depth needs. With no cap given, the smallest
-cap is that of depth 0.
+Each gather of a parameter moves up past `depth` segments (never past an update of what it reads), as long as the
+gathered buffers alive at any moment stay under the cap; the wait stays at the first use. "One block ahead" is depth
+1. The cap is the program's `gather_cap_bytes`, checked by verify: given, or what this depth needs. With no cap
+given, the smallest cap is that of depth 0.
 
     run seg0; gather p1; wait p1; run seg1      becomes      gather p1; run seg0; wait p1; run seg1
 """
@@ -23,8 +23,8 @@ def prefetch(program: Program, depth: int = 1, cap: int | None = None) -> Progra
     if cap is not None and least > cap:
         at = max(range(len(ops)), key=gathered_bytes(program, ops).__getitem__)
         raise SpecError(
-            f"gather_bytes={cap} is less than one segment needs: op {at} ({ops[at].why}) has {least} bytes gathered at once. "
-            f"The smallest cap is {least}"
+            f"gather_bytes={cap} is less than one segment needs: op {at} ({ops[at].why}) has {least} bytes gathered at "
+            f"once. The smallest cap is {least}"
         )
     for name in [one.writes[0].name for one in ops if one.kind == "gather" and _parameter(program, one)]:
         ops = _earlier(program, ops, name, depth, cap)
@@ -68,5 +68,3 @@ def gathered_bytes(program: Program, ops: list[Op]) -> list[int]:
         levels.append(sum(program.buffers[n].nbytes for n in live))
         live -= {n for n in live if last[n] <= index}
     return levels
-
-

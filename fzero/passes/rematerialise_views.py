@@ -2,9 +2,11 @@
 
 A view made in the forward and used in the backward (`t(weight)`) would keep a gathered bucket alive in between, and a
 value that crosses a segment's border as a view would share memory with another buffer. After this pass neither happens:
-only values that own their memory outlive the op that made them. Views cost nothing; a parameter's cast is computed again.
+only values that own their memory outlive the op that made them. Views cost nothing; a parameter's cast is computed
+again.
 
-    t = t(w);  a = mm(x, t);  ...  b = mm(g, t)      becomes      t1 = t(w);  a = mm(x, t1);  ...  t2 = t(w);  b = mm(g, t2)
+    t = t(w);  a = mm(x, t);  ...  b = mm(g, t)
+    becomes   t1 = t(w);  a = mm(x, t1);  ...  t2 = t(w);  b = mm(g, t2)
 """
 
 from __future__ import annotations

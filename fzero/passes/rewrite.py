@@ -23,7 +23,9 @@ def finish(
     ops = tuple(ops)
     named = {ref.name for one in ops for ref in (*one.reads, *one.writes)} | set(program.metrics.values())
     every = program.buffers if buffers is None else buffers
-    kept = {n: b for n, b in every.items() if n in named or b.kind in ("param", "optimizer", "state", "batch", "constant")}
+    kept = {
+        n: b for n, b in every.items() if n in named or b.kind in ("param", "optimizer", "state", "batch", "constant")
+    }
     used = {str(one.get("segment")) for one in ops if one.get("segment") is not None}
     pool = {**program.segments, **(new_segments or {})}
     return replace(
@@ -69,7 +71,12 @@ def overlap(a: Ref, b: Ref) -> bool:
 
 
 def run_op(
-    like: Op, gm: fx.GraphModule, reads: Iterable[Ref], writes: Iterable[Ref], pool: dict[str, fx.GraphModule], **attrs: int | str
+    like: Op,
+    gm: fx.GraphModule,
+    reads: Iterable[Ref],
+    writes: Iterable[Ref],
+    pool: dict[str, fx.GraphModule],
+    **attrs: int | str,
 ) -> Op:
     """A run of a segment in the place of `like`; the segment joins `pool`."""
     reads, writes = tuple(reads), tuple(writes)

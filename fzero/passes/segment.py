@@ -12,6 +12,7 @@ give segments of equal text, hence one hash: 12 layers, 5 segments.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from fzero.plan.layout import SMALL_BYTES
 from fzero.program import Buffer, Op, Program, Ref
 
 COPY = torch.ops.aten.copy_.default
+MadeAnew = Callable[[fx.Node], bool]
 
 
 def segment(program: Program) -> Program:
@@ -44,7 +46,7 @@ def segment(program: Program) -> Program:
 
 @dataclass
 class _Piece:
-    """A segment of a region: its graph, and the nodes its inputs and results stand for. The first results go to dests."""
+    """A segment of a region: its graph, and the nodes of the region that its inputs and results stand for."""
 
     gm: fx.GraphModule
     inputs: list[fx.Node]
@@ -54,7 +56,9 @@ class _Piece:
     phase: str
 
 
-def _instantiated(one: Op, pieces: list[_Piece], buffers: dict[str, Buffer], pool: dict[str, fx.GraphModule]) -> list[Op]:
+def _instantiated(
+    one: Op, pieces: list[_Piece], buffers: dict[str, Buffer], pool: dict[str, fx.GraphModule]
+) -> list[Op]:
     region, m = str(one.get("region")), int(one.get("microbatch", 0))
     holders = pieces[0].inputs[0].graph if pieces and pieces[0].inputs else None
     where: dict[fx.Node, Ref] = {}
@@ -114,12 +118,15 @@ def _cut(program: Program, one: Op) -> list[_Piece]:
     return _pieces(gm, groups, units, made_anew)
 
 
-def _uses(gm: fx.GraphModule, nodes: list[fx.Node], bucket_of: dict[fx.Node, str], made_anew) -> dict[fx.Node, set[str]]:  # type: ignore[no-untyped-def]
-    """The buckets a node uses: of parameters among its operands, or, in the backward, of the one it makes gradients of."""
+def _uses(
+    gm: fx.GraphModule, nodes: list[fx.Node], bucket_of: dict[fx.Node, str], made_anew: MadeAnew
+) -> dict[fx.Node, set[str]]:
+    """The buckets a node uses: of parameters among its operands, or, in the backward, of the one it makes gradients
+    of."""
 
     def root(node: fx.Node) -> fx.Node:
         while made_anew(node):
-            node = node.args[0]  # type: ignore[assignment]
+            node = segments.operand(node)
         return node
 
     uses: dict[fx.Node, set[str]] = {}
@@ -168,7 +175,9 @@ def _units(program: Program, nodes: list[fx.Node], uses: dict[fx.Node, set[str]]
     return {name: joined.get(own, own) for name, own in layer.items()}
 
 
-def _pieces(gm: fx.GraphModule, groups: list[list[fx.Node]], units: list[set[str]], made_anew) -> list[_Piece]:  # type: ignore[no-untyped-def]
+def _pieces(
+    gm: fx.GraphModule, groups: list[list[fx.Node]], units: list[set[str]], made_anew: MadeAnew
+) -> list[_Piece]:
     at = {node: i for i, group in enumerate(groups) for node in group}
     copies: dict[int, list[fx.Node]] = {}
     for node in gm.graph.nodes:
@@ -192,15 +201,15 @@ def _pieces(gm: fx.GraphModule, groups: list[list[fx.Node]], units: list[set[str
         group.sort(key=order.__getitem__)
         ends = copies.get(i, [])
         inside = set(group)
-        wanted = [*(a for n in group for a in n.all_input_nodes), *(c.args[1] for c in ends)]
+        wanted = [*(a for n in group for a in n.all_input_nodes), *(segments.operand(c, 1) for c in ends)]
         inputs = [a for a in dict.fromkeys(wanted) if a not in inside]
         fresh = [n for n in group if n in outs or any(at.get(u, i) != i for u in n.users if u.target is not COPY)]
-        results = [*(c.args[1] for c in ends), *fresh]
-        piece = segments.extract(group, inputs, results, [c.args[0] for c in ends])
+        results = [*(segments.operand(c, 1) for c in ends), *fresh]
+        piece = segments.extract(group, inputs, results, [segments.operand(c) for c in ends])
         segments.merge_equal(piece)
         backward = sum(n.meta.get("phase") == "backward" for n in group) * 2 > len(group)
         line = next((n.meta["source"] for n in group if n.meta.get("source") and not n.meta.get("phase")), "")
         phase = "backward" if backward else "forward"
         why = " ".join(filter(None, [phase, *sorted(units[i]), f"({line})" if line and not backward else ""]))
-        pieces.append(_Piece(piece, inputs, fresh, [c.args[0] for c in ends], why, phase))
+        pieces.append(_Piece(piece, inputs, fresh, [segments.operand(c) for c in ends], why, phase))
     return pieces

@@ -1,11 +1,11 @@
 """shard_update: the outer graph's elementwise work runs on flat slices instead of full tensors.
 
-After a reduction, an op that is pointwise, whose every full-shaped operand is a leaf of one place (or computed from such)
-and whose others are 0-d, gives the same bits on any slice. Equal chains of neighbouring leaves of a bucket become one op
-on their common range; a chain that differs (another weight decay) gets a range of its own. A sum over a whole leaf
-becomes a sum over the own slice and one all-reduce of all such scalars; full work that needs a computed flat value gathers
-it first; everything else stays as it was. Columns that are kept whole (parameters under stages 1 and 2) are gathered after
-their update. With the state sharded, what is updated per rank falls from P to P/N.
+After a reduction, an op that is pointwise, whose every full-shaped operand is a leaf of one place (or computed from
+such) and whose others are 0-d, gives the same bits on any slice. Equal chains of neighbouring leaves of a bucket
+become one op on their common range; a chain that differs (another weight decay) gets a range of its own. A sum over
+a whole leaf becomes a sum over the own slice and one all-reduce of all such scalars; full work that needs a computed
+flat value gathers it first; everything else stays as it was. Columns that are kept whole (parameters under stages 1
+and 2) are gathered after their update. With the state sharded, what is updated per rank falls from P to P/N.
 
     run grads.full[w] params.full[w] ... -> params.new[w]      (every leaf, every rank)
     becomes
@@ -14,7 +14,7 @@ their update. With the state sharded, what is updated per rank falls from P to P
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -97,7 +97,9 @@ class _Outer:
         bucket = self.program.buckets.get(self.buffers[ref.name].bucket or "")
         if bucket is None or ref.start is None or ref.shape is None:
             return None
-        found = [i for i, s in enumerate(bucket.slots) if (s.start, s.stop, s.shape) == (ref.start, ref.stop, ref.shape)]
+        found = [
+            i for i, s in enumerate(bucket.slots) if (s.start, s.stop, s.shape) == (ref.start, ref.stop, ref.shape)
+        ]
         return (bucket.name, found[0]) if found else None
 
     def _classify(self) -> None:
@@ -229,7 +231,7 @@ class _Outer:
             return f"column {self.stored[node]}" if node in self.spot else f"scalar {node.name}"
 
         return tuple(
-            (str(node.target), repr(fx.node.map_arg((node.args, node.kwargs), name)), self.stored.get(node))  # type: ignore[arg-type]
+            (str(node.target), repr(fx.node.map_arg((node.args, node.kwargs), name)), self.stored.get(node))
             for node in chain
         )
 
@@ -249,14 +251,12 @@ class _Outer:
                 shape = (length,) if node in self.spot else tuple(value.shape)
                 fakes.append(torch.empty(shape, dtype=value.dtype, device=value.device))
         segments.propagate(gm, fakes)
-        reads = [
-            Ref(self.stored[n], start, stop, None, mine) if n in self.spot else self.where[n] for n in inputs
-        ]
+        reads = [Ref(self.stored[n], start, stop, None, mine) if n in self.spot else self.where[n] for n in inputs]
         writes = [Ref(self.stored[n], start, stop, None, mine) for n in results]
         names = [bucket.slots[i].path for i in slots]
         why = f"update {names[0]}" + (f" .. {names[-1]}" if len(names) > 1 else "")
         done = rewrite.run_op(self.one, gm, reads, writes, self.pool, flat=1)
-        self.ops.append(op(done.kind, done.reads, done.writes, why=why, **dict(done.attrs)))
+        self.ops.append(replace(done, why=why))
 
     # --- sums
 
@@ -274,12 +274,14 @@ class _Outer:
             targets = [graph.placeholder(f"into{i}") for i in range(len(group))]
             with FakeTensorMode():
                 for node, holder, target in zip(group, holders, targets, strict=True):
-                    bucket, index = self.spot[node.args[0]]  # type: ignore[index]
+                    source = segments.operand(node)
+                    bucket, index = self.spot[source]
                     slot = self.program.buckets[bucket].slots[index]
-                    reads.append(Ref(self.stored[node.args[0]], slot.start, slot.stop, None, distributed))  # type: ignore[index]
-                    value = node.args[0].meta["val"]  # type: ignore[union-attr]
+                    reads.append(Ref(self.stored[source], slot.start, slot.stop, None, distributed))
+                    value = source.meta["val"]
                     holder.meta["val"] = torch.empty(slot.stop - slot.start, dtype=value.dtype, device=value.device)
                     target.meta["val"] = torch.empty((), dtype=dtype, device=value.device)
+                    assert callable(node.target)
                     summed = graph.call_function(node.target, (holder,), dict(node.kwargs))
                     summed.meta["val"] = target.meta["val"]
                     sums.append(summed)

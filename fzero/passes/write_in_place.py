@@ -1,7 +1,7 @@
 """write_in_place: results are written where they belong.
 
-1. New leaves are written straight into the state: `.new` buffers and the copies that keep them go, where no later op reads
-   the old value, and after the last segment of any loss, so that a failing loss leaves the state as it was.
+1. New leaves are written straight into the state: `.new` buffers and the copies that keep them go, where no later op
+   reads the old value, and after the last segment of any loss, so that a failing loss leaves the state as it was.
 2. In a segment, a copy into a destination goes where the op that makes the value has a kernel that writes into a given
    tensor (`mm.out`, `add.out`); `fzero::adamw` on its own destinations becomes the in-place kernel.
 
@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,7 +20,7 @@ from torch import fx
 from fzero import segments
 from fzero.meaning import IN_PLACE
 from fzero.passes import rewrite
-from fzero.program import PERSISTENT, Op, Program, Ref
+from fzero.program import Op, Program
 
 aten = torch.ops.aten
 COPY = aten.copy_.default
@@ -91,7 +92,7 @@ def _foldable(ops: list[Op], new: str, old: str, copies: list[Op], last_loss: in
 
 
 def _aliases(one: Op, gm: fx.GraphModule) -> dict[int, int]:
-    """For each destination placeholder (by position) the input placeholder that is the same memory; -1: overlaps one."""
+    """For each destination placeholder (by position) the input that is the same memory, or -1 if it only overlaps."""
     found: dict[int, int] = {}
     dests = one.writes[int(one.get("fresh", 0)) :]
     for d, dest in enumerate(dests):
@@ -104,10 +105,7 @@ def _aliases(one: Op, gm: fx.GraphModule) -> dict[int, int]:
 
 
 def _kernels(gm: fx.GraphModule, num_reads: int, aliases: dict[int, int]) -> fx.GraphModule:
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    for node in graph.nodes:  # graph_copy keeps meta by reference per node
-        assert "val" in node.meta or node.op == "output"
+    graph = segments.copied(gm.graph)
     holders = segments.placeholders(graph)
     same = {holders[d]: (holders[i] if i >= 0 else None) for d, i in aliases.items()}
     _fuse_in_place(graph, same)
@@ -140,12 +138,12 @@ def _safe(dest: fx.Node, value: fx.Node, same: dict[fx.Node, fx.Node | None], or
     return all(order[user] <= order[value] for user in held.users)
 
 
-def _out_kernel(value: fx.Node) -> object | None:
+def _out_kernel(value: Any) -> Any:
     """The overload that writes into `out=`, if torch has one that is a kernel and no copy in disguise."""
-    if not (value.target in _KERNELS or segments.is_pointwise(value)) or value.target.namespace != "aten":  # type: ignore[union-attr]
+    if not (value.target in _KERNELS or segments.is_pointwise(value)) or value.target.namespace != "aten":
         return None
-    mine = [(a.name, str(a.type)) for a in value.target._schema.arguments]  # type: ignore[union-attr]
-    packet = value.target.overloadpacket  # type: ignore[union-attr]
+    mine = [(a.name, str(a.type)) for a in value.target._schema.arguments]
+    packet = value.target.overloadpacket
     for name in packet.overloads():
         other = getattr(packet, name)
         given = [(a.name, str(a.type)) for a in other._schema.arguments]
@@ -163,10 +161,10 @@ def _fuse_in_place(graph: fx.Graph, same: dict[fx.Node, fx.Node | None]) -> None
         dests = []
         for index, place in enumerate(places):
             pick = picks.get(index)
-            copies = [u for u in pick.users if u.target is COPY] if pick is not None else []
-            fits = [c.args[0] for c in copies if same.get(c.args[0]) is node.args[place] and len(pick.users) == 1]
-            only = all(len(a.users) == 1 for a in [node.args[place]])
-            dests.append(fits[0] if fits and only else None)
+            users = list(pick.users) if pick is not None else []
+            alone = len(users) == 1 and users[0].target is COPY and len(segments.operand(node, place).users) == 1
+            fits = alone and same.get(segments.operand(users[0])) is node.args[place]
+            dests.append(segments.operand(users[0]) if fits else None)
         if any(d is None for d in dests):
             continue
         args = list(node.args)
@@ -179,8 +177,3 @@ def _fuse_in_place(graph: fx.Graph, same: dict[fx.Node, fx.Node | None]) -> None
                 graph.erase_node(copy)
             graph.erase_node(picks[index])
         graph.erase_node(node)
-
-
-def state_refs(program: Program, one: Op) -> list[Ref]:
-    """The references by which an op writes the state."""
-    return [ref for ref in one.writes if program.buffers[ref.name].kind in PERSISTENT]

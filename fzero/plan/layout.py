@@ -7,8 +7,8 @@ geometry, so that everything pointwise over them runs on flat slices. 0-d, integ
 A bucket belongs to one layer, cut where `bucket_bytes` is full: identical layers get identical buckets. The layer of a
 leaf is its path up to the first number (`blocks/3`), else its first component; small layers without a number share one.
 
-The ZeRO stages are rows of one table (`TABLE`): what is sharded, and when gradients are reduced. The layout is a function
-of the tree, the world and the options alone: every rank, and every stage, computes the same one.
+The ZeRO stages are rows of one table (`TABLE`): what is sharded, and when gradients are reduced. The layout is a
+function of the tree, the world and the options alone: every rank, and every stage, computes the same one.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def layout(
 
 
 def _classes(flat: list[int], paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> list[_Class]:
-    """Unites a leaf with the leaf of another top-level entry whose path below that entry is the longest to end its own."""
+    """Unites a leaf with the leaf of another top-level entry whose path below that entry is the longest to end its
+    own."""
     split = {i: tuple(paths[i].split("/")) for i in flat}
     anchors: dict[tuple[tuple[str, ...], tuple[int, ...]], list[int]] = {}
     for i in flat:
@@ -173,7 +174,9 @@ def _classes(flat: list[int], paths: Sequence[str], leaves: Sequence[torch.Tenso
     members: dict[int, list[int]] = {}
     for i in flat:
         members.setdefault(find(i), []).append(i)
-    return [_class(group, split) for group in sorted(members.values(), key=lambda group: min(map(_anchor(split), group)))]
+    return [
+        _class(group, split) for group in sorted(members.values(), key=lambda group: min(map(_anchor(split), group)))
+    ]
 
 
 def _anchor(split: Mapping[int, tuple[str, ...]]):  # type: ignore[no-untyped-def]

@@ -1,7 +1,7 @@
 """measured: what the allocator really held, to set beside the account.
 
-The figures are the allocator's own: `torch.profiler`'s memory events, one for every allocation and release on the CPU or
-the device while a function runs. Nothing of fzero's account takes part.
+The figures are the allocator's own: `torch.profiler`'s memory events, one for every allocation and release on the
+CPU or the device while a function runs. Nothing of fzero's account takes part.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """memory: the account. Peak bytes of a rank, and what they are, read off the program.
 
 At each op: the bytes of live buffers (`program.live_bytes`) and, while a segment runs, what it needs inside, its
-`workspace`: intermediate values by liveness, plus what kernels allocate for themselves (`WORKSPACE`). Kinds are those of
-the tables that users read; padding is counted where it lies.
+`workspace`: intermediate values by liveness, plus what kernels allocate for themselves (`plan.workspace`). Kinds are
+those of the tables that users read; padding is counted where it lies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-
-from torch import fx
 
 from fzero.program import PERSISTENT, Program, live_bytes
 
@@ -55,7 +53,9 @@ def account(program: Program) -> Account:
         kinds[SHOWN.get(buffer.kind, "other")] += buffer.nbytes
     if at >= 0:
         kinds["activations"] += int(program.ops[at].get("workspace", 0))
-    state = sum(b.nbytes for b in program.buffers.values() if b.kind in PERSISTENT and b.kind not in ("batch", "constant"))
+    state = sum(
+        b.nbytes for b in program.buffers.values() if b.kind in PERSISTENT and b.kind not in ("batch", "constant")
+    )
     total = heights[at] if at >= 0 else state
     kinds["other"] += total - sum(kinds.values())  # memory kept for a buffer that will reuse it
     return Account(kinds, total, state, at)
@@ -68,15 +68,3 @@ def _live_at(program: Program, at: int) -> set[str]:
         if one.kind == "free":
             live -= {ref.name for ref in one.reads}
     return live
-
-
-# --- what kernels allocate for themselves -----------------------------------------------------------------------------
-
-
-def workspace_bytes(node: fx.Node) -> int:
-    """Bytes that a node's kernel holds while it runs, beyond operands and results."""
-    rule = WORKSPACE.get(node.target)
-    return rule(node) if rule is not None else 0
-
-
-WORKSPACE: dict[object, Callable[[fx.Node], int]] = {}

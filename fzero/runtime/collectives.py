@@ -1,8 +1,8 @@
 """collectives: how one rank's transfers run on torch.distributed.
 
 p2p (gloo). Every transfer is built from `isend` and `irecv`. All-gather: each rank sends its slice to every other,
-straight into place. Reduction: each rank sends slice r to rank r, which adds the slices of ranks 0..N-1 in that order and
-divides once; "all" then gathers the slices. gloo's own reductions do not add in rank order, and cutting a buffer in two
+straight into place. Reduction: each rank sends slice r to rank r, which adds the slices of ranks 0..N-1 in that order
+and divides once; "all" then gathers the slices. gloo's own reductions do not add in rank order, and cutting a buffer in two
 changes their bits; these do not, at any world, bucket size or order of issue, and they are faster. (N-1)/N of the buffer
 travels per rank and direction. `mode=exchange`, for scalars, sends everything to everyone.
 
@@ -135,7 +135,11 @@ class Nccl(P2P):
                 dest.view(-1).copy_(read[0].reshape(-1))
                 work = dist.all_reduce(dest, op=how, group=self.group, async_op=True)
             divisor = one.get("divisor", 1)
-            finish = (lambda: dest.div_(divisor)) if divisor != 1 else (lambda: None)  # type: ignore[assignment,return-value]
+
+            def finish() -> None:
+                if divisor != 1:
+                    dest.div_(divisor)
+
             self.pending[name] = _Transfer([work], finish, keep=read)
         else:
             super().start(name, one, tensors)

@@ -1,13 +1,14 @@
 """reference: the semantics sentence, run.
 
-State is replicated on every rank and every reduction is an all-reduce in rank order. It interprets the *captured graph*,
-before any plan or pass, all ranks in one process. A program agrees with it within rounding (a sum over slices is not
-bitwise the sum of the whole); programs agree with one another bitwise.
+State is replicated on every rank and every reduction is an all-reduce in rank order. It interprets the *captured
+graph*, before any plan or pass, all ranks in one process. A program agrees with it within rounding (a sum over
+slices is not bitwise the sum of the whole); programs agree with one another bitwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,16 +23,16 @@ def reference(
     """One step: per rank the new state's leaves and the metrics, from per rank the leaves of state and batch."""
     n = len(batches)
     constants = list(graph.constants.values())
-    values: list[dict[fx.Node, object]] = []
+    values: list[dict[fx.Node, Any]] = []
     for rank in range(n):
         inputs = [*state[rank], *batches[rank], *constants]
         values.append(dict(zip(segments.placeholders(graph.gm.graph), inputs, strict=True)))
     for node in graph.gm.graph.nodes:
         if node.op != "call_function":
             continue
-        args = [fx.node.map_arg((node.args, node.kwargs), lambda a, own=own: own[a]) for own in values]
+        args: list[Any] = [fx.node.map_arg((node.args, node.kwargs), own.__getitem__) for own in values]
         if node.target is torch.ops.fzero.region.default:
-            results = [_region(graph.regions[a[0][1]], a[0][0]) for a in args]
+            results: list[Any] = [_region(graph.regions[a[0][1]], a[0][0]) for a in args]
         elif node.target is torch.ops.fzero.reduce.default:
             results = [_all_reduce([a[0][0] for a in args], node.args[1])] * n
         else:
@@ -41,7 +42,7 @@ def reference(
     outs = [[own[node] for node in segments.outputs(graph.gm.graph)] for own in values]
     num = len(graph.state_paths)
     metrics = [dict(zip(graph.metric_names, out[num:], strict=True)) for out in outs]
-    return [out[:num] for out in outs], metrics  # type: ignore[return-value]
+    return [out[:num] for out in outs], metrics
 
 
 def _region(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
