@@ -46,7 +46,7 @@ def sizes(sequence: int) -> dict[str, Config]:
 def init_gpt(key: Tensor, config: Config) -> Params:
     """Fresh parameters, fp32. GPT-2's rule: N(0, 0.02), and less with depth for layers that write to the residual.
 
-    Embeddings are wider: with 256 rows each is trained often, and N(0, 0.1) saves some hundred steps.
+    Embeddings are wider: with 256 rows each is trained often, and N(0, 0.05) saves some hundred steps.
     """
     width = config.width
     keys = fzero.random.split(key, config.num_layers + 3)
@@ -71,7 +71,7 @@ def init_gpt(key: Tensor, config: Config) -> Params:
         }
 
     params = {
-        "tokens": normal(keys[0], VOCABULARY, width, scale=0.1),
+        "tokens": normal(keys[0], VOCABULARY, width, scale=0.05),
         "positions": normal(keys[1], config.sequence, width),
         "blocks": [block(k) for k in keys[3:]],
         "norm": {"scale": torch.ones(width), "bias": torch.zeros(width)},

@@ -69,7 +69,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--world", type=int, metavar="N", help="ranks to start on this machine (2); under torchrun its ranks are used")
     add("--zero", type=int, default=3, choices=range(4), help="ZeRO stage: the same numbers, other memory (3)")
     add("--size", default="small", choices=sizes(1), help="0.1M, 0.8M or 85M parameters (small)")
-    add("--steps", type=int, default=600, metavar="N", help="optimizer steps (600)")
+    add("--steps", type=int, default=500, metavar="N", help="optimizer steps (500)")
     add("--batch", type=int, default=24, metavar="N", help="sequences per step, over all ranks (24)")
     add("--seq", type=int, default=128, metavar="N", help="bytes per sequence (128)")
     add("--microbatches", type=int, default=1, metavar="N", help="parts that each rank cuts its batch into (1)")

@@ -207,7 +207,7 @@ def lower(spec: Spec, params_like: Any, batch_like: Any, *, world_size: int | No
     recipe = _recipe(spec, params_like, None, device)
     plan = _layout(spec, recipe.paths, recipe.values, recipe.per_rank, size)
     state = tree.unflatten(recipe.spec, recipe.values)
-    lowered = _lowered(spec, state, batch_like, plan, "nccl" if device.type == "cuda" else "p2p")
+    lowered = _lowered(spec, state, _on(batch_like, device), plan, "nccl" if device.type == "cuda" else "p2p")
     verify(lowered.program)
     return lowered
 
@@ -240,7 +240,7 @@ def _lowered(spec: Spec, state: Any, batch: Any, plan: Plan, via: str) -> Lowere
 def _recipe(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.device) -> Recipe:
     if callable(params) and not isinstance(params, torch.nn.Module):
         start = random.key(0, device=str(device)) if key is None else key
-        return Recipe(lambda k: _whole(spec, params(k)), [start])
+        return Recipe(lambda k: _whole(spec, params(k)), [start], device)
     if isinstance(params, torch.nn.Module):
         raise TreeError("params is a module: pass dict(module.named_parameters()), detached, and call it functionally")
     _, leaves, treedef = tree.flatten(params)
@@ -255,7 +255,7 @@ def _recipe(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.dev
         return _whole(spec, tree.unflatten(treedef, full))
 
     inputs = [getattr(leaves[i], "value", leaves[i]).detach() for i in tensors]
-    return Recipe(whole, [x.full_tensor() if hasattr(x, "full_tensor") else x for x in inputs])
+    return Recipe(whole, [x.full_tensor() if hasattr(x, "full_tensor") else x for x in inputs], device)
 
 
 def _whole(spec: Spec, params: Any) -> Any:
@@ -363,8 +363,13 @@ def _difference(old: Any, new: Any) -> str:
 
 
 def _on(like: Any, device: torch.device) -> Any:
+    """The pytree with fake tensors on a device in the place of its tensors."""
+
+    def one(x: Any) -> Any:
+        return torch.empty(x.shape, dtype=x.dtype, device=device) if isinstance(x, torch.Tensor) else x
+
     with FakeTensorMode():
-        return tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device), like)
+        return tree.map(one, like)
 
 
 def _spec_text(spec: Spec) -> str:

@@ -10,7 +10,9 @@ Nothing is baked in silently: see `_refuse` for what is refused, `_lift` for wha
 
 from __future__ import annotations
 
+import functools
 import inspect
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +36,7 @@ from fzero._torch_compat import (
     real_tensors,
     tracing_graph,
 )
-from fzero.errors import CaptureError, TreeError
+from fzero.errors import CaptureError, TreeError, at
 from fzero.program import DTYPE_NAMES
 
 aten = torch.ops.aten
@@ -125,6 +127,15 @@ def describe(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
+def check_leaf(name: str, value: torch.Tensor) -> None:
+    """Refuses what no buffer can hold. (`value` may be fake.)"""
+    if value.layout is not torch.strided or value.dtype not in DTYPE_NAMES or value.is_quantized:
+        raise TreeError(
+            f"{name} is a tensor of {value.dtype}, {value.layout}: needed a dense tensor of one of "
+            f"{', '.join(DTYPE_NAMES.values())}. Convert it first"
+        )
+
+
 def capture(
     step: Callable[..., Any],
     state: Any,
@@ -162,11 +173,12 @@ def capture(
                     f"metric {name!r} is the Python value {value!r}: it would stay what it was at the first step. "
                     "Return a tensor computed from the state or the batch, or keep it out of the metrics"
                 )
+            check_leaf(at("metrics", name), value)
         shown.update(names=tuple(names), spec=spec)
         return [*new_leaves, *metrics]
 
-    names = [f"state[{p!r}]" for p in state_paths]
-    names += [f"batch[{p!r}]" for p, tensor in zip(batch_paths, is_tensor, strict=True) if tensor]
+    names = [at("state", p) for p in state_paths]
+    names += [at("batch", p) for p, tensor in zip(batch_paths, is_tensor, strict=True) if tensor]
     tracing = Tracing(mode, (step, *fns), microbatches, allow_unused, axis)
     token = _active.set(tracing)
     try:
@@ -193,7 +205,7 @@ def capture(
         if node in varying and path not in per_rank:
             where = node.meta.get("source") or "the step"
             raise CaptureError(
-                f"state[{path!r}] would differ between ranks: it is computed at {where} from this rank's batch "
+                f"{at('state', path)} would differ between ranks: it is computed at {where} from this rank's batch "
                 "without a reduction. Reduce it with fzero.pmean, or keep one per rank with fzero.per_rank"
             )
     marked = tuple(name for name, node in zip(graph.metric_names, outs[num:], strict=True) if node in varying)
@@ -250,9 +262,9 @@ def _check_result(result: Any, paths: list[str], leaves: list[Any], spec: Any, p
     if new_paths != paths:
         lost, extra = sorted(set(paths) - set(new_paths)), sorted(set(new_paths) - set(paths))
         first = (
-            f"state[{lost[0]!r}] is missing"
+            f"{at('state', lost[0])} is missing"
             if lost
-            else f"state[{extra[0]!r}] is new"
+            else f"{at('state', extra[0])} is new"
             if extra
             else "its order differs"
         )
@@ -260,17 +272,23 @@ def _check_result(result: Any, paths: list[str], leaves: list[Any], spec: Any, p
     for path, old, new in zip(paths, leaves, new_leaves, strict=True):
         if isinstance(new, PerRank):
             if path not in per_rank:
-                raise CaptureError(f"state[{path!r}] became per_rank in the step: make it so in fzero.init too")
+                raise CaptureError(f"{at('state', path)} became per_rank in the step: make it so in fzero.init too")
             new = new.value
+        name = at("state", path)
         if not isinstance(new, torch.Tensor):
             raise CaptureError(
-                f"state[{path!r}] became the Python value {new!r}: it would stay what it was at the first step. "
-                f"Compute it from the state, as in state[{path!r}] + 1"
+                f"{name} became the Python value {new!r}: it would stay what it was at the first step. "
+                f"Compute it from the state, as in {name} + 1"
             )
         if tuple(new.shape) != tuple(old.shape) or new.dtype != old.dtype:
             raise TreeError(
-                f"state[{path!r}] was {describe(old)} and the step made it {describe(new)}: "
+                f"{name} was {describe(old)} and the step made it {describe(new)}: "
                 "a step keeps shapes and dtypes. Cast or reshape it back"
+            )
+        if new.device != old.device or new.layout is not torch.strided:
+            raise TreeError(
+                f"{name} was a dense tensor on {old.device} and the step made it {new.layout} on {new.device}: "
+                "a step keeps devices and layouts"
             )
     return [new.value if isinstance(new, PerRank) else new for new in new_leaves]
 
@@ -293,6 +311,8 @@ def _refuse(tracing: Tracing, gm: fx.GraphModule, names: Sequence[str]) -> None:
                     f"{inputs[root]} is changed in place by {node.target} at {where}: a step is pure. "
                     "Return a new value instead"
                 )
+            if root.op == "get_attr":
+                raise _closed_over_write(tracing, _attribute(gm, root), node.target, where)
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _no_dropout(node):
             raise CaptureError(
                 f"{node.target} at {where} draws from torch's ambient generator: the step would not be a function of "
@@ -300,11 +320,24 @@ def _refuse(tracing: Tracing, gm: fx.GraphModule, names: Sequence[str]) -> None:
             )
         if node.op == "get_attr":
             value = _attribute(gm, node)
-            if isinstance(value, torch.Tensor) and not is_fake(value) and value.requires_grad:
+            wanted = [u for u in node.users if not (u.meta.get("no_grad") or u.target in _NO_GRAD)]
+            if isinstance(value, torch.Tensor) and not is_fake(value) and value.requires_grad and wanted:
                 raise CaptureError(
-                    f"{_name_of(value, tracing.fns)} is closed over at {where} and requires grad: it would get no "
-                    "gradient and never change. Pass it in through the parameters, or detach() it"
+                    f"{_name_of(value, tracing.fns)} is closed over at {wanted[0].meta.get('source') or where} and "
+                    "requires grad: it would get no gradient and never change. Pass it in through the parameters, or "
+                    "detach() it"
                 )
+
+
+# ops that ask for no gradient of what they read; a region's own graph has been looked at
+_NO_GRAD = (aten.detach.default, torch.ops.fzero.region.default)
+
+
+def _closed_over_write(tracing: Tracing, value: Any, op: Any, where: str) -> CaptureError:
+    return CaptureError(
+        f"{_name_of(value, tracing.fns)} is closed over and changed in place by {op} at {where}: put it in the state "
+        "and return its new value"
+    )
 
 
 def _no_dropout(node: fx.Node) -> bool:
@@ -359,7 +392,7 @@ def _lift(tracing: Tracing, gm: fx.GraphModule) -> dict[str, torch.Tensor]:
     constants: dict[str, torch.Tensor] = {}
     values = lifted(gm, before)
     for node, value in zip(segments.placeholders(gm.graph)[before:], values, strict=True):
-        name = _name_of(value, tracing.fns)
+        name = _found_name(value, tracing.fns) or f"{describe(value)}"
         name = name if name not in constants else f"{name}#{len(constants)}"
         constants[name] = value.detach()
         node.meta["val"] = fake_like(tracing.mode, value)
@@ -404,7 +437,13 @@ class _Replay(fx.Interpreter):
 
 
 def _name_of(value: Any, fns: Sequence[Callable[..., Any]]) -> str:
-    """The name a closed-over tensor goes by in the user's code, or its description."""
+    """A closed-over tensor as messages name it: as the user's code does where that is found."""
+    name = _found_name(value, fns)
+    return f"tensor {name!r}" if name else f"a tensor {describe(value)}"
+
+
+def _found_name(value: Any, fns: Sequence[Callable[..., Any]]) -> str | None:
+    """The name a closed-over tensor goes by in the user's code."""
     seen: set[int] = set()
 
     def look(item: Any, name: str, depth: int) -> str | None:
@@ -422,7 +461,11 @@ def _name_of(value: Any, fns: Sequence[Callable[..., Any]]) -> str:
             children = [(f"{name}[{k}]", v) for k, v in enumerate(item)]
         elif isinstance(item, types.FunctionType):
             cells = inspect.getclosurevars(item)
-            children = [*cells.nonlocals.items(), *cells.globals.items()]
+            defaults = inspect.signature(item).parameters.values()
+            children = [*cells.nonlocals.items(), *cells.globals.items(), *((p.name, p.default) for p in defaults)]
+        elif isinstance(item, functools.partial):
+            given = [*enumerate(item.args), *item.keywords.items()]
+            children = [(name, item.func), *((f"{name}({key})", v) for key, v in given)]
         elif isinstance(item, types.MethodType):
             children = [("self", item.__self__), (name, item.__func__)]
         elif hasattr(item, "__dict__"):
@@ -431,23 +474,37 @@ def _name_of(value: Any, fns: Sequence[Callable[..., Any]]) -> str:
 
     for fn in fns:
         if name := look(fn, getattr(fn, "__name__", "fn"), 4):
-            return f"tensor {name!r}"
-    return f"a tensor {describe(value)}"
+            return name
+    return None
 
 
 # --- where in the user's code -----------------------------------------------------------------------------------------
 
-_OURS = tuple(str(path) for path in (torch.__path__[0], __file__.rsplit("/", 1)[0], tree.optree.__path__[0]))
+_OURS = tuple(f"{path}{os.sep}" for path in (torch.__path__[0], os.path.dirname(__file__), tree.optree.__path__[0]))
+
+
+def _is_users(filename: str) -> bool:
+    """Whether a frame is of the user's code: not of torch, fzero or optree, and not generated."""
+    return not filename.startswith((*_OURS, "<")) or filename.startswith(("<stdin>", "<ipython"))
 
 
 def user_line(frame: types.FrameType | None = None) -> str:
     """`file.py:12` of the innermost caller outside torch, fzero and optree."""
     frame = frame or sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((*_OURS, "<")):
+    while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return ""
     return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+
+
+def defined_at(fn: Callable[..., Any]) -> str:
+    """`loss_fn (file.py:12)`: a user's function, as messages name it."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    code = getattr(inspect.unwrap(fn), "__code__", None) or getattr(type(fn).__call__, "__code__", None)
+    name = getattr(fn, "__name__", type(fn).__name__)
+    return f"{name} ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if code else name
 
 
 class _Watch(TorchDispatchMode):
@@ -475,18 +532,20 @@ class _Watch(TorchDispatchMode):
                     break
                 line = self.line() if line is None else line
                 node.meta["source"] = line
+                node.meta["no_grad"] = not torch.is_grad_enabled()
                 if phase := self.phase():
                     node.meta["phase"] = phase
         return result
 
     def refuse_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for argument, value in zip(func._schema.arguments, [*args, *kwargs.values()], strict=False):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and isinstance(value, torch.Tensor) and not is_fake(value):
-                raise CaptureError(
-                    f"{_name_of(value, self.tracing.fns)} is closed over and changed in place by {func} at "
-                    f"{user_line()}: put it in the state and return its new value"
-                )
+        named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+        for argument in func._schema.arguments:
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            given = named.get(argument.name)
+            for value in given if isinstance(given, (list, tuple)) else [given]:
+                if isinstance(value, torch.Tensor) and not is_fake(value):
+                    raise _closed_over_write(self.tracing, value, func, user_line())
 
 
 @contextmanager
@@ -496,24 +555,46 @@ def _explained() -> Iterator[None]:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise _data_dependent(error, str(error.func)) from None
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
+        if isinstance(error, CaptureError):
+            raise
         if "tracing tensor" in str(error) or "data-dependent" in str(error).lower():
             raise _data_dependent(error, "a tensor's value") from None
+        for part, why in _TORCH_SAYS.items():
+            if part in str(error):
+                raise CaptureError(f"{_raised_at(error) or 'in the step'}: {why}") from None
         raise
 
 
+_TORCH_SAYS = {
+    "leaf Variable that requires grad": "a parameter is changed in place: a step is pure. Return a new value instead",
+    "supported for tensor subclasses": "numpy would need a tensor's values, which are known only when the program "
+    "runs. Use the torch function, or compute it outside the step and pass it in the batch",
+    "data is not allocated yet": "a tensor's values are needed, which are known only when the program runs. Instead "
+    "of torch.tensor([x, y]) write torch.stack([x, y])",
+    "passed to FakeTensor.__format__": "a tensor's value would be printed, which is known only when the program runs. "
+    "Return it as a metric",
+    "a dynamo-optimized function": "a torch.compiled function is called. Pass the plain one: fzero compiles the step",
+}
+
+
 def _data_dependent(error: Exception, what: str) -> CaptureError:
-    lines, trace_back = [""], error.__traceback__
-    while trace_back is not None:
-        code = trace_back.tb_frame.f_code
-        if not code.co_filename.startswith(_OURS):
-            lines.append(f"{code.co_filename.rsplit('/', 1)[-1]}:{trace_back.tb_lineno}")
-        trace_back = trace_back.tb_next
     return CaptureError(
-        f"{lines[-1]}: the program would depend on {what}, which is known only when it runs. "
+        f"{_raised_at(error)}: the program would depend on {what}, which is known only when it runs. "
         "Instead of `if x > 0:` write torch.where(x > 0, a, b); instead of x.item() keep the 0-d tensor; "
         "instead of x[mask] multiply by the mask"
     )
+
+
+def _raised_at(error: Exception) -> str:
+    """The innermost line outside torch, fzero and optree of an error's traceback."""
+    line, trace_back = "", error.__traceback__
+    while trace_back is not None:
+        code = trace_back.tb_frame.f_code
+        if _is_users(code.co_filename):
+            line = f"{code.co_filename.rsplit('/', 1)[-1]}:{trace_back.tb_lineno}"
+        trace_back = trace_back.tb_next
+    return line
 
 
 # --- regions ----------------------------------------------------------------------------------------------------------

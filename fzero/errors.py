@@ -29,3 +29,12 @@ class VerifyError(FzeroError, RuntimeError):
 
 class DisagreementError(FzeroError, RuntimeError):
     """The ranks do not run the same program; names the ranks."""
+
+
+def at(tree: str, path: str) -> str:
+    """`state['a/b']`: a leaf as messages name it; `batch` alone where the pytree is one leaf.
+
+    >>> at("batch", "x/0"), at("batch", "")
+    ("batch['x/0']", 'batch')
+    """
+    return f"{tree}[{path!r}]" if path else tree

@@ -14,7 +14,7 @@ import torch
 from fzero import capture as _capture
 from fzero import tree
 from fzero._torch_compat import in_functorch
-from fzero.errors import CaptureError
+from fzero.errors import CaptureError, at
 
 
 def value_and_grad(
@@ -62,7 +62,7 @@ def value_and_grad(
             call_args, call_kwargs = tree.unflatten(arg_spec, full)
             with torch.enable_grad():
                 result = fn(tree.unflatten(spec, own), *call_args, **call_kwargs)
-            loss, aux = _check_loss(result, has_aux)
+            loss, aux = _check_loss(result, has_aux, fn)
             _, aux_leaves, marks_aux["spec"] = tree.flatten(aux)
             if tracing is not None:
                 tracing.phase = "backward"
@@ -71,7 +71,8 @@ def value_and_grad(
             if missing and not unused:
                 raise CaptureError(
                     f"{', '.join(repr(p) for p in missing[:5])}{' and more' if len(missing) > 5 else ''} get no "
-                    "gradient from the loss. Use them, leave them out of the parameters, or pass allow_unused=True"
+                    f"gradient from the loss {_capture.defined_at(fn)}. Use them, leave them out of the parameters, or "
+                    "pass allow_unused=True"
                 )
             marks["grad_of"] = [i for i, g in enumerate(grads) if g is not None]
             return [loss.detach(), *(g for g in grads if g is not None), *(a.detach() for a in aux_leaves)]
@@ -88,10 +89,8 @@ def value_and_grad(
                 if t
             ]
             _check_slices(num, sliced, [p for p, t in zip(arg_paths, tensor, strict=True) if t], others, prefix)
-            names = [f"params[{p!r}]" for p in paths]
-            names += [
-                f"batch[{p.removeprefix(prefix).lstrip('/')!r}]" for p, t in zip(arg_paths, tensor, strict=True) if t
-            ]
+            names = [at("params", p) for p in paths]
+            names += [_argument(p, prefix) for p, t in zip(arg_paths, tensor, strict=True) if t]
             outs = _capture.add_region(joint, leaves, names, others, microbatches=num, sliced=sliced)
             marks = {"grad_of": list(tracing.regions[-1].grad_of)}
         loss, grads, aux = _reduced(outs, marks["grad_of"], leaves)
@@ -175,15 +174,24 @@ def _check_params(paths: list[str], leaves: list[Any]) -> None:
             )
 
 
-def _check_loss(result: Any, has_aux: bool) -> tuple[torch.Tensor, Any]:
+def _check_loss(result: Any, has_aux: bool, fn: Callable[..., Any]) -> tuple[torch.Tensor, Any]:
+    name = _capture.defined_at(fn)
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise CaptureError(f"with has_aux=True a loss returns (loss, aux), this one returned {type(result).__name__}")
+        raise CaptureError(
+            f"with has_aux=True a loss returns (loss, aux), {name} returned {type(result).__name__}. Return the pair, "
+            "or leave out has_aux"
+        )
     loss, aux = result if has_aux else (result, None)
     if isinstance(loss, tuple):
-        raise CaptureError("the loss returned a tuple: pass has_aux=True to return (loss, aux)")
+        raise CaptureError(
+            f"the loss {name} returned a tuple: return the loss alone. For (loss, aux) write a step= with "
+            "fzero.value_and_grad(loss, has_aux=True)"
+        )
     if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.dtype.is_floating_point:
-        given = _capture.describe(loss)
-        raise CaptureError(f"a loss is a floating 0-d tensor, this one returned {given}. Take its .mean() or .sum()")
+        raise CaptureError(
+            f"a loss is a floating 0-d tensor, {name} returned {_capture.describe(loss)}. Return a floating tensor's "
+            ".mean() or .sum()"
+        )
     return loss, aux
 
 
@@ -196,9 +204,16 @@ def _check_slices(num: int, sliced: list[bool], paths: list[str], leaves: list[t
     for cut, path, leaf in zip(sliced, paths, leaves, strict=True):
         if cut and leaf.shape[0] % num:
             raise CaptureError(
-                f"batch[{path.removeprefix(prefix).lstrip('/')!r}] is {_capture.describe(leaf)}: dim 0 must be "
-                f"divisible by microbatches={num}"
+                f"{_argument(path, prefix)} is {_capture.describe(leaf)}: dim 0 must be divisible by "
+                f"microbatches={num}"
             )
+
+
+def _argument(path: str, prefix: str) -> str:
+    """How messages name a leaf of what a loss is called with after the parameters."""
+    if path == prefix or path.startswith(prefix + "/"):
+        return at("batch", path.removeprefix(prefix).lstrip("/"))
+    return at("arguments", path.partition("/")[2])
 
 
 def _check_aux(aux: list[torch.Tensor], num: int) -> None:

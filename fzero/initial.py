@@ -23,9 +23,11 @@ aten = torch.ops.aten
 
 
 class Recipe:
-    """A traced function from tensors to a pytree of leaves; `values` are fake."""
+    """A traced function from tensors to a pytree of leaves; `values` are fake, on `device` or where the inputs are."""
 
-    def __init__(self, fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], inputs: Sequence[torch.Tensor], device: torch.device | None = None
+    ) -> None:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         shown: dict[str, Any] = {}
 
@@ -36,7 +38,8 @@ class Recipe:
             return [_as_tensor(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
 
         tracing = capture.Tracing(mode, (fn,))
-        fakes = [capture.fake_like(mode, x) for x in inputs]
+        with mode:
+            fakes = [torch.empty(tuple(x.shape), dtype=x.dtype, device=device or x.device) for x in inputs]
         self.gm = capture.trace(tracing, flat, fakes, [f"argument {i}" for i in range(len(fakes))])
         extra = capture.lifted(self.gm, len(fakes))
         self.inputs = [*inputs, *extra]
@@ -78,7 +81,7 @@ def _compute(node: fx.Node, given: dict[fx.Node, torch.Tensor], order: dict[fx.N
         if one not in needed:
             needed.add(one)
             stack.extend(one.all_input_nodes)
-    values: dict[fx.Node, Any] = {n: given[n] for n in needed if n in given}
+    values: dict[fx.Node, Any] = {n: given[n].to(n.meta["val"].device) for n in needed if n in given}
     left = {n: sum(u in needed for u in n.users) for n in needed}
     for one in sorted((n for n in needed if n not in given), key=order.__getitem__):
         args, kwargs = fx.node.map_arg((one.args, one.kwargs), lambda n: values[n])

@@ -401,7 +401,9 @@ def _together(programs: Mapping[int, Program]) -> None:
     for (axis, sender, receiver, tag, size), count in sent.items():
         if count:
             more = "sent and not received" if count > 0 else "received and not sent"
-            raise VerifyError(f"[sends] {size} bytes from rank {sender} to {receiver} over {axis} (tag {tag}) are {more}")
+            raise VerifyError(
+                f"[sends] {size} bytes from rank {sender} to {receiver} over {axis} (tag {tag}) are {more}"
+            )
 
 
 def _collectives(program: Program) -> dict[str, list[tuple[int, tuple[object, ...]]]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fzero.passes import rewrite
-from fzero.program import PERSISTENT, Op, Program, Ref
+from fzero.program import Op, Program, Ref
 
 
 def place_gathers(program: Program) -> Program:
@@ -24,7 +24,7 @@ def place_gathers(program: Program) -> Program:
     names: dict[tuple[int, str], str] = {}
     moved: set[str] = set()
     for one in program.ops:
-        if one.kind != "gather" or not _from_state(program, one):
+        if one.kind != "gather" or program.buffers[one.writes[0].name].kind != "gather":
             continue
         full = one.writes[0].name
         moved.add(full)
@@ -50,11 +50,6 @@ def place_gathers(program: Program) -> Program:
         ops += before.get(index, [])
         ops.append(rewrite.renamed(one, lambda r, i=index: replace(r, name=names.get((i, r.name), r.name))))  # type: ignore[misc]
     return rewrite.finish(program, "place_gathers", ops=ops, buffers=buffers)
-
-
-def _from_state(program: Program, one: Op) -> bool:
-    source, target = program.buffers[one.reads[0].name], program.buffers[one.writes[0].name]
-    return source.kind in PERSISTENT and source.name != target.name
 
 
 def _turns(ops: tuple[Op, ...]) -> list[int]:

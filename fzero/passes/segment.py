@@ -1,7 +1,7 @@
 """segment: a region's one big run is cut where the parameters in use change.
 
-A *unit* is a layer's buckets; small ones that are used only where a larger one is (a final norm beside the tied
-embedding) join it. In the order of the joint graph a new segment begins where a node uses a unit that the segment does
+A *unit* is a layer's buckets; what is used only where another unnumbered one is (a final norm beside the tied
+embedding) joins it. In the order of the joint graph a new segment begins where a node uses a unit that the segment does
 not, or (in the backward) feeds nothing but the gradients of one. What crosses a border becomes a buffer. Equal layers
 give segments of equal text, hence one hash: 12 layers, 5 segments.
 
@@ -148,7 +148,8 @@ def _uses(
 
 
 def _units(program: Program, nodes: list[fx.Node], uses: dict[fx.Node, set[str]]) -> dict[str, str]:
-    """The unit of every bucket: its layer, or the larger unnumbered one that is in use wherever it is."""
+    """The unit of every bucket: its layer, or another one without a number that is in use wherever it is, where the two
+    together are no more to hold at once than a layer (or it adds little)."""
     layer = {name: name.split("~")[0] for name in program.buckets}
     numbered = {name for name, own in layer.items() if any(part.isdigit() for part in own.split("."))}
     epochs: dict[str, set[int]] = {}
@@ -163,15 +164,16 @@ def _units(program: Program, nodes: list[fx.Node], uses: dict[fx.Node, set[str]]
         return layer
     size: dict[str, int] = {}
     for name, bucket in program.buckets.items():
-        if name not in numbered:
-            size[layer[name]] = size.get(layer[name], 0) + 4 * bucket.length
-    joined = {name: name for name in size}
-    for small in sorted(size, key=size.__getitem__):
-        for large in sorted(size, key=size.__getitem__, reverse=True):
-            little = size[small] < SMALL_BYTES or size[small] * 8 <= size[large]
-            inside = epochs.get(small, set()) <= epochs.get(large, set())
-            if small != large and little and inside and joined[large] == large and joined[small] == small:
-                joined[small] = large
+        size[layer[name]] = size.get(layer[name], 0) + 4 * bucket.length
+    most = max(size[layer[name]] for name in numbered)
+    loose = sorted({own for name, own in layer.items() if name not in numbered}, key=size.__getitem__)
+    joined = {own: own for own in loose}
+    for one in loose:
+        for other in reversed(loose):
+            light = size[one] < SMALL_BYTES or size[one] * 8 <= size[other] or size[one] + size[other] <= most
+            inside = epochs.get(one, set()) <= epochs.get(other, set())
+            if one != other and light and inside and joined[other] == other and joined[one] == one:
+                joined[one] = other
     return {name: joined.get(own, own) for name, own in layer.items()}
 
 

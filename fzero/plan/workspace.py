@@ -1,8 +1,8 @@
 """workspace: bytes that a kernel allocates for itself, beyond its operands and results.
 
-The rules are for ATen's CPU kernels. Each was found by running the op alone under the profiler (torch 2.13.0 and 2.11.0,
-oneDNN) and setting what the allocator saw beside the results' bytes; an op without a rule was seen to need nothing, or
-less than a thousandth of its results. oneDNN's convolutions reorder into blocked layouts; a reduction in another dtype
+The rules are for ATen's CPU kernels. Each was found by running the op alone under the profiler (torch 2.13.0, oneDNN)
+and setting what the allocator saw beside the results' bytes; the ops of common models without a rule were seen to need
+nothing, or less than a hundredth of their operands. oneDNN's convolutions reorder into blocked layouts; a reduction in another dtype
 casts its input first; attention keeps a tile per thread.
 """
 
@@ -36,18 +36,26 @@ def _result_bytes(node: fx.Node) -> int:
     return sum(v.numel() * v.element_size() for v in segments.tensors(node.meta["val"]))
 
 
+BLOCK = 16  # channels in a block of oneDNN's layout (AVX-512)
+
+
+def _blocked(value: torch.Tensor) -> int:
+    """Bytes of a (batch, channels, ...) tensor in oneDNN's layout: channels padded to whole blocks."""
+    channels = value.shape[1]
+    return value.numel() // max(channels, 1) * (-(-channels // BLOCK) * BLOCK) * value.element_size()
+
+
 def _convolution(node: fx.Node) -> int:
-    """The result once in oneDNN's layout; a 1-D one goes through a 2-D one and has it twice."""
-    spatial = segments.operand(node).meta["val"].ndim - 2
-    return _result_bytes(node) * (2 if spatial == 1 else 1)
+    """The result once in oneDNN's layout."""
+    return _blocked(node.meta["val"])
 
 
 def _convolution_backward(node: fx.Node) -> int:
     """The incoming gradient, and the outgoing one where it is asked for, in oneDNN's layout."""
     mask = node.args[10]
-    spatial = segments.operand(node).meta["val"].ndim - 2
     wants_input = bool(mask[0]) if isinstance(mask, (list, tuple)) else True
-    return _bytes(node, 0) * (2 if spatial == 1 else 1) + (_bytes(node, 1) if wants_input else 0)
+    incoming, outgoing = (segments.operand(node, i).meta["val"] for i in (0, 1))
+    return _blocked(incoming) + (_blocked(outgoing) if wants_input else 0)
 
 
 def _cast_input(node: fx.Node) -> int:

@@ -1,0 +1,200 @@
+"""Each pass by its effect, as text a person can read (tests/golden/<pass>/), and by what it promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+
+import cases
+import fzero
+from fzero.passes import PASSES, Options, optimise
+from fzero.passes.prefetch import gathered_bytes
+from fzero.program import Program, wire_bytes
+from fzero.verify import verify
+
+GOLDEN_CASES: dict[str, dict[str, Any]] = {
+    "zero3": {"zero": 3},
+    "zero1_clip": {"zero": 1, "clip_norm": 1.0, "optimizer": fzero.optim.adamw(1e-3)},
+    "zero2_accumulate": {"zero": 2, "microbatches": 2},
+}
+
+
+def upto(name: str, program: Program) -> Program:
+    """The program after all passes up to and with `name`."""
+    options = Options()
+    for each, run, _ in PASSES:
+        program = run(program, options)
+        if each == name:
+            break
+    return program
+
+
+@pytest.mark.parametrize("case", GOLDEN_CASES)
+@pytest.mark.parametrize("name", ["lower", *(name for name, _, _ in PASSES)])
+def test_golden(name: str, case: str, golden: Callable[[str, str], None]) -> None:
+    program = cases.naive(**GOLDEN_CASES[case])
+    golden(f"{name}/{case}", str(program if name == "lower" else upto(name, program)))
+
+
+def test_golden_cast_before_gather(golden: Callable[[str, str], None]) -> None:
+    program = cases.naive(loss=cases.bf16_loss, zero=3)
+    golden("cast_before_gather/bf16", str(upto("cast_before_gather", program)))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", [name for name, _, _ in PASSES])
+def test_a_pass_is_pure_and_its_result_verifies(name: str, zero: int) -> None:
+    program = cases.naive(zero=zero, microbatches=2, clip_norm=1.0)
+    for each, run, _ in PASSES:
+        before, kept = str(program), program.segments.copy()
+        texts = {key: str(gm.graph) for key, gm in kept.items()}
+        after = run(program, Options())
+        assert str(program) == before
+        assert {key: str(gm.graph) for key, gm in program.segments.items()} == texts
+        verify(after)
+        program = after
+        if each == name:
+            return
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3, {"layers/1/**": 3, "**": 1}])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_pass_keeps_the_meaning(zero: Any, world: int) -> None:
+    meanings = set()
+
+    def check(program: Program) -> None:
+        meanings.add(fzero.meaning.program_meaning(program))
+
+    program = cases.naive(world, zero=zero, optimizer=fzero.optim.adamw(1e-3, mask="**/w"), clip_norm=1.0)
+    optimise(program, Options(), check)
+    assert meanings == {program.meaning}
+
+
+def test_stages_share_one_meaning_but_for_the_reduction_of_microbatches() -> None:
+    """Without microbatches the four stages compute the same thing, and verify knows it before anything runs."""
+    paths = [cases.lowered(zero=zero).program.meaning for zero in (0, 1, 2, 3)]
+    # buffers are named by place, which the stages share, so the digests are comparable
+    assert len(set(paths)) == 1
+
+
+def test_a_full_gradient_bucket_never_outlives_its_reduction_under_2_and_does_under_1() -> None:
+    def most_grads(zero: int) -> int:
+        program = cases.lowered(zero=zero, params=cases.layers(depth=6), prefetch=0).program
+        live: set[str] = set()
+        most = 0
+        for one in program.ops:
+            live |= {r.name for r in one.writes if ".grad:layers" in r.name}
+            live -= {r.name for r in one.reads} if one.kind == "free" else set()
+            most = max(most, len(live))
+        return most
+
+    assert most_grads(1) == 6
+    assert most_grads(2) <= 2  # the one being reduced and the one being filled
+
+
+def test_a_reduction_under_2_is_waited_for_after_at_most_one_more_segment() -> None:
+    program = cases.lowered(zero=2, params=cases.layers(depth=6)).program
+    started: dict[str, int] = {}
+    segments_run = list(accumulate(one.get("phase") == "region" for one in program.ops))
+    for i, one in enumerate(program.ops):
+        if one.kind == "reduce":
+            started[one.writes[0].name] = segments_run[i]
+        if one.kind == "wait" and one.reads[0].name in started:
+            assert segments_run[i] - started[one.reads[0].name] <= 1, one
+
+
+def test_twelve_equal_layers_have_at_most_six_unique_segments() -> None:
+    for depth, tied in ((12, True), (24, True)):
+        init, loss = cases.gpt(depth=depth)
+        made = fzero.lower(
+            fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=3),
+            init,
+            cases.tokens(2, 32, 512),
+            world_size=4,
+        )
+        runs = [one for one in made.program.ops if one.get("phase") == "region"]
+        assert len({one.get("segment") for one in runs}) <= 6, tied
+        assert len(runs) == 2 * depth + 3
+
+
+def test_identical_layers_get_identical_buckets() -> None:
+    init, loss = cases.gpt(depth=3)
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=3)
+    buckets = fzero.lower(spec, init, cases.tokens(2, 32, 512), world_size=4).plan.buckets
+    geometry = {
+        tuple((slot.start, slot.stop, slot.shape) for slot in b.slots)
+        for n, b in buckets.items()
+        if n.startswith("blocks")
+    }
+    assert len(geometry) == 1
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 4])
+def test_gathered_bytes_stay_under_the_cap_and_more_depth_needs_more(depth: int) -> None:
+    program = cases.lowered(params=cases.layers(depth=8), prefetch=depth).program
+    held = max(gathered_bytes(program, list(program.ops)))
+    layer = program.buckets["layers.0"].length * 4
+    assert held <= program.gather_cap_bytes
+    assert held <= (depth + 1) * layer + sum(
+        b.length * 4 for n, b in program.buckets.items() if not n.startswith("layers")
+    )
+    if depth:
+        assert held > layer
+
+
+def test_a_cap_holds_back_the_prefetch_and_one_too_small_is_refused() -> None:
+    wide = cases.lowered(params=cases.layers(depth=8), prefetch=4).program
+    least = cases.lowered(params=cases.layers(depth=8), prefetch=0).program.gather_cap_bytes
+    capped = cases.lowered(params=cases.layers(depth=8), prefetch=4, gather_bytes=least).program
+    assert max(gathered_bytes(capped, list(capped.ops))) <= least < max(gathered_bytes(wide, list(wide.ops)))
+    with pytest.raises(fzero.SpecError, match=f"The smallest cap is {least}"):
+        cases.lowered(params=cases.layers(depth=8), gather_bytes=least - 1)
+
+
+def test_casts_before_the_gather_halve_what_is_gathered() -> None:
+    wide, low = (cases.lowered(loss=loss).program for loss in (cases.layers_loss, cases.bf16_loss))
+    gathered = [sum(wire_bytes(p, one) for one in p.ops if one.kind == "gather") for p in (wide, low)]
+    assert gathered[1] * 2 == gathered[0]
+
+
+def test_a_mixed_use_is_gathered_as_it_is() -> None:
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return cases.bf16_loss(params, x) + sum((p**2).sum() for p in fzero.tree.flatten(params)[1])
+
+    program = cases.lowered(loss=loss).program
+    assert all(
+        program.buffers[one.writes[0].name].dtype == torch.float32 for one in program.ops if one.kind == "gather"
+    )
+
+
+def test_the_adamw_update_is_one_in_place_op_a_bucket() -> None:
+    init, loss = cases.gpt(depth=3)
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=3)
+    program = fzero.lower(spec, init, cases.tokens(2, 32, 512), world_size=4).program
+    updates = [one for one in program.ops if one.kind == "update" and one.get("flat")]
+    assert len(updates) == len(program.buckets)
+    for one in updates:
+        graph = program.segments[str(one.get("segment"))].graph
+        assert [n.target for n in graph.nodes if n.op == "call_function"] == [torch.ops.fzero.adamw_.default]
+        assert one.get("workspace", 0) == 0
+
+
+def test_no_overlap_waits_where_it_starts() -> None:
+    ops = cases.lowered(overlap=False, params=cases.layers(depth=3)).program.ops
+    for i, one in enumerate(ops):
+        if one.kind in ("gather", "reduce"):
+            assert ops[i + 1].kind == "wait"
+            assert ops[i + 1].reads[0].name == one.writes[0].name
+
+
+def test_everything_but_state_and_metrics_is_freed() -> None:
+    program = cases.lowered(microbatches=2, clip_norm=1.0).program
+    freed = {r.name for one in program.ops if one.kind == "free" for r in one.reads}
+    kept = {n for n in program.buffers if n not in freed}
+    assert kept == {
+        n for n, b in program.buffers.items() if b.kind in ("param", "optimizer", "state", "batch", "metric")
+    }

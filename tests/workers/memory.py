@@ -1,0 +1,80 @@
+"""Run under torchrun by test_memory: one JSON line a model and stage, planned against the allocator's own figures."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+import torch.nn.functional as F
+
+import cases
+import fzero
+from fzero.plan.measured import measured_peak
+
+
+def normal(key, number, *shape):
+    return fzero.random.normal(fzero.random.fold_in(key, number), shape) * 0.05
+
+
+def convolutional(key):
+    widths = [3, 32, 64, 128]
+    convs = {
+        f"c{i}": {"w": normal(key, i, widths[i + 1], widths[i], 3, 3), "b": torch.zeros(widths[i + 1])}
+        for i in range(3)
+    }
+    return {**convs, "head": {"w": normal(key, 3, 10, 128 * 8 * 8)}}
+
+
+def convolutional_loss(p, b):
+    h = F.relu(F.conv2d(b["x"], p["c0"]["w"], p["c0"]["b"], padding=1))
+    h = F.max_pool2d(F.relu(F.conv2d(h, p["c1"]["w"], p["c1"]["b"], padding=1)), 2)
+    h = F.max_pool2d(F.relu(F.conv2d(h, p["c2"]["w"], p["c2"]["b"], padding=1)), 2)
+    return F.cross_entropy(h.flatten(1) @ p["head"]["w"].T, b["y"])
+
+
+def embedding(key):
+    layers = [{"w": normal(key, i + 1, 64, 64)} for i in range(3)]
+    return {"table": normal(key, 0, 20000, 64), "layers": layers, "out": normal(key, 9, 20000, 64)}
+
+
+def embedding_loss(p, b):
+    h = F.embedding(b["x"], p["table"])
+    for layer in p["layers"]:
+        h = h + torch.tanh(h @ layer["w"])
+    return F.cross_entropy((h @ p["out"].T).flatten(0, 1), b["y"].flatten())
+
+
+def images(rank):
+    draw = torch.Generator().manual_seed(rank)
+    return {"x": torch.randn(16, 3, 32, 32, generator=draw), "y": torch.randint(0, 10, (16,), generator=draw)}
+
+
+MODELS = {
+    "gpt": (*cases.gpt(512, 128, 4), lambda rank: cases.tokens(4, 128, 512, rank)),
+    "convolutional": (convolutional, convolutional_loss, images),
+    "embedding": (embedding, embedding_loss, lambda rank: cases.tokens(2, 64, 20000, rank)),
+}
+
+
+def main():
+    torch.set_num_threads(1)
+    for model, (init, loss, batch) in MODELS.items():
+        for zero in (0, 1, 2, 3):
+            spec = fzero.Spec(
+                loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=zero, clip_norm=1.0, bucket_bytes=1 << 20
+            )
+            state = fzero.init(init, spec)
+            runtime = state.runtime
+            given = batch(runtime.rank)
+            state = fzero.step(state, given)
+            held = sum(t.numel() * t.element_size() for t in runtime.memory.values())
+            inputs = sum(t.numel() * t.element_size() for t in given.values())
+            state, extra = measured_peak(lambda s=state, g=given: fzero.step(s, g))
+            if runtime.rank == 0:
+                memory = runtime.compiled(given).memory
+                row = {"model": model, "zero": zero, "planned": memory.peak, "measured": held + inputs + extra}
+                print(json.dumps({**row, "state_held": held, "state_planned": memory.state}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
