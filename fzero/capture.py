@@ -320,6 +320,11 @@ def _refuse(tracing: Tracing, gm: fx.GraphModule, names: Sequence[str]) -> None:
             )
         if node.op == "get_attr":
             value = _attribute(gm, node)
+            if is_fake(value) and not tracing.depth:
+                raise CaptureError(
+                    f"a tensor {describe(value)} at {where} was made inside a loss, or in another trace, and kept: it "
+                    "has no value here. Return it from the loss as aux (has_aux=True)"
+                )
             wanted = [u for u in node.users if not (u.meta.get("no_grad") or u.target in _NO_GRAD)]
             if isinstance(value, torch.Tensor) and not is_fake(value) and value.requires_grad and wanted:
                 raise CaptureError(

@@ -40,6 +40,12 @@ def value_and_grad(
     (4.0, [1.0, 3.0])
     """
 
+    if not callable(fn):
+        raise CaptureError(f"value_and_grad of {_capture.describe(fn)}: needed a function (params, *args) -> loss")
+    for name, number in (("microbatches", microbatches), ("batch_argnum", batch_argnum)):
+        if not (number is None and name == "microbatches") and (type(number) is not int or number < 1):
+            raise CaptureError(f"value_and_grad({name}={number!r}): needed a positive int")
+
     def wrapped(params: Any, *args: Any, **kwargs: Any) -> Any:
         tracing = _capture.active()
         if (tracing is not None and tracing.depth) or in_functorch():
@@ -63,7 +69,14 @@ def value_and_grad(
             with torch.enable_grad():
                 result = fn(tree.unflatten(spec, own), *call_args, **call_kwargs)
             loss, aux = _check_loss(result, has_aux, fn)
-            _, aux_leaves, marks_aux["spec"] = tree.flatten(aux)
+            aux_paths, aux_leaves, marks_aux["spec"] = tree.flatten(aux)
+            for path, leaf in zip(aux_paths, aux_leaves, strict=True):
+                if not isinstance(leaf, torch.Tensor):
+                    raise CaptureError(
+                        f"{at('aux', path)} of {_capture.defined_at(fn)} is the Python value {leaf!r}: it would stay "
+                        "what it was at the first step. Return a tensor, or leave it out"
+                    )
+                _capture.check_leaf(at("aux", path), leaf)
             if tracing is not None:
                 tracing.phase = "backward"
             grads = torch.autograd.grad(loss, own, allow_unused=True) if loss.requires_grad else [None] * len(own)
@@ -198,8 +211,8 @@ def _check_loss(result: Any, has_aux: bool, fn: Callable[..., Any]) -> tuple[tor
 def _check_slices(num: int, sliced: list[bool], paths: list[str], leaves: list[torch.Tensor], prefix: str) -> None:
     if num > 1 and not any(sliced):
         raise CaptureError(
-            f"microbatches={num} cuts the batch along dim 0, but argument {prefix.split('/')[1]} after the parameters "
-            "has no tensor to cut: pass the batch as an argument (not by closure), or set batch_argnum"
+            f"microbatches={num} cuts the batch along dim 0, but argument {int(prefix.split('/')[1]) + 1} after the "
+            "parameters has no tensor to cut: pass the batch as an argument (not by closure), or set batch_argnum"
         )
     for cut, path, leaf in zip(sliced, paths, leaves, strict=True):
         if cut and leaf.shape[0] % num:

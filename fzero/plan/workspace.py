@@ -85,7 +85,7 @@ RULES: dict[object, Callable[[fx.Node], int]] = {
     aten.convolution_backward.default: _convolution_backward,
     aten.native_batch_norm_backward.default: _bytes,
     aten.logsumexp.default: _bytes,
-    aten.mse_loss.default: lambda node: _bytes(node) if _result_bytes(node) < _bytes(node) else 0,
+    aten.mse_loss.default: lambda node: 2 * _bytes(node) if _result_bytes(node) < _bytes(node) else 0,
     aten.sum.default: _cast_input,
     aten.sum.dim_IntList: _cast_input,
     aten.mean.default: _cast_input,
