@@ -1,7 +1,8 @@
 """fzero: a training step as a pure function, compiled into an explicit, verified ZeRO schedule. See README.md."""
 
 from fzero import optim, random
-from fzero.api import Lowered, init, lower, step
+from fzero.api import init, lower, step
+from fzero.compile import Lowered
 from fzero.errors import (
     CaptureError,
     DisagreementError,

@@ -217,8 +217,7 @@ def _check_slices(num: int, sliced: list[bool], paths: list[str], leaves: list[t
     for cut, path, leaf in zip(sliced, paths, leaves, strict=True):
         if cut and leaf.shape[0] % num:
             raise CaptureError(
-                f"{_argument(path, prefix)} is {_capture.describe(leaf)}: dim 0 must be divisible by "
-                f"microbatches={num}"
+                f"{_argument(path, prefix)} is {_capture.describe(leaf)}: dim 0 must be divisible by microbatches={num}"
             )
 
 

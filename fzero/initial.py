@@ -7,6 +7,7 @@ place: beside its shards a rank holds one whole leaf at a time, and logical valu
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import fx
 
 from fzero import capture, segments, tree
 from fzero._torch_compat import FakeTensorMode
-from fzero.errors import CaptureError, TreeError
+from fzero.errors import TreeError, at
 from fzero.plan.layout import Plan
 from fzero.runtime import storage
 
@@ -49,25 +50,39 @@ class Recipe:
         self.per_rank: tuple[str, ...] = shown["per_rank"]
         self.values = [node.meta["val"] for node in segments.outputs(self.gm.graph)]
 
-    def place(self, plan: Plan, rank: int, device: torch.device | str) -> dict[str, torch.Tensor]:
-        """This rank's buffers, every leaf computed and cut in turn."""
+    def place(self, plan: Plan, rank: int, device: torch.device | str) -> tuple[dict[str, torch.Tensor], str]:
+        """This rank's buffers, every leaf computed and cut in turn; and a digest of the whole leaves, which must be the
+        same on every rank (empty for a world of one)."""
         memory = storage.allocate(plan, device)
+        digests = []
         given = dict(zip(segments.placeholders(self.gm.graph), self.inputs, strict=True))
         order = {node: i for i, node in enumerate(self.gm.graph.nodes)}
         for leaf, node in zip(plan.leaves, segments.outputs(self.gm.graph), strict=True):
-            storage.store(plan, memory, leaf, _compute(node, given, order), rank)
-        return memory
+            value = _compute(node, given, order)
+            storage.store(plan, memory, leaf, value, rank)
+            if plan.world_size > 1 and not leaf.per_rank:
+                digests.append(bits(value))
+        return memory, hashlib.blake2b(" ".join(digests).encode(), digest_size=8).hexdigest() if digests else ""
+
+
+def bits(value: torch.Tensor) -> str:
+    """A digest of a tensor's bits: sums of them as integers, piece by piece, so that it needs no memory."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[value.dtype.itemsize]
+    value = torch.view_as_real(value) if value.is_complex() else value
+    pieces = value.detach().reshape(-1).view(integer).split(1 << 20)
+    return hashlib.blake2b(repr([int(piece.sum()) for piece in pieces]).encode(), digest_size=8).hexdigest()
 
 
 def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
     leaf = leaf.value if isinstance(leaf, capture.PerRank) else leaf
     if isinstance(leaf, torch.Tensor):
+        capture.check_leaf(at("state", path), leaf)
         return leaf.detach() if leaf.requires_grad else leaf
-    if type(leaf) in (int, float):
+    if type(leaf) is float or (type(leaf) is int and -(1 << 63) <= leaf < 1 << 63):
         dtype = torch.int64 if type(leaf) is int else torch.float32
         return torch.full((), leaf, dtype=dtype)
     raise TreeError(
-        f"state[{path!r}] is {capture.describe(leaf)}: a state holds tensors (and plain numbers, which become 0-d "
+        f"{at('state', path)} is {capture.describe(leaf)}: a state holds tensors (and plain numbers, which become 0-d "
         "tensors). Keep it outside the state, or make it a tensor"
     )
 
@@ -105,9 +120,3 @@ def _in_place(one: fx.Node, left: dict[fx.Node, int], given: dict[fx.Node, torch
     if not same or packet is None or one.target.namespace != "aten":  # type: ignore[union-attr]
         return None
     return getattr(packet, one.target._overloadname, None)  # type: ignore[union-attr]
-
-
-def check_leaf(path: str, value: torch.Tensor) -> None:
-    """Refuses what cannot be a leaf of a state."""
-    if value.layout is not torch.strided or value.dtype not in capture.DTYPE_NAMES:
-        raise CaptureError(f"state[{path!r}] is {value.layout} {value.dtype}: needed a dense tensor of a common dtype")

@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from fzero.errors import SpecError
 from fzero.optim import GradientTransformation
 from fzero.tree import suggest
 
 MESH_AXES = ("dp",)
+DEFAULT_PARAMS = ("params/**",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,7 @@ class Spec:
     gather_bytes: int | None = None
     overlap: bool = True
     allow_unused: bool = False
-    params: str | Sequence[str] = ("params/**",)
+    params: str | Sequence[str] = DEFAULT_PARAMS
     device: str | None = None
 
     def __post_init__(self) -> None:
@@ -69,6 +72,14 @@ class Spec:
                 "a stage 0, 1, 2 or 3, or path rules to them",
             )
         _needs(bool(stages), "zero", self.zero, "at least one rule, as in {'**': 3}")
+        for rule in self.zero if isinstance(self.zero, Mapping) else ():
+            _needs(
+                isinstance(rule, str), "zero", self.zero, f"path rules that are text, as in {{'**': 3}}; not {rule!r}"
+            )
+        rules = self.param_rules if isinstance(self.params, (str, Sequence)) else ()
+        text = bool(rules) and all(isinstance(rule, str) and rule for rule in rules)
+        _needs(text, "params", self.params, "path rules, as in 'model/**'")
+        self._check_device()
         for name in ("microbatches", "bucket_bytes"):
             _positive(name, getattr(self, name))
         _needs(type(self.prefetch) is int and self.prefetch >= 0, "prefetch", self.prefetch, "0 or a positive int")
@@ -77,7 +88,7 @@ class Spec:
         _choice("reduce", self.reduce, (None, "each", "end"))
         if self.clip_norm is not None:
             _needs(
-                isinstance(self.clip_norm, (int, float)) and self.clip_norm > 0,
+                type(self.clip_norm) in (int, float) and self.clip_norm > 0,
                 "clip_norm",
                 self.clip_norm,
                 "a number > 0",
@@ -104,6 +115,14 @@ class Spec:
             self.optimizer,
             "one of fzero.optim, as adamw(3e-4)",
         )
+        _needs(self.params == DEFAULT_PARAMS, "params", self.params, "step=: with loss= the parameters are known")
+
+    def _check_device(self) -> None:
+        try:
+            known = self.device is None or isinstance(self.device, torch.device) or bool(torch.device(str(self.device)))
+        except RuntimeError:
+            known = False
+        _needs(known, "device", self.device, "a device's name, as 'cuda' or 'cpu'")
 
     def _check_mesh(self) -> None:
         if self.mesh is None:

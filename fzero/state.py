@@ -19,7 +19,7 @@ from fzero.plan.layout import Leaf
 from fzero.runtime import storage
 
 if TYPE_CHECKING:
-    from fzero.api import Runtime
+    from fzero.session import Runtime
 
 
 @dataclass
@@ -82,16 +82,18 @@ class ShardedTensor:
 
     def full(self) -> torch.Tensor:
         """The whole tensor on every rank: a collective, so every rank must call it. A copy."""
-        self.life.check(self.path)
-        return self.runtime.gather_leaves([self.leaf])[0]
+        return self.runtime.whole([self])[0]
 
     def to_dtensor(self) -> Any:
         """The whole tensor as a replicated `torch.distributed.tensor.DTensor` over dp: a collective."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor, Replicate
 
+        whole = self.full()
+        if self.runtime.world_size == 1 and not torch.distributed.is_initialized():
+            raise FzeroError("to_dtensor needs a process group, which a world of one has not: use full()")
         mesh = init_device_mesh(self.device.type, (self.runtime.world_size,), mesh_dim_names=(self.runtime.plan.axis,))
-        return DTensor.from_local(self.full(), mesh, [Replicate()])
+        return DTensor.from_local(whole, mesh, [Replicate()])
 
     def __repr__(self) -> str:
         return f"ShardedTensor({self.path!r}, {list(self.shape)}, {self.dtype}, {self.placement}, mesh={self.mesh})"
@@ -132,15 +134,15 @@ def unshard(sharded: Any) -> Any:
     Leaves of one bucket travel together; what is held at a time is one bucket and the result. Other leaves pass.
     """
     _, leaves, spec = tree.flatten(sharded)
+    if any(isinstance(leaf, State) for leaf in leaves):
+        raise FzeroError("unshard takes a pytree of leaves, as state.tree or state.params, not a State")
     mine = [i for i, leaf in enumerate(leaves) if isinstance(leaf, ShardedTensor)]
     if not mine:
         return sharded
     runtimes = {id(leaves[i].runtime) for i in mine}
     if len(runtimes) > 1:
         raise FzeroError(f"unshard of leaves of {len(runtimes)} different states: call it once for each")
-    for i in mine:
-        leaves[i].life.check(leaves[i].path)
-    full = leaves[mine[0]].runtime.gather_leaves([leaves[i].leaf for i in mine])
+    full = leaves[mine[0]].runtime.whole([leaves[i] for i in mine])
     for i, value in zip(mine, full, strict=True):
         leaves[i] = value
     return tree.unflatten(spec, leaves)

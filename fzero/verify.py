@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fzero import segments
+from fzero.abstract import program_meaning
 from fzero.errors import VerifyError
-from fzero.meaning import Undefined, program_meaning
+from fzero.meaning import Undefined
 from fzero.passes.prefetch import gathered_bytes
 from fzero.passes.rewrite import overlap
 from fzero.plan.memory import account

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 import fzero
 from fzero import capture
-from fzero.api import Lowered, _layout, _on, _recipe
-from fzero.lower import build
+from fzero.compile import Lowered, fakes_on, plan_for, recipe_for
+from fzero.lowering import build
 from fzero.program import Program
 from fzero.training import training_step
 
@@ -51,14 +51,14 @@ def lowered(world: int = 2, params: Params | None = None, **options: Any) -> Low
 def naive(world: int = 2, params: Params | None = None, **options: Any) -> Program:
     """The program before any pass."""
     one = spec(**options)
-    recipe = _recipe(one, params or layers(), None, torch.device("cpu"))
-    plan = _layout(one, recipe.paths, recipe.values, recipe.per_rank, world)
+    recipe = recipe_for(one, params or layers(), None, torch.device("cpu"))
+    plan = plan_for(one, recipe.paths, recipe.values, recipe.per_rank, world)
     assert one.loss is not None
     assert one.optimizer is not None
     graph = capture.capture(
         training_step(one.loss, one.optimizer, one.clip_norm),
         fzero.tree.unflatten(recipe.spec, recipe.values),
-        _on(batch(one.microbatches * 4), torch.device("cpu")),
+        fakes_on(batch(one.microbatches * 4), torch.device("cpu")),
         microbatches=one.microbatches,
         fns=(one.loss,),
     )

@@ -67,7 +67,7 @@ def test_every_pass_keeps_the_meaning(zero: Any, world: int) -> None:
     meanings = set()
 
     def check(program: Program) -> None:
-        meanings.add(fzero.meaning.program_meaning(program))
+        meanings.add(fzero.abstract.program_meaning(program))
 
     program = cases.naive(world, zero=zero, optimizer=fzero.optim.adamw(1e-3, mask="**/w"), clip_norm=1.0)
     optimise(program, Options(), check)

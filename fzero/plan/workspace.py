@@ -2,8 +2,8 @@
 
 The rules are for ATen's CPU kernels. Each was found by running the op alone under the profiler (torch 2.13.0, oneDNN)
 and setting what the allocator saw beside the results' bytes; the ops of common models without a rule were seen to need
-nothing, or less than a hundredth of their operands. oneDNN's convolutions reorder into blocked layouts; a reduction in another dtype
-casts its input first; attention keeps a tile per thread.
+nothing, or less than a hundredth of their operands. oneDNN's convolutions reorder into blocked layouts; a reduction in
+another dtype casts its input first; attention keeps a tile per thread.
 """
 
 from __future__ import annotations

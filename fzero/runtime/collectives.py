@@ -2,9 +2,9 @@
 
 p2p (gloo). Every transfer is built from `isend` and `irecv`. All-gather: each rank sends its slice to every other,
 straight into place. Reduction: each rank sends slice r to rank r, which adds the slices of ranks 0..N-1 in that order
-and divides once; "all" then gathers the slices. gloo's own reductions do not add in rank order, and cutting a buffer in two
-changes their bits; these do not, at any world, bucket size or order of issue, and they are faster. (N-1)/N of the buffer
-travels per rank and direction. `mode=exchange`, for scalars, sends everything to everyone.
+and divides once; "all" then gathers the slices. gloo's own reductions do not add in rank order, and cutting a buffer in
+two changes their bits; here no world, bucket size or order of issue does, and it is faster. (N-1)/N of the buffer travels
+per rank and direction. `mode=exchange`, for scalars, sends everything to everyone.
 
 nccl (CUDA). The library's collectives; bits are equal for the same algorithm and layout, no more.
 
@@ -26,7 +26,7 @@ from fzero.program import Op
 
 
 def open_world(device: str) -> tuple[int, int]:
-    """(rank, world size). Under torchrun's environment starts gloo (CPU) or nccl (CUDA) unless a default group exists."""
+    """(rank, world size). Under torchrun this starts gloo (CPU) or nccl (CUDA) unless a default group exists."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:

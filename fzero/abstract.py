@@ -1,0 +1,215 @@
+"""abstract: a program run on terms instead of tensors; what verify compares with the meaning of the captured step.
+
+Memory is modelled as the ops see it: a buffer holds terms by range, of a flat buffer one for each leaf, and knows of
+which ranges only the own slice was written. Flat references read and write whole leaves; one that cuts through a leaf,
+reads what was never computed, or takes one rank's slice for the whole is `Undefined`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fzero import segments
+from fzero.meaning import Partial, Undefined, Vec, digest, evaluate, part, reduced, term
+from fzero.program import PERSISTENT, Bucket, Buffer, Op, Program, Ref
+
+
+@dataclass
+class Content:
+    """What a buffer holds: terms by (start, stop), and whether of each range only the own slice is right."""
+
+    terms: dict[tuple[int, int], Any] = field(default_factory=dict)
+    mine: set[tuple[int, int]] = field(default_factory=set)
+
+
+class Abstract:
+    """A program run on terms. `memory` maps a buffer to its `Content`."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.memory: dict[str, Content] = {}
+        for name, buffer in program.buffers.items():
+            if buffer.kind in PERSISTENT:
+                self.memory[name] = Content({key: term("input", name, slot) for slot, key in self._keys(buffer)})
+
+    def run(self) -> str:
+        """The meaning of the state that the program leaves behind."""
+        for index, one in enumerate(self.program.ops):
+            try:
+                self.step(one)
+            except Undefined as error:
+                raise Undefined(f"op {index} ({one.kind} {' '.join(map(str, one.reads))}): {error}") from None
+        state: dict[tuple[str, int | None], Any] = {}
+        for name, buffer in self.program.buffers.items():
+            if buffer.kind in PERSISTENT and buffer.kind not in ("batch", "constant"):
+                content = self.memory[name]
+                for slot, key in self._keys(buffer):
+                    if not buffer.shard and key in content.mine:
+                        raise Undefined(f"{name} keeps only one rank's slice of {key}: it was not gathered")
+                    state[(name, slot)] = content.terms[key]
+        metrics = {name: self.read(Ref(buffer)) for name, buffer in self.program.metrics.items()}
+        return digest(state, metrics)
+
+    def step(self, one: Op) -> None:
+        if one.kind in ("run", "update"):
+            gm = self.program.segments[str(one.get("segment"))]
+            num_dest = len(segments.placeholders(gm.graph)) - len(one.reads)
+            dests = one.writes[len(one.writes) - num_dest :]
+            values = [self.read(ref) for ref in one.reads]
+            outs, written = evaluate(gm, [*values, *map(self._held, dests)])
+            for ref, value in zip(one.writes, outs, strict=False):
+                self.write(ref, value)
+            for position, value in written.items():
+                reads_too = position < len(one.reads)
+                self.write(one.reads[position] if reads_too else dests[position - len(one.reads)], value)
+        elif one.kind == "gather":
+            self.gather(one.reads[0], one.writes[0], one.axis)
+        elif one.kind == "reduce":
+            self.reduce(one)
+        elif one.kind == "free":
+            for ref in one.reads:
+                self.memory.pop(ref.name, None)
+        elif one.kind == "recv":
+            self.write(one.writes[0], term("recv", one.axis, one.get("peer"), one.get("tag", 0)))
+
+    def _held(self, ref: Ref) -> Any:
+        """What a destination holds before it is written, for ops that work in place on it."""
+        try:
+            return self.read(ref)
+        except Undefined:
+            return None
+
+    def gather(self, source: Ref, dest: Ref, axis: str | None) -> None:
+        if axis is None or axis not in dict(self.program.mesh):
+            raise Undefined(f"there is no axis {axis!r}")
+        origin, buffer = self.program.buffers[source.name], self.program.buffers[dest.name]
+        bucket = self._bucket(origin)
+        whole = source.start is None or (source.start, source.stop) == (0, bucket.length)
+        if not whole or not (origin.shard or source.mine) or buffer.shard or dest.start is not None:
+            raise Undefined(f"a gather takes a whole slice to a whole bucket, not {source} to {dest}")
+        if buffer.bucket != origin.bucket:
+            raise Undefined(f"{source.name} and {dest.name} are of different buckets")
+        self.memory[dest.name] = Content(dict(self._content(source.name).terms))
+
+    def reduce(self, one: Op) -> None:
+        source, dest = one.reads[0], one.writes[0]
+        if one.axis is None or one.axis not in dict(self.program.mesh):
+            raise Undefined(f"there is no axis {one.axis!r}")
+        world = self.program.axis_size(one.axis)
+
+        def over(value: Any) -> Any:
+            how, divisor = str(one.get("op", "sum")), int(one.get("divisor", 1))
+            if isinstance(value, Partial):
+                if (how, divisor) != ("sum", 1):
+                    raise Undefined("a sum over slices must be summed over the ranks, once")
+                return value.of
+            return reduced(value, how, one.axis or "", world, divisor)
+
+        buffer, target = self.program.buffers[source.name], self.program.buffers[dest.name]
+        if one.get("mode") == "exchange":
+            if source.start is not None:
+                self.write(dest, over(self.read(source)))
+                return
+            content = self._content(source.name)
+            self.memory[dest.name] = Content({k: over(v) for k, v in content.terms.items()})
+            return
+        content = self._content(source.name)
+        if source.start is not None or dest.start is not None or buffer.shard or content.mine:
+            raise Undefined(f"a reduction takes a whole bucket, not {source} to {dest}")
+        if buffer.bucket != target.bucket or target.shard != (one.get("mode") == "scatter"):
+            raise Undefined(f"{source} and {dest} do not fit a reduction with mode={one.get('mode')}")
+        self.memory[dest.name] = Content({k: over(v) for k, v in content.terms.items()})
+
+    def read(self, ref: Ref) -> Any:
+        buffer, content = self.program.buffers[ref.name], self._content(ref.name)
+        if ref.start is None and not buffer.bucket:
+            key = (0, buffer.numel)
+            if key not in content.terms:
+                raise Undefined(f"{ref} was not computed as a whole")
+            return content.terms[key]
+        if buffer.bucket is None:
+            return self._part(ref, buffer, content)
+        bucket = self._bucket(buffer)
+        start, stop = (0, bucket.length) if ref.start is None else (ref.start, ref.stop or 0)
+        if ref.shape is not None:
+            slot = next((s for s in bucket.slots if (s.start, s.stop, s.shape) == (start, stop, ref.shape)), None)
+            if slot is None:
+                raise Undefined(f"{ref} is no leaf of {bucket.name}")
+            if buffer.shard or (start, stop) in content.mine:
+                raise Undefined(f"{ref} reads a whole leaf of which only one rank's slice is there")
+            return self._term(content, (start, stop), ref)
+        picked = self._slots(bucket, start, stop, ref)
+        mine = ref.mine or buffer.shard
+        terms = {i: self._term(content, (bucket.slots[i].start, bucket.slots[i].stop), ref) for i in picked}
+        if not mine and any((bucket.slots[i].start, bucket.slots[i].stop) in content.mine for i in picked):
+            raise Undefined(f"{ref} reads beyond the own slice, which is all that was written")
+        return Vec(terms, mine, (start, stop))
+
+    def write(self, ref: Ref, value: Any) -> None:
+        buffer = self.program.buffers[ref.name]
+        content = self.memory.setdefault(ref.name, Content())
+        if buffer.bucket is None:
+            if isinstance(value, Vec):
+                raise Undefined(f"{ref} is in no bucket and gets a flat range")
+            if ref.start is None:
+                content.terms.clear()
+            content.terms[(0, buffer.numel) if ref.start is None else (ref.start, ref.stop or 0)] = value
+            return
+        bucket = self._bucket(buffer)
+        start, stop = (0, bucket.length) if ref.start is None else (ref.start, ref.stop or 0)
+        if not isinstance(value, Vec):
+            slot = next((s for s in bucket.slots if (s.start, s.stop, s.shape) == (start, stop, ref.shape)), None)
+            if slot is None or buffer.shard or isinstance(value, Partial):
+                raise Undefined(f"{ref} cannot hold a whole leaf's value")
+            content.terms[(start, stop)] = value
+            content.mine.discard((start, stop))
+            return
+        mine = ref.mine or buffer.shard
+        if mine != value.mine or value.span != (start, stop):
+            raise Undefined(f"{ref} gets the range {value.span}{' of the own slice' if value.mine else ''}")
+        for index, one in value.slots.items():
+            key = (bucket.slots[index].start, bucket.slots[index].stop)
+            content.terms[key] = one
+            (content.mine.add if mine and not buffer.shard else content.mine.discard)(key)
+
+    def _part(self, ref: Ref, buffer: Buffer, content: Content) -> Any:
+        key = (ref.start or 0, ref.stop or 0)
+        if key in content.terms:
+            return content.terms[key]
+        whole = content.terms.get((0, buffer.numel))
+        if whole is None or ref.shape is None or key[1] > buffer.numel:
+            raise Undefined(f"{ref} was not computed")
+        return part(whole, *key, ref.shape)
+
+    def _content(self, name: str) -> Content:
+        if name not in self.memory:
+            raise Undefined(f"{name} holds nothing")
+        return self.memory[name]
+
+    def _term(self, content: Content, key: tuple[int, int], ref: Ref) -> Any:
+        if key not in content.terms:
+            raise Undefined(f"{ref} reads elements {key}, which were not computed")
+        return content.terms[key]
+
+    def _slots(self, bucket: Bucket, start: int, stop: int, ref: Ref) -> list[int]:
+        picked = [i for i, s in enumerate(bucket.slots) if s.start >= start and s.stop <= stop]
+        exact = picked and bucket.slots[picked[0]].start == start
+        if not exact or stop not in (bucket.slots[picked[-1]].stop, bucket.end(picked[-1])):
+            raise Undefined(f"{ref} cuts through a leaf of {bucket.name}")
+        return picked
+
+    def _bucket(self, buffer: Buffer) -> Bucket:
+        if buffer.bucket is None:
+            raise Undefined(f"{buffer.name} is in no bucket")
+        return self.program.buckets[buffer.bucket]
+
+    def _keys(self, buffer: Buffer) -> list[tuple[int | None, tuple[int, int]]]:
+        if buffer.bucket is None:
+            return [(None, (0, buffer.numel))]
+        return [(i, (s.start, s.stop)) for i, s in enumerate(self.program.buckets[buffer.bucket].slots)]
+
+
+def program_meaning(program: Program) -> str:
+    """The meaning of a program; raises `Undefined` where it has none."""
+    return Abstract(program).run()

@@ -1,0 +1,129 @@
+"""compile: the road from a Spec to a program: the state's recipe, its plan, the captured step, the passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fzero import capture, random, segments, tree
+from fzero._torch_compat import FakeTensorMode
+from fzero.errors import SpecError, TreeError, at
+from fzero.initial import Recipe, bits
+from fzero.lowering import build
+from fzero.passes import Options, optimise
+from fzero.plan.layout import Plan, layout
+from fzero.plan.memory import Account, account
+from fzero.program import Program
+from fzero.spec import DEFAULT_PARAMS, Spec
+from fzero.training import initial_state, training_step
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A step lowered for a world: what `fzero.lower` returns. Nothing is allocated and nothing has run."""
+
+    graph: capture.Graph
+    plan: Plan
+    program: Program
+
+    @cached_property
+    def digest(self) -> str:
+        """What every rank must agree on: the program, and the constants that the update reads."""
+        fixed = segments.placeholders(self.graph.gm.graph)[len(self.plan.leaves) + len(self.graph.batch_paths) :]
+        read = [any(u.target is not torch.ops.fzero.region.default for u in node.users) for node in fixed]
+        values = [bits(x) for x, used in zip(self.graph.constants.values(), read, strict=True) if used]
+        return " ".join([self.program.digest, *values])
+
+    @cached_property
+    def memory(self) -> Account:
+        """Bytes by kind at the planned peak, and the peak: per rank."""
+        return account(self.program)
+
+
+def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.device) -> Recipe:
+    if callable(params) and not isinstance(params, torch.nn.Module):
+        if key is not None and (not isinstance(key, torch.Tensor) or key.dtype != torch.int64 or key.shape != (2,)):
+            raise TreeError(f"fzero.init(key={key!r}): needed a key, as fzero.random.key(0)")
+        start = random.key(0, device=str(device)) if key is None else key
+        return Recipe(lambda k: _whole(spec, _not_empty(params(k))), [start], device)
+    if key is not None:
+        raise TreeError("fzero.init(key=...) is what a function that makes params gets: these are tensors already")
+    if isinstance(params, torch.nn.Module):
+        raise TreeError("params is a module: pass dict(module.named_parameters()), detached, and call it functionally")
+    paths, leaves, treedef = tree.flatten(_not_empty(params))
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(getattr(leaf, "value", leaf), torch.Tensor)]
+
+    def whole(*xs: torch.Tensor) -> Any:
+        full = list(leaves)
+        for i, x in zip(tensors, xs, strict=True):
+            full[i] = capture.PerRank(x) if isinstance(leaves[i], capture.PerRank) else x
+        return _whole(spec, tree.unflatten(treedef, full))
+
+    inputs = [getattr(leaves[i], "value", leaves[i]).detach() for i in tensors]
+    for i, value in zip(tensors, inputs, strict=True):
+        capture.check_leaf(at("params", paths[i]), value)
+    return Recipe(whole, [x.full_tensor() if hasattr(x, "full_tensor") else x for x in inputs], device)
+
+
+def _not_empty(params: Any) -> Any:
+    if not tree.flatten(params)[1]:
+        raise TreeError("params has no leaves: pass a pytree of tensors, or a function of a key that makes one")
+    return params
+
+
+def _whole(spec: Spec, params: Any) -> Any:
+    return params if spec.optimizer is None else initial_state(params, spec.optimizer)
+
+
+def plan_for(
+    spec: Spec, paths: Sequence[str], values: Sequence[torch.Tensor], per_rank: Sequence[str], world_size: int
+) -> Plan:
+    for rule in spec.param_rules if spec.params != DEFAULT_PARAMS else ():
+        if not any(tree.matches(rule, path) for path in paths):
+            known = {path.rpartition("/")[0] + "/**" for path in paths if "/" in path}
+            raise SpecError(f"Spec(params=...): the rule {rule!r} matches no leaf.{tree.suggest(rule, known)}")
+    return layout(
+        paths,
+        values,
+        world_size=world_size,
+        zero=spec.zero,
+        bucket_bytes=spec.bucket_bytes,
+        params=spec.param_rules,
+        per_rank=per_rank,
+    )
+
+
+def lower_step(spec: Spec, state: Any, batch: Any, plan: Plan, via: str) -> Lowered:
+    if spec.step is not None:
+        user, fns = spec.step, (spec.step,)
+    else:
+        assert spec.loss is not None
+        assert spec.optimizer is not None
+        user, fns = training_step(spec.loss, spec.optimizer, spec.clip_norm), (spec.loss,)
+    graph = capture.capture(
+        user,
+        state,
+        batch,
+        microbatches=spec.microbatches,
+        allow_unused=spec.allow_unused,
+        axis=plan.axis,
+        per_rank=[leaf.path for leaf in plan.leaves if leaf.per_rank],
+        fns=fns,
+    )
+    naive = build(graph, plan, reduce=spec.reduce, via=via)
+    options = Options(prefetch=spec.prefetch, gather_bytes=spec.gather_bytes, overlap=spec.overlap)
+    return Lowered(graph, plan, optimise(naive, options))
+
+
+def fakes_on(like: Any, device: torch.device) -> Any:
+    """The pytree with fake tensors on a device in the place of its tensors."""
+
+    def one(x: Any) -> Any:
+        return torch.empty(x.shape, dtype=x.dtype, device=device) if isinstance(x, torch.Tensor) else x
+
+    with FakeTensorMode():
+        return tree.map(one, like)

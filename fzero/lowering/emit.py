@@ -1,0 +1,102 @@
+"""emit: a program under construction: its buffers, its ops, and the few segments that lowering makes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from fzero import segments
+from fzero._torch_compat import FakeTensorMode, make_fx
+from fzero.plan.layout import Plan, buffer_name
+from fzero.program import Buffer, Op, Ref, op
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Emitter:
+    """Collects records; `where` says which reference holds the value of a node of the outer graph."""
+
+    plan: Plan
+    via: str
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    ops: list[Op] = field(default_factory=list)
+    segments: dict[str, fx.GraphModule] = field(default_factory=dict)
+    where: dict[fx.Node, Ref] = field(default_factory=dict)
+
+    def new(self, name: str, like: torch.Tensor, kind: str) -> Ref:
+        name = buffer_name(name)
+        while name in self.buffers:
+            name += "_"
+        self.buffers[name] = Buffer(name, like.dtype, tuple(like.shape), kind)
+        return Ref(name)
+
+    def emit(
+        self, kind: str, reads: Sequence[Ref], writes: Sequence[Ref] = (), *, axis: str | None = None, why: str = "",
+        **attrs: int | str,
+    ) -> None:  # fmt: skip
+        self.ops.append(op(kind, reads, writes, axis=axis, why=why, **attrs))
+
+    def segment(
+        self,
+        kind: str,
+        gm: fx.GraphModule,
+        reads: Sequence[Ref],
+        writes: Sequence[Ref],
+        *,
+        why: str,
+        **attrs: int | str,
+    ) -> None:
+        key = segments.digest(gm)
+        self.segments.setdefault(key, gm)
+        fresh = len(writes) - (len(segments.placeholders(gm.graph)) - len(reads))
+        done = op(kind, reads, writes, why=why).with_attrs(segment=key, **attrs)
+        self.ops.append(done.with_attrs(fresh=fresh) if fresh else done)
+
+    def exchange(self, source: Ref, like: torch.Tensor, name: str, how: str, parts: int, why: str) -> Ref:
+        """An exchange of a small or odd-shaped value: everyone gets everyone's and adds in rank order."""
+        n = self.plan.world_size
+        result = self.new(name, like, "activation")
+        scratch = self.new(f"{name}.scratch", like.new_empty((n - 1, max(like.numel(), 1))), "scratch")
+        divisor = n * parts if how == "mean" else 1
+        operation = "sum" if how == "mean" else how
+        self.emit(
+            "reduce", [source], [result, scratch], axis=self.plan.axis, why=why,
+            mode="exchange", op=operation, divisor=divisor, via=self.via,
+        )  # fmt: skip
+        self.emit("wait", [result], why=why)
+        return result
+
+
+def elementwise(fn: Callable[..., torch.Tensor], arity: int, like: Buffer, dest: bool = False) -> fx.GraphModule:
+    """The segment of one pointwise torch function over `arity` tensors like this buffer."""
+    with FakeTensorMode():
+        xs = [torch.empty(like.shape, dtype=like.dtype) for _ in range(arity)]
+        gm = make_fx(fn)(*xs)
+    inputs = segments.placeholders(gm.graph)
+    body = [n for n in gm.graph.nodes if n.op == "call_function"]
+    result = segments.output(gm.graph).args[0]
+    assert isinstance(result, fx.Node)
+    return segments.extract(body, inputs, [result], [result] if dest else [])
+
+
+def copy_segment(like: torch.Tensor) -> fx.GraphModule:
+    """The segment that copies its input into its destination."""
+    graph = fx.Graph()
+    value = graph.placeholder("x0")
+    dest = graph.placeholder("into0")
+    done = graph.call_function(aten.copy_.default, (dest, value))
+    with FakeTensorMode():
+        fake = torch.empty(like.shape, dtype=like.dtype)
+    for node in (value, dest, done):
+        node.meta["val"] = fake
+    graph.output([])
+    return segments.module(graph)
+
+
+def line_of(node: fx.Node) -> str:
+    """The user's source line of a node."""
+    return str(node.meta.get("source") or "")

@@ -1,0 +1,164 @@
+"""region: one `value_and_grad` as ops: its joint graph once per microbatch, sums over them, reductions over ranks.
+
+Gradients of flat leaves are written into flat buffers, one per bucket and microbatch, and reduced by bucket. The loss,
+aux and gradients of anything else are small or odd-shaped: they are added over microbatches and exchanged whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fzero import segments
+from fzero.capture import Graph, Region
+from fzero.lowering.emit import Emitter, elementwise, line_of
+from fzero.meaning import grad_places
+from fzero.program import Buffer, Ref
+
+REDUCE = torch.ops.fzero.reduce.default
+
+
+@dataclass
+class RegionBuilder:
+    """Emits one region: its runs, the sums over microbatches, and the reductions of its gradients."""
+
+    to: Emitter
+    graph: Graph
+    leaf_nodes: Sequence[fx.Node]
+    reduce_of: Callable[[int], str]
+
+    def run(self, node: fx.Node) -> set[str]:
+        """Emits the region; returns the slots that got a gradient, as "bucket:slot"."""
+        b = self.to
+        index = int(str(node.args[1]))
+        region: Region = self.graph.regions[index]
+        self.region, self.name, self.k = region, f"r{index}", region.microbatches
+        inputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+        gm_outs = segments.outputs(region.gm.graph)
+        self.getitems = {int(u.args[1]): u for u in node.users}  # type: ignore[arg-type]
+        self.place = grad_places(region, inputs, self.leaf_nodes, b.plan)
+        self.dtype = {bucket: region.values[i].dtype for i, (bucket, _) in self.place.items()}
+        dest_of = [i for i in range(len(gm_outs)) if i in self.place]
+        fresh_of = [i for i in range(len(gm_outs)) if i not in self.place]
+        holders = segments.placeholders(region.gm.graph)
+        body = [n for n in region.gm.graph.nodes if n.op == "call_function"]
+        dests = [gm_outs[i] for i in dest_of]
+        gm = segments.extract(body, holders, [*dests, *(gm_outs[i] for i in fresh_of)], dests)
+        parts: dict[int, list[Ref]] = {i: [] for i in range(len(gm_outs))}
+        for m in range(self.k):
+            reads = [self._slice(b.where[x], x.meta["val"], m) if cut else b.where[x]
+                     for x, cut in zip(inputs, region.sliced, strict=True)]  # fmt: skip
+            outs = [b.new(f"{self.name}.out{i}.{m}", region.values[i], "activation") for i in fresh_of]
+            into = [self._grad_ref(i, m) for i in dest_of]
+            why = f"loss and gradients {region.source}"
+            b.segment("run", gm, reads, [*outs, *into], why=why, phase="region", region=self.name, microbatch=m)
+            for i, ref in zip([*fresh_of, *dest_of], [*outs, *into], strict=True):
+                parts[i].append(ref)
+            self._buckets(m)
+        for i, refs in parts.items():
+            if i not in self.place:
+                self._plain(i, refs)
+        return {f"{bucket}:{slot}" for bucket, slot in self.place.values()}
+
+    def _grad_ref(self, i: int, m: int) -> Ref:
+        b = self.to
+        bucket_name, index = self.place[i]
+        bucket = b.plan.buckets[bucket_name]
+        name = f"{self.name}.grad:{bucket_name}.{m}"
+        if name not in b.buffers:
+            b.buffers[name] = Buffer(name, self.dtype[bucket_name], (bucket.length,), "grad", bucket_name)
+        slot = bucket.slots[index]
+        return Ref(name, slot.start, slot.stop, slot.shape)
+
+    def _buckets(self, m: int) -> None:
+        """After microbatch m: reduce and add, or add and (after the last) reduce, every gradient bucket."""
+        b = self.to
+        for name in self.dtype:
+            grad = f"{self.name}.grad:{name}.{m}"
+            why = f"gradients of {name}"
+            each = self.reduce_of(b.plan.buckets[name].stage) == "each"
+            if each:
+                reduced = self._reduced(grad, m, why)
+                first = reduced if m == 0 else f"{self.name}.red:{name}.0"
+                if m:
+                    self._add(first, reduced, why)
+            elif m:
+                self._add(f"{self.name}.grad:{name}.0", grad, why)
+            if m == self.k - 1:
+                final = first if each else self._reduced(f"{self.name}.grad:{name}.0", 0, why)
+                for i, (bucket_name, index) in self.place.items():
+                    if bucket_name == name and i in self.getitems:
+                        slot = b.plan.buckets[name].slots[index]
+                        for user in self.getitems[i].users:
+                            b.where[user] = Ref(final, slot.start, slot.stop, slot.shape)
+
+    def _reduced(self, grad: str, m: int, why: str) -> str:
+        b = self.to
+        source = b.buffers[grad]
+        n = b.plan.world_size
+        bucket = b.plan.buckets[source.bucket or ""]
+        name = f"{self.name}.red:{bucket.name}.{m}"
+        if n == 1:
+            return self._scaled(grad, name, why) if self.k > 1 else grad
+        b.buffers[name] = Buffer(name, source.dtype, source.shape, "grad", source.bucket)
+        writes = [Ref(name)]
+        if b.via == "p2p":
+            scratch = f"{name}.scratch"
+            b.buffers[scratch] = Buffer(scratch, source.dtype, (n - 1, bucket.length // n), "scratch")
+            writes.append(Ref(scratch))
+        b.emit(
+            "reduce", [Ref(grad)], writes, axis=b.plan.axis, why=why,
+            mode="all", op="sum", divisor=n * self.k, via=b.via, microbatch=m,
+        )  # fmt: skip
+        b.emit("wait", [Ref(name)], why=why)
+        return name
+
+    def _scaled(self, grad: str, name: str, why: str) -> str:
+        """A world of one: the mean over microbatches is all that is left."""
+        b = self.to
+        source = b.buffers[grad]
+        b.buffers[name] = Buffer(name, source.dtype, source.shape, "grad", source.bucket)
+        gm = elementwise(lambda x: torch.div(x, self.k), 1, source, dest=True)
+        whole = (0, source.numel)
+        b.segment("run", gm, [Ref(grad, *whole)], [Ref(name, *whole)], why=why, flat=1)
+        return name
+
+    def _add(self, total: str, part: str, why: str) -> None:
+        b = self.to
+        source = b.buffers[total]
+        gm = elementwise(torch.add, 2, source, dest=True)
+        whole = (0, source.numel)
+        b.segment("run", gm, [Ref(total, *whole), Ref(part, *whole)], [Ref(total, *whole)], why=f"add {why}", flat=1)
+
+    def _plain(self, i: int, refs: list[Ref]) -> None:
+        """The loss, aux, or a gradient of what is no flat leaf: added over microbatches, then reduced whole."""
+        b = self.to
+        node = self.getitems.get(i)
+        if node is None:
+            return
+        total = refs[0]
+        for m, ref in enumerate(refs[1:], 1):
+            gm = elementwise(torch.add, 2, b.buffers[total.name])
+            added = b.new(f"{self.name}.sum{i}.{m}", self.region.values[i], "activation")
+            b.segment("run", gm, [total, ref], [added], why="add over microbatches")
+            total = added
+        means = [u for u in node.users if u.target is REDUCE and u.args[1] == "mean"] if b.plan.world_size > 1 else []
+        what = "loss" if i == 0 else f"output {i}"
+        for user in means:
+            why = f"mean of the {what} {line_of(user)}"
+            name = f"{self.name}.{what.replace(' ', '')}"
+            b.where[user] = b.exchange(total, user.meta["val"], name, "mean", self.k, why)
+        if self.k > 1 and len(means) < len(node.users):
+            gm = elementwise(lambda x: torch.div(x, self.k), 1, b.buffers[total.name])
+            mean = b.new(f"{self.name}.mean{i}", self.region.values[i], "activation")
+            b.segment("run", gm, [total], [mean], why=f"mean of the {what} over microbatches")
+            total = mean
+        b.where[node] = total
+
+    def _slice(self, ref: Ref, like: torch.Tensor, m: int) -> Ref:
+        chunk = like.numel() // self.k
+        start = (ref.start or 0) + m * chunk
+        return Ref(ref.name, start, start + chunk, (like.shape[0] // self.k, *like.shape[1:]))

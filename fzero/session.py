@@ -1,0 +1,170 @@
+"""session: what the states of one `init` share, and the loop that runs a step on this rank."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fzero import capture, tree
+from fzero.compile import Lowered, fakes_on, lower_step
+from fzero.errors import DonatedError, TreeError, at
+from fzero.plan.layout import Leaf, Plan
+from fzero.program import Program, Ref, op
+from fzero.runtime import collectives, storage
+from fzero.runtime.handlers import Rank, steps
+from fzero.spec import Spec
+from fzero.state import Life, ShardedTensor, State
+from fzero.verify import verify
+
+log = logging.getLogger("fzero")
+
+
+@dataclass
+class Runtime:
+    """What the states of one `init` share: the spec, the world, the layout, the memory, and the programs by batch."""
+
+    spec: Spec
+    rank: int
+    world_size: int
+    device: torch.device
+    plan: Plan
+    treedef: Any
+    memory: dict[str, torch.Tensor]
+    comm: Any
+    group: Any
+    programs: dict[Any, Lowered] = field(default_factory=dict)
+    last_key: Any = None
+    last_program: Program | None = None
+
+    @property
+    def like(self) -> Any:
+        """The state as one rank's step sees it, on the meta device."""
+        leaves = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in self.plan.leaves]
+        return tree.unflatten(self.treedef, leaves)
+
+    def sharded(self, life: Life) -> Any:
+        return tree.unflatten(self.treedef, [ShardedTensor(leaf, self, life) for leaf in self.plan.leaves])
+
+    def compiled(self, batch: Any) -> Lowered:
+        """The program for a batch of this structure, shapes, dtypes and static values."""
+        key = _batch_key(batch)
+        if key not in self.programs:
+            if self.last_key is not None:
+                log.warning("fzero: a new program is traced: %s", _difference(self.last_key, key))
+            state = fakes_on(self.like, self.device)
+            lowered = lower_step(self.spec, state, batch, self.plan, "nccl" if self.device.type == "cuda" else "p2p")
+            verify(lowered.program)
+            self.programs[key] = lowered
+        self.last_key = key
+        return self.programs[key]
+
+    def whole(self, leaves: Sequence[ShardedTensor]) -> list[torch.Tensor]:
+        """Whole leaves of one state on every rank, once all ranks have asked for the same ones."""
+        failure: Exception | None = None
+        try:
+            for leaf in leaves:
+                leaf.life.check(leaf.path)
+        except DonatedError as error:
+            failure = error
+        asked = hashlib.blake2b(repr([leaf.path for leaf in leaves]).encode(), digest_size=8).hexdigest()
+        what = f"the whole of {leaves[0].path!r}{f' and {len(leaves) - 1} more leaves' if len(leaves) > 1 else ''}"
+        collectives.agree(self.rank, self.world_size, what, asked, self.group, failure)
+        return self.gather_leaves([leaf.leaf for leaf in leaves])
+
+    def gather_leaves(self, leaves: Sequence[Leaf]) -> list[torch.Tensor]:
+        """Whole leaves on every rank: one gather for each sharded column among them."""
+        found: dict[int, torch.Tensor] = {}
+        columns: dict[str, list[int]] = {}
+        for i, leaf in enumerate(leaves):
+            columns.setdefault(leaf.buffer, []).append(i)
+        for name, members in columns.items():
+            buffer = self.plan.buffers[name]
+            if buffer.shard or leaves[members[0]].per_rank:
+                own = self.memory[name].reshape(-1)
+                whole = own.new_empty(own.numel() * self.world_size)
+                if self.world_size > 1:
+                    self.comm.start("unshard", op("gather", [Ref(name)], [Ref("unshard")]), [own, whole])
+                    self.comm.wait("unshard")
+                else:
+                    whole.copy_(own)
+                for i in members:
+                    found[i] = self._cut(leaves[i], whole)
+            else:
+                for i in members:
+                    found[i] = storage.local(self.plan, self.memory, leaves[i], self.rank).clone()
+        return [found[i] for i in range(len(leaves))]
+
+    def _cut(self, leaf: Leaf, whole: torch.Tensor) -> torch.Tensor:
+        if leaf.per_rank:
+            return whole.view(self.world_size, *leaf.shape)
+        slot = self.plan.buckets[self.plan.buffers[leaf.buffer].bucket or ""].slots[leaf.slot or 0]
+        return whole[slot.start : slot.stop].view(leaf.shape).clone()
+
+
+def execute(state: State, lowered: Lowered, batch: Any) -> Any:
+    runtime, program = state.runtime, lowered.program
+    memory = dict(runtime.memory)
+    _, leaves, _ = tree.flatten(batch)
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    names = [name for name, b in program.buffers.items() if b.kind == "batch"]
+    memory.update(zip(names, (x.detach().contiguous() for x in tensors), strict=True))
+    names = [name for name, b in program.buffers.items() if b.kind == "constant"]
+    memory.update(zip(names, lowered.graph.constants.values(), strict=True))
+    rank = Rank(program, runtime.rank, runtime.comm, memory, device=runtime.device)
+    try:
+        with torch.no_grad():
+            for _ in steps(rank):
+                pass
+    except BaseException as error:
+        if rank.wrote_state:
+            state.life.ended = (
+                f"is unusable: step {state.step + 1} failed after it began to write ({type(error).__name__}: {error}). "
+                "Start again from fzero.init or the last checkpoint"
+            )
+        raise
+    found = [rank.memory[program.metrics[name]] for name in lowered.graph.metric_names]
+    return tree.unflatten(lowered.graph.metrics_spec, found)
+
+
+def _batch_key(batch: Any) -> tuple[Any, ...]:
+    paths, leaves, spec = tree.flatten(batch)
+    shown = [
+        (path, capture.describe(leaf) if isinstance(leaf, torch.Tensor) else _static(at("batch", path), leaf))
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
+    return (tuple(shown), str(spec))
+
+
+def _static(name: str, leaf: Any) -> Any:
+    """What stands in the key of a program for a leaf of the batch that is no tensor."""
+    if type(leaf) in (bool, int, float, complex, str, bytes):
+        return capture.describe(leaf)  # as text 0.0 is not -0.0, 1 is not True, and nan is nan
+    try:
+        hash(leaf)
+    except TypeError:
+        raise TreeError(f"{name} is {type(leaf).__name__}: needed a tensor or a hashable value") from None
+    fixed = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.layout, torch.memory_format)
+    by_identity = type(leaf).__hash__ is object.__hash__ and not isinstance(leaf, fixed)
+    if by_identity or any(isinstance(value, torch.Tensor) for value in getattr(leaf, "__dict__", {}).values()):
+        raise TreeError(
+            f"{name} is a {type(leaf).__name__}, whose contents would stay what they were at the first step. Pass a "
+            "dict, a tuple or a named tuple of tensors, or register the class with "
+            "optree.register_pytree_node(..., namespace='fzero')"
+        )
+    return (type(leaf), leaf)
+
+
+def _difference(old: Any, new: Any) -> str:
+    before, after = (
+        {at("batch", p): v if isinstance(v, str) else capture.describe(v[1]) for p, v in key[0]} for key in (old, new)
+    )
+    changed = [f"{p} was {before[p]}, is {v}" for p, v in after.items() if p in before and before[p] != v]
+    changed += [f"{p} is new" for p in after if p not in before]
+    changed += [f"{p} is gone" for p in before if p not in after]
+    return "; ".join(changed) or "the batch has another structure"
