@@ -105,4 +105,7 @@ def measured_table(memory: Mapping[str, int], peak: int, ranks: Sequence[Measure
 
 
 def _bytes(size: int) -> str:
-    return f"{size / 1e6:,.2f} MB" if size < 1e9 else f"{size / 1e9:,.2f} GB"
+    scale, unit = next(
+        (scale, unit) for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (0, "B")) if size >= scale
+    )
+    return f"{size / scale:,.2f} {unit}" if scale else f"{size} {unit}"

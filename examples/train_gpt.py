@@ -69,7 +69,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--world", type=int, metavar="N", help="ranks to start on this machine (2); under torchrun its ranks are used")
     add("--zero", type=int, default=3, choices=range(4), help="ZeRO stage: the same numbers, other memory (3)")
     add("--size", default="small", choices=sizes(1), help="0.1M, 0.8M or 85M parameters (small)")
-    add("--steps", type=int, default=500, metavar="N", help="optimizer steps (500)")
+    add("--steps", type=int, default=400, metavar="N", help="optimizer steps (400)")
     add("--batch", type=int, default=24, metavar="N", help="sequences per step, over all ranks (24)")
     add("--seq", type=int, default=128, metavar="N", help="bytes per sequence (128)")
     add("--microbatches", type=int, default=1, metavar="N", help="parts that each rank cuts its batch into (1)")
@@ -156,7 +156,7 @@ def train(args: argparse.Namespace, rank: int, console: Console) -> None:
     if rank == 0:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "program.txt").write_text(str(lowered.program))
-    console.print(f"planned: the bytes of each of {args.world} ranks at the peak of a step, zero={args.zero}")
+    console.print(f"planned: bytes per rank at the peak of a step, world size {args.world}, zero={args.zero}")
     console.print(memory.planned_table(lowered.memory, lowered.memory.peak))
 
     state = fzero.init(init, spec, key=fzero.random.key(args.seed))

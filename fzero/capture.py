@@ -16,7 +16,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -314,10 +314,7 @@ def _refuse(tracing: Tracing, gm: fx.GraphModule, names: Sequence[str]) -> None:
             if root.op == "get_attr":
                 raise _closed_over_write(tracing, _attribute(gm, root), node.target, where)
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _no_dropout(node):
-            raise CaptureError(
-                f"{node.target} at {where} draws from torch's ambient generator: the step would not be a function of "
-                "its state. Use fzero.random with a key from the state or the batch"
-            )
+            raise _ambient(node.target, where)
         if node.op == "get_attr":
             value = _attribute(gm, node)
             if is_fake(value) and not tracing.depth:
@@ -336,6 +333,13 @@ def _refuse(tracing: Tracing, gm: fx.GraphModule, names: Sequence[str]) -> None:
 
 # ops that ask for no gradient of what they read; a region's own graph has been looked at
 _NO_GRAD = (aten.detach.default, torch.ops.fzero.region.default)
+
+
+def _ambient(op: Any, where: str) -> CaptureError:
+    return CaptureError(
+        f"{op} at {where} draws from torch's ambient generator: the step would not be a function of its state. "
+        "Use fzero.random with a key from the state or the batch"
+    )
 
 
 def _closed_over_write(tracing: Tracing, value: Any, op: Any, where: str) -> CaptureError:
@@ -465,9 +469,7 @@ def _found_name(value: Any, fns: Sequence[Callable[..., Any]]) -> str | None:
         elif isinstance(item, (list, tuple)):
             children = [(f"{name}[{k}]", v) for k, v in enumerate(item)]
         elif isinstance(item, types.FunctionType):
-            cells = inspect.getclosurevars(item)
-            defaults = inspect.signature(item).parameters.values()
-            children = [*cells.nonlocals.items(), *cells.globals.items(), *((p.name, p.default) for p in defaults)]
+            children = list(_variables(item))
         elif isinstance(item, functools.partial):
             given = [*enumerate(item.args), *item.keywords.items()]
             children = [(name, item.func), *((f"{name}({key})", v) for key, v in given)]
@@ -481,6 +483,20 @@ def _found_name(value: Any, fns: Sequence[Callable[..., Any]]) -> str | None:
         if name := look(fn, getattr(fn, "__name__", "fn"), 4):
             return name
     return None
+
+
+def _variables(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function closes over: free variables, globals (of functions inside it too) and defaults."""
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not assigned yet
+            yield name, cell.cell_contents
+    codes = [fn.__code__]
+    for code in codes:
+        codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
+        yield from ((name, fn.__globals__[name]) for name in code.co_names if name in fn.__globals__)
+    arguments = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+    yield from zip(reversed(arguments), reversed(fn.__defaults__ or ()), strict=False)
+    yield from (fn.__kwdefaults__ or {}).items()
 
 
 # --- where in the user's code -----------------------------------------------------------------------------------------
@@ -528,6 +544,8 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         if func._schema.is_mutable:
             self.refuse_real(func, args, kwargs or {})
+        if any(isinstance(value, torch.Generator) for value in (kwargs or {}).values()):
+            raise _ambient(func, user_line())
         result = func(*args, **(kwargs or {}))
         graph = tracing_graph()
         if graph is not None:

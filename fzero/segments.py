@@ -153,10 +153,11 @@ def extract(
 def merge_equal(gm: fx.GraphModule) -> None:
     """Equal pure nodes become one (the views and casts that were made once per use). In place."""
     seen: dict[str, fx.Node] = {}
+    kept = set(outputs(gm.graph))  # two outputs are two buffers, and never share memory
     for node in list(gm.graph.nodes):
         if is_compute(node) and not mutated(node):
             key = f"{node.target} {fx.node.map_arg((node.args, node.kwargs), lambda n: n.name)}"
-            if key in seen:
+            if key in seen and node not in kept:
                 node.replace_all_uses_with(seen[key])
                 gm.graph.erase_node(node)
             else:

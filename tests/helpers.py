@@ -22,7 +22,6 @@ from torch import Tensor
 
 import fzero
 from fzero import capture, tree
-from fzero.api import Lowered
 from fzero.runtime import storage
 from fzero.runtime.interpret import interpret
 from fzero.runtime.reference import reference
@@ -38,7 +37,7 @@ class Run:
     """What a run left behind. `paths` name the leaves; per step `leaves` are the logical ones (per-rank leaves stacked),
     `metrics` those of every rank by name; `memory` is every rank's state buffers at the end."""
 
-    lowered: Lowered
+    lowered: fzero.Lowered
     paths: list[str]
     leaves: list[list[Tensor]] = field(default_factory=list)
     metrics: list[list[dict[str, Tensor]]] = field(default_factory=list)

@@ -203,13 +203,21 @@ def _is_comm(node: fx.Node) -> bool:
 
 
 def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
-    """When a node can run: one later than what it depends on through each region or reduction."""
+    """When a node runs: one later than what it depends on through each region or reduction.
+
+    Elementwise work waits for the first that needs it: `0.9 * ema` runs beside the `+ 0.1 * params` that it is for,
+    where both are slices, not before the loss, where it would be a whole tensor to keep.
+    """
     levels: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.op == "output":
             continue
         ready = max((levels[a] for a in node.all_input_nodes), default=0)
         levels[node] = ready + (node.op == "call_function" and node.target in (REGION, REDUCE))
+    for node in reversed(graph.nodes):
+        if segments.is_pointwise(node) and any(t.ndim for t in segments.tensors(node.meta["val"])):
+            needed = [levels[u] - (u.target in (REGION, REDUCE)) for u in node.users if u.op != "output"]
+            levels[node] = max(levels[node], min(needed, default=0))
     return levels
 
 

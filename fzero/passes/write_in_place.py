@@ -1,7 +1,8 @@
 """write_in_place: results are written where they belong.
 
 1. New leaves are written straight into the state: `.new` buffers and the copies that keep them go, where no later op
-   reads the old value, and after the last segment of any loss, so that a failing loss leaves the state as it was.
+   reads the old value, and after the last segment of any loss, so that a failing loss leaves the state as it was. A
+   leaf that was computed whole stays in its `.new`: a shard has no room for it.
 2. In a segment, a copy into a destination goes where the op that makes the value has a kernel that writes into a given
    tensor (`mm.out`, `add.out`); `fzero::adamw` on its own destinations becomes the in-place kernel.
 
@@ -57,7 +58,8 @@ def _into_state(program: Program) -> list[Op]:
     into: dict[str, str] = {}
     for new, copies in keeps.items():
         old = copies[0].writes[0].name
-        if _foldable(ops, new, old, copies, last_loss):
+        own_only = all(r.mine for one in ops if one.kind == "run" for r in one.writes if r.name == new)
+        if (own_only or not program.buffers[old].shard) and _foldable(ops, new, old, copies, last_loss):
             into[new] = old
     dropped = {id(one) for new in into for one in keeps[new]}
     result = []
