@@ -427,7 +427,7 @@ def _functionalised(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch
         with _Watch(tracing, lambda: replay.node.meta.get("source", ""), lambda: replay.node.meta.get("phase")):
             return torch.func.functionalize(replay.run)(*xs)
 
-    with tracing.mode:
+    with _explained(), tracing.mode:
         pure = make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     left = [node for node in pure.graph.nodes if segments.mutated(node)]
     if left:
@@ -528,6 +528,20 @@ def defined_at(fn: Callable[..., Any]) -> str:
     return f"{name} ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if code else name
 
 
+class _Refused(Exception):
+    """A CaptureError on its way out of torch: torch takes a TypeError in an operator for "try the other operand"."""
+
+
+# ops that refuse mixed dtypes when they run, but not on fake tensors
+_ONE_DTYPE = {
+    aten.mm.default,
+    aten.mv.default,
+    aten.addmm.default,
+    aten.addmv.default,
+    aten.convolution.default,
+}
+
+
 class _Watch(TorchDispatchMode):
     """Sees every op before it is traced: refuses writes to real tensors before they happen, and notes on each new node
     the user's line and, in the backward, its phase."""
@@ -544,8 +558,13 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         if func._schema.is_mutable:
             self.refuse_real(func, args, kwargs or {})
+        if func in _ONE_DTYPE and len({value.dtype for value in args if isinstance(value, torch.Tensor)}) > 1:
+            given = " and ".join(describe(value) for value in args if isinstance(value, torch.Tensor))
+            raise _Refused(
+                f"{func} at {self.line()} is given {given}: it needs one dtype. Cast one, as in x.to(w.dtype)"
+            )
         if any(isinstance(value, torch.Generator) for value in (kwargs or {}).values()):
-            raise _ambient(func, user_line())
+            raise _Refused(str(_ambient(func, user_line())))
         result = func(*args, **(kwargs or {}))
         graph = tracing_graph()
         if graph is not None:
@@ -568,7 +587,7 @@ class _Watch(TorchDispatchMode):
             given = named.get(argument.name)
             for value in given if isinstance(given, (list, tuple)) else [given]:
                 if isinstance(value, torch.Tensor) and not is_fake(value):
-                    raise _closed_over_write(self.tracing, value, func, user_line())
+                    raise _Refused(str(_closed_over_write(self.tracing, value, func, user_line())))
 
 
 @contextmanager
@@ -576,6 +595,8 @@ def _explained() -> Iterator[None]:
     """Turns torch's errors about values that a trace does not have into one with the user's line and what to do."""
     try:
         yield
+    except _Refused as error:
+        raise CaptureError(str(error)) from None
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise _data_dependent(error, str(error.func)) from None
     except (RuntimeError, TypeError) as error:

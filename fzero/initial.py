@@ -44,6 +44,7 @@ class Recipe:
         self.gm = capture.trace(tracing, flat, fakes, [f"argument {i}" for i in range(len(fakes))])
         extra = capture.lifted(self.gm, len(fakes))
         self.inputs = [*inputs, *extra]
+        _shapes_only(self.gm)
         segments.normalised(self.gm)
         self.paths: list[str] = shown["paths"]
         self.spec = shown["spec"]
@@ -62,13 +63,14 @@ class Recipe:
             storage.store(plan, memory, leaf, value, rank)
             if plan.world_size > 1 and not leaf.per_rank:
                 digests.append(bits(value))
+            del value  # before the next leaf is made
         return memory, hashlib.blake2b(" ".join(digests).encode(), digest_size=8).hexdigest() if digests else ""
 
 
 def bits(value: torch.Tensor) -> str:
-    """A digest of a tensor's bits: of their sums as integers, piece by piece, so that it needs no memory."""
+    """A digest of a tensor's bits: of their sums as integers, piece by piece, so that it needs little memory."""
     value = torch.view_as_real(value) if value.is_complex() else value
-    pieces = value.detach().reshape(-1).view(torch.uint8).split(1 << 18)
+    pieces = value.detach().reshape(-1).view(torch.uint8).split(1 << 15)
     sums = [torch.nn.functional.pad(piece, (0, -len(piece) % 8)).view(torch.int64).sum() for piece in pieces]
     return hashlib.blake2b(repr(torch.stack(sums).tolist()).encode(), digest_size=8).hexdigest()
 
@@ -85,6 +87,27 @@ def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
         f"{at('state', path)} is {capture.describe(leaf)}: a state holds tensors (and plain numbers, which become 0-d "
         "tensors). Keep it outside the state, or make it a tensor"
     )
+
+
+_LIKE = {
+    aten.zeros_like.default: aten.zeros.default,
+    aten.ones_like.default: aten.ones.default,
+    aten.empty_like.default: aten.empty.memory_format,
+    aten.full_like.default: aten.full.default,
+}
+
+
+def _shapes_only(gm: fx.GraphModule) -> None:
+    """zeros_like(x) is zeros(x.shape): moments are made without making their parameters again. In place."""
+    for node in list(gm.graph.nodes):
+        if node.target in _LIKE:
+            value = node.meta["val"]
+            args = (list(value.shape), *node.args[1:])
+            with gm.graph.inserting_before(node):
+                made = gm.graph.call_function(_LIKE[node.target], args, {"dtype": value.dtype, "device": value.device})
+            made.meta = dict(node.meta)
+            node.replace_all_uses_with(made)
+            gm.graph.erase_node(node)
 
 
 def _compute(node: fx.Node, given: dict[fx.Node, torch.Tensor], order: dict[fx.Node, int]) -> torch.Tensor:

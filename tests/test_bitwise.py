@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import differing, gloo, run, same_bits, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import MODELS, Model, generator
 from torch import Tensor
 
 import fzero
 from fzero import tree
-from helpers import differing, gloo, run, same_bits, values
-from models import MODELS, Model, generator
 
 STEPS = 20
 STAGES = (0, 1, 2, 3)

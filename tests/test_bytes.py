@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+import cases
 import pytest
 
-import cases
 import fzero
 from fzero.program import Program, wire_bytes
 

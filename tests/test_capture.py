@@ -282,6 +282,10 @@ def _add(x: Tensor) -> None:
     x.add_(1)  # here
 
 
+def _augmented(x: Tensor) -> None:
+    x += 1  # here
+
+
 def _item(x: Tensor) -> None:
     x[0] = 5  # here
 
@@ -310,7 +314,7 @@ def _foreach(x: Tensor) -> None:
     torch._foreach_add_([x], 1.0)  # here
 
 
-IN_PLACE = [_add, _item, _view, _data, _detached, _out, _copy, _foreach]
+IN_PLACE = [_add, _augmented, _item, _view, _data, _detached, _out, _copy, _foreach]
 
 
 @pytest.mark.parametrize("change", IN_PLACE, ids=lambda fn: fn.__name__.strip("_"))
@@ -363,7 +367,9 @@ def test_in_place_on_the_state_or_the_batch_is_refused(change: Callable[[Tensor]
     assert given["x"].tolist() == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("change", [_add, _item, _view, _data, _detached], ids=lambda fn: fn.__name__.strip("_"))
+@pytest.mark.parametrize(
+    "change", [_add, _augmented, _item, _view, _data, _detached], ids=lambda fn: fn.__name__.strip("_")
+)
 def test_in_place_on_a_parameter_in_the_loss_is_refused(change: Callable[[Tensor], None]) -> None:
     def loss(p: Any, b: Tensor) -> Tensor:
         change(p["w"])

@@ -8,9 +8,9 @@ import sys
 import textwrap
 from pathlib import Path
 
+import cases
 import torch
 
-import cases
 import fzero
 
 

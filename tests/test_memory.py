@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import cases
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx
 
-import cases
 import fzero
 from fzero import capture, segments
 from fzero.plan.measured import measured_peak
@@ -72,7 +72,7 @@ def test_the_account_is_of_the_peak_and_sums_to_it() -> None:
         assert memory.state == cases.lowered(zero=zero, microbatches=2).plan.state_bytes
 
 
-# --- workspace ----------------------------------------------------------------------------------------------------------
+# --- workspace --------------------------------------------------------------------------------------------------------
 
 
 def _norms(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,7 @@ def test_a_workspace_rule_is_what_the_kernel_allocates(loss: Any) -> None:
         return state, {"loss": value, "grads": grads}
 
     region = capture.capture(step, params, x).regions[0]
-    paths, leaves, _ = fzero.tree.flatten(params)
+    _, leaves, _ = fzero.tree.flatten(params)
     values: dict[fx.Node, Any] = dict(zip(segments.placeholders(region.gm.graph), [*leaves, x], strict=True))
     seen = set()
     for node in region.gm.graph.nodes:

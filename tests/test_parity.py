@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from helpers import relative, run, run_reference
+from models import MODELS
 from torch import Tensor
 
 import fzero
 from fzero import tree
-from helpers import relative, run, run_reference
-from models import MODELS
 
 STEPS = 20
 TOLERANCE = 1e-5

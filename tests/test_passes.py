@@ -6,10 +6,10 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
+import cases
 import pytest
 import torch
 
-import cases
 import fzero
 from fzero.passes import PASSES, Options, optimise
 from fzero.passes.prefetch import gathered_bytes

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import cases
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import cases
 import fzero
 from fzero.passes import Options, optimise
 from fzero.program import ALIGN, DTYPES, Bucket, Buffer, Op, Program, Ref, Slot, live_bytes
@@ -60,8 +60,10 @@ def programs(draw: st.DrawFn) -> Program:
     refs = [Ref(buffer.name), Ref(buffer.name, 0, 6, (2, 3)), Ref(buffer.name, 1, 2, ()), Ref(buffer.name, 0, 9)]
     refs.append(Ref(buffer.name, 0, 9, None, True))
     attrs = draw(st.dictionaries(st.sampled_from(["mode", "flat", "peer"]), st.integers(-9, 9) | st.just("all")))
-    op = Op(draw(st.sampled_from(["run", "wait"])), tuple(draw(st.lists(st.sampled_from(refs)))), (refs[1],),
-            draw(st.none() | st.just("dp")), tuple(sorted(attrs.items())), draw(st.just("") | words.map(str.split).map(" ".join)))  # fmt: skip
+    why = draw(st.just("") | words.map(str.split).map(" ".join))
+    reads = tuple(draw(st.lists(st.sampled_from(refs))))
+    axis = draw(st.none() | st.just("dp"))
+    op = Op(draw(st.sampled_from(["run", "wait"])), reads, (refs[1],), axis, tuple(sorted(attrs.items())), why)
     return Program((("dp", 2),), {bucket.name: bucket}, {buffer.name: buffer}, (op,), {draw(words): buffer.name})
 
 

@@ -53,7 +53,6 @@ class _Piece:
     fresh: list[fx.Node]
     dests: list[fx.Node]  # placeholders of the region that are written
     why: str
-    phase: str
 
 
 def _instantiated(
@@ -209,9 +208,9 @@ def _pieces(
         results = [*(segments.operand(c, 1) for c in ends), *fresh]
         piece = segments.extract(group, inputs, results, [segments.operand(c) for c in ends])
         segments.merge_equal(piece)
-        backward = sum(n.meta.get("phase") == "backward" for n in group) * 2 > len(group)
+        phases = {n.meta.get("phase") or "forward" for n in group if not made_anew(n)}
+        phase = " and ".join(sorted(phases, reverse=True))
         line = next((n.meta["source"] for n in group if n.meta.get("source") and not n.meta.get("phase")), "")
-        phase = "backward" if backward else "forward"
-        why = " ".join(filter(None, [phase, *sorted(units[i]), f"({line})" if line and not backward else ""]))
-        pieces.append(_Piece(piece, inputs, fresh, [segments.operand(c) for c in ends], why, phase))
+        why = " ".join(filter(None, [phase, *sorted(units[i]), f"({line})" if line else ""]))
+        pieces.append(_Piece(piece, inputs, fresh, [segments.operand(c) for c in ends], why))
     return pieces

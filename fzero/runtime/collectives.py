@@ -3,8 +3,8 @@
 p2p (gloo). Every transfer is built from `isend` and `irecv`. All-gather: each rank sends its slice to every other,
 straight into place. Reduction: each rank sends slice r to rank r, which adds the slices of ranks 0..N-1 in that order
 and divides once; "all" then gathers the slices. gloo's own reductions do not add in rank order, and cutting a buffer in
-two changes their bits; here no world, bucket size or order of issue does, and it is faster. (N-1)/N of the buffer travels
-per rank and direction. `mode=exchange`, for scalars, sends everything to everyone.
+two changes their bits; here no world, bucket size or order of issue does, and it is faster. (N-1)/N of the buffer
+travels per rank and direction. `mode=exchange`, for scalars, sends everything to everyone.
 
 nccl (CUDA). The library's collectives; bits are equal for the same algorithm and layout, no more.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
+import cases
 import torch
 import torch.nn.functional as F
 
-import cases
 import fzero
 from fzero.plan.measured import measured_peak
 

@@ -1,0 +1,593 @@
+"""Bad input gets a clear error and changes nothing: the state is the same bit for bit, and the next good step works.
+
+On several ranks every rank must raise, within 30 seconds and without a hang, whatever one of them got wrong. Those
+cases run one after another in one real gloo world of 2 and one of 3 (`ranks`); a case that hung would fail all of them.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import Outcome, gloo
+from torch import Tensor
+
+import fzero
+from fzero import CaptureError, DisagreementError, DonatedError, FzeroError, SpecError, TreeError
+from fzero.runtime import handlers
+from fzero.state import State
+
+SGD = fzero.optim.sgd(0.1, momentum=0.9)
+
+
+def params(scale: float = 1.0) -> dict[str, Any]:
+    return {"blocks": [{"w": scale * torch.arange(6.0).reshape(3, 2)}, {"w": torch.ones(2)}], "v": torch.ones(3)}
+
+
+def loss(p: Any, b: Any) -> Tensor:
+    return (((b["x"] * p["v"]) @ p["blocks"][0]["w"] * p["blocks"][1]["w"]).sum(1) - b["y"]).pow(2).mean()
+
+
+def batch(rows: int = 4, rank: int = 0) -> dict[str, Tensor]:
+    return {"x": torch.arange(3.0 * rows).reshape(rows, 3) / 10 + rank, "y": torch.ones(rows)}
+
+
+def spec(**options: Any) -> fzero.Spec:
+    return fzero.Spec(**{"loss": loss, "optimizer": SGD, **options})
+
+
+def whole(state: State) -> dict[str, Tensor]:
+    paths, leaves, _ = fzero.tree.flatten(fzero.unshard(state.tree))
+    return dict(zip(paths, leaves, strict=True))
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[path], b[path]) for path in a)
+
+
+def said(error: type[Exception], fn: Callable[[], Any], *parts: str) -> str:
+    with pytest.raises(error) as caught:
+        fn()
+    assert type(caught.value) is error
+    message = str(caught.value)
+    for part in parts:
+        assert part in message, f"{part!r} is missing in: {message}"
+    return message
+
+
+@contextmanager
+def changes_nothing(**options: Any) -> Iterator[State]:
+    """A state whose block is to fail in it; then the state is untouched and steps as one that saw no error."""
+    state, twin = (fzero.step(fzero.init(params(), spec(**options)), batch()) for _ in range(2))
+    before, programs = whole(state), len(state.runtime.programs)
+    yield state
+    assert equal(whole(state), before)
+    assert state.step == 1
+    assert len(state.runtime.programs) == programs, "nothing is left of what was refused"
+    state, twin = fzero.step(state, batch(2)), fzero.step(twin, batch(2))
+    assert state.step == 2
+    assert torch.equal(state.metrics["loss"], twin.metrics["loss"])
+    assert equal(whole(state), whole(twin))
+
+
+# --- Spec -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("zeroo", "Did you mean 'zero'?"),
+        ("micro_batches", "Did you mean 'microbatches'?"),
+        ("optimiser", "Did you mean 'optimizer'?"),
+        ("clipnorm", "Did you mean 'clip_norm'?"),
+        ("bucket_byte", "Did you mean 'bucket_bytes'?"),
+        ("learning", "Spec has no field 'learning'"),
+    ],
+)
+def test_an_unknown_field_is_refused_with_a_suggestion(name: str, hint: str) -> None:
+    said(SpecError, lambda: spec(**{name: 1}), f"Spec has no field {name!r}", hint)
+
+
+BAD_VALUES: list[tuple[str, Any, str]] = [
+    *(
+        ("zero", value, "a stage 0, 1, 2 or 3, or path rules")
+        for value in (4, -1, "3", True, 2.0, None, [3], {"**": 5})
+    ),
+    ("zero", {}, "at least one rule, as in {'**': 3}"),
+    ("zero", {1: 3}, "path rules that are text"),
+    *(("mesh", value, "axis sizes, as in {'dp': 2}") for value in ({}, 2, ("dp", 2), "dp")),
+    *(("mesh", {"dp": value}, "mesh['dp']") for value in (0, -1, 2.0, "2", True)),
+    *(("microbatches", value, "a positive int") for value in (0, -1, 2.0, "2", True, None)),
+    ("reduce", "eech", "Did you mean 'each'?"),
+    ("reduce", "End", "Did you mean 'end'?"),
+    ("reduce", 1, "[None, 'each', 'end']"),
+    *(("clip_norm", value, "a number > 0") for value in (0, -1.0, float("nan"), "1", True)),
+    *(("bucket_bytes", value, "a positive int") for value in (0, -1, 1e6, "32MB", True)),
+    *(("prefetch", value, "0 or a positive int") for value in (-1, 1.5, True, None)),
+    *(("gather_bytes", value, "a positive int") for value in (0, -5, 1.0)),
+    *(("overlap", value, "True or False") for value in (1, None, "yes")),
+    *(("allow_unused", value, "True or False") for value in (0, None, "no")),
+    *(("device", value, "a device's name") for value in ("cudda", 3, "cuda:x")),
+    *(("loss", value, "a function (params, batch) -> loss") for value in (3, "mse")),
+    *(("optimizer", value, "one of fzero.optim") for value in ("adam", 3e-4, torch.optim.AdamW)),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "needed"), BAD_VALUES, ids=lambda x: str(x)[:24])
+def test_a_bad_value_of_a_field_is_refused(name: str, value: Any, needed: str) -> None:
+    shown = value["dp"] if name == "mesh" and isinstance(value, dict) and value else value
+    shown = 5 if value == {"**": 5} else shown
+    said(SpecError, lambda: spec(**{name: value}), f"Spec({name}", repr(shown), "needed", needed)
+
+
+@pytest.mark.parametrize("value", [3, None, [], [3], "", [""]])
+def test_bad_params_rules_are_refused(value: Any) -> None:
+    said(
+        SpecError, lambda: fzero.Spec(step=lambda s, b: (s, {}), params=value), f"Spec(params={value!r})", "path rules"
+    )
+
+
+def test_an_unknown_mesh_axis_is_refused_with_a_suggestion() -> None:
+    said(SpecError, lambda: spec(mesh={"dpp": 2}), "mesh has no axis 'dpp'", "['dp']", "Did you mean 'dp'?")
+    said(SpecError, lambda: spec(mesh={"tp": 2}), "mesh has no axis 'tp'")
+
+
+def test_loss_and_step_exclude_each_other() -> None:
+    step = lambda s, b: (s, {})  # noqa: E731
+    said(SpecError, lambda: fzero.Spec(), "Spec needs loss=", "or step=")
+    said(SpecError, lambda: fzero.Spec(loss=loss), "Spec needs optimizer=")
+    said(SpecError, lambda: fzero.Spec(optimizer=SGD), "Spec needs loss=")
+    said(SpecError, lambda: fzero.Spec(step=3), "Spec(step=3)", "(state, batch) -> (state, metrics)")
+    for name, value in (("loss", loss), ("optimizer", SGD), ("clip_norm", 1.0)):
+        said(
+            SpecError, lambda n=name, v=value: fzero.Spec(step=step, **{n: v}), f"leave out {name}=", "leave out step="
+        )
+    said(SpecError, lambda: spec(params="model/**"), "Spec(params='model/**')", "step=")
+
+
+# --- init and lower ---------------------------------------------------------------------------------------------------
+
+
+def test_a_mesh_that_does_not_match_the_world_is_refused() -> None:
+    said(SpecError, lambda: fzero.init(params(), spec(mesh={"dp": 2})), "mesh={'dp': 2} needs 2 ranks, there are 1")
+    said(SpecError, lambda: fzero.lower(spec(mesh={"dp": 2}), params(), batch(), world_size=4), "there are 4")
+    for size in (0, -1, 2.0, "2", True):
+        said(SpecError, lambda s=size: fzero.lower(spec(), params(), batch(), world_size=s), f"world_size={size!r}")
+    assert fzero.lower(spec(mesh={"dp": 2}), params(), batch()).plan.world_size == 2
+
+
+def test_zero_rules_that_match_nothing_or_leave_a_leaf_out_are_refused() -> None:
+    rules = {"block/**": 3, "**": 1}
+    said(
+        SpecError,
+        lambda: fzero.init(params(), spec(zero=rules)),
+        "'block/**' matches no leaf",
+        "Did you mean 'blocks/**'?",
+    )
+    said(
+        SpecError,
+        lambda: fzero.lower(spec(zero={"nothing": 3, "**": 1}), params(), batch()),
+        "'nothing' matches no leaf",
+    )
+    said(SpecError, lambda: fzero.init(params(), spec(zero={"blocks/**": 3})), "no rule for '", "'**': 1")
+    fzero.init(params(), spec(zero={"blocks/**": 3, "**": 1}))
+
+
+def test_params_rules_that_match_nothing_are_refused() -> None:
+    one = fzero.Spec(step=lambda s, b: (s, {}), params="modle/**", zero=1)
+    said(SpecError, lambda: fzero.init({"model": params()}, one), "'modle/**' matches no leaf", "Did you mean 'model/")
+
+
+@pytest.mark.parametrize(
+    ("bad", "parts"),
+    [
+        (torch.nn.Linear(2, 2), ("params is a module", "dict(module.named_parameters())")),
+        ({}, ("params has no leaves",)),
+        (None, ("params has no leaves",)),
+        ({"a": [None]}, ("params has no leaves",)),
+        (lambda key: {}, ("params has no leaves",)),
+        ({"v": "text"}, ("params/v is 'text'", "must be a tensor")),
+        ("text", ("params is 'text'",)),
+        ({"v": [torch.ones(2), True]}, ("params/v/1 is True",)),
+        ({"v": torch.ones(2, dtype=torch.int64)}, ("params/v is torch.int64", "floating-point")),
+        ({"v": torch.ones(2).to_sparse()}, ("params['v']", "torch.sparse_coo", "dense")),
+        ({"v": torch.ones(2, device="meta")}, ("meta device", "fzero.lower")),
+        ({"v": torch.ones(2), "w": torch.ones(2, device="meta")}, ("several devices", "cpu", "meta")),
+        (iter([torch.ones(2)]), ("params is of type list_iterator",)),
+    ],
+    ids=lambda x: str(x)[:24],
+)
+def test_params_that_cannot_be_a_state_are_refused(bad: Any, parts: tuple[str, ...]) -> None:
+    said(TreeError, lambda: fzero.init(bad, spec()), *parts)
+
+
+def test_leaves_of_a_step_state_that_no_buffer_holds_are_refused() -> None:
+    one = fzero.Spec(step=lambda s, b: (s, {}))
+    for value in (torch.ones(2).to_sparse(), torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)):
+        said(TreeError, lambda v=value: fzero.init({"v": v}, one), "params['v'] is a tensor of", "Convert it first")
+
+
+def test_states_are_no_params() -> None:
+    state = fzero.init(params(), spec())
+    said(TreeError, lambda: fzero.init(state, spec()), "of type State")
+    said(TreeError, lambda: fzero.init(state.params, spec()), "of type ShardedTensor")
+
+
+def test_swapped_and_missing_arguments_are_explained() -> None:
+    said(
+        SpecError,
+        lambda: fzero.init(spec(), params()),
+        "fzero.init needed a Spec, got dict: call fzero.init(params, spec)",
+    )
+    said(SpecError, lambda: fzero.init(params(), fzero.Spec), "needed a Spec, got type")
+    said(SpecError, lambda: fzero.lower(params(), spec(), batch()), "fzero.lower needed a Spec, got dict")
+
+
+def test_keys_of_init_are_checked() -> None:
+    def make(key: Tensor) -> Any:
+        return {"w": fzero.random.normal(key, 3)}
+
+    for key in (3, torch.Generator(), torch.ones(2)):
+        said(TreeError, lambda k=key: fzero.init(make, spec(), key=k), "fzero.init(key=", "fzero.random.key(0)")
+    said(TreeError, lambda: fzero.init(params(), spec(), key=fzero.random.key(0)), "key=", "these are tensors already")
+    said(CaptureError, lambda: fzero.init(lambda key: {"w": torch.randn(3)}, spec()), "ambient", "test_errors.py:")
+    a, b = (whole(fzero.init(make, spec(), key=fzero.random.key(seed))) for seed in (1, 2))
+    assert not torch.equal(a["params/w"], b["params/w"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    said(SpecError, lambda: fzero.init(params(), spec(device="cuda")), "device='cuda'", "no CUDA device")
+
+
+def test_init_twice_makes_two_states() -> None:
+    given = params()
+    one, two = fzero.init(given, spec()), fzero.init(given, spec())
+    before = whole(two)
+    fzero.step(one, batch())
+    assert equal(whole(two), before)
+    assert torch.equal(given["v"], torch.ones(3)), "params were copied"
+
+
+# --- the batch --------------------------------------------------------------------------------------------------------
+
+
+def with_y(value: Any) -> dict[str, Any]:
+    return {**batch(), "y": value}
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "parts"),
+    [
+        (with_y(torch.ones(4, device="meta")), TreeError, ("batch['y'] is on meta, the state on cpu",)),
+        (with_y(torch.ones(4, requires_grad=True)), TreeError, ("batch['y'] requires grad", "detach() it")),
+        (with_y(torch.nn.Parameter(torch.ones(4))), TreeError, ("batch['y'] requires grad",)),
+        (with_y(torch.ones(4).to_sparse()), TreeError, ("batch['y']", "torch.sparse_coo", "dense")),
+        (with_y({1, 2}), TreeError, ("batch['y'] is set: needed a tensor or a hashable value",)),
+        (with_y([[1.0, bytearray()]]), TreeError, ("batch['y/0/1'] is bytearray",)),
+        (with_y(torch.ones(4).numpy()), TreeError, ("batch['y'] is ndarray: needed a tensor",)),
+        (with_y(object()), TreeError, ("batch['y'] is a object", "Pass a dict")),
+        ({"x": batch()["x"]}, KeyError, ("y",)),
+        ({**batch(), "x": torch.ones(4, 2)}, RuntimeError, ("2", "3")),
+        (
+            {**batch(), "x": torch.ones(4, 3, dtype=torch.float64)},
+            CaptureError,
+            ("f64[4, 3] and f32[3, 2]", "test_errors.py:"),
+        ),
+        (None, TypeError, ("subscriptable",)),
+        ([batch()["x"]], TypeError, ("indices",)),
+    ],
+    ids=lambda x: str(x)[:30].replace("\n", " "),
+)
+def test_a_bad_batch_is_refused_and_changes_nothing(bad: Any, error: type[Exception], parts: tuple[str, ...]) -> None:
+    with changes_nothing() as state:
+        said(error, lambda: fzero.step(state, bad), *parts)
+
+
+def test_a_leaf_of_the_state_is_no_batch() -> None:
+    with changes_nothing() as state:
+        said(TreeError, lambda: fzero.step(state, {**batch(), "y": state.params["v"]}), "batch['y'] is ShardedTensor")
+
+
+def test_a_batch_that_microbatches_do_not_divide_is_refused() -> None:
+    with changes_nothing(microbatches=2) as state:
+        parts = ("batch['x'] is f32[3, 3]: dim 0 must be divisible by microbatches=2",)
+        said(CaptureError, lambda: fzero.step(state, batch(3)), *parts)
+
+
+def test_a_program_that_the_verifier_refuses_stays_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(program: Any) -> None:
+        raise fzero.VerifyError("op 3 of pass free: broken")
+
+    with changes_nothing() as state, monkeypatch.context() as patch:
+        patch.setattr("fzero.session.verify", refuse)
+        for _ in range(2):
+            said(fzero.VerifyError, lambda: fzero.step(state, batch(2)), "op 3")
+
+
+def test_step_needs_a_state() -> None:
+    state = fzero.init(params(), spec())
+    for value in (params(), state.tree, state.params, None):
+        said(TreeError, lambda v=value: fzero.step(v, batch()), "fzero.step needs the State", type(value).__name__)
+
+
+# --- use of a donated state -------------------------------------------------------------------------------------------
+
+
+def test_a_donated_state_is_refused_everywhere_and_the_leaf_is_named() -> None:
+    old = fzero.init(params(), spec())
+    leaf = old.params["blocks"][0]["w"]
+    new = fzero.step(old, batch())
+    before = whole(new)
+    parts = ("state['params/blocks/0/w']", "was donated to fzero.step at step 1", "state = fzero.step(state, batch)")
+    said(DonatedError, lambda: leaf.local, *parts)
+    said(DonatedError, lambda: leaf.full(), *parts)
+    said(DonatedError, lambda: leaf.to_dtensor(), *parts)
+    said(DonatedError, lambda: fzero.unshard({"mine": leaf}), *parts)
+    said(DonatedError, lambda: fzero.unshard(old.params), "state['params/", *parts[1:])
+    said(DonatedError, lambda: fzero.step(old, batch()), "this state (state['", "more leaves", *parts[1:])
+    assert (tuple(leaf.shape), leaf.dtype, old.step) == ((3, 2), torch.float32, 0), "what it is can still be asked"
+    assert equal(whole(new), before)
+    fzero.step(new, batch())
+    said(DonatedError, lambda: new.params["v"].full(), "state['params/v']", "at step 2")
+
+
+def test_unshard_takes_leaves_of_one_state() -> None:
+    one, two = fzero.init(params(), spec()), fzero.init(params(), spec())
+    said(FzeroError, lambda: fzero.unshard(one), "state.tree or state.params, not a State")
+    said(FzeroError, lambda: fzero.unshard([one.params, two.params]), "2 different states: call it once for each")
+    assert fzero.unshard({"a": 3, "b": torch.ones(2)})["a"] == 3
+
+
+def test_what_a_state_does_not_have() -> None:
+    state = fzero.init({"p": params()}, fzero.Spec(step=lambda s, b: (s, {})))
+    said(AttributeError, lambda: state.params, "this state has no 'params'", "state.tree")
+    said(FzeroError, lambda: state.tree["p"]["v"].to_dtensor(), "use full()")
+
+
+# --- failures inside a step -------------------------------------------------------------------------------------------
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, kind: str, *, before: bool) -> None:
+    """The first op of a kind raises, before it does its work or after."""
+    real = handlers.HANDLERS[kind]
+
+    def broken(rank: Any, one: Any) -> None:
+        if not before:
+            real(rank, one)
+        raise MemoryError("no memory left")
+
+    monkeypatch.setitem(handlers.HANDLERS, kind, broken)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_failure_before_the_first_write_leaves_the_state_usable(monkeypatch: pytest.MonkeyPatch, zero: int) -> None:
+    with changes_nothing(zero=zero) as state, monkeypatch.context() as patch:
+        failing(patch, "run", before=True)
+        said(MemoryError, lambda: fzero.step(state, batch()), "no memory left")
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_failure_after_the_first_write_marks_the_state_unusable(monkeypatch: pytest.MonkeyPatch, zero: int) -> None:
+    state = fzero.step(fzero.init(params(), spec(zero=zero)), batch())
+    other = fzero.init(params(), spec(zero=zero))
+    with monkeypatch.context() as patch:
+        failing(patch, "update", before=False)
+        said(MemoryError, lambda: fzero.step(state, batch()), "no memory left")
+    parts = (
+        "is unusable: step 2 failed after it began to write (MemoryError: no memory left)",
+        "Start again from fzero.init or the last checkpoint",
+    )
+    said(DonatedError, lambda: fzero.step(state, batch()), *parts)
+    said(DonatedError, lambda: state.params["v"].local, "state['params/v']", *parts)
+    said(DonatedError, lambda: state.params["v"].full(), "state['params/v']", *parts)
+    said(DonatedError, lambda: fzero.unshard(state.opt_state), "state['opt_state/", *parts)
+    fzero.step(other, batch())
+
+
+def test_an_interrupt_after_the_first_write_marks_the_state_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(rank: Any, one: Any) -> None:
+        rank.wrote_state = True
+        raise KeyboardInterrupt
+
+    state = fzero.init(params(), spec())
+    with monkeypatch.context() as patch:
+        patch.setitem(handlers.HANDLERS, "update", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fzero.step(state, batch())
+    said(DonatedError, lambda: fzero.step(state, batch()), "is unusable", "KeyboardInterrupt")
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+class Try(NamedTuple):
+    """What a call did on one rank."""
+
+    error: str
+    message: str
+    seconds: float
+
+
+class Case(NamedTuple):
+    """What a case left on one rank: the wrong call, and whether the state was untouched and stepped well after it."""
+
+    tried: Try
+    untouched: bool = True
+    steps_on: bool = True
+
+
+def attempt(fn: Callable[[], Any]) -> Try:
+    start = time.monotonic()
+    try:
+        fn()
+        return Try("", "", time.monotonic() - start)
+    except Exception as error:
+        return Try(type(error).__name__, str(error), time.monotonic() - start)
+
+
+broken = {"loss": False}  # on this rank
+
+
+def fragile_loss(p: Any, b: Any) -> Tensor:
+    if broken["loss"]:
+        raise ValueError("only here")
+    return loss(p, b)
+
+
+def scaled_loss(factor: float) -> Callable[[Any, Any], Tensor]:
+    return lambda p, b: loss(p, b) * factor
+
+
+def adding_step(mask: Tensor) -> Callable[[Any, Any], Any]:
+    def step(s: Any, b: Any) -> Any:
+        value, grads = fzero.value_and_grad(lambda p, b: loss(p, b) * (1 + 0 * mask.sum()))(s["params"], b)
+        return {"params": fzero.tree.map(lambda p, g: p - g + mask.sum(), s["params"], grads)}, {"loss": value}
+
+    return step
+
+
+def masked_loss(mask: Tensor) -> Callable[[Any, Any], Tensor]:
+    return lambda p, b: loss(p, {**b, "x": b["x"] * mask})
+
+
+DTYPES = (torch.int64, torch.int32, torch.bool)
+Wrong = Callable[[State, int], Any]
+INITS: dict[str, Callable[[int], Any]] = {
+    "specs: zero": lambda r: fzero.init(params(), spec(zero=3 if r else 1)),
+    "specs: microbatches": lambda r: fzero.init(params(), spec(microbatches=1 + r)),
+    "specs: bucket_bytes": lambda r: fzero.init(params(), spec(bucket_bytes=16 if r else 1 << 20)),
+    "specs: form": lambda r: fzero.init(params(), spec() if r else spec(optimizer=fzero.optim.adam(0.1))),
+    "mesh": lambda r: fzero.init(params(), spec(mesh={"dp": 7})),
+    "params: shapes": lambda r: fzero.init({"v": torch.ones(3 + r)}, spec()),
+    "params: paths": lambda r: fzero.init({f"v{r}": torch.ones(3)}, spec()),
+    "params: dtypes": lambda r: fzero.init({"v": torch.ones(3, dtype=torch.float64 if r else torch.float32)}, spec()),
+    "params: values": lambda r: fzero.init(params(scale=1.0 + r), spec()),
+    "params: keys": lambda r: fzero.init(lambda k: {"w": fzero.random.normal(k, 9)}, spec(), key=fzero.random.key(r)),
+    "params: one is bad": lambda r: fzero.init({"v": "text"} if r == 1 else params(), spec()),
+    "params: one raises": lambda r: fzero.init((lambda k: 1 // (r - 1)) if r == 1 else params(), spec()),
+}
+STEPS: dict[str, tuple[dict[str, Any], Wrong]] = {
+    "batch: shapes": ({}, lambda s, r: fzero.step(s, batch(4 + r))),
+    "batch: dtypes": ({}, lambda s, r: fzero.step(s, {**batch(), "n": torch.ones(2).to(DTYPES[r])})),
+    "batch: structure": ({}, lambda s, r: fzero.step(s, {**batch(), **({"n": torch.ones(2)} if r else {})})),
+    "batch: static values": ({}, lambda s, r: fzero.step(s, {**batch(), "n": r})),
+    "batch: one on meta": ({}, lambda s, r: fzero.step(s, with_y(torch.ones(4, device=["cpu", "meta", "cpu"][r])))),
+    "batch: one unhashable": ({}, lambda s, r: fzero.step(s, {**batch(), "n": {1} if r == 1 else 1})),
+    "batch: one does not divide": ({"microbatches": 2}, lambda s, r: fzero.step(s, batch(3 if r == 1 else 4))),
+    "one retraces": ({}, lambda s, r: fzero.step(s, batch(6 if r == 0 else 4))),
+    "the last retraces": ({}, lambda s, r: fzero.step(s, batch(6 if r == dist.get_world_size() - 1 else 4))),
+    "full on one rank": ({}, lambda s, r: s.params["v"].full() if r == 0 else fzero.step(s, batch())),
+    "unshard of other leaves": ({}, lambda s, r: fzero.unshard(s.params if r else s.opt_state)),
+    "no state on one rank": ({}, lambda s, r: fzero.init({}, spec()) if r == 1 else fzero.step(s, batch())),
+}  # fmt: skip
+
+
+def own_part(state: State) -> list[Tensor]:
+    return [tensor.clone() for tensor in state.runtime.memory.values()]
+
+
+def guarded(state: State, wrong: Callable[[State], Any]) -> Case:
+    """Steps twice, does what is wrong, and steps once more beside a twin that did nothing wrong."""
+    rank = state.runtime.rank
+    twin = fzero.init(params(), state.runtime.spec)
+    for _ in range(2):
+        state, twin = fzero.step(state, batch(rank=rank)), fzero.step(twin, batch(rank=rank))
+    before = own_part(state)
+    tried = attempt(lambda: wrong(state))
+    untouched = all(torch.equal(a, b) for a, b in zip(own_part(state), before, strict=True))
+    state, twin = fzero.step(state, batch(rank=rank)), fzero.step(twin, batch(rank=rank))
+    return Case(tried, untouched, equal(whole(state), whole(twin)) and state.step == 3)
+
+
+def cases() -> dict[str, Case]:
+    """Every case on this rank."""
+    torch.manual_seed(0)
+    fzero.init(params(), spec())
+    rank = dist.get_rank()
+    found = {name: Case(attempt(lambda make=make: make(rank))) for name, make in INITS.items()}
+    for name, (options, wrong) in STEPS.items():
+        state = fzero.init(params(), spec(**options))
+        found[name] = guarded(state, lambda s, wrong=wrong: wrong(s, rank))
+
+    def raises(state: State) -> State:
+        broken["loss"] = rank == 1
+        try:
+            return fzero.step(state, batch(5))
+        finally:
+            broken["loss"] = False
+
+    found["loss raises on one rank"] = guarded(fzero.init(params(), spec(loss=fragile_loss)), raises)
+    old = fzero.init(params(), spec())
+    new = fzero.step(old, batch(rank=rank))
+    found["donated on one rank"] = Case(attempt(lambda: fzero.step(old if rank == 1 else new, batch())))
+    found["donated full on one rank"] = Case(attempt(lambda: (old if rank == 1 else new).params["v"].full()))
+    new = fzero.step(new, batch(rank=rank))
+    assert new.step == 2
+    state = fzero.init(params(), spec(loss=scaled_loss(1.0 + rank)))
+    found["losses differ"] = Case(attempt(lambda: fzero.step(state, batch())))
+    mask = torch.full((3,), 1.0 + rank)
+    state = fzero.init({"params": params()}, fzero.Spec(step=adding_step(mask)))
+    found["constants of the update differ"] = Case(attempt(lambda: fzero.step(state, batch())))
+    state = fzero.init(params(), spec(loss=masked_loss(mask)))
+    found["constants of the loss differ"] = Case(attempt(lambda: fzero.step(state, batch())))
+    state = fzero.init(params(), spec())
+    found["another state"] = guarded(state, lambda s: fzero.step(fzero.init(params(2.0), spec()), batch(rank=rank)))
+    return found
+
+
+OWN = {  # what the rank that is wrong raises itself; the others report it
+    "mesh": (SpecError, None, "needs 7 ranks, there are"),
+    "params: one is bad": (TreeError, 1, "params/v is 'text'"),
+    "params: one raises": (ZeroDivisionError, 1, "division"),
+    "batch: one on meta": (TreeError, 1, "batch['y'] is on meta"),
+    "batch: one unhashable": (TreeError, 1, "batch['n'] is set"),
+    "batch: one does not divide": (CaptureError, 1, "divisible by microbatches=2"),
+    "no state on one rank": (TreeError, 1, "params has no leaves"),
+    "loss raises on one rank": (ValueError, 1, "only here"),
+    "donated on one rank": (DonatedError, 1, "was donated to fzero.step at step 1"),
+    "donated full on one rank": (DonatedError, 1, "state['params/v'] was donated"),
+}
+FINE = ("constants of the loss differ", "another state")
+NAMES = [
+    *INITS, *STEPS, "loss raises on one rank", "donated on one rank", "donated full on one rank", "losses differ",
+    "constants of the update differ", *FINE,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> list[Outcome]:
+    return gloo(request.param, cases, timeout=100)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_rank_raises_and_goes_on(ranks: list[Outcome], name: str) -> None:
+    for rank, outcome in enumerate(ranks):
+        assert outcome.error is None, f"rank {rank} did not survive the cases: {outcome.error}"
+        tried, untouched, steps_on = outcome.value[name]
+        assert tried.seconds < 30
+        assert untouched, f"rank {rank} changed its state"
+        assert steps_on, f"rank {rank} steps on differently"
+        if name in FINE:
+            assert tried.error == "", tried.message
+        elif name in OWN and OWN[name][1] in (None, rank):
+            assert tried.error == OWN[name][0].__name__, tried
+            assert OWN[name][2] in tried.message
+        else:
+            assert tried.error == DisagreementError.__name__, tried
+            if name in OWN:
+                assert "rank 1 failed before" in tried.message
+                assert f"{OWN[name][0].__name__}: " in tried.message
+                assert OWN[name][2] in tried.message
+            else:
+                assert all(f"rank {r}: " in tried.message for r in range(len(ranks)))
+
+
+def test_calls_that_do_not_match_are_both_named(ranks: list[Outcome]) -> None:
+    for outcome in ranks:
+        message = outcome.value["full on one rank"].tried.message
+        assert "rank 0: the whole of 'params/v'" in message
+        assert "rank 1: step 3" in message
