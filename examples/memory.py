@@ -1,24 +1,15 @@
 """Where every byte lives: what the plan says before the run, and what the allocator says after it.
 
 Measured is what can be measured. State and batch are the bytes of the tensors that a rank holds, padding included.
-What a step allocates beside them is the allocator's peak above its start: from `torch.profiler`'s memory events on the
-CPU, from the CUDA allocator's own peak on a GPU. Neither knows a gradient from an activation, so the table gives their
-sum, not a split of it.
+What a step allocates beside them is the allocator's peak above its start (`fzero.plan.measured`), which does not know a
+gradient from an activation, so the table gives their sum, not a split of it.
 """
 
-import json
-import os
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
 
-import torch
 from rich.table import Table
 from torch import Tensor
-
-T = TypeVar("T")
 
 STEP = "made and freed by the step"
 
@@ -41,34 +32,6 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind `tensors`, each counted once however many views it has."""
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     return sum(storages.values())
-
-
-def measured_peak(fn: Callable[[], T], device: torch.device) -> tuple[T, int]:
-    """`fn()`, and the most bytes that were allocated at one time while it ran beyond those allocated before."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        start = torch.cuda.memory_allocated(device)
-        result = fn()
-        torch.cuda.synchronize(device)
-        return result, torch.cuda.max_memory_allocated(device) - start
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler writes two lines about itself to stderr
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = fn()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return result, _peak([event for event in events if event.get("name") == "[memory]"])
-
-
-def _peak(events: Sequence[Mapping[str, Any]]) -> int:
-    """The highest running sum of allocations and frees; a free of what was there before the profile is not reported."""
-    peak = level = 0
-    for event in sorted(events, key=lambda event: event["ts"]):
-        level += event["args"]["Bytes"]
-        peak = max(peak, level)
-    return peak
 
 
 def planned_table(memory: Mapping[str, int], peak: int) -> Table:

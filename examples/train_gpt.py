@@ -30,6 +30,7 @@ import fzero
 import memory
 import ranks
 import text
+from fzero.plan.measured import measured_peak
 from gpt import Batch, Params, generate, init_gpt, loss_fn, sizes
 
 EXAMPLES = """
@@ -245,7 +246,7 @@ def measure(
     batch = next(drawn(args, corpus, rank, device, args.seed + 1))
     params = memory.held_bytes(leaf.local for leaf in optree.tree_leaves(state.params))
     optimizer = memory.held_bytes(leaf.local for leaf in optree.tree_leaves(state.opt_state))
-    _, step = memory.measured_peak(lambda: fzero.step(state, batch), device)
+    _, step = measured_peak(lambda: fzero.step(state, batch), device)
     mine = memory.Measured(params, optimizer, memory.held_bytes(batch.values()), step)
     everyone = [mine] * args.world
     if args.world > 1:

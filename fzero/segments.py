@@ -33,6 +33,20 @@ _POINTWISE = {
     aten.ones_like.default,
     aten.full_like.default,
     aten.empty_like.default,
+    # forms that write into `out=` of ops that torch does tag
+    aten.clip.Tensor_out,
+    aten.elu.out,
+    aten.gelu.out,
+    aten.hardshrink.out,
+    aten.hardsigmoid.out,
+    aten.hardtanh.out,
+    aten.leaky_relu.out,
+    aten.mish.out,
+    aten.softplus.out,
+    aten.softshrink.out,
+    aten.threshold.out,
+    aten.true_divide.out,
+    aten.where.self_out,
 }
 
 

@@ -15,6 +15,7 @@ import fzero
 import memory
 import ranks
 import text
+from fzero.plan.measured import measured_peak
 
 TRAIN_GPT = Path(__file__).parent.parent / "examples" / "train_gpt.py"
 STEPS = 12
@@ -109,7 +110,7 @@ def test_measured_peak_is_the_allocators() -> None:
         second, third = torch.empty(mb, dtype=torch.uint8), torch.empty(4 * mb, dtype=torch.uint8)
         return second.numel() + third.numel()
 
-    assert memory.measured_peak(fn, torch.device("cpu")) == (5 * mb, 5 * mb)
+    assert measured_peak(fn) == (5 * mb, 5 * mb)
 
 
 def test_held_bytes_counts_a_storage_once() -> None:

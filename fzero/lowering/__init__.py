@@ -79,6 +79,8 @@ class _Builder(Emitter):
                 if _is_comm(node) and levels[node] == level + 1:
                     self._comm(node)
         self._updates()
+        changed = [self.plan.leaves[i] for i in self.new_leaf.values()]
+        self.trainable &= {f"{self.buffers[x.buffer].bucket}:{x.slot}" for x in changed}  # a step may leave some alone
         for name, node in zip(self.graph.metric_names, results[num:], strict=True):
             ref = self.where[node]
             self.metrics[name] = ref.name
