@@ -21,6 +21,7 @@ from fzero.state import Life, State
 from fzero.verify import verify
 
 
+@torch.inference_mode(False)
 def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
     """The first state: `params` (a pytree of tensors, or a function of a key that makes one) placed as `spec` says.
 
@@ -60,6 +61,7 @@ def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
     return State(runtime.sharded(life), 0, {}, runtime, life)
 
 
+@torch.inference_mode(False)
 def step(state: State, batch: Any) -> State:
     """One step. Donates `state`: its memory becomes the result's, and its leaves cannot be read any more.
 
@@ -100,6 +102,7 @@ def step(state: State, batch: Any) -> State:
     return State(runtime.sharded(life), state.step + 1, metrics, runtime, life)
 
 
+@torch.inference_mode(False)
 def lower(spec: Spec, params_like: Any, batch_like: Any, *, world_size: int | None = None) -> Lowered:
     """The step's program for a world of any size, ahead of time: no device, no process group, no full tensor.
 

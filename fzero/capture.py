@@ -37,6 +37,7 @@ from fzero._torch_compat import (
     tracing_graph,
 )
 from fzero.errors import CaptureError, TreeError, at
+from fzero.plan.layout import buffer_name
 from fzero.program import DTYPE_NAMES
 
 aten = torch.ops.aten
@@ -127,6 +128,16 @@ def describe(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
+def check_names(what: str, paths: Sequence[str]) -> None:
+    """Refuses leaves that a program would have to call by one name."""
+    seen: dict[str, str] = {}
+    for path in paths:
+        name = buffer_name(path)
+        if name in seen:
+            raise TreeError(f"{at(what, seen[name])} and {at(what, path)} have one name in the program: rename a key")
+        seen[name] = path
+
+
 def check_leaf(name: str, value: torch.Tensor) -> None:
     """Refuses what no buffer can hold. (`value` may be fake.)"""
     if value.layout is not torch.strided or value.dtype not in DTYPE_NAMES or value.is_quantized:
@@ -167,6 +178,7 @@ def capture(
         result = step(tree.unflatten(state_spec, flat_inputs[: len(state_leaves)]), tree.unflatten(batch_spec, full))
         new_leaves = _check_result(result, state_paths, state_leaves, state_spec, per_rank)
         names, metrics, spec = tree.flatten(result[1])
+        check_names("metrics", names)
         for name, value in zip(names, metrics, strict=True):
             if not isinstance(value, torch.Tensor):
                 raise CaptureError(
@@ -232,7 +244,7 @@ def trace(
     """`fn(*inputs)` as a graph of aten ops without in-place work; `names` say what the inputs are in errors."""
 
     def watched(*xs: torch.Tensor) -> Any:
-        with _Watch(tracing, user_line):
+        with _Watch(tracing, user_line), torch.enable_grad():
             return fn(*xs)
 
     with _explained(), tracing.mode:

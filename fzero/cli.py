@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from fzero import mutate
+
 
 @dataclass(frozen=True)
 class Command:
@@ -39,6 +41,7 @@ def _version(_: argparse.Namespace) -> int:
 
 COMMANDS: dict[str, Command] = {
     "version": Command("print the versions of fzero and of what it stands on", _no_arguments, _version),
+    "mutate": Command("break programs at random and count what verify catches", mutate.add_arguments, mutate.command),
 }
 
 

@@ -36,6 +36,7 @@ class Recipe:
             paths, leaves, shown["spec"] = tree.flatten(fn(*xs))
             shown["per_rank"] = tuple(p for p, x in zip(paths, leaves, strict=True) if isinstance(x, capture.PerRank))
             shown["paths"] = paths
+            capture.check_names("state", paths)
             return [_as_tensor(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
 
         tracing = capture.Tracing(mode, (fn,))

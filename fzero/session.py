@@ -53,7 +53,7 @@ class Runtime:
 
     def compiled(self, batch: Any) -> Lowered:
         """The program for a batch of this structure, shapes, dtypes and static values."""
-        key = _batch_key(batch)
+        key = _batch_key(batch, self.device)
         if key not in self.programs:
             if self.last_key is not None:
                 log.warning("fzero: a new program is traced: %s", _difference(self.last_key, key))
@@ -118,7 +118,7 @@ def execute(state: State, lowered: Lowered, batch: Any) -> Any:
     memory.update(zip(names, lowered.graph.constants.values(), strict=True))
     rank = Rank(program, runtime.rank, runtime.comm, memory, device=runtime.device)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(runtime.device.type, enabled=False):  # the program holds its casts
             for _ in steps(rank):
                 pass
     except BaseException as error:
@@ -132,13 +132,14 @@ def execute(state: State, lowered: Lowered, batch: Any) -> Any:
     return tree.unflatten(lowered.graph.metrics_spec, found)
 
 
-def _batch_key(batch: Any) -> tuple[Any, ...]:
+def _batch_key(batch: Any, device: torch.device) -> tuple[Any, ...]:
     paths, leaves, spec = tree.flatten(batch)
     shown = [
         (path, capture.describe(leaf) if isinstance(leaf, torch.Tensor) else _static(at("batch", path), leaf))
         for path, leaf in zip(paths, leaves, strict=True)
     ]
-    return (tuple(shown), str(spec))
+    cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else "off"
+    return (tuple(shown), str(spec), f"autocast {cast}", f"default dtype {torch.get_default_dtype()}")
 
 
 def _static(name: str, leaf: Any) -> Any:
@@ -150,7 +151,8 @@ def _static(name: str, leaf: Any) -> Any:
     except TypeError:
         raise TreeError(f"{name} is {type(leaf).__name__}: needed a tensor or a hashable value") from None
     fixed = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.layout, torch.memory_format)
-    by_identity = type(leaf).__hash__ is object.__hash__ and not isinstance(leaf, fixed)
+    hashes: Any = type(leaf).__hash__
+    by_identity = hashes is object.__hash__ and not isinstance(leaf, fixed)
     if by_identity or any(isinstance(value, torch.Tensor) for value in getattr(leaf, "__dict__", {}).values()):
         raise TreeError(
             f"{name} is a {type(leaf).__name__}, whose contents would stay what they were at the first step. Pass a "
@@ -167,4 +169,5 @@ def _difference(old: Any, new: Any) -> str:
     changed = [f"{p} was {before[p]}, is {v}" for p, v in after.items() if p in before and before[p] != v]
     changed += [f"{p} is new" for p in after if p not in before]
     changed += [f"{p} is gone" for p in before if p not in after]
+    changed += [f"{was} became {now}" for was, now in zip(old[2:], new[2:], strict=True) if was != now]
     return "; ".join(changed) or "the batch has another structure"

@@ -1,9 +1,9 @@
 """verify: rules that every rank's program keeps, checked before anything runs and, in tests, after every pass.
 
-Each rule is a generator of faults in `RULES`: (op number, what is wrong). The first fault is raised as a VerifyError that
-names the rule, the rank, the op's line and the last pass. Rules that need final lifetimes wait for the pass that makes
-them (`free`, `prefetch`). The last rule is the strongest: the program's meaning is that of the captured step
-(`fzero.meaning`), whatever the other rules may have missed.
+Each rule is a generator of faults in `RULES`: (op number, what is wrong). The first fault is raised as a VerifyError
+that names the rule, the rank, the op's line and the last pass. Rules that need final lifetimes wait for the pass that
+makes them (`free`, `prefetch`). The last rule is the strongest: the program's meaning is that of the captured step
+(`fzero.meaning`), whatever the other rules may have missed. `fzero.mutate` breaks programs to see what is caught.
 
 Cost: one walk over the ops a rule; a 12-layer model takes some tens of milliseconds.
 """
@@ -12,19 +12,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 
 from fzero import segments
-from fzero.abstract import program_meaning
+from fzero.abstract import Abstract
 from fzero.errors import VerifyError
-from fzero.meaning import Undefined
+from fzero.lifetimes import TRANSFERS, Fault, lifetimes, needed, takeovers
+from fzero.meaning import Undefined, term
 from fzero.passes.prefetch import gathered_bytes
 from fzero.passes.rewrite import overlap
 from fzero.plan.memory import account
-from fzero.program import ALIGN, PERSISTENT, Op, Program, Ref, op_text
-
-Fault = tuple[int, str]
-TRANSFERS = ("gather", "reduce", "send", "recv")
+from fzero.program import ALIGN, DTYPE_NAMES, PERSISTENT, Op, Program, Ref, op_text
 
 
 def verify(programs: Program | Mapping[int, Program], *, budget_bytes: int | None = None) -> None:
@@ -55,112 +52,7 @@ def _message(rule: str, rank: int, program: Program, at: int, what: str, several
     return f"[{rule}] {where}{who}{line}: {what} (after pass {program.passes[-1] if program.passes else 'none'})"
 
 
-# --- lifetimes ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Walk:
-    """Lifetimes along one program: what is live, what is in flight, what the state's new values are."""
-
-    program: Program
-    live: set[str] = field(default_factory=set)
-    freed: dict[str, int] = field(default_factory=dict)
-    flight: dict[str, tuple[int, Op]] = field(default_factory=dict)
-    written: list[tuple[int, Ref]] = field(default_factory=list)
-
-    def faults(self) -> Iterator[Fault]:
-        p = self.program
-        self.live = {name for name, b in p.buffers.items() if b.kind in PERSISTENT}
-        for i, one in enumerate(p.ops):
-            unknown = next((r.name for r in (*one.reads, *one.writes) if r.name not in p.buffers), None)
-            if unknown is not None:
-                yield i, f"there is no buffer {unknown}"
-            elif one.kind == "wait":
-                yield from self._wait(i, one)
-            elif one.kind == "free":
-                yield from self._free(i, one)
-            else:
-                yield from self._ordinary(i, one)
-        for name, (i, _) in self.flight.items():
-            yield i, f"the transfer into {name} is started and never waited for"
-        for name in p.metrics.values():
-            if name not in self.live:
-                yield len(p.ops), f"metric buffer {name} is not live at the end"
-        if "free" in p.passes:
-            for name in sorted(self.live - set(p.metrics.values())):
-                if p.buffers[name].kind not in PERSISTENT:
-                    yield len(p.ops), f"{name} is never freed"
-
-    def _wait(self, i: int, one: Op) -> Iterator[Fault]:
-        name = one.reads[0].name
-        if name not in self.flight:
-            yield i, f"waits for a transfer into {name}, of which none is in flight"
-        self.flight.pop(name, None)
-
-    def _free(self, i: int, one: Op) -> Iterator[Fault]:
-        for ref in one.reads:
-            yield from self._busy(i, ref, "frees")
-            if ref.name not in self.live:
-                yield i, f"frees {ref.name}, which is not live{self._since(ref.name)}"
-            elif self.program.buffers[ref.name].kind in PERSISTENT:
-                yield i, f"frees {ref.name}, which belongs to the state or the batch"
-            self.live.discard(ref.name)
-            self.freed[ref.name] = i
-
-    def _ordinary(self, i: int, one: Op) -> Iterator[Fault]:
-        for ref in one.reads:
-            if ref.name not in self.live:
-                yield i, f"reads {ref}, which is not live{self._since(ref.name)}"
-            for name, (started, other) in self.flight.items():
-                if any(overlap(ref, w) for w in other.writes):
-                    yield i, f"reads {ref} before the transfer into {name} (op {started}) is waited for"
-            if one.kind != "gather" or ref.name != one.writes[0].name:
-                for written, w in self.written:
-                    if overlap(ref, w):
-                        yield i, f"reads {ref}, which was donated: op {written} wrote its new value"
-        for ref in one.writes:
-            yield from self._busy(i, ref, "writes")
-            yield from self._reused(i, ref)
-            self.live.add(ref.name)
-            if one.kind == "update" and self.program.buffers[ref.name].kind in PERSISTENT:
-                self.written.append((i, ref))
-        if one.kind in TRANSFERS:
-            name = (one.writes or one.reads)[0].name
-            if name in self.flight:
-                yield i, f"starts a transfer into {name} while another is in flight"
-            self.flight[name] = (i, one)
-
-    def _busy(self, i: int, ref: Ref, does: str) -> Iterator[Fault]:
-        for name, (started, other) in self.flight.items():
-            if any(overlap(ref, r) for r in (*other.reads, *other.writes)):
-                yield i, f"{does} {ref.name} while the transfer into {name} (op {started}) is in flight"
-
-    def _reused(self, i: int, ref: Ref) -> Iterator[Fault]:
-        source = self.program.buffers[ref.name].reuses
-        if source is None or ref.name in self.live:
-            return
-        if source in self.live or source not in self.freed:
-            yield i, f"{ref.name} takes over the memory of {source}, which is not free"
-        elif self.program.buffers[source].nbytes != self.program.buffers[ref.name].nbytes:
-            yield i, f"{ref.name} takes over the memory of {source}, which is of another size"
-
-    def _since(self, name: str) -> str:
-        return f": freed at op {self.freed[name]}" if name in self.freed else ": nothing wrote it"
-
-
-def lifetimes(program: Program) -> Iterator[Fault]:
-    """Reads are of live, waited-for buffers; transfers are waited for once; nothing is freed or donated while in use."""
-    yield from _Walk(program).faults()
-
-
-def takeovers(program: Program) -> Iterator[Fault]:
-    """No two buffers take over the same memory."""
-    for name, count in Counter(b.reuses for b in program.buffers.values() if b.reuses).items():
-        if count > 1:
-            yield -1, f"{count} buffers take over the memory of {name}"
-
-
-# --- places -------------------------------------------------------------------------------------------------------------
+# --- places -----------------------------------------------------------------------------------------------------------
 
 
 def partition(program: Program) -> Iterator[Fault]:
@@ -170,10 +62,8 @@ def partition(program: Program) -> Iterator[Fault]:
         end = 0
         for slot in bucket.slots:
             if slot.start < end or slot.start % ALIGN or slot.stop > bucket.length:
-                yield (
-                    -1,
-                    f"leaf {slot.path} lies at [{slot.start}:{slot.stop}] of {bucket.name}: overlapping, unaligned or out",
-                )
+                place = f"[{slot.start}:{slot.stop}] of {bucket.name}"
+                yield -1, f"leaf {slot.path} lies at {place}: overlapping, unaligned or out"
             end = slot.stop
         if bucket.length % (n * ALIGN):
             yield -1, f"bucket {bucket.name} has {bucket.length} elements: not a multiple of {n} ranks x {ALIGN}"
@@ -193,6 +83,20 @@ def partition(program: Program) -> Iterator[Fault]:
                 yield i, f"{ref} lies outside of {buffer.name}, which has {program.extent(buffer)} elements"
             if ref.mine and buffer.bucket is None:
                 yield i, f"{ref}: {buffer.name} is in no bucket and has no own slice"
+        yield from _cut_alike(program, i, one)
+
+
+def _cut_alike(program: Program, i: int, one: Op) -> Iterator[Fault]:
+    """Equal flat ranges of two buckets that one op works on hold leaves at the same places."""
+    seen: dict[tuple[int, int | None], tuple[Ref, list[tuple[int, int]]]] = {}
+    for ref in (*one.reads, *one.writes):
+        bucket = program.buckets.get(program.buffers[ref.name].bucket or "")
+        if bucket is None or ref.start is None or ref.shape is not None:
+            continue
+        inside = [(s.start, s.stop) for s in bucket.slots if ref.start <= s.start and s.stop <= (ref.stop or 0)]
+        other, places = seen.setdefault((ref.start, ref.stop), (ref, inside))
+        if places != inside:
+            yield i, f"{ref} holds leaves at {inside}, {other} at {places}"
 
 
 def aliasing(program: Program) -> Iterator[Fault]:
@@ -210,7 +114,7 @@ def aliasing(program: Program) -> Iterator[Fault]:
 
 
 def calls(program: Program) -> Iterator[Fault]:
-    """A run names a segment that is there, and gives it as many buffers as it takes and returns."""
+    """A run names a segment that is there, and gives it the tensors that it takes and returns."""
     for i, one in enumerate(program.ops):
         if one.kind not in ("run", "update"):
             continue
@@ -218,13 +122,24 @@ def calls(program: Program) -> Iterator[Fault]:
         if gm is None:
             yield i, f"segment {one.get('segment')} is not in the program: pass segments= to parse"
             continue
-        fresh, takes = len(segments.outputs(gm.graph)), len(segments.placeholders(gm.graph))
+        results, takes = segments.outputs(gm.graph), segments.placeholders(gm.graph)
+        fresh = len(results)
         given = len(one.reads) + len(one.writes) - fresh
-        if fresh != int(one.get("fresh", 0)) or takes != given:
-            yield i, f"segment {one.get('segment')} takes {takes} and returns {fresh}, the op gives {given}"
+        if fresh != int(one.get("fresh", 0)) or len(takes) != given:
+            yield i, f"segment {one.get('segment')} takes {len(takes)} and returns {fresh}, the op gives {given}"
+            continue
+        for ref in one.writes[:fresh]:
+            if program.buffers[ref.name].kind in PERSISTENT:
+                yield i, f"returns {ref} as a new tensor: {ref.name} is held between steps and must be written in place"
+        for ref, node in zip((*one.writes[:fresh], *one.reads, *one.writes[fresh:]), (*results, *takes), strict=True):
+            buffer, value = program.buffers[ref.name], node.meta["val"]
+            shape = buffer.shape if ref.start is None else ref.shape
+            if buffer.dtype is not value.dtype or (shape is not None and shape != tuple(value.shape)):
+                form = f"{DTYPE_NAMES[value.dtype]}{list(value.shape)}"
+                yield i, f"{ref} is {DTYPE_NAMES[buffer.dtype]}{list(shape or ())}: the segment has {form} there"
 
 
-# --- transfers ----------------------------------------------------------------------------------------------------------
+# --- transfers --------------------------------------------------------------------------------------------------------
 
 
 def transfers(program: Program) -> Iterator[Fault]:
@@ -248,22 +163,25 @@ def transfers(program: Program) -> Iterator[Fault]:
 
 
 def _reduction(program: Program, i: int, one: Op, n: int) -> Iterator[Fault]:
-    source, target = program.buffers[one.reads[0].name], program.buffers[one.writes[0].name]
+    size, room = _length(program, one.reads[0]), _length(program, one.writes[0])
     mode = one.get("mode")
-    size = source.numel if one.reads[0].start is None else (one.reads[0].stop or 0) - one.reads[0].start
-    needed = size // n if mode == "scatter" else size
+    needed_room = size // n if mode == "scatter" else size
     if mode not in ("scatter", "all", "exchange"):
         yield i, f"mode={mode} is none of scatter, all, exchange"
-    elif target.numel != needed:
-        yield i, f"reduces {size} elements with mode={mode} into {target.numel}: needed {needed}"
+    elif room != needed_room:
+        yield i, f"reduces {size} elements with mode={mode} into {room}: needed {needed_room}"
     elif one.get("via") == "p2p":
-        room = program.buffers[one.writes[1].name].numel if len(one.writes) > 1 else 0
+        scratch = _length(program, one.writes[1]) if len(one.writes) > 1 else 0
         part = size if mode == "exchange" else size // n
-        if room < (n - 1) * part:
-            yield i, f"receives {(n - 1) * part} elements into scratch of {room}"
+        if scratch < (n - 1) * part:
+            yield i, f"receives {(n - 1) * part} elements into scratch of {scratch}"
 
 
-# --- training -----------------------------------------------------------------------------------------------------------
+def _length(program: Program, ref: Ref) -> int:
+    return program.buffers[ref.name].numel if ref.start is None else (ref.stop or 0) - ref.start
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
 
 
 def reduced_once(program: Program) -> Iterator[Fault]:
@@ -336,7 +254,7 @@ def _covers(ref: Ref, start: int, stop: int) -> bool:
     return ref.start is None or (ref.start <= start and stop <= (ref.stop or 0))
 
 
-# --- bytes and meaning --------------------------------------------------------------------------------------------------
+# --- bytes and meaning ------------------------------------------------------------------------------------------------
 
 
 def cap(program: Program) -> Iterator[Fault]:
@@ -348,10 +266,29 @@ def cap(program: Program) -> Iterator[Fault]:
             yield i, f"{held:,} bytes are gathered at once, the cap is {program.gather_cap_bytes:,}"
 
 
+class _Speaking(Abstract):
+    """What a rank sends is part of its meaning: others compute with it."""
+
+    def run(self) -> str:
+        self.sent: list[tuple[str, object]] = []
+        state = super().run()
+        return term(state, sorted(self.sent, key=str)) if self.sent else state
+
+    def step(self, one: Op) -> None:
+        if one.kind == "send":
+            self.sent.append((f"{one.axis} {one.get('peer')} {one.get('tag', 0)}", self.read(one.reads[0])))
+        super().step(one)
+
+
+def meaning_of(program: Program) -> str:
+    """The meaning of the state that a program leaves behind and of what it sends; raises `Undefined` where none is."""
+    return _Speaking(program).run()
+
+
 def meaning(program: Program) -> Iterator[Fault]:
     """The state it leaves behind is what the captured step computes."""
     try:
-        found = program_meaning(program)
+        found = meaning_of(program)
     except Undefined as error:
         yield -1, str(error)
         return
@@ -362,6 +299,7 @@ def meaning(program: Program) -> Iterator[Fault]:
 RULES: dict[str, Callable[[Program], Iterator[Fault]]] = {
     "lifetimes": lifetimes,
     "takeovers": takeovers,
+    "needed": needed,
     "partition": partition,
     "aliasing": aliasing,
     "calls": calls,
@@ -374,7 +312,7 @@ RULES: dict[str, Callable[[Program], Iterator[Fault]]] = {
 }
 
 
-# --- all ranks ----------------------------------------------------------------------------------------------------------
+# --- all ranks --------------------------------------------------------------------------------------------------------
 
 
 def _together(programs: Mapping[int, Program]) -> None:
@@ -386,7 +324,7 @@ def _together(programs: Mapping[int, Program]) -> None:
             ours, theirs = issued[first].get(axis, []), calls_.get(axis, [])
             for n, ((_, a), (j, b)) in enumerate(zip(ours, theirs, strict=False)):
                 if a != b:
-                    what = f"collective {n} over {axis} is {b}, rank {first}'s is {a}"
+                    what = f"collective {n} over {axis} differs from rank {first}'s, `{a}`"
                     raise VerifyError(_message("same order", rank, programs[rank], j, what, True))
             if len(ours) != len(theirs):
                 what = f"{len(theirs)} collectives over {axis}, rank {first} has {len(ours)}"
@@ -397,21 +335,21 @@ def _together(programs: Mapping[int, Program]) -> None:
             if one.kind in ("send", "recv"):
                 peer = int(one.get("peer"))
                 ends = (rank, peer) if one.kind == "send" else (peer, rank)
-                size = program.buffers[(one.reads or one.writes)[0].name].nbytes
+                ref = (one.reads or one.writes)[0]
+                size = _length(program, ref) * program.buffers[ref.name].dtype.itemsize
                 sent[(one.axis, *ends, int(one.get("tag", 0)), size)] += 1 if one.kind == "send" else -1
-    for (axis, sender, receiver, tag, size), count in sent.items():
+    for (over, sender, receiver, tag, size), count in sent.items():
         if count:
             more = "sent and not received" if count > 0 else "received and not sent"
             raise VerifyError(
-                f"[sends] {size} bytes from rank {sender} to {receiver} over {axis} (tag {tag}) are {more}"
+                f"[sends] {size} bytes from rank {sender} to {receiver} over {over} (tag {tag}) are {more}"
             )
 
 
-def _collectives(program: Program) -> dict[str, list[tuple[int, tuple[object, ...]]]]:
-    found: dict[str, list[tuple[int, tuple[object, ...]]]] = {}
+def _collectives(program: Program) -> dict[str, list[tuple[int, str]]]:
+    """By axis, each collective as text, buffers named: two of one size must not meet each other."""
+    found: dict[str, list[tuple[int, str]]] = {}
     for i, one in enumerate(program.ops):
         if one.kind in ("gather", "reduce"):
-            buffer = program.buffers[one.writes[0].name]
-            what = (one.kind, one.get("mode"), one.get("op"), one.get("divisor"), buffer.numel, str(buffer.dtype))
-            found.setdefault(str(one.axis), []).append((i, what))
+            found.setdefault(str(one.axis), []).append((i, op_text(one)))
     return found

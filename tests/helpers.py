@@ -1,8 +1,8 @@
 """Ways to run a step on several ranks, in this process (`run`) or in real gloo processes (`gloo`), and to compare.
 
 `run` lowers a Spec as `fzero.lower` does and interprets the program for every rank at once, with poison: what is read
-too early, or after it is gone, is NaN. `gloo` starts one process per rank from a server that has imported torch already,
-so a world costs a tenth of a second, and never outlives its timeout.
+too early, or after it is gone, is NaN. `gloo` starts one process per rank from a server that has imported torch
+already, so that a world costs a tenth of a second, and kills them all when the time is up.
 """
 
 import math
@@ -34,8 +34,8 @@ GRACE_SECONDS = 40.0  # for the other ranks once one has failed: each is to rais
 
 @dataclass
 class Run:
-    """What a run left behind. `paths` name the leaves; per step `leaves` are the logical ones (per-rank leaves stacked),
-    `metrics` those of every rank by name; `memory` is every rank's state buffers at the end."""
+    """What a run left behind. `paths` name the leaves; per step `leaves` are the logical ones (per-rank leaves
+    stacked), `metrics` those of every rank by name; `memory` is every rank's state buffers at the end."""
 
     lowered: fzero.Lowered
     paths: list[str]

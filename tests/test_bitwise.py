@@ -1,7 +1,7 @@
 """Where and when, never what: a state's bits do not depend on how a step is sharded, cut, ordered or run.
 
-Over real gloo processes at three worlds, then over drawn models and plans through the interpreter. Bits are those of the
-whole state (parameters, moments, count) after twenty steps, and of the loss at each.
+Over real gloo processes at three worlds, then over drawn models and plans through the interpreter. Bits are those of
+the whole state (parameters, moments, count) after twenty steps, and of the loss at each.
 
 What may change them: the world, the number of microbatches and `reduce`, for these are other sums. With clipping also
 the bucket cap, which cuts the sum of the norm.
@@ -198,7 +198,9 @@ def drawn(shapes: Any, seed: int) -> Model:
     return Model(init, loss, lambda rank, step: torch.randn(4, generator=generator(rank + 100 * seed, step)))
 
 
-def outcome(model: Model, plan: dict[str, Any], how: dict[str, Any], world: int) -> tuple[dict[str, Tensor], list[float]]:
+def outcome(
+    model: Model, plan: dict[str, Any], how: dict[str, Any], world: int
+) -> tuple[dict[str, Tensor], list[float]]:
     spec = fzero.Spec(loss=model.loss, optimizer=TX["adamw"], **plan, **how)
     result = run(spec, model.init(fzero.random.key(1)), model.batch, world=world, steps=3)
     return result.final, result.losses()

@@ -837,11 +837,14 @@ def test_a_compiled_loss_works_or_says_what_to_do() -> None:
     def inside(p: Any, b: Tensor) -> Tensor:
         return compiled(p, b)  # here
 
-    if not torch._dynamo.config.error_on_nested_fx_trace:
+    try:
         agrees(inside)
+        agrees(compiled)
         return
+    except CaptureError as error:
+        message = str(error)
     advice = "a torch.compiled function is called. Pass the plain one: fzero compiles the step"
-    refused(inside, here(inside), advice)
+    assert message == f"{here(inside)}: {advice}"
     refused(compiled, advice)
     pytest.skip("make_fx refuses compiled functions, and fzero says so")
 
@@ -1112,6 +1115,28 @@ def test_static_values_are_part_of_the_key(caplog: pytest.LogCaptureFixture) -> 
     for _ in range(3):
         assert math.isnan(run(x=x, s=float("nan")))
     assert run.programs == count + 1, "nan is not equal to itself but is the same program"
+
+
+def test_ambient_autocast_is_part_of_the_key(caplog: pytest.LogCaptureFixture) -> None:
+    w = torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]])
+    run, x = Cached(caplog, lambda p, b: ((b["x"] @ w.t() * p["w"]) ** 2).mean()), torch.tensor([[0.7, 0.11]])
+    plain = run(x=x)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = run(x=x)
+    assert "autocast off became autocast torch.bfloat16" in run.messages
+    assert 0 < abs(cast - plain) < 0.05 * plain
+    assert run(x=x) == plain, "and the program of before is not run under it"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run(x=x) == cast
+    assert run.programs == 2
+
+
+def test_a_program_runs_as_it_was_traced_whatever_modes_are_on() -> None:
+    states = [fzero.init(params(), fzero.Spec(loss=mean_square, optimizer=SGD)) for _ in range(2)]
+    plain = fzero.step(states[0], batch())
+    with torch.no_grad(), torch.inference_mode():
+        other = fzero.step(states[1], batch())
+    assert torch.equal(plain.params["w"].full(), other.params["w"].full())
 
 
 def test_a_string_selects(caplog: pytest.LogCaptureFixture) -> None:

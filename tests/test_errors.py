@@ -28,7 +28,9 @@ def params(scale: float = 1.0) -> dict[str, Any]:
 
 
 def loss(p: Any, b: Any) -> Tensor:
-    return (((b["x"] * p["v"]) @ p["blocks"][0]["w"] * p["blocks"][1]["w"]).sum(1) - b["y"]).pow(2).mean() * b.get("s", 1)
+    return (((b["x"] * p["v"]) @ p["blocks"][0]["w"] * p["blocks"][1]["w"]).sum(1) - b["y"]).pow(2).mean() * b.get(
+        "s", 1
+    )
 
 
 def batch(rows: int = 4, rank: int = 0) -> dict[str, Tensor]:
@@ -211,6 +213,20 @@ def test_leaves_of_a_step_state_that_no_buffer_holds_are_refused() -> None:
         said(TreeError, lambda v=value: fzero.init({"v": v}, one), "params['v'] is a tensor of", "Convert it first")
 
 
+def test_leaves_that_would_have_one_name_are_refused() -> None:
+    one = fzero.Spec(step=lambda s, b: (s, {}))
+    for tree, first, second in [
+        ({"a/b": 1.0, "a": {"b": 2.0}}, "state['a/b']", "state['a/b']"),
+        ({"n 1": 1.0, "n_1": 2.0}, "state['n 1']", "state['n_1']"),
+        ({1: torch.ones(2), "1": torch.zeros(2)}, "state['1']", "state['1']"),
+    ]:
+        said(TreeError, lambda tree=tree: fzero.init(tree, one), f"{first} and {second} have one name", "rename a key")
+    one = fzero.Spec(step=lambda s, b: (s, {1: b["y"].sum(), "1": b["y"].mean()}))
+    said(
+        TreeError, lambda: fzero.step(fzero.init(params(), one), batch()), "metrics['1'] and metrics['1'] have one name"
+    )
+
+
 def test_states_are_no_params() -> None:
     state = fzero.init(params(), spec())
     said(TreeError, lambda: fzero.init(state, spec()), "of type State")
@@ -288,6 +304,13 @@ def test_a_bad_batch_is_refused_and_changes_nothing(bad: Any, error: type[Except
         said(error, lambda: fzero.step(state, bad), *parts)
 
 
+def test_a_dtype_that_no_buffer_holds_is_refused() -> None:
+    odd = torch.empty(4, dtype=torch.bits16)
+    with changes_nothing() as state:
+        said(TreeError, lambda: fzero.step(state, with_y(odd)), "batch['y']", "torch.bits16", "Convert it first")
+    said(TreeError, lambda: fzero.init({"v": odd}, spec()), "params['v']", "torch.bits16", "Convert it first")
+
+
 def test_a_leaf_of_the_state_is_no_batch() -> None:
     with changes_nothing() as state:
         said(TreeError, lambda: fzero.step(state, {**batch(), "y": state.params["v"]}), "batch['y'] is ShardedTensor")
@@ -313,6 +336,14 @@ def test_step_needs_a_state() -> None:
     state = fzero.init(params(), spec())
     for value in (params(), state.tree, state.params, None):
         said(TreeError, lambda v=value: fzero.step(v, batch()), "fzero.step needs the State", type(value).__name__)
+
+
+def test_inference_mode_around_a_step_changes_nothing() -> None:
+    with changes_nothing() as state, torch.inference_mode():
+        inside = fzero.init(params(), spec())
+        inside = fzero.step(inside, {name: x.clone() for name, x in batch().items()})
+        assert equal(whole(inside), whole(state))
+    fzero.step(inside, batch())
 
 
 # --- use of a donated state -------------------------------------------------------------------------------------------
@@ -506,6 +537,12 @@ def guarded(state: State, wrong: Callable[[State], Any]) -> Case:
     return Case(tried, untouched, equal(whole(state), whole(twin)) and state.step == 3)
 
 
+def failing_everywhere(state: State) -> State:
+    with pytest.MonkeyPatch.context() as patch:
+        failing(patch, "run", before=True)
+        return fzero.step(state, batch())
+
+
 def cases() -> dict[str, Case]:
     """Every case on this rank."""
     torch.manual_seed(0)
@@ -537,6 +574,7 @@ def cases() -> dict[str, Case]:
     found["constants of the update differ"] = Case(attempt(lambda: fzero.step(state, batch())))
     state = fzero.init(params(), spec(loss=masked_loss(mask)))
     found["constants of the loss differ"] = Case(attempt(lambda: fzero.step(state, batch())))
+    found["all fail before the first write"] = guarded(fzero.init(params(), spec()), failing_everywhere)
     state = fzero.init(params(), spec())
     found["another state"] = guarded(state, lambda s: fzero.step(fzero.init(params(2.0), spec()), batch(rank=rank)))
     return found
@@ -551,19 +589,20 @@ OWN = {  # what the rank that is wrong raises itself; the others report it
     "batch: one does not divide": (CaptureError, 1, "divisible by microbatches=2"),
     "no state on one rank": (TreeError, 1, "params has no leaves"),
     "loss raises on one rank": (ValueError, 1, "only here"),
+    "all fail before the first write": (MemoryError, None, "no memory left"),
     "donated on one rank": (DonatedError, 1, "was donated to fzero.step at step 1"),
     "donated full on one rank": (DonatedError, 1, "state['params/v'] was donated"),
 }
 FINE = ("constants of the loss differ", "another state")
 NAMES = [
     *INITS, *STEPS, "loss raises on one rank", "donated on one rank", "donated full on one rank", "losses differ",
-    "constants of the update differ", *FINE,
+    "constants of the update differ", "all fail before the first write", *FINE,
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request: pytest.FixtureRequest) -> list[Outcome]:
-    return gloo(request.param, cases, timeout=100)
+    return gloo(request.param, cases, timeout=150)
 
 
 @pytest.mark.parametrize("name", NAMES)

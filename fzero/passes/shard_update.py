@@ -106,7 +106,8 @@ class _Outer:
         self.partial: set[fx.Node] = set()
         for node in self.nodes:
             spot = self._flat_spot(node)
-            if spot is not None and node not in self.fresh:
+            elsewhere = node in self.dest and self._spot_of(self.dest[node]) != spot  # a leaf that is another's value
+            if spot is not None and node not in self.fresh and not elsewhere:
                 self.spot[node] = spot
             elif is_sum(node) and node.args[0] in self.spot and len(node.all_input_nodes) == 1:
                 self.partial.add(node)

@@ -62,18 +62,30 @@ class Rank:
         return self.tensor(ref)
 
     def allocate(self, buffer: Buffer) -> torch.Tensor:
+        if self.poison and buffer.reuses is not None and buffer.reuses not in self.kept:
+            if buffer.reuses not in self.memory:
+                raise KeyError(f"{buffer.name} takes over the memory of {buffer.reuses}, which left none")
+            self.kept[buffer.reuses] = self.memory[buffer.reuses]  # in use: whoever uses it will find NaN
         if buffer.reuses is not None and buffer.reuses in self.kept:
             fresh = self.kept.pop(buffer.reuses).view(-1).view(buffer.dtype)[: buffer.numel].view(buffer.shape)
         else:
             fresh = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
-        if self.poison and buffer.dtype.is_floating_point:
-            fresh.fill_(float("nan"))
+        if self.poison:
+            spoil(fresh)
         if buffer.bucket is not None and not buffer.shard:
             bucket = self.program.buckets[buffer.bucket]
             for index, slot in enumerate(bucket.slots):  # padding is zero: sums and norms may run over it
                 if bucket.end(index) > slot.stop:
                     fresh[slot.stop : bucket.end(index)].zero_()
         return fresh
+
+
+def spoil(tensor: torch.Tensor) -> None:
+    """Overwrites a tensor with what no program computes: NaN, or the largest integer."""
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        tensor.fill_(float("nan"))
+    elif tensor.dtype is not torch.bool:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
 def _run(rank: Rank, one: Op) -> None:
@@ -105,8 +117,8 @@ def _wait(rank: Rank, one: Op) -> None:
 def _free(rank: Rank, one: Op) -> None:
     for ref in one.reads:
         gone = rank.memory.pop(ref.name)
-        if rank.poison and gone.is_floating_point():
-            gone.fill_(float("nan"))
+        if rank.poison and gone.is_floating_point():  # a run's integer result may share its memory with another
+            spoil(gone)
         if ref.name in rank.reused:
             rank.kept[ref.name] = gone
 

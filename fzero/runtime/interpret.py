@@ -5,7 +5,8 @@ order of issue per axis, as they do on a network; when nobody can go on the rank
 
 Results are those of `execute` bit for bit: reductions add ranks 0..N-1 in order and divide once. With `poison=True`
 memory is NaN before it is written, after it is freed, and while a transfer into it has not been waited for; sources are
-read as late as a network might read them. That makes it the oracle for programs that are wrong only in their timing.
+read as late as a network might read them, and whatever a transfer reads, writes or receives into must not change from
+its start to its wait. That makes it the oracle for programs that are wrong only in their timing.
 """
 
 from __future__ import annotations
@@ -18,11 +19,28 @@ import torch
 
 from fzero.errors import FzeroError
 from fzero.program import Op, Program
-from fzero.runtime.handlers import Rank, steps
+from fzero.runtime.handlers import Rank, spoil, steps
 
 
 class DeadlockError(FzeroError, RuntimeError):
     """No rank can go on; names each rank's op. Also raised where ranks issue collectives that do not match."""
+
+
+class HazardError(FzeroError, RuntimeError):
+    """Found by `poison=True`: memory of a transfer was touched while it was in flight."""
+
+
+@dataclass
+class _Letter:
+    """A sent tensor, read by the receiver's wait or the sender's, whichever is first."""
+
+    tensor: torch.Tensor
+    content: torch.Tensor | None = None
+
+    def read(self) -> torch.Tensor:
+        if self.content is None:
+            self.content = self.tensor.clone()
+        return self.content
 
 
 @dataclass
@@ -41,7 +59,7 @@ class World:
     size: int
     poison: bool = False
     issued: dict[str, list[list[_Transfer]]] = field(default_factory=dict)
-    mail: dict[tuple[object, ...], deque[torch.Tensor]] = field(default_factory=dict)
+    mail: dict[tuple[object, ...], deque[_Letter]] = field(default_factory=dict)
 
     def of_axis(self, axis: str) -> list[list[_Transfer]]:
         return self.issued.setdefault(axis, [[] for _ in range(self.size)])
@@ -54,30 +72,41 @@ class LocalComm:
         self.world, self.rank = world, rank
         self.pending: dict[str, tuple[str, int]] = {}
         self.inbox: dict[str, tuple[tuple[object, ...], torch.Tensor]] = {}
+        self.outbox: dict[str, _Letter] = {}
+        self.before: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def start(self, name: str, one: Op, tensors: list[torch.Tensor]) -> None:
         axis = one.axis or ""
+        if self.world.poison:
+            self._poison(one, tensors)
+            self.before[name] = [(tensor, tensor.clone()) for tensor in tensors]
         if one.kind == "send":
             key = (axis, self.rank, one.get("peer"), one.get("tag", 0))
-            self.world.mail.setdefault(key, deque()).append(tensors[0].clone())
-            return
-        target = tensors[len(one.reads)]
-        if self.world.poison and target.is_floating_point():
-            self._poison(one, tensors)
-        if one.kind == "recv":
-            self.inbox[name] = ((axis, one.get("peer"), self.rank, one.get("tag", 0)), target)
-            return
-        issued = self.world.of_axis(axis)[self.rank]
-        issued.append(_Transfer(one, tensors))
-        self.pending[name] = (axis, len(issued) - 1)
+            self.outbox[name] = _Letter(tensors[0])
+            self.world.mail.setdefault(key, deque()).append(self.outbox[name])
+        elif one.kind == "recv":
+            self.inbox[name] = ((axis, one.get("peer"), self.rank, one.get("tag", 0)), tensors[len(one.reads)])
+        else:
+            issued = self.world.of_axis(axis)[self.rank]
+            issued.append(_Transfer(one, tensors))
+            self.pending[name] = (axis, len(issued) - 1)
 
     def _poison(self, one: Op, tensors: list[torch.Tensor]) -> None:
-        source, target = tensors[0], tensors[len(one.reads)]
-        inside = one.kind == "gather" and source.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
-        kept = source.clone() if inside else None
-        target.fill_(float("nan"))
-        if kept is not None:
-            source.copy_(kept)
+        """The target holds NaN until the wait; scratch holds zeros, which a free of it would spoil."""
+        source, targets = tensors[0], tensors[len(one.reads) :]
+        for target in targets[:1]:
+            inside = one.kind == "gather" and source.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
+            kept = source.clone() if inside else None
+            spoil(target)
+            if kept is not None:
+                source.copy_(kept)
+        for scratch in targets[1:]:
+            scratch.zero_()
+
+    def _check(self, name: str) -> None:
+        for tensor, was in self.before.pop(name, ()):
+            if not torch.equal(tensor.reshape(-1).view(torch.uint8), was.reshape(-1).view(torch.uint8)):
+                raise HazardError(f"rank {self.rank}: memory of the transfer into {name} changed before its wait")
 
     def ready(self, name: str) -> bool:
         if name in self.inbox:
@@ -88,9 +117,13 @@ class LocalComm:
         return all(len(issued) > index for issued in self.world.of_axis(axis))
 
     def wait(self, name: str) -> None:
+        self._check(name)
         if name in self.inbox:
             key, target = self.inbox.pop(name)
-            target.copy_(self.world.mail[key].popleft())
+            target.copy_(self.world.mail[key].popleft().read())
+            return
+        if name in self.outbox:
+            self.outbox.pop(name).read()
             return
         axis, index = self.pending.pop(name)
         parts = [issued[index] for issued in self.world.of_axis(axis)]
@@ -98,7 +131,10 @@ class LocalComm:
             _complete(parts)
         mine = parts[self.rank]
         assert mine.result is not None
-        mine.tensors[len(mine.one.reads)].view(-1).copy_(mine.result.view(-1))
+        target, *scratch = mine.tensors[len(mine.one.reads) :]
+        target.view(-1).copy_(mine.result.view(-1))
+        for room in scratch if self.world.poison else ():
+            spoil(room)
 
 
 def _complete(parts: Sequence[_Transfer]) -> None:

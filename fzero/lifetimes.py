@@ -1,0 +1,135 @@
+"""lifetimes: what is live, in flight and donated along a program. The rules of `fzero.verify` about memory in time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from fzero.passes.rewrite import overlap
+from fzero.program import PERSISTENT, Op, Program, Ref
+
+Fault = tuple[int, str]
+TRANSFERS = ("gather", "reduce", "send", "recv")
+
+
+@dataclass
+class _Walk:
+    """Lifetimes along one program: what is live, what is in flight, what the state's new values are."""
+
+    program: Program
+    live: set[str] = field(default_factory=set)
+    freed: dict[str, int] = field(default_factory=dict)
+    flight: dict[str, tuple[int, Op]] = field(default_factory=dict)
+    written: list[tuple[int, Ref]] = field(default_factory=list)
+
+    def faults(self) -> Iterator[Fault]:
+        p = self.program
+        self.live = {name for name, b in p.buffers.items() if b.kind in PERSISTENT}
+        for i, one in enumerate(p.ops):
+            unknown = next((r.name for r in (*one.reads, *one.writes) if r.name not in p.buffers), None)
+            if unknown is not None:
+                yield i, f"there is no buffer {unknown}"
+            elif one.kind == "wait":
+                yield from self._wait(i, one)
+            elif one.kind == "free":
+                yield from self._free(i, one)
+            else:
+                yield from self._ordinary(i, one)
+        for name, (i, _) in self.flight.items():
+            yield i, f"the transfer into {name} is started and never waited for"
+        for name in p.metrics.values():
+            if name not in self.live:
+                yield len(p.ops), f"metric buffer {name} is not live at the end"
+        if "free" in p.passes:
+            for name in sorted(self.live - set(p.metrics.values())):
+                if p.buffers[name].kind not in PERSISTENT:
+                    yield len(p.ops), f"{name} is never freed"
+
+    def _wait(self, i: int, one: Op) -> Iterator[Fault]:
+        name = one.reads[0].name
+        if name not in self.flight:
+            yield i, f"waits for a transfer into {name}, of which none is in flight"
+        self.flight.pop(name, None)
+
+    def _free(self, i: int, one: Op) -> Iterator[Fault]:
+        for ref in one.reads:
+            yield from self._busy(i, ref, "frees")
+            if ref.name not in self.live:
+                yield i, f"frees {ref.name}, which is not live{self._since(ref.name)}"
+            elif self.program.buffers[ref.name].kind in PERSISTENT:
+                yield i, f"frees {ref.name}, which belongs to the state or the batch"
+            self.live.discard(ref.name)
+            self.freed[ref.name] = i
+
+    def _ordinary(self, i: int, one: Op) -> Iterator[Fault]:
+        for ref in one.reads:
+            if ref.name not in self.live:
+                yield i, f"reads {ref}, which is not live{self._since(ref.name)}"
+            for name, (started, other) in self.flight.items():
+                if any(overlap(ref, w) for w in other.writes):
+                    yield i, f"reads {ref} before the transfer into {name} (op {started}) is waited for"
+            if one.kind != "gather" or ref.name != one.writes[0].name:
+                for written, w in self.written:
+                    if overlap(ref, w):
+                        yield i, f"reads {ref}, which was donated: op {written} wrote its new value"
+        for ref in one.writes:
+            yield from self._busy(i, ref, "writes")
+            yield from self._reused(i, one, ref)
+            if one.kind == "reduce" and ref is not one.writes[0] and ref.name in self.live:
+                yield i, f"receives into {ref.name}, which is in use: free it first"
+            if self.program.buffers[ref.name].kind in ("batch", "constant"):
+                yield i, f"writes {ref}, which is the user's and read-only"
+            self.live.add(ref.name)
+            if one.kind == "update" and self.program.buffers[ref.name].kind in PERSISTENT:
+                self.written.append((i, ref))
+        if one.kind in TRANSFERS:
+            name = (one.writes or one.reads)[0].name
+            if name in self.flight:
+                yield i, f"starts a transfer into {name} while another is in flight"
+            self.flight[name] = (i, one)
+
+    def _busy(self, i: int, ref: Ref, does: str) -> Iterator[Fault]:
+        for name, (started, other) in self.flight.items():
+            if any(overlap(ref, r) for r in (*other.reads, *other.writes)):
+                yield i, f"{does} {ref.name} while the transfer into {name} (op {started}) is in flight"
+
+    def _reused(self, i: int, one: Op, ref: Ref) -> Iterator[Fault]:
+        source = self.program.buffers[ref.name].reuses
+        if source is None or ref.name in self.live:
+            return
+        if ref in one.writes[: int(one.get("fresh", 0))]:
+            yield i, f"{ref.name} takes over the memory of {source}, but a run returns it in memory of its own"
+        elif source in self.live or source not in self.freed:
+            yield i, f"{ref.name} takes over the memory of {source}, which is not free"
+        elif self.program.buffers[source].nbytes != self.program.buffers[ref.name].nbytes:
+            yield i, f"{ref.name} takes over the memory of {source}, which is of another size"
+
+    def _since(self, name: str) -> str:
+        return f": freed at op {self.freed[name]}" if name in self.freed else ": nothing wrote it"
+
+
+def lifetimes(program: Program) -> Iterator[Fault]:
+    """Reads are of live, waited-for buffers, transfers are waited for once, and nothing in use is freed or donated."""
+    yield from _Walk(program).faults()
+
+
+def takeovers(program: Program) -> Iterator[Fault]:
+    """No two buffers take over the same memory."""
+    for name, count in Counter(b.reuses for b in program.buffers.values() if b.reuses).items():
+        if count > 1:
+            yield -1, f"{count} buffers take over the memory of {name}"
+
+
+def needed(program: Program) -> Iterator[Fault]:
+    """Nothing brings again what nobody has read since it was brought."""
+    unread: dict[str, int] = {}
+    for i, one in enumerate(program.ops):
+        target = one.writes[0].name if one.kind in TRANSFERS and one.writes else None
+        for ref in one.reads:
+            if one.kind != "wait" and ref.name != target:
+                unread.pop(ref.name, None)
+        if target is not None:
+            if target in unread:
+                yield i, f"brings {target} again: nothing read it since op {unread[target]}"
+            unread[target] = i

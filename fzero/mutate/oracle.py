@@ -1,0 +1,114 @@
+"""oracle: whether a broken program means something else, found by running it.
+
+A program's outcome is what it leaves behind and what it costs: the state's leaves and the metrics of every rank, bit
+for bit, interpreted with poisoned memory; the order of each rank's collectives; the bytes on the wire, of the buffers,
+at the planned peak; gathered bytes above the cap; what is still held or in flight at the end. A mutant whose outcome
+differs from the unbroken program's is *meaning-changing*. Two liberties are a schedule's own and no difference: another
+order of collectives that all ranks share, and a lower peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero.mutate.corpus import Case
+from fzero.passes.prefetch import gathered_bytes
+from fzero.plan.memory import account
+from fzero.program import PERSISTENT, Program, op_text, wire_bytes
+from fzero.runtime import storage
+from fzero.runtime.handlers import Rank
+from fzero.runtime.interpret import interpret
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What running `{rank: program}` gives. `error` is set where it cannot be run to its end."""
+
+    error: str | None
+    state: tuple[torch.Tensor, ...] = ()
+    metrics: tuple[torch.Tensor, ...] = ()
+    read_only: bool = True  # batch and constants are as they were
+    left: tuple[frozenset[str], ...] = ()
+    order: frozenset[tuple[str, ...]] = frozenset()
+    wire: tuple[int, ...] = ()
+    buffers: tuple[int, ...] = ()
+    peak: tuple[int, ...] = ()
+    over_cap: tuple[int, ...] = ()
+
+
+def outcome(case: Case, programs: Mapping[int, Program]) -> Outcome:
+    """Runs the ranks' programs from the case's memory. Any error that running raises is an outcome."""
+    memory = [{name: tensor.clone() for name, tensor in own.items()} for own in case.memory]
+    try:
+        ranks = interpret(programs, memory, poison=True)
+        state = tuple(storage.local(case.plan, own, x, r) for r, own in enumerate(memory) for x in case.plan.leaves)
+        read_only = all(_same(own[name], was[name]) for own, was in zip(memory, case.memory, strict=True)
+                        for name in was.keys() - case.plan.buffers.keys())  # fmt: skip
+        metrics = tuple(r.memory[buffer] for r in ranks for _, buffer in sorted(r.program.metrics.items()))
+        every = [programs[rank] for rank in sorted(programs)]
+        return Outcome(
+            None,
+            state,
+            metrics,
+            read_only,
+            tuple(map(_left, ranks)),
+            frozenset(map(_order, every)),
+            tuple(sum(wire_bytes(p, one) for one in p.ops) for p in every),
+            tuple(sum(b.nbytes for b in p.buffers.values()) for p in every),
+            tuple(account(p).peak for p in every),
+            tuple(max(0, max(gathered_bytes(p, list(p.ops)), default=0) - p.gather_cap_bytes) for p in every),
+        )
+    except Exception as error:
+        return Outcome(f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _left(rank: Rank) -> frozenset[str]:
+    """What a rank still holds or waits for at the end, beside the state, the batch and the metrics."""
+    named = {name for name, b in rank.program.buffers.items() if b.kind in PERSISTENT}
+    named |= set(rank.program.metrics.values())
+    comm: Any = rank.comm
+    waits = {f"transfer into {name}" for name in (*comm.pending, *comm.inbox, *comm.outbox)}
+    mail = {f"message {key}" for key, letters in comm.world.mail.items() if letters}
+    return frozenset((rank.memory.keys() - named) | {f"memory of {name}" for name in rank.kept} | waits | mail)
+
+
+def _order(program: Program) -> tuple[str, ...]:
+    return tuple(op_text(one) for one in program.ops if one.kind in ("gather", "reduce"))
+
+
+def difference(sound: Outcome, broken: Outcome) -> str | None:
+    """What a mutant changes, in a few words; None where it changes nothing."""
+    if broken.error is not None:
+        return f"fails: {broken.error}"
+    for name in ("state", "metrics"):
+        a, b = getattr(sound, name), getattr(broken, name)
+        if len(a) != len(b) or not all(map(_same, a, b)):
+            return f"other {name}"
+    if len(broken.order) > len(sound.order):
+        return "ranks issue collectives in different orders"
+    for name in ("read_only", "left", "wire", "buffers", "over_cap"):
+        a, b = getattr(sound, name), getattr(broken, name)
+        if a != b:
+            return f"other {name}: {b}, not {a}"
+    if any(b > a for a, b in zip(sound.peak, broken.peak, strict=True)):
+        return f"a higher peak: {broken.peak}, not {sound.peak}"
+    return None
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, all NaN alike."""
+    if a.shape != b.shape or a.dtype is not b.dtype:
+        return False
+    raw = a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)
+    if torch.equal(*raw):
+        return True
+    if not a.dtype.is_floating_point:
+        return False
+    x, y = torch.nan_to_num(a, 0.5), torch.nan_to_num(b, 0.5)
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(
+        x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8)
+    )

@@ -1,0 +1,391 @@
+"""Programs broken on purpose: by hand for each of verify's rules, and at random, some of each kind of `fzero.mutate`.
+
+The random part protects both sides: every mutant that changes the meaning of its program is refused, and no unbroken
+program is. The full count runs under `make acceptance`.
+"""
+
+import random
+import re
+from dataclasses import replace
+
+import cases
+import pytest
+import torch
+
+import fzero
+from fzero.mutate import KINDS, Bench, draw
+from fzero.mutate.corpus import MODELS, Case, lowered, relay
+from fzero.mutate.edits import drop, find, insert, never_freed, put, replaced, with_buffers, with_ops
+from fzero.mutate.oracle import outcome
+from fzero.program import ALIGN, Op, Program, Ref, op
+from fzero.runtime import storage
+from fzero.runtime.interpret import interpret
+from fzero.verify import RULES, verify
+
+# --- at random --------------------------------------------------------------------------------------------------------
+
+UNBROKEN, EACH = 40, 10
+
+
+@pytest.fixture(scope="module")
+def benches() -> list[Bench]:
+    rng = random.Random(0)
+    return [Bench(draw(rng, number)) for number in range(UNBROKEN)]
+
+
+def test_no_unbroken_program_is_refused(benches: list[Bench]) -> None:
+    assert [(b.case.name, b.refused) for b in benches if b.refused is not None] == []
+
+
+def test_poison_changes_nothing_in_an_unbroken_program(benches: list[Bench]) -> None:
+    for bench in benches:
+        assert bench.sound.error is None, bench.case.name
+        memory = [{name: tensor.clone() for name, tensor in own.items()} for own in bench.case.memory]
+        interpret(bench.case.programs, memory)
+        plain = [
+            storage.local(bench.case.plan, own, leaf, r)
+            for r, own in enumerate(memory)
+            for leaf in bench.case.plan.leaves
+        ]
+        assert all(map(torch.equal, plain, bench.sound.state)), bench.case.name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_mutant_that_changes_meaning_is_refused(kind: str, benches: list[Bench]) -> None:
+    rng, changing, missed = random.Random(kind), 0, []
+    for _ in range(20):
+        for bench in rng.sample(benches, len(benches)):
+            for mutant in bench.mutants(kind, rng):
+                changing += mutant.changes is not None
+                if mutant.changes is not None and mutant.refused is None:
+                    missed.append(f"{bench.case.name}: {mutant.changes}")
+            if changing >= EACH:
+                break
+    assert missed == []
+    assert changing >= EACH, f"only {changing} mutants changed a meaning"
+
+
+# --- what the oracle stands on: poison --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def relayed() -> Case:
+    return relay(2, torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def sharded() -> Bench:
+    """A program with gathers, scatters and exchanges, two microbatches and a norm."""
+    placed = {"zero": 3, "microbatches": 2, "reduce": "each", "clip_norm": 1.0}
+    generator = torch.Generator().manual_seed(0)
+    return Bench(lowered("sharded", MODELS["mlp"], fzero.optim.sgd(0.1, momentum=0.9), placed, 2, generator))
+
+
+def test_messages_arrive(relayed: Case) -> None:
+    memory = [{n: t.clone() for n, t in own.items()} for own in relayed.memory]
+    interpret(relayed.programs, memory, poison=True)
+    for rank in (0, 1):
+        for name in ("x", "y"):
+            torch.testing.assert_close(
+                memory[rank][name], relayed.memory[rank][name] + relayed.memory[1 - rank][name] / 2
+            )
+
+
+@pytest.mark.parametrize("which", ["source", "scratch"])
+def test_poison_finds_memory_of_a_transfer_that_is_freed_in_flight(which: str, sharded: Bench) -> None:
+    program = sharded.case.programs[0]
+    at = _first(program, "reduce", mode="scatter")
+    name = program.ops[at].reads[0].name if which == "source" else program.ops[at].writes[1].name
+    broken = insert(never_freed(program, name), at + 1, op("free", [Ref(name)]))
+    assert "HazardError" in str(outcome(sharded.case, {0: broken, 1: broken}).error)
+
+
+def test_poison_finds_memory_taken_over_while_in_use(sharded: Bench) -> None:
+    program = sharded.case.programs[0]
+    at = find(program, lambda one: one.get("phase") == "region" and int(one.get("fresh", 0)) > 0)[0]
+    live = program.ops[at].writes[0].name
+    later = find(program, lambda one: one.kind == "reduce" and one.get("mode") == "scatter")[0]
+    taker = program.buffers[program.ops[later].writes[1].name]
+    taken = with_buffers(program, replace(taker, reuses=live, shape=(1, 1)))
+    broken = outcome(sharded.case, {0: taken, 1: taken})
+    assert broken.error is not None or any(bool(leaf.isnan().any()) for leaf in broken.state)
+
+
+# --- by hand, one for each rule ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def good() -> Program:
+    """zero=3 on two ranks, two microbatches, momentum, a global norm: every kind of op but messages."""
+    program = cases.lowered(zero=3, microbatches=2, clip_norm=1.0).program
+    verify({0: program, 1: program})
+    return program
+
+
+def _refused(broken: Program, rule: str, what: str, **options: int) -> None:
+    """verify names the rule, an op or the end, and what is wrong."""
+    with pytest.raises(
+        fzero.VerifyError, match=rf"^\[{rule}\] (op \d+( `.*`)?|the end): .*{what}.* \(after pass measure\)$"
+    ):
+        verify(broken, **options)
+
+
+def _first(program: Program, kind: str, **attrs: int | str) -> int:
+    return find(program, lambda one: one.kind == kind and all(one.get(k) == v for k, v in attrs.items()))[0]
+
+
+def _wait(program: Program, at: int) -> int:
+    name = program.ops[at].writes[0].name
+    return next(i for i in find(program, lambda one: one.kind == "wait") if program.ops[i].reads[0].name == name)
+
+
+def _freeing(program: Program, name: str) -> int:
+    return find(program, lambda one: one.kind == "free" and any(ref.name == name for ref in one.reads))[0]
+
+
+def test_a_wait_that_is_missing_or_repeated(good: Program) -> None:
+    wait = _wait(good, _first(good, "gather"))
+    name = re.escape(good.ops[wait].reads[0].name)
+    _refused(drop(good, wait), "lifetimes", rf"before the transfer into {name} \(op \d+\) is waited for")
+    _refused(insert(good, wait, good.ops[wait]), "lifetimes", f"waits for a transfer into {name}, of which none")
+
+
+def test_a_free_that_is_early_missing_or_repeated(good: Program) -> None:
+    at = _first(good, "gather")
+    name = good.ops[at].writes[0].name
+    free, shown = _freeing(good, name), re.escape(name)
+    early = op("free", [Ref(name)])
+    _refused(insert(good, at + 1, early), "lifetimes", f"frees {shown} while the transfer into {shown}")
+    _refused(
+        insert(good, _wait(good, at) + 1, early), "lifetimes", rf"reads {shown}\[.*\], which is not live: freed at op"
+    )
+    _refused(drop(good, free), "lifetimes", f"{shown} (is never freed|takes over|.*which is not free)|{shown}")
+    _refused(insert(good, free + 1, early), "lifetimes", f"frees {shown}, which is not live")
+
+
+def test_a_state_that_is_read_after_its_update(good: Program) -> None:
+    at = find(good, lambda one: one.kind == "update" and bool(one.get("flat")))[0]
+    _refused(insert(good, at + 1, good.ops[at]), "lifetimes", r"which was donated: op \d+ wrote its new value")
+
+
+def test_memory_that_is_taken_over_while_in_use(good: Program) -> None:
+    at = _first(good, "reduce", mode="scatter")
+    grad, room = good.ops[at].reads[0].name, good.ops[at].writes[1].name
+    taken = with_buffers(good, replace(good.buffers[room], reuses=grad))
+    _refused(taken, "lifetimes", f"takes over the memory of {re.escape(grad)}, which is not free")
+    fresh = find(good, lambda one: one.get("phase") == "region" and int(one.get("fresh", 0)) > 0)[-1]
+    result = good.ops[fresh].writes[0].name
+    taken = with_buffers(good, replace(good.buffers[result], reuses=room))
+    _refused(taken, "lifetimes", "but a run returns it in memory of its own")
+
+
+def test_scratch_that_holds_something_else(good: Program) -> None:
+    at = _first(good, "reduce", mode="scatter")
+    held = find(good, lambda one: one.get("phase") == "region" and int(one.get("fresh", 0)) > 0)[0]
+    broken = put(good, at, replaced(good.ops[at], "writes", 1, good.ops[held].writes[0]))
+    _refused(broken, "lifetimes", "receives into .*, which is in use: free it first")
+
+
+def test_a_batch_that_is_written(good: Program) -> None:
+    batch = next(name for name, b in good.buffers.items() if b.kind == "batch")
+    at = find(good, lambda one: one.kind == "update" and not one.get("flat"))[0]
+    broken = put(good, at, replaced(good.ops[at], "writes", 0, Ref(batch)))
+    _refused(broken, "lifetimes", f"writes {batch}, which is the user's and read-only")
+
+
+def test_memory_that_two_take_over(good: Program) -> None:
+    taker = next(b for b in good.buffers.values() if b.reuses and b.kind == "scratch")
+    uses = find(good, lambda one: one.kind == "free" and any(r.name == taker.reuses for r in one.reads))[0]
+    other = next(
+        b
+        for b in good.buffers.values()
+        if b.nbytes == taker.nbytes and b.name not in (taker.name, taker.reuses) and b.kind == "scratch"
+        and find(good, lambda one, b=b: any(r.name == b.name for r in one.writes))[0] > uses
+    )  # fmt: skip
+    broken = with_buffers(good, replace(other, reuses=taker.reuses))
+    _refused(broken, "takeovers", f"2 buffers take over the memory of {re.escape(taker.reuses or '')}")
+
+
+def test_bytes_that_move_for_nothing(good: Program) -> None:
+    at = _first(good, "gather")
+    wait, name = _wait(good, at), re.escape(good.ops[at].writes[0].name)
+    again = insert(good, wait + 1, good.ops[at], good.ops[wait])
+    _refused(again, "needed", f"brings {name} again: nothing read it since op {at}")
+
+
+def test_a_leaf_that_lies_elsewhere(good: Program) -> None:
+    bucket = next(b for b in good.buckets.values() if len(b.slots) > 1)
+    moved = replace(bucket.slots[1], start=bucket.slots[1].start - ALIGN)
+    broken = replace(bucket, slots=(bucket.slots[0], moved, *bucket.slots[2:]))
+    _refused(replace(good, buckets={**good.buckets, bucket.name: broken}), "partition", "overlapping, unaligned or out")
+    short = replace(bucket, length=bucket.length - ALIGN)
+    uneven = replace(good, buckets={**good.buckets, bucket.name: short})
+    _refused(uneven, "partition", rf"bucket {bucket.name} has {short.length} elements: not a multiple of 2 ranks x 64")
+
+
+def test_a_shard_that_is_too_small(good: Program) -> None:
+    shard = next(b for b in good.buffers.values() if b.kind == "grad" and b.shard)
+    broken = with_buffers(good, replace(shard, shape=(shard.numel // 2,)))
+    needed = re.escape(f"{shard.name} has shape ({shard.numel // 2},): a shard has ({shard.numel},)")
+    _refused(broken, "partition", needed)
+
+
+def test_a_reference_beyond_its_buffer(good: Program) -> None:
+    at = find(good, lambda one: bool(one.get("flat")) and one.kind == "update")[0]
+    ref = good.ops[at].reads[0]
+    broken = put(good, at, replaced(good.ops[at], "reads", 0, replace(ref, stop=(ref.stop or 0) + ALIGN)))
+    _refused(broken, "partition", "lies outside of")
+
+
+def test_flat_ranges_of_buckets_that_are_cut_otherwise(good: Program) -> None:
+    at = find(good, lambda one: bool(one.get("flat")) and one.kind == "update")[0]
+    bucket = next(b for b in good.buckets.values() if len(b.slots) > 1)
+    other = replace(bucket, name="other", slots=bucket.slots[:1])
+    column = next(b for b in good.buffers.values() if b.bucket == bucket.name and b.kind == "optimizer")
+    at = find(good, lambda one: one.kind == "update" and any(r.name == column.name for r in one.reads))[0]
+    position = next(n for n, r in enumerate(good.ops[at].reads) if r.name == column.name)
+    broken = with_buffers(good, replace(column, name="elsewhere", bucket="other"))
+    broken = replace(broken, buckets={**good.buckets, "other": other})
+    ref = replace(good.ops[at].reads[position], name="elsewhere")
+    _refused(put(broken, at, replaced(good.ops[at], "reads", position, ref)), "partition", "holds leaves at")
+
+
+def test_a_run_that_writes_over_what_it_reads(good: Program) -> None:
+    at = find(good, lambda one: one.kind == "run" and one.why.startswith("add "))[0]
+    one = good.ops[at]
+    half = replace(one.writes[0], stop=(one.writes[0].stop or 0) // 2)
+    what = re.escape(f"writes {half}, which overlaps {one.reads[0]} that it reads")
+    _refused(put(good, at, replace(one, writes=(half,))), "aliasing", what)
+
+
+def test_a_segment_that_does_not_fit(good: Program) -> None:
+    at = _first(good, "run", phase="region")
+    one = good.ops[at]
+    _refused(replace(good, segments={}), "calls", r"segment \w+ is not in the program: pass segments= to parse")
+    fewer = tuple(ref for ref in one.reads if good.buffers[ref.name].kind != "batch")
+    _refused(put(good, at, replace(one, reads=fewer)), "calls", r"takes \d+ and returns \d+, the op gives \d+")
+    result = good.buffers[one.writes[0].name]
+    shrunk = with_buffers(good, replace(result, shape=(1, *result.shape[1:])))
+    _refused(shrunk, "calls", rf"{result.name} is f32\[1.*\]: the segment has f32\[4.*\] there")
+
+
+def test_a_new_tensor_in_the_place_of_state(good: Program) -> None:
+    at = find(good, lambda one: one.get("phase") == "outer" and int(one.get("fresh", 0)) > 0)[0]
+    name = good.ops[at].writes[0].name
+    kept = with_buffers(never_freed(good, name), replace(good.buffers[name], kind="state"))
+    _refused(kept, "calls", f"returns {re.escape(name)} as a new tensor: .* must be written in place")
+
+
+def test_a_collective_of_another_axis_or_size(good: Program) -> None:
+    gather, reduce = _first(good, "gather"), _first(good, "reduce", mode="scatter")
+    _refused(
+        put(good, gather, replace(good.ops[gather], axis="tp")),
+        "transfers",
+        r"runs over axis 'tp': the mesh has \['dp'\]",
+    )
+    source = good.ops[gather].reads[0].name
+    other = next(b.name for b in good.buffers.values() if b.kind == "param" and b.numel != good.buffers[source].numel)
+    crossed = put(good, gather, replace(good.ops[gather], reads=(Ref(other),)))
+    _refused(crossed, "transfers", r"gathers \d+ elements of 2 ranks into \d+")
+    whole = put(good, reduce, good.ops[reduce].with_attrs(mode="all"))
+    _refused(whole, "transfers", r"reduces \d+ elements with mode=all into \d+: needed \d+")
+    unknown = put(good, reduce, good.ops[reduce].with_attrs(mode="some"))
+    _refused(unknown, "transfers", "mode=some is none of scatter, all, exchange")
+    room = good.buffers[good.ops[reduce].writes[1].name]
+    small = with_buffers(good, replace(room, shape=(1, 1), reuses=None))
+    users = [b for b in small.buffers.values() if b.reuses == room.name]
+    _refused(with_buffers(small, *(replace(b, reuses=None) for b in users)), "transfers", "elements into scratch of 1")
+
+
+def test_gradients_that_are_written_twice(good: Program) -> None:
+    def writes_gradients(one: Op) -> bool:
+        return one.get("phase") == "region" and any(good.buffers[r.name].kind == "grad" for r in one.writes)
+
+    at = find(good, writes_gradients)[0]
+    _refused(insert(good, at + 1, good.ops[at]), "reduced once", r"writes the gradient r0\.grad.* a second time")
+
+
+def test_gradients_that_are_reduced_twice(good: Program) -> None:
+    at = _first(good, "reduce", mode="scatter")
+    result, add = good.ops[at].writes[0].name, find(good, lambda one: one.why.startswith("add gradients"))
+    uses = next(i for i in add if any(r.name == result for r in good.ops[i].reads))
+    once = replace(good.buffers[result], name="once", reuses=None)
+    start = replace(good.ops[at], writes=(Ref("once"), good.ops[at].writes[1]))
+    one = good.ops[uses]
+    mixed = replace(one, reads=tuple(replace(r, name="once") if r.name != result else r for r in one.reads))
+    wait = _wait(good, at)
+    ops = [*good.ops[: wait + 1]]
+    room = replace(good.buffers[good.ops[at].writes[1].name], name="room", reuses=None)
+    start = replace(start, writes=(Ref("once"), Ref("room")))
+    ops += [start, op("wait", [Ref("once")]), op("free", [Ref("room")])]
+    ops += [*good.ops[wait + 1 : uses], good.ops[uses], mixed, op("free", [Ref("once")]), *good.ops[uses + 1 :]]
+    broken = with_buffers(with_ops(good, ops), once, room)
+    _refused(broken, "reduced once", rf"reduces {re.escape(good.ops[at].reads[0].name)} a second time")
+
+
+def test_a_microbatch_that_runs_less(good: Program) -> None:
+    at = find(good, lambda one: one.get("phase") == "region" and one.get("microbatch") == 1)[0]
+    broken = put(good, at, good.ops[at].with_attrs(microbatch=0))
+    _refused(broken, "microbatches", r"r0 runs \{0: \d+, 1: \d+\} segments by microbatch: they must be equal")
+
+
+def test_an_update_that_is_missing_or_repeated(good: Program) -> None:
+    at = find(good, lambda one: one.kind == "update" and bool(one.get("flat")))[0]
+    _refused(drop(good, at), "updated once", "has a gradient and is never updated")
+    count = find(good, lambda one: one.kind == "update" and not one.get("flat"))[0]
+    again = insert(good, count + 1, good.ops[count])
+    _refused(again, "updated once", f"updates {good.ops[count].writes[0]} a second time")
+
+
+def test_more_gathered_bytes_than_the_cap(good: Program) -> None:
+    broken = replace(good, gather_cap_bytes=good.gather_cap_bytes - 1)
+    figures = f"{good.gather_cap_bytes:,} bytes are gathered at once, the cap is {good.gather_cap_bytes - 1:,}"
+    _refused(broken, "cap", figures)
+
+
+def test_a_mean_that_is_no_mean(good: Program) -> None:
+    at = _first(good, "reduce", mode="scatter")
+    broken = put(good, at, good.ops[at].with_attrs(divisor=2))
+    _refused(broken, "meaning", rf"computes something else than what was captured \(\w+, not {good.meaning}\)")
+
+
+def test_more_memory_than_the_budget(good: Program) -> None:
+    peak = fzero.plan.memory.account(good).peak
+    verify(good, budget_bytes=peak)
+    _refused(good, "budget", f"{peak:,} bytes live, the budget is {peak - 1:,}", budget_bytes=peak - 1)
+
+
+def test_equal_collectives_in_another_order_on_one_rank() -> None:
+    """Each rank's own program is right; together the gather of one layer would meet that of another."""
+    program = cases.lowered(zero=1, bucket_bytes=1 << 10).program
+    gathers = find(program, lambda one: one.kind == "gather")
+    size = {i: program.buffers[program.ops[i].writes[0].name].nbytes for i in gathers}
+    first, second = next((a, b) for a in gathers for b in gathers if a < b and size[a] == size[b])
+    pairs = [(program.ops[i], program.ops[_wait(program, i)]) for i in (second, first)]
+    rest = [one for one in program.ops if not any(one is other for pair in pairs for other in pair)]
+    swapped = with_ops(program, [*rest, *(one for pair in pairs for one in pair)])
+    moved = with_ops(program, [*rest, *(one for pair in reversed(pairs) for one in pair)])
+    verify({0: moved, 1: moved})
+    verify({0: swapped, 1: swapped})
+    crossed = r"^\[same order\] op \d+ of rank 1 `gather .*`: collective \d+ over dp differs from rank 0's, `gather .*`"
+    with pytest.raises(fzero.VerifyError, match=crossed):
+        verify({0: moved, 1: swapped})
+
+
+def test_a_collective_that_one_rank_does_not_issue(good: Program) -> None:
+    other = cases.lowered(zero=3, microbatches=2).program  # it has no norm to sum
+    with pytest.raises(fzero.VerifyError, match=r"^\[same order\] .* of rank 1.*over dp"):
+        verify({0: good, 1: other})
+
+
+def test_a_message_that_nobody_receives(relayed: Case) -> None:
+    ring = relay(3, torch.Generator().manual_seed(0))
+    verify(relayed.programs)
+    unheard = r"^\[sends\] 32 bytes from rank 1 to 0 over dp \(tag 0\) are received and not sent$"
+    with pytest.raises(fzero.VerifyError, match=unheard):
+        verify({0: relayed.programs[0], 1: ring.programs[1]})
+
+
+def test_every_rule_is_broken_by_some_program_here(request: pytest.FixtureRequest) -> None:
+    text = request.path.read_text(encoding="utf-8")
+    assert [rule for rule in (*RULES, "budget") if f'"{rule}", ' not in text] == []
