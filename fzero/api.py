@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fzero import capture, tree
+from fzero import tracing, tree
 from fzero.compile import Lowered, fakes_on, lower_step, plan_for, recipe_for
 from fzero.errors import DonatedError, SpecError, TreeError, at
 from fzero.runtime import collectives
@@ -35,13 +35,18 @@ def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
     >>> state.params["w"].shape, state.step
     (torch.Size([3]), 0)
     """
-    _check_spec("init", spec)
-    device = _device(spec, params)
-    rank, world_size = collectives.open_world(device.type)
-    group = _side_group(device, world_size)
     failure: Exception | None = None
     digest = ""
     try:
+        _check_spec("init", spec)
+        device = _device(spec, params)
+    except Exception as error:  # the other ranks are told before it is raised here
+        failure, device = error, torch.device("cuda" if str(getattr(spec, "device", "")).startswith("cuda") else "cpu")
+    rank, world_size = collectives.open_world(device.type)
+    group = _side_group(device, world_size)
+    try:
+        if failure is not None:
+            raise failure
         _check_mesh(spec, world_size)
         recipe = recipe_for(spec, params, key, device)
         plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, world_size)
@@ -122,10 +127,12 @@ def lower(spec: Spec, params_like: Any, batch_like: Any, *, world_size: int | No
         raise SpecError(f"fzero.lower(world_size={size!r}): needed a positive int")
     _check_mesh(spec, size)
     device = torch.device(spec.device or "cpu")
+    via = "nccl" if device.type == "cuda" else "p2p"
+    device = device if torch.cuda.is_available() else torch.device("cpu")  # shapes do not need the device
     recipe = recipe_for(spec, params_like, None, device)
     plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, size)
     state = tree.unflatten(recipe.spec, recipe.values)
-    lowered = lower_step(spec, state, fakes_on(batch_like, device), plan, "nccl" if device.type == "cuda" else "p2p")
+    lowered = lower_step(spec, state, fakes_on(batch_like, device), plan, via)
     verify(lowered.program)
     return lowered
 
@@ -184,7 +191,7 @@ def _check_batch(batch: Any, device: torch.device) -> None:
             raise TreeError(f"{name} is on {leaf.device}, the state on {device}. Move it there")
         if leaf.requires_grad:
             raise TreeError(f"{name} requires grad, which no step would use. detach() it")
-        capture.check_leaf(name, leaf)
+        tracing.check_leaf(name, leaf)
 
 
 def _spec_text(spec: Spec) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fzero import capture, random, segments, tree
+from fzero import capture, random, segments, tracing, tree
 from fzero._torch_compat import FakeTensorMode
 from fzero.errors import SpecError, TreeError, at
 from fzero.initial import Recipe, bits
@@ -36,7 +37,7 @@ class Lowered:
         fixed = segments.placeholders(self.graph.gm.graph)[len(self.plan.leaves) + len(self.graph.batch_paths) :]
         read = [any(u.target is not torch.ops.fzero.region.default for u in node.users) for node in fixed]
         values = [bits(x) for x, used in zip(self.graph.constants.values(), read, strict=True) if used]
-        return " ".join([self.program.digest, *values])
+        return hashlib.blake2b(" ".join([self.program.digest, *values]).encode(), digest_size=8).hexdigest()
 
     @cached_property
     def memory(self) -> Account:
@@ -65,7 +66,7 @@ def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.
 
     inputs = [getattr(leaves[i], "value", leaves[i]).detach() for i in tensors]
     for i, value in zip(tensors, inputs, strict=True):
-        capture.check_leaf(at("params", paths[i]), value)
+        tracing.check_leaf(at("params", paths[i]), value)
     return Recipe(whole, [x.full_tensor() if hasattr(x, "full_tensor") else x for x in inputs], device)
 
 

@@ -15,6 +15,8 @@ from fzero import capture as _capture
 from fzero import tree
 from fzero._torch_compat import in_functorch
 from fzero.errors import CaptureError, at
+from fzero.provenance import defined_at, describe, user_line
+from fzero.tracing import active, check_leaf
 
 
 def value_and_grad(
@@ -41,16 +43,16 @@ def value_and_grad(
     """
 
     if not callable(fn):
-        raise CaptureError(f"value_and_grad of {_capture.describe(fn)}: needed a function (params, *args) -> loss")
+        raise CaptureError(f"value_and_grad of {describe(fn)}: needed a function (params, *args) -> loss")
     for name, number in (("microbatches", microbatches), ("batch_argnum", batch_argnum)):
         if not (number is None and name == "microbatches") and (type(number) is not int or number < 1):
             raise CaptureError(f"value_and_grad({name}={number!r}): needed a positive int")
 
     def wrapped(params: Any, *args: Any, **kwargs: Any) -> Any:
-        tracing = _capture.active()
+        tracing = active()
         if (tracing is not None and tracing.depth) or in_functorch():
             raise CaptureError(
-                f"fzero.value_and_grad was called inside a loss or a torch.func transform at {_capture.user_line()}: "
+                f"fzero.value_and_grad was called inside a loss or a torch.func transform at {user_line()}: "
                 "it belongs to the step and reduces over the ranks. Inside a loss use torch.func.grad"
             )
         paths, leaves, spec = tree.flatten(params)
@@ -73,10 +75,10 @@ def value_and_grad(
             for path, leaf in zip(aux_paths, aux_leaves, strict=True):
                 if not isinstance(leaf, torch.Tensor):
                     raise CaptureError(
-                        f"{at('aux', path)} of {_capture.defined_at(fn)} is the Python value {leaf!r}: it would stay "
+                        f"{at('aux', path)} of {defined_at(fn)} is the Python value {leaf!r}: it would stay "
                         "what it was at the first step. Return a tensor, or leave it out"
                     )
-                _capture.check_leaf(at("aux", path), leaf)
+                check_leaf(at("aux", path), leaf)
             if tracing is not None:
                 tracing.phase = "backward"
             grads = torch.autograd.grad(loss, own, allow_unused=True) if loss.requires_grad else [None] * len(own)
@@ -84,7 +86,7 @@ def value_and_grad(
             if missing and not unused:
                 raise CaptureError(
                     f"{', '.join(repr(p) for p in missing[:5])}{' and more' if len(missing) > 5 else ''} get no "
-                    f"gradient from the loss {_capture.defined_at(fn)}. Use them, leave them out of the parameters, or "
+                    f"gradient from the loss {defined_at(fn)}. Use them, leave them out of the parameters, or "
                     "pass allow_unused=True"
                 )
             marks["grad_of"] = [i for i, g in enumerate(grads) if g is not None]
@@ -157,10 +159,10 @@ def per_rank(x: Any) -> Any:
 
 
 def _preduce(x: Any, op: str, axis: str) -> Any:
-    tracing = _capture.active()
+    tracing = active()
     if tracing is not None and tracing.depth:
         raise CaptureError(
-            f"fzero.p{op} was called inside a loss at {_capture.user_line()}: reduce what value_and_grad returns, "
+            f"fzero.p{op} was called inside a loss at {user_line()}: reduce what value_and_grad returns, "
             "or return the value as aux and reduce it in the step"
         )
     if tracing is not None and axis != tracing.axis:
@@ -170,7 +172,7 @@ def _preduce(x: Any, op: str, axis: str) -> Any:
         if not isinstance(leaf, torch.Tensor):
             raise CaptureError(f"fzero.p{op} of {path or 'a value'}: needed a tensor, got {leaf!r}")
         if op == "mean" and not leaf.dtype.is_floating_point:
-            raise CaptureError(f"fzero.pmean of {_capture.describe(leaf)}: needed a floating dtype. Use psum, or cast")
+            raise CaptureError(f"fzero.pmean of {describe(leaf)}: needed a floating dtype. Use psum, or cast")
         return torch.ops.fzero.reduce(leaf.contiguous(), op, axis)
 
     return tree.map_with_path(one, x)
@@ -182,13 +184,13 @@ def _check_params(paths: list[str], leaves: list[Any]) -> None:
     for path, leaf in zip(paths, leaves, strict=True):
         if not isinstance(leaf, torch.Tensor) or not leaf.dtype.is_floating_point:
             raise CaptureError(
-                f"params[{path!r}] is {_capture.describe(leaf)}: gradients need floating tensors. "
+                f"params[{path!r}] is {describe(leaf)}: gradients need floating tensors. "
                 "Keep it out of the first argument"
             )
 
 
 def _check_loss(result: Any, has_aux: bool, fn: Callable[..., Any]) -> tuple[torch.Tensor, Any]:
-    name = _capture.defined_at(fn)
+    name = defined_at(fn)
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise CaptureError(
             f"with has_aux=True a loss returns (loss, aux), {name} returned {type(result).__name__}. Return the pair, "
@@ -202,7 +204,7 @@ def _check_loss(result: Any, has_aux: bool, fn: Callable[..., Any]) -> tuple[tor
         )
     if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.dtype.is_floating_point:
         raise CaptureError(
-            f"a loss is a floating 0-d tensor, {name} returned {_capture.describe(loss)}. Return a floating tensor's "
+            f"a loss is a floating 0-d tensor, {name} returned {describe(loss)}. Return a floating tensor's "
             ".mean() or .sum()"
         )
     return loss, aux
@@ -217,7 +219,7 @@ def _check_slices(num: int, sliced: list[bool], paths: list[str], leaves: list[t
     for cut, path, leaf in zip(sliced, paths, leaves, strict=True):
         if cut and leaf.shape[0] % num:
             raise CaptureError(
-                f"{_argument(path, prefix)} is {_capture.describe(leaf)}: dim 0 must be divisible by microbatches={num}"
+                f"{_argument(path, prefix)} is {describe(leaf)}: dim 0 must be divisible by microbatches={num}"
             )
 
 
@@ -232,7 +234,7 @@ def _check_aux(aux: list[torch.Tensor], num: int) -> None:
     for leaf in aux:
         if num > 1 and not leaf.dtype.is_floating_point:
             raise CaptureError(
-                f"an aux output is {_capture.describe(leaf)}: with microbatches={num} aux is averaged, which needs a "
+                f"an aux output is {describe(leaf)}: with microbatches={num} aux is averaged, which needs a "
                 "floating dtype. Cast it in the loss"
             )
 
@@ -240,7 +242,7 @@ def _check_aux(aux: list[torch.Tensor], num: int) -> None:
 def _reduced(
     outs: list[torch.Tensor], grad_of: list[int], leaves: list[torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-    tracing = _capture.active()
+    tracing = active()
     axis = tracing.axis if tracing else "dp"
     loss = torch.ops.fzero.reduce(outs[0], "mean", axis)
     count = len(grad_of)

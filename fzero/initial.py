@@ -18,7 +18,9 @@ from fzero import capture, segments, tree
 from fzero._torch_compat import FakeTensorMode
 from fzero.errors import TreeError, at
 from fzero.plan.layout import Plan
+from fzero.provenance import describe
 from fzero.runtime import storage
+from fzero.tracing import Tracing, check_leaf, check_names, lifted, trace
 
 aten = torch.ops.aten
 
@@ -36,14 +38,14 @@ class Recipe:
             paths, leaves, shown["spec"] = tree.flatten(fn(*xs))
             shown["per_rank"] = tuple(p for p, x in zip(paths, leaves, strict=True) if isinstance(x, capture.PerRank))
             shown["paths"] = paths
-            capture.check_names("state", paths)
+            check_names("state", paths)
             return [_as_tensor(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
 
-        tracing = capture.Tracing(mode, (fn,))
+        tracing = Tracing(mode, (fn,))
         with mode:
             fakes = [torch.empty(tuple(x.shape), dtype=x.dtype, device=device or x.device) for x in inputs]
-        self.gm = capture.trace(tracing, flat, fakes, [f"argument {i}" for i in range(len(fakes))])
-        extra = capture.lifted(self.gm, len(fakes))
+        self.gm = trace(tracing, flat, fakes, [f"argument {i}" for i in range(len(fakes))])
+        extra = lifted(self.gm, len(fakes))
         self.inputs = [*inputs, *extra]
         _shapes_only(self.gm)
         segments.normalised(self.gm)
@@ -79,13 +81,13 @@ def bits(value: torch.Tensor) -> str:
 def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
     leaf = leaf.value if isinstance(leaf, capture.PerRank) else leaf
     if isinstance(leaf, torch.Tensor):
-        capture.check_leaf(at("state", path), leaf)
+        check_leaf(at("state", path), leaf)
         return leaf.detach() if leaf.requires_grad else leaf
     if type(leaf) is float or (type(leaf) is int and -(1 << 63) <= leaf < 1 << 63):
         dtype = torch.int64 if type(leaf) is int else torch.float32
         return torch.full((), leaf, dtype=dtype)
     raise TreeError(
-        f"{at('state', path)} is {capture.describe(leaf)}: a state holds tensors (and plain numbers, which become 0-d "
+        f"{at('state', path)} is {describe(leaf)}: a state holds tensors (and plain numbers, which become 0-d "
         "tensors). Keep it outside the state, or make it a tensor"
     )
 

@@ -102,8 +102,12 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _plain(value: Any) -> tuple[Any, ...]:
-    """Arguments in a form whose repr is stable."""
-    return fx.node.map_aggregate(value, lambda a: str(a) if isinstance(a, (torch.dtype, torch.device)) else a)
+    """Arguments in a form whose repr is stable, and the same on every rank: of a device, its type."""
+
+    def plain(a: Any) -> Any:
+        return str(a) if isinstance(a, torch.dtype) else a.type if isinstance(a, torch.device) else a
+
+    return fx.node.map_aggregate(value, plain)
 
 
 # in-place op -> (its pure form, for each of the pure form's results the argument it goes to)

@@ -44,6 +44,12 @@ DTYPES: dict[str, torch.dtype] = {
     "u8": torch.uint8,
     "bool": torch.bool,
     "c64": torch.complex64,
+    "c128": torch.complex128,
+    "u16": torch.uint16,
+    "u32": torch.uint32,
+    "u64": torch.uint64,
+    "f8e4m3": torch.float8_e4m3fn,
+    "f8e5m2": torch.float8_e5m2,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

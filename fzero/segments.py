@@ -211,9 +211,10 @@ def text(gm: fx.GraphModule) -> str:
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             val = node.meta["val"]
-            lines.append(f"%{index[node]} = input {val.dtype} {tuple(val.shape)} {val.stride()} {val.device}")
+            lines.append(f"%{index[node]} = input {val.dtype} {tuple(val.shape)} {val.stride()} {val.device.type}")
         else:
             args = fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(f"%{index[n]}"))
+            args = fx.node.map_aggregate(args, lambda a: a.type if isinstance(a, torch.device) else a)  # any rank's
             lines.append(f"%{index[node]} = {node.target} {args}")
     return "\n".join(lines)
 

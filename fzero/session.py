@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from fzero import capture, tree
+from fzero import tree
 from fzero.compile import Lowered, fakes_on, lower_step
 from fzero.errors import DonatedError, TreeError, at
 from fzero.plan.layout import Leaf, Plan
 from fzero.program import Program, Ref, op
+from fzero.provenance import describe
 from fzero.runtime import collectives, storage
 from fzero.runtime.handlers import Rank, steps
 from fzero.spec import Spec
@@ -135,7 +136,7 @@ def execute(state: State, lowered: Lowered, batch: Any) -> Any:
 def _batch_key(batch: Any, device: torch.device) -> tuple[Any, ...]:
     paths, leaves, spec = tree.flatten(batch)
     shown = [
-        (path, capture.describe(leaf) if isinstance(leaf, torch.Tensor) else _static(at("batch", path), leaf))
+        (path, describe(leaf) if isinstance(leaf, torch.Tensor) else _static(at("batch", path), leaf))
         for path, leaf in zip(paths, leaves, strict=True)
     ]
     cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else "off"
@@ -145,7 +146,7 @@ def _batch_key(batch: Any, device: torch.device) -> tuple[Any, ...]:
 def _static(name: str, leaf: Any) -> Any:
     """What stands in the key of a program for a leaf of the batch that is no tensor."""
     if type(leaf) in (bool, int, float, complex, str, bytes):
-        return capture.describe(leaf)  # as text 0.0 is not -0.0, 1 is not True, and nan is nan
+        return describe(leaf)  # as text 0.0 is not -0.0, 1 is not True, and nan is nan
     try:
         hash(leaf)
     except TypeError:
@@ -164,7 +165,7 @@ def _static(name: str, leaf: Any) -> Any:
 
 def _difference(old: Any, new: Any) -> str:
     before, after = (
-        {at("batch", p): v if isinstance(v, str) else capture.describe(v[1]) for p, v in key[0]} for key in (old, new)
+        {at("batch", p): v if isinstance(v, str) else describe(v[1]) for p, v in key[0]} for key in (old, new)
     )
     changed = [f"{p} was {before[p]}, is {v}" for p, v in after.items() if p in before and before[p] != v]
     changed += [f"{p} is new" for p in after if p not in before]

@@ -21,6 +21,8 @@ DEFAULT_PARAMS = ("params/**",)
 class Spec:
     """What to train and how to place it. Give `loss` and `optimizer`, or `step`.
 
+    Functions are traced when a batch of a new kind is first seen: Python values that they close over are read then.
+
     loss: `(params, batch) -> 0-d floating tensor`, pure; params are whole tensors there, batch this rank's part.
     optimizer: an `fzero.optim` transformation (optax's `init` and `update`).
     step: instead of the two: `(state, batch) -> (new state, metrics)` over any pytrees.

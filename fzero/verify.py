@@ -128,6 +128,9 @@ def calls(program: Program) -> Iterator[Fault]:
         if fresh != int(one.get("fresh", 0)) or len(takes) != given:
             yield i, f"segment {one.get('segment')} takes {len(takes)} and returns {fresh}, the op gives {given}"
             continue
+        owners = [segments.base(node) for node in results]
+        if any(node.op == "placeholder" for node in owners) or len(set(owners)) < len(owners):
+            yield i, f"segment {one.get('segment')} returns a tensor that shares its memory with another or an input"
         for ref in one.writes[:fresh]:
             if program.buffers[ref.name].kind in PERSISTENT:
                 yield i, f"returns {ref} as a new tensor: {ref.name} is held between steps and must be written in place"

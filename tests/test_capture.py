@@ -1139,6 +1139,18 @@ def test_a_program_runs_as_it_was_traced_whatever_modes_are_on() -> None:
     assert torch.equal(plain.params["w"].full(), other.params["w"].full())
 
 
+def test_a_program_runs_without_the_ambient_autocast_that_it_was_traced_under(caplog: pytest.LogCaptureFixture) -> None:
+    w = torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]])
+
+    def loss(p: Any, b: Any) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return ((b["x"] @ w.t() * p["w"]) ** 2).mean()
+
+    run, x = Cached(caplog, loss), torch.tensor([[0.7, 0.11]])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run(x=x) == loss(params(), {"x": x}).item()
+
+
 def test_a_string_selects(caplog: pytest.LogCaptureFixture) -> None:
     def loss(p: Any, b: Any) -> Tensor:
         return mean_square(p, b["x"]) if b["mode"] == "square" else (b["x"] @ p["w"]).mean()

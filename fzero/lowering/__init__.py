@@ -98,7 +98,8 @@ class _Builder(Emitter):
         results = list(out.args[0])  # type: ignore[arg-type]
         for index, node in enumerate(results):
             unchanged = index < num and node is inputs[index]
-            metric_of_reduce = index >= num and node.target is REDUCE and node not in seen
+            picked = node.target is REDUCE and segments.operand(node).target is operator.getitem
+            metric_of_reduce = index >= num and picked and node.meta["val"].ndim == 0 and node not in seen
             borrowed = node in seen or node.op == "placeholder" or _is_comm(node) or segments.is_view(node)
             if borrowed and not unchanged and not metric_of_reduce:
                 with gm.graph.inserting_before(out):

@@ -294,6 +294,9 @@ class _Outer:
             total = self._reduced(name, f"sum of {len(group)} leaves") if distributed else name
             for i, node in enumerate(group):
                 self.where[node] = Ref(total, i, i + 1, ())
+                if node in self.fresh:  # someone outside knows it by a name of its own
+                    gm = segments.extract([], [node], [node])
+                    self.ops.append(rewrite.run_op(self.one, gm, [self.where[node]], [self.fresh[node]], self.pool))
 
     def _reduced(self, name: str, why: str) -> str:
         source = self.buffers[name]

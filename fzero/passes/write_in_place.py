@@ -115,8 +115,8 @@ def _kernels(gm: fx.GraphModule, num_reads: int, aliases: dict[int, int]) -> fx.
     for copy in [n for n in graph.nodes if n.target is COPY]:
         dest, value = copy.args
         kernel = _out_kernel(value)
-        if kernel is None or not _safe(dest, value, same, order):
-            continue
+        if kernel is None or value in segments.outputs(graph) or not _safe(dest, value, same, order):
+            continue  # a fresh result owns its memory
         with graph.inserting_before(value):
             written = graph.call_function(kernel, value.args, {**value.kwargs, "out": dest})
         written.meta = dict(value.meta)

@@ -156,6 +156,10 @@ def _classes(flat: list[int], paths: Sequence[str], leaves: Sequence[torch.Tenso
     anchors: dict[tuple[tuple[str, ...], tuple[int, ...]], list[int]] = {}
     for i in flat:
         anchors.setdefault((split[i][1:], tuple(leaves[i].shape)), []).append(i)
+    bare: dict[tuple[int, ...], list[int]] = {}
+    for i in flat:
+        if len(split[i]) == 1:
+            bare.setdefault(tuple(leaves[i].shape), []).append(i)
     parent = {i: i for i in flat}
 
     def find(i: int) -> int:
@@ -166,9 +170,12 @@ def _classes(flat: list[int], paths: Sequence[str], leaves: Sequence[torch.Tenso
     for i in flat:
         for cut in range(1, len(split[i]) + 1):
             hits = anchors.get((split[i][cut:], tuple(leaves[i].shape)), [])
-            found = next((j for j in hits if split[j][0] != split[i][0]), None)
-            if found is not None:
-                low, high = sorted((find(found), find(i)))
+            others = [j for j in hits if split[j][0] != split[i][0]]
+            whole = [j for j in bare.get(tuple(leaves[i].shape), []) if split[j] == split[i][cut:] and j != i]
+            if cut == len(split[i]):  # nothing left to compare: only the one leaf that is an entry by itself
+                others = others if len(others) == 1 and cut > 1 else []
+            if whole or others:
+                low, high = sorted((find((whole or others)[0]), find(i)))
                 parent[high] = low
                 break
     members: dict[int, list[int]] = {}

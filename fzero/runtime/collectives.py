@@ -28,6 +28,12 @@ from fzero.program import Op
 def open_world(device: str) -> tuple[int, int]:
     """(rank, world size). Under torchrun this starts gloo (CPU) or nccl (CUDA) unless a default group exists."""
     if dist.is_available() and dist.is_initialized():
+        backend, needed = (
+            str(dist.get_backend()),
+            {"cuda": "nccl", "cpu": "gloo"}.get(torch.device(device).type, "gloo"),
+        )
+        if backend in ("nccl", "gloo") and backend != needed:
+            raise SpecError(f"the default process group is {backend}, a state on {device} needs {needed}")
         return dist.get_rank(), dist.get_world_size()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
         if not dist.is_available():
@@ -187,5 +193,5 @@ def _compare(rank: int, notes: list[list[str]]) -> None:
         shown = "; ".join(f"rank {r}: {note[1]} of {note[2]}" for r, note in enumerate(notes))
         raise DisagreementError(
             f"the ranks do not run the same program ({shown}): give every rank the same spec, the same params and "
-            "batches of one shape"
+            "batches of one shape, and make the same calls on all of them (no .full() inside `if rank == 0`)"
         )

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from fzero.program import PERSISTENT, Buffer, Op, Program, Ref
+from fzero.program import PERSISTENT, Buffer, Op, Program, Ref, op_text
 
 
 class Comm(Protocol):
@@ -117,7 +117,7 @@ def _wait(rank: Rank, one: Op) -> None:
 def _free(rank: Rank, one: Op) -> None:
     for ref in one.reads:
         gone = rank.memory.pop(ref.name)
-        if rank.poison and gone.is_floating_point():  # a run's integer result may share its memory with another
+        if rank.poison:
             spoil(gone)
         if ref.name in rank.reused:
             rank.kept[ref.name] = gone
@@ -140,4 +140,8 @@ def steps(rank: Rank) -> Iterator[int]:
     for index, one in enumerate(rank.program.ops):
         while one.kind == "wait" and not rank.comm.ready(one.reads[0].name):
             yield index
-        HANDLERS[one.kind](rank, one)
+        try:
+            HANDLERS[one.kind](rank, one)
+        except Exception as error:
+            error.add_note(f"in op {index}: {op_text(one)} | {one.why}")
+            raise
