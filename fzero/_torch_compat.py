@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "compiled_functions_traced",
     "disable_proxy_modes_tracing",
     "fused_adam_",
     "fused_adamw_",
@@ -49,6 +53,16 @@ def tracing_graph() -> torch.fx.Graph | None:
     """The graph that `make_fx` is writing at this moment, if any (the mode's `tracer`: 2.11.0, 2.13.0)."""
     mode = get_proxy_mode()
     return None if mode is None else mode.tracer.graph
+
+
+@contextmanager
+def compiled_functions_traced() -> Iterator[None]:
+    """Lets `make_fx` trace through a `torch.compile`d function instead of refusing it (2.11.0, 2.13.0)."""
+    if "torch._dynamo" not in sys.modules:  # nobody has compiled anything
+        yield
+        return
+    with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+        yield
 
 
 def in_functorch() -> bool:

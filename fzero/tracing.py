@@ -22,6 +22,7 @@ from fzero._torch_compat import (
     DynamicOutputShapeException,
     FakeTensorMode,
     TorchDispatchMode,
+    compiled_functions_traced,
     is_fake,
     make_fx,
     tracing_graph,
@@ -99,7 +100,7 @@ def trace(
         with _Watch(tracing, user_line), torch.enable_grad():
             return fn(*xs)
 
-    with _explained(), tracing.mode:
+    with _explained(), tracing.mode, compiled_functions_traced():
         gm = make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     _refuse(tracing, gm, names)
     if any(segments.mutated(node) for node in gm.graph.nodes):
@@ -236,7 +237,7 @@ def _functionalised(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch
         with _Watch(tracing, lambda: replay.node.meta.get("source", ""), lambda: replay.node.meta.get("phase")):
             return torch.func.functionalize(replay.run)(*xs)
 
-    with _explained(), tracing.mode:
+    with _explained(), tracing.mode, compiled_functions_traced():
         pure = make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     left = [node for node in pure.graph.nodes if segments.mutated(node)]
     if left:
