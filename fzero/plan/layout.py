@@ -181,13 +181,7 @@ def _classes(flat: list[int], paths: Sequence[str], leaves: Sequence[torch.Tenso
     members: dict[int, list[int]] = {}
     for i in flat:
         members.setdefault(find(i), []).append(i)
-    return [
-        _class(group, split) for group in sorted(members.values(), key=lambda group: min(map(_anchor(split), group)))
-    ]
-
-
-def _anchor(split: Mapping[int, tuple[str, ...]]):  # type: ignore[no-untyped-def]
-    return lambda i: (len(split[i]) == 0, i)
+    return [_class(group, split) for group in sorted(members.values(), key=min)]
 
 
 def _class(group: list[int], split: Mapping[int, tuple[str, ...]]) -> _Class:
