@@ -61,6 +61,8 @@ def parts(path: str) -> tuple[str, ...]:
 def matches(pattern: str, path: str) -> bool:
     """Whether a path rule matches: `*` stands for one component or a part of it, `**` for any number of components.
 
+    A final `/**` covers the leaf of that name too: `params/**` matches `params`.
+
     >>> matches("blocks/**", "blocks/0/attn/w"), matches("**/bias", "blocks/0/bias"), matches("*/w", "a/b/w")
     (True, True, False)
     """
@@ -69,11 +71,15 @@ def matches(pattern: str, path: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    pieces = ["(?:[^/]+/)*" if p == "**" else re.escape(p).replace(r"\*", "[^/]*") + "/" for p in parts(pattern)]
-    text = "".join(pieces)
-    # the path carries no trailing slash: the last one is optional, and a final `**` may end anywhere
-    text = text.removesuffix("/") if not pattern.endswith("**") else text.removesuffix("(?:[^/]+/)*") + ".*"
-    return re.compile(text)
+    *init, last = parts(pattern)
+    text = "".join("(?:[^/]+/)*" if p == "**" else _component(p) + "/" for p in init)
+    if last != "**":
+        return re.compile(text + _component(last))
+    return re.compile(f"{text[:-1]}(?:/.*)?" if text.endswith("/") else f"{text}.*")
+
+
+def _component(part: str) -> str:
+    return re.escape(part).replace(r"\*", "[^/]*")
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -58,14 +58,13 @@ def cases(world: int) -> dict[str, Case]:
         end |= {"rules": {"zero": {"layers/1/**": 3, "**": 1}, **small}}
         clipped = {"clip_norm": 0.3, "microbatches": 2, "reduce": "each"}
         made |= {f"clipped/zero={zero}": Case("mlp", "sgd", {"zero": zero, **clipped}) for zero in (0, 3)}
+        made["gpt/zero=0"] = Case("gpt", options={"zero": 0})
+        made["gpt/zero=3"] = Case("gpt", options={"zero": 3, "bucket_bytes": 4096, "prefetch": 2})
         made["gpt/rules"] = Case("gpt", options={"zero": {"blocks/**": 3, "**": 1}})
     else:
         each["zero=1"] |= {"bucket_bytes": CAPS[1], "overlap": False}
         each["zero=2"] |= small
         each["zero=3"] |= {"prefetch": 2, **small}
-    if world != 3:
-        made["gpt/zero=0"] = Case("gpt", options={"zero": 0})
-        made["gpt/zero=3"] = Case("gpt", options={"zero": 3, "bucket_bytes": 4096, "prefetch": 2})
     made |= {f"one microbatch/{name}": Case(options=options) for name, options in one.items()}
     for reduce, group in (("each", each), ("end", end)):
         for name, options in group.items():

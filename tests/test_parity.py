@@ -146,7 +146,7 @@ def paths(model: str) -> list[str]:
     return tree.flatten(start(model))[0]
 
 
-@pytest.mark.parametrize(("world", "microbatches"), [(1, 4), (3, 1), (4, 4)])
+@pytest.mark.parametrize(("world", "microbatches"), [(1, 4), (3, 2)])
 @pytest.mark.parametrize(("model", "optimizer"), [("gpt", "adamw_clipped"), ("mlp", "sgd"), ("conv", "sgd_clipped")])
 def test_reference_trains_as_torch_does_and_programs_as_reference(
     model: str, optimizer: str, world: int, microbatches: int
