@@ -105,7 +105,7 @@ def capture(
 
     names = [at("state", p) for p in state_paths]
     names += [at("batch", p) for p, tensor in zip(batch_paths, is_tensor, strict=True) if tensor]
-    tracing = Tracing(mode, (step, *fns), microbatches, allow_unused, axis, precision or Precision())
+    tracing = Tracing(mode, (*fns, step), microbatches, allow_unused, axis, precision or Precision())
     with while_active(tracing):
         gm = trace(tracing, flat, inputs, names)
         constants = _lift(tracing, gm)
