@@ -319,7 +319,8 @@ def _combined(joint: Joint, outs: list[torch.Tensor], num: int) -> Any:
         g = _reduce(found[i], how)
         g = g if divisor is None else g / divisor
         g = g if joint.scale is None else g / joint.scale
-        grads.append(g.to(leaf.dtype))
+        held_low = joint.precision.params is not None  # the update is made in fp32 then
+        grads.append(g.to(joint.precision.sum_dtype(leaf.dtype) if held_low else leaf.dtype))
     aux = outs[end + marks.has_count :]
     value = (loss, tree.unflatten(marks.aux_spec, aux)) if joint.has_aux else loss
     return value, tree.unflatten(joint.spec, grads)
