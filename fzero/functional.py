@@ -68,7 +68,7 @@ def value_and_grad(
         joint = Joint(
             fn, params, args, kwargs, _policy(precision, tracing), has_aux,
             unused=tracing.allow_unused if tracing and allow_unused is None else bool(allow_unused),
-            key=key, scale=scale, microbatches=num, backward=_backward_of(tracing),
+            key=key, scale=scale, microbatches=num, enter=_entering(tracing),
         )  # fmt: skip
         _check_params(joint.paths, joint.leaves)
         outs = _region(joint, joint.value_and_grad, tracing, batch_argnum)
@@ -253,12 +253,12 @@ def _policy(given: str | Precision | None, tracing: Tracing | None) -> Precision
     return policy("fp32" if given is None else given)
 
 
-def _backward_of(tracing: Tracing | None) -> Callable[[], None]:
-    def begins() -> None:
+def _entering(tracing: Tracing | None) -> Callable[[str], None]:
+    def enter(phase: str) -> None:
         if tracing is not None:
-            tracing.phase = "backward"
+            tracing.phase = phase
 
-    return begins
+    return enter
 
 
 def _region(
