@@ -28,6 +28,7 @@ PENALTY = 0.1
 AVERAGED = 0.98  # of the average, what a step keeps
 
 Params = dict[str, Any]
+LAYERS = ("first", "second", "last")  # without numbers: so small, they share one buffer and travel together
 OPTIMIZERS = {name: optim.adam(2e-3, betas=(0.0, 0.99)) for name in ("critic", "generator")}
 
 
@@ -44,16 +45,14 @@ def init(key: Tensor) -> Params:
 
 def init_mlp(key: Tensor, sizes: Sequence[int]) -> Params:
     keys = random.split(key, len(sizes) - 1)
-    pairs = zip(keys, sizes, sizes[1:], strict=False)
-    layers = [{"w": random.normal(k, (i, o)) / math.sqrt(i), "b": torch.zeros(o)} for k, i, o in pairs]
-    return {"layers": layers}
+    parts = zip(LAYERS, keys, sizes, sizes[1:], strict=False)
+    return {name: {"w": random.normal(k, (i, o)) / math.sqrt(i), "b": torch.zeros(o)} for name, k, i, o in parts}
 
 
 def mlp(params: Params, x: Tensor) -> Tensor:
-    *hidden, last = params["layers"]
-    for layer in hidden:
-        x = F.leaky_relu(x @ layer["w"] + layer["b"], 0.2)
-    return x @ last["w"] + last["b"]
+    for name in LAYERS[:-1]:
+        x = F.leaky_relu(x @ params[name]["w"] + params[name]["b"], 0.2)
+    return x @ params["last"]["w"] + params["last"]["b"]
 
 
 def make(generator: Params, num: int, key: Tensor) -> Tensor:
@@ -114,7 +113,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--world", type=int, default=2, metavar="N", help="ranks to start on this machine (2)")
     add("--zero", type=int, default=3, choices=range(4), help="ZeRO stage: the same numbers, other memory (3)")
-    add("--steps", type=int, default=1200, metavar="N", help="steps, of both networks (1200)")
+    add("--steps", type=int, default=1000, metavar="N", help="steps, of both networks (1000)")
     add("--batch", type=int, default=256, metavar="N", help="real points per step, over all ranks (256)")
     add("--out", type=Path, default=Path("runs/gan"), metavar="DIR", help="where other ranks' output goes (runs/gan)")
     add("--seed", type=int, default=0, metavar="N")
