@@ -44,11 +44,20 @@ def install() -> None:
 
 @contextmanager
 def capturing(module: nn.Module) -> Iterator[None]:
-    """For the traced call of a module: says of a mixture of experts that loops over them how it can be captured, and
-    keeps `nn.LSTM` off oneDNN, whose op saves nothing for a backward that is not autograd's (2.13.0)."""
-    recurrent = any(isinstance(part, nn.LSTM) for part in module.modules())
+    """For the traced call of a module: keeps layers off library ops that cannot be traced, and says of a mixture of
+    experts that loops over them how it can be captured.
+
+    cuDNN's BatchNorm writes running statistics without saying so, oneDNN's LSTM saves nothing for a backward that is
+    not autograd's (2.13.0).
+    """
+    parts = [type(part) for part in module.modules()]
+    no_cudnn = any("BatchNorm" in part.__name__ for part in parts)
+    no_mkldnn = any(issubclass(part, nn.LSTM) for part in parts)
     try:
-        with torch.backends.mkldnn.flags(enabled=False) if recurrent else nullcontext():
+        with (
+            torch.backends.cudnn.flags(enabled=False) if no_cudnn else nullcontext(),
+            torch.backends.mkldnn.flags(enabled=False) if no_mkldnn else nullcontext(),
+        ):
             yield
     except (DataDependentOutputException, DynamicOutputShapeException):
         looping = next((part for part in module.modules() if _loops_over_experts(part)), None)
