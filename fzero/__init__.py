@@ -8,11 +8,24 @@ from fzero.errors import (
     DisagreementError,
     DonatedError,
     FzeroError,
+    NonFiniteError,
     SpecError,
     TreeError,
     VerifyError,
 )
-from fzero.functional import grad, per_rank, pmax, pmean, psum, value_and_grad
+from fzero.functional import (
+    axis_index,
+    forward,
+    grad,
+    per_rank,
+    pmax,
+    pmean,
+    psum,
+    remat,
+    value_and_grad,
+)
+from fzero.joint import Mean
+from fzero.precision import LossScale, Precision
 from fzero.program import Program, parse
 from fzero.spec import Spec
 from fzero.state import ShardedTensor, State, unshard
@@ -25,7 +38,11 @@ __all__ = [
     "DisagreementError",
     "DonatedError",
     "FzeroError",
+    "LossScale",
     "Lowered",
+    "Mean",
+    "NonFiniteError",
+    "Precision",
     "Program",
     "ShardedTensor",
     "Spec",
@@ -33,6 +50,8 @@ __all__ = [
     "State",
     "TreeError",
     "VerifyError",
+    "axis_index",
+    "forward",
     "grad",
     "init",
     "lower",
@@ -43,6 +62,7 @@ __all__ = [
     "pmean",
     "psum",
     "random",
+    "remat",
     "step",
     "unshard",
     "value_and_grad",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fzero import tracing, tree
 from fzero.compile import Lowered, fakes_on, lower_step, plan_for, recipe_for
-from fzero.errors import DonatedError, SpecError, TreeError, at
+from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, at
 from fzero.runtime import collectives
 from fzero.session import Runtime, execute
 from fzero.spec import Spec
@@ -27,6 +27,8 @@ def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
 
     With `Spec(step=...)` `params` is the whole state. Given a function, a rank makes only its part, and values do not
     depend on the world; `key` (default `fzero.random.key(0)`) is what it gets. Given tensors, they are copied.
+    With `key`, or where the loss has a parameter `key`, the state holds one: a new one for every step, of which every
+    part of the batch gets its own, and which what modules draw (dropout) is made from.
     Under torchrun this starts gloo or nccl unless a default group exists. Every rank must call it.
 
     >>> import fzero
@@ -99,6 +101,11 @@ def step(state: State, batch: Any) -> State:
     assert lowered is not None
     metrics = execute(state, lowered, batch)
     runtime.last_program = lowered.program
+    if runtime.spec.nonfinite == "raise" and not metrics["finite"]:
+        raise NonFiniteError(
+            f"the gradients of step {state.step + 1} are not finite (loss {float(metrics['loss']):g}). The state that "
+            "was given is unchanged: use another batch, or Spec(nonfinite='skip')"
+        )
     state.life.ended = (
         f"was donated to fzero.step at step {state.step + 1}: use the state that it returned "
         "(state = fzero.step(state, batch))"
@@ -108,12 +115,14 @@ def step(state: State, batch: Any) -> State:
 
 
 @torch.inference_mode(False)
-def lower(spec: Spec, params_like: Any, batch_like: Any, *, world_size: int | None = None) -> Lowered:
+def lower(
+    spec: Spec, params_like: Any, batch_like: Any, *, world_size: int | None = None, key: torch.Tensor | None = None
+) -> Lowered:
     """The step's program for a world of any size, ahead of time: no device, no process group, no full tensor.
 
     `params_like` is a pytree of tensors (real, meta or fake: only shapes and dtypes are read) or the function of a
     key that makes them; with `Spec(step=...)` the whole state. `batch_like` is one rank's batch. `world_size`
-    defaults to the spec's mesh. `lowered.program` prints; `lowered.memory` is the account per rank.
+    defaults to the spec's mesh, `key` is as in `init`. `lowered.program` prints; `lowered.memory` is the account per rank.
 
     >>> import fzero
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.adamw(1e-3), zero=3)
@@ -129,7 +138,7 @@ def lower(spec: Spec, params_like: Any, batch_like: Any, *, world_size: int | No
     device = torch.device(spec.device or "cpu")
     via = "nccl" if device.type == "cuda" else "p2p"
     device = device if torch.cuda.is_available() else torch.device("cpu")  # shapes do not need the device
-    recipe = recipe_for(spec, params_like, None, device)
+    recipe = recipe_for(spec, params_like, key, device)
     plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, size)
     state = tree.unflatten(recipe.spec, recipe.values)
     lowered = lower_step(spec, state, fakes_on(batch_like, device), plan, via)

@@ -14,13 +14,14 @@ from fzero import capture, random, segments, tracing, tree
 from fzero._torch_compat import FakeTensorMode
 from fzero.errors import SpecError, TreeError, at
 from fzero.initial import Recipe, bits
+from fzero.joint import asks_key
 from fzero.lowering import build
 from fzero.passes import Options, optimise
 from fzero.plan.layout import Plan, layout
 from fzero.plan.memory import Account, account
 from fzero.program import Program
 from fzero.spec import DEFAULT_PARAMS, Spec
-from fzero.training import initial_state, training_step
+from fzero.training import Training
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,30 @@ class Lowered:
         return account(self.program)
 
 
+def training_of(spec: Spec) -> Training:
+    """The step that a spec's `loss` and `optimizer` stand for."""
+    assert spec.loss is not None
+    assert spec.optimizer is not None
+    return Training(
+        spec.loss,
+        spec.optimizer,
+        precision=spec.policy,
+        trainable=spec.trainable_rules,
+        clip_norm=spec.clip_norm,
+        clip_value=spec.clip_value,
+        nonfinite=spec.nonfinite_policy,
+    )
+
+
 def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.device) -> Recipe:
+    if key is not None and (not isinstance(key, torch.Tensor) or key.dtype != torch.int64 or key.shape != (2,)):
+        raise TreeError(f"fzero.init(key={key!r}): needed a key, as fzero.random.key(0)")
+    if key is not None and spec.step is not None and not callable(params):
+        raise TreeError("fzero.init(key=...): with step= the state is yours: put the key into it, as {'key': key, ...}")
+    wants = key is not None or _asks_key(spec)
+    start = (random.key(0) if key is None else key).to(device)
     if callable(params) and not isinstance(params, torch.nn.Module):
-        if key is not None and (not isinstance(key, torch.Tensor) or key.dtype != torch.int64 or key.shape != (2,)):
-            raise TreeError(f"fzero.init(key={key!r}): needed a key, as fzero.random.key(0)")
-        start = random.key(0, device=str(device)) if key is None else key
-        return Recipe(lambda k: _whole(spec, _not_empty(params(k))), [start], device)
-    if key is not None:
-        raise TreeError("fzero.init(key=...) is what a function that makes params gets: these are tensors already")
+        return Recipe(lambda k: _whole(spec, _not_empty(params(k)), k if wants else None), [start], device)
     if isinstance(params, torch.nn.Module):
         raise TreeError("params is a module: pass dict(module.named_parameters()), detached, and call it functionally")
     paths, leaves, treedef = tree.flatten(_not_empty(params))
@@ -60,14 +77,15 @@ def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.
 
     def whole(*xs: torch.Tensor) -> Any:
         full = list(leaves)
-        for i, x in zip(tensors, xs, strict=True):
+        for i, x in zip(tensors, xs, strict=False):
             full[i] = capture.PerRank(x) if isinstance(leaves[i], capture.PerRank) else x
-        return _whole(spec, tree.unflatten(treedef, full))
+        return _whole(spec, tree.unflatten(treedef, full), xs[-1] if wants else None)
 
     inputs = [getattr(leaves[i], "value", leaves[i]).detach() for i in tensors]
     for i, value in zip(tensors, inputs, strict=True):
         tracing.check_leaf(at("params", paths[i]), value)
-    return Recipe(whole, [x.full_tensor() if hasattr(x, "full_tensor") else x for x in inputs], device)
+    inputs = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in inputs]
+    return Recipe(whole, [*inputs, start] if wants else inputs, device)
 
 
 def _not_empty(params: Any) -> Any:
@@ -76,8 +94,16 @@ def _not_empty(params: Any) -> Any:
     return params
 
 
-def _whole(spec: Spec, params: Any) -> Any:
-    return params if spec.optimizer is None else initial_state(params, spec.optimizer)
+def _asks_key(spec: Spec) -> bool:
+    """Whether a step needs a key though none was given: the loss has a parameter for it, or rounding is stochastic."""
+    return spec.loss is not None and (asks_key(spec.loss) or spec.policy.params is not None)
+
+
+def _whole(spec: Spec, params: Any, key: torch.Tensor | None) -> Any:
+    """The first state. A function that makes params and the training after it draw from different keys."""
+    if spec.optimizer is None:
+        return params
+    return training_of(spec).init(params, None if key is None else random.fold_in(key, -2))
 
 
 def plan_for(
@@ -95,25 +121,24 @@ def plan_for(
         bucket_bytes=spec.bucket_bytes,
         params=spec.param_rules,
         per_rank=per_rank,
+        compute=spec.policy.compute_dtype,
     )
 
 
 def lower_step(spec: Spec, state: Any, batch: Any, plan: Plan, via: str) -> Lowered:
-    if spec.step is not None:
-        user, fns = spec.step, (spec.step,)
-    else:
-        assert spec.loss is not None
-        assert spec.optimizer is not None
-        user, fns = training_step(spec.loss, spec.optimizer, spec.clip_norm), (spec.loss,)
+    user, fn = (spec.step, spec.step) if spec.step is not None else (training_of(spec).step, spec.loss)
+    assert user is not None
+    assert fn is not None
     graph = capture.capture(
         user,
         state,
         batch,
         microbatches=spec.microbatches,
         allow_unused=spec.allow_unused,
+        precision=spec.policy,
         axis=plan.axis,
         per_rank=[leaf.path for leaf in plan.leaves if leaf.per_rank],
-        fns=fns,
+        fns=[fn],
     )
     naive = build(graph, plan, reduce=spec.reduce, via=via)
     options = Options(prefetch=spec.prefetch, gather_bytes=spec.gather_bytes, overlap=spec.overlap)

@@ -186,6 +186,8 @@ def graph_meaning(graph: Graph, plan: Plan, reduce_of: Callable[[int], str], nam
             if node not in folded:
                 source, how, axis = node.args
                 values[node] = reduced(values[source], how, axis, n, n if how == "mean" else 1)
+        elif node.target is torch.ops.fzero.axis_index.default:
+            values[node] = term("input", f"rank:{node.args[0]}", None)
         elif node not in values:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: values[a])
             values[node] = apply(node.target, args, kwargs)
@@ -224,17 +226,38 @@ def _region_terms(
     for pick in node.users:
         index = int(pick.args[1])  # type: ignore[arg-type]
         parts = [outs[index] for outs in runs]
-        each = index in places and reduce_of(plan.buckets[places[index][0]].stage) == "each"
+        summed = index in region.summed
+        if not summed and not region.values[index].dtype.is_floating_point:
+            values[pick] = parts[-1]
+            continue
+        how = "sum" if summed else "mean"
         for user in pick.users:
-            if user.target is torch.ops.fzero.reduce.default and user.args[1] == "mean":
+            if user.target is torch.ops.fzero.reduce.default and user.args[1] == how:
                 axis = str(user.args[2])
-                if each:
-                    values[user] = _sum([reduced(p, "sum", axis, n, n * k) for p in parts])
+                divisor = 1 if summed else n * k
+                if index not in places:
+                    values[user] = reduced(_sum(parts), "sum", axis, n, divisor)
                 else:
-                    values[user] = reduced(_sum(parts), "sum", axis, n, n * k)
+                    over = _over(axis, n, divisor, region.values[index].dtype, region.wire.get(index))
+                    each = reduce_of(plan.buckets[places[index][0]].stage) == "each"
+                    values[user] = _sum([over(p) for p in parts]) if each else over(_sum(parts))
                 folded.add(user)
-        values[pick] = reduced(_sum(parts), "sum", "", 1, k)
+        values[pick] = _sum(parts) if summed else reduced(_sum(parts), "sum", "", 1, k)
     return folded
+
+
+def _over(
+    axis: str, world: int, divisor: int, dtype: torch.dtype, wire: torch.dtype | None
+) -> Callable[[str], str]:
+    """The reduction of a gradient, in the dtype it travels in."""
+
+    def over(value: str) -> str:
+        narrow = wire is not None and wire is not dtype and world > 1
+        value = apply(aten._to_copy.default, (value,), {"dtype": wire}) if narrow else value
+        value = reduced(value, "sum", axis, world, divisor)
+        return apply(aten._to_copy.default, (value,), {"dtype": dtype}) if narrow else value
+
+    return over
 
 
 def _micro(value: str, like: torch.Tensor, m: int, k: int) -> str:

@@ -29,6 +29,7 @@ from fzero._torch_compat import (
 )
 from fzero.errors import CaptureError, TreeError, at
 from fzero.plan.layout import buffer_name
+from fzero.precision import Precision
 from fzero.program import DTYPE_NAMES
 from fzero.provenance import describe, is_users, name_of, user_line
 
@@ -36,6 +37,7 @@ aten = torch.ops.aten
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
 _LIBRARY.define("region(Tensor[] inputs, int index) -> Tensor[]")
 _LIBRARY.define("reduce(Tensor x, str op, str axis) -> Tensor")
+_LIBRARY.define("axis_index(str axis, Device device) -> Tensor")
 
 
 @torch.library.register_fake("fzero::region", lib=_LIBRARY)
@@ -53,6 +55,16 @@ def _reduce_alone(x: torch.Tensor, op: str, axis: str) -> torch.Tensor:
     return x.clone()  # outside a step there is a world of one
 
 
+@torch.library.register_fake("fzero::axis_index", lib=_LIBRARY)
+def _axis_index_fake(axis: str, device: torch.device) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64, device=device)
+
+
+@torch.library.impl("fzero::axis_index", "CompositeExplicitAutograd", lib=_LIBRARY)
+def _axis_index_alone(axis: str, device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
 @dataclass
 class Tracing:
     """What a trace in progress knows; `value_and_grad` and the reductions ask for it."""
@@ -62,6 +74,7 @@ class Tracing:
     microbatches: int = 1
     allow_unused: bool = False
     axis: str = "dp"
+    precision: Precision = field(default_factory=Precision)
     depth: int = 0
     phase: str | None = None
     regions: list[Any] = field(default_factory=list)
@@ -171,7 +184,8 @@ _NO_GRAD = (aten.detach.default, torch.ops.fzero.region.default)
 def _ambient(op: Any, where: str) -> CaptureError:
     return CaptureError(
         f"{op} at {where} draws from torch's ambient generator: the step would not be a function of its state. "
-        "Use fzero.random with a key from the state or the batch"
+        "In a loss, give it a key: fzero.init(params, spec, key=fzero.random.key(0)), or value_and_grad(loss, key=key) "
+        "in a step of your own. Elsewhere use fzero.random with a key from the state or the batch"
     )
 
 

@@ -29,6 +29,7 @@ from fzero.program import Buffer, Program, Ref
 aten = torch.ops.aten
 REDUCE = torch.ops.fzero.reduce.default
 REGION = torch.ops.fzero.region.default
+INDEX = torch.ops.fzero.axis_index.default
 
 
 def build(graph: Graph, plan: Plan, *, reduce: str | None = None, via: str = "p2p") -> Program:
@@ -67,6 +68,9 @@ class _Builder(Emitter):
         self._own_outputs(gm)
         self.nodes = segments.placeholders(gm.graph)
         self._inputs()
+        for node in gm.graph.nodes:
+            if node.target is INDEX:
+                self.where[node] = self._rank(str(node.args[0]))
         levels = _levels(gm.graph)
         results = segments.outputs(gm.graph)
         num = len(self.plan.leaves)
@@ -134,6 +138,11 @@ class _Builder(Emitter):
             self.emit("wait", [Ref(name)], why=why)
         return name
 
+    def _rank(self, axis: str) -> Ref:
+        name = f"rank:{axis}"
+        self.buffers[name] = Buffer(name, torch.int64, (), "rank", note="this rank's place")
+        return Ref(name)
+
     def _outer(self, nodes: list[fx.Node], level: int) -> None:
         """All ordinary work of one level as one run on full tensors, new leaves written into flat `.new` buffers."""
         inside = set(nodes)
@@ -198,11 +207,11 @@ class _Builder(Emitter):
 
 
 def _is_comm(node: fx.Node) -> bool:
-    """Regions, reductions, and the picking of a region's outputs: what is emitted as other ops than one run."""
+    """Regions, reductions, ranks, and the picking of a region's outputs: what is emitted as other ops than one run."""
     if node.op != "call_function":
         return False
     picks = node.target is operator.getitem and segments.operand(node).target is REGION
-    return node.target in (REGION, REDUCE) or picks
+    return node.target in (REGION, REDUCE, INDEX) or picks
 
 
 def _levels(graph: fx.Graph) -> dict[fx.Node, int]:

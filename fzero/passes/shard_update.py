@@ -61,7 +61,7 @@ class _Outer:
     gathers: list[str] = field(default_factory=list)
 
     def rewritten(self) -> list[Op]:
-        self.gm = self.program.segments[str(self.one.get("segment"))]
+        self.gm = segments.module(segments.copied(self.program.segments[str(self.one.get("segment"))].graph))
         holders = segments.placeholders(self.gm.graph)
         num_reads = len(self.one.reads)
         fresh_count = int(self.one.get("fresh", 0))
@@ -89,7 +89,17 @@ class _Outer:
             self._sums([n for n in here if n in self.partial], level)
         for name in dict.fromkeys(self.gathers):
             self._gather(name)
+        self._narrow_columns()
         return self.ops
+
+    def _narrow_columns(self) -> None:
+        """Columns of computed values of which only the own slice is written and read are no longer than that."""
+        whole = {ref.name for one in self.ops if one.kind == "gather" for ref in one.writes}
+        for name in set(self.stored.values()) - whole:
+            buffer = self.buffers[name]
+            if name.startswith(f"f{self.index}.") and self._mine(buffer.bucket or "") and not buffer.shard:
+                shape = (buffer.numel // self.program.world_size,)
+                self.buffers[name] = replace(buffer, shard=True, shape=shape)
 
     # --- which nodes are flat, and when
 
@@ -120,6 +130,33 @@ class _Outer:
                 late = a in self.partial or (a in self.spot and node not in self.spot and node not in self.partial)
                 ready = max(ready, self.level[a] + late)
             self.level[node] = ready
+        for node in reversed(self.nodes):  # as late as its first user allows: what waits need not be stored
+            if node in self.spot:
+                needed = [self.level[u] - self._is_full(u) for u in node.users if u in self.level]
+                self.level[node] = max(self.level[node], min(needed, default=0))
+        self._repeat()
+
+    def _is_full(self, node: fx.Node) -> bool:
+        return node not in self.spot and node not in self.partial
+
+    def _repeat(self) -> None:
+        """A short elementwise chain on what is stored anyway (a gradient over a count) is computed again at a later
+        level, instead of kept from an earlier one."""
+        short: dict[fx.Node, int] = {}
+        for node in self.nodes:
+            flat = [a for a in node.all_input_nodes if a in self.spot]
+            depth = 1 + max((short.get(a, 4) if a in self.level else 0 for a in flat), default=4)
+            if node in self.spot and isinstance(node.meta["val"], torch.Tensor) and depth <= 4:
+                short[node] = depth
+        for node in reversed(self.nodes):
+            later = {self.level[u] for u in node.users if u in self.spot and self.level[u] > self.level[node]}
+            for level in sorted(later) if node in short else ():
+                with self.gm.graph.inserting_after(node):
+                    copy = self.gm.graph.node_copy(node, lambda n: n)
+                self.level[copy], self.spot[copy] = level, self.spot[node]
+                for user in [u for u in node.users if u in self.spot and self.level.get(u) == level]:
+                    user.replace_input_with(node, copy)
+                self.nodes.insert(self.nodes.index(node) + 1, copy)
 
     def _flat_spot(self, node: fx.Node) -> Spot | None:
         if node.target.__name__ == "getitem":  # type: ignore[union-attr]
