@@ -55,8 +55,8 @@ def capturing(module: nn.Module) -> Iterator[None]:
     no_mkldnn = any(issubclass(part, nn.LSTM) for part in parts)
     try:
         with (
-            torch.backends.cudnn.flags(enabled=False) if no_cudnn else nullcontext(),
-            torch.backends.mkldnn.flags(enabled=False) if no_mkldnn else nullcontext(),
+            _without(torch.backends.cudnn) if no_cudnn else nullcontext(),
+            _without(torch.backends.mkldnn) if no_mkldnn else nullcontext(),
         ):
             yield
     except (DataDependentOutputException, DynamicOutputShapeException):
@@ -73,3 +73,13 @@ def capturing(module: nn.Module) -> Iterator[None]:
 def _loops_over_experts(part: nn.Module) -> bool:
     config = getattr(part, "config", None)
     return "transformers" in type(part).__module__ and getattr(config, "_experts_implementation", None) == "eager"
+
+
+@contextmanager
+def _without(backend: Any) -> Iterator[None]:
+    before = backend.enabled
+    backend.enabled = False
+    try:
+        yield
+    finally:
+        backend.enabled = before

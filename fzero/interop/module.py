@@ -27,13 +27,14 @@ from fzero._torch_compat import is_fake
 from fzero.errors import CaptureError, TreeError, at
 from fzero.interop import _hf_compat, refuse
 from fzero.provenance import describe
+from fzero.tracing import active
 
 log = logging.getLogger("fzero")
 
 
 class Functional(NamedTuple):
-    """What `from_module` returns. `params` and `buffers` are dicts by dotted name, as in `module.named_parameters()`;
-    their tensors are detached and share the module's memory (`fzero.init` copies what it is given)."""
+    """What `from_module` returns. `params` and `buffers` are dicts of detached tensors by dotted name, as in
+    `module.named_parameters()`. Parameters share the module's memory (`fzero.init` copies them); buffers are copies."""
 
     params: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -45,8 +46,8 @@ class Apply:
     """`apply(params, buffers, *args, **kwargs)`: the module's forward as a pure function.
 
     Returns the module's output, or with `mutable` `(output, new_buffers)`. `frozen` names the parameters that did not
-    require grad. Raises TreeError where a name is missing, unknown or of another shape; dtypes are free, so that
-    parameters cast to bfloat16 run in bfloat16.
+    require grad, `trainable` the others. Raises TreeError where a name is missing, unknown or of another shape; dtypes
+    are free, so that parameters cast to bfloat16 run in bfloat16.
     """
 
     name: str
@@ -55,17 +56,28 @@ class Apply:
     _module: nn.Module = field(repr=False)
     _kept: tuple[Tensor, ...] = field(repr=False)  # tensors that are neither parameters nor buffers
 
-    def __call__(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
-        traced = any(map(is_fake, params.values()))
-        given = dict(buffers)
-        if self.mutable or not traced:  # a traced write to what is given is refused before it happens
-            given = {name: _writable(value, traced) for name, value in buffers.items()}
-        memo: dict[int, Any] = {id(value): value for value in self._kept}
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        """The parameters that required grad: what `Spec(trainable=...)` takes to leave the frozen ones alone."""
+        return tuple(name for name, _ in self._module.named_parameters() if name not in self.frozen)
+
+    def __call__(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        memo: dict[int, Any] = {}
         memo |= self._placed("params", self._module.named_parameters(), params)
+        traced = active() is not None or any(map(is_fake, params.values()))
+        kept = [value if traced else value.clone() for value in self._kept]
+        memo |= {id(value): own for value, own in zip(self._kept, kept, strict=True)}
+        given = buffers
+        if (self.mutable or not traced) and isinstance(buffers, Mapping):  # traced writes are refused as they happen
+            given = {name: _writable(value, traced) for name, value in buffers.items()}
         memo |= self._placed("buffers", self._module.named_buffers(), given)
         module = copy.deepcopy(self._module, memo)
         with _hf_compat.capturing(module) if traced else nullcontext():
             output = module(*args, **kwargs)
+        if not traced and any(map(_hf_compat.was_written, kept)):
+            raise CaptureError(f"{self.name} writes to a tensor that is no buffer: register it with register_buffer")
         found = dict(module.named_buffers())
         if self.mutable:
             return output, {name: found[name] for name in buffers}
@@ -78,9 +90,7 @@ class Apply:
                 )
         return output
 
-    def _placed(
-        self, what: str, own: Iterable[tuple[str, Tensor]], given: Mapping[str, Tensor]
-    ) -> dict[int, Tensor]:
+    def _placed(self, what: str, own: Iterable[tuple[str, Tensor]], given: Mapping[str, Tensor]) -> dict[int, Tensor]:
         """The given tensors by the identity of the meta tensor they replace."""
         known = dict(own)
         if not isinstance(given, Mapping):
@@ -108,10 +118,10 @@ def from_module(module: nn.Module, *, train: bool | None = None, mutable: bool =
     the forward happens to write, so that a call has one type; needed by modules that write to their buffers, as
     BatchNorm does in training (otherwise that is an error). The buffers given are never written to.
 
-    Parameters that do not require grad are among `params` and named in `apply.frozen`: to keep them as they are, say
-    so in the Spec. Raises TreeError for what a pure function cannot hold: lazy or quantised parameters, buffers on the
-    meta device, wrapped modules (DDP, `torch.compile`), state outside parameters and buffers. Parameters on the meta
-    device are enough for `fzero.lower`.
+    Parameters that do not require grad are among `params` and named in `apply.frozen`: `trainable=apply.trainable` in
+    the Spec keeps them as they are. Raises TreeError for what a pure function cannot hold: lazy or quantised
+    parameters, buffers on the meta device, wrapped modules (DDP, `torch.compile`), state outside parameters and
+    buffers. Parameters on the meta device are enough for `fzero.lower`.
 
     >>> linear = torch.nn.Linear(2, 1)
     >>> params, buffers, apply = from_module(linear)
@@ -124,7 +134,7 @@ def from_module(module: nn.Module, *, train: bool | None = None, mutable: bool =
     if not mutable:
         refuse.written(module, module.training if train is None else train, train is not None)
     params = {name: value.detach() for name, value in module.named_parameters()}
-    buffers = {name: value.detach() for name, value in module.named_buffers()}
+    buffers = {name: value.detach().clone() for name, value in module.named_buffers()}
     name = type(module).__name__
     skeleton, kept = _without_tensors(module)
     if train is not None:
@@ -133,7 +143,7 @@ def from_module(module: nn.Module, *, train: bool | None = None, mutable: bool =
     if frozen:
         log.warning(
             "fzero: %s has %d frozen parameters (requires_grad=False): %s. They are among params, and train unless "
-            "the Spec says otherwise; apply.frozen names them",
+            "you say Spec(trainable=apply.trainable)",
             name,
             len(frozen),
             ", ".join(frozen[:3]) + (", ..." if len(frozen) > 3 else ""),
@@ -147,8 +157,8 @@ def _without_tensors(module: nn.Module) -> tuple[nn.Module, tuple[Tensor, ...]]:
     memo: dict[int, Any] = {}
     for value in module.parameters():
         memo[id(value)] = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=value.requires_grad)
-    for value in module.buffers():
-        memo[id(value)] = torch.empty_like(value, device="meta")
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     ours = {id(value) for value in memo.values()}
     try:
         skeleton: nn.Module = copy.deepcopy(module, memo)

@@ -33,10 +33,10 @@ def unusable(module: nn.Module) -> None:
             raise TreeError(f"{_where(name, path)} is a TorchScript module: pass the nn.Module that it was made from")
     for path, value in module.named_parameters():
         _check_parameter(f"parameter {path!r} of {name}", value)
-    for path, value in module.named_buffers():
-        if is_lazy(value):
+    for path, buffer in module.named_buffers():
+        if is_lazy(buffer):
             raise TreeError(_lazy(f"buffer {path!r} of {name}"))
-        if value.device.type == "meta":
+        if buffer.device.type == "meta":
             raise TreeError(
                 f"buffer {path!r} of {name} is on the meta device, so it has no values, and the step would read them. "
                 "Make it on a real device: buffers are small (parameters may be on meta for fzero.lower)"
