@@ -7,6 +7,9 @@ docs/models.md: `FZERO_UPDATE_MODELS=1 pytest tests/test_hf.py` writes it, a pla
 
 import copy
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -296,3 +299,41 @@ def test_real_ranks_do_the_same(name: str) -> None:
         spec, start = spec_of(name, functional), functional.params
     result = run(spec, start, CASES[name].batch, world=WORLD, steps=STEPS)
     assert found[0][0] == pytest.approx(result.losses(), rel=1e-6)
+
+
+# --- the example ------------------------------------------------------------------------------------------------------
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "finetune_hf.py"
+
+
+def example(*arguments: str) -> subprocess.CompletedProcess[str]:
+    outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**outside, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_example_trains_saves_and_continues(tmp_path: Path) -> None:
+    data = tmp_path / "text.py"
+    data.write_text("def add(first, second):\n    return first + second\n\n\n" * 40)
+    small = ["--steps", "8", "--batch", "4", "--seq", "32", "--data", str(data), "--out", str(tmp_path / "model")]
+    done = example(str(EXAMPLE), *small, "--dropout", "0.1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, last = (float(x) for x in re.findall(r"held-out loss (\d+\.\d+)", done.stdout))
+    assert last < 0.8 * first
+    assert (tmp_path / "model" / "program.txt").read_text().startswith("fzero program")
+    again = example(str(EXAMPLE), *small, "--model", str(tmp_path / "model"), "--world", "1")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert float(re.findall(r"held-out loss (\d+\.\d+)", again.stdout)[0]) == pytest.approx(last, abs=2e-3)
+
+
+def test_the_example_says_how_to_get_transformers() -> None:
+    without = "import sys; sys.modules['transformers'] = None; sys.path.insert(0, sys.argv[1]); import finetune_hf"
+    done = example("-c", without, str(EXAMPLE.parent))
+    assert done.returncode == 1
+    assert "needs transformers: pip install 'fzero[hf]'" in done.stderr
