@@ -1,7 +1,7 @@
 """fzero: a training step as a pure function, compiled into an explicit, verified ZeRO schedule. See README.md."""
 
 from fzero import optim, random
-from fzero.api import init, lower, step
+from fzero.api import evaluate, init, lower, step
 from fzero.compile import Lowered
 from fzero.errors import (
     CaptureError,
@@ -51,6 +51,7 @@ __all__ = [
     "TreeError",
     "VerifyError",
     "axis_index",
+    "evaluate",
     "forward",
     "grad",
     "init",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -82,24 +82,9 @@ def step(state: State, batch: Any) -> State:
     >>> float(state.metrics["loss"]), state.step, state.params["w"].full().tolist()
     (1.0, 1, [0.8999999761581421, 0.8999999761581421])
     """
-    if not isinstance(state, State):
-        raise TreeError(f"fzero.step needs the State that fzero.init returned, got {type(state).__name__}")
-    runtime = state.runtime
-    failure: BaseException | None = None
-    lowered: Lowered | None = None
-    try:
-        if state.life.ended:
-            paths = [leaf.path for leaf in runtime.plan.leaves]
-            more = f" and {len(paths) - 1} more leaves" if len(paths) > 1 else ""
-            raise DonatedError(f"this state ({at('state', paths[0])}{more}) {state.life.ended}")
-        _check_batch(batch, runtime.device)
-        lowered = runtime.compiled(batch)
-        digest = lowered.digest if runtime.world_size > 1 else ""
-    except Exception as error:
-        failure, digest = error, ""
-    collectives.agree(runtime.rank, runtime.world_size, f"step {state.step + 1}", digest, runtime.group, failure)
-    assert lowered is not None
+    lowered = _agreed("step", f"step {state.step + 1}" if isinstance(state, State) else "", state, batch)
     metrics = execute(state, lowered, batch)
+    runtime = state.runtime
     runtime.last_program = lowered.program
     if runtime.spec.nonfinite == "raise" and not metrics["finite"]:
         raise NonFiniteError(
@@ -112,6 +97,29 @@ def step(state: State, batch: Any) -> State:
     )
     life = Life()
     return State(runtime.sharded(life), state.step + 1, metrics, runtime, life)
+
+
+@torch.inference_mode(False)
+def evaluate(state: State, batch: Any, fn: Callable[..., Any], *, key: torch.Tensor | None = None) -> Any:
+    """`fn(params, batch)` on the state, which it neither donates nor changes; every rank must call it.
+
+    `fn` (with `Spec(step=...)` of the whole state) runs without gradients, in the spec's precision, parameters gathered
+    layer by layer as in the loss. It returns a pytree of tensors and `fzero.Mean`s: a Mean becomes the mean over all
+    ranks' terms, a floating 0-d tensor its mean over the ranks; any other tensor is this rank's own. `key` is what
+    randomness in it is made from. It is traced once: define it once, outside the loop.
+
+    >>> import fzero
+    >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.sgd(0.1))
+    >>> state = init({"w": torch.ones(2)}, spec)
+    >>> found = evaluate(state, torch.eye(2), lambda p, b: {"out": b @ p["w"], "norm": (p["w"] ** 2).sum()})
+    >>> found["out"].tolist(), float(found["norm"])
+    ([1.0, 1.0], 2.0)
+    """
+    if not callable(fn):
+        raise TreeError(f"fzero.evaluate(state, batch, fn): fn is {type(fn).__name__}: needed a function (params, batch)")
+    given = {"batch": batch, "key": key}
+    lowered = _agreed("evaluate", "an evaluation", state, given, fn)
+    return execute(state, lowered, given)["result"]
 
 
 @torch.inference_mode(False)
@@ -147,6 +155,28 @@ def lower(
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any] | None = None) -> Lowered:
+    """The program to run, once every rank has the same one and no rank failed before."""
+    if not isinstance(state, State):
+        raise TreeError(f"fzero.{name} needs the State that fzero.init returned, got {type(state).__name__}")
+    runtime = state.runtime
+    failure: BaseException | None = None
+    lowered: Lowered | None = None
+    try:
+        if state.life.ended:
+            paths = [leaf.path for leaf in runtime.plan.leaves]
+            more = f" and {len(paths) - 1} more leaves" if len(paths) > 1 else ""
+            raise DonatedError(f"this state ({at('state', paths[0])}{more}) {state.life.ended}")
+        _check_batch(batch if fn is None else batch["batch"], runtime.device)
+        lowered = runtime.compiled(batch, fn)
+        digest = lowered.digest if runtime.world_size > 1 else ""
+    except Exception as error:
+        failure, digest = error, ""
+    collectives.agree(runtime.rank, runtime.world_size, what, digest, runtime.group, failure)
+    assert lowered is not None
+    return lowered
 
 
 def _check_spec(name: str, spec: Any) -> None:

@@ -105,7 +105,7 @@ def capture(
 
     names = [at("state", p) for p in state_paths]
     names += [at("batch", p) for p, tensor in zip(batch_paths, is_tensor, strict=True) if tensor]
-    tracing = Tracing(mode, (step, *fns), microbatches, allow_unused, axis, precision or Precision())
+    tracing = Tracing(mode, (*fns, step), microbatches, allow_unused, axis, precision or Precision())
     with while_active(tracing):
         gm = trace(tracing, flat, inputs, names)
         constants = _lift(tracing, gm)
@@ -221,6 +221,18 @@ def _fold_updates(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
+def _finish_early(gm: fx.GraphModule) -> None:
+    """What is done to gradients after the backward (casts) is done to each where it is complete. In place."""
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    for node in list(gm.graph.nodes):
+        if node.meta.get("phase") == "finish":
+            node.meta["phase"] = "backward"
+            latest = max(node.all_input_nodes, key=order.__getitem__)
+            order[node] = order[latest]
+            if latest.op == "call_function":
+                latest.append(node)
+
+
 # --- regions ----------------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +267,7 @@ def add_region(
     for node in segments.placeholders(gm.graph)[len(own) :]:
         node.meta["val"] = fake_like(tracing.mode, node.meta["val"])
     segments.normalised(gm)
+    _finish_early(gm)
     values = tuple(node.meta["val"] for node in segments.outputs(gm.graph))
     flags = (*(False for _ in leaves), *sliced, *(False for _ in extra))
     index = len(tracing.regions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from fzero import capture, random, segments, tracing, tree
 from fzero._torch_compat import FakeTensorMode
 from fzero.errors import SpecError, TreeError, at
+from fzero.functional import forward
 from fzero.initial import Recipe, bits
 from fzero.joint import asks_key
 from fzero.lowering import build
@@ -125,10 +126,32 @@ def plan_for(
     )
 
 
-def lower_step(spec: Spec, state: Any, batch: Any, plan: Plan, via: str) -> Lowered:
+def lower_step(
+    spec: Spec, state: Any, batch: Any, plan: Plan, via: str, fn: Callable[..., Any] | None = None
+) -> Lowered:
+    """The program of a step, or of the evaluation of `fn`: of a step that changes nothing and has its result as metrics.
+
+    The batch of an evaluation is {"batch", "key"}.
+    """
+    if fn is not None:
+        return _lower(spec, _evaluation(spec, fn), fn, state, batch, plan, via)
     user, fn = (spec.step, spec.step) if spec.step is not None else (training_of(spec).step, spec.loss)
     assert user is not None
     assert fn is not None
+    return _lower(spec, user, fn, state, batch, plan, via)
+
+
+def _evaluation(spec: Spec, fn: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    def step(state: Any, given: Any) -> Any:
+        params = state if spec.loss is None else state["params"]
+        return state, {"result": forward(fn, key=given["key"])(params, given["batch"])}
+
+    return step
+
+
+def _lower(
+    spec: Spec, user: Callable[..., Any], fn: Callable[..., Any], state: Any, batch: Any, plan: Plan, via: str
+) -> Lowered:
     graph = capture.capture(
         user,
         state,
@@ -141,7 +164,7 @@ def lower_step(spec: Spec, state: Any, batch: Any, plan: Plan, via: str) -> Lowe
         fns=[fn],
     )
     naive = build(graph, plan, reduce=spec.reduce, via=via)
-    options = Options(prefetch=spec.prefetch, gather_bytes=spec.gather_bytes, overlap=spec.overlap)
+    options = Options(prefetch=spec.prefetch, gather_bytes=spec.gather_bytes, overlap=spec.overlap, remat=spec.remat_rules)
     return Lowered(graph, plan, optimise(naive, options))
 
 

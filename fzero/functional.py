@@ -68,7 +68,7 @@ def value_and_grad(
         joint = Joint(
             fn, params, args, kwargs, _policy(precision, tracing), has_aux,
             unused=tracing.allow_unused if tracing and allow_unused is None else bool(allow_unused),
-            key=key, scale=scale, microbatches=num, backward=_backward_of(tracing),
+            key=key, scale=scale, microbatches=num, enter=_entering(tracing),
         )  # fmt: skip
         _check_params(joint.paths, joint.leaves)
         outs = _region(joint, joint.value_and_grad, tracing, batch_argnum)
@@ -253,12 +253,12 @@ def _policy(given: str | Precision | None, tracing: Tracing | None) -> Precision
     return policy("fp32" if given is None else given)
 
 
-def _backward_of(tracing: Tracing | None) -> Callable[[], None]:
-    def begins() -> None:
+def _entering(tracing: Tracing | None) -> Callable[[str], None]:
+    def enter(phase: str) -> None:
         if tracing is not None:
-            tracing.phase = "backward"
+            tracing.phase = phase
 
-    return begins
+    return enter
 
 
 def _region(
@@ -319,7 +319,8 @@ def _combined(joint: Joint, outs: list[torch.Tensor], num: int) -> Any:
         g = _reduce(found[i], how)
         g = g if divisor is None else g / divisor
         g = g if joint.scale is None else g / joint.scale
-        grads.append(g.to(leaf.dtype))
+        held_low = joint.precision.params is not None  # the update is made in fp32 then
+        grads.append(g.to(joint.precision.sum_dtype(leaf.dtype) if held_low else leaf.dtype))
     aux = outs[end + marks.has_count :]
     value = (loss, tree.unflatten(marks.aux_spec, aux)) if joint.has_aux else loss
     return value, tree.unflatten(joint.spec, grads)

@@ -76,7 +76,7 @@ class Joint:
     key: Tensor | None = None
     scale: Tensor | None = None
     microbatches: int = 1
-    backward: Callable[[], None] = lambda: None  # called where the backward begins
+    enter: Callable[[str], None] = lambda phase: None  # called where a phase of the trace begins
     marks: Marks = field(default_factory=Marks)
 
     def __post_init__(self) -> None:
@@ -108,8 +108,9 @@ class Joint:
             result = self.fn(tree.unflatten(self.spec, own), *call.args, **call.kwargs)
             loss, count, aux = self._checked(result)
             start = loss if scale is None else loss * scale / (1 if count is None else safe(count))
-            self.backward()
+            self.enter("backward")
             grads = torch.autograd.grad(start, own, allow_unused=True) if loss.requires_grad else [None] * len(own)
+        self.enter("finish")
         self._check_used(grads)
         found = [(i, g) for i, g in enumerate(grads) if g is not None]
         self.marks.grad_of = tuple(i for i, _ in found)
@@ -138,7 +139,7 @@ class Joint:
                 raise CaptureError(
                     f"{at('result', path)} of {defined_at(self.fn)} is {describe(leaf)}: needed a tensor or fzero.Mean"
                 )
-            outs.append(leaf)
+            outs.append(_wide(leaf) if leaf.ndim == 0 and leaf.dtype.is_floating_point else leaf)
             kinds.append("value")
         self.marks.aux_kinds = tuple(kinds)
         return outs

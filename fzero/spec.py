@@ -43,6 +43,8 @@ class Spec:
     prefetch: how many segments ahead a gather starts. 0: when it is needed.
     gather_bytes: the most bytes of gathered buffers at one time. None: what `prefetch` needs.
     overlap: False waits for every transfer where it starts (same bits, slower).
+    remat: "none", "full" (a layer keeps its input and computes the rest again in the backward), or path rules of
+    parameters to them, as {"blocks/**": "full"}. Same bits, less memory, up to a third more compute.
     allow_unused: parameters without a gradient get a zero one instead of an error.
     params: with `step` and stage 1 or 2, path rules of the leaves that stay whole.
     device: where the state lives, as "cuda" (under torchrun: this rank's). None: where the given tensors are, else
@@ -70,6 +72,7 @@ class Spec:
     prefetch: int = 1
     gather_bytes: int | None = None
     overlap: bool = True
+    remat: str | Mapping[str, str] = "none"
     allow_unused: bool = False
     params: str | Sequence[str] = DEFAULT_PARAMS
     device: str | None = None
@@ -111,6 +114,7 @@ class Spec:
             text = bool(rules) and all(isinstance(rule, str) and rule for rule in rules)
             _needs(text, "trainable", self.trainable, "path rules, as in '**/lora/**'")
         self._check_precision()
+        self._check_remat()
         for name in ("overlap", "allow_unused"):
             _needs(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
 
@@ -134,6 +138,12 @@ class Spec:
             "one of fzero.optim, as adamw(3e-4)",
         )
         _needs(self.params == DEFAULT_PARAMS, "params", self.params, "step=: with loss= the parameters are known")
+
+    def _check_remat(self) -> None:
+        given = self.remat
+        for rule, what in given.items() if isinstance(given, Mapping) else [("**", given)]:
+            form = '"none", "full", or path rules to them, as {"blocks/**": "full"}'
+            _needs(isinstance(rule, str) and what in ("none", "full"), "remat", given, form)
 
     def _check_precision(self) -> None:
         given = self.policy
@@ -167,6 +177,10 @@ class Spec:
     @property
     def policy(self) -> Precision:
         return policy(self.precision)
+
+    @property
+    def remat_rules(self) -> dict[str, str]:
+        return dict(self.remat) if isinstance(self.remat, Mapping) else {"**": str(self.remat)}
 
     @property
     def nonfinite_policy(self) -> str:

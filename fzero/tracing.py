@@ -78,6 +78,7 @@ class Tracing:
     depth: int = 0
     phase: str | None = None
     regions: list[Any] = field(default_factory=list)
+    watching: list[Any] = field(default_factory=list)
 
 
 _active: ContextVar[Tracing | None] = ContextVar("fzero_tracing", default=None)
@@ -294,6 +295,15 @@ class _Watch(TorchDispatchMode):
         self.tracing, self.line = tracing, line
         self.phase = phase or (lambda: tracing.phase)
 
+    def __enter__(self) -> _Watch:
+        self.tracing.watching.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.tracing.watching.pop()
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -310,7 +320,7 @@ class _Watch(TorchDispatchMode):
             raise _Refused(str(_ambient(func, user_line())))
         result = func(*args, **(kwargs or {}))
         graph = tracing_graph()
-        if graph is not None:
+        if graph is not None and self is self.tracing.watching[-1]:  # a region is traced inside a step
             line = None
             for node in reversed(graph.nodes):
                 if "source" in node.meta or node.op in ("placeholder", "root"):

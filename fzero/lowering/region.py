@@ -49,6 +49,7 @@ class RegionBuilder:
         body = [n for n in region.gm.graph.nodes if n.op == "call_function"]
         dests = [gm_outs[i] for i in dest_of]
         gm = segments.extract(body, holders, [*dests, *(gm_outs[i] for i in fresh_of)], dests)
+        self.first: dict[str, str] = {}  # by bucket, the reduced gradients of the first microbatch
         parts: dict[int, list[Ref]] = {i: [] for i in range(len(gm_outs))}
         for m in range(self.k):
             reads = [self._slice(b.where[x], x.meta["val"], m) if cut else b.where[x]
@@ -84,7 +85,7 @@ class RegionBuilder:
             each = self.reduce_of(b.plan.buckets[name].stage) == "each"
             if each:
                 reduced = self._reduced(grad, m, why)
-                first = reduced if m == 0 else f"{self.name}.red:{name}.0"
+                first = self.first.setdefault(name, reduced)
                 if m:
                     self._add(first, reduced, why)
             elif m:
