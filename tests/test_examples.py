@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import gloo, values
 
 import dp_sgd
 import fzero
@@ -158,14 +159,10 @@ def printed_by(main: Any, out: Path, capsys: pytest.CaptureFixture[str], *argume
     return capsys.readouterr().out
 
 
-def test_the_gan_on_two_ranks(tmp_path: Path) -> None:
-    command = [sys.executable, gan.__file__, "--steps", "5", "--out", str(tmp_path)]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert "step     5  critic" in done.stdout
-    assert "clusters found:" in done.stdout
+@pytest.mark.parametrize("example", [gan, maml, dp_sgd, lora], ids=lambda example: example.__name__)
+def test_recipes_on_two_ranks(example: Any, tmp_path: Path) -> None:
+    """As torchrun would start them; `ranks.launch` is tested above."""
+    assert values(gloo(2, example.main, ["--steps", "2", "--out", str(tmp_path)])) == [0, 0]
 
 
 def test_the_gan_moves_towards_its_clusters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
