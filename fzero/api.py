@@ -116,7 +116,9 @@ def evaluate(state: State, batch: Any, fn: Callable[..., Any], *, key: torch.Ten
     ([1.0, 1.0], 2.0)
     """
     if not callable(fn):
-        raise TreeError(f"fzero.evaluate(state, batch, fn): fn is {type(fn).__name__}: needed a function (params, batch)")
+        raise TreeError(
+            f"fzero.evaluate(state, batch, fn): fn is {type(fn).__name__}: needed a function (params, batch)"
+        )
     given = {"batch": batch, "key": key}
     lowered = _agreed("evaluate", "an evaluation", state, given, fn)
     return execute(state, lowered, given)["result"]

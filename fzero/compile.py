@@ -164,7 +164,9 @@ def _lower(
         fns=[fn],
     )
     naive = build(graph, plan, reduce=spec.reduce, via=via)
-    options = Options(prefetch=spec.prefetch, gather_bytes=spec.gather_bytes, overlap=spec.overlap, remat=spec.remat_rules)
+    options = Options(
+        prefetch=spec.prefetch, gather_bytes=spec.gather_bytes, overlap=spec.overlap, remat=spec.remat_rules
+    )
     return Lowered(graph, plan, optimise(naive, options))
 
 

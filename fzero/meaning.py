@@ -246,9 +246,7 @@ def _region_terms(
     return folded
 
 
-def _over(
-    axis: str, world: int, divisor: int, dtype: torch.dtype, wire: torch.dtype | None
-) -> Callable[[str], str]:
+def _over(axis: str, world: int, divisor: int, dtype: torch.dtype, wire: torch.dtype | None) -> Callable[[str], str]:
     """The reduction of a gradient, in the dtype it travels in."""
 
     def over(value: str) -> str:

@@ -34,7 +34,9 @@ class Training:
 
     def init(self, params: Any, key: torch.Tensor | None = None) -> dict[str, Any]:
         """The first state."""
-        params = tree.map(lambda x: x.to(self.precision.held_dtype(x.dtype)), params) if self.precision.params else params
+        params = (
+            tree.map(lambda x: x.to(self.precision.held_dtype(x.dtype)), params) if self.precision.params else params
+        )
         state = {"params": params, "opt_state": self.optimizer.init(self._master(self._split(params)[0]))}
         if key is not None:
             state["key"] = key

@@ -70,9 +70,7 @@ def merge(tree: Any, rest: Any) -> Any:
     """
     if rest is None:
         return tree
-    return optree.tree_map(
-        lambda x, y: y if x is None else x, tree, rest, none_is_leaf=True, namespace=NAMESPACE
-    )
+    return optree.tree_map(lambda x, y: y if x is None else x, tree, rest, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def parts(path: str) -> tuple[str, ...]:

@@ -87,14 +87,14 @@ def adafactor(
         step = count.to(torch.float64)
         newest, rho = step**beta2_decay, torch.minimum(rate, step**-0.5)
         parts = [structure.flatten_up_to(part) for part in (state.row, state.col, state.nu)]
-        updates, kept = [], []
+        updates, kept, shrink = [], [], rate * decay
         for path, p, g, *held in zip(paths, old, grad, *parts, strict=True):
             _check_held(path, p, held)
             wide = p.to(_work(p))
             floor = torch.finfo(p.dtype).eps if eps1 is None else eps1
             u, moments = _direction(g.to(wide.dtype), held, newest, floor)
             alpha = torch.clamp(_rms(wide), min=eps2) * rho / torch.clamp(_rms(u) / threshold, min=1.0)
-            decayed = wide if isinstance(decay, float) and decay == 0.0 else wide - wide * (rate * decay)
+            decayed = wide if isinstance(decay, float) and decay == 0.0 else wide - wide * shrink
             updates.append(_delta((decayed - u * alpha).to(wide.dtype), wide))
             kept.append(moments)
         row, col, nu = (tree.unflatten(structure, [moments[i] for moments in kept]) for i in range(3))

@@ -130,11 +130,11 @@ def _adam(
             )
         count, rate = state.count + 1, schedule(state.count)
         old, grad, mu, nu = (kind.wide(tensors, old) for tensors in (old, grad, mu, nu))
-        stepped = []
+        stepped, shrink = [], rate * decay  # one scalar for all leaves, or their work would not be one op on a mesh
         for p, g, m, v, chosen in zip(old, grad, mu, nu, selected(where, mask, params), strict=True):
             literal = decay if isinstance(decay, float) and chosen else 0.0
             if isinstance(decay, Tensor) and chosen:  # the kernel takes a Python number alone
-                p, g = (_shrunk(p, rate * decay), g) if decoupled else (p, (g + p * decay).to(g.dtype))
+                p, g = (_shrunk(p, shrink), g) if decoupled else (p, (g + p * decay).to(g.dtype))
             stepped.append(_ops.adamw(p, g, m, v, count, rate, beta1, beta2, eps, literal, decoupled))
         new, mu, nu = ([triple[i] for triple in stepped] for i in range(3))
         updates = [_ops.delta(n, p) for n, p in zip(new, old, strict=True)]

@@ -120,10 +120,11 @@ class _Muon:
 
     def update(self, grads: PyTree, state: MuonState, params: PyTree) -> tuple[PyTree, MuonState]:
         flags, structure = _matrices(self.mask, self.others, params), tree.flatten(params)[2]
-        _check.alike("muon", "grads", grads, params, dtypes=self.others is None and self.kind.dtype is None)
+        _check.alike("muon", "grads", grads, params, dtypes=False)
         held = _with_holes(params, flags)
         _, old, inner = tree.flatten(held)
-        grad, mu = tree.flatten(_with_holes(grads, flags))[1], self.kind.held("muon", "mu", state.mu, held)
+        grad = _check.alike("muon", "grads", _with_holes(grads, flags), held, dtypes=self.kind.dtype is None)
+        mu = self.kind.held("muon", "mu", state.mu, held)
         if _ops.watched(*old, *grad):
             raise TypeError(
                 "muon: its orthogonalisation cannot be differentiated, nor transformed by torch.func: call update "

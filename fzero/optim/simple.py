@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,13 +28,12 @@ def clip_by_value(limit: float | Tensor) -> GradientTransformation:
     fix = "to clip nothing, leave clip_by_value out of the chain"
     limit = _check.hyper("clip_by_value: limit", limit, above=True, fix=fix)
 
-    def clipped(g: Tensor) -> Tensor:
-        if isinstance(limit, float):
-            return torch.clamp(g, min=-limit, max=limit)
-        bound = limit.to(g.dtype)
-        return torch.clamp(g, min=-bound, max=bound)
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        low: Any = -limit  # one scalar for all leaves, or their work would not be one op on a mesh
+        high: Any = limit
+        return tree.map(lambda g: torch.clamp(g, min=low, max=high).to(g.dtype), grads), state
 
-    return GradientTransformation(lambda params: (), lambda grads, state, params: (tree.map(clipped, grads), state))
+    return GradientTransformation(lambda params: (), update)
 
 
 def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) -> GradientTransformation:

@@ -135,8 +135,8 @@ def apply_if_finite(tx: GradientTransformation) -> GradientTransformation:
     """`tx`, but where any gradient is infinite or not a number: then updates are zero and `tx`'s state stays as it was.
 
     The choice is made on the device, element by element, by one flag computed from the global norm: nothing is read
-    back, and every rank chooses alike. `skipped` counts the steps left out. The old state is needed until the flag is
-    known, so moments are not updated in place: at the peak there are two of them.
+    back, and every rank chooses alike. `skipped` counts the steps left out. The old state is needed for the choice, so
+    moments are not updated in place: while a bucket is updated there are two of each.
 
     Raises `SpecError` for what is not a transformation, `TreeError` where `tx` changes its state's structure.
 
@@ -157,7 +157,16 @@ def apply_if_finite(tx: GradientTransformation) -> GradientTransformation:
 
     def update(grads: PyTree, state: IfFiniteState, params: PyTree) -> tuple[PyTree, IfFiniteState]:
         finite = torch.isfinite(_wide_norm(grads))
-        updates, inner = tx.update(grads, state.inner, params)
+        zeros: dict[Any, Tensor] = {}  # one scalar for all leaves, or their work would not be one op on a mesh
+
+        def or_zero(x: Tensor) -> Tensor:
+            key = x.dtype, x.device
+            if key not in zeros:
+                zeros[key] = torch.zeros((), dtype=x.dtype, device=x.device)
+            return torch.where(finite, x, zeros[key])
+
+        # the gradients too: so all of tx comes after the flag, and nothing of it has to be kept until then
+        updates, inner = tx.update(tree.map(or_zero, grads), state.inner, params)
         _, old, structure = tree.flatten(state.inner)
         _, new, new_structure = tree.flatten(inner)
         if new_structure != structure:
@@ -166,7 +175,6 @@ def apply_if_finite(tx: GradientTransformation) -> GradientTransformation:
             )
         chosen = [n if n is o else torch.where(finite, n, o) for n, o in zip(new, old, strict=True)]
         skipped = state.skipped + torch.logical_not(finite).to(torch.int64)
-        updates = tree.map(lambda u: torch.where(finite, u, u.new_zeros(())), updates)
-        return updates, IfFiniteState(skipped, tree.unflatten(structure, chosen))
+        return tree.map(or_zero, updates), IfFiniteState(skipped, tree.unflatten(structure, chosen))
 
     return GradientTransformation(init, update)

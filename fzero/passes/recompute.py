@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from fzero import segments, tree
@@ -22,6 +23,8 @@ from fzero.passes import rewrite
 from fzero.program import Op, Program, Ref
 
 Rules = Mapping[str, str]
+aten = torch.ops.aten
+ANYWHERE = (aten._to_copy.default, aten.clone.default, aten.copy_.default)
 
 
 def recompute(program: Program, rules: Rules) -> Program:
@@ -29,12 +32,13 @@ def recompute(program: Program, rules: Rules) -> Program:
     pool: dict[str, fx.GraphModule] = {}
     buffers = dict(program.buffers)
     readers = rewrite.reads_of(program.ops)
-    backward = [one.get("phase") == "region" and _has_backward(program, one) for one in program.ops]
+    phases = [_phases(program, one) if one.get("phase") == "region" else set() for one in program.ops]
+    backward = [found == {"backward"} for found in phases]
     before: dict[int, list[Op]] = {}
     changed: dict[int, Op] = {}
     renames: dict[str, str] = {}
     for index, one in enumerate(program.ops):
-        if one.get("phase") != "region" or backward[index] or not _chosen(program, one, rules):
+        if phases[index] != {"forward"} or not _chosen(program, one, rules):
             continue
         again = [ref for ref in one.writes if _only_backward(readers.get(ref.name, ()), backward)]
         if not again or len(again) == len(one.writes):
@@ -77,9 +81,11 @@ def _halves(program: Program, one: Op, again: Sequence[Ref]) -> _Halves:
     )
 
 
-def _has_backward(program: Program, one: Op) -> bool:
-    graph = program.segments[str(one.get("segment"))].graph
-    return any(n.meta.get("phase") == "backward" for n in graph.nodes if n.op == "call_function")
+def _phases(program: Program, one: Op) -> set[str]:
+    """Which phases a segment's work is of; views and casts are made anew wherever they are used."""
+    nodes = [n for n in program.segments[str(one.get("segment"))].graph.nodes if n.op == "call_function"]
+    work = [n for n in nodes if not segments.is_view(n) and n.target not in ANYWHERE]
+    return {n.meta.get("phase") or "forward" for n in work}
 
 
 def _only_backward(readers: Sequence[tuple[int, Ref]], backward: Sequence[bool]) -> bool:
@@ -88,8 +94,6 @@ def _only_backward(readers: Sequence[tuple[int, Ref]], backward: Sequence[bool])
 
 def _chosen(program: Program, one: Op, rules: Rules) -> bool:
     """Whether the first rule that matches a parameter of this segment says "full"."""
-    if len(one.writes) != int(one.get("fresh", 0)):
-        return False  # it writes gradients too
     paths = [path for ref in one.reads for path in _paths(program, ref)]
     return any(next((what for rule, what in rules.items() if tree.matches(rule, p)), "none") == "full" for p in paths)
 

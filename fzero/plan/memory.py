@@ -53,9 +53,7 @@ def account(program: Program) -> Account:
         kinds[SHOWN.get(buffer.kind, "other")] += buffer.nbytes
     if at >= 0:
         kinds["activations"] += int(program.ops[at].get("workspace", 0))
-    state = sum(
-        b.nbytes for b in program.buffers.values() if b.kind in PERSISTENT and b.kind not in GIVEN
-    )
+    state = sum(b.nbytes for b in program.buffers.values() if b.kind in PERSISTENT and b.kind not in GIVEN)
     total = heights[at] if at >= 0 else state
     kinds["other"] += total - sum(kinds.values())  # memory kept for a buffer that will reuse it
     return Account(kinds, total, state, at)
