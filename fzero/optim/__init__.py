@@ -1,6 +1,7 @@
 """Optimizers in optax's shape: pure `init` and `update` over pytrees, chained and masked, with traced schedules."""
 
 from fzero.optim.adam import AdamState, adam, adamw
+from fzero.optim.adam8 import Adam8State, Blocks, adamw8bit
 from fzero.optim.schedules import Schedule, constant, cosine, linear_warmup, warmup_cosine
 from fzero.optim.sgd import SgdState, sgd
 from fzero.optim.transform import (
@@ -15,12 +16,15 @@ from fzero.optim.transform import (
 )
 
 __all__ = [
+    "Adam8State",
     "AdamState",
+    "Blocks",
     "GradientTransformation",
     "Schedule",
     "SgdState",
     "adam",
     "adamw",
+    "adamw8bit",
     "apply_updates",
     "chain",
     "clip_by_global_norm",

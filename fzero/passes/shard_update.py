@@ -2,7 +2,9 @@
 
 After a reduction, an op that is pointwise, whose every full-shaped operand is a leaf of one place (or computed from
 such) and whose others are 0-d, gives the same bits on any slice. Equal chains of neighbouring leaves of a bucket
-become one op on their common range; a chain that differs (another weight decay) gets a range of its own. A sum over
+become one op on their common range; a chain that differs (another weight decay) gets a range of its own. Work on
+blocks of 64 elements (`meaning.BLOCKWISE`: quantised moments) runs on slices too, which never cut a block; its ranges
+end where padding would join a block. A sum over
 a whole leaf becomes a sum over the own slice and one all-reduce of all such scalars; full work that needs a computed
 flat value gathers it first; everything else stays as it was. Columns that are kept whole (parameters under stages 1
 and 2) are gathered after their update. With the state sharded, what is updated per rank falls from P to P/N.
@@ -15,12 +17,14 @@ and 2) are gathered after their update. With the state sharded, what is updated 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from fzero import segments
 from fzero._torch_compat import FakeTensorMode
+from fzero.meaning import BLOCKWISE
 from fzero.passes import rewrite
 from fzero.plan.layout import buffer_name
 from fzero.program import Buffer, Op, Program, Ref, op
@@ -45,6 +49,11 @@ def is_sum(node: fx.Node) -> bool:
     return node.target in SUMS or node.target is getattr(torch.ops.fzero.sum_squares, "default", None)
 
 
+def _is_scalar(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and value.ndim == 0
+
+
 @dataclass
 class _Outer:
     """One outer run on full tensors, being rewritten."""
@@ -57,6 +66,7 @@ class _Outer:
     ops: list[Op] = field(default_factory=list)
     where: dict[fx.Node, Ref] = field(default_factory=dict)  # full values, and the slots of stored flat ones
     spot: dict[fx.Node, Spot] = field(default_factory=dict)
+    per: dict[fx.Node, Any] = field(default_factory=dict)  # elements of the leaf for one of the value: of each result
     stored: dict[fx.Node, str] = field(default_factory=dict)  # flat value -> the column (buffer) that holds it
     gathers: list[str] = field(default_factory=list)
 
@@ -69,7 +79,7 @@ class _Outer:
             self.where[node] = ref
             spot = self._spot_of(ref)
             if spot is not None:
-                self.spot[node], self.stored[node] = spot, ref.name
+                self.spot[node], self.stored[node], self.per[node] = spot, ref.name, self.buffers[ref.name].per
         dests = dict(zip(holders[num_reads:], self.one.writes[fresh_count:], strict=True))
         self.dest: dict[fx.Node, Ref] = {}
         for node in self.gm.graph.nodes:
@@ -97,19 +107,17 @@ class _Outer:
         bucket = self.program.buckets.get(self.buffers[ref.name].bucket or "")
         if bucket is None or ref.start is None or ref.shape is None:
             return None
-        found = [
-            i for i, s in enumerate(bucket.slots) if (s.start, s.stop, s.shape) == (ref.start, ref.stop, ref.shape)
-        ]
-        return (bucket.name, found[0]) if found else None
+        found = bucket.find((ref.start, ref.stop, ref.shape), self.buffers[ref.name].per)
+        return None if found is None else (bucket.name, found)
 
     def _classify(self) -> None:
         self.partial: set[fx.Node] = set()
         for node in self.nodes:
-            spot = self._flat_spot(node)
+            spot, per = self._flat_spot(node) or (None, 1)
             elsewhere = node in self.dest and self._spot_of(self.dest[node]) != spot  # a leaf that is another's value
             if spot is not None and node not in self.fresh and not elsewhere:
-                self.spot[node] = spot
-            elif is_sum(node) and node.args[0] in self.spot and len(node.all_input_nodes) == 1:
+                self.spot[node], self.per[node] = spot, per
+            elif is_sum(node) and self.per.get(segments.operand(node)) == 1 and len(node.all_input_nodes) == 1:
                 self.partial.add(node)
         self.level: dict[fx.Node, int] = {}
         for node in self.nodes:
@@ -121,24 +129,30 @@ class _Outer:
                 ready = max(ready, self.level[a] + late)
             self.level[node] = ready
 
-    def _flat_spot(self, node: fx.Node) -> Spot | None:
+    def _flat_spot(self, node: fx.Node) -> tuple[Spot, Any] | None:
+        """The leaf whose elements, or blocks, a node works on alone, and how many elements its results stand for."""
         if node.target.__name__ == "getitem":  # type: ignore[union-attr]
-            return self.spot.get(node.args[0])  # type: ignore[arg-type]
-        if not segments.is_pointwise(node):
+            source, index = node.args
+            if source not in self.spot:
+                return None
+            per = self.per[source]  # type: ignore[index]
+            return self.spot[source], per[index] if isinstance(per, tuple) else per  # type: ignore[index]
+        wanted, given = BLOCKWISE.get(node.target, ((), None))
+        if not (segments.is_pointwise(node) or wanted):
             return None
-        spots: set[Spot | None] = set()
-        for a in node.all_input_nodes:
-            value = a.meta["val"]
-            if isinstance(value, torch.Tensor) and value.ndim == 0:
-                continue
-            spots.add(self.spot.get(a))
+        wide = [a for a in node.all_input_nodes if not _is_scalar(a)]
+        spots, pers = {self.spot.get(a) for a in wide}, {self.per.get(a) for a in wide}
         if len(spots) != 1 or None in spots:
             return None
-        (spot,) = spots
+        if tuple(self.per.get(a) for a in node.args[: len(wanted)]) != wanted if wanted else len(pers) > 1:  # type: ignore[arg-type]
+            return None
+        spot, per = spots.pop(), given or pers.pop()
         assert spot is not None
-        shape = self.program.buckets[spot[0]].slots[spot[1]].shape
+        bucket = self.program.buckets[spot[0]]
         results = segments.tensors(node.meta["val"])
-        return spot if results and all(tuple(r.shape) == shape for r in results) else None
+        ratios = per if isinstance(per, tuple) else (per,) * len(results)
+        fits = all(tuple(r.shape) == bucket.place(spot[1], n)[2] for r, n in zip(results, ratios, strict=True))
+        return (spot, per) if results and fits else None
 
     def _mine(self, bucket: str) -> bool:
         return self.program.world_size > 1 and self.program.buckets[bucket].stage > 0
@@ -165,14 +179,13 @@ class _Outer:
         if node not in self.where:
             name = self.stored[node]
             bucket, index = self.spot[node]
-            slot = self.program.buckets[bucket].slots[index]
-            self.where[node] = Ref(name, slot.start, slot.stop, slot.shape)
+            self.where[node] = Ref(name, *self.program.buckets[bucket].place(index, self.per[node]))
             if self._mine(bucket):
                 self._gather(name)
         return self.where[node]
 
     def _gather(self, name: str) -> None:
-        length = self.buffers[name].numel
+        length = self.program.extent(self.buffers[name])
         axis, via = self.program.mesh[0][0], next((str(o.get("via")) for o in self.program.ops if o.get("via")), "p2p")
         why = f"whole {name}"
         if not any(o.kind == "gather" and o.writes == (Ref(name),) for o in self.ops):
@@ -198,7 +211,10 @@ class _Outer:
             runs: list[list[int]] = []
             signs = {slot: self._signature(by_spot[(bucket, slot)]) for slot in slots}
             for slot in slots:
-                if runs and runs[-1][-1] == slot - 1 and signs[runs[-1][-1]] == signs[slot]:
+                alike = runs and runs[-1][-1] == slot - 1 and signs[runs[-1][-1]] == signs[slot]
+                slots_of = self.program.buckets[bucket].slots
+                apart = slot and slots_of[slot - 1].stop < slots_of[slot].start  # padding, which no block may take in
+                if alike and not (apart and any(n.target in BLOCKWISE for n in by_spot[(bucket, slot)])):
                     runs[-1].append(slot)
                 else:
                     runs.append([slot])
@@ -217,9 +233,8 @@ class _Outer:
             elif any(u in self.level and u not in inside for u in node.users):
                 dtype = segments.tensors(node.meta["val"])[0].dtype
                 name = buffer_name(f"f{self.index}.{level}.{position}.{str(dtype).rsplit('.')[-1]}:{bucket}")
-                self.buffers.setdefault(
-                    name, Buffer(name, dtype, (self.program.buckets[bucket].length,), "scratch", bucket)
-                )
+                shape = (self.program.buckets[bucket].length // self.per[node],)
+                self.buffers.setdefault(name, Buffer(name, dtype, shape, "scratch", bucket, per=self.per[node]))
                 self.stored[node] = name
 
     def _signature(self, chain: list[fx.Node]) -> tuple[object, ...]:
@@ -239,6 +254,8 @@ class _Outer:
     def _emit_flat(self, bucket_name: str, slots: list[int], chain: list[fx.Node]) -> None:
         bucket = self.program.buckets[bucket_name]
         start, stop = bucket.slots[slots[0]].start, bucket.end(slots[-1])
+        if any(n.target in BLOCKWISE for n in chain):
+            stop = bucket.slots[slots[-1]].stop
         mine = self._mine(bucket_name)
         inside = set(chain)
         inputs = list(dict.fromkeys(a for n in chain for a in n.all_input_nodes if a not in inside))
@@ -249,11 +266,15 @@ class _Outer:
             fakes = []
             for node in [*inputs, *results]:
                 value = node.meta["val"]
-                shape = (length,) if node in self.spot else tuple(value.shape)
+                shape = (-(-length // self.per[node]),) if node in self.spot else tuple(value.shape)
                 fakes.append(torch.empty(shape, dtype=value.dtype, device=value.device))
         segments.propagate(gm, fakes)
-        reads = [Ref(self.stored[n], start, stop, None, mine) if n in self.spot else self.where[n] for n in inputs]
-        writes = [Ref(self.stored[n], start, stop, None, mine) for n in results]
+
+        def part(node: fx.Node) -> Ref:
+            return Ref(self.stored[node], start, -(-stop // self.per[node]) * self.per[node], None, mine)
+
+        reads = [part(n) if n in self.spot else self.where[n] for n in inputs]
+        writes = [part(n) for n in results]
         names = [bucket.slots[i].path for i in slots]
         why = f"update {names[0]}" + (f" .. {names[-1]}" if len(names) > 1 else "")
         done = rewrite.run_op(self.one, gm, reads, writes, self.pool, flat=1)

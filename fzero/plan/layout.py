@@ -2,7 +2,9 @@
 
 A floating leaf of one or more dimensions is *flat*: it lies in a bucket. Leaves that mirror one another (a parameter,
 its moments, its EMA: same shape, and a path that ends alike) form a class and take the same place in buckets of one
-geometry, so that everything pointwise over them runs on flat slices. 0-d, integer and per-rank leaves are kept whole.
+geometry, so that everything pointwise over them runs on flat slices. An 8-bit leaf may mirror too (the codes of a
+quantised moment), and the fp32 scales of its blocks of 64 elements go with it. Other integer leaves, 0-d and per-rank
+ones are kept whole.
 
 A bucket belongs to one layer, cut where `bucket_bytes` is full: identical layers get identical buckets. The layer of a
 leaf is its path up to the first number (`blocks/3`), else its first component; small layers without a number share one.
@@ -13,6 +15,7 @@ function of the tree, the world and the options alone: every rank, and every sta
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +24,7 @@ import torch
 
 from fzero import tree
 from fzero.errors import SpecError
+from fzero.plan.blocks import CODES, Class, scales, with_scales
 from fzero.program import ALIGN, Bucket, Buffer, Ref, Slot
 
 
@@ -70,8 +74,8 @@ class Plan:
         """The reference to a leaf within its own buffer (whole leaves: the buffer)."""
         if leaf.slot is None:
             return Ref(leaf.buffer)
-        slot = self.buckets[self.buffers[leaf.buffer].bucket or ""].slots[leaf.slot]
-        return Ref(leaf.buffer, slot.start, slot.stop, slot.shape)
+        buffer = self.buffers[leaf.buffer]
+        return Ref(leaf.buffer, *self.buckets[buffer.bucket or ""].place(leaf.slot, buffer.per))
 
     @property
     def state_bytes(self) -> int:
@@ -80,16 +84,13 @@ class Plan:
 
     def padding_bytes(self) -> dict[str, int]:
         """Per buffer, the bytes (of the whole bucket) that no leaf uses."""
-        pads = {b.name: self.buckets[b.bucket].padding * b.dtype.itemsize for b in self.buffers.values() if b.bucket}
+        pads: dict[str, int] = {}
+        for b in self.buffers.values():
+            if b.bucket:
+                bucket = self.buckets[b.bucket]
+                used = sum(math.prod(bucket.place(i, b.per)[2]) for i in range(len(bucket.slots)))
+                pads[b.name] = (bucket.length // b.per - used) * b.dtype.itemsize
         return {name: size for name, size in pads.items() if size}
-
-
-@dataclass(frozen=True)
-class _Class:
-    """Leaves that mirror one another: members are (column prefix, index of the leaf), `key` is the common path."""
-
-    key: tuple[str, ...]
-    members: tuple[tuple[str, int], ...]
 
 
 def layout(
@@ -104,12 +105,14 @@ def layout(
     per_rank: Sequence[str] = (),
 ) -> Plan:
     """The plan for these leaves. Raises SpecError for a rule that matches nothing or leaves a leaf without a stage."""
+    codes_of = scales(paths, leaves, per_rank)
     flat = [
         i
         for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True))
-        if leaf.dtype.is_floating_point and leaf.ndim > 0 and leaf.numel() > 0 and path not in per_rank
-    ]
-    classes = _classes(flat, paths, leaves)
+        if (leaf.dtype.is_floating_point or leaf.dtype in CODES) and leaf.ndim > 0 and leaf.numel() > 0
+        if path not in per_rank and i not in codes_of
+    ]  # fmt: skip
+    classes = with_scales(_classes(flat, paths, leaves), codes_of, paths, leaves)
     stages = _stages(classes, paths, zero)
     is_param = [any(tree.matches(p, path) for p in params) for path in paths]
     needs_params = any(stages[c] in (1, 2) for c in range(len(classes)))
@@ -134,9 +137,10 @@ def layout(
             row = TABLE[stage]
             shard = world_size > 1 and (row.params if is_param[first] else row.optimizer)
             kind = "param" if is_param[first] else "optimizer"
-            length = bucket.length // world_size if shard else bucket.length
+            per = ALIGN if first in codes_of else 1
+            length = (bucket.length // world_size if shard else bucket.length) // per
             column_name = buffer_name(f"{prefix}:{name}" if prefix else name)
-            buffers[column_name] = Buffer(column_name, leaves[first].dtype, (length,), kind, name, shard)
+            buffers[column_name] = Buffer(column_name, leaves[first].dtype, (length,), kind, name, shard, per=per)
             for index, c in enumerate(members):
                 i = classes[c].members[column][1]
                 places[i] = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, column_name, index)
@@ -149,7 +153,7 @@ def layout(
     return Plan(axis, world_size, buckets, buffers, tuple(places[i] for i in range(len(paths))))
 
 
-def _classes(flat: list[int], paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> list[_Class]:
+def _classes(flat: list[int], paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> list[Class]:
     """Unites a leaf with the leaf of another top-level entry whose path below that entry is the longest to end its
     own."""
     split = {i: tuple(paths[i].split("/")) for i in flat}
@@ -184,7 +188,7 @@ def _classes(flat: list[int], paths: Sequence[str], leaves: Sequence[torch.Tenso
     return [_class(group, split) for group in sorted(members.values(), key=min)]
 
 
-def _class(group: list[int], split: Mapping[int, tuple[str, ...]]) -> _Class:
+def _class(group: list[int], split: Mapping[int, tuple[str, ...]]) -> Class:
     common = 0
     if len(group) > 1:
         shortest = min(len(split[i]) for i in group)
@@ -194,10 +198,10 @@ def _class(group: list[int], split: Mapping[int, tuple[str, ...]]) -> _Class:
         common = max(len(split[group[0]]) - 1, 0)
     prefixes = tuple(("/".join(split[i][: len(split[i]) - common]), i) for i in group)
     key = split[group[0]][len(split[group[0]]) - common :] or split[group[0]]
-    return _Class(key, prefixes)
+    return Class(key, prefixes)
 
 
-def _stages(classes: list[_Class], paths: Sequence[str], zero: int | Mapping[str, int]) -> list[int]:
+def _stages(classes: list[Class], paths: Sequence[str], zero: int | Mapping[str, int]) -> list[int]:
     rules = zero if isinstance(zero, Mapping) else {"**": zero}
     used: set[str] = set()
     stages = []
@@ -216,7 +220,7 @@ def _stages(classes: list[_Class], paths: Sequence[str], zero: int | Mapping[str
 
 
 def _groups(
-    classes: list[_Class], stages: list[int], paths: Sequence[str], leaves: Sequence[torch.Tensor]
+    classes: list[Class], stages: list[int], paths: Sequence[str], leaves: Sequence[torch.Tensor]
 ) -> dict[tuple[object, ...], list[int]]:
     """Class indices by (layer, stage, columns), in canonical order: the tree's, matrices before vectors in a layer."""
     sizes: dict[str, int] = {}
@@ -238,7 +242,7 @@ def _groups(
 
 
 def _cut(
-    groups: Mapping[tuple[object, ...], list[int]], classes: list[_Class], leaves: Sequence[torch.Tensor], cap: int
+    groups: Mapping[tuple[object, ...], list[int]], classes: list[Class], leaves: Sequence[torch.Tensor], cap: int
 ) -> list[tuple[str, int, list[int]]]:
     """(bucket name, stage, classes): each group cut where the bucket is full; a larger leaf has one to itself."""
     result: list[tuple[str, int, list[int]]] = []

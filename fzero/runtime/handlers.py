@@ -74,9 +74,10 @@ class Rank:
             spoil(fresh)
         if buffer.bucket is not None and not buffer.shard:
             bucket = self.program.buckets[buffer.bucket]
-            for index, slot in enumerate(bucket.slots):  # padding is zero: sums and norms may run over it
-                if bucket.end(index) > slot.stop:
-                    fresh[slot.stop : bucket.end(index)].zero_()
+            for index in range(len(bucket.slots)):  # padding is zero: sums and norms may run over it
+                stop = bucket.place(index, buffer.per)[1]
+                if bucket.end(index) > stop:
+                    fresh[stop // buffer.per : bucket.end(index) // buffer.per].zero_()
         return fresh
 
 
