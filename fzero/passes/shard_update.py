@@ -151,7 +151,7 @@ class _Outer:
         bucket = self.program.buckets[spot[0]]
         results = segments.tensors(node.meta["val"])
         ratios = per if isinstance(per, tuple) else (per,) * len(results)
-        fits = all(tuple(r.shape) == bucket.place(spot[1], n)[2] for r, n in zip(results, ratios, strict=True))
+        fits = all(tuple(r.shape) == bucket.place(spot[1], n or 1)[2] for r, n in zip(results, ratios, strict=True))
         return (spot, per) if results and fits else None
 
     def _mine(self, bucket: str) -> bool:
