@@ -206,14 +206,47 @@ def _lift(tracing: Tracing, gm: fx.GraphModule) -> dict[str, torch.Tensor]:
 
 
 def _fold_updates(gm: fx.GraphModule) -> None:
-    """apply_delta(p, delta(new, p)) is new: the optimizer's kernel makes parameters, optax's shape asks for updates."""
+    """apply_delta(p, delta(new, p)) is new: the optimizer's kernel makes parameters, optax's shape asks for updates.
+
+    So it is where the step was made on a wider p, and where a flag keeps the old: apply_delta(p, where(flag, delta(new,
+    p), 0)) is where(flag, new, p).
+    """
     for node in list(gm.graph.nodes):
         if node.target is torch.ops.fzero.apply_delta.default:
-            old, update = node.args
-            if update.target is torch.ops.fzero.delta.default and update.args[1] is old:
-                node.replace_all_uses_with(update.args[0])
+            with gm.graph.inserting_before(node):
+                new = _folded(node, *node.args)
+            if new is not None:
+                node.replace_all_uses_with(new)
     gm.graph.eliminate_dead_code()
     gm.recompile()
+
+
+def _folded(node: fx.Node, old: fx.Node, update: fx.Node) -> fx.Node | None:
+    """The new value, of old's dtype, that `old + update` stands for, or None; new nodes take the place of `node`."""
+
+    def made(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        result = node.graph.call_function(target, args, kwargs)
+        result.meta = dict(node.meta)
+        return result
+
+    if update.target is torch.ops.fzero.delta.default:
+        new, base = update.args
+        assert isinstance(new, fx.Node)
+        if base is old or _equal_casts(base, old):
+            return new
+        if _equal_casts(base, base) and base.args[0] is old:  # type: ignore[union-attr]
+            return made(aten._to_copy.default, new, dtype=node.meta["val"].dtype)
+    elif update.target is aten.where.self:
+        flag, value, zero = update.args
+        if isinstance(zero, fx.Node) and zero.target is aten.zeros.default and isinstance(value, fx.Node):
+            new = _folded(node, old, value)
+            return None if new is None else made(aten.where.self, flag, new, old)
+    return None
+
+
+def _equal_casts(a: Any, b: Any) -> bool:
+    casts = all(isinstance(n, fx.Node) and n.target is aten._to_copy.default for n in (a, b))
+    return casts and (a.args, a.kwargs) == (b.args, b.kwargs)
 
 
 # --- regions ----------------------------------------------------------------------------------------------------------

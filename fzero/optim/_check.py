@@ -27,6 +27,8 @@ def number(
     Traceback (most recent call last):
     fzero.errors.SpecError: adam: betas[0] is 1.0, but it must be at least 0 and less than 1
     """
+    if isinstance(value, torch.Tensor):
+        fix = fix or "under inject_hyperparams, name it in static=(...)"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise SpecError(f"{name} is {kind(value)}, but it must be a Python number{_tail(fix)}")
     value = float(value)
@@ -35,6 +37,37 @@ def number(
         bounds.append("finite" if high == math.inf else f"less than {high:g}")
         raise SpecError(f"{name} is {value}, but it must be {' and '.join(bounds)}{_tail(fix)}")
     return value
+
+
+def hyper(name: str, value: Any, **bounds: Any) -> float | torch.Tensor:
+    """As `number`, or a 0-d floating-point tensor, whose value nobody looks at: a hyperparameter that a step computes.
+
+    >>> hyper("sgd: weight_decay", torch.zeros(2))
+    Traceback (most recent call last):
+    fzero.errors.SpecError: sgd: weight_decay has shape (2,) and is torch.float32, but a tensor here must be 0-d and \
+floating-point
+    """
+    if not isinstance(value, torch.Tensor):
+        return number(name, value, **bounds)
+    if value.dim() != 0 or not value.is_floating_point():
+        raise SpecError(
+            f"{name} has shape {tuple(value.shape)} and is {value.dtype}, but a tensor here must be 0-d and "
+            "floating-point"
+        )
+    return value
+
+
+def two_betas(where: str, betas: Any) -> tuple[float, float]:
+    """Two decay rates, each in [0, 1).
+
+    >>> two_betas("adam", 0.9)
+    Traceback (most recent call last):
+    fzero.errors.SpecError: adam: betas is 0.9, but it must be two numbers: write betas=(0.9, 0.999)
+    """
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise SpecError(f"{where}: betas is {betas!r}, but it must be two numbers: write betas=(0.9, 0.999)")
+    first, second = (number(f"{where}: betas[{i}]", beta, high=1.0) for i, beta in enumerate(betas))
+    return first, second
 
 
 def steps(name: str, value: Any, *, low: int = 0) -> int:
@@ -71,8 +104,9 @@ it out of params, or select the other leaves with fzero.optim.masked
             )
 
 
-def alike(where: str, name: str, given: Any, params: Any, *, dtypes: bool = True) -> list[Any]:
-    """The leaves of `given`, which must have the structure, shapes and (unless told otherwise) dtypes of `params`.
+def alike(where: str, name: str, given: Any, params: Any, *, dtypes: bool | torch.dtype = True) -> list[Any]:
+    """The leaves of `given`, which must have the structure and shapes of `params`, and as `dtypes` says its dtypes
+    (True), any (False) or this one.
 
     >>> alike("sgd", "grads", {"a": torch.zeros(2)}, {"a": torch.zeros(2), "b": torch.zeros(3)})
     Traceback (most recent call last):
@@ -91,9 +125,14 @@ leaf the loss does not use has gradient None: give it zeros, or leave it out wit
             raise TreeError(
                 f"{where}: {here} has shape {tuple(leaf.shape)}, but {there} has shape {tuple(param.shape)}"
             )
-        if dtypes and leaf.dtype != param.dtype:
+        if dtypes is True and leaf.dtype != param.dtype:
             raise TreeError(
                 f"{where}: {here} is {leaf.dtype}, but {there} is {param.dtype}: write .to({param.dtype}) on it"
+            )
+        if isinstance(dtypes, torch.dtype) and leaf.dtype != dtypes:
+            raise TreeError(
+                f"{where}: {here} is {leaf.dtype}, but it is kept in {dtypes}: make opt_state with this optimizer's "
+                "init"
             )
     return leaves
 

@@ -42,13 +42,15 @@ _CHUNK = {"cpu": 65_536, "cuda": 1 << 22}  # elements; larger on CUDA, where eac
 __test__: dict[str, str] = {}  # doctest does not look inside a CustomOpDef: it finds their examples here
 
 
-def _op(schema: str, *, mutates: Sequence[str] = (), pointwise: bool = True) -> Callable[..., CustomOpDef]:
-    """`fzero::<name of the function>`, whose one body serves every device."""
+def _op(
+    schema: str, *, mutates: Sequence[str] = (), pointwise: bool = True, name: str = ""
+) -> Callable[..., CustomOpDef]:
+    """`fzero::<name>` (the function's), whose one body serves every device. Its module needs a dict `__test__`."""
 
     def register(fn: Callable[..., Any]) -> CustomOpDef:
         tags = [torch.Tag.pointwise] if pointwise else []
-        op = custom_op(f"fzero::{fn.__name__}", fn, mutates_args=mutates, schema=schema, tags=tags)
-        op.__doc__ = __test__[fn.__name__] = fn.__doc__ or ""
+        op = custom_op(f"fzero::{name or fn.__name__}", fn, mutates_args=mutates, schema=schema, tags=tags)
+        op.__doc__ = fn.__globals__["__test__"][fn.__name__] = fn.__doc__ or ""
         return op
 
     return register

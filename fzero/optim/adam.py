@@ -8,8 +8,9 @@ With gradient g, step number t = 1, 2, ... and learning rate a (Kingma & Ba 2015
     p  <- p - a * (mu / (1 - beta1^t)) / (sqrt(nu / (1 - beta2^t)) + eps)
 
 The order of operations and the defaults are `torch.optim`'s with `fused=True`, whose kernel this is; parameters that a
-captured step makes are bit for bit the same. Moments have the dtype of their parameter. Per step and leaf the kernel
-reads four tensors and writes three.
+captured step makes are bit for bit the same. Moments have the dtype of their parameter, or the one that `moments=`
+says (`fzero.optim._moments`); then the step is computed in float32 at least. Per step and leaf the kernel reads four
+tensors and writes three.
 
 `update` returns `delta(new, p)`: see `fzero.optim._ops` for how `apply_updates` turns it into `new` without rounding.
 Anything that changes the updates after Adam (a `scale`, say) keeps its meaning and costs that folding.
@@ -20,18 +21,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from fzero import tree
-from fzero.errors import SpecError
-from fzero.optim import _check, _ops
+from fzero.optim import _check, _moments, _ops
 from fzero.optim.schedules import Schedule, as_schedule
 from fzero.optim.transform import GradientTransformation, Mask, PyTree, selected
 
 
 class AdamState(NamedTuple):
-    """`count`: updates made so far, 0-d int64. `mu`, `nu`: first and second moments, each a pytree like params.
+    """`count`: updates made so far, 0-d int64. `mu`, `nu`: first and second moments, each a pytree like params, in
+    the dtype that `moments=` says.
 
     >>> adam(0.1).init({"w": torch.ones(2)})
     AdamState(count=tensor(0), mu={'w': tensor([0., 0.])}, nu={'w': tensor([0., 0.])})
@@ -43,31 +43,38 @@ class AdamState(NamedTuple):
 
 
 def adam(
-    learning_rate: float | Schedule,
+    learning_rate: float | Tensor | Schedule,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
-    weight_decay: float = 0.0,
+    weight_decay: float | Tensor = 0.0,
+    moments: str | None = None,
 ) -> GradientTransformation:
     """Adam; `weight_decay` is an L2 term added to the gradient, as in `torch.optim.Adam`.
 
-    `learning_rate` is a number or a schedule. Raises `SpecError` for a value out of range or of the
-    wrong type, `TreeError` for params that are not floating-point tensors or gradients unlike them, and `TypeError`
-    where a derivative would have to pass through the step.
+    `learning_rate` is a number or a schedule. `moments` is the dtype in which mu and nu are kept: None (their
+    parameter's), "float32", or "bfloat16" (rounded stochastically: half the memory of float32 moments). With a dtype
+    given, the step is computed in float32 at least, gradients may have any dtype, and updates are float32 at least;
+    `apply_updates` rounds them into the parameter. `learning_rate` and `weight_decay` may be 0-d tensors.
+
+    Raises `SpecError` for a value out of range or of the wrong type, `TreeError` for params that are not
+    floating-point tensors or gradients unlike them, and `TypeError` where a derivative would have to pass through the
+    step.
 
     >>> tx, params = adam(0.1), {"w": torch.tensor([1.0, -1.0])}
     >>> updates, opt_state = tx.update({"w": torch.tensor([2.0, -3.0])}, tx.init(params), params)
     >>> updates
     {'w': tensor([-0.1000,  0.1000])}
     """
-    return _adam("adam", learning_rate, betas, eps, weight_decay, mask=None, decoupled=False)
+    return _adam("adam", learning_rate, betas, eps, weight_decay, moments, mask=None, decoupled=False)
 
 
 def adamw(
-    learning_rate: float | Schedule,
+    learning_rate: float | Tensor | Schedule,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
-    weight_decay: float = 0.01,
+    weight_decay: float | Tensor = 0.01,
     mask: Mask | None = None,
+    moments: str | None = None,
 ) -> GradientTransformation:
     """AdamW: weight decay decoupled from the gradient, as in `torch.optim.AdamW`.
 
@@ -78,53 +85,65 @@ def adamw(
     >>> zero = {"a": {"w": torch.zeros(1), "bias": torch.zeros(1)}}
     >>> tx.update(zero, tx.init(params), params)[0]
     {'a': {'w': tensor([-0.0500]), 'bias': tensor([0.])}}
+
+    With bfloat16 moments a parameter takes 4 bytes of state, not 8:
+
+    >>> tx, params = adamw(0.1, moments="bfloat16"), [torch.ones(2)]
+    >>> updates, opt_state = tx.update(params, tx.init(params), params)
+    >>> updates, opt_state.mu[0].dtype
+    ([tensor([-0.1010, -0.1010])], torch.bfloat16)
     """
-    return _adam("adamw", learning_rate, betas, eps, weight_decay, mask=mask, decoupled=True)
+    return _adam("adamw", learning_rate, betas, eps, weight_decay, moments, mask=mask, decoupled=True)
 
 
 def _adam(
     where: str,
-    learning_rate: float | Schedule,
+    learning_rate: float | Tensor | Schedule,
     betas: tuple[float, float],
     eps: float,
-    weight_decay: float,
+    weight_decay: float | Tensor,
+    moments: str | None,
     *,
     mask: Mask | None,
     decoupled: bool,
 ) -> GradientTransformation:
     schedule = as_schedule(where, learning_rate)
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise SpecError(f"{where}: betas is {betas!r}, but it must be two numbers: write betas=(0.9, 0.999)")
-    beta1, beta2 = (_check.number(f"{where}: betas[{i}]", beta, high=1.0) for i, beta in enumerate(betas))
+    beta1, beta2 = _check.two_betas(where, betas)
     eps = _check.number(f"{where}: eps", eps, above=True)
-    weight_decay = _check.number(f"{where}: weight_decay", weight_decay)
+    decay = _check.hyper(f"{where}: weight_decay", weight_decay)
+    kind = _moments.moments(where, moments)
 
     def init(params: PyTree) -> AdamState:
         _check.trainable(where, params)
         if mask is not None:
             selected(where, mask, params)  # a rule that matches nothing is better known now than at the first update
-        mu, nu = tree.map(torch.zeros_like, params), tree.map(torch.zeros_like, params)
-        return AdamState(_check.zero_count(params), mu, nu)
+        return AdamState(_check.zero_count(params), tree.map(kind.zeros, params), tree.map(kind.zeros, params))
 
     def update(grads: PyTree, state: AdamState, params: PyTree) -> tuple[PyTree, AdamState]:
         _, old, structure = tree.flatten(params)
-        grad = _check.alike(where, "grads", grads, params)
-        mu = _check.alike(where, "mu", state.mu, params)
-        nu = _check.alike(where, "nu", state.nu, params)
+        grad = _check.alike(where, "grads", grads, params, dtypes=kind.dtype is None)
+        mu, nu = kind.held(where, "mu", state.mu, params), kind.held(where, "nu", state.nu, params)
         if _ops.watched(*old, *grad):
             raise TypeError(
                 f"{where}: its fused kernel cannot be differentiated, nor transformed by torch.func: call update under "
                 "torch.no_grad() on tensors that require grad, or differentiate through fzero.optim.sgd"
             )
         count, rate = state.count + 1, schedule(state.count)
-        decays = [weight_decay if chosen else 0.0 for chosen in selected(where, mask, params)]
-        stepped = [
-            _ops.adamw(p, g, m, v, count, rate, beta1, beta2, eps, decay, decoupled)
-            for p, g, m, v, decay in zip(old, grad, mu, nu, decays, strict=True)
-        ]
+        old, grad, mu, nu = (kind.wide(tensors, old) for tensors in (old, grad, mu, nu))
+        stepped, shrink = [], rate * decay  # one scalar for all leaves, or their work would not be one op on a mesh
+        for p, g, m, v, chosen in zip(old, grad, mu, nu, selected(where, mask, params), strict=True):
+            literal = decay if isinstance(decay, float) and chosen else 0.0
+            if isinstance(decay, Tensor) and chosen:  # the kernel takes a Python number alone
+                p, g = (_shrunk(p, shrink), g) if decoupled else (p, (g + p * decay).to(g.dtype))
+            stepped.append(_ops.adamw(p, g, m, v, count, rate, beta1, beta2, eps, literal, decoupled))
         new, mu, nu = ([triple[i] for triple in stepped] for i in range(3))
         updates = [_ops.delta(n, p) for n, p in zip(new, old, strict=True)]
+        mu, nu = kind.kept(mu, count + _moments.FIRST), kind.kept(nu, count + _moments.SECOND)
         state = AdamState(count, tree.unflatten(structure, mu), tree.unflatten(structure, nu))
         return tree.unflatten(structure, updates), state
 
     return GradientTransformation(init, update)
+
+
+def _shrunk(p: Tensor, by: Tensor) -> Tensor:
+    return (p - p * by).to(p.dtype)  # a 0-d leaf would become float64

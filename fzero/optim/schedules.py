@@ -94,8 +94,10 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
     return schedule
 
 
-def as_schedule(where: str, learning_rate: float | Schedule) -> Schedule:
+def as_schedule(where: str, learning_rate: float | Tensor | Schedule, name: str = "learning_rate") -> Schedule:
     """The schedule that an optimizer's `learning_rate` stands for; `where` begins its error messages.
+
+    A 0-d tensor stands for itself, whatever the count: `inject_hyperparams` gives such a tensor, a leaf of its state.
 
     >>> as_schedule("sgd", -0.1)
     Traceback (most recent call last):
@@ -106,7 +108,8 @@ def as_schedule(where: str, learning_rate: float | Schedule) -> Schedule:
 count, or the value would be baked into the compiled step
     """
     if not callable(learning_rate):
-        return constant(_check.number(f"{where}: learning_rate", learning_rate))
+        value = _check.hyper(f"{where}: {name}", learning_rate)
+        return constant(value) if isinstance(value, float) else lambda count: value.to(torch.float64)
 
     def schedule(count: Tensor) -> Tensor:
         rate: Any = learning_rate(count)

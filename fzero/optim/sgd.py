@@ -20,7 +20,7 @@ from fzero import tree
 from fzero.errors import SpecError
 from fzero.optim import _check
 from fzero.optim.schedules import Schedule, as_schedule
-from fzero.optim.transform import GradientTransformation, PyTree
+from fzero.optim.transform import GradientTransformation, PyTree, plus_scaled
 
 
 class SgdState(NamedTuple):
@@ -35,12 +35,16 @@ class SgdState(NamedTuple):
 
 
 def sgd(
-    learning_rate: float | Schedule, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
+    learning_rate: float | Tensor | Schedule,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float | Tensor = 0.0,
 ) -> GradientTransformation:
     """SGD with momentum, Nesterov's variant and an L2 term. `learning_rate` is a number or a schedule.
 
-    Raises `SpecError` for a value out of range or of the wrong type and for `nesterov` without momentum, and
-    `TreeError` for params that are not floating-point tensors or gradients unlike them.
+    `learning_rate` and `weight_decay` may be 0-d tensors that the step computes. Raises `SpecError` for a value out of
+    range or of the wrong type and for `nesterov` without momentum, and `TreeError` for params that are not
+    floating-point tensors or gradients unlike them.
 
     >>> tx, params = sgd(0.1, momentum=0.9), {"w": torch.tensor([1.0])}
     >>> updates, opt_state = tx.update({"w": torch.tensor([2.0])}, tx.init(params), params)
@@ -49,7 +53,7 @@ def sgd(
     """
     schedule = as_schedule("sgd", learning_rate)
     momentum = _check.number("sgd: momentum", momentum, high=1.0)
-    weight_decay = _check.number("sgd: weight_decay", weight_decay)
+    weight_decay = _check.hyper("sgd: weight_decay", weight_decay)
     if nesterov and momentum == 0.0:
         raise SpecError("sgd: nesterov needs momentum, which is 0.0: write momentum=0.9, or leave nesterov out")
 
@@ -60,8 +64,7 @@ def sgd(
     def update(grads: PyTree, state: SgdState, params: PyTree) -> tuple[PyTree, SgdState]:
         _, old, structure = tree.flatten(params)
         direction = _check.alike("sgd", "grads", grads, params)
-        if weight_decay:
-            direction = [torch.add(g, p, alpha=weight_decay) for g, p in zip(direction, old, strict=True)]
+        direction = [plus_scaled(g, p, weight_decay) for g, p in zip(direction, old, strict=True)]
         buffers = None
         if momentum:
             held = _check.alike("sgd", "momentum", state.momentum, params)

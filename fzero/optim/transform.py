@@ -32,6 +32,7 @@ from torch import Tensor
 from fzero import tree
 from fzero.errors import SpecError, TreeError
 from fzero.optim import _check, _ops
+from fzero.optim._round import stochastic_round
 
 PyTree: TypeAlias = Any
 Mask: TypeAlias = str | Sequence[str] | Callable[[str, Tensor], bool] | PyTree
@@ -58,15 +59,15 @@ def identity() -> GradientTransformation:
     return GradientTransformation(lambda params: (), lambda grads, state, params: (grads, state))
 
 
-def scale(factor: float) -> GradientTransformation:
-    """Multiplies every leaf by a finite number; dtypes are kept.
+def scale(factor: float | Tensor) -> GradientTransformation:
+    """Multiplies every leaf by a finite number or a 0-d tensor; dtypes are kept.
 
     >>> scale(-2.0).update([torch.tensor(3.0)], (), None)
     ([tensor(-6.)], ())
     """
-    factor = _check.number("scale: factor", factor, low=-float("inf"), above=True)
+    factor = _check.hyper("scale: factor", factor, low=-float("inf"), above=True)
     return GradientTransformation(
-        lambda params: (), lambda grads, state, params: (tree.map(lambda g: g * factor, grads), state)
+        lambda params: (), lambda grads, state, params: (tree.map(lambda g: (g * factor).to(g.dtype), grads), state)
     )
 
 
@@ -112,13 +113,10 @@ def global_norm(values: PyTree) -> Tensor:
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
     tensor(5.)
     """
-    sums = [_sum_squares(leaf) for leaf in tree.flatten(values)[1]]
-    if not sums:
-        return torch.zeros((), dtype=torch.float32)
-    return torch.sqrt(functools.reduce(operator.add, sums)).to(torch.float32)
+    return _wide_norm(values).to(torch.float32)
 
 
-def clip_by_global_norm(max_norm: float) -> GradientTransformation:
+def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
     """Scales all leaves by `min(1, max_norm / (global_norm + 1e-6))`, as `torch.nn.utils.clip_grad_norm_` does.
 
     `max_norm` is greater than 0. dtypes are kept; a norm that is not a number makes every leaf so.
@@ -127,7 +125,7 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     ([tensor([0.6000, 0.8000])], ())
     """
     fix = "to clip nothing, leave clip_by_global_norm out of the chain"
-    max_norm = _check.number("clip_by_global_norm: max_norm", max_norm, above=True, fix=fix)
+    max_norm = _check.hyper("clip_by_global_norm: max_norm", max_norm, above=True, fix=fix)
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         coefficient = torch.clamp(max_norm / (global_norm(grads) + 1e-6), max=1.0)
@@ -136,19 +134,33 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     return GradientTransformation(lambda params: (), update)
 
 
-def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
+def apply_updates(params: PyTree, updates: PyTree, seed: Tensor | None = None) -> PyTree:
     """`params + updates`, leaf by leaf, in each parameter's dtype.
 
+    bfloat16 leaves are rounded to nearest; with a `seed` (0-d int64, another at every step, such as a count) the sum is
+    computed in float32 and rounded up or down at random by `stochastic_round`, so that small updates are not lost.
     In a captured step `apply_delta(p, delta(new, p))`, which is what Adam's updates come to, is folded to `new`.
 
-    Raises `TreeError` when `updates` has another structure or a leaf of another shape than `params`.
+    Raises `TreeError` when `updates` has another structure or a leaf of another shape than `params`, and
+    `stochastic_round`'s errors.
 
     >>> apply_updates({"w": torch.tensor([1.0])}, {"w": torch.tensor([-0.5])})
     {'w': tensor([0.5000])}
+    >>> params, small = [torch.ones(4096).bfloat16()], [torch.full((4096,), 0.002)]
+    >>> for step in range(100):
+    ...     params = apply_updates(params, small, seed=torch.tensor(step))  # to nearest it would stay 1
+    >>> bool((params[0].float().mean() - 1.2).abs() < 0.05)
+    True
     """
     leaves = _check.alike("apply_updates", "updates", updates, params, dtypes=False)
     _, targets, structure = tree.flatten(params)
-    return tree.unflatten(structure, [_apply_delta(p, u) for p, u in zip(targets, leaves, strict=True)])
+    return tree.unflatten(structure, [_moved(p, u, seed) for p, u in zip(targets, leaves, strict=True)])
+
+
+def _moved(p: Tensor, update: Tensor, seed: Tensor | None) -> Tensor:
+    if seed is None or p.dtype != torch.bfloat16:
+        return _apply_delta(p, update)
+    return stochastic_round(_apply_delta(p.to(torch.float32), update), seed)
 
 
 def masked(tx: GradientTransformation, mask: Mask) -> GradientTransformation:
@@ -229,8 +241,29 @@ def _by_rules(where: str, rules: Sequence[str], paths: list[str]) -> list[bool]:
     return chosen
 
 
+def plus_scaled(x: Tensor, y: Tensor, factor: float | Tensor) -> Tensor:
+    """`x + factor * y` in x's dtype; x itself where factor is the number 0.
+
+    >>> plus_scaled(torch.ones(2), torch.ones(2), torch.tensor(0.5))
+    tensor([1.5000, 1.5000])
+    """
+    if isinstance(factor, Tensor):
+        return (x + y * factor).to(x.dtype)  # a 0-d leaf would become the factor's dtype
+    return torch.add(x, y, alpha=factor) if factor else x
+
+
+def _wide_norm(values: PyTree) -> Tensor:
+    """The norm in float64, which squares of float32 do not overflow."""
+    sums = [_sum_squares(leaf) for leaf in tree.flatten(values)[1]]
+    return torch.sqrt(functools.reduce(operator.add, sums)) if sums else torch.zeros((), dtype=torch.float64)
+
+
 def _sum_squares(x: Tensor) -> Tensor:
     return x.to(torch.float64).square().sum() if _ops.watched(x) else _ops.sum_squares(x)
+
+
+def _delta(new: Tensor, old: Tensor) -> Tensor:
+    return new - old if _ops.watched(new, old) else _ops.delta(new, old)
 
 
 def _apply_delta(old: Tensor, delta: Tensor) -> Tensor:

@@ -1,0 +1,180 @@
+"""Transformations around a transformation: hyperparameters in the state, and steps that a bad gradient cannot spoil."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero import tree
+from fzero.errors import SpecError, TreeError
+from fzero.optim import _check
+from fzero.optim.schedules import Schedule, as_schedule
+from fzero.optim.transform import GradientTransformation, PyTree, _wide_norm
+
+
+class InjectState(NamedTuple):
+    """`count`: updates made so far, 0-d int64. `hyper`: the hyperparameters by name, 0-d float64: those of the last
+    update, and of the next where no schedule sets them. `inner`: the transformation's own state.
+
+    >>> from fzero.optim import sgd
+    >>> inject_hyperparams(sgd)(learning_rate=0.1).init([]).hyper
+    {'learning_rate': tensor(0.1000, dtype=torch.float64)}
+    """
+
+    count: Tensor  # type: ignore[assignment]  # tuples have a method of this name
+    hyper: dict[str, Tensor]
+    inner: PyTree
+
+
+def inject_hyperparams(
+    fn: Callable[..., GradientTransformation], static: Collection[str] = ()
+) -> Callable[..., GradientTransformation]:
+    """`inject_hyperparams(fn)(**hyper)` is `fn(**hyper)` with its numbers and schedules as 0-d tensors in the state.
+
+    Numbers may be changed between steps by whoever holds the state; a schedule, a function of one argument, sets its
+    hyperparameter anew at every step. Names in `static`, and whatever is neither, are given to `fn` as they are. Where
+    a tensor may not be, `fn` says so: in `adamw`, for instance, `learning_rate` and `weight_decay` may be tensors,
+    `betas` and `eps` may not.
+
+    Raises `SpecError` for positional arguments, for a name in `static` that is not given, and what `fn` raises;
+    `TreeError` for a state with other hyperparameters.
+
+    >>> from fzero.optim import sgd
+    >>> tx = inject_hyperparams(sgd, static=["momentum"])(learning_rate=0.1, momentum=0.9)
+    >>> params = [torch.ones(1)]
+    >>> opt_state = tx.init(params)
+    >>> opt_state.hyper["learning_rate"] = opt_state.hyper["learning_rate"] * 5
+    >>> tx.update(params, opt_state, params)[0]
+    [tensor([-0.5000])]
+    """
+    if not callable(fn) or isinstance(fn, GradientTransformation):
+        raise SpecError(
+            f"inject_hyperparams: fn is {_check.kind(fn)}, but it must be a function that makes a transformation: "
+            "write inject_hyperparams(adamw)(learning_rate=3e-4)"
+        )
+    static = {static} if isinstance(static, str) else set(static)
+
+    def make(*args: Any, **given: Any) -> GradientTransformation:
+        if args:
+            raise SpecError("inject_hyperparams: give hyperparameters by name, as in (learning_rate=3e-4)")
+        unknown = sorted(static - given.keys())
+        if unknown:
+            raise SpecError(
+                f"inject_hyperparams: static names {unknown[0]!r}, which is not given.{tree.suggest(unknown[0], given)}"
+            )
+        schedules = {n: _traced(n, v) for n, v in given.items() if n not in static and _is_hyper(v)}
+        return _injected(fn, schedules, {n: v for n, v in given.items() if n not in schedules})
+
+    return make
+
+
+def _is_hyper(value: Any) -> bool:
+    if not callable(value):
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    try:
+        parameters = inspect.signature(value).parameters.values()
+    except ValueError:  # a built-in that does not say
+        return False
+    return sum(p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in parameters) == 1
+
+
+def _traced(name: str, value: Any) -> float | Schedule:
+    if not callable(value):
+        return float(value)
+    return as_schedule("inject_hyperparams", value, name)
+
+
+def _injected(
+    fn: Callable[..., GradientTransformation], given: Mapping[str, float | Schedule], fixed: Mapping[str, Any]
+) -> GradientTransformation:
+    def init(params: PyTree) -> InjectState:
+        count = _check.zero_count(params)
+        hyper = {
+            name: value(count) if callable(value) else torch.full((), value, dtype=torch.float64, device=count.device)
+            for name, value in given.items()
+        }
+        return InjectState(count, hyper, fn(**fixed, **hyper).init(params))
+
+    def update(grads: PyTree, state: InjectState, params: PyTree) -> tuple[PyTree, InjectState]:
+        if state.hyper.keys() != given.keys():
+            raise TreeError(
+                f"inject_hyperparams: opt_state has hyperparameters {sorted(state.hyper)}, but this transformation has "
+                f"{sorted(given)}: make it with this transformation's init"
+            )
+        hyper = {name: value(state.count) if callable(value) else state.hyper[name] for name, value in given.items()}
+        for name, value in hyper.items():
+            if not isinstance(value, Tensor) or value.dim() != 0:
+                shown = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else _check.kind(value)
+                raise TreeError(
+                    f"inject_hyperparams: hyper/{name} in opt_state is {shown}, but it must be a 0-d tensor: write "
+                    "torch.tensor(0.1, dtype=torch.float64)"
+                )
+        updates, inner = fn(**fixed, **hyper).update(grads, state.inner, params)
+        return updates, InjectState(state.count + 1, hyper, inner)
+
+    return GradientTransformation(init, update)
+
+
+class IfFiniteState(NamedTuple):
+    """`skipped`: updates left out so far, 0-d int64. `inner`: the transformation's own state.
+
+    >>> from fzero.optim import scale
+    >>> apply_if_finite(scale(1.0)).init([])
+    IfFiniteState(skipped=tensor(0), inner=())
+    """
+
+    skipped: Tensor
+    inner: PyTree
+
+
+def apply_if_finite(tx: GradientTransformation) -> GradientTransformation:
+    """`tx`, but where any gradient is infinite or not a number: then updates are zero and `tx`'s state stays as it was.
+
+    The choice is made on the device, element by element, by one flag computed from the global norm: nothing is read
+    back, and every rank chooses alike. `skipped` counts the steps left out. The old state is needed for the choice, so
+    moments are not updated in place: while a bucket is updated there are two of each.
+
+    Raises `SpecError` for what is not a transformation, `TreeError` where `tx` changes its state's structure.
+
+    >>> from fzero.optim import sgd
+    >>> tx, params = apply_if_finite(sgd(0.1, momentum=0.9)), [torch.ones(2)]
+    >>> updates, opt_state = tx.update([torch.tensor([1.0, float("nan")])], tx.init(params), params)
+    >>> updates, opt_state.skipped, opt_state.inner.count
+    ([tensor([0., 0.])], tensor(1), tensor(0))
+    """
+    if not isinstance(tx, GradientTransformation):
+        raise SpecError(
+            f"apply_if_finite: tx is {getattr(tx, '__name__', _check.kind(tx))}, not a GradientTransformation: call "
+            "it, as in apply_if_finite(adamw(3e-4))"
+        )
+
+    def init(params: PyTree) -> IfFiniteState:
+        return IfFiniteState(_check.zero_count(params), tx.init(params))
+
+    def update(grads: PyTree, state: IfFiniteState, params: PyTree) -> tuple[PyTree, IfFiniteState]:
+        finite = torch.isfinite(_wide_norm(grads))
+        zeros: dict[Any, Tensor] = {}  # one scalar for all leaves, or their work would not be one op on a mesh
+
+        def or_zero(x: Tensor) -> Tensor:
+            key = x.dtype, x.device
+            if key not in zeros:
+                zeros[key] = torch.zeros((), dtype=x.dtype, device=x.device)
+            return torch.where(finite, x, zeros[key])
+
+        # the gradients too: so all of tx comes after the flag, and nothing of it has to be kept until then
+        updates, inner = tx.update(tree.map(or_zero, grads), state.inner, params)
+        _, old, structure = tree.flatten(state.inner)
+        _, new, new_structure = tree.flatten(inner)
+        if new_structure != structure:
+            raise TreeError(
+                "apply_if_finite: the transformation returned a state of another structure than it was given"
+            )
+        chosen = [n if n is o else torch.where(finite, n, o) for n, o in zip(new, old, strict=True)]
+        skipped = state.skipped + torch.logical_not(finite).to(torch.int64)
+        return tree.map(or_zero, updates), IfFiniteState(skipped, tree.unflatten(structure, chosen))
+
+    return GradientTransformation(init, update)
