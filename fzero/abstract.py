@@ -12,6 +12,7 @@ from typing import Any
 
 from fzero import segments
 from fzero.meaning import Partial, Undefined, Vec, digest, evaluate, part, reduced, term
+from fzero.plan.owned import is_whole
 from fzero.program import PERSISTENT, Bucket, Buffer, Op, Program, Ref
 
 
@@ -144,7 +145,9 @@ class Abstract:
         if not mine and any(key in content.mine for key in keys.values()):
             raise Undefined(f"{ref} reads beyond the own slice, which is all that was written")
         tight = sum(last - first for first, last in keys.values()) == stop - start
-        return Vec(terms, mine, (start, stop), buffer.per, tight)
+        ranks = self.program.axis_size("dp") if mine else 1
+        shapes = {i: bucket.slots[i].shape for i in keys if buffer.per == 1 and is_whole(bucket, i, ranks)}
+        return Vec(terms, mine, (start, stop), buffer.per, tight, shapes)
 
     def write(self, ref: Ref, value: Any) -> None:
         buffer = self.program.buffers[ref.name]

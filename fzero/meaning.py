@@ -8,8 +8,9 @@ prefetch depth, after every pass: that is what verify checks, so a program that 
 reads a moment from the wrong leaf is refused whatever it looks like.
 
 Flat work is understood: an elementwise op on a range of a bucket is that op on each leaf in the range; so is an op on
-blocks of 64 elements (`BLOCKWISE`) where no padding lies between the leaves; a sum over the own slice is *partial*
-until it is summed over the axis; a buffer of which only the own slice was written is *mine* until it is gathered.
+blocks of 64 elements (`BLOCKWISE`) where no padding lies between the leaves; an op that needs all of a leaf (`WHOLE`)
+works on own slices where the leaf lies in one of them; a sum over the own slice is *partial* until it is summed over
+the axis; a buffer of which only the own slice was written is *mine* until it is gathered.
 Copies, clones and detaches have the term of their operand.
 """
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,13 +54,15 @@ def term(*parts: Any) -> str:
 @dataclass(frozen=True)
 class Vec:
     """Terms of the leaves in a flat range; `mine`: only of the own slice. There is one element for each `per` of the
-    range (of an op's several results: for each, its own); `tight`: no padding lies in it."""
+    range (of an op's several results: for each, its own); `tight`: no padding lies in it; `shapes`: those of the leaves
+    that are there as a whole, because no rank boundary cuts them."""
 
     slots: Mapping[int, str]
     mine: bool
     span: tuple[int, int]
     per: Any = 1
     tight: bool = True
+    shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,8 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
     if not vectors:
         return term(name, *_plain((args, tuple(sorted(kwargs.items()))))) if name != "getitem" else term(name, *args)
     first = vectors[0]
+    if target in FLAT_FORMS:
+        return _leaf(target, args, kwargs)
     if target in BLOCKWISE:
         first = replace(_blocks(target, args), per=BLOCKWISE[target][1])
     elif len({(v.span, v.mine, v.per) for v in vectors}) > 1:
@@ -120,6 +125,19 @@ def _blocks(target: Any, args: Any) -> Vec:
     return first
 
 
+def _leaf(target: Any, args: Any, kwargs: Any) -> Vec:
+    """What the flat form of an op on whole leaves gives: the op itself on the one leaf of the range."""
+    vector, shape, *rest = args
+    if not isinstance(vector, Vec) or len(vector.slots) != 1 or not vector.tight:
+        raise Undefined(f"{target} works on one leaf at a time, without padding")
+    ((slot, of),) = vector.slots.items()
+    if slot not in vector.shapes:
+        raise Undefined(f"{target} needs a whole leaf, of which a rank boundary leaves each rank a part")
+    if vector.shapes[slot] != tuple(shape):
+        raise Undefined(f"{target} takes a leaf of shape {vector.shapes[slot]} for one of shape {tuple(shape)}")
+    return replace(vector, slots={slot: apply(FLAT_FORMS[target], (of, *rest), kwargs)})
+
+
 def _over(vector: Vec, per: int) -> Vec:
     """The same range in a column with one element for each `per`: whole blocks."""
     start, stop = vector.span
@@ -152,6 +170,13 @@ IN_PLACE: dict[Any, tuple[Any, tuple[int, ...]]] = {
 BLOCKWISE: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {
     torch.ops.fzero.adamw8.default: ((1, 1, 1, ALIGN, 1, ALIGN), (1, 1, ALIGN, 1, ALIGN)),
 }
+
+
+# op that needs all of a leaf -> its form that takes the leaf's elements in 1-D, then its shape; of no elements, none
+WHOLE: dict[Any, Any] = {
+    torch.ops.fzero.orthogonalize.default: torch.ops.fzero.orthogonalize_flat.default,
+}
+FLAT_FORMS = {flat: target for target, flat in WHOLE.items()}
 
 
 def evaluate(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:

@@ -4,7 +4,9 @@ After a reduction, an op that is pointwise, whose every full-shaped operand is a
 such) and whose others are 0-d, gives the same bits on any slice. Equal chains of neighbouring leaves of a bucket
 become one op on their common range; a chain that differs (another weight decay) gets a range of its own. Work on
 blocks of 64 elements (`meaning.BLOCKWISE`: quantised moments) runs on slices too, which never cut a block; its ranges
-end where padding would join a block. A sum over
+end where padding would join a block. Work on whole leaves (`meaning.WHOLE`: a matrix's orthogonalisation) is done by
+the rank in whose slice the leaf lies, the others have none of it; a leaf on several ranks is gathered, and all do it.
+A sum over
 a whole leaf becomes a sum over the own slice and one all-reduce of all such scalars; full work that needs a computed
 flat value gathers it first; everything else stays as it was. Columns that are kept whole (parameters under stages 1
 and 2) are gathered after their update. With the state sharded, what is updated per rank falls from P to P/N.
@@ -24,9 +26,11 @@ from torch import fx
 
 from fzero import segments
 from fzero._torch_compat import FakeTensorMode
-from fzero.meaning import BLOCKWISE
+from fzero.meaning import BLOCKWISE, WHOLE
 from fzero.passes import rewrite
+from fzero.passes.leafwise import Call, leafwise
 from fzero.plan.layout import buffer_name
+from fzero.plan.owned import is_whole
 from fzero.program import Buffer, Op, Program, Ref, op
 
 SUMS = {torch.ops.aten.sum.default}
@@ -69,6 +73,7 @@ class _Outer:
     per: dict[fx.Node, Any] = field(default_factory=dict)  # elements of the leaf for one of the value: of each result
     stored: dict[fx.Node, str] = field(default_factory=dict)  # flat value -> the column (buffer) that holds it
     gathers: list[str] = field(default_factory=list)
+    columns: set[str] = field(default_factory=set)  # made here
 
     def rewritten(self) -> list[Op]:
         self.gm = self.program.segments[str(self.one.get("segment"))]
@@ -95,10 +100,12 @@ class _Outer:
         for level in range(max(self.level.values(), default=0) + 1):
             here = [n for n in self.nodes if self.level[n] == level]
             self._full([n for n in here if n not in self.spot and n not in self.partial], level)
-            self._flat([n for n in here if n in self.spot], level)
+            self._flat([n for n in here if n in self.spot and n not in self.owned], level)
+            self._owned([n for n in here if n in self.owned], level)
             self._sums([n for n in here if n in self.partial], level)
         for name in dict.fromkeys(self.gathers):
             self._gather(name)
+        self._slices()
         return self.ops
 
     # --- which nodes are flat, and when
@@ -112,11 +119,14 @@ class _Outer:
 
     def _classify(self) -> None:
         self.partial: set[fx.Node] = set()
+        self.owned: set[fx.Node] = set()  # work on whole leaves, its results flat
         for node in self.nodes:
             spot, per = self._flat_spot(node) or (None, 1)
             elsewhere = node in self.dest and self._spot_of(self.dest[node]) != spot  # a leaf that is another's value
             if spot is not None and node not in self.fresh and not elsewhere:
                 self.spot[node], self.per[node] = spot, per
+                if node.target in WHOLE:
+                    self.owned.add(node)
             elif is_sum(node) and self.per.get(segments.operand(node)) == 1 and len(node.all_input_nodes) == 1:
                 self.partial.add(node)
         self.level: dict[fx.Node, int] = {}
@@ -125,9 +135,14 @@ class _Outer:
             for a in node.all_input_nodes:
                 if a not in self.level:
                     continue
-                late = a in self.partial or (a in self.spot and node not in self.spot and node not in self.partial)
+                leaves_flat = a in self.spot and node not in self.spot and node not in self.partial
+                late = a in self.partial or leaves_flat or (a in self.owned and node not in self.partial)
                 ready = max(ready, self.level[a] + late)
             self.level[node] = ready
+        for node in reversed(self.nodes if self.owned else []):  # beside an `owned` result that it meets, not before
+            if node in self.spot and node not in self.owned and node not in self.dest:
+                needed = [self.level[u] - (u not in self.spot and u not in self.partial) for u in node.users]
+                self.level[node] = max(self.level[node], min(needed, default=0))
 
     def _flat_spot(self, node: fx.Node) -> tuple[Spot, Any] | None:
         """The leaf whose elements, or blocks, a node works on alone, and how many elements its results stand for."""
@@ -138,7 +153,8 @@ class _Outer:
             per = self.per[source]  # type: ignore[index]
             return self.spot[source], per[index] if isinstance(per, tuple) else per  # type: ignore[index]
         wanted, given = BLOCKWISE.get(node.target, ((), None))
-        if not (segments.is_pointwise(node) or wanted):
+        on_leaf = node.target in WHOLE and len(node.all_input_nodes) == 1
+        if not (segments.is_pointwise(node) or wanted or on_leaf):
             return None
         wide = [a for a in node.all_input_nodes if not _is_scalar(a)]
         spots, pers = {self.spot.get(a) for a in wide}, {self.per.get(a) for a in wide}
@@ -221,7 +237,7 @@ class _Outer:
             for run in runs:
                 self._emit_flat(bucket, run, by_spot[(bucket, run[0])])
 
-    def _store(self, bucket: str, chain: list[fx.Node], level: int) -> None:
+    def _store(self, bucket: str, chain: list[fx.Node], level: int, letter: str = "f") -> None:
         """Gives a column to every value of a leaf's chain that someone outside the chain needs."""
         inside = set(chain)
         for position, node in enumerate(chain):
@@ -232,10 +248,47 @@ class _Outer:
                     self.gathers.append(self.dest[node].name)
             elif any(u in self.level and u not in inside for u in node.users):
                 dtype = segments.tensors(node.meta["val"])[0].dtype
-                name = buffer_name(f"f{self.index}.{level}.{position}.{str(dtype).rsplit('.')[-1]}:{bucket}")
+                kind = str(dtype).rsplit(".")[-1]
+                name = buffer_name(f"{letter}{self.index}.{level}.{position}.{kind}:{bucket}")
                 shape = (self.program.buckets[bucket].length // self.per[node],)
                 self.buffers.setdefault(name, Buffer(name, dtype, shape, "scratch", bucket, per=self.per[node]))
                 self.stored[node] = name
+                self.columns.add(name)
+
+    def _slices(self) -> None:
+        """Columns of which a rank uses its own slice alone are as long as that."""
+        refs: dict[str, list[Ref]] = {name: [] for name in self.columns}
+        for ref in (r for one in self.ops for r in (*one.reads, *one.writes) if r.name in refs):
+            refs[ref.name].append(ref)
+        for name in (name for name, found in refs.items() if all(ref.mine for ref in found)):
+            buffer = self.buffers[name]
+            self.buffers[name] = replace(buffer, shard=True, shape=(buffer.numel // self.program.world_size,))
+
+    # --- whole leaves
+
+    def _owned(self, nodes: list[fx.Node], level: int) -> None:
+        """Per bucket, one run that works on the leaves in the own slice; what is cut is gathered, for all to do."""
+        by_bucket: dict[str, list[fx.Node]] = {}
+        for node in nodes:
+            by_bucket.setdefault(self.spot[node][0], []).append(node)
+        for name, group in by_bucket.items():
+            bucket = self.program.buckets[name]
+            reads, writes, calls = [], [], []
+            for node in sorted(group, key=lambda n: self.spot[n][1]):
+                source, index = segments.operand(node), self.spot[node][1]
+                start, stop, shape = bucket.place(index)
+                mine = self._mine(name) and is_whole(bucket, index, self.program.world_size)
+                self._store(name, [node], level, "o")
+                if self._mine(name) and not mine and source not in self.where:
+                    self._gather(self.stored[source])
+                reads.append(Ref(self.stored[source], start, stop, None, mine))
+                writes.append(Ref(self.stored[node], start, stop, None, mine))
+                args = (list(shape), *node.args[1:])
+                target, value = WHOLE[node.target], node.meta["val"]
+                calls.append(Call(target, source.meta["val"], value, stop - start, args, flat=True))
+            done = rewrite.run_op(self.one, leafwise(calls), reads, writes, self.pool)
+            names = [bucket.slots[self.spot[n][1]].path for n in group]
+            self.ops.append(replace(done, why=f"whole {names[0]}" + (f" .. {names[-1]}" if len(names) > 1 else "")))
 
     def _signature(self, chain: list[fx.Node]) -> tuple[object, ...]:
         """What a leaf's chain does, in terms that an equal chain of another leaf shares."""
@@ -290,28 +343,19 @@ class _Outer:
         for dtype, group in by_dtype.items():
             name = f"s{self.index}.{level}.{str(dtype).rsplit('.')[-1]}"
             self.buffers[name] = Buffer(name, dtype, (len(group),), "activation")
-            reads, graph, sums = [], fx.Graph(), []
+            reads, calls = [], []
             distributed = self.program.world_size > 1
-            holders = [graph.placeholder(f"x{i}") for i in range(len(group))]
-            targets = [graph.placeholder(f"into{i}") for i in range(len(group))]
-            with FakeTensorMode():
-                for node, holder, target in zip(group, holders, targets, strict=True):
-                    source = segments.operand(node)
-                    bucket, index = self.spot[source]
-                    slot = self.program.buckets[bucket].slots[index]
-                    reads.append(Ref(self.stored[source], slot.start, slot.stop, None, distributed))
-                    value = source.meta["val"]
-                    holder.meta["val"] = torch.empty(slot.stop - slot.start, dtype=value.dtype, device=value.device)
-                    target.meta["val"] = torch.empty((), dtype=dtype, device=value.device)
-                    assert callable(node.target)
-                    summed = graph.call_function(node.target, (holder,), dict(node.kwargs))
-                    summed.meta["val"] = target.meta["val"]
-                    sums.append(summed)
-            for target, summed in zip(targets, sums, strict=True):
-                graph.call_function(torch.ops.aten.copy_.default, (target, summed)).meta["val"] = target.meta["val"]
-            graph.output([])
+            for node in group:
+                source = segments.operand(node)
+                bucket, index = self.spot[source]
+                slot = self.program.buckets[bucket].slots[index]
+                reads.append(Ref(self.stored[source], slot.start, slot.stop, None, distributed))
+                kwargs = tuple(node.kwargs.items())
+                calls.append(
+                    Call(node.target, source.meta["val"], node.meta["val"], slot.stop - slot.start, kwargs=kwargs)
+                )
             writes = [Ref(name, i, i + 1, ()) for i in range(len(group))]
-            self.ops.append(rewrite.run_op(self.one, segments.module(graph), reads, writes, self.pool))
+            self.ops.append(rewrite.run_op(self.one, leafwise(calls), reads, writes, self.pool))
             total = self._reduced(name, f"sum of {len(group)} leaves") if distributed else name
             for i, node in enumerate(group):
                 self.where[node] = Ref(total, i, i + 1, ())

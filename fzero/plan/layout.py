@@ -3,8 +3,9 @@
 A floating leaf of one or more dimensions is *flat*: it lies in a bucket. Leaves that mirror one another (a parameter,
 its moments, its EMA: same shape, and a path that ends alike) form a class and take the same place in buckets of one
 geometry, so that everything pointwise over them runs on flat slices. An 8-bit leaf may mirror too (the codes of a
-quantised moment), and the fp32 scales of its blocks of 64 elements go with it. Other integer leaves, 0-d and per-rank
-ones are kept whole.
+quantised moment), and the fp32 scales of its blocks of 64 elements go with it. Matrices that an optimizer needs whole
+(`fzero.plan.owned`) are packed so that none lies on two ranks. Other integer leaves, 0-d and per-rank ones are kept
+whole.
 
 A bucket belongs to one layer, cut where `bucket_bytes` is full: identical layers get identical buckets. The layer of a
 leaf is its path up to the first number (`blocks/3`), else its first component; small layers without a number share one.
@@ -19,11 +20,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from fzero import tree
 from fzero.errors import SpecError
+from fzero.plan import owned
 from fzero.plan.blocks import CODES, Class, scales, with_scales
 from fzero.program import ALIGN, Bucket, Buffer, Ref, Slot
 
@@ -125,13 +128,23 @@ def layout(
     buckets: dict[str, Bucket] = {}
     buffers: dict[str, Buffer] = {}
     places: dict[int, Leaf] = {}
-    for name, stage, members in _cut(groups, classes, leaves, bucket_bytes):
-        slots, end = [], 0
-        for c in members:
-            leaf = leaves[classes[c].members[0][1]]
-            slots.append(Slot("/".join(classes[c].key), end, end + leaf.numel(), tuple(leaf.shape)))
-            end = _round_up(end + leaf.numel(), ALIGN)
-        bucket = Bucket(name, _round_up(end, world_size * ALIGN), stage, tuple(slots))
+    lead = [leaves[one.members[0][1]] for one in classes]
+    ordinary, packed = owned.separate(
+        groups,
+        whole=lambda c: any(owned.asks(prefix) for prefix, _ in classes[c].members),
+        size=lambda c: lead[c].numel(),
+        fill=bucket_bytes // max((x.dtype.itemsize for x in lead), default=1),
+        world_size=world_size,
+    )
+    for number, (name, stage, members) in enumerate(_named([*packed, *_cut(ordinary, lead, bucket_bytes)])):
+        sizes = [lead[c].numel() for c in members]
+        starts, length = owned.pack(sizes, world_size) if number < len(packed) else _in_a_row(sizes, world_size)
+        members = [c for _, c in sorted(zip(starts, members, strict=True))]
+        slots = [
+            Slot("/".join(classes[c].key), start, start + lead[c].numel(), tuple(lead[c].shape))
+            for start, c in zip(sorted(starts), members, strict=True)
+        ]
+        bucket = Bucket(name, length, stage, tuple(slots))
         buckets[name] = bucket
         for column, (prefix, first) in enumerate(classes[members[0]].members):
             row = TABLE[stage]
@@ -241,29 +254,40 @@ def _groups(
     return groups
 
 
-def _cut(
-    groups: Mapping[tuple[object, ...], list[int]], classes: list[Class], leaves: Sequence[torch.Tensor], cap: int
-) -> list[tuple[str, int, list[int]]]:
-    """(bucket name, stage, classes): each group cut where the bucket is full; a larger leaf has one to itself."""
-    result: list[tuple[str, int, list[int]]] = []
-    taken: dict[str, int] = {}
-    for (layer, stage, _), members in groups.items():
+def _cut(groups: Mapping[tuple[object, ...], list[int]], lead: Sequence[torch.Tensor], cap: int) -> list[owned.Run]:
+    """(layer, stage, classes): each group cut where the bucket is full; a larger leaf has one to itself. `lead` is a
+    leaf of each class."""
+    result: list[owned.Run] = []
+    for (layer, stage, *_), members in groups.items():
         runs: list[list[int]] = [[]]
         filled = 0
         for c in members:
-            leaf = leaves[classes[c].members[0][1]]
-            size = _round_up(leaf.numel(), ALIGN) * leaf.dtype.itemsize
+            size = _round_up(lead[c].numel(), ALIGN) * lead[c].dtype.itemsize
             if runs[-1] and filled + size > cap:
                 runs.append([])
                 filled = 0
             runs[-1].append(c)
             filled += size
-        for run in runs:
-            name = buffer_name(str(layer))
-            count = taken[name] = taken.get(name, 0) + 1
-            assert isinstance(stage, int)
-            result.append((name if count == 1 else f"{name}~{count}", stage, run))
+        assert isinstance(stage, int)
+        result += [(layer, stage, run) for run in runs]
     return result
+
+
+def _named(runs: Sequence[owned.Run]) -> list[tuple[str, int, list[int]]]:
+    """(bucket name, stage, classes): the layer's name, and a number where it has several buckets."""
+    result: list[tuple[str, int, list[int]]] = []
+    taken: dict[str, int] = {}
+    for layer, stage, run in runs:
+        name = buffer_name(str(layer))
+        count = taken[name] = taken.get(name, 0) + 1
+        result.append((name if count == 1 else f"{name}~{count}", stage, run))
+    return result
+
+
+def _in_a_row(sizes: Sequence[int], world_size: int) -> tuple[list[int], int]:
+    """(each leaf's start, the bucket's length): one after another, on aligned places."""
+    ends = list(accumulate((_round_up(size, ALIGN) for size in sizes), initial=0))
+    return ends[:-1], _round_up(ends[-1], world_size * ALIGN)
 
 
 def _round_up(n: int, multiple: int) -> int:

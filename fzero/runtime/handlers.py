@@ -72,12 +72,13 @@ class Rank:
             fresh = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
         if self.poison:
             spoil(fresh)
-        if buffer.bucket is not None and not buffer.shard:
+        if buffer.bucket is not None and (not buffer.shard or buffer.kind == "scratch"):
             bucket = self.program.buckets[buffer.bucket]
             for index in range(len(bucket.slots)):  # padding is zero: sums and norms may run over it
                 stop = bucket.place(index, buffer.per)[1]
-                if bucket.end(index) > stop:
-                    fresh[stop // buffer.per : bucket.end(index) // buffer.per].zero_()
+                start, stop = self.program.local_range(Ref(buffer.name, stop, bucket.end(index)), self.rank)
+                if stop > start:
+                    fresh[start:stop].zero_()
         return fresh
 
 
