@@ -5,8 +5,9 @@
 
 with the shorter side of the matrix on the left. It is one op per matrix, and not pointwise: an element of the result
 depends on all of the matrix, so a layout may place the op whole on one rank: there, `fzero::orthogonalize_flat` is the
-same of a matrix in its flat place in a bucket, and nothing on the ranks that hold none of it. Operations and their order are those of
-`torch.optim.Muon` (torch 2.13), after Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon/).
+same of a matrix in its flat place in a bucket, and nothing on the ranks that hold none of it. Operations and their
+order are those of `torch.optim.Muon` (torch 2.13), after Keller Jordan's Muon
+(https://kellerjordan.github.io/posts/muon/).
 
 Cost for an (r, c) matrix, r <= c: `steps * (4 r^2 c + 2 r^3)` flops, and `(3 r c + 2 r^2) * 2` bytes beside operand
 and result.
