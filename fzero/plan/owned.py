@@ -10,8 +10,8 @@ The tree alone says it, so that `init` knows the layout before any step is trace
 a name in its state, and chains and masks need not pass anything on.
 
 Padding of more than a quarter of a bucket is too much (a layer with fewer matrices than ranks, or one far larger than
-the rest): there, what a step under stage 3 moves for it, two gathers and a reduction, outweighs the one more gather that
-it saves, and the state grows by a third. Then, in this order:
+the rest): the state grows by a third, and what a step under stage 3 moves for padding, two gathers and a reduction,
+outweighs the one gather that it saves. Then, in this order:
 
 1. The bucket takes in the layer's other matrices, whatever `bucket_bytes` says.
 2. Layers share buckets, under stages 0 to 2, where no layer's parameters are gathered on their own. Under stage 3 a
