@@ -259,11 +259,13 @@ def test_only_what_mirrors_is_a_column() -> None:
         },
         "image": torch.zeros(6, 64, dtype=torch.uint8),
         "other": {"codes": torch.zeros(9, dtype=torch.int8), "scales": torch.ones(1)},
+        "zero": {"codes": torch.tensor(0, dtype=torch.int8), "scales": torch.ones(1)},
     }  # fmt: skip
     paths, values_, _ = tree.flatten(leaves)
     plan = layout(paths, values_, world_size=2, zero=3)
     slots = {leaf.path: leaf.slot for leaf in plan.leaves}
-    assert {path for path, slot in slots.items() if slot is None} == {"image", "other/codes", "other/scales"}
+    held = {f"{name}/{column}" for name in ("other", "zero") for column in ("codes", "scales")}
+    assert {path for path, slot in slots.items() if slot is None} == {"image", *held}
     assert {n: b.per for n, b in plan.buffers.items() if b.per != 1} == {"mu/scales:small": 64}
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from fzero import tree
-from fzero.errors import SpecError, TreeError
-from fzero.optim import _adam8, _check, _ops
+from fzero.errors import TreeError
+from fzero.optim import _adam8, _check, _moments, _ops
+from fzero.optim.adam import shrunk
 from fzero.optim.schedules import Schedule, as_schedule
 from fzero.optim.transform import GradientTransformation, Mask, PyTree, selected
 
@@ -42,13 +43,15 @@ class Adam8State(NamedTuple):
 
 
 def adamw8bit(
-    learning_rate: float | Schedule,
+    learning_rate: float | Tensor | Schedule,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
-    weight_decay: float = 0.01,
+    weight_decay: float | Tensor = 0.01,
     mask: Mask | None = None,
 ) -> GradientTransformation:
-    """AdamW whose moments take a byte an element each; arguments, updates and errors as in `fzero.optim.adamw`.
+    """AdamW whose moments take a byte an element each; arguments and errors as in `fzero.optim.adamw`.
+
+    Steps are computed in float32, and updates are of that dtype, or the parameter's where it is wider.
 
     >>> tx, params = adamw8bit(0.1), {"w": torch.tensor([1.0, -1.0])}
     >>> updates, opt_state = tx.update({"w": torch.tensor([2.0, -3.0])}, tx.init(params), params)
@@ -57,11 +60,10 @@ def adamw8bit(
     """
     where = "adamw8bit"
     schedule = as_schedule(where, learning_rate)
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise SpecError(f"{where}: betas is {betas!r}, but it must be two numbers: write betas=(0.9, 0.999)")
-    beta1, beta2 = (_check.number(f"{where}: betas[{i}]", beta, high=1.0) for i, beta in enumerate(betas))
+    beta1, beta2 = _check.two_betas(where, betas)
     eps = _check.number(f"{where}: eps", eps, above=True)
-    weight_decay = _check.number(f"{where}: weight_decay", weight_decay)
+    decay = _check.hyper(f"{where}: weight_decay", weight_decay)
+    kind = _moments.moments(where, "float32")  # of the step
 
     def init(params: PyTree) -> Adam8State:
         _check.trainable(where, params)
@@ -71,7 +73,7 @@ def adamw8bit(
 
     def update(grads: PyTree, state: Adam8State, params: PyTree) -> tuple[PyTree, Adam8State]:
         _, old, structure = tree.flatten(params)
-        grad = _check.alike(where, "grads", grads, params)
+        grad = _check.alike(where, "grads", grads, params, dtypes=False)
         moments = [column for name in ("mu", "nu") for column in _columns(where, name, getattr(state, name), params)]
         if _ops.watched(*old, *grad):
             raise TypeError(
@@ -79,11 +81,12 @@ def adamw8bit(
                 "torch.no_grad() on tensors that require grad, or differentiate through fzero.optim.sgd"
             )
         count, rate = state.count + 1, schedule(state.count)
-        decays = [weight_decay if chosen else 0.0 for chosen in selected(where, mask, params)]
-        stepped = [
-            _adam8.adamw8(p, g, *own, count, rate, beta1, beta2, eps, decay)
-            for p, g, decay, *own in zip(old, grad, decays, *moments, strict=True)
-        ]
+        old, grad = kind.wide(old, old), kind.wide(grad, old)
+        stepped, shrink = [], rate * decay
+        for p, g, chosen, *own in zip(old, grad, selected(where, mask, params), *moments, strict=True):
+            literal = decay if isinstance(decay, float) and chosen else 0.0
+            p = shrunk(p, shrink) if isinstance(decay, Tensor) and chosen else p  # the op takes a Python number alone
+            stepped.append(_adam8.adamw8(p, g, *own, count, rate, beta1, beta2, eps, literal))
         new, *columns = ([result[i] for result in stepped] for i in range(5))
         updates = [_ops.delta(n, p) for n, p in zip(new, old, strict=True)]
         trees = [tree.unflatten(structure, column) for column in columns]

@@ -29,16 +29,12 @@ class Class:
 
 def scales(paths: Sequence[str], leaves: Sequence[torch.Tensor], per_rank: Sequence[str] = ()) -> dict[int, int]:
     """For each leaf of scales the leaf of codes that it belongs to: the 8-bit leaf at the same path with `codes` in the
-    place of `scales`, of as many blocks as there are scales.
+    place of `scales`, of as many blocks as there are scales. Where that is kept whole, so are its scales.
 
     >>> scales(["mu/codes/w", "mu/scales/w"], [torch.zeros(5, 13, dtype=torch.int8), torch.zeros(2)])
     {1: 0}
     """
-    found = {
-        path: i
-        for i, path in enumerate(paths)
-        if leaves[i].dtype in CODES and leaves[i].ndim > 0 and path not in per_rank
-    }
+    found = {path: i for i, path in enumerate(paths) if leaves[i].dtype in CODES and path not in per_rank}
     result: dict[int, int] = {}
     for i, path in enumerate(paths):
         split = path.split("/")
