@@ -1,4 +1,4 @@
-"""joint: what one region computes: a loss's forward and backward at the shape of one microbatch, as a function to trace.
+"""joint: what one region computes: forward and backward of a loss at the shape of one microbatch, as a function.
 
 Inputs are the parameters' leaves, then the tensors of the other arguments, then the loss scale and the key of this part
 of the batch where there are any. Outputs are the loss, a gradient for every leaf that gets one, then aux; of an

@@ -9,7 +9,7 @@ then keeps its bits, on every rank, because the flag is computed from reduced gr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -26,7 +26,7 @@ class Training:
 
     loss: Callable[..., Any]
     optimizer: optim.GradientTransformation
-    precision: Precision = Precision()
+    precision: Precision = field(default_factory=Precision)
     trainable: tuple[str, ...] | None = None
     clip_norm: float | None = None
     clip_value: float | None = None
