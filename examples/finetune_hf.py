@@ -138,7 +138,7 @@ def train(args: argparse.Namespace, rank: int) -> None:
     held_out = [padded(x) for x in held_out_windows(args, corpus)]
     say(f"held-out loss {evaluated(model, held_out):.3f} nats per byte before the first step")
 
-    state = fzero.init(params, spec, key=fzero.random.key(args.seed) if args.dropout else None)
+    state = fzero.init(params, spec, key=fzero.random.key(args.seed))  # what dropout draws from, if there is any
     start = time.perf_counter()
     for number, batch in enumerate(itertools.islice(batches(args, corpus, rank), args.steps), 1):
         state = fzero.step(state, batch)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,7 @@ from fzero.lowering import build
 from fzero.passes import Options, optimise
 from fzero.plan.layout import Plan, layout
 from fzero.plan.memory import Account, account
-from fzero.program import Program
+from fzero.program import Program, wire_bytes
 from fzero.spec import DEFAULT_PARAMS, Spec
 from fzero.training import Training
 
@@ -32,6 +32,7 @@ class Lowered:
     graph: capture.Graph
     plan: Plan
     program: Program
+    choices: Mapping[str, str] = field(default_factory=dict)  # what was chosen, and why
 
     @cached_property
     def digest(self) -> str:
@@ -163,11 +164,26 @@ def _lower(
         per_rank=[leaf.path for leaf in plan.leaves if leaf.per_rank],
         fns=[fn],
     )
-    naive = build(graph, plan, reduce=spec.reduce, via=via)
     options = Options(
         prefetch=spec.prefetch, gather_bytes=spec.gather_bytes, overlap=spec.overlap, remat=spec.remat_rules
     )
-    return Lowered(graph, plan, optimise(naive, options))
+    reductions = (spec.reduce,) if spec.reduce else ("end", "each")
+    if plan.world_size == 1 or all(region.microbatches == 1 for region in graph.regions):
+        reductions = reductions[:1]
+    programs = {how: optimise(build(graph, plan, reduce=how, via=via), options) for how in reductions}
+    how, why = _choice_of_reduce(programs)
+    return Lowered(graph, plan, programs[how], {"reduce": why} if why else {})
+
+
+def _choice_of_reduce(programs: Mapping[str, Program]) -> tuple[str, str]:
+    """(how, the reason): "end" sends least; it is taken unless whole gradients raise the planned peak by a tenth."""
+    if len(programs) == 1:
+        return next(iter(programs)), ""
+    peak = {how: account(program).peak for how, program in programs.items()}
+    sent = {how: sum(wire_bytes(program, one) for one in program.ops) for how, program in programs.items()}
+    how = "end" if peak["end"] <= 1.1 * peak["each"] else "each"
+    shown = (f"{one}: peak {peak[one] / 1e9:.3g} GB, {sent[one] / 1e9:.3g} GB sent" for one in ("end", "each"))
+    return how, f"reduce={how!r} by memory ({'; '.join(shown)}). Spec(reduce=...) chooses otherwise"
 
 
 def fakes_on(like: Any, device: torch.device) -> Any:

@@ -166,7 +166,7 @@ def grad_places(
     return places
 
 
-def graph_meaning(graph: Graph, plan: Plan, reduce_of: Callable[[int], str], names: Sequence[str]) -> str:
+def graph_meaning(graph: Graph, plan: Plan, reduce: str, names: Sequence[str]) -> str:
     """The meaning of a captured step. `names` are the buffers of its inputs after the state's leaves."""
     nodes = segments.placeholders(graph.gm.graph)
     leaf_nodes = nodes[: len(plan.leaves)]
@@ -181,7 +181,7 @@ def graph_meaning(graph: Graph, plan: Plan, reduce_of: Callable[[int], str], nam
         if node.op != "call_function":
             continue
         if node.target is torch.ops.fzero.region.default:
-            folded |= _region_terms(graph, plan, node, leaf_nodes, values, reduce_of)
+            folded |= _region_terms(graph, plan, node, leaf_nodes, values, reduce)
         elif node.target is torch.ops.fzero.reduce.default:
             if node not in folded:
                 source, how, axis = node.args
@@ -210,7 +210,7 @@ def digest(state: Mapping[tuple[str, int | None], Any], metrics: Mapping[str, An
 
 def _region_terms(
     graph: Graph, plan: Plan, node: fx.Node, leaf_nodes: Sequence[fx.Node], values: dict[fx.Node, Any],
-    reduce_of: Callable[[int], str],
+    reduce: str,
 ) -> set[fx.Node]:  # fmt: skip
     """Sets the values of a region's picked outputs and of the means over ranks taken of them."""
     region = graph.regions[int(node.args[1])]  # type: ignore[arg-type]
@@ -239,7 +239,7 @@ def _region_terms(
                     values[user] = reduced(_sum(parts), "sum", axis, n, divisor)
                 else:
                     over = _over(axis, n, divisor, region.values[index].dtype, region.wire.get(index))
-                    each = reduce_of(plan.buckets[places[index][0]].stage) == "each"
+                    each = reduce == "each"
                     values[user] = _sum([over(p) for p in parts]) if each else over(_sum(parts))
                 folded.add(user)
         values[pick] = _sum(parts) if summed else reduced(_sum(parts), "sum", "", 1, k)

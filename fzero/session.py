@@ -78,6 +78,8 @@ class Runtime:
         state, via = fakes_on(self.like, self.device), "nccl" if self.device.type == "cuda" else "p2p"
         lowered = lower_step(self.spec, state, batch, self.plan, via, fn)
         verify(lowered.program)
+        for chosen in lowered.choices.values():
+            log.info("fzero: %s", chosen)
         return lowered
 
     def whole(self, leaves: Sequence[ShardedTensor]) -> list[torch.Tensor]:

@@ -30,7 +30,8 @@ class Spec:
     mesh: axis sizes; only `dp` today. None: all ranks are `dp`.
     zero: the ZeRO stage 0..3, or path rules to stages, first match wins: `{"blocks/**": 3, "**": 1}`.
     microbatches: parts the batch is cut into along dim 0. Must divide it.
-    reduce: "each" microbatch's gradients, or their sum at the "end". None: end for stages 0 and 1, each for 2 and 3.
+    reduce: "each" microbatch's gradients, or their sum at the "end". None: "end", which sends least, unless it would
+    raise the planned peak by more than a tenth; `lowered.choices` says which and why.
     precision: "fp32", "bf16", "fp16", "bf16_params" or an `fzero.Precision`: what is computed in and what travels.
     trainable: with `loss`, path rules of the parameters that train. The others get no gradient and no moments, and are
     sharded all the same. None: all.

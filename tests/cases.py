@@ -61,7 +61,7 @@ def naive(world: int = 2, params: Params | None = None, **options: Any) -> Progr
         microbatches=one.microbatches,
         fns=(one.loss,),
     )
-    return build(graph, plan, reduce=one.reduce)
+    return build(graph, plan, reduce=one.reduce or "end")
 
 
 def bf16_loss(params: Params, x: torch.Tensor) -> torch.Tensor:

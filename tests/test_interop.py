@@ -5,8 +5,10 @@ what is refused with what to do about it. Hugging Face's models are in test_hf.p
 """
 
 import copy
+import doctest
 import logging
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -322,6 +324,19 @@ def test_writes_to_buffers_need_mutable(assigns: bool) -> None:
     assert float(buffers["count"]) == 0
 
 
+def test_statistics_written_by_a_functional_batch_norm_are_refused_too() -> None:
+    """torch's op does not say in its schema that it writes them."""
+    mean, var = torch.zeros(4), torch.ones(4)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return F.batch_norm(x, mean, var, params["w"], training=True).square().mean()
+
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1))
+    with pytest.raises(fzero.CaptureError, match="tensor 'mean' is closed over and changed in place"):
+        fzero.lower(spec, {"w": torch.ones(4)}, data(3, 4))
+    assert same_bits(mean, torch.zeros(4))
+
+
 class Hidden(nn.Linear):
     """Writes to a tensor that nobody was told of."""
 
@@ -422,3 +437,10 @@ def test_apply_checks_what_it_is_given() -> None:
             apply(given, buffers, x)
     low = {name: value.to(torch.bfloat16) for name, value in params.items()}
     assert apply(low, buffers, x.to(torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_the_documentation_runs() -> None:
+    path = Path(__file__).parent.parent / "docs" / "modules.md"
+    found = doctest.testfile(str(path), module_relative=False, optionflags=doctest.ELLIPSIS)
+    assert found.attempted > 20
+    assert found.failed == 0

@@ -98,7 +98,6 @@ def others(mine: Callable[[str, torch.Tensor], bool]) -> Callable[[str, torch.Te
 T, AdamW, SGD = torch.optim, torch.optim.AdamW, torch.optim.SGD
 OPTIMIZERS = {
     "adam": Case(optim.adam(1e-2), every(lambda p: T.Adam(p, lr=1e-2))),
-    "adam_fused": Case(optim.adam(1e-2), every(lambda p: T.Adam(p, lr=1e-2, fused=True))),
     "adam_l2": Case(
         optim.adam(1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1),
         every(lambda p: T.Adam(p, lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)),
@@ -385,3 +384,16 @@ def test_every_stage_gives_the_same_bits(name: str) -> None:
             if case.flat and zero == 3:
                 gathers = [one for one in result.lowered.program.ops if one.kind == "gather"]
                 assert all(one.why.startswith(("for forward", "for backward")) for one in gathers), "not of the loss"
+
+
+ONE_RULE = [name for name, case in OPTIMIZERS.items() if case.flat and name not in ("multi_transform", "scale_by_path")]
+
+
+@pytest.mark.parametrize("name", ONE_RULE)
+def test_all_leaves_of_a_bucket_are_one_operation(name: str) -> None:
+    """A scalar made for each leaf would make an operation for each."""
+    lowered = fzero.lower(
+        fzero.Spec(loss=loss, optimizer=OPTIMIZERS[name].tx, zero=3), network(), batch(0, 0), world_size=2
+    )
+    assert len(lowered.plan.buckets) == 1
+    assert sum(bool(one.get("flat")) for one in lowered.program.ops) == 1

@@ -230,3 +230,40 @@ def test_the_seed_of_a_step_is_its_number() -> None:
     states = [train(optim.lion(0.1, moments="bfloat16"), params, gradients[:n])[1] for n in (1, 2, 2)]
     assert torch.equal(states[1].mu[0], states[2].mu[0])
     assert len(states[0].mu[0].unique()) == 1, "equal elements round alike"
+
+
+def test_moments_draw_anew_at_every_step() -> None:
+    """A moment that stays the same is rounded one way at one step and the other way at the next."""
+    params, kept = [torch.zeros(1000)], []
+    for count in range(20):
+        state = optim.LionState(torch.tensor(count), [torch.zeros(1000, dtype=BF16)])
+        _, state = optim.lion(0.1, moments="bfloat16").update([torch.linspace(1, 2, 1000)], state, params)
+        kept.append(state.mu[0].float())
+    assert torch.stack(kept).std(0).median() > 0
+    adam = optim.AdamState(torch.tensor(0), [torch.zeros(1000, dtype=BF16)], [torch.zeros(1000, dtype=BF16)])
+    _, adam = optim.adam(0.1, (0.9, 0.9), moments="bfloat16").update([torch.ones(1000)], adam, params)
+    rounded_alike = 0
+    for count in range(40):  # both moments are 0.1 (1 - 0.9) here
+        _, one = optim.adam(0.1, (0.9, 0.9), moments="bfloat16").update(
+            [torch.ones(1000)],
+            adam._replace(
+                count=torch.tensor(count), mu=[torch.zeros(1000, dtype=BF16)], nu=[torch.zeros(1000, dtype=BF16)]
+            ),
+            params,
+        )
+        rounded_alike += int(torch.equal(one.mu[0], one.nu[0]))
+    assert 8 < rounded_alike < 32, "the two moments draw by seeds of their own"
+
+
+@pytest.mark.gpu
+def test_cuda_rounds_as_the_cpu_and_does_not_synchronise() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(100_003)
+    x[:4] = from_bits(0x7F800001, 0x7F7FFFFF, 0xFF800000, 0x80000001)
+    device, seed = x.cuda(), torch.tensor(9, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = optim.stochastic_round(device, seed)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got.cpu().view(torch.int16), rounded(x, 9).view(torch.int16))

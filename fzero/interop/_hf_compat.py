@@ -68,11 +68,21 @@ def capturing(module: nn.Module) -> Iterator[None]:
             "which is known only when the step runs. Call model.set_experts_implementation('grouped_mm') before "
             "from_module (in older transformers 'batched_mm'): the same numbers, without the loop"
         ) from None
+    except RuntimeError as error:
+        if "Expected inputs of BF16 type" not in str(error):  # torch's shape rule of _grouped_mm (2.13.0)
+            raise
+        raise CaptureError(
+            f"{type(module).__name__}: torch's grouped matrix product is captured in bfloat16 alone. Take "
+            "precision='bf16', model.set_experts_implementation('batched_mm') before from_module, or a newer "
+            "transformers (5.23 has its own for fp32)"
+        ) from None
 
 
 def _loops_over_experts(part: nn.Module) -> bool:
-    config = getattr(part, "config", None)
-    return "transformers" in type(part).__module__ and getattr(config, "_experts_implementation", None) == "eager"
+    """Whether this is a transformers layer of experts in its plain form (5.0.0, 5.23.0)."""
+    kind, config = type(part), getattr(part, "config", None)
+    plain = getattr(config, "_experts_implementation", None) == "eager"
+    return plain and kind.__module__.startswith("transformers.") and "Experts" in kind.__name__
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from fzero.capture import Graph
 from fzero.lowering.emit import Emitter, copy_segment, line_of
 from fzero.lowering.region import RegionBuilder
 from fzero.meaning import graph_meaning
-from fzero.plan.layout import TABLE, Plan
+from fzero.plan.layout import Plan
 from fzero.program import Buffer, Program, Ref
 
 aten = torch.ops.aten
@@ -32,8 +32,8 @@ REGION = torch.ops.fzero.region.default
 INDEX = torch.ops.fzero.axis_index.default
 
 
-def build(graph: Graph, plan: Plan, *, reduce: str | None = None, via: str = "p2p") -> Program:
-    """The naive program. `reduce` is "each", "end" or None (by stage); `via` names how bytes move: "p2p" or "nccl"."""
+def build(graph: Graph, plan: Plan, *, reduce: str = "end", via: str = "p2p") -> Program:
+    """The naive program. `reduce` is "each" or "end"; `via` names how bytes move: "p2p" or "nccl"."""
     builder = _Builder(plan, via, graph=graph, reduce=reduce)
     builder.run()
     return Program(
@@ -42,7 +42,7 @@ def build(graph: Graph, plan: Plan, *, reduce: str | None = None, via: str = "p2
         buffers=builder.buffers,
         ops=tuple(builder.ops),
         metrics=builder.metrics,
-        meaning=graph_meaning(graph, plan, builder.reduce_of, builder.input_names),
+        meaning=graph_meaning(graph, plan, reduce, builder.input_names),
         microbatches=max((region.microbatches for region in graph.regions), default=1),
         trainable=tuple(sorted(builder.trainable)),
         passes=("lower",),
@@ -55,13 +55,10 @@ class _Builder(Emitter):
     """The naive program of one captured step, being written."""
 
     graph: Graph = field(kw_only=True)
-    reduce: str | None = None
+    reduce: str = field(kw_only=True)
     metrics: dict[str, str] = field(default_factory=dict)
     trainable: set[str] = field(default_factory=set)
     input_names: list[str] = field(default_factory=list)
-
-    def reduce_of(self, stage: int) -> str:
-        return self.reduce or TABLE[stage].reduce
 
     def run(self) -> None:
         gm = fx.GraphModule(torch.nn.Module(), segments.copied(self.graph.gm.graph))
@@ -175,7 +172,7 @@ class _Builder(Emitter):
 
     def _comm(self, node: fx.Node) -> None:
         if node.target is REGION:
-            trainable = RegionBuilder(self, self.graph, self.nodes[: len(self.plan.leaves)], self.reduce_of).run(node)
+            trainable = RegionBuilder(self, self.graph, self.nodes[: len(self.plan.leaves)], self.reduce).run(node)
             self.trainable |= trainable
         elif node.target is REDUCE and node not in self.where:
             source, how, axis = segments.operand(node), str(node.args[1]), node.args[2]

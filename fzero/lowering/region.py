@@ -28,7 +28,7 @@ class RegionBuilder:
     to: Emitter
     graph: Graph
     leaf_nodes: Sequence[fx.Node]
-    reduce_of: Callable[[int], str]
+    reduce: str
 
     def run(self, node: fx.Node) -> set[str]:
         """Emits the region; returns the slots that got a gradient, as "bucket:slot"."""
@@ -82,7 +82,7 @@ class RegionBuilder:
         for name in self.dtype:
             grad = f"{self.name}.grad:{name}.{m}"
             why = f"gradients of {name}"
-            each = self.reduce_of(b.plan.buckets[name].stage) == "each"
+            each = self.reduce == "each"
             if each:
                 reduced = self._reduced(grad, m, why)
                 first = self.first.setdefault(name, reduced)

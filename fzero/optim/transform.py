@@ -248,7 +248,7 @@ def plus_scaled(x: Tensor, y: Tensor, factor: float | Tensor) -> Tensor:
     tensor([1.5000, 1.5000])
     """
     if isinstance(factor, Tensor):
-        return (x + y * factor).to(x.dtype)  # a 0-d leaf would become the factor's dtype
+        return torch.addcmul(x, y, factor).to(x.dtype)  # a 0-d leaf would become the factor's dtype
     return torch.add(x, y, alpha=factor) if factor else x
 
 

@@ -33,14 +33,13 @@ class Row:
     params: bool
     optimizer: bool
     reduce_when: str  # "produced" or "end" of the microbatch's backward
-    reduce: str  # with microbatches: "each" reduced, or the sum at the "end"
 
 
 TABLE = {
-    0: Row(params=False, optimizer=False, reduce_when="produced", reduce="end"),
-    1: Row(params=False, optimizer=True, reduce_when="end", reduce="end"),
-    2: Row(params=False, optimizer=True, reduce_when="produced", reduce="each"),
-    3: Row(params=True, optimizer=True, reduce_when="produced", reduce="each"),
+    0: Row(params=False, optimizer=False, reduce_when="produced"),
+    1: Row(params=False, optimizer=True, reduce_when="end"),
+    2: Row(params=False, optimizer=True, reduce_when="produced"),
+    3: Row(params=True, optimizer=True, reduce_when="produced"),
 }
 
 SMALL_BYTES = 64 << 10  # layers without a number below this share a bucket
