@@ -175,9 +175,9 @@ class Joint:
     def _checked(self, result: Any) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         loss, aux = _check_loss(result, self.has_aux, self.fn)
         count = None
-        if isinstance(loss, Mean):
-            _check_mean(loss, self.fn)
-            loss, count = loss.total, _wide(loss.count)
+        if isinstance(mean := loss, Mean):
+            _check_mean(mean, self.fn)
+            loss, count = mean.total, _wide(mean.count)
         paths, leaves, self.marks.aux_spec = tree.flatten(aux)
         for path, leaf in zip(paths, leaves, strict=True):
             if not isinstance(leaf, Tensor):

@@ -47,12 +47,12 @@ class Training:
     def step(self, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         """`(state, batch) -> (state, metrics)`: gradients, clipping, update."""
         scaler = self.precision.loss_scale
-        scaling = state["loss_scale"] if scaler else None
+        scaling = state["loss_scale"] if scaler else {}
         train, frozen = self._split(state["params"])
         next_key, draw = random.split(state["key"]) if "key" in state else (None, None)
         loss = self.loss if self.trainable is None else _joined(self.loss)
         given = (batch,) if self.trainable is None else (batch, frozen)
-        value, grads = value_and_grad(loss, key=draw, scale=scaling and scaling["scale"])(train, *given)
+        value, grads = value_and_grad(loss, key=draw, scale=scaling.get("scale"))(train, *given)
         grads, metrics = self._clipped(grads, {"loss": value})
         master = self._master(train)
         updates, opt_state = self.optimizer.update(grads, state["opt_state"], master)
