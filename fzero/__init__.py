@@ -1,18 +1,31 @@
 """fzero: a training step as a pure function, compiled into an explicit, verified ZeRO schedule. See README.md."""
 
 from fzero import optim, random
-from fzero.api import init, lower, step
+from fzero.api import evaluate, init, lower, step
 from fzero.compile import Lowered
 from fzero.errors import (
     CaptureError,
     DisagreementError,
     DonatedError,
     FzeroError,
+    NonFiniteError,
     SpecError,
     TreeError,
     VerifyError,
 )
-from fzero.functional import grad, per_rank, pmax, pmean, psum, value_and_grad
+from fzero.functional import (
+    axis_index,
+    forward,
+    grad,
+    per_rank,
+    pmax,
+    pmean,
+    psum,
+    remat,
+    value_and_grad,
+)
+from fzero.joint import Mean
+from fzero.precision import LossScale, Precision
 from fzero.program import Program, parse
 from fzero.spec import Spec
 from fzero.state import ShardedTensor, State, unshard
@@ -25,7 +38,11 @@ __all__ = [
     "DisagreementError",
     "DonatedError",
     "FzeroError",
+    "LossScale",
     "Lowered",
+    "Mean",
+    "NonFiniteError",
+    "Precision",
     "Program",
     "ShardedTensor",
     "Spec",
@@ -33,6 +50,9 @@ __all__ = [
     "State",
     "TreeError",
     "VerifyError",
+    "axis_index",
+    "evaluate",
+    "forward",
     "grad",
     "init",
     "lower",
@@ -43,6 +63,7 @@ __all__ = [
     "pmean",
     "psum",
     "random",
+    "remat",
     "step",
     "unshard",
     "value_and_grad",

@@ -13,7 +13,7 @@ from typing import Any
 from fzero import segments
 from fzero.meaning import Partial, Undefined, Vec, digest, evaluate, part, reduced, term
 from fzero.plan.owned import is_whole
-from fzero.program import PERSISTENT, Bucket, Buffer, Op, Program, Ref
+from fzero.program import GIVEN, PERSISTENT, Bucket, Buffer, Op, Program, Ref
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Abstract:
                 raise Undefined(f"op {index} ({one.kind} {' '.join(map(str, one.reads))}): {error}") from None
         state: dict[tuple[str, int | None], Any] = {}
         for name, buffer in self.program.buffers.items():
-            if buffer.kind in PERSISTENT and buffer.kind not in ("batch", "constant"):
+            if buffer.kind in PERSISTENT and buffer.kind not in GIVEN:
                 content = self.memory[name]
                 for slot, key in self._keys(buffer):
                     if not buffer.shard and key in content.mine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fzero import tracing, tree
 from fzero.compile import Lowered, fakes_on, lower_step, plan_for, recipe_for
-from fzero.errors import DonatedError, SpecError, TreeError, at
+from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, at
 from fzero.runtime import collectives
 from fzero.session import Runtime, execute
 from fzero.spec import Spec
@@ -27,6 +27,8 @@ def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
 
     With `Spec(step=...)` `params` is the whole state. Given a function, a rank makes only its part, and values do not
     depend on the world; `key` (default `fzero.random.key(0)`) is what it gets. Given tensors, they are copied.
+    With `key`, or where the loss has a parameter `key`, the state holds one: a new one for every step, of which every
+    part of the batch gets its own, and which what modules draw (dropout) is made from.
     Under torchrun this starts gloo or nccl unless a default group exists. Every rank must call it.
 
     >>> import fzero
@@ -80,25 +82,15 @@ def step(state: State, batch: Any) -> State:
     >>> float(state.metrics["loss"]), state.step, state.params["w"].full().tolist()
     (1.0, 1, [0.8999999761581421, 0.8999999761581421])
     """
-    if not isinstance(state, State):
-        raise TreeError(f"fzero.step needs the State that fzero.init returned, got {type(state).__name__}")
-    runtime = state.runtime
-    failure: BaseException | None = None
-    lowered: Lowered | None = None
-    try:
-        if state.life.ended:
-            paths = [leaf.path for leaf in runtime.plan.leaves]
-            more = f" and {len(paths) - 1} more leaves" if len(paths) > 1 else ""
-            raise DonatedError(f"this state ({at('state', paths[0])}{more}) {state.life.ended}")
-        _check_batch(batch, runtime.device)
-        lowered = runtime.compiled(batch)
-        digest = lowered.digest if runtime.world_size > 1 else ""
-    except Exception as error:
-        failure, digest = error, ""
-    collectives.agree(runtime.rank, runtime.world_size, f"step {state.step + 1}", digest, runtime.group, failure)
-    assert lowered is not None
+    lowered = _agreed("step", f"step {state.step + 1}" if isinstance(state, State) else "", state, batch)
     metrics = execute(state, lowered, batch)
+    runtime = state.runtime
     runtime.last_program = lowered.program
+    if runtime.spec.nonfinite == "raise" and not metrics["finite"]:
+        raise NonFiniteError(
+            f"the gradients of step {state.step + 1} are not finite (loss {float(metrics['loss']):g}). The state that "
+            "was given is unchanged: use another batch, or Spec(nonfinite='skip')"
+        )
     state.life.ended = (
         f"was donated to fzero.step at step {state.step + 1}: use the state that it returned "
         "(state = fzero.step(state, batch))"
@@ -108,12 +100,39 @@ def step(state: State, batch: Any) -> State:
 
 
 @torch.inference_mode(False)
-def lower(spec: Spec, params_like: Any, batch_like: Any, *, world_size: int | None = None) -> Lowered:
+def evaluate(state: State, batch: Any, fn: Callable[..., Any], *, key: torch.Tensor | None = None) -> Any:
+    """`fn(params, batch)` on the state, which it neither donates nor changes; every rank must call it.
+
+    `fn` (with `Spec(step=...)` of the whole state) runs without gradients, in the spec's precision, parameters gathered
+    layer by layer as in the loss. It returns a pytree of tensors and `fzero.Mean`s: a Mean becomes the mean over all
+    ranks' terms, a floating 0-d tensor its mean over the ranks; any other tensor is this rank's own. `key` is what
+    randomness in it is made from. It is traced once: define it once, outside the loop.
+
+    >>> import fzero
+    >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.sgd(0.1))
+    >>> state = init({"w": torch.ones(2)}, spec)
+    >>> found = evaluate(state, torch.eye(2), lambda p, b: {"out": b @ p["w"], "norm": (p["w"] ** 2).sum()})
+    >>> found["out"].tolist(), float(found["norm"])
+    ([1.0, 1.0], 2.0)
+    """
+    if not callable(fn):
+        raise TreeError(
+            f"fzero.evaluate(state, batch, fn): fn is {type(fn).__name__}: needed a function (params, batch)"
+        )
+    given = {"batch": batch, "key": key}
+    lowered = _agreed("evaluate", "an evaluation", state, given, fn)
+    return execute(state, lowered, given)["result"]
+
+
+@torch.inference_mode(False)
+def lower(
+    spec: Spec, params_like: Any, batch_like: Any, *, world_size: int | None = None, key: torch.Tensor | None = None
+) -> Lowered:
     """The step's program for a world of any size, ahead of time: no device, no process group, no full tensor.
 
     `params_like` is a pytree of tensors (real, meta or fake: only shapes and dtypes are read) or the function of a
     key that makes them; with `Spec(step=...)` the whole state. `batch_like` is one rank's batch. `world_size`
-    defaults to the spec's mesh. `lowered.program` prints; `lowered.memory` is the account per rank.
+    defaults to the spec's mesh, `key` is as in `init`. `lowered.program` prints; `lowered.memory` is the account per rank.
 
     >>> import fzero
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.adamw(1e-3), zero=3)
@@ -129,7 +148,7 @@ def lower(spec: Spec, params_like: Any, batch_like: Any, *, world_size: int | No
     device = torch.device(spec.device or "cpu")
     via = "nccl" if device.type == "cuda" else "p2p"
     device = device if torch.cuda.is_available() else torch.device("cpu")  # shapes do not need the device
-    recipe = recipe_for(spec, params_like, None, device)
+    recipe = recipe_for(spec, params_like, key, device)
     plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, size)
     state = tree.unflatten(recipe.spec, recipe.values)
     lowered = lower_step(spec, state, fakes_on(batch_like, device), plan, via)
@@ -138,6 +157,28 @@ def lower(spec: Spec, params_like: Any, batch_like: Any, *, world_size: int | No
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any] | None = None) -> Lowered:
+    """The program to run, once every rank has the same one and no rank failed before."""
+    if not isinstance(state, State):
+        raise TreeError(f"fzero.{name} needs the State that fzero.init returned, got {type(state).__name__}")
+    runtime = state.runtime
+    failure: BaseException | None = None
+    lowered: Lowered | None = None
+    try:
+        if state.life.ended:
+            paths = [leaf.path for leaf in runtime.plan.leaves]
+            more = f" and {len(paths) - 1} more leaves" if len(paths) > 1 else ""
+            raise DonatedError(f"this state ({at('state', paths[0])}{more}) {state.life.ended}")
+        _check_batch(batch if fn is None else batch["batch"], runtime.device)
+        lowered = runtime.compiled(batch, fn)
+        digest = lowered.digest if runtime.world_size > 1 else ""
+    except Exception as error:
+        failure, digest = error, ""
+    collectives.agree(runtime.rank, runtime.world_size, what, digest, runtime.group, failure)
+    assert lowered is not None
+    return lowered
 
 
 def _check_spec(name: str, spec: Any) -> None:

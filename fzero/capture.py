@@ -10,7 +10,7 @@ Nothing is baked in silently: see `fzero.tracing` for what is refused; a closed-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import fx
 from fzero import segments, tree
 from fzero._torch_compat import FakeTensorMode, disable_proxy_modes_tracing, real_tensors
 from fzero.errors import CaptureError, TreeError, at
+from fzero.precision import Precision
 from fzero.provenance import describe, found_name, user_line
 from fzero.tracing import Tracing, check_leaf, check_names, current, fake_like, lifted, trace, while_active
 
@@ -30,16 +31,18 @@ aten = torch.ops.aten
 class Region:
     """One `value_and_grad`: its joint graph and what its inputs and outputs are.
 
-    Outputs are the loss, one gradient per entry of `grad_of` (the index of the input it belongs to), then the aux
-    leaves. Inputs marked in `sliced` carry the batch in dim 0 and are cut into `microbatches` parts.
+    Outputs are the loss, one gradient per entry of `grad_of` (the index of the input it belongs to), then the rest.
+    Over microbatches outputs are averaged, those in `summed` added, and integers are the last part's. Gradients travel
+    in the dtype that `wire` says. Inputs marked in `sliced` carry the batch in dim 0 and are cut into `microbatches`.
     """
 
     gm: fx.GraphModule
     values: tuple[torch.Tensor, ...]
     grad_of: tuple[int, ...]
+    summed: frozenset[int]
+    wire: Mapping[int, torch.dtype]
     sliced: tuple[bool, ...]
     microbatches: int
-    num_aux: int
     source: str
 
 
@@ -64,6 +67,7 @@ def capture(
     *,
     microbatches: int = 1,
     allow_unused: bool = False,
+    precision: Precision | None = None,
     axis: str = "dp",
     per_rank: Sequence[str] = (),
     fns: Sequence[Callable[..., Any]] = (),
@@ -101,7 +105,7 @@ def capture(
 
     names = [at("state", p) for p in state_paths]
     names += [at("batch", p) for p, tensor in zip(batch_paths, is_tensor, strict=True) if tensor]
-    tracing = Tracing(mode, (step, *fns), microbatches, allow_unused, axis)
+    tracing = Tracing(mode, (*fns, step), microbatches, allow_unused, axis, precision or Precision())
     with while_active(tracing):
         gm = trace(tracing, flat, inputs, names)
         constants = _lift(tracing, gm)
@@ -140,7 +144,8 @@ def varying_nodes(graph: Graph, per_rank: Sequence[str]) -> set[fx.Node]:
     for node in graph.gm.graph.nodes:
         if node.op != "call_function" or node.target is torch.ops.fzero.reduce.default:
             continue
-        if any(argument in varying for argument in node.all_input_nodes):
+        index = node.target is torch.ops.fzero.axis_index.default
+        if index or any(argument in varying for argument in node.all_input_nodes):
             varying.add(node)
     return varying
 
@@ -221,6 +226,18 @@ def _fold_updates(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
+def _finish_early(gm: fx.GraphModule) -> None:
+    """What is done to gradients after the backward (casts) is done to each where it is complete. In place."""
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    for node in list(gm.graph.nodes):
+        if node.meta.get("phase") == "finish":
+            node.meta["phase"] = "backward"
+            latest = max(node.all_input_nodes, key=order.__getitem__)
+            order[node] = order[latest]
+            if latest.op == "call_function":
+                latest.append(node)
+
+
 def _folded(node: fx.Node, old: fx.Node, update: fx.Node) -> fx.Node | None:
     """The new value, of old's dtype, that `old + update` stands for, or None; new nodes take the place of `node`."""
 
@@ -254,12 +271,16 @@ def _equal_casts(a: Any, b: Any) -> bool:
 
 def add_region(
     fn: Callable[..., Any],
+    shown: Callable[[], Mapping[str, Any]],
     leaves: Sequence[torch.Tensor],
     names: Sequence[str],
     others: Sequence[torch.Tensor],
     **how: Any,
 ) -> list[torch.Tensor]:
-    """Traces `fn(*leaves, *others) -> [loss, *grads, *aux]` as a region and puts its one node into the outer graph."""
+    """Traces `fn(*leaves, *others) -> [loss, *grads, *rest]` as a region and puts its one node into the outer graph.
+
+    `shown()` tells afterwards the `Region`'s grad_of, summed and wire.
+    """
     tracing = current()
     microbatches, sliced = how["microbatches"], how["sliced"]
     inputs = [*leaves, *(x.contiguous() if cut else x for x, cut in zip(others, sliced, strict=True))]
@@ -270,8 +291,7 @@ def add_region(
             for x, cut in zip(inputs[len(leaves) :], sliced, strict=True):
                 shape = (x.shape[0] // microbatches, *x.shape[1:]) if cut else x.shape
                 own.append(torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=x.device))
-            marks: dict[str, Any] = {}
-            gm = trace(tracing, lambda *xs: fn(marks, *xs), own, names)
+            gm = trace(tracing, fn, own, names)
             with real_tensors():
                 extra = lifted(gm, len(own))
     finally:
@@ -280,10 +300,9 @@ def add_region(
     for node in segments.placeholders(gm.graph)[len(own) :]:
         node.meta["val"] = fake_like(tracing.mode, node.meta["val"])
     segments.normalised(gm)
+    _finish_early(gm)
     values = tuple(node.meta["val"] for node in segments.outputs(gm.graph))
-    grad_of = tuple(marks["grad_of"])
-    num_aux = len(values) - 1 - len(grad_of)
     flags = (*(False for _ in leaves), *sliced, *(False for _ in extra))
     index = len(tracing.regions)
-    tracing.regions.append(Region(gm, values, grad_of, flags, microbatches, num_aux, user_line()))
+    tracing.regions.append(Region(gm, values, **shown(), sliced=flags, microbatches=microbatches, source=user_line()))
     return torch.ops.fzero.region([*inputs, *extra], index)

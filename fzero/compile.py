@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,14 +13,16 @@ import torch
 from fzero import capture, random, segments, tracing, tree
 from fzero._torch_compat import FakeTensorMode
 from fzero.errors import SpecError, TreeError, at
+from fzero.functional import forward
 from fzero.initial import Recipe, bits
+from fzero.joint import asks_key
 from fzero.lowering import build
 from fzero.passes import Options, optimise
 from fzero.plan.layout import Plan, layout
 from fzero.plan.memory import Account, account
-from fzero.program import Program
+from fzero.program import Program, wire_bytes
 from fzero.spec import DEFAULT_PARAMS, Spec
-from fzero.training import initial_state, training_step
+from fzero.training import Training
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Lowered:
     graph: capture.Graph
     plan: Plan
     program: Program
+    choices: Mapping[str, str] = field(default_factory=dict)  # what was chosen, and why
 
     @cached_property
     def digest(self) -> str:
@@ -45,14 +48,30 @@ class Lowered:
         return account(self.program)
 
 
+def training_of(spec: Spec) -> Training:
+    """The step that a spec's `loss` and `optimizer` stand for."""
+    assert spec.loss is not None
+    assert spec.optimizer is not None
+    return Training(
+        spec.loss,
+        spec.optimizer,
+        precision=spec.policy,
+        trainable=spec.trainable_rules,
+        clip_norm=spec.clip_norm,
+        clip_value=spec.clip_value,
+        nonfinite=spec.nonfinite_policy,
+    )
+
+
 def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.device) -> Recipe:
+    if key is not None and (not isinstance(key, torch.Tensor) or key.dtype != torch.int64 or key.shape != (2,)):
+        raise TreeError(f"fzero.init(key={key!r}): needed a key, as fzero.random.key(0)")
+    if key is not None and spec.step is not None and not callable(params):
+        raise TreeError("fzero.init(key=...): with step= the state is yours: put the key into it, as {'key': key, ...}")
+    wants = key is not None or _asks_key(spec)
+    start = (random.key(0) if key is None else key).to(device)
     if callable(params) and not isinstance(params, torch.nn.Module):
-        if key is not None and (not isinstance(key, torch.Tensor) or key.dtype != torch.int64 or key.shape != (2,)):
-            raise TreeError(f"fzero.init(key={key!r}): needed a key, as fzero.random.key(0)")
-        start = random.key(0, device=str(device)) if key is None else key
-        return Recipe(lambda k: _whole(spec, _not_empty(params(k))), [start], device)
-    if key is not None:
-        raise TreeError("fzero.init(key=...) is what a function that makes params gets: these are tensors already")
+        return Recipe(lambda k: _whole(spec, _not_empty(params(k)), k if wants else None), [start], device)
     if isinstance(params, torch.nn.Module):
         raise TreeError("params is a module: pass dict(module.named_parameters()), detached, and call it functionally")
     paths, leaves, treedef = tree.flatten(_not_empty(params))
@@ -60,14 +79,15 @@ def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.
 
     def whole(*xs: torch.Tensor) -> Any:
         full = list(leaves)
-        for i, x in zip(tensors, xs, strict=True):
+        for i, x in zip(tensors, xs, strict=False):
             full[i] = capture.PerRank(x) if isinstance(leaves[i], capture.PerRank) else x
-        return _whole(spec, tree.unflatten(treedef, full))
+        return _whole(spec, tree.unflatten(treedef, full), xs[-1] if wants else None)
 
     inputs = [getattr(leaves[i], "value", leaves[i]).detach() for i in tensors]
     for i, value in zip(tensors, inputs, strict=True):
         tracing.check_leaf(at("params", paths[i]), value)
-    return Recipe(whole, [x.full_tensor() if hasattr(x, "full_tensor") else x for x in inputs], device)
+    inputs = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in inputs]
+    return Recipe(whole, [*inputs, start] if wants else inputs, device)
 
 
 def _not_empty(params: Any) -> Any:
@@ -76,8 +96,16 @@ def _not_empty(params: Any) -> Any:
     return params
 
 
-def _whole(spec: Spec, params: Any) -> Any:
-    return params if spec.optimizer is None else initial_state(params, spec.optimizer)
+def _asks_key(spec: Spec) -> bool:
+    """Whether a step needs a key though none was given: the loss has a parameter for it, or rounding is stochastic."""
+    return spec.loss is not None and (asks_key(spec.loss) or spec.policy.params is not None)
+
+
+def _whole(spec: Spec, params: Any, key: torch.Tensor | None) -> Any:
+    """The first state. A function that makes params and the training after it draw from different keys."""
+    if spec.optimizer is None:
+        return params
+    return training_of(spec).init(params, None if key is None else random.fold_in(key, -2))
 
 
 def plan_for(
@@ -95,29 +123,67 @@ def plan_for(
         bucket_bytes=spec.bucket_bytes,
         params=spec.param_rules,
         per_rank=per_rank,
+        compute=spec.policy.compute_dtype,
     )
 
 
-def lower_step(spec: Spec, state: Any, batch: Any, plan: Plan, via: str) -> Lowered:
-    if spec.step is not None:
-        user, fns = spec.step, (spec.step,)
-    else:
-        assert spec.loss is not None
-        assert spec.optimizer is not None
-        user, fns = training_step(spec.loss, spec.optimizer, spec.clip_norm), (spec.loss,)
+def lower_step(
+    spec: Spec, state: Any, batch: Any, plan: Plan, via: str, fn: Callable[..., Any] | None = None
+) -> Lowered:
+    """The program of a step, or of the evaluation of `fn`: of a step that changes nothing and has its result as metrics.
+
+    The batch of an evaluation is {"batch", "key"}.
+    """
+    if fn is not None:
+        return _lower(spec, _evaluation(spec, fn), fn, state, batch, plan, via)
+    user, fn = (spec.step, spec.step) if spec.step is not None else (training_of(spec).step, spec.loss)
+    assert user is not None
+    assert fn is not None
+    return _lower(spec, user, fn, state, batch, plan, via)
+
+
+def _evaluation(spec: Spec, fn: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    def step(state: Any, given: Any) -> Any:
+        params = state if spec.loss is None else state["params"]
+        return state, {"result": forward(fn, key=given["key"])(params, given["batch"])}
+
+    return step
+
+
+def _lower(
+    spec: Spec, user: Callable[..., Any], fn: Callable[..., Any], state: Any, batch: Any, plan: Plan, via: str
+) -> Lowered:
     graph = capture.capture(
         user,
         state,
         batch,
         microbatches=spec.microbatches,
         allow_unused=spec.allow_unused,
+        precision=spec.policy,
         axis=plan.axis,
         per_rank=[leaf.path for leaf in plan.leaves if leaf.per_rank],
-        fns=fns,
+        fns=[fn],
     )
-    naive = build(graph, plan, reduce=spec.reduce, via=via)
-    options = Options(prefetch=spec.prefetch, gather_bytes=spec.gather_bytes, overlap=spec.overlap)
-    return Lowered(graph, plan, optimise(naive, options))
+    options = Options(
+        prefetch=spec.prefetch, gather_bytes=spec.gather_bytes, overlap=spec.overlap, remat=spec.remat_rules
+    )
+    reductions = (spec.reduce,) if spec.reduce else ("end", "each")
+    if plan.world_size == 1 or all(region.microbatches == 1 for region in graph.regions):
+        reductions = reductions[:1]
+    programs = {how: optimise(build(graph, plan, reduce=how, via=via), options) for how in reductions}
+    how, why = _choice_of_reduce(programs)
+    return Lowered(graph, plan, programs[how], {"reduce": why} if why else {})
+
+
+def _choice_of_reduce(programs: Mapping[str, Program]) -> tuple[str, str]:
+    """(how, the reason): "end" sends least; it is taken unless whole gradients raise the planned peak by a tenth."""
+    if len(programs) == 1:
+        return next(iter(programs)), ""
+    peak = {how: account(program).peak for how, program in programs.items()}
+    sent = {how: sum(wire_bytes(program, one) for one in program.ops) for how, program in programs.items()}
+    how = "end" if peak["end"] <= 1.1 * peak["each"] else "each"
+    shown = (f"{one}: peak {peak[one] / 1e9:.3g} GB, {sent[one] / 1e9:.3g} GB sent" for one in ("end", "each"))
+    return how, f"reduce={how!r} by memory ({'; '.join(shown)}). Spec(reduce=...) chooses otherwise"
 
 
 def fakes_on(like: Any, device: torch.device) -> Any:

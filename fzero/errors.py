@@ -23,6 +23,10 @@ class DonatedError(FzeroError, RuntimeError):
     """A leaf of a state that `fzero.step` consumed, or that a failed step left half written."""
 
 
+class NonFiniteError(FzeroError, ArithmeticError):
+    """Gradients were not finite under `nonfinite="raise"`; the state that was given is unchanged and still usable."""
+
+
 class VerifyError(FzeroError, RuntimeError):
     """A program breaks a rule; names the op and the pass."""
 

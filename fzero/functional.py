@@ -6,17 +6,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from fzero import capture as _capture
-from fzero import tree
+from fzero import random, tree
 from fzero._torch_compat import in_functorch
 from fzero.errors import CaptureError, at
-from fzero.provenance import defined_at, describe, user_line
-from fzero.tracing import active, check_leaf
+from fzero.joint import Joint, safe
+from fzero.precision import Precision, policy
+from fzero.provenance import describe, user_line
+from fzero.tracing import Tracing, active
 
 
 def value_and_grad(
@@ -26,16 +30,25 @@ def value_and_grad(
     batch_argnum: int = 1,
     allow_unused: bool | None = None,
     microbatches: int | None = None,
+    key: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    precision: str | Precision | None = None,
 ) -> Callable[..., Any]:
     """`fn(params, *args) -> loss` made into `(params, *args) -> (loss, grads)`, both means over the ranks.
 
-    `loss` is a 0-d floating tensor; with `has_aux=True` `fn` returns `(loss, aux)` and the result is
-    `((loss, aux), grads)`, aux being this rank's own (not reduced). `grads` has the structure of `params` (the first
-    argument), of which every leaf must be floating. With k microbatches (by default the Spec's) the tensors of argument
-    `batch_argnum` are cut into k equal parts along dim 0; loss, gradients and floating aux are means over the parts.
+    `loss` is a 0-d floating tensor, or an `fzero.Mean(total, count)`, whose mean is that of the whole batch. With
+    `has_aux=True` `fn` returns `(loss, aux)` and the result is `((loss, aux), grads)`, aux being this rank's own (not
+    reduced). `grads` has the structure and dtypes of `params` (the first argument), of which every leaf must be
+    floating. With k microbatches (by default the Spec's) the tensors of argument `batch_argnum` are cut into k equal
+    parts along dim 0; loss, gradients and floating aux are means over the parts, other aux is the last part's.
+
+    `key` (int64, (2,), the same on every rank) makes randomness: part j = rank * k + m of the batch has the key
+    `fold_in(key, j)`. `fn` gets it as `key=` if it has a parameter of that name; what modules inside draw from torch's
+    generator (dropout) is drawn from it. `scale` (0-d) multiplies the loss before the backward and divides the
+    gradients after their reduction; the returned loss is not scaled. `precision` is by default the Spec's.
 
     A leaf that gets no gradient is an error that names it, unless `allow_unused` (then its gradient is zero).
-    Outside a step it computes the same for a world of one.
+    Outside a step it computes the same for a world of one, in one part.
 
     >>> loss, grads = value_and_grad(lambda p, x: (p["w"] * x).sum())({"w": torch.ones(2)}, torch.tensor([1.0, 3.0]))
     >>> float(loss), grads["w"].tolist()
@@ -50,68 +63,47 @@ def value_and_grad(
 
     def wrapped(params: Any, *args: Any, **kwargs: Any) -> Any:
         tracing = active()
-        if (tracing is not None and tracing.depth) or in_functorch():
-            raise CaptureError(
-                f"fzero.value_and_grad was called inside a loss or a torch.func transform at {user_line()}: "
-                "it belongs to the step and reduces over the ranks. Inside a loss use torch.func.grad"
-            )
-        paths, leaves, spec = tree.flatten(params)
-        _check_params(paths, leaves)
-        arg_paths, arg_leaves, arg_spec = tree.flatten((args, kwargs))
-        tensor = [isinstance(leaf, torch.Tensor) for leaf in arg_leaves]
-        num = microbatches or (tracing.microbatches if tracing else 1)
-        unused = tracing.allow_unused if tracing and allow_unused is None else bool(allow_unused)
-        marks_aux: dict[str, Any] = {}
+        _check_outer("value_and_grad", tracing)
+        num = (microbatches or tracing.microbatches) if tracing else 1
+        joint = Joint(
+            fn, params, args, kwargs, _policy(precision, tracing), has_aux,
+            unused=tracing.allow_unused if tracing and allow_unused is None else bool(allow_unused),
+            key=key, scale=scale, microbatches=num, enter=_entering(tracing),
+        )  # fmt: skip
+        _check_params(joint.paths, joint.leaves)
+        outs = _region(joint, joint.value_and_grad, tracing, batch_argnum)
+        return _combined(joint, outs, num)
 
-        def joint(marks: dict[str, Any], *xs: torch.Tensor) -> list[torch.Tensor]:
-            feed = iter(xs[len(leaves) :])
-            full = [next(feed) if t else leaf for t, leaf in zip(tensor, arg_leaves, strict=True)]
-            own = [x.detach().requires_grad_() for x in xs[: len(leaves)]]
-            call_args, call_kwargs = tree.unflatten(arg_spec, full)
-            with torch.enable_grad():
-                result = fn(tree.unflatten(spec, own), *call_args, **call_kwargs)
-            loss, aux = _check_loss(result, has_aux, fn)
-            aux_paths, aux_leaves, marks_aux["spec"] = tree.flatten(aux)
-            for path, leaf in zip(aux_paths, aux_leaves, strict=True):
-                if not isinstance(leaf, torch.Tensor):
-                    raise CaptureError(
-                        f"{at('aux', path)} of {defined_at(fn)} is the Python value {leaf!r}: it would stay "
-                        "what it was at the first step. Return a tensor, or leave it out"
-                    )
-                check_leaf(at("aux", path), leaf)
-            if tracing is not None:
-                tracing.phase = "backward"
-            grads = torch.autograd.grad(loss, own, allow_unused=True) if loss.requires_grad else [None] * len(own)
-            missing = [path for path, g in zip(paths, grads, strict=True) if g is None]
-            if missing and not unused:
-                raise CaptureError(
-                    f"{', '.join(repr(p) for p in missing[:5])}{' and more' if len(missing) > 5 else ''} get no "
-                    f"gradient from the loss {defined_at(fn)}. Use them, leave them out of the parameters, or "
-                    "pass allow_unused=True"
-                )
-            marks["grad_of"] = [i for i, g in enumerate(grads) if g is not None]
-            return [loss.detach(), *(g for g in grads if g is not None), *(a.detach() for a in aux_leaves)]
+    return wrapped
 
-        others = [leaf for leaf, t in zip(arg_leaves, tensor, strict=True) if t]
-        if tracing is None:
-            marks: dict[str, Any] = {}
-            outs = joint(marks, *leaves, *others)
-        else:
-            prefix = f"0/{batch_argnum - 1}"
-            sliced = [
-                num > 1 and (path == prefix or path.startswith(prefix + "/")) and leaf.ndim > 0
-                for path, leaf, t in zip(arg_paths, arg_leaves, tensor, strict=True)
-                if t
-            ]
-            _check_slices(num, sliced, [p for p, t in zip(arg_paths, tensor, strict=True) if t], others, prefix)
-            names = [at("params", p) for p in paths]
-            names += [_argument(p, prefix) for p, t in zip(arg_paths, tensor, strict=True) if t]
-            outs = _capture.add_region(joint, leaves, names, others, microbatches=num, sliced=sliced)
-            marks = {"grad_of": list(tracing.regions[-1].grad_of)}
-        loss, grads, aux = _reduced(outs, marks["grad_of"], leaves)
-        _check_aux(aux, num)
-        value = (loss, tree.unflatten(marks_aux["spec"], aux)) if has_aux else loss
-        return value, tree.unflatten(spec, grads)
+
+def forward(
+    fn: Callable[..., Any], *, key: torch.Tensor | None = None, precision: str | Precision | None = None
+) -> Callable[..., Any]:
+    """`fn(params, *args)` without gradients, with parameters gathered layer by layer as in a loss.
+
+    The result is a pytree of tensors and `fzero.Mean`s. A Mean becomes the mean over all ranks' terms; a floating 0-d
+    tensor its mean over the ranks; any other tensor is this rank's own. For evaluation, and for a frozen teacher:
+
+    >>> forward(lambda p, x: {"out": p["w"] * x})({"w": torch.ones(2)}, torch.tensor([1.0, 3.0]))["out"].tolist()
+    [1.0, 3.0]
+    """
+
+    def wrapped(params: Any, *args: Any, **kwargs: Any) -> Any:
+        tracing = active()
+        _check_outer("forward", tracing)
+        joint = Joint(fn, params, args, kwargs, _policy(precision, tracing), key=key)
+        outs = iter(_region(joint, joint.forward, tracing, None))
+        results = []
+        for kind in joint.marks.aux_kinds:
+            value = next(outs)
+            if kind == "total":
+                total, count = (_reduce(x, "sum") for x in (value, next(outs)))
+                results.append(total / safe(count))
+            elif kind == "value":
+                scalar = value.ndim == 0 and value.dtype.is_floating_point
+                results.append(_reduce(value, "mean") if scalar else value)
+        return tree.unflatten(joint.marks.aux_spec, results)
 
     return wrapped
 
@@ -158,6 +150,45 @@ def per_rank(x: Any) -> Any:
     return tree.map(lambda leaf: leaf if isinstance(leaf, _capture.PerRank) else _capture.PerRank(leaf), x)
 
 
+def axis_index(axis: str = "dp", device: torch.device | str | None = None) -> torch.Tensor:
+    """This rank's place on a mesh axis: 0-d int64, 0 in a world of one. It differs between ranks (`jax.lax.axis_index`).
+
+    >>> axis_index()
+    tensor(0)
+    """
+    tracing = active()
+    if tracing is not None and tracing.depth:
+        raise CaptureError(
+            f"fzero.axis_index was called inside a loss at {user_line()}: call it in the step and pass it in"
+        )
+    _check_axis("axis_index", axis, tracing)
+    index: torch.Tensor = torch.ops.fzero.axis_index(axis, torch.device(device or "cpu"))
+    return index
+
+
+def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` in a loss, its intermediate values not kept for the backward but computed again there, bit for bit.
+
+    Under the hood `torch.utils.checkpoint`. For whole layers by path see `Spec(remat=...)`, which needs no wrapping.
+
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> remat(lambda t: (t.exp() * 2).sum())(x).backward()
+    >>> x.grad.tolist() == (2 * x.exp()).tolist()
+    True
+    """
+
+    @functools.wraps(fn)
+    def again(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(fn, *args, use_reentrant=False, **kwargs)
+
+    return again
+
+
+def _check_axis(name: str, axis: str, tracing: Tracing | None) -> None:
+    if tracing is not None and axis != tracing.axis:
+        raise CaptureError(f"fzero.{name} over axis {axis!r}: this mesh has the axis {tracing.axis!r}")
+
+
 def _preduce(x: Any, op: str, axis: str) -> Any:
     tracing = active()
     if tracing is not None and tracing.depth:
@@ -165,8 +196,7 @@ def _preduce(x: Any, op: str, axis: str) -> Any:
             f"fzero.p{op} was called inside a loss at {user_line()}: reduce what value_and_grad returns, "
             "or return the value as aux and reduce it in the step"
         )
-    if tracing is not None and axis != tracing.axis:
-        raise CaptureError(f"fzero.p{op} over axis {axis!r}: this mesh has the axis {tracing.axis!r}")
+    _check_axis(f"p{op}", axis, tracing)
 
     def one(path: str, leaf: Any) -> torch.Tensor:
         if not isinstance(leaf, torch.Tensor):
@@ -189,27 +219,6 @@ def _check_params(paths: list[str], leaves: list[Any]) -> None:
             )
 
 
-def _check_loss(result: Any, has_aux: bool, fn: Callable[..., Any]) -> tuple[torch.Tensor, Any]:
-    name = defined_at(fn)
-    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise CaptureError(
-            f"with has_aux=True a loss returns (loss, aux), {name} returned {type(result).__name__}. Return the pair, "
-            "or leave out has_aux"
-        )
-    loss, aux = result if has_aux else (result, None)
-    if isinstance(loss, tuple):
-        raise CaptureError(
-            f"the loss {name} returned a tuple: return the loss alone. For (loss, aux) write a step= with "
-            "fzero.value_and_grad(loss, has_aux=True)"
-        )
-    if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.dtype.is_floating_point:
-        raise CaptureError(
-            f"a loss is a floating 0-d tensor, {name} returned {describe(loss)}. Return a floating tensor's "
-            ".mean() or .sum()"
-        )
-    return loss, aux
-
-
 def _check_slices(num: int, sliced: list[bool], paths: list[str], leaves: list[torch.Tensor], prefix: str) -> None:
     if num > 1 and not any(sliced):
         raise CaptureError(
@@ -230,25 +239,94 @@ def _argument(path: str, prefix: str) -> str:
     return at("arguments", path.partition("/")[2])
 
 
-def _check_aux(aux: list[torch.Tensor], num: int) -> None:
-    for leaf in aux:
-        if num > 1 and not leaf.dtype.is_floating_point:
-            raise CaptureError(
-                f"an aux output is {describe(leaf)}: with microbatches={num} aux is averaged, which needs a "
-                "floating dtype. Cast it in the loss"
-            )
+def _check_outer(name: str, tracing: Tracing | None) -> None:
+    if (tracing is not None and tracing.depth) or in_functorch():
+        raise CaptureError(
+            f"fzero.{name} was called inside a loss or a torch.func transform at {user_line()}: "
+            "it belongs to the step and reduces over the ranks. Inside a loss use torch.func.grad"
+        )
 
 
-def _reduced(
-    outs: list[torch.Tensor], grad_of: list[int], leaves: list[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-    tracing = active()
-    axis = tracing.axis if tracing else "dp"
-    loss = torch.ops.fzero.reduce(outs[0], "mean", axis)
-    count = len(grad_of)
-    found = dict(zip(grad_of, outs[1 : 1 + count], strict=True))
-    grads = [
-        torch.ops.fzero.reduce(found[i], "mean", axis) if i in found else torch.zeros_like(leaf)
-        for i, leaf in enumerate(leaves)
+def _policy(given: str | Precision | None, tracing: Tracing | None) -> Precision:
+    if given is None and tracing is not None:
+        return tracing.precision
+    return policy("fp32" if given is None else given)
+
+
+def _entering(tracing: Tracing | None) -> Callable[[str], None]:
+    def enter(phase: str) -> None:
+        if tracing is not None:
+            tracing.phase = phase
+
+    return enter
+
+
+def _region(
+    joint: Joint, fn: Callable[..., list[torch.Tensor]], tracing: Tracing | None, batch_argnum: int | None
+) -> list[torch.Tensor]:
+    """The joint's outputs: computed at once outside a step, else by one node of the step's graph."""
+    num = joint.microbatches
+    others = joint.others
+    if joint.key is not None:
+        others = [*others, _part_keys(joint.key, num)]
+    if tracing is None:
+        return fn(*joint.leaves, *others)
+    prefix = "" if batch_argnum is None else f"0/{batch_argnum - 1}"
+    paths = joint.other_paths
+    sliced = [
+        num > 1 and (path == prefix or path.startswith(prefix + "/")) and leaf.ndim > 0
+        for path, leaf in zip(paths, others, strict=False)
     ]
-    return loss, grads, outs[1 + count :]
+    if batch_argnum is not None:
+        _check_slices(num, sliced, paths, others[: len(paths)], prefix)
+    names = [at("params", p) for p in joint.paths]
+    names += [_argument(p, prefix) for p in paths]
+    if joint.key is not None:
+        sliced, names = [*sliced, num > 1], [*names, "key"]
+    marks = joint.marks
+
+    def shown() -> dict[str, Any]:
+        summed = {0, 1 + len(marks.grad_of)} | set(range(1, 1 + len(marks.grad_of))) if marks.has_count else set()
+        summed |= {i for i, kind in enumerate(marks.aux_kinds) if kind != "value"}
+        wire = {1 + n: joint.precision.wire_dtype(joint.leaves[i].dtype) for n, i in enumerate(marks.grad_of)}
+        return {"grad_of": marks.grad_of, "summed": frozenset(summed), "wire": wire}
+
+    return _capture.add_region(fn, shown, joint.leaves, names, others, microbatches=num, sliced=sliced)
+
+
+def _part_keys(key: torch.Tensor, num: int) -> torch.Tensor:
+    """(num, 2): the keys of this rank's parts of the batch; part j of all has fold_in(key, j), on whatever rank."""
+    first = axis_index(device=key.device) * num
+    parts = first + torch.arange(num, device=key.device)
+    keys: torch.Tensor = torch.vmap(lambda j: random.fold_in(key, j))(parts)
+    return keys
+
+
+def _combined(joint: Joint, outs: list[torch.Tensor], num: int) -> Any:
+    """(loss, gradients) from a region's outputs: reduced, divided, and in the parameters' dtypes."""
+    marks = joint.marks
+    how = "sum" if marks.has_count else "mean"
+    end = 1 + len(marks.grad_of)
+    loss = _reduce(outs[0], how)
+    divisor = safe(_reduce(outs[end], "sum")) if marks.has_count else None
+    loss = loss if divisor is None else loss / divisor
+    found = dict(zip(marks.grad_of, outs[1:end], strict=True))
+    grads = []
+    for i, leaf in enumerate(joint.leaves):
+        if i not in found:
+            grads.append(torch.zeros_like(leaf))
+            continue
+        g = _reduce(found[i], how)
+        g = g if divisor is None else g / divisor
+        g = g if joint.scale is None else g / joint.scale
+        held_low = joint.precision.params is not None  # the update is made in fp32 then
+        grads.append(g.to(joint.precision.sum_dtype(leaf.dtype) if held_low else leaf.dtype))
+    aux = outs[end + marks.has_count :]
+    value = (loss, tree.unflatten(marks.aux_spec, aux)) if joint.has_aux else loss
+    return value, tree.unflatten(joint.spec, grads)
+
+
+def _reduce(x: torch.Tensor, how: str) -> torch.Tensor:
+    tracing = active()
+    result: torch.Tensor = torch.ops.fzero.reduce(x, how, tracing.axis if tracing else "dp")
+    return result

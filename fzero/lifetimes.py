@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fzero.passes.rewrite import overlap
-from fzero.program import PERSISTENT, Op, Program, Ref
+from fzero.program import GIVEN, PERSISTENT, Op, Program, Ref
 
 Fault = tuple[int, str]
 TRANSFERS = ("gather", "reduce", "send", "recv")
@@ -78,7 +78,7 @@ class _Walk:
             yield from self._reused(i, one, ref)
             if one.kind == "reduce" and ref is not one.writes[0] and ref.name in self.live:
                 yield i, f"receives into {ref.name}, which is in use: free it first"
-            if self.program.buffers[ref.name].kind in ("batch", "constant"):
+            if self.program.buffers[ref.name].kind in GIVEN:
                 yield i, f"writes {ref}, which is the user's and read-only"
             self.live.add(ref.name)
             if one.kind == "update" and self.program.buffers[ref.name].kind in PERSISTENT:

@@ -82,7 +82,7 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
     if target is operator.getitem and isinstance(args[0], Vec):
         vector, index = args
         picked = replace(vector, slots={s: term("getitem", t, index) for s, t in vector.slots.items()})
-        return _over(picked, vector.per[index]) if isinstance(vector.per, tuple) else picked
+        return _ratio(picked, vector.per[index]) if isinstance(vector.per, tuple) else picked
     name = "getitem" if target is operator.getitem else target._schema.name
     if not vectors:
         return term(name, *_plain((args, tuple(sorted(kwargs.items()))))) if name != "getitem" else term(name, *args)
@@ -116,7 +116,7 @@ def _blocks(target: Any, args: Any) -> Vec:
     operands = args[: len(wanted)]
     if not all(isinstance(v, Vec) and v.per == per for v, per in zip(operands, wanted, strict=True)):
         raise Undefined(f"{target} wants columns with an element for each {wanted}")
-    if len({(_over(v, ALIGN).span, v.mine, *v.slots) for v in operands}) > 1:
+    if len({(_ratio(v, ALIGN).span, v.mine, *v.slots) for v in operands}) > 1:
         raise Undefined(f"{target} works on ranges that do not match")
     if not all(v.tight for v in operands):
         raise Undefined(f"{target} takes padding into the blocks of a leaf")
@@ -138,7 +138,7 @@ def _leaf(target: Any, args: Any, kwargs: Any) -> Vec:
     return replace(vector, slots={slot: apply(FLAT_FORMS[target], (of, *rest), kwargs)})
 
 
-def _over(vector: Vec, per: int) -> Vec:
+def _ratio(vector: Vec, per: int) -> Vec:
     """The same range in a column with one element for each `per`: whole blocks."""
     start, stop = vector.span
     return replace(vector, per=per, span=(start, -(-stop // per) * per))
@@ -229,7 +229,7 @@ def grad_places(
     return places
 
 
-def graph_meaning(graph: Graph, plan: Plan, reduce_of: Callable[[int], str], names: Sequence[str]) -> str:
+def graph_meaning(graph: Graph, plan: Plan, reduce: str, names: Sequence[str]) -> str:
     """The meaning of a captured step. `names` are the buffers of its inputs after the state's leaves."""
     nodes = segments.placeholders(graph.gm.graph)
     leaf_nodes = nodes[: len(plan.leaves)]
@@ -244,11 +244,13 @@ def graph_meaning(graph: Graph, plan: Plan, reduce_of: Callable[[int], str], nam
         if node.op != "call_function":
             continue
         if node.target is torch.ops.fzero.region.default:
-            folded |= _region_terms(graph, plan, node, leaf_nodes, values, reduce_of)
+            folded |= _region_terms(graph, plan, node, leaf_nodes, values, reduce)
         elif node.target is torch.ops.fzero.reduce.default:
             if node not in folded:
                 source, how, axis = node.args
                 values[node] = reduced(values[source], how, axis, n, n if how == "mean" else 1)
+        elif node.target is torch.ops.fzero.axis_index.default:
+            values[node] = term("input", f"rank:{node.args[0]}", None)
         elif node not in values:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: values[a])
             values[node] = apply(node.target, args, kwargs)
@@ -271,7 +273,7 @@ def digest(state: Mapping[tuple[str, int | None], Any], metrics: Mapping[str, An
 
 def _region_terms(
     graph: Graph, plan: Plan, node: fx.Node, leaf_nodes: Sequence[fx.Node], values: dict[fx.Node, Any],
-    reduce_of: Callable[[int], str],
+    reduce: str,
 ) -> set[fx.Node]:  # fmt: skip
     """Sets the values of a region's picked outputs and of the means over ranks taken of them."""
     region = graph.regions[int(node.args[1])]  # type: ignore[arg-type]
@@ -287,17 +289,36 @@ def _region_terms(
     for pick in node.users:
         index = int(pick.args[1])  # type: ignore[arg-type]
         parts = [outs[index] for outs in runs]
-        each = index in places and reduce_of(plan.buckets[places[index][0]].stage) == "each"
+        summed = index in region.summed
+        if not summed and not region.values[index].dtype.is_floating_point:
+            values[pick] = parts[-1]
+            continue
+        how = "sum" if summed else "mean"
         for user in pick.users:
-            if user.target is torch.ops.fzero.reduce.default and user.args[1] == "mean":
+            if user.target is torch.ops.fzero.reduce.default and user.args[1] == how:
                 axis = str(user.args[2])
-                if each:
-                    values[user] = _sum([reduced(p, "sum", axis, n, n * k) for p in parts])
+                divisor = 1 if summed else n * k
+                if index not in places:
+                    values[user] = reduced(_sum(parts), "sum", axis, n, divisor)
                 else:
-                    values[user] = reduced(_sum(parts), "sum", axis, n, n * k)
+                    over = _over(axis, n, divisor, region.values[index].dtype, region.wire.get(index))
+                    each = reduce == "each"
+                    values[user] = _sum([over(p) for p in parts]) if each else over(_sum(parts))
                 folded.add(user)
-        values[pick] = reduced(_sum(parts), "sum", "", 1, k)
+        values[pick] = _sum(parts) if summed else reduced(_sum(parts), "sum", "", 1, k)
     return folded
+
+
+def _over(axis: str, world: int, divisor: int, dtype: torch.dtype, wire: torch.dtype | None) -> Callable[[str], str]:
+    """The reduction of a gradient, in the dtype it travels in."""
+
+    def over(value: str) -> str:
+        narrow = wire is not None and wire is not dtype and world > 1
+        value = apply(aten._to_copy.default, (value,), {"dtype": wire}) if narrow else value
+        value = reduced(value, "sum", axis, world, divisor)
+        return apply(aten._to_copy.default, (value,), {"dtype": dtype}) if narrow else value
+
+    return over
 
 
 def _micro(value: str, like: torch.Tensor, m: int, k: int) -> str:

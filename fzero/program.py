@@ -54,7 +54,8 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-PERSISTENT = ("param", "optimizer", "state", "batch", "constant")  # live before and after the step
+GIVEN = ("batch", "constant", "rank")  # inputs of a step that it never changes; "rank": this rank's place on an axis
+PERSISTENT = ("param", "optimizer", "state", *GIVEN)  # live before and after the step
 KINDS = (*PERSISTENT, "gather", "grad", "scratch", "activation", "metric")
 
 

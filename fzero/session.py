@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from fzero.state import Life, ShardedTensor, State
 from fzero.verify import verify
 
 log = logging.getLogger("fzero")
+MAX_EVALUATIONS = 16  # programs kept of functions evaluated: one made anew for every call must not fill the memory
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Runtime:
     comm: Any
     group: Any
     programs: dict[Any, Lowered] = field(default_factory=dict)
+    evaluations: dict[Any, Lowered] = field(default_factory=dict)
     last_key: Any = None
     last_program: Program | None = None
 
@@ -52,18 +54,33 @@ class Runtime:
     def sharded(self, life: Life) -> Any:
         return tree.unflatten(self.treedef, [ShardedTensor(leaf, self, life) for leaf in self.plan.leaves])
 
-    def compiled(self, batch: Any) -> Lowered:
-        """The program for a batch of this structure, shapes, dtypes and static values."""
+    def compiled(self, batch: Any, fn: Callable[..., Any] | None = None) -> Lowered:
+        """The program for a batch of this structure, shapes, dtypes and static values: the step's, or that of the
+        evaluation of `fn`, of which the last few are kept."""
         key = _batch_key(batch, self.device)
+        if fn is not None:
+            return self._evaluation(fn, batch, (fn, key))
         if key not in self.programs:
             if self.last_key is not None:
                 log.warning("fzero: a new program is traced: %s", _difference(self.last_key, key))
-            state = fakes_on(self.like, self.device)
-            lowered = lower_step(self.spec, state, batch, self.plan, "nccl" if self.device.type == "cuda" else "p2p")
-            verify(lowered.program)
-            self.programs[key] = lowered
+            self.programs[key] = self._lowered(batch, None)
         self.last_key = key
         return self.programs[key]
+
+    def _evaluation(self, fn: Callable[..., Any], batch: Any, key: Any) -> Lowered:
+        lowered = self.evaluations.pop(key, None) or self._lowered(batch, fn)
+        self.evaluations[key] = lowered
+        if len(self.evaluations) > MAX_EVALUATIONS:
+            self.evaluations.pop(next(iter(self.evaluations)))
+        return lowered
+
+    def _lowered(self, batch: Any, fn: Callable[..., Any] | None) -> Lowered:
+        state, via = fakes_on(self.like, self.device), "nccl" if self.device.type == "cuda" else "p2p"
+        lowered = lower_step(self.spec, state, batch, self.plan, via, fn)
+        verify(lowered.program)
+        for chosen in lowered.choices.values():
+            log.info("fzero: %s", chosen)
+        return lowered
 
     def whole(self, leaves: Sequence[ShardedTensor]) -> list[torch.Tensor]:
         """Whole leaves of one state on every rank, once all ranks have asked for the same ones."""

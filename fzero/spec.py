@@ -11,6 +11,7 @@ import torch
 
 from fzero.errors import SpecError
 from fzero.optim import GradientTransformation
+from fzero.precision import Precision, policy
 from fzero.tree import suggest
 
 MESH_AXES = ("dp",)
@@ -29,12 +30,22 @@ class Spec:
     mesh: axis sizes; only `dp` today. None: all ranks are `dp`.
     zero: the ZeRO stage 0..3, or path rules to stages, first match wins: `{"blocks/**": 3, "**": 1}`.
     microbatches: parts the batch is cut into along dim 0. Must divide it.
-    reduce: "each" microbatch's gradients, or their sum at the "end". None: end for stages 0 and 1, each for 2 and 3.
-    clip_norm: with `loss`, the largest global gradient norm: g * min(1, clip_norm / (norm + 1e-6)).
+    reduce: "each" microbatch's gradients, or their sum at the "end". None: "end", which sends least, unless it would
+    raise the planned peak by more than a tenth; `lowered.choices` says which and why.
+    precision: "fp32", "bf16", "fp16", "bf16_params" or an `fzero.Precision`: what is computed in and what travels.
+    trainable: with `loss`, path rules of the parameters that train. The others get no gradient and no moments, and are
+    sharded all the same. None: all.
+    clip_norm: with `loss`, the largest global gradient norm: g * min(1, clip_norm / (norm + 1e-6)). The norm is then
+    a metric, `grad_norm`; with math.inf it is measured and nothing clipped.
+    clip_value: with `loss`, instead of clip_norm: the largest absolute value of an element of a gradient.
+    nonfinite: with `loss`, a step whose gradients are not finite: "ignore", "skip" (the state keeps its bits) or
+    "raise" (NonFiniteError, and the state stays usable). None: skip with a loss scale, else ignore.
     bucket_bytes: where a layer's bucket is cut. A larger leaf has a bucket to itself.
     prefetch: how many segments ahead a gather starts. 0: when it is needed.
     gather_bytes: the most bytes of gathered buffers at one time. None: what `prefetch` needs.
     overlap: False waits for every transfer where it starts (same bits, slower).
+    remat: "none", "full" (a layer keeps its input and computes the rest again in the backward), or path rules of
+    parameters to them, as {"blocks/**": "full"}. Same bits, less memory, up to a third more compute.
     allow_unused: parameters without a gradient get a zero one instead of an error.
     params: with `step` and stage 1 or 2, path rules of the leaves that stay whole.
     device: where the state lives, as "cuda" (under torchrun: this rank's). None: where the given tensors are, else
@@ -53,11 +64,16 @@ class Spec:
     zero: int | Mapping[str, int] = 3
     microbatches: int = 1
     reduce: str | None = None
+    precision: str | Precision = "fp32"
+    trainable: str | Sequence[str] | None = None
     clip_norm: float | None = None
+    clip_value: float | None = None
+    nonfinite: str | None = None
     bucket_bytes: int = 32 << 20
     prefetch: int = 1
     gather_bytes: int | None = None
     overlap: bool = True
+    remat: str | Mapping[str, str] = "none"
     allow_unused: bool = False
     params: str | Sequence[str] = DEFAULT_PARAMS
     device: str | None = None
@@ -88,20 +104,25 @@ class Spec:
         if self.gather_bytes is not None:
             _positive("gather_bytes", self.gather_bytes)
         _choice("reduce", self.reduce, (None, "each", "end"))
-        if self.clip_norm is not None:
-            _needs(
-                type(self.clip_norm) in (int, float) and self.clip_norm > 0,
-                "clip_norm",
-                self.clip_norm,
-                "a number > 0",
-            )
+        for name in ("clip_norm", "clip_value"):
+            value = getattr(self, name)
+            _needs(value is None or (type(value) in (int, float) and value > 0), name, value, "a number > 0")
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise SpecError("Spec(clip_norm=, clip_value=): give one of them, or chain both in the optimizer")
+        _choice("nonfinite", self.nonfinite, (None, "ignore", "skip", "raise"))
+        if self.trainable is not None:
+            rules = self.trainable_rules or ()
+            text = bool(rules) and all(isinstance(rule, str) and rule for rule in rules)
+            _needs(text, "trainable", self.trainable, "path rules, as in '**/lora/**'")
+        self._check_precision()
+        self._check_remat()
         for name in ("overlap", "allow_unused"):
             _needs(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
 
     def _check_form(self) -> None:
         if self.step is not None:
             _needs(callable(self.step), "step", self.step, "a function (state, batch) -> (state, metrics)")
-            for name in ("loss", "optimizer", "clip_norm"):
+            for name in ("loss", "optimizer", "clip_norm", "clip_value", "trainable", "nonfinite"):
                 if getattr(self, name) is not None:
                     raise SpecError(
                         f"Spec(step=...) already says what a step does: leave out {name}=, or leave out step="
@@ -118,6 +139,23 @@ class Spec:
             "one of fzero.optim, as adamw(3e-4)",
         )
         _needs(self.params == DEFAULT_PARAMS, "params", self.params, "step=: with loss= the parameters are known")
+
+    def _check_remat(self) -> None:
+        given = self.remat
+        for rule, what in given.items() if isinstance(given, Mapping) else [("**", given)]:
+            form = '"none", "full", or path rules to them, as {"blocks/**": "full"}'
+            _needs(isinstance(rule, str) and what in ("none", "full"), "remat", given, form)
+
+    def _check_precision(self) -> None:
+        given = self.policy
+        if self.step is not None and (given.loss_scale is not None or given.params is not None):
+            raise SpecError(
+                f"Spec(step=..., precision={self.precision!r}): a step of your own scales its loss and rounds its "
+                "parameters itself. Give Precision(compute=...), use fzero.LossScale with value_and_grad(loss, "
+                "scale=...), and fzero.optim.stochastic_round"
+            )
+        if given.loss_scale is not None and self.nonfinite == "ignore":
+            raise SpecError("Spec(nonfinite='ignore') with a loss scale, which needs 'skip': leave nonfinite out")
 
     def _check_device(self) -> None:
         try:
@@ -136,6 +174,24 @@ class Spec:
                     f"mesh has no axis {axis!r} yet: known are {list(MESH_AXES)}.{suggest(axis, MESH_AXES)}"
                 )
             _positive(f"mesh[{axis!r}]", size)
+
+    @property
+    def policy(self) -> Precision:
+        return policy(self.precision)
+
+    @property
+    def remat_rules(self) -> dict[str, str]:
+        return dict(self.remat) if isinstance(self.remat, Mapping) else {"**": str(self.remat)}
+
+    @property
+    def nonfinite_policy(self) -> str:
+        return self.nonfinite or ("ignore" if self.policy.loss_scale is None else "skip")
+
+    @property
+    def trainable_rules(self) -> tuple[str, ...] | None:
+        if self.trainable is None:
+            return None
+        return (self.trainable,) if isinstance(self.trainable, str) else tuple(self.trainable)
 
     @property
     def param_rules(self) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from fzero._torch_compat import (
 )
 from fzero.errors import CaptureError, TreeError, at
 from fzero.plan.layout import buffer_name
+from fzero.precision import Precision
 from fzero.program import DTYPE_NAMES
 from fzero.provenance import describe, is_users, name_of, user_line
 
@@ -36,6 +37,7 @@ aten = torch.ops.aten
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
 _LIBRARY.define("region(Tensor[] inputs, int index) -> Tensor[]")
 _LIBRARY.define("reduce(Tensor x, str op, str axis) -> Tensor")
+_LIBRARY.define("axis_index(str axis, Device device) -> Tensor")
 
 
 @torch.library.register_fake("fzero::region", lib=_LIBRARY)
@@ -53,6 +55,16 @@ def _reduce_alone(x: torch.Tensor, op: str, axis: str) -> torch.Tensor:
     return x.clone()  # outside a step there is a world of one
 
 
+@torch.library.register_fake("fzero::axis_index", lib=_LIBRARY)
+def _axis_index_fake(axis: str, device: torch.device) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64, device=device)
+
+
+@torch.library.impl("fzero::axis_index", "CompositeExplicitAutograd", lib=_LIBRARY)
+def _axis_index_alone(axis: str, device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
 @dataclass
 class Tracing:
     """What a trace in progress knows; `value_and_grad` and the reductions ask for it."""
@@ -62,9 +74,11 @@ class Tracing:
     microbatches: int = 1
     allow_unused: bool = False
     axis: str = "dp"
+    precision: Precision = field(default_factory=Precision)
     depth: int = 0
     phase: str | None = None
     regions: list[Any] = field(default_factory=list)
+    watching: list[Any] = field(default_factory=list)
 
 
 _active: ContextVar[Tracing | None] = ContextVar("fzero_tracing", default=None)
@@ -171,7 +185,8 @@ _NO_GRAD = (aten.detach.default, torch.ops.fzero.region.default)
 def _ambient(op: Any, where: str) -> CaptureError:
     return CaptureError(
         f"{op} at {where} draws from torch's ambient generator: the step would not be a function of its state. "
-        "Use fzero.random with a key from the state or the batch"
+        "In a loss, give it a key: fzero.init(params, spec, key=fzero.random.key(0)), or value_and_grad(loss, key=key) "
+        "in a step of your own. Elsewhere use fzero.random with a key from the state or the batch"
     )
 
 
@@ -280,9 +295,20 @@ class _Watch(TorchDispatchMode):
         self.tracing, self.line = tracing, line
         self.phase = phase or (lambda: tracing.phase)
 
+    def __enter__(self) -> _Watch:
+        self.tracing.watching.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.tracing.watching.pop()
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is aten.native_batch_norm.default and args[5] and args[3] is not None:
+            func = aten._native_batch_norm_legit.default  # the same, with a schema that tells what it writes
         if func._schema.is_mutable:
             self.refuse_real(func, args, kwargs or {})
         if func in _ONE_DTYPE and len({value.dtype for value in args if isinstance(value, torch.Tensor)}) > 1:
@@ -294,7 +320,7 @@ class _Watch(TorchDispatchMode):
             raise _Refused(str(_ambient(func, user_line())))
         result = func(*args, **(kwargs or {}))
         graph = tracing_graph()
-        if graph is not None:
+        if graph is not None and self is self.tracing.watching[-1]:  # a region is traced inside a step
             line = None
             for node in reversed(graph.nodes):
                 if "source" in node.meta or node.op in ("placeholder", "root"):

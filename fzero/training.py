@@ -1,31 +1,120 @@
 """training: the step that `Spec(loss=..., optimizer=...)` stands for. An ordinary pure function; write your own like
-it."""
+it.
+
+The state is {"params", "opt_state"}; "key" where randomness is asked for, "loss_scale" with fp16. What the optimizer
+sees are fp32 parameters, the trainable ones alone. A step whose gradients are not finite may be skipped: every leaf
+then keeps its bits, on every rank, because the flag is computed from reduced gradients.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
-from fzero import optim
+import torch
+
+from fzero import optim, random, tree
 from fzero.functional import value_and_grad
+from fzero.precision import LOW, Precision
 
 
-def training_step(
-    loss: Callable[..., Any], optimizer: optim.GradientTransformation, clip_norm: float | None = None
-) -> Callable[[Any, Any], tuple[Any, dict[str, Any]]]:
-    """`step({"params", "opt_state"}, batch) -> (the same, {"loss"})`: gradients, clipping, update."""
-    clip = optim.identity() if clip_norm is None else optim.clip_by_global_norm(clip_norm)
+@dataclass(frozen=True)
+class Training:
+    """What the step is made from; the fields are those of `fzero.Spec`."""
 
-    def step(state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
-        params = state["params"]
-        value, grads = value_and_grad(loss)(params, batch)
-        grads, _ = clip.update(grads, clip.init(params), params)
-        updates, opt_state = optimizer.update(grads, state["opt_state"], params)
-        return {"params": optim.apply_updates(params, updates), "opt_state": opt_state}, {"loss": value}
+    loss: Callable[..., Any]
+    optimizer: optim.GradientTransformation
+    precision: Precision = Precision()
+    trainable: tuple[str, ...] | None = None
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    nonfinite: str = "ignore"
 
-    return step
+    def init(self, params: Any, key: torch.Tensor | None = None) -> dict[str, Any]:
+        """The first state."""
+        params = (
+            tree.map(lambda x: x.to(self.precision.held_dtype(x.dtype)), params) if self.precision.params else params
+        )
+        state = {"params": params, "opt_state": self.optimizer.init(self._master(self._split(params)[0]))}
+        if key is not None:
+            state["key"] = key
+        if self.precision.loss_scale is not None:
+            state["loss_scale"] = self.precision.loss_scale.init(_device(params))
+        return state
+
+    def step(self, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """`(state, batch) -> (state, metrics)`: gradients, clipping, update."""
+        scaler = self.precision.loss_scale
+        scaling = state["loss_scale"] if scaler else None
+        train, frozen = self._split(state["params"])
+        next_key, draw = random.split(state["key"]) if "key" in state else (None, None)
+        loss = self.loss if self.trainable is None else _joined(self.loss)
+        given = (batch,) if self.trainable is None else (batch, frozen)
+        value, grads = value_and_grad(loss, key=draw, scale=scaling and scaling["scale"])(train, *given)
+        grads, metrics = self._clipped(grads, {"loss": value})
+        master = self._master(train)
+        updates, opt_state = self.optimizer.update(grads, state["opt_state"], master)
+        train = self._rounded(optim.apply_updates(master, updates), train, draw)
+        new = {"params": tree.merge(train, frozen), "opt_state": opt_state}
+        if self.nonfinite == "ignore":
+            return new if next_key is None else {**new, "key": next_key}, metrics
+        finite = torch.isfinite(metrics["grad_norm"])
+        metrics["finite"] = finite
+        new = _where(finite, new, state)
+        if next_key is not None:  # another draw may do better: a skipped step uses its key up
+            new["key"] = next_key if self.nonfinite == "skip" else torch.where(finite, next_key, state["key"])
+        if scaler is not None:
+            new["loss_scale"] = scaler.update(scaling, finite)
+            metrics |= {"loss_scale": scaling["scale"], "skipped": new["loss_scale"]["skipped"]}
+        return new, metrics
+
+    # --- pieces
+
+    def _split(self, params: Any) -> tuple[Any, Any]:
+        return (params, None) if self.trainable is None else tree.partition(params, self.trainable)
+
+    def _master(self, params: Any) -> Any:
+        """The parameters as the optimizer sees them: of 16-bit ones that are held without a master, fp32 values."""
+        if self.precision.params is None:
+            return params
+        return tree.map(lambda p: p.to(torch.float32) if p.dtype in LOW else p, params)
+
+    def _rounded(self, new: Any, old: Any, draw: Any) -> Any:
+        if self.precision.params is None:
+            return new
+        seed = draw[0] ^ draw[1]
+        return tree.map(lambda n, o: n if n.dtype is o.dtype else optim.stochastic_round(n, seed), new, old)
+
+    def _clipped(self, grads: Any, metrics: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if self.clip_value is not None:
+            limit = self.clip_value
+            grads = tree.map(lambda g: g.clamp(-limit, limit), grads)
+        if self.clip_norm is not None or self.nonfinite != "ignore":
+            norm = optim.global_norm(grads)
+            metrics = {**metrics, "grad_norm": norm}
+            if self.clip_norm is not None:
+                coefficient = torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0)
+                grads = tree.map(lambda g: (g * coefficient).to(g.dtype), grads)
+        return grads, metrics
 
 
-def initial_state(params: Any, optimizer: optim.GradientTransformation) -> dict[str, Any]:
-    """The state that `training_step` starts from."""
-    return {"params": params, "opt_state": optimizer.init(params)}
+def _joined(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss of all parameters as one of the trainable ones."""
+
+    @wraps(loss)
+    def whole(train: Any, batch: Any, frozen: Any, **key: Any) -> Any:
+        return loss(tree.merge(train, frozen), batch, **key)
+
+    return whole
+
+
+def _where(finite: torch.Tensor, new: dict[str, Any], old: Any) -> dict[str, Any]:
+    return {
+        name: tree.map(lambda n, o: n if n is o else torch.where(finite, n, o), new[name], old[name]) for name in new
+    }
+
+
+def _device(params: Any) -> torch.device:
+    return next((x.device for x in tree.flatten(params)[1]), torch.device("cpu"))

@@ -49,6 +49,30 @@ def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return unflatten(treedef, [fn(path, *args) for path, *args in zip(paths, leaves, *others, strict=True)])
 
 
+def partition(tree: Any, rules: Iterable[str]) -> tuple[Any, Any]:
+    """(the leaves whose path matches a rule, the others): each of the tree's structure, with None for what it lacks.
+
+    >>> partition({"a": 1, "b": {"lora": 2}}, ["**/lora"])
+    ({'a': None, 'b': {'lora': 2}}, {'a': 1, 'b': {'lora': None}})
+    """
+    rules = list(rules)
+    paths, leaves, treedef = flatten(tree)
+    chosen = [any(matches(rule, path) for rule in rules) for path in paths]
+    picked = unflatten(treedef, [x if c else None for x, c in zip(leaves, chosen, strict=True)])
+    return picked, unflatten(treedef, [None if c else x for x, c in zip(leaves, chosen, strict=True)])
+
+
+def merge(tree: Any, rest: Any) -> Any:
+    """What `partition` took apart.
+
+    >>> merge(*partition({"a": 1, "b": 2}, ["a"]))
+    {'a': 1, 'b': 2}
+    """
+    if rest is None:
+        return tree
+    return optree.tree_map(lambda x, y: y if x is None else x, tree, rest, none_is_leaf=True, namespace=NAMESPACE)
+
+
 def parts(path: str) -> tuple[str, ...]:
     """The components of a path, cut at `/` and at the dots of dotted names.
 

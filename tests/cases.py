@@ -10,10 +10,9 @@ import torch.nn.functional as F
 
 import fzero
 from fzero import capture
-from fzero.compile import Lowered, fakes_on, plan_for, recipe_for
+from fzero.compile import Lowered, fakes_on, plan_for, recipe_for, training_of
 from fzero.lowering import build
 from fzero.program import Program
-from fzero.training import training_step
 
 Params = dict[str, Any]
 
@@ -56,13 +55,13 @@ def naive(world: int = 2, params: Params | None = None, **options: Any) -> Progr
     assert one.loss is not None
     assert one.optimizer is not None
     graph = capture.capture(
-        training_step(one.loss, one.optimizer, one.clip_norm),
+        training_of(one).step,
         fzero.tree.unflatten(recipe.spec, recipe.values),
         fakes_on(batch(one.microbatches * 4), torch.device("cpu")),
         microbatches=one.microbatches,
         fns=(one.loss,),
     )
-    return build(graph, plan, reduce=one.reduce)
+    return build(graph, plan, reduce=one.reduce or "end")
 
 
 def bf16_loss(params: Params, x: torch.Tensor) -> torch.Tensor:

@@ -22,10 +22,11 @@ from torch import Tensor
 
 import fzero
 from fzero import capture, tree
+from fzero.joint import asks_key
 from fzero.runtime import storage
 from fzero.runtime.interpret import interpret
 from fzero.runtime.reference import reference
-from fzero.training import initial_state
+from fzero.compile import training_of
 
 GRACE_SECONDS = 40.0  # for the other ranks once one has failed: each is to raise an error of its own within 30
 
@@ -54,9 +55,13 @@ class Run:
         return [float(step[0][name]) for step in self.metrics]
 
 
-def start(spec: fzero.Spec, params: Any) -> tuple[list[str], list[Tensor]]:
+def start(spec: fzero.Spec, params: Any, key: Tensor | None = None) -> tuple[list[str], list[Tensor]]:
     """Paths and whole leaves of the first state, as `fzero.init` would place them."""
-    state = params if spec.optimizer is None else initial_state(params, spec.optimizer)
+    state = params
+    if spec.optimizer is not None:
+        wants = key is not None or asks_key(spec.loss) or spec.policy.params is not None
+        key = fzero.random.fold_in(fzero.random.key(0) if key is None else key, -2) if wants else None
+        state = training_of(spec).init(params, key)
     paths, leaves, _ = tree.flatten(state)
     leaves = [leaf.value if isinstance(leaf, capture.PerRank) else leaf for leaf in leaves]
     return paths, [leaf if isinstance(leaf, Tensor) else torch.tensor(leaf) for leaf in leaves]
@@ -71,14 +76,15 @@ def run(
     steps: int,
     every_step: bool = False,
     poison: bool = True,
+    key: Tensor | None = None,
 ) -> Run:
     """`steps` steps on `world` ranks of this process; `batch(rank, step)` is what a rank is given.
 
     Keeps the leaves after the last step, or with `every_step` after each.
     """
-    lowered = fzero.lower(spec, params, batch(0, 0), world_size=world)
+    lowered = fzero.lower(spec, params, batch(0, 0), world_size=world, key=key)
     plan, program = lowered.plan, lowered.program
-    paths, leaves = start(spec, params)
+    paths, leaves = start(spec, params, key)
     inputs = [name for name, b in program.buffers.items() if b.kind == "batch"]
     constants = [name for name, b in program.buffers.items() if b.kind == "constant"]
     fixed = dict(zip(constants, lowered.graph.constants.values(), strict=True))

@@ -249,7 +249,8 @@ def test_keys_of_init_are_checked() -> None:
 
     for key in (3, torch.Generator(), torch.ones(2)):
         said(TreeError, lambda k=key: fzero.init(make, spec(), key=k), "fzero.init(key=", "fzero.random.key(0)")
-    said(TreeError, lambda: fzero.init(params(), spec(), key=fzero.random.key(0)), "key=", "these are tensors already")
+    own = fzero.Spec(step=lambda s, b: (s, {}))
+    said(TreeError, lambda: fzero.init(params(), own, key=fzero.random.key(0)), "key=", "the state is yours")
     said(CaptureError, lambda: fzero.init(lambda key: {"w": torch.randn(3)}, spec()), "ambient", "test_errors.py:")
     a, b = (whole(fzero.init(make, spec(), key=fzero.random.key(seed))) for seed in (1, 2))
     assert not torch.equal(a["params/w"], b["params/w"])

@@ -10,8 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import gloo, values
 
+import dp_sgd
 import fzero
+import gan
+import lora
+import maml
 import memory
 import ranks
 import text
@@ -143,3 +148,72 @@ def test_ranks_share_one_global_batch() -> None:
     whole = batch(0, 1)
     assert torch.equal(whole, torch.cat([batch(rank, 3) for rank in range(3)]))
     assert torch.equal(whole[:, 1:], whole[:, :-1] + 1)
+
+
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
+
+def printed_by(main: Any, out: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What an example prints, run here as one rank."""
+    assert main(["--world", "1", "--out", str(out), *arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("example", [gan, maml, dp_sgd, lora], ids=lambda example: example.__name__)
+def test_recipes_on_two_ranks(example: Any, tmp_path: Path) -> None:
+    """As torchrun would start them; `ranks.launch` is tested above."""
+    assert values(gloo(2, example.main, ["--steps", "2", "--out", str(tmp_path)])) == [0, 0]
+
+
+def test_the_gan_moves_towards_its_clusters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed_by(gan.main, tmp_path, capsys, "--steps", "120").splitlines()[-2]
+    before, after = (float(word.rstrip("%")) for word in shown.split() if word.endswith("%"))
+    assert after > before
+
+
+def test_maml_adapts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed_by(maml.main, tmp_path, capsys, "--steps", "300").splitlines()
+    at_first, trained = ([float(x) for x in line.split() if "." in x] for line in shown[-3:-1])
+    assert trained[2] < 0.8 * trained[0], "two steps on ten points help"
+    assert trained[2] < 0.8 * at_first[2], "and they did not before"
+
+
+def test_private_training_learns_and_counts_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed_by(dp_sgd.main, tmp_path, capsys, "--steps", "60", "--noise", "0.3")
+    assert shown.endswith("good\n")
+    assert f"step    60  epsilon {dp_sgd.epsilon(0.3, 60):.2f}" in shown
+
+
+def test_private_gradients_are_clipped() -> None:
+    data = dp_sgd.data_set(fzero.random.key(3), 30)
+    batch = {**data, "weight": torch.ones(30)}
+    params = fzero.optim.apply_updates(*[dp_sgd.init(fzero.random.key(4))["params"]] * 2)  # twice: longer gradients
+    norms = dp_sgd.gradient_norms(params, batch)
+    assert norms.max() > dp_sgd.NORM
+    for i in range(30):
+        _, grads = fzero.value_and_grad(dp_sgd.clipped_loss)(params, {k: x[i : i + 1] for k, x in batch.items()})
+        size = float(fzero.optim.global_norm(grads))
+        assert size == pytest.approx(min(float(norms[i]), dp_sgd.NORM), rel=1e-4)
+
+
+def test_epsilon_is_that_of_published_accountants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings and values of the MNIST tutorial of TensorFlow Privacy: batches of 256 of 60,000, delta 1e-5."""
+    monkeypatch.setattr(dp_sgd, "RATE", 256 / 60_000)
+    for noise, epochs, published in ((1.3, 15, 1.19), (1.1, 60, 3.01), (0.7, 45, 7.10)):
+        assert dp_sgd.epsilon(noise, epochs * 60_000 // 256) == pytest.approx(published, rel=0.005)
+
+
+def test_a_sampled_batch_is_shared_among_ranks() -> None:
+    data = dp_sgd.data_set(fzero.random.key(0), dp_sgd.NUM_EXAMPLES)
+    key = fzero.random.key(1)
+    whole = dp_sgd.sampled(data, key, 0, 1)
+    parts = [dp_sgd.sampled(data, key, rank, 2) for rank in range(2)]
+    assert sum(float(part["weight"].sum()) for part in parts) == float(whole["weight"].sum())
+    assert torch.equal(torch.stack([part["x"] for part in parts], 1).flatten(0, 1), whole["x"])
+
+
+def test_lora_trains_adapters_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed_by(lora.main, tmp_path, capsys, "--steps", "30", "--seq", "32")
+    assert "the base has the bits it had" in shown
+    alone, adapted = (float(x) for x in shown.splitlines()[-2].replace(",", "").split() if "." in x)
+    assert adapted < alone

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from test_optim import (
     assert_close,
     batch,
+    every,
     example,
     leaves,
     loss,
@@ -228,6 +229,18 @@ def test_moments_carry_the_path_of_their_parameter() -> None:
     assert tree.flatten(state)[0] == ["1/count", "1/mu/a/bias", "1/mu/a/w", "1/nu/a/bias", "1/nu/a/w"]
     assert optim.sgd(0.1).init(example()).momentum is None
     assert state[1].count.dtype == torch.int64
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-6])
+def test_adafactor_floors_tiny_second_moments_as_torch_does(size: float) -> None:
+    torch.manual_seed(0)
+    params = {"w": torch.ones(4, 3), "b": torch.ones(5), "cube": torch.ones(2, 3, 4)}
+    gradients = [tree.map(lambda p: torch.randn_like(p) * size, params) for _ in range(5)]
+    got, _ = train(optim.adafactor(0.1, eps=(1e-3, 1e-3)), params, gradients)
+    reference = every(lambda p: torch.optim.Adafactor(p, lr=0.1, eps=(1e-3, 1e-3)))
+    wanted = reference(params, gradients)
+    moved = ({path: values[path] - 1 for path in params} for values in (got, wanted))
+    assert_close(*moved, tolerance=1e-2)  # of steps that are small beside 1
 
 
 def test_weight_decay_mask() -> None:

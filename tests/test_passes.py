@@ -19,7 +19,7 @@ from fzero.verify import verify
 GOLDEN_CASES: dict[str, dict[str, Any]] = {
     "zero3": {"zero": 3},
     "zero1_clip": {"zero": 1, "clip_norm": 1.0, "optimizer": fzero.optim.adamw(1e-3)},
-    "zero2_accumulate": {"zero": 2, "microbatches": 2},
+    "zero2_accumulate": {"zero": 2, "microbatches": 2, "reduce": "each"},
 }
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from fzero import random
 from fzero._torch_compat import FakeTensorMode, make_fx
 from fzero.kernels import philox
+from fzero.random import _ops, draws, keys
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 NARROW = (torch.bfloat16, torch.float16)
@@ -29,6 +30,7 @@ seeds = st.integers(0, 2**128 - 1)
 CALLS = {
     "uniform": lambda key: random.uniform(key, (3, 2), torch.bfloat16, low=-1.0, high=3.0),
     "normal": lambda key: random.normal(key, (4,)),
+    "random_bits": lambda key: _ops.bits(key, (3, 5)),
     "random_split": lambda key: random.split(key, 3),
     "random_fold_in": lambda key: random.fold_in(key, -5),
     "random_fold_in_tensor": lambda key: random.fold_in(key, torch.tensor(9, dtype=torch.int32)),
@@ -50,7 +52,7 @@ def _bits_set(key: torch.Tensor) -> int:
     return sum(word.bit_count() for word in _words(key))
 
 
-@pytest.mark.parametrize("module", [random, philox])
+@pytest.mark.parametrize("module", [keys, draws, philox])
 def test_doctests(module):
     result = doctest.testmod(module)
     assert result.attempted > 0
@@ -270,6 +272,7 @@ def test_op_is_pure_and_passes_torchs_own_checks(name):
     arguments = {
         "uniform": ((3,), torch.float32, 0.0, 1.0),
         "normal": ((3,), torch.float32),
+        "random_bits": ((3, 5),),
         "random_split": (3,),
         "random_fold_in": (7,),
         "random_fold_in_tensor": (torch.tensor(7),),

@@ -23,16 +23,17 @@ from fzero.capture import Graph
 from fzero.lowering.emit import Emitter, copy_segment, line_of
 from fzero.lowering.region import RegionBuilder
 from fzero.meaning import graph_meaning
-from fzero.plan.layout import TABLE, Plan
+from fzero.plan.layout import Plan
 from fzero.program import Buffer, Program, Ref
 
 aten = torch.ops.aten
 REDUCE = torch.ops.fzero.reduce.default
 REGION = torch.ops.fzero.region.default
+INDEX = torch.ops.fzero.axis_index.default
 
 
-def build(graph: Graph, plan: Plan, *, reduce: str | None = None, via: str = "p2p") -> Program:
-    """The naive program. `reduce` is "each", "end" or None (by stage); `via` names how bytes move: "p2p" or "nccl"."""
+def build(graph: Graph, plan: Plan, *, reduce: str = "end", via: str = "p2p") -> Program:
+    """The naive program. `reduce` is "each" or "end"; `via` names how bytes move: "p2p" or "nccl"."""
     builder = _Builder(plan, via, graph=graph, reduce=reduce)
     builder.run()
     return Program(
@@ -41,7 +42,7 @@ def build(graph: Graph, plan: Plan, *, reduce: str | None = None, via: str = "p2
         buffers=builder.buffers,
         ops=tuple(builder.ops),
         metrics=builder.metrics,
-        meaning=graph_meaning(graph, plan, builder.reduce_of, builder.input_names),
+        meaning=graph_meaning(graph, plan, reduce, builder.input_names),
         microbatches=max((region.microbatches for region in graph.regions), default=1),
         trainable=tuple(sorted(builder.trainable)),
         passes=("lower",),
@@ -54,19 +55,19 @@ class _Builder(Emitter):
     """The naive program of one captured step, being written."""
 
     graph: Graph = field(kw_only=True)
-    reduce: str | None = None
+    reduce: str = field(kw_only=True)
     metrics: dict[str, str] = field(default_factory=dict)
     trainable: set[str] = field(default_factory=set)
     input_names: list[str] = field(default_factory=list)
-
-    def reduce_of(self, stage: int) -> str:
-        return self.reduce or TABLE[stage].reduce
 
     def run(self) -> None:
         gm = fx.GraphModule(torch.nn.Module(), segments.copied(self.graph.gm.graph))
         self._own_outputs(gm)
         self.nodes = segments.placeholders(gm.graph)
         self._inputs()
+        for node in gm.graph.nodes:
+            if node.target is INDEX:
+                self.where[node] = self._rank(str(node.args[0]))
         levels = _levels(gm.graph)
         results = segments.outputs(gm.graph)
         num = len(self.plan.leaves)
@@ -135,6 +136,11 @@ class _Builder(Emitter):
             self.emit("wait", [Ref(name)], why=why)
         return name
 
+    def _rank(self, axis: str) -> Ref:
+        name = f"rank:{axis}"
+        self.buffers[name] = Buffer(name, torch.int64, (), "rank", note="this rank's place")
+        return Ref(name)
+
     def _outer(self, nodes: list[fx.Node], level: int) -> None:
         """All ordinary work of one level as one run on full tensors, new leaves written into flat `.new` buffers."""
         inside = set(nodes)
@@ -167,7 +173,7 @@ class _Builder(Emitter):
 
     def _comm(self, node: fx.Node) -> None:
         if node.target is REGION:
-            trainable = RegionBuilder(self, self.graph, self.nodes[: len(self.plan.leaves)], self.reduce_of).run(node)
+            trainable = RegionBuilder(self, self.graph, self.nodes[: len(self.plan.leaves)], self.reduce).run(node)
             self.trainable |= trainable
         elif node.target is REDUCE and node not in self.where:
             source, how, axis = segments.operand(node), str(node.args[1]), node.args[2]
@@ -199,11 +205,11 @@ class _Builder(Emitter):
 
 
 def _is_comm(node: fx.Node) -> bool:
-    """Regions, reductions, and the picking of a region's outputs: what is emitted as other ops than one run."""
+    """Regions, reductions, ranks, and the picking of a region's outputs: what is emitted as other ops than one run."""
     if node.op != "call_function":
         return False
     picks = node.target is operator.getitem and segments.operand(node).target is REGION
-    return node.target in (REGION, REDUCE) or picks
+    return node.target in (REGION, REDUCE, INDEX) or picks
 
 
 def _levels(graph: fx.Graph) -> dict[fx.Node, int]:

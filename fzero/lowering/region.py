@@ -16,7 +16,7 @@ from fzero import segments
 from fzero.capture import Graph, Region
 from fzero.lowering.emit import Emitter, elementwise, line_of
 from fzero.meaning import grad_places
-from fzero.program import Buffer, Ref
+from fzero.program import DTYPE_NAMES, Buffer, Ref
 
 REDUCE = torch.ops.fzero.reduce.default
 
@@ -28,7 +28,7 @@ class RegionBuilder:
     to: Emitter
     graph: Graph
     leaf_nodes: Sequence[fx.Node]
-    reduce_of: Callable[[int], str]
+    reduce: str
 
     def run(self, node: fx.Node) -> set[str]:
         """Emits the region; returns the slots that got a gradient, as "bucket:slot"."""
@@ -41,12 +41,15 @@ class RegionBuilder:
         self.getitems = {int(u.args[1]): u for u in node.users}  # type: ignore[arg-type]
         self.place = grad_places(region, inputs, self.leaf_nodes, b.plan)
         self.dtype = {bucket: region.values[i].dtype for i, (bucket, _) in self.place.items()}
+        self.wire = {bucket: region.wire.get(i, self.dtype[bucket]) for i, (bucket, _) in self.place.items()}
+        self.summed = bool(self.place) and min(self.place) in region.summed
         dest_of = [i for i in range(len(gm_outs)) if i in self.place]
         fresh_of = [i for i in range(len(gm_outs)) if i not in self.place]
         holders = segments.placeholders(region.gm.graph)
         body = [n for n in region.gm.graph.nodes if n.op == "call_function"]
         dests = [gm_outs[i] for i in dest_of]
         gm = segments.extract(body, holders, [*dests, *(gm_outs[i] for i in fresh_of)], dests)
+        self.first: dict[str, str] = {}  # by bucket, the reduced gradients of the first microbatch
         parts: dict[int, list[Ref]] = {i: [] for i in range(len(gm_outs))}
         for m in range(self.k):
             reads = [self._slice(b.where[x], x.meta["val"], m) if cut else b.where[x]
@@ -79,10 +82,10 @@ class RegionBuilder:
         for name in self.dtype:
             grad = f"{self.name}.grad:{name}.{m}"
             why = f"gradients of {name}"
-            each = self.reduce_of(b.plan.buckets[name].stage) == "each"
+            each = self.reduce == "each"
             if each:
                 reduced = self._reduced(grad, m, why)
-                first = reduced if m == 0 else f"{self.name}.red:{name}.0"
+                first = self.first.setdefault(name, reduced)
                 if m:
                     self._add(first, reduced, why)
             elif m:
@@ -96,34 +99,49 @@ class RegionBuilder:
                             b.where[user] = Ref(final, slot.start, slot.stop, slot.shape)
 
     def _reduced(self, grad: str, m: int, why: str) -> str:
+        """The gradients of a bucket over all ranks, divided for the mean; in the dtype they travel in on the way."""
         b = self.to
         source = b.buffers[grad]
         n = b.plan.world_size
         bucket = b.plan.buckets[source.bucket or ""]
         name = f"{self.name}.red:{bucket.name}.{m}"
+        divisor = 1 if self.summed else n * self.k
         if n == 1:
-            return self._scaled(grad, name, why) if self.k > 1 else grad
-        b.buffers[name] = Buffer(name, source.dtype, source.shape, "grad", source.bucket)
-        writes = [Ref(name)]
+            return self._flat(lambda x: torch.div(x, self.k), grad, name, why) if divisor > 1 else grad
+        wire = self.wire[bucket.name]
+        narrow = wire is not source.dtype
+        if narrow:
+            why = f"{DTYPE_NAMES[wire]} {why}"
+            grad = self._flat(lambda x: x.to(wire), grad, f"{grad}.low", why, wire)
+        moved = f"{name}.low" if narrow else name
+        b.buffers[moved] = Buffer(moved, wire, source.shape, "grad", source.bucket)
+        writes = [Ref(moved)]
         if b.via == "p2p":
             scratch = f"{name}.scratch"
-            b.buffers[scratch] = Buffer(scratch, source.dtype, (n - 1, bucket.length // n), "scratch")
+            b.buffers[scratch] = Buffer(scratch, wire, (n - 1, bucket.length // n), "scratch")
             writes.append(Ref(scratch))
         b.emit(
             "reduce", [Ref(grad)], writes, axis=b.plan.axis, why=why,
-            mode="all", op="sum", divisor=n * self.k, via=b.via, microbatch=m,
+            mode="all", op="sum", divisor=divisor, via=b.via, microbatch=m,
         )  # fmt: skip
-        b.emit("wait", [Ref(name)], why=why)
-        return name
+        b.emit("wait", [Ref(moved)], why=why)
+        return self._flat(lambda x: x.to(source.dtype), moved, name, why, source.dtype) if narrow else name
 
-    def _scaled(self, grad: str, name: str, why: str) -> str:
-        """A world of one: the mean over microbatches is all that is left."""
+    def _flat(
+        self,
+        fn: Callable[[torch.Tensor], torch.Tensor],
+        source: str,
+        name: str,
+        why: str,
+        dtype: torch.dtype | None = None,
+    ) -> str:
+        """An elementwise function of a whole gradient bucket, into a bucket of its own."""
         b = self.to
-        source = b.buffers[grad]
-        b.buffers[name] = Buffer(name, source.dtype, source.shape, "grad", source.bucket)
-        gm = elementwise(lambda x: torch.div(x, self.k), 1, source, dest=True)
-        whole = (0, source.numel)
-        b.segment("run", gm, [Ref(grad, *whole)], [Ref(name, *whole)], why=why, flat=1)
+        like = b.buffers[source]
+        b.buffers[name] = Buffer(name, dtype or like.dtype, like.shape, "grad", like.bucket)
+        gm = elementwise(fn, 1, like, dest=True)
+        whole = (0, like.numel)
+        b.segment("run", gm, [Ref(source, *whole)], [Ref(name, *whole)], why=why, flat=1)
         return name
 
     def _add(self, total: str, part: str, why: str) -> None:
@@ -134,10 +152,14 @@ class RegionBuilder:
         b.segment("run", gm, [Ref(total, *whole), Ref(part, *whole)], [Ref(total, *whole)], why=f"add {why}", flat=1)
 
     def _plain(self, i: int, refs: list[Ref]) -> None:
-        """The loss, aux, or a gradient of what is no flat leaf: added over microbatches, then reduced whole."""
+        """The loss, aux, or a gradient of what is no flat leaf: over microbatches, then reduced whole."""
         b = self.to
         node = self.getitems.get(i)
         if node is None:
+            return
+        summed = i in self.region.summed
+        if not summed and not self.region.values[i].dtype.is_floating_point:
+            b.where[node] = refs[-1]
             return
         total = refs[0]
         for m, ref in enumerate(refs[1:], 1):
@@ -145,13 +167,14 @@ class RegionBuilder:
             added = b.new(f"{self.name}.sum{i}.{m}", self.region.values[i], "activation")
             b.segment("run", gm, [total, ref], [added], why="add over microbatches")
             total = added
-        means = [u for u in node.users if u.target is REDUCE and u.args[1] == "mean"] if b.plan.world_size > 1 else []
+        how = "sum" if summed else "mean"
+        users = [u for u in node.users if u.target is REDUCE and u.args[1] == how] if b.plan.world_size > 1 else []
         what = "loss" if i == 0 else f"output {i}"
-        for user in means:
-            why = f"mean of the {what} {line_of(user)}"
+        for user in users:
+            why = f"{how} of the {what} {line_of(user)}"
             name = f"{self.name}.{what.replace(' ', '')}"
-            b.where[user] = b.exchange(total, user.meta["val"], name, "mean", self.k, why)
-        if self.k > 1 and len(means) < len(node.users):
+            b.where[user] = b.exchange(total, user.meta["val"], name, how, self.k, why)
+        if self.k > 1 and not summed and len(users) < len(node.users):
             gm = elementwise(lambda x: torch.div(x, self.k), 1, b.buffers[total.name])
             mean = b.new(f"{self.name}.mean{i}", self.region.values[i], "activation")
             b.segment("run", gm, [total], [mean], why=f"mean of the {what} over microbatches")

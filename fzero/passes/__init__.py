@@ -6,8 +6,8 @@ collectives, bf16 reductions) will be a second list.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from fzero.passes.cast_before_gather import cast_before_gather
 from fzero.passes.free import free
@@ -16,6 +16,7 @@ from fzero.passes.narrow import narrow
 from fzero.passes.place_gathers import place_gathers
 from fzero.passes.place_reductions import place_reductions
 from fzero.passes.prefetch import prefetch
+from fzero.passes.recompute import recompute
 from fzero.passes.rematerialise_views import rematerialise_views
 from fzero.passes.segment import segment
 from fzero.passes.shard_update import shard_update
@@ -30,6 +31,7 @@ class Options:
     prefetch: int = 1
     gather_bytes: int | None = None
     overlap: bool = True
+    remat: Mapping[str, str] = field(default_factory=dict)
 
 
 Pass = Callable[[Program, Options], Program]
@@ -40,6 +42,7 @@ PASSES: tuple[tuple[str, Pass, str], ...] = (
     ("cast_before_gather", lambda p, o: cast_before_gather(p), "fewer bytes travel; before segments hide the casts"),
     ("rematerialise_views", lambda p, o: rematerialise_views(p), "only owned memory may cross the cuts made next"),
     ("segment", lambda p, o: segment(p), "uses of parameters become separate ops, to place transfers between"),
+    ("recompute", lambda p, o: recompute(p, o.remat), "whole segments run again, before their gathers are placed"),
     ("place_gathers", lambda p, o: place_gathers(p), "whole parameters only around their uses"),
     ("place_reductions", lambda p, o: place_reductions(p, o.overlap), "reductions where gradients are complete"),
     ("write_in_place", lambda p, o: write_in_place(p), "after all moves, so that what reads old values is known"),

@@ -2,7 +2,7 @@
 
 The naive gather at the top becomes one before each stretch of neighbouring uses; after it the buffer is dead until the
 next. A layer is gathered for its forward and again for its backward (3P bytes a step in all); what is used by
-neighbouring segments, like the head, is gathered once for both.
+neighbouring segments, like the head, is gathered once for both. Stages 1 and 2 gather once a step and keep it.
 
     gather p -> p.full; wait; run(p.full) fwd; ...; run(p.full) bwd
     becomes   gather p -> p.full.0; wait; run(p.full.0) fwd; ...; gather p -> p.full.1; wait; run(p.full.1) bwd
@@ -28,9 +28,10 @@ def place_gathers(program: Program) -> Program:
             continue
         full = one.writes[0].name
         moved.add(full)
+        kept = program.buckets[program.buffers[full].bucket or ""].stage < 3
         stretches: list[list[int]] = []
         for index in sorted({i for i, _ in reads.get(full, [])}):
-            if stretches and turn[index] - turn[stretches[-1][-1]] <= 1:
+            if stretches and (kept or turn[index] - turn[stretches[-1][-1]] <= 1):
                 stretches[-1].append(index)
             else:
                 stretches.append([index])

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from fzero import segments
-from fzero.program import Buffer, Op, Program, Ref
+from fzero.program import PERSISTENT, Buffer, Op, Program, Ref
 
 
 def finish(
@@ -23,9 +23,7 @@ def finish(
     ops = tuple(ops)
     named = {ref.name for one in ops for ref in (*one.reads, *one.writes)} | set(program.metrics.values())
     every = program.buffers if buffers is None else buffers
-    kept = {
-        n: b for n, b in every.items() if n in named or b.kind in ("param", "optimizer", "state", "batch", "constant")
-    }
+    kept = {n: b for n, b in every.items() if n in named or b.kind in PERSISTENT}
     used = {str(one.get("segment")) for one in ops if one.get("segment") is not None}
     pool = {**program.segments, **(new_segments or {})}
     return replace(

@@ -114,7 +114,44 @@ def _cut(program: Program, one: Op) -> list[_Piece]:
         at[node] = len(groups) - 1
         waiting = []
     groups[-1] += waiting
+    for i in range(len(groups) - 1):
+        _move_prelude(groups, i, set(uses), made_anew)
     return _pieces(gm, groups, units, made_anew)
+
+
+def _move_prelude(groups: list[list[fx.Node]], i: int, used: set[fx.Node], made_anew: MadeAnew) -> None:
+    """What a forward segment does after its last use of a parameter goes to the next one where less crosses then: a
+    layer that begins with a norm begins before the norm, at the one value that the last layer left."""
+    group = groups[i]
+    start = max((n for n, node in enumerate(group) if node in used), default=-1) + 1
+    while start < len(group) and group[start].target is operator.getitem:
+        start += 1
+    tail = group[start:]
+    nodes = [n for n in (*tail, *groups[i + 1]) if not made_anew(n)]
+    if not tail or any(n.meta.get("phase") for n in nodes[: len(tail) + 1]):
+        return
+
+    def readers(node: fx.Node) -> set[fx.Node]:
+        found: set[fx.Node] = set()
+        for user in node.users:
+            found |= readers(user) if made_anew(user) else {user}
+        return {u for u in found if not u.meta.get("phase")}
+
+    def crossing(cut: int) -> int:
+        kept = set(group[: start + cut])
+        made = dict.fromkeys([*group[: start + cut], *(a for n in tail for a in n.all_input_nodes if n not in kept)])
+        values = [n for n in made if n.op == "call_function" and not made_anew(n) and n not in tail[cut:]]
+        inside = {*kept, *(n for earlier in groups[:i] for n in earlier)}
+        late = [n for n in values if n in inside and readers(n) - inside]
+        return sum(t.nbytes for n in late if isinstance(t := n.meta["val"], torch.Tensor))
+
+    cuts = [
+        c
+        for c in range(len(tail) + 1)
+        if not (c and made_anew(tail[c - 1])) and not (c < len(tail) and tail[c].target is operator.getitem)
+    ]
+    best = min(cuts, key=lambda c: (crossing(c), c))
+    groups[i], groups[i + 1] = group[: start + best], [*tail[best:], *groups[i + 1]]
 
 
 def _uses(

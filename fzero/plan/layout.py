@@ -10,7 +10,9 @@ whole.
 A bucket belongs to one layer, cut where `bucket_bytes` is full: identical layers get identical buckets. The layer of a
 leaf is its path up to the first number (`blocks/3`), else its first component; small layers without a number share one.
 
-The ZeRO stages are rows of one table (`TABLE`): what is sharded, and when gradients are reduced. The layout is a
+The ZeRO stages are rows of one table (`TABLE`): what is sharded, and when gradients are reduced. Parameters that are
+computed in fewer bits than they are held in (fp32 masters of a bf16 loss) are sharded from stage 1 on: stages 1 and 2
+gather the narrow copy once a step and keep it, as ZeRO does. Leaves of one bucket are cast alike. The layout is a
 function of the tree, the world and the options alone: every rank, and every stage, computes the same one.
 """
 
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -38,14 +40,13 @@ class Row:
     params: bool
     optimizer: bool
     reduce_when: str  # "produced" or "end" of the microbatch's backward
-    reduce: str  # with microbatches: "each" reduced, or the sum at the "end"
 
 
 TABLE = {
-    0: Row(params=False, optimizer=False, reduce_when="produced", reduce="end"),
-    1: Row(params=False, optimizer=True, reduce_when="end", reduce="end"),
-    2: Row(params=False, optimizer=True, reduce_when="produced", reduce="each"),
-    3: Row(params=True, optimizer=True, reduce_when="produced", reduce="each"),
+    0: Row(params=False, optimizer=False, reduce_when="produced"),
+    1: Row(params=False, optimizer=True, reduce_when="end"),
+    2: Row(params=False, optimizer=True, reduce_when="produced"),
+    3: Row(params=True, optimizer=True, reduce_when="produced"),
 }
 
 SMALL_BYTES = 64 << 10  # layers without a number below this share a bucket
@@ -106,8 +107,10 @@ def layout(
     bucket_bytes: int = 32 << 20,
     params: Sequence[str] = ("params/**",),
     per_rank: Sequence[str] = (),
+    compute: Callable[[str, torch.dtype], torch.dtype] = lambda path, held: held,
 ) -> Plan:
-    """The plan for these leaves. Raises SpecError for a rule that matches nothing or leaves a leaf without a stage."""
+    """The plan for these leaves. `compute` tells from a leaf's path below its entry, and its dtype, what it is cast to
+    in a loss. Raises SpecError for a rule that matches nothing or leaves a leaf without a stage."""
     codes_of = scales(paths, leaves, per_rank)
     flat = [
         i
@@ -124,7 +127,8 @@ def layout(
             f"zero={zero!r} keeps parameters whole and shards the rest, but no leaf of the state matches "
             f"params={list(params)!r}. Say which leaves are parameters, as in Spec(params='model/**')"
         )
-    groups = _groups(classes, stages, paths, leaves)
+    casts = [compute("/".join(one.key), leaves[one.members[0][1]].dtype) for one in classes]
+    groups = _groups(classes, stages, casts, leaves)
     buckets: dict[str, Bucket] = {}
     buffers: dict[str, Buffer] = {}
     places: dict[int, Leaf] = {}
@@ -148,7 +152,8 @@ def layout(
         buckets[name] = bucket
         for column, (prefix, first) in enumerate(classes[members[0]].members):
             row = TABLE[stage]
-            shard = world_size > 1 and (row.params if is_param[first] else row.optimizer)
+            narrow = stage > 0 and casts[members[0]].itemsize < leaves[first].dtype.itemsize
+            shard = world_size > 1 and (row.params or narrow if is_param[first] else row.optimizer)
             kind = "param" if is_param[first] else "optimizer"
             per = ALIGN if first in codes_of else 1
             length = (bucket.length // world_size if shard else bucket.length) // per
@@ -233,9 +238,10 @@ def _stages(classes: list[Class], paths: Sequence[str], zero: int | Mapping[str,
 
 
 def _groups(
-    classes: list[Class], stages: list[int], paths: Sequence[str], leaves: Sequence[torch.Tensor]
+    classes: list[Class], stages: list[int], casts: list[torch.dtype], leaves: Sequence[torch.Tensor]
 ) -> dict[tuple[object, ...], list[int]]:
-    """Class indices by (layer, stage, columns), in canonical order: the tree's, matrices before vectors in a layer."""
+    """Class indices by (layer, stage, cast, columns), in canonical order: the tree's, matrices before vectors in a
+    layer."""
     sizes: dict[str, int] = {}
     layers: list[tuple[str, bool]] = []
     for one in classes:
@@ -248,7 +254,7 @@ def _groups(
     for c, (one, (layer, numbered)) in enumerate(zip(classes, layers, strict=True)):
         layer = layer if numbered or sizes[layer] >= SMALL_BYTES else "small"
         columns = tuple((prefix, leaves[i].dtype) for prefix, i in one.members)
-        groups.setdefault((layer, stages[c], columns), []).append(c)
+        groups.setdefault((layer, stages[c], casts[c], columns), []).append(c)
     for members in groups.values():
         members.sort(key=lambda c: (leaves[classes[c].members[0][1]].ndim < 2, c))
     return groups

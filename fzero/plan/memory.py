@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from fzero.program import PERSISTENT, Program, live_bytes
+from fzero.program import GIVEN, PERSISTENT, Program, live_bytes
 
 SHOWN = {
     "param": "params",
@@ -53,9 +53,7 @@ def account(program: Program) -> Account:
         kinds[SHOWN.get(buffer.kind, "other")] += buffer.nbytes
     if at >= 0:
         kinds["activations"] += int(program.ops[at].get("workspace", 0))
-    state = sum(
-        b.nbytes for b in program.buffers.values() if b.kind in PERSISTENT and b.kind not in ("batch", "constant")
-    )
+    state = sum(b.nbytes for b in program.buffers.values() if b.kind in PERSISTENT and b.kind not in GIVEN)
     total = heights[at] if at >= 0 else state
     kinds["other"] += total - sum(kinds.values())  # memory kept for a buffer that will reuse it
     return Account(kinds, total, state, at)

@@ -41,6 +41,9 @@ class Rank:
     ) -> None:
         self.program, self.rank, self.comm, self.device, self.poison = program, rank, comm, device, poison
         self.memory: dict[str, torch.Tensor] = dict(memory)
+        for buffer in program.buffers.values():
+            if buffer.kind == "rank":
+                self.memory[buffer.name] = torch.full((), rank, dtype=buffer.dtype, device=device)
         self.kept: dict[str, torch.Tensor] = {}
         self.reused = {b.reuses for b in program.buffers.values() if b.reuses}
         self.calls = {key: gm.forward for key, gm in program.segments.items()}

@@ -35,6 +35,8 @@ def reference(
             results: list[Any] = [_region(graph.regions[a[0][1]], a[0][0]) for a in args]
         elif node.target is torch.ops.fzero.reduce.default:
             results = [_all_reduce([a[0][0] for a in args], node.args[1])] * n
+        elif node.target is torch.ops.fzero.axis_index.default:
+            results = [node.target(*a[0]) + rank for rank, a in enumerate(args)]
         else:
             results = [node.target(*a[0], **a[1]) for a in args]
         for own, result in zip(values, results, strict=True):
@@ -46,14 +48,19 @@ def reference(
 
 
 def _region(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The mean over microbatches of everything a region returns."""
+    """Over microbatches the mean of what a region returns; of sums the sum, of integers the last."""
     k = region.microbatches
-    totals: list[torch.Tensor] = []
+    runs = []
     for m in range(k):
         feed = [x.chunk(k)[m] if cut else x for x, cut in zip(inputs, region.sliced, strict=True)]
-        outs = region.gm(*feed)
-        totals = [t + o for t, o in zip(totals, outs, strict=True)] if m else list(outs)
-    return [t / k for t in totals] if k > 1 else totals
+        runs.append(region.gm(*feed))
+    results = []
+    for i, parts in enumerate(zip(*runs, strict=True)):
+        if i in region.summed:
+            results.append(sum(parts))
+        else:
+            results.append(sum(parts) / k if parts[0].dtype.is_floating_point else parts[-1])
+    return results if k > 1 else list(runs[0])
 
 
 def _all_reduce(parts: Sequence[torch.Tensor], how: str) -> torch.Tensor:

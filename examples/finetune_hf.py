@@ -1,0 +1,224 @@
+"""Train a Hugging Face causal language model, unmodified, with every tensor of its training sharded over the ranks.
+
+By default: two local ranks, ZeRO stage 3, a 0.1M-parameter Llama over bytes, made from its configuration, on the source
+code of Python's own standard library. Sequences end where a line ends, so batches are padded, and the loss is the mean
+over all tokens of all ranks. The trained model is saved as Hugging Face saves it; `--model` continues from there.
+"""
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import fzero
+import ranks
+import text
+from fzero.interop import Apply, from_module
+
+try:
+    import transformers
+except ImportError:
+    sys.exit("finetune_hf.py needs transformers: pip install 'fzero[hf]'")
+
+EXAMPLES = """
+examples:
+  python examples/finetune_hf.py                            two ranks, zero=3
+  python examples/finetune_hf.py --arch gpt2 --dropout 0.1  another architecture, with dropout
+  python examples/finetune_hf.py --model runs/finetune_hf   a model that save_pretrained wrote (text is read as bytes)
+  torchrun --nproc-per-node 4 examples/finetune_hf.py       torchrun's ranks instead of its own
+
+results, in --out: the model (config.json, model.safetensors), program.txt (the step, one op per line), rankN.log
+"""
+
+Batch = dict[str, Tensor]
+VOCAB, PAD, IGNORED, NEWLINE = 256, 0, -100, 10
+HELD_OUT_BATCHES = 4
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SPECIAL = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": None, "eos_token_id": None}
+
+
+def configuration(arch: str, sequence: int, dropout: float) -> Any:
+    """A tiny configuration of an architecture: the fields that transformers knows, at sizes for a CPU."""
+    if arch == "llama":
+        return transformers.LlamaConfig(
+            **SIZES, **SPECIAL, max_position_embeddings=sequence, attention_dropout=dropout, tie_word_embeddings=True
+        )
+    if arch == "gpt2":
+        drops = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), dropout)
+        return transformers.GPT2Config(**SPECIAL, **drops, n_embd=64, n_layer=2, n_head=4, n_positions=sequence)
+    return transformers.MambaConfig(**SPECIAL, hidden_size=64, state_size=8, num_hidden_layers=2)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="finetune_hf.py",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--world", type=int, metavar="N", help="ranks to start on this machine (2); under torchrun its ranks are used")
+    add("--zero", type=int, default=3, choices=range(4), help="ZeRO stage: the same numbers, other memory (3)")
+    add("--arch", default="llama", choices=("llama", "gpt2", "mamba"), help="a tiny model of this architecture (llama)")
+    add("--model", type=Path, metavar="DIR", help="instead: a causal language model that save_pretrained wrote")
+    add("--dropout", type=float, default=0.0, metavar="P", help="of --arch llama and gpt2 (0.0)")
+    add("--steps", type=int, default=100, metavar="N", help="optimizer steps (100)")
+    add("--batch", type=int, default=16, metavar="N", help="sequences per step, over all ranks (16)")
+    add("--seq", type=int, default=96, metavar="N", help="bytes per sequence, at most (96)")
+    add("--lr", type=float, default=3e-3, metavar="X", help="peak learning rate: linear warm-up, then cosine (3e-3)")
+    add("--precision", default="fp32", choices=("fp32", "bf16"), help="what is computed in (fp32)")
+    add("--data", type=Path, metavar="PATH", help="a text file or a directory of them (Python's standard library)")
+    add("--out", type=Path, default=Path("runs/finetune_hf"), metavar="DIR", help="where results go (runs/finetune_hf)")
+    add("--seed", type=int, default=0, metavar="N", help="of the parameters, the batches and dropout (0)")
+    args = parser.parse_args(argv)
+    started = ranks.here()
+    if started and args.world not in (None, started[1]):
+        parser.error(f"--world {args.world}, but torchrun started {started[1]} ranks: leave --world out")
+    args.world = started[1] if started else 2 if args.world is None else args.world
+    for name in ("world", "steps", "batch", "seq"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: needed a positive number")
+    if args.batch % args.world:
+        parser.error(f"--batch {args.batch} cannot be cut into {args.world} ranks: needed a multiple of {args.world}")
+    for name in ("data", "model"):
+        if getattr(args, name) is not None and not getattr(args, name).exists():
+            parser.error(f"--{name} {getattr(args, name)}: there is no such file or directory")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, in ranks of its own unless torchrun started some; returns the exit status."""
+    args = parse(argv)
+    if ranks.here() is None and args.world > 1:
+        command = [sys.executable, str(Path(__file__).resolve()), *(sys.argv[1:] if argv is None else argv)]
+        return ranks.launch(command, args.world, args.out)
+    rank = (ranks.here() or (0, 1))[0]
+    try:
+        train(args, rank)
+    except KeyboardInterrupt:
+        return ranks.STOPPED
+    except (fzero.FzeroError, text.TextError) as error:  # meant for the user to read: no traceback
+        print(f"finetune_hf.py: rank {rank}: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def train(args: argparse.Namespace, rank: int) -> None:
+    """The whole job, as one rank does it."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(args.seed)  # every rank makes the same model
+    model = load(args)
+    params, buffers, apply = from_module(model.train())
+    spec = fzero.Spec(
+        loss=loss_of(apply, buffers),
+        optimizer=fzero.optim.adamw(fzero.optim.warmup_cosine(args.lr, max(1, args.steps // 20), args.steps)),
+        mesh={"dp": args.world},
+        zero=args.zero,
+        precision=args.precision,
+        clip_norm=1.0,
+        trainable=apply.trainable if apply.frozen else None,
+    )
+    corpus = text.load(args.data, args.seq)
+    say = print if rank == 0 else _silent
+    say(f"text: {corpus.description}")
+    size = sum(value.numel() for value in params.values())
+    say(f"{type(model).__name__}: {size:,} parameters, {args.world} ranks, zero={args.zero}")
+    held_out = [padded(x) for x in held_out_windows(args, corpus)]
+    say(f"held-out loss {evaluated(model, held_out):.3f} nats per byte before the first step")
+
+    state = fzero.init(params, spec, key=fzero.random.key(args.seed))  # what dropout draws from, if there is any
+    start = time.perf_counter()
+    for number, batch in enumerate(itertools.islice(batches(args, corpus, rank), args.steps), 1):
+        state = fzero.step(state, batch)
+        if number % max(1, args.steps // 6) == 0 or number == args.steps:
+            say(f"step {number}: loss {float(state.metrics['loss']):.3f}")
+    seconds = time.perf_counter() - start
+
+    model.load_state_dict(fzero.unshard(state.params), strict=False)  # tied names and buffers are not among params
+    if rank == 0:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "program.txt").write_text(str(state.program))
+        model.save_pretrained(args.out)
+        say(f"held-out loss {evaluated(model, held_out):.3f} nats per byte; {seconds / args.steps:.2f} s per step")
+        say(f"a sample: {sample(model, 'def ')!r}")
+        say(f"in {args.out}: config.json, model.safetensors, program.txt")
+
+
+def _silent(*_: object) -> None: ...
+
+
+def load(args: argparse.Namespace) -> Any:
+    if args.model is not None:
+        return transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    return transformers.AutoModelForCausalLM.from_config(configuration(args.arch, args.seq, args.dropout))
+
+
+def loss_of(apply: Apply, buffers: dict[str, Tensor]) -> Callable[[Any, Batch], fzero.Mean]:
+    """The mean over the tokens of all ranks, however many of them each rank holds."""
+
+    def loss(params: Any, batch: Batch) -> fzero.Mean:
+        given = {name: x for name, x in batch.items() if name != "labels"}
+        return fzero.Mean(*total(apply(params, buffers, **given, use_cache=False).logits, batch["labels"]))
+
+    return loss
+
+
+def total(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum and number of the losses of the next bytes: `logits` (rows, bytes, VOCAB), `labels` int64 (rows, bytes)."""
+    labels = labels[:, 1:]
+    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), labels, ignore_index=IGNORED, reduction="sum")
+    return losses, (labels != IGNORED).sum()
+
+
+def padded(x: Tensor) -> Batch:
+    """Bytes (rows, bytes), each row cut after its last whole line, as a padded batch."""
+    ends = (x == NEWLINE) * torch.arange(1, x.shape[1] + 1)
+    last = ends.amax(1, keepdim=True)
+    mask = torch.arange(x.shape[1]) < torch.where(last > 1, last, x.shape[1])
+    return {"input_ids": x * mask, "attention_mask": mask.long(), "labels": x.masked_fill(~mask, IGNORED)}
+
+
+def batches(args: argparse.Namespace, corpus: text.Corpus, rank: int) -> Iterator[Batch]:
+    """This rank's part of random training batches, for ever."""
+    sizes = {"num_sequences": args.batch, "sequence": args.seq, "rank": rank, "world_size": args.world}
+    for windows in text.batches(corpus.train, seed=args.seed, **sizes):
+        yield padded(windows["x"])
+
+
+def held_out_windows(args: argparse.Namespace, corpus: text.Corpus) -> Iterator[Tensor]:
+    sizes = {"num_batches": HELD_OUT_BATCHES, "num_sequences": args.batch, "sequence": args.seq}
+    for windows in text.held_out_batches(corpus.held_out, rank=0, world_size=1, **sizes):
+        yield windows["x"]
+
+
+@torch.no_grad()
+def evaluated(model: Any, held_out: Sequence[Batch]) -> float:
+    """The model's loss on whole batches, by plain PyTorch."""
+    model.eval()
+    sums = torch.zeros(2)
+    for batch in held_out:
+        given = {name: x for name, x in batch.items() if name != "labels"}
+        sums += torch.stack([x.float() for x in total(model(**given).logits, batch["labels"])])
+    return float(sums[0] / sums[1])
+
+
+def sample(model: Any, prompt: str) -> str:
+    given = torch.tensor([list(prompt.encode())])
+    made = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=60, do_sample=True, top_k=20)
+    return bytes(made[0].tolist()).decode(errors="replace")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

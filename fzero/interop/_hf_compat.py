@@ -1,0 +1,95 @@
+"""The only file of interop that uses private names, of torch and of transformers; each with the version it was seen in.
+
+transformers asks `is_tracing(tensor)`, which knows fake tensors (5.0.0, 5.23.0), before it looks at the values of a
+mask; so a captured model builds the mask that an uncaptured one may leave out, and computes the same. transformers
+before 5 does not ask, and its models capture only without an `attention_mask`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from fzero._torch_compat import DataDependentOutputException, DynamicOutputShapeException, is_fake
+from fzero.errors import CaptureError
+
+
+def was_written(value: torch.Tensor) -> bool:
+    """Whether a tensor that nobody had written to has been (`Tensor._version`: 2.11.0, 2.13.0)."""
+    return value._version > 0
+
+
+def install() -> None:
+    """Lets transformers' grouped matrix product trace in fp32 (`_can_use_grouped_mm`: transformers 5.23.0).
+
+    torch's shape rule knows bfloat16 only; transformers has an op of its own for the rest, which it takes under
+    `torch.compile`, and now for fake tensors. Real tensors take the road they took before.
+    """
+    moe: Any = sys.modules.get("transformers.integrations.moe")
+    can_use = getattr(moe, "_can_use_grouped_mm", None)
+    if can_use is None or hasattr(can_use, "fzero"):
+        return
+
+    def fakes_too(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:
+        return not (is_fake(weight) and weight.dtype != torch.bfloat16) and can_use(input, weight, offs)
+
+    fakes_too.fzero = True  # type: ignore[attr-defined]
+    moe._can_use_grouped_mm = fakes_too
+
+
+@contextmanager
+def capturing(module: nn.Module) -> Iterator[None]:
+    """For the traced call of a module: keeps layers off library ops that cannot be traced, and says of a mixture of
+    experts that loops over them how it can be captured.
+
+    cuDNN's BatchNorm writes running statistics without saying so, oneDNN's LSTM saves nothing for a backward that is
+    not autograd's (2.13.0).
+    """
+    parts = [type(part) for part in module.modules()]
+    no_cudnn = any("BatchNorm" in part.__name__ for part in parts)
+    no_mkldnn = any(issubclass(part, nn.LSTM) for part in parts)
+    try:
+        with (
+            _without(torch.backends.cudnn) if no_cudnn else nullcontext(),
+            _without(torch.backends.mkldnn) if no_mkldnn else nullcontext(),
+        ):
+            yield
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        looping = next((part for part in module.modules() if _loops_over_experts(part)), None)
+        if looping is None:
+            raise
+        raise CaptureError(
+            f"{type(looping).__name__} finds each expert's tokens in a Python loop, so shapes depend on the routing, "
+            "which is known only when the step runs. Call model.set_experts_implementation('grouped_mm') before "
+            "from_module (in older transformers 'batched_mm'): the same numbers, without the loop"
+        ) from None
+    except RuntimeError as error:
+        if "Expected inputs of BF16 type" not in str(error):  # torch's shape rule of _grouped_mm (2.13.0)
+            raise
+        raise CaptureError(
+            f"{type(module).__name__}: torch's grouped matrix product is captured in bfloat16 alone. Take "
+            "precision='bf16', model.set_experts_implementation('batched_mm') before from_module, or a newer "
+            "transformers (5.23 has its own for fp32)"
+        ) from None
+
+
+def _loops_over_experts(part: nn.Module) -> bool:
+    """Whether this is a transformers layer of experts in its plain form (5.0.0, 5.23.0)."""
+    kind, config = type(part), getattr(part, "config", None)
+    plain = getattr(config, "_experts_implementation", None) == "eager"
+    return plain and kind.__module__.startswith("transformers.") and "Experts" in kind.__name__
+
+
+@contextmanager
+def _without(backend: Any) -> Iterator[None]:
+    before = backend.enabled
+    backend.enabled = False
+    try:
+        yield
+    finally:
+        backend.enabled = before

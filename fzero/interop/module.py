@@ -1,0 +1,177 @@
+"""module: an `nn.Module` as `(params, buffers, apply)`.
+
+`from_module` copies the module once, without its parameters and buffers (they become meta tensors), and each call of
+`apply` copies that again with the tensors it is given in their place: wherever the module refers to a parameter (twice
+where weights are tied, in a list as `nn.LSTM` does, in a hook) the copy refers to the given tensor. The module itself
+is never touched, nothing has to be put back, and what runs later, as the recomputation of `torch.utils.checkpoint` in
+a backward, still finds what the forward saw. A copy costs no tensor memory and some milliseconds for a large model; a
+captured step pays it once, when it is traced.
+
+What a forward writes: to a buffer, see `mutable`; to other attributes of the module, is dropped with the copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fzero import tree
+from fzero._torch_compat import is_fake
+from fzero.errors import CaptureError, TreeError, at
+from fzero.interop import _hf_compat, refuse
+from fzero.provenance import describe
+from fzero.tracing import active
+
+log = logging.getLogger("fzero")
+
+
+class Functional(NamedTuple):
+    """What `from_module` returns. `params` and `buffers` are dicts of detached tensors by dotted name, as in
+    `module.named_parameters()`. Parameters share the module's memory (`fzero.init` copies them); buffers are copies."""
+
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    apply: Apply
+
+
+@dataclass(frozen=True)
+class Apply:
+    """`apply(params, buffers, *args, **kwargs)`: the module's forward as a pure function.
+
+    Returns the module's output, or with `mutable` `(output, new_buffers)`. `frozen` names the parameters that did not
+    require grad, `trainable` the others. Raises TreeError where a name is missing, unknown or of another shape; dtypes
+    are free, so that parameters cast to bfloat16 run in bfloat16.
+    """
+
+    name: str
+    mutable: bool
+    frozen: tuple[str, ...]
+    _module: nn.Module = field(repr=False)
+    _kept: tuple[Tensor, ...] = field(repr=False)  # tensors that are neither parameters nor buffers
+
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        """The parameters that required grad: what `Spec(trainable=...)` takes to leave the frozen ones alone."""
+        return tuple(name for name, _ in self._module.named_parameters() if name not in self.frozen)
+
+    def __call__(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        memo: dict[int, Any] = {}
+        memo |= self._placed("params", self._module.named_parameters(), params)
+        traced = active() is not None or any(map(is_fake, params.values()))
+        kept = [value if traced else value.clone() for value in self._kept]
+        memo |= {id(value): own for value, own in zip(self._kept, kept, strict=True)}
+        given = buffers
+        if (self.mutable or not traced) and isinstance(buffers, Mapping):  # traced writes are refused as they happen
+            given = {name: _writable(value, traced) for name, value in buffers.items()}
+        memo |= self._placed("buffers", self._module.named_buffers(), given)
+        module = copy.deepcopy(self._module, memo)
+        with _hf_compat.capturing(module) if traced else nullcontext():
+            output = module(*args, **kwargs)
+        if not traced and any(map(_hf_compat.was_written, kept)):
+            raise CaptureError(f"{self.name} writes to a tensor that is no buffer: register it with register_buffer")
+        found = dict(module.named_buffers())
+        if self.mutable:
+            return output, {name: found[name] for name in buffers}
+        for name, value in given.items():
+            if found.get(name) is not value or (not traced and _hf_compat.was_written(value)):
+                raise CaptureError(
+                    f"{self.name} writes to its buffer {name!r}: take the new values, as in "
+                    "params, buffers, apply = from_module(module, mutable=True); "
+                    "output, buffers = apply(params, buffers, ...). Or call module.eval() first"
+                )
+        return output
+
+    def _placed(self, what: str, own: Iterable[tuple[str, Tensor]], given: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """The given tensors by the identity of the meta tensor they replace."""
+        known = dict(own)
+        if not isinstance(given, Mapping):
+            raise TreeError(
+                f"apply({what}) of {self.name} is {describe(given)}: needed a dict by dotted name, as from_module made"
+            )
+        for name in known.keys() - given.keys():
+            raise TreeError(f"{at(what, name)} of {self.name} is missing: pass every name that from_module returned")
+        for name, value in given.items():
+            if name not in known:
+                raise TreeError(f"{at(what, name)}: {self.name} has no such name.{tree.suggest(name, known)}")
+            if not isinstance(value, Tensor) or value.shape != known[name].shape:
+                raise TreeError(f"{at(what, name)} is {describe(value)}, {self.name} needs {describe(known[name])}")
+        return {id(known[name]): value for name, value in given.items()}
+
+
+def from_module(module: nn.Module, *, train: bool | None = None, mutable: bool = False) -> Functional:
+    """`(params, buffers, apply)` of a module, which stays as it is: modes, parameters, gradients, buffers, hooks.
+
+    `apply(params, buffers, *args, **kwargs)` is `module(*args, **kwargs)` with these tensors in the place of its own.
+    It runs in the mode (training or evaluation, per submodule) that the module is in now, or with `train=` in that
+    one. Tied parameters appear once, under their first name, and stay tied.
+
+    mutable: whether `apply` returns `(output, new_buffers)` instead of the output. It says so here, and not in what
+    the forward happens to write, so that a call has one type; needed by modules that write to their buffers, as
+    BatchNorm does in training (otherwise that is an error). The buffers given are never written to.
+
+    Parameters that do not require grad are among `params` and named in `apply.frozen`: `trainable=apply.trainable` in
+    the Spec keeps them as they are. Raises TreeError for what a pure function cannot hold: lazy or quantised
+    parameters, buffers on the meta device, wrapped modules (DDP, `torch.compile`), state outside parameters and
+    buffers. Parameters on the meta device are enough for `fzero.lower`.
+
+    >>> linear = torch.nn.Linear(2, 1)
+    >>> params, buffers, apply = from_module(linear)
+    >>> {name: tuple(value.shape) for name, value in params.items()}
+    {'weight': (1, 2), 'bias': (1,)}
+    >>> torch.equal(apply(params, buffers, torch.ones(3, 2)), linear(torch.ones(3, 2)))
+    True
+    """
+    refuse.unusable(module)
+    if not mutable:
+        refuse.written(module, module.training if train is None else train, train is not None)
+    params = {name: value.detach() for name, value in module.named_parameters()}
+    buffers = {name: value.detach().clone() for name, value in module.named_buffers()}
+    name = type(module).__name__
+    skeleton, kept = _without_tensors(module)
+    if train is not None:
+        skeleton.train(train)
+    frozen = tuple(path for path, value in module.named_parameters() if not value.requires_grad)
+    if frozen:
+        log.warning(
+            "fzero: %s has %d frozen parameters (requires_grad=False): %s. They are among params, and train unless "
+            "you say Spec(trainable=apply.trainable)",
+            name,
+            len(frozen),
+            ", ".join(frozen[:3]) + (", ..." if len(frozen) > 3 else ""),
+        )
+    _hf_compat.install()
+    return Functional(params, buffers, Apply(name, mutable, frozen, skeleton, kept))
+
+
+def _without_tensors(module: nn.Module) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A copy with meta tensors for parameters and buffers, and the copies of all other tensors in it."""
+    memo: dict[int, Any] = {}
+    for value in module.parameters():
+        memo[id(value)] = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=value.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    ours = {id(value) for value in memo.values()}
+    try:
+        skeleton: nn.Module = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise TreeError(
+            f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}), and apply needs a copy "
+            "without its parameters. Keep locks, files, process groups and tensors with a graph off the module"
+        ) from error
+    return skeleton, tuple(v for v in memo.values() if isinstance(v, Tensor) and id(v) not in ours)
+
+
+def _writable(value: Tensor, traced: bool) -> Tensor:
+    """A copy. Of a constant of a traced step it is made from an op's output, which in-place work can be traced on."""
+    if traced and not is_fake(value):
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
+    return value.clone()

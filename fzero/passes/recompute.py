@@ -1,0 +1,105 @@
+"""recompute: what a layer's forward would keep for its backward is computed again there.
+
+For each forward segment that reads a parameter under a rule, values that only the backward reads are no longer
+written; just before the first backward segment that reads one, a segment of the same nodes on the same inputs makes
+them again, the same bits. What the next layer's forward reads stays: those are the checkpoints. A layer then keeps its
+input instead of its intermediate values; its forward runs twice, less what only the next layer needs; its parameters
+are gathered for both at once.
+
+    run x0 w0 -> x1 a1;  run x1 w1 -> x2 a2;  run g2 a2 w1 -> g1 ...
+    becomes   run x0 w0 -> x1;  run x1 w1 -> x2;  run x1 w1 -> a2.again;  run g2 a2.again w1 -> g1 ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from fzero import segments, tree
+from fzero.passes import rewrite
+from fzero.program import Op, Program, Ref
+
+Rules = Mapping[str, str]
+aten = torch.ops.aten
+ANYWHERE = (aten._to_copy.default, aten.clone.default, aten.copy_.default)
+
+
+def recompute(program: Program, rules: Rules) -> Program:
+    """`rules`: path rules to "full" or "none", first match wins; a leaf without a match keeps everything."""
+    pool: dict[str, fx.GraphModule] = {}
+    buffers = dict(program.buffers)
+    readers = rewrite.reads_of(program.ops)
+    phases = [_phases(program, one) if one.get("phase") == "region" else set() for one in program.ops]
+    backward = [found == {"backward"} for found in phases]
+    before: dict[int, list[Op]] = {}
+    changed: dict[int, Op] = {}
+    renames: dict[str, str] = {}
+    for index, one in enumerate(program.ops):
+        if phases[index] != {"forward"} or not _chosen(program, one, rules):
+            continue
+        again = [ref for ref in one.writes if _only_backward(readers.get(ref.name, ()), backward)]
+        if not again or len(again) == len(one.writes):
+            continue
+        halves = _halves(program, one, again)
+        changed[index] = rewrite.run_op(one, halves.kept, one.reads, halves.kept_refs, pool)
+        for ref in again:
+            renames[ref.name] = f"{ref.name}.again"
+            buffers[renames[ref.name]] = replace(buffers[ref.name], name=renames[ref.name])
+        writes = [replace(ref, name=renames[ref.name]) for ref in again]
+        repeated = rewrite.run_op(one, halves.again, one.reads, writes, pool)
+        first = min(i for ref in again for i, _ in readers[ref.name])
+        before.setdefault(first, []).append(replace(repeated, why=f"again {one.why}"))
+    ops: list[Op] = []
+    for index, one in enumerate(program.ops):
+        ops += before.get(index, [])
+        ops.append(changed.get(index) or rewrite.renamed(one, lambda r: replace(r, name=renames.get(r.name, r.name))))
+    return rewrite.finish(program, "recompute", ops=ops, buffers=buffers, new_segments=pool)
+
+
+@dataclass
+class _Halves:
+    """A forward segment without the values that are made again, and one that makes only them."""
+
+    kept: fx.GraphModule
+    kept_refs: list[Ref]
+    again: fx.GraphModule
+
+
+def _halves(program: Program, one: Op, again: Sequence[Ref]) -> _Halves:
+    gm = program.segments[str(one.get("segment"))]
+    inputs = segments.placeholders(gm.graph)
+    body = [n for n in gm.graph.nodes if n.op == "call_function"]
+    outs = dict(zip(one.writes, segments.outputs(gm.graph), strict=True))
+    kept = [ref for ref in one.writes if ref not in again]
+    return _Halves(
+        segments.extract(body, inputs, [outs[ref] for ref in kept]),
+        kept,
+        segments.extract(body, inputs, [outs[ref] for ref in again]),
+    )
+
+
+def _phases(program: Program, one: Op) -> set[str]:
+    """Which phases a segment's work is of; views and casts are made anew wherever they are used."""
+    nodes = [n for n in program.segments[str(one.get("segment"))].graph.nodes if n.op == "call_function"]
+    work = [n for n in nodes if not segments.is_view(n) and n.target not in ANYWHERE]
+    return {n.meta.get("phase") or "forward" for n in work}
+
+
+def _only_backward(readers: Sequence[tuple[int, Ref]], backward: Sequence[bool]) -> bool:
+    return bool(readers) and all(backward[i] for i, _ in readers)
+
+
+def _chosen(program: Program, one: Op, rules: Rules) -> bool:
+    """Whether the first rule that matches a parameter of this segment says "full"."""
+    paths = [path for ref in one.reads for path in _paths(program, ref)]
+    return any(next((what for rule, what in rules.items() if tree.matches(rule, p)), "none") == "full" for p in paths)
+
+
+def _paths(program: Program, ref: Ref) -> list[str]:
+    bucket = program.buckets.get(program.buffers[ref.name].bucket or "")
+    if bucket is None:
+        return []
+    return [s.path for s in bucket.slots if ref.start is None or (ref.start <= s.start and s.stop <= (ref.stop or 0))]

@@ -1,0 +1,171 @@
+"""precision: which dtype is held, which is computed in, which travels; and the loss scale of fp16.
+
+A policy is data. `value_and_grad` reads it where it makes a region: parameters are cast inside the region, so the
+gather moves the narrow copy (`passes/cast_before_gather`) and the gradient arrives at the held leaf. Nothing persistent
+is added but what a line of the table says:
+
+| precision       | held            | gathered, computed | gradients reduced | summed over microbatches | moments |
+|-----------------|-----------------|--------------------|-------------------|--------------------------|---------|
+| "fp32"          | as given        | as given           | as held, >= fp32  | as reduced               | as held |
+| "bf16"          | as given (fp32) | bf16               | fp32              | fp32                     | fp32    |
+| "fp16"          | as given (fp32) | fp16, loss scaled  | fp32              | fp32                     | fp32    |
+| "bf16_params"   | bf16            | bf16               | fp32              | fp32                     | fp32    |
+
+Gradients may travel in 16 bits instead (`reduce="bf16"`); they are summed over microbatches in fp32 all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero import tree
+from fzero.errors import SpecError
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+LOW = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """A loss scale that follows overflows, as pure functions over a small state of 0-d tensors.
+
+    The scale starts at `initial`. An overflow uses up one of `hysteresis`; when none is left it halves the scale
+    (never below `minimum`). `window` steps in a row without one double it and give the hysteresis back. These are
+    DeepSpeed's rules and defaults. With `dynamic=False` the scale stays what it is.
+
+    >>> scaler = LossScale(hysteresis=1)
+    >>> held = scaler.update(scaler.init(), torch.tensor(False))  # an overflow
+    >>> float(held["scale"]), int(held["skipped"])
+    (32768.0, 1)
+    """
+
+    initial: float = 2.0**16
+    window: int = 1000
+    hysteresis: int = 2
+    minimum: float = 1.0
+    dynamic: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("initial", "minimum"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value < float("inf"):
+                raise SpecError(f"LossScale({name}={value!r}): needed a finite number > 0")
+        for name in ("window", "hysteresis"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise SpecError(f"LossScale({name}={value!r}): needed a positive int")
+
+    def init(self, device: torch.device | str | None = None) -> dict[str, Tensor]:
+        """`scale` (fp32), and counts (int64): `clean` steps in a row, `hysteresis` left, steps `skipped` in all."""
+        counts = {"clean": 0, "hysteresis": self.hysteresis, "skipped": 0}
+        held = {name: torch.full((), n, dtype=torch.int64, device=device) for name, n in counts.items()}
+        return {"scale": torch.full((), float(self.initial), dtype=torch.float32, device=device), **held}
+
+    def update(self, held: Mapping[str, Tensor], finite: Tensor) -> dict[str, Tensor]:
+        """The state after a step whose gradients were `finite` (a 0-d bool, the same on every rank)."""
+        scale, clean, left = held["scale"], held["clean"] + 1, held["hysteresis"]
+        skipped = held["skipped"] + (~finite).to(torch.int64)
+        if not self.dynamic:
+            return {"scale": scale, "clean": torch.where(finite, clean, 0), "hysteresis": left, "skipped": skipped}
+        grown = clean >= self.window
+        after_clean = torch.where(grown, scale * 2, scale)
+        after_overflow = torch.where(left <= 1, (scale / 2).clamp(min=self.minimum), scale)
+        return {
+            "scale": torch.where(finite, after_clean, after_overflow),
+            "clean": torch.where(finite & ~grown, clean, 0),
+            "hysteresis": torch.where(finite, torch.where(grown, self.hysteresis, left), (left - 1).clamp(min=1)),
+            "skipped": skipped,
+        }
+
+
+def _dtype(where: str, given: Any, *, none: bool) -> None:
+    if given not in DTYPES and not (given is None and none):
+        hint = tree.suggest(given, DTYPES) if isinstance(given, str) else ""
+        raise SpecError(f"{where}{given!r}: needed one of {', '.join(DTYPES)}{' or None' if none else ''}.{hint}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """A policy. Each dtype is "fp32", "bf16", "fp16", "fp64" or None (as given).
+
+    params: what the state holds. With 16 bits the update is made in fp32 and rounded stochastically.
+    compute: what parameters and the floating leaves of a loss's other arguments are cast to inside the loss.
+    reduce: what gradients travel in. None: what is held, and at least fp32.
+    keep: path rules to dtypes: leaves that are computed in another dtype, as {"**/norm*/**": "fp32"}. First match wins.
+    loss_scale: for fp16, in the `loss=` form.
+    cast_batch: False leaves the loss's other arguments as they are.
+
+    >>> Precision(compute="bf16", keep={"**/norm/**": "fp32"}).compute_dtype("blocks/0/norm/w", torch.float32)
+    torch.float32
+    """
+
+    params: str | None = None
+    compute: str | None = None
+    reduce: str | None = None
+    keep: Mapping[str, str] = field(default_factory=dict)
+    loss_scale: LossScale | None = None
+    cast_batch: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("params", "compute", "reduce"):
+            _dtype(f"Precision({name}=", getattr(self, name), none=True)
+        if not isinstance(self.keep, Mapping):
+            raise SpecError(f"Precision(keep={self.keep!r}): needed path rules to dtypes, as {{'**/norm/**': 'fp32'}}")
+        for rule, given in self.keep.items():
+            _dtype(f"Precision(keep={{{rule!r}: ", given, none=False)
+        if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
+            raise SpecError(f"Precision(loss_scale={self.loss_scale!r}): needed an fzero.LossScale")
+
+    def held_dtype(self, given: torch.dtype) -> torch.dtype:
+        """What the state holds of a leaf given in this dtype."""
+        return DTYPES[self.params] if self.params and given.is_floating_point else given
+
+    def compute_dtype(self, path: str, held: torch.dtype) -> torch.dtype:
+        """What a leaf is computed in. Rules are matched against its path within the parameters."""
+        if not held.is_floating_point:
+            return held
+        kept = next((DTYPES[name] for rule, name in self.keep.items() if tree.matches(rule, path)), None)
+        return kept or (DTYPES[self.compute] if self.compute else held)
+
+    def wire_dtype(self, held: torch.dtype) -> torch.dtype:
+        """What the gradient of a leaf travels in."""
+        return DTYPES[self.reduce] if self.reduce else torch.float32 if held in LOW else held
+
+    def sum_dtype(self, held: torch.dtype) -> torch.dtype:
+        """What its gradients are summed over microbatches in."""
+        wire = self.wire_dtype(held)
+        return torch.float32 if wire in LOW else wire
+
+
+PRESETS = {
+    "fp32": Precision(),
+    "bf16": Precision(compute="bf16", reduce="fp32"),
+    "fp16": Precision(compute="fp16", reduce="fp32", loss_scale=LossScale()),
+    "bf16_params": Precision(params="bf16", compute="bf16", reduce="fp32"),
+}
+
+
+def policy(given: Any) -> Precision:
+    """The `Precision` that a name stands for.
+
+    >>> policy("bf17")
+    Traceback (most recent call last):
+    fzero.errors.SpecError: precision='bf17': needed one of fp32, bf16, fp16, bf16_params, or a Precision. Did you \
+mean 'bf16'?
+    """
+    if isinstance(given, Precision):
+        return given
+    if isinstance(given, str) and given in PRESETS:
+        return PRESETS[given]
+    hint = tree.suggest(given, PRESETS) if isinstance(given, str) else ""
+    raise SpecError(f"precision={given!r}: needed one of {', '.join(PRESETS)}, or a Precision.{hint}")

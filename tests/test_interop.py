@@ -1,0 +1,446 @@
+"""`fzero.interop.from_module`: a module as values and a pure function, and the module as it was.
+
+What a module may be (tied, recurrent, parametrised, with buffers, with hooks), what a call may not leave behind, and
+what is refused with what to do about it. Hugging Face's models are in test_hf.py.
+"""
+
+import copy
+import doctest
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import relative, run, same_bits
+from torch import Tensor, nn
+
+import fzero
+from fzero import tree
+from fzero.interop import from_module
+
+
+def seeded(make: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return make()
+
+
+def data(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Tied(nn.Module):
+    """An embedding that is the output matrix too, integer positions, and a mask that forward keeps on the module."""
+
+    positions: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("positions", torch.arange(6)[None])
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.constant = torch.tensor([2.0])
+        self.mask: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(x.shape[1])
+        h = self.embedding(x) * self.scale + self.positions[:, : x.shape[1], None] / 6
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h)) * self.mask[:, None] * self.constant
+        return self.head(h)
+
+
+def words(rank: int = 0, step: int = 0) -> Tensor:
+    return torch.randint(11, (3, 5), generator=torch.Generator().manual_seed(rank + 10 * step))
+
+
+def tied_loss(apply: Any, buffers: Any) -> Any:
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return F.cross_entropy(apply(params, buffers, x).flatten(0, 1), x.flatten())
+
+    return loss
+
+
+# --- the module stays as it was ---------------------------------------------------------------------------------------
+
+
+def everything(module: nn.Module) -> list[Any]:
+    """What of a module could change: objects, versions, values, modes, gradients, hooks, attributes."""
+    found: list[Any] = []
+    for name, part in module.named_modules():
+        found.append((name, part.training, len(part._forward_hooks), sorted(vars(part))))
+        found += [
+            (k, id(v), v._version, v.clone(), v.requires_grad, v.grad)
+            for k, v in part._parameters.items()
+            if v is not None
+        ]
+        found += [(k, id(v), v._version, v.clone()) for k, v in part._buffers.items() if v is not None]
+    return found
+
+
+def same(a: list[Any], b: list[Any]) -> bool:
+    def equal(x: Any, y: Any) -> bool:
+        return same_bits(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else bool(x == y)
+
+    return len(a) == len(b) and all(len(x) == len(y) and all(map(equal, x, y)) for x, y in zip(a, b, strict=True))
+
+
+def test_the_module_is_not_changed() -> None:
+    module = seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)))
+    module[0].register_forward_hook(lambda part, args, output: output * 2)
+    module[2].eval()
+    module(data(3, 4)).sum().backward()
+    before = everything(module)
+    params, buffers, apply = from_module(module, mutable=True)
+    output, new = apply(params, buffers, data(5, 4, seed=1))
+    spec = fzero.Spec(
+        loss=lambda p, x: apply(p, buffers, x)[0].square().mean(), optimizer=fzero.optim.sgd(0.1), allow_unused=True
+    )
+    run(spec, params, lambda rank, step: data(5, 4, seed=rank), world=2, steps=1)
+    assert same(before, everything(module))
+    assert not same_bits(new["1.running_mean"], buffers["1.running_mean"]), "the copy's statistics moved"
+    assert torch.equal(output, module(data(5, 4, seed=1))), "the hook is the copy's too"
+
+
+def test_buffers_given_are_never_written_to() -> None:
+    module = nn.BatchNorm1d(4)
+    params, buffers, apply = from_module(module, mutable=True)
+    kept = {name: value.clone() for name, value in buffers.items()}
+    _, new = apply(params, buffers, data(3, 4))
+    assert all(same_bits(buffers[name], kept[name]) for name in kept)
+    module(data(3, 4))
+    assert new.keys() == dict(module.named_buffers()).keys()
+    assert all(torch.equal(new[name], value) for name, value in module.named_buffers())
+
+
+def test_later_changes_of_the_module_do_not_reach_apply() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).eval()
+    params, buffers, apply = from_module(module)
+    expected = module(data(2, 4))
+    given = {name: value.clone() for name, value in params.items()}
+    module.train()
+    module[0].weight.data.zero_()
+    module.append(nn.Linear(4, 4))
+    assert torch.equal(apply(given, buffers, data(2, 4)), expected)
+
+
+def test_modes_are_those_of_each_part_unless_given() -> None:
+    module = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
+    module[0].eval()
+    seen = {}
+    for train in (None, True, False):
+        _, _, apply = from_module(module, train=train)
+        seen[train] = [part.training for part in apply._module]
+    assert seen == {None: [False, True], True: [True, True], False: [False, False]}
+    assert [part.training for part in module] == [False, True]
+
+
+# --- what a module may be ---------------------------------------------------------------------------------------------
+
+
+def test_tied_parameters_are_one_leaf_and_stay_tied() -> None:
+    module = seeded(Tied)
+    params, buffers, apply = from_module(module)
+    assert sorted(params) == ["embedding.weight", *(f"layers.{i}.{n}" for i in range(2) for n in ("bias", "weight"))]
+    spec = fzero.Spec(loss=tied_loss(apply, buffers), optimizer=fzero.optim.sgd(0.1), zero=3)
+    result = run(spec, params, words, world=2, steps=3)
+    stepper = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(3):
+        stepper.zero_grad()
+        x = torch.cat([words(rank, step) for rank in range(2)])
+        F.cross_entropy(module(x).flatten(0, 1), x.flatten()).backward()
+        stepper.step()
+    for name, value in module.named_parameters():
+        assert relative(result.final[f"params/{name}"], value.detach()) <= 1e-5, name
+
+
+def test_dotted_names_make_layers_and_take_rules() -> None:
+    params, buffers, apply = from_module(seeded(Tied))
+    spec = fzero.Spec(
+        loss=tied_loss(apply, buffers),
+        optimizer=fzero.optim.sgd(0.1),
+        zero={"layers/0/**": 3, "**": 1},
+        bucket_bytes=4096,
+    )
+    plan = fzero.lower(spec, params, words(), world_size=2).plan
+    stages = {bucket.stage: bucket.name for bucket in plan.buckets.values() if bucket.stage == 3}
+    assert list(stages.values()) == ["layers.0"]
+
+
+def test_what_forward_keeps_on_the_module_does_not_outlive_a_trace() -> None:
+    """A mask made in a trace is a fake tensor: a second trace must not meet it, nor an eager call."""
+    params, buffers, apply = from_module(seeded(Tied))
+    spec = fzero.Spec(loss=tied_loss(apply, buffers), optimizer=fzero.optim.sgd(0.1))
+    first = fzero.lower(spec, params, words())
+    assert first.digest == fzero.lower(spec, params, words()).digest
+    assert apply(params, buffers, words()).shape == (3, 5, 11)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LSTM(4, 5, 2), lambda: nn.GRU(4, 5), lambda: nn.RNN(4, 5)])
+def test_recurrent_layers(make: Any) -> None:
+    """They keep their weights in a list as well, and oneDNN's LSTM cannot be traced."""
+    module = seeded(make)
+    params, buffers, apply = from_module(module)
+    doubled = {name: 2 * value for name, value in params.items()}
+    other = copy.deepcopy(module)
+    other.load_state_dict(doubled)
+    assert torch.equal(apply(doubled, buffers, data(3, 2, 4))[0], other(data(3, 2, 4))[0])
+    spec = fzero.Spec(loss=lambda p, x: apply(p, buffers, x)[0].square().mean(), optimizer=fzero.optim.sgd(0.1), zero=3)
+    result = run(spec, params, lambda rank, step: data(3, 2, 4, seed=rank), world=2, steps=2)
+    stepper = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        stepper.zero_grad()
+        module(torch.cat([data(3, 2, 4, seed=rank) for rank in range(2)], 1))[0].square().mean().backward()
+        stepper.step()
+    for name, value in module.named_parameters():
+        assert relative(result.final[f"params/{name}"], value.detach()) <= 1e-5, name
+
+
+def test_parametrised_weights() -> None:
+    module = seeded(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)))
+    params, buffers, apply = from_module(module)
+    assert "parametrizations.weight.original0" in params
+    assert torch.equal(apply(params, buffers, data(2, 4)), module(data(2, 4)))
+    spectral = seeded(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)))
+    params, buffers, apply = from_module(spectral, mutable=True)
+    output, new = apply(params, buffers, data(2, 4))
+    assert torch.equal(output, spectral(data(2, 4)))
+    assert all(torch.equal(new[name], value) for name, value in spectral.named_buffers())
+
+
+def test_apply_takes_transforms_and_keywords() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor, *, params: float = 1.0) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * params
+
+    module = seeded(lambda: Scaled(4, 1))
+    given, buffers, apply = from_module(module)
+    x = data(3, 4)
+    assert torch.equal(apply(given, buffers, x, params=2.0), 2 * module(x))
+    each = torch.func.vmap(torch.func.grad(lambda p, row: apply(p, buffers, row).sum()), (None, 0))(given, x)
+    assert torch.equal(each["weight"][:, 0], x)
+
+
+def test_checkpoints_recompute_with_the_given_parameters() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda y: torch.tanh(F.linear(y, self.weight, self.bias)) ** 2, x, use_reentrant=False)
+
+    _, buffers, apply = from_module(seeded(lambda: Checkpointed(4, 2)))
+    given = {"weight": data(2, 4).requires_grad_(), "bias": data(2).requires_grad_()}
+    apply(given, buffers, data(3, 4, seed=1)).sum().backward()
+    expected = {name: value.detach().requires_grad_() for name, value in given.items()}
+    (torch.tanh(F.linear(data(3, 4, seed=1), expected["weight"], expected["bias"])) ** 2).sum().backward()
+    assert all(torch.equal(given[name].grad, expected[name].grad) for name in given)  # type: ignore[arg-type]
+
+
+def test_integer_buffers_are_state_too() -> None:
+    params, buffers, apply = from_module(seeded(Tied))
+
+    def step(state: Any, x: Tensor) -> Any:
+        loss = tied_loss(apply, state["buffers"])
+        value, grads = fzero.value_and_grad(loss)(state["params"], x)
+        return {**state, "params": tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)}, {"loss": value}
+
+    start = {"params": params, "buffers": buffers}
+    in_state = run(fzero.Spec(step=step, zero=3), start, words, world=2, steps=2)
+    closed = fzero.Spec(loss=tied_loss(apply, buffers), optimizer=fzero.optim.sgd(0.1), zero=3)
+    assert in_state.losses() == run(closed, params, words, world=2, steps=2).losses()
+    assert same_bits(in_state.final["buffers/positions"], buffers["positions"])
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_batch_norm_in_a_loss_normalises_by_its_own_part(microbatches: int) -> None:
+    """The statistics may also be left alone: the loss drops the new buffers."""
+    module = seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)))
+    params, buffers, apply = from_module(module, mutable=True)
+    spec = fzero.Spec(
+        loss=lambda p, x: apply(p, buffers, x)[0].square().mean(),
+        optimizer=fzero.optim.sgd(0.1),
+        microbatches=microbatches,
+    )
+    result = run(spec, params, lambda rank, step: data(6, 4, seed=rank), world=2, steps=1)
+    parts = [part for rank in range(2) for part in data(6, 4, seed=rank).chunk(microbatches)]
+    expected = torch.stack([module(part).square().mean() for part in parts]).mean()
+    assert result.losses() == pytest.approx([expected.item()], rel=1e-5)
+
+
+def test_frozen_parameters_are_named_and_can_stay(caplog: pytest.LogCaptureFixture) -> None:
+    module = seeded(Tied)
+    module.layers[0].requires_grad_(False)
+    with caplog.at_level(logging.WARNING, logger="fzero"):
+        params, buffers, apply = from_module(module)
+    assert "Tied has 2 frozen parameters (requires_grad=False): layers.0.weight, layers.0.bias" in caplog.text
+    assert "trainable=apply.trainable" in caplog.text
+    assert apply.frozen == ("layers.0.weight", "layers.0.bias")
+    assert apply.trainable == ("embedding.weight", "layers.1.weight", "layers.1.bias")
+    spec = fzero.Spec(
+        loss=tied_loss(apply, buffers), optimizer=fzero.optim.adamw(0.1), trainable=apply.trainable, zero=3
+    )
+    result = run(spec, params, words, world=2, steps=1)
+    moved = {name for name in params if not same_bits(result.final[f"params/{name}"], params[name])}
+    assert moved == set(apply.trainable)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    count: Tensor
+
+    def __init__(self, assigns: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("count", torch.zeros(()))
+        self.assigns = assigns
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.assigns:
+            self.count = self.count + 1
+        else:
+            self.count += 1
+        return self.weight * x
+
+
+@pytest.mark.parametrize("assigns", [True, False])
+def test_writes_to_buffers_need_mutable(assigns: bool) -> None:
+    params, buffers, apply = from_module(Counting(assigns))
+    with pytest.raises(fzero.CaptureError, match=r"Counting writes to its buffer 'count'.*mutable=True"):
+        apply(params, buffers, torch.ones(2))
+    spec = fzero.Spec(loss=lambda p, x: apply(p, buffers, x).sum(), optimizer=fzero.optim.sgd(0.1))
+    with pytest.raises(fzero.CaptureError, match=r"changed in place|writes to its buffer"):
+        fzero.lower(spec, params, torch.ones(2))
+    params, buffers, apply = from_module(Counting(assigns), mutable=True)
+    assert float(apply(params, buffers, torch.ones(2))[1]["count"]) == 1
+    assert float(buffers["count"]) == 0
+
+
+def test_statistics_written_by_a_functional_batch_norm_are_refused_too() -> None:
+    """torch's op does not say in its schema that it writes them."""
+    mean, var = torch.zeros(4), torch.ones(4)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return F.batch_norm(x, mean, var, params["w"], training=True).square().mean()
+
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1))
+    with pytest.raises(fzero.CaptureError, match="tensor 'mean' is closed over and changed in place"):
+        fzero.lower(spec, {"w": torch.ones(4)}, data(3, 4))
+    assert same_bits(mean, torch.zeros(4))
+
+
+class Hidden(nn.Linear):
+    """Writes to a tensor that nobody was told of."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.seen = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return super().forward(x) * self.seen
+
+
+def test_writes_to_other_tensors_are_refused() -> None:
+    params, buffers, apply = from_module(Hidden())
+    spec = fzero.Spec(loss=lambda p, x: apply(p, buffers, x).sum(), optimizer=fzero.optim.sgd(0.1))
+    for _ in range(2):
+        with pytest.raises(fzero.CaptureError, match=r"Hidden writes to a tensor that is no buffer: register it"):
+            apply(params, buffers, data(1, 2))
+    with pytest.raises(fzero.CaptureError, match="closed over and changed in place"):
+        fzero.lower(spec, params, data(1, 2))
+
+
+class Locked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.lock = threading.Lock()
+
+
+class Extra(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": 3}
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+def twice() -> nn.Module:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = nn.Parameter(module[0].weight.data)
+    return module
+
+
+def integer() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
+    return module
+
+
+class Subclass(nn.Parameter):
+    pass
+
+
+def subclass() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.weight = Subclass(torch.ones(2, 2))
+    return module
+
+
+REFUSED = {
+    "not a module": (lambda: F.relu, r"needs a torch.nn.Module, got function"),
+    "lazy": (lambda: nn.LazyLinear(2), r"parameter 'weight' of LazyLinear has no shape yet.*Run one batch"),
+    "lazy buffer": (lambda: nn.LazyBatchNorm1d(affine=False), r"buffer 'running_mean' .* no shape yet"),
+    "meta buffer": (lambda: nn.BatchNorm1d(2, device="meta"), r"buffer 'running_mean' of BatchNorm1d is on the meta"),
+    "batch norm": (
+        lambda: nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2)),
+        r"'0' and 1 more layers .*mutable=True",
+    ),
+    "one memory": (twice, r"'0.weight' and '1.weight' of Sequential are two Parameters over one memory.*Tie them"),
+    "integers": (integer, r"parameter 'weight' of Linear is i8\[2, 2\]: no gradient.*quantisation"),
+    "subclass": (subclass, r"parameter 'weight' of Linear is a Subclass: needed a plain"),
+    "extra state": (Extra, r"'_extra_state' of Extra is state outside its parameters and buffers \(dict\)"),
+    "wrapped": (lambda: nn.DataParallel(nn.Linear(2, 2)), r"DataParallel is wrapped in DataParallel.*module.module"),
+    "compiled": (lambda: torch.compile(nn.Linear(2, 2)), r"wrapped in OptimizedModule.*module._orig_mod"),
+    "locked": (Locked, r"Locked cannot be copied \(TypeError: cannot pickle '_thread.lock' object\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_what_to_do(name: str) -> None:
+    make, message = REFUSED[name]
+    with pytest.raises(fzero.TreeError, match=message):
+        from_module(make())
+
+
+def test_apply_checks_what_it_is_given() -> None:
+    params, buffers, apply = from_module(nn.Linear(4, 2))
+    x = data(3, 4)
+    for given, message in (
+        ({"weight": params["weight"]}, r"params\['bias'\] of Linear is missing"),
+        ({**params, "wieght": data(1)}, r"params\['wieght'\]: Linear has no such name. Did you mean 'weight'\?"),
+        ({**params, "bias": data(3)}, r"params\['bias'\] is f32\[3\], Linear needs f32\[2\]"),
+        ({**params, "bias": 0.0}, r"params\['bias'\] is float 0.0"),
+        ([params], r"apply\(params\) of Linear is list"),
+    ):
+        with pytest.raises(fzero.TreeError, match=message):
+            apply(given, buffers, x)
+    low = {name: value.to(torch.bfloat16) for name, value in params.items()}
+    assert apply(low, buffers, x.to(torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_the_documentation_runs() -> None:
+    path = Path(__file__).parent.parent / "docs" / "modules.md"
+    found = doctest.testfile(str(path), module_relative=False, optionflags=doctest.ELLIPSIS)
+    assert found.attempted > 20
+    assert found.failed == 0
