@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo as untraced_by_dynamo  # 2.11.0, 2.13.0
 from torch._subclasses.fake_tensor import (  # 2.11.0, 2.13.0
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -20,7 +21,6 @@ from torch.fx.experimental.proxy_tensor import (  # 2.11.0, 2.13.0
     get_proxy_mode,
     make_fx,
 )
-from torch._compile import _disable_dynamo as untraced_by_dynamo  # 2.11.0, 2.13.0
 from torch.utils._python_dispatch import TorchDispatchMode  # 2.11.0, 2.13.0
 
 __all__ = [

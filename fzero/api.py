@@ -1,4 +1,4 @@
-"""api: init, step, evaluate, lower. A `torch.compile`d loop calls them as they are: they compile the step themselves."""
+"""api: init, step, evaluate, lower. A `torch.compile`d loop calls them as they are: fzero compiles the step itself."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
     if target is operator.getitem and isinstance(args[0], Vec):
         vector, index = args
         picked = replace(vector, slots={s: term("getitem", t, index) for s, t in vector.slots.items()})
-        return _over(picked, vector.per[index]) if isinstance(vector.per, tuple) else picked
+        return _ratio(picked, vector.per[index]) if isinstance(vector.per, tuple) else picked
     name = "getitem" if target is operator.getitem else target._schema.name
     if not vectors:
         return term(name, *_plain((args, tuple(sorted(kwargs.items()))))) if name != "getitem" else term(name, *args)
@@ -116,7 +116,7 @@ def _blocks(target: Any, args: Any) -> Vec:
     operands = args[: len(wanted)]
     if not all(isinstance(v, Vec) and v.per == per for v, per in zip(operands, wanted, strict=True)):
         raise Undefined(f"{target} wants columns with an element for each {wanted}")
-    if len({(_over(v, ALIGN).span, v.mine, *v.slots) for v in operands}) > 1:
+    if len({(_ratio(v, ALIGN).span, v.mine, *v.slots) for v in operands}) > 1:
         raise Undefined(f"{target} works on ranges that do not match")
     if not all(v.tight for v in operands):
         raise Undefined(f"{target} takes padding into the blocks of a leaf")
@@ -138,7 +138,7 @@ def _leaf(target: Any, args: Any, kwargs: Any) -> Vec:
     return replace(vector, slots={slot: apply(FLAT_FORMS[target], (of, *rest), kwargs)})
 
 
-def _over(vector: Vec, per: int) -> Vec:
+def _ratio(vector: Vec, per: int) -> Vec:
     """The same range in a column with one element for each `per`: whole blocks."""
     start, stop = vector.span
     return replace(vector, per=per, span=(start, -(-stop // per) * per))

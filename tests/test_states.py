@@ -53,7 +53,7 @@ def test_no_narrow_copy_outlasts_a_step() -> None:
 def test_stages_1_and_2_gather_narrow_parameters_once_and_3_for_each_use() -> None:
     gathers = {}
     for zero in (1, 2, 3):
-        lowered, held = states(zero, precision="bf16")
+        lowered, _ = states(zero, precision="bf16")
         low = [one for one in lowered.program.ops if one.kind == "gather" and ".low" in one.writes[0].name]
         gathers[zero] = len(low)
     buckets = len(lowered.plan.buckets)

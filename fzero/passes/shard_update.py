@@ -19,7 +19,6 @@ and 2) are gathered after their update. With the state sharded, what is updated 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -29,12 +28,10 @@ from fzero._torch_compat import FakeTensorMode
 from fzero.meaning import BLOCKWISE, WHOLE
 from fzero.passes import rewrite
 from fzero.passes.leafwise import Call, leafwise
+from fzero.passes.levels import Levels, Spot
 from fzero.plan.layout import buffer_name
 from fzero.plan.owned import is_whole
 from fzero.program import Buffer, Op, Program, Ref, op
-
-SUMS = {torch.ops.aten.sum.default}
-Spot = tuple[str, int]  # bucket, slot
 
 
 def shard_update(program: Program) -> Program:
@@ -43,58 +40,24 @@ def shard_update(program: Program) -> Program:
     ops: list[Op] = []
     for index, one in enumerate(program.ops):
         if one.kind == "run" and one.get("phase") == "outer":
-            ops += _Outer(program, one, index, buffers, pool).rewritten()
+            ops += _Outer(program, one, buffers, index=index, pool=pool).rewritten()
         else:
             ops.append(one)
     return rewrite.finish(program, "shard_update", ops=ops, buffers=buffers, new_segments=pool)
 
 
-def is_sum(node: fx.Node) -> bool:
-    return node.target in SUMS or node.target is getattr(torch.ops.fzero.sum_squares, "default", None)
-
-
-def _is_scalar(node: fx.Node) -> bool:
-    value = node.meta["val"]
-    return isinstance(value, torch.Tensor) and value.ndim == 0
-
-
 @dataclass
-class _Outer:
+class _Outer(Levels):
     """One outer run on full tensors, being rewritten."""
 
-    program: Program
-    one: Op
-    index: int
-    buffers: dict[str, Buffer]
-    pool: dict[str, fx.GraphModule]
+    index: int = field(kw_only=True)
+    pool: dict[str, fx.GraphModule] = field(kw_only=True)
     ops: list[Op] = field(default_factory=list)
-    where: dict[fx.Node, Ref] = field(default_factory=dict)  # full values, and the slots of stored flat ones
-    spot: dict[fx.Node, Spot] = field(default_factory=dict)
-    per: dict[fx.Node, Any] = field(default_factory=dict)  # elements of the leaf for one of the value: of each result
-    stored: dict[fx.Node, str] = field(default_factory=dict)  # flat value -> the column (buffer) that holds it
     gathers: list[str] = field(default_factory=list)
     columns: set[str] = field(default_factory=set)  # made here
 
     def rewritten(self) -> list[Op]:
-        self.gm = segments.module(segments.copied(self.program.segments[str(self.one.get("segment"))].graph))
-        holders = segments.placeholders(self.gm.graph)
-        num_reads = len(self.one.reads)
-        fresh_count = int(self.one.get("fresh", 0))
-        for node, ref in zip(holders, self.one.reads, strict=False):
-            self.where[node] = ref
-            spot = self._spot_of(ref)
-            if spot is not None:
-                self.spot[node], self.stored[node], self.per[node] = spot, ref.name, self.buffers[ref.name].per
-        dests = dict(zip(holders[num_reads:], self.one.writes[fresh_count:], strict=True))
-        self.dest: dict[fx.Node, Ref] = {}
-        for node in self.gm.graph.nodes:
-            if node.target is torch.ops.aten.copy_.default:
-                self.dest[node.args[1]] = dests[node.args[0]]
-        self.fresh = dict(zip(segments.outputs(self.gm.graph), self.one.writes[:fresh_count], strict=True))
-        self.nodes = [
-            n for n in self.gm.graph.nodes if n.op == "call_function" and n.target is not torch.ops.aten.copy_.default
-        ]
-        self._classify()
+        self.sort_out()
         if not any(n in self.spot for n in self.nodes) and not self.partial:
             return [self.one]
         for level in range(max(self.level.values(), default=0) + 1):
@@ -105,94 +68,8 @@ class _Outer:
             self._sums([n for n in here if n in self.partial], level)
         for name in dict.fromkeys(self.gathers):
             self._gather(name)
-        self._slices()
+        self._narrow_columns()
         return self.ops
-
-    # --- which nodes are flat, and when
-
-    def _spot_of(self, ref: Ref) -> Spot | None:
-        bucket = self.program.buckets.get(self.buffers[ref.name].bucket or "")
-        if bucket is None or ref.start is None or ref.shape is None:
-            return None
-        found = bucket.find((ref.start, ref.stop, ref.shape), self.buffers[ref.name].per)
-        return None if found is None else (bucket.name, found)
-
-    def _classify(self) -> None:
-        self.partial: set[fx.Node] = set()
-        self.owned: set[fx.Node] = set()  # work on whole leaves, its results flat
-        for node in self.nodes:
-            spot, per = self._flat_spot(node) or (None, 1)
-            elsewhere = node in self.dest and self._spot_of(self.dest[node]) != spot  # a leaf that is another's value
-            if spot is not None and node not in self.fresh and not elsewhere:
-                self.spot[node], self.per[node] = spot, per
-                if node.target in WHOLE:
-                    self.owned.add(node)
-            elif is_sum(node) and self.per.get(segments.operand(node)) == 1 and len(node.all_input_nodes) == 1:
-                self.partial.add(node)
-        self.level: dict[fx.Node, int] = {}
-        for node in self.nodes:
-            ready = 0
-            for a in node.all_input_nodes:
-                if a not in self.level:
-                    continue
-                leaves_flat = a in self.spot and node not in self.spot and node not in self.partial
-                late = a in self.partial or leaves_flat or (a in self.owned and node not in self.partial)
-                ready = max(ready, self.level[a] + late)
-            self.level[node] = ready
-        for node in reversed(self.nodes):  # as late as its first user allows: what waits need not be stored
-            if node in self.spot and node not in self.owned:
-                needed = [self.level[u] - self._is_full(u) for u in node.users if u in self.level]
-                self.level[node] = max(self.level[node], min(needed, default=0))
-        self._repeat()
-
-    def _is_full(self, node: fx.Node) -> bool:
-        return node not in self.spot and node not in self.partial
-
-    def _repeat(self) -> None:
-        """A short elementwise chain on what is stored anyway (a gradient over a count) is computed again at a later
-        level, instead of kept from an earlier one."""
-        short: dict[fx.Node, int] = {}
-        for node in self.nodes:
-            flat = [a for a in node.all_input_nodes if a in self.spot]
-            depth = 1 + max((short.get(a, 4) if a in self.level else 0 for a in flat), default=4)
-            one_value = node in self.spot and node not in self.owned and isinstance(node.meta["val"], torch.Tensor)
-            if one_value and depth <= 4:
-                short[node] = depth
-        for node in reversed(self.nodes):
-            later = {self.level[u] for u in node.users if u in self.spot and self.level[u] > self.level[node]}
-            for level in sorted(later) if node in short else ():
-                with self.gm.graph.inserting_after(node):
-                    copy = self.gm.graph.node_copy(node, lambda n: n)
-                self.level[copy], self.spot[copy], self.per[copy] = level, self.spot[node], self.per[node]
-                for user in [u for u in node.users if u in self.spot and self.level.get(u) == level]:
-                    user.replace_input_with(node, copy)
-                self.nodes.insert(self.nodes.index(node) + 1, copy)
-
-    def _flat_spot(self, node: fx.Node) -> tuple[Spot, Any] | None:
-        """The leaf whose elements, or blocks, a node works on alone, and how many elements its results stand for."""
-        if node.target.__name__ == "getitem":  # type: ignore[union-attr]
-            source, index = node.args
-            if source not in self.spot:
-                return None
-            per = self.per[source]  # type: ignore[index]
-            return self.spot[source], per[index] if isinstance(per, tuple) else per  # type: ignore[index]
-        wanted, given = BLOCKWISE.get(node.target, ((), None))
-        on_leaf = node.target in WHOLE and len(node.all_input_nodes) == 1
-        if not (segments.is_pointwise(node) or wanted or on_leaf):
-            return None
-        wide = [a for a in node.all_input_nodes if not _is_scalar(a)]
-        spots, pers = {self.spot.get(a) for a in wide}, {self.per.get(a) for a in wide}
-        if len(spots) != 1 or None in spots:
-            return None
-        if tuple(self.per.get(a) for a in node.args[: len(wanted)]) != wanted if wanted else len(pers) > 1:  # type: ignore[arg-type]
-            return None
-        spot, per = spots.pop(), given or pers.pop()
-        assert spot is not None
-        bucket = self.program.buckets[spot[0]]
-        results = segments.tensors(node.meta["val"])
-        ratios = per if isinstance(per, tuple) else (per,) * len(results)
-        fits = all(tuple(r.shape) == bucket.place(spot[1], n or 1)[2] for r, n in zip(results, ratios, strict=True))
-        return (spot, per) if results and fits else None
 
     def _mine(self, bucket: str) -> bool:
         return self.program.world_size > 1 and self.program.buckets[bucket].stage > 0
@@ -279,8 +156,8 @@ class _Outer:
                 self.stored[node] = name
                 self.columns.add(name)
 
-    def _slices(self) -> None:
-        """Columns of which a rank uses its own slice alone are as long as that."""
+    def _narrow_columns(self) -> None:
+        """Columns of computed values of which only the own slice is written and read are no longer than that."""
         refs: dict[str, list[Ref]] = {name: [] for name in self.columns}
         for ref in (r for one in self.ops for r in (*one.reads, *one.writes) if r.name in refs):
             refs[ref.name].append(ref)
