@@ -136,7 +136,7 @@ def train(args: argparse.Namespace, rank: int) -> None:
     size = sum(value.numel() for value in params.values())
     say(f"{type(model).__name__}: {size:,} parameters, {args.world} ranks, zero={args.zero}")
     state = fzero.init(params, spec, key=fzero.random.key(args.seed))  # what dropout draws from, if there is any
-    held_out, measure = held_out_batches(args, corpus, rank), loss_of(from_module(model, train=False).apply, buffers)
+    held_out, measure = held_out_batches(args, corpus, rank), sums_of(from_module(model, train=False).apply, buffers)
     say(f"held-out loss {evaluated(state, held_out, measure):.3f} nats per byte before the first step")
     start = time.perf_counter()
     for number, batch in enumerate(itertools.islice(batches(args, corpus, rank), args.steps), 1):
@@ -169,21 +169,31 @@ def load(args: argparse.Namespace) -> Any:
     return transformers.AutoModelForCausalLM.from_config(configuration(args.arch, args.seq, args.dropout))
 
 
+def sums_of(apply: Apply, buffers: dict[str, Tensor]) -> Callable[[Any, Batch], tuple[Tensor, Tensor]]:
+    """What a batch adds up to: the sum of its losses, and how many there are (`total`)."""
+
+    def sums(params: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        given = {name: x for name, x in batch.items() if name != "labels"}
+        return total(apply(params, buffers, **given, use_cache=False).logits, batch["labels"])
+
+    return sums
+
+
 def loss_of(apply: Apply, buffers: dict[str, Tensor]) -> Callable[[Any, Batch], fzero.Mean]:
     """The mean over the tokens of all ranks, however many of them each rank holds."""
+    sums = sums_of(apply, buffers)
 
     def loss(params: Any, batch: Batch) -> fzero.Mean:
-        given = {name: x for name, x in batch.items() if name != "labels"}
-        return fzero.Mean(*total(apply(params, buffers, **given, use_cache=False).logits, batch["labels"]))
+        return fzero.Mean(*sums(params, batch))
 
     return loss
 
 
 def total(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum and number of the losses of the next bytes: `logits` (rows, bytes, VOCAB), `labels` int64 (rows, bytes)."""
+    """Sum and number (f32) of the losses of the next bytes: `logits` (rows, bytes, VOCAB), `labels` (rows, bytes)."""
     labels = labels[:, 1:]
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), labels, ignore_index=IGNORED, reduction="sum")
-    return losses, (labels != IGNORED).sum()
+    return losses, (labels != IGNORED).sum().float()
 
 
 def padded(x: Tensor) -> Batch:
@@ -208,9 +218,10 @@ def held_out_batches(args: argparse.Namespace, corpus: text.Corpus, rank: int) -
     return [padded(window["x"]) for window in windows]
 
 
-def evaluated(state: fzero.State, held_out: Sequence[Batch], measure: Callable[[Any, Batch], fzero.Mean]) -> float:
-    """The loss without dropout, on the sharded state."""
-    return sum(float(fzero.evaluate(state, batch, measure)) for batch in held_out) / len(held_out)
+def evaluated(state: fzero.State, held_out: Sequence[Batch], sums: Callable[..., tuple[Tensor, Tensor]]) -> float:
+    """The mean loss without dropout, on the sharded state (what it returns are means over the ranks)."""
+    found = [fzero.evaluate(state, batch, sums) for batch in held_out]
+    return float(sum(x for x, _ in found) / sum(n for _, n in found))
 
 
 def sample(model: Any, prompt: str) -> str:
