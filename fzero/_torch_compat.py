@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import (  # 2.11.0, 2.13.0
     get_proxy_mode,
     make_fx,
 )
+from torch._compile import _disable_dynamo as untraced_by_dynamo  # 2.11.0, 2.13.0
 from torch.utils._python_dispatch import TorchDispatchMode  # 2.11.0, 2.13.0
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "make_fx",
     "real_tensors",
     "tracing_graph",
+    "untraced_by_dynamo",
 ]
 
 # aten's fused optimizer kernels, in place over lists of tensors: seen in 2.11.0 and 2.13.0

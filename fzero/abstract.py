@@ -12,6 +12,7 @@ from typing import Any
 
 from fzero import segments
 from fzero.meaning import Partial, Undefined, Vec, digest, evaluate, part, reduced, term
+from fzero.plan.owned import is_whole
 from fzero.program import GIVEN, PERSISTENT, Bucket, Buffer, Op, Program, Ref
 
 
@@ -88,7 +89,7 @@ class Abstract:
         whole = source.start is None or (source.start, source.stop) == (0, bucket.length)
         if not whole or not (origin.shard or source.mine) or buffer.shard or dest.start is not None:
             raise Undefined(f"a gather takes a whole slice to a whole bucket, not {source} to {dest}")
-        if buffer.bucket != origin.bucket:
+        if (buffer.bucket, buffer.per) != (origin.bucket, origin.per):
             raise Undefined(f"{source.name} and {dest.name} are of different buckets")
         self.memory[dest.name] = Content(dict(self._content(source.name).terms))
 
@@ -133,18 +134,20 @@ class Abstract:
         bucket = self._bucket(buffer)
         start, stop = (0, bucket.length) if ref.start is None else (ref.start, ref.stop or 0)
         if ref.shape is not None:
-            slot = next((s for s in bucket.slots if (s.start, s.stop, s.shape) == (start, stop, ref.shape)), None)
-            if slot is None:
+            if bucket.find((start, stop, ref.shape), buffer.per) is None:
                 raise Undefined(f"{ref} is no leaf of {bucket.name}")
             if buffer.shard or (start, stop) in content.mine:
                 raise Undefined(f"{ref} reads a whole leaf of which only one rank's slice is there")
             return self._term(content, (start, stop), ref)
-        picked = self._slots(bucket, start, stop, ref)
+        keys = {i: bucket.place(i, buffer.per)[:2] for i in self._slots(bucket, start, stop, ref)}
         mine = ref.mine or buffer.shard
-        terms = {i: self._term(content, (bucket.slots[i].start, bucket.slots[i].stop), ref) for i in picked}
-        if not mine and any((bucket.slots[i].start, bucket.slots[i].stop) in content.mine for i in picked):
+        terms = {i: self._term(content, key, ref) for i, key in keys.items()}
+        if not mine and any(key in content.mine for key in keys.values()):
             raise Undefined(f"{ref} reads beyond the own slice, which is all that was written")
-        return Vec(terms, mine, (start, stop))
+        tight = sum(last - first for first, last in keys.values()) == stop - start
+        ranks = self.program.axis_size("dp") if mine else 1
+        shapes = {i: bucket.slots[i].shape for i in keys if buffer.per == 1 and is_whole(bucket, i, ranks)}
+        return Vec(terms, mine, (start, stop), buffer.per, tight, shapes)
 
     def write(self, ref: Ref, value: Any) -> None:
         buffer = self.program.buffers[ref.name]
@@ -159,17 +162,18 @@ class Abstract:
         bucket = self._bucket(buffer)
         start, stop = (0, bucket.length) if ref.start is None else (ref.start, ref.stop or 0)
         if not isinstance(value, Vec):
-            slot = next((s for s in bucket.slots if (s.start, s.stop, s.shape) == (start, stop, ref.shape)), None)
+            slot = bucket.find((start, stop, ref.shape), buffer.per)
             if slot is None or buffer.shard or isinstance(value, Partial):
                 raise Undefined(f"{ref} cannot hold a whole leaf's value")
             content.terms[(start, stop)] = value
             content.mine.discard((start, stop))
             return
         mine = ref.mine or buffer.shard
-        if mine != value.mine or value.span != (start, stop):
-            raise Undefined(f"{ref} gets the range {value.span}{' of the own slice' if value.mine else ''}")
+        if (value.mine, value.span, value.per) != (mine, (start, stop), buffer.per):
+            blocks = "" if value.per == buffer.per else f", one element for each {value.per}"
+            raise Undefined(f"{ref} gets the range {value.span}{' of the own slice' if value.mine else ''}{blocks}")
         for index, one in value.slots.items():
-            key = (bucket.slots[index].start, bucket.slots[index].stop)
+            key = bucket.place(index, buffer.per)[:2]
             content.terms[key] = one
             (content.mine.add if mine and not buffer.shard else content.mine.discard)(key)
 
@@ -193,9 +197,11 @@ class Abstract:
         return content.terms[key]
 
     def _slots(self, bucket: Bucket, start: int, stop: int, ref: Ref) -> list[int]:
-        picked = [i for i, s in enumerate(bucket.slots) if s.start >= start and s.stop <= stop]
-        exact = picked and bucket.slots[picked[0]].start == start
-        if not exact or stop not in (bucket.slots[picked[-1]].stop, bucket.end(picked[-1])):
+        per = self.program.buffers[ref.name].per
+        places = [bucket.place(i, per) for i in range(len(bucket.slots))]
+        picked = [i for i, (first, last, _) in enumerate(places) if first >= start and last <= stop]
+        exact = picked and places[picked[0]][0] == start
+        if not exact or stop not in (places[picked[-1]][1], bucket.end(picked[-1])):
             raise Undefined(f"{ref} cuts through a leaf of {bucket.name}")
         return picked
 
@@ -207,7 +213,8 @@ class Abstract:
     def _keys(self, buffer: Buffer) -> list[tuple[int | None, tuple[int, int]]]:
         if buffer.bucket is None:
             return [(None, (0, buffer.numel))]
-        return [(i, (s.start, s.stop)) for i, s in enumerate(self.program.buckets[buffer.bucket].slots)]
+        bucket = self.program.buckets[buffer.bucket]
+        return [(i, bucket.place(i, buffer.per)[:2]) for i in range(len(bucket.slots))]
 
 
 def program_meaning(program: Program) -> str:

@@ -130,7 +130,7 @@ def plan_for(
 def lower_step(
     spec: Spec, state: Any, batch: Any, plan: Plan, via: str, fn: Callable[..., Any] | None = None
 ) -> Lowered:
-    """The program of a step, or of the evaluation of `fn`: of a step that changes nothing and has its result as metrics.
+    """The program of a step, or of the evaluation of `fn`: a step that changes nothing and has fn's result as metrics.
 
     The batch of an evaluation is {"batch", "key"}.
     """

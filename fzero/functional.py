@@ -151,7 +151,7 @@ def per_rank(x: Any) -> Any:
 
 
 def axis_index(axis: str = "dp", device: torch.device | str | None = None) -> torch.Tensor:
-    """This rank's place on a mesh axis: 0-d int64, 0 in a world of one. It differs between ranks (`jax.lax.axis_index`).
+    """This rank's place on a mesh axis, as `jax.lax.axis_index`: 0-d int64, 0 in a world of one.
 
     >>> axis_index()
     tensor(0)

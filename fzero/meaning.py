@@ -7,9 +7,11 @@ its segments, and gives those of the state it leaves behind. They must be equal,
 prefetch depth, after every pass: that is what verify checks, so a program that reduces twice, skips a microbatch or
 reads a moment from the wrong leaf is refused whatever it looks like.
 
-Flat work is understood: an elementwise op on a range of a bucket is that op on each leaf in the range; a sum over
-the own slice is *partial* until it is summed over the axis; a buffer of which only the own slice was written is
-*mine* until it is gathered. Copies, clones and detaches have the term of their operand.
+Flat work is understood: an elementwise op on a range of a bucket is that op on each leaf in the range; so is an op on
+blocks of 64 elements (`BLOCKWISE`) where no padding lies between the leaves; an op that needs all of a leaf (`WHOLE`)
+works on own slices where the leaf lies in one of them; a sum over the own slice is *partial* until it is summed over
+the axis; a buffer of which only the own slice was written is *mine* until it is gathered.
+Copies, clones and detaches have the term of their operand.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,8 +28,9 @@ from torch import fx
 from fzero import optim, segments
 from fzero.capture import Graph, Region
 from fzero.plan.layout import Plan
+from fzero.program import ALIGN
 
-assert optim  # it registers the ops of IN_PLACE
+assert optim  # it registers the ops of IN_PLACE and BLOCKWISE
 aten = torch.ops.aten
 _COPIES = {
     aten.clone.default,
@@ -50,11 +53,16 @@ def term(*parts: Any) -> str:
 
 @dataclass(frozen=True)
 class Vec:
-    """Terms of the leaves in a flat range; `mine`: only of the own slice."""
+    """Terms of the leaves in a flat range; `mine`: only of the own slice. There is one element for each `per` of the
+    range (of an op's several results: for each, its own); `tight`: no padding lies in it; `shapes`: those of the leaves
+    that are there as a whole, because no rank boundary cuts them."""
 
     slots: Mapping[int, str]
     mine: bool
     span: tuple[int, int]
+    per: Any = 1
+    tight: bool = True
+    shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,13 +81,18 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
         raise Undefined(f"{target} uses a sum over one rank's slice as if it were the whole")
     if target is operator.getitem and isinstance(args[0], Vec):
         vector, index = args
-        return Vec({s: term("getitem", t, index) for s, t in vector.slots.items()}, vector.mine, vector.span)
+        picked = replace(vector, slots={s: term("getitem", t, index) for s, t in vector.slots.items()})
+        return _over(picked, vector.per[index]) if isinstance(vector.per, tuple) else picked
     name = "getitem" if target is operator.getitem else target._schema.name
     if not vectors:
         return term(name, *_plain((args, tuple(sorted(kwargs.items()))))) if name != "getitem" else term(name, *args)
-    if len({(v.span, v.mine) for v in vectors}) > 1:
-        raise Undefined(f"{target} works on ranges that do not match")
     first = vectors[0]
+    if target in FLAT_FORMS:
+        return _leaf(target, args, kwargs)
+    if target in BLOCKWISE:
+        first = replace(_blocks(target, args), per=BLOCKWISE[target][1])
+    elif len({(v.span, v.mine, v.per) for v in vectors}) > 1:
+        raise Undefined(f"{target} works on ranges that do not match")
 
     def at(slot: int) -> str:
         own = fx.node.map_aggregate((args, kwargs), lambda a: a.slots[slot] if isinstance(a, Vec) else a)
@@ -90,9 +103,45 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
             raise Undefined(f"{target} sums over several leaves at once")
         (only,) = first.slots
         return Partial(at(only)) if first.mine else at(only)
-    if not (target in segments._POINTWISE or torch.Tag.pointwise in getattr(target, "tags", ())):
+    elementwise = target in segments._POINTWISE or torch.Tag.pointwise in getattr(target, "tags", ())
+    if not elementwise and target not in BLOCKWISE:
         raise Undefined(f"{target} is not elementwise and works on a flat range")
-    return Vec({slot: at(slot) for slot in first.slots}, first.mine, first.span)
+    return replace(first, slots={slot: at(slot) for slot in first.slots})
+
+
+def _blocks(target: Any, args: Any) -> Vec:
+    """The range of an op on blocks: its operands' columns have the ratios it wants, and no block holds padding between
+    leaves. Returns the first operand, a column of whole elements."""
+    wanted, _ = BLOCKWISE[target]
+    operands = args[: len(wanted)]
+    if not all(isinstance(v, Vec) and v.per == per for v, per in zip(operands, wanted, strict=True)):
+        raise Undefined(f"{target} wants columns with an element for each {wanted}")
+    if len({(_over(v, ALIGN).span, v.mine, *v.slots) for v in operands}) > 1:
+        raise Undefined(f"{target} works on ranges that do not match")
+    if not all(v.tight for v in operands):
+        raise Undefined(f"{target} takes padding into the blocks of a leaf")
+    first = operands[0]
+    assert isinstance(first, Vec)
+    return first
+
+
+def _leaf(target: Any, args: Any, kwargs: Any) -> Vec:
+    """What the flat form of an op on whole leaves gives: the op itself on the one leaf of the range."""
+    vector, shape, *rest = args
+    if not isinstance(vector, Vec) or len(vector.slots) != 1 or not vector.tight:
+        raise Undefined(f"{target} works on one leaf at a time, without padding")
+    ((slot, of),) = vector.slots.items()
+    if slot not in vector.shapes:
+        raise Undefined(f"{target} needs a whole leaf, of which a rank boundary leaves each rank a part")
+    if vector.shapes[slot] != tuple(shape):
+        raise Undefined(f"{target} takes a leaf of shape {vector.shapes[slot]} for one of shape {tuple(shape)}")
+    return replace(vector, slots={slot: apply(FLAT_FORMS[target], (of, *rest), kwargs)})
+
+
+def _over(vector: Vec, per: int) -> Vec:
+    """The same range in a column with one element for each `per`: whole blocks."""
+    start, stop = vector.span
+    return replace(vector, per=per, span=(start, -(-stop // per) * per))
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -113,7 +162,21 @@ def _plain(value: Any) -> tuple[Any, ...]:
 # in-place op -> (its pure form, for each of the pure form's results the argument it goes to)
 IN_PLACE: dict[Any, tuple[Any, tuple[int, ...]]] = {
     torch.ops.fzero.adamw_.default: (torch.ops.fzero.adamw.default, (0, 2, 3)),
+    torch.ops.fzero.adamw8_.default: (torch.ops.fzero.adamw8.default, (0, 2, 3, 4, 5)),
 }
+
+# op on blocks of 64 elements -> (per operand, elements of the leaf for one of its own; the same per result). Like an
+# elementwise op it runs on slices: a block of the results depends on the same block of the operands alone
+BLOCKWISE: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    torch.ops.fzero.adamw8.default: ((1, 1, 1, ALIGN, 1, ALIGN), (1, 1, ALIGN, 1, ALIGN)),
+}
+
+
+# op that needs all of a leaf -> its form that takes the leaf's elements in 1-D, then its shape; of no elements, none
+WHOLE: dict[Any, Any] = {
+    torch.ops.fzero.orthogonalize.default: torch.ops.fzero.orthogonalize_flat.default,
+}
+FLAT_FORMS = {flat: target for target, flat in WHOLE.items()}
 
 
 def evaluate(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
@@ -238,7 +301,7 @@ def _region_terms(
                 if index not in places:
                     values[user] = reduced(_sum(parts), "sum", axis, n, divisor)
                 else:
-                    over = _over(axis, n, divisor, region.values[index].dtype, region.wire.get(index))
+                    over = _travelled(axis, n, divisor, region.values[index].dtype, region.wire.get(index))
                     each = reduce == "each"
                     values[user] = _sum([over(p) for p in parts]) if each else over(_sum(parts))
                 folded.add(user)
@@ -246,7 +309,9 @@ def _region_terms(
     return folded
 
 
-def _over(axis: str, world: int, divisor: int, dtype: torch.dtype, wire: torch.dtype | None) -> Callable[[str], str]:
+def _travelled(
+    axis: str, world: int, divisor: int, dtype: torch.dtype, wire: torch.dtype | None
+) -> Callable[[str], str]:
     """The reduction of a gradient, in the dtype it travels in."""
 
     def over(value: str) -> str:

@@ -5,9 +5,10 @@ A `Program` is one rank role's schedule. In data parallelism every rank shares o
 frozen record, and a pass makes a new program with `dataclasses.replace`.
 
 A **bucket** is one contiguous 1-D stretch of elements that holds leaves on 64-element boundaries (`Slot`). A **buffer**
-is memory: of a bucket's geometry (whole, or a `shard`: the 1/N that this rank owns) or of any shape. An op names
-what it reads and writes by **`Ref`**: a buffer, or elements [start, stop) of it in the *bucket's* coordinates seen
-as some shape. `mine` cuts that range with the rank's own slice, so one text serves every rank.
+is memory: of a bucket's geometry (whole, or a `shard`: the 1/N that this rank owns) or of any shape. A buffer with
+`per=64` has one element for each block of 64 of the bucket's (the scales of quantised moments). An op names what it
+reads and writes by **`Ref`**: a buffer, or elements [start, stop) of it in the *bucket's* coordinates seen as some
+shape. `mine` cuts that range with the rank's own slice, so one text serves every rank.
 
 Text form (`str(program)`, `parse`): one line per record. What follows `#` on an op line is derived (bytes on the wire,
 live bytes after the op) and why the op is there; only the why is read back.
@@ -81,6 +82,18 @@ class Bucket:
         """Where the padding after slot `index` ends: the next slot's start, or the bucket's length."""
         return self.slots[index + 1].start if index + 1 < len(self.slots) else self.length
 
+    def place(self, index: int, per: int = 1) -> tuple[int, int, tuple[int, ...]]:
+        """(start, stop, shape) of slot `index` in a buffer with one element per `per`: whole blocks, counted in 1-D."""
+        slot = self.slots[index]
+        if per == 1:
+            return slot.start, slot.stop, slot.shape
+        blocks = -(-(slot.stop - slot.start) // per)
+        return slot.start, slot.start + blocks * per, (blocks,)
+
+    def find(self, place: tuple[int | None, int | None, tuple[int, ...] | None], per: int = 1) -> int | None:
+        """The slot at exactly this place, or None."""
+        return next((i for i in range(len(self.slots)) if self.place(i, per) == place), None)
+
     @property
     def padding(self) -> int:
         return self.length - sum(slot.stop - slot.start for slot in self.slots)
@@ -88,7 +101,8 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory by name. `shape` is this rank's; `reuses` names the freed buffer whose memory it takes over."""
+    """Memory by name. `shape` is this rank's; `reuses` names the freed buffer whose memory it takes over; of a bucket's
+    geometry it has one element for each `per`."""
 
     name: str
     dtype: torch.dtype
@@ -98,6 +112,7 @@ class Buffer:
     shard: bool = False
     reuses: str | None = None
     note: str = ""
+    per: int = 1
 
     @property
     def numel(self) -> int:
@@ -202,11 +217,12 @@ class Program:
             low, high = rank * size, (rank + 1) * size
             start, stop = min(max(start, low), high), min(max(stop, low), high)
             base = low if buffer.shard else 0
-        return start - base, stop - base
+        return (start - base) // buffer.per, (stop - base) // buffer.per
 
     def extent(self, buffer: Buffer) -> int:
         """The elements a whole reference spans, in the coordinates references use: the bucket's for a shard."""
-        return self.buckets[buffer.bucket].length if buffer.shard and buffer.bucket else buffer.numel
+        sharded = buffer.shard and buffer.bucket is not None
+        return self.buckets[buffer.bucket or ""].length if sharded else buffer.numel * buffer.per
 
     def __str__(self) -> str:
         return to_text(self, live_bytes(self))
@@ -230,6 +246,7 @@ def to_text(program: Program, live: Iterable[int]) -> str:
     for b in program.buffers.values():
         extra = f" bucket={b.bucket}" if b.bucket else ""
         extra += " shard" if b.shard else ""
+        extra += f" per={b.per}" if b.per != 1 else ""
         extra += f" reuses={b.reuses}" if b.reuses else ""
         extra += f"  # {b.note}" if b.note else ""
         lines.append(f"buffer {b.name} {DTYPE_NAMES[b.dtype]}[{_shape_text(b.shape)}] {b.kind}{extra}")
@@ -308,9 +325,8 @@ def _parse_buffer(words: list[str], note: str) -> Buffer:
         raise ValueError(f"{form!r} is no dtype[shape]")
     options = dict(word.split("=") for word in extra if "=" in word)
     shape = _shape(match[2])
-    return Buffer(
-        name, DTYPES[match[1]], shape, kind, options.get("bucket"), "shard" in extra, options.get("reuses"), note
-    )
+    bucket, reuses, per = options.get("bucket"), options.get("reuses"), int(options.get("per", 1))
+    return Buffer(name, DTYPES[match[1]], shape, kind, bucket, "shard" in extra, reuses, note, per)
 
 
 def _parse_op(words: list[str], comment: str) -> Op:

@@ -121,8 +121,9 @@ class Runtime:
     def _cut(self, leaf: Leaf, whole: torch.Tensor) -> torch.Tensor:
         if leaf.per_rank:
             return whole.view(self.world_size, *leaf.shape)
-        slot = self.plan.buckets[self.plan.buffers[leaf.buffer].bucket or ""].slots[leaf.slot or 0]
-        return whole[slot.start : slot.stop].view(leaf.shape).clone()
+        buffer = self.plan.buffers[leaf.buffer]
+        start, stop, _ = self.plan.buckets[buffer.bucket or ""].place(leaf.slot or 0, buffer.per)
+        return whole[start // buffer.per : stop // buffer.per].view(leaf.shape).clone()
 
 
 def execute(state: State, lowered: Lowered, batch: Any) -> Any:

@@ -70,7 +70,9 @@ def partition(program: Program) -> Iterator[Fault]:
     for buffer in program.buffers.values():
         if buffer.bucket is not None:
             length = program.buckets[buffer.bucket].length
-            needed = (length // n if buffer.shard else length,)
+            needed = ((length // n if buffer.shard else length) // buffer.per,)
+            if ALIGN % buffer.per:
+                yield -1, f"{buffer.name} has one element for each {buffer.per}: they do not part {ALIGN} evenly"
             if buffer.shape != needed:
                 yield (
                     -1,
@@ -81,6 +83,8 @@ def partition(program: Program) -> Iterator[Fault]:
             buffer = program.buffers[ref.name]
             if ref.start is not None and not 0 <= ref.start <= (ref.stop or 0) <= program.extent(buffer):
                 yield i, f"{ref} lies outside of {buffer.name}, which has {program.extent(buffer)} elements"
+            if ref.start is not None and (ref.start % buffer.per or (ref.stop or 0) % buffer.per):
+                yield i, f"{ref} cuts through a block: {buffer.name} has one element for each {buffer.per}"
             if ref.mine and buffer.bucket is None:
                 yield i, f"{ref}: {buffer.name} is in no bucket and has no own slice"
         yield from _cut_alike(program, i, one)

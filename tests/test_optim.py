@@ -110,6 +110,9 @@ OPTIMIZERS = {
     "adamw_bfloat16": Case(
         optim.adamw(1e-2, moments="bfloat16"), every(lambda p: AdamW(p, lr=1e-2)), tolerance=3e-3, wide=True
     ),
+    "adamw8bit": Case(
+        optim.adamw8bit(1e-2), every(lambda p: AdamW(p, lr=1e-2)), tolerance=1e-2, anywhere=False, wide=True
+    ),
     "adamw_scheduled": Case(
         optim.adamw(optim.linear_warmup(1e-2, 5)), every(lambda p: AdamW(p, lr=1e-2), scheduled=True)
     ),
@@ -386,7 +389,11 @@ def test_every_stage_gives_the_same_bits(name: str) -> None:
                 assert all(one.why.startswith(("for forward", "for backward")) for one in gathers), "not of the loss"
 
 
-ONE_RULE = [name for name, case in OPTIMIZERS.items() if case.flat and name not in ("multi_transform", "scale_by_path")]
+ONE_RULE = [
+    name
+    for name, case in OPTIMIZERS.items()
+    if case.flat and name not in ("multi_transform", "scale_by_path", "adamw8bit")
+]
 
 
 @pytest.mark.parametrize("name", ONE_RULE)

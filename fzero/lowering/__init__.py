@@ -129,7 +129,8 @@ class _Builder(Emitter):
         if name not in self.buffers:
             source = self.buffers[column]
             bucket = self.plan.buckets[source.bucket or ""]
-            self.buffers[name] = Buffer(name, source.dtype, (bucket.length,), "gather", bucket.name)
+            shape = (bucket.length // source.per,)
+            self.buffers[name] = Buffer(name, source.dtype, shape, "gather", bucket.name, per=source.per)
             why = f"whole {bucket.name}"
             self.emit("gather", [Ref(column)], [Ref(name)], axis=self.plan.axis, via=self.via, why=why)
             self.emit("wait", [Ref(name)], why=why)
@@ -160,8 +161,8 @@ class _Builder(Emitter):
             new = f"{leaf.buffer}.new"
             if new not in self.buffers:
                 old = self.buffers[leaf.buffer]
-                shape = (self.plan.buckets[old.bucket].length,) if old.bucket else old.shape
-                self.buffers[new] = Buffer(new, old.dtype, shape, "scratch", old.bucket)
+                shape = (self.plan.buckets[old.bucket].length // old.per,) if old.bucket else old.shape
+                self.buffers[new] = Buffer(new, old.dtype, shape, "scratch", old.bucket, per=old.per)
             refs.append(Ref(new, ref.start, ref.stop, ref.shape))
         gm = segments.extract(nodes, inputs, [*dests, *fresh], dests)
         outs = [self.new(f"u{level}.{node.name}", node.meta["val"], "activation") for node in fresh]
@@ -198,7 +199,7 @@ class _Builder(Emitter):
             bucket = self.plan.buckets[buffer.bucket or ""]
             for first, last in _ranges(sorted(s for s in slots if s is not None)):
                 start, stop = bucket.slots[first].start, bucket.end(last)
-                gm = copy_segment(torch.empty(stop - start, dtype=buffer.dtype, device="meta"))
+                gm = copy_segment(torch.empty((stop - start) // buffer.per, dtype=buffer.dtype, device="meta"))
                 old, new = (Ref(b, start, stop, None, buffer.shard) for b in (name, f"{name}.new"))
                 self.segment("update", gm, [new], [old], why=f"keep {name}", flat=1)
 

@@ -222,6 +222,8 @@ OPTIMIZERS: dict[str, Callable[[], Tx]] = {
     "momentum": lambda: optim.sgd(0.1, momentum=0.9, nesterov=True),
     "adam": lambda: optim.adam(optim.warmup_cosine(0.01, 4, 40)),
     "adamw": lambda: optim.adamw(0.01, mask=lambda path, leaf: leaf.ndim > 1),
+    "adamw8bit": lambda: optim.adamw8bit(0.01, mask=lambda path, leaf: leaf.ndim > 1),
+    "muon": lambda: optim.muon(0.02, others=optim.adamw(0.01)),
 }
 
 

@@ -85,7 +85,7 @@ def form(program: Program, ref: Ref) -> tuple[object, ...]:
     """What makes one reference able to stand for another: dtype, and the shape a segment sees or the flat range."""
     buffer = program.buffers[ref.name]
     shape = buffer.shape if ref.start is None and buffer.bucket is None else ref.shape
-    span = (ref.start, ref.stop, ref.mine or buffer.shard) if shape is None else ()
+    span = (ref.start, ref.stop, ref.mine or buffer.shard, buffer.per) if shape is None else ()
     return buffer.dtype, shape, span
 
 
@@ -98,7 +98,8 @@ def alike(program: Program, ref: Ref) -> list[Ref]:
         elif ref.shape is None:
             found.append(replace(ref, name=name))
         else:
-            found += [Ref(name, s.start, s.stop, s.shape) for s in program.buckets[buffer.bucket].slots]
+            bucket = program.buckets[buffer.bucket]
+            found += [Ref(name, *bucket.place(i, buffer.per)) for i in range(len(bucket.slots))]
     return [other for other in found if other != ref and form(program, other) == form(program, ref)]
 
 

@@ -3,6 +3,7 @@
 from fzero.optim._round import stochastic_round
 from fzero.optim.adafactor import AdafactorState, adafactor
 from fzero.optim.adam import AdamState, adam, adamw
+from fzero.optim.adam8 import Adam8State, Blocks, adamw8bit
 from fzero.optim.groups import multi_transform, scale_by_path
 from fzero.optim.lion import LionState, lion
 from fzero.optim.muon import MuonState, muon
@@ -30,7 +31,9 @@ from fzero.optim.wrappers import IfFiniteState, InjectState, apply_if_finite, in
 
 __all__ = [
     "AdafactorState",
+    "Adam8State",
     "AdamState",
+    "Blocks",
     "GradientTransformation",
     "IfFiniteState",
     "InjectState",
@@ -43,6 +46,7 @@ __all__ = [
     "adafactor",
     "adam",
     "adamw",
+    "adamw8bit",
     "add_decayed_weights",
     "apply_if_finite",
     "apply_updates",

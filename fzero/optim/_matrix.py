@@ -4,14 +4,18 @@
     steps times:  g = x x^T,   x <- a x + (b g + c g g) x
 
 with the shorter side of the matrix on the left. It is one op per matrix, and not pointwise: an element of the result
-depends on all of the matrix, so a layout may place the op whole on one rank. Operations and their order are those of
-`torch.optim.Muon` (torch 2.13), after Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon/).
+depends on all of the matrix, so a layout may place the op whole on one rank: there, `fzero::orthogonalize_flat` is the
+same of a matrix in its flat place in a bucket, and nothing on the ranks that hold none of it. Operations and their
+order are those of `torch.optim.Muon` (torch 2.13), after Keller Jordan's Muon
+(https://kellerjordan.github.io/posts/muon/).
 
 Cost for an (r, c) matrix, r <= c: `steps * (4 r^2 c + 2 r^3)` flops, and `(3 r c + 2 r^2) * 2` bytes beside operand
 and result.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -43,6 +47,37 @@ def orthogonalize(m: Tensor, steps: int, a: float, b: float, c: float, eps: floa
         quintic = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.addmm(x, quintic, x, beta=a)
     return (x.T if tall else x).contiguous()
+
+
+@_op(
+    "(Tensor m, SymInt[] shape, int steps, float a, float b, float c, float eps) -> Tensor",
+    pointwise=False,
+)
+def orthogonalize_flat(m: Tensor, shape: list[int], steps: int, a: float, b: float, c: float, eps: float) -> Tensor:
+    """`orthogonalize` of the (rows, cols) = `shape` matrix whose elements `m` holds in 1-D; as flat as `m`, bfloat16.
+
+    Of an empty `m`, which is what a rank sees of a leaf that lies on another, the result is empty. Raises `ValueError`
+    for another number of elements; the rest as in `orthogonalize`.
+
+    >>> flat = torch.tensor([3.0, 0.0, 0.0, 0.1])
+    >>> orthogonalize_flat(flat, [2, 2], 5, 3.4445, -4.775, 2.0315, 1e-7).float().round()
+    tensor([1., 0., 0., 1.])
+    >>> orthogonalize_flat(flat[:0], [2, 2], 5, 3.4445, -4.775, 2.0315, 1e-7).shape
+    torch.Size([0])
+    """
+    if m.numel() == 0:
+        return m.to(torch.bfloat16, copy=True)
+    if m.dim() != 1 or m.numel() != math.prod(shape):
+        raise ValueError(
+            f"fzero::orthogonalize_flat: m has shape {tuple(m.shape)}, needed ({math.prod(shape)},), the elements of a "
+            f"matrix {tuple(shape)}, or none"
+        )
+    return torch.ops.fzero.orthogonalize(m.view(shape), steps, a, b, c, eps).view(-1)
+
+
+@orthogonalize_flat.register_fake
+def _(m: Tensor, shape: list[int], steps: int, a: float, b: float, c: float, eps: float) -> Tensor:
+    return torch.empty_like(m, dtype=torch.bfloat16)
 
 
 @orthogonalize.register_fake

@@ -134,7 +134,7 @@ def _adam(
         for p, g, m, v, chosen in zip(old, grad, mu, nu, selected(where, mask, params), strict=True):
             literal = decay if isinstance(decay, float) and chosen else 0.0
             if isinstance(decay, Tensor) and chosen:  # the kernel takes a Python number alone
-                p, g = (_shrunk(p, shrink), g) if decoupled else (p, (g + p * decay).to(g.dtype))
+                p, g = (shrunk(p, shrink), g) if decoupled else (p, (g + p * decay).to(g.dtype))
             stepped.append(_ops.adamw(p, g, m, v, count, rate, beta1, beta2, eps, literal, decoupled))
         new, mu, nu = ([triple[i] for triple in stepped] for i in range(3))
         updates = [_ops.delta(n, p) for n, p in zip(new, old, strict=True)]
@@ -145,5 +145,6 @@ def _adam(
     return GradientTransformation(init, update)
 
 
-def _shrunk(p: Tensor, by: Tensor) -> Tensor:
+def shrunk(p: Tensor, by: Tensor) -> Tensor:
+    """`p` less the part `by` (0-d) of itself, in its dtype."""
     return (p - p * by).to(p.dtype)  # a 0-d leaf would become float64

@@ -36,15 +36,16 @@ _ADJUST = {
 
 
 class MuonState(NamedTuple):
-    """`count`: updates made so far, 0-d int64. `mu`: the matrices' momentum, with None for other leaves. `others`: the
-    state of `others=` over those, or () without.
+    """`count`: updates made so far, 0-d int64. `matrices`: their momentum, with None for other leaves: by this name a
+    layout knows that it is to keep each of them whole on one rank (`fzero.plan.owned`). `others`: the state of
+    `others=` over the other leaves, or () without.
 
     >>> muon(0.02).init({"w": torch.ones(1, 2)})
-    MuonState(count=tensor(0), mu={'w': tensor([[0., 0.]])}, others=())
+    MuonState(count=tensor(0), matrices={'w': tensor([[0., 0.]])}, others=())
     """
 
     count: Tensor  # type: ignore[assignment]  # tuples have a method of this name
-    mu: PyTree
+    matrices: PyTree
     others: PyTree
 
 
@@ -124,7 +125,7 @@ class _Muon:
         held = _with_holes(params, flags)
         _, old, inner = tree.flatten(held)
         grad = _check.alike("muon", "grads", _with_holes(grads, flags), held, dtypes=self.kind.dtype is None)
-        mu = self.kind.held("muon", "mu", state.mu, held)
+        mu = self.kind.held("muon", "matrices", state.matrices, held)
         if _ops.watched(*old, *grad):
             raise TypeError(
                 "muon: its orthogonalisation cannot be differentiated, nor transformed by torch.func: call update "

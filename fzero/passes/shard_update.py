@@ -2,7 +2,11 @@
 
 After a reduction, an op that is pointwise, whose every full-shaped operand is a leaf of one place (or computed from
 such) and whose others are 0-d, gives the same bits on any slice. Equal chains of neighbouring leaves of a bucket
-become one op on their common range; a chain that differs (another weight decay) gets a range of its own. A sum over
+become one op on their common range; a chain that differs (another weight decay) gets a range of its own. Work on
+blocks of 64 elements (`meaning.BLOCKWISE`: quantised moments) runs on slices too, which never cut a block; its ranges
+end where padding would join a block. Work on whole leaves (`meaning.WHOLE`: a matrix's orthogonalisation) is done by
+the rank in whose slice the leaf lies, the others have none of it; a leaf on several ranks is gathered, and all do it.
+A sum over
 a whole leaf becomes a sum over the own slice and one all-reduce of all such scalars; full work that needs a computed
 flat value gathers it first; everything else stays as it was. Columns that are kept whole (parameters under stages 1
 and 2) are gathered after their update. With the state sharded, what is updated per rank falls from P to P/N.
@@ -15,14 +19,18 @@ and 2) are gathered after their update. With the state sharded, what is updated 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from fzero import segments
 from fzero._torch_compat import FakeTensorMode
+from fzero.meaning import BLOCKWISE, WHOLE
 from fzero.passes import rewrite
+from fzero.passes.leafwise import Call, leafwise
 from fzero.plan.layout import buffer_name
+from fzero.plan.owned import is_whole
 from fzero.program import Buffer, Op, Program, Ref, op
 
 SUMS = {torch.ops.aten.sum.default}
@@ -45,6 +53,11 @@ def is_sum(node: fx.Node) -> bool:
     return node.target in SUMS or node.target is getattr(torch.ops.fzero.sum_squares, "default", None)
 
 
+def _is_scalar(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and value.ndim == 0
+
+
 @dataclass
 class _Outer:
     """One outer run on full tensors, being rewritten."""
@@ -57,8 +70,10 @@ class _Outer:
     ops: list[Op] = field(default_factory=list)
     where: dict[fx.Node, Ref] = field(default_factory=dict)  # full values, and the slots of stored flat ones
     spot: dict[fx.Node, Spot] = field(default_factory=dict)
+    per: dict[fx.Node, Any] = field(default_factory=dict)  # elements of the leaf for one of the value: of each result
     stored: dict[fx.Node, str] = field(default_factory=dict)  # flat value -> the column (buffer) that holds it
     gathers: list[str] = field(default_factory=list)
+    columns: set[str] = field(default_factory=set)  # made here
 
     def rewritten(self) -> list[Op]:
         self.gm = segments.module(segments.copied(self.program.segments[str(self.one.get("segment"))].graph))
@@ -69,7 +84,7 @@ class _Outer:
             self.where[node] = ref
             spot = self._spot_of(ref)
             if spot is not None:
-                self.spot[node], self.stored[node] = spot, ref.name
+                self.spot[node], self.stored[node], self.per[node] = spot, ref.name, self.buffers[ref.name].per
         dests = dict(zip(holders[num_reads:], self.one.writes[fresh_count:], strict=True))
         self.dest: dict[fx.Node, Ref] = {}
         for node in self.gm.graph.nodes:
@@ -85,21 +100,13 @@ class _Outer:
         for level in range(max(self.level.values(), default=0) + 1):
             here = [n for n in self.nodes if self.level[n] == level]
             self._full([n for n in here if n not in self.spot and n not in self.partial], level)
-            self._flat([n for n in here if n in self.spot], level)
+            self._flat([n for n in here if n in self.spot and n not in self.owned], level)
+            self._owned([n for n in here if n in self.owned], level)
             self._sums([n for n in here if n in self.partial], level)
         for name in dict.fromkeys(self.gathers):
             self._gather(name)
-        self._narrow_columns()
+        self._slices()
         return self.ops
-
-    def _narrow_columns(self) -> None:
-        """Columns of computed values of which only the own slice is written and read are no longer than that."""
-        whole = {ref.name for one in self.ops if one.kind == "gather" for ref in one.writes}
-        for name in set(self.stored.values()) - whole:
-            buffer = self.buffers[name]
-            if name.startswith(f"f{self.index}.") and self._mine(buffer.bucket or "") and not buffer.shard:
-                shape = (buffer.numel // self.program.world_size,)
-                self.buffers[name] = replace(buffer, shard=True, shape=shape)
 
     # --- which nodes are flat, and when
 
@@ -107,19 +114,20 @@ class _Outer:
         bucket = self.program.buckets.get(self.buffers[ref.name].bucket or "")
         if bucket is None or ref.start is None or ref.shape is None:
             return None
-        found = [
-            i for i, s in enumerate(bucket.slots) if (s.start, s.stop, s.shape) == (ref.start, ref.stop, ref.shape)
-        ]
-        return (bucket.name, found[0]) if found else None
+        found = bucket.find((ref.start, ref.stop, ref.shape), self.buffers[ref.name].per)
+        return None if found is None else (bucket.name, found)
 
     def _classify(self) -> None:
         self.partial: set[fx.Node] = set()
+        self.owned: set[fx.Node] = set()  # work on whole leaves, its results flat
         for node in self.nodes:
-            spot = self._flat_spot(node)
+            spot, per = self._flat_spot(node) or (None, 1)
             elsewhere = node in self.dest and self._spot_of(self.dest[node]) != spot  # a leaf that is another's value
             if spot is not None and node not in self.fresh and not elsewhere:
-                self.spot[node] = spot
-            elif is_sum(node) and node.args[0] in self.spot and len(node.all_input_nodes) == 1:
+                self.spot[node], self.per[node] = spot, per
+                if node.target in WHOLE:
+                    self.owned.add(node)
+            elif is_sum(node) and self.per.get(segments.operand(node)) == 1 and len(node.all_input_nodes) == 1:
                 self.partial.add(node)
         self.level: dict[fx.Node, int] = {}
         for node in self.nodes:
@@ -127,11 +135,12 @@ class _Outer:
             for a in node.all_input_nodes:
                 if a not in self.level:
                     continue
-                late = a in self.partial or (a in self.spot and node not in self.spot and node not in self.partial)
+                leaves_flat = a in self.spot and node not in self.spot and node not in self.partial
+                late = a in self.partial or leaves_flat or (a in self.owned and node not in self.partial)
                 ready = max(ready, self.level[a] + late)
             self.level[node] = ready
         for node in reversed(self.nodes):  # as late as its first user allows: what waits need not be stored
-            if node in self.spot:
+            if node in self.spot and node not in self.owned:
                 needed = [self.level[u] - self._is_full(u) for u in node.users if u in self.level]
                 self.level[node] = max(self.level[node], min(needed, default=0))
         self._repeat()
@@ -146,36 +155,44 @@ class _Outer:
         for node in self.nodes:
             flat = [a for a in node.all_input_nodes if a in self.spot]
             depth = 1 + max((short.get(a, 4) if a in self.level else 0 for a in flat), default=4)
-            if node in self.spot and isinstance(node.meta["val"], torch.Tensor) and depth <= 4:
+            one_value = node in self.spot and node not in self.owned and isinstance(node.meta["val"], torch.Tensor)
+            if one_value and depth <= 4:
                 short[node] = depth
         for node in reversed(self.nodes):
             later = {self.level[u] for u in node.users if u in self.spot and self.level[u] > self.level[node]}
             for level in sorted(later) if node in short else ():
                 with self.gm.graph.inserting_after(node):
                     copy = self.gm.graph.node_copy(node, lambda n: n)
-                self.level[copy], self.spot[copy] = level, self.spot[node]
+                self.level[copy], self.spot[copy], self.per[copy] = level, self.spot[node], self.per[node]
                 for user in [u for u in node.users if u in self.spot and self.level.get(u) == level]:
                     user.replace_input_with(node, copy)
                 self.nodes.insert(self.nodes.index(node) + 1, copy)
 
-    def _flat_spot(self, node: fx.Node) -> Spot | None:
+    def _flat_spot(self, node: fx.Node) -> tuple[Spot, Any] | None:
+        """The leaf whose elements, or blocks, a node works on alone, and how many elements its results stand for."""
         if node.target.__name__ == "getitem":  # type: ignore[union-attr]
-            return self.spot.get(node.args[0])  # type: ignore[arg-type]
-        if not segments.is_pointwise(node):
+            source, index = node.args
+            if source not in self.spot:
+                return None
+            per = self.per[source]  # type: ignore[index]
+            return self.spot[source], per[index] if isinstance(per, tuple) else per  # type: ignore[index]
+        wanted, given = BLOCKWISE.get(node.target, ((), None))
+        on_leaf = node.target in WHOLE and len(node.all_input_nodes) == 1
+        if not (segments.is_pointwise(node) or wanted or on_leaf):
             return None
-        spots: set[Spot | None] = set()
-        for a in node.all_input_nodes:
-            value = a.meta["val"]
-            if isinstance(value, torch.Tensor) and value.ndim == 0:
-                continue
-            spots.add(self.spot.get(a))
+        wide = [a for a in node.all_input_nodes if not _is_scalar(a)]
+        spots, pers = {self.spot.get(a) for a in wide}, {self.per.get(a) for a in wide}
         if len(spots) != 1 or None in spots:
             return None
-        (spot,) = spots
+        if tuple(self.per.get(a) for a in node.args[: len(wanted)]) != wanted if wanted else len(pers) > 1:  # type: ignore[arg-type]
+            return None
+        spot, per = spots.pop(), given or pers.pop()
         assert spot is not None
-        shape = self.program.buckets[spot[0]].slots[spot[1]].shape
+        bucket = self.program.buckets[spot[0]]
         results = segments.tensors(node.meta["val"])
-        return spot if results and all(tuple(r.shape) == shape for r in results) else None
+        ratios = per if isinstance(per, tuple) else (per,) * len(results)
+        fits = all(tuple(r.shape) == bucket.place(spot[1], n or 1)[2] for r, n in zip(results, ratios, strict=True))
+        return (spot, per) if results and fits else None
 
     def _mine(self, bucket: str) -> bool:
         return self.program.world_size > 1 and self.program.buckets[bucket].stage > 0
@@ -202,14 +219,13 @@ class _Outer:
         if node not in self.where:
             name = self.stored[node]
             bucket, index = self.spot[node]
-            slot = self.program.buckets[bucket].slots[index]
-            self.where[node] = Ref(name, slot.start, slot.stop, slot.shape)
+            self.where[node] = Ref(name, *self.program.buckets[bucket].place(index, self.per[node]))
             if self._mine(bucket):
                 self._gather(name)
         return self.where[node]
 
     def _gather(self, name: str) -> None:
-        length = self.buffers[name].numel
+        length = self.program.extent(self.buffers[name])
         axis, via = self.program.mesh[0][0], next((str(o.get("via")) for o in self.program.ops if o.get("via")), "p2p")
         why = f"whole {name}"
         if not any(o.kind == "gather" and o.writes == (Ref(name),) for o in self.ops):
@@ -235,14 +251,17 @@ class _Outer:
             runs: list[list[int]] = []
             signs = {slot: self._signature(by_spot[(bucket, slot)]) for slot in slots}
             for slot in slots:
-                if runs and runs[-1][-1] == slot - 1 and signs[runs[-1][-1]] == signs[slot]:
+                alike = runs and runs[-1][-1] == slot - 1 and signs[runs[-1][-1]] == signs[slot]
+                slots_of = self.program.buckets[bucket].slots
+                apart = slot and slots_of[slot - 1].stop < slots_of[slot].start  # padding, which no block may take in
+                if alike and not (apart and any(n.target in BLOCKWISE for n in by_spot[(bucket, slot)])):
                     runs[-1].append(slot)
                 else:
                     runs.append([slot])
             for run in runs:
                 self._emit_flat(bucket, run, by_spot[(bucket, run[0])])
 
-    def _store(self, bucket: str, chain: list[fx.Node], level: int) -> None:
+    def _store(self, bucket: str, chain: list[fx.Node], level: int, letter: str = "f") -> None:
         """Gives a column to every value of a leaf's chain that someone outside the chain needs."""
         inside = set(chain)
         for position, node in enumerate(chain):
@@ -253,11 +272,47 @@ class _Outer:
                     self.gathers.append(self.dest[node].name)
             elif any(u in self.level and u not in inside for u in node.users):
                 dtype = segments.tensors(node.meta["val"])[0].dtype
-                name = buffer_name(f"f{self.index}.{level}.{position}.{str(dtype).rsplit('.')[-1]}:{bucket}")
-                self.buffers.setdefault(
-                    name, Buffer(name, dtype, (self.program.buckets[bucket].length,), "scratch", bucket)
-                )
+                kind = str(dtype).rsplit(".")[-1]
+                name = buffer_name(f"{letter}{self.index}.{level}.{position}.{kind}:{bucket}")
+                shape = (self.program.buckets[bucket].length // self.per[node],)
+                self.buffers.setdefault(name, Buffer(name, dtype, shape, "scratch", bucket, per=self.per[node]))
                 self.stored[node] = name
+                self.columns.add(name)
+
+    def _slices(self) -> None:
+        """Columns of which a rank uses its own slice alone are as long as that."""
+        refs: dict[str, list[Ref]] = {name: [] for name in self.columns}
+        for ref in (r for one in self.ops for r in (*one.reads, *one.writes) if r.name in refs):
+            refs[ref.name].append(ref)
+        for name in (name for name, found in refs.items() if all(ref.mine for ref in found)):
+            buffer = self.buffers[name]
+            self.buffers[name] = replace(buffer, shard=True, shape=(buffer.numel // self.program.world_size,))
+
+    # --- whole leaves
+
+    def _owned(self, nodes: list[fx.Node], level: int) -> None:
+        """Per bucket, one run that works on the leaves in the own slice; what is cut is gathered, for all to do."""
+        by_bucket: dict[str, list[fx.Node]] = {}
+        for node in nodes:
+            by_bucket.setdefault(self.spot[node][0], []).append(node)
+        for name, group in by_bucket.items():
+            bucket = self.program.buckets[name]
+            reads, writes, calls = [], [], []
+            for node in sorted(group, key=lambda n: self.spot[n][1]):
+                source, index = segments.operand(node), self.spot[node][1]
+                start, stop, shape = bucket.place(index)
+                mine = self._mine(name) and is_whole(bucket, index, self.program.world_size)
+                self._store(name, [node], level, "o")
+                if self._mine(name) and not mine and source not in self.where:
+                    self._gather(self.stored[source])
+                reads.append(Ref(self.stored[source], start, stop, None, mine))
+                writes.append(Ref(self.stored[node], start, stop, None, mine))
+                args = (list(shape), *node.args[1:])
+                target, value = WHOLE[node.target], node.meta["val"]
+                calls.append(Call(target, source.meta["val"], value, stop - start, args, flat=True))
+            done = rewrite.run_op(self.one, leafwise(calls), reads, writes, self.pool)
+            names = [bucket.slots[self.spot[n][1]].path for n in group]
+            self.ops.append(replace(done, why=f"whole {names[0]}" + (f" .. {names[-1]}" if len(names) > 1 else "")))
 
     def _signature(self, chain: list[fx.Node]) -> tuple[object, ...]:
         """What a leaf's chain does, in terms that an equal chain of another leaf shares."""
@@ -276,6 +331,8 @@ class _Outer:
     def _emit_flat(self, bucket_name: str, slots: list[int], chain: list[fx.Node]) -> None:
         bucket = self.program.buckets[bucket_name]
         start, stop = bucket.slots[slots[0]].start, bucket.end(slots[-1])
+        if any(n.target in BLOCKWISE for n in chain):
+            stop = bucket.slots[slots[-1]].stop
         mine = self._mine(bucket_name)
         inside = set(chain)
         inputs = list(dict.fromkeys(a for n in chain for a in n.all_input_nodes if a not in inside))
@@ -286,11 +343,15 @@ class _Outer:
             fakes = []
             for node in [*inputs, *results]:
                 value = node.meta["val"]
-                shape = (length,) if node in self.spot else tuple(value.shape)
+                shape = (-(-length // self.per[node]),) if node in self.spot else tuple(value.shape)
                 fakes.append(torch.empty(shape, dtype=value.dtype, device=value.device))
         segments.propagate(gm, fakes)
-        reads = [Ref(self.stored[n], start, stop, None, mine) if n in self.spot else self.where[n] for n in inputs]
-        writes = [Ref(self.stored[n], start, stop, None, mine) for n in results]
+
+        def part(node: fx.Node) -> Ref:
+            return Ref(self.stored[node], start, -(-stop // self.per[node]) * self.per[node], None, mine)
+
+        reads = [part(n) if n in self.spot else self.where[n] for n in inputs]
+        writes = [part(n) for n in results]
         names = [bucket.slots[i].path for i in slots]
         why = f"update {names[0]}" + (f" .. {names[-1]}" if len(names) > 1 else "")
         done = rewrite.run_op(self.one, gm, reads, writes, self.pool, flat=1)
@@ -306,28 +367,19 @@ class _Outer:
         for dtype, group in by_dtype.items():
             name = f"s{self.index}.{level}.{str(dtype).rsplit('.')[-1]}"
             self.buffers[name] = Buffer(name, dtype, (len(group),), "activation")
-            reads, graph, sums = [], fx.Graph(), []
+            reads, calls = [], []
             distributed = self.program.world_size > 1
-            holders = [graph.placeholder(f"x{i}") for i in range(len(group))]
-            targets = [graph.placeholder(f"into{i}") for i in range(len(group))]
-            with FakeTensorMode():
-                for node, holder, target in zip(group, holders, targets, strict=True):
-                    source = segments.operand(node)
-                    bucket, index = self.spot[source]
-                    slot = self.program.buckets[bucket].slots[index]
-                    reads.append(Ref(self.stored[source], slot.start, slot.stop, None, distributed))
-                    value = source.meta["val"]
-                    holder.meta["val"] = torch.empty(slot.stop - slot.start, dtype=value.dtype, device=value.device)
-                    target.meta["val"] = torch.empty((), dtype=dtype, device=value.device)
-                    assert callable(node.target)
-                    summed = graph.call_function(node.target, (holder,), dict(node.kwargs))
-                    summed.meta["val"] = target.meta["val"]
-                    sums.append(summed)
-            for target, summed in zip(targets, sums, strict=True):
-                graph.call_function(torch.ops.aten.copy_.default, (target, summed)).meta["val"] = target.meta["val"]
-            graph.output([])
+            for node in group:
+                source = segments.operand(node)
+                bucket, index = self.spot[source]
+                slot = self.program.buckets[bucket].slots[index]
+                reads.append(Ref(self.stored[source], slot.start, slot.stop, None, distributed))
+                kwargs = tuple(node.kwargs.items())
+                calls.append(
+                    Call(node.target, source.meta["val"], node.meta["val"], slot.stop - slot.start, kwargs=kwargs)
+                )
             writes = [Ref(name, i, i + 1, ()) for i in range(len(group))]
-            self.ops.append(rewrite.run_op(self.one, segments.module(graph), reads, writes, self.pool))
+            self.ops.append(rewrite.run_op(self.one, leafwise(calls), reads, writes, self.pool))
             total = self._reduced(name, f"sum of {len(group)} leaves") if distributed else name
             for i, node in enumerate(group):
                 self.where[node] = Ref(total, i, i + 1, ())

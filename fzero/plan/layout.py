@@ -2,7 +2,10 @@
 
 A floating leaf of one or more dimensions is *flat*: it lies in a bucket. Leaves that mirror one another (a parameter,
 its moments, its EMA: same shape, and a path that ends alike) form a class and take the same place in buckets of one
-geometry, so that everything pointwise over them runs on flat slices. 0-d, integer and per-rank leaves are kept whole.
+geometry, so that everything pointwise over them runs on flat slices. An 8-bit leaf may mirror too (the codes of a
+quantised moment), and the fp32 scales of its blocks of 64 elements go with it. Matrices that an optimizer needs whole
+(`fzero.plan.owned`) are packed so that none lies on two ranks. Other integer leaves, 0-d and per-rank ones are kept
+whole.
 
 A bucket belongs to one layer, cut where `bucket_bytes` is full: identical layers get identical buckets. The layer of a
 leaf is its path up to the first number (`blocks/3`), else its first component; small layers without a number share one.
@@ -15,14 +18,18 @@ function of the tree, the world and the options alone: every rank, and every sta
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from fzero import tree
 from fzero.errors import SpecError
+from fzero.plan import owned
+from fzero.plan.blocks import CODES, Class, scales, with_scales
 from fzero.program import ALIGN, Bucket, Buffer, Ref, Slot
 
 
@@ -71,8 +78,8 @@ class Plan:
         """The reference to a leaf within its own buffer (whole leaves: the buffer)."""
         if leaf.slot is None:
             return Ref(leaf.buffer)
-        slot = self.buckets[self.buffers[leaf.buffer].bucket or ""].slots[leaf.slot]
-        return Ref(leaf.buffer, slot.start, slot.stop, slot.shape)
+        buffer = self.buffers[leaf.buffer]
+        return Ref(leaf.buffer, *self.buckets[buffer.bucket or ""].place(leaf.slot, buffer.per))
 
     @property
     def state_bytes(self) -> int:
@@ -81,16 +88,13 @@ class Plan:
 
     def padding_bytes(self) -> dict[str, int]:
         """Per buffer, the bytes (of the whole bucket) that no leaf uses."""
-        pads = {b.name: self.buckets[b.bucket].padding * b.dtype.itemsize for b in self.buffers.values() if b.bucket}
+        pads: dict[str, int] = {}
+        for b in self.buffers.values():
+            if b.bucket:
+                bucket = self.buckets[b.bucket]
+                used = sum(math.prod(bucket.place(i, b.per)[2]) for i in range(len(bucket.slots)))
+                pads[b.name] = (bucket.length // b.per - used) * b.dtype.itemsize
         return {name: size for name, size in pads.items() if size}
-
-
-@dataclass(frozen=True)
-class _Class:
-    """Leaves that mirror one another: members are (column prefix, index of the leaf), `key` is the common path."""
-
-    key: tuple[str, ...]
-    members: tuple[tuple[str, int], ...]
 
 
 def layout(
@@ -107,12 +111,14 @@ def layout(
 ) -> Plan:
     """The plan for these leaves. `compute` tells from a leaf's path below its entry, and its dtype, what it is cast to
     in a loss. Raises SpecError for a rule that matches nothing or leaves a leaf without a stage."""
+    codes_of = scales(paths, leaves, per_rank)
     flat = [
         i
         for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True))
-        if leaf.dtype.is_floating_point and leaf.ndim > 0 and leaf.numel() > 0 and path not in per_rank
-    ]
-    classes = _classes(flat, paths, leaves)
+        if (leaf.dtype.is_floating_point or leaf.dtype in CODES) and leaf.ndim > 0 and leaf.numel() > 0
+        if path not in per_rank and i not in codes_of
+    ]  # fmt: skip
+    classes = with_scales(_classes(flat, paths, leaves), codes_of, paths, leaves)
     stages = _stages(classes, paths, zero)
     is_param = [any(tree.matches(p, path) for p in params) for path in paths]
     needs_params = any(stages[c] in (1, 2) for c in range(len(classes)))
@@ -126,22 +132,33 @@ def layout(
     buckets: dict[str, Bucket] = {}
     buffers: dict[str, Buffer] = {}
     places: dict[int, Leaf] = {}
-    for name, stage, members in _cut(groups, classes, leaves, bucket_bytes):
-        slots, end = [], 0
-        for c in members:
-            leaf = leaves[classes[c].members[0][1]]
-            slots.append(Slot("/".join(classes[c].key), end, end + leaf.numel(), tuple(leaf.shape)))
-            end = _round_up(end + leaf.numel(), ALIGN)
-        bucket = Bucket(name, _round_up(end, world_size * ALIGN), stage, tuple(slots))
+    lead = [leaves[one.members[0][1]] for one in classes]
+    ordinary, packed = owned.separate(
+        groups,
+        whole=lambda c: any(owned.asks(prefix) for prefix, _ in classes[c].members),
+        size=lambda c: lead[c].numel(),
+        fill=bucket_bytes // max((x.dtype.itemsize for x in lead), default=1),
+        world_size=world_size,
+    )
+    for number, (name, stage, members) in enumerate(_named([*packed, *_cut(ordinary, lead, bucket_bytes)])):
+        sizes = [lead[c].numel() for c in members]
+        starts, length = owned.pack(sizes, world_size) if number < len(packed) else _in_a_row(sizes, world_size)
+        members = [c for _, c in sorted(zip(starts, members, strict=True))]
+        slots = [
+            Slot("/".join(classes[c].key), start, start + lead[c].numel(), tuple(lead[c].shape))
+            for start, c in zip(sorted(starts), members, strict=True)
+        ]
+        bucket = Bucket(name, length, stage, tuple(slots))
         buckets[name] = bucket
         for column, (prefix, first) in enumerate(classes[members[0]].members):
             row = TABLE[stage]
             narrow = stage > 0 and casts[members[0]].itemsize < leaves[first].dtype.itemsize
             shard = world_size > 1 and (row.params or narrow if is_param[first] else row.optimizer)
             kind = "param" if is_param[first] else "optimizer"
-            length = bucket.length // world_size if shard else bucket.length
+            per = ALIGN if first in codes_of else 1
+            length = (bucket.length // world_size if shard else bucket.length) // per
             column_name = buffer_name(f"{prefix}:{name}" if prefix else name)
-            buffers[column_name] = Buffer(column_name, leaves[first].dtype, (length,), kind, name, shard)
+            buffers[column_name] = Buffer(column_name, leaves[first].dtype, (length,), kind, name, shard, per=per)
             for index, c in enumerate(members):
                 i = classes[c].members[column][1]
                 places[i] = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, column_name, index)
@@ -154,7 +171,7 @@ def layout(
     return Plan(axis, world_size, buckets, buffers, tuple(places[i] for i in range(len(paths))))
 
 
-def _classes(flat: list[int], paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> list[_Class]:
+def _classes(flat: list[int], paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> list[Class]:
     """Unites a leaf with the leaf of another top-level entry whose path below that entry is the longest to end its
     own."""
     split = {i: tuple(paths[i].split("/")) for i in flat}
@@ -189,7 +206,7 @@ def _classes(flat: list[int], paths: Sequence[str], leaves: Sequence[torch.Tenso
     return [_class(group, split) for group in sorted(members.values(), key=min)]
 
 
-def _class(group: list[int], split: Mapping[int, tuple[str, ...]]) -> _Class:
+def _class(group: list[int], split: Mapping[int, tuple[str, ...]]) -> Class:
     common = 0
     if len(group) > 1:
         shortest = min(len(split[i]) for i in group)
@@ -199,10 +216,10 @@ def _class(group: list[int], split: Mapping[int, tuple[str, ...]]) -> _Class:
         common = max(len(split[group[0]]) - 1, 0)
     prefixes = tuple(("/".join(split[i][: len(split[i]) - common]), i) for i in group)
     key = split[group[0]][len(split[group[0]]) - common :] or split[group[0]]
-    return _Class(key, prefixes)
+    return Class(key, prefixes)
 
 
-def _stages(classes: list[_Class], paths: Sequence[str], zero: int | Mapping[str, int]) -> list[int]:
+def _stages(classes: list[Class], paths: Sequence[str], zero: int | Mapping[str, int]) -> list[int]:
     rules = zero if isinstance(zero, Mapping) else {"**": zero}
     used: set[str] = set()
     stages = []
@@ -221,7 +238,7 @@ def _stages(classes: list[_Class], paths: Sequence[str], zero: int | Mapping[str
 
 
 def _groups(
-    classes: list[_Class], stages: list[int], casts: list[torch.dtype], leaves: Sequence[torch.Tensor]
+    classes: list[Class], stages: list[int], casts: list[torch.dtype], leaves: Sequence[torch.Tensor]
 ) -> dict[tuple[object, ...], list[int]]:
     """Class indices by (layer, stage, cast, columns), in canonical order: the tree's, matrices before vectors in a
     layer."""
@@ -243,29 +260,40 @@ def _groups(
     return groups
 
 
-def _cut(
-    groups: Mapping[tuple[object, ...], list[int]], classes: list[_Class], leaves: Sequence[torch.Tensor], cap: int
-) -> list[tuple[str, int, list[int]]]:
-    """(bucket name, stage, classes): each group cut where the bucket is full; a larger leaf has one to itself."""
-    result: list[tuple[str, int, list[int]]] = []
-    taken: dict[str, int] = {}
+def _cut(groups: Mapping[tuple[object, ...], list[int]], lead: Sequence[torch.Tensor], cap: int) -> list[owned.Run]:
+    """(layer, stage, classes): each group cut where the bucket is full; a larger leaf has one to itself. `lead` is a
+    leaf of each class."""
+    result: list[owned.Run] = []
     for (layer, stage, *_), members in groups.items():
         runs: list[list[int]] = [[]]
         filled = 0
         for c in members:
-            leaf = leaves[classes[c].members[0][1]]
-            size = _round_up(leaf.numel(), ALIGN) * leaf.dtype.itemsize
+            size = _round_up(lead[c].numel(), ALIGN) * lead[c].dtype.itemsize
             if runs[-1] and filled + size > cap:
                 runs.append([])
                 filled = 0
             runs[-1].append(c)
             filled += size
-        for run in runs:
-            name = buffer_name(str(layer))
-            count = taken[name] = taken.get(name, 0) + 1
-            assert isinstance(stage, int)
-            result.append((name if count == 1 else f"{name}~{count}", stage, run))
+        assert isinstance(stage, int)
+        result += [(layer, stage, run) for run in runs]
     return result
+
+
+def _named(runs: Sequence[owned.Run]) -> list[tuple[str, int, list[int]]]:
+    """(bucket name, stage, classes): the layer's name, and a number where it has several buckets."""
+    result: list[tuple[str, int, list[int]]] = []
+    taken: dict[str, int] = {}
+    for layer, stage, run in runs:
+        name = buffer_name(str(layer))
+        count = taken[name] = taken.get(name, 0) + 1
+        result.append((name if count == 1 else f"{name}~{count}", stage, run))
+    return result
+
+
+def _in_a_row(sizes: Sequence[int], world_size: int) -> tuple[list[int], int]:
+    """(each leaf's start, the bucket's length): one after another, on aligned places."""
+    ends = list(accumulate((_round_up(size, ALIGN) for size in sizes), initial=0))
+    return ends[:-1], _round_up(ends[-1], world_size * ALIGN)
 
 
 def _round_up(n: int, multiple: int) -> int:

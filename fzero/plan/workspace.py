@@ -14,14 +14,16 @@ import torch
 from torch import fx
 
 from fzero import segments
+from fzero.optim._adam8 import BUFFER_BYTES, CHUNK
 
 aten = torch.ops.aten
+fzero_ops = torch.ops.fzero
 
 
 def workspace_bytes(node: fx.Node) -> int:
     """Bytes that a node's kernel holds while it runs, on CPU tensors; 0 elsewhere and for ops without a rule."""
     rule = RULES.get(node.target)
-    values = segments.tensors(node.meta["val"])
+    values = segments.tensors(node.meta["val"]) or segments.tensors(segments.operand(node).meta["val"]) if rule else []
     if rule is None or not values or values[0].device.type != "cpu":
         return 0
     return rule(node)
@@ -80,12 +82,28 @@ def _query_rows(length: int) -> int:
     return min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
 
 
+def _adamw8(node: fx.Node) -> int:
+    """Ten-odd buffers of a chunk."""
+    return min(segments.operand(node).meta["val"].numel(), CHUNK["cpu"]) * BUFFER_BYTES
+
+
+def _orthogonalize(node: fx.Node) -> int:
+    """The matrix once more in bfloat16, and two squares of its shorter side."""
+    shape = node.args[1] if node.target is fzero_ops.orthogonalize_flat.default else node.meta["val"].shape
+    rows, cols = sorted(shape)  # type: ignore[arg-type]
+    return 2 * rows * cols + 4 * rows * rows
+
+
 RULES: dict[object, Callable[[fx.Node], int]] = {
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
     aten.native_batch_norm_backward.default: _bytes,
     aten.logsumexp.default: _bytes,
     aten.mse_loss.default: lambda node: 2 * _bytes(node) if _result_bytes(node) < _bytes(node) else 0,
+    fzero_ops.adamw8.default: _adamw8,
+    fzero_ops.adamw8_.default: _adamw8,
+    fzero_ops.orthogonalize.default: _orthogonalize,
+    fzero_ops.orthogonalize_flat.default: _orthogonalize,
     aten.sum.default: _cast_input,
     aten.sum.dim_IntList: _cast_input,
     aten.mean.default: _cast_input,

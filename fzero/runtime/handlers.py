@@ -75,11 +75,13 @@ class Rank:
             fresh = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
         if self.poison:
             spoil(fresh)
-        if buffer.bucket is not None and not buffer.shard:
+        if buffer.bucket is not None and (not buffer.shard or buffer.kind == "scratch"):
             bucket = self.program.buckets[buffer.bucket]
-            for index, slot in enumerate(bucket.slots):  # padding is zero: sums and norms may run over it
-                if bucket.end(index) > slot.stop:
-                    fresh[slot.stop : bucket.end(index)].zero_()
+            for index in range(len(bucket.slots)):  # padding is zero: sums and norms may run over it
+                stop = bucket.place(index, buffer.per)[1]
+                start, stop = self.program.local_range(Ref(buffer.name, stop, bucket.end(index)), self.rank)
+                if stop > start:
+                    fresh[start:stop].zero_()
         return fresh
 
 

@@ -18,16 +18,17 @@ def piece(plan: Plan, leaf: Leaf, rank: int) -> tuple[slice, slice]:
     """(where in the rank's flat buffer, where in the flat leaf) the rank's part of a flat leaf lies."""
     buffer = plan.buffers[leaf.buffer]
     bucket = plan.buckets[buffer.bucket or ""]
-    slot = bucket.slots[leaf.slot or 0]
+    first, last, _ = bucket.place(leaf.slot or 0, buffer.per)
     low, high = 0, bucket.length
     if buffer.shard:
         size = bucket.length // plan.world_size
         low, high = rank * size, (rank + 1) * size
-    start, stop = max(slot.start, low), min(slot.stop, high)
+    start, stop = max(first, low), min(last, high)
     stop = max(start, stop)
     if start >= high or stop <= low:
         return slice(0, 0), slice(0, 0)
-    return slice(start - low, stop - low), slice(start - slot.start, stop - slot.start)
+    per = buffer.per
+    return slice((start - low) // per, (stop - low) // per), slice((start - first) // per, (stop - first) // per)
 
 
 def store(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, value: torch.Tensor, rank: int) -> None:
