@@ -32,10 +32,9 @@ STEPS, RATE = 2, 0.05
 NOISE = 0.02  # of a private gradient, over its norm
 
 
-# Forward mode makes zero tangents as `aten._efficientzerotensor`, which has no memory, so no buffer can hold one.
-FORWARD_MODE = pytest.mark.xfail(
-    strict=True, reason="a trace keeps aten._efficientzerotensor: it must become aten.zeros"
-)
+# Forward mode makes zero tangents as `aten._efficientzerotensor`, which has no memory, so no buffer can hold one. Not
+# strict: whether one is left in the graph depends on what torch's cache of fake results has seen before.
+FORWARD_MODE = pytest.mark.xfail(reason="a trace keeps aten._efficientzerotensor: it must become aten.zeros")
 # vmap casts a Python number: `aten._to_copy(2.0, dtype=float32)`.
 CAST_OF_A_NUMBER = pytest.mark.xfail(strict=True, reason="rematerialise_views expects a cast to read a node")
 
