@@ -41,8 +41,8 @@ results, in --out: the model (config.json, model.safetensors), program.txt (the 
 Batch = dict[str, Tensor]
 VOCAB, PAD, IGNORED, NEWLINE = 256, 0, -100, 10
 HELD_OUT_BATCHES = 4
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-SPECIAL = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": None, "eos_token_id": None}
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SPECIAL: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": None, "eos_token_id": None}
 
 
 def configuration(arch: str, sequence: int, dropout: float) -> Any:
@@ -52,7 +52,7 @@ def configuration(arch: str, sequence: int, dropout: float) -> Any:
             **SIZES, **SPECIAL, max_position_embeddings=sequence, attention_dropout=dropout, tie_word_embeddings=True
         )
     if arch == "gpt2":
-        drops = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), dropout)
+        drops: dict[str, Any] = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), dropout)
         return transformers.GPT2Config(**SPECIAL, **drops, n_embd=64, n_layer=2, n_head=4, n_positions=sequence)
     return transformers.MambaConfig(**SPECIAL, hidden_size=64, state_size=8, num_hidden_layers=2)
 
