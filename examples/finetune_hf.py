@@ -40,7 +40,7 @@ results, in --out: the model (config.json, model.safetensors), program.txt (the 
 
 Batch = dict[str, Tensor]
 VOCAB, PAD, IGNORED, NEWLINE = 256, 0, -100, 10
-HELD_OUT_BATCHES = 4
+HELD_OUT_BATCHES, SAMPLE_BYTES = 4, 64
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 SPECIAL: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": None, "eos_token_id": None}
 
@@ -225,8 +225,11 @@ def evaluated(state: fzero.State, held_out: Sequence[Batch], sums: Callable[...,
 
 
 def sample(model: Any, prompt: str) -> str:
+    """What the model writes after `prompt`, as far as its positions reach."""
     given = torch.tensor([list(prompt.encode())])
-    made = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=60, do_sample=True, top_k=20)
+    room = getattr(model.config, "max_position_embeddings", None) or SAMPLE_BYTES
+    new = max(1, min(SAMPLE_BYTES, room) - given.shape[1])
+    made = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=new, do_sample=True, top_k=20)
     return bytes(made[0].tolist()).decode(errors="replace")
 
 

@@ -73,7 +73,10 @@ def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.
     if callable(params) and not isinstance(params, torch.nn.Module):
         return Recipe(lambda k: _whole(spec, _not_empty(params(k)), k if wants else None), [start], device)
     if isinstance(params, torch.nn.Module):
-        raise TreeError("params is a module: pass dict(module.named_parameters()), detached, and call it functionally")
+        raise TreeError(
+            "params is a module: take it apart with fzero.interop.from_module(module), which gives (params, "
+            "buffers, apply)"
+        )
     paths, leaves, treedef = tree.flatten(_not_empty(params))
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(getattr(leaf, "value", leaf), torch.Tensor)]
 

@@ -32,12 +32,6 @@ STEPS, RATE = 2, 0.05
 NOISE = 0.02  # of a private gradient, over its norm
 
 
-# Forward mode makes zero tangents as `aten._efficientzerotensor`, which has no memory, so no buffer can hold one. Not
-# strict: whether one is left in the graph depends on what torch's cache of fake results has seen before.
-FORWARD_MODE = pytest.mark.xfail(reason="a trace keeps aten._efficientzerotensor: it must become aten.zeros")
-# vmap casts a Python number: `aten._to_copy(2.0, dtype=float32)`.
-CAST_OF_A_NUMBER = pytest.mark.xfail(strict=True, reason="rematerialise_views expects a cast to read a node")
-
 LOSSES = [
     losses.mapped,
     losses.penalty,
@@ -49,9 +43,13 @@ LOSSES = [
     losses.dropped,
     losses.of_a_module,
     losses.two_pass,
-    *(pytest.param(loss, marks=FORWARD_MODE) for loss in (losses.directional, losses.along_params, losses.laplacian)),
-    *(pytest.param(loss, marks=FORWARD_MODE) for loss in (losses.jacobians, losses.curvature, losses.dual)),
-    pytest.param(losses.own_derivative, marks=CAST_OF_A_NUMBER),
+    losses.directional,
+    losses.along_params,
+    losses.laplacian,
+    losses.jacobians,
+    losses.curvature,
+    losses.dual,
+    losses.own_derivative,
 ]
 
 
@@ -222,13 +220,6 @@ def test_the_two_pass_form_is_one_region_that_reduces_and_nothing_else(world: in
     assert moved(two_pass) == moved(halves)
 
 
-# A result of a region's input that is one of several outputs of an op (adam's new parameters) is taken for whole work.
-NEW_PARAMETERS = pytest.mark.xfail(
-    strict=True, reason="shard_update stores a tuple where a later region reads one of it"
-)
-
-
-@NEW_PARAMETERS
 @runs
 def test_a_later_loss_reads_parameters_that_an_optimizer_has_just_made(dtype: torch.dtype, world: int) -> None:
     """Two networks that take turns: the second moves against the first as it has become."""
