@@ -96,11 +96,13 @@ def forward(
         outs = iter(_region(joint, joint.forward, tracing, None))
         results = []
         for kind in joint.marks.aux_kinds:
+            if kind == "count":
+                continue  # taken with its total
             value = next(outs)
             if kind == "total":
                 total, count = (_reduce(x, "sum") for x in (value, next(outs)))
                 results.append(total / safe(count))
-            elif kind == "value":
+            else:
                 scalar = value.ndim == 0 and value.dtype.is_floating_point
                 results.append(_reduce(value, "mean") if scalar else value)
         return tree.unflatten(joint.marks.aux_spec, results)

@@ -8,6 +8,7 @@ then keeps its bits, on every rank, because the flag is computed from reduced gr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
@@ -50,7 +51,7 @@ class Training:
         scaling = state["loss_scale"] if scaler else None
         train, frozen = self._split(state["params"])
         next_key, draw = random.split(state["key"]) if "key" in state else (None, None)
-        loss = self.loss if self.trainable is None else _joined(self.loss)
+        loss = self.loss if self.trainable is None else _joined(self.loss, self.precision)
         given = (batch,) if self.trainable is None else (batch, frozen)
         value, grads = value_and_grad(loss, key=draw, scale=scaling and scaling["scale"])(train, *given)
         grads, metrics = self._clipped(grads, {"loss": value})
@@ -94,17 +95,19 @@ class Training:
         if self.clip_norm is not None or self.nonfinite != "ignore":
             norm = optim.global_norm(grads)
             metrics = {**metrics, "grad_norm": norm}
-            if self.clip_norm is not None:
+            if self.clip_norm is not None and not math.isinf(self.clip_norm):
                 coefficient = torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0)
                 grads = tree.map(lambda g: (g * coefficient).to(g.dtype), grads)
         return grads, metrics
 
 
-def _joined(loss: Callable[..., Any]) -> Callable[..., Any]:
+def _joined(loss: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
     """The loss of all parameters as one of the trainable ones."""
 
     @wraps(loss)
     def whole(train: Any, batch: Any, frozen: Any, **key: Any) -> Any:
+        # they are parameters: cast like them, whatever `cast_batch` says of other arguments
+        frozen = tree.map_with_path(lambda path, x: x.to(precision.compute_dtype(path, x.dtype)), frozen)
         return loss(tree.merge(train, frozen), batch, **key)
 
     return whole
