@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fzero import tracing, tree
 from fzero._torch_compat import untraced_by_dynamo
-from fzero.compile import Lowered, fakes_on, lower_step, plan_for, recipe_for
+from fzero.compile import Lowered, check_key, fakes_on, lower_step, plan_for, recipe_for
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, at
 from fzero.runtime import collectives
 from fzero.session import Runtime, execute
@@ -123,6 +123,7 @@ def evaluate(state: State, batch: Any, fn: Callable[..., Any], *, key: torch.Ten
         raise TreeError(
             f"fzero.evaluate(state, batch, fn): fn is {type(fn).__name__}: needed a function (params, batch)"
         )
+    check_key("evaluate", key)
     given = {"batch": batch, "key": key}
     lowered = _agreed("evaluate", "an evaluation", state, given, fn)
     return execute(state, lowered, given)["result"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -64,8 +64,7 @@ def training_of(spec: Spec) -> Training:
 
 
 def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.device) -> Recipe:
-    if key is not None and (not isinstance(key, torch.Tensor) or key.dtype != torch.int64 or key.shape != (2,)):
-        raise TreeError(f"fzero.init(key={key!r}): needed a key, as fzero.random.key(0)")
+    check_key("init", key)
     if key is not None and spec.step is not None and not callable(params):
         raise TreeError("fzero.init(key=...): with step= the state is yours: put the key into it, as {'key': key, ...}")
     wants = key is not None or _asks_key(spec)
@@ -93,6 +92,11 @@ def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.
     return Recipe(whole, [*inputs, start] if wants else inputs, device)
 
 
+def check_key(name: str, key: Any) -> None:
+    if key is not None and (not isinstance(key, torch.Tensor) or key.dtype != torch.int64 or key.shape != (2,)):
+        raise TreeError(f"fzero.{name}(key={key!r}): needed a key, as fzero.random.key(0)")
+
+
 def _not_empty(params: Any) -> Any:
     if not tree.flatten(params)[1]:
         raise TreeError("params has no leaves: pass a pytree of tensors, or a function of a key that makes one")
@@ -114,11 +118,11 @@ def _whole(spec: Spec, params: Any, key: torch.Tensor | None) -> Any:
 def plan_for(
     spec: Spec, paths: Sequence[str], values: Sequence[torch.Tensor], per_rank: Sequence[str], world_size: int
 ) -> Plan:
-    for rule in spec.param_rules if spec.params != DEFAULT_PARAMS else ():
-        if not any(tree.matches(rule, path) for path in paths):
-            known = {path.rpartition("/")[0] + "/**" for path in paths if "/" in path}
-            raise SpecError(f"Spec(params=...): the rule {rule!r} matches no leaf.{tree.suggest(rule, known)}")
-    return layout(
+    if spec.params != DEFAULT_PARAMS:
+        _check_rules("Spec(params=...)", spec.param_rules, paths)
+    of_params = [path.removeprefix("params/") for path in paths if path.startswith("params/")]
+    _check_rules("Spec(trainable=...)", spec.trainable_rules or (), of_params)
+    plan = layout(
         paths,
         values,
         world_size=world_size,
@@ -128,6 +132,17 @@ def plan_for(
         per_rank=per_rank,
         compute=spec.policy.compute_dtype,
     )
+    _check_rules("Spec(remat=...)", spec.remat_rules, [s.path for b in plan.buckets.values() for s in b.slots])
+    return plan
+
+
+def _check_rules(what: str, rules: Iterable[str], paths: Iterable[str]) -> None:
+    """A rule that matches nothing is a mistake in it, which would otherwise pass in silence."""
+    paths = list(paths)
+    for rule in rules:
+        if rule != "**" and not any(tree.matches(rule, path) for path in paths):
+            known = {path.rpartition("/")[0] + "/**" for path in paths if "/" in path} | set(paths)
+            raise SpecError(f"{what}: the rule {rule!r} matches no leaf.{tree.suggest(rule, known)}")
 
 
 def lower_step(
@@ -142,7 +157,11 @@ def lower_step(
     user, fn = (spec.step, spec.step) if spec.step is not None else (training_of(spec).step, spec.loss)
     assert user is not None
     assert fn is not None
-    return _lower(spec, user, fn, state, batch, plan, via)
+    lowered = _lower(spec, user, fn, state, batch, plan, via)
+    paths = [*lowered.graph.state_paths, *lowered.graph.batch_paths]
+    ends = ["/".join(parts[i:]) for parts in (path.split("/") for path in paths) for i in range(len(parts))]
+    _check_rules("Precision(keep=...)", spec.policy.keep, ends)  # a path within some argument of some loss
+    return lowered
 
 
 def _evaluation(spec: Spec, fn: Callable[..., Any]) -> Callable[[Any, Any], Any]:

@@ -5,7 +5,8 @@ number of draws before it: a call site each, in the order in which the function 
 function of the key, and what a checkpoint recomputes draws again what the forward drew: "the state of the generator"
 (`torch.get_rng_state`, which `torch.utils.checkpoint` saves and restores) is that number while the mode is on.
 
-What torch draws inside a fused kernel (attention with dropout on CUDA) cannot be replaced and is refused by capture.
+What torch draws inside a fused kernel (attention with dropout on CUDA), an op without a rule here, and draws from a
+`torch.Generator` that is passed in are refused.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from fzero import random
 from fzero._torch_compat import TorchDispatchMode
+from fzero.errors import CaptureError
+from fzero.provenance import user_line
 
 aten = torch.ops.aten
 _AMBIENT = -1  # what tells the ambient draws from those a loss makes of its own key
@@ -34,10 +37,17 @@ class Keyed(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         rule = RULES.get(func)
-        if rule is None or kwargs.get("generator") is not None:
+        if torch.Tag.nondeterministic_seeded not in func.tags or _no_dropout(func, args, kwargs):
             return func(*args, **kwargs)
+        given = [name for name, x in _named(func, args, kwargs).items() if isinstance(x, torch.Generator)]
+        if rule is None or given:
+            why = "is given a torch.Generator" if given else "has no version that draws from a key"
+            raise CaptureError(
+                f"{func} at {user_line()} {why}: the step would not be a function of its state. "
+                f"{'Leave generator= out' if given else 'Use fzero.random'}, or draw it outside and pass it in the batch"
+            )
         kwargs.pop("generator", None)
         return rule(self, *args, **kwargs)
 
@@ -71,7 +81,18 @@ class _Count:
         self.number = number
 
 
-def _uniform(mode: Keyed, shape: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    arguments = func._schema.arguments
+    given = {a.name: x for a, x in zip(arguments, args, strict=False)}
+    return {**{a.name: a.default_value for a in arguments}, **given, **kwargs}
+
+
+def _no_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Attention kernels carry the tag for their dropout; with probability 0 they draw nothing."""
+    return bool(_named(func, args, kwargs).get("dropout_p", 1.0) == 0.0)
+
+
+def _uniform(mode: Keyed, shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
     wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
     return random.uniform(mode.draw(), tuple(shape), wide)
 
@@ -84,16 +105,16 @@ def _normal(mode: Keyed, shape: Any, dtype: torch.dtype) -> Tensor:
 def _native_dropout(mode: Keyed, x: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    mask = _uniform(mode, x.shape, x.device) >= p
+    mask = _uniform(mode, x.shape) >= p
     return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
 
 
 def _bernoulli(mode: Keyed, x: Tensor) -> Tensor:
-    return (_uniform(mode, x.shape, x.device, x.dtype) < x).to(x.dtype)
+    return (_uniform(mode, x.shape, x.dtype) < x).to(x.dtype)
 
 
 def _bernoulli_p(mode: Keyed, x: Tensor, p: Any) -> Tensor:
-    return (_uniform(mode, x.shape, x.device) < p).to(x.dtype)
+    return (_uniform(mode, x.shape) < p).to(x.dtype)
 
 
 def _rand(mode: Keyed, shape: Any, *, dtype: torch.dtype | None = None, **how: Any) -> Tensor:
@@ -132,12 +153,18 @@ def _randint_like(mode: Keyed, x: Tensor, high: int, *, dtype: torch.dtype | Non
     return _integers(mode, 0, high, x.shape, dtype or x.dtype)
 
 
+def _randint_like_low(
+    mode: Keyed, x: Tensor, low: int, high: int, *, dtype: torch.dtype | None = None, **how: Any
+) -> Tensor:
+    return _integers(mode, low, high, x.shape, dtype or x.dtype)
+
+
 def _randperm(mode: Keyed, n: int, *, dtype: torch.dtype | None = None, **how: Any) -> Tensor:
     return random.uniform(mode.draw(), (n,), torch.float64).argsort(stable=True).to(dtype or torch.int64)
 
 
 def _uniform_(mode: Keyed, x: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
-    return x.copy_(low + (high - low) * _uniform(mode, x.shape, x.device, x.dtype))
+    return x.copy_(low + (high - low) * _uniform(mode, x.shape, x.dtype))
 
 
 def _normal_(mode: Keyed, x: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
@@ -146,7 +173,22 @@ def _normal_(mode: Keyed, x: Tensor, mean: float = 0.0, std: float = 1.0) -> Ten
 
 def _exponential_(mode: Keyed, x: Tensor, rate: float = 1.0) -> Tensor:
     tiny = torch.finfo(torch.float32).tiny
-    return x.copy_(-torch.log1p(-_uniform(mode, x.shape, x.device, x.dtype)).clamp(min=tiny) / rate)
+    return x.copy_((-torch.log1p(-_uniform(mode, x.shape, x.dtype))).clamp(min=tiny) / rate)  # never 0, as torch's
+
+
+def _normal_of(
+    mode: Keyed, mean: Any, std: Any, size: Any = None, *, dtype: torch.dtype | None = None, **how: Any
+) -> Any:
+    given = [x for x in (mean, std) if isinstance(x, Tensor)]
+    shape = tuple(size) if size is not None else torch.broadcast_shapes(*(x.shape for x in given))
+    return mean + std * _normal(mode, shape, dtype or (given[0].dtype if given else torch.get_default_dtype()))
+
+
+def _multinomial(mode: Keyed, p: Tensor, num: int, replacement: bool = False) -> Tensor:
+    if replacement:
+        return random.categorical(mode.draw(), p.log().unsqueeze(-2).expand(*p.shape[:-1], num, p.shape[-1]))
+    rates = _exponential_(mode, torch.empty_like(p))  # the order of arrival of events of these rates
+    return (p / rates).topk(num, dim=-1).indices
 
 
 RULES: dict[Any, Callable[..., Any]] = {
@@ -156,13 +198,24 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.bernoulli_.float: lambda mode, x, p=0.5: x.copy_(_bernoulli_p(mode, x, p)),
     aten.bernoulli_.Tensor: lambda mode, x, p: x.copy_(_bernoulli_p(mode, x, p)),
     aten.rand.default: _rand,
+    aten.rand.generator: _rand,
     aten.rand_like.default: _rand_like,
     aten.randn.default: _randn,
+    aten.randn.generator: _randn,
     aten.randn_like.default: _randn_like,
     aten.randint.default: _randint,
+    aten.randint.generator: _randint,
     aten.randint.low: _randint_low,
+    aten.randint.low_generator: _randint_low,
     aten.randint_like.default: _randint_like,
+    aten.randint_like.low_dtype: _randint_like_low,
     aten.randperm.default: _randperm,
+    aten.randperm.generator: _randperm,
+    aten.normal.float_float: _normal_of,
+    aten.normal.float_Tensor: _normal_of,
+    aten.normal.Tensor_float: _normal_of,
+    aten.normal.Tensor_Tensor: _normal_of,
+    aten.multinomial.default: _multinomial,
     aten.uniform_.default: _uniform_,
     aten.normal_.default: _normal_,
     aten.exponential_.default: _exponential_,

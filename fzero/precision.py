@@ -98,7 +98,7 @@ def _dtype(where: str, given: Any, *, none: bool) -> None:
 class Precision:
     """A policy. Each dtype is "fp32", "bf16", "fp16", "fp64" or None (as given).
 
-    params: what the state holds. With 16 bits the update is made in fp32 and rounded stochastically.
+    params: what the state holds. With "bf16" the update is made in fp32 and rounded stochastically.
     compute: what parameters and the floating leaves of a loss's other arguments are cast to inside the loss.
     reduce: what gradients travel in. None: what is held, and at least fp32.
     keep: path rules to dtypes: leaves that are computed in another dtype, as {"**/norm*/**": "fp32"}. First match wins.
@@ -119,6 +119,11 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("params", "compute", "reduce"):
             _dtype(f"Precision({name}=", getattr(self, name), none=True)
+        if self.params == "fp16":
+            raise SpecError(
+                "Precision(params='fp16'): parameters without a master are rounded stochastically, to bf16 only. Hold "
+                "params='bf16', or fp32 ones with compute='fp16'"
+            )
         if not isinstance(self.keep, Mapping):
             raise SpecError(f"Precision(keep={self.keep!r}): needed path rules to dtypes, as {{'**/norm/**': 'fp32'}}")
         for rule, given in self.keep.items():

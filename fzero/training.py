@@ -8,6 +8,7 @@ then keeps its bits, on every rank, because the flag is computed from reduced gr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
@@ -50,8 +51,8 @@ class Training:
         scaling = state["loss_scale"] if scaler else {}
         train, frozen = self._split(state["params"])
         next_key, draw = random.split(state["key"]) if "key" in state else (None, None)
-        loss = self.loss if self.trainable is None else _joined(self.loss)
-        given = (batch,) if self.trainable is None else (batch, frozen)
+        loss = self.loss if frozen is None else _joined(self.loss, self.precision)
+        given = (batch,) if frozen is None else (batch, frozen)
         value, grads = value_and_grad(loss, key=draw, scale=scaling.get("scale"))(train, *given)
         grads, metrics = self._clipped(grads, {"loss": value})
         master = self._master(train)
@@ -73,7 +74,14 @@ class Training:
     # --- pieces
 
     def _split(self, params: Any) -> tuple[Any, Any]:
-        return (params, None) if self.trainable is None else tree.partition(params, self.trainable)
+        """(what trains, the rest or None): leaves under the rules, and floating ones only."""
+        rules = self.trainable or ("**",)
+
+        def trains(path: str, leaf: torch.Tensor) -> bool:
+            return leaf.dtype.is_floating_point and any(tree.matches(rule, path) for rule in rules)
+
+        train, frozen = tree.partition(params, trains)
+        return (train, frozen) if tree.flatten(frozen)[1] else (params, None)
 
     def _master(self, params: Any) -> Any:
         """The parameters as the optimizer sees them: of 16-bit ones that are held without a master, fp32 values."""
@@ -88,23 +96,25 @@ class Training:
         return tree.map(lambda n, o: n if n.dtype is o.dtype else optim.stochastic_round(n, seed), new, old)
 
     def _clipped(self, grads: Any, metrics: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if self.clip_norm is not None or self.nonfinite != "ignore":
+            norm = optim.global_norm(grads)  # before values are clipped: an infinite one must show
+            metrics = {**metrics, "grad_norm": norm}
+            if self.clip_norm is not None and not math.isinf(self.clip_norm):
+                coefficient = torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0)
+                grads = tree.map(lambda g: (g * coefficient).to(g.dtype), grads)
         if self.clip_value is not None:
             limit = self.clip_value
             grads = tree.map(lambda g: g.clamp(-limit, limit), grads)
-        if self.clip_norm is not None or self.nonfinite != "ignore":
-            norm = optim.global_norm(grads)
-            metrics = {**metrics, "grad_norm": norm}
-            if self.clip_norm is not None:
-                coefficient = torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0)
-                grads = tree.map(lambda g: (g * coefficient).to(g.dtype), grads)
         return grads, metrics
 
 
-def _joined(loss: Callable[..., Any]) -> Callable[..., Any]:
+def _joined(loss: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
     """The loss of all parameters as one of the trainable ones."""
 
     @wraps(loss)
     def whole(train: Any, batch: Any, frozen: Any, **key: Any) -> Any:
+        # they are parameters: cast like them, whatever `cast_batch` says of other arguments
+        frozen = tree.map_with_path(lambda path, x: x.to(precision.compute_dtype(path, x.dtype)), frozen)
         return loss(tree.merge(train, frozen), batch, **key)
 
     return whole

@@ -49,15 +49,20 @@ def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return unflatten(treedef, [fn(path, *args) for path, *args in zip(paths, leaves, *others, strict=True)])
 
 
-def partition(tree: Any, rules: Iterable[str]) -> tuple[Any, Any]:
-    """(the leaves whose path matches a rule, the others): each of the tree's structure, with None for what it lacks.
+def partition(tree: Any, wanted: Iterable[str] | Callable[[str, Any], bool]) -> tuple[Any, Any]:
+    """(the wanted leaves, the others): each of the tree's structure, with None for what it lacks.
+
+    `wanted` is path rules, or a function `(path, leaf) -> bool`.
 
     >>> partition({"a": 1, "b": {"lora": 2}}, ["**/lora"])
     ({'a': None, 'b': {'lora': 2}}, {'a': 1, 'b': {'lora': None}})
     """
-    rules = list(rules)
     paths, leaves, treedef = flatten(tree)
-    chosen = [any(matches(rule, path) for rule in rules) for path in paths]
+    if callable(wanted):
+        chosen = [bool(wanted(path, leaf)) for path, leaf in zip(paths, leaves, strict=True)]
+    else:
+        rules = list(wanted)
+        chosen = [any(matches(rule, path) for rule in rules) for path in paths]
     picked = unflatten(treedef, [x if c else None for x, c in zip(leaves, chosen, strict=True)])
     return picked, unflatten(treedef, [None if c else x for x, c in zip(leaves, chosen, strict=True)])
 
