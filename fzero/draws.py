@@ -46,7 +46,7 @@ class Keyed(TorchDispatchMode):
             why = "is given a torch.Generator" if given else "has no version that draws from a key"
             raise CaptureError(
                 f"{func} at {user_line()} {why}: the step would not be a function of its state. "
-                f"{'Leave generator= out' if given else 'Use fzero.random'}, or draw it outside and pass it in the batch"
+                f"{'Leave generator= out' if given else 'Use fzero.random'}, or draw outside and pass it in the batch"
             )
         kwargs.pop("generator", None)
         return rule(self, *args, **kwargs)

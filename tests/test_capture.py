@@ -466,7 +466,7 @@ def test_ambient_randomness_is_refused(name: str) -> None:
     def step(s: Any, b: Tensor) -> Any:
         return s, {"m": RANDOM[name](b).sum()}  # here
 
-    parts = ("draws from torch's ambient generator", "use fzero.random with a key from the state or the batch")
+    parts = ("draws from torch's ambient generator", "lsewhere use fzero.random with a key from the state or the batch")
     line = here(loss) if name not in ("module", "init", "seeded", "randperm") else Path(__file__).name
     before = torch.get_rng_state()
     refused(loss, line if name in ("randn_like", "gumbel_softmax") else Path(__file__).name, *parts)
