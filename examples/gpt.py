@@ -113,7 +113,7 @@ def gpt(params: Params, tokens: Tensor) -> Tensor:
 def loss_fn(params: Params, batch: Batch) -> Tensor:
     """Mean cross-entropy in nats per byte; `batch["x"]` and `batch["y"]` are (B, T), y one byte further than x."""
     logits = gpt(params, batch["x"])
-    return F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten())
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch["y"].flatten())
 
 
 @torch.no_grad()

@@ -81,6 +81,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="peak learning rate: linear warm-up, then cosine (by size: 3e-3, 3e-3, 6e-4)",
     )
     add("--clip", type=float, default=1.0, metavar="X", help="largest global gradient norm; 0 does not clip (1.0)")
+    add(
+        "--precision",
+        default="fp32",
+        choices=("fp32", "bf16", "fp16", "bf16_params"),
+        help="see docs/precision.md (fp32)",
+    )
+    add(
+        "--remat", default="none", choices=("none", "full"), help="recompute layers in the backward: less memory (none)"
+    )
     add("--device", default="cpu", choices=("cpu", "cuda"), help="cpu talks over gloo, cuda over nccl (cpu)")
     add("--data", type=Path, metavar="PATH", help="a text file or a directory of them (Python's standard library)")
     add("--out", type=Path, default=Path("runs/train_gpt"), metavar="DIR", help="where results go (runs/train_gpt)")
@@ -143,6 +152,8 @@ def train(args: argparse.Namespace, rank: int, console: Console) -> None:
         zero=args.zero,
         microbatches=args.microbatches,
         clip_norm=args.clip or None,
+        precision=args.precision,
+        remat=args.remat,
         device=args.device,
     )
     corpus = text.load(args.data, args.seq)
@@ -153,14 +164,15 @@ def train(args: argparse.Namespace, rank: int, console: Console) -> None:
 
     # Ahead of time: the program and its memory, with no parameter allocated and no other rank asked.
     sequences = torch.empty(args.batch // args.world, args.seq, dtype=torch.int64, device=device)
-    lowered = fzero.lower(spec, init, {"x": sequences, "y": sequences}, world_size=args.world)
+    key = fzero.random.key(args.seed)
+    lowered = fzero.lower(spec, init, {"x": sequences, "y": sequences}, world_size=args.world, key=key)
     if rank == 0:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "program.txt").write_text(str(lowered.program))
     console.print(f"planned: bytes per rank at the peak of a step, world size {args.world}, zero={args.zero}")
     console.print(memory.planned_table(lowered.memory, lowered.memory.peak))
 
-    state = fzero.init(init, spec, key=fzero.random.key(args.seed))
+    state = fzero.init(init, spec, key=key)
     state, curves, seconds = fit(args, state, corpus, rank, device, console)
     params = fzero.unshard(state.params)
     measured = measure(args, state, corpus, rank, device)
@@ -217,12 +229,10 @@ def fit(
     return state, Curves(losses.tolist(), held_out), seconds
 
 
-@torch.no_grad()
 def held_out_loss(
     args: argparse.Namespace, state: fzero.State, corpus: text.Corpus, rank: int, device: torch.device
 ) -> float:
-    """The mean over a fixed part of the held-out text: the model is a function, so evaluation is a call of it."""
-    params = fzero.unshard(state.params)
+    """The mean over a fixed part of the held-out text, on the state as it is placed."""
     batches = text.held_out_batches(
         corpus.held_out,
         num_batches=HELD_OUT_BATCHES,
@@ -231,12 +241,8 @@ def held_out_loss(
         rank=rank,
         world_size=args.world,
     )
-    total = torch.stack(
-        [loss_fn(params, {name: x.to(device) for name, x in batch.items()}) for batch in batches]
-    ).mean()
-    if args.world > 1:
-        dist.all_reduce(total)
-    return float(total) / args.world
+    placed = ({name: x.to(device) for name, x in batch.items()} for batch in batches)
+    return float(torch.stack([fzero.evaluate(state, batch, loss_fn) for batch in placed]).mean())
 
 
 def measure(
