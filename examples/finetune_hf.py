@@ -40,9 +40,9 @@ results, in --out: the model (config.json, model.safetensors), program.txt (the 
 
 Batch = dict[str, Tensor]
 VOCAB, PAD, IGNORED, NEWLINE = 256, 0, -100, 10
-HELD_OUT_BATCHES = 4
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-SPECIAL = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": None, "eos_token_id": None}
+HELD_OUT_BATCHES, SAMPLE_BYTES = 4, 64
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SPECIAL: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": None, "eos_token_id": None}
 
 
 def configuration(arch: str, sequence: int, dropout: float) -> Any:
@@ -52,7 +52,7 @@ def configuration(arch: str, sequence: int, dropout: float) -> Any:
             **SIZES, **SPECIAL, max_position_embeddings=sequence, attention_dropout=dropout, tie_word_embeddings=True
         )
     if arch == "gpt2":
-        drops = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), dropout)
+        drops: dict[str, Any] = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), dropout)
         return transformers.GPT2Config(**SPECIAL, **drops, n_embd=64, n_layer=2, n_head=4, n_positions=sequence)
     return transformers.MambaConfig(**SPECIAL, hidden_size=64, state_size=8, num_hidden_layers=2)
 
@@ -135,25 +135,29 @@ def train(args: argparse.Namespace, rank: int) -> None:
     say(f"text: {corpus.description}")
     size = sum(value.numel() for value in params.values())
     say(f"{type(model).__name__}: {size:,} parameters, {args.world} ranks, zero={args.zero}")
-    held_out = [padded(x) for x in held_out_windows(args, corpus)]
-    say(f"held-out loss {evaluated(model, held_out):.3f} nats per byte before the first step")
-
     state = fzero.init(params, spec, key=fzero.random.key(args.seed))  # what dropout draws from, if there is any
+    held_out, measure = held_out_batches(args, corpus, rank), sums_of(from_module(model, train=False).apply, buffers)
+    say(f"held-out loss {evaluated(state, held_out, measure):.3f} nats per byte before the first step")
     start = time.perf_counter()
     for number, batch in enumerate(itertools.islice(batches(args, corpus, rank), args.steps), 1):
         state = fzero.step(state, batch)
-        if number % max(1, args.steps // 6) == 0 or number == args.steps:
+        if number % max(1, args.steps // 5) == 0 or number == args.steps:
             say(f"step {number}: loss {float(state.metrics['loss']):.3f}")
     seconds = time.perf_counter() - start
+    loss = evaluated(state, held_out, measure)
+    say(f"held-out loss {loss:.3f} nats per byte; {seconds / args.steps:.2f} s per step")
+    leave(args, model, state, rank)
 
+
+def leave(args: argparse.Namespace, model: Any, state: fzero.State, rank: int) -> None:
+    """What stays after the run. Every rank gathers the parameters, rank 0 saves them."""
     model.load_state_dict(fzero.unshard(state.params), strict=False)  # tied names and buffers are not among params
     if rank == 0:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "program.txt").write_text(str(state.program))
         model.save_pretrained(args.out)
-        say(f"held-out loss {evaluated(model, held_out):.3f} nats per byte; {seconds / args.steps:.2f} s per step")
-        say(f"a sample: {sample(model, 'def ')!r}")
-        say(f"in {args.out}: config.json, model.safetensors, program.txt")
+        print(f"a sample: {sample(model.eval(), 'def ')!r}")
+        print(f"in {args.out}: config.json, model.safetensors, program.txt")
 
 
 def _silent(*_: object) -> None: ...
@@ -165,21 +169,31 @@ def load(args: argparse.Namespace) -> Any:
     return transformers.AutoModelForCausalLM.from_config(configuration(args.arch, args.seq, args.dropout))
 
 
+def sums_of(apply: Apply, buffers: dict[str, Tensor]) -> Callable[[Any, Batch], tuple[Tensor, Tensor]]:
+    """What a batch adds up to: the sum of its losses, and how many there are (`total`)."""
+
+    def sums(params: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        given = {name: x for name, x in batch.items() if name != "labels"}
+        return total(apply(params, buffers, **given, use_cache=False).logits, batch["labels"])
+
+    return sums
+
+
 def loss_of(apply: Apply, buffers: dict[str, Tensor]) -> Callable[[Any, Batch], fzero.Mean]:
     """The mean over the tokens of all ranks, however many of them each rank holds."""
+    sums = sums_of(apply, buffers)
 
     def loss(params: Any, batch: Batch) -> fzero.Mean:
-        given = {name: x for name, x in batch.items() if name != "labels"}
-        return fzero.Mean(*total(apply(params, buffers, **given, use_cache=False).logits, batch["labels"]))
+        return fzero.Mean(*sums(params, batch))
 
     return loss
 
 
 def total(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum and number of the losses of the next bytes: `logits` (rows, bytes, VOCAB), `labels` int64 (rows, bytes)."""
+    """Sum and number (f32) of the losses of the next bytes: `logits` (rows, bytes, VOCAB), `labels` (rows, bytes)."""
     labels = labels[:, 1:]
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), labels, ignore_index=IGNORED, reduction="sum")
-    return losses, (labels != IGNORED).sum()
+    return losses, (labels != IGNORED).sum().float()
 
 
 def padded(x: Tensor) -> Batch:
@@ -197,26 +211,25 @@ def batches(args: argparse.Namespace, corpus: text.Corpus, rank: int) -> Iterato
         yield padded(windows["x"])
 
 
-def held_out_windows(args: argparse.Namespace, corpus: text.Corpus) -> Iterator[Tensor]:
-    sizes = {"num_batches": HELD_OUT_BATCHES, "num_sequences": args.batch, "sequence": args.seq}
-    for windows in text.held_out_batches(corpus.held_out, rank=0, world_size=1, **sizes):
-        yield windows["x"]
+def held_out_batches(args: argparse.Namespace, corpus: text.Corpus, rank: int) -> list[Batch]:
+    """This rank's part of the same few batches each time."""
+    sizes = {"num_sequences": args.batch, "sequence": args.seq, "rank": rank, "world_size": args.world}
+    windows = text.held_out_batches(corpus.held_out, num_batches=HELD_OUT_BATCHES, **sizes)
+    return [padded(window["x"]) for window in windows]
 
 
-@torch.no_grad()
-def evaluated(model: Any, held_out: Sequence[Batch]) -> float:
-    """The model's loss on whole batches, by plain PyTorch."""
-    model.eval()
-    sums = torch.zeros(2)
-    for batch in held_out:
-        given = {name: x for name, x in batch.items() if name != "labels"}
-        sums += torch.stack([x.float() for x in total(model(**given).logits, batch["labels"])])
-    return float(sums[0] / sums[1])
+def evaluated(state: fzero.State, held_out: Sequence[Batch], sums: Callable[..., tuple[Tensor, Tensor]]) -> float:
+    """The mean loss without dropout, on the sharded state (what it returns are means over the ranks)."""
+    found = [fzero.evaluate(state, batch, sums) for batch in held_out]
+    return float(sum(x for x, _ in found) / sum(n for _, n in found))
 
 
 def sample(model: Any, prompt: str) -> str:
+    """What the model writes after `prompt`, as far as its positions reach."""
     given = torch.tensor([list(prompt.encode())])
-    made = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=60, do_sample=True, top_k=20)
+    room = getattr(model.config, "max_position_embeddings", None) or SAMPLE_BYTES
+    new = max(1, min(SAMPLE_BYTES, room) - given.shape[1])
+    made = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=new, do_sample=True, top_k=20)
     return bytes(made[0].tolist()).decode(errors="replace")
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo as untraced_by_dynamo  # 2.11.0, 2.13.0
 from torch._subclasses.fake_tensor import (  # 2.11.0, 2.13.0
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -37,6 +38,7 @@ __all__ = [
     "make_fx",
     "real_tensors",
     "tracing_graph",
+    "untraced_by_dynamo",
 ]
 
 # aten's fused optimizer kernels, in place over lists of tensors: seen in 2.11.0 and 2.13.0

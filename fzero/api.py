@@ -1,4 +1,4 @@
-"""api: init, step, lower."""
+"""api: init, step, evaluate, lower. A `torch.compile`d loop calls them as they are: fzero compiles the step itself."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fzero import tracing, tree
+from fzero._torch_compat import untraced_by_dynamo
 from fzero.compile import Lowered, fakes_on, lower_step, plan_for, recipe_for
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, at
 from fzero.runtime import collectives
@@ -21,6 +22,7 @@ from fzero.state import Life, State
 from fzero.verify import verify
 
 
+@untraced_by_dynamo
 @torch.inference_mode(False)
 def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
     """The first state: `params` (a pytree of tensors, or a function of a key that makes one) placed as `spec` says.
@@ -68,6 +70,7 @@ def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
     return State(runtime.sharded(life), 0, {}, runtime, life)
 
 
+@untraced_by_dynamo
 @torch.inference_mode(False)
 def step(state: State, batch: Any) -> State:
     """One step. Donates `state`: its memory becomes the result's, and its leaves cannot be read any more.
@@ -99,6 +102,7 @@ def step(state: State, batch: Any) -> State:
     return State(runtime.sharded(life), state.step + 1, metrics, runtime, life)
 
 
+@untraced_by_dynamo
 @torch.inference_mode(False)
 def evaluate(state: State, batch: Any, fn: Callable[..., Any], *, key: torch.Tensor | None = None) -> Any:
     """`fn(params, batch)` on the state, which it neither donates nor changes; every rank must call it.
@@ -124,6 +128,7 @@ def evaluate(state: State, batch: Any, fn: Callable[..., Any], *, key: torch.Ten
     return execute(state, lowered, given)["result"]
 
 
+@untraced_by_dynamo
 @torch.inference_mode(False)
 def lower(
     spec: Spec, params_like: Any, batch_like: Any, *, world_size: int | None = None, key: torch.Tensor | None = None
@@ -132,7 +137,8 @@ def lower(
 
     `params_like` is a pytree of tensors (real, meta or fake: only shapes and dtypes are read) or the function of a
     key that makes them; with `Spec(step=...)` the whole state. `batch_like` is one rank's batch. `world_size`
-    defaults to the spec's mesh, `key` is as in `init`. `lowered.program` prints; `lowered.memory` is the account per rank.
+    defaults to the spec's mesh, `key` is as in `init`. `lowered.program` prints; `lowered.memory` is the account per
+    rank; `lowered.choices` says what was chosen and why.
 
     >>> import fzero
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.adamw(1e-3), zero=3)

@@ -73,7 +73,10 @@ def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.
     if callable(params) and not isinstance(params, torch.nn.Module):
         return Recipe(lambda k: _whole(spec, _not_empty(params(k)), k if wants else None), [start], device)
     if isinstance(params, torch.nn.Module):
-        raise TreeError("params is a module: pass dict(module.named_parameters()), detached, and call it functionally")
+        raise TreeError(
+            "params is a module: take it apart with fzero.interop.from_module(module), which gives (params, "
+            "buffers, apply)"
+        )
     paths, leaves, treedef = tree.flatten(_not_empty(params))
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(getattr(leaf, "value", leaf), torch.Tensor)]
 
@@ -130,7 +133,7 @@ def plan_for(
 def lower_step(
     spec: Spec, state: Any, batch: Any, plan: Plan, via: str, fn: Callable[..., Any] | None = None
 ) -> Lowered:
-    """The program of a step, or of the evaluation of `fn`: of a step that changes nothing and has its result as metrics.
+    """The program of a step, or of the evaluation of `fn`: a step that changes nothing and has fn's result as metrics.
 
     The batch of an evaluation is {"batch", "key"}.
     """

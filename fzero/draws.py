@@ -50,8 +50,8 @@ class Keyed(TorchDispatchMode):
 
     def __enter__(self) -> Keyed:
         self.saved = torch.get_rng_state, torch.set_rng_state
-        torch.get_rng_state = lambda: _Count(self.count)  # type: ignore[assignment]
-        torch.set_rng_state = self._restore
+        torch.get_rng_state = lambda: _Count(self.count)  # type: ignore[assignment,return-value]
+        torch.set_rng_state = self._restore  # type: ignore[assignment]
         super().__enter__()
         return self
 

@@ -93,13 +93,11 @@ def forward(
         tracing = active()
         _check_outer("forward", tracing)
         joint = Joint(fn, params, args, kwargs, _policy(precision, tracing), key=key)
-        outs = iter(_region(joint, joint.forward, tracing, None))
+        outs = _region(joint, joint.forward, tracing, None)
         results = []
-        for kind in joint.marks.aux_kinds:
-            value = next(outs)
+        for i, (kind, value) in enumerate(zip(joint.marks.aux_kinds, outs, strict=True)):
             if kind == "total":
-                total, count = (_reduce(x, "sum") for x in (value, next(outs)))
-                results.append(total / safe(count))
+                results.append(_reduce(value, "sum") / safe(_reduce(outs[i + 1], "sum")))
             elif kind == "value":
                 scalar = value.ndim == 0 and value.dtype.is_floating_point
                 results.append(_reduce(value, "mean") if scalar else value)
@@ -151,7 +149,7 @@ def per_rank(x: Any) -> Any:
 
 
 def axis_index(axis: str = "dp", device: torch.device | str | None = None) -> torch.Tensor:
-    """This rank's place on a mesh axis: 0-d int64, 0 in a world of one. It differs between ranks (`jax.lax.axis_index`).
+    """This rank's place on a mesh axis, as `jax.lax.axis_index`: 0-d int64, 0 in a world of one.
 
     >>> axis_index()
     tensor(0)

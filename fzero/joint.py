@@ -1,4 +1,4 @@
-"""joint: what one region computes: a loss's forward and backward at the shape of one microbatch, as a function to trace.
+"""joint: what one region computes: forward and backward of a loss at the shape of one microbatch, as a function.
 
 Inputs are the parameters' leaves, then the tensors of the other arguments, then the loss scale and the key of this part
 of the batch where there are any. Outputs are the loss, a gradient for every leaf that gets one, then aux; of an
@@ -175,9 +175,9 @@ class Joint:
     def _checked(self, result: Any) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         loss, aux = _check_loss(result, self.has_aux, self.fn)
         count = None
-        if isinstance(loss, Mean):
-            _check_mean(loss, self.fn)
-            loss, count = loss.total, _wide(loss.count)
+        if isinstance(mean := loss, Mean):
+            _check_mean(mean, self.fn)
+            loss, count = mean.total, _wide(mean.count)
         paths, leaves, self.marks.aux_spec = tree.flatten(aux)
         for path, leaf in zip(paths, leaves, strict=True):
             if not isinstance(leaf, Tensor):

@@ -301,7 +301,7 @@ def _region_terms(
                 if index not in places:
                     values[user] = reduced(_sum(parts), "sum", axis, n, divisor)
                 else:
-                    over = _over(axis, n, divisor, region.values[index].dtype, region.wire.get(index))
+                    over = _travelled(axis, n, divisor, region.values[index].dtype, region.wire.get(index))
                     each = reduce == "each"
                     values[user] = _sum([over(p) for p in parts]) if each else over(_sum(parts))
                 folded.add(user)
@@ -309,7 +309,9 @@ def _region_terms(
     return folded
 
 
-def _over(axis: str, world: int, divisor: int, dtype: torch.dtype, wire: torch.dtype | None) -> Callable[[str], str]:
+def _travelled(
+    axis: str, world: int, divisor: int, dtype: torch.dtype, wire: torch.dtype | None
+) -> Callable[[str], str]:
     """The reduction of a gradient, in the dtype it travels in."""
 
     def over(value: str) -> str:

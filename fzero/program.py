@@ -339,7 +339,8 @@ def _parse_op(words: list[str], comment: str) -> Op:
             side = 1
         elif "=" in word:
             key, _, value = word.partition("=")
-            attrs[key] = int(value) if re.fullmatch(r"-?\d+", value) else value
+            number = re.fullmatch(r"-?\d+", value) and key != "segment"  # a hash may be all digits
+            attrs[key] = int(value) if number else value
         else:
             refs[side].append(_ref(word))
     axis = attrs.pop("axis", None)

@@ -318,6 +318,8 @@ class _Watch(TorchDispatchMode):
             )
         if any(isinstance(value, torch.Generator) for value in (kwargs or {}).values()):
             raise _Refused(str(_ambient(func, user_line())))
+        if func is aten._efficientzerotensor.default:
+            func = aten.zeros.default  # forward mode's zero tangents, which have no memory
         result = func(*args, **(kwargs or {}))
         graph = tracing_graph()
         if graph is not None and self is self.tracing.watching[-1]:  # a region is traced inside a step

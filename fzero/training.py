@@ -9,7 +9,7 @@ then keeps its bits, on every rank, because the flag is computed from reduced gr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -26,7 +26,7 @@ class Training:
 
     loss: Callable[..., Any]
     optimizer: optim.GradientTransformation
-    precision: Precision = Precision()
+    precision: Precision = field(default_factory=Precision)
     trainable: tuple[str, ...] | None = None
     clip_norm: float | None = None
     clip_value: float | None = None
@@ -47,12 +47,12 @@ class Training:
     def step(self, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         """`(state, batch) -> (state, metrics)`: gradients, clipping, update."""
         scaler = self.precision.loss_scale
-        scaling = state["loss_scale"] if scaler else None
+        scaling = state["loss_scale"] if scaler else {}
         train, frozen = self._split(state["params"])
         next_key, draw = random.split(state["key"]) if "key" in state else (None, None)
         loss = self.loss if self.trainable is None else _joined(self.loss)
         given = (batch,) if self.trainable is None else (batch, frozen)
-        value, grads = value_and_grad(loss, key=draw, scale=scaling and scaling["scale"])(train, *given)
+        value, grads = value_and_grad(loss, key=draw, scale=scaling.get("scale"))(train, *given)
         grads, metrics = self._clipped(grads, {"loss": value})
         master = self._master(train)
         updates, opt_state = self.optimizer.update(grads, state["opt_state"], master)

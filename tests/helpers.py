@@ -22,11 +22,11 @@ from torch import Tensor
 
 import fzero
 from fzero import capture, tree
+from fzero.compile import training_of
 from fzero.joint import asks_key
 from fzero.runtime import storage
 from fzero.runtime.interpret import interpret
 from fzero.runtime.reference import reference
-from fzero.compile import training_of
 
 GRACE_SECONDS = 40.0  # for the other ranks once one has failed: each is to raise an error of its own within 30
 

@@ -187,7 +187,7 @@ def test_params_rules_that_match_nothing_are_refused() -> None:
 @pytest.mark.parametrize(
     ("bad", "parts"),
     [
-        (torch.nn.Linear(2, 2), ("params is a module", "dict(module.named_parameters())")),
+        (torch.nn.Linear(2, 2), ("params is a module", "fzero.interop.from_module")),
         ({}, ("params has no leaves",)),
         (None, ("params has no leaves",)),
         ({"a": [None]}, ("params has no leaves",)),

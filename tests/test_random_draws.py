@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import fzero
 from fzero import random
 from fzero._torch_compat import FakeTensorMode, make_fx
 
@@ -196,6 +198,32 @@ def test_one_key_under_vmap_is_one_mask_and_a_key_each_is_a_mask_each() -> None:
     assert torch.equal(same, random.dropout(KEY, x[0]).expand(3, 200))
     each = torch.vmap(random.dropout)(random.split(KEY, 3), x)
     assert not torch.equal(each[0], each[1])
+
+
+def keyed_loss(params: Any, batch: Tensor, key: Tensor) -> Tensor:
+    dropped = random.dropout(key, torch.tanh(batch * params["w"]), 0.5)
+    return (dropped.sum(1) + random.normal(random.fold_in(key, 1), (len(batch),))).square().mean()
+
+
+def test_draws_belong_to_the_part_of_the_batch_and_not_to_a_rank() -> None:
+    """Four parts on one, two and four ranks: the same draws, so the same training, up to the order of sums."""
+    rows = random.normal(random.key(2), (8, 5))
+    start = {"w": torch.linspace(0.5, 1.5, 5)}
+    finals = []
+    for world, microbatches in ((1, 4), (2, 2), (4, 1)):
+        spec = fzero.Spec(loss=keyed_loss, optimizer=fzero.optim.sgd(0.1), zero=3, microbatches=microbatches)
+        result = run(spec, start, lambda rank, step, n=world: rows.chunk(n)[rank], world=world, steps=3)
+        finals.append(result.final["params/w"])
+    expected, key = start["w"].clone(), random.fold_in(random.key(0), -2)
+    for _ in range(3):
+        key, draw = random.split(key)
+        parts = [
+            torch.func.grad(keyed_loss)({"w": expected}, part, random.fold_in(draw, j))["w"]
+            for j, part in enumerate(rows.chunk(4))
+        ]
+        expected = expected - 0.1 * torch.stack(parts).mean(0)
+    for final in finals:
+        torch.testing.assert_close(final, expected)
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

@@ -19,9 +19,9 @@ from fzero._torch_compat import DataDependentOutputException, DynamicOutputShape
 from fzero.errors import CaptureError
 
 
-def was_written(value: torch.Tensor) -> bool:
-    """Whether a tensor that nobody had written to has been (`Tensor._version`: 2.11.0, 2.13.0)."""
-    return value._version > 0
+def version(value: torch.Tensor) -> int:
+    """How often a tensor has been written to; 0 for a new one (`Tensor._version`: 2.11.0, 2.13.0)."""
+    return value._version
 
 
 def install() -> None:

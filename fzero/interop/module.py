@@ -64,25 +64,23 @@ class Apply:
     def __call__(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
     ) -> Any:
-        memo: dict[int, Any] = {}
+        memo: dict[int, Any] = {id(value): value for value in self._kept}
         memo |= self._placed("params", self._module.named_parameters(), params)
         traced = active() is not None or any(map(is_fake, params.values()))
-        kept = [value if traced else value.clone() for value in self._kept]
-        memo |= {id(value): own for value, own in zip(self._kept, kept, strict=True)}
         given = buffers
         if (self.mutable or not traced) and isinstance(buffers, Mapping):  # traced writes are refused as they happen
             given = {name: _writable(value, traced) for name, value in buffers.items()}
         memo |= self._placed("buffers", self._module.named_buffers(), given)
-        module = copy.deepcopy(self._module, memo)
+        module, before = copy.deepcopy(self._module, memo), [_hf_compat.version(value) for value in self._kept]
         with _hf_compat.capturing(module) if traced else nullcontext():
             output = module(*args, **kwargs)
-        if not traced and any(map(_hf_compat.was_written, kept)):
+        if before != [_hf_compat.version(value) for value in self._kept]:
             raise CaptureError(f"{self.name} writes to a tensor that is no buffer: register it with register_buffer")
         found = dict(module.named_buffers())
         if self.mutable:
             return output, {name: found[name] for name in buffers}
         for name, value in given.items():
-            if found.get(name) is not value or (not traced and _hf_compat.was_written(value)):
+            if found.get(name) is not value or (not traced and _hf_compat.version(value)):
                 raise CaptureError(
                     f"{self.name} writes to its buffer {name!r}: take the new values, as in "
                     "params, buffers, apply = from_module(module, mutable=True); "

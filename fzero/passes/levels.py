@@ -53,6 +53,7 @@ class Levels:
     def sort_out(self) -> None:
         """Reads the run and fills the fields; in `nodes`, in order, short chains may appear again."""
         self.gm = segments.module(segments.copied(self.program.segments[str(self.one.get("segment"))].graph))
+        self._apart()
         holders = segments.placeholders(self.gm.graph)
         num_reads = len(self.one.reads)
         fresh_count = int(self.one.get("fresh", 0))
@@ -70,6 +71,17 @@ class Levels:
         self._classify()
         self._place()
         self._repeat()
+
+    def _apart(self) -> None:
+        """A whole result that is flat work's too (new parameters that a later loss reads) becomes a copy of it, so that
+        the work itself may run on slices."""
+        end = segments.output(self.gm.graph)
+        with self.gm.graph.inserting_before(end):
+            for node in dict.fromkeys(end.all_input_nodes):
+                if node.op == "call_function" and node.target is operator.getitem:
+                    copy = self.gm.graph.call_function(torch.ops.aten.clone.default, (node,))
+                    copy.meta = dict(node.meta)
+                    end.replace_input_with(node, copy)
 
     def _spot_of(self, ref: Ref) -> Spot | None:
         bucket = self.program.buckets.get(self.buffers[ref.name].bucket or "")

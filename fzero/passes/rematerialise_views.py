@@ -45,8 +45,7 @@ def again(params: set[fx.Node]) -> Callable[[fx.Node], bool]:
         if node.target is not torch.ops.aten._to_copy.default:
             return False
         source = node.args[0]
-        assert isinstance(source, fx.Node)
-        return segments.base(source) in params
+        return isinstance(source, fx.Node) and segments.base(source) in params
 
     return made_anew
 
