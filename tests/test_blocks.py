@@ -333,6 +333,16 @@ def test_gradients_that_are_not_zero_in_the_padding_stay_out_of_the_blocks() -> 
     assert differing(finals[0], reference) == []
 
 
+def test_elementwise_work_on_codes_and_scales_runs_on_slices_too() -> None:
+    """A flag that keeps the old state where a gradient is not finite: a choice between columns of either ratio."""
+    tx = fzero.optim.apply_if_finite(fzero.optim.adamw8bit(1e-2))
+    specs = [fzero.Spec(loss=odd_loss, optimizer=tx, zero=zero) for zero in (0, 1, 3)]
+    runs = [run(spec, odd_params(), odd_batch, world=2, steps=3) for spec in specs]
+    assert [differing(runs[0].final, one.final) for one in runs] == [[], [], []]
+    gathered = {one.reads[0].name for one in runs[2].lowered.program.ops if one.kind == "gather"}
+    assert all(name.startswith("params") for name in gathered)
+
+
 def real(zero: int) -> dict[str, Tensor]:
     state = fzero.init(odd_params(), odd_spec(zero))
     for step in range(3):

@@ -125,8 +125,39 @@ def test_a_workspace_rule_is_what_the_kernel_allocates(loss: Any) -> None:
     assert seen, "the loss used no op that has a rule"
 
 
+def _own() -> dict[Any, tuple[Any, ...]]:
+    """fzero's own ops that have a rule, with operands."""
+    ops, size = torch.ops.fzero, 100_000
+    codes = [torch.zeros(size, dtype=dtype) for dtype in (torch.int8, torch.uint8)]
+    scales = [torch.zeros(-(-size // 64)) for _ in range(2)]
+    step = (torch.randn(size), torch.randn(size), codes[0], scales[0], codes[1], scales[1], torch.tensor(1),
+            torch.tensor(1e-3, dtype=torch.float64), 0.9, 0.999, 1e-8, 0.1)  # fmt: skip
+    m, rest = torch.randn(512, 1024), (5, 3.4445, -4.775, 2.0315, 1e-7)
+    return {
+        ops.adamw8.default: step,
+        ops.adamw8_.default: step,
+        ops.orthogonalize.default: (m, *rest),
+        ops.orthogonalize_flat.default: (m.view(-1), [512, 1024], *rest),
+    }
+
+
+@pytest.mark.parametrize("target", _own(), ids=str)
+def test_so_is_that_of_an_op_of_fzero(target: Any) -> None:
+    operands, graph = _own()[target], fx.Graph()
+    holders = [graph.placeholder(f"x{i}") if isinstance(a, torch.Tensor) else a for i, a in enumerate(operands)]
+    for holder, value in zip(holders, operands, strict=True):
+        if isinstance(holder, fx.Node):
+            holder.meta["val"] = value
+    node = graph.call_function(target, tuple(holders))
+    node.meta["val"], peak = measured_peak(lambda: target(*operands))
+    results = sum(v.untyped_storage().nbytes() for v in segments.tensors(node.meta["val"]))
+    said = results + workspace_bytes(node)
+    assert -0.03 * peak - 256 <= said - peak <= 0.1 * peak + 256, f"{said}, allocator {peak}"
+
+
 def test_every_rule_is_tried() -> None:
     tried = {
+        *_own(),
         aten.convolution.default, aten.convolution_backward.default, aten.native_batch_norm_backward.default,
         aten.logsumexp.default, aten.mse_loss.default, aten.sum.default, aten.sum.dim_IntList, aten.mean.default,
         aten.mean.dim, aten._scaled_dot_product_flash_attention_for_cpu.default,

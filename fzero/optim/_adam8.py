@@ -42,7 +42,7 @@ from fzero.optim._ops import _op
 
 BLOCK = 64  # elements; the alignment of every leaf in its bucket
 CHUNK = {"cpu": 32_768, "cuda": 1 << 22}  # elements at a time: on the CPU, so that the buffers stay in the cache
-BUFFER_BYTES = 44  # that an element of a chunk needs in all
+BUFFER_BYTES = 43  # that an element of a chunk needs in all
 
 _HYPER = "Tensor count, Tensor lr, float beta1, float beta2, float eps, float weight_decay"
 _MIX1, _MIX2, _LANE, _STEP = 0x7FEB352D, 0x846CA68B - (1 << 32), 0x9E3779B1 - (1 << 32), 0x85EBCA6B - (1 << 32)

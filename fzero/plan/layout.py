@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -132,23 +132,8 @@ def layout(
     buckets: dict[str, Bucket] = {}
     buffers: dict[str, Buffer] = {}
     places: dict[int, Leaf] = {}
-    lead = [leaves[one.members[0][1]] for one in classes]
-    ordinary, packed = owned.separate(
-        groups,
-        whole=lambda c: any(owned.asks(prefix) for prefix, _ in classes[c].members),
-        size=lambda c: lead[c].numel(),
-        fill=bucket_bytes // max((x.dtype.itemsize for x in lead), default=1),
-        world_size=world_size,
-    )
-    for number, (name, stage, members) in enumerate(_named([*packed, *_cut(ordinary, lead, bucket_bytes)])):
-        sizes = [lead[c].numel() for c in members]
-        starts, length = owned.pack(sizes, world_size) if number < len(packed) else _in_a_row(sizes, world_size)
-        members = [c for _, c in sorted(zip(starts, members, strict=True))]
-        slots = [
-            Slot("/".join(classes[c].key), start, start + lead[c].numel(), tuple(lead[c].shape))
-            for start, c in zip(sorted(starts), members, strict=True)
-        ]
-        bucket = Bucket(name, length, stage, tuple(slots))
+    for bucket, members in _buckets(groups, classes, leaves, bucket_bytes, world_size):
+        name, stage = bucket.name, bucket.stage
         buckets[name] = bucket
         for column, (prefix, first) in enumerate(classes[members[0]].members):
             row = TABLE[stage]
@@ -258,6 +243,32 @@ def _groups(
     for members in groups.values():
         members.sort(key=lambda c: (leaves[classes[c].members[0][1]].ndim < 2, c))
     return groups
+
+
+def _buckets(
+    groups: Mapping[tuple[object, ...], list[int]],
+    classes: list[Class],
+    leaves: Sequence[torch.Tensor],
+    bucket_bytes: int,
+    world_size: int,
+) -> Iterator[tuple[Bucket, list[int]]]:
+    """The buckets, each with the classes of its slots: those packed whole onto ranks, then the others."""
+    lead = [leaves[one.members[0][1]] for one in classes]
+    ordinary, packed = owned.separate(
+        groups,
+        whole=lambda c: any(owned.asks(prefix) for prefix, _ in classes[c].members),
+        size=lambda c: lead[c].numel(),
+        fill=bucket_bytes // max((x.dtype.itemsize for x in lead), default=1),
+        world_size=world_size,
+    )
+    for number, (name, stage, members) in enumerate(_named([*packed, *_cut(ordinary, lead, bucket_bytes)])):
+        sizes = [lead[c].numel() for c in members]
+        starts, length = owned.pack(sizes, world_size) if number < len(packed) else _in_a_row(sizes, world_size)
+        placed = sorted(zip(starts, members, strict=True))
+        slots = [
+            Slot("/".join(classes[c].key), start, start + lead[c].numel(), tuple(lead[c].shape)) for start, c in placed
+        ]
+        yield Bucket(name, length, stage, tuple(slots)), [c for _, c in placed]
 
 
 def _cut(groups: Mapping[tuple[object, ...], list[int]], lead: Sequence[torch.Tensor], cap: int) -> list[owned.Run]:
