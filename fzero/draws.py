@@ -176,7 +176,9 @@ def _exponential_(mode: Keyed, x: Tensor, rate: float = 1.0) -> Tensor:
     return x.copy_((-torch.log1p(-_uniform(mode, x.shape, x.dtype))).clamp(min=tiny) / rate)  # never 0, as torch's
 
 
-def _normal_of(mode: Keyed, mean: Any, std: Any, size: Any = None, *, dtype: torch.dtype | None = None, **how: Any) -> Any:
+def _normal_of(
+    mode: Keyed, mean: Any, std: Any, size: Any = None, *, dtype: torch.dtype | None = None, **how: Any
+) -> Any:
     given = [x for x in (mean, std) if isinstance(x, Tensor)]
     shape = tuple(size) if size is not None else torch.broadcast_shapes(*(x.shape for x in given))
     return mean + std * _normal(mode, shape, dtype or (given[0].dtype if given else torch.get_default_dtype()))
