@@ -33,6 +33,7 @@ DTYPES = {
     "fp64": torch.float64,
 }
 LOW = (torch.bfloat16, torch.float16)
+_MOST = 2.0**127  # of a loss scale: fp32 holds it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class LossScale:
         if not self.dynamic:
             return {"scale": scale, "clean": torch.where(finite, clean, 0), "hysteresis": left, "skipped": skipped}
         grown = clean >= self.window
-        after_clean = torch.where(grown, scale * 2, scale)
+        after_clean = torch.where(grown, (scale * 2).clamp(max=_MOST), scale)
         after_overflow = torch.where(left <= 1, (scale / 2).clamp(min=self.minimum), scale)
         return {
             "scale": torch.where(finite, after_clean, after_overflow),

@@ -1,0 +1,252 @@
+"""Loss scaling and steps that are not finite: who skips, when, and that a skipped step changes no bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import differing, gloo, run, same_bits, values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import MLP
+from torch import Tensor
+
+import fzero
+from fzero import LossScale, optim, random, tree
+from fzero.precision import PRESETS
+
+# --- the scale by itself ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class DeepSpeed:
+    """`deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler`, its fields and branches under their own names."""
+
+    cur_scale: float
+    scale_window: int
+    delayed_shift: int
+    min_scale: float
+    cur_iter: int = 0
+    last_overflow_iter: int = -1
+
+    def __post_init__(self) -> None:
+        self.cur_hysteresis = self.delayed_shift
+
+    def update_scale(self, overflow: bool) -> None:
+        if overflow:
+            if self.delayed_shift == 1 or self.cur_hysteresis == 1:
+                self.cur_scale = max(self.cur_scale / 2, self.min_scale)
+            else:
+                self.cur_hysteresis -= 1
+            self.last_overflow_iter = self.cur_iter
+        elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
+            self.cur_hysteresis = self.delayed_shift
+            self.cur_scale *= 2
+        self.cur_iter += 1
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    overflows=st.lists(st.booleans(), max_size=60),
+    power=st.integers(0, 16),
+    window=st.integers(1, 6),
+    hysteresis=st.integers(1, 4),
+    minimum=st.sampled_from([1.0, 0.25, 64.0]),
+)
+def test_the_scale_follows_deepspeeds_rules(
+    overflows: list[bool], power: int, window: int, hysteresis: int, minimum: float
+) -> None:
+    scaler = LossScale(initial=2.0**power, window=window, hysteresis=hysteresis, minimum=minimum)
+    held, theirs = scaler.init(), DeepSpeed(2.0**power, window, hysteresis, minimum)
+    for overflow in overflows:
+        held = scaler.update(held, torch.tensor(not overflow))
+        theirs.update_scale(overflow)
+        assert float(held["scale"]) == theirs.cur_scale
+        assert int(held["hysteresis"]) == theirs.cur_hysteresis
+    assert int(held["skipped"]) == sum(overflows)
+
+
+def test_a_scale_stays_between_its_minimum_and_what_fp32_holds() -> None:
+    scaler = LossScale(initial=4.0, window=1, hysteresis=1, minimum=2.0)
+    held = scaler.init()
+    for _ in range(5):
+        held = scaler.update(held, torch.tensor(False))
+    assert float(held["scale"]) == 2.0
+    for _ in range(200):
+        held = scaler.update(held, torch.tensor(True))
+    assert torch.isfinite(held["scale"]), "an infinite scale would overflow for ever"
+
+
+def test_a_fixed_scale_counts_and_stays() -> None:
+    scaler = LossScale(initial=128.0, dynamic=False)
+    held = scaler.init()
+    for finite in (True, False, False, True):
+        held = scaler.update(held, torch.tensor(finite))
+    assert (float(held["scale"]), int(held["skipped"]), int(held["clean"])) == (128.0, 2, 1)
+
+
+@pytest.mark.parametrize("wrong", [{"initial": 0}, {"minimum": float("inf")}, {"window": 0}, {"hysteresis": 1.5}])
+def test_a_scale_of_nonsense_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(fzero.SpecError, match=rf"LossScale\({next(iter(wrong))}="):
+        LossScale(**wrong)
+
+
+# --- a step that overflows --------------------------------------------------------------------------------------------
+
+BAD = 2  # the step whose batch overflows
+
+
+def loss(params: Any, batch: Any) -> Tensor:
+    return MLP.loss(params, batch[:2]) * batch[2].mean()
+
+
+def batch(rank: int, step: int, bad: float = 1e30) -> Any:
+    """As MLP's; at step BAD the last rank's gradients overflow, and only its."""
+    x, y = MLP.batch(rank, step)
+    world = dist.get_world_size() if dist.is_initialized() else 2
+    return x, y, torch.full((4,), bad if (step, rank) == (BAD, world - 1) else 1.0)
+
+
+def spec(**options: Any) -> fzero.Spec:
+    scale = LossScale(initial=256.0, window=3, hysteresis=1)
+    given = {"precision": replace(PRESETS["fp16"], loss_scale=scale), "optimizer": optim.adamw(1e-2), **options}
+    return fzero.Spec(loss=loss, **given)
+
+
+def split(found: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The state proper, and what counts steps."""
+    counts = {path: x for path, x in found.items() if path.startswith(("loss_scale", "key"))}
+    return {path: x for path, x in found.items() if path not in counts}, counts
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2, "reduce": "each"}, {"clip_norm": 0.5}], ids=str)
+def test_an_overflow_on_one_rank_skips_one_step_on_all(zero: int, options: dict[str, Any]) -> None:
+    result = run(spec(zero=zero, **options), MLP.init(random.key(0)), batch, world=2, steps=5, every_step=True)
+    states = [split(dict(zip(result.paths, leaves, strict=True))) for leaves in result.leaves]
+    assert not differing(states[BAD][0], states[BAD - 1][0])
+    for step in (1, 3, 4):
+        assert differing(states[step][0], states[step - 1][0])
+    assert result.losses("skipped") == [0, 0, 1, 1, 1]
+    assert result.losses("finite") == [1, 1, 0, 1, 1]
+    assert result.losses("loss_scale") == [256, 256, 256, 128, 128], "the scale that each step used"
+    assert float(states[4][1]["loss_scale/scale"]) == 128
+    assert int(states[4][0]["opt_state/count"]) == 4
+
+
+def test_but_for_the_skipped_step_it_is_the_run_without_it() -> None:
+    def without(rank: int, step: int) -> Any:
+        return batch(rank, step + (step >= BAD))
+
+    fixed = replace(PRESETS["fp16"], loss_scale=LossScale(initial=256.0, dynamic=False))
+    ends = [
+        run(spec(precision=fixed), MLP.init(random.key(0)), given, world=2, steps=steps).final
+        for given, steps in ((batch, 5), (without, 4))
+    ]
+    assert not differing(split(ends[0])[0], split(ends[1])[0])
+
+
+def test_a_scale_too_large_finds_its_place() -> None:
+    high = replace(PRESETS["fp16"], loss_scale=LossScale(initial=2.0**24, hysteresis=1))
+    result = run(spec(precision=high), MLP.init(random.key(0)), clean, world=1, steps=15)
+    assert result.losses("skipped")[-1] > 2
+    assert result.losses("finite")[-3:] == [1, 1, 1]
+    assert result.losses("loss_scale")[-1] == 2.0 ** (24 - result.losses("skipped")[-1])
+
+
+def clean(rank: int, step: int) -> Any:
+    return (*MLP.batch(rank, step), torch.ones(4))
+
+
+def test_losses_and_norms_are_those_without_the_scale() -> None:
+    params = MLP.init(random.key(0))
+    norms = []
+    for initial in (2.0, 2.0**12):
+        how = replace(PRESETS["fp16"], loss_scale=LossScale(initial=initial))
+        found = run(spec(precision=how, clip_norm=1.0), params, clean, world=2, steps=1).metrics[0][0]
+        norms.append((float(found["loss"]), float(found["grad_norm"])))
+    assert norms[0][0] == norms[1][0]
+    assert norms[0][1] == pytest.approx(norms[1][1], rel=2e-2)  # small gradients are below fp16's range at a scale of 2
+
+
+# --- other policies ---------------------------------------------------------------------------------------------------
+
+
+def fp32(nonfinite: str | None, **options: Any) -> fzero.Spec:
+    return spec(precision="fp32", nonfinite=nonfinite, **options)
+
+
+def infinite(rank: int, step: int) -> Any:
+    return batch(rank, step, bad=float("inf"))
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "bf16_params"])
+def test_skip_keeps_every_bit_in_other_precisions(name: str) -> None:
+    given = fzero.Spec(loss=loss, optimizer=optim.adamw(1e-2), precision=name, nonfinite="skip")
+    result = run(given, MLP.init(random.key(0)), infinite, world=2, steps=4, every_step=True, key=random.key(1))
+    states = [dict(zip(result.paths, leaves, strict=True)) for leaves in result.leaves]
+    assert differing(states[BAD], states[BAD - 1]) == ["key"], "another draw may do better"
+    assert "params/out" in differing(states[3], states[2])
+    assert result.losses("finite") == [1, 1, 0, 1]
+    assert all(torch.isfinite(x).all() for x in states[3].values())
+
+
+def test_ignore_does_what_the_numbers_say() -> None:
+    for given in (None, "ignore"):
+        result = run(fp32(given), MLP.init(random.key(0)), infinite, world=2, steps=BAD + 1)
+        assert "finite" not in result.metrics[0][0]
+        assert not torch.isfinite(result.final["params/out"]).all()
+
+
+def raising() -> tuple[list[str], list[bool]]:
+    """In a rank's process (or alone): the messages, and whether bits stayed and steps went on."""
+    state = fzero.init(MLP.init(random.key(0)), fp32("raise", zero=3), key=random.key(1))
+    rank = dist.get_rank() if dist.is_initialized() else 1
+    messages, kept = [], []
+    for step in range(4):
+        before = tree.flatten(fzero.unshard(state.tree))[1]
+        try:
+            new = fzero.step(state, infinite(rank, step))
+        except fzero.NonFiniteError as error:
+            messages.append(str(error))
+            after = tree.flatten(fzero.unshard(state.tree))[1]
+            kept.append(all(same_bits(a, b) for a, b in zip(before, after, strict=True)))
+            new = fzero.step(state, infinite(rank, step + 10))
+        kept.append(new.step == step + 1)
+        state = new
+    return messages, kept
+
+
+def overflowing() -> tuple[dict[str, Tensor], list[float]]:
+    state = fzero.init(MLP.init(random.key(0)), spec(zero=3))
+    skipped = []
+    for step in range(5):
+        state = fzero.step(state, batch(dist.get_rank(), step))
+        skipped.append(float(state.metrics["skipped"]))
+    paths, leaves, _ = tree.flatten(fzero.unshard(state.tree))
+    return dict(zip(paths, leaves, strict=True)), skipped
+
+
+def both() -> Any:
+    return overflowing(), raising()
+
+
+def test_raise_leaves_the_state_usable_and_its_bits() -> None:
+    messages, kept = raising()
+    assert len(messages) == 1
+    assert "gradients of step 3 are not finite (loss inf)" in messages[0]
+    assert kept == [True] * 5
+
+
+def test_over_gloo_every_rank_skips_and_every_rank_raises() -> None:
+    found = values(gloo(2, both))
+    expected = run(spec(zero=3), MLP.init(random.key(0)), batch, world=2, steps=5)
+    for (final, skipped), (messages, kept) in found:
+        assert not differing(final, expected.final)
+        assert skipped == [0, 0, 1, 1, 1]
+        assert len(messages) == 1
+        assert "loss inf" in messages[0]
+        assert kept == [True] * 5
