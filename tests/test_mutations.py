@@ -117,7 +117,7 @@ def test_poison_finds_memory_taken_over_while_in_use(sharded: Bench) -> None:
 @pytest.fixture(scope="module")
 def good() -> Program:
     """zero=3 on two ranks, two microbatches, momentum, a global norm: every kind of op but messages."""
-    program = cases.lowered(zero=3, microbatches=2, clip_norm=1.0).program
+    program = cases.lowered(zero=3, microbatches=2, reduce="each", clip_norm=1.0).program
     verify({0: program, 1: program})
     return program
 
@@ -373,7 +373,7 @@ def test_equal_collectives_in_another_order_on_one_rank() -> None:
 
 
 def test_a_collective_that_one_rank_does_not_issue(good: Program) -> None:
-    other = cases.lowered(zero=3, microbatches=2).program  # it has no norm to sum
+    other = cases.lowered(zero=3, microbatches=2, reduce="each").program  # it has no norm to sum
     with pytest.raises(fzero.VerifyError, match=r"^\[same order\] .* of rank 1.*over dp"):
         verify({0: good, 1: other})
 

@@ -246,6 +246,8 @@ def draw(rng: random.Random, number: int) -> Case:
         "bucket_bytes": rng.choice((300, 1 << 10, 32 << 20)),
         "prefetch": rng.choice((0, 1, 2)),
         "overlap": rng.random() < 0.8,
+        "remat": rng.choice(("none", "none", "full")),
+        "precision": rng.choice(("fp32", "fp32", "bf16")),
     }
     if model.loss is not None and rng.random() < 0.5:
         placed["clip_norm"] = 0.5

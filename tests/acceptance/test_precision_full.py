@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import gpt
 import pytest
 import torch
 from helpers import run
@@ -13,6 +12,7 @@ from test_precision import NARROW, text_of
 from torch import Tensor
 
 import fzero
+import gpt
 from fzero.precision import PRESETS
 
 STEPS, SEQUENCE = 200, 32
