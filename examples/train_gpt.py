@@ -251,7 +251,7 @@ def measure(
     """The bytes on every rank in one more step, whose result nobody needs."""
     batch = next(drawn(args, corpus, rank, device, args.seed + 1))
     params = memory.held_bytes(leaf.local for leaf in optree.tree_leaves(state.params))
-    optimizer = memory.held_bytes(leaf.local for leaf in optree.tree_leaves(state.opt_state))
+    optimizer = memory.held_bytes(leaf.local for leaf in optree.tree_leaves(state.tree)) - params  # and the key
     _, step = measured_peak(lambda: fzero.step(state, batch), device)
     mine = memory.Measured(params, optimizer, memory.held_bytes(batch.values()), step)
     everyone = [mine] * args.world

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fzero import optim, random, tree
+from fzero.errors import TreeError
 from fzero.functional import value_and_grad
 from fzero.precision import LOW, Precision
 
@@ -34,10 +35,14 @@ class Training:
     nonfinite: str = "ignore"
 
     def init(self, params: Any, key: torch.Tensor | None = None) -> dict[str, Any]:
-        """The first state."""
-        params = (
-            tree.map(lambda x: x.to(self.precision.held_dtype(x.dtype)), params) if self.precision.params else params
-        )
+        """The first state. Raises TreeError where no leaf of params can train."""
+        train = self._split(params)[0]
+        if all(isinstance(x, torch.Tensor) and not x.dtype.is_floating_point for x in tree.flatten(train)[1]):
+            raise TreeError(
+                f"no leaf of params trains: those under {list(self.trainable or ('**',))} are not floating. Gradients "
+                "need floating tensors"
+            )
+        params = tree.map(self._held, params)
         state = {"params": params, "opt_state": self.optimizer.init(self._master(self._split(params)[0]))}
         if key is not None:
             state["key"] = key
@@ -78,10 +83,14 @@ class Training:
         rules = self.trainable or ("**",)
 
         def trains(path: str, leaf: torch.Tensor) -> bool:
-            return leaf.dtype.is_floating_point and any(tree.matches(rule, path) for rule in rules)
+            fits = not isinstance(leaf, torch.Tensor) or leaf.dtype.is_floating_point  # what is no tensor is refused
+            return fits and any(tree.matches(rule, path) for rule in rules)
 
         train, frozen = tree.partition(params, trains)
         return (train, frozen) if tree.flatten(frozen)[1] else (params, None)
+
+    def _held(self, leaf: Any) -> Any:
+        return leaf.to(self.precision.held_dtype(leaf.dtype)) if isinstance(leaf, torch.Tensor) else leaf
 
     def _master(self, params: Any) -> Any:
         """The parameters as the optimizer sees them: of 16-bit ones that are held without a master, fp32 values."""
