@@ -44,9 +44,10 @@ class Keyed(TorchDispatchMode):
         given = [name for name, x in _named(func, args, kwargs).items() if isinstance(x, torch.Generator)]
         if rule is None or given:
             why = "is given a torch.Generator" if given else "has no version that draws from a key"
+            instead = "Leave generator= out" if given else "Use fzero.random"
             raise CaptureError(
-                f"{func} at {user_line()} {why}: the step would not be a function of its state. "
-                f"{'Leave generator= out' if given else 'Use fzero.random'}, or draw it outside and pass it in the batch"
+                f"{func} at {user_line()} {why}: the step would not be a function of its state. {instead}, or draw it "
+                "outside and pass it in the batch"
             )
         kwargs.pop("generator", None)
         return rule(self, *args, **kwargs)

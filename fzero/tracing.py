@@ -186,7 +186,8 @@ def _ambient(op: Any, where: str) -> CaptureError:
     return CaptureError(
         f"{op} at {where} draws from torch's ambient generator: the step would not be a function of its state. "
         "In a loss, give it a key: fzero.init(params, spec, key=fzero.random.key(0)), or value_and_grad(loss, key=key) "
-        "in a step of your own, or fzero.evaluate(..., key=key). Elsewhere use fzero.random with a key from the state or the batch"
+        "in a step of your own, or fzero.evaluate(..., key=key). Elsewhere use fzero.random with a key from the state or "
+        "the batch"
     )
 
 

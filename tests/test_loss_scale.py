@@ -195,8 +195,8 @@ def test_skip_keeps_every_bit_in_other_precisions(name: str) -> None:
 
 
 def test_ignore_does_what_the_numbers_say() -> None:
-    for given in (None, "ignore"):
-        result = run(fp32(given), MLP.init(random.key(0)), infinite, world=2, steps=BAD + 1)
+    for policy in (None, "ignore"):
+        result = run(fp32(policy), MLP.init(random.key(0)), infinite, world=2, steps=BAD + 1)
         assert "finite" not in result.metrics[0][0]
         assert not torch.isfinite(result.final["params/out"]).all()
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from helpers import Run, differing, run
 from models import GPT, MLP
-from text import batches, load
 from torch import Tensor
 
 import fzero
 from fzero import optim, random
 from fzero.precision import PRESETS, Precision
 from fzero.program import wire_bytes
+from text import batches, load
 
 SEQUENCE, WIDTH = 24, 32
 NARROW = ["bf16", "fp16", "bf16_params"]
