@@ -177,7 +177,8 @@ class Joint:
         count = None
         if isinstance(loss, Mean):
             _check_mean(loss, self.fn)
-            loss, count = loss.total, _wide(loss.count)
+            count = _wide(loss.count)
+            loss = loss.total
         paths, leaves, self.marks.aux_spec = tree.flatten(aux)
         for path, leaf in zip(paths, leaves, strict=True):
             if not isinstance(leaf, Tensor):
