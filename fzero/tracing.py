@@ -263,7 +263,6 @@ class _Replay(fx.Interpreter):
     """Runs a graph and tells at which node it is. `functionalize` must be given closed-over tensors to wrap them."""
 
     node: fx.Node
-    constants: Mapping[str, torch.Tensor]
 
     def with_constants(self, constants: Mapping[str, torch.Tensor], *xs: torch.Tensor) -> Any:
         self.constants = constants
