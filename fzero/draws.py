@@ -11,7 +11,7 @@ What torch draws inside a fused kernel (attention with dropout on CUDA), an op w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,14 +39,15 @@ class Keyed(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         rule = RULES.get(func)
-        if torch.Tag.nondeterministic_seeded not in func.tags or _no_dropout(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded not in func.tags or no_dropout(func, args, kwargs):
             return func(*args, **kwargs)
         given = [name for name, x in _named(func, args, kwargs).items() if isinstance(x, torch.Generator)]
         if rule is None or given:
             why = "is given a torch.Generator" if given else "has no version that draws from a key"
+            instead = "Leave generator= out" if given else "Use fzero.random"
             raise CaptureError(
-                f"{func} at {user_line()} {why}: the step would not be a function of its state. "
-                f"{'Leave generator= out' if given else 'Use fzero.random'}, or draw outside and pass it in the batch"
+                f"{func} at {user_line()} {why}: the step would not be a function of its state. {instead}, or draw it "
+                "outside and pass it in the batch"
             )
         kwargs.pop("generator", None)
         return rule(self, *args, **kwargs)
@@ -60,7 +61,7 @@ class Keyed(TorchDispatchMode):
 
     def __enter__(self) -> Keyed:
         self.saved = torch.get_rng_state, torch.set_rng_state
-        torch.get_rng_state = lambda: _Count(self.count)  # type: ignore[assignment,return-value]
+        torch.get_rng_state = lambda: _Count(self.count)  # type: ignore[assignment, return-value]
         torch.set_rng_state = self._restore  # type: ignore[assignment]
         super().__enter__()
         return self
@@ -81,13 +82,13 @@ class _Count:
         self.number = number
 
 
-def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     arguments = func._schema.arguments
     given = {a.name: x for a, x in zip(arguments, args, strict=False)}
     return {**{a.name: a.default_value for a in arguments}, **given, **kwargs}
 
 
-def _no_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def no_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Attention kernels carry the tag for their dropout; with probability 0 they draw nothing."""
     return bool(_named(func, args, kwargs).get("dropout_p", 1.0) == 0.0)
 

@@ -111,7 +111,7 @@ class Spec:
             raise SpecError("Spec(clip_norm=, clip_value=): give one of them, or chain both in the optimizer")
         _choice("nonfinite", self.nonfinite, (None, "ignore", "skip", "raise"))
         if self.trainable is not None:
-            rules = self.trainable_rules or ()
+            rules = (self.trainable_rules or ()) if isinstance(self.trainable, (str, Sequence)) else ()
             text = bool(rules) and all(isinstance(rule, str) and rule for rule in rules)
             _needs(text, "trainable", self.trainable, "path rules, as in '**/lora/**'")
         self._check_precision()

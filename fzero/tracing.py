@@ -7,7 +7,7 @@ require grad are refused, with the line and what to write instead. Other closed-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from fzero._torch_compat import (
     make_fx,
     tracing_graph,
 )
+from fzero.draws import no_dropout
 from fzero.errors import CaptureError, TreeError, at
 from fzero.plan.layout import buffer_name
 from fzero.precision import Precision
@@ -160,7 +161,9 @@ def _refuse(tracing: Tracing, gm: fx.GraphModule, names: Sequence[str]) -> None:
                 )
             if root.op == "get_attr":
                 raise _closed_over_write(tracing, _attribute(gm, root), node.target, where)
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _no_dropout(node):
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not no_dropout(
+            node.target, node.args, node.kwargs
+        ):
             raise _ambient(node.target, where)
         if node.op == "get_attr":
             value = _attribute(gm, node)
@@ -196,16 +199,6 @@ def _closed_over_write(tracing: Tracing, value: Any, op: Any, where: str) -> Cap
         f"{name_of(value, tracing.fns)} is closed over and changed in place by {op} at {where}: put it in the state "
         "and return its new value"
     )
-
-
-def _no_dropout(node: fx.Node) -> bool:
-    """Attention kernels carry the tag for their dropout; with probability 0 they draw nothing."""
-    schema = segments.schema(node)
-    named = dict(node.kwargs)
-    if schema is not None:
-        named.update({a.name: v for a, v in zip(schema.arguments, node.args, strict=False)})
-        named = {**{a.name: a.default_value for a in schema.arguments}, **named}
-    return bool(named.get("dropout_p", 1.0) == 0.0)
 
 
 def _attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
@@ -245,13 +238,18 @@ def lifted(gm: fx.GraphModule, graph_inputs: int) -> list[torch.Tensor]:
     return values
 
 
+_LITERAL = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
+
+
 def _functionalised(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     """The same graph with in-place work on its own intermediates made pure."""
     replay = _Replay(gm)
+    shared = [n for n in gm.graph.nodes if n.op == "get_attr" and not all(u.target in _LITERAL for u in n.users)]
+    constants = {str(n.target): x for n in shared if isinstance(x := _attribute(gm, n), torch.Tensor)}
 
     def watched(*xs: torch.Tensor) -> Any:
         with _Watch(tracing, lambda: replay.node.meta.get("source", ""), lambda: replay.node.meta.get("phase")):
-            return torch.func.functionalize(replay.run)(*xs)
+            return torch.func.functionalize(replay.with_constants)(constants, *xs)
 
     with _explained(), tracing.mode, compiled_functions_traced():
         pure = make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
@@ -262,9 +260,16 @@ def _functionalised(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch
 
 
 class _Replay(fx.Interpreter):
-    """Runs a graph and tells which of its nodes it is at."""
+    """Runs a graph and tells at which node it is. `functionalize` must be given closed-over tensors to wrap them."""
 
     node: fx.Node
+
+    def with_constants(self, constants: Mapping[str, torch.Tensor], *xs: torch.Tensor) -> Any:
+        self.constants = constants
+        return self.run(*xs)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self.constants[target] if target in self.constants else super().get_attr(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n

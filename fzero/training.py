@@ -71,7 +71,7 @@ class Training:
         new = _where(finite, new, state)
         if next_key is not None:  # another draw may do better: a skipped step uses its key up
             new["key"] = next_key if self.nonfinite == "skip" else torch.where(finite, next_key, state["key"])
-        if scaler is not None:
+        if scaler is not None and scaling is not None:
             new["loss_scale"] = scaler.update(scaling, finite)
             metrics |= {"loss_scale": scaling["scale"], "skipped": new["loss_scale"]["skipped"]}
         return new, metrics

@@ -20,12 +20,13 @@ GOLDEN_CASES: dict[str, dict[str, Any]] = {
     "zero3": {"zero": 3},
     "zero1_clip": {"zero": 1, "clip_norm": 1.0, "optimizer": fzero.optim.adamw(1e-3)},
     "zero2_accumulate": {"zero": 2, "microbatches": 2, "reduce": "each"},
+    "zero3_remat": {"zero": 3, "remat": {"layers/**": "full"}},
 }
 
 
-def upto(name: str, program: Program) -> Program:
+def upto(name: str, program: Program, options: Options | None = None) -> Program:
     """The program after all passes up to and with `name`."""
-    options = Options()
+    options = options or Options()
     for each, run, _ in PASSES:
         program = run(program, options)
         if each == name:
@@ -37,7 +38,8 @@ def upto(name: str, program: Program) -> Program:
 @pytest.mark.parametrize("name", ["lower", *(name for name, _, _ in PASSES)])
 def test_golden(name: str, case: str, golden: Callable[[str, str], None]) -> None:
     program = cases.naive(**GOLDEN_CASES[case])
-    golden(f"{name}/{case}", str(program if name == "lower" else upto(name, program)))
+    options = Options(remat=cases.spec(**GOLDEN_CASES[case]).remat_rules)
+    golden(f"{name}/{case}", str(program if name == "lower" else upto(name, program, options)))
 
 
 def test_golden_cast_before_gather(golden: Callable[[str, str], None]) -> None:
