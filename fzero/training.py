@@ -36,12 +36,8 @@ class Training:
 
     def init(self, params: Any, key: torch.Tensor | None = None) -> dict[str, Any]:
         """The first state. Raises TreeError where no leaf of params can train."""
-        train = self._split(params)[0]
-        if all(isinstance(x, torch.Tensor) and not x.dtype.is_floating_point for x in tree.flatten(train)[1]):
-            raise TreeError(
-                f"no leaf of params trains: those under {list(self.trainable or ('**',))} are not floating. Gradients "
-                "need floating tensors"
-            )
+        if self.trainable is None and not tree.flatten(self._split(params)[0])[1]:
+            raise TreeError("no leaf of params trains: gradients need floating tensors, and none of them is one")
         params = tree.map(self._held, params)
         state = {"params": params, "opt_state": self.optimizer.init(self._master(self._split(params)[0]))}
         if key is not None:

@@ -105,7 +105,7 @@ def test_bits_and_metrics_are_the_same(zero: int, how: dict[str, Any]) -> None:
         {"fn": dropped, "key": random.key(3)},
         {"bucket_bytes": 4096, "overlap": False},
     ],
-    ids=str,
+    ids=lambda options: " ".join(options),
 )
 def test_bits_are_the_same_with_other_options(options: dict[str, Any]) -> None:
     plain, again = train(**options), train(remat="full", **options)

@@ -122,9 +122,13 @@ def test_a_rule_that_names_nothing_is_refused(rules: Any, message: str) -> None:
         fzero.init(mixed_params(), fzero.Spec(loss=mixed_loss, optimizer=optim.sgd(0.1), trainable=rules))
 
 
-def test_integers_among_the_parameters_must_be_frozen() -> None:
-    with pytest.raises(fzero.FzeroError, match="params/ids is torch.int64"):
-        fzero.init(mixed_params(), fzero.Spec(loss=mixed_loss, optimizer=optim.sgd(0.1)))
+@stages
+def test_integers_among_the_parameters_stay_what_they_are(zero: int) -> None:
+    spec = fzero.Spec(loss=mixed_loss, optimizer=optim.adamw(1e-2), zero=zero, precision="bf16")
+    result = run(spec, mixed_params(), mixed_batch, world=2, steps=2)
+    assert torch.equal(result.final["params/ids"], torch.arange(11))
+    assert not any("ids" in path for path in result.paths if path != "params/ids"), "and have no moments"
+    assert not torch.equal(result.final["params/base/w"], mixed_params()["base"]["w"])
 
 
 # --- batch norm -------------------------------------------------------------------------------------------------------
