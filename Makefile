@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 # One thread: a sum over two threads has other bits than a sum over one.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Test processes at a time. A file stays in one, for what its tests share.
+WORKERS ?= 2
 
 .PHONY: help demo test lint format acceptance bench test-gpu bench-gpu clean
 
@@ -35,7 +37,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(VENV)/.dev
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
