@@ -203,7 +203,7 @@ def test_refusals_leave_the_state_usable(fn: Any, message: str) -> None:
 def test_a_donated_state_cannot_be_evaluated() -> None:
     state = fzero.init(params, spec(), key=random.key(0))
     fzero.step(state, whole())
-    with pytest.raises(fzero.DonatedError, match="was donated to fzero.step"):
+    with pytest.raises(fzero.DonatedError, match=r"was donated to fzero\.step"):
         fzero.evaluate(state, whole(), scores)
 
 

@@ -123,7 +123,7 @@ def test_a_rule_that_names_nothing_is_refused(rules: Any, message: str) -> None:
 
 
 def test_integers_among_the_parameters_must_be_frozen() -> None:
-    with pytest.raises(fzero.FzeroError, match="params/ids is torch.int64"):
+    with pytest.raises(fzero.FzeroError, match=r"params/ids is torch\.int64"):
         fzero.init(mixed_params(), fzero.Spec(loss=mixed_loss, optimizer=optim.sgd(0.1)))
 
 
