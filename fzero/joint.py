@@ -260,6 +260,11 @@ def _check_mean(mean: Mean, fn: Callable[..., Any]) -> None:
             f"Mean(count=...) of {name} is {describe(count)}: needed a 0-d tensor, as mask.sum(). Of a fixed number n "
             "write torch.full((), n)"
         )
+    if count.dtype in LOW:
+        raise CaptureError(
+            f"Mean(count=...) of {name} is {describe(count)}, which cannot tell 257 from 256: count in more bits, as "
+            "in mask.float().sum()"
+        )
     if count.requires_grad:
         raise CaptureError(
             f"Mean(count=...) of {name} depends on the parameters, and a mean's count has no gradient: detach() it"

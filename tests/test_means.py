@@ -17,8 +17,8 @@ import fzero
 from fzero import Mean, optim, random
 from fzero.precision import PRESETS
 
-ROWS, WIDTH, CLASSES = 8, 6, 5  # of the global batch
-SPREADS = [(world, num) for world in (1, 2, 4) for num in (1, 2, 4) if world * num <= ROWS]
+ROWS, WIDTH, CLASSES = 16, 6, 5  # of the global batch
+SPREADS = [(world, num) for world in (1, 2, 4) for num in (1, 2, 4)]
 
 
 def params() -> Any:
@@ -42,14 +42,14 @@ def ragged(mask: Tensor) -> Tensor:
 
 
 def empty_part(mask: Tensor) -> Tensor:
-    """Rows 2 and 3, one microbatch of a world of one in four parts (or half of a rank's), have no terms."""
-    mask[2:4] = 0
+    """Rows 4 to 7, one microbatch of a world of one in four parts (or half of a rank's), have no terms."""
+    mask[4:8] = 0
     return mask
 
 
 def empty_rank(mask: Tensor) -> Tensor:
     """The first half, a rank of two (or two of four), has none."""
-    mask[:4] = 0
+    mask[:8] = 0
     return mask
 
 
@@ -205,3 +205,13 @@ def test_refusals(loss: Any, message: str) -> None:
         fzero.lower(fzero.Spec(loss=loss, optimizer=optim.sgd(0.1)), {"w": torch.ones(4)}, X, world_size=2)
     with pytest.raises(fzero.CaptureError, match=message):
         fzero.value_and_grad(loss)({"w": torch.ones(4)}, X)
+
+
+def test_a_count_in_16_bits_is_refused() -> None:
+    def loss(p: Any, batch: Any) -> Any:
+        mask = batch["mask"].to(torch.bfloat16)  # as a floating mask of the batch is, under precision="bf16"
+        return fzero.Mean((p["w"] * mask.float()).sum(), mask.sum())
+
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1))
+    with pytest.raises(fzero.CaptureError, match=r"bf16\[\], which cannot tell 257 from 256.*mask\.float\(\)\.sum\(\)"):
+        fzero.lower(spec, {"w": torch.ones(3)}, {"mask": torch.ones(3)}, world_size=2)
