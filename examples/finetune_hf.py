@@ -192,7 +192,7 @@ def loss_of(apply: Apply, buffers: dict[str, Tensor]) -> Callable[[Any, Batch], 
 def total(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Sum and number (f32) of the losses of the next bytes: `logits` (rows, bytes, VOCAB), `labels` (rows, bytes)."""
     labels = labels[:, 1:]
-    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), labels, ignore_index=IGNORED, reduction="sum")
+    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2).float(), labels, ignore_index=IGNORED, reduction="sum")
     return losses, (labels != IGNORED).sum().float()
 
 

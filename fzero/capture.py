@@ -20,7 +20,7 @@ from torch import fx
 from fzero import segments, tree
 from fzero._torch_compat import FakeTensorMode, disable_proxy_modes_tracing, real_tensors
 from fzero.errors import CaptureError, TreeError, at
-from fzero.precision import Precision
+from fzero.precision import LOW, Precision
 from fzero.provenance import describe, found_name, user_line
 from fzero.tracing import Tracing, check_leaf, check_names, current, fake_like, lifted, trace, while_active
 
@@ -188,7 +188,7 @@ def _check_result(result: Any, paths: list[str], leaves: list[Any], spec: Any, p
         if tuple(new.shape) != tuple(old.shape) or new.dtype != old.dtype:
             raise TreeError(
                 f"{name} was {describe(old)} and the step made it {describe(new)}: "
-                "a step keeps shapes and dtypes. Cast or reshape it back"
+                f"a step keeps shapes and dtypes. {_back(old, new)}"
             )
         if new.device != old.device or new.layout is not torch.strided:
             raise TreeError(
@@ -196,6 +196,12 @@ def _check_result(result: Any, paths: list[str], leaves: list[Any], spec: Any, p
                 "a step keeps devices and layouts"
             )
     return [new.value if isinstance(new, PerRank) else new for new in new_leaves]
+
+
+def _back(old: torch.Tensor, new: torch.Tensor) -> str:
+    narrowed = old.shape == new.shape and new.dtype in LOW
+    kept = ", or keep what it is computed with wide: Precision(compute=..., keep={'<its path>': 'fp32'})"
+    return f"Cast or reshape it back{kept if narrowed else ''}"
 
 
 def _lift(tracing: Tracing, gm: fx.GraphModule) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fzero import capture, random, segments, tracing, tree
-from fzero._torch_compat import FakeTensorMode
+from fzero._torch_compat import FakeTensorMode, is_fake
 from fzero.errors import SpecError, TreeError, at
 from fzero.functional import forward
 from fzero.initial import Recipe, bits
@@ -20,6 +20,7 @@ from fzero.lowering import build
 from fzero.passes import Options, optimise
 from fzero.plan.layout import Plan, layout
 from fzero.plan.memory import Account, account
+from fzero.precision import DTYPES, LOW
 from fzero.program import Program, wire_bytes
 from fzero.spec import DEFAULT_PARAMS, Spec
 from fzero.training import Training
@@ -85,6 +86,8 @@ def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.
             full[i] = capture.PerRank(x) if isinstance(leaves[i], capture.PerRank) else x
         return _whole(spec, tree.unflatten(treedef, full), xs[-1] if wants else None)
 
+    if spec.loss is not None:
+        _check_apart(paths, leaves)
     inputs = [getattr(leaves[i], "value", leaves[i]).detach() for i in tensors]
     for i, value in zip(tensors, inputs, strict=True):
         tracing.check_leaf(at("params", paths[i]), value)
@@ -103,9 +106,24 @@ def _not_empty(params: Any) -> Any:
     return params
 
 
+def _check_apart(paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Refuses one tensor as two parameters: they would start equal and drift apart."""
+    seen: dict[int, str] = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        real = isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and not is_fake(leaf) and leaf.numel()
+        if not real:
+            continue
+        if id(leaf) in seen:
+            raise TreeError(
+                f"{at('params', seen[id(leaf)])} and {at('params', path)} are one tensor: as two leaves they would "
+                "drift apart. Keep one and use it twice in the loss, or clone() it"
+            )
+        seen[id(leaf)] = path
+
+
 def _asks_key(spec: Spec) -> bool:
     """Whether a step needs a key though none was given: the loss has a parameter for it, or rounding is stochastic."""
-    return spec.loss is not None and (asks_key(spec.loss) or spec.policy.params is not None)
+    return spec.loss is not None and (asks_key(spec.loss) or DTYPES.get(spec.policy.params or "") in LOW)
 
 
 def _whole(spec: Spec, params: Any, key: torch.Tensor | None) -> Any:
@@ -132,7 +150,9 @@ def plan_for(
         per_rank=per_rank,
         compute=spec.policy.compute_dtype,
     )
-    _check_rules("Spec(remat=...)", spec.remat_rules, [s.path for b in plan.buckets.values() for s in b.slots])
+    _check_rules(
+        "Spec(remat=...)", spec.remat_rules, [*paths, *(s.path for b in plan.buckets.values() for s in b.slots)]
+    )
     return plan
 
 

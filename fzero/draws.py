@@ -99,6 +99,8 @@ def _uniform(mode: Keyed, shape: Any, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def _normal(mode: Keyed, shape: Any, dtype: torch.dtype) -> Tensor:
+    if dtype.is_complex:
+        raise CaptureError(f"complex draws at {user_line()}: draw the two parts, as torch.complex(randn(n), randn(n))")
     wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
     return random.normal(mode.draw(), tuple(shape), wide).to(dtype)
 

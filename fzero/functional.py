@@ -61,6 +61,10 @@ def value_and_grad(
         if not (number is None and name == "microbatches") and (type(number) is not int or number < 1):
             raise CaptureError(f"value_and_grad({name}={number!r}): needed a positive int")
 
+    _check_key("value_and_grad", key)
+    if scale is not None and not (isinstance(scale, torch.Tensor) and scale.ndim == 0 and scale.is_floating_point()):
+        raise CaptureError(f"value_and_grad(scale={describe(scale)}): needed a floating 0-d tensor")
+
     def wrapped(params: Any, *args: Any, **kwargs: Any) -> Any:
         tracing = active()
         _check_outer("value_and_grad", tracing)
@@ -71,6 +75,11 @@ def value_and_grad(
             key=key, scale=scale, microbatches=num, enter=_entering(tracing),
         )  # fmt: skip
         _check_params(joint.paths, joint.leaves)
+        if joint.precision.loss_scale is not None and scale is None:
+            raise CaptureError(
+                "value_and_grad(precision=...) with a loss scale: in a step of your own it is part of the state. Pass "
+                "scale=state['scale']['scale'] and update it with fzero.LossScale, or give Precision(compute='fp16')"
+            )
         outs = _region(joint, joint.value_and_grad, tracing, batch_argnum)
         return _combined(joint, outs, num)
 
@@ -89,11 +98,13 @@ def forward(
     [1.0, 3.0]
     """
 
+    _check_key("forward", key)
+
     def wrapped(params: Any, *args: Any, **kwargs: Any) -> Any:
         tracing = active()
         _check_outer("forward", tracing)
         joint = Joint(fn, params, args, kwargs, _policy(precision, tracing), key=key)
-        outs = _region(joint, joint.forward, tracing, None)
+        outs = _region(joint, joint.forward, tracing, 1)
         results = []
         for i, (kind, value) in enumerate(zip(joint.marks.aux_kinds, outs, strict=True)):
             if kind == "total":
@@ -167,7 +178,8 @@ def axis_index(axis: str = "dp", device: torch.device | str | None = None) -> to
 def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` in a loss, its intermediate values not kept for the backward but computed again there, bit for bit.
 
-    Under the hood `torch.utils.checkpoint`. For whole layers by path see `Spec(remat=...)`, which needs no wrapping.
+    Under the hood `torch.utils.checkpoint`; inside a torch.func transform, which that does not know, `fn` itself. For
+    whole layers by path see `Spec(remat=...)`, which needs no wrapping.
 
     >>> x = torch.ones(3, requires_grad=True)
     >>> remat(lambda t: (t.exp() * 2).sum())(x).backward()
@@ -177,6 +189,8 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def again(*args: Any, **kwargs: Any) -> Any:
+        if in_functorch():
+            return fn(*args, **kwargs)
         return checkpoint(fn, *args, use_reentrant=False, **kwargs)
 
     return again
@@ -224,9 +238,10 @@ def _check_slices(num: int, sliced: list[bool], paths: list[str], leaves: list[t
             "parameters has no tensor to cut: pass the batch as an argument (not by closure), or set batch_argnum"
         )
     for cut, path, leaf in zip(sliced, paths, leaves, strict=True):
-        if cut and leaf.shape[0] % num:
+        if cut and (leaf.shape[0] % num or not leaf.shape[0]):
             raise CaptureError(
                 f"{_argument(path, prefix)} is {describe(leaf)}: dim 0 must be divisible by microbatches={num}"
+                f"{'' if leaf.shape[0] else ', and not 0'}"
             )
 
 
@@ -245,6 +260,11 @@ def _check_outer(name: str, tracing: Tracing | None) -> None:
         )
 
 
+def _check_key(name: str, key: Any) -> None:
+    if key is not None and not (isinstance(key, torch.Tensor) and key.dtype == torch.int64 and key.shape == (2,)):
+        raise CaptureError(f"{name}(key={describe(key)}): needed a key, as fzero.random.key(0)")
+
+
 def _policy(given: str | Precision | None, tracing: Tracing | None) -> Precision:
     if given is None and tracing is not None:
         return tracing.precision
@@ -260,7 +280,7 @@ def _entering(tracing: Tracing | None) -> Callable[[str], None]:
 
 
 def _region(
-    joint: Joint, fn: Callable[..., list[torch.Tensor]], tracing: Tracing | None, batch_argnum: int | None
+    joint: Joint, fn: Callable[..., list[torch.Tensor]], tracing: Tracing | None, batch_argnum: int
 ) -> list[torch.Tensor]:
     """The joint's outputs: computed at once outside a step, else by one node of the step's graph."""
     num = joint.microbatches
@@ -269,14 +289,13 @@ def _region(
         others = [*others, _part_keys(joint.key, num)]
     if tracing is None:
         return fn(*joint.leaves, *others)
-    prefix = "" if batch_argnum is None else f"0/{batch_argnum - 1}"
+    prefix = f"0/{batch_argnum - 1}"
     paths = joint.other_paths
     sliced = [
         num > 1 and (path == prefix or path.startswith(prefix + "/")) and leaf.ndim > 0
         for path, leaf in zip(paths, others, strict=False)
     ]
-    if batch_argnum is not None:
-        _check_slices(num, sliced, paths, others[: len(paths)], prefix)
+    _check_slices(num, sliced, paths, others[: len(paths)], prefix)
     names = [at("params", p) for p in joint.paths]
     names += [_argument(p, prefix) for p in paths]
     if joint.key is not None:

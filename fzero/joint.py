@@ -9,6 +9,7 @@ Casts are part of it: leaves and arguments to the dtype they are computed in, gr
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -30,8 +31,8 @@ from fzero.tracing import check_leaf
 class Mean:
     """What a loss may return instead of a mean of its own: the sum of its terms, and how many there are.
 
-    `total` is a 0-d floating tensor; `count` a 0-d tensor that does not depend on the parameters (tokens that are not
-    masked, the sum of the weights). The loss is then sum(total) / sum(count) over all ranks and microbatches, and its
+    `total` is a 0-d floating tensor of at least 32 bits; `count` a 0-d tensor that does not depend on the parameters
+    (tokens that are not masked, the sum of the weights). The loss is then sum(total) / sum(count) over all ranks and microbatches, and its
     gradient is that of this quotient, however the batch is spread. Where the count is 0, both are 0.
 
     >>> import fzero
@@ -87,7 +88,8 @@ class Joint:
         if self.asks_key and self.key is None:
             raise CaptureError(
                 f"{defined_at(self.fn)} asks for a key: give fzero.init one (fzero.init(params, spec, "
-                "key=fzero.random.key(0))), or in a step of your own fzero.value_and_grad(loss, key=key)"
+                "key=fzero.random.key(0))), in a step of your own fzero.value_and_grad(loss, key=key), and for an "
+                "evaluation fzero.evaluate(state, batch, fn, key=key)"
             )
 
     @property
@@ -214,6 +216,8 @@ class _Call:
 
 def asks_key(fn: Callable[..., Any]) -> bool:
     """Whether a loss has a parameter named `key`."""
+    if isinstance(fn, functools.partial) and "key" in fn.keywords:
+        return False
     try:
         return "key" in inspect.signature(fn).parameters
     except (TypeError, ValueError):
@@ -259,6 +263,11 @@ def _check_mean(mean: Mean, fn: Callable[..., Any]) -> None:
         raise CaptureError(
             f"Mean(count=...) of {name} is {describe(count)}: needed a 0-d tensor, as mask.sum(). Of a fixed number n "
             "write torch.full((), n)"
+        )
+    if total.dtype in LOW:
+        raise CaptureError(
+            f"Mean(total=...) of {name} is {describe(total)}: a sum of many terms needs more bits. Sum them in fp32, as "
+            "in F.cross_entropy(logits.float(), y, reduction='sum')"
         )
     if count.dtype in LOW:
         raise CaptureError(

@@ -89,10 +89,13 @@ class LossScale:
         }
 
 
-def _dtype(where: str, given: Any, *, none: bool) -> None:
-    if given not in DTYPES and not (given is None and none):
+def _dtype(where: str, given: Any, close: str, *, none: bool) -> None:
+    if not (isinstance(given, str) and given in DTYPES) and not (given is None and none):
+        short = {dtype: name for name, dtype in DTYPES.items()}
         hint = tree.suggest(given, DTYPES) if isinstance(given, str) else ""
-        raise SpecError(f"{where}{given!r}: needed one of {', '.join(DTYPES)}{' or None' if none else ''}.{hint}")
+        hint = f" Write {short[given]!r}" if isinstance(given, torch.dtype) and given in short else hint
+        known = f"{', '.join(DTYPES)}{' or None' if none else ''}"
+        raise SpecError(f"{where}{given!r}{close}: needed one of {known}.{hint}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +122,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         for name in ("params", "compute", "reduce"):
-            _dtype(f"Precision({name}=", getattr(self, name), none=True)
+            _dtype(f"Precision({name}=", getattr(self, name), ")", none=True)
         if self.params == "fp16":
             raise SpecError(
                 "Precision(params='fp16'): parameters without a master are rounded stochastically, to bf16 only. Hold "
@@ -128,20 +131,26 @@ class Precision:
         if not isinstance(self.keep, Mapping):
             raise SpecError(f"Precision(keep={self.keep!r}): needed path rules to dtypes, as {{'**/norm/**': 'fp32'}}")
         for rule, given in self.keep.items():
-            _dtype(f"Precision(keep={{{rule!r}: ", given, none=False)
+            _dtype(f"Precision(keep={{{rule!r}: ", given, "})", none=False)
         if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
             raise SpecError(f"Precision(loss_scale={self.loss_scale!r}): needed an fzero.LossScale")
 
-    def held_dtype(self, given: torch.dtype) -> torch.dtype:
-        """What the state holds of a leaf given in this dtype."""
-        return DTYPES[self.params] if self.params and given.is_floating_point else given
+    def held_dtype(self, path: str, given: torch.dtype) -> torch.dtype:
+        """What the state holds of a leaf given in this dtype; one that is kept wider in the loss is held so too."""
+        if not (self.params and given.is_floating_point):
+            return given
+        kept = self.compute_dtype(path, given) if self._rule(path) else DTYPES[self.params]
+        return kept if kept.itemsize > DTYPES[self.params].itemsize else DTYPES[self.params]
 
     def compute_dtype(self, path: str, held: torch.dtype) -> torch.dtype:
         """What a leaf is computed in. Rules are matched against its path within the parameters."""
         if not held.is_floating_point:
             return held
-        kept = next((DTYPES[name] for rule, name in self.keep.items() if tree.matches(rule, path)), None)
-        return kept or (DTYPES[self.compute] if self.compute else held)
+        name = self._rule(path) or self.compute
+        return DTYPES[name] if name else held
+
+    def _rule(self, path: str) -> str | None:
+        return next((name for rule, name in self.keep.items() if tree.matches(rule, path)), None)
 
     def wire_dtype(self, held: torch.dtype) -> torch.dtype:
         """What the gradient of a leaf travels in."""

@@ -57,6 +57,8 @@ class Runtime:
     def compiled(self, batch: Any, fn: Callable[..., Any] | None = None) -> Lowered:
         """The program for a batch of this structure, shapes, dtypes and static values: the step's, or that of the
         evaluation of `fn`, of which the last few are kept."""
+        if fn is not None:
+            _batch_key(batch["batch"], self.device)  # errors name its leaves
         key = _batch_key(batch, self.device)
         if fn is not None:
             return self._evaluation(fn, batch, (fn, key))

@@ -154,8 +154,11 @@ class Spec:
                 "parameters itself. Give Precision(compute=...), use fzero.LossScale with value_and_grad(loss, "
                 "scale=...), and fzero.optim.stochastic_round"
             )
-        if given.loss_scale is not None and self.nonfinite == "ignore":
-            raise SpecError("Spec(nonfinite='ignore') with a loss scale, which needs 'skip': leave nonfinite out")
+        if given.loss_scale is not None and self.nonfinite in ("ignore", "raise"):
+            raise SpecError(
+                f"Spec(nonfinite={self.nonfinite!r}) with a loss scale, which finds its size by steps that overflow "
+                "and are skipped: leave nonfinite out"
+            )
 
     def _check_device(self) -> None:
         try:

@@ -375,6 +375,10 @@ _TORCH_SAYS = {
     "leaf Variable that requires grad": "a parameter is changed in place: a step is pure. Return a new value instead",
     "supported for tensor subclasses": "numpy would need a tensor's values, which are known only when the program "
     "runs. Use the torch function, or compute it outside the step and pass it in the batch",
+    "mixed dtype (CPU)": "a layer mixes a narrow and a wide dtype, as a BatchNorm does whose weight is cast and whose "
+    "statistics are not. Keep the layer wide: Precision(compute=..., keep={'**/bn*/**': 'fp32'})",
+    "expected scalar type": "a layer mixes dtypes, as a BatchNorm does whose weight is cast to the compute dtype and "
+    "whose statistics are not. Keep all of the layer wide: Precision(compute=..., keep={'<its path>/**': 'fp32'})",
     "data is not allocated yet": "a tensor's values are needed, which are known only when the program runs. Instead "
     "of torch.tensor([x, y]) write torch.stack([x, y])",
     "passed to FakeTensor.__format__": "a tensor's value would be printed, which is known only when the program runs. "

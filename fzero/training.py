@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from fzero import optim, random, tree
-from fzero.errors import TreeError
+from fzero.capture import PerRank
+from fzero.errors import TreeError, at
 from fzero.functional import value_and_grad
 from fzero.precision import LOW, Precision
 
@@ -35,10 +36,9 @@ class Training:
     nonfinite: str = "ignore"
 
     def init(self, params: Any, key: torch.Tensor | None = None) -> dict[str, Any]:
-        """The first state. Raises TreeError where no leaf of params can train."""
-        if self.trainable is None and not tree.flatten(self._split(params)[0])[1]:
-            raise TreeError("no leaf of params trains: gradients need floating tensors, and none of them is one")
-        params = tree.map(self._held, params)
+        """The first state. Raises TreeError where nothing that is to train can."""
+        self._check(params)
+        params = tree.map_with_path(self._held, params)
         state = {"params": params, "opt_state": self.optimizer.init(self._master(self._split(params)[0]))}
         if key is not None:
             state["key"] = key
@@ -54,7 +54,9 @@ class Training:
         next_key, draw = random.split(state["key"]) if "key" in state else (None, None)
         loss = self.loss if frozen is None else _joined(self.loss, self.precision)
         given = (batch,) if frozen is None else (batch, frozen)
-        value, grads = value_and_grad(loss, key=draw, scale=scaling.get("scale"))(train, *given)
+        value, grads = value_and_grad(loss, key=draw, scale=scaling.get("scale"), precision=self.precision)(
+            train, *given
+        )
         grads, metrics = self._clipped(grads, {"loss": value})
         master = self._master(train)
         updates, opt_state = self.optimizer.update(grads, state["opt_state"], master)
@@ -79,14 +81,26 @@ class Training:
         rules = self.trainable or ("**",)
 
         def trains(path: str, leaf: torch.Tensor) -> bool:
-            fits = not isinstance(leaf, torch.Tensor) or leaf.dtype.is_floating_point  # what is no tensor is refused
-            return fits and any(tree.matches(rule, path) for rule in rules)
+            return not _counts(leaf) and any(tree.matches(rule, path) for rule in rules)
 
         train, frozen = tree.partition(params, trains)
         return (train, frozen) if tree.flatten(frozen)[1] else (params, None)
 
-    def _held(self, leaf: Any) -> Any:
-        return leaf.to(self.precision.held_dtype(leaf.dtype)) if isinstance(leaf, torch.Tensor) else leaf
+    def _check(self, params: Any) -> None:
+        paths, leaves, _ = tree.flatten(params)
+        for path, leaf in zip(paths, leaves, strict=True):
+            if isinstance(leaf, PerRank):
+                raise TreeError(
+                    f"{at('params', path)} is per_rank: parameters are the same on every rank. Keep it in the state of "
+                    "a step= of your own"
+                )
+        for rule in self.trainable or ("**",):
+            named = [leaf for path, leaf in zip(paths, leaves, strict=True) if tree.matches(rule, path)]
+            if named and all(_counts(leaf) for leaf in named):
+                raise TreeError(f"no leaf of params under {rule!r} can train: gradients need floating tensors")
+
+    def _held(self, path: str, leaf: Any) -> Any:
+        return leaf.to(self.precision.held_dtype(path, leaf.dtype)) if isinstance(leaf, torch.Tensor) else leaf
 
     def _master(self, params: Any) -> Any:
         """The parameters as the optimizer sees them: of 16-bit ones that are held without a master, fp32 values."""
@@ -129,6 +143,11 @@ def _where(finite: torch.Tensor, new: dict[str, Any], old: Any) -> dict[str, Any
     return {
         name: tree.map(lambda n, o: n if n is o else torch.where(finite, n, o), new[name], old[name]) for name in new
     }
+
+
+def _counts(leaf: Any) -> bool:
+    """Whether a leaf holds integers or bools, which never train. (What is no tensor, or complex, is refused later.)"""
+    return isinstance(leaf, torch.Tensor) and not leaf.dtype.is_floating_point and not leaf.dtype.is_complex
 
 
 def _device(params: Any) -> torch.device:

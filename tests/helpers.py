@@ -22,8 +22,7 @@ from torch import Tensor
 
 import fzero
 from fzero import capture, tree
-from fzero.compile import training_of
-from fzero.joint import asks_key
+from fzero.compile import _asks_key, training_of
 from fzero.runtime import storage
 from fzero.runtime.interpret import interpret
 from fzero.runtime.reference import reference
@@ -59,7 +58,7 @@ def start(spec: fzero.Spec, params: Any, key: Tensor | None = None) -> tuple[lis
     """Paths and whole leaves of the first state, as `fzero.init` would place them."""
     state = params
     if spec.optimizer is not None:
-        wants = key is not None or asks_key(spec.loss) or spec.policy.params is not None
+        wants = key is not None or _asks_key(spec)
         key = fzero.random.fold_in(fzero.random.key(0) if key is None else key, -2) if wants else None
         state = training_of(spec).init(params, key)
     paths, leaves, _ = tree.flatten(state)

@@ -169,7 +169,7 @@ def test_aux_beside_a_mean() -> None:
     assert relative(found, expected) < 1e-6
     assert result.losses() == pytest.approx(losses, rel=1e-6)
     assert result.losses("all")[0] == pytest.approx(float(batch["x"].mean()), abs=1e-6)
-    assert [int(one["last"]) for one in result.metrics[0]] == [int(batch["mask"][i : i + 2].sum()) for i in (2, 6)]
+    assert [int(one["last"]) for one in result.metrics[0]] == [int(batch["mask"][i : i + 4].sum()) for i in (4, 12)]
 
 
 def test_clipping_sees_the_gradient_of_the_quotient() -> None:

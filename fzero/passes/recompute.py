@@ -102,4 +102,6 @@ def _paths(program: Program, ref: Ref) -> list[str]:
     bucket = program.buckets.get(program.buffers[ref.name].bucket or "")
     if bucket is None:
         return []
-    return [s.path for s in bucket.slots if ref.start is None or (ref.start <= s.start and s.stop <= (ref.stop or 0))]
+    prefix = ref.name.partition(":")[0] if ":" in ref.name else ""  # of the column: the entry of the state
+    inside = [s.path for s in bucket.slots if ref.start is None or (ref.start <= s.start and s.stop <= (ref.stop or 0))]
+    return [*inside, *(f"{prefix}/{path}" for path in inside if prefix)]

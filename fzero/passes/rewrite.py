@@ -45,15 +45,6 @@ def reads_of(ops: Iterable[Op]) -> dict[str, list[tuple[int, Ref]]]:
     return found
 
 
-def writes_of(ops: Iterable[Op]) -> dict[str, list[tuple[int, Ref]]]:
-    """(op number, reference) of every write of a buffer."""
-    found: dict[str, list[tuple[int, Ref]]] = {}
-    for index, one in enumerate(ops):
-        for ref in one.writes:
-            found.setdefault(ref.name, []).append((index, ref))
-    return found
-
-
 def renamed(one: Op, change: Callable[[Ref], Ref]) -> Op:
     """The op with every reference changed."""
     return replace(one, reads=tuple(map(change, one.reads)), writes=tuple(map(change, one.writes)))

@@ -43,7 +43,26 @@ def shard_update(program: Program) -> Program:
             ops += _Outer(program, one, buffers, index=index, pool=pool).rewritten()
         else:
             ops.append(one)
+    ops = _without_unread(ops)
     return rewrite.finish(program, "shard_update", ops=ops, buffers=buffers, new_segments=pool)
+
+
+def _without_unread(ops: list[Op]) -> list[Op]:
+    """Without gathers of a column that another one gathers again before anyone reads it whole."""
+    dropped: set[int] = set()
+    last: dict[str, int] = {}
+    for i, one in enumerate(ops):
+        if one.kind == "gather":
+            name = one.writes[0].name
+            if name in last:
+                dropped |= {last[name], next(j for j in range(last[name], i) if ops[j].kind == "wait" and
+                                             ops[j].reads[0].name == name)}  # fmt: skip
+            last[name] = i
+        elif one.kind != "wait":
+            for ref in one.reads:
+                if not ref.mine:
+                    last.pop(ref.name, None)
+    return [one for i, one in enumerate(ops) if i not in dropped]
 
 
 @dataclass
@@ -105,7 +124,8 @@ class _Outer(Levels):
         length = self.program.extent(self.buffers[name])
         axis, via = self.program.mesh[0][0], next((str(o.get("via")) for o in self.program.ops if o.get("via")), "p2p")
         why = f"whole {name}"
-        if not any(o.kind == "gather" and o.writes == (Ref(name),) for o in self.ops):
+        moved = [o.kind == "gather" for o in self.ops if any(ref.name == name for ref in o.writes)]
+        if not (moved and moved[-1]):  # whole already, and not written since
             self.ops.append(op("gather", [Ref(name, 0, length, None, True)], [Ref(name)], axis=axis, via=via, why=why))
             self.ops.append(op("wait", [Ref(name)], why=why))
 
