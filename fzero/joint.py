@@ -32,8 +32,9 @@ class Mean:
     """What a loss may return instead of a mean of its own: the sum of its terms, and how many there are.
 
     `total` is a 0-d floating tensor of at least 32 bits; `count` a 0-d tensor that does not depend on the parameters
-    (tokens that are not masked, the sum of the weights). The loss is then sum(total) / sum(count) over all ranks and microbatches, and its
-    gradient is that of this quotient, however the batch is spread. Where the count is 0, both are 0.
+    (tokens that are not masked, the sum of the weights). The loss is then sum(total) / sum(count) over all ranks and
+    microbatches, and its gradient is that of this quotient, however the batch is spread. Where the count is 0, both
+    are 0.
 
     >>> import fzero
     >>> def loss(p, batch):
@@ -266,8 +267,8 @@ def _check_mean(mean: Mean, fn: Callable[..., Any]) -> None:
         )
     if total.dtype in LOW:
         raise CaptureError(
-            f"Mean(total=...) of {name} is {describe(total)}: a sum of many terms needs more bits. Sum them in fp32, as "
-            "in F.cross_entropy(logits.float(), y, reduction='sum')"
+            f"Mean(total=...) of {name} is {describe(total)}: a sum of many terms needs more bits. Sum in fp32, as in "
+            "F.cross_entropy(logits.float(), y, reduction='sum')"
         )
     if count.dtype in LOW:
         raise CaptureError(

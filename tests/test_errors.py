@@ -195,7 +195,7 @@ def test_params_rules_that_match_nothing_are_refused() -> None:
         ({"v": "text"}, ("params/v is 'text'", "must be a tensor")),
         ("text", ("params is 'text'",)),
         ({"v": [torch.ones(2), True]}, ("params/v/1 is True",)),
-        ({"v": torch.ones(2, dtype=torch.int64)}, ("no leaf of params trains", "floating")),
+        ({"v": torch.ones(2, dtype=torch.int64)}, ("no leaf of params", "floating")),
         ({"v": torch.ones(2).to_sparse()}, ("params['v']", "torch.sparse_coo", "dense")),
         ({"v": torch.ones(2, device="meta")}, ("meta device", "fzero.lower")),
         ({"v": torch.ones(2), "w": torch.ones(2, device="meta")}, ("several devices", "cpu", "meta")),

@@ -52,11 +52,14 @@ def scores(p: Any, batch: Any) -> Any:
     out = net(p, batch["x"])
     errors = (out - batch["y"]).square() * batch["mask"]
     return {
-        "error": Mean(errors.sum(), batch["mask"].sum()),
+        "error": Mean(errors.float().sum(), batch["mask"].sum()),
         "mean": out.mean(),
         "out": out,
         "kept": batch["mask"].sum(),
-        "weighted": [Mean(errors.sum(), batch["mask"].sum() * 2.0), Mean(out.sum() * 0, batch["mask"].sum() * 0)],
+        "weighted": [
+            Mean(errors.float().sum(), batch["mask"].sum() * 2.0),
+            Mean(out.float().sum() * 0, batch["mask"].sum() * 0),
+        ],
     }
 
 

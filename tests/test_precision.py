@@ -279,7 +279,7 @@ def test_with_a_narrow_wire_only_what_travels_is_rounded() -> None:
         (lambda: fzero.Spec(loss=narrow_loss, optimizer=optim.sgd(1.0), precision=16), "precision=16"),
         (
             lambda: fzero.Spec(loss=narrow_loss, optimizer=optim.sgd(1.0), precision="fp16", nonfinite="ignore"),
-            "with a loss scale, which needs 'skip'",
+            "with a loss scale, which finds",
         ),
         (lambda: lowered(Precision(compute="bf16", keep={"blocks/*/nrom/**": "fp32"}), 3), "matches no leaf"),
     ],

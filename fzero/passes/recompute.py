@@ -94,14 +94,19 @@ def _only_backward(readers: Sequence[tuple[int, Ref]], backward: Sequence[bool])
 
 def _chosen(program: Program, one: Op, rules: Rules) -> bool:
     """Whether the first rule that matches a parameter of this segment says "full"."""
-    paths = [path for ref in one.reads for path in _paths(program, ref)]
-    return any(next((what for rule, what in rules.items() if tree.matches(rule, p)), "none") == "full" for p in paths)
+    said = [_says(rules, names) for ref in one.reads for names in _leaves(program, ref)]
+    return "full" in said
 
 
-def _paths(program: Program, ref: Ref) -> list[str]:
+def _says(rules: Rules, names: Sequence[str]) -> str:
+    return next((what for rule, what in rules.items() if any(tree.matches(rule, name) for name in names)), "none")
+
+
+def _leaves(program: Program, ref: Ref) -> list[tuple[str, ...]]:
+    """The leaves of a reference, each by its path within its entry of the state, and by the whole one."""
     bucket = program.buckets.get(program.buffers[ref.name].bucket or "")
     if bucket is None:
         return []
     prefix = ref.name.partition(":")[0] if ":" in ref.name else ""  # of the column: the entry of the state
     inside = [s.path for s in bucket.slots if ref.start is None or (ref.start <= s.start and s.stop <= (ref.stop or 0))]
-    return [*inside, *(f"{prefix}/{path}" for path in inside if prefix)]
+    return [(path, f"{prefix}/{path}") if prefix else (path,) for path in inside]
