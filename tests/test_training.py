@@ -320,3 +320,56 @@ def test_what_is_made_of_a_closed_over_tensor_may_be_written_to(write: Callable[
     assert float(state.metrics["loss"]) == value.item()
     assert torch.equal(state.params["w"].full(), (w - w.grad).detach())
     assert FIXED.tolist() == [1, 2, 3]
+
+
+# --- what cannot be meant ---------------------------------------------------------------------------------------------
+
+
+def plain(p: Any, batch: Any) -> Tensor:
+    return (batch @ p["w"]).square().mean()
+
+
+W = torch.ones(4)
+MISTAKES: dict[str, tuple[Any, str]] = {
+    "one tensor as two parameters": ({"w": W, "v": W}, r"params\['v'\] and params\['w'\] are one tensor.*clone\(\)"),
+    "complex": ({"w": W, "v": W.to(torch.complex64)}, r"params/v is torch\.complex64"),
+    "per_rank": ({"w": W, "v": fzero.per_rank(torch.ones(2))}, r"params\['v'\] is per_rank.*step="),
+    "integers alone": ({"w": torch.arange(4)}, r"no leaf of params under '\*\*' can train"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_params_that_cannot_be_meant_are_refused(name: str) -> None:
+    given, message = MISTAKES[name]
+    with pytest.raises(fzero.TreeError, match=message):
+        fzero.init(given, fzero.Spec(loss=plain, optimizer=optim.sgd(0.1)))
+
+
+def test_a_rule_for_integers_alone_trains_nothing() -> None:
+    with pytest.raises(fzero.TreeError, match="no leaf of params under 'i' can train"):
+        fzero.init(
+            {"w": torch.ones(4), "i": torch.arange(3)},
+            fzero.Spec(loss=plain, optimizer=optim.sgd(0.1), trainable=["w", "i"]),
+        )
+
+
+CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "key": ({"key": 3}, r"value_and_grad\(key=int 3\): needed a key"),
+    "scale": ({"scale": 1024.0}, r"value_and_grad\(scale=float 1024\.0\): needed a floating 0-d tensor"),
+    "vector scale": ({"scale": torch.ones(3)}, r"scale=f32\[3\]\): needed a floating 0-d tensor"),
+    "scale left out": ({"precision": "fp16"}, r"with a loss scale.*scale=state"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_of_value_and_grad_are_checked(name: str) -> None:
+    options, message = CALLS[name]
+    with pytest.raises(fzero.CaptureError, match=message):
+        fzero.value_and_grad(plain, **options)({"w": torch.ones(4)}, torch.eye(4))
+
+
+def test_no_rows_are_no_microbatches() -> None:
+    state = fzero.init({"w": torch.ones(4)}, fzero.Spec(loss=plain, optimizer=optim.sgd(0.1), microbatches=2))
+    with pytest.raises(fzero.CaptureError, match=r"batch is f32\[0, 4\]: dim 0 must be divisible.*and not 0"):
+        fzero.step(state, torch.ones(0, 4))
+    assert fzero.step(state, torch.ones(2, 4)).step == 1

@@ -1,0 +1,56 @@
+"""Steps whose own work mixes slices and wholes: columns that are gathered, written again, and gathered again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import run, run_reference
+from torch import Tensor
+
+import fzero
+
+
+def loss(p: Any, x: Tensor) -> Tensor:
+    return (p["a"] * x.sum()).sin().sum() + (p["b"] ** 2).sum()
+
+
+def scaled_by_a_new_leaf(state: Any, x: Tensor) -> Any:
+    """The new b needs all of the new a, which lies in the same column."""
+    value, g = fzero.value_and_grad(loss)(state["params"], x)
+    a, b = (state["params"][k] - 0.1 * g[k] for k in ("a", "b"))
+    return {"params": {"a": a, "b": b * (1 + a.max())}, "ema": state["ema"]}, {"loss": value, "most": a.max()}
+
+
+def centred(state: Any, x: Tensor) -> Any:
+    value, g = fzero.value_and_grad(loss)(state["params"], x)
+    a, b = (state["params"][k] - 0.1 * g[k] for k in ("a", "b"))
+    return {"params": {"a": a, "b": b - b.mean()}, "ema": a}, {"loss": value, "most": a.max()}
+
+
+def one_trains_and_one_decays(state: Any, x: Tensor) -> Any:
+    """Two pieces of outer work write one column: one before the gradients are there, one after."""
+
+    def of_a(p: Any, x: Tensor, b: Tensor) -> Tensor:
+        return loss({**p, "b": b}, x)
+
+    value, g = fzero.value_and_grad(of_a)({"a": state["params"]["a"]}, x, state["params"]["b"])
+    params = {"a": state["params"]["a"] - 0.1 * g["a"], "b": state["params"]["b"] * 0.99}
+    return {"params": params, "ema": state["ema"]}, {"loss": value}
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.full((3,), 0.1 * (rank + 1) + 0.01 * step)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("step", [scaled_by_a_new_leaf, centred, one_trains_and_one_decays])
+def test_a_column_written_after_it_was_gathered_is_gathered_again(step: Any, world: int) -> None:
+    start = {"params": {"a": torch.linspace(0.5, 1, 70), "b": torch.linspace(1, 2, 64)}, "ema": torch.zeros(70)}
+    runs = [run(fzero.Spec(step=step, zero=zero), start, batch, world=world, steps=3) for zero in (0, 1, 2, 3)]
+    expected, _ = run_reference(fzero.Spec(step=step, zero=0), start, batch, world=world, steps=3)
+    for one in runs:
+        assert all(torch.equal(one.final[path], runs[0].final[path]) for path in one.paths)
+        for path, value in one.final.items():
+            torch.testing.assert_close(value, expected[path], rtol=1e-5, atol=1e-6)
