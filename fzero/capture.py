@@ -111,7 +111,6 @@ def capture(
         constants = _lift(tracing, gm)
     _fold_updates(gm)
     segments.normalised(gm)
-    num = len(state_leaves)
     graph = Graph(
         gm,
         tuple(tracing.regions),
@@ -122,17 +121,22 @@ def capture(
         shown["spec"],
         (),
     )
+    return Graph(**{**graph.__dict__, "varying_metrics": _varying_metrics(graph, per_rank)})
+
+
+def _varying_metrics(graph: Graph, per_rank: Sequence[str]) -> tuple[str, ...]:
+    """The metrics that may differ between ranks. Raises CaptureError for a leaf of the state that would."""
     varying = varying_nodes(graph, per_rank)
-    outs = segments.outputs(gm.graph)
-    for path, node in zip(state_paths, outs[:num], strict=True):
+    outs = segments.outputs(graph.gm.graph)
+    num = len(graph.state_paths)
+    for path, node in zip(graph.state_paths, outs[:num], strict=True):
         if node in varying and path not in per_rank:
             where = node.meta.get("source") or "the step"
             raise CaptureError(
                 f"{at('state', path)} would differ between ranks: it is computed at {where} from this rank's batch "
                 "without a reduction. Reduce it with fzero.pmean, or keep one per rank with fzero.per_rank"
             )
-    marked = tuple(name for name, node in zip(graph.metric_names, outs[num:], strict=True) if node in varying)
-    return Graph(**{**graph.__dict__, "varying_metrics": marked})
+    return tuple(name for name, node in zip(graph.metric_names, outs[num:], strict=True) if node in varying)
 
 
 def varying_nodes(graph: Graph, per_rank: Sequence[str]) -> set[fx.Node]:

@@ -39,8 +39,9 @@ import torch
 from torch import Tensor
 
 from fzero.optim._ops import _op
+from fzero.program import ALIGN
 
-BLOCK = 64  # elements; the alignment of every leaf in its bucket
+BLOCK = ALIGN  # elements; where every leaf of a bucket begins
 CHUNK = {"cpu": 32_768, "cuda": 1 << 22}  # elements at a time: on the CPU, so that the buffers stay in the cache
 BUFFER_BYTES = 43  # that an element of a chunk needs in all
 

@@ -121,12 +121,8 @@ def layout(
     classes = with_scales(_classes(flat, paths, leaves), codes_of, paths, leaves)
     stages = _stages(classes, paths, zero)
     is_param = [any(tree.matches(p, path) for p in params) for path in paths]
-    needs_params = any(stages[c] in (1, 2) for c in range(len(classes)))
-    if needs_params and world_size > 1 and not any(is_param[i] for i in flat):
-        raise SpecError(
-            f"zero={zero!r} keeps parameters whole and shards the rest, but no leaf of the state matches "
-            f"params={list(params)!r}. Say which leaves are parameters, as in Spec(params='model/**')"
-        )
+    if world_size > 1 and not any(is_param[i] for i in flat):
+        _check_params(stages, zero, params)
     casts = [compute("/".join(one.key), leaves[one.members[0][1]].dtype) for one in classes]
     groups = _groups(classes, stages, casts, leaves)
     buckets: dict[str, Bucket] = {}
@@ -147,13 +143,25 @@ def layout(
             for index, c in enumerate(members):
                 i = classes[c].members[column][1]
                 places[i] = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, column_name, index)
-    for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-        if i not in places:
-            name = buffer_name(path or "state")
-            note = "one per rank" if path in per_rank else ""
-            buffers[name] = Buffer(name, leaf.dtype, tuple(leaf.shape), "state", note=note)
-            places[i] = Leaf(path, tuple(leaf.shape), leaf.dtype, name, None, path in per_rank)
+    for i in sorted(set(range(len(paths))) - set(places)):
+        places[i] = whole = _whole(paths[i], leaves[i], paths[i] in per_rank)
+        note = "one per rank" if whole.per_rank else ""
+        buffers[whole.buffer] = Buffer(whole.buffer, whole.dtype, whole.shape, "state", note=note)
     return Plan(axis, world_size, buckets, buffers, tuple(places[i] for i in range(len(paths))))
+
+
+def _whole(path: str, leaf: torch.Tensor, per_rank: bool) -> Leaf:
+    """A leaf that is kept whole, in a buffer of its own."""
+    return Leaf(path, tuple(leaf.shape), leaf.dtype, buffer_name(path or "state"), None, per_rank)
+
+
+def _check_params(stages: list[int], zero: object, params: Sequence[str]) -> None:
+    """Without a leaf that is a parameter stages 1 and 2 have nothing to keep whole."""
+    if any(stage in (1, 2) for stage in stages):
+        raise SpecError(
+            f"zero={zero!r} keeps parameters whole and shards the rest, but no leaf of the state matches "
+            f"params={list(params)!r}. Say which leaves are parameters, as in Spec(params='model/**')"
+        )
 
 
 def _classes(flat: list[int], paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> list[Class]:
