@@ -114,7 +114,7 @@ def similarity(outputs: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _total(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
     return total, (labels != IGNORED).sum()
 
 

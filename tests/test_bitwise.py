@@ -100,7 +100,7 @@ class World:
         yield from names.items()
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4], ids="world={}".format)
+@pytest.fixture(scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.acceptance)], ids="world={}".format)
 def world(request: pytest.FixtureRequest) -> World:
     ranks = values(gloo(request.param, train_all, request.param, timeout=200))
     for other in ranks[1:]:

@@ -1,6 +1,5 @@
 """The main job runs, as a user runs it: a process of its own, tiny size, a few steps."""
 
-import doctest
 import json
 import os
 import subprocess
@@ -218,11 +217,3 @@ def test_lora_trains_adapters_alone(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "the base has the bits it had" in shown
     alone, adapted = (float(x) for x in shown.splitlines()[-2].replace(",", "").split() if "." in x)
     assert adapted < alone
-
-
-@pytest.mark.parametrize("page", ["randomness.md", "recipes.md"])
-def test_a_page_runs(page: str) -> None:
-    path = Path(__file__).parent.parent / "docs" / page
-    failed, attempted = doctest.testfile(str(path), module_relative=False)
-    assert attempted > 20
-    assert failed == 0

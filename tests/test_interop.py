@@ -5,9 +5,7 @@ what is refused with what to do about it. Hugging Face's models are in test_hf.p
 """
 
 import copy
-import doctest
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -289,10 +287,3 @@ def test_frozen_parameters_are_named_and_can_stay(caplog: pytest.LogCaptureFixtu
     result = run(spec, params, words, world=2, steps=1)
     moved = {name for name in params if not same_bits(result.final[f"params/{name}"], params[name])}
     assert moved == set(apply.trainable)
-
-
-def test_the_documentation_runs() -> None:
-    path = Path(__file__).parent.parent / "docs" / "modules.md"
-    found = doctest.testfile(str(path), module_relative=False, optionflags=doctest.ELLIPSIS)
-    assert found.attempted > 20
-    assert found.failed == 0
