@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -125,16 +124,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    if ranks.here() is None and args.world > 1:
-        command = [sys.executable, str(Path(__file__).resolve()), *(sys.argv[1:] if argv is None else argv)]
-        return ranks.launch(command, args.world, args.out)
-    try:
-        train(args, (ranks.here() or (0, 1))[0])
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return 0
+    return ranks.run(parse(argv), __file__, argv, train)
 
 
 def train(args: argparse.Namespace, rank: int) -> None:

@@ -4,6 +4,7 @@
 who it is from torchrun's environment variables, so that the training program cannot tell the two apart.
 """
 
+import argparse
 import contextlib
 import os
 import signal
@@ -11,8 +12,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+import torch.distributed as dist
 
 STOPPED = 130  # what a shell reports for a program that Ctrl-C ended
 GRACE_SECONDS = 3.0
@@ -56,6 +59,19 @@ def launch(command: Sequence[str], world_size: int, logs: Path) -> int:
         print(_obituary(rank, status, logs), file=sys.stderr)
     print(f"all {world_size} ranks have ended", file=sys.stderr)
     return next(max(status, 1) for status in failed.values())
+
+
+def run(args: argparse.Namespace, script: str, argv: Sequence[str] | None, train: Callable[..., None]) -> int:
+    """`train(args, rank)` on each of `args.world` ranks, started here unless torchrun did; the exit status."""
+    if here() is None and args.world > 1:
+        command = [sys.executable, str(Path(script).resolve()), *(sys.argv[1:] if argv is None else argv)]
+        return launch(command, args.world, args.out)
+    try:
+        train(args, (here() or (0, 1))[0])
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
