@@ -23,8 +23,10 @@ from fzero.program import wire_bytes
 worlds = pytest.mark.parametrize("world", [2, 3])
 runs = pytest.mark.parametrize(
     ("dtype", "world"),
-    [(torch.float32, 2), (torch.float64, 3)],
-    ids=["fp32-world=2", "fp64-world=3"],
+    [
+        pytest.param(torch.float32, 2, id="fp32-world=2"),
+        pytest.param(torch.float64, 3, id="fp64-world=3", marks=pytest.mark.acceptance),
+    ],
 )
 CLOSE = {torch.float32: 1e-6, torch.float64: 1e-13}  # of what a parameter becomes; its norm is about 1
 
