@@ -22,6 +22,7 @@ from fzero.plan.layout import Plan, layout
 from fzero.plan.memory import Account, account
 from fzero.precision import DTYPES, LOW
 from fzero.program import Program, wire_bytes
+from fzero.random._check import is_key
 from fzero.spec import DEFAULT_PARAMS, Spec
 from fzero.training import Training
 
@@ -96,7 +97,7 @@ def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.
 
 
 def check_key(name: str, key: Any) -> None:
-    if key is not None and (not isinstance(key, torch.Tensor) or key.dtype != torch.int64 or key.shape != (2,)):
+    if key is not None and not is_key(key):
         raise TreeError(f"fzero.{name}(key={key!r}): needed a key, as fzero.random.key(0)")
 
 

@@ -20,6 +20,7 @@ from fzero.errors import CaptureError, at
 from fzero.joint import Joint, safe
 from fzero.precision import Precision, policy
 from fzero.provenance import describe, user_line
+from fzero.random._check import is_key
 from fzero.tracing import Tracing, active
 
 
@@ -261,7 +262,7 @@ def _check_outer(name: str, tracing: Tracing | None) -> None:
 
 
 def _check_key(name: str, key: Any) -> None:
-    if key is not None and not (isinstance(key, torch.Tensor) and key.dtype == torch.int64 and key.shape == (2,)):
+    if key is not None and not is_key(key):
         raise CaptureError(f"{name}(key={describe(key)}): needed a key, as fzero.random.key(0)")
 
 

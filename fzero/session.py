@@ -58,10 +58,9 @@ class Runtime:
         """The program for a batch of this structure, shapes, dtypes and static values: the step's, or that of the
         evaluation of `fn`, of which the last few are kept."""
         if fn is not None:
-            _batch_key(batch["batch"], self.device)  # errors name its leaves
+            key = _batch_key(batch["batch"], self.device)  # so that errors name its leaves
+            return self._evaluation(fn, batch, (fn, key, batch["key"] is None))
         key = _batch_key(batch, self.device)
-        if fn is not None:
-            return self._evaluation(fn, batch, (fn, key))
         if key not in self.programs:
             if self.last_key is not None:
                 log.warning("fzero: a new program is traced: %s", _difference(self.last_key, key))

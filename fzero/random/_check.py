@@ -16,8 +16,13 @@ def describe(value: object) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
+def is_key(value: object) -> bool:
+    """Whether a value has a key's form: an int64 tensor of shape (2,)."""
+    return isinstance(value, torch.Tensor) and value.dtype == torch.int64 and tuple(value.shape) == (2,)
+
+
 def key_of(function: str, key: torch.Tensor) -> None:
-    if isinstance(key, torch.Tensor) and key.dtype == torch.int64 and tuple(key.shape) == (2,):
+    if is_key(key):
         return
     hint = "Write fzero.random.key(0)"
     if isinstance(key, torch.Tensor) and key.dtype == torch.int64 and key.dim() == 2 and key.shape[1] == 2:
