@@ -29,12 +29,14 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "below_autograd",
     "compiled_functions_traced",
     "disable_proxy_modes_tracing",
     "fused_adam_",
     "fused_adamw_",
     "in_functorch",
     "is_fake",
+    "kernel_of",
     "make_fx",
     "real_tensors",
     "tracing_graph",
@@ -70,3 +72,13 @@ def compiled_functions_traced() -> Iterator[None]:
 def in_functorch() -> bool:
     """Whether a torch.func transform is active around the caller (2.11.0, 2.13.0)."""
     return torch._C._functorch.maybe_current_level() is not None
+
+
+def kernel_of(target: Any) -> Any:
+    """What an `OpOverload` calls, one Python frame nearer to the kernel (2.11.0, 2.13.0)."""
+    return getattr(target, "_op", target)
+
+
+def below_autograd() -> Any:
+    """A context in which ops go straight to their kernels: nothing is recorded for autograd (2.11.0, 2.13.0)."""
+    return torch._C._AutoDispatchBelowAutograd()

@@ -15,7 +15,7 @@ from fzero import tracing, tree
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.compile import Lowered, check_key, fakes_on, lower_step, plan_for, recipe_for
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, at
-from fzero.runtime import collectives
+from fzero.runtime import collectives, storage
 from fzero.session import Runtime, execute
 from fzero.spec import Spec
 from fzero.state import Life, State
@@ -59,7 +59,8 @@ def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
         failure = error
     collectives.agree(rank, world_size, "init", digest, group, failure)
     try:
-        memory, values = recipe.place(plan, rank, device)
+        memory = storage.allocate(plan, storage.block_of(device))
+        values = recipe.place(plan, rank, memory)
     except Exception as error:
         failure, values = error, ""
     collectives.agree(rank, world_size, "the values of params", values, group, failure)

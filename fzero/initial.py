@@ -8,7 +8,7 @@ place: beside its shards a rank holds one whole leaf at a time, and logical valu
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,10 +54,9 @@ class Recipe:
         self.per_rank: tuple[str, ...] = shown["per_rank"]
         self.values = [node.meta["val"] for node in segments.outputs(self.gm.graph)]
 
-    def place(self, plan: Plan, rank: int, device: torch.device | str) -> tuple[dict[str, torch.Tensor], str]:
-        """This rank's buffers, every leaf computed and cut in turn; and a digest of the whole leaves, which must be the
-        same on every rank (empty for a world of one)."""
-        memory = storage.allocate(plan, device)
+    def place(self, plan: Plan, rank: int, memory: Mapping[str, torch.Tensor]) -> str:
+        """Fills this rank's buffers, every leaf computed and cut in turn. Returns a digest of the whole leaves, which
+        must be the same on every rank (empty for a world of one)."""
         digests = []
         given = dict(zip(segments.placeholders(self.gm.graph), self.inputs, strict=True))
         order = {node: i for i, node in enumerate(self.gm.graph.nodes)}
@@ -67,7 +66,7 @@ class Recipe:
             if plan.world_size > 1 and not leaf.per_rank:
                 digests.append(bits(value))
             del value  # before the next leaf is made
-        return memory, hashlib.blake2b(" ".join(digests).encode(), digest_size=8).hexdigest() if digests else ""
+        return hashlib.blake2b(" ".join(digests).encode(), digest_size=8).hexdigest() if digests else ""
 
 
 def bits(value: torch.Tensor) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from fzero.passes.place import lifetimes as lives_of
 from fzero.passes.rewrite import overlap
+from fzero.plan.pack import ALIGN_BYTES, clash
 from fzero.program import GIVEN, PERSISTENT, Op, Program, Ref
 
 Fault = tuple[int, str]
@@ -75,7 +76,6 @@ class _Walk:
                         yield i, f"reads {ref}, which was donated: op {written} wrote its new value"
         for ref in one.writes:
             yield from self._busy(i, ref, "writes")
-            yield from self._reused(i, one, ref)
             if one.kind == "reduce" and ref is not one.writes[0] and ref.name in self.live:
                 yield i, f"receives into {ref.name}, which is in use: free it first"
             if self.program.buffers[ref.name].kind in GIVEN:
@@ -94,17 +94,6 @@ class _Walk:
             if any(overlap(ref, r) for r in (*other.reads, *other.writes)):
                 yield i, f"{does} {ref.name} while the transfer into {name} (op {started}) is in flight"
 
-    def _reused(self, i: int, one: Op, ref: Ref) -> Iterator[Fault]:
-        source = self.program.buffers[ref.name].reuses
-        if source is None or ref.name in self.live:
-            return
-        if ref in one.writes[: int(one.get("fresh", 0))]:
-            yield i, f"{ref.name} takes over the memory of {source}, but a run returns it in memory of its own"
-        elif source in self.live or source not in self.freed:
-            yield i, f"{ref.name} takes over the memory of {source}, which is not free"
-        elif self.program.buffers[source].nbytes != self.program.buffers[ref.name].nbytes:
-            yield i, f"{ref.name} takes over the memory of {source}, which is of another size"
-
     def _since(self, name: str) -> str:
         return f": freed at op {self.freed[name]}" if name in self.freed else ": nothing wrote it"
 
@@ -114,11 +103,27 @@ def lifetimes(program: Program) -> Iterator[Fault]:
     yield from _Walk(program).faults()
 
 
-def takeovers(program: Program) -> Iterator[Fault]:
-    """No two buffers take over the same memory."""
-    for name, count in Counter(b.reuses for b in program.buffers.values() if b.reuses).items():
-        if count > 1:
-            yield -1, f"{count} buffers take over the memory of {name}"
+def places(program: Program) -> Iterator[Fault]:
+    """What is alive at one moment lies apart in the arena, and every place is aligned."""
+    items: list[tuple[int, int, int, int]] = []
+    names: list[str] = []
+    lives = lives_of(program)
+    for name, buffer in program.buffers.items():
+        if buffer.at is not None and (buffer.kind in PERSISTENT) > (buffer.kind == "batch"):
+            yield -1, f"{name} has a place in the step's arena, but is held between steps"
+        elif buffer.at is not None and name in lives:
+            names.append(name)
+            items.append((*lives[name], buffer.at, buffer.nbytes))
+    for i, one in enumerate(program.ops):
+        if one.get("at") is not None:
+            names.append(f"the workspace of op {i}")
+            items.append((i, i, int(one.get("at")), int(one.get("workspace", 0))))
+    for name, (_, _, low, _) in zip(names, items, strict=True):
+        if low < 0 or low % ALIGN_BYTES:
+            yield -1, f"{name} lies at byte {low} of the arena: not a multiple of {ALIGN_BYTES}"
+    if (found := clash(items)) is not None:
+        a, b = found
+        yield max(items[a][0], items[b][0]), f"{names[a]} and {names[b]} share memory of the arena while both are alive"
 
 
 def needed(program: Program) -> Iterator[Fault]:

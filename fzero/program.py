@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -101,8 +101,8 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory by name. `shape` is this rank's; `reuses` names the freed buffer whose memory it takes over; of a bucket's
-    geometry it has one element for each `per`."""
+    """Memory by name. `shape` is this rank's; `at` is its place in the step's arena, in bytes (None: memory of its own,
+    from the allocator); of a bucket's geometry it has one element for each `per`."""
 
     name: str
     dtype: torch.dtype
@@ -110,7 +110,7 @@ class Buffer:
     kind: str
     bucket: str | None = None
     shard: bool = False
-    reuses: str | None = None
+    at: int | None = None
     note: str = ""
     per: int = 1
 
@@ -201,6 +201,13 @@ class Program:
         return math.prod(size for _, size in self.mesh)
 
     @cached_property
+    def arena_bytes(self) -> int:
+        """Bytes of the one piece of memory that placed buffers and workspaces lie in."""
+        ends = [b.at + b.nbytes for b in self.buffers.values() if b.at is not None]
+        ends += [int(one.get("at")) + int(one.get("workspace", 0)) for one in self.ops if one.get("at") is not None]
+        return max(ends, default=0)
+
+    @cached_property
     def digest(self) -> str:
         """Sixteen hex digits of the text without comments: equal programs, equal digests."""
         text = "\n".join(line.split("  # ")[0] for line in to_text(self, live=()).splitlines())
@@ -247,7 +254,7 @@ def to_text(program: Program, live: Iterable[int]) -> str:
         extra = f" bucket={b.bucket}" if b.bucket else ""
         extra += " shard" if b.shard else ""
         extra += f" per={b.per}" if b.per != 1 else ""
-        extra += f" reuses={b.reuses}" if b.reuses else ""
+        extra += f" at={b.at}" if b.at is not None else ""
         extra += f"  # {b.note}" if b.note else ""
         lines.append(f"buffer {b.name} {DTYPE_NAMES[b.dtype]}[{_shape_text(b.shape)}] {b.kind}{extra}")
     for name, buffer in program.metrics.items():
@@ -325,8 +332,9 @@ def _parse_buffer(words: list[str], note: str) -> Buffer:
         raise ValueError(f"{form!r} is no dtype[shape]")
     options = dict(word.split("=") for word in extra if "=" in word)
     shape = _shape(match[2])
-    bucket, reuses, per = options.get("bucket"), options.get("reuses"), int(options.get("per", 1))
-    return Buffer(name, DTYPES[match[1]], shape, kind, bucket, "shard" in extra, reuses, note, per)
+    at = int(options["at"]) if "at" in options else None
+    per = int(options.get("per", 1))
+    return Buffer(name, DTYPES[match[1]], shape, kind, options.get("bucket"), "shard" in extra, at, note, per)
 
 
 def _parse_op(words: list[str], comment: str) -> Op:
@@ -388,22 +396,21 @@ def wire_bytes(program: Program, one: Op) -> int:
     return passes * whole * (n - 1) // n
 
 
-def live_bytes(program: Program) -> list[int]:
-    """Bytes held by buffers after each op. What an op needs only while it runs is its `workspace` and not in here."""
-    reused = {b.reuses for b in program.buffers.values() if b.reuses}
-    persistent = {name for name, b in program.buffers.items() if b.kind in PERSISTENT}
-    live, held = sum(program.buffers[name].nbytes for name in persistent), set(persistent)
+def live_bytes(program: Program, counted: Callable[[Buffer], bool] = lambda buffer: True) -> list[int]:
+    """Bytes of buffers alive after each op, of those `counted`. What an op needs only while it runs is not in here."""
+    size = {name: b.nbytes if counted(b) else 0 for name, b in program.buffers.items()}
+    held = {name for name, b in program.buffers.items() if b.kind in PERSISTENT}
+    live = sum(size[name] for name in held)
     levels = []
     for one in program.ops:
         for ref in one.writes:
-            buffer = program.buffers.get(ref.name)
-            if buffer is not None and ref.name not in held:
+            if ref.name in size and ref.name not in held:
                 held.add(ref.name)
-                live += 0 if buffer.reuses else buffer.nbytes
+                live += size[ref.name]
         if one.kind == "free":
             for ref in one.reads:
                 if ref.name in held:
                     held.discard(ref.name)
-                    live -= 0 if ref.name in reused else program.buffers[ref.name].nbytes
+                    live -= size[ref.name]
         levels.append(live)
     return levels

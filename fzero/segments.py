@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -258,39 +259,62 @@ def propagate(gm: fx.GraphModule, inputs: Iterable[torch.Tensor]) -> fx.GraphMod
 # --- bytes --------------------------------------------------------------------------------------------------------
 
 Workspace = Callable[[fx.Node], int]
+Value = tuple[fx.Node, int]  # a node, and which of its results
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a segment allocates: of each result of each node (first node, last node, bytes), by position in the graph.
+
+    A value lives until the last use of it or of any view of it. `outputs` are those that are returned, in order.
+    """
+
+    lives: dict[Value, tuple[int, int, int]]
+    outputs: tuple[Value, ...]
+
+
+def results(node: fx.Node) -> list[tuple[int, torch.Tensor]]:
+    """(position, fake tensor) of each tensor that a node allocates: none for views, in-place ops and getitem."""
+    if not is_compute(node) or node.target is operator.getitem or is_view(node) or mutated(node):
+        return []
+    value = node.meta["val"]
+    found = enumerate(value) if isinstance(value, (tuple, list)) else [(0, value)]
+    return [(index, one) for index, one in found if isinstance(one, torch.Tensor)]
+
+
+def values(gm: fx.GraphModule) -> Values:
+    """The values of a segment and their lives."""
+    position = {node: i for i, node in enumerate(gm.graph.nodes)}
+    last: dict[Value, int] = {}
+    lives: dict[Value, tuple[int, int, int]] = {}
+    for node, at in position.items():
+        end = max((position[user] for user in node.users), default=at)
+        for key in memory(node):
+            last[key] = max(last.get(key, 0), end)
+        for index, value in results(node):
+            lives[node, index] = (at, at, value.untyped_storage().nbytes())
+    lives = {key: (first, max(first, last.get(key, 0)), size) for key, (first, _, size) in lives.items()}
+    returned = [key for out in outputs(gm.graph) if isinstance(out, fx.Node) for key in memory(out)]
+    return Values(lives, tuple(returned))
 
 
 def peak_bytes(gm: fx.GraphModule, workspace: Workspace = lambda node: 0) -> tuple[int, int]:
-    """(bytes of the outputs, bytes at the peak beyond the inputs), with values freed after their last use.
-
-    A value's memory lives until the last use of it or of any view of it; the outputs live on.
-    """
-    order = list(gm.graph.nodes)
-    position = {node: i for i, node in enumerate(order)}
-    size: dict[Any, int] = {}
-    last: dict[Any, int] = {}
-    for node in order:
-        end = max((position[user] for user in node.users), default=position[node])
-        for key in _memory(node):
-            last[key] = max(last.get(key, 0), end)
-        if is_compute(node) and node.target is not operator.getitem and not is_view(node) and not mutated(node):
-            for index, value in enumerate(tensors(node.meta["val"])):
-                size[(node, index)] = value.untyped_storage().nbytes()
-    kept = {key for out in outputs(gm.graph) if isinstance(out, fx.Node) for key in _memory(out)}
-    dying: dict[int, list[Any]] = {}
-    for key, end in last.items():
-        if key in size and key not in kept:
-            dying.setdefault(end, []).append(key)
+    """(bytes of the outputs, bytes at the peak beyond the inputs), with values freed after their last use."""
+    found = values(gm)
+    change = [0] * (len(gm.graph.nodes) + 1)
+    for key, (first, last, size) in found.lives.items():
+        change[first] += size
+        if key not in found.outputs:
+            change[last + 1] -= size
     live = peak = 0
-    for i, node in enumerate(order):
-        live += sum(size[key] for key in _memory(node) if key in size and key[0] is node)
+    for i, node in enumerate(gm.graph.nodes):
+        live += change[i]
         peak = max(peak, live + (workspace(node) if is_compute(node) else 0))
-        live -= sum(size[key] for key in dying.get(i, ()))
-    return sum(size.get(key, 0) for key in kept), peak
+    return sum(found.lives[key][2] for key in set(found.outputs) & found.lives.keys()), peak
 
 
-def _memory(node: fx.Node) -> Iterator[Any]:
-    """The (node, index) pairs of the allocations that a node's value keeps alive."""
+def memory(node: fx.Node) -> Iterator[Value]:
+    """The results whose memory a node's value keeps alive."""
     if node.op not in ("call_function", "placeholder"):
         return
     root, index = node, None
@@ -303,8 +327,8 @@ def _memory(node: fx.Node) -> Iterator[Any]:
             root, index = operand(root), root.args[1]
         else:
             break
-    if index is not None:
+    if isinstance(index, int):
         yield (root, index)
     else:
-        for i in range(len(tensors(root.meta.get("val")))):
+        for i, _ in results(root):
             yield (root, i)

@@ -18,7 +18,7 @@ from fzero.plan.layout import Leaf, Plan
 from fzero.program import Program, Ref, op
 from fzero.provenance import describe
 from fzero.runtime import collectives, storage
-from fzero.runtime.handlers import Rank, steps
+from fzero.runtime.bound import Bound
 from fzero.spec import Spec
 from fzero.state import Life, ShardedTensor, State
 from fzero.verify import verify
@@ -42,6 +42,8 @@ class Runtime:
     group: Any
     programs: dict[Any, Lowered] = field(default_factory=dict)
     evaluations: dict[Any, Lowered] = field(default_factory=dict)
+    bound: dict[int, Bound] = field(default_factory=dict)
+    arena: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     last_key: Any = None
     last_program: Program | None = None
 
@@ -72,7 +74,8 @@ class Runtime:
         lowered = self.evaluations.pop(key, None) or self._lowered(batch, fn)
         self.evaluations[key] = lowered
         if len(self.evaluations) > MAX_EVALUATIONS:
-            self.evaluations.pop(next(iter(self.evaluations)))
+            gone = self.evaluations.pop(next(iter(self.evaluations)))
+            self.bound.pop(id(gone), None)
         return lowered
 
     def _lowered(self, batch: Any, fn: Callable[..., Any] | None) -> Lowered:
@@ -82,6 +85,20 @@ class Runtime:
         for chosen in lowered.choices.values():
             log.info("fzero: %s", chosen)
         return lowered
+
+    def bind(self, lowered: Lowered) -> Bound:
+        """The program on this rank's memory. All programs of a runtime share one arena, as large as the largest needs:
+        they never run at one time."""
+        program = lowered.program
+        if program.arena_bytes > self.arena.numel():
+            self.bound.clear()  # they hold the old arena
+            self.arena = self.arena.new_empty(0)
+            self.arena = storage.block_of(self.device)(program.arena_bytes)
+        if id(lowered) not in self.bound:
+            constants = [name for name, b in program.buffers.items() if b.kind == "constant"]
+            memory = {**self.memory, **dict(zip(constants, lowered.graph.constants.values(), strict=True))}
+            self.bound[id(lowered)] = Bound(program, self.rank, self.comm, memory, self.arena)
+        return self.bound[id(lowered)]
 
     def whole(self, leaves: Sequence[ShardedTensor]) -> list[torch.Tensor]:
         """Whole leaves of one state on every rank, once all ranks have asked for the same ones."""
@@ -128,28 +145,19 @@ class Runtime:
 
 
 def execute(state: State, lowered: Lowered, batch: Any) -> Any:
-    runtime, program = state.runtime, lowered.program
-    memory = dict(runtime.memory)
-    _, leaves, _ = tree.flatten(batch)
-    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-    names = [name for name, b in program.buffers.items() if b.kind == "batch"]
-    memory.update(zip(names, (x.detach().contiguous() for x in tensors), strict=True))
-    names = [name for name, b in program.buffers.items() if b.kind == "constant"]
-    memory.update(zip(names, lowered.graph.constants.values(), strict=True))
-    rank = Rank(program, runtime.rank, runtime.comm, memory, device=runtime.device)
+    """Runs a step's program, or an evaluation's, on the state's memory. Returns its metrics."""
+    bound = state.runtime.bind(lowered)
+    tensors = [x.detach() for x in tree.flatten(batch)[1] if isinstance(x, torch.Tensor)]
     try:
-        with torch.no_grad(), torch.autocast(runtime.device.type, enabled=False):  # the program holds its casts
-            for _ in steps(rank):
-                pass
+        metrics = bound.run(tensors)
     except BaseException as error:
-        if rank.wrote_state:
+        if bound.wrote_state:
             state.life.ended = (
                 f"is unusable: step {state.step + 1} failed after it began to write ({type(error).__name__}: {error}). "
                 "Start again from fzero.init or the last checkpoint"
             )
         raise
-    found = [rank.memory[program.metrics[name]] for name in lowered.graph.metric_names]
-    return tree.unflatten(lowered.graph.metrics_spec, found)
+    return tree.unflatten(lowered.graph.metrics_spec, [metrics[name] for name in lowered.graph.metric_names])
 
 
 def _batch_key(batch: Any, device: torch.device) -> tuple[Any, ...]:

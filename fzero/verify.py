@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from fzero import segments
 from fzero.abstract import Abstract
 from fzero.errors import VerifyError
-from fzero.lifetimes import TRANSFERS, Fault, lifetimes, needed, takeovers
+from fzero.lifetimes import TRANSFERS, Fault, lifetimes, needed, places
 from fzero.meaning import Undefined, term
 from fzero.passes.prefetch import gathered_bytes
 from fzero.passes.rewrite import overlap
@@ -305,7 +305,7 @@ def meaning(program: Program) -> Iterator[Fault]:
 
 RULES: dict[str, Callable[[Program], Iterator[Fault]]] = {
     "lifetimes": lifetimes,
-    "takeovers": takeovers,
+    "places": places,
     "needed": needed,
     "partition": partition,
     "aliasing": aliasing,

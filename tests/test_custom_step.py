@@ -991,9 +991,9 @@ def test_a_rank_makes_its_part_of_what_one_rank_would_make(world: int, zero: int
         }
 
     recipe, plan = placed(fn, world, zero)
-    placed_by = [recipe.place(plan, rank, "cpu") for rank in range(world)]
-    assert len({digest for _, digest in placed_by}) == 1, "every rank saw the same whole leaves"
-    parts = [memory for memory, _ in placed_by]
+    parts = [storage.allocate(plan, storage.block_of("cpu")) for _ in range(world)]
+    digests = {recipe.place(plan, rank, memory) for rank, memory in enumerate(parts)}
+    assert len(digests) == 1, "every rank saw the same whole leaves"
     paths, leaves, _ = tree.flatten(fn(random.key(4)))
     for path, leaf, place in zip(paths, leaves, plan.leaves, strict=True):
         found = storage.join(plan, place, parts)
@@ -1025,7 +1025,13 @@ def test_init_from_a_function_takes_the_shard_and_one_leaf(world: int) -> None:
     total = sum(leaf.numel() * leaf.element_size() for leaf in recipe.values)
     assert SMALL < largest / 50 < total / 200
     for rank in range(world):
-        (memory, _), peak = measured_peak(lambda rank=rank: recipe.place(plan, rank, "cpu"))
+
+        def placed(rank: int = rank) -> dict[str, torch.Tensor]:
+            memory = storage.allocate(plan, storage.block_of("cpu"))
+            recipe.place(plan, rank, memory)
+            return memory
+
+        memory, peak = measured_peak(placed)
         held = sum(t.numel() * t.element_size() for t in memory.values())
         assert held == plan.state_bytes
         assert held < peak <= held + largest + SMALL, f"rank {rank} of {world}: {peak - held:,} over {held:,}"

@@ -17,7 +17,7 @@ KINDS: dict[str, Mutation] = {
     "free early": on(timing.free_early),
     "free never": on(timing.free_never),
     "free twice": on(timing.free_twice),
-    "stale reuse": on(timing.stale_reuse),
+    "wrong place": on(timing.wrong_place),
     "swap collectives on one rank": on(timing.swap_collectives, alone=True),
     "wrong axis": on(timing.wrong_axis),
     "gather twice": on(timing.gather_twice),

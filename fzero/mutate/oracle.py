@@ -73,7 +73,7 @@ def _left(rank: Rank) -> frozenset[str]:
     comm: Any = rank.comm
     waits = {f"transfer into {name}" for name in (*comm.pending, *comm.inbox, *comm.outbox)}
     mail = {f"message {key}" for key, letters in comm.world.mail.items() if letters}
-    return frozenset((rank.memory.keys() - named) | {f"memory of {name}" for name in rank.kept} | waits | mail)
+    return frozenset((rank.memory.keys() - named) | waits | mail)
 
 
 def _order(program: Program) -> tuple[str, ...]:

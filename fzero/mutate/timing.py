@@ -72,16 +72,18 @@ def free_twice(rng: random.Random, p: Program) -> Program | None:
     return None if found is None else insert(p, rng.randint(found[0], len(p.ops)), op("free", [Ref(found[1])]))
 
 
-def stale_reuse(rng: random.Random, p: Program) -> Program | None:
-    """A buffer takes over memory that is in use or taken already, or a run's result that of another buffer."""
-    own = {b.name: touching(p, b.name) for b in p.buffers.values() if b.kind not in PERSISTENT}
-    name = pick(rng, [n for n, uses in own.items() if uses])
-    if name is None:
+def wrong_place(rng: random.Random, p: Program) -> Program | None:
+    """A buffer, or a run's workspace, lies where something else does, or a little beside its place."""
+    placed = [b for b in p.buffers.values() if b.at is not None]
+    blocks = find(p, lambda one: one.get("at") is not None)
+    target = pick(rng, [*placed, *blocks])
+    other = pick(rng, [b for b in placed if b is not target])
+    if target is None or other is None:
         return None
-    buffer, begun = p.buffers[name], own[name][0]
-    earlier = [n for n, uses in own.items() if uses and n != name and uses[0] <= begun]
-    source = pick(rng, [n for n in earlier if p.buffers[n].nbytes >= buffer.nbytes])
-    return None if source is None else with_buffers(p, replace(buffer, reuses=source))
+    at = (other.at or 0) + rng.choice((0, 0, 64, -64))
+    if isinstance(target, int):
+        return put(p, target, p.ops[target].with_attrs(at=max(at, 0)))
+    return with_buffers(p, replace(target, at=max(at, 0)))
 
 
 # --- transfers --------------------------------------------------------------------------------------------------------
@@ -116,14 +118,14 @@ def gather_twice(rng: random.Random, p: Program) -> Program | None:
 
 
 def exceed_cap(rng: random.Random, p: Program) -> Program | None:
-    """A gather starts some segments earlier, into the memory that was meant for it or into memory of its own."""
+    """A gather starts some segments earlier, into the place that was meant for it or into memory of its own."""
     starts = find(p, lambda one: one.kind == "gather" and p.buffers[one.writes[0].name].kind == "gather")
     at = pick(rng, [i for i in starts if any(one.kind == "run" for one in p.ops[:i])])
     if at is None:
         return None
     moved = move(p, at, rng.choice([i for i in range(at) if p.ops[i].kind == "run"]))
     buffer = p.buffers[p.ops[at].writes[0].name]
-    return moved if rng.random() < 0.3 else with_buffers(moved, replace(buffer, reuses=None))
+    return moved if rng.random() < 0.3 else with_buffers(moved, replace(buffer, at=None))
 
 
 def busy_scratch(rng: random.Random, p: Program) -> Program | None:
@@ -170,7 +172,7 @@ def reduce_twice(rng: random.Random, p: Program) -> Program | None:
     if at is None or wait is None:
         return None
     one = p.ops[at]
-    once = [replace(p.buffers[ref.name], name=f"{ref.name}.once", reuses=None) for ref in one.writes]
+    once = [replace(p.buffers[ref.name], name=f"{ref.name}.once", at=None) for ref in one.writes]
     refs = [Ref(b.name) for b in once]
     ahead, after = replace(one, writes=tuple(refs)), replace(one, reads=(refs[0], *one.reads[1:]))
     ops = [*p.ops[:at], ahead, op("wait", refs[:1]), after, *p.ops[at + 1 : wait + 1], op("free", refs)]

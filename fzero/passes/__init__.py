@@ -13,6 +13,7 @@ from fzero.passes.cast_before_gather import cast_before_gather
 from fzero.passes.free import free
 from fzero.passes.measure import measure
 from fzero.passes.narrow import narrow
+from fzero.passes.place import place
 from fzero.passes.place_gathers import place_gathers
 from fzero.passes.place_reductions import place_reductions
 from fzero.passes.prefetch import prefetch
@@ -32,6 +33,7 @@ class Options:
     gather_bytes: int | None = None
     overlap: bool = True
     remat: Mapping[str, str] = field(default_factory=dict)
+    planned: bool = True  # segments run in memory that is placed ahead; else compiled ones allocate their results
 
 
 Pass = Callable[[Program, Options], Program]
@@ -48,7 +50,8 @@ PASSES: tuple[tuple[str, Pass, str], ...] = (
     ("write_in_place", lambda p, o: write_in_place(p), "after all moves, so that what reads old values is known"),
     ("prefetch", lambda p, o: prefetch(p, o.prefetch if o.overlap else 0, o.gather_bytes), "hide gathers, under a cap"),
     ("free", lambda p, o: free(p), "lifetimes are final now"),
-    ("measure", lambda p, o: measure(p), "the account needs the final segments"),
+    ("measure", lambda p, o: measure(p, o.planned), "the account needs the final segments"),
+    ("place", lambda p, o: place(p, o.planned), "lives and sizes are final: all of a step's memory in one arena"),
 )
 
 

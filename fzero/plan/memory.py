@@ -1,8 +1,9 @@
 """memory: the account. Peak bytes of a rank, and what they are, read off the program.
 
-At each op: the bytes of live buffers (`program.live_bytes`) and, while a segment runs, what it needs inside, its
-`workspace`: intermediate values by liveness, plus what kernels allocate for themselves (`plan.workspace`). Kinds are
-those of the tables that users read; padding is counted where it lies.
+What is held between steps (the state, and the user's batch), the step's arena, and the most that is asked of the
+allocator beside it at one op: buffers without a place, and `heap`, what kernels allocate for themselves
+(`plan.workspace`). Kinds are those of the tables that users read, at the op where most of the arena is in use; padding
+is counted where it lies, what the arena's packing leaves unused under "other".
 """
 
 from __future__ import annotations
@@ -45,17 +46,22 @@ class Account(Mapping[str, int]):
 def account(program: Program) -> Account:
     """The planned peak of a program and what it is made of."""
     levels = live_bytes(program)
-    heights = [level + int(one.get("workspace", 0)) for level, one in zip(levels, program.ops, strict=True)]
+    needs = [int(one.get("workspace", 0)) + int(one.get("heap", 0)) for one in program.ops]
+    heights = [level + need for level, need in zip(levels, needs, strict=True)]
     at = max(range(len(heights)), key=heights.__getitem__, default=-1)
     kinds = dict.fromkeys([*SHOWN.values(), "other"], 0)
     for name in _live_at(program, at):
         buffer = program.buffers[name]
         kinds[SHOWN.get(buffer.kind, "other")] += buffer.nbytes
     if at >= 0:
-        kinds["activations"] += int(program.ops[at].get("workspace", 0))
-    state = sum(b.nbytes for b in program.buffers.values() if b.kind in PERSISTENT and b.kind not in GIVEN)
-    total = heights[at] if at >= 0 else state
-    kinds["other"] += total - sum(kinds.values())  # memory kept for a buffer that will reuse it
+        kinds["activations"] += needs[at]
+    held = sum(b.nbytes for b in program.buffers.values() if b.kind in PERSISTENT)
+    state = held - sum(b.nbytes for b in program.buffers.values() if b.kind in GIVEN)
+    loose = live_bytes(program, lambda buffer: buffer.at is None and buffer.kind not in PERSISTENT)
+    asked = [level + int(one.get("heap", 0)) + (int(one.get("workspace", 0)) if one.get("at") is None else 0)
+             for level, one in zip(loose, program.ops, strict=True)]  # fmt: skip
+    total = held + program.arena_bytes + max(asked, default=0)
+    kinds["other"] += total - sum(kinds.values())
     return Account(kinds, total, state, at)
 
 

@@ -72,6 +72,9 @@ class P2P:
         else:
             self.pending[name] = _Transfer([self._recv(written[0], one.get("peer"), one.get("tag", 0))])
 
+    def settle(self, name: str) -> None:
+        """A wait covers what was sent too."""
+
     def wait(self, name: str) -> None:
         transfer = self.pending.pop(name)
         for request in transfer.requests:
@@ -159,6 +162,9 @@ class Alone:
 
     def ready(self, name: str) -> bool:
         return True
+
+    def settle(self, name: str) -> None:
+        raise KeyError(name)
 
     def wait(self, name: str) -> None:
         raise KeyError(name)

@@ -1,4 +1,6 @@
-"""handlers: what each op kind does to one rank's memory. The interpreter and the executor share this table.
+"""handlers: what each op kind does to one rank's memory, op by op and buffer by buffer: the interpreter's table.
+
+The executor binds the same ops to memory ahead of time (`fzero.runtime.bound`).
 
 A handler never blocks but in `wait`, so a driver that asks `Comm.ready` before a wait can run many ranks in one thread.
 """
@@ -10,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from fzero import tape
 from fzero.program import PERSISTENT, Buffer, Op, Program, Ref, op_text
 
 
@@ -24,6 +27,9 @@ class Comm(Protocol):
 
     def wait(self, name: str) -> None:
         """Returns when the transfer that writes `name` is done. Raises KeyError where none was started."""
+
+    def settle(self, name: str) -> None:
+        """Returns when every rank has read what that transfer reads here, so that it may be overwritten."""
 
 
 class Rank:
@@ -44,19 +50,13 @@ class Rank:
         for buffer in program.buffers.values():
             if buffer.kind == "rank":
                 self.memory[buffer.name] = torch.full((), rank, dtype=buffer.dtype, device=device)
-        self.kept: dict[str, torch.Tensor] = {}
-        self.reused = {b.reuses for b in program.buffers.values() if b.reuses}
+        self.arena = torch.empty(program.arena_bytes, dtype=torch.uint8, device=device)
         self.calls = {key: gm.forward for key, gm in program.segments.items()}
         self.wrote_state = False
 
     def tensor(self, ref: Ref) -> torch.Tensor:
         """The tensor that a reference names on this rank. Raises KeyError where the buffer is not live."""
-        whole = self.memory[ref.name]
-        if ref.start is None:
-            return whole
-        start, stop = self.program.local_range(ref, self.rank)
-        part = whole.view(-1)[start:stop]
-        return part if ref.shape is None else part.view(ref.shape)
+        return part(self.program, self.rank, self.memory[ref.name], ref)
 
     def destination(self, ref: Ref) -> torch.Tensor:
         """The same for a reference that is written: its buffer comes to life with the first write."""
@@ -65,30 +65,44 @@ class Rank:
         return self.tensor(ref)
 
     def allocate(self, buffer: Buffer) -> torch.Tensor:
-        if self.poison and buffer.reuses is not None and buffer.reuses not in self.kept:
-            if buffer.reuses not in self.memory:
-                raise KeyError(f"{buffer.name} takes over the memory of {buffer.reuses}, which left none")
-            self.kept[buffer.reuses] = self.memory[buffer.reuses]  # in use: whoever uses it will find NaN
-        if buffer.reuses is not None and buffer.reuses in self.kept:
-            fresh = self.kept.pop(buffer.reuses).view(-1).view(buffer.dtype)[: buffer.numel].view(buffer.shape)
-        else:
+        if buffer.at is None:
             fresh = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
+        else:
+            place = self.arena[buffer.at : buffer.at + buffer.nbytes]
+            fresh = place.view(buffer.dtype).view(buffer.shape)
         if self.poison:
             spoil(fresh)
-        if buffer.bucket is not None and (not buffer.shard or buffer.kind == "scratch"):
-            bucket = self.program.buckets[buffer.bucket]
-            for index in range(len(bucket.slots)):  # padding is zero: sums and norms may run over it
-                stop = bucket.place(index, buffer.per)[1]
-                start, stop = self.program.local_range(Ref(buffer.name, stop, bucket.end(index)), self.rank)
-                if stop > start:
-                    fresh[start:stop].zero_()
+        for start, stop in padding(self.program, self.rank, buffer):
+            fresh[start:stop].zero_()
         return fresh
+
+
+def part(program: Program, rank: int, whole: torch.Tensor, ref: Ref) -> torch.Tensor:
+    """What a reference names of its buffer on a rank."""
+    if ref.start is None:
+        return whole
+    start, stop = program.local_range(ref, rank)
+    cut = whole.view(-1)[start:stop]
+    return cut if ref.shape is None else cut.view(ref.shape)
+
+
+def padding(program: Program, rank: int, buffer: Buffer) -> Iterator[tuple[int, int]]:
+    """The elements of a bucket's buffer that belong to no leaf. They are zero: sums and norms may run over them."""
+    if buffer.bucket is not None and (not buffer.shard or buffer.kind == "scratch"):
+        bucket = program.buckets[buffer.bucket]
+        for index in range(len(bucket.slots)):
+            end = bucket.place(index, buffer.per)[1]
+            start, stop = program.local_range(Ref(buffer.name, end, bucket.end(index)), rank)
+            if stop > start:
+                yield start, stop
 
 
 def spoil(tensor: torch.Tensor) -> None:
     """Overwrites a tensor with what no program computes: NaN, or the largest integer."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         tensor.fill_(float("nan"))
+    elif tensor.dtype is torch.uint8:
+        tensor.fill_(255)  # as bytes of a float: NaN
     elif tensor.dtype is not torch.bool:
         tensor.fill_(torch.iinfo(tensor.dtype).max)
 
@@ -98,8 +112,11 @@ def _run(rank: Rank, one: Op) -> None:
     given = [rank.tensor(ref) for ref in one.reads]
     num_out = int(one.get("fresh", 0))
     into = [rank.destination(ref) for ref in one.writes[num_out:]]
+    if rank.poison and one.get("at") is not None:
+        spoil(rank.arena[int(one.get("at")) :][: int(one.get("workspace"))])
     for ref, value in zip(one.writes, call(*given, *into), strict=False):
-        rank.memory[ref.name] = value
+        place = rank.program.buffers[ref.name].at
+        rank.memory[ref.name] = value if place is None else tape.at(rank.arena, place, value).copy_(value)
 
 
 def _update(rank: Rank, one: Op) -> None:
@@ -124,8 +141,6 @@ def _free(rank: Rank, one: Op) -> None:
         gone = rank.memory.pop(ref.name)
         if rank.poison:
             spoil(gone)
-        if ref.name in rank.reused:
-            rank.kept[ref.name] = gone
 
 
 HANDLERS: dict[str, Callable[[Rank, Op], None]] = {

@@ -116,6 +116,9 @@ class LocalComm:
         axis, index = self.pending[name]
         return all(len(issued) > index for issued in self.world.of_axis(axis))
 
+    def settle(self, name: str) -> None:
+        """A wait has copied what it needed."""
+
     def wait(self, name: str) -> None:
         self._check(name)
         if name in self.inbox:

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from fzero.plan.layout import Leaf, Plan
+from fzero.plan.pack import ALIGN_BYTES
 
 
-def allocate(plan: Plan, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """This rank's state buffers, zero (padding stays so)."""
-    return {b.name: torch.zeros(b.shape, dtype=b.dtype, device=device) for b in plan.buffers.values()}
+def block_of(device: torch.device | str) -> Callable[[int], torch.Tensor]:
+    """Where memory comes from: a function from a number of bytes to a 1-D uint8 tensor."""
+    return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def allocate(plan: Plan, block: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This rank's state buffers, zero (padding stays so), one after the other in one block of memory."""
+    places, total = [], 0
+    for b in plan.buffers.values():
+        places.append(total)
+        total += -(-b.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    whole = block(total).zero_()
+    return {
+        b.name: whole[place : place + b.nbytes].view(b.dtype).view(b.shape)
+        for b, place in zip(plan.buffers.values(), places, strict=True)
+    }
 
 
 def piece(plan: Plan, leaf: Leaf, rank: int) -> tuple[slice, slice]:
@@ -65,7 +79,7 @@ def shards(plan: Plan, leaves: Iterable[torch.Tensor], rank: int) -> dict[str, t
     """A rank's buffers from whole leaves."""
     leaves = list(leaves)
     device = leaves[0].device if leaves else torch.device("cpu")
-    memory = allocate(plan, device)
+    memory = allocate(plan, block_of(device))
     for leaf, value in zip(plan.leaves, leaves, strict=True):
         store(plan, memory, leaf, value, rank)
     return memory

@@ -1,0 +1,57 @@
+"""pack: places in one arena for values that live from one moment to another.
+
+The largest first, each at the lowest place that is free during its whole life ("best fit by size", the offline form of
+dynamic storage allocation; Pisarchyk and Lee, *Efficient Memory Management for Deep Neural Net Inference*, 2020). On
+training steps it comes within some percent of the most bytes alive at one moment, below which no placement goes.
+O(n^2) in numpy: a millisecond for a hundred values, a tenth of a second for two thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+ALIGN_BYTES = 64  # a cache line, and the widest vector load
+
+
+def pack(items: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
+    """(a place in bytes for each item, bytes of the arena). An item is (first moment, last moment, bytes).
+
+    >>> pack([(0, 1, 64), (1, 2, 128), (2, 3, 64)])  # the third lives after the first
+    ([128, 0, 128], 192)
+    """
+    places = [0] * len(items)
+    offsets = np.empty(0, np.int64)  # of what is placed already, in order; and its ends, first and last moments
+    ends, firsts, lasts = offsets.copy(), offsets.copy(), offsets.copy()
+    total = 0
+    for index in sorted(range(len(items)), key=lambda i: (-items[i][2], items[i][0], i)):
+        first, last, size = items[index]
+        if size == 0:
+            continue
+        size = -(-size // ALIGN_BYTES) * ALIGN_BYTES
+        beside = (firsts <= last) & (lasts >= first)
+        taken = np.maximum.accumulate(ends[beside])
+        free = np.concatenate(([0], taken[:-1])) if taken.size else taken
+        gaps = np.nonzero(offsets[beside] - free >= size)[0]
+        place = int(free[gaps[0]]) if gaps.size else int(taken[-1]) if taken.size else 0
+        spot = int(np.searchsorted(offsets, place))
+        offsets, ends = np.insert(offsets, spot, place), np.insert(ends, spot, place + size)
+        firsts, lasts = np.insert(firsts, spot, first), np.insert(lasts, spot, last)
+        places[index] = place
+        total = max(total, place + size)
+    return places, total
+
+
+def clash(items: Sequence[tuple[int, int, int, int]]) -> tuple[int, int] | None:
+    """Two items (first moment, last moment, place, bytes) that would share memory at one moment, or None."""
+    table = np.array(items, np.int64).reshape(-1, 4)
+    first, last, low, size = table.T
+    for i in range(len(table)):
+        others = (first <= last[i]) & (last >= first[i]) & (low < low[i] + size[i]) & (low + size > low[i])
+        others[i] = False
+        others &= size > 0
+        if size[i] and others.any():
+            j = int(np.nonzero(others)[0][0])
+            return min(i, j), max(i, j)
+    return None

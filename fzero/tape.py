@@ -1,0 +1,215 @@
+"""tape: a segment as calls on tensors that lie where the plan put them.
+
+Shapes are static, so memory can be: every value of a segment has a place in one block (its workspace), values whose
+lives do not meet share theirs, and outputs lie in the program's buffers. A segment bound to such memory is a list of
+calls without arguments. Views cost nothing when it runs: they are made once, when it is bound. Another op writes
+through its `out=` form into its place; where torch has none, or one that computes first and copies then, its result is
+copied there. Nothing is allocated but such results and what kernels take for themselves (`heap`).
+
+Results have the bits of the plain graph: an `out=` form runs the same kernel on the same strides.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from fzero import segments
+from fzero._torch_compat import kernel_of
+from fzero.plan.pack import pack
+from fzero.plan.workspace import workspace_bytes
+
+aten = torch.ops.aten
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a segment's values lie in its workspace of `nbytes`; `heap`: the most that the allocator is asked for."""
+
+    places: Mapping[segments.Value, int]
+    nbytes: int
+    heap: int
+
+
+def layout(gm: fx.GraphModule) -> Layout:
+    """The places of a segment's values; outputs lie elsewhere."""
+    if "layout" not in gm.meta:
+        found = segments.values(gm)
+        keys = [key for key in found.lives if key not in found.outputs]
+        places, nbytes = pack([found.lives[key] for key in keys])
+        heap = max((_heap(node) for node in gm.graph.nodes if segments.is_compute(node)), default=0)
+        gm.meta["layout"] = Layout(dict(zip(keys, places, strict=True)), nbytes, heap)
+    return gm.meta["layout"]  # type: ignore[no-any-return]
+
+
+def _heap(node: fx.Node) -> int:
+    made = segments.results(node)
+    direct = _special(node) is not None or out_form(node.target) is not None
+    return workspace_bytes(node) + (0 if direct else sum(value.untyped_storage().nbytes() for _, value in made))
+
+
+def bind(
+    gm: fx.GraphModule,
+    given: Sequence[torch.Tensor],
+    fresh: Sequence[torch.Tensor],
+    workspace: torch.Tensor,
+    kernels: Mapping[Any, Callable[..., Any]] | None = None,
+) -> list[Call]:
+    """The calls of a segment: `given` are its placeholders, `fresh` what it returns, `workspace` bytes for the rest.
+
+    `kernels` are other functions for some ops (of their signatures).
+    """
+    where, outputs = layout(gm).places, segments.values(gm).outputs
+    env: dict[fx.Node, Any] = dict(zip(segments.placeholders(gm.graph), given, strict=True))
+    calls: list[Call] = []
+    for node in gm.graph.nodes:
+        if not segments.is_compute(node):
+            continue
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+        if node.target is operator.getitem or segments.is_view(node):
+            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        elif written := segments.mutated(node):
+            own = (kernels or {}).get(node.target) or kernel_of(node.target)
+            calls.append(partial(own, *args, **kwargs))
+            env[node] = env[written[0]]
+        else:
+            into = {
+                index: fresh[outputs.index((node, index))]
+                if (node, index) in outputs
+                else at(workspace, where[node, index], value)
+                for index, value in segments.results(node)
+            }
+            calls += _writing(node, args, kwargs, into)
+            env[node] = tuple(map(into.get, range(max(into) + 1))) if _several(node) else into.get(0)
+    return calls
+
+
+def at(block: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
+    """The tensor at a place of a block of bytes that has a fake tensor's shape, strides and dtype."""
+    nbytes = like.untyped_storage().nbytes()
+    return block[place : place + nbytes].view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def _several(node: fx.Node) -> bool:
+    return isinstance(node.meta["val"], (tuple, list))
+
+
+def _writing(node: fx.Node, args: Any, kwargs: Any, into: dict[int, torch.Tensor]) -> Iterator[Call]:
+    """The calls that compute a node's results into their places."""
+    special, form = _special(node), out_form(node.target)
+    if special is not None:
+        yield from special(into[0], *args, **kwargs)
+    elif form is not None:
+        names = [a.name for a in form._schema.arguments if a.is_out]
+        yield partial(kernel_of(form), *args, **kwargs, **dict(zip(names, into.values(), strict=True)))
+    elif _several(node):
+        compute = partial(kernel_of(node.target), *args, **kwargs)
+        used = {u.args[1] for u in node.users}
+        yield partial(_copy_results, compute, [(i, tensor) for i, tensor in into.items() if i in used])
+    else:
+        yield partial(_copy_result, partial(kernel_of(node.target), *args, **kwargs), into[0])
+
+
+def _copy_result(compute: Call, into: torch.Tensor) -> None:
+    into.copy_(compute())
+
+
+def _copy_results(compute: Call, into: Sequence[tuple[int, torch.Tensor]]) -> None:
+    found = compute()
+    for index, tensor in into:
+        tensor.copy_(found[index])
+
+
+# --- forms that write into a given tensor -----------------------------------------------------------------------------
+
+# a Python number for the tensor of another overload, which has an `out=` form
+_WITH_TENSOR = {
+    aten.add.Scalar: aten.add.out,
+    aten.sub.Scalar: aten.sub.out,
+    aten.mul.Scalar: aten.mul.out,
+    aten.div.Scalar: aten.div.out,
+}
+
+
+@cache
+def out_form(target: Any) -> Any:
+    """The overload of an op that writes into `out=`, if torch has one that is a kernel and no copy in disguise."""
+    if target in _WITH_TENSOR:
+        return _WITH_TENSOR[target]
+    if getattr(target, "namespace", "") != "aten":
+        return None
+    mine = [(a.name, str(a.type)) for a in target._schema.arguments]
+    for name in target.overloadpacket.overloads():
+        other = getattr(target.overloadpacket, name)
+        rest = [(a.name, str(a.type)) for a in other._schema.arguments if not a.is_out]
+        outs = len(other._schema.arguments) - len(rest)
+        if outs == len(target._schema.returns) and rest == mine and torch.Tag.generated not in other.tags:
+            return other
+    return None
+
+
+def _special(node: fx.Node) -> Callable[..., Iterator[Call]] | None:
+    form = _SPECIAL.get(node.target)
+    return form if form is not None and _fits(node) else None
+
+
+def _fits(node: fx.Node) -> bool:
+    """Whether a node's operands are as its special form needs them."""
+    if node.target is aten.embedding.default:
+        return bool(node.args[1].meta["val"].is_contiguous())  # type: ignore[union-attr]
+    if node.target is aten.embedding_dense_backward.default:
+        operands = all(segments.operand(node, i).meta["val"].is_contiguous() for i in (0, 1))
+        return operands and node.args[3] < 0 and not node.args[4]  # type: ignore[operator]
+    return True
+
+
+def _copy(into: torch.Tensor, source: torch.Tensor, **_: Any) -> Iterator[Call]:
+    yield partial(into.copy_, source)
+
+
+def _fill(value: float) -> Callable[..., Iterator[Call]]:
+    def form(into: torch.Tensor, *_: Any, **__: Any) -> Iterator[Call]:
+        yield partial(into.fill_, value)
+
+    return form
+
+
+def _full(into: torch.Tensor, _: Any, value: Any, **__: Any) -> Iterator[Call]:
+    yield partial(into.fill_, value)
+
+
+def _scalar(into: torch.Tensor, value: Any, **_: Any) -> Iterator[Call]:
+    yield partial(into.fill_, value)
+
+
+def _embedding(into: torch.Tensor, weight: torch.Tensor, index: torch.Tensor, *_: Any) -> Iterator[Call]:
+    rows = into.view(-1, weight.shape[1])
+    yield partial(kernel_of(aten.index_select.out), weight, 0, index.view(-1), out=rows)
+
+
+def _embedding_backward(into: torch.Tensor, grad: torch.Tensor, index: torch.Tensor, *_: Any) -> Iterator[Call]:
+    yield into.zero_
+    yield partial(into.index_add_, 0, index.view(-1), grad.view(-1, into.shape[1]))
+
+
+_SPECIAL: dict[Any, Callable[..., Iterator[Call]]] = {
+    aten.clone.default: _copy,
+    aten._to_copy.default: _copy,
+    aten.zeros.default: _fill(0),
+    aten.zeros_like.default: _fill(0),
+    aten.new_zeros.default: _fill(0),
+    aten.ones.default: _fill(1),
+    aten.ones_like.default: _fill(1),
+    aten.full.default: _full,
+    aten.full_like.default: _full,
+    aten.scalar_tensor.default: _scalar,
+    aten.embedding.default: _embedding,
+    aten.embedding_dense_backward.default: _embedding_backward,
+}
