@@ -305,7 +305,6 @@ def meaning(program: Program) -> Iterator[Fault]:
 
 RULES: dict[str, Callable[[Program], Iterator[Fault]]] = {
     "lifetimes": lifetimes,
-    "places": places,
     "needed": needed,
     "partition": partition,
     "aliasing": aliasing,
@@ -315,6 +314,7 @@ RULES: dict[str, Callable[[Program], Iterator[Fault]]] = {
     "microbatches": microbatches,
     "updated once": updated_once,
     "cap": cap,
+    "places": places,
     "meaning": meaning,
 }
 
