@@ -240,6 +240,13 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 def propagate(gm: fx.GraphModule, inputs: Iterable[torch.Tensor]) -> fx.GraphModule:
     """`meta["val"]` of every node anew from these (fake) inputs."""
+    for node, value in shapes(gm, inputs).items():
+        node.meta["val"] = value
+    return gm
+
+
+def shapes(gm: fx.GraphModule, inputs: Iterable[torch.Tensor]) -> dict[fx.Node, Any]:
+    """The (fake) value of every node from these (fake) inputs."""
     values: dict[fx.Node, Any] = {}
     feed = iter(inputs)
     for node in gm.graph.nodes:
@@ -250,10 +257,7 @@ def propagate(gm: fx.GraphModule, inputs: Iterable[torch.Tensor]) -> fx.GraphMod
             mode = next((v.fake_mode for v in values.values() if is_fake(v)), None) or FakeTensorMode()
             with mode:
                 values[node] = node.target(*args, **kwargs)
-        else:
-            continue
-        node.meta["val"] = values[node]
-    return gm
+    return values
 
 
 # --- bytes --------------------------------------------------------------------------------------------------------
@@ -273,11 +277,12 @@ class Values:
     outputs: tuple[Value, ...]
 
 
-def results(node: fx.Node) -> list[tuple[int, torch.Tensor]]:
-    """(position, fake tensor) of each tensor that a node allocates: none for views, in-place ops and getitem."""
+def results(node: fx.Node, value: Any = None) -> list[tuple[int, torch.Tensor]]:
+    """(position, fake tensor) of each tensor that a node allocates: none for views, in-place ops and getitem. `value`
+    is the node's, where it is not that of its `meta`."""
     if not is_compute(node) or node.target is operator.getitem or is_view(node) or mutated(node):
         return []
-    value = node.meta["val"]
+    value = node.meta["val"] if value is None else value
     found = enumerate(value) if isinstance(value, (tuple, list)) else [(0, value)]
     return [(index, one) for index, one in found if isinstance(one, torch.Tensor)]
 

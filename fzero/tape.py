@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fzero import segments
-from fzero._torch_compat import kernel_of
+from fzero._torch_compat import FakeTensorMode, kernel_of
 from fzero.plan.pack import pack
 from fzero.plan.workspace import workspace_bytes
 
@@ -46,7 +46,7 @@ def layout(gm: fx.GraphModule) -> Layout:
         places, nbytes = pack([found.lives[key] for key in keys])
         heap = max((_heap(node) for node in gm.graph.nodes if segments.is_compute(node)), default=0)
         gm.meta["layout"] = Layout(dict(zip(keys, places, strict=True)), nbytes, heap)
-    return gm.meta["layout"]  # type: ignore[no-any-return]
+    return gm.meta["layout"]
 
 
 def _heap(node: fx.Node) -> int:
@@ -64,17 +64,19 @@ def bind(
 ) -> list[Call]:
     """The calls of a segment: `given` are its placeholders, `fresh` what it returns, `workspace` bytes for the rest.
 
-    `kernels` are other functions for some ops (of their signatures).
+    A rank's own part of a flat range may be less than the segment was planned for, and empty. `kernels` are other
+    functions for some ops (of their signatures).
     """
     where, outputs = layout(gm).places, segments.values(gm).outputs
     env: dict[fx.Node, Any] = dict(zip(segments.placeholders(gm.graph), given, strict=True))
+    shapes = _shapes(gm, given)
     calls: list[Call] = []
     for node in gm.graph.nodes:
         if not segments.is_compute(node):
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
         if node.target is operator.getitem or segments.is_view(node):
-            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            env[node] = node.target(*args, **kwargs)
         elif written := segments.mutated(node):
             own = (kernels or {}).get(node.target) or kernel_of(node.target)
             calls.append(partial(own, *args, **kwargs))
@@ -84,11 +86,19 @@ def bind(
                 index: fresh[outputs.index((node, index))]
                 if (node, index) in outputs
                 else at(workspace, where[node, index], value)
-                for index, value in segments.results(node)
+                for index, value in segments.results(node, shapes.get(node))
             }
             calls += _writing(node, args, kwargs, into)
             env[node] = tuple(map(into.get, range(max(into) + 1))) if _several(node) else into.get(0)
     return calls
+
+
+def _shapes(gm: fx.GraphModule, given: Sequence[torch.Tensor]) -> dict[fx.Node, Any]:
+    """The nodes' values where they are not those of the plan: with operands of these shapes."""
+    if all(x.shape == n.meta["val"].shape for x, n in zip(given, segments.placeholders(gm.graph), strict=True)):
+        return {}
+    with FakeTensorMode():
+        return segments.shapes(gm, [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in given])
 
 
 def at(block: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
@@ -166,7 +176,8 @@ def _fits(node: fx.Node) -> bool:
         return bool(node.args[1].meta["val"].is_contiguous())  # type: ignore[union-attr]
     if node.target is aten.embedding_dense_backward.default:
         operands = all(segments.operand(node, i).meta["val"].is_contiguous() for i in (0, 1))
-        return operands and node.args[3] < 0 and not node.args[4]  # type: ignore[operator]
+        wide = node.meta["val"].dtype in (torch.float32, torch.float64)  # narrow ones are added in fp32
+        return bool(operands and wide and node.args[3] < 0 and not node.args[4])  # type: ignore[operator]
     return True
 
 

@@ -23,7 +23,7 @@ from fzero.mutate.edits import (
     with_buffers,
     with_ops,
 )
-from fzero.program import PERSISTENT, Program, Ref, op
+from fzero.program import Program, Ref, op
 
 # --- waits and frees --------------------------------------------------------------------------------------------------
 
@@ -76,14 +76,14 @@ def wrong_place(rng: random.Random, p: Program) -> Program | None:
     """A buffer, or a run's workspace, lies where something else does, or a little beside its place."""
     placed = [b for b in p.buffers.values() if b.at is not None]
     blocks = find(p, lambda one: one.get("at") is not None)
-    target = pick(rng, [*placed, *blocks])
-    other = pick(rng, [b for b in placed if b is not target])
+    target, other = pick(rng, range(len(placed) + len(blocks))), pick(rng, placed)
     if target is None or other is None:
         return None
-    at = (other.at or 0) + rng.choice((0, 0, 64, -64))
-    if isinstance(target, int):
-        return put(p, target, p.ops[target].with_attrs(at=max(at, 0)))
-    return with_buffers(p, replace(target, at=max(at, 0)))
+    at = max((other.at or 0) + rng.choice((0, 0, 64, -64)), 0)
+    if target < len(placed):
+        return with_buffers(p, replace(placed[target], at=at))
+    block = blocks[target - len(placed)]
+    return put(p, block, p.ops[block].with_attrs(at=at))
 
 
 # --- transfers --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""free: every buffer that the step made is freed after its last use, and not before the transfers that read or write it.
+"""free: a buffer that the step made is freed after its last use, and after the transfers that read or write it.
 
-    run (last use of a)                     becomes      run; free a
+run (last use of a)                     becomes      run; free a
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def place(program: Program, planned: bool = True) -> Program:
     lives = {
         name: life
         for name, life in lifetimes(program).items()
-        if planned or program.buffers[name].kind in COMMUNICATED and not _returned(program, name)
+        if planned or (program.buffers[name].kind in COMMUNICATED and not _returned(program, name))
     }
     blocks = [i for i, one in enumerate(program.ops) if one.get("workspace")]
     items = [(*life, program.buffers[name].nbytes) for name, life in lives.items()]

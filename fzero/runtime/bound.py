@@ -44,7 +44,7 @@ class Bound:
         self.program, self.rank, self.comm, self.arena = program, rank, comm, arena
         self.compiled = compiled or {}
         self.memory = dict(memory)
-        self.loose = {n for n, b in program.buffers.items() if b.at is None and b.kind not in (*PERSISTENT,)}
+        self.loose = {n for n, b in program.buffers.items() if b.at is None and b.kind not in PERSISTENT}
         for name, buffer in program.buffers.items():
             if buffer.kind == "rank":
                 self.memory[name] = torch.full((), rank, dtype=buffer.dtype, device=arena.device)
@@ -54,7 +54,9 @@ class Bound:
         self.batch = [self.memory.get(name) for name, b in program.buffers.items() if b.kind == "batch"]
         self.metrics = list(program.metrics.items())
         self.position = 0  # the op that runs, or ran last
-        self.first_write = next((i for i, one in enumerate(program.ops) if _writes_state(program, one)), len(program.ops))
+        self.first_write = next(
+            (i for i, one in enumerate(program.ops) if _writes_state(program, one)), len(program.ops)
+        )
         with torch.no_grad():
             self.calls = self._bind()
 
@@ -72,11 +74,12 @@ class Bound:
                 if place is not None:
                     place.copy_(given)
             try:
-                for self.position, calls in enumerate(self.calls):
+                for position, calls in enumerate(self.calls):
+                    self.position = position
                     for call in calls:
                         call()
                     if watch is not None:
-                        watch(self.position)
+                        watch(position)
             except Exception as error:
                 one = self.program.ops[self.position]
                 error.add_note(f"in op {self.position}: {op_text(one)} | {one.why}")
@@ -119,6 +122,13 @@ class Bound:
         """What a reference names; KeyError where its buffer is not there yet."""
         return part(self.program, self.rank, self.memory[ref.name], ref)
 
+    def destination(self, ref: Ref) -> torch.Tensor:
+        """The same for a reference that is written: a buffer without a place comes to life."""
+        if ref.name not in self.memory:
+            buffer = self.program.buffers[ref.name]
+            self.memory[ref.name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.arena.device)
+        return self.tensor(ref)
+
     def _is_loose(self, refs: Sequence[Ref]) -> bool:
         return any(ref.name in self.loose for ref in refs)
 
@@ -142,11 +152,8 @@ def _run(bound: Bound, one: Op) -> list[Call]:
 
 
 def _call(bound: Bound, fn: Callable[..., Any], one: Op, fresh: Sequence[Ref], given: Sequence[Ref]) -> None:
-    for ref in one.writes[len(fresh) :]:
-        if ref.name in bound.loose and ref.name not in bound.memory:
-            buffer = bound.program.buffers[ref.name]
-            bound.memory[ref.name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=bound.arena.device)
-    for ref, value in zip(fresh, fn(*[bound.tensor(ref) for ref in given]), strict=True):
+    tensors = [bound.destination(ref) if n >= len(one.reads) else bound.tensor(ref) for n, ref in enumerate(given)]
+    for ref, value in zip(fresh, fn(*tensors), strict=True):
         if ref.name in bound.loose:
             bound.memory[ref.name] = value
         else:
@@ -156,7 +163,8 @@ def _call(bound: Bound, fn: Callable[..., Any], one: Op, fresh: Sequence[Ref], g
 def _start(bound: Bound, one: Op) -> list[Call]:
     refs, name = (*one.reads, *one.writes), (one.writes or one.reads)[0].name
     if bound._is_loose(refs):
-        return [lambda: bound.comm.start(name, one, [bound.tensor(ref) for ref in refs])]
+        reads, writes = one.reads, one.writes
+        return [lambda: bound.comm.start(name, one, [*map(bound.tensor, reads), *map(bound.destination, writes)])]
     return [partial(bound.comm.start, name, one, [bound.tensor(ref) for ref in refs])]
 
 

@@ -1,0 +1,249 @@
+"""The executor's form of a program: places that do not clash, segments as calls, and the interpreter's bits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import cases
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fzero
+from fzero import capture, segments, tape
+from fzero.mutate import corpus
+from fzero.plan.pack import ALIGN_BYTES, clash, pack
+from fzero.program import PERSISTENT, Program
+from fzero.runtime.bound import Bound
+from fzero.runtime.handlers import spoil
+from fzero.runtime.interpret import LocalComm, World, interpret
+
+aten = torch.ops.aten
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+lives = st.tuples(st.integers(0, 40), st.integers(0, 12), st.integers(0, 1000)).map(lambda x: (x[0], x[0] + x[1], x[2]))
+
+
+@given(st.lists(lives, max_size=60))
+@settings(max_examples=150, deadline=None)
+def test_what_lives_at_one_moment_lies_apart(items: list[tuple[int, int, int]]) -> None:
+    places, total = pack(items)
+    assert clash([(a, b, place, size) for (a, b, size), place in zip(items, places, strict=True)]) is None
+    assert all(
+        place % ALIGN_BYTES == 0 and place + size <= total
+        for (_, _, size), place in zip(items, places, strict=True)
+        if size
+    )
+    padded = [(a, b, -(-size // ALIGN_BYTES) * ALIGN_BYTES) for a, b, size in items]
+    least = max((sum(size for a, b, size in padded if a <= t <= b) for t in range(60)), default=0)
+    assert least <= total <= sum(size for _, _, size in padded)
+
+
+def test_a_clash_is_found() -> None:
+    assert clash([(0, 2, 0, 64), (2, 3, 32, 64)]) == (0, 1)
+    assert clash([(0, 2, 0, 64), (3, 4, 0, 64), (0, 4, 64, 8)]) is None
+    assert clash([(0, 2, 0, 0), (0, 2, 0, 64)]) is None
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_the_arena_is_little_more_than_what_is_alive(zero: int) -> None:
+    init, loss = cases.gpt(512, 128, 6)
+    spec = cases.fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=zero, clip_norm=1.0)
+    program = fzero.lower(spec, init, cases.tokens(4, 64, 512, 0), world_size=4).program
+    from fzero.program import live_bytes
+
+    held = sum(b.nbytes for b in program.buffers.values() if b.kind in PERSISTENT)
+    batch = sum(b.nbytes for b in program.buffers.values() if b.kind == "batch")
+    alive = max(
+        level - held + int(one.get("workspace", 0)) for level, one in zip(live_bytes(program), program.ops, strict=True)
+    )
+    assert alive <= program.arena_bytes <= 1.1 * (alive + batch)
+
+
+# --- segments ---------------------------------------------------------------------------------------------------------
+
+
+def operands(gm: Any, draw: torch.Generator) -> list[torch.Tensor]:
+    """Values for a segment's placeholders: small numbers, valid as indices, probabilities and divisors alike."""
+    found = []
+    for node in segments.placeholders(gm.graph):
+        like = node.meta["val"]
+        value = torch.rand(like.shape, generator=draw) + 0.5 if like.dtype.is_floating_point else torch.ones(like.shape)
+        place = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        found.append(place.copy_(value))
+    return found
+
+
+def check(gm: Any, given: Sequence[torch.Tensor] = ()) -> None:
+    """The calls of a segment in spoiled memory give the bits of its graph, and so they do a second time."""
+    inputs = list(given) or operands(gm, torch.Generator().manual_seed(0))
+    plain = [x.clone() for x in inputs]
+    expected = gm(*plain)
+    layout = tape.layout(gm)
+    block = torch.empty(layout.nbytes, dtype=torch.uint8)
+    fresh = [
+        torch.empty_strided(n.meta["val"].shape, n.meta["val"].stride(), dtype=n.meta["val"].dtype)
+        for n in segments.outputs(gm.graph)
+    ]
+    memory = [x.clone() for x in inputs]
+    calls = tape.bind(gm, memory, fresh, block)
+    for _ in range(2):
+        for tensor, was in zip(memory, inputs, strict=True):
+            tensor.copy_(was)
+        for tensor in (block, *fresh):
+            spoil(tensor)
+        for call in calls:
+            call()
+        for found, wanted in zip((*fresh, *memory), (*expected, *plain), strict=True):
+            assert same_bits(found, wanted)
+
+
+def test_segments_as_calls_have_the_bits_of_their_graphs() -> None:
+    rng = random.Random(3)
+    seen: set[str] = set()
+    for number in range(24):
+        for program in corpus.draw(rng, number).programs.values():
+            for key, gm in program.segments.items():
+                if key not in seen:
+                    seen.add(key)
+                    check(gm)
+    assert len(seen) > 100
+
+
+def _every_form(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """Ops with an `out=` form, with a special form, and with neither; several results; padded embeddings; in place."""
+    rows = F.embedding(x.long(), p["table"]) + F.embedding(x.long(), p["table"], padding_idx=1)
+    h = F.layer_norm(rows, rows.shape[-1:], p["scale"], p["shift"])
+    h = F.silu(h).to(torch.bfloat16).float() * 2 + torch.zeros_like(h) + torch.ones_like(h) / 3
+    h = torch.where(h > 0.1, h, torch.full_like(h, 0.1)).clone()
+    var, mean = torch.var_mean(h, -1, keepdim=True)
+    h = F.pad(h - mean, (1, 2)) * torch.rsqrt(var + 1e-5)
+    h = h.transpose(0, 1).contiguous().cumsum(0) + h.transpose(0, 1)
+    h.add_(1)
+    top, _ = h.sort(-1)
+    picked = F.log_softmax(top.flatten(0, 1), -1).gather(1, x.long().flatten()[:, None].clamp(0, 3))
+    return torch.logsumexp(top, (0, 1)).sum() - picked.mean() + torch.stack([h.amax(), h.amin()]).sum()
+
+
+def test_ops_of_every_form() -> None:
+    params = {"table": torch.randn(7, 16), "scale": torch.rand(16) + 1, "shift": torch.randn(16)}
+    x = torch.randint(0, 7, (4, 8)).float()
+
+    def step(state: Any, batch: Any) -> Any:
+        value, grads = fzero.value_and_grad(_every_form)(state, batch)
+        return state, {"loss": value, "grads": grads}
+
+    gm = capture.capture(step, params, x).regions[0].gm
+    targets = {node.target for node in gm.graph.nodes if segments.is_compute(node)}
+    assert {aten.embedding_dense_backward.default, aten.sort.default, aten.native_layer_norm.default} <= targets
+    check(gm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_gradient_of_an_embedding_is_atens(dtype: torch.dtype) -> None:
+    """Rows that are met often: the order of additions, and in what dtype they are made, shows."""
+    table, index = torch.randn(9, 24).to(dtype), torch.randint(0, 9, (5, 40))
+
+    def step(state: Any, batch: Any) -> Any:
+        return state, fzero.grad(lambda p, b: (F.embedding(b["x"], p) * b["y"]).float().sum())(state, batch)
+
+    gm = capture.capture(step, table, {"x": index, "y": torch.randn(5, 40, 24).to(dtype)}).regions[0].gm
+    assert aten.embedding_dense_backward.default in {node.target for node in gm.graph.nodes}
+    inputs = {torch.int64: [index], dtype: [table, torch.randn(5, 40, 24).to(dtype)]}
+    takes = [n.meta["val"] for n in segments.placeholders(gm.graph)]
+    check(gm, given=[x for like in takes for x in inputs[like.dtype] if x.shape == like.shape])
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+def run_bound(programs: Mapping[int, Program], memory: Sequence[dict[str, torch.Tensor]], steps: int) -> list[Any]:
+    """Every rank bound, in one process, one op at a time; the metrics of each rank."""
+    world = World(len(programs))
+    ranks = []
+    for r, program in programs.items():
+        arena = torch.empty(program.arena_bytes, dtype=torch.uint8)
+        ranks.append(Bound(program, r, LocalComm(world, r), memory[r], arena))  # type: ignore[arg-type]
+    for _ in range(steps):
+        for bound, own in zip(ranks, memory, strict=True):
+            spoil(bound.arena)
+            for name, place in zip(
+                (n for n, b in bound.program.buffers.items() if b.kind == "batch"), bound.batch, strict=True
+            ):
+                if place is not None:
+                    place.copy_(own[name])
+        at = [0] * len(ranks)
+        while any(i < len(bound.calls) for i, bound in zip(at, ranks, strict=True)):
+            for r, bound in enumerate(ranks):
+                while at[r] < len(bound.calls):
+                    one = bound.program.ops[at[r]]
+                    if one.kind == "wait" and not bound.comm.ready(one.reads[0].name):
+                        break
+                    for call in bound.calls[at[r]]:
+                        call()
+                    at[r] += 1
+    return [{name: bound.memory[buffer].clone() for name, buffer in bound.metrics} for bound in ranks]
+
+
+def test_bound_programs_have_the_bits_of_the_interpreter() -> None:
+    rng = random.Random(11)
+    for number in range(40):
+        case = corpus.draw(rng, number)
+        plain = [{n: t.clone() for n, t in own.items()} for own in case.memory]
+        bound = [{n: t.clone() for n, t in own.items()} for own in case.memory]
+        for _ in range(2):
+            ranks = interpret(case.programs, plain)
+        metrics = run_bound(case.programs, bound, steps=2)
+        for rank, a, b, found in zip(ranks, plain, bound, metrics, strict=True):
+            assert all(same_bits(a[name], b[name]) for name in case.plan.buffers), case.name
+            assert all(same_bits(rank.memory[rank.program.metrics[n]], value) for n, value in found.items()), case.name
+
+
+def test_a_step_keeps_its_addresses_and_allocates_next_to_nothing() -> None:
+    from fzero.plan.measured import measured_peak
+
+    init, loss = cases.gpt(512, 128, 3)
+    state = fzero.init(init, fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3)))
+    batch = cases.tokens(4, 64, 512, 0)
+    state = fzero.step(state, batch)
+    where = {name: tensor.data_ptr() for name, tensor in state.runtime.memory.items()}
+    arena = state.runtime.arena.data_ptr()
+    state, extra = measured_peak(lambda s=state: fzero.step(s, batch))
+    assert {name: tensor.data_ptr() for name, tensor in state.runtime.memory.items()} == where
+    assert state.runtime.arena.data_ptr() == arena
+    program = state.runtime.compiled(batch).program
+    heap = max(int(one.get("heap", 0)) for one in program.ops)
+    assert extra <= heap + 4096 < program.arena_bytes / 4
+
+
+def test_an_error_names_its_op_and_marks_the_state_where_it_was_written() -> None:
+    state = fzero.init(
+        cases.gpt(64, 64, 1)[0], fzero.Spec(loss=cases.gpt(64, 64, 1)[1], optimizer=fzero.optim.sgd(0.1))
+    )
+    batch = cases.tokens(2, 16, 64, 0)
+    state = fzero.step(state, batch)
+    bound = state.runtime.bind(state.runtime.compiled(batch))
+    ops = bound.program.ops
+    update = next(i for i, one in enumerate(ops) if one.kind == "update")
+    assert bound.first_write == update
+
+    def fail() -> None:
+        raise RuntimeError("broken kernel")
+
+    early, bound.calls[update - 1] = bound.calls[update - 1], [fail]
+    with pytest.raises(RuntimeError, match="broken kernel") as caught:
+        fzero.step(state, batch)
+    assert f"in op {update - 1}: {ops[update - 1].kind}" in caught.value.__notes__[0]
+    bound.calls[update - 1] = early
+    state = fzero.step(state, batch)  # nothing had been written
+    bound.calls[update].append(fail)
+    with pytest.raises(RuntimeError, match="broken kernel"):
+        fzero.step(state, batch)
+    with pytest.raises(fzero.DonatedError, match="unusable"):
+        fzero.step(state, batch)
