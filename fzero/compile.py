@@ -23,6 +23,7 @@ from fzero.plan.memory import Account, account
 from fzero.precision import DTYPES, LOW
 from fzero.program import Program, wire_bytes
 from fzero.random._check import is_key
+from fzero.runtime.graphs import obstacle
 from fzero.spec import DEFAULT_PARAMS, Spec
 from fzero.training import Training
 
@@ -215,7 +216,11 @@ def _lower(
         reductions = reductions[:1]
     programs = {how: optimise(build(graph, plan, reduce=how, via=via), options) for how in reductions}
     how, why = _choice_of_reduce(programs)
-    return Lowered(graph, plan, programs[how], {"reduce": why} if why else {})
+    choices = {"reduce": why} if why else {}
+    if via == "nccl" and spec.cuda_graph:
+        against = obstacle(programs[how], torch.device("cuda"))
+        choices["cuda_graph"] = f"not one graph: {against}" if against else "the step is one graph"
+    return Lowered(graph, plan, programs[how], choices)
 
 
 def _choice_of_reduce(programs: Mapping[str, Program]) -> tuple[str, str]:

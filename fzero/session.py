@@ -97,7 +97,9 @@ class Runtime:
         if id(lowered) not in self.bound:
             constants = [name for name, b in program.buffers.items() if b.kind == "constant"]
             memory = {**self.memory, **dict(zip(constants, lowered.graph.constants.values(), strict=True))}
-            self.bound[id(lowered)] = Bound(program, self.rank, self.comm, memory, self.arena)
+            self.bound[id(lowered)] = Bound(
+                program, self.rank, self.comm, memory, self.arena, cuda_graph=self.spec.cuda_graph
+            )
         return self.bound[id(lowered)]
 
     def whole(self, leaves: Sequence[ShardedTensor]) -> list[torch.Tensor]:

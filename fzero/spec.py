@@ -48,6 +48,7 @@ class Spec:
     parameters to them, as {"blocks/**": "full"}. Same bits, less memory, up to a third more compute.
     allow_unused: parameters without a gradient get a zero one instead of an error.
     params: with `step` and stage 1 or 2, path rules of the leaves that stay whole.
+    cuda_graph: on CUDA, launch a step as one graph where it allows that (`lowered.choices` says why not).
     device: where the state lives, as "cuda" (under torchrun: this rank's). None: where the given tensors are, else
     "cpu".
 
@@ -76,6 +77,7 @@ class Spec:
     remat: str | Mapping[str, str] = "none"
     allow_unused: bool = False
     params: str | Sequence[str] = DEFAULT_PARAMS
+    cuda_graph: bool = True
     device: str | None = None
 
     def __post_init__(self) -> None:
@@ -116,7 +118,7 @@ class Spec:
             _needs(text, "trainable", self.trainable, "path rules, as in '**/lora/**'")
         self._check_precision()
         self._check_remat()
-        for name in ("overlap", "allow_unused"):
+        for name in ("overlap", "allow_unused", "cuda_graph"):
             _needs(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
 
     def _check_form(self) -> None:

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.gpu
 def trained(device: str, steps: int = 5, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and parameters after some steps of a two-layer GPT."""
     init, loss = cases.gpt(vocab=256, width=128, depth=2)
-    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), clip_norm=1.0, device=device, **options)
+    spec = fzero.Spec(
+        **{"loss": loss, "optimizer": fzero.optim.adamw(1e-3), "clip_norm": 1.0, "device": device, **options}
+    )
     params = init(fzero.random.key(0))
     state = fzero.init(params, spec)
     losses = []
@@ -48,12 +50,32 @@ def test_a_cuda_step_repeats_bitwise() -> None:
     assert first[0] == second[0]
 
 
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0, "microbatches": 2}, {"precision": "bf16"}])
+def test_one_cuda_graph_has_the_bits_of_single_launches(options: dict[str, Any]) -> None:
+    graph, single = (trained("cuda", **{"clip_norm": None, **options, "cuda_graph": how}) for how in (True, False))
+    assert graph[0] == single[0]
+    assert all(torch.equal(graph[1][path], single[1][path]) for path in single[1])
+
+
+def test_the_steps_after_the_first_are_one_graph() -> None:
+    init, loss = cases.gpt(vocab=256, width=128, depth=2)
+    state = fzero.init(init, fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), device="cuda"))
+    batch = fzero.tree.map(lambda x: x.cuda(), cases.tokens(4, 64, 256))
+    for _ in range(3):
+        state = fzero.step(state, batch)
+    bound = next(iter(state.runtime.bound.values()))
+    assert bound.recording is not None
+    assert bound.recordable
+
+
 def test_the_planned_peak_holds_on_cuda() -> None:
     init, loss = cases.gpt(vocab=4096, width=256, depth=4)
-    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), device="cuda")
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), device="cuda", cuda_graph=False)
     state = fzero.init(init, spec)
     batch = fzero.tree.map(lambda x: x.cuda(), cases.tokens(4, 256, 4096))
     state = fzero.step(state, batch)
+    state.runtime.bound.clear()
+    state.runtime.arena = state.runtime.arena.new_empty(0)  # so that the arena is allocated where it is measured
     held = sum(t.numel() * t.element_size() for t in [*state.runtime.memory.values(), *batch.values()])
     planned = state.runtime.compiled(batch).memory.peak
     _, extra = measured_peak(lambda: fzero.step(state, batch), "cuda")

@@ -16,7 +16,7 @@ import fzero
 from fzero.mutate import KINDS, Bench, draw
 from fzero.mutate.corpus import MODELS, Case, lowered, relay
 from fzero.mutate.edits import drop, find, insert, never_freed, put, replaced, with_buffers, with_ops
-from fzero.mutate.oracle import outcome
+from fzero.mutate.oracle import difference, outcome
 from fzero.program import ALIGN, Op, Program, Ref, op
 from fzero.runtime import storage
 from fzero.runtime.interpret import interpret

@@ -23,6 +23,7 @@ import torch
 from fzero import segments, tape
 from fzero._torch_compat import below_autograd
 from fzero.program import GIVEN, PERSISTENT, Op, Program, Ref, op_text
+from fzero.runtime import graphs
 from fzero.runtime.handlers import Comm, padding, part
 
 Call = Callable[[], Any]
@@ -30,7 +31,8 @@ Call = Callable[[], Any]
 
 class Bound:
     """A program on this rank. `memory` holds the state's buffers and the constants by name, `arena` at least
-    `program.arena_bytes`; `compiled` are functions for some segments, by hash."""
+    `program.arena_bytes`; `compiled` are functions for some segments, by hash. On CUDA the steps after the first are
+    one graph where the program allows it (`fzero.runtime.graphs`)."""
 
     def __init__(
         self,
@@ -40,6 +42,8 @@ class Bound:
         memory: Mapping[str, torch.Tensor],
         arena: torch.Tensor,
         compiled: Mapping[str, Callable[..., Any]] | None = None,
+        *,
+        cuda_graph: bool = False,
     ) -> None:
         self.program, self.rank, self.comm, self.arena = program, rank, comm, arena
         self.compiled = compiled or {}
@@ -54,6 +58,9 @@ class Bound:
         self.batch = [self.memory.get(name) for name, b in program.buffers.items() if b.kind == "batch"]
         self.metrics = list(program.metrics.items())
         self.position = 0  # the op that runs, or ran last
+        self.recordable = cuda_graph and graphs.obstacle(program, arena.device) is None
+        self.recording: Any = None  # the step as one CUDA graph
+        self.num_runs = 0
         self.first_write = next(
             (i for i, one in enumerate(program.ops) if _writes_state(program, one)), len(program.ops)
         )
@@ -73,18 +80,30 @@ class Bound:
             for place, given in zip(self.batch, batch, strict=True):
                 if place is not None:
                     place.copy_(given)
-            try:
-                for position, calls in enumerate(self.calls):
-                    self.position = position
-                    for call in calls:
-                        call()
-                    if watch is not None:
-                        watch(position)
-            except Exception as error:
-                one = self.program.ops[self.position]
-                error.add_note(f"in op {self.position}: {op_text(one)} | {one.why}")
-                raise
+            if self.recordable and self.recording is None and self.num_runs:
+                self.recording = graphs.record(self)
+                self.recordable = self.recording is not None
+            if self.recording is not None and watch is None:
+                self.position = len(self.calls)
+                self.recording.replay()
+            else:
+                self.issue(watch)
+            self.num_runs += 1
             return {name: self.memory[buffer].clone() for name, buffer in self.metrics}
+
+    def issue(self, watch: Callable[[int], None] | None = None) -> None:
+        """The calls of every op, in order."""
+        try:
+            for position, calls in enumerate(self.calls):
+                self.position = position
+                for call in calls:
+                    call()
+                if watch is not None:
+                    watch(position)
+        except Exception as error:
+            one = self.program.ops[self.position]
+            error.add_note(f"in op {self.position}: {op_text(one)} | {one.why}")
+            raise
 
     # --- binding
 
