@@ -52,6 +52,10 @@ class Transfer:
     keep: list[torch.Tensor] = field(default_factory=list)
 
 
+# its name in 2.13.0, and in 2.11.0
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+
+
 class P2P:
     """`handlers.Comm` from point-to-point messages on a process group."""
 
@@ -121,26 +125,21 @@ class P2P:
         return Transfer(requests, finish, [source, scratch])
 
 
-BLOCK_BYTES = 1 << 18  # of the sum at a time, so that it stays in a core's cache from the first addition to the division
-
-
 def combine(one: Op, parts: Sequence[torch.Tensor], dest: torch.Tensor) -> None:
-    """`dest` becomes the parts of ranks 0..N-1, added (or the largest taken) in this order, divided once. All 1-D."""
+    """`dest` becomes the parts of ranks 0..N-1 added (or the largest taken) in this order, divided once."""
     join = torch.maximum if one.get("op") == "max" else torch.add
-    divisor, step = one.get("divisor", 1), BLOCK_BYTES // dest.element_size()
-    for start in range(0, dest.numel(), step):
-        into, first, *others = (x[start : start + step] for x in (dest, *parts))
-        for other in others:
-            first = join(first, other, out=into)
-        if divisor != 1:
-            into.div_(divisor)
+    total, *others = parts
+    for other in others:
+        total = join(total, other, out=dest)
+    if one.get("divisor", 1) != 1:
+        dest.div_(one.get("divisor"))
 
 
 class Gloo(P2P):
     """The same, with gloo's own all-gather."""
 
     def _gather(self, own: torch.Tensor, whole: torch.Tensor, tag: int) -> list[Any]:
-        return [dist.all_gather_into_tensor(whole, own, group=self.group, async_op=True)]
+        return [all_gather_single(whole, own, group=self.group, async_op=True)]
 
 
 class Nccl(P2P):
@@ -149,7 +148,7 @@ class Nccl(P2P):
     def start(self, name: str, one: Op, tensors: list[torch.Tensor]) -> None:
         read, written = tensors[: len(one.reads)], tensors[len(one.reads) :]
         if one.kind == "gather":
-            work = dist.all_gather_into_tensor(written[0].view(-1), read[0].view(-1), group=self.group, async_op=True)
+            work = all_gather_single(written[0].view(-1), read[0].view(-1), group=self.group, async_op=True)
             self.pending[name] = Transfer([work], keep=read)
         elif one.kind == "reduce":
             how = dist.ReduceOp.MAX if one.get("op") == "max" else dist.ReduceOp.SUM

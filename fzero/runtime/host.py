@@ -1,9 +1,5 @@
 """host: the ranks of one machine: memory that each may read of the others, and signals between them.
 
-Set-up (`meet`, collective). All ranks tell over gloo which machine (boot id) and network namespace they are in and
-where they listen; a rank in another namespace counts as another machine, so that a link made slow stays slow. Each pair
-connects by a Unix socket, and every rank reads a random token in every other's memory. One rank's no is everybody's.
-
 Memory. An arena (`Host.allocate`) is an anonymous file (`memfd_create`, not bounded by /dev/shm) that every peer maps:
 its descriptor travels over the sockets. What lies in no arena is copied into a staging block, or, up to INLINE_BYTES,
 sent in the message itself.
@@ -22,7 +18,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import select
 import socket
 import struct
@@ -32,19 +27,15 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from fzero.errors import DisagreementError, FzeroError
-from fzero.runtime.collectives import tell
 
 HEAD = struct.Struct("<5Q")  # kind, number (of the transfer or arena), arena, offset in it, bytes
 ARENA, DROPPED, READY, LETTER, READ, BYE = range(6)
 INLINE_BYTES = 4096
 SPIN_SECONDS = 50e-6  # about what it costs to sleep and be woken
-MEET_SECONDS = 30.0
 MIN_BLOCK_BYTES = 1 << 16
 DESCRIPTOR_BYTES = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
 
@@ -66,7 +57,7 @@ class _Peer:
 
 
 class Host:
-    """The ranks of one process group, all on this machine. Made by `meet`.
+    """The ranks of one process group, all on this machine. Made by `fzero.runtime.meet`.
 
     Not for several threads at once. A process forked from a rank has no part in it.
     """
@@ -217,7 +208,9 @@ class Host:
 
     def _send(self, peer: _Peer, message: bytes, descriptor: int | None = None) -> None:
         """To a peer that is gone nothing is sent: whoever waits for it finds out."""
-        attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))] if descriptor is not None else []
+        attached = (
+            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))] if descriptor is not None else []
+        )
         while not peer.end:
             try:
                 if attached:
@@ -248,7 +241,9 @@ class Host:
         if kind == READY:
             peer.offers[number] = (peer.arenas[arena].narrow(0, offset, size), True)
         elif kind == LETTER:
-            data = torch.frombuffer(bytearray(message[HEAD.size :]), dtype=torch.uint8) if size else torch.empty(0).byte()
+            data = (
+                torch.frombuffer(bytearray(message[HEAD.size :]), dtype=torch.uint8) if size else torch.empty(0).byte()
+            )
             peer.offers[number] = (data, False)
         elif kind == READ:
             peer.read.add(number)
@@ -320,91 +315,3 @@ def _forked() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
-
-
-# --- set-up -----------------------------------------------------------------------------------------------------------
-
-
-def meet(rank: int, world_size: int, group: Any = None, *, timeout_seconds: float = 1800.0) -> tuple[Host | None, str]:
-    """(the ranks' Host, or None where they do not share memory; why not). Collective over `group` (gloo).
-
-    `timeout_seconds` is how long a rank is waited for from then on. What goes wrong is an answer, not an error.
-    """
-    listener, note = _listen(world_size)
-    with listener or suppress():
-        notes = [n.decode() for n in tell(note.encode(), world_size, group)]
-        why, host = _apart(notes), None
-        if listener is not None and not why:
-            try:
-                host = Host(rank, _connected(rank, listener, notes), MEET_SECONDS)
-                _probe(host, notes)
-                host.timeout_seconds = timeout_seconds
-            except (OSError, FzeroError) as error:
-                why = f"rank {rank}: {error}"
-    answers = [n.decode(errors="replace") for n in tell(why.encode(), world_size, group)]
-    why = "; ".join(dict.fromkeys(answer for answer in answers if answer))
-    if host is not None and why:
-        host.close()
-        host = None
-    return host, why
-
-
-def _listen(backlog: int) -> tuple[socket.socket | None, str]:
-    """A listening socket without a file, and the note for the others: machine, network namespace, address, token."""
-    if not hasattr(os, "memfd_create"):
-        return None, "! this system has no memfd_create"
-    name = f"fzero-{secrets.token_hex(16)}"
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        network = os.readlink("/proc/self/ns/net")
-        listener.bind(b"\0" + name.encode())
-        listener.listen(backlog)
-    except OSError as error:
-        listener.close()
-        return None, f"! {error}"
-    return listener, f"{machine} {network} {name} {secrets.token_hex(16)}"
-
-
-def _apart(notes: list[str]) -> str:
-    """Why ranks with these notes share no memory; the same on every rank."""
-    for rank, note in enumerate(notes):
-        if note.startswith("!"):
-            return f"rank {rank}: {note[2:]}"
-        for field_, what in enumerate(("machine", "network namespace")):
-            if note.split()[field_] != notes[0].split()[field_]:
-                return f"rank {rank} is in another {what} than rank 0"
-    return ""
-
-
-def _connected(rank: int, listener: socket.socket, notes: list[str]) -> dict[int, socket.socket]:
-    """A socket to every other rank: to lower ones this one connects, and shows the token that they told over gloo."""
-    sockets: dict[int, socket.socket] = {}
-    for lower in range(rank):
-        _, _, name, token = notes[lower].split()
-        sockets[lower] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sockets[lower].settimeout(MEET_SECONDS)
-        sockets[lower].connect(b"\0" + name.encode())
-        sockets[lower].send(f"{token} {rank}".encode())
-    listener.settimeout(MEET_SECONDS)
-    while len(sockets) < len(notes) - 1:
-        guest, _ = listener.accept()
-        guest.settimeout(MEET_SECONDS)
-        token, _, number = guest.recv(256).decode(errors="replace").partition(" ")
-        if token == notes[rank].split()[3]:
-            sockets[int(number)] = guest
-        else:  # anyone on this machine may find the address
-            guest.close()
-    return sockets
-
-
-def _probe(host: Host, notes: list[str]) -> None:
-    """Reads the token that each rank told over gloo in that rank's memory."""
-    pages = [torch.tensor(list(note.split()[3].encode() * 256), dtype=torch.uint8) for note in notes]
-    mine = host.allocate(pages[0].numel()).copy_(pages[host.rank])
-    host.offer(0, mine)
-    for rank in host.peers:
-        if not torch.equal(host.take(0, rank, mine, "the probe"), pages[rank]):
-            raise PeerError(f"rank {rank} wrote into its memory what rank {host.rank} does not find there")
-        host.done(0, rank)
-    host.settle(0, "the probe")

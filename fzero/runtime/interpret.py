@@ -5,8 +5,9 @@ order of issue per axis, as they do on a network; when nobody can go on the rank
 
 Results are those of `execute` bit for bit: reductions add ranks 0..N-1 in order and divide once. With `poison=True`
 memory is NaN before it is written, after it is freed, and while a transfer into it has not been waited for; sources are
-read as late as a network might read them, and whatever a transfer reads, writes or receives into must not change from
-its start to its wait, and its sources until it settles. That makes it the oracle for programs that are wrong only in their timing.
+read as late as a network might read them. Whatever a transfer reads, writes or receives into must not change from its
+start to its wait, and its sources until it settles. That makes it the oracle for programs that are wrong only in their
+timing.
 """
 
 from __future__ import annotations
