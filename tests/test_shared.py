@@ -1,5 +1,6 @@
 """Ranks that read one another's memory: the bits of point-to-point, whatever the timing; and every way to fail."""
 
+import json
 import random
 from dataclasses import replace
 
@@ -20,7 +21,7 @@ from fzero.runtime.choice import SIZES, WAYS, Fastest
 from fzero.runtime.handlers import settlements
 from fzero.runtime.interpret import HazardError, LocalComm, World, interpret
 from fzero.runtime.meet import _apart
-from fzero.verify import verify
+from fzero.verify import transfers, verify
 
 WORLDS = (2, 3, 4)
 DTYPES = ("float32", "bfloat16", "float64", "int64", "bool", "complex64")
@@ -98,6 +99,13 @@ def test_a_transfer_goes_the_way_of_the_nearest_size():
     assert fastest.way(op("send", [Ref("a")]), [whole]) == "p2p"
 
 
+def finding(outcome):
+    """What a `worker.Finding` holds."""
+    name, _, text = outcome.error.partition("\n")[0].partition(": ")
+    assert name == "Finding", outcome.error
+    return json.loads(text)
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
@@ -107,7 +115,7 @@ def test_a_killed_rank_is_named(how):
     outcomes = gloo(3, worker.stopped_and_killed, how)
     assert "Died: rank 1" in outcomes[1].error
     for rank in (0, 2):
-        told, took, again = outcomes[rank].value
+        told, took, again = finding(outcomes[rank])
         assert told.startswith(f"gather into whole: rank {rank} waited for rank 1, which ended")
         assert took < 2.5  # of a timeout of 60: at once, or when the late rank came
         assert again == f"rank {rank} shares no memory any more: {told}"
@@ -115,7 +123,7 @@ def test_a_killed_rank_is_named(how):
 
 def test_a_stopped_rank_is_named_when_the_time_is_up():
     outcomes = gloo(2, worker.stopped_and_killed, "stopped")
-    told, _, _ = outcomes[0].value
+    told, _, _ = finding(outcomes[0])
     assert told == (
         "gather into whole: rank 0 waited for rank 1, which did not come within 1.5 s: it is stopped, or does "
         "something else"
@@ -124,7 +132,7 @@ def test_a_stopped_rank_is_named_when_the_time_is_up():
 
 def test_killed_between_offering_and_reading():
     """Its memory outlives it; that it has read ours is never said."""
-    ((arrived, told), _) = (o.value or () for o in gloo(2, worker.killed_before_reading))
+    arrived, told = finding(gloo(2, worker.killed_before_reading)[0])
     assert arrived
     assert told.startswith("reading of the source of whole: rank 0 waited for rank 1, which ended")
 
@@ -220,7 +228,7 @@ def test_receive_buffers_are_not_for_shared_memory():
     with pytest.raises(VerifyError, match=r"\[transfers\] op 0 .*has scratch s: via=shared adds what it reads in"):
         verify(program)
     without = replace(ops[0], writes=ops[0].writes[:1])
-    verify(replace(program, ops=(without, ops[1])))
+    assert list(transfers(replace(program, ops=(without, ops[1])))) == []
 
 
 def test_when_transfers_settle():
