@@ -16,6 +16,7 @@ from fzero._torch_compat import untraced_by_dynamo
 from fzero.compile import Lowered, check_key, fakes_on, lower_step, plan_for, recipe_for
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, at
 from fzero.runtime import collectives, storage
+from fzero.runtime.transport import transport_for, via_of
 from fzero.session import Runtime, execute
 from fzero.spec import Spec
 from fzero.state import Life, State
@@ -58,15 +59,14 @@ def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
     except Exception as error:
         failure = error
     collectives.agree(rank, world_size, "init", digest, group, failure)
+    transport = transport_for(rank, world_size, device, spec.transfers)
     try:
-        memory = storage.allocate(plan, storage.block_of(device))
+        memory = storage.allocate(plan, transport.block)
         values = recipe.place(plan, rank, memory)
     except Exception as error:
         failure, values = error, ""
     collectives.agree(rank, world_size, "the values of params", values, group, failure)
-    kind = collectives.Nccl if device.type == "cuda" else collectives.P2P
-    comm = kind(rank, world_size) if world_size > 1 else collectives.Alone()
-    runtime = Runtime(spec, rank, world_size, device, plan, recipe.spec, memory, comm, group)
+    runtime = Runtime(spec, rank, world_size, device, plan, recipe.spec, memory, transport, group)
     life = Life()
     return State(runtime.sharded(life), 0, {}, runtime, life)
 
@@ -154,7 +154,7 @@ def lower(
         raise SpecError(f"fzero.lower(world_size={size!r}): needed a positive int")
     _check_mesh(spec, size)
     device = torch.device(spec.device or "cpu")
-    via = "nccl" if device.type == "cuda" else "p2p"
+    via = via_of(device, spec.transfers)
     device = device if torch.cuda.is_available() else torch.device("cpu")  # shapes do not need the device
     recipe = recipe_for(spec, params_like, key, device)
     plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, size)

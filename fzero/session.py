@@ -19,6 +19,7 @@ from fzero.program import Program, Ref, op
 from fzero.provenance import describe
 from fzero.runtime import collectives, storage
 from fzero.runtime.bound import Bound
+from fzero.runtime.transport import Transport
 from fzero.spec import Spec
 from fzero.state import Life, ShardedTensor, State
 from fzero.verify import verify
@@ -38,12 +39,12 @@ class Runtime:
     plan: Plan
     treedef: Any
     memory: dict[str, torch.Tensor]
-    comm: Any
+    transport: Transport
     group: Any
     programs: dict[Any, Lowered] = field(default_factory=dict)
     evaluations: dict[Any, Lowered] = field(default_factory=dict)
     bound: dict[int, Bound] = field(default_factory=dict)
-    arena: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    arena: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))  # of the programs' buffers
     last_key: Any = None
     last_program: Program | None = None
 
@@ -79,8 +80,8 @@ class Runtime:
         return lowered
 
     def _lowered(self, batch: Any, fn: Callable[..., Any] | None) -> Lowered:
-        state, via = fakes_on(self.like, self.device), "nccl" if self.device.type == "cuda" else "p2p"
-        lowered = lower_step(self.spec, state, batch, self.plan, via, fn)
+        state = fakes_on(self.like, self.device)
+        lowered = lower_step(self.spec, state, batch, self.plan, self.transport.via, fn)
         verify(lowered.program)
         for chosen in lowered.choices.values():
             log.info("fzero: %s", chosen)
@@ -93,12 +94,12 @@ class Runtime:
         if program.arena_bytes > self.arena.numel():
             self.bound.clear()  # they hold the old arena
             self.arena = self.arena.new_empty(0)
-            self.arena = storage.block_of(self.device)(program.arena_bytes)
+            self.arena = self.transport.block(program.arena_bytes)
         if id(lowered) not in self.bound:
             constants = [name for name, b in program.buffers.items() if b.kind == "constant"]
             memory = {**self.memory, **dict(zip(constants, lowered.graph.constants.values(), strict=True))}
             self.bound[id(lowered)] = Bound(
-                program, self.rank, self.comm, memory, self.arena, cuda_graph=self.spec.cuda_graph
+                program, self.rank, self.transport.comm, memory, self.arena, cuda_graph=self.spec.cuda_graph
             )
         return self.bound[id(lowered)]
 
@@ -127,8 +128,9 @@ class Runtime:
                 own = self.memory[name].reshape(-1)
                 whole = own.new_empty(own.numel() * self.world_size)
                 if self.world_size > 1:
-                    self.comm.start("unshard", op("gather", [Ref(name)], [Ref("unshard")]), [own, whole])
-                    self.comm.wait("unshard")
+                    self.transport.comm.start("unshard", op("gather", [Ref(name)], [Ref("unshard")]), [own, whole])
+                    self.transport.comm.wait("unshard")
+                    self.transport.comm.settle("unshard")
                 else:
                     whole.copy_(own)
                 for i in members:

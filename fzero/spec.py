@@ -48,6 +48,8 @@ class Spec:
     parameters to them, as {"blocks/**": "full"}. Same bits, less memory, up to a third more compute.
     allow_unused: parameters without a gradient get a zero one instead of an error.
     params: with `step` and stage 1 or 2, path rules of the leaves that stay whole.
+    transfers: on the CPU, "shared" (ranks of one machine read one another's memory), "p2p" (messages over gloo), or
+    "auto": shared where it can be, each gather by measured cost. Same bits.
     cuda_graph: on CUDA, launch a step as one graph where it allows that (`lowered.choices` says why not).
     device: where the state lives, as "cuda" (under torchrun: this rank's). None: where the given tensors are, else
     "cpu".
@@ -77,6 +79,7 @@ class Spec:
     remat: str | Mapping[str, str] = "none"
     allow_unused: bool = False
     params: str | Sequence[str] = DEFAULT_PARAMS
+    transfers: str = "auto"
     cuda_graph: bool = True
     device: str | None = None
 
@@ -111,6 +114,7 @@ class Spec:
             _needs(value is None or (type(value) in (int, float) and value > 0), name, value, "a number > 0")
         if self.clip_norm is not None and self.clip_value is not None:
             raise SpecError("Spec(clip_norm=, clip_value=): give one of them, or chain both in the optimizer")
+        _choice("transfers", self.transfers, ("auto", "shared", "p2p"))
         _choice("nonfinite", self.nonfinite, (None, "ignore", "skip", "raise"))
         if self.trainable is not None:
             rules = (self.trainable_rules or ()) if isinstance(self.trainable, (str, Sequence)) else ()

@@ -182,6 +182,8 @@ def _reduction(program: Program, i: int, one: Op, n: int) -> Iterator[Fault]:
         part = size if mode == "exchange" else size // n
         if scratch < (n - 1) * part:
             yield i, f"receives {(n - 1) * part} elements into scratch of {scratch}"
+    elif one.get("via") == "shared" and len(one.writes) > 1:
+        yield i, f"has scratch {one.writes[1]}: via=shared adds what it reads in the other ranks' memory"
 
 
 def _length(program: Program, ref: Ref) -> int:

@@ -33,7 +33,7 @@ INDEX = torch.ops.fzero.axis_index.default
 
 
 def build(graph: Graph, plan: Plan, *, reduce: str = "end", via: str = "p2p") -> Program:
-    """The naive program. `reduce` is "each" or "end"; `via` names how bytes move: "p2p" or "nccl"."""
+    """The naive program. `reduce` is "each" or "end"; `via` names how bytes move: "p2p", "nccl" or "shared"."""
     builder = _Builder(plan, via, graph=graph, reduce=reduce)
     builder.run()
     return Program(

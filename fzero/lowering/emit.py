@@ -60,11 +60,12 @@ class Emitter:
         """An exchange of a small or odd-shaped value: everyone gets everyone's and adds in rank order."""
         n = self.plan.world_size
         result = self.new(name, like, "activation")
-        scratch = self.new(f"{name}.scratch", like.new_empty((n - 1, max(like.numel(), 1))), "scratch")
+        room = like.new_empty((n - 1, max(like.numel(), 1)))
+        writes = [result, *([self.new(f"{name}.scratch", room, "scratch")] if self.via != "shared" else [])]
         divisor = n * parts if how == "mean" else 1
         operation = "sum" if how == "mean" else how
         self.emit(
-            "reduce", [source], [result, scratch], axis=self.plan.axis, why=why,
+            "reduce", [source], writes, axis=self.plan.axis, why=why,
             mode="exchange", op=operation, divisor=divisor, via=self.via,
         )  # fmt: skip
         self.emit("wait", [result], why=why)

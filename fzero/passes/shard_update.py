@@ -287,11 +287,12 @@ class _Outer(Levels):
     def _reduced(self, name: str, why: str) -> str:
         source = self.buffers[name]
         total, scratch = f"{name}.all", f"{name}.scratch"
-        n = self.program.world_size
+        n, refs = self.program.world_size, [Ref(total)]
         via = next((str(o.get("via")) for o in self.program.ops if o.get("via")), "p2p")
         self.buffers[total] = Buffer(total, source.dtype, source.shape, "activation")
-        self.buffers[scratch] = Buffer(scratch, source.dtype, (n - 1, source.numel), "scratch")
-        refs = [Ref(total), Ref(scratch)]
+        if via != "shared":  # whose ranks add what they read in one another's memory
+            self.buffers[scratch] = Buffer(scratch, source.dtype, (n - 1, source.numel), "scratch")
+            refs.append(Ref(scratch))
         axis = self.program.mesh[0][0]
         self.ops.append(
             op("reduce", [Ref(name)], refs, axis=axis, why=why, mode="exchange", op="sum", divisor=1, via=via)

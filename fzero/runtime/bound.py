@@ -24,7 +24,7 @@ from fzero import segments, tape
 from fzero._torch_compat import below_autograd
 from fzero.program import GIVEN, PERSISTENT, Op, Program, Ref, op_text
 from fzero.runtime import graphs
-from fzero.runtime.handlers import Comm, padding, part
+from fzero.runtime.handlers import Comm, padding, part, settlements
 
 Call = Callable[[], Any]
 
@@ -109,26 +109,21 @@ class Bound:
 
     def _bind(self) -> list[list[Call]]:
         """The calls of each op, and before them what they must wait for."""
-        sources: dict[str, list[str]] = {}  # by buffer, the transfers that read it and are not settled
+        due = settlements(self.program)
         started: set[str] = set()
         found: list[list[Call]] = []
-        for one in self.program.ops:
-            calls: list[Call] = []
-            touched = one.reads if one.kind == "free" else one.writes if one.kind != "wait" else ()
-            for ref in touched:
-                calls += [partial(self.comm.settle, name) for name in sources.pop(ref.name, ())]
+        for index, one in enumerate(self.program.ops):
+            calls: list[Call] = [partial(self.comm.settle, name) for name in due.get(index, ())]
             for ref in one.writes:
                 if ref.name not in started and one.kind in ("run", "update"):
                     calls += self._zeroed(ref)
                 started.add(ref.name)
             calls += BINDERS[one.kind](self, one)
-            if one.kind in ("gather", "reduce", "send"):
-                sources.setdefault(one.reads[0].name, []).append((one.writes or one.reads)[0].name)
             if one.kind == "free":
                 started -= {ref.name for ref in one.reads}
             found.append(calls)
         if found:
-            found[-1] += [partial(self.comm.settle, name) for names in sources.values() for name in names]
+            found[-1] += [partial(self.comm.settle, name) for name in due.get(len(found), ())]
         return found
 
     def _zeroed(self, ref: Ref) -> Iterator[Call]:

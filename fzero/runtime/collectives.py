@@ -6,6 +6,8 @@ and divides once; "all" then gathers the slices. gloo's own reductions do not ad
 two changes their bits; here no world, bucket size or order of issue does, and it is faster. (N-1)/N of the buffer
 travels per rank and direction. `mode=exchange`, for scalars, sends everything to everyone.
 
+shared (`fzero.runtime.shared`). The ranks of one machine read one another's memory; the same sums in the same order.
+
 nccl (CUDA). The library's collectives; bits are equal for the same algorithm and layout, no more.
 
 Ranks issue the same transfers in the same order (verify sees to it), so a running number is the tag of each.
@@ -14,7 +16,7 @@ Ranks issue the same transfers in the same order (verify sees to it), so a runni
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,10 +46,14 @@ def open_world(device: str) -> tuple[int, int]:
 
 
 @dataclass
-class _Transfer:
+class Transfer:
     requests: list[Any]
     finish: Callable[[], None] = lambda: None
     keep: list[torch.Tensor] = field(default_factory=list)
+
+
+# its name in 2.13.0, and in 2.11.0
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 class P2P:
@@ -55,7 +61,7 @@ class P2P:
 
     def __init__(self, rank: int, world_size: int, group: Any = None) -> None:
         self.rank, self.world, self.group, self.number = rank, world_size, group, 0
-        self.pending: dict[str, _Transfer] = {}
+        self.pending: dict[str, Transfer] = {}
 
     def ready(self, name: str) -> bool:
         return True
@@ -64,22 +70,22 @@ class P2P:
         self.number += 2  # a reduction with mode=all uses two tags
         read, written = tensors[: len(one.reads)], tensors[len(one.reads) :]
         if one.kind == "gather":
-            self.pending[name] = _Transfer(self._gather(read[0].view(-1), written[0].view(-1), self.number))
+            self.pending[name] = Transfer(self._gather(read[0].view(-1), written[0].view(-1), self.number))
         elif one.kind == "reduce":
             self.pending[name] = self._reduce(one, read[0].reshape(-1), written[0].view(-1), written[1])
         elif one.kind == "send":
-            self.pending[name] = _Transfer([self._send(read[0], one.get("peer"), one.get("tag", 0))])
+            self.pending[name] = Transfer([self._send(read[0], one.get("peer"), one.get("tag", 0))])
         else:
-            self.pending[name] = _Transfer([self._recv(written[0], one.get("peer"), one.get("tag", 0))])
-
-    def settle(self, name: str) -> None:
-        """A wait covers what was sent too."""
+            self.pending[name] = Transfer([self._recv(written[0], one.get("peer"), one.get("tag", 0))])
 
     def wait(self, name: str) -> None:
         transfer = self.pending.pop(name)
         for request in transfer.requests:
             request.wait()
         transfer.finish()
+
+    def settle(self, name: str) -> None:
+        """Nothing is left to do: when `wait` returned, the source had been sent."""
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         return dist.isend(tensor, peer, group=self.group, tag=tag)
@@ -99,7 +105,7 @@ class P2P:
             parts[self.rank].copy_(own)
         return requests
 
-    def _reduce(self, one: Op, source: torch.Tensor, dest: torch.Tensor, scratch: torch.Tensor) -> _Transfer:
+    def _reduce(self, one: Op, source: torch.Tensor, dest: torch.Tensor, scratch: torch.Tensor) -> Transfer:
         """Phase 1 moves the parts; `finish` adds them in rank order, and with mode=all gathers the slices."""
         mode, tag = one.get("mode"), self.number
         others = self._others()
@@ -110,21 +116,30 @@ class P2P:
 
         def finish() -> None:
             mine = dest.view(self.world, -1)[self.rank] if mode == "all" else dest
-            for peer in range(self.world):
-                part = parts[self.rank] if peer == self.rank else place[peer]
-                if peer == 0:
-                    mine.copy_(part)
-                elif one.get("op") == "max":
-                    torch.maximum(mine, part, out=mine)
-                else:
-                    mine.add_(part)
-            if one.get("divisor", 1) != 1:
-                mine.div_(one.get("divisor"))
+            found = [parts[self.rank] if peer == self.rank else place[peer] for peer in range(self.world)]
+            combine(one, found, mine)
             if mode == "all":
                 for request in self._gather(mine, dest, tag + 1):
                     request.wait()
 
-        return _Transfer(requests, finish, [source, scratch])
+        return Transfer(requests, finish, [source, scratch])
+
+
+def combine(one: Op, parts: Sequence[torch.Tensor], dest: torch.Tensor) -> None:
+    """`dest` becomes the parts of ranks 0..N-1 added (or the largest taken) in this order, divided once."""
+    join = torch.maximum if one.get("op") == "max" else torch.add
+    total, *others = parts
+    for other in others:
+        total = join(total, other, out=dest)
+    if one.get("divisor", 1) != 1:
+        dest.div_(one.get("divisor"))
+
+
+class Gloo(P2P):
+    """The same, with gloo's own all-gather."""
+
+    def _gather(self, own: torch.Tensor, whole: torch.Tensor, tag: int) -> list[Any]:
+        return [all_gather_single(whole, own, group=self.group, async_op=True)]
 
 
 class Nccl(P2P):
@@ -133,8 +148,8 @@ class Nccl(P2P):
     def start(self, name: str, one: Op, tensors: list[torch.Tensor]) -> None:
         read, written = tensors[: len(one.reads)], tensors[len(one.reads) :]
         if one.kind == "gather":
-            work = dist.all_gather_into_tensor(written[0].view(-1), read[0].view(-1), group=self.group, async_op=True)
-            self.pending[name] = _Transfer([work], keep=read)
+            work = all_gather_single(written[0].view(-1), read[0].view(-1), group=self.group, async_op=True)
+            self.pending[name] = Transfer([work], keep=read)
         elif one.kind == "reduce":
             how = dist.ReduceOp.MAX if one.get("op") == "max" else dist.ReduceOp.SUM
             dest = written[0]
@@ -149,7 +164,7 @@ class Nccl(P2P):
                 if divisor != 1:
                     dest.div_(divisor)
 
-            self.pending[name] = _Transfer([work], finish, keep=read)
+            self.pending[name] = Transfer([work], finish, keep=read)
         else:
             super().start(name, one, tensors)
 
@@ -163,14 +178,24 @@ class Alone:
     def ready(self, name: str) -> bool:
         return True
 
-    def settle(self, name: str) -> None:
+    def wait(self, name: str) -> None:
         raise KeyError(name)
 
-    def wait(self, name: str) -> None:
+    def settle(self, name: str) -> None:
         raise KeyError(name)
 
 
 NOTE_BYTES = 512
+
+
+def tell(note: bytes, world_size: int, group: Any) -> list[bytes]:
+    """Every rank's note, by rank, cut at NOTE_BYTES: one small all-gather over gloo."""
+    mine = torch.zeros(NOTE_BYTES, dtype=torch.uint8)
+    note = note[:NOTE_BYTES]
+    mine[: len(note)] = torch.tensor(list(note), dtype=torch.uint8)
+    theirs = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(theirs, mine, group=group)
+    return [bytes(t.tolist()).rstrip(b"\0") for t in theirs]
 
 
 def agree(rank: int, world_size: int, what: str, digest: str, group: Any, failure: BaseException | None = None) -> None:
@@ -180,13 +205,10 @@ def agree(rank: int, world_size: int, what: str, digest: str, group: Any, failur
     """
     if world_size > 1:
         text = f"{type(failure).__name__}: {failure}" if failure is not None else ""
-        note = f"{'!' if failure is not None else '='}\n{what}\n{digest}\n{text}".encode()[:NOTE_BYTES]
-        mine = torch.zeros(NOTE_BYTES, dtype=torch.uint8)
-        mine[: len(note)] = torch.frombuffer(bytearray(note), dtype=torch.uint8)
-        theirs = [torch.empty_like(mine) for _ in range(world_size)]
-        dist.all_gather(theirs, mine, group=group)
+        note = f"{'!' if failure is not None else '='}\n{what}\n{digest}\n{text}"
+        notes = tell(note.encode(), world_size, group)
         if failure is None:
-            _compare(rank, [bytes(t.tolist()).rstrip(b"\0").decode(errors="replace").split("\n", 3) for t in theirs])
+            _compare(rank, [note.decode(errors="replace").split("\n", 3) for note in notes])
     if failure is not None:
         raise failure
 

@@ -29,7 +29,8 @@ class Comm(Protocol):
         """Returns when the transfer that writes `name` is done. Raises KeyError where none was started."""
 
     def settle(self, name: str) -> None:
-        """Returns when every rank has read what that transfer reads here, so that it may be overwritten."""
+        """Returns when every other rank has read what it needs of the waited-for transfer's sources: they may be
+        overwritten and freed. Only where ranks read one another's memory is that later than the wait."""
 
 
 class Rank:
@@ -155,13 +156,42 @@ HANDLERS: dict[str, Callable[[Rank, Op], None]] = {
 }
 
 
+def settlements(program: Program) -> dict[int, list[str]]:
+    """Which transfers must settle before an op: those whose sources it overwrites or frees.
+
+    Of a reduction with mode=all the result is a source too: it is gathered. What is left settles at len(program.ops).
+    """
+    started: dict[str, set[str]] = {}
+    waited: dict[str, set[str]] = {}
+    found: dict[int, list[str]] = {}
+    for index, one in enumerate(program.ops):
+        changed = {ref.name for ref in (one.reads if one.kind == "free" else one.writes)}
+        due = [name for name, sources in waited.items() if sources & changed]
+        if due:
+            found[index] = due
+            waited = {name: sources for name, sources in waited.items() if name not in due}
+        if one.kind in ("gather", "reduce"):
+            sources = {one.reads[0].name} | ({one.writes[0].name} if one.get("mode") == "all" else set())
+            started[one.writes[0].name] = sources
+        elif one.kind == "wait" and one.reads[0].name in started:
+            waited[one.reads[0].name] = started.pop(one.reads[0].name)
+    if waited:
+        found[len(program.ops)] = list(waited)
+    return found
+
+
 def steps(rank: Rank) -> Iterator[int]:
     """Runs the program op by op; yields the op's number whenever a wait is not ready (and may be asked again)."""
+    due = settlements(rank.program)
     for index, one in enumerate(rank.program.ops):
         while one.kind == "wait" and not rank.comm.ready(one.reads[0].name):
             yield index
         try:
+            for name in due.get(index, ()):
+                rank.comm.settle(name)
             HANDLERS[one.kind](rank, one)
         except Exception as error:
             error.add_note(f"in op {index}: {op_text(one)} | {one.why}")
             raise
+    for name in due.get(len(rank.program.ops), ()):
+        rank.comm.settle(name)

@@ -5,8 +5,9 @@ order of issue per axis, as they do on a network; when nobody can go on the rank
 
 Results are those of `execute` bit for bit: reductions add ranks 0..N-1 in order and divide once. With `poison=True`
 memory is NaN before it is written, after it is freed, and while a transfer into it has not been waited for; sources are
-read as late as a network might read them, and whatever a transfer reads, writes or receives into must not change from
-its start to its wait. That makes it the oracle for programs that are wrong only in their timing.
+read as late as a network might read them. Whatever a transfer reads, writes or receives into must not change from its
+start to its wait, and its sources until it settles. That makes it the oracle for programs that are wrong only in their
+timing.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class LocalComm:
         self.inbox: dict[str, tuple[tuple[object, ...], torch.Tensor]] = {}
         self.outbox: dict[str, _Letter] = {}
         self.before: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.lent: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # what other ranks may still read
 
     def start(self, name: str, one: Op, tensors: list[torch.Tensor]) -> None:
         axis = one.axis or ""
@@ -105,8 +107,13 @@ class LocalComm:
 
     def _check(self, name: str) -> None:
         for tensor, was in self.before.pop(name, ()):
-            if not torch.equal(tensor.reshape(-1).view(torch.uint8), was.reshape(-1).view(torch.uint8)):
+            if not _same_bits(tensor, was):
                 raise HazardError(f"rank {self.rank}: memory of the transfer into {name} changed before its wait")
+
+    def settle(self, name: str) -> None:
+        for tensor, was in self.lent.pop(name, ()):
+            if not _same_bits(tensor, was):
+                raise HazardError(f"rank {self.rank}: a source of the transfer into {name} changed before it settled")
 
     def ready(self, name: str) -> bool:
         if name in self.inbox:
@@ -115,9 +122,6 @@ class LocalComm:
             return True
         axis, index = self.pending[name]
         return all(len(issued) > index for issued in self.world.of_axis(axis))
-
-    def settle(self, name: str) -> None:
-        """A wait has copied what it needed."""
 
     def wait(self, name: str) -> None:
         self._check(name)
@@ -138,6 +142,13 @@ class LocalComm:
         target.view(-1).copy_(mine.result.view(-1))
         for room in scratch if self.world.poison else ():
             spoil(room)
+        if self.world.poison:
+            lent = [mine.tensors[0], *([target] if mine.one.get("mode") == "all" else [])]
+            self.lent[name] = [(tensor, tensor.clone()) for tensor in lent]
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def _complete(parts: Sequence[_Transfer]) -> None:

@@ -1,0 +1,108 @@
+"""meet: whether the ranks of a process group share memory, found out once, by all of them.
+
+All ranks tell over gloo which machine (boot id) and network namespace they are in and where they listen; a rank in
+another namespace counts as another machine, so that a link made slow stays slow. Each pair connects by a Unix socket,
+and every rank reads a random token in every other's memory. One rank's no is everybody's. 5 ms for two ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero.errors import FzeroError
+from fzero.runtime.collectives import tell
+from fzero.runtime.host import Host, PeerError
+
+MEET_SECONDS = 30.0
+
+
+def meet(rank: int, world_size: int, group: Any = None, *, timeout_seconds: float = 1800.0) -> tuple[Host | None, str]:
+    """(the ranks' Host, or None where they do not share memory; why not). Collective over `group` (gloo).
+
+    `timeout_seconds` is how long a rank is waited for from then on. What goes wrong is an answer, not an error.
+    """
+    listener, note = _listen(world_size)
+    with listener or nullcontext():
+        notes = [n.decode() for n in tell(note.encode(), world_size, group)]
+        why, host = _apart(notes), None
+        if listener is not None and not why:
+            try:
+                host = Host(rank, _connected(rank, listener, notes), MEET_SECONDS)
+                _probe(host, notes)
+                host.timeout_seconds = timeout_seconds
+            except (OSError, FzeroError) as error:
+                why = f"rank {rank}: {error}"
+    answers = [n.decode(errors="replace") for n in tell(why.encode(), world_size, group)]
+    why = "; ".join(dict.fromkeys(answer for answer in answers if answer))
+    if host is not None and why:
+        host.close()
+        host = None
+    return host, why
+
+
+def _listen(backlog: int) -> tuple[socket.socket | None, str]:
+    """A listening socket without a file, and the note for the others: machine, network namespace, address, token."""
+    if not hasattr(os, "memfd_create"):
+        return None, "! this system has no memfd_create"
+    name = f"fzero-{secrets.token_hex(16)}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        network = os.readlink("/proc/self/ns/net")
+        listener.bind(b"\0" + name.encode())
+        listener.listen(backlog)
+    except OSError as error:
+        listener.close()
+        return None, f"! {error}"
+    return listener, f"{machine} {network} {name} {secrets.token_hex(16)}"
+
+
+def _apart(notes: list[str]) -> str:
+    """Why ranks with these notes share no memory; the same on every rank."""
+    for rank, note in enumerate(notes):
+        if note.startswith("!"):
+            return f"rank {rank}: {note[2:]}"
+        for field_, what in enumerate(("machine", "network namespace")):
+            if note.split()[field_] != notes[0].split()[field_]:
+                return f"rank {rank} is in another {what} than rank 0"
+    return ""
+
+
+def _connected(rank: int, listener: socket.socket, notes: list[str]) -> dict[int, socket.socket]:
+    """A socket to every other rank: to lower ones this one connects, and shows the token that they told over gloo."""
+    sockets: dict[int, socket.socket] = {}
+    for lower in range(rank):
+        _, _, name, token = notes[lower].split()
+        sockets[lower] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sockets[lower].settimeout(MEET_SECONDS)
+        sockets[lower].connect(b"\0" + name.encode())
+        sockets[lower].send(f"{token} {rank}".encode())
+    listener.settimeout(MEET_SECONDS)
+    while len(sockets) < len(notes) - 1:
+        guest, _ = listener.accept()
+        guest.settimeout(MEET_SECONDS)
+        token, _, number = guest.recv(256).decode(errors="replace").partition(" ")
+        if token == notes[rank].split()[3]:
+            sockets[int(number)] = guest
+        else:  # anyone on this machine may find the address
+            guest.close()
+    return sockets
+
+
+def _probe(host: Host, notes: list[str]) -> None:
+    """Reads the token that each rank told over gloo in that rank's memory."""
+    pages = [torch.tensor(list(note.split()[3].encode() * 256), dtype=torch.uint8) for note in notes]
+    mine = host.allocate(pages[0].numel()).copy_(pages[host.rank])
+    host.offer(0, mine)
+    for rank in host.peers:
+        if not torch.equal(host.take(0, rank, mine, "the probe"), pages[rank]):
+            raise PeerError(f"rank {rank} wrote into its memory what rank {host.rank} does not find there")
+        host.done(0, rank)
+    host.settle(0, "the probe")

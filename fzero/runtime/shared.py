@@ -1,0 +1,85 @@
+"""shared: transfers among ranks that read one another's memory (`fzero.runtime.host`).
+
+All-gather: each rank lets the others read its slice, and copies theirs into place. Reduce-scatter: the owner of slice r
+adds slice r of ranks 0..N-1 straight from their memory, in that order, and divides once: the bits of `P2P`, without a
+receive buffer. mode=all gathers the sums as well; mode=exchange, for scalars, adds everyone's whole.
+
+A source in an arena is read where it is: after `wait` the others may not be done, so it must not change before
+`settle`. Any other source is copied first and settles at once.
+
+Cost per rank: a gather copies (N-1)/N of the buffer, a reduce-scatter reads the own slice of every rank and writes one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fzero.program import Op
+from fzero.runtime.collectives import P2P, Transfer, combine
+from fzero.runtime.host import Host
+
+
+class Shared(P2P):
+    """`handlers.Comm` on a Host. `send` and `recv` go point-to-point over the process group."""
+
+    def __init__(self, host: Host, world_size: int, group: Any = None) -> None:
+        super().__init__(host.rank, world_size, group)
+        self.host = host
+        self.started: dict[str, int] = {}
+        self.lent: dict[str, list[int]] = {}  # transfers whose sources the others read in place
+
+    def start(self, name: str, one: Op, tensors: list[torch.Tensor]) -> None:
+        if one.kind not in ("gather", "reduce"):
+            super().start(name, one, tensors)
+            return
+        self.settle(name)  # of an earlier transfer into this buffer
+        self.number += 2
+        number, what = self.number, f"{one.kind} into {name}"
+        source, dest = tensors[0].reshape(-1), tensors[len(one.reads)].view(-1)
+        self.started[name] = number
+        self._offer(name, number, source)
+        if one.kind == "gather":
+            own = dest.view(self.world, -1)[self.rank]
+            if own.data_ptr() != source.data_ptr():
+                own.copy_(source)
+            self.pending[name] = Transfer([], lambda: self._collect(number, dest, what), [source])
+        else:
+            self.pending[name] = Transfer([], lambda: self._sum(name, one, number, source, dest, what), [source])
+
+    def ready(self, name: str) -> bool:
+        return name not in self.started or self.host.ready(self.started[name])
+
+    def wait(self, name: str) -> None:
+        super().wait(name)
+        self.started.pop(name, None)
+
+    def settle(self, name: str) -> None:
+        for number in self.lent.pop(name, ()):
+            self.host.settle(number, f"reading of the source of {name}")
+
+    def close(self) -> None:
+        self.host.close()
+
+    def _offer(self, name: str, number: int, source: torch.Tensor) -> None:
+        if self.host.offer(number, source):
+            self.lent.setdefault(name, []).append(number)
+
+    def _collect(self, number: int, whole: torch.Tensor, what: str) -> None:
+        parts = whole.view(self.world, -1)
+        for peer in self._others():
+            parts[peer].copy_(self.host.take(number, peer, parts[peer], what))
+            self.host.done(number, peer)
+
+    def _sum(self, name: str, one: Op, number: int, source: torch.Tensor, dest: torch.Tensor, what: str) -> None:
+        cut = one.get("mode") != "exchange"
+        wholes = {peer: self.host.take(number, peer, source, what) for peer in self._others()} | {self.rank: source}
+        parts = [wholes[r].view(self.world, -1)[self.rank] if cut else wholes[r] for r in range(self.world)]
+        mine = dest.view(self.world, -1)[self.rank] if one.get("mode") == "all" else dest
+        combine(one, parts, mine)
+        for peer in self._others():
+            self.host.done(number, peer)
+        if one.get("mode") == "all":
+            self._offer(name, number + 1, mine)
+            self._collect(number + 1, dest, what)

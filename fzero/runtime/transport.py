@@ -1,0 +1,70 @@
+"""transport: how the ranks of a run move bytes, decided once at `init`, alike on all of them.
+
+CUDA: NCCL. CPU: ranks of one machine read one another's memory (`shared`), and state and arena lie where the others can
+read them; else point-to-point messages over gloo (`p2p`). Among the ways that the ranks have, each gather goes the one
+that was measured to be the fastest for its size (`fzero.runtime.choice`); reductions go a way that adds in rank order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero.errors import SpecError
+from fzero.runtime import choice, storage
+from fzero.runtime.collectives import P2P, Alone, Gloo, Nccl
+from fzero.runtime.meet import meet
+from fzero.runtime.shared import Shared
+
+log = logging.getLogger("fzero")
+
+
+@dataclass(frozen=True)
+class Transport:
+    """`comm` runs transfers (`handlers.Comm`), `via` is its name in programs, `block` makes memory it can use; `why`
+    says what was chosen."""
+
+    comm: Any
+    via: str
+    block: Callable[[int], torch.Tensor]
+    why: str = ""
+
+
+def via_of(device: torch.device, transfers: str) -> str:
+    """The name in programs, where the ranks are not there to be asked whether they share a machine."""
+    return "nccl" if device.type == "cuda" else "shared" if transfers == "shared" else "p2p"
+
+
+def transport_for(rank: int, world_size: int, device: torch.device, transfers: str) -> Transport:
+    """The transport of this run. Collective where there are several ranks. `transfers` is the spec's field."""
+    block: Callable[[int], torch.Tensor]
+    block, via = storage.block_of(device), via_of(device, transfers)
+    if world_size == 1:
+        return Transport(Alone(), via, block)
+    if device.type == "cuda":
+        return Transport(Nccl(rank, world_size), via, block, "NCCL")
+    p2p = P2P(rank, world_size)
+    if transfers == "p2p":
+        return Transport(p2p, via, block, "point-to-point, as Spec(transfers='p2p') says")
+    host, why = meet(rank, world_size)
+    if host is None:
+        if transfers == "shared":
+            raise SpecError(f"Spec(transfers='shared'): the ranks share no memory ({why}). Use 'auto' or 'p2p'")
+        ways: dict[str, Any] = {"p2p": p2p, "gloo": Gloo(rank, world_size)}
+        table = choice.measured(ways, world_size)
+        return Transport(choice.Fastest(ways, table), "p2p", block, _shown(table, f"no shared memory: {why}"))
+    ways = {"shared": Shared(host, world_size), "p2p": p2p, "gloo": Gloo(rank, world_size)}
+    ways = {"shared": ways["shared"]} if transfers == "shared" else ways
+    block = host.allocate
+    table = choice.measured(ways, world_size, memory=block)
+    return Transport(choice.Fastest(ways, table), "shared", block, _shown(table, "the ranks share memory"))
+
+
+def _shown(table: choice.Table, first: str) -> str:
+    ways = ", ".join(f"{kind} of {size:,} bytes: {way}" for (kind, size), way in table.items())
+    log.info("fzero: transfers: %s; by measured cost: %s", first, ways)
+    return f"{first}; by measured cost: {ways}"
