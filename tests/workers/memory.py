@@ -61,8 +61,9 @@ def main():
     for model, (init, loss, batch) in MODELS.items():
         for zero in (0, 1, 2, 3):
             spec = fzero.Spec(
-                loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=zero, clip_norm=1.0, bucket_bytes=1 << 20
-            )
+                loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=zero, clip_norm=1.0, bucket_bytes=1 << 20,
+                transfers="p2p",  # shared memory is not the allocator's
+            )  # fmt: skip
             state = fzero.init(init, spec)
             runtime = state.runtime
             given = batch(runtime.rank)

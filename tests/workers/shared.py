@@ -148,8 +148,9 @@ def training(zero, steps_):
         inputs = [name for name, b in program.buffers.items() if b.kind == "batch"]
         for step in range(steps_):
             given = dict(zip(inputs, tree.flatten(batch(rank, step))[1], strict=True))
-            one = InArena(program, rank, comm, {**memory, **given}, poison=True)
-            one.host = host if via == "shared" else None
+            one = Rank(program, rank, comm, {**memory, **given}, poison=True)
+            if via == "shared":
+                one.arena = host.allocate(program.arena_bytes)
             with torch.no_grad():
                 for _ in steps(one):
                     pass
@@ -163,22 +164,6 @@ class LateReader(Shared):
     def wait(self, name):
         time.sleep(0.005 * (self.rank == 1))
         super().wait(name)
-
-
-class InArena(Rank):
-    """Allocates in shared memory where it has a host."""
-
-    host = None
-
-    def allocate(self, buffer):
-        if self.host is None or buffer.reuses:
-            return super().allocate(buffer)
-        usual, torch_empty = self.host, torch.empty
-        torch.empty = lambda shape, dtype, device: in_arena(usual, shape, dtype)
-        try:
-            return super().allocate(buffer)
-        finally:
-            torch.empty = torch_empty
 
 
 def in_arena(host, shape, dtype):
