@@ -28,9 +28,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **constants: Any) -> None:
     """Runs `programs` programs of a kernel on `device`. Raises ImportError where Triton is missing."""
     if triton is None:
-        raise ImportError(
-            f"{kernel.__name__.strip('_')} on {device} needs Triton, which this Python does not have: pip install triton"
-        )
+        name = kernel.__name__.strip("_")
+        raise ImportError(f"{name} on {device} needs Triton, which this Python does not have: pip install triton")
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         kernel[(programs,)](*args, **constants)
 
@@ -79,7 +78,7 @@ def nearest(x):  # type: ignore[no-untyped-def]
 
 @jit
 def wide(x):  # type: ignore[no-untyped-def]
-    """fp32 of fp32, bf16 or fp16. bfloat16 is float32's upper half; Triton's interpreter loses its subnormal numbers."""
+    """fp32 of fp32, bf16 or fp16. bfloat16 is float32's upper half; the interpreter loses its subnormal numbers."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -88,7 +87,7 @@ def wide(x):  # type: ignore[no-untyped-def]
 
 @jit
 def narrow(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 to fp32, bf16 or fp16: nearest, halves to even, NaN stays NaN. Triton's interpreter would cut bf16 off."""
+    """fp32 to fp32, bf16 or fp16: nearest, halves to even, NaN stays NaN. The interpreter would cut bf16 off."""
     if dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

@@ -150,7 +150,9 @@ def adamw8_(
     new = (param, *moments) if out is None else out
     for kind in ((param, *moments), new):
         check(where, "param", kind[0], param, FLOATS, size)
-        for name, t, dtype in zip(names, kind[1:], (torch.int8, torch.float32, torch.uint8, torch.float32), strict=True):
+        for name, t, dtype in zip(
+            names, kind[1:], (torch.int8, torch.float32, torch.uint8, torch.float32), strict=True
+        ):
             check(where, name, t, param, (dtype,), -(-size // BLOCK) if name.endswith("scales") else size)
     check(where, "grad", grad, param, FLOATS, size)
     if size == 0:

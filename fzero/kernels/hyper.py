@@ -1,4 +1,4 @@
-"""The numbers of one optimizer step, computed once on the device, so that nothing synchronises and no thread repeats it.
+"""The numbers of one optimizer step, computed on the device, once for all threads, so that nothing synchronises.
 
 Formula, for step t (counted from 1), learning rate a and weight decay w, in float64, each then rounded to float32:
 
@@ -110,9 +110,7 @@ def hyper(
     if not isinstance(lr, Tensor):
         lr = torch.full((), lr, dtype=torch.float64, device=device)
     scalars: list[Tensor | None] = []
-    for name, t in zip(
-        ("count", "lr", "scale", "clip", *["seed"] * 3), (count, lr, scale, clip, *seeds), strict=True
-    ):
+    for name, t in zip(("count", "lr", "scale", "clip", *["seed"] * 3), (count, lr, scale, clip, *seeds), strict=True):
         if t is not None and t.numel() != 1:
             raise ValueError(f"{name} has shape {tuple(t.shape)}, but it must be 0-d")
         if t is not None and name == "seed" and t.dtype != torch.int64:

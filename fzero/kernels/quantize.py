@@ -6,8 +6,9 @@ Formula, for each block of the flattened buffer (the last one may be short), wit
 
 Symmetric, so 0 stays 0 and -x has the codes of x negated. Eight bits are an int8 each; of four bits two elements share
 a byte (uint8, two's complement): element 2i the lower half, 2i + 1 the upper one, 0 past an odd end. A block of zeros
-has scale 0, and so has one whose largest magnitude is under 4e-37 (the inverse would be infinite). A block with an element that is not finite has a scale
-that is not either and codes 0, and all of it comes back NaN: a lost element must show.
+has scale 0, and so has one whose largest magnitude is under 4e-37 (its inverse would be infinite). A block with an
+element that is not finite has a scale that is not either and codes 0, and all of it comes back NaN: a lost element must
+show.
 
 Codes and scales are those of the references below, bit for bit. |x' - x| <= scale / 2, plus roundings.
 
@@ -129,7 +130,9 @@ def dequantize(out: Tensor, codes: Tensor, scales: Tensor, *, bits: int = 8, blo
     _run(_dequantize_kernel, "dequantize", (codes, scales, out), out.numel(), bits, block)
 
 
-def _run(kernel: object, where: str, tensors: tuple[Tensor, ...], size: int, bits: int, block: int, **more: object) -> None:
+def _run(
+    kernel: object, where: str, tensors: tuple[Tensor, ...], size: int, bits: int, block: int, **more: object
+) -> None:
     codes, scales, buffer = tensors
     if bits not in LEVELS:
         raise ValueError(f"{where}: bits is {bits}, but it must be 8 or 4")
@@ -141,4 +144,16 @@ def _run(kernel: object, where: str, tensors: tuple[Tensor, ...], size: int, bit
         return
     rows = max(1, TILE // block)
     args = (codes, scales, buffer) if kernel is _quantize_kernel else (buffer, codes, scales)
-    exact(kernel, -(-num_scales // rows), buffer.device, *args, size, num_codes, num_scales, BITS=bits, BLOCK=block, ROWS=rows, **more)
+    exact(
+        kernel,
+        -(-num_scales // rows),
+        buffer.device,
+        *args,
+        size,
+        num_codes,
+        num_scales,
+        BITS=bits,
+        BLOCK=block,
+        ROWS=rows,
+        **more,
+    )

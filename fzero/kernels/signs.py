@@ -60,7 +60,9 @@ def unpack_reference(signs: Tensor, scales: Tensor, size: int, block: int = 1024
 
 
 @jit
-def _pack_kernel(signs, scales, new_error, x, error, size, num_signs, num_scales, BLOCK: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pack_kernel(  # type: ignore[no-untyped-def]
+    signs, scales, new_error, x, error, size, num_signs, num_scales, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     index = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = index < size
