@@ -1,1 +1,86 @@
-"""Kernels: one per file, each with its formula, reference, kernel and launcher. They import nothing of fzero."""
+"""Kernels: one per file, each with its formula, reference, kernel and launcher. They import nothing of fzero.
+
+| file | does | bytes an element of float32 |
+|---|---|---|
+| `adamw`    | Adam(W): unscale, clip, update, round, copy out, in one pass | 28, 20 with bfloat16 moments |
+| `adam8`    | AdamW with moments in 8 bits                                 | 16.25 |
+| `norms`    | squared norm and finite check                                | 4 |
+| `round`    | stochastic rounding to bfloat16                              | 6 |
+| `cast`     | cast and scale                                               | 6 to or from 16 bits |
+| `quantize` | block int8 and int4, and back                                | 5.06, 4.56 |
+| `signs`    | signs with error feedback, and back                          | 12.13, 4.13 |
+| `philox`   | random numbers                                               | 4 |
+
+`kernel_for` says which of them does what an operator does, so that a node of a program can be swapped in one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero.kernels import adam8, adamw, norms
+from fzero.kernels import round as rounding
+from fzero.kernels._triton import FLOATS, triton
+
+
+class Kernel(NamedTuple):
+    """`launch` takes the operator's own arguments; `fits` says of such arguments whether it can."""
+
+    launch: Callable[..., Any]
+    fits: Callable[..., bool]
+
+
+def kernel_for(op: Any, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
+    """What to call instead of `op` (an OpOverload) with these arguments, or None where there is no kernel for them.
+
+    The arguments may be fake tensors: dtypes, devices and strides decide. Results agree to rounding; which bits are the
+    operator's, each kernel's file says. It is a plain function: torch.fx must be told that it has effects, so swap
+    after the last elimination of dead code.
+
+    >>> kernel_for(torch.ops.aten.add.Tensor, torch.ones(2), torch.ones(2))
+    """
+    row = KERNELS.get(str(op))
+    return row.launch if triton is not None and row is not None and row.fits(*args, **kwargs) else None
+
+
+def _flat(*tensors: torch.Tensor) -> bool:
+    return all(t.is_cuda and t.is_contiguous() for t in tensors)
+
+
+def _fits_adamw(param: Any, grad: Any, mu: Any, nu: Any, *hyper: Any) -> bool:
+    return _flat(param, grad, mu, nu) and param.dtype in FLOATS
+
+
+def _fits_fused(params: Any, grads: Any, mus: Any, nus: Any, *rest: Any, **options: Any) -> bool:
+    plain = not options.get("amsgrad") and not options.get("maximize") and options.get("grad_scale") is None
+    each = zip(params, grads, mus, nus, strict=True)
+    return plain and all(_flat(*four) and {t.dtype for t in four} <= set(FLOATS) for four in each)
+
+
+def _fits_adamw8(param: Any, grad: Any, mu: Any, mu_scales: Any, nu: Any, nu_scales: Any, *hyper: Any) -> bool:
+    return _flat(param, grad, mu, mu_scales, nu, nu_scales) and param.dtype in FLOATS
+
+
+def _fits_one(x: Any, *rest: Any) -> bool:
+    return _flat(x) and x.dtype in FLOATS
+
+
+def _fused_adam_(*args: Any, **options: Any) -> None:
+    adamw.fused_adamw_(*args, **options, decoupled=False)
+
+
+KERNELS: dict[str, Kernel] = {
+    "fzero.adamw_.default": Kernel(adamw.adamw_, _fits_adamw),
+    "fzero.adamw.default": Kernel(adamw.adamw, _fits_adamw),
+    "fzero.adamw8_.default": Kernel(adam8.adamw8_, _fits_adamw8),
+    "fzero.adamw8.default": Kernel(adam8.adamw8, _fits_adamw8),
+    "fzero.stochastic_round.default": Kernel(rounding.stochastic_round, _fits_one),
+    "fzero.sum_squares.default": Kernel(norms.sum_squares, _fits_one),
+    "aten._fused_adamw_.default": Kernel(adamw.fused_adamw_, _fits_fused),
+    "aten._fused_adamw_.tensor_lr": Kernel(adamw.fused_adamw_, _fits_fused),
+    "aten._fused_adam_.default": Kernel(_fused_adam_, _fits_fused),
+    "aten._fused_adam_.tensor_lr": Kernel(_fused_adam_, _fits_fused),
+}

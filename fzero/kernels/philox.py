@@ -28,21 +28,13 @@ float32, which one draw in 7e10 would exceed.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without it; the kernels below then stay text and `_launch` refuses
-    triton = None
-
-jit: Callable[[Callable[..., Any]], Any] = triton.jit if triton is not None else lambda fn: fn
+from fzero.kernels._triton import jit, launch, tl
 
 Words = npt.NDArray[Any]
 
@@ -246,7 +238,7 @@ def fill(
     top = np.nextafter(np.float32(1.0 if double else high), np.float32(-np.inf))
     affine = (0.0, 1.0, 1.0) if double else (low, high - low, float(top))
     args = (out, keys, size, offset, blocks, *affine)
-    _launch(_fill_kernel, len(keys) * blocks, out.device, *args, NORMAL=normal, BLOCK=block)
+    launch(_fill_kernel, len(keys) * blocks, out.device, *args, NORMAL=normal, BLOCK=block)
     if double and not normal and (low, high) != (0.0, 1.0):
         out.mul_(high - low).add_(low).clamp_(max=float(np.nextafter(high, -np.inf)))
 
@@ -261,13 +253,4 @@ def derive(out: torch.Tensor, keys: torch.Tensor, data: torch.Tensor | None, *, 
         return
     block = 128
     args = (out, keys, keys if data is None else data, total, num, domain)
-    _launch(_derive_kernel, -(-total // block), out.device, *args, HAS_DATA=data is not None, BLOCK=block)
-
-
-def _launch(kernel: Any, programs: int, device: torch.device, *args: Any, **constants: Any) -> None:
-    if triton is None:
-        raise ImportError(
-            f"random numbers on {device} need Triton, which this Python does not have: pip install triton"
-        )
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[(programs,)](*args, **constants)
+    launch(_derive_kernel, -(-total // block), out.device, *args, HAS_DATA=data is not None, BLOCK=block)

@@ -1,0 +1,342 @@
+"""The Triton kernels on the CPU, in Triton's interpreter: run by test_kernels.py with TRITON_INTERPRET=1.
+
+Bits where a file promises bits. Elsewhere the kernel may be twice as far from the exact result as PyTorch in the same
+dtype is, and some units in the last place.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fzero import optim
+from fzero.kernels import KERNELS, adamw, cast, hyper, norms, quantize, signs
+from fzero.kernels import round as rounding
+
+assert os.environ["TRITON_INTERPRET"] == "1"
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+STEP = (0.9, 0.999, 1e-8, 0.1)
+few = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+sizes = st.sampled_from([0, 1, 2, 63, 64, 65, 1023, 1024, 1025, 2047, 2049]) | st.integers(0, 3000)
+offsets = st.integers(0, 3)
+floats = st.sampled_from([F32, BF16, F16])
+blocks = st.sampled_from([16, 64, 256, 4096])
+ODD = [0.0, -0.0, 1e-45, -1e-40, 1.17e-38, 3e-37, 1e30, 3.4e38, -3.4028234663852886e38, 65504.0, 65520.0, 1.00390625]
+LOST = [float("inf"), float("-inf"), float("nan")]
+
+
+def values(size: int, offset: int = 0, dtype: torch.dtype = F32, seed: int = 0, odd: list[float] | None = None) -> Tensor:
+    """Numbers of many sizes, starting `offset` elements into their memory; some of them replaced by `odd` ones."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size + offset, generator=generator) * 10.0 ** torch.randint(-3, 3, (), generator=generator)
+    if odd and size:
+        places = torch.randint(offset, size + offset, (max(1, size // 8),), generator=generator)
+        x[places] = torch.tensor(odd)[torch.randint(0, len(odd), places.shape, generator=generator)]
+    return x.to(dtype)[offset:]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal bits; any NaN equals any other."""
+    assert a.dtype == b.dtype
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    nan = a.isnan()
+    return torch.equal(nan, b.isnan()) and torch.equal(a[~nan].view(whole), b[~nan].view(whole))
+
+
+def near(got: Tensor, exact: Tensor, other: Tensor, old: Tensor | float = 0.0) -> None:
+    """The oracle: at most twice as far from the exact result as `other`; one unit in the result's last place, and two
+    of float32 at the size of the `old` value that the result is a difference from."""
+    info, old = torch.finfo(got.dtype), torch.as_tensor(old).double().abs()
+    room = 2 * (other.double() - exact).abs() + info.eps * exact.abs() + info.smallest_normal * info.eps
+    room = room + 2 * torch.finfo(F32).eps * (old + exact.abs())
+    assert ((got.double() - exact).abs() <= room).all(), ((got.double() - exact).abs() - room).max()
+
+
+# ---- AdamW -----------------------------------------------------------------------------------------------------------
+
+
+def state(size: int, offset: int = 0, param: torch.dtype = F32, grad: torch.dtype = F32, moment: torch.dtype = F32) -> Any:
+    p, g = values(size, offset, param, 1), values(size, offset, grad, 2)
+    return p, g, values(size, offset, moment, 3) * 0.1, values(size, offset, moment, 4).square() * 0.1
+
+
+def stepped(p: Tensor, g: Tensor, m: Tensor, v: Tensor, count: int = 3, lr: float = 1e-2, **options: Any) -> Any:
+    p, m, v = p.clone(), m.clone(), v.clone()
+    decoupled = options.pop("decoupled", True)
+    scalars = torch.tensor(count), torch.tensor(lr, dtype=torch.float64)
+    adamw.adamw_(p, g, m, v, *scalars, *STEP, decoupled, **options)
+    return p, m, v
+
+
+@few
+@given(sizes, offsets, floats, st.booleans(), st.sampled_from([1, 2, 1000, 10**6]))
+def test_adamw_is_as_near_as_aten(size: int, offset: int, dtype: torch.dtype, decoupled: bool, count: int) -> None:
+    p, g, m, v = state(size, offset, dtype, dtype, dtype)
+    got = stepped(p, g, m, v, count, decoupled=decoupled)
+    exact = adamw.adamw_reference(p, g, m, v, count, 1e-2, *STEP, decoupled, dtype=torch.float64)
+    other = torch.ops.fzero.adamw(p, g, m, v, torch.tensor(count), torch.tensor(1e-2).double(), *STEP, decoupled)
+    for one in zip(got, exact, other, (p, m, v), strict=True):
+        near(*one)
+
+
+@pytest.mark.parametrize("kinds", [(F32, BF16, F32), (F32, F32, BF16), (F32, F16, F32), (BF16, F32, F32)])
+def test_dtypes_may_differ(kinds: Any) -> None:
+    p, g, m, v = state(1500, 0, *kinds)
+    exact = adamw.adamw_reference(p, g, m, v, 3, 1e-2, *STEP, dtype=torch.float64)
+    for got, wanted, old in zip(stepped(p, g, m, v), exact, (p, m, v), strict=True):
+        near(got, wanted, wanted, old)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0, 3.0])
+def test_the_gradient_is_unscaled_and_clipped(scale: float) -> None:
+    p, g, m, v = state(1500)
+    clip = torch.tensor(0.3, dtype=torch.float64)
+    got = stepped(p, g * scale, m, v, scale=torch.tensor(scale), clip=clip)
+    exact = adamw.adamw_reference(p, g * scale, m, v, 3, 1e-2, *STEP, factor=0.3 / scale, dtype=torch.float64)
+    for one, wanted, old in zip(got, exact, (p, m, v), strict=True):
+        near(one, wanted, wanted, old)
+
+
+@pytest.mark.parametrize("flag", [torch.tensor(True), torch.tensor(1.0)])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_skipped_step_leaves_every_bit(flag: Tensor, dtype: torch.dtype) -> None:
+    p, g, m, v = state(1100, 1, dtype, F32, dtype)
+    p[3:6] = torch.tensor(LOST)
+    g[7:10] = torch.tensor(LOST)
+    whole = torch.int32 if dtype == F32 else torch.int16
+    copy = torch.full((1100,), 7.0, dtype=BF16)
+    seed = torch.tensor(5) if dtype == BF16 else None
+    seeds = adamw.Seeds(seed, seed, seed)
+    kept = stepped(p, g, m, v, skip=flag, seeds=seeds, copy=copy)
+    assert all(torch.equal(a.view(whole), b.view(whole)) for a, b in zip(kept, (p, m, v), strict=True))
+    assert same(copy, p.to(BF16))
+    taken = stepped(p, g, m, v, skip=torch.zeros_like(flag), seeds=seeds)
+    assert all(same(a, b) for a, b in zip(taken, stepped(p, g, m, v, seeds=seeds), strict=True))
+    assert not same(taken[0], p)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_the_copy_is_the_new_parameter(dtype: torch.dtype) -> None:
+    copy = torch.empty(1025, dtype=dtype)
+    assert same(copy, stepped(*state(1025), copy=copy)[0].to(dtype)), "written in the same pass"
+
+
+@few
+@given(sizes, offsets, st.integers(-(2**63), 2**63 - 1))
+def test_random_rounding_is_that_of_the_op(size: int, offset: int, seed: int) -> None:
+    """The same step with room for all digits, rounded by the op."""
+    p, g, m, v = state(size, offset, BF16, F32, BF16)
+    seeds = [torch.tensor((seed + i + 2**63) % 2**64 - 2**63) for i in range(3)]
+    got = stepped(p, g, m, v, seeds=adamw.Seeds(*seeds))
+    wide = stepped(p.float(), g, m.float(), v.float())
+    for one, exact, own in zip(got, wide, seeds, strict=True):
+        assert same(one, optim.stochastic_round(exact, own))
+
+
+@few
+@given(st.integers(1, 2500), st.data())
+def test_a_slice_has_the_bits_of_the_whole(size: int, data: Any) -> None:
+    start = data.draw(st.integers(0, size - 1))
+    part = slice(start, data.draw(st.integers(start, size)))
+    tensors = state(size)
+    for a, b in zip(stepped(*tensors), stepped(*(t[part] for t in tensors)), strict=True):
+        assert same(a[part], b)
+
+
+def test_the_operators_of_the_table() -> None:
+    """The pure form writes nothing over; lists and one another agree bit for bit."""
+    p, g, m, v = state(1100)
+    count, lr = torch.tensor(3), torch.tensor(1e-2, dtype=torch.float64)
+    before = [t.clone() for t in (p, m, v)]
+    new = KERNELS["fzero.adamw.default"].launch(p, g, m, v, count, lr, *STEP, True)
+    assert all(same(a, b) for a, b in zip((p, m, v), before, strict=True))
+    assert all(same(a, b) for a, b in zip(new, stepped(p, g, m, v), strict=True))
+    options = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+    names = ["amsgrad", "maximize"]
+    for name, decoupled in (("aten._fused_adamw_.default", True), ("aten._fused_adam_.tensor_lr", False)):
+        ps, ms, vs = ([t[:64].clone(), t[64:].clone()] for t in (p, m, v))
+        counts = [torch.tensor(3.0)] * 2
+        KERNELS[name].launch(ps, [g[:64], g[64:]], ms, vs, [], counts, **options, **dict.fromkeys(names, False))
+        wanted = stepped(p, g, m, v, decoupled=decoupled)
+        assert all(same(torch.cat(a), b) for a, b in zip((ps, ms, vs), wanted, strict=True))
+    with pytest.raises(ValueError, match="no kernel for amsgrad"):
+        adamw.fused_adamw_(ps, ps, ms, vs, [], counts, **options, amsgrad=True)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 999, 12_345, 10**6, 2**31 + 5])
+def test_the_numbers_of_a_step(count: int) -> None:
+    lr, scale, clip = torch.tensor(1e-3, dtype=torch.float64), torch.tensor(3.0), torch.tensor(0.7)
+    words = hyper.hyper(torch.device("cpu"), torch.tensor(count), lr, 0.9, 0.999, 0.1, scale=scale, clip=clip)
+    correction = (1 - 0.999**count) ** 0.5
+    exact = [1e-3 / (1 - 0.9**count), correction, 1 / correction, 1 - 1e-4, 1e-4, float(clip) / 3]
+    assert words.view(F32)[:6].tolist() == torch.tensor(exact, dtype=torch.float64).float().tolist()
+    assert int(words[6]) & 0xFFFFFFFF == count
+
+
+# ---- flat buffers ----------------------------------------------------------------------------------------------------
+
+
+@few
+@given(sizes, offsets, st.integers(-(2**63), 2**63 - 1))
+def test_stochastic_rounding(size: int, offset: int, seed: int) -> None:
+    x = values(size, offset, odd=ODD + LOST)
+    got = rounding.stochastic_round(x, torch.tensor(seed))
+    wanted = rounding.stochastic_round_reference(x, seed)
+    assert torch.equal(got.view(torch.int16), wanted.view(torch.int16)), "a NaN's bits, too"
+    assert torch.equal(got.view(torch.int16), optim.stochastic_round(x, torch.tensor(seed)).view(torch.int16))
+
+
+@few
+@given(sizes, offsets, floats, floats, st.sampled_from([None, 1.0, 0.37, 1e-3, 1e4]))
+def test_cast_and_scale(size: int, offset: int, source: torch.dtype, target: torch.dtype, by: float | None) -> None:
+    x = values(size, offset, source, odd=ODD + LOST)
+    scale = None if by is None else torch.tensor(by)
+    out = torch.empty(size + offset, dtype=target)[offset:]
+    cast.cast(out, x, scale)
+    assert same(out, cast.cast_reference(x, target, scale))
+
+
+@pytest.mark.parametrize("target", [BF16, F16])
+def test_every_tie_and_subnormal_number_is_rounded_as_torch_does(target: torch.dtype) -> None:
+    middle = torch.arange(0, 2**16, 7).to(torch.int32) << 16 | 0x8000  # between two numbers of bfloat16
+    x = torch.cat([middle + near for near in (-1, 0, 1)]).view(F32)
+    out = torch.empty(x.shape, dtype=target)
+    cast.cast(out, x)
+    assert same(out, x.to(target))
+
+
+@few
+@given(st.sampled_from([0, 1, 2048, 2049, 10_000]) | st.integers(0, 5000), offsets, floats)
+def test_norm_and_finite_check(size: int, offset: int, dtype: torch.dtype) -> None:
+    x = values(size, offset, dtype, odd=[0.0, 1e-40, 60000.0])
+    bad = torch.tensor(True)
+    total = norms.sum_squares(x, nonfinite=bad)
+    assert total.item() == pytest.approx(norms.sum_squares_reference(x)[0].item(), rel=1e-13)
+    assert total.dtype == torch.float64
+    assert not bad
+    assert torch.equal(total, norms.sum_squares(x.clone())), "the start of the buffer does not matter"
+
+
+@pytest.mark.parametrize("lost", LOST)
+@pytest.mark.parametrize("place", [0, 2047, 2048, 4098])
+def test_a_number_that_is_not_finite_is_found(lost: float, place: int) -> None:
+    x = torch.full((4099,), -3.4028234663852886e38)
+    for flag in (torch.tensor(False), torch.tensor(0.0)):
+        norms.sum_squares(x, nonfinite=flag)
+        assert not flag, "large is not infinite"
+    x[place] = lost
+    for flag in (torch.tensor(False), torch.tensor(0.0)):
+        norms.sum_squares(x, nonfinite=flag)
+        assert flag == 1
+
+
+# ---- codes -----------------------------------------------------------------------------------------------------------
+
+
+def quantised(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    num_codes, num_scales = quantize.sizes(x.numel(), bits, block)
+    codes = torch.full((num_codes,), 99, dtype=torch.int8 if bits == 8 else torch.uint8)
+    scales, back = torch.full((num_scales,), 99.0), torch.full((x.numel(),), 99.0)
+    quantize.quantize(codes, scales, x, bits=bits, block=block)
+    quantize.dequantize(back, codes, scales, bits=bits, block=block)
+    return codes, scales, back
+
+
+@few
+@given(sizes, offsets, floats, st.sampled_from([8, 4]), blocks, st.sampled_from([None, ODD, ODD + LOST]))
+def test_quantise_and_back(size: int, offset: int, dtype: torch.dtype, bits: int, block: int, odd: Any) -> None:
+    x = values(size, offset, dtype, odd=odd)
+    codes, scales, back = quantised(x, bits, block)
+    wanted = quantize.quantize_reference(x, bits, block)
+    assert torch.equal(codes, wanted[0])
+    assert same(scales, wanted[1])
+    assert same(back, quantize.dequantize_reference(codes, scales, size, bits, block))
+    finite = x.isfinite()
+    if finite.all():
+        gap = (back.double() - x.double()).abs()
+        each = scales.double().repeat_interleave(block)[:size]
+        assert (gap <= each * 0.5001 + 4e-37).all()
+    for each, part in zip(finite.split(block), back.split(block), strict=True):
+        assert each.all() or part.isnan().all(), "what is lost shows"
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_a_block_means(bits: int) -> None:
+    top = quantize.LEVELS[bits]
+    x = torch.cat([torch.zeros(16), torch.tensor([top, 0.5, 1.5, -0.5, 2.5, -top, 1.0, 0.0] * 2), torch.tensor([-3.0])])
+    codes, scales, back = quantised(x, bits, 16)
+    assert scales.tolist() == [0.0, 1.0, (torch.tensor(3.0) / top).item()]
+    assert back[:16].tolist() == [0.0] * 16
+    assert back[16:24].tolist() == [top, 0.0, 2.0, 0.0, 2.0, -top, 1.0, 0.0], "halves to even"
+    assert back[-1].item() == pytest.approx(-3.0)
+    if bits == 4:
+        assert codes[8:12].tolist() == [0x07, 0x02, 0x92, 0x01], "the first of two in the lower half"
+        assert codes[-1] == 0x09, "nothing past the end"
+    low = torch.empty(33, dtype=BF16)
+    quantize.dequantize(low, codes, scales, bits=bits, block=16)
+    assert same(low, back.to(BF16))
+
+
+def packed(x: Tensor, error: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
+    num_signs, num_scales = signs.sizes(x.numel(), block)
+    bits, scales = torch.full((num_signs,), 99, dtype=torch.uint8), torch.full((num_scales,), 99.0)
+    signs.pack(bits, scales, x, error, block=block)
+    return bits, scales
+
+
+@few
+@given(sizes, offsets, floats, blocks, st.booleans())
+def test_signs_and_back(size: int, offset: int, dtype: torch.dtype, block: int, feedback: bool) -> None:
+    x = values(size, offset, dtype, 1, [0.0, -0.0, 1e-40, 100.0])
+    error = values(size, offset, F32, 2) if feedback else None
+    value = x.float() if error is None else x.float() + error
+    bits, scales = packed(x, error, block)
+    wanted_bits, wanted_scales, _ = signs.pack_reference(value, None, block)
+    assert torch.equal(bits, wanted_bits)
+    exact = torch.nn.functional.pad(value.double().abs(), (0, -size % block)).view(-1, block).sum(1)
+    counts = torch.ones(size).split(block) if size else ()
+    near(scales, exact / torch.tensor([float(c.numel()) for c in counts]), wanted_scales)
+    out = torch.full((size,), 99.0)
+    signs.unpack(out, bits, scales, block=block)
+    assert same(out, signs.unpack_reference(bits, scales, size, block))
+    if error is not None:
+        assert same(error, value - out), "what the signs lost, bit for bit"
+
+
+def test_what_signs_mean() -> None:
+    x = torch.tensor([0.0, -0.0, -1.0, 2.0, float("-inf"), 1e-45, -1e-45, 5.0, -1.0])
+    bits, scales = packed(x, None, 64)
+    assert bits.tolist() == [0b10101011, 0]
+    assert scales.item() == float("inf")
+    error = torch.zeros(130)
+    x = torch.ones(130)
+    x[70] = float("nan")
+    bits, scales = packed(x, error, 64)
+    out = torch.empty(130)
+    signs.unpack(out, bits, scales, block=64)
+    assert out[64:128].isnan().all()
+    assert error[64:128].isnan().all()
+    assert (out[:64] == 1).all()
+    assert (out[128:] == 1).all()
+    assert (error[:64] == 0).all()
+
+
+def test_errors_are_sent_later() -> None:
+    """The mean of what was sent nears the mean of what was given: the errors do not add up."""
+    x, error, sent = values(512, seed=5), torch.zeros(512), torch.zeros(512)
+    for _ in range(60):
+        bits, scales = packed(x, error, 64)
+        out = torch.empty(512)
+        signs.unpack(out, bits, scales, block=64)
+        sent += out
+    once = x - signs.unpack_reference(*packed(x, None, 64), 512, 64)
+    assert (sent / 60 - x).square().sum() < 0.02 * once.square().sum()
+    assert torch.allclose(sent + error, 60 * x, rtol=1e-4, atol=1e-3)
