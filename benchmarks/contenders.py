@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.model import LEARNING_RATE, WEIGHT_DECAY, Batch, Size, make_model
+
+if TYPE_CHECKING:
+    from fzero import Spec
 
 Step = Callable[[Batch], Tensor]  # one optimizer step; the loss of this rank's batch, before the step
 
@@ -133,13 +136,15 @@ def fsdp2(setup: Setup, reshard: bool, compiled: bool = False) -> Step:
 
 
 def deepspeed(setup: Setup, stage: int) -> Step:
+    """Its default buckets of 5e8 elements hold 2 GB each and are no faster here; neither is overlap_comm, on gloo."""
     import deepspeed
 
     model = setup.model()
+    buckets = {"reduce_bucket_size": 25_000_000, "allgather_bucket_size": 25_000_000}
     config = {
         "train_micro_batch_size_per_gpu": setup.size.batch,
         "gradient_clipping": 0.0,  # its default is 1.0
-        "zero_optimization": {"stage": stage, "contiguous_gradients": True, "overlap_comm": True},
+        "zero_optimization": {"stage": stage, "contiguous_gradients": True, "overlap_comm": False, **buckets},
         "zero_allow_untested_optimizer": True,  # torch's fused AdamW, as everybody's
         "bf16": {"enabled": setup.dtype == "bf16"},
         "steps_per_print": 10**9,
@@ -157,17 +162,26 @@ def deepspeed(setup: Setup, stage: int) -> Step:
     return step
 
 
-def fzero(setup: Setup, zero: int) -> Step:
-    import fzero
+def fzero_spec(setup: Setup, zero: int, **options: Any) -> tuple[dict[str, Tensor], Spec]:
+    """(parameters, the Spec of the contenders' step); `options` are further fields of the Spec."""
+    from fzero import Spec, optim
     from fzero.interop import from_module
 
     params, buffers, apply = from_module(setup.model())
-    spec = fzero.Spec(
+    spec = Spec(
         loss=lambda params, batch: apply(params, buffers, batch["x"], batch["y"]),
-        optimizer=fzero.optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY),
+        optimizer=optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY),
         zero=zero,
         precision=setup.dtype,
+        **options,
     )
+    return params, spec
+
+
+def fzero(setup: Setup, zero: int, **options: Any) -> Step:
+    import fzero
+
+    params, spec = fzero_spec(setup, zero, **options)
     state = fzero.init(params, spec)
     del params
 
@@ -216,5 +230,5 @@ BF16 = {
     "ddp": "torch.autocast(bfloat16): products in bf16, norms in fp32; fp32 gradients are reduced, nothing is gathered",
     "floor": "torch.autocast(bfloat16), as DDP",
     "alone": "torch.autocast(bfloat16), as DDP",
-    "deepspeed": "bf16.enabled: bf16 parameters and gradients, fp32 masters; it reduces gradients in bf16 (its default)",
+    "deepspeed": "bf16.enabled: bf16 parameters and gradients, fp32 masters; gradients reduced in bf16 (its default)",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -33,7 +34,9 @@ class RunError(RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """One contender's processes: `warmup` untimed steps and `steps` timed ones, and with `memory` one more."""
+    """One contender's processes: `warmup` untimed steps and `steps` timed ones, and with `memory` one more.
+
+    `world` is the number of processes where it is not the contender's own; `cache` is where compiled code is kept."""
 
     contender: str
     size: str
@@ -41,19 +44,26 @@ class Job:
     malloc: str
     warmup: int
     steps: int
-    memory: bool
+    memory: bool = False
+    world: int | None = None
+    cache: Path = CACHE
+
+    @property
+    def num_ranks(self) -> int:
+        return self.world or CONTENDERS[self.contender].world
 
 
 def environment(job: Job, link: Link, rank: int, port: int) -> dict[str, str]:
     """What every process gets, whoever it is: one thread, the same malloc, the same wire."""
-    world = str(CONTENDERS[job.contender].world)
+    world = str(job.num_ranks)
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     return {
         **inherited,
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
-        "TORCHINDUCTOR_CACHE_DIR": str(CACHE / "inductor"),
+        "TORCHINDUCTOR_CACHE_DIR": str(job.cache / "inductor"),
+        "TRITON_CACHE_DIR": str(job.cache / "triton"),
         "TORCH_EXTENSIONS_DIR": str(CACHE / "extensions"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])]),
         **MALLOC[job.malloc],
@@ -63,12 +73,30 @@ def environment(job: Job, link: Link, rank: int, port: int) -> dict[str, str]:
     }
 
 
+def _busy_s() -> tuple[float, float]:
+    """(CPU seconds that all processes of the machine have used, those that our ended processes have used)."""
+    ticks = [int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    user, nice, system, _idle, _iowait, _irq, _softirq, steal = ticks  # interrupts are our own network's, mostly
+    ours = resource.getrusage(resource.RUSAGE_CHILDREN)
+    whole = (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
+    return whole, ours.ru_utime + ours.ru_stime
+
+
 def run(job: Job, link: Link, timeout_s: float) -> list[dict[str, Any]]:
-    """The record of each rank. Raises RunError where one failed or the time was up."""
+    """The record of each rank, with the cores that others (and the host) took meanwhile. Raises RunError where one
+    failed or the time was up."""
+    began, (busy, ours) = time.monotonic(), _busy_s()
+    records = _run(job, link, timeout_s)
+    busy_after, ours_after = _busy_s()
+    others = (busy_after - busy) - (ours_after - ours)
+    return [record | {"others_cores": max(0.0, others / (time.monotonic() - began))} for record in records]
+
+
+def _run(job: Job, link: Link, timeout_s: float) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "benchmarks.worker", "--contender", job.contender, "--size", job.size]
     command += ["--dtype", job.dtype, "--warmup", str(job.warmup), "--steps", str(job.steps)]
     command += ["--memory"] if job.memory else []
-    world, port = CONTENDERS[job.contender].world, free_port()
+    world, port = job.num_ranks, free_port()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         ranks = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -14,6 +15,7 @@ from benchmarks.model import SIZES
 
 Records = list[dict[str, Any]]  # one for each rank
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # of a loss, relative to the reference's
+QUIET = 0.1  # cores that others may take before the table says so
 MEMORY = ("rss_peak_bytes", "rss_peak_steps_bytes", "held_bytes", "live_peak_bytes")
 
 
@@ -27,9 +29,10 @@ def curve(records: Records) -> list[float]:
     return [sum(losses) / len(records) for losses in zip(*(record["losses"] for record in records), strict=True)]
 
 
-def gap(records: Records, reference: Sequence[float]) -> float:
-    """The largest relative difference of a loss from the reference's."""
-    return max(abs(a - b) / abs(b) for a, b in zip(curve(records), reference, strict=False))
+def gap(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """The largest relative difference of a loss from the reference's; infinite where one is no number."""
+    gaps = [abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True)]
+    return max(gaps) if all(map(math.isfinite, gaps)) else math.inf
 
 
 def figures(name: str, size: str, rounds: Sequence[Records]) -> dict[str, Any]:
@@ -44,6 +47,7 @@ def figures(name: str, size: str, rounds: Sequence[Records]) -> dict[str, Any]:
         "tokens_per_s": SIZES[size].tokens * CONTENDERS[name].world / step_s,
         "first_step_s": median(max(record["first_step_s"] for record in records) for records in rounds),
         "first_step_s_cold": max(record["first_step_s"] for record in rounds[0]),
+        "others_cores": max(record["others_cores"] for record in ranks),
         "minor_faults_per_step": median(record["minor_faults_per_step"] for record in ranks),
     }
     for key in MEMORY:
@@ -68,6 +72,10 @@ def print_case(console: Console, case: Mapping[str, Any]) -> None:
         numbers = [f"{one['step_s']:.3f}", spread, f"{one['tokens_per_s']:,.0f}", f"{one['first_step_s']:.2f}"]
         table.add_row(one["title"], *numbers, *memory, f"{one['minor_faults_per_step']:,.0f}")
     console.print(table)
+    busy = {name: one["others_cores"] for name, one in case["contenders"].items() if one.get("others_cores", 0) > QUIET}
+    if busy:
+        shown = ", ".join(f"{name} {cores:.2f}" for name, cores in busy.items())
+        console.print(f"The machine was not ours alone: other processes took, in cores: {shown}")
     for line in ratio_lines(case["ratios"]):
         console.print(line)
 
