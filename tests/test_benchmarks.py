@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import gpu, launch, link, run, summary, worker
+from benchmarks import chart, gpu, launch, link, run, summary, worker
 from benchmarks.contenders import CONTENDERS, Setup
 from benchmarks.model import SIZES, Size, empty_model, make_batch, make_model
 from benchmarks.ratios import TABLE, ratios
@@ -146,6 +147,23 @@ def test_a_slow_link_without_rights_says_what_it_needs(monkeypatch: pytest.Monke
     monkeypatch.setattr(link.shutil, "which", lambda tool: f"/usr/sbin/{tool}")
     with pytest.raises(SystemExit, match="needs root and iproute2: not root"), link.gigabit():
         pass
+
+
+def test_the_chart_is_drawn_from_the_record_and_names_what_is_missing(tmp_path: Path) -> None:
+    one = {"step_s": 2.0, "step_s_rounds": [1.5, 2.5], "rss_peak_bytes": 2e9}
+    rows = {"fzero3": {"title": "fzero zero=3", **one}, "floor": {"title": "floor", **one}, "fsdp": {"failed": "x"}}
+    case = {"size": "tiny", "dtype": "fp32", "link": "loopback", "malloc": "default", "rounds": 2, "contenders": rows}
+    case["model"] = {"parameters": 1e6, "batch": 2, "sequence": 32}
+    record = {"cases": [case], "machine": {"cpu": {"model": "a CPU"}, "packages": {"torch": "2"}, "date": "2026-01-01"}}
+    (tmp_path / "r.json").write_text(json.dumps(record))
+    for name in ("a.svg", "b.svg"):
+        chart.main([str(tmp_path / "r.json"), "--size", "tiny", "--out", str(tmp_path / name)])
+    drawn = (tmp_path / "a.svg").read_text()
+    assert "fzero zero=3" in drawn
+    assert "2.00" in drawn
+    assert drawn == (tmp_path / "b.svg").read_text()
+    with pytest.raises(SystemExit, match=r"no case gpt2, fp32.*there are: tiny, fp32"):
+        chart.main([str(tmp_path / "r.json"), "--out", str(tmp_path / "c.svg")])
 
 
 # --- one rank's share of a larger world ---------------------------------------------------------------------------
