@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -177,7 +178,9 @@ def run_row(row: str, name: str, size: Size, args: argparse.Namespace) -> dict[s
         command = [sys.executable, "-m", "benchmarks.gpu", "--row", row, "--size", name, "--out", str(out)]
         command += ["--device", args.device, "--dtype", args.dtype, *(["--tiny"] if args.tiny else [])]
         command += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
-        done = subprocess.run(command, cwd=machine.ROOT, capture_output=True, text=True, check=False)
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        env = {**os.environ, **alone, "DS_ACCELERATOR": args.device}
+        done = subprocess.run(command, cwd=machine.ROOT, env=env, capture_output=True, text=True, check=False)
         if done.returncode:
             return {"failed": "\n".join(done.stderr.splitlines()[-12:])}
         record: dict[str, Any] = json.loads(out.read_text())
