@@ -16,9 +16,9 @@ help:
 	@echo "make lint        ruff (format, rules) and mypy"
 	@echo "make format      let ruff rewrite the files"
 	@echo "make acceptance  the long checks, minutes each"
-	@echo "make bench       benchmarks on the CPU"
+	@echo "make bench       fzero and its peers side by side on the CPU (about half an hour; ARGS=--help)"
 	@echo "make test-gpu    the tests that need a CUDA device"
-	@echo "make bench-gpu   benchmarks on CUDA devices"
+	@echo "make bench-gpu   the same on one CUDA device, and shares of larger worlds"
 
 # Stamps: a second call installs nothing, unless pyproject.toml or constraints.txt changed.
 $(BIN)/python:
@@ -31,6 +31,10 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e ".[examples,test,dev]"
+	@touch $(VENV)/.demo $@
+
+$(VENV)/.bench: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e ".[examples,bench]"
 	@touch $(VENV)/.demo $@
 
 demo: $(VENV)/.demo
@@ -55,14 +59,11 @@ test-gpu: $(VENV)/.dev
 	@$(BIN)/python -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "make test-gpu: no CUDA device here")'
 	$(PYTEST) -m gpu $(ARGS)
 
-bench: $(VENV)/.dev
-	@test -f benchmarks/run.py || { echo "make bench: benchmarks/run.py is not written yet" >&2; exit 1; }
-	$(BIN)/python benchmarks/run.py --device cpu $(ARGS)
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.run $(ARGS)
 
-bench-gpu: $(VENV)/.dev
-	@test -f benchmarks/run.py || { echo "make bench-gpu: benchmarks/run.py is not written yet" >&2; exit 1; }
-	@$(BIN)/python -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "make bench-gpu: no CUDA device here")'
-	$(BIN)/python benchmarks/run.py --device cuda $(ARGS)
+bench-gpu: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 clean:
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache

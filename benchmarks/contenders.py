@@ -1,0 +1,234 @@
+"""The contenders: one row each, and the dozen lines that make it a function `batch -> loss` that also trains.
+
+Every row trains the same module from the same parameters with the same AdamW, fused, and is set up the way its own
+documentation tunes it. No row clips gradients. In bf16 every row keeps fp32 parameters and fp32 moments; how it gets to
+bf16 products is in `BF16`, and differs, because the libraries do.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.model import LEARNING_RATE, WEIGHT_DECAY, Batch, Size, make_model
+
+if TYPE_CHECKING:
+    from fzero import Spec
+
+Step = Callable[[Batch], Tensor]  # one optimizer step; the loss of this rank's batch, before the step
+
+ADAMW: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a contender is made for. `dtype` is "fp32" or "bf16"."""
+
+    size: Size
+    dtype: str
+    device: str = "cpu"
+
+    def model(self) -> nn.Module:
+        return make_model(self.size, self.device)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device, torch.bfloat16) if self.dtype == "bf16" else nullcontext()
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`imports` are loaded before the memory that counts as the import's is read."""
+
+    title: str
+    make: Callable[[Setup], Step]
+    imports: tuple[str, ...] = ()
+    world: int = 2
+    talks: bool = True  # its ranks share gradients, so all such rows have one loss curve
+    compiled: bool = False
+    parts: int = 1  # ranks whose batches one process takes
+
+    def missing(self) -> str | None:
+        """The first package that it needs and that is not installed."""
+        return next((name for name in self.imports if importlib.util.find_spec(name.split(".")[0]) is None), None)
+
+
+def _adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, **ADAMW, fused=True)
+
+
+def _trains(setup: Setup, net: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> Step:
+    """The plain loop around a module. Gradients are let go at the end of a step."""
+
+    def step(batch: Batch) -> Tensor:
+        loss: Tensor = net(batch["x"], batch["y"])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def _autocast(setup: Setup, net: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        with setup.autocast():
+            return net(x, y)
+
+    return forward
+
+
+def alone(setup: Setup, compiled: bool = False) -> Step:
+    model = setup.model()
+    net = torch.compile(_autocast(setup, model)) if compiled else _autocast(setup, model)
+    return _trains(setup, net, _adamw(model.parameters()))
+
+
+def ddp(setup: Setup, zero_redundancy: bool = False) -> Step:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = setup.model()
+    net = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+    optimizer: torch.optim.Optimizer
+    if zero_redundancy:
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **ADAMW, fused=True
+        )
+    else:
+        optimizer = _adamw(model.parameters())
+    forward = _autocast(setup, net)
+    buckets: list[Tensor | None] = []
+
+    def step(batch: Batch) -> Tensor:
+        loss = forward(batch["x"], batch["y"])
+        loss.backward()
+        optimizer.step()
+        buckets[:] = [p.grad for p in model.parameters()]  # views: shows the memory account what DDP holds on to
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def fsdp2(setup: Setup, reshard: bool, compiled: bool = False) -> Step:
+    """`fully_shard` on each block, then on the rest (the embedding, tied, which stays gathered between the two passes:
+    torch's own default for the root). Compiled per block, as torchtitan does."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = setup.model()
+    mesh = init_device_mesh(setup.device, (torch.distributed.get_world_size(),))
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = low if setup.dtype == "bf16" else MixedPrecisionPolicy()
+    for block in model.blocks:  # type: ignore[union-attr]
+        if compiled:
+            block.compile()
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshard else False)
+    return _trains(setup, model, _adamw(model.parameters()))
+
+
+def deepspeed(setup: Setup, stage: int) -> Step:
+    """Its default buckets of 5e8 elements hold 2 GB each and are no faster here; neither is overlap_comm, on gloo."""
+    import deepspeed
+
+    model = setup.model()
+    buckets = {"reduce_bucket_size": 25_000_000, "allgather_bucket_size": 25_000_000}
+    config = {
+        "train_micro_batch_size_per_gpu": setup.size.batch,
+        "gradient_clipping": 0.0,  # its default is 1.0
+        "zero_optimization": {"stage": stage, "contiguous_gradients": True, "overlap_comm": False, **buckets},
+        "zero_allow_untested_optimizer": True,  # torch's fused AdamW, as everybody's
+        "bf16": {"enabled": setup.dtype == "bf16"},
+        "steps_per_print": 10**9,
+    }
+    optimizer = _adamw(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    del model, optimizer
+
+    def step(batch: Batch) -> Tensor:
+        loss: Tensor = engine(batch["x"], batch["y"])
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+def fzero_spec(setup: Setup, zero: int, **options: Any) -> tuple[dict[str, Tensor], Spec]:
+    """(parameters, the Spec of the contenders' step); `options` are further fields of the Spec."""
+    from fzero import Spec, optim
+    from fzero.interop import from_module
+
+    params, buffers, apply = from_module(setup.model())
+    spec = Spec(
+        loss=lambda params, batch: apply(params, buffers, batch["x"], batch["y"]),
+        optimizer=optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY),
+        zero=zero,
+        precision=setup.dtype,
+        **options,
+    )
+    return params, spec
+
+
+def fzero(setup: Setup, zero: int, **options: Any) -> Step:
+    import fzero
+
+    params, spec = fzero_spec(setup, zero, **options)
+    state = fzero.init(params, spec)
+    del params
+
+    def step(batch: Batch) -> Tensor:
+        nonlocal state
+        state = fzero.step(state, batch)
+        loss: Tensor = state.metrics["loss"]
+        return loss
+
+    return step
+
+
+FSDP = ("torch.distributed.fsdp",)
+DDP = ("torch.distributed.optim",)
+
+CONTENDERS: dict[str, Contender] = {
+    "reference": Contender(
+        "one process with both ranks' batches", alone, world=1, parts=2
+    ),  # never timed: the loss curve of the others must be its
+    "alone": Contender("one process, the other core idle", alone, world=1, talks=False),
+    "floor": Contender("floor: two processes, no communication", alone, talks=False),
+    "floor_compiled": Contender("floor, compiled", partial(alone, compiled=True), talks=False, compiled=True),
+    **{
+        f"fzero{zero}": Contender(f"fzero zero={zero}", partial(fzero, zero=zero), ("fzero.interop",))
+        for zero in range(4)
+    },
+    "ddp": Contender("DDP", ddp, DDP),
+    "ddp_zero": Contender("DDP + ZeroRedundancyOptimizer", partial(ddp, zero_redundancy=True), DDP),
+    "fsdp": Contender("FSDP2, resharding", partial(fsdp2, reshard=True), FSDP),
+    "fsdp_keep": Contender("FSDP2, no resharding", partial(fsdp2, reshard=False), FSDP),
+    "fsdp_compiled": Contender(
+        "FSDP2, resharding, compiled", partial(fsdp2, reshard=True, compiled=True), FSDP, compiled=True
+    ),
+    "fsdp_keep_compiled": Contender(
+        "FSDP2, no resharding, compiled", partial(fsdp2, reshard=False, compiled=True), FSDP, compiled=True
+    ),
+    **{
+        f"deepspeed{stage}": Contender(f"DeepSpeed stage {stage}", partial(deepspeed, stage=stage), ("deepspeed",))
+        for stage in range(4)
+    },
+}
+
+BF16 = {
+    "fzero": 'precision="bf16": fp32 masters, every leaf cast to bf16 before it is gathered, gradients reduced in fp32',
+    "fsdp": "MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32): the same",
+    "ddp": "torch.autocast(bfloat16): products in bf16, norms in fp32; fp32 gradients are reduced, nothing is gathered",
+    "floor": "torch.autocast(bfloat16), as DDP",
+    "alone": "torch.autocast(bfloat16), as DDP",
+    "deepspeed": "bf16.enabled: bf16 parameters and gradients, fp32 masters; gradients reduced in bf16 (its default)",
+}
