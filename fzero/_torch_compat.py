@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +31,9 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "below_autograd",
+    "by_onednn",
     "compiled_functions_traced",
+    "default_store",
     "disable_proxy_modes_tracing",
     "fused_adam_",
     "fused_adamw_",
@@ -38,6 +41,7 @@ __all__ = [
     "is_fake",
     "kernel_of",
     "make_fx",
+    "product_precision",
     "real_tensors",
     "tracing_graph",
     "untraced_by_dynamo",
@@ -82,3 +86,39 @@ def kernel_of(target: Any) -> Any:
 def below_autograd() -> Any:
     """A context in which ops go straight to their kernels: nothing is recorded for autograd (2.11.0, 2.13.0)."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+# Allowed bfloat16 inside an fp32 product, oneDNN makes use of it with AMX (and on ARM) alone: elsewhere its fp32 kernel
+# runs (3.10.2 in torch 2.11.0, 3.12.0 in 2.13.0)
+_KEEPS_FP32 = platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_amx_tile_supported()
+
+
+def product_precision() -> str:
+    """What torch may round fp32 products on CPU to: "none" unless the user changed it (2.11.0, 2.13.0)."""
+    return str(torch._C._get_fp32_precision_getter("mkldnn", "matmul"))
+
+
+def by_onednn(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """aten's matrix product computed by oneDNN, in full fp32; on a processor where that would round, as it is.
+
+    torch asks oneDNN where bfloat16 is allowed inside fp32 products on CPU: a setting of the process, which is changed
+    for this call alone (0.2 microseconds; private setters seen in 2.11.0 and 2.13.0).
+    """
+    if not _KEEPS_FP32:
+        return kernel
+    allow = torch._C._set_fp32_precision_setter
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = product_precision()
+        allow("mkldnn", "matmul", "bf16")
+        try:
+            return kernel(*args, **kwargs)
+        finally:
+            allow("mkldnn", "matmul", before)
+
+    return call
+
+
+def default_store() -> Any:
+    """The key-value store that the default process group was made with (2.11.0, 2.13.0)."""
+    return torch.distributed.distributed_c10d._get_default_store()

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from fzero import capture, random, segments, tracing, tree
+from fzero import capture, products, random, segments, tracing, tree
 from fzero._torch_compat import FakeTensorMode, is_fake
+from fzero.costs import Costs
 from fzero.errors import SpecError, TreeError, at
 from fzero.functional import forward
 from fzero.initial import Recipe, bits
@@ -168,18 +169,24 @@ def _check_rules(what: str, rules: Iterable[str], paths: Iterable[str]) -> None:
 
 
 def lower_step(
-    spec: Spec, state: Any, batch: Any, plan: Plan, via: str, fn: Callable[..., Any] | None = None
+    spec: Spec,
+    state: Any,
+    batch: Any,
+    plan: Plan,
+    via: str,
+    fn: Callable[..., Any] | None = None,
+    costs: Costs | None = None,
 ) -> Lowered:
     """The program of a step, or of the evaluation of `fn`: a step that changes nothing and has fn's result as metrics.
 
-    The batch of an evaluation is {"batch", "key"}.
+    The batch of an evaluation is {"batch", "key"}. Without `costs` nothing is measured: see `fzero.products`.
     """
     if fn is not None:
-        return _lower(spec, _evaluation(spec, fn), fn, state, batch, plan, via)
+        return _lower(spec, _evaluation(spec, fn), fn, state, batch, plan, via, costs)
     user, fn = (spec.step, spec.step) if spec.step is not None else (training_of(spec).step, spec.loss)
     assert user is not None
     assert fn is not None
-    lowered = _lower(spec, user, fn, state, batch, plan, via)
+    lowered = _lower(spec, user, fn, state, batch, plan, via, costs)
     paths = [*lowered.graph.state_paths, *lowered.graph.batch_paths]
     ends = ["/".join(parts[i:]) for parts in (path.split("/") for path in paths) for i in range(len(parts))]
     _check_rules("Precision(keep=...)", spec.policy.keep, ends)  # a path within some argument of some loss
@@ -195,8 +202,9 @@ def _evaluation(spec: Spec, fn: Callable[..., Any]) -> Callable[[Any, Any], Any]
 
 
 def _lower(
-    spec: Spec, user: Callable[..., Any], fn: Callable[..., Any], state: Any, batch: Any, plan: Plan, via: str
-) -> Lowered:
+    spec: Spec, user: Callable[..., Any], fn: Callable[..., Any], state: Any, batch: Any, plan: Plan, via: str,
+    costs: Costs | None,
+) -> Lowered:  # fmt: skip
     graph = capture.capture(
         user,
         state,
@@ -208,6 +216,9 @@ def _lower(
         per_rank=[leaf.path for leaf in plan.leaves if leaf.per_rank],
         fns=[fn],
     )
+    choices: dict[str, str] = {}
+    if spec.products == "fastest":
+        graph, choices = products.choose(graph, costs or Costs("products", measures=False))
     options = Options(
         prefetch=spec.prefetch, gather_bytes=spec.gather_bytes, overlap=spec.overlap, remat=spec.remat_rules
     )
@@ -216,7 +227,8 @@ def _lower(
         reductions = reductions[:1]
     programs = {how: optimise(build(graph, plan, reduce=how, via=via), options) for how in reductions}
     how, why = _choice_of_reduce(programs)
-    choices = {"reduce": why} if why else {}
+    if why:
+        choices["reduce"] = why
     if via == "nccl" and spec.cuda_graph:
         against = obstacle(programs[how], torch.device("cuda"))
         choices["cuda_graph"] = f"not one graph: {against}" if against else "the step is one graph"

@@ -7,12 +7,15 @@ import logging
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from fzero import tree
+from fzero._torch_compat import default_store
 from fzero.compile import Lowered, fakes_on, lower_step
+from fzero.costs import Costs
 from fzero.errors import DonatedError, TreeError, at
 from fzero.plan.layout import Leaf, Plan
 from fzero.program import Program, Ref, op
@@ -48,6 +51,11 @@ class Runtime:
     last_key: Any = None
     last_program: Program | None = None
 
+    @cached_property
+    def costs(self) -> Costs:
+        """What was measured of matrix products, the same on every rank."""
+        return Costs("products", rank=self.rank, store=default_store() if self.world_size > 1 else None)
+
     @property
     def like(self) -> Any:
         """The state as one rank's step sees it, on the meta device."""
@@ -81,7 +89,7 @@ class Runtime:
 
     def _lowered(self, batch: Any, fn: Callable[..., Any] | None) -> Lowered:
         state = fakes_on(self.like, self.device)
-        lowered = lower_step(self.spec, state, batch, self.plan, self.transport.via, fn)
+        lowered = lower_step(self.spec, state, batch, self.plan, self.transport.via, fn, self.costs)
         verify(lowered.program)
         for chosen in lowered.choices.values():
             log.info("fzero: %s", chosen)

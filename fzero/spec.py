@@ -46,6 +46,9 @@ class Spec:
     overlap: False waits for every transfer where it starts (same bits, slower).
     remat: "none", "full" (a layer keeps its input and computes the rest again in the backward), or path rules of
     parameters to them, as {"blocks/**": "full"}. Same bits, less memory, up to a third more compute.
+    products: who computes fp32 matrix products on CPU. "default": torch's own choice. "fastest": the faster of torch's
+    two libraries for each shape, measured once per machine and kept in a file (`fzero.products`): the same accuracy
+    and, as another machine may choose otherwise, bits that hold for this one.
     allow_unused: parameters without a gradient get a zero one instead of an error.
     params: with `step` and stage 1 or 2, path rules of the leaves that stay whole.
     transfers: on the CPU, "shared" (ranks of one machine read one another's memory), "p2p" (messages over gloo), or
@@ -77,6 +80,7 @@ class Spec:
     gather_bytes: int | None = None
     overlap: bool = True
     remat: str | Mapping[str, str] = "none"
+    products: str = "default"
     allow_unused: bool = False
     params: str | Sequence[str] = DEFAULT_PARAMS
     transfers: str = "auto"
@@ -120,6 +124,7 @@ class Spec:
             rules = (self.trainable_rules or ()) if isinstance(self.trainable, (str, Sequence)) else ()
             text = bool(rules) and all(isinstance(rule, str) and rule for rule in rules)
             _needs(text, "trainable", self.trainable, "path rules, as in '**/lora/**'")
+        _choice("products", self.products, ("default", "fastest"))
         self._check_precision()
         self._check_remat()
         for name in ("overlap", "allow_unused", "cuda_graph"):

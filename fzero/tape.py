@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import segments
+from fzero import products, segments
 from fzero._torch_compat import FakeTensorMode, kernel_of
 from fzero.plan.pack import pack
 from fzero.plan.workspace import workspace_bytes
@@ -78,7 +78,7 @@ def bind(
         if node.target is operator.getitem or segments.is_view(node):
             env[node] = node.target(*args, **kwargs)
         elif written := segments.mutated(node):
-            own = (kernels or {}).get(node.target) or kernel_of(node.target)
+            own = (kernels or {}).get(node.target) or _kernel(node.target)
             calls.append(partial(own, *args, **kwargs))
             env[node] = env[written[0]]
         else:
@@ -118,13 +118,17 @@ def _writing(node: fx.Node, args: Any, kwargs: Any, into: dict[int, torch.Tensor
         yield from special(into[0], *args, **kwargs)
     elif form is not None:
         names = [a.name for a in form._schema.arguments if a.is_out]
-        yield partial(kernel_of(form), *args, **kwargs, **dict(zip(names, into.values(), strict=True)))
+        yield partial(_kernel(form), *args, **kwargs, **dict(zip(names, into.values(), strict=True)))
     elif _several(node):
         compute = partial(kernel_of(node.target), *args, **kwargs)
         used = {u.args[1] for u in node.users}
         yield partial(_copy_results, compute, [(i, tensor) for i, tensor in into.items() if i in used])
     else:
         yield partial(_copy_result, partial(kernel_of(node.target), *args, **kwargs), into[0])
+
+
+def _kernel(target: Any) -> Any:
+    return products.KERNELS.get(target) or kernel_of(target)
 
 
 def _copy_result(compute: Call, into: torch.Tensor) -> None:
@@ -153,8 +157,6 @@ def out_form(target: Any) -> Any:
     """The overload of an op that writes into `out=`, if torch has one that is a kernel and no copy in disguise."""
     if target in _WITH_TENSOR:
         return _WITH_TENSOR[target]
-    if getattr(target, "namespace", "") != "aten":
-        return None
     mine = [(a.name, str(a.type)) for a in target._schema.arguments]
     for name in target.overloadpacket.overloads():
         other = getattr(target.overloadpacket, name)

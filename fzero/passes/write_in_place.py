@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import segments
+from fzero import products, segments
 from fzero.meaning import IN_PLACE
 from fzero.passes import rewrite
 from fzero.program import Op, Program
 
 aten = torch.ops.aten
 COPY = aten.copy_.default
-_KERNELS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.sum.dim_IntList}
+_KERNELS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.sum.dim_IntList, *products.FORMS.values()}
 
 
 def write_in_place(program: Program) -> Program:
@@ -142,7 +142,8 @@ def _safe(dest: fx.Node, value: fx.Node, same: dict[fx.Node, fx.Node | None], or
 
 def _out_kernel(value: Any) -> Any:
     """The overload that writes into `out=`, if torch has one that is a kernel and no copy in disguise."""
-    if not (value.target in _KERNELS or segments.is_pointwise(value)) or value.target.namespace != "aten":
+    pointwise = segments.is_pointwise(value) and value.target.namespace == "aten"
+    if value.target not in _KERNELS and not pointwise:
         return None
     mine = [(a.name, str(a.type)) for a in value.target._schema.arguments]
     packet = value.target.overloadpacket

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from fzero import segments
+from fzero import products, segments
 from fzero.optim._adam8 import BUFFER_BYTES, CHUNK
 
 aten = torch.ops.aten
@@ -87,6 +87,11 @@ def _adamw8(node: fx.Node) -> int:
     return min(segments.operand(node).meta["val"].numel(), CHUNK["cpu"]) * BUFFER_BYTES
 
 
+def _onednn_product(node: fx.Node) -> int:
+    """Blocks of both operands in the order oneDNN reads them; the larger figures were seen with a transposed one."""
+    return min(_bytes(node, -1) + _bytes(node, -2) + 1024, 545_792) * torch.get_num_threads()
+
+
 def _orthogonalize(node: fx.Node) -> int:
     """The matrix once more in bfloat16, two squares of its shorter side, and what oneDNN's products keep."""
     shape = node.args[1] if node.target is fzero_ops.orthogonalize_flat.default else node.meta["val"].shape
@@ -104,6 +109,8 @@ RULES: dict[object, Callable[[fx.Node], int]] = {
     fzero_ops.adamw8_.default: _adamw8,
     fzero_ops.orthogonalize.default: _orthogonalize,
     fzero_ops.orthogonalize_flat.default: _orthogonalize,
+    **dict.fromkeys(products.FORMS.values(), _onednn_product),
+    **dict.fromkeys(products.OUT_FORMS.values(), _onednn_product),
     aten.sum.default: _cast_input,
     aten.sum.dim_IntList: _cast_input,
     aten.mean.default: _cast_input,

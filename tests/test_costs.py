@@ -1,0 +1,179 @@
+"""Figures of a machine: kept in a file whatever happens to it, and the same on every rank."""
+
+import json
+import logging
+import multiprocessing
+import os
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from fzero import costs
+from fzero.costs import Costs, Figures
+
+A, B = {"torch": 1.0, "onednn": 2.0}, {"torch": 3.0, "onednn": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FZERO_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def never(question: str) -> Figures:
+    raise AssertionError(f"{question} was measured")
+
+
+def test_what_was_measured_once_is_never_measured_again() -> None:
+    assert Costs("test").find(["a"], lambda q: A) == {"a": A}
+    assert Costs("test").find(["a"], never) == {"a": A}
+    assert Costs("test").find(["a", "b"], lambda q: {"b": B}[q]) == {"a": A, "b": B}
+    with pytest.raises(AssertionError, match="a was measured"):
+        Costs("other").find(["a"], never)
+
+
+def test_without_measuring_only_the_file_is_known() -> None:
+    assert Costs("test", measures=False).find(["a"], never) == {}
+    costs.remember("test", {"a": A})
+    assert Costs("test", measures=False).find(["a", "b"], never) == {"a": A}
+
+
+def test_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert costs.folder() == Path(os.environ["FZERO_CACHE"])
+    monkeypatch.delenv("FZERO_CACHE")
+    assert costs.folder() == Path("/somewhere/fzero")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert costs.folder() == Path.home() / ".cache" / "fzero"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe\x00",
+        b"[]",
+        b'{"machine": 1}',
+        b'{"figures": {}}',
+        b"MACHINE []",
+        b'MACHINE {"a": 3}',
+        b'MACHINE {"a": {"torch": "fast"}}',
+        b'MACHINE {"a": {"torch": NaN}}',
+        b'MACHINE {"a": {"torch": -1}}',
+    ],
+)
+def test_a_file_that_is_not_whole_counts_as_empty_and_is_written_anew(
+    content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = costs.path_of("test")
+    path.parent.mkdir()
+    if content.startswith(b"MACHINE"):
+        content = b'{"machine": %s, "figures": %s}' % (json.dumps(costs.machine()).encode(), content[8:])
+    path.write_bytes(content)
+    with caplog.at_level(logging.WARNING, "fzero"):
+        assert Costs("test").find(["a"], lambda q: A) == {"a": A}
+    assert "measured again" in caplog.text
+    assert Costs("test").find(["a"], never) == {"a": A}
+
+
+def test_another_machines_file_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = costs.path_of("test")
+    path.parent.mkdir()
+    path.write_text(json.dumps({"machine": "another", "figures": {"a": A}}))
+    assert costs.read("test") == {}
+    costs.remember("test", {"a": B})
+    monkeypatch.setattr(costs, "_processor", lambda: "another processor")
+    assert costs.path_of("test") != path
+    assert costs.read("test") == {}
+
+
+def test_threads_and_the_precision_of_products_are_part_of_the_machine() -> None:
+    before, precision = costs.machine(), torch.backends.mkldnn.matmul.fp32_precision
+    torch.set_num_threads(2)
+    try:
+        assert costs.machine() != before
+    finally:
+        torch.set_num_threads(1)
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        assert costs.machine() != before
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = precision
+    assert costs.machine() == before
+
+
+def test_a_folder_that_cannot_be_written_costs_one_measurement_per_run(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.write_text("a file where the folder should be")
+    found = Costs("test")
+    with caplog.at_level(logging.WARNING, "fzero"):
+        assert found.find(["a"], lambda q: A) == {"a": A}
+    assert "cannot be written" in caplog.text
+    assert found.find(["a"], never) == {"a": A}
+    assert Costs("test").find(["a"], lambda q: B) == {"a": B}
+
+
+def test_what_was_written_first_stays() -> None:
+    assert costs.remember("test", {"a": A}) == {"a": A}
+    assert costs.remember("test", {"a": B, "b": B}) == {"a": A, "b": B}
+    assert costs.read("test") == {"a": A, "b": B}
+
+
+def test_a_figure_that_another_process_wrote_meanwhile_is_taken() -> None:
+    def slow(question: str) -> Figures:
+        costs.remember("test", {"a": B})  # as another process would
+        return A
+
+    assert Costs("test").find(["a"], slow) == {"a": B}
+
+
+def _remember(start: object, number: int) -> None:
+    start.wait()  # type: ignore[attr-defined]
+    for i in range(20):
+        costs.remember("test", {f"{number}.{i}": A, "shared": {"torch": float(number)}})
+
+
+def test_processes_that_write_at_once_lose_nothing() -> None:
+    context = multiprocessing.get_context("fork")
+    start = context.Barrier(4)
+    processes = [context.Process(target=_remember, args=(start, n)) for n in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    found = costs.read("test")
+    assert len(found) == 81
+    left = sorted(path.suffix for path in costs.folder().iterdir())
+    assert left == [".json", ".lock"]
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def test_the_others_take_what_rank_0_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.distributed.HashStore()
+    results: dict[int, dict[str, Figures]] = {}
+
+    def other() -> None:
+        results[1] = Costs("test", rank=1, store=store).find(["b", "a"], never)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    results[0] = Costs("test", rank=0, store=store).find(["a", "b"], lambda q: {"a": A, "b": B}[q])
+    thread.join(30)
+    assert results[0] == results[1] == {"a": A, "b": B}
+
+
+def test_no_rank_waits_for_ever_and_the_first_to_write_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "PATIENCE", timedelta(milliseconds=50))
+    store = torch.distributed.HashStore()
+    assert Costs("test", rank=1, store=store).find(["a"], lambda q: A) == {"a": A}
+    monkeypatch.setenv("FZERO_CACHE", os.environ["FZERO_CACHE"] + "/of rank 0")
+    assert Costs("test", rank=0, store=store).find(["a"], lambda q: B) == {"a": A}
+    assert Costs("test", rank=2, store=store).find(["a"], never) == {"a": A}
