@@ -157,6 +157,8 @@ def out_form(target: Any) -> Any:
     """The overload of an op that writes into `out=`, if torch has one that is a kernel and no copy in disguise."""
     if target in _WITH_TENSOR:
         return _WITH_TENSOR[target]
+    if not hasattr(target, "_schema"):
+        return None
     mine = [(a.name, str(a.type)) for a in target._schema.arguments]
     for name in target.overloadpacket.overloads():
         other = getattr(target.overloadpacket, name)
