@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,9 +31,13 @@ __all__ = [
     "TorchDispatchMode",
     "compiled_functions_traced",
     "disable_proxy_modes_tracing",
+    "function_schema",
     "fused_adam_",
     "fused_adamw_",
     "in_functorch",
+    "inductor_cache_dir",
+    "inductor_compile",
+    "inductor_lacks",
     "is_fake",
     "make_fx",
     "real_tensors",
@@ -70,3 +74,55 @@ def compiled_functions_traced() -> Iterator[None]:
 def in_functorch() -> bool:
     """Whether a torch.func transform is active around the caller (2.11.0, 2.13.0)."""
     return torch._C._functorch.maybe_current_level() is not None
+
+
+def function_schema(name: str, num_inputs: int, writes: Sequence[int]) -> torch.FunctionSchema:
+    """The schema of a function of tensors that writes to some of them and returns others (2.11.0, 2.13.0)."""
+    inputs = (f"Tensor{f'(a{i}!)' if i in writes else ''} x{i}" for i in range(num_inputs))
+    return torch._C.parse_schema(f"fzero::{name}({', '.join(inputs)}) -> Tensor[]")
+
+
+# Inductor, imported when it is first needed: that takes a second. Seen in 2.11.0 and 2.13.0
+
+
+def inductor_cache_dir() -> str:
+    """Where Inductor keeps what it compiled: TORCHINDUCTOR_CACHE_DIR, or a folder of this user's in the temporary one."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def inductor_lacks(device_type: str) -> str:
+    """What Inductor needs for a device and does not find, and how to get it; "" where nothing is missing."""
+    if device_type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return "" if has_triton() else "no working Triton was found (pip install triton, CUDA capability 7.0 or newer)"
+    from torch._inductor import config
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception:
+        names = [name for name in config.cpp.cxx if name] if isinstance(config.cpp.cxx, tuple) else [config.cpp.cxx]
+        return f"no C++ compiler was found, looked for {' and '.join(names)}: install g++, or set CXX"
+    return ""
+
+
+def inductor_compile(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """The graph compiled for inputs of these shapes, strides and dtypes, or loaded from Inductor's cache on disk.
+
+    The caller gives the inputs in the same layout. No gradients. Raises what Inductor raises.
+    """
+    from torch._inductor import standalone_compile
+
+    options = {
+        "cpp.threads": torch.get_num_threads(),  # is in the code that is made, so it belongs into the cache's key
+        "cpp.vec_isa_ok": True,  # trust the CPU's flags: trying each set of instructions out takes five seconds
+        "compile_threads": 1,  # one kernel or two in a graph: a pool of processes costs more than it saves
+        "emulate_precision_casts": True,  # rounds to bf16 where the graph does, so that equal values stay equal
+    }
+    with torch.no_grad():
+        return standalone_compile(
+            gm, list(inputs), dynamic_shapes="from_example_inputs", options={"config_patches": options}
+        )
