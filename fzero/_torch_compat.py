@@ -86,7 +86,7 @@ def function_schema(name: str, num_inputs: int, writes: Sequence[int]) -> torch.
 
 
 def inductor_cache_dir() -> str:
-    """Where Inductor keeps what it compiled: TORCHINDUCTOR_CACHE_DIR, or a folder of this user's in the temporary one."""
+    """Where Inductor keeps what it compiled: TORCHINDUCTOR_CACHE_DIR, or this user's folder in the temporary one."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
@@ -120,7 +120,8 @@ def inductor_compile(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -
         "cpp.threads": torch.get_num_threads(),  # is in the code that is made, so it belongs into the cache's key
         "cpp.vec_isa_ok": True,  # trust the CPU's flags: trying each set of instructions out takes five seconds
         "compile_threads": 1,  # one kernel or two in a graph: a pool of processes costs more than it saves
-        "emulate_precision_casts": True,  # rounds to bf16 where the graph does, so that equal values stay equal
+        "emulate_precision_casts": True,  # rounds to bf16 where the graph does: with the next line stages stay equal
+        "pattern_matcher": False,  # it drops a cast to bf16 and back
     }
     with torch.no_grad():
         return standalone_compile(

@@ -47,6 +47,8 @@ class Spec:
     remat: "none", "full" (a layer keeps its input and computes the rest again in the backward), or path rules of
     parameters to them, as {"blocks/**": "full"}. Same bits, less memory, up to a third more compute.
     allow_unused: parameters without a gradient get a zero one instead of an error.
+    compile: "inductor" compiles the stretches of loops in each segment, "none" runs plain aten, "auto" compiles where
+    that was measured to gain (docs/compile.md). Without a compiler both run plain aten, and say so.
     params: with `step` and stage 1 or 2, path rules of the leaves that stay whole.
     device: where the state lives, as "cuda" (under torchrun: this rank's). None: where the given tensors are, else
     "cpu".
@@ -75,6 +77,7 @@ class Spec:
     overlap: bool = True
     remat: str | Mapping[str, str] = "none"
     allow_unused: bool = False
+    compile: str = "none"
     params: str | Sequence[str] = DEFAULT_PARAMS
     device: str | None = None
 
@@ -109,6 +112,7 @@ class Spec:
             _needs(value is None or (type(value) in (int, float) and value > 0), name, value, "a number > 0")
         if self.clip_norm is not None and self.clip_value is not None:
             raise SpecError("Spec(clip_norm=, clip_value=): give one of them, or chain both in the optimizer")
+        _choice("compile", self.compile, ("none", "auto", "inductor"))
         _choice("nonfinite", self.nonfinite, (None, "ignore", "skip", "raise"))
         if self.trainable is not None:
             rules = (self.trainable_rules or ()) if isinstance(self.trainable, (str, Sequence)) else ()

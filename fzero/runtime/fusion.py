@@ -5,8 +5,8 @@
    are as fast outside, write into given memory without a copy there, and keep their bits.
 2. Consecutive fusible nodes make a *stretch*. Views are no border: they are made again on either side of one. The order
    of the rest does not change, so neither does the peak but for what the stretch no longer makes.
-3. Where two of a stretch's ops or more touch memory it becomes a `Fused` node: a graph that reads its inputs, writes its
-   results into given memory, and is compiled by hash. One op alone gains nothing (measured: docs/compile.md).
+3. Where two of a stretch's ops or more compute something it becomes a `Fused` node: a graph that reads its inputs,
+   writes its results into given memory, and is compiled by hash. One op alone gains little (docs/compile.md).
 
     m = mm(x, w);  a = add(r, m);  n = layer_norm(a, g, b);  q = mm(n, u)
     becomes   m = mm(x, w);  a, n, mean, rstd = fused(r, m, g, b);  q = mm(n, u)
@@ -27,12 +27,17 @@ from fzero._torch_compat import function_schema
 aten = torch.ops.aten
 
 _LOOPS = frozenset(
-    "sum mean amax amin prod var var_mean any all linalg_vector_norm logsumexp _softmax _log_softmax "
-    "_softmax_backward_data _log_softmax_backward_data native_layer_norm native_layer_norm_backward _fused_rms_norm "
-    "_fused_rms_norm_backward nll_loss_forward nll_loss_backward embedding cat stack slice_backward select_backward "
-    "full zeros ones arange scalar_tensor constant_pad_nd tril triu copy_".split()
+    str.split(
+        "sum mean amax amin prod var var_mean any all linalg_vector_norm logsumexp _softmax _log_softmax "
+        "_softmax_backward_data _log_softmax_backward_data native_layer_norm native_layer_norm_backward "
+        "_fused_rms_norm _fused_rms_norm_backward nll_loss_forward nll_loss_backward embedding cat stack "
+        "slice_backward select_backward full zeros ones arange scalar_tensor constant_pad_nd tril triu copy_"
+    )
 )
-_ERF = frozenset("erf erfc special_erf special_erfc gelu gelu_backward".split())  # twice as fast in aten on the CPU
+_MOVES = frozenset(str.split("copy_ clone _to_copy full zeros ones ones_like zeros_like full_like"))
+_ERF = frozenset(
+    str.split("erf erfc special_erf special_erfc gelu gelu_backward")
+)  # aten's is twice as fast on the CPU
 _DTYPES = frozenset(
     {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool}
     | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
@@ -61,7 +66,7 @@ class Fused:
         self.run(*tensors)
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        device = inputs[0].device if inputs else torch.device("cpu")
+        device = inputs[0].device if inputs else self.like[0].device.type
         outs = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in self._made]
         self.run(*inputs, *outs)
         return outs
@@ -70,7 +75,9 @@ class Fused:
         return self.__name__
 
 
-def fused(gm: fx.GraphModule, pool: dict[str, Fused], same: dict[int, int], min_bytes: int = 0) -> fx.GraphModule | None:
+def fused(
+    gm: fx.GraphModule, pool: dict[str, Fused], same: dict[int, int], min_bytes: int = 0
+) -> fx.GraphModule | None:
     """The segment with a `Fused` node for each stretch that moves `min_bytes` or more, or None where it has none.
 
     `same` maps a destination's placeholder number to that of the read that is the very same memory: to the compiler
@@ -114,7 +121,7 @@ def _is_tanh(node: fx.Node) -> bool:
 
 
 def _stretches(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Maximal runs of fusible nodes of which two or more touch memory."""
+    """Maximal runs of fusible nodes of which two or more compute something."""
     runs: list[list[fx.Node]] = [[]]
     for node in graph.nodes:
         if not segments.is_compute(node) or segments.is_view(node):
@@ -123,7 +130,12 @@ def _stretches(graph: fx.Graph) -> list[list[fx.Node]]:
             runs[-1].append(node)
         elif runs[-1]:
             runs.append([])
-    return [run for run in runs if sum(n.target is not operator.getitem for n in run) > 1]
+    return [run for run in runs if sum(_computes(n) for n in run) > 1]
+
+
+def _computes(node: fx.Node) -> bool:
+    """Casts and copies do not count: one stage has them where another has not, and both are to decide alike."""
+    return node.target is not operator.getitem and node.target.overloadpacket.__name__ not in _MOVES  # type: ignore
 
 
 def _moved(stretch: Sequence[fx.Node]) -> int:

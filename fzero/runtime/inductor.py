@@ -159,6 +159,7 @@ def _compile_here(stretches: Sequence[Fused], device: torch.device, alone: bool)
 def _compile(one: Fused, device: torch.device, errors: dict[str, str]) -> None:
     try:
         one.run = inductor_compile(one.graph, _inputs(one.graph, device))
+        os.makedirs(_mark(one.digest), exist_ok=True)
     except Exception as error:
         errors[one.digest] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 
@@ -173,7 +174,8 @@ def _inputs(gm: fx.GraphModule, device: torch.device) -> list[torch.Tensor]:
 
 def _workers(folder: str, stretches: Sequence[Fused], device: torch.device) -> list[subprocess.Popen[bytes]]:
     """Processes that compile what nobody has claimed, from the end of the list; none where they would not pay."""
-    number = min(len(os.sched_getaffinity(0)) - 1, (len(stretches) - 1) // PER_WORKER)
+    new = sum(not os.path.exists(_mark(one.digest)) for one in stretches)
+    number = min(len(os.sched_getaffinity(0)) - 1, (new - 1) // PER_WORKER)
     if number < 1 or not sys.executable:
         return []
     inputs = [[(x.shape, x.stride(), x.dtype) for x in _inputs(s.graph, torch.device("meta"))] for s in stretches]
@@ -183,6 +185,11 @@ def _workers(folder: str, stretches: Sequence[Fused], device: torch.device) -> l
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", f"from fzero.runtime import inductor; inductor.work({folder!r})"]
     return [subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) for _ in range(number)]
+
+
+def _mark(digest: str) -> str:
+    """A path that exists once a stretch was compiled here: a hint that workers are not worth starting, no more."""
+    return os.path.join(inductor_cache_dir(), "fzero", f"{digest}-{torch.__version__}-{torch.get_num_threads()}")
 
 
 def work(folder: str) -> None:
