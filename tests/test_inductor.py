@@ -281,6 +281,27 @@ def test_another_process_loads_what_was_compiled() -> None:
     assert done.stdout.strip() == f"0 True {bits}"
 
 
+@needs_compiler
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_workers_share_what_is_new(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.utils import counters
+
+    started: list[Any] = []
+    real = inductor._workers
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(inductor, "PER_WORKER", 1)
+    monkeypatch.setattr(inductor, "_workers", lambda *args: started.extend(real(*args)) or started)
+    monkeypatch.setattr(inductor, "_claim", lambda folder, digest: False)  # this rank leaves everything to them
+    program, before = cases.lowered(2, optimizer=fzero.optim.lion(1e-3)).program, dict(counters["inductor"])
+    made = inductor.compiled(program, how="inductor")
+    found = {n.target for gm in made.values() for n in gm.graph.nodes if isinstance(n.target, Fused)}
+    assert started
+    assert all(worker.returncode == 0 for worker in started)
+    loaded = counters["inductor"]["fxgraph_cache_hit"] - before.get("fxgraph_cache_hit", 0)
+    assert loaded == len(found) - 1  # the first is compiled here, for the headers
+    assert all(one.run != one.graph.forward for one in found)
+
+
 def _env() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 

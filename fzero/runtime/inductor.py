@@ -36,7 +36,7 @@ from fzero.runtime.fusion import Fused, fused
 
 log = logging.getLogger("fzero")
 AUTO_BYTES = 1 << 18  # what a stretch must move for compile="auto": below it the time is not in the loops
-PER_WORKER = 4  # stretches that are worth the three seconds a worker takes to start
+PER_WORKER = 8  # stretches that are worth the three seconds a worker takes to start
 
 
 def compiled(
@@ -142,9 +142,11 @@ def _compile_here(stretches: Sequence[Fused], device: torch.device, alone: bool)
     """Compiles with workers, or (`alone`) loads what another rank compiled."""
     errors: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
-        workers = [] if alone else _workers(folder, stretches, device)
+        for one in stretches[:1]:  # leaves behind the precompiled headers, which workers would make once each
+            _compile(one, device, errors)
+        workers = [] if alone else _workers(folder, stretches[1:], device)
         later = []
-        for one in stretches:
+        for one in stretches[1:]:
             if workers and not _claim(folder, one.digest):
                 later.append(one)
             else:
@@ -175,7 +177,7 @@ def _inputs(gm: fx.GraphModule, device: torch.device) -> list[torch.Tensor]:
 def _workers(folder: str, stretches: Sequence[Fused], device: torch.device) -> list[subprocess.Popen[bytes]]:
     """Processes that compile what nobody has claimed, from the end of the list; none where they would not pay."""
     new = sum(not os.path.exists(_mark(one.digest)) for one in stretches)
-    number = min(len(os.sched_getaffinity(0)) - 1, (new - 1) // PER_WORKER)
+    number = min(len(os.sched_getaffinity(0)) - 1, new // PER_WORKER)
     if number < 1 or not sys.executable:
         return []
     inputs = [[(x.shape, x.stride(), x.dtype) for x in _inputs(s.graph, torch.device("meta"))] for s in stretches]
