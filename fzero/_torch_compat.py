@@ -38,6 +38,7 @@ __all__ = [
     "inductor_cache_dir",
     "inductor_compile",
     "inductor_lacks",
+    "inductor_rounds",
     "is_fake",
     "make_fx",
     "real_tensors",
@@ -107,6 +108,11 @@ def inductor_lacks(device_type: str) -> str:
         names = [name for name in config.cpp.cxx if name] if isinstance(config.cpp.cxx, tuple) else [config.cpp.cxx]
         return f"no C++ compiler was found, looked for {' and '.join(names)}: install g++, or set CXX"
     return ""
+
+
+def inductor_rounds(device_type: str) -> bool:
+    """Whether compiled code can round to 16 bits wherever its graph does: on the CPU not in 2.11, but in 2.13."""
+    return device_type != "cpu" or tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 def inductor_compile(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:

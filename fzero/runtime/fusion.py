@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from fzero import segments
-from fzero._torch_compat import function_schema
+from fzero._torch_compat import function_schema, inductor_rounds
 
 aten = torch.ops.aten
 
@@ -38,6 +38,7 @@ _MOVES = frozenset(str.split("copy_ clone _to_copy full zeros ones ones_like zer
 _ERF = frozenset(
     str.split("erf erfc special_erf special_erfc gelu gelu_backward")
 )  # aten's is twice as fast on the CPU
+_LOW = (torch.bfloat16, torch.float16)
 _DTYPES = frozenset(
     {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool}
     | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
@@ -107,6 +108,8 @@ def is_fusible(node: fx.Node) -> bool:
     devices = {t.device.type for t in values}
     name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
     if len(devices) != 1 or any(t.dtype not in _DTYPES or t.numel() == 0 for t in values):
+        return False
+    if any(t.dtype in _LOW for t in values) and not inductor_rounds(*devices):
         return False
     tags = node.target.tags  # type: ignore[union-attr]
     if torch.Tag.nondeterministic_seeded in tags or (devices == {"cpu"} and name in _ERF and not _is_tanh(node)):
