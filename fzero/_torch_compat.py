@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,9 +35,14 @@ __all__ = [
     "compiled_functions_traced",
     "default_store",
     "disable_proxy_modes_tracing",
+    "function_schema",
     "fused_adam_",
     "fused_adamw_",
     "in_functorch",
+    "inductor_cache_dir",
+    "inductor_compile",
+    "inductor_lacks",
+    "inductor_rounds",
     "is_fake",
     "kernel_of",
     "make_fx",
@@ -122,3 +127,61 @@ def by_onednn(kernel: Callable[..., Any]) -> Callable[..., Any]:
 def default_store() -> Any:
     """The key-value store that the default process group was made with (2.11.0, 2.13.0)."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def function_schema(name: str, num_inputs: int, writes: Sequence[int]) -> torch.FunctionSchema:
+    """The schema of a function of tensors that writes to some of them and returns others (2.11.0, 2.13.0)."""
+    inputs = (f"Tensor{f'(a{i}!)' if i in writes else ''} x{i}" for i in range(num_inputs))
+    return torch._C.parse_schema(f"fzero::{name}({', '.join(inputs)}) -> Tensor[]")
+
+
+# Inductor, imported when it is first needed: that takes a second. Seen in 2.11.0 and 2.13.0
+
+
+def inductor_cache_dir() -> str:
+    """Where Inductor keeps what it compiled: TORCHINDUCTOR_CACHE_DIR, or this user's folder in the temporary one."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def inductor_lacks(device_type: str) -> str:
+    """What Inductor needs for a device and does not find, and how to get it; "" where nothing is missing."""
+    if device_type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return "" if has_triton() else "no working Triton was found (pip install triton, CUDA capability 7.0 or newer)"
+    from torch._inductor import config
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception:
+        names = [name for name in config.cpp.cxx if name] if isinstance(config.cpp.cxx, tuple) else [config.cpp.cxx]
+        return f"no C++ compiler was found, looked for {' and '.join(names)}: install g++, or set CXX"
+    return ""
+
+
+def inductor_rounds(device_type: str) -> bool:
+    """Whether compiled code can round to 16 bits wherever its graph does: on the CPU not in 2.11, but in 2.13."""
+    return device_type != "cpu" or tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
+def inductor_compile(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """The graph compiled for inputs of these shapes, strides and dtypes, or loaded from Inductor's cache on disk.
+
+    The caller gives the inputs in the same layout. No gradients. Raises what Inductor raises.
+    """
+    from torch._inductor import standalone_compile
+
+    options = {
+        "cpp.threads": torch.get_num_threads(),  # is in the code that is made, so it belongs into the cache's key
+        "cpp.vec_isa_ok": True,  # trust the CPU's flags: trying each set of instructions out takes five seconds
+        "compile_threads": 1,  # one kernel or two in a graph: a pool of processes costs more than it saves
+        "emulate_precision_casts": True,  # rounds to bf16 where the graph does: with the next line stages stay equal
+        "pattern_matcher": False,  # it drops a cast to bf16 and back
+    }
+    with torch.no_grad():
+        return standalone_compile(
+            gm, list(inputs), dynamic_shapes="from_example_inputs", options={"config_patches": options}
+        )

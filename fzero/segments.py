@@ -280,11 +280,18 @@ class Values:
 def results(node: fx.Node, value: Any = None) -> list[tuple[int, torch.Tensor]]:
     """(position, fake tensor) of each tensor that a node allocates: none for views, in-place ops and getitem. `value`
     is the node's, where it is not that of its `meta`."""
-    if not is_compute(node) or node.target is operator.getitem or is_view(node) or mutated(node):
+    if not is_compute(node) or node.target is operator.getitem or is_view(node):
+        return []
+    if mutated(node) and not _also_returns(node):
         return []
     value = node.meta["val"] if value is None else value
     found = enumerate(value) if isinstance(value, (tuple, list)) else [(0, value)]
     return [(index, one) for index, one in found if isinstance(one, torch.Tensor)]
+
+
+def _also_returns(node: fx.Node) -> bool:
+    """Whether a node that writes to some of its arguments returns new tensors as well."""
+    return any(r.alias_info is None for r in schema(node).returns)  # type: ignore[union-attr]
 
 
 def values(gm: fx.GraphModule) -> Values:
@@ -330,6 +337,8 @@ def memory(node: fx.Node) -> Iterator[Value]:
             root = operand(root)
         elif root.target is operator.getitem:
             root, index = operand(root), root.args[1]
+            if results(root):
+                break
         else:
             break
     if isinstance(index, int):

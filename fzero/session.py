@@ -14,13 +14,13 @@ import torch
 
 from fzero import tree
 from fzero._torch_compat import default_store
-from fzero.compile import Lowered, fakes_on, lower_step
+from fzero.compile import Lowered, compile_how, fakes_on, lower_step
 from fzero.costs import Costs
 from fzero.errors import DonatedError, TreeError, at
 from fzero.plan.layout import Leaf, Plan
 from fzero.program import Program, Ref, op
 from fzero.provenance import describe
-from fzero.runtime import collectives, storage
+from fzero.runtime import collectives, inductor, storage
 from fzero.runtime.bound import Bound
 from fzero.runtime.transport import Transport
 from fzero.spec import Spec
@@ -106,8 +106,16 @@ class Runtime:
         if id(lowered) not in self.bound:
             constants = [name for name, b in program.buffers.items() if b.kind == "constant"]
             memory = {**self.memory, **dict(zip(constants, lowered.graph.constants.values(), strict=True))}
+            compiled = inductor.compiled(
+                program,
+                how=compile_how(self.spec, self.device),
+                device=self.device,
+                rank=self.rank,
+                world_size=self.world_size,
+                group=self.group,
+            )
             self.bound[id(lowered)] = Bound(
-                program, self.rank, self.transport.comm, memory, self.arena, cuda_graph=self.spec.cuda_graph
+                program, self.rank, self.transport.comm, memory, self.arena, compiled, cuda_graph=self.spec.cuda_graph
             )
         return self.bound[id(lowered)]
 

@@ -50,6 +50,8 @@ class Spec:
     two libraries for each shape, measured once per machine and kept in a file (`fzero.products`): the same accuracy
     and, as another machine may choose otherwise, bits that hold for this one.
     allow_unused: parameters without a gradient get a zero one instead of an error.
+    compile: "inductor" compiles the stretches of loops in each segment, "none" runs plain aten, "auto" compiles where
+    that was measured to gain (docs/compile.md). Without a compiler both run plain aten, and say so.
     params: with `step` and stage 1 or 2, path rules of the leaves that stay whole.
     transfers: on the CPU, "shared" (ranks of one machine read one another's memory), "p2p" (messages over gloo), or
     "auto": shared where it can be, each gather by measured cost. Same bits.
@@ -82,6 +84,7 @@ class Spec:
     remat: str | Mapping[str, str] = "none"
     products: str = "default"
     allow_unused: bool = False
+    compile: str = "none"
     params: str | Sequence[str] = DEFAULT_PARAMS
     transfers: str = "auto"
     cuda_graph: bool = True
@@ -119,6 +122,7 @@ class Spec:
         if self.clip_norm is not None and self.clip_value is not None:
             raise SpecError("Spec(clip_norm=, clip_value=): give one of them, or chain both in the optimizer")
         _choice("transfers", self.transfers, ("auto", "shared", "p2p"))
+        _choice("compile", self.compile, ("none", "auto", "inductor"))
         _choice("nonfinite", self.nonfinite, (None, "ignore", "skip", "raise"))
         if self.trainable is not None:
             rules = (self.trainable_rules or ()) if isinstance(self.trainable, (str, Sequence)) else ()

@@ -22,6 +22,7 @@ from torch import fx
 
 from fzero import products, segments
 from fzero._torch_compat import FakeTensorMode, kernel_of
+from fzero.fusion import Fused
 from fzero.plan.pack import pack
 from fzero.plan.workspace import workspace_bytes
 
@@ -51,7 +52,7 @@ def layout(gm: fx.GraphModule) -> Layout:
 
 def _heap(node: fx.Node) -> int:
     made = segments.results(node)
-    direct = _special(node) is not None or out_form(node.target) is not None
+    direct = isinstance(node.target, Fused) or _special(node) is not None or out_form(node.target) is not None
     return workspace_bytes(node) + (0 if direct else sum(value.untyped_storage().nbytes() for _, value in made))
 
 
@@ -75,22 +76,31 @@ def bind(
         if not segments.is_compute(node):
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+        into = {
+            index: fresh[outputs.index((node, index))]
+            if (node, index) in outputs
+            else at(workspace, where[node, index], value)
+            for index, value in segments.results(node, shapes.get(node))
+        }
         if node.target is operator.getitem or segments.is_view(node):
-            env[node] = node.target(*args, **kwargs)
+            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        elif isinstance(node.target, Fused):
+            calls.append(partial(node.target.run, *args, *into.values()))
+            env[node] = list(into.values())
         elif written := segments.mutated(node):
             own = (kernels or {}).get(node.target) or _kernel(node.target)
             calls.append(partial(own, *args, **kwargs))
             env[node] = env[written[0]]
         else:
-            into = {
-                index: fresh[outputs.index((node, index))]
-                if (node, index) in outputs
-                else at(workspace, where[node, index], value)
-                for index, value in segments.results(node, shapes.get(node))
-            }
             calls += _writing(node, args, kwargs, into)
             env[node] = tuple(map(into.get, range(max(into) + 1))) if _several(node) else into.get(0)
     return calls
+
+
+def at(block: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
+    """The tensor at a place of a block of bytes that has a fake tensor's shape, strides and dtype."""
+    nbytes = like.untyped_storage().nbytes()
+    return block[place : place + nbytes].view(like.dtype).as_strided(like.shape, like.stride())
 
 
 def _shapes(gm: fx.GraphModule, given: Sequence[torch.Tensor]) -> dict[fx.Node, Any]:
@@ -99,12 +109,6 @@ def _shapes(gm: fx.GraphModule, given: Sequence[torch.Tensor]) -> dict[fx.Node, 
         return {}
     with FakeTensorMode():
         return segments.shapes(gm, [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in given])
-
-
-def at(block: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
-    """The tensor at a place of a block of bytes that has a fake tensor's shape, strides and dtype."""
-    nbytes = like.untyped_storage().nbytes()
-    return block[place : place + nbytes].view(like.dtype).as_strided(like.shape, like.stride())
 
 
 def _several(node: fx.Node) -> bool:

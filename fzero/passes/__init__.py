@@ -33,7 +33,7 @@ class Options:
     gather_bytes: int | None = None
     overlap: bool = True
     remat: Mapping[str, str] = field(default_factory=dict)
-    planned: bool = True  # segments run in memory that is placed ahead; else compiled ones allocate their results
+    compile: str = "none"
 
 
 Pass = Callable[[Program, Options], Program]
@@ -50,8 +50,8 @@ PASSES: tuple[tuple[str, Pass, str], ...] = (
     ("write_in_place", lambda p, o: write_in_place(p), "after all moves, so that what reads old values is known"),
     ("prefetch", lambda p, o: prefetch(p, o.prefetch if o.overlap else 0, o.gather_bytes), "hide gathers, under a cap"),
     ("free", lambda p, o: free(p), "lifetimes are final now"),
-    ("measure", lambda p, o: measure(p, o.planned), "the account needs the final segments"),
-    ("place", lambda p, o: place(p, o.planned), "lives and sizes are final: all of a step's memory in one arena"),
+    ("measure", lambda p, o: measure(p, o.compile), "the account needs the final segments"),
+    ("place", lambda p, o: place(p), "lives and sizes are final: all of a step's memory in one arena"),
 )
 
 

@@ -3,7 +3,6 @@
 What is alive at one moment lies apart (`fzero.plan.pack`); a transfer's buffers live until it is waited for, the batch
 from before the first op. Nothing is allocated or returned to the system while the program runs, so that its memory
 stays mapped: on a CPU the page faults of fresh memory cost as much as half of a plain training step.
-With `planned=False` activations keep memory of their own, from the allocator: a compiled segment returns them there.
 
     buffer grad:b0 f32[1024] grad           becomes      buffer grad:b0 f32[1024] grad at=65536
     run ... workspace=4096                  becomes      run ... workspace=4096 at=131072
@@ -17,15 +16,9 @@ from fzero.passes import rewrite
 from fzero.plan.pack import pack
 from fzero.program import PERSISTENT, Program
 
-COMMUNICATED = ("gather", "grad", "scratch")
 
-
-def place(program: Program, planned: bool = True) -> Program:
-    lives = {
-        name: life
-        for name, life in lifetimes(program).items()
-        if planned or (program.buffers[name].kind in COMMUNICATED and not _returned(program, name))
-    }
+def place(program: Program) -> Program:
+    lives = lifetimes(program)
     blocks = [i for i, one in enumerate(program.ops) if one.get("workspace")]
     items = [(*life, program.buffers[name].nbytes) for name, life in lives.items()]
     items += [(i, i, int(program.ops[i].get("workspace"))) for i in blocks]
@@ -50,8 +43,3 @@ def lifetimes(program: Program) -> dict[str, tuple[int, int]]:
         if name in found:
             found[name] = (found[name][0], len(program.ops))
     return found
-
-
-def _returned(program: Program, name: str) -> bool:
-    """Whether a run returns a buffer as a new tensor."""
-    return any(ref.name == name for one in program.ops for ref in one.writes[: int(one.get("fresh", 0))])

@@ -5,8 +5,8 @@ segment takes of it, which tensors a transfer moves. What is left of an op is a 
 over them is all the Python of a step. State keeps its addresses, the batch is copied into the arena, metrics are copied
 out of it.
 
-A buffer without a place (what a compiled segment returns) comes to life when it is written: ops that touch one look it
-up when they run.
+A buffer without a place (in a program written by hand, or not through all passes) comes to life when it is written: ops
+that touch one look it up when they run.
 
 A transfer may still be read by other ranks after this rank has what it waited for (`Comm.settle`). Whatever overwrites
 or frees the source settles it first.
@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 
 from fzero import segments, tape
 from fzero._torch_compat import below_autograd
@@ -31,7 +32,7 @@ Call = Callable[[], Any]
 
 class Bound:
     """A program on this rank. `memory` holds the state's buffers and the constants by name, `arena` at least
-    `program.arena_bytes`; `compiled` are functions for some segments, by hash. On CUDA the steps after the first are
+    `program.arena_bytes`; `compiled` stand for some segments, by hash. On CUDA the steps after the first are
     one graph where the program allows it (`fzero.runtime.graphs`)."""
 
     def __init__(
@@ -41,7 +42,7 @@ class Bound:
         comm: Comm,
         memory: Mapping[str, torch.Tensor],
         arena: torch.Tensor,
-        compiled: Mapping[str, Callable[..., Any]] | None = None,
+        compiled: Mapping[str, fx.GraphModule] | None = None,
         *,
         cuda_graph: bool = False,
     ) -> None:
@@ -154,10 +155,10 @@ def _writes_state(program: Program, one: Op) -> bool:
 
 def _run(bound: Bound, one: Op) -> list[Call]:
     key, num_fresh = str(one.get("segment")), int(one.get("fresh", 0))
-    gm = bound.program.segments[key]
+    gm = bound.compiled.get(key, bound.program.segments[key])
     fresh, into = one.writes[:num_fresh], one.writes[num_fresh:]
-    if key in bound.compiled or bound._is_loose((*one.reads, *one.writes)):
-        return [partial(_call, bound, bound.compiled.get(key, gm.forward), one, fresh, (*one.reads, *into))]
+    if bound._is_loose((*one.reads, *one.writes)):
+        return [partial(_call, bound, gm.forward, one, fresh, (*one.reads, *into))]
     for ref, node in zip(fresh, segments.outputs(gm.graph), strict=True):
         bound.memory[ref.name] = tape.at(bound.arena, bound.program.buffers[ref.name].at or 0, node.meta["val"])
     start, size = int(one.get("at", 0)), int(one.get("workspace", 0))

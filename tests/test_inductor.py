@@ -1,0 +1,374 @@
+"""Compiled segments: what is fused computes the same, everywhere the same, and nothing hangs where it cannot be."""
+
+import logging
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import cases
+import helpers
+import models
+import pytest
+import torch
+from torch import fx
+
+import fzero
+from fzero import segments
+from fzero._torch_compat import FakeTensorMode, inductor_lacks
+from fzero.fusion import Fused, aliased, fused
+from fzero.mutate import corpus
+from fzero.program import Buffer, Program, Ref, op
+from fzero.runtime import handlers, inductor
+from fzero.runtime.interpret import interpret
+
+aten = torch.ops.aten
+needs_compiler = pytest.mark.skipif(bool(inductor_lacks("cpu")), reason="no C++ compiler")
+
+
+def stretches(program: Program) -> dict[str, Fused]:
+    pool: dict[str, Fused] = {}
+    for key, same in aliased(program).items():
+        fused(program.segments[key], pool, same)
+    return pool
+
+
+def graph_of(body: Callable[..., list[fx.Node]], *like: torch.Tensor) -> fx.GraphModule:
+    """A segment: `body(graph, *placeholders)` returns the outputs."""
+    graph = fx.Graph()
+    graph.output(body(graph, *[graph.placeholder(f"x{i}") for i in range(len(like))]))
+    with FakeTensorMode() as mode:
+        return segments.propagate(segments.module(graph), [mode.from_tensor(x) for x in like])
+
+
+def names(one: Fused) -> list[str]:
+    return [n.target.__name__ for n in one.graph.graph.nodes if segments.is_compute(n) and not segments.is_view(n)]
+
+
+# --- cutting out, nothing compiled ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(18))
+def test_a_segment_with_stretches_cut_out_computes_the_same_bits(number: int, monkeypatch: Any) -> None:
+    case = corpus.draw(random.Random(number), number)
+
+    def run() -> list[handlers.Rank]:
+        memory = [{name: x.clone() for name, x in held.items()} for held in case.memory]
+        with torch.no_grad():
+            return interpret(case.programs, memory, poison=True)
+
+    plain = run()
+    found: dict[str, Any] = {}
+    for program in case.programs.values():
+        for key, same in aliased(program).items():
+            made = fused(program.segments[key], {}, same)
+            found.update({key: made.forward} if made is not None else {})
+    use(monkeypatch, lambda program: found)
+    for ours, theirs in zip(run(), plain, strict=True):
+        assert ours.memory.keys() == theirs.memory.keys()
+        assert all(helpers.same_bits(ours.memory[name], x) for name, x in theirs.memory.items())
+        assert all(ours.memory[name].stride() == x.stride() for name, x in theirs.memory.items())
+
+
+def use(monkeypatch: Any, calls: Callable[[Program], dict[str, Any]]) -> None:
+    """Ranks run these callables for segments."""
+    original = handlers.Rank.__init__
+
+    def init(self: handlers.Rank, program: Program, *args: Any, **options: Any) -> None:
+        original(self, program, *args, **options)
+        self.calls = {**self.calls, **calls(program)}
+
+    monkeypatch.setattr(handlers.Rank, "__init__", init)
+
+
+def test_what_is_no_loop_stays_aten() -> None:
+    def body(g: fx.Graph, x: fx.Node, w: fx.Node) -> list[fx.Node]:
+        a = g.call_function(aten.mul.Tensor, (x, 2.0))
+        b = g.call_function(aten.sin.default, (a,))
+        c = g.call_function(aten.mm.default, (b, w))
+        d = g.call_function(aten.gelu.default, (c,))  # by erf: aten's is twice as fast on the CPU
+        e = g.call_function(aten.rand_like.default, (d,))
+        f = g.call_function(aten.add.Tensor, (e, d))  # alone between two borders
+        h = g.call_function(aten.mm.default, (f, w))
+        return [h]
+
+    pool: dict[str, Fused] = {}
+    made = fused(graph_of(body, torch.empty(4, 4), torch.empty(4, 4)), pool, {})
+    assert made is not None
+    assert [names(one) for one in pool.values()] == [["mul.Tensor", "sin.default", "copy_.default"]]
+    kinds = [getattr(n.target, "__name__", "") for n in made.graph.nodes if segments.is_compute(n)]
+    assert [k for k in kinds if "mm" in k or "gelu" in k or "rand" in k or "add" in k] == [
+        "mm.default",
+        "gelu.default",
+        "rand_like.default",
+        "add.Tensor",
+        "mm.default",
+    ]
+
+
+def test_a_segment_without_a_stretch_is_left_out() -> None:
+    def body(g: fx.Graph, x: fx.Node) -> list[fx.Node]:
+        return [g.call_function(aten.mm.default, (g.call_function(aten.t.default, (x,)), x))]
+
+    assert fused(graph_of(body, torch.empty(4, 4)), {}, {}) is None
+
+
+def test_depth_adds_nothing_to_compile() -> None:
+    found = []
+    for depth in (3, 9):
+        init, loss = cases.gpt(64, 16, depth, 2)
+        spec = fzero.Spec(loss=loss, optimizer=fzero.optim.lion(1e-3), zero=3, precision="bf16")
+        batch = {name: torch.empty(2, 8, dtype=torch.int64, device="meta") for name in "xy"}
+        found.append(stretches(fzero.lower(spec, init, batch, world_size=2).program))
+    assert found[0].keys() == found[1].keys()
+    assert len(found[0]) > 4
+
+
+def test_segments_whose_ops_alias_differently_are_left_alone() -> None:
+    def body(g: fx.Graph, x: fx.Node, into: fx.Node) -> list[fx.Node]:
+        g.call_function(aten.copy_.default, (into, g.call_function(aten.mul.Tensor, (x, 2.0))))
+        return []
+
+    gm = graph_of(body, torch.empty(8), torch.empty(8))
+    key = segments.digest(gm)
+    buffers = {name: Buffer(name, torch.float32, (16,), "state") for name in "ab"}
+
+    def program(*pairs: tuple[Ref, Ref]) -> Program:
+        ops = tuple(op("update", [read], [write], segment=key, fresh=0) for read, write in pairs)
+        return Program((("dp", 1),), {}, buffers, ops, {}, segments={key: gm})
+
+    a, b = Ref("a", 0, 8), Ref("b", 0, 8)
+    assert aliased(program((a, b), (b, a))) == {key: {}}
+    assert aliased(program((a, a), (b, b))) == {key: {1: 0}}
+    assert aliased(program((a, a), (b, a))) == {}
+    assert aliased(program((Ref("a", 4, 12), a))) == {}
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------
+
+
+def spec_of(zero: int, precision: str) -> fzero.Spec:
+    return fzero.Spec(
+        loss=models.GPT.loss,
+        optimizer=fzero.optim.lion(1e-3),  # its update is a chain of pointwise ops, and is compiled
+        zero=zero,
+        precision=precision,
+        clip_norm=1.0,
+        bucket_bytes=1 << 12,
+    )
+
+
+def train(zero: int, precision: str, how: str, monkeypatch: Any) -> helpers.Run:
+    memo: dict[str, dict[str, Any]] = {}
+
+    def calls(program: Program) -> dict[str, Any]:
+        if program.digest not in memo:
+            made = inductor.compiled(program, how=how)
+            memo[program.digest] = {key: gm.forward for key, gm in made.items()}
+        return memo[program.digest]
+
+    with monkeypatch.context() as patched:
+        use(patched, calls)
+        params = models.GPT.init(fzero.random.key(0))
+        return helpers.run(spec_of(zero, precision), params, models.GPT.batch, world=2, steps=2)
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, helpers.Run]:
+    with pytest.MonkeyPatch.context() as patch:
+        return {precision: train(0, precision, "none", patch) for precision in ("fp32", "bf16")}
+
+
+@needs_compiler
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-6), ("bf16", 2e-2)])
+def test_training_compiled(
+    precision: str, tolerance: float, plain: dict[str, helpers.Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Near to aten, the same again, and the same under every stage."""
+    first, again = (train(0, precision, "inductor", monkeypatch) for _ in range(2))
+    assert not helpers.differing(first.final, again.final)
+    assert first.losses() == pytest.approx(plain[precision].losses(), rel=tolerance)
+    for zero in (1, 2, 3):
+        other = train(zero, precision, "inductor", monkeypatch)
+        assert other.losses() == first.losses()
+        assert not helpers.differing(other.final, first.final)
+
+
+@needs_compiler
+def test_a_read_that_is_the_written_memory_is_read_before_it_is_written() -> None:
+    """x is written in place and summed as it was: two loops, that may not change places."""
+
+    def body(g: fx.Graph, x: fx.Node, into: fx.Node) -> list[fx.Node]:
+        rows = g.call_function(aten.sum.dim_IntList, (x, [1], True))
+        columns = g.call_function(aten.sum.dim_IntList, (x, [0]))
+        new = g.call_function(aten.mul.Tensor, (x, rows))
+        g.call_function(aten.copy_.default, (into, new))
+        return [columns]
+
+    gm = graph_of(body, torch.empty(64, 64), torch.empty(64, 64))
+    key, x = segments.digest(gm), torch.randn(64, 64)
+    buffers = {"x": Buffer("x", torch.float32, (64, 64), "state"), "s": Buffer("s", torch.float32, (64,), "activation")}
+    one = op("update", [Ref("x")], [Ref("s"), Ref("x")], segment=key, fresh=1)
+    program = Program((("dp", 1),), {}, buffers, (one,), {}, segments={key: gm})
+    made = inductor.compiled(program, how="inductor")[key]
+    given = x.clone()
+    (columns,) = made.forward(given, given)
+    torch.testing.assert_close(columns, x.sum(0))
+    torch.testing.assert_close(given, x * x.sum(1, keepdim=True))
+
+
+KINDS = {
+    "bf16": (torch.bfloat16, lambda x: x.t()),
+    "strided": (torch.float32, lambda x: x[:, ::2]),
+    "offset": (torch.float32, lambda x: x.view(-1)[1:49].view(6, 8)),
+    "int64": (torch.int64, lambda x: x),
+    "bool": (torch.bool, lambda x: x),
+    "empty": (torch.float32, lambda x: x[:0]),
+    "0-d": (torch.float64, lambda x: x[0, 0]),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_of_every_kind(kind: str) -> None:
+    dtype, cut = KINDS[kind]
+    x = cut((torch.randn(8, 8, generator=torch.Generator().manual_seed(0)) * 3).to(dtype))
+
+    def body(g: fx.Graph, a: fx.Node) -> list[fx.Node]:
+        positive = g.call_function(aten.gt.Scalar, (a, 0))
+        other = g.call_function(aten.where.self, (positive, a, g.call_function(aten.logical_not.default, (a,))))
+        return [positive, other, g.call_function(aten.add.Tensor, (other, other))]
+
+    gm = graph_of(body, x)
+    key = segments.digest(gm)
+    buffers = {name: Buffer(name, torch.float32, (1,), "activation") for name in "xabc"}
+    one = op("run", [Ref("x")], [Ref("a"), Ref("b"), Ref("c")], segment=key, fresh=3)
+    program = Program((("dp", 1),), {}, buffers, (one,), {}, segments={key: gm})
+    made = inductor.compiled(program, how="inductor")
+    assert (key in made) == (kind != "empty")  # nothing to gain there
+    if key in made:
+        for ours, theirs in zip(made[key].forward(x), gm.forward(x), strict=True):
+            assert helpers.same_bits(ours, theirs)
+            assert ours.stride() == theirs.stride()
+
+
+LOADED = """
+import sys, pickle, torch, random
+torch.set_num_threads(1)
+sys.path.insert(0, sys.argv[1])
+import test_inductor as t
+from torch._dynamo.utils import counters
+bits = t.step_bits()
+print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"] > 0, bits)
+"""
+
+
+def step_bits() -> str:
+    """Digest of a compiled step's results."""
+    with pytest.MonkeyPatch.context() as patch:
+        final = train(3, "fp32", "inductor", patch).final
+    return str(fzero.tree.flatten({k: v.double().sum().item().hex() for k, v in final.items()})[1])
+
+
+@needs_compiler
+def test_another_process_loads_what_was_compiled() -> None:
+    bits = step_bits()
+    here = os.path.dirname(__file__)
+    done = subprocess.run([sys.executable, "-c", LOADED, here], capture_output=True, text=True, env=_env(), check=True)
+    assert done.stdout.strip() == f"0 True {bits}"
+
+
+@needs_compiler
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_workers_share_what_is_new(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.utils import counters
+
+    started: list[Any] = []
+    real = inductor._workers
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(inductor, "PER_WORKER", 1)
+    monkeypatch.setattr(inductor, "_workers", lambda *args: started.extend(real(*args)) or started)
+    monkeypatch.setattr(inductor, "_claim", lambda folder, digest: False)  # this rank leaves everything to them
+    program, before = cases.lowered(2, optimizer=fzero.optim.lion(1e-3)).program, dict(counters["inductor"])
+    made = inductor.compiled(program, how="inductor")
+    found = {n.target for gm in made.values() for n in gm.graph.nodes if isinstance(n.target, Fused)}
+    assert started
+    assert all(worker.returncode == 0 for worker in started)
+    loaded = counters["inductor"]["fxgraph_cache_hit"] - before.get("fxgraph_cache_hit", 0)
+    assert loaded == len(found) - 1  # the first is compiled here, for the headers
+    assert all(one.run != one.graph.forward for one in found)
+
+
+def _env() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+# --- where it cannot be -----------------------------------------------------------------------------------------------
+
+
+def small() -> Program:
+    return cases.lowered(2, optimizer=fzero.optim.lion(1e-3)).program
+
+
+def test_none_compiles_nothing_and_auto_leaves_small_stretches() -> None:
+    assert inductor.compiled(small(), how="none") == {}
+    assert inductor.compiled(small(), how="auto") == {}
+
+
+def test_without_a_compiler_one_line_says_so(caplog: Any) -> None:
+    from torch._inductor import config
+
+    with config.patch({"cpp.cxx": (None, "no-such-compiler")}), caplog.at_level(logging.WARNING, "fzero"):
+        assert inductor.compiled(small(), how="inductor") == {}
+    assert len(caplog.records) == 1
+    assert "no C++ compiler was found, looked for no-such-compiler: install g++, or set CXX" in caplog.text
+
+
+@needs_compiler
+def test_a_stretch_that_does_not_compile_stays_aten(monkeypatch: Any, caplog: Any) -> None:
+    bad = next(iter(stretches(small())))
+    fail_for(bad, monkeypatch)
+    with caplog.at_level(logging.WARNING, "fzero"):
+        made = inductor.compiled(small(), how="inductor")
+    assert len(caplog.records) == 1
+    assert "RuntimeError: broken" in caplog.text
+    found = {n.target for gm in made.values() for n in gm.graph.nodes if isinstance(n.target, Fused)}
+    assert {one.digest for one in found if one.run == one.graph.forward} <= {bad}
+    assert any(one.run != one.graph.forward for one in found)
+
+
+def fail_for(digest: str, monkeypatch: Any) -> None:
+    real = inductor.inductor_compile
+
+    def broken(gm: Any, inputs: Any) -> Any:
+        if segments.digest(gm) == digest:
+            raise RuntimeError("broken")
+        return real(gm, inputs)
+
+    monkeypatch.setattr(inductor, "inductor_compile", broken)
+
+
+def one_rank(bad: str, failing: int) -> list[str]:
+    rank, world = fzero.runtime.collectives.open_world("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == failing:
+            fail_for(bad, patch)
+        made = inductor.compiled(small(), how="inductor", rank=rank, world_size=world)
+    found = {n.target for gm in made.values() for n in gm.graph.nodes if isinstance(n.target, Fused)}
+    return sorted(one.digest for one in found if one.run == one.graph.forward)
+
+
+@needs_compiler
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_fails_on_one_rank_is_aten_on_all(failing: int) -> None:
+    bad = next(iter(stretches(small())))
+    assert helpers.values(helpers.gloo(2, one_rank, bad, failing)) == [[bad], [bad]]
+
+
+def test_the_field_is_checked() -> None:
+    with pytest.raises(fzero.SpecError, match=r"compile='inducter'\): needed one of .* Did you mean 'inductor'"):
+        cases.spec(compile="inducter")
+    assert replace(cases.spec(), compile="auto").compile == "auto"
