@@ -136,7 +136,9 @@ def fsdp2(setup: Setup, reshard: bool, compiled: bool = False) -> Step:
 
 
 def deepspeed(setup: Setup, stage: int) -> Step:
-    """Its default buckets of 5e8 elements hold 2 GB each and are no faster here; neither is overlap_comm, on gloo."""
+    """Its default buckets of 5e8 elements hold 2 GB each and are no faster here; neither is overlap_comm, on gloo.
+
+    Its bf16 mode has no fp32 masters at stage 0, where its autocast is the nearest that has."""
     import deepspeed
 
     model = setup.model()
@@ -146,7 +148,8 @@ def deepspeed(setup: Setup, stage: int) -> Step:
         "gradient_clipping": 0.0,  # its default is 1.0
         "zero_optimization": {"stage": stage, "contiguous_gradients": True, "overlap_comm": False, **buckets},
         "zero_allow_untested_optimizer": True,  # torch's fused AdamW, as everybody's
-        "bf16": {"enabled": setup.dtype == "bf16"},
+        "bf16": {"enabled": setup.dtype == "bf16" and stage > 0},
+        "torch_autocast": {"enabled": setup.dtype == "bf16" and stage == 0, "dtype": "bfloat16"},
         "steps_per_print": 10**9,
     }
     optimizer = _adamw(model.parameters())
@@ -230,5 +233,6 @@ BF16 = {
     "ddp": "torch.autocast(bfloat16): products in bf16, norms in fp32; fp32 gradients are reduced, nothing is gathered",
     "floor": "torch.autocast(bfloat16), as DDP",
     "alone": "torch.autocast(bfloat16), as DDP",
-    "deepspeed": "bf16.enabled: bf16 parameters and gradients, fp32 masters; gradients reduced in bf16 (its default)",
+    "deepspeed": "stages 1-3: bf16.enabled, bf16 parameters and fp32 masters; gradients reduced in bf16 (its default)",
+    "deepspeed0": "torch_autocast(bfloat16), as DDP: its bf16 mode has no fp32 masters at stage 0",
 }

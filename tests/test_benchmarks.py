@@ -71,6 +71,9 @@ def test_a_loss_curve_that_is_off_stops_the_run_and_the_floor_does_not() -> None
     good, bad = records([1.0], losses=[2.0, 1.00001]), records([1.0], losses=[2.0, 1.01])
     found = run.compared("fp32", {"ddp": [good], "floor": [bad]}, reference)
     assert found["gaps"]["floor"] == pytest.approx(0.01)
+    assert summary.gap_line(found) == (
+        "Losses agree with the reference's to 1e-05 (allowed 0.0001; without communication 0.01)"
+    )
     with pytest.raises(SystemExit, match=r"loss curves disagree by more than 0\.0001.*\nfsdp: 0\.01"):
         run.compared("fp32", {"ddp": [good], "fsdp": [good, bad]}, reference)
     with pytest.raises(SystemExit, match="disagree"):
