@@ -19,6 +19,7 @@ import fzero
 from fzero import capture, segments
 from fzero.plan.measured import measured_peak
 from fzero.plan.workspace import RULES, workspace_bytes
+from fzero.products import FORMS, OUT_FORMS
 from fzero.runtime import storage
 
 aten = torch.ops.aten
@@ -162,5 +163,6 @@ def test_every_rule_is_tried() -> None:
         aten.logsumexp.default, aten.mse_loss.default, aten.sum.default, aten.sum.dim_IntList, aten.mean.default,
         aten.mean.dim, aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        *FORMS.values(), *OUT_FORMS.values(),  # in test_products
     }  # fmt: skip
     assert set(RULES) <= tried

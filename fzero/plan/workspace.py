@@ -88,8 +88,10 @@ def _adamw8(node: fx.Node) -> int:
 
 
 def _onednn_product(node: fx.Node) -> int:
-    """Blocks of both operands in the order oneDNN reads them; the larger figures were seen with a transposed one."""
-    return min(_bytes(node, -1) + _bytes(node, -2) + 1024, 545_792) * torch.get_num_threads()
+    """Blocks of both operands in the order oneDNN reads them; beside an addend, a transposed left one is copied."""
+    left = segments.operand(node, -2).meta["val"]
+    copied = _bytes(node, -2) if len(node.args) > 2 and not left.is_contiguous() else 0
+    return copied + min(_bytes(node, -1) + _bytes(node, -2) + 1024, 545_792) * torch.get_num_threads()
 
 
 def _orthogonalize(node: fx.Node) -> int:
