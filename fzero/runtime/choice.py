@@ -1,6 +1,6 @@
 """choice: which of several ways each transfer goes, by measured cost.
 
-At set-up every way moves SIZES bytes a few times (about 20 ms in all); rank 0 picks the fastest for each kind and size
+At set-up every way moves SIZES bytes a few times (some 60 ms in all); rank 0 picks the fastest for each kind and size
 and tells the others, so that all ranks go the same way. A transfer goes the way of the nearest size measured.
 Candidates for a reduction are the ways that add in rank order, which give one another's bits; gloo's is none of them.
 """
@@ -19,7 +19,7 @@ from fzero.runtime.collectives import tell
 from fzero.runtime.handlers import Comm
 
 SIZES = (1 << 12, 1 << 18, 1 << 22)  # bytes of the whole buffer
-TIMES = 4
+TIMES = 3
 WAYS = {"gather": ("shared", "p2p", "gloo"), "reduce": ("shared", "p2p")}
 
 Table = Mapping[tuple[str, int], str]
