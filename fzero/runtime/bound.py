@@ -110,7 +110,7 @@ class Bound:
 
     def _bind(self) -> list[list[Call]]:
         """The calls of each op, and before them what they must wait for."""
-        due = settlements(self.program)
+        due = _settle_points(self.program)
         started: set[str] = set()
         found: list[list[Call]] = []
         for index, one in enumerate(self.program.ops):
@@ -146,6 +146,39 @@ class Bound:
 
     def _is_loose(self, refs: Sequence[Ref]) -> bool:
         return any(ref.name in self.loose for ref in refs)
+
+
+def _settle_points(program: Program) -> dict[int, list[str]]:
+    """Which transfers must settle before an op: `handlers.settlements`, but memory of the arena that was freed may be
+    read on by others until an op writes there."""
+    found: dict[int, list[str]] = {}
+    freed: list[tuple[int, int, str]] = []  # (first byte, last byte, transfer) that others may still read
+    started = {one.writes[0].name: one for one in program.ops if one.kind in ("gather", "reduce")}
+    due = settlements(program)
+    for index, one in enumerate(program.ops):
+        now = [name for low, high, name in freed if any(a < high and low < b for a, b in _written(program, one))]
+        for name in due.get(index, ()):
+            transfer = started[name]
+            sources = [program.buffers[ref.name] for ref in (*transfer.reads, *transfer.writes[:1])]
+            if one.kind == "free" and all(b.at is not None for b in sources):
+                freed += [(b.at or 0, (b.at or 0) + b.nbytes, name) for b in sources]
+            else:
+                now.append(name)
+        if now:
+            found[index] = list(dict.fromkeys(now))
+            freed = [entry for entry in freed if entry[2] not in now]
+    last = [*due.get(len(program.ops), ()), *(name for _, _, name in freed)]
+    return {**found, len(program.ops): list(dict.fromkeys(last))}
+
+
+def _written(program: Program, one: Op) -> Iterator[tuple[int, int]]:
+    """The bytes of the arena that an op may write."""
+    if one.get("at") is not None:
+        yield int(one.get("at")), int(one.get("at")) + int(one.get("workspace", 0))
+    for ref in one.writes:
+        buffer = program.buffers[ref.name]
+        if buffer.at is not None:
+            yield buffer.at, buffer.at + buffer.nbytes
 
 
 def _writes_state(program: Program, one: Op) -> bool:
