@@ -31,7 +31,9 @@ ODD = [0.0, -0.0, 1e-45, -1e-40, 1.17e-38, 3e-37, 1e30, 3.4e38, -3.4028234663852
 LOST = [float("inf"), float("-inf"), float("nan")]
 
 
-def values(size: int, offset: int = 0, dtype: torch.dtype = F32, seed: int = 0, odd: list[float] | None = None) -> Tensor:
+def values(
+    size: int, offset: int = 0, dtype: torch.dtype = F32, seed: int = 0, odd: list[float] | None = None
+) -> Tensor:
     """Numbers of many sizes, starting `offset` elements into their memory; some of them replaced by `odd` ones."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(size + offset, generator=generator) * 10.0 ** torch.randint(-3, 3, (), generator=generator)
@@ -63,7 +65,9 @@ def near(got: Tensor, exact: Tensor, other: Tensor, old: Tensor | float = 0.0) -
 # ---- AdamW -----------------------------------------------------------------------------------------------------------
 
 
-def state(size: int, offset: int = 0, param: torch.dtype = F32, grad: torch.dtype = F32, moment: torch.dtype = F32) -> Any:
+def state(
+    size: int, offset: int = 0, param: torch.dtype = F32, grad: torch.dtype = F32, moment: torch.dtype = F32
+) -> Any:
     p, g = values(size, offset, param, 1), values(size, offset, grad, 2)
     return p, g, values(size, offset, moment, 3) * 0.1, values(size, offset, moment, 4).square() * 0.1
 
