@@ -19,7 +19,7 @@ from fzero.optim import _adam8
 
 pytestmark = pytest.mark.gpu
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-STEP = (0.9, 0.999, 1e-8, 0.1)
+STEP: Any = (0.9, 0.999, 1e-8, 0.1)
 SIZES = [1, 63, 4097, 1_000_003]
 ODD = [0.0, -0.0, 1e-45, -1e-40, 1e30, 3.4e38, 65520.0, float("inf"), float("-inf"), float("nan")]
 

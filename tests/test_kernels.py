@@ -32,7 +32,7 @@ from fzero.kernels import round as rounding
 WORKERS = Path(__file__).parent / "workers"
 ROOT = Path(__file__).parents[1]
 BF16, F16, F32, F64, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64
-STEP = (0.9, 0.999, 1e-8, 0.1)
+STEP: Any = (0.9, 0.999, 1e-8, 0.1)
 TYPES = {
     F32: "fp32", BF16: "bf16", F16: "fp16", F64: "fp64", torch.bool: "i1",
     torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", INT64: "i64",
