@@ -67,7 +67,7 @@ def updates(size: int, device: str) -> Iterator[Case]:
         beta1, beta2, eps, decay = STEP
         options: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay, "lr": lr.float()}
         steps = [count.float()]
-        torch._fused_adamw_(*([t] for t in tensors), [], steps, **options, amsgrad=False, maximize=False)
+        torch._fused_adamw_(*([t] for t in tensors), [], steps, **options, amsgrad=False, maximize=False)  # type: ignore[call-overload]
 
     yield Case(
         "adamw fp32", lambda: adamw.adamw_(p, g, m, v, count, lr, *STEP), [p, g, m, v], [p, m, v],

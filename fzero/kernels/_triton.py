@@ -25,13 +25,18 @@ jit: Callable[[Callable[..., Any]], Any] = triton.jit if triton is not None else
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **constants: Any) -> None:
-    """Runs `programs` programs of a kernel on `device`. Raises ImportError where Triton is missing."""
+def launch(
+    kernel: Any, programs: int, device: torch.device, *args: Any, enable_fp_fusion: bool = True, **constants: Any
+) -> None:
+    """Runs `programs` programs of a kernel on `device`. Raises ImportError where Triton is missing.
+
+    Whether products are fused into sums is always said: Triton's default changes between its versions.
+    """
     if triton is None:
         name = kernel.__name__.strip("_")
         raise ImportError(f"{name} on {device} needs Triton, which this Python does not have: pip install triton")
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[(programs,)](*args, **constants)
+        kernel[(programs,)](*args, enable_fp_fusion=enable_fp_fusion, **constants)
 
 
 def exact(kernel: Any, programs: int, device: torch.device, *args: Any, **constants: Any) -> None:

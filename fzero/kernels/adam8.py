@@ -7,11 +7,13 @@ Formula. A moment is 8-bit codes with one fp32 scale s, the largest magnitude, f
 
 The step between is AdamW's in float32, from moments before they are rounded. The draw is a hash of the element's
 parameter, gradient, place in the block and step number: no state. This is the op `fzero::adamw8_`, operation by
-operation, each rounded on its own, and its bits, with two exceptions: the powers of beta are made by squaring
-(`fzero.kernels.hyper`), and in a block whose moment is NaN the codes are free (the scale is NaN, and so is all of it).
+operation, each rounded on its own, and its bits where torch's root is IEEE's (on CUDA; MKL's on the CPU is not), with
+two exceptions: the powers of beta are made by squaring (`fzero.kernels.hyper`), and in a block whose moment is NaN the
+codes are free (the scale is NaN, and so is all of it).
 
 Byte floor an element of a float32 parameter: reads 4 + 4 + 1 + 1, writes 4 + 1 + 1, and 16 / 64 for the scales: 16.25.
-The op in PyTorch makes some fifty passes.
+The op in PyTorch makes some fifty passes. Five divisions and four roots by IEEE's rules make some 230 instructions an
+element on sm_90, so arithmetic may bound it before memory does.
 """
 
 from __future__ import annotations

@@ -33,11 +33,12 @@ def sum_squares_reference(x: Tensor) -> tuple[Tensor, Tensor]:
 @jit
 def _partial_kernel(partials, x, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK,), tl.float64)
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    for start in range(first, size, tl.num_programs(0) * BLOCK):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    while start < size:
         index = start + tl.arange(0, BLOCK)
         value = wide(tl.load(x + index, index < size, 0.0)).to(tl.float64)
         total += value * value
+        start += tl.num_programs(0) * BLOCK
     tl.store(partials + tl.program_id(0), tl.sum(total, 0))
 
 

@@ -21,7 +21,7 @@ from fzero.kernels import round as rounding
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-STEP = (0.9, 0.999, 1e-8, 0.1)
+STEP: Any = (0.9, 0.999, 1e-8, 0.1)
 few = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 sizes = st.sampled_from([0, 1, 2, 63, 64, 65, 1023, 1024, 1025, 2047, 2049]) | st.integers(0, 3000)
 offsets = st.integers(0, 3)
@@ -198,6 +198,14 @@ def test_stochastic_rounding(size: int, offset: int, seed: int) -> None:
     assert torch.equal(got.view(torch.int16), optim.stochastic_round(x, torch.tensor(seed)).view(torch.int16))
 
 
+def test_the_edges_of_stochastic_rounding() -> None:
+    edges = [0x7F800001, 0x7FFFFFFF, 0x7F800000, 0x7F7F0000, 0x7F7F0001, 0x7F7FFFFF, 0x7F7EFFFF, 0x00000001, 0x007FFFFF]
+    x = torch.tensor(edges + [-(2**31) + e for e in edges], dtype=torch.int32).view(F32)
+    for seed in range(8):
+        got = rounding.stochastic_round(x, torch.tensor(seed)).view(torch.int16)
+        assert torch.equal(got, optim.stochastic_round(x, torch.tensor(seed)).view(torch.int16))
+
+
 @few
 @given(sizes, offsets, floats, floats, st.sampled_from([None, 1.0, 0.37, 1e-3, 1e4]))
 def test_cast_and_scale(size: int, offset: int, source: torch.dtype, target: torch.dtype, by: float | None) -> None:
@@ -344,3 +352,28 @@ def test_errors_are_sent_later() -> None:
     once = x - signs.unpack_reference(*packed(x, None, 64), 512, 64)
     assert (sent / 60 - x).square().sum() < 0.02 * once.square().sum()
     assert torch.allclose(sent + error, 60 * x, rtol=1e-4, atol=1e-3)
+
+
+def test_nothing_is_written_past_the_end() -> None:
+    """Each result is a part of a larger buffer, whose rest stays."""
+    whole: list[Tensor] = []
+
+    def part(size: int, dtype: torch.dtype = F32) -> Tensor:
+        whole.append(torch.full((size + 40,), 77, dtype=dtype))
+        return whole[-1][20 : size + 20]
+
+    for size in (1, 129, 1025):
+        p, m, v, copy = (part(size, t) for t in (F32, F32, F32, BF16))
+        adamw.adamw_(p, values(size), m, v, torch.tensor(1), torch.tensor(1e-3), *STEP, copy=copy)
+        cast.cast(part(size, F16), values(size))
+        rounding.stochastic_round(values(size), torch.tensor(1), out=part(size, BF16))
+        for bits, dtype in ((8, torch.int8), (4, torch.uint8)):
+            num_codes, num_scales = quantize.sizes(size, bits)
+            codes, scales = part(num_codes, dtype), part(num_scales)
+            quantize.quantize(codes, scales, values(size), bits=bits)
+            quantize.dequantize(part(size), codes, scales, bits=bits)
+        num_signs, num_scales = signs.sizes(size, 64)
+        packed_signs, scales = part(num_signs, torch.uint8), part(num_scales)
+        signs.pack(packed_signs, scales, values(size), part(size), block=64)
+        signs.unpack(part(size), packed_signs, scales, block=64)
+    assert all((t[:20] == 77).all() and (t[-20:] == 77).all() for t in whole)

@@ -1,0 +1,246 @@
+"""The Triton kernels on a CUDA device (`make test-gpu`): the bits that are promised, the oracle elsewhere.
+
+Bits are compared with references that run on the CPU and round as IEEE says, so they are the same on every device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fzero import optim
+from fzero.kernels import KERNELS, adam8, adamw, cast, hyper, kernel_for, norms, quantize, signs
+from fzero.kernels import round as rounding
+from fzero.optim import _adam8
+
+pytestmark = pytest.mark.gpu
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+STEP: Any = (0.9, 0.999, 1e-8, 0.1)
+SIZES = [1, 63, 4097, 1_000_003]
+ODD = [0.0, -0.0, 1e-45, -1e-40, 1e30, 3.4e38, 65520.0, float("inf"), float("-inf"), float("nan")]
+
+
+def values(size: int, dtype: torch.dtype = F32, seed: int = 0, odd: bool = False) -> Tensor:
+    """On the CPU, one element into its memory."""
+    x = torch.randn(size + 1, generator=torch.Generator().manual_seed(seed))
+    if odd and size > 100:
+        x[torch.arange(1, 3 * len(ODD), 3)] = torch.tensor(ODD)
+    return x.to(dtype)[1:]
+
+
+def there(*tensors: Tensor) -> list[Tensor]:
+    """Copies on the device, as misaligned as those here."""
+    return [torch.cat([t.new_zeros(1), t.reshape(-1)]).cuda()[1:] for t in tensors]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal bits; any NaN equals any other."""
+    a, b = a.cpu(), b.cpu()
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    nan = a.isnan()
+    return torch.equal(nan, b.isnan()) and torch.equal(a[~nan].view(whole), b[~nan].view(whole))
+
+
+def near(got: Tensor, exact: Tensor, other: Tensor, old: Tensor) -> None:
+    """Twice as far from the exact result as `other`, one unit in the last place, and two at the size of `old`."""
+    unit = torch.finfo(got.dtype).eps
+    got, exact, other, old = (t.double().cpu() for t in (got, exact, other, old))
+    room = 2 * (other - exact).abs() + 2 * torch.finfo(F32).eps * (old.abs() + exact.abs())
+    assert ((got - exact).abs() <= room + unit * exact.abs() + 1e-44).all()
+
+
+def state(size: int, dtype: torch.dtype) -> list[Tensor]:
+    p, g, m, v = (values(size, dtype, seed) for seed in range(4))
+    return [p, g, m * 0.1, v.square() * 0.1]
+
+
+def scalars(count: int = 3) -> tuple[Tensor, Tensor]:
+    return torch.tensor(count, device="cuda"), torch.tensor(1e-2, dtype=torch.float64, device="cuda")
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adamw_is_as_near_as_aten(size: int, dtype: torch.dtype, decoupled: bool) -> None:
+    old = state(size, dtype)
+    exact = adamw.adamw_reference(*old, 3, 1e-2, *STEP, decoupled, dtype=torch.float64)
+    own, other = there(*old), there(*old)
+    adamw.adamw_(*own, *scalars(), *STEP, decoupled)
+    torch.ops.fzero.adamw_(*other, *scalars(), *STEP, decoupled)
+    for i, wanted in zip((0, 2, 3), exact, strict=True):
+        near(own[i], wanted, other[i], old[i])
+
+
+def test_adamw_has_the_bits_of_separate_operations() -> None:
+    """In float32, one IEEE operation after the other, with the same numbers of the step: numpy's."""
+    old = state(100_003, F32)
+    p, g, m, v = (t.numpy() for t in old)
+    beta1, rest1, beta2, rest2, eps = (np.float32(x) for x in (0.9, 1 - 0.9, 0.999, 1 - 0.999, 1e-8))
+    words = hyper.hyper(torch.device("cuda"), *scalars(), 0.9, 0.999, 0.1).cpu().view(F32).numpy()
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * g * g
+    step = words[4] * p + words[0] * m / (np.sqrt(v) * words[2] + eps)
+    own = there(*old)
+    adamw.adamw_(*own, *scalars(), *STEP)
+    for got, wanted in zip((own[0], *own[2:]), (p - step, m, v), strict=True):
+        assert same(got, torch.from_numpy(wanted))
+
+
+def test_slices_skips_copies_and_seeds() -> None:
+    old = state(5000, F32)
+    whole, cut = there(*old), there(*old)
+    copy, flag = torch.empty(5000, dtype=BF16, device="cuda"), torch.tensor(True, device="cuda")
+    adamw.adamw_(*whole, *scalars(), *STEP, copy=copy)
+    for part in (slice(0, 1234), slice(1234, 5000)):
+        adamw.adamw_(*(t[part] for t in cut), *scalars(), *STEP)
+    assert all(same(a, b) for a, b in zip(whole, cut, strict=True))
+    assert same(copy, whole[0].to(BF16))
+    adamw.adamw_(*cut, *scalars(), *STEP, skip=flag)
+    assert all(same(a, b) for a, b in zip(whole, cut, strict=True))
+    low = [t.to(BF16) if i != 1 else t for i, t in enumerate(there(*old))]
+    wide = [t.float() for t in low]
+    seeds = [torch.tensor(s, device="cuda") for s in (7, -9, 2**62)]
+    adamw.adamw_(*low, *scalars(), *STEP, seeds=adamw.Seeds(*seeds))
+    adamw.adamw_(*wide, *scalars(), *STEP)
+    for i, seed in zip((0, 2, 3), seeds, strict=True):
+        assert same(low[i], optim.stochastic_round(wide[i].cpu(), seed.cpu()))
+
+
+@pytest.mark.parametrize("count", [1, 2, 10, 12_345, 10**6])
+def test_the_numbers_of_a_step_are_the_cpus(count: int) -> None:
+    words = hyper.hyper(torch.device("cuda"), *scalars(count), 0.9, 0.999, 0.1).cpu().view(F32)
+    correction = (1 - 0.999**count) ** 0.5
+    exact = torch.tensor([1e-2 / (1 - 0.9**count), correction, 1 / correction, 1 - 1e-3, 1e-3], dtype=torch.float64)
+    assert words[:5].tolist() == exact.float().tolist()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_adamw8_has_the_bits_of_the_operator(size: int, dtype: torch.dtype) -> None:
+    """Of the operator on the device, whose roots are IEEE's."""
+    blocks = -(-size // 64)
+    own, other = ([*there(*[values(size, dtype)]), *_zero(size, blocks)] for _ in range(2))
+    for count in range(1, 6):
+        g = values(size, dtype, count).cuda()
+        for step, (p, *moments) in ((adam8.adamw8_, own), (_adam8.adamw8_, other)):
+            step(p, g, *moments, *scalars(count), *STEP)
+    assert all(same(a, b) for a, b in zip(own, other, strict=True))
+
+
+def _zero(size: int, blocks: int) -> list[Tensor]:
+    sizes = (size, torch.int8), (blocks, F32), (size, torch.uint8), (blocks, F32)
+    return [torch.zeros(num, dtype=dtype, device="cuda") for num, dtype in sizes]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_rounding_and_casts(size: int) -> None:
+    x = values(size, odd=True)
+    seed = torch.tensor(-5)
+    got = rounding.stochastic_round(*there(x), seed.cuda())
+    assert torch.equal(got.cpu().view(torch.int16), optim.stochastic_round(x, seed).view(torch.int16))
+    scale = torch.tensor(0.37)
+    for source in (F32, BF16, F16):
+        for target in (F32, BF16, F16):
+            out = torch.empty(size + 1, dtype=target, device="cuda")[1:]
+            cast.cast(out, *there(x.to(source)), scale.cuda())
+            assert same(out, cast.cast_reference(x.to(source), target, scale))
+
+
+@pytest.mark.parametrize("size", [0, *SIZES, 10_000_019])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_norm_and_finite_check(size: int, dtype: torch.dtype) -> None:
+    x, flag = values(size, dtype), torch.tensor(True, device="cuda")
+    (device,) = there(x)
+    total = norms.sum_squares(device, nonfinite=flag)
+    assert total.item() == pytest.approx(x.double().square().sum().item(), rel=1e-13)
+    assert not flag
+    assert all(torch.equal(total, norms.sum_squares(device.clone())) for _ in range(3)), "the same bits every time"
+    for lost in (float("inf"), float("nan")):
+        if size:
+            device[-1] = lost
+            norms.sum_squares(device, nonfinite=flag)
+            assert flag
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("block", [16, 64, 4096])
+def test_quantise_and_back(size: int, bits: int, block: int) -> None:
+    x = values(size, odd=True)
+    num_codes, num_scales = quantize.sizes(size, bits, block)
+    codes = torch.empty(num_codes, dtype=torch.int8 if bits == 8 else torch.uint8, device="cuda")
+    scales, back = torch.empty(num_scales, device="cuda"), torch.empty(size, device="cuda")
+    quantize.quantize(codes, scales, *there(x), bits=bits, block=block)
+    wanted = quantize.quantize_reference(x, bits, block)
+    assert same(codes, wanted[0])
+    assert same(scales, wanted[1])
+    quantize.dequantize(back, codes, scales, bits=bits, block=block)
+    assert same(back, quantize.dequantize_reference(*wanted, size, bits, block))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("block", [64, 1024, 4096])
+def test_signs_and_back(size: int, block: int) -> None:
+    x, error = values(size), values(size, seed=1)
+    num_signs, num_scales = signs.sizes(size, block)
+    bits = torch.empty(num_signs, dtype=torch.uint8, device="cuda")
+    scales, back = torch.empty(num_scales, device="cuda"), torch.empty(size, device="cuda")
+    device, lost = there(x, error)
+    signs.pack(bits, scales, device, lost, block=block)
+    signs.unpack(back, bits, scales, block=block)
+    wanted = signs.pack_reference(x, error, block)
+    assert same(bits, wanted[0])
+    torch.testing.assert_close(scales.cpu(), wanted[1], rtol=1e-5, atol=0)
+    assert same(back, signs.unpack_reference(wanted[0], scales.cpu(), size, block))
+    assert same(lost, x + error - back.cpu()), "the errors of the scales that were written"
+
+
+def test_a_step_waits_for_nothing_and_fits_in_a_graph() -> None:
+    own = there(*state(4096, F32))
+    norm, bad = torch.empty((), dtype=torch.float64, device="cuda"), torch.tensor(False, device="cuda")
+    count, lr = scalars()
+
+    def step() -> None:
+        norms.sum_squares(own[1], nonfinite=bad, out=norm)
+        adamw.adamw_(*own, count, lr, *STEP, skip=bad)
+
+    step()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    replayed = [t.clone() for t in own]
+    other = [t.clone() for t in own]
+    for target in (count.add_(1), own[1].mul_(2)):
+        assert target.is_cuda
+    graph.replay()
+    adamw.adamw_(other[0], own[1], *other[2:], count, lr, *STEP)
+    assert same(own[0], other[0])
+    assert not same(own[0], replayed[0]), "the replay steps, with the count and the gradient of now"
+
+
+def test_compiled_kernels_have_no_spills_on_this_device() -> None:
+    x, out = values(4096).cuda(), torch.empty(4096, dtype=BF16, device="cuda")
+    compiled: Any = cast._cast_kernel[(2,)](out, x, None, 4096, BLOCK=2048, enable_fp_fusion=False)
+    assert compiled.n_spills == 0
+
+
+def test_the_table_swaps_operators_of_a_program() -> None:
+    p, g, m, v = there(*state(4096, F32))
+    op = torch.ops.fzero.adamw.default
+    arguments = (p, g, m, v, *scalars(), *STEP, True)
+    launch = kernel_for(op, *arguments)
+    assert launch is KERNELS[str(op)].launch
+    for a, b in zip(launch(*arguments), op(*arguments), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
