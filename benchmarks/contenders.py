@@ -211,6 +211,13 @@ CONTENDERS: dict[str, Contender] = {
         f"fzero{zero}": Contender(f"fzero zero={zero}", partial(fzero, zero=zero), ("fzero.interop",))
         for zero in range(4)
     },
+    "fzero3_fastest": Contender(
+        "fzero zero=3, products='fastest'", partial(fzero, zero=3, products="fastest"), ("fzero.interop",)
+    ),
+    "fzero3_compiled": Contender(
+        "fzero zero=3, compile='auto'", partial(fzero, zero=3, compile="auto"), ("fzero.interop",), compiled=True
+    ),
+    "fzero3_p2p": Contender("fzero zero=3, over gloo", partial(fzero, zero=3, transfers="p2p"), ("fzero.interop",)),
     "ddp": Contender("DDP", ddp, DDP),
     "ddp_zero": Contender("DDP + ZeroRedundancyOptimizer", partial(ddp, zero_redundancy=True), DDP),
     "fsdp": Contender("FSDP2, resharding", partial(fsdp2, reshard=True), FSDP),

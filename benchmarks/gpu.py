@@ -35,6 +35,8 @@ from benchmarks.model import Batch, Size, make_batch
 from benchmarks.run import write
 from fzero.compile import plan_for, recipe_for
 from fzero.program import Op
+from fzero.runtime import storage
+from fzero.runtime.transport import Transport, via_of
 from fzero.session import Runtime, execute
 from fzero.state import Life, State
 
@@ -82,6 +84,9 @@ class Filled:
     def wait(self, name: str) -> None:
         """Done when it was started."""
 
+    def settle(self, name: str) -> None:
+        """Nobody else reads here."""
+
     def start(self, name: str, one: Op, tensors: list[torch.Tensor]) -> None:
         source, dest = tensors[0].reshape(-1), tensors[len(one.reads)].view(-1)
         if one.kind == "gather":
@@ -103,8 +108,11 @@ def share_of(setup: Setup, zero: int, world_size: int) -> State:
     device = torch.device(setup.device)
     recipe = recipe_for(spec, params, None, device)
     plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, world_size)
-    memory, _ = recipe.place(plan, 0, device)
-    runtime = Runtime(spec, 0, world_size, device, plan, recipe.spec, memory, Filled(0, world_size), None)
+    block = storage.block_of(device)
+    memory = storage.allocate(plan, block)
+    recipe.place(plan, 0, memory)
+    transport = Transport(Filled(0, world_size), via_of(device, spec.transfers), block, "filled by this rank alone")
+    runtime = Runtime(spec, 0, world_size, device, plan, recipe.spec, memory, transport, None)
     life = Life()
     return State(runtime.sharded(life), 0, {}, runtime, life)
 

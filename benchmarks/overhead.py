@@ -1,8 +1,8 @@
 """Microseconds of fzero's own Python per op of a program: the executor runs, what it calls does not.
 
-The launch-bound model, rank 0 of two. The program runs once for real; then its segments are replaced by functions that
-return what they returned, its transfers by nothing, and the same program runs again and again. What is left is the
-executor: looking up buffers and views, allocating, calling, freeing. The loop is timed whole, the best of many runs.
+The launch-bound model, rank 0 of two. The program is bound as for a real step; then every call of every op is replaced
+by one that does nothing, and the same loop over them is timed. What is left is the executor: the loop, the calls, the
+place in the program it keeps for errors. Binding happens once, and is shown too.
 
     python -m benchmarks.overhead
 """
@@ -21,62 +21,32 @@ from rich.console import Console
 
 from benchmarks import machine
 from benchmarks.contenders import Setup
-from benchmarks.gpu import Filled, share_of
-from benchmarks.model import SIZES, Batch, make_batch
+from benchmarks.gpu import share_of
+from benchmarks.model import SIZES, make_batch
 from benchmarks.run import write
-from fzero.runtime.handlers import Rank, steps
 
 WANTED_US = 15.0
 
 
-class Silent(Filled):
-    """A comm that moves nothing."""
-
-    def start(self, name: str, one: Any, tensors: list[torch.Tensor]) -> None:
-        """Nothing travels."""
-
-
-def stubbed(zero: int, size: str, dtype: str) -> tuple[Any, Callable[[], None]]:
-    """(the program, a function that runs it with everything stubbed). The one place that knows the executor."""
+def stubbed(zero: int, size: str, dtype: str) -> tuple[Any, Callable[[], None], float]:
+    """(the program, a function that runs it with everything stubbed, seconds that binding took). The one place that
+    knows the executor."""
     setup = Setup(SIZES[size], dtype)
     state = share_of(setup, zero, 2)
-    runtime, batch = state.runtime, make_batch(setup.size, 0, 0)
-    program = runtime.compiled(batch).program
-    memory = {**runtime.memory, **_inputs(program, batch)}
-    outputs: dict[str, Any] = {}
-
-    def recorded(key: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*given: Any) -> Any:
-            outputs[key] = call(*given)
-            return outputs[key]
-
-        return run
-
-    def play(rank: Rank) -> None:
-        with torch.no_grad():
-            for _ in steps(rank):
-                pass
-
-    first = Rank(program, 0, runtime.comm, memory)
-    first.calls = {key: recorded(key, call) for key, call in first.calls.items()}
-    play(first)
-    quiet: dict[str, Any] = {key: lambda *given, value=value: value for key, value in outputs.items()}
-
-    def run() -> None:
-        rank = Rank(program, 0, Silent(0, 2), memory)
-        rank.calls = quiet
-        play(rank)
-
-    return program, run
+    lowered = state.runtime.compiled(make_batch(setup.size, 0, 0))
+    began = time.perf_counter()
+    bound = state.runtime.bind(lowered)
+    seconds = time.perf_counter() - began
+    bound.calls = [[_nothing] * len(calls) for calls in bound.calls]
+    return lowered.program, bound.issue, seconds
 
 
-def _inputs(program: Any, batch: Batch) -> dict[str, torch.Tensor]:
-    names = [name for name, buffer in program.buffers.items() if buffer.kind == "batch"]
-    return dict(zip(names, batch.values(), strict=True))
+def _nothing() -> None:
+    """Nothing is computed, and nothing travels."""
 
 
 def measure(zero: int, size: str, dtype: str, repeats: int) -> dict[str, Any]:
-    program, run = stubbed(zero, size, dtype)
+    program, run, binding = stubbed(zero, size, dtype)
     run()
     seconds = []
     for _ in range(repeats):
@@ -84,7 +54,12 @@ def measure(zero: int, size: str, dtype: str, repeats: int) -> dict[str, Any]:
         run()
         seconds.append(time.perf_counter() - began)
     per_op = {"best": min(seconds) / len(program.ops) * 1e6, "median": median(seconds) / len(program.ops) * 1e6}
-    return {"ops": len(program.ops), "kinds": Counter(one.kind for one in program.ops), "us_per_op": per_op}
+    return {
+        "ops": len(program.ops),
+        "kinds": Counter(one.kind for one in program.ops),
+        "us_per_op": per_op,
+        "binding_s": binding,
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:

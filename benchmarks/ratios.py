@@ -35,6 +35,7 @@ TABLE: list[Ratio] = [
     *_rows(
         {**FP32, "malloc": "default"},
         ("fzero3", "fsdp", 1.6),
+        ("fzero3_fastest", "fsdp", 2.0),
         ("fzero2", "fsdp_keep", 1.35),
         ("fzero1", "ddp_zero", 1.3),
         ("fzero0", "ddp", 1.05),

@@ -23,6 +23,7 @@ from torch import fx
 from fzero import products, segments
 from fzero._torch_compat import FakeTensorMode, kernel_of
 from fzero.fusion import Fused
+from fzero.kernels import kernel_for
 from fzero.plan.pack import pack
 from fzero.plan.workspace import workspace_bytes
 
@@ -61,12 +62,11 @@ def bind(
     given: Sequence[torch.Tensor],
     fresh: Sequence[torch.Tensor],
     workspace: torch.Tensor,
-    kernels: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> list[Call]:
     """The calls of a segment: `given` are its placeholders, `fresh` what it returns, `workspace` bytes for the rest.
 
-    A rank's own part of a flat range may be less than the segment was planned for, and empty. `kernels` are other
-    functions for some ops (of their signatures).
+    A rank's own part of a flat range may be less than the segment was planned for, and empty. Where fzero has a kernel
+    for an op on these operands (`fzero.kernels`, `fzero.products`), it runs in the op's place.
     """
     where, outputs = layout(gm).places, segments.values(gm).outputs
     env: dict[fx.Node, Any] = dict(zip(segments.placeholders(gm.graph), given, strict=True))
@@ -83,13 +83,12 @@ def bind(
             for index, value in segments.results(node, shapes.get(node))
         }
         if node.target is operator.getitem or segments.is_view(node):
-            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            env[node] = node.target(*args, **kwargs)
         elif isinstance(node.target, Fused):
             calls.append(partial(node.target.run, *args, *into.values()))
             env[node] = list(into.values())
         elif written := segments.mutated(node):
-            own = (kernels or {}).get(node.target) or _kernel(node.target)
-            calls.append(partial(own, *args, **kwargs))
+            calls.append(partial(_kernel(node.target, args, kwargs), *args, **kwargs))
             env[node] = env[written[0]]
         else:
             calls += _writing(node, args, kwargs, into)
@@ -122,17 +121,18 @@ def _writing(node: fx.Node, args: Any, kwargs: Any, into: dict[int, torch.Tensor
         yield from special(into[0], *args, **kwargs)
     elif form is not None:
         names = [a.name for a in form._schema.arguments if a.is_out]
-        yield partial(_kernel(form), *args, **kwargs, **dict(zip(names, into.values(), strict=True)))
+        yield partial(_kernel(form, args, kwargs), *args, **kwargs, **dict(zip(names, into.values(), strict=True)))
     elif _several(node):
-        compute = partial(kernel_of(node.target), *args, **kwargs)
+        compute = partial(_kernel(node.target, args, kwargs), *args, **kwargs)
         used = {u.args[1] for u in node.users}
         yield partial(_copy_results, compute, [(i, tensor) for i, tensor in into.items() if i in used])
     else:
-        yield partial(_copy_result, partial(kernel_of(node.target), *args, **kwargs), into[0])
+        yield partial(_copy_result, partial(_kernel(node.target, args, kwargs), *args, **kwargs), into[0])
 
 
-def _kernel(target: Any) -> Any:
-    return products.KERNELS.get(target) or kernel_of(target)
+def _kernel(target: Any, args: Any, kwargs: Any) -> Any:
+    """What runs for an op on these operands."""
+    return products.KERNELS.get(target) or kernel_for(target, *args, **kwargs) or kernel_of(target)
 
 
 def _copy_result(compute: Call, into: torch.Tensor) -> None:
