@@ -65,12 +65,14 @@ class Bound:
 
     def run(self, batch: Sequence[torch.Tensor], watch: Callable[[int], None] | None = None) -> dict[str, torch.Tensor]:
         """One step: the state is written in place; returns the metrics. `watch` is called with each op's number after
-        the op. An error says in which op it happened."""
+        the op, and with -1 before the first. An error says in which op it happened."""
         self.position = -1
         with torch.no_grad(), torch.autocast(self.arena.device.type, enabled=False), below_autograd():
             for place, given in zip(self.batch, batch, strict=True):
                 if place is not None:
                     place.copy_(given)
+            if watch is not None:
+                watch(-1)
             try:
                 for self.position, calls in enumerate(self.calls):
                     for call in calls:
