@@ -103,10 +103,10 @@ def allocations() -> Iterator[list[tuple[int, int]]]:
     config = _cpp_profiler.ProfilerConfig(state, False, True, False, False, False, options, "")
     activities = {torch.profiler.ProfilerActivity.CPU}
     torch.autograd._prepare_profiler(config, activities)
-    torch.autograd._enable_profiler(config, activities, {_cpp_profiler.RecordScope.USER_SCOPE})
+    torch.autograd._enable_profiler(config, activities, {_cpp_profiler.RecordScope.USER_SCOPE})  # type: ignore[call-arg]
     try:
         yield found
     finally:
-        events = torch.autograd._disable_profiler().events()
+        events: list[Any] = torch.autograd._disable_profiler().events()
         ours = [e for e in events if e.name() == "[memory]" and e.device_type() == torch.autograd.DeviceType.CPU]
         found += [(e.start_ns(), e.nbytes()) for e in sorted(ours, key=lambda e: e.start_ns())]

@@ -1,8 +1,8 @@
 """profile: one real step, and where its time and memory went.
 
 A step is watched while it runs (`record`), seen as lanes of spans (`lanes`), and written three times: as a trace for
-Perfetto (`trace`), as a page to read (`page`, `charts`), and as numbers for programs (`summary`). What is watched is the
-program that every other step runs too: between its ops the clock is read, and nothing else is different.
+Perfetto (`trace`), as a page to read (`page`, `charts`, `tables`), and as numbers for programs (`summary`). What is
+watched is the program that every other step runs too: between its ops the clock is read, and nothing else differs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,10 @@ def summary(found: Record) -> dict[str, Any]:
         "planned_peak_bytes": found.lowered.memory.peak,
         "measured_peak_bytes": found.measured_peak,
         "page_faults": found.page_faults,
+        "transfers": [
+            {**asdict(one), "in_flight_us": (found.stop[one.wait] - found.start[one.op]) / 1e3}
+            for one in found.transfers
+        ],
         "ops": [
             {
                 **{name: value for name, value in op_args(found, i).items() if name not in ("text", "leaves")},

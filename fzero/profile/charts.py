@@ -1,8 +1,8 @@
 """charts: the timeline and the live-memory curve of a page, over one time axis.
 
-Both are as wide as the plot they lie in, so a plot that is made wider shows more. The timeline is a strip for each row
-of a lane with a box for each span; the memory chart is an SVG whose x is microseconds and whose y is bytes from the top,
-with a path for each kind of planned memory, stacked, and lines for what is reserved and what was measured.
+Both are as wide as the plot they lie in, so a plot that is made wider shows more. The timeline is a strip for each lane
+with a box for each span; the memory chart is an SVG whose x is microseconds and whose y is bytes from the top, with a
+path for each kind of planned memory, stacked, and lines for the planned peak and for what was measured.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from fzero.plan.memory import SHOWN, _live_at
 from fzero.profile.lanes import Lane, Span, lanes
-from fzero.profile.record import HELD, LIVE, Record, needs
+from fzero.profile.record import HELD, LIVE, Record
 
 ROW, CHART = 24, 260  # pixels
 
@@ -53,8 +52,13 @@ def _boxes(record: Record, lane: Lane) -> Iterator[str]:
             left, width = (span.start - record.began) / whole, (span.stop - span.start) / whole
             yield (
                 f'<div class="box {span.phase.replace("/", "-")}" style="left:{left:.6%};width:{width:.6%};'
-                f'top:{row * ROW}px" title="{escape(describe(span))}">{escape(span.name)}</div>'
+                f'top:{row * ROW}px" title="{attribute(describe(span))}">{escape(span.name)}</div>'
             )
+
+
+def attribute(text: str) -> str:
+    """Text with its line ends in an attribute's value."""
+    return escape(text).replace("\n", "&#10;")
 
 
 def describe(span: Span) -> str:
@@ -73,11 +77,9 @@ def describe(span: Span) -> str:
 
 
 def axis(record: Record, ticks: int = 10) -> str:
-    """The time axis: round times from the start of the step."""
+    """The time axis: round times from the start of the step, in ms."""
     whole = record.ended - record.began
-    step = 10 ** math.floor(math.log10(whole / ticks))
-    step *= next(m for m in (1, 2, 5, 10) if whole / (step * m) <= ticks)
-    marks = (f'<span style="left:{i * step / whole:.4%}">{time_text(i * step) if i else "0"}</span>' for i in range(math.ceil(whole / step)))  # fmt: skip
+    marks = (f'<span style="left:{at / whole:.4%}">{at / 1e6:g} ms</span>' for at in _round(whole, ticks))
     return f'<div class="axis" data-ns="{whole}">{"".join(marks)}</div>'
 
 
@@ -97,7 +99,9 @@ def memory(record: Record) -> tuple[str, str]:
             paths.append(f'<path class="{_class(kind)}" d="M{" L".join(outline)} Z"><title>{kind}</title></path>')
         below = above
     limit = top - record.lowered.memory.peak
-    paths.append(f'<path class="line peak" d="M0 {limit:.0f} L{whole:.3f} {limit:.0f}"><title>planned peak</title></path>')
+    paths.append(
+        f'<path class="line peak" d="M0 {limit:.0f} L{whole:.3f} {limit:.0f}"><title>planned peak</title></path>'
+    )
     if record.measured is not None:
         line = [y for nbytes in record.measured for y in (nbytes, nbytes)]
         points = _steps(record, [line[0], *line, line[-1]], top)
@@ -106,8 +110,8 @@ def memory(record: Record) -> tuple[str, str]:
         f'<svg class="memory" viewBox="0 0 {whole:.3f} {top:.0f}" preserveAspectRatio="none" '
         f'style="height:{CHART}px">{"".join(paths)}</svg>'
     )
-    marks = "".join(f'<span style="bottom:{v / top:.2%}">{bytes_text(v)}</span>' for v in _round(top))
-    rules = "".join(f'<i style="bottom:{v / top:.2%}"></i>' for v in _round(top))
+    marks = "".join(f'<span style="bottom:{v / top:.2%}">{bytes_text(v)}</span>' for v in _round(top, 5))
+    rules = "".join(f'<i style="bottom:{v / top:.2%}"></i>' for v in _round(top, 5))
     scale = f'<div class="scale" style="height:{CHART}px">{marks}</div>'
     return scale, f'<div class="lane chart" style="height:{CHART}px">{svg}{rules}{"".join(_hits(record))}</div>'
 
@@ -142,26 +146,16 @@ def _hits(record: Record) -> Iterator[str]:
         if record.measured is not None:
             lines.append(f"measured {bytes_text(record.measured[i])}")
         left, width = (record.start[i] - record.began) / whole, record.duration(i) / whole
-        text = escape("\n".join(lines))
+        text = attribute("\n".join(lines))
         yield f'<div class="hit" style="left:{left:.6%};width:{width:.6%}" title="{text}"></div>'
-
-
-def peak_rows(record: Record, most: int = 12) -> Iterator[tuple[str, str, int]]:
-    """(buffer, kind, bytes) of the largest that are alive at the op where the planned memory is most."""
-    program, at = record.program, record.lowered.memory.op
-    live = sorted((program.buffers[name] for name in _live_at(program, at)), key=lambda b: -b.nbytes)
-    yield from ((b.name, SHOWN.get(b.kind, "other"), b.nbytes) for b in live[:most])
-    if at >= 0 and needs(program.ops[at]):
-        yield "(while the op runs)", "workspace", needs(program.ops[at])
-    if rest := sum(b.nbytes for b in live[most:]):
-        yield f"({len(live) - most} more)", "", rest
 
 
 def _class(kind: str) -> str:
     return kind.replace(" ", "-")
 
 
-def _round(top: float) -> list[float]:
-    step = 10 ** math.floor(math.log10(top / 4))
-    step *= next(m for m in (1, 2, 5, 10) if top / (step * m) <= 5)
+def _round(top: float, most: int) -> list[float]:
+    """At most so many round numbers from 0 up to `top`."""
+    step = 10.0 ** math.floor(math.log10(top / most))
+    step *= next(m for m in (1, 2, 5, 10) if top / (step * m) <= most)
     return [i * step for i in range(math.ceil(top / step))]

@@ -69,13 +69,13 @@ def rows(spans: Sequence[Span]) -> list[list[Span]]:
 def transfer_span(record: Record, index: int) -> Span:
     one = record.transfers[index]
     args = {
+        "why": record.program.ops[one.op].why,
         **{k: v for k, v in op_args(record, one.op).items() if k in ("op", "text", "bucket", "leaves", "wire_bytes")},
         "via": one.via,
         "wait": one.wait,
         "waited_us": record.duration(one.wait) / 1e3,
     }
-    name = f"{one.bucket or one.name} {record.program.ops[one.op].why}".strip()
-    return Span(name, record.start[one.op], record.stop[one.wait], one.kind, args)
+    return Span(one.bucket or one.name, record.start[one.op], record.stop[one.wait], one.kind, args)
 
 
 def op_args(record: Record, index: int) -> dict[str, Any]:

@@ -111,7 +111,8 @@ class Record:
 
     def bucket(self, index: int) -> str | None:
         """The buckets that an op touches, in order; of a wait, that of its transfer."""
-        names = [self.program.buffers[r.name].bucket for r in (*self.program.ops[index].reads, *self.program.ops[index].writes)]  # fmt: skip
+        one = self.program.ops[index]
+        names = [self.program.buffers[ref.name].bucket for ref in (*one.reads, *one.writes)]
         return " ".join(dict.fromkeys(name for name in names if name)) or None
 
     @cached_property
@@ -189,7 +190,9 @@ class _Host:
     """Watches a step on the CPU."""
 
     def __init__(self) -> None:
-        self.marks: list[tuple[int, int, int]] = []  # per op: when it ended, this thread's work till then, when it went on
+        self.marks: list[
+            tuple[int, int, int]
+        ] = []  # per op: when it ended, this thread's work till then, when it went on
         self.events: list[tuple[int, int]] | None = None
 
     def __call__(self, number: int) -> None:

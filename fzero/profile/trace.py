@@ -21,7 +21,10 @@ MERGED = "all.trace.json"
 def trace(record: Record) -> dict[str, Any]:
     """The trace: a dict to be written as JSON."""
     whole = Span(f"step {record.step}", record.began, record.ended, "step", {"program": record.program.digest})
-    inside = [Span("batch", record.began, record.start[0], "step"), Span("metrics", record.stop[-1], record.ended, "step")]
+    inside = [
+        Span("batch", record.began, record.start[0], "step"),
+        Span("metrics", record.stop[-1], record.ended, "step"),
+    ]
     found = [_event(record, "M", "process_name", args={"name": f"rank {record.rank}"})]
     found.append(_event(record, "M", "process_sort_index", args={"sort_index": record.rank}))
     number = 0

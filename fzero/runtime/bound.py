@@ -54,7 +54,9 @@ class Bound:
         self.batch = [self.memory.get(name) for name, b in program.buffers.items() if b.kind == "batch"]
         self.metrics = list(program.metrics.items())
         self.position = 0  # the op that runs, or ran last
-        self.first_write = next((i for i, one in enumerate(program.ops) if _writes_state(program, one)), len(program.ops))
+        self.first_write = next(
+            (i for i, one in enumerate(program.ops) if _writes_state(program, one)), len(program.ops)
+        )
         with torch.no_grad():
             self.calls = self._bind()
 
