@@ -43,7 +43,7 @@ def lanes(record: Record) -> list[Lane]:
         lane = "compute" if one.kind in COMPUTES else "waiting" if one.kind == "wait" else "starts and frees"
         name = one.why if lane != "starts and frees" else f"{one.kind} {one.why}"
         own[lane].append(Span(name or one.kind, record.start[i], record.stop[i], phase(one), op_args(record, i)))
-    found = [Lane(name, [spans]) for name, spans in own.items()]
+    found = [Lane(name, [spans]) for name, spans in own.items() if spans]
     for kind in KINDS:
         spans = [transfer_span(record, i) for i, one in enumerate(record.transfers) if one.kind == kind]
         if spans:

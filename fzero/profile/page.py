@@ -95,7 +95,7 @@ def shares(record: Record) -> str:
         keys.append(f'<span class="key {SHARES[name]}">{name} {time_text(ns)} ({ns / whole:.1%})</span>')
     notes = [
         "Computing: runs and updates. Waiting: this thread slept in a wait. Transfers' own work: starting them, and",
-        "what a wait did itself (adding what came, copying). The rest: freeing memory, the batch, the metrics, the clock.",
+        "what a wait did itself (adding, copying). The rest: freeing memory, the batch, the metrics, the clock.",
     ]
     if record.cpu_ns is None:
         notes.append("Times are the device's; what a wait did itself counts as waiting.")

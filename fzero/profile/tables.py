@@ -8,7 +8,7 @@ from html import escape
 from fzero.plan.memory import SHOWN, _live_at
 from fzero.profile.charts import bytes_text, time_text
 from fzero.profile.record import COMPUTES, Record, Transfer, needs, phase
-from fzero.program import op_text
+from fzero.program import PERSISTENT, op_text
 
 LONGEST = 20
 
@@ -34,14 +34,19 @@ def at_peak(record: Record) -> str:
 
 
 def peak_rows(record: Record, most: int = 12) -> Iterator[tuple[str, str, int]]:
-    """(buffer, kind, bytes) of the largest that are alive at the op where the planned memory is most."""
+    """(name, kind, bytes) of what is largest where the planned memory is most; a column of the state is one row."""
     program, at = record.program, record.lowered.memory.op
-    live = sorted((program.buffers[name] for name in _live_at(program, at)), key=lambda b: -b.nbytes)
-    yield from ((b.name, SHOWN.get(b.kind, "other"), b.nbytes) for b in live[:most])
-    if at >= 0 and needs(program.ops[at]):
-        yield "(while the op runs)", "workspace", needs(program.ops[at])
-    if rest := sum(b.nbytes for b in live[most:]):
-        yield f"({len(live) - most} more)", "", rest
+    found: dict[tuple[str, str], int] = {}
+    for name in _live_at(program, at):
+        buffer = program.buffers[name]
+        name = f"{name.partition(':')[0]} (held)" if buffer.kind in PERSISTENT else name
+        key = (name, SHOWN.get(buffer.kind, "other"))
+        found[key] = found.get(key, 0) + buffer.nbytes
+    found[f"while op {at} runs", "workspace"] = needs(program.ops[at])
+    order = sorted(found.items(), key=lambda item: (-item[1], item[0]))
+    yield from ((*key, nbytes) for key, nbytes in order[:most])
+    if len(order) > most:
+        yield f"{len(order) - most} more", "", sum(nbytes for _, nbytes in order[most:])
 
 
 def longest(record: Record) -> str:

@@ -1,13 +1,12 @@
 """trace: a record as a trace for ui.perfetto.dev (and chrome://tracing): Chrome's trace event JSON.
 
 A process is a rank, a thread a lane. Times are microseconds of the machine's monotonic clock, so the traces of ranks of
-one machine fit together: `python -m fzero.profile.trace runs/profile` writes those of a folder as one file.
+one machine fit together: `python -m fzero.profile runs/profile` writes those of a folder as one file.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,3 @@ def merge(folder: str | Path) -> Path:
     merged = Path(folder) / MERGED
     merged.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     return merged
-
-
-if __name__ == "__main__":
-    print(merge(sys.argv[1] if len(sys.argv) > 1 else "runs/profile"))
