@@ -22,19 +22,20 @@ from fzero.profile.trace import merge
 from fzero.program import PERSISTENT, live_bytes, wire_bytes
 
 STARTS = ("gather", "reduce")
+OUT = 'o<&">t'  # a name that a page must quote
 
 
 def loss(params: Any, batch: torch.Tensor) -> torch.Tensor:
     h = batch
     for layer in params["layers"]:
         h = torch.tanh(h @ layer["w"] + layer["b"])
-    return (h @ params["out"]).square().mean()
+    return (h @ params[OUT]).square().mean()
 
 
 def params(key: torch.Tensor) -> Any:
     k = fzero.random.split(key, 4)
     layers = [{"w": fzero.random.normal(i, (64, 64)) / 8, "b": torch.zeros(64)} for i in k[:3]]
-    return {"layers": layers, "out": fzero.random.normal(k[3], (64,))}
+    return {"layers": layers, OUT: fzero.random.normal(k[3], (64,))}
 
 
 def spec(**options: Any) -> fzero.Spec:
