@@ -26,6 +26,7 @@ from fzero.functional import (
 )
 from fzero.joint import Mean
 from fzero.precision import LossScale, Precision
+from fzero.profile import profile
 from fzero.program import Program, parse
 from fzero.spec import Spec
 from fzero.state import ShardedTensor, State, unshard
@@ -61,6 +62,7 @@ __all__ = [
     "per_rank",
     "pmax",
     "pmean",
+    "profile",
     "psum",
     "random",
     "remat",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._C import _profiler as _cpp_profiler  # 2.11.0, 2.13.0
 from torch._compile import _disable_dynamo as untraced_by_dynamo  # 2.11.0, 2.13.0
 from torch._subclasses.fake_tensor import (  # 2.11.0, 2.13.0
     DataDependentOutputException,
@@ -30,6 +32,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "allocations",
     "below_autograd",
     "by_onednn",
     "compiled_functions_traced",
@@ -185,3 +188,28 @@ def inductor_compile(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -
         return standalone_compile(
             gm, list(inputs), dynamic_shapes="from_example_inputs", options={"config_patches": options}
         )
+
+
+@contextmanager
+def allocations() -> Iterator[list[tuple[int, int]]]:
+    """(`time.time_ns()`, bytes) of every allocation of a CPU tensor in this thread, releases with negative bytes.
+
+    The list is filled when the context ends; a release of what was there before is not in it. This is
+    `torch.profiler` with `profile_memory=True`, but deaf to ops: an allocation costs some tens of nanoseconds and an op
+    nothing, instead of microseconds (2.11.0, 2.13.0). Raises RuntimeError where a profiler is at work already.
+    """
+    if torch.autograd._profiler_enabled():
+        raise RuntimeError("a profiler is at work in this thread: its events and these cannot be had at one time")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler writes two lines about itself to stderr
+    found: list[tuple[int, int]] = []
+    state, options = _cpp_profiler.ProfilerState.KINETO, _cpp_profiler._ExperimentalConfig()
+    config = _cpp_profiler.ProfilerConfig(state, False, True, False, False, False, options, "")
+    activities = {torch.profiler.ProfilerActivity.CPU}
+    torch.autograd._prepare_profiler(config, activities)
+    torch.autograd._enable_profiler(config, activities, {_cpp_profiler.RecordScope.USER_SCOPE})  # type: ignore[call-arg]
+    try:
+        yield found
+    finally:
+        events: list[Any] = torch.autograd._disable_profiler().events()
+        ours = [e for e in events if e.name() == "[memory]" and e.device_type() == torch.autograd.DeviceType.CPU]
+        found += [(e.start_ns(), e.nbytes()) for e in sorted(ours, key=lambda e: e.start_ns())]

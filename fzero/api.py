@@ -87,7 +87,11 @@ def step(state: State, batch: Any) -> State:
     (1.0, 1, [0.8999999761581421, 0.8999999761581421])
     """
     lowered = _agreed("step", f"step {state.step + 1}" if isinstance(state, State) else "", state, batch)
-    metrics = execute(state, lowered, batch)
+    return advanced(state, lowered, execute(state, lowered, batch))
+
+
+def advanced(state: State, lowered: Lowered, metrics: Any) -> State:
+    """The state after a step that ran; the one that was given is donated."""
     runtime = state.runtime
     runtime.last_program = lowered.program
     if runtime.spec.nonfinite == "raise" and not metrics["finite"]:

@@ -205,7 +205,7 @@ class Program:
         """Bytes of the one piece of memory that placed buffers and workspaces lie in."""
         ends = [b.at + b.nbytes for b in self.buffers.values() if b.at is not None]
         ends += [int(one.get("at")) + int(one.get("workspace", 0)) for one in self.ops if one.get("at") is not None]
-        return max(ends, default=0)
+        return -(-max(ends, default=0) // ALIGN) * ALIGN  # whole elements of every dtype
 
     @cached_property
     def digest(self) -> str:

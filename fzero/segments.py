@@ -191,6 +191,7 @@ def contiguous_like(value: torch.Tensor) -> torch.Tensor:
 
 def normalised(gm: fx.GraphModule) -> fx.GraphModule:
     """Renames of a value (detach, alias) gone, t(t(x)) = x, dead code gone. Works in place and returns its argument."""
+    _true_statistics(gm)
     for node in list(gm.graph.nodes):
         if is_rename(node):
             node.replace_all_uses_with(node.args[0])
@@ -199,6 +200,31 @@ def normalised(gm: fx.GraphModule) -> fx.GraphModule:
     gm.graph.eliminate_dead_code()
     gm.recompile()
     return gm
+
+
+_NORMS = {
+    aten.native_layer_norm.default: 2,  # where the weight is
+    aten.native_group_norm.default: 1,
+    aten.native_batch_norm.default: 1,
+    aten._native_batch_norm_legit.default: 1,
+    aten._native_batch_norm_legit_functional.default: 1,
+}
+
+
+def _true_statistics(gm: fx.GraphModule) -> None:
+    """A norm of 16-bit values with fp32 parameters keeps its mean and deviation in fp32 on the CPU; torch's shape rules
+    (2.11, 2.13) say 16 bits. In place."""
+    for node in gm.graph.nodes:
+        weight = node.args[_NORMS[node.target]] if node.target in _NORMS else None
+        if not isinstance(weight, fx.Node) or weight.meta["val"].device.type != "cpu":
+            continue
+        out, mean, deviation, *rest = node.meta["val"]
+        if out.dtype.itemsize == 2 and weight.meta["val"].dtype is torch.float32:
+            with mean.fake_mode:
+                wide = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (mean, deviation)]
+            node.meta["val"] = (out, *wide, *rest)
+            for user in node.users:
+                user.meta["val"] = node.meta["val"][user.args[1]]
 
 
 def _is_transpose(node: fx.Node) -> bool:
@@ -289,6 +315,14 @@ def results(node: fx.Node, value: Any = None) -> list[tuple[int, torch.Tensor]]:
     return [(index, one) for index, one in found if isinstance(one, torch.Tensor)]
 
 
+def extent_bytes(value: torch.Tensor) -> int:
+    """From the first byte of a tensor to its last: what it needs of memory that is its own."""
+    if not value.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return (last + 1) * value.element_size()
+
+
 def _also_returns(node: fx.Node) -> bool:
     """Whether a node that writes to some of its arguments returns new tensors as well."""
     return any(r.alias_info is None for r in schema(node).returns)  # type: ignore[union-attr]
@@ -304,7 +338,7 @@ def values(gm: fx.GraphModule) -> Values:
         for key in memory(node):
             last[key] = max(last.get(key, 0), end)
         for index, value in results(node):
-            lives[node, index] = (at, at, value.untyped_storage().nbytes())
+            lives[node, index] = (at, at, extent_bytes(value))
     lives = {key: (first, max(first, last.get(key, 0)), size) for key, (first, _, size) in lives.items()}
     returned = [key for out in outputs(gm.graph) if isinstance(out, fx.Node) for key in memory(out)]
     return Values(lives, tuple(returned))

@@ -164,12 +164,12 @@ class Runtime:
         return whole[start // buffer.per : stop // buffer.per].view(leaf.shape).clone()
 
 
-def execute(state: State, lowered: Lowered, batch: Any) -> Any:
-    """Runs a step's program, or an evaluation's, on the state's memory. Returns its metrics."""
+def execute(state: State, lowered: Lowered, batch: Any, watch: Callable[[int], None] | None = None) -> Any:
+    """Runs a step's program, or an evaluation's, on the state's memory. Returns its metrics; `watch` as in `Bound`."""
     bound = state.runtime.bind(lowered)
     tensors = [x.detach() for x in tree.flatten(batch)[1] if isinstance(x, torch.Tensor)]
     try:
-        metrics = bound.run(tensors)
+        metrics = bound.run(tensors, watch)
     except BaseException as error:
         if bound.wrote_state:
             state.life.ended = (

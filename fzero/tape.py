@@ -98,7 +98,7 @@ def bind(
 
 def at(block: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
     """The tensor at a place of a block of bytes that has a fake tensor's shape, strides and dtype."""
-    nbytes = like.untyped_storage().nbytes()
+    nbytes = segments.extent_bytes(like)
     return block[place : place + nbytes].view(like.dtype).as_strided(like.shape, like.stride())
 
 

@@ -1,20 +1,18 @@
 """measured: what the allocator really held, to set beside the account.
 
-The figures are the allocator's own: on the CPU `torch.profiler`'s memory events, one for every allocation and release
+The figures are the allocator's own: on the CPU the profiler's memory events, one for every allocation and release
 while a function runs; on CUDA the caching allocator's peak. Nothing of fzero's account takes part.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
+import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+
+from fzero._torch_compat import allocations
 
 T = TypeVar("T")
 
@@ -35,16 +33,6 @@ def measured_peak(fn: Callable[[], T], device: torch.device | str = "cpu") -> tu
         result = fn()
         torch.cuda.synchronize(device)
         return result, torch.cuda.max_memory_allocated(device) - start
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler writes two lines about itself to stderr
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+    with allocations() as events:
         result = fn()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        run.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    memory = [e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]
-    live = peak = 0  # a release of what was there before is not reported
-    for event in sorted(memory, key=lambda e: (e["ts"], e["args"]["Ev Idx"])):
-        live += event["args"]["Bytes"]
-        peak = max(peak, live)
-    return result, peak
+    return result, max(itertools.accumulate(nbytes for _, nbytes in events), default=0)

@@ -75,7 +75,7 @@ class Bound:
 
     def run(self, batch: Sequence[torch.Tensor], watch: Callable[[int], None] | None = None) -> dict[str, torch.Tensor]:
         """One step: the state is written in place; returns the metrics. `watch` is called with each op's number after
-        the op. An error says in which op it happened."""
+        the op, and with -1 before the first. An error says in which op it happened."""
         self.position = -1
         with torch.no_grad(), torch.autocast(self.arena.device.type, enabled=False), below_autograd():
             for place, given in zip(self.batch, batch, strict=True):
@@ -93,7 +93,9 @@ class Bound:
             return {name: self.memory[buffer].clone() for name, buffer in self.metrics}
 
     def issue(self, watch: Callable[[int], None] | None = None) -> None:
-        """The calls of every op, in order."""
+        """The calls of every op, in order; `watch` is called with -1 before the first, then with each op's number."""
+        if watch is not None:
+            watch(-1)
         try:
             for position, calls in enumerate(self.calls):
                 self.position = position

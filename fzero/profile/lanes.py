@@ -1,0 +1,107 @@
+"""lanes: a record as the eye reads it: what goes on beside what, one row of spans for each.
+
+The rank's own thread does one thing at a time: it computes, it waits, or it starts transfers and gives memory back.
+Every op is one span of one of these three lanes. A transfer is a span of a lane for its kind, from the start of the op
+that starts it to the end of the wait that ends it; where two are in flight at one time, it gets another row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fzero.profile.record import COMPUTES, Record, leaves, phase
+from fzero.program import Ref, op_text, wire_bytes
+
+OWN = ("compute", "waiting", "starts and frees")
+KINDS = ("gather", "reduce", "send/recv")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something from `start` to `stop` (ns); `phase` says how it is coloured, `args` what is shown beside it."""
+
+    name: str
+    start: int
+    stop: int
+    phase: str
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Rows of spans that do not overlap."""
+
+    name: str
+    rows: Sequence[Sequence[Span]]
+
+
+def lanes(record: Record) -> list[Lane]:
+    own: dict[str, list[Span]] = {name: [] for name in OWN}
+    for i, one in enumerate(record.program.ops):
+        lane = "compute" if one.kind in COMPUTES else "waiting" if one.kind == "wait" else "starts and frees"
+        name = one.why if lane != "starts and frees" else f"{one.kind} {one.why}"
+        own[lane].append(Span(name or one.kind, record.start[i], record.stop[i], phase(one), op_args(record, i)))
+    found = [Lane(name, [spans]) for name, spans in own.items() if spans]
+    for kind in KINDS:
+        spans = [transfer_span(record, i) for i, one in enumerate(record.transfers) if one.kind == kind]
+        if spans:
+            found.append(Lane(kind, rows(spans)))
+    return found
+
+
+def rows(spans: Sequence[Span]) -> list[list[Span]]:
+    """Spans in as few rows as hold them without overlap.
+
+    >>> [[s.name for s in row] for row in rows([Span("a", 0, 5, ""), Span("b", 2, 7, ""), Span("c", 5, 9, "")])]
+    [['a', 'c'], ['b']]
+    """
+    found: list[list[Span]] = []
+    for span in sorted(spans, key=lambda one: one.start):
+        row = next((row for row in found if row[-1].stop <= span.start), None)
+        if row is None:
+            found.append(row := [])
+        row.append(span)
+    return found
+
+
+def transfer_span(record: Record, index: int) -> Span:
+    one = record.transfers[index]
+    args = {
+        "why": record.program.ops[one.op].why,
+        **{k: v for k, v in op_args(record, one.op).items() if k in ("op", "text", "bucket", "leaves", "wire_bytes")},
+        "via": one.via,
+        "wait": one.wait,
+        "waited_us": record.duration(one.wait) / 1e3,
+    }
+    return Span(one.bucket or one.name, record.start[one.op], record.stop[one.wait], one.kind, args)
+
+
+def op_args(record: Record, index: int) -> dict[str, Any]:
+    """What is known of an op."""
+    program, one = record.program, record.program.ops[index]
+    found: dict[str, Any] = {"op": index, "text": op_text(one)}
+    if one.kind in COMPUTES:
+        found["segment"] = one.get("segment")
+        found["read_bytes"] = sum(_bytes(record, ref) for ref in one.reads)
+        found["written_bytes"] = sum(_bytes(record, ref) for ref in one.writes)
+    if (bucket := record.bucket(index)) is not None:
+        found["bucket"], found["leaves"] = bucket, _listed(leaves(program, one))
+    if wire := wire_bytes(program, one):
+        found["wire_bytes"] = wire
+    found["planned_bytes"] = record.planned[index]
+    if record.measured is not None:
+        found["measured_bytes"] = record.measured[index]
+    if record.cpu_ns is not None:
+        found["asleep_us"] = record.asleep(index) / 1e3
+    return found
+
+
+def _bytes(record: Record, ref: Ref) -> int:
+    start, stop = record.program.local_range(ref, record.rank)
+    return (stop - start) * record.program.buffers[ref.name].dtype.itemsize
+
+
+def _listed(paths: Sequence[str], most: int = 8) -> str:
+    return " ".join(paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")

@@ -1,0 +1,115 @@
+"""page: a record as one HTML file, which needs nothing but itself: no network, light and dark, fit to be printed.
+
+From the top: what the step was and what its time went into; the timeline and the memory over one axis of time; what
+lies in memory at its planned peak; what took longest, by op, by segment and by bucket; the program. The file is
+well-formed XML, so that other programs can read it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+from importlib.resources import files
+
+from fzero.profile import charts, tables
+from fzero.profile.charts import bytes_text, time_text
+from fzero.profile.record import COMPUTES, HELD, LIVE, Record
+
+SHARES = {"computing": "forward", "waiting": "wait", "transfers' own work": "own", "the rest": "free"}
+
+
+def page(record: Record) -> str:
+    """The page."""
+    title = f"step {record.step} on rank {record.rank} of {record.program.world_size}"
+    names, strips = charts.timeline(record)
+    scale, curve = charts.memory(record)
+    parts = [
+        f"<h1>{title}</h1>",
+        facts(record),
+        "<h2>Where the time goes</h2>",
+        shares(record),
+        '<p class="tools"><label>zoom <input id="zoom" type="range" min="0" max="8" step="0.1" value="0"/></label>'
+        f" {legend(('forward', 'backward', 'recompute', 'update', 'other', 'wait', 'gather', 'reduce'))}</p>",
+        f'<div class="plots"><div class="side">{names}<div class="axis"></div>{scale}</div>',
+        f'<div class="scroll"><div id="plot">{strips}{charts.axis(record)}{curve}</div></div></div>',
+        '<pre id="shown">Point at a box, or at the memory below it.</pre>',
+        "<h2>Where the memory goes</h2>",
+        f'<p class="tools">planned: {legend((*HELD, *LIVE))} <span class="key peak-key">planned peak</span> '
+        '<span class="key measured-key">measured</span></p>',
+        tables.at_peak(record),
+        f"<h2>The {tables.LONGEST} ops that took longest</h2>",
+        tables.longest(record),
+        "<h2>By segment</h2>",
+        tables.by_segment(record),
+        "<h2>By bucket</h2>",
+        tables.by_bucket(record),
+        f"<h2>The program</h2><details><summary>{len(record.program.ops)} ops</summary>",
+        f"<pre>{escape(str(record.program))}</pre></details>",
+    ]
+    return _document(f"fzero: {title}", "\n".join(parts))
+
+
+def _document(title: str, body: str) -> str:
+    style, script = ((files("fzero.profile") / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
+        f"<title>{escape(title)}</title><style>\n{style}</style></head>\n<body>\n{body}\n"
+        f"<script>\n{script}</script></body></html>\n"
+    )
+
+
+# --- what the step was ----------------------------------------------------------------------------------------------
+
+
+def facts(record: Record) -> str:
+    """The header's figures."""
+    program, account = record.program, record.lowered.memory
+    measured = "not measured: another profiler was at work"
+    if record.measured_peak is not None:
+        measured = bytes_text(record.measured_peak)
+    parts = f"the state {bytes_text(account.state)}, the arena {bytes_text(program.arena_bytes)}"
+    rows = {
+        "step time": time_text(record.ended - record.began),
+        "mesh": " ".join(f"{axis}={size}" for axis, size in program.mesh),
+        "zero": record.stage,
+        "batch": ", ".join(record.batch),
+        "microbatches": str(program.microbatches),
+        "sent by this rank": f"{bytes_text(record.sent_bytes)} in {len(record.transfers)} transfers",
+        "planned peak": f"{bytes_text(account.peak)}, of it {parts}",
+        "measured peak": measured,
+        "page faults": f"{record.page_faults:,}",
+        "machine": record.machine,
+        "program": f"{program.digest}, {len(program.ops)} ops, {len(program.segments)} segments",
+    }
+    body = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in rows.items())
+    return f"<dl>{body}</dl>"
+
+
+def shares(record: Record) -> str:
+    """A bar of what the rank did with the step's time, and each part in words."""
+    whole = sum(record.shares.values())
+    bars, keys = [], []
+    for name, ns in record.shares.items():
+        bars.append(f'<div class="{SHARES[name]}" style="width:{ns / whole:.4%}"></div>')
+        keys.append(f'<span class="key {SHARES[name]}">{name} {time_text(ns)} ({ns / whole:.1%})</span>')
+    notes = [
+        "Computing: runs and updates. Waiting: this thread slept in a wait. Transfers' own work: starting them, and",
+        "what a wait did itself (adding, copying). The rest: freeing memory, the batch, the metrics, the clock.",
+    ]
+    if record.cpu_ns is None:
+        notes.append("Times are the device's; what a wait did itself counts as waiting.")
+    else:
+        lost = {"computing": 0, "transfers": 0}
+        for i, one in enumerate(record.program.ops):
+            if one.kind != "wait":
+                lost["computing" if one.kind in COMPUTES else "transfers"] += record.asleep(i)
+        notes.append(
+            f"Of the computing this thread was off its core for {time_text(lost['computing'])}, and of starting"
+        )
+        notes.append(f"transfers for {time_text(lost['transfers'])}: other threads or processes ran there.")
+    return f'<div class="bar">{"".join(bars)}</div><p>{" ".join(keys)}</p><p class="note">{" ".join(notes)}</p>'
+
+
+def legend(names: Iterable[str]) -> str:
+    return " ".join(f'<span class="key {name.replace(" ", "-")}">{name}</span>' for name in names)

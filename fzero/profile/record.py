@@ -1,0 +1,312 @@
+"""record: what one step did on one rank, op by op: when, and with how much memory.
+
+Times are read between ops, with the machine's monotonic clock: an op lasts from the end of the reading before it to the
+beginning of the one after it, so what the reading costs is in no op. With it goes the processor time of this thread: an
+op that waits has slept for the rest. On CUDA an event is recorded after each op instead, and times are the device's.
+
+Memory is what is held (the tensors of state, constants, batch and arena) and what the allocator gave and took back on
+top, by its own account: on the CPU each allocation with its time, on CUDA the bytes allocated after each op.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero._torch_compat import allocations
+from fzero.compile import Lowered
+from fzero.plan.memory import SHOWN
+from fzero.program import Op, Program, live_bytes, wire_bytes
+from fzero.provenance import describe
+from fzero.session import execute
+from fzero.state import State
+
+COMPUTES = ("run", "update")
+STARTS = ("gather", "reduce", "send", "recv")
+HELD = ("params", "optimizer", "batch", "other")  # kinds of memory, from the bottom of a chart to its top
+LIVE = ("gather buffers", "receive buffers", "gradients", "activations", "workspace")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A transfer: `op` starts it and `wait` ends it; `kind` is `send/recv` for both of those."""
+
+    kind: str
+    name: str
+    op: int
+    wait: int
+    bucket: str | None
+    wire_bytes: int
+    via: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One step on one rank. Times are ns of one clock for all processes of a machine; lists have an entry per op.
+
+    `cpu_ns` is this thread's processor time (None on CUDA). `measured` is the most bytes while each op ran (on CUDA:
+    after it), None where another profiler was at work; `measured_peak` the most at any time.
+    """
+
+    lowered: Lowered
+    step: int
+    rank: int
+    stage: str
+    batch: tuple[str, ...]
+    machine: str
+    began: int
+    ended: int
+    start: Sequence[int]
+    stop: Sequence[int]
+    cpu_ns: Sequence[int] | None
+    held_bytes: int
+    measured: Sequence[int] | None
+    measured_peak: int | None
+    page_faults: int
+
+    @property
+    def program(self) -> Program:
+        return self.lowered.program
+
+    def duration(self, index: int) -> int:
+        return self.stop[index] - self.start[index]
+
+    def asleep(self, index: int) -> int:
+        """The ns of an op in which this thread did not run."""
+        return self.duration(index) if self.cpu_ns is None else max(0, self.duration(index) - self.cpu_ns[index])
+
+    @cached_property
+    def shares(self) -> dict[str, int]:
+        """ns of the step by what the rank did; the sum is the step."""
+        ops = list(enumerate(self.program.ops))
+        computing = sum(self.duration(i) for i, one in ops if one.kind in COMPUTES)
+        waiting = sum(self.asleep(i) for i, one in ops if one.kind == "wait")
+        moving = sum(self.duration(i) for i, one in ops if one.kind in (*STARTS, "wait")) - waiting
+        found = {"computing": computing, "waiting": waiting, "transfers' own work": moving}
+        return {**found, "the rest": self.ended - self.began - sum(found.values())}
+
+    @cached_property
+    def transfers(self) -> list[Transfer]:
+        found, flight = [], {}
+        for i, one in enumerate(self.program.ops):
+            if one.kind in STARTS:
+                flight[(one.writes or one.reads)[0].name] = i
+            elif one.kind == "wait":
+                name = one.reads[0].name
+                start = flight.pop(name)
+                source = self.program.ops[start]
+                kind = source.kind if source.kind in ("gather", "reduce") else "send/recv"
+                wire = wire_bytes(self.program, source)
+                found.append(Transfer(kind, name, start, i, self.bucket(start), wire, str(source.get("via", ""))))
+        return found
+
+    def bucket(self, index: int) -> str | None:
+        """The buckets that an op touches, in order; of a wait, that of its transfer."""
+        one = self.program.ops[index]
+        names = [self.program.buffers[ref.name].bucket for ref in (*one.reads, *one.writes)]
+        return " ".join(dict.fromkeys(name for name in names if name)) or None
+
+    @cached_property
+    def sent_bytes(self) -> int:
+        return sum(one.wire_bytes for one in self.transfers)
+
+    @cached_property
+    def planned(self) -> list[int]:
+        """Planned bytes while each op runs, its workspace included."""
+        return [sum(levels) for levels in zip(*self.planned_kinds.values(), strict=True)]
+
+    @cached_property
+    def planned_kinds(self) -> dict[str, list[int]]:
+        """The same by kind of memory."""
+        found = {
+            kind: live_bytes(self.program, lambda b, kind=kind: SHOWN.get(b.kind, "other") == kind)  # type: ignore[misc]
+            for kind in (*HELD, *LIVE[:-1])
+        }
+        return {**found, "workspace": [needs(one) for one in self.program.ops]}
+
+
+def needs(one: Op) -> int:
+    """Bytes that an op needs only while it runs."""
+    return int(one.get("workspace", 0)) + int(one.get("heap", 0))
+
+
+def phase(one: Op) -> str:
+    """What an op is part of, by its reason: forward, backward, recompute, update, or its kind of communication."""
+    if one.kind == "update" or one.kind not in COMPUTES:
+        return one.kind
+    for name, word in (("recompute", "again "), ("backward", "backward"), ("forward", "forward")):
+        if one.get("phase") == "region" and word in one.why:
+            return name
+    return "other"
+
+
+def leaves(program: Program, one: Op) -> list[str]:
+    """The paths of the leaves whose elements an op reads or writes."""
+    found: dict[str, None] = {}
+    for ref in (*one.reads, *one.writes):
+        bucket = program.buckets.get(program.buffers[ref.name].bucket or "")
+        for slot in bucket.slots if bucket is not None else ():
+            if ref.start is None or (slot.start < (ref.stop or 0) and ref.start < slot.stop):
+                found[slot.path] = None
+    return list(found)
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
+
+
+def record(state: State, lowered: Lowered, batch: Any, ready: Callable[[], None]) -> tuple[Any, Record]:
+    """Runs a step and watches it; (its metrics, the record). `ready` is called when all is, right before the step."""
+    runtime = state.runtime
+    bound = runtime.bind(lowered)  # so that it is not part of the time
+    given = [x for x in tree.flatten(batch)[1] if isinstance(x, torch.Tensor)]
+    held = _held([*bound.memory.values(), bound.arena, *given])
+    clock = _Device(runtime.device) if runtime.device.type == "cuda" else _Host()
+    with clock.watching():
+        ready()
+        faults = _faults()
+        began = clock.begin()
+        metrics = execute(state, lowered, batch, clock)
+        ended = clock.end()
+        faults = _faults() - faults
+    starts, stops, cpu_ns = clock.spans()
+    measured, peak = clock.memory(stops, held)
+    found = Record(
+        lowered, state.step + 1, runtime.rank, _stage(runtime.spec.zero), _shapes(batch), _machine(runtime.device),
+        began, ended, starts, stops, cpu_ns, held, measured, peak, faults,
+    )  # fmt: skip
+    return metrics, found
+
+
+class _Host:
+    """Watches a step on the CPU."""
+
+    def __init__(self) -> None:
+        self.marks: list[
+            tuple[int, int, int]
+        ] = []  # per op: when it ended, this thread's work till then, when it went on
+        self.events: list[tuple[int, int]] | None = None
+
+    def __call__(self, number: int) -> None:
+        now = time.perf_counter_ns()
+        self.marks.append((now, time.thread_time_ns(), time.perf_counter_ns()))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        found = None
+        with ExitStack() as stack:
+            with suppress(RuntimeError):  # another profiler is at work: times without memory
+                found = stack.enter_context(allocations())
+            yield
+        if found is not None:
+            self.events = [(when + self.offset, nbytes) for when, nbytes in found]
+
+    def begin(self) -> int:
+        readings = [(time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()) for _ in range(5)]
+        before, wall, after = min(readings, key=lambda one: one[2] - one[0])  # the one that nothing came between
+        self.offset = (before + after) // 2 - wall  # of the clock of the allocator's events from the one read here
+        return time.perf_counter_ns()
+
+    def end(self) -> int:
+        return time.perf_counter_ns()
+
+    def spans(self) -> tuple[list[int], list[int], list[int] | None]:
+        pairs = list(zip(self.marks, self.marks[1:], strict=False))
+        return [a[2] for a, _ in pairs], [b[0] for _, b in pairs], [b[1] - a[1] for a, b in pairs]
+
+    def memory(self, stops: Sequence[int], held: int) -> tuple[list[int] | None, int | None]:
+        """The most bytes while each op ran, and at any time."""
+        return (None, None) if self.events is None else levels(self.events, stops, held)
+
+
+def levels(events: Iterable[tuple[int, int]], stops: Sequence[int], held: int) -> tuple[list[int], int]:
+    """From (time, bytes) of allocations and releases: the most bytes held up to each of some times since the one
+    before, and at all.
+
+    >>> levels([(1, 10), (2, -10), (5, 4)], [3, 4, 6], 100)
+    ([110, 100, 104], 110)
+    """
+    most = [0] * (len(stops) + 1)
+    live = last = top = 0
+    for when, nbytes in events:
+        index = bisect_left(stops, when)
+        most[last + 1 : index + 1] = [live] * (index - last)
+        live, last = live + nbytes, index
+        most[index], top = max(most[index], live), max(top, live)
+    most[last + 1 :] = [live] * (len(stops) - last)
+    return [held + one for one in most[:-1]], held + top
+
+
+class _Device:
+    """Watches a step on CUDA: events on the stream that computes, and what the caching allocator has given out."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.marks: list[torch.cuda.Event] = []
+        self.allocated: list[int] = []
+
+    def __call__(self, number: int) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        self.marks.append(event)
+        if number >= 0:
+            self.allocated.append(torch.cuda.memory_allocated(self.device))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.before = torch.cuda.memory_allocated(self.device)
+        yield
+
+    def begin(self) -> int:
+        self(-1)
+        self.began = time.perf_counter_ns()
+        return self.began
+
+    def end(self) -> int:
+        self(-1)
+        torch.cuda.synchronize(self.device)
+        return self._time(self.marks[-1])
+
+    def _time(self, event: torch.cuda.Event) -> int:
+        return self.began + round(self.marks[0].elapsed_time(event) * 1e6)
+
+    def spans(self) -> tuple[list[int], list[int], list[int] | None]:
+        times = [self._time(event) for event in self.marks[1:-1]]
+        return times[:-1], times[1:], None
+
+    def memory(self, stops: Sequence[int], held: int) -> tuple[list[int] | None, int | None]:
+        peak = torch.cuda.max_memory_allocated(self.device)
+        return [held - self.before + one for one in self.allocated], held - self.before + peak
+
+
+def _held(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages behind tensors, each counted once."""
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _stage(zero: Any) -> str:
+    return str(zero) if isinstance(zero, int) else repr(dict(zero))
+
+
+def _shapes(batch: Any) -> tuple[str, ...]:
+    paths, values, _ = tree.flatten(batch)
+    return tuple(f"{path} {describe(value)}".strip() for path, value in zip(paths, values, strict=True))
+
+
+def _machine(device: torch.device) -> str:
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    return f"{kind}, torch {torch.__version__}"

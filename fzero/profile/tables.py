@@ -1,0 +1,99 @@
+"""tables: what took longest, and what lies in memory at its planned peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+
+from fzero.plan.memory import SHOWN, _live_at
+from fzero.profile.charts import bytes_text, time_text
+from fzero.profile.record import COMPUTES, Record, Transfer, needs, phase
+from fzero.program import PERSISTENT, op_text
+
+LONGEST = 20
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; columns whose head begins with # are numbers."""
+    kinds = [' class="number"' if name.startswith("#") else "" for name in head]
+    top = "".join(f"<th{kind}>{escape(name.lstrip('#'))}</th>" for kind, name in zip(kinds, head, strict=True))
+    body = "\n".join(
+        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def at_peak(record: Record) -> str:
+    """The largest buffers at the planned peak."""
+    op = record.lowered.memory.op
+    one = record.program.ops[op]
+    rows = [(name, kind, bytes_text(nbytes)) for name, kind, nbytes in peak_rows(record)]
+    title = f"<p>Planned to be most at op {op}: {escape(f'{one.kind} {one.why}')}. Alive there:</p>"
+    return title + table(["buffer", "kind", "#bytes"], rows)
+
+
+def peak_rows(record: Record, most: int = 12) -> Iterator[tuple[str, str, int]]:
+    """(name, kind, bytes) of what is largest where the planned memory is most; a column of the state is one row."""
+    program, at = record.program, record.lowered.memory.op
+    found: dict[tuple[str, str], int] = {}
+    for name in _live_at(program, at):
+        buffer = program.buffers[name]
+        name = f"{name.partition(':')[0]} (held)" if buffer.kind in PERSISTENT else name
+        key = (name, SHOWN.get(buffer.kind, "other"))
+        found[key] = found.get(key, 0) + buffer.nbytes
+    found[f"while op {at} runs", "workspace"] = needs(program.ops[at])
+    order = sorted(found.items(), key=lambda item: (-item[1], item[0]))
+    yield from ((*key, nbytes) for key, nbytes in order[:most])
+    if len(order) > most:
+        yield f"{len(order) - most} more", "", sum(nbytes for _, nbytes in order[most:])
+
+
+def longest(record: Record) -> str:
+    whole = record.ended - record.began
+    rows = []
+    for i in sorted(range(len(record.program.ops)), key=lambda i: -record.duration(i))[:LONGEST]:
+        one, taken = record.program.ops[i], record.duration(i)
+        text = op_text(one)
+        text = text if len(text) <= 160 else text[:160] + " ..."
+        rows.append((str(i), one.kind, one.why, record.bucket(i) or "", time_text(taken), f"{taken / whole:.1%}", text))
+    return table(["#op", "kind", "why", "bucket", "#time", "#of the step", "text"], rows)
+
+
+def by_segment(record: Record) -> str:
+    """Compute: equal layers share a segment, so a row has as many ops as there are such layers."""
+    groups: dict[str, list[int]] = {}
+    for i, one in enumerate(record.program.ops):
+        if one.kind in COMPUTES:
+            groups.setdefault(str(one.get("segment")), []).append(i)
+    whole = record.ended - record.began
+    rows = []
+    for key, members in sorted(groups.items(), key=lambda item: -sum(map(record.duration, item[1]))):
+        total = sum(map(record.duration, members))
+        names = list(dict.fromkeys(record.program.ops[i].why.partition(" (")[0] for i in members))
+        what = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        parts = " ".join(dict.fromkeys(phase(record.program.ops[i]) for i in members))
+        slept = "" if record.cpu_ns is None else time_text(sum(map(record.asleep, members)))
+        times = (time_text(total), time_text(total / len(members)), slept, f"{total / whole:.1%}")
+        rows.append((key, parts, what, str(len(members)), *times))
+    return table(["segment", "part", "for", "#ops", "#time", "#each", "#off its core", "#of the step"], rows)
+
+
+def by_bucket(record: Record) -> str:
+    """Transfers: how long those of a bucket were in flight, and how much of that the rank stood waiting."""
+    groups: dict[tuple[str, str, str], list[Transfer]] = {}
+    for one in record.transfers:
+        groups.setdefault((one.bucket or one.name, one.kind, one.via), []).append(one)
+    rows = []
+    for names, found in sorted(groups.items(), key=lambda item: -_waited(record, item[1])):
+        flight = sum(record.stop[one.wait] - record.start[one.op] for one in found)
+        sent = sum(one.wire_bytes for one in found)
+        own = sum(record.duration(one.op) + record.duration(one.wait) - record.asleep(one.wait) for one in found)
+        times = (time_text(flight), time_text(own), time_text(_waited(record, found)))
+        rows.append((*names, str(len(found)), bytes_text(sent), *times))
+    head = ["bucket", "kind", "via", "#transfers", "#sent", "#in flight", "#own work", "#waited for"]
+    return table(head, rows) if rows else "<p>No transfers: a world of one.</p>"
+
+
+def _waited(record: Record, transfers: Iterable[Transfer]) -> int:
+    return sum(record.asleep(one.wait) for one in transfers)
