@@ -224,7 +224,7 @@ def _lower(
         gather_bytes=spec.gather_bytes,
         overlap=spec.overlap,
         remat=spec.remat_rules,
-        compile=compile_how(spec, torch.device("cuda" if via == "nccl" else "cpu")),
+        compile=spec.compile,
     )
     reductions = (spec.reduce,) if spec.reduce else ("end", "each")
     if plan.world_size == 1 or all(region.microbatches == 1 for region in graph.regions):
@@ -237,11 +237,6 @@ def _lower(
         against = obstacle(programs[how], torch.device("cuda"))
         choices["cuda_graph"] = f"not one graph: {against}" if against else "the step is one graph"
     return Lowered(graph, plan, programs[how], choices)
-
-
-def compile_how(spec: Spec, device: torch.device) -> str:
-    """How segments run on a device: "none", "auto" or "inductor" (see `fzero.fusion`)."""
-    return spec.compile
 
 
 def _choice_of_reduce(programs: Mapping[str, Program]) -> tuple[str, str]:

@@ -14,7 +14,7 @@ import torch
 
 from fzero import tree
 from fzero._torch_compat import default_store
-from fzero.compile import Lowered, compile_how, fakes_on, lower_step
+from fzero.compile import Lowered, fakes_on, lower_step
 from fzero.costs import Costs
 from fzero.errors import DonatedError, TreeError, at
 from fzero.plan.layout import Leaf, Plan
@@ -108,7 +108,7 @@ class Runtime:
             memory = {**self.memory, **dict(zip(constants, lowered.graph.constants.values(), strict=True))}
             compiled = inductor.compiled(
                 program,
-                how=compile_how(self.spec, self.device),
+                how=self.spec.compile,
                 device=self.device,
                 rank=self.rank,
                 world_size=self.world_size,
