@@ -1,8 +1,8 @@
 """Where every byte lives: what the plan says before the run, and what the allocator says after it.
 
 Measured is what can be measured. State and batch are the bytes of the tensors that a rank holds, padding included.
-What a step allocates beside them is the allocator's peak above its start (`fzero.plan.measured`), which does not know a
-gradient from an activation, so the table gives their sum, not a split of it.
+What a step needs beside them is its arena, and the allocator's peak above its start (`fzero.plan.measured`), which do
+not know a gradient from an activation, so the table gives their sum, not a split of it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rich.table import Table
 from torch import Tensor
 
-STEP = "made and freed by the step"
+STEP = "the step's arena and more"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import optree
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -31,6 +30,7 @@ import memory
 import ranks
 import text
 from fzero.plan.measured import measured_peak
+from fzero.plan.memory import account
 from gpt import Batch, Params, generate, init_gpt, loss_fn, sizes
 
 EXAMPLES = """
@@ -176,15 +176,16 @@ def train(args: argparse.Namespace, rank: int, console: Console) -> None:
     state, curves, seconds = fit(args, state, corpus, rank, device, console)
     params = fzero.unshard(state.params)
     measured = measure(args, state, corpus, rank, device)
-    console.print("measured: the same, from the tensors held and the allocator's events of one more step")
-    console.print(memory.measured_table(lowered.memory, lowered.memory.peak, measured))
+    planned = account(state.program)  # ranks that share memory need no receive buffers: less than was planned for any
+    console.print("measured: the program that ran, the tensors held, and the allocator's events of one more step")
+    console.print(memory.measured_table(planned, planned.peak, measured))
     speed = args.steps * args.batch * args.seq / seconds
     loss = curves.held_out[-1][1]
     console.print(f"held-out loss {loss:.3f} nats per byte; {speed:,.0f} tokens/s over {args.steps} steps")
     if rank == 0:
-        planned = {**lowered.memory, "state": lowered.memory.state, "peak": lowered.memory.peak}
+        planned_bytes = {**planned, "state": planned.state, "peak": planned.peak}
         measured_bytes = [{**asdict(one), "peak": one.peak} for one in measured]
-        report = {"planned": planned, "measured": measured_bytes, "tokens_per_second": speed, **asdict(curves)}
+        report = {"planned": planned_bytes, "measured": measured_bytes, "tokens_per_second": speed, **asdict(curves)}
         leave(args, params, curves, report, console)
 
 
@@ -250,10 +251,10 @@ def measure(
 ) -> list[memory.Measured]:
     """The bytes on every rank in one more step, whose result nobody needs."""
     batch = next(drawn(args, corpus, rank, device, args.seed + 1))
-    params = memory.held_bytes(leaf.local for leaf in optree.tree_leaves(state.params))
-    optimizer = memory.held_bytes(leaf.local for leaf in optree.tree_leaves(state.tree)) - params  # and the key
+    held = state.held_bytes
     _, step = measured_peak(lambda: fzero.step(state, batch), device)
-    mine = memory.Measured(params, optimizer, memory.held_bytes(batch.values()), step)
+    optimizer = held["optimizer"] + held["state"]  # and the key
+    mine = memory.Measured(held["param"], optimizer, memory.held_bytes(batch.values()), held["arena"] + step)
     everyone = [mine] * args.world
     if args.world > 1:
         dist.all_gather_object(everyone, mine)

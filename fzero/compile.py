@@ -219,8 +219,11 @@ def _lower(
     choices: dict[str, str] = {}
     if spec.products == "fastest":
         graph, choices = products.choose(graph, costs or Costs("products", measures=False))
+    depth, why = _prefetch(spec, via)
+    if why and plan.world_size > 1:
+        choices["prefetch"] = why
     options = Options(
-        prefetch=spec.prefetch,
+        prefetch=depth,
         gather_bytes=spec.gather_bytes,
         overlap=spec.overlap,
         remat=spec.remat_rules,
@@ -237,6 +240,15 @@ def _lower(
         against = obstacle(programs[how], torch.device("cuda"))
         choices["cuda_graph"] = f"not one graph: {against}" if against else "the step is one graph"
     return Lowered(graph, plan, programs[how], choices)
+
+
+def _prefetch(spec: Spec, via: str) -> tuple[int, str]:
+    """(how many segments ahead gathers start, why)."""
+    if spec.prefetch is not None:
+        return spec.prefetch, ""
+    if via == "shared":
+        return 0, "prefetch=0: ranks copy from one another's memory when they wait, so nothing would be hidden"
+    return 1, "prefetch=1: one segment ahead"
 
 
 def _choice_of_reduce(programs: Mapping[str, Program]) -> tuple[str, str]:

@@ -41,7 +41,8 @@ class Spec:
     nonfinite: with `loss`, a step whose gradients are not finite: "ignore", "skip" (the state keeps its bits) or
     "raise" (NonFiniteError, and the state stays usable). None: skip with a loss scale, else ignore.
     bucket_bytes: where a layer's bucket is cut. A larger leaf has a bucket to itself.
-    prefetch: how many segments ahead a gather starts. 0: when it is needed.
+    prefetch: how many segments ahead a gather starts. 0: when it is needed. None: one, but none where ranks read one
+    another's memory, for a copy there takes the time of the core that waits for it (docs/performance.md).
     gather_bytes: the most bytes of gathered buffers at one time. None: what `prefetch` needs.
     overlap: False waits for every transfer where it starts (same bits, slower).
     remat: "none", "full" (a layer keeps its input and computes the rest again in the backward), or path rules of
@@ -78,7 +79,7 @@ class Spec:
     clip_value: float | None = None
     nonfinite: str | None = None
     bucket_bytes: int = 32 << 20
-    prefetch: int = 1
+    prefetch: int | None = None
     gather_bytes: int | None = None
     overlap: bool = True
     remat: str | Mapping[str, str] = "none"
@@ -112,7 +113,8 @@ class Spec:
         self._check_device()
         for name in ("microbatches", "bucket_bytes"):
             _positive(name, getattr(self, name))
-        _needs(type(self.prefetch) is int and self.prefetch >= 0, "prefetch", self.prefetch, "0 or a positive int")
+        if self.prefetch is not None:
+            _needs(type(self.prefetch) is int and self.prefetch >= 0, "prefetch", self.prefetch, "0 or a positive int")
         if self.gather_bytes is not None:
             _positive("gather_bytes", self.gather_bytes)
         _choice("reduce", self.reduce, (None, "each", "end"))

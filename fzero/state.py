@@ -127,6 +127,16 @@ class State:
         """The program of the last step, to print; None before the first."""
         return self.runtime.last_program
 
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes that this rank holds between steps: the state's by kind ("param", "optimizer", "state"), and those of
+        the arena that every step works in ("arena"; 0 before the first)."""
+        found = {"param": 0, "optimizer": 0, "state": 0, "arena": self.runtime.arena.numel()}
+        for name, buffer in self.runtime.plan.buffers.items():
+            tensor = self.runtime.memory[name]
+            found[buffer.kind] += tensor.numel() * tensor.element_size()
+        return found
+
 
 def unshard(sharded: Any) -> Any:
     """The pytree with every `ShardedTensor` as a full tensor, on every rank. A collective: all ranks call it.

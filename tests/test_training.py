@@ -261,8 +261,8 @@ def test_the_reduction_is_chosen_by_memory_and_says_so() -> None:
 
 
 def test_there_is_nothing_to_choose_without_microbatches_or_when_told() -> None:
-    assert chosen(8, microbatches=1).choices == {}
-    assert chosen(8, reduce="each").choices == {}
+    assert chosen(8, microbatches=1).choices.keys() <= {"prefetch"}
+    assert chosen(8, reduce="each").choices.keys() <= {"prefetch"}
     assert reductions(chosen(8, reduce="end")) == 8
 
 
