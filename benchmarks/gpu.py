@@ -87,6 +87,9 @@ class Filled:
     def settle(self, name: str) -> None:
         """Nobody else reads here."""
 
+    def drain(self) -> None:
+        """Nothing is ever in flight."""
+
     def start(self, name: str, one: Op, tensors: list[torch.Tensor]) -> None:
         source, dest = tensors[0].reshape(-1), tensors[len(one.reads)].view(-1)
         if one.kind == "gather":

@@ -45,7 +45,11 @@ def held_bytes() -> int:
     theirs = {arena.data_ptr() for host in hosts for peer in host.peers.values() for arena in peer.arenas.values()}
     storages: dict[int, int] = {}
     for found in gc.get_objects():
-        if type(found) in (torch.Tensor, torch.nn.Parameter) and found.device.type == "cpu" and found.layout is torch.strided:
+        if (
+            type(found) in (torch.Tensor, torch.nn.Parameter)
+            and found.device.type == "cpu"
+            and found.layout is torch.strided
+        ):
             storage = found.untyped_storage()
             if storage.nbytes() and storage.data_ptr() not in theirs:
                 storages[storage.data_ptr()] = storage.nbytes()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fzero
 from fzero import CaptureError, DisagreementError, DonatedError, FzeroError, SpecError, TreeError
-from fzero.runtime import handlers
+from fzero.runtime.bound import Bound
 from fzero.state import State
 
 SGD = fzero.optim.sgd(0.001, momentum=0.9)
@@ -384,16 +384,23 @@ def test_what_a_state_does_not_have() -> None:
 # --- failures inside a step -------------------------------------------------------------------------------------------
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, kind: str, *, before: bool) -> None:
+def failing(monkeypatch: pytest.MonkeyPatch, kind: str, *, before: bool, error: BaseException | None = None) -> None:
     """The first op of a kind raises, before it does its work or after."""
-    real = handlers.HANDLERS[kind]
+    real = Bound.issue
 
-    def broken(rank: Any, one: Any) -> None:
-        if not before:
-            real(rank, one)
-        raise MemoryError("no memory left")
+    def fail() -> None:
+        raise error or MemoryError("no memory left")
 
-    monkeypatch.setitem(handlers.HANDLERS, kind, broken)
+    def broken(self: Bound, watch: Any = None) -> None:
+        at = next(i for i, one in enumerate(self.program.ops) if one.kind == kind)
+        calls = self.calls
+        self.calls = [*calls[:at], [fail] if before else [*calls[at], fail], *calls[at + 1 :]]
+        try:
+            real(self, watch)
+        finally:
+            self.calls = calls
+
+    monkeypatch.setattr(Bound, "issue", broken)
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -422,13 +429,9 @@ def test_a_failure_after_the_first_write_marks_the_state_unusable(monkeypatch: p
 
 
 def test_an_interrupt_after_the_first_write_marks_the_state_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(rank: Any, one: Any) -> None:
-        rank.wrote_state = True
-        raise KeyboardInterrupt
-
     state = fzero.init(params(), spec())
     with monkeypatch.context() as patch:
-        patch.setitem(handlers.HANDLERS, "update", interrupted)
+        failing(patch, "update", before=True, error=KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             fzero.step(state, batch())
     said(DonatedError, lambda: fzero.step(state, batch()), "is unusable", "KeyboardInterrupt")

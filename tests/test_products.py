@@ -394,7 +394,9 @@ def _contradicting(folder: str) -> Any:
 def test_ranks_whose_files_differ_run_rank_0s_choice(tmp_path: Path) -> None:
     first, second = values(gloo(2, _contradicting, str(tmp_path)))
     assert first == second
-    assert all("oneDNN by speed" in line for question, line in first[0].items() if question not in ("reduce", "prefetch"))
+    assert all(
+        "oneDNN by speed" in line for question, line in first[0].items() if question not in ("reduce", "prefetch")
+    )
 
 
 def _measuring(folder: str) -> Any:

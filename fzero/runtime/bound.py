@@ -58,7 +58,7 @@ class Bound:
                 self.memory[name] = place.view(buffer.dtype).view(buffer.shape)
         self.batch = [self.memory.get(name) for name, b in program.buffers.items() if b.kind == "batch"]
         self.metrics = list(program.metrics.items())
-        self.position = 0  # the op that runs, or ran last
+        self.position = -1  # the op that runs; all of them after a run that did not fail
         self.recordable = cuda_graph and graphs.obstacle(program, arena.device) is None
         self.recording: Any = None  # the step as one CUDA graph
         self.num_runs = 0
@@ -76,6 +76,7 @@ class Bound:
     def run(self, batch: Sequence[torch.Tensor], watch: Callable[[int], None] | None = None) -> dict[str, torch.Tensor]:
         """One step: the state is written in place; returns the metrics. `watch` is called with each op's number after
         the op, and with -1 before the first. An error says in which op it happened."""
+        self.comm.drain()  # of a run that failed; else nothing is in flight
         self.position = -1
         with torch.no_grad(), torch.autocast(self.arena.device.type, enabled=False), below_autograd():
             for place, given in zip(self.batch, batch, strict=True):
@@ -85,11 +86,12 @@ class Bound:
                 self.recording = graphs.record(self)
                 self.recordable = self.recording is not None
             if self.recording is not None and watch is None:
-                self.position = len(self.calls)
+                self.position = self.first_write
                 self.recording.replay()
             else:
                 self.issue(watch)
             self.num_runs += 1
+            self.position = len(self.calls)
             return {name: self.memory[buffer].clone() for name, buffer in self.metrics}
 
     def issue(self, watch: Callable[[int], None] | None = None) -> None:

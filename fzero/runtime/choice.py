@@ -97,3 +97,7 @@ class Fastest:
     def settle(self, name: str) -> None:
         if name in self.by_name:
             self.by_name[name].settle(name)
+
+    def drain(self) -> None:
+        for comm in self.comms.values():
+            comm.drain()

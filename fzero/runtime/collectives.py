@@ -87,6 +87,12 @@ class P2P:
     def settle(self, name: str) -> None:
         """Nothing is left to do: when `wait` returned, the source had been sent."""
 
+    def drain(self) -> None:
+        """Ends what a step that failed has started, so that nothing arrives in memory of the next one."""
+        for name in list(self.pending):
+            self.wait(name)
+            self.settle(name)
+
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         return dist.isend(tensor, peer, group=self.group, tag=tag)
 
@@ -183,6 +189,9 @@ class Alone:
 
     def settle(self, name: str) -> None:
         raise KeyError(name)
+
+    def drain(self) -> None:
+        """Nothing is ever in flight."""
 
 
 NOTE_BYTES = 512

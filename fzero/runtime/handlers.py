@@ -32,6 +32,9 @@ class Comm(Protocol):
         """Returns when every other rank has read what it needs of the waited-for transfer's sources: they may be
         overwritten and freed. Only where ranks read one another's memory is that later than the wait."""
 
+    def drain(self) -> None:
+        """Ends every transfer that is in flight, whatever it brings. Collective, like the step that failed."""
+
 
 class Rank:
     """One rank's memory while it runs a program: tensors by buffer name, all of them whole buffers."""

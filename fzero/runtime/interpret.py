@@ -115,6 +115,9 @@ class LocalComm:
             if not _same_bits(tensor, was):
                 raise HazardError(f"rank {self.rank}: a source of the transfer into {name} changed before it settled")
 
+    def drain(self) -> None:
+        """A program that fails here is not run again."""
+
     def ready(self, name: str) -> bool:
         if name in self.inbox:
             return bool(self.world.mail.get(self.inbox[name][0]))
