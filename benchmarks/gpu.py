@@ -37,7 +37,7 @@ from fzero.compile import plan_for, recipe_for
 from fzero.program import Op
 from fzero.runtime import storage
 from fzero.runtime.transport import Transport, via_of
-from fzero.session import Runtime, execute
+from fzero.session import Runtime
 from fzero.state import Life, State
 
 SIZES = {
@@ -125,8 +125,8 @@ def share(setup: Setup, zero: int, world_size: int) -> Step:
     state = share_of(setup, zero, world_size)
 
     def step(batch: Batch) -> torch.Tensor:
-        loss: torch.Tensor = execute(state, state.runtime.compiled(batch), batch)["loss"]
-        return loss
+        bound = state.runtime.bind(state.runtime.compiled(batch))
+        return bound.run(list(batch.values()))["loss"]
 
     return step
 

@@ -185,7 +185,7 @@ def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any]
             raise DonatedError(f"this state ({at('state', paths[0])}{more}) {state.life.ended}")
         _check_batch(batch if fn is None else batch["batch"], runtime.device)
         lowered = runtime.compiled(batch, fn)
-        digest = lowered.digest if runtime.world_size > 1 else ""
+        digest = f"{lowered.digest} after {runtime.transport.comm.number} transfers" if runtime.world_size > 1 else ""
     except Exception as error:
         failure, digest = error, ""
     collectives.agree(runtime.rank, runtime.world_size, what, digest, runtime.group, failure)

@@ -215,7 +215,7 @@ def _lift(tracing: Tracing, gm: fx.GraphModule) -> dict[str, torch.Tensor]:
     for node, value in zip(segments.placeholders(gm.graph)[before:], values, strict=True):
         name = found_name(value, tracing.fns) or f"{describe(value)}"
         name = name if name not in constants else f"{name}#{len(constants)}"
-        constants[name] = value.detach()
+        constants[name] = value.detach().contiguous()  # as its fake is
         node.meta["val"] = fake_like(tracing.mode, value)
     return constants
 

@@ -24,7 +24,7 @@ from torch import fx
 from fzero import segments
 from fzero._torch_compat import function_schema, inductor_rounds
 from fzero.passes import rewrite
-from fzero.program import Op, Program
+from fzero.program import Op, Program, Ref
 
 aten = torch.ops.aten
 AUTO_BYTES = 1 << 18  # what a stretch must move for how="auto": below it the time is not in the loops
@@ -94,17 +94,27 @@ def fuse(program: Program, how: str) -> tuple[dict[str, fx.GraphModule], dict[st
 
 
 def aliased(program: Program) -> dict[str, dict[int, int]]:
-    """For each segment which destinations are the memory of which reads. Segments whose ops differ in it, or where
-    memory overlaps in part, are left out."""
+    """For each segment which destinations are the memory of which reads. Left out are segments whose ops differ in it,
+    where memory overlaps in part, and where a rank's own part may be shorter than another's: shapes are compiled in."""
     found: dict[str, list[dict[int, int]]] = {}
+    uneven: set[str] = set()
     for one in program.ops:
         if one.get("segment") is not None:
             found.setdefault(str(one.get("segment")), []).append(_same(one))
+            if any(_is_part(program, ref) for ref in (*one.reads, *one.writes)):
+                uneven.add(str(one.get("segment")))
     return {
         key: seen[0]
         for key, seen in found.items()
-        if all(one == seen[0] for one in seen) and -1 not in seen[0].values()
+        if key not in uneven and all(one == seen[0] for one in seen) and -1 not in seen[0].values()
     }
+
+
+def _is_part(program: Program, ref: Ref) -> bool:
+    """Whether a reference is a rank's slice of some of a bucket: of all of it, slices are equal."""
+    buffer = program.buffers[ref.name]
+    cut = ref.start is not None and (ref.mine or buffer.shard) and program.world_size > 1
+    return cut and (ref.start, ref.stop) != (0, program.buckets[buffer.bucket or ""].length)
 
 
 def _same(one: Op) -> dict[int, int]:

@@ -310,7 +310,7 @@ def results(node: fx.Node, value: Any = None) -> list[tuple[int, torch.Tensor]]:
         return []
     if mutated(node) and not _also_returns(node):
         return []
-    value = node.meta["val"] if value is None else value
+    value = node.meta.get("val") if value is None else value
     found = enumerate(value) if isinstance(value, (tuple, list)) else [(0, value)]
     return [(index, one) for index, one in found if isinstance(one, torch.Tensor)]
 

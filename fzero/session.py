@@ -47,6 +47,7 @@ class Runtime:
     programs: dict[Any, Lowered] = field(default_factory=dict)
     evaluations: dict[Any, Lowered] = field(default_factory=dict)
     bound: dict[int, Bound] = field(default_factory=dict)
+    compiled_segments: dict[str, Any] = field(default_factory=dict)
     arena: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))  # of the programs' buffers
     last_key: Any = None
     last_program: Program | None = None
@@ -107,18 +108,37 @@ class Runtime:
         if id(lowered) not in self.bound:
             constants = [name for name, b in program.buffers.items() if b.kind == "constant"]
             memory = {**self.memory, **dict(zip(constants, lowered.graph.constants.values(), strict=True))}
-            compiled = inductor.compiled(
-                program,
+            compiled = self.compiled_segments.get(program.digest, {})
+            self.bound[id(lowered)] = Bound(
+                program, self.rank, self.transport.comm, memory, self.arena, compiled, cuda_graph=self.spec.cuda_graph
+            )
+        return self.bound[id(lowered)]
+
+    def ready(self, lowered: Lowered) -> Bound:
+        """The program bound. For one that is new, which it is on all ranks or on none, its segments are compiled, and
+        the ranks agree that all of them can go on."""
+        digest = lowered.program.digest
+        if digest in self.compiled_segments:
+            return self.bind(lowered)
+        failure: Exception | None = None
+        try:
+            self.compiled_segments[digest] = inductor.compiled(
+                lowered.program,
                 how=self.spec.compile,
                 device=self.device,
                 rank=self.rank,
                 world_size=self.world_size,
                 group=self.group,
             )
-            self.bound[id(lowered)] = Bound(
-                program, self.rank, self.transport.comm, memory, self.arena, compiled, cuda_graph=self.spec.cuda_graph
-            )
-        return self.bound[id(lowered)]
+            self.bind(lowered)
+        except Exception as error:
+            failure = error
+        try:
+            collectives.agree(self.rank, self.world_size, "a new program's memory", digest, self.group, failure)
+        except Exception:
+            self.compiled_segments.pop(digest, None)  # on every rank: it is new again to all of them
+            raise
+        return self.bind(lowered)
 
     def whole(self, leaves: Sequence[ShardedTensor]) -> list[torch.Tensor]:
         """Whole leaves of one state on every rank, once all ranks have asked for the same ones."""
@@ -167,7 +187,7 @@ class Runtime:
 
 def execute(state: State, lowered: Lowered, batch: Any, watch: Callable[[int], None] | None = None) -> Any:
     """Runs a step's program, or an evaluation's, on the state's memory. Returns its metrics; `watch` as in `Bound`."""
-    bound = state.runtime.bind(lowered)
+    bound = state.runtime.ready(lowered)
     tensors = [x.detach() for x in tree.flatten(batch)[1] if isinstance(x, torch.Tensor)]
     try:
         metrics = bound.run(tensors, watch)

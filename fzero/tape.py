@@ -53,7 +53,7 @@ def layout(gm: fx.GraphModule) -> Layout:
 
 def _heap(node: fx.Node) -> int:
     made = segments.results(node)
-    direct = isinstance(node.target, Fused) or _special(node) is not None or out_form(node.target) is not None
+    direct = isinstance(node.target, Fused) or _special(node) is not None or _form(node) is not None
     return workspace_bytes(node) + (0 if direct else sum(value.untyped_storage().nbytes() for _, value in made))
 
 
@@ -92,7 +92,7 @@ def bind(
             env[node] = env[written[0]]
         else:
             calls += _writing(node, args, kwargs, into)
-            env[node] = tuple(map(into.get, range(max(into) + 1))) if _several(node) else into.get(0)
+            env[node] = tuple(map(into.get, range(max(into, default=-1) + 1))) if _several(node) else into.get(0)
     return calls
 
 
@@ -107,21 +107,25 @@ def _shapes(gm: fx.GraphModule, given: Sequence[torch.Tensor]) -> dict[fx.Node, 
     if all(x.shape == n.meta["val"].shape for x, n in zip(given, segments.placeholders(gm.graph), strict=True)):
         return {}
     with FakeTensorMode():
-        return segments.shapes(gm, [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in given])
+        return segments.shapes(
+            gm, [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in given]
+        )
 
 
 def _several(node: fx.Node) -> bool:
-    return isinstance(node.meta["val"], (tuple, list))
+    return isinstance(node.meta.get("val"), (tuple, list))
 
 
 def _writing(node: fx.Node, args: Any, kwargs: Any, into: dict[int, torch.Tensor]) -> Iterator[Call]:
     """The calls that compute a node's results into their places."""
-    special, form = _special(node), out_form(node.target)
+    special, form = _special(node), _form(node)
     if special is not None:
         yield from special(into[0], *args, **kwargs)
     elif form is not None:
         names = [a.name for a in form._schema.arguments if a.is_out]
         yield partial(_kernel(form, args, kwargs), *args, **kwargs, **dict(zip(names, into.values(), strict=True)))
+    elif not into:
+        yield partial(_kernel(node.target, args, kwargs), *args, **kwargs)  # a check, which returns nothing
     elif _several(node):
         compute = partial(_kernel(node.target, args, kwargs), *args, **kwargs)
         used = {u.args[1] for u in node.users}
@@ -142,7 +146,8 @@ def _copy_result(compute: Call, into: torch.Tensor) -> None:
 def _copy_results(compute: Call, into: Sequence[tuple[int, torch.Tensor]]) -> None:
     found = compute()
     for index, tensor in into:
-        tensor.copy_(found[index])
+        if found[index].numel() or not tensor.numel():  # some ops leave out what nobody will need
+            tensor.copy_(found[index])
 
 
 # --- forms that write into a given tensor -----------------------------------------------------------------------------
@@ -154,6 +159,17 @@ _WITH_TENSOR = {
     aten.mul.Scalar: aten.mul.out,
     aten.div.Scalar: aten.div.out,
 }
+# beside pointwise ops, those whose `out=` form was seen to write its result there and nothing else: others resize `out`
+# and use it for what lies between (binary_cross_entropy), or need results in memory of their own (linalg.qr)
+_WRITES_OUT = frozenset(
+    str.split(
+        "mm addmm bmm baddbmm sum mean amax amin any all argmax argmin cumsum cat stack index_select gather tril triu "
+        "index _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data "
+        "nll_loss_forward nll_loss_backward "
+        "gelu_backward silu_backward max_pool2d_with_indices onednn_mm onednn_addmm onednn_bmm onednn_baddbmm"
+    )
+)
+_USES_OUT = frozenset(str.split("binary_cross_entropy huber_loss smooth_l1_loss soft_margin_loss mse_loss"))
 
 
 @cache
@@ -163,14 +179,23 @@ def out_form(target: Any) -> Any:
         return _WITH_TENSOR[target]
     if not hasattr(target, "_schema"):
         return None
+    name = target.overloadpacket.__name__
+    if name in _USES_OUT or (name not in _WRITES_OUT and torch.Tag.pointwise not in target.tags):
+        return None
     mine = [(a.name, str(a.type)) for a in target._schema.arguments]
-    for name in target.overloadpacket.overloads():
-        other = getattr(target.overloadpacket, name)
+    for overload in target.overloadpacket.overloads():
+        other = getattr(target.overloadpacket, overload)
         rest = [(a.name, str(a.type)) for a in other._schema.arguments if not a.is_out]
-        outs = len(other._schema.arguments) - len(rest)
-        if outs == len(target._schema.returns) and rest == mine and torch.Tag.generated not in other.tags:
+        outs = [str(a.type) for a in other._schema.arguments if a.is_out]
+        alike = len(outs) == len(target._schema.returns) and set(outs) == {"Tensor"} and rest == mine
+        if alike and torch.Tag.generated not in other.tags:
             return other
     return None
+
+
+def _form(node: fx.Node) -> Any:
+    """The `out=` form of a node's op that takes its arguments; add.Scalar's third is no tensor's."""
+    return None if node.target in _WITH_TENSOR and len(node.args) > 2 else out_form(node.target)
 
 
 def _special(node: fx.Node) -> Callable[..., Iterator[Call]] | None:

@@ -162,6 +162,33 @@ def test_the_gradient_of_an_embedding_is_atens(dtype: torch.dtype) -> None:
     check(gm, given=[x for like in takes for x in inputs[like.dtype] if x.shape == like.shape])
 
 
+LOSSES = {
+    "binary_cross_entropy": lambda p, b: F.binary_cross_entropy(torch.sigmoid(b @ p["w"]), (b > 0).float()),
+    "huber_loss": lambda p, b: F.huber_loss(b @ p["w"], b) + (p["w"] ** 2).sum(),
+    "soft_margin_loss": lambda p, b: F.soft_margin_loss(b @ p["w"], torch.sign(b)),
+    "smooth_l1_loss": lambda p, b: F.smooth_l1_loss(b @ p["w"], b),
+    "mse_loss": lambda p, b: F.mse_loss(b @ p["w"], b) + F.mse_loss(p["w"], b, reduction="sum"),
+    "qr": lambda p, b: torch.linalg.qr(p["w"])[1].square().mean() + b.mean(),
+    "inv": lambda p, b: torch.linalg.inv(p["w"] + 9 * torch.eye(8)).mean() + b.mean(),
+    "split_copy": lambda p, b: sum(x.square().sum() for x in torch.split_copy(b @ p["w"], 3)),
+    "add with alpha": lambda p, b: torch.ops.aten.add.Scalar(b @ p["w"], 2, 3).square().mean(),
+    "a mask that is not contiguous": lambda p, b, mask=torch.randn(8, 8).t(): (b @ p["w"] * mask).square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_ops_that_use_their_out_for_more_than_the_result(name: str) -> None:
+    """Losses whose `out=` kernels resize it or want memory of their own, checks without a result, odd arguments."""
+    loss, w, x = LOSSES[name], torch.randn(8, 8), torch.randn(8, 8)
+    state = fzero.init({"w": w}, fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1)))
+    state = fzero.step(state, x)
+    leaf = w.clone().requires_grad_()
+    value = loss({"w": leaf}, x)
+    value.backward()
+    torch.testing.assert_close(state.metrics["loss"], value.detach())
+    torch.testing.assert_close(state.params["w"].full(), w - 0.1 * leaf.grad)
+
+
 # --- programs ---------------------------------------------------------------------------------------------------------
 
 

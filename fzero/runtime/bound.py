@@ -76,8 +76,8 @@ class Bound:
     def run(self, batch: Sequence[torch.Tensor], watch: Callable[[int], None] | None = None) -> dict[str, torch.Tensor]:
         """One step: the state is written in place; returns the metrics. `watch` is called with each op's number after
         the op, and with -1 before the first. An error says in which op it happened."""
-        self.comm.drain()  # of a run that failed; else nothing is in flight
         self.position = -1
+        self.comm.drain()  # of a run that failed; else nothing is in flight
         with torch.no_grad(), torch.autocast(self.arena.device.type, enabled=False), below_autograd():
             for place, given in zip(self.batch, batch, strict=True):
                 if place is not None:
@@ -146,6 +146,8 @@ class Bound:
         if ref.name not in self.memory:
             buffer = self.program.buffers[ref.name]
             self.memory[ref.name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.arena.device)
+            for start, stop in padding(self.program, self.rank, buffer):
+                self.memory[ref.name][start:stop].zero_()
         return self.tensor(ref)
 
     def _is_loose(self, refs: Sequence[Ref]) -> bool:

@@ -145,6 +145,7 @@ class Gloo(P2P):
     """The same, with gloo's own all-gather."""
 
     def _gather(self, own: torch.Tensor, whole: torch.Tensor, tag: int) -> list[Any]:
+        whole, own = whole.view(torch.uint8), own.view(torch.uint8)  # gloo does not know every dtype
         return [all_gather_single(whole, own, group=self.group, async_op=True)]
 
 
@@ -177,6 +178,8 @@ class Nccl(P2P):
 
 class Alone:
     """The comm of a world of one: a program for it has no transfers."""
+
+    number = 0
 
     def start(self, name: str, one: Op, tensors: list[torch.Tensor]) -> None:
         raise DisagreementError(f"{one.kind} into {name} in a world of one")

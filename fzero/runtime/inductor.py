@@ -68,7 +68,9 @@ def _compile_all(
 ) -> dict[str, str]:
     """Compiles or loads; returns the errors of those that stay aten, by hash ("" where another rank failed)."""
     errors: dict[str, str] = {}
-    lacking = inductor_lacks(device.type) if stretches else ""
+    if not stretches:  # the same on every rank, as the program is
+        return errors
+    lacking = inductor_lacks(device.type)
     leads = _leads(rank, world_size, group)
     for turn in (leads, not leads):  # on each machine one rank first, then the others
         if turn and lacking:
