@@ -124,7 +124,7 @@ def test_depth_adds_nothing_to_compile() -> None:
         batch = {name: torch.empty(2, 8, dtype=torch.int64, device="meta") for name in "xy"}
         found.append(stretches(fzero.lower(spec, init, batch, world_size=2).program))
     assert found[0].keys() == found[1].keys()
-    assert len(found[0]) > 4
+    assert len(found[0]) >= 4
 
 
 def test_segments_whose_ops_alias_differently_are_left_alone() -> None:
