@@ -283,6 +283,7 @@ def test_another_process_loads_what_was_compiled() -> None:
 
 @needs_compiler
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+@pytest.mark.acceptance
 def test_workers_share_what_is_new(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.utils import counters
 
