@@ -17,7 +17,12 @@ from fzero.program import PERSISTENT, Buffer, Op, Program, Ref, op_text
 
 
 class Comm(Protocol):
-    """How bytes move between ranks. `start` returns at once; `name` (the buffer written) identifies the transfer."""
+    """How bytes move between ranks. `start` returns at once; `name` (the buffer written) identifies the transfer.
+
+    `number` counts what was started: ranks that differ in it are not at one place.
+    """
+
+    number: int
 
     def start(self, name: str, one: Op, tensors: list[torch.Tensor]) -> None:
         """Starts a gather, reduce, send or recv; `tensors` are the op's reads, then its writes."""

@@ -69,6 +69,8 @@ class World:
 class LocalComm:
     """`handlers.Comm` among ranks of one process."""
 
+    number = 0
+
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank = world, rank
         self.pending: dict[str, tuple[str, int]] = {}
