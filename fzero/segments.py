@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,20 @@ def is_rename(node: fx.Node) -> bool:
 def is_pointwise(node: fx.Node) -> bool:
     """Whether each element of the result depends on the same element of every full-shaped operand alone."""
     return is_compute(node) and (node.target in _POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ()))
+
+
+def out_overload(target: Any) -> Any:
+    """The overload of an op that takes the same and writes each result into a tensor given as `out=`, if torch has one
+    that is a kernel and no copy in disguise. Whether it writes nothing else there, the caller must know."""
+    mine = [(a.name, str(a.type)) for a in target._schema.arguments]
+    for name in target.overloadpacket.overloads():
+        other = getattr(target.overloadpacket, name)
+        rest = [(a.name, str(a.type)) for a in other._schema.arguments if not a.is_out]
+        outs = [str(a.type) for a in other._schema.arguments if a.is_out]
+        alike = len(outs) == len(target._schema.returns) and set(outs) == {"Tensor"} and rest == mine
+        if alike and torch.Tag.generated not in other.tags:
+            return other
+    return None
 
 
 def mutated(node: fx.Node) -> list[fx.Node]:
@@ -288,7 +302,6 @@ def shapes(gm: fx.GraphModule, inputs: Iterable[torch.Tensor]) -> dict[fx.Node, 
 
 # --- bytes --------------------------------------------------------------------------------------------------------
 
-Workspace = Callable[[fx.Node], int]
 Value = tuple[fx.Node, int]  # a node, and which of its results
 
 
@@ -342,21 +355,6 @@ def values(gm: fx.GraphModule) -> Values:
     lives = {key: (first, max(first, last.get(key, 0)), size) for key, (first, _, size) in lives.items()}
     returned = [key for out in outputs(gm.graph) if isinstance(out, fx.Node) for key in memory(out)]
     return Values(lives, tuple(returned))
-
-
-def peak_bytes(gm: fx.GraphModule, workspace: Workspace = lambda node: 0) -> tuple[int, int]:
-    """(bytes of the outputs, bytes at the peak beyond the inputs), with values freed after their last use."""
-    found = values(gm)
-    change = [0] * (len(gm.graph.nodes) + 1)
-    for key, (first, last, size) in found.lives.items():
-        change[first] += size
-        if key not in found.outputs:
-            change[last + 1] -= size
-    live = peak = 0
-    for i, node in enumerate(gm.graph.nodes):
-        live += change[i]
-        peak = max(peak, live + (workspace(node) if is_compute(node) else 0))
-    return sum(found.lives[key][2] for key in set(found.outputs) & found.lives.keys()), peak
 
 
 def memory(node: fx.Node) -> Iterator[Value]:

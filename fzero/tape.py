@@ -33,21 +33,23 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a segment's values lie in its workspace of `nbytes`; `heap`: the most that the allocator is asked for."""
+    """Where a segment's values lie in its workspace of `nbytes`, but for its `outputs`; `heap`: the most that the
+    allocator is asked for."""
 
+    outputs: tuple[segments.Value, ...]
     places: Mapping[segments.Value, int]
     nbytes: int
     heap: int
 
 
 def layout(gm: fx.GraphModule) -> Layout:
-    """The places of a segment's values; outputs lie elsewhere."""
+    """The places of a segment's values."""
     if "layout" not in gm.meta:
         found = segments.values(gm)
         keys = [key for key in found.lives if key not in found.outputs]
         places, nbytes = pack([found.lives[key] for key in keys])
         heap = max((_heap(node) for node in gm.graph.nodes if segments.is_compute(node)), default=0)
-        gm.meta["layout"] = Layout(dict(zip(keys, places, strict=True)), nbytes, heap)
+        gm.meta["layout"] = Layout(found.outputs, dict(zip(keys, places, strict=True)), nbytes, heap)
     return gm.meta["layout"]
 
 
@@ -68,7 +70,7 @@ def bind(
     A rank's own part of a flat range may be less than the segment was planned for, and empty. Where fzero has a kernel
     for an op on these operands (`fzero.kernels`, `fzero.products`), it runs in the op's place.
     """
-    where, outputs = layout(gm).places, segments.values(gm).outputs
+    where, outputs = layout(gm).places, layout(gm).outputs
     env: dict[fx.Node, Any] = dict(zip(segments.placeholders(gm.graph), given, strict=True))
     shapes = _shapes(gm, given)
     calls: list[Call] = []
@@ -169,28 +171,19 @@ _WRITES_OUT = frozenset(
         "gelu_backward silu_backward max_pool2d_with_indices onednn_mm onednn_addmm onednn_bmm onednn_baddbmm"
     )
 )
-_USES_OUT = frozenset(str.split("binary_cross_entropy huber_loss smooth_l1_loss soft_margin_loss mse_loss"))
 
 
 @cache
 def out_form(target: Any) -> Any:
-    """The overload of an op that writes into `out=`, if torch has one that is a kernel and no copy in disguise."""
+    """The overload of an op that writes its result into `out=` and nothing else, or None."""
     if target in _WITH_TENSOR:
         return _WITH_TENSOR[target]
     if not hasattr(target, "_schema"):
         return None
     name = target.overloadpacket.__name__
-    if name in _USES_OUT or (name not in _WRITES_OUT and torch.Tag.pointwise not in target.tags):
+    if name not in _WRITES_OUT and torch.Tag.pointwise not in target.tags:
         return None
-    mine = [(a.name, str(a.type)) for a in target._schema.arguments]
-    for overload in target.overloadpacket.overloads():
-        other = getattr(target.overloadpacket, overload)
-        rest = [(a.name, str(a.type)) for a in other._schema.arguments if not a.is_out]
-        outs = [str(a.type) for a in other._schema.arguments if a.is_out]
-        alike = len(outs) == len(target._schema.returns) and set(outs) == {"Tensor"} and rest == mine
-        if alike and torch.Tag.generated not in other.tags:
-            return other
-    return None
+    return segments.out_overload(target)
 
 
 def _form(node: fx.Node) -> Any:

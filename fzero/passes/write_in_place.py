@@ -145,14 +145,8 @@ def _out_kernel(value: Any) -> Any:
     pointwise = segments.is_pointwise(value) and value.target.namespace == "aten"
     if value.target not in _KERNELS and not pointwise:
         return None
-    mine = [(a.name, str(a.type)) for a in value.target._schema.arguments]
-    packet = value.target.overloadpacket
-    for name in packet.overloads():
-        other = getattr(packet, name)
-        given = [(a.name, str(a.type)) for a in other._schema.arguments]
-        if given[:-1] == mine and given[-1][0] == "out" and torch.Tag.generated not in other.tags:
-            return other
-    return None
+    form = segments.out_overload(value.target)
+    return form if form is not None and form._schema.arguments[-1].name == "out" else None
 
 
 def _fuse_in_place(graph: fx.Graph, same: dict[fx.Node, fx.Node | None]) -> None:
