@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import products, segments
+from fzero import products, reuse, segments
 from fzero._torch_compat import FakeTensorMode, kernel_of
 from fzero.fusion import Fused
 from fzero.kernels import kernel_for
@@ -33,30 +33,43 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a segment's values lie in its workspace of `nbytes`, but for its `outputs`; `heap`: the most that the
-    allocator is asked for."""
+    """Where a segment's values lie in its workspace of `nbytes`, but for its `outputs` and those that lie in another's
+    place (`homes`); `heap`: the most that the allocator is asked for."""
 
     outputs: tuple[segments.Value, ...]
+    homes: Mapping[segments.Value, reuse.Home]
     places: Mapping[segments.Value, int]
     nbytes: int
     heap: int
 
 
-def layout(gm: fx.GraphModule) -> Layout:
-    """The places of a segment's values."""
-    if "layout" not in gm.meta:
+def layout(gm: fx.GraphModule, apart: frozenset[int] = frozenset()) -> Layout:
+    """The places of a segment's values. `apart` are its destinations that share no memory with others (`reuse`)."""
+    known = gm.meta.setdefault("layouts", {})
+    if apart not in known:
         found = segments.values(gm)
-        keys = [key for key in found.lives if key not in found.outputs]
-        places, nbytes = pack([found.lives[key] for key in keys])
+        homes = reuse.homes(gm, apart)
+        lives: dict[segments.Value, tuple[int, int, int]] = {}
+        for key, (first, last, nbytes) in found.lives.items():
+            home = homes.get(key, key)
+            if not isinstance(home, fx.Node) and home not in found.outputs:
+                before = lives.get(home, (first, last, nbytes))
+                lives[home] = (min(first, before[0]), max(last, before[1]), nbytes)
+        places, nbytes = pack(list(lives.values()))
         heap = max((_heap(node) for node in gm.graph.nodes if segments.is_compute(node)), default=0)
-        gm.meta["layout"] = Layout(found.outputs, dict(zip(keys, places, strict=True)), nbytes, heap)
-    return gm.meta["layout"]
+        known[apart] = Layout(found.outputs, homes, dict(zip(lives, places, strict=True)), nbytes, heap)
+    found_layout: Layout = known[apart]
+    return found_layout
 
 
 def _heap(node: fx.Node) -> int:
     made = segments.results(node)
     direct = isinstance(node.target, Fused) or _special(node) is not None or _form(node) is not None
-    return workspace_bytes(node) + (0 if direct else sum(value.untyped_storage().nbytes() for _, value in made))
+    own = sum(value.untyped_storage().nbytes() for _, value in made)
+    if _special(node) is _embedding_backward_by_columns:
+        rows, columns = node.meta["val"].shape
+        own, direct = own // max(columns, 1) * _columns_at_once(rows, own // max(rows * columns, 1)), False
+    return workspace_bytes(node) + (0 if direct else own)
 
 
 def bind(
@@ -64,33 +77,41 @@ def bind(
     given: Sequence[torch.Tensor],
     fresh: Sequence[torch.Tensor],
     workspace: torch.Tensor,
+    apart: frozenset[int] = frozenset(),
 ) -> list[Call]:
-    """The calls of a segment: `given` are its placeholders, `fresh` what it returns, `workspace` bytes for the rest.
+    """The calls of a segment: `given` are its placeholders, `fresh` what it returns, `workspace` bytes for the rest,
+    laid out as `layout(gm, apart)` says.
 
     A rank's own part of a flat range may be less than the segment was planned for, and empty. Where fzero has a kernel
     for an op on these operands (`fzero.kernels`, `fzero.products`), it runs in the op's place.
     """
-    where, outputs = layout(gm).places, layout(gm).outputs
+    plan = layout(gm, apart)
     env: dict[fx.Node, Any] = dict(zip(segments.placeholders(gm.graph), given, strict=True))
     shapes = _shapes(gm, given)
     calls: list[Call] = []
+
+    def place(key: segments.Value, value: torch.Tensor) -> torch.Tensor:
+        home = plan.homes.get(key, key)
+        if isinstance(home, fx.Node):
+            return reuse.at_home(value, env[home])
+        if home in plan.outputs:
+            made = fresh[plan.outputs.index(home)]
+            return made if home is key else reuse.at_home(value, made)
+        return at(workspace, plan.places[home], value)
+
     for node in gm.graph.nodes:
         if not segments.is_compute(node):
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-        into = {
-            index: fresh[outputs.index((node, index))]
-            if (node, index) in outputs
-            else at(workspace, where[node, index], value)
-            for index, value in segments.results(node, shapes.get(node))
-        }
+        into = {i: place((node, i), value) for i, value in segments.results(node, shapes.get(node))}
         if node.target is operator.getitem or segments.is_view(node):
             env[node] = node.target(*args, **kwargs)
         elif isinstance(node.target, Fused):
             calls.append(partial(node.target.run, *args, *into.values()))
             env[node] = list(into.values())
         elif written := segments.mutated(node):
-            calls.append(partial(_kernel(node.target, args, kwargs), *args, **kwargs))
+            if not _is_there(node, args):
+                calls.append(partial(_kernel(node.target, args, kwargs), *args, **kwargs))
             env[node] = env[written[0]]
         else:
             calls += _writing(node, args, kwargs, into)
@@ -102,6 +123,13 @@ def at(block: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
     """The tensor at a place of a block of bytes that has a fake tensor's shape, strides and dtype."""
     nbytes = segments.extent_bytes(like)
     return block[place : place + nbytes].view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def _is_there(node: fx.Node, args: Any) -> bool:
+    """Whether a copy's source was made where the copy goes."""
+    return node.target is aten.copy_.default and segments.operand(node) is not segments.operand(node, 1) and (
+        (args[0].data_ptr(), args[0].stride(), args[0].dtype) == (args[1].data_ptr(), args[1].stride(), args[1].dtype)
+    )  # fmt: skip
 
 
 def _shapes(gm: fx.GraphModule, given: Sequence[torch.Tensor]) -> dict[fx.Node, Any]:
@@ -192,6 +220,8 @@ def _form(node: fx.Node) -> Any:
 
 
 def _special(node: fx.Node) -> Callable[..., Iterator[Call]] | None:
+    if node.target is aten.embedding_dense_backward.default and not _fits(node):
+        return _embedding_backward_by_columns
     form = _SPECIAL.get(node.target)
     return form if form is not None and _fits(node) else None
 
@@ -234,6 +264,24 @@ def _embedding(into: torch.Tensor, weight: torch.Tensor, index: torch.Tensor, *_
 def _embedding_backward(into: torch.Tensor, grad: torch.Tensor, index: torch.Tensor, *_: Any) -> Iterator[Call]:
     yield into.zero_
     yield partial(into.index_add_, 0, index.view(-1), grad.view(-1, into.shape[1]))
+
+
+_COLUMNS_BYTES = 8 << 20  # of a result in the allocator's memory: below what malloc returns to the system each time
+
+
+def _columns_at_once(rows: int, itemsize: int) -> int:
+    return max(1, _COLUMNS_BYTES // max(rows * itemsize, 1))
+
+
+def _embedding_backward_by_columns(
+    into: torch.Tensor, grad: torch.Tensor, index: torch.Tensor, *rest: Any
+) -> Iterator[Call]:
+    """aten's own kernel, which returns a new tensor, on some columns at a time: columns do not meet."""
+    step = _columns_at_once(into.shape[0], into.element_size())
+    kernel = kernel_of(aten.embedding_dense_backward.default)
+    for start in range(0, into.shape[1], step):
+        columns = slice(start, start + step)
+        yield partial(_copy_result, partial(kernel, grad[..., columns], index, *rest), into[:, columns])
 
 
 _SPECIAL: dict[Any, Callable[..., Iterator[Call]]] = {

@@ -9,19 +9,21 @@ either needs.
 
 from __future__ import annotations
 
-from fzero import tape
+from fzero import reuse, tape
 from fzero.fusion import fuse
 from fzero.passes import rewrite
-from fzero.program import Program
+from fzero.program import Op, Program
 
 
 def measure(program: Program, how: str = "none") -> Program:
     fused, _ = fuse(program, how)
-    needs: dict[str, dict[str, int]] = {}
-    for key, gm in program.segments.items():
-        either = [tape.layout(form) for form in (gm, fused.get(key)) if form is not None]
+
+    def measured(one: Op) -> Op:
+        key = str(one.get("segment"))
+        forms = (gm for gm in (program.segments[key], fused.get(key)) if gm is not None)
+        either = [tape.layout(gm, reuse.apart(one)) for gm in forms]
         sizes = {"workspace": max(x.nbytes for x in either), "heap": max(x.heap for x in either)}
-        needs[key] = {name: size for name, size in sizes.items() if size}
-    runs = ("run", "update")
-    ops = [one.with_attrs(**needs[str(one.get("segment"))]) if one.kind in runs else one for one in program.ops]
+        return one.with_attrs(**{name: size for name, size in sizes.items() if size})
+
+    ops = [measured(one) if one.kind in ("run", "update") else one for one in program.ops]
     return rewrite.finish(program, "measure", ops=ops)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import segments, tape
+from fzero import reuse, segments, tape
 from fzero._torch_compat import below_autograd
 from fzero.program import GIVEN, PERSISTENT, Op, Program, Ref, op_text
 from fzero.runtime import graphs
@@ -202,7 +202,8 @@ def _run(bound: Bound, one: Op) -> list[Call]:
         bound.memory[ref.name] = tape.at(bound.arena, bound.program.buffers[ref.name].at or 0, node.meta["val"])
     start, size = int(one.get("at", 0)), int(one.get("workspace", 0))
     given = [bound.tensor(ref) for ref in (*one.reads, *into)]
-    return tape.bind(gm, given, [bound.memory[ref.name] for ref in fresh], bound.arena[start : start + size])
+    made = [bound.memory[ref.name] for ref in fresh]
+    return tape.bind(gm, given, made, bound.arena[start : start + size], reuse.apart(one))
 
 
 def _call(bound: Bound, fn: Callable[..., Any], one: Op, fresh: Sequence[Ref], given: Sequence[Ref]) -> None:

@@ -1,0 +1,112 @@
+"""reuse: values of a segment that need no memory of their own.
+
+An elementwise op may write over an operand that nobody reads afterwards, and a value that is only made to be copied or
+added into a given destination may be made there. So a chain of elementwise work holds one value instead of two, and a
+gradient that is the sum of two terms holds its second term where the sum will lie.
+
+    a = mul(x, y); b = exp(a)              b lies where a lay
+    t = mm(x, y); add.out(h, t, out=dest)  t lies in dest
+
+Only ops are named here whose kernel reads each element before it writes that element, seen to give the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fzero import segments
+from fzero.passes.rewrite import overlap
+from fzero.program import Op
+
+aten = torch.ops.aten
+Home = segments.Value | fx.Node  # a value of the segment, or the placeholder of a destination
+
+_OVER = frozenset(
+    str.split(
+        "add sub mul div neg abs exp log sqrt rsqrt reciprocal square pow tanh sigmoid relu silu gelu where maximum "
+        "minimum clamp_min clamp_max tanh_backward sigmoid_backward threshold_backward silu_backward gelu_backward"
+    )
+)
+_OVER_ROWS = frozenset(("_log_softmax", "_softmax", "_log_softmax_backward_data", "_softmax_backward_data"))
+
+
+def apart(one: Op) -> frozenset[int]:
+    """The destinations of a run, as positions of its segment's placeholders, that share no memory with what it reads or
+    another one of them."""
+    into = one.writes[int(one.get("fresh", 0)) :]
+    return frozenset(
+        len(one.reads) + d
+        for d, dest in enumerate(into)
+        if not any(overlap(dest, ref) for ref in (*one.reads, *into[:d], *into[d + 1 :]))
+    )
+
+
+def homes(gm: fx.GraphModule, apart: frozenset[int] = frozenset()) -> dict[segments.Value, Home]:
+    """{value: the value or the destination in whose memory it lies}, of those that need none of their own."""
+    found = segments.values(gm)
+    holders = segments.placeholders(gm.graph)
+    free = {holders[i] for i in apart}
+    takes: dict[segments.Value, Home] = {}
+    for at, node in enumerate(gm.graph.nodes):
+        result = _result(node, free)
+        if result is None:
+            continue
+        target = result if isinstance(result, fx.Node) else node
+        for operand in node.all_input_nodes:
+            key = _own(operand, found)
+            if key is not None and found.lives[key][1] == at and _elementwise(node, key, target.meta["val"]):
+                takes[key] = result
+                break
+    return {key: _last(takes, key) for key in takes}
+
+
+def _last(takes: dict[segments.Value, Home], key: segments.Value) -> Home:
+    home: Home = key
+    while not isinstance(home, fx.Node) and home in takes:
+        home = takes[home]
+    return home
+
+
+def _result(node: fx.Node, free: set[fx.Node]) -> Home | None:
+    """Where an op that may write over its operands writes to; None for another op."""
+    name = node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
+    into: Any = node.args[0] if node.target is aten.copy_.default else node.kwargs.get("out")
+    if isinstance(into, fx.Node):
+        only = into in free and set(into.users) == {node}
+        return into if only and (name in ("copy_", *_OVER) or _by_rows(node, name)) else None
+    if name not in _OVER and not _by_rows(node, name):
+        return None
+    return (node, 0) if segments.results(node) else None
+
+
+def _by_rows(node: fx.Node, name: str) -> bool:
+    """Softmax along the last dim on the CPU reads a row before it writes the row."""
+    if name not in _OVER_ROWS:
+        return False
+    value = segments.operand(node).meta["val"]
+    dims = {arg for arg in node.args[1:3] if isinstance(arg, int) and not isinstance(arg, bool)}
+    return value.device.type == "cpu" and bool(dims) and dims <= {-1, value.ndim - 1}
+
+
+def _own(operand: fx.Node, found: segments.Values) -> segments.Value | None:
+    """The one value of the segment's workspace that an operand looks at."""
+    keys = list(segments.memory(operand))
+    return keys[0] if len(keys) == 1 and keys[0] in found.lives and keys[0] not in found.outputs else None
+
+
+def _elementwise(node: fx.Node, key: segments.Value, result: torch.Tensor) -> bool:
+    """Whether every operand of this memory has the shape, dtype and order of the result, and all of the memory."""
+    made = dict(segments.results(key[0]))[key[1]]
+    operands = [n.meta["val"] for n in node.all_input_nodes if key in segments.memory(n)]
+    return segments.extent_bytes(made) == segments.extent_bytes(result) and all(
+        x.shape == result.shape and x.dtype == result.dtype and x.is_contiguous() and result.is_contiguous()
+        for x in operands
+    )
+
+
+def at_home(value: torch.Tensor, home: torch.Tensor) -> torch.Tensor:
+    """A value's tensor in the memory of its home; `value` says the shape."""
+    return home.view(-1)[: value.numel()].view(value.shape)
