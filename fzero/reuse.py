@@ -12,6 +12,7 @@ Only ops are named here whose kernel reads each element before it writes that el
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -44,20 +45,27 @@ def apart(one: Op) -> frozenset[int]:
     )
 
 
-def homes(gm: fx.GraphModule, apart: frozenset[int] = frozenset()) -> dict[segments.Value, Home]:
-    """{value: the value or the destination in whose memory it lies}, of those that need none of their own."""
-    found = segments.values(gm)
+def homes(
+    gm: fx.GraphModule, found: segments.Values, apart: frozenset[int], cut: Collection[fx.Node] = ()
+) -> dict[segments.Value, Home]:
+    """{value: the value or the destination in whose memory it lies}, of those that need none of their own. `cut` are
+    nodes whose values are never whole."""
     holders = segments.placeholders(gm.graph)
     free = {holders[i] for i in apart}
     takes: dict[segments.Value, Home] = {}
     for at, node in enumerate(gm.graph.nodes):
         result = _result(node, free)
-        if result is None:
+        if result is None or node in cut:
             continue
         target = result if isinstance(result, fx.Node) else node
         for operand in node.all_input_nodes:
             key = _own(operand, found)
-            if key is not None and found.lives[key][1] == at and _elementwise(node, key, target.meta["val"]):
+            if (
+                key is not None
+                and key[0] not in cut
+                and found.lives[key][1] == at
+                and _elementwise(node, key, target.meta["val"])
+            ):
                 takes[key] = result
                 break
     return {key: _last(takes, key) for key in takes}
@@ -72,14 +80,18 @@ def _last(takes: dict[segments.Value, Home], key: segments.Value) -> Home:
 
 def _result(node: fx.Node, free: set[fx.Node]) -> Home | None:
     """Where an op that may write over its operands writes to; None for another op."""
-    name = node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
     into: Any = node.args[0] if node.target is aten.copy_.default else node.kwargs.get("out")
-    if isinstance(into, fx.Node):
-        only = into in free and set(into.users) == {node}
-        return into if only and (name in ("copy_", *_OVER) or _by_rows(node, name)) else None
-    if name not in _OVER and not _by_rows(node, name):
+    if node.target is not aten.copy_.default and not writes_over(node):
         return None
+    if isinstance(into, fx.Node):
+        return into if into in free and set(into.users) == {node} else None
     return (node, 0) if segments.results(node) else None
+
+
+def writes_over(node: fx.Node, *, rows: bool = True) -> bool:
+    """Whether an op may write over an operand: elementwise, or (with `rows`) row by row."""
+    name = node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
+    return name in _OVER or (rows and _by_rows(node, name))
 
 
 def _by_rows(node: fx.Node, name: str) -> bool:

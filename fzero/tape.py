@@ -12,7 +12,7 @@ Results have the bits of the plain graph: an `out=` form runs the same kernel on
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import products, reuse, segments
+from fzero import products, reuse, segments, strips
 from fzero._torch_compat import FakeTensorMode, kernel_of
 from fzero.fusion import Fused
 from fzero.kernels import kernel_for
@@ -41,6 +41,8 @@ class Layout:
     places: Mapping[segments.Value, int]
     nbytes: int
     heap: int
+    chains: Mapping[fx.Node, strips.Chain]  # by the last node
+    cut: Collection[fx.Node]  # those of chains before the last
 
 
 def layout(gm: fx.GraphModule, apart: frozenset[int] = frozenset()) -> Layout:
@@ -48,7 +50,11 @@ def layout(gm: fx.GraphModule, apart: frozenset[int] = frozenset()) -> Layout:
     known = gm.meta.setdefault("layouts", {})
     if apart not in known:
         found = segments.values(gm)
-        homes = reuse.homes(gm, apart)
+        chains = strips.chains(gm, apart)
+        for one in chains:
+            _at_the_last(one, found.lives, {node: i for i, node in enumerate(gm.graph.nodes)})
+        cut = {node: one for one in chains for node in one.nodes[:-1]}
+        homes = reuse.homes(gm, found, apart, cut)
         lives: dict[segments.Value, tuple[int, int, int]] = {}
         for key, (first, last, nbytes) in found.lives.items():
             home = homes.get(key, key)
@@ -57,9 +63,19 @@ def layout(gm: fx.GraphModule, apart: frozenset[int] = frozenset()) -> Layout:
                 lives[home] = (min(first, before[0]), max(last, before[1]), nbytes)
         places, nbytes = pack(list(lives.values()))
         heap = max((_heap(node) for node in gm.graph.nodes if segments.is_compute(node)), default=0)
-        known[apart] = Layout(found.outputs, homes, dict(zip(lives, places, strict=True)), nbytes, heap)
+        ends = {one.last: one for one in chains}
+        known[apart] = Layout(found.outputs, homes, dict(zip(lives, places, strict=True)), nbytes, heap, ends, set(cut))
     found_layout: Layout = known[apart]
     return found_layout
+
+
+def _at_the_last(one: strips.Chain, lives: dict[segments.Value, tuple[int, int, int]], at: dict[fx.Node, int]) -> None:
+    """A chain runs when its last op would: until then it needs what it reads, and of what it makes only strips."""
+    for node in one.nodes:
+        for key in (key for n in node.all_input_nodes for key in segments.memory(n)):
+            lives[key] = (lives[key][0], max(lives[key][1], at[one.last]), lives[key][2])
+    for node, strip in one.made:
+        lives[node, 0] = (at[one.last], at[one.last], strip.numel() * strip.element_size())
 
 
 def _heap(node: fx.Node) -> int:
@@ -100,7 +116,14 @@ def bind(
         return at(workspace, plan.places[home], value)
 
     for node in gm.graph.nodes:
-        if not segments.is_compute(node):
+        if not segments.is_compute(node) or node in plan.cut:
+            continue
+        if node in plan.chains:
+            one = plan.chains[node]
+            blocks = {n: at(workspace, plan.places[n, 0], strip).view(-1) for n, strip in one.made}
+            made = [place((node, i), value) for i, value in segments.results(node)]
+            env[node] = made[0] if made else env[segments.mutated(node)[0]]
+            calls += strips.calls(one, env, blocks, made[0] if made else None, _writing)
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
         into = {i: place((node, i), value) for i, value in segments.results(node, shapes.get(node))}
@@ -111,7 +134,7 @@ def bind(
             env[node] = list(into.values())
         elif written := segments.mutated(node):
             if not _is_there(node, args):
-                calls.append(partial(_kernel(node.target, args, kwargs), *args, **kwargs))
+                calls += _writing(node, args, kwargs, {})
             env[node] = env[written[0]]
         else:
             calls += _writing(node, args, kwargs, into)
@@ -149,7 +172,9 @@ def _several(node: fx.Node) -> bool:
 def _writing(node: fx.Node, args: Any, kwargs: Any, into: dict[int, torch.Tensor]) -> Iterator[Call]:
     """The calls that compute a node's results into their places."""
     special, form = _special(node), _form(node)
-    if special is not None:
+    if segments.mutated(node) and not into:
+        yield partial(_kernel(node.target, args, kwargs), *args, **kwargs)
+    elif special is not None:
         yield from special(into[0], *args, **kwargs)
     elif form is not None:
         names = [a.name for a in form._schema.arguments if a.is_out]
@@ -266,7 +291,7 @@ def _embedding_backward(into: torch.Tensor, grad: torch.Tensor, index: torch.Ten
     yield partial(into.index_add_, 0, index.view(-1), grad.view(-1, into.shape[1]))
 
 
-_COLUMNS_BYTES = 8 << 20  # of a result in the allocator's memory: below what malloc returns to the system each time
+_COLUMNS_BYTES = strips.BYTES[1]  # of a result in memory that malloc keeps
 
 
 def _columns_at_once(rows: int, itemsize: int) -> int:

@@ -1,0 +1,173 @@
+"""Values that need no memory of their own: the bits are those of the plain graph, and the memory is really less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fzero import reuse, segments, strips, tape
+from fzero.program import Ref, op
+from fzero.runtime.handlers import spoil
+
+aten = torch.ops.aten
+BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "tanh_backward", "sigmoid_backward", "silu_backward")
+UNARY = ["neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "square", "tanh", "sigmoid", "relu", "silu", "gelu"]
+
+
+def graph_of(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    return segments.normalised(make_fx(fn, tracing_mode="fake")(*inputs))
+
+
+def check(gm: fx.GraphModule, inputs: Sequence[Tensor], apart: frozenset[int] = frozenset()) -> tape.Layout:
+    """The calls, in spoiled memory, twice, beside the graph; every input may be a destination."""
+    plain = [x.clone() for x in inputs]
+    expected = gm(*plain)
+    layout = tape.layout(gm, apart)
+    block = torch.empty(layout.nbytes, dtype=torch.uint8)
+    fresh = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in expected]
+    memory = [x.clone() for x in inputs]
+    calls = tape.bind(gm, memory, fresh, block, apart)
+    for _ in range(2):
+        for tensor, was in zip(memory, inputs, strict=True):
+            tensor.copy_(was)
+        for tensor in (block, *fresh):
+            spoil(tensor)
+        for call in calls:
+            call()
+        assert all(same_bits(a, b) for a, b in zip((*fresh, *memory), (*expected, *plain), strict=True))
+    return layout
+
+
+def positive(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) + 0.5).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", [*UNARY, *BINARY])
+def test_an_elementwise_op_over_its_operand_has_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    packet = getattr(aten, name)
+    target = packet.Tensor if "Tensor" in packet.overloads() else packet.default
+    x, y = positive(37, 71, dtype=dtype), positive(71, 37, dtype=dtype).t().contiguous()
+
+    def fn(x: Tensor, y: Tensor) -> list[Tensor]:
+        made = x @ y.t() @ y if dtype is torch.float64 else x + y
+        result = target(made, y) if name in BINARY else target(made)
+        return [torch.sum(result, 0)]
+
+    layout = check(graph_of(fn, [x, y]), [x, y])
+    nbytes = x.numel() * x.element_size()
+    assert layout.nbytes < 2 * nbytes + 4096, "the result lies where its operand lay"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 700),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    kind=st.sampled_from(["_softmax", "_log_softmax"]),
+)
+def test_softmax_along_rows_over_its_operand_has_the_same_bits(
+    rows: int, columns: int, dtype: torch.dtype, kind: str
+) -> None:
+    forward, backward = getattr(aten, kind).default, getattr(aten, f"{kind}_backward_data").default
+
+    def fn(x: Tensor, g: Tensor) -> list[Tensor]:
+        out = forward(x * 3, -1, False)
+        return [backward(g * 2, out, -1, dtype).sum(1)]
+
+    x = positive(rows, columns, dtype=dtype) * 4
+    gm = graph_of(fn, [x, x.flip(0)])
+    assert len(check(gm, [x, x.flip(0)]).homes) == 2
+
+
+def test_an_operand_that_is_read_again_or_in_another_order_keeps_its_memory() -> None:
+    x = positive(48, 48)
+    for fn in (
+        lambda x: [(a := x * 2).exp() + a.sum()],  # read after it
+        lambda x: [(a := x * 2) + a.t()],  # two orders at once
+        lambda x: [(x * 2)[:, :24] + 1],  # a part of it
+        lambda x: [torch.softmax(x * 2, 0)],  # columns, not rows
+    ):
+        gm = graph_of(fn, [x])
+        layout = check(gm, [x])
+        names = {str(key[0].target) for key in layout.homes}
+        assert "aten.mul.Tensor" not in names, gm.graph
+
+
+def into_destination(x: Tensor, y: Tensor, into: Tensor) -> list[Tensor]:
+    aten.add.out(x, x @ y, out=into)
+    return []
+
+
+def test_the_second_term_of_a_sum_is_made_where_the_sum_goes() -> None:
+    inputs = [positive(40, 40), positive(40, 40) - 1, torch.zeros(40, 40)]
+    gm = fx.GraphModule(torch.nn.Module(), make_fx(into_destination, tracing_mode="fake")(*inputs).graph)
+    assert check(gm, inputs, frozenset([2])).nbytes == 0
+    assert check(gm, inputs, frozenset()).nbytes == 6400, "a destination that may overlap is left alone"
+
+
+def test_destinations_apart() -> None:
+    one = op("run", [Ref("a", 0, 64), Ref("b")], [Ref("f"), Ref("a", 64, 128), Ref("a", 0, 32), Ref("c")], fresh=1)
+    assert reuse.apart(one) == {2, 4}
+    two = op("run", [], [Ref("a", 0, 64), Ref("a", 32, 128), Ref("b")])
+    assert reuse.apart(two) == {2}
+
+
+# --- strips -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 50257), (1000, 700), (3, 100000)])
+def test_a_cross_entropy_s_gradient_by_rows(rows: int, columns: int, reduction: str) -> None:
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+    y = torch.arange(rows) * 7 % columns
+    y[1] = -100  # ignored
+
+    def fn(x: Tensor, y: Tensor) -> list[Tensor]:
+        grad, loss = torch.func.grad_and_value(lambda x: F.cross_entropy(x * 2, y, reduction=reduction))(x)
+        return [loss.sum(), grad.sum(0), grad @ x.t()]
+
+    gm = graph_of(fn, [x, y])
+    layout = check(gm, [x, y])
+    assert [len(one.nodes) for one in layout.chains.values()] == [3]
+    assert layout.nbytes < 2 * x.numel() * 4 + (5 << 19), "the matrix of zeros is never whole"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_narrow_embedding_s_gradient_by_columns(dtype: torch.dtype) -> None:
+    rows, columns = 40000, 210  # 52 columns are 4 MiB
+    g, other = positive(3, 50, columns, dtype=dtype), positive(rows, columns, dtype=dtype)
+    index, into = torch.randint(0, 60, (3, 50)), torch.zeros(rows, columns)
+
+    def fn(g: Tensor, index: Tensor, other: Tensor, into: Tensor) -> list[Tensor]:
+        made = aten.embedding_dense_backward(g, index, rows, 1, False)
+        into.copy_((other + made).float())
+        return []
+
+    inputs = [g, index, other, into]
+    gm = fx.GraphModule(torch.nn.Module(), make_fx(fn, tracing_mode="fake")(*inputs).graph)
+    layout = check(gm, inputs, frozenset([3]))
+    assert len(layout.chains) == 1
+    assert layout.nbytes + layout.heap < 6 * (4 << 20), "strips instead of 17 and 34 MB"
+
+
+def test_a_chain_does_not_cross_a_write_to_what_it_reads() -> None:
+    x, y = torch.randn(64, 50257), torch.arange(64)
+
+    def fn(x: Tensor, y: Tensor, g: Tensor, into: Tensor) -> list[Tensor]:
+        zeros = aten.nll_loss_backward(g, x, y, None, 1, -100, torch.tensor(64.0))
+        x.mul_(2)
+        return [aten._log_softmax_backward_data(zeros, x, 1, torch.float32).sum(0)]
+
+    inputs = [x, y, torch.tensor(1.0), torch.zeros(64, 50257)]
+    traced = make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    assert strips.chains(traced, frozenset()) == []
