@@ -56,6 +56,7 @@ __all__ = [
     "forward",
     "grad",
     "init",
+    "load",
     "lower",
     "optim",
     "parse",
