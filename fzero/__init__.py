@@ -3,6 +3,7 @@
 from fzero import checkpoint, optim, random
 from fzero.api import evaluate, init, lower, step
 from fzero.checkpoint import Manifest, save
+from fzero.checkpoint.load import load
 from fzero.compile import Lowered
 from fzero.errors import (
     CaptureError,
