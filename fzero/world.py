@@ -95,7 +95,7 @@ class World:
         self.agree(name, digest, failure)
         transport = transport_for(self.rank, self.size, self.device, spec.transfers)
         try:
-            memory = storage.allocate(plan, transport.block)
+            memory = storage.allocate(plan, transport.block, self.rank)
             values = made.place(plan, self.rank, memory)
         except Exception as error:
             failure, values = error, ""
