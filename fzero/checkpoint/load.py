@@ -80,9 +80,9 @@ def load(
         return _into(like, Path(dir), strict, disk or Disk())
     like = tree.map(_shape_of, like) if like is not None and not callable(like) else like
     world = World.open("load", spec, like)
-    assert spec is not None
     with _typed(dir):
         chosen = _chosen(Path(dir), world, disk or Disk())
+        assert spec is not None  # or it would have been refused
 
         def filler() -> Filling:
             saved = Checkpoint(chosen, disk)
