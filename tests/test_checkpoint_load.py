@@ -6,8 +6,11 @@ does, `wanted` and `Checkpoint.fill` what one rank of `fzero.load` does. What ne
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
+import shutil
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -619,6 +622,29 @@ def test_a_shard_that_is_not_what_was_committed(pieces: Path, how: str, tmp_path
             fzero.step(state, torch.ones(1, 2_200_000))
 
 
+class Failing(Quick):
+    """Reading a block of the second shard fails, as a bad device does."""
+
+    def run(self, kind: str, path: Path, call: Callable[[], Any]) -> Any:
+        if kind == "read" and path.name == "shard-00001.safetensors":
+            raise OSError(errno.EIO, "as a bad device says")
+        return super().run(kind, path, call)
+
+
+def test_a_device_that_fails_names_the_file(pieces: Path) -> None:
+    state = fzero.load(pieces, sgd_spec())
+    for ask in (
+        lambda: fzero.load(pieces, sgd_spec(), disk=Failing()),
+        lambda: fzero.load(pieces, like=state, disk=Failing()),
+    ):
+        with pytest.raises(
+            CheckpointError, match=r"shard-00001\.safetensors: read failed: .*the device failed \(EIO\)"
+        ):
+            ask()
+    with pytest.raises(DonatedError, match="is unusable"):
+        flat(state)
+
+
 # --- resuming ---------------------------------------------------------------------------------------------------------
 
 ROWS = 8  # of a global batch
@@ -739,9 +765,9 @@ def test_every_world_resumes_every_other(one: int, tmp_path: Path) -> None:
 
 def gloo_cases(run: str) -> dict[str, Any]:
     """On each of two ranks: steps, a save, loads, and a shard that is damaged for one rank alone."""
-    rank = int(__import__("os").environ["RANK"])
+    rank = int(os.environ["RANK"])
     spec = fzero.Spec(
-        loss=dropping, optimizer=fzero.optim.adamw(0.01), clip_norm=0.5, microbatches=2, reduce="each", zero=3
+        loss=dropping, optimizer=fzero.optim.adamw(0.01, weight_decay=0.1), clip_norm=0.5, microbatches=2, reduce="each", zero=3
     )  # fmt: skip
     state = fzero.init(models.MLP.init, spec, key=fzero.random.key(2))
 
@@ -766,6 +792,7 @@ def gloo_cases(run: str) -> dict[str, Any]:
     torch.distributed.barrier()
     shard = saved / "shard-00001.safetensors"
     if rank == 0:
+        shutil.copytree(run, Path(run) / "kept")
         data = bytearray(shard.read_bytes())
         data[-2] ^= 4
         shard.write_bytes(data)
@@ -795,6 +822,15 @@ def test_real_ranks_resume_bit_for_bit(ranks: tuple[Path, list[Any]]) -> None:
     for found in ranks[1]:
         assert found["zero=3"] == found["zero=1"] == found["like"] == []
         assert found["digest"]
+
+
+def test_what_real_ranks_saved_goes_on_in_this_process(ranks: tuple[Path, list[Any]]) -> None:
+    run, found = ranks
+    alone = Ranks(1, 3).load(run / "kept" / "step-00000002")
+    alone.steps(2)
+    whole = torch.cat([found[0]["whole"][p].reshape(-1) for p in alone.leaves if p.startswith("params/")])
+    assert relative(alone.flat_params, whole) < 1e-6
+    assert same_bits(alone.leaves["key"], found[0]["whole"]["key"])
 
 
 def test_damage_that_one_rank_meets_is_an_error_on_all(ranks: tuple[Path, list[Any]]) -> None:
