@@ -12,7 +12,7 @@ from fzero._torch_compat import untraced_by_dynamo
 from fzero.compile import Lowered, check_key, fakes_on, lower_step, plan_for, recipe_for
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, at
 from fzero.runtime import collectives
-from fzero.runtime.transport import via_of
+from fzero.runtime.transport import bucket_bytes, via_of
 from fzero.session import execute
 from fzero.spec import Spec
 from fzero.state import Life, State
@@ -131,7 +131,7 @@ def lower(
     via = via_of(device, spec.transfers)
     device = device if torch.cuda.is_available() else torch.device("cpu")  # shapes do not need the device
     recipe = recipe_for(spec, params_like, key, device)
-    plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, size)
+    plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, size, bucket_bytes(via, size))
     state = tree.unflatten(recipe.spec, recipe.values)
     lowered = lower_step(spec, state, fakes_on(batch_like, device), plan, via)
     verify(lowered.program)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fzero import capture, products, random, segments, tracing, tree
+from fzero import capture, products, random, segments, simulate, tracing, tree
 from fzero._torch_compat import FakeTensorMode, is_fake
 from fzero.costs import Costs
 from fzero.errors import SpecError, TreeError, at
@@ -19,14 +19,18 @@ from fzero.initial import Recipe, bits
 from fzero.joint import asks_key
 from fzero.lowering import build
 from fzero.passes import Options, optimise
+from fzero.passes.prefetch import prefetch
 from fzero.plan.layout import Plan, layout
 from fzero.plan.memory import Account, account
 from fzero.precision import DTYPES, LOW
 from fzero.program import Program, wire_bytes
 from fzero.random._check import is_key
 from fzero.runtime.graphs import obstacle
+from fzero.simulate import Rates
 from fzero.spec import DEFAULT_PARAMS, Spec
 from fzero.training import Training
+
+BUCKET_BYTES = 32 << 20  # where nothing was measured
 
 
 @dataclass(frozen=True)
@@ -137,8 +141,14 @@ def _whole(spec: Spec, params: Any, key: torch.Tensor | None) -> Any:
 
 
 def plan_for(
-    spec: Spec, paths: Sequence[str], values: Sequence[torch.Tensor], per_rank: Sequence[str], world_size: int
+    spec: Spec,
+    paths: Sequence[str],
+    values: Sequence[torch.Tensor],
+    per_rank: Sequence[str],
+    world_size: int,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Plan:
+    """The layout of a state's leaves. `bucket_bytes` holds where the spec names none."""
     if spec.params != DEFAULT_PARAMS:
         _check_rules("Spec(params=...)", spec.param_rules, paths)
     of_params = [path.removeprefix("params/") for path in paths if path.startswith("params/")]
@@ -148,7 +158,7 @@ def plan_for(
         values,
         world_size=world_size,
         zero=spec.zero,
-        bucket_bytes=spec.bucket_bytes,
+        bucket_bytes=spec.bucket_bytes or bucket_bytes,
         params=spec.param_rules,
         per_rank=per_rank,
         compute=spec.policy.compute_dtype,
@@ -176,17 +186,19 @@ def lower_step(
     via: str,
     fn: Callable[..., Any] | None = None,
     costs: Costs | None = None,
+    rates: Rates | None = None,
 ) -> Lowered:
     """The program of a step, or of the evaluation of `fn`: a step that changes nothing and has fn's result as metrics.
 
-    The batch of an evaluation is {"batch", "key"}. Without `costs` nothing is measured: see `fzero.products`.
+    The batch of an evaluation is {"batch", "key"}. Without `costs` nothing is measured: see `fzero.products`. `rates`
+    are those of the transport where they were measured.
     """
     if fn is not None:
-        return _lower(spec, _evaluation(spec, fn), fn, state, batch, plan, via, costs)
+        return _lower(spec, _evaluation(spec, fn), fn, state, batch, plan, via, costs, rates)
     user, fn = (spec.step, spec.step) if spec.step is not None else (training_of(spec).step, spec.loss)
     assert user is not None
     assert fn is not None
-    lowered = _lower(spec, user, fn, state, batch, plan, via, costs)
+    lowered = _lower(spec, user, fn, state, batch, plan, via, costs, rates)
     paths = [*lowered.graph.state_paths, *lowered.graph.batch_paths]
     ends = ["/".join(parts[i:]) for parts in (path.split("/") for path in paths) for i in range(len(parts))]
     _check_rules("Precision(keep=...)", spec.policy.keep, ends)  # a path within some argument of some loss
@@ -203,7 +215,7 @@ def _evaluation(spec: Spec, fn: Callable[..., Any]) -> Callable[[Any, Any], Any]
 
 def _lower(
     spec: Spec, user: Callable[..., Any], fn: Callable[..., Any], state: Any, batch: Any, plan: Plan, via: str,
-    costs: Costs | None,
+    costs: Costs | None, rates: Rates | None,
 ) -> Lowered:  # fmt: skip
     graph = capture.capture(
         user,
@@ -219,11 +231,9 @@ def _lower(
     choices: dict[str, str] = {}
     if spec.products == "fastest":
         graph, choices = products.choose(graph, costs or Costs("products", measures=False))
-    depth, why = _prefetch(spec, via)
-    if why and plan.world_size > 1:
-        choices["prefetch"] = why
+    ahead: dict[str, str] = {}  # why, of the program lowered last
     options = Options(
-        prefetch=depth,
+        prefetch=spec.prefetch if spec.prefetch is not None else _prefetch(spec, via, rates, ahead),
         gather_bytes=spec.gather_bytes,
         overlap=spec.overlap,
         remat=spec.remat_rules,
@@ -232,23 +242,42 @@ def _lower(
     reductions = (spec.reduce,) if spec.reduce else ("end", "each")
     if plan.world_size == 1 or all(region.microbatches == 1 for region in graph.regions):
         reductions = reductions[:1]
-    programs = {how: optimise(build(graph, plan, reduce=how, via=via), options) for how in reductions}
+    programs, reasons = {}, {}
+    for how in reductions:
+        programs[how] = optimise(build(graph, plan, reduce=how, via=via), options)
+        reasons[how] = dict(ahead)
     how, why = _choice_of_reduce(programs)
     if why:
         choices["reduce"] = why
+    choices |= reasons[how]
     if via == "nccl" and spec.cuda_graph:
         against = obstacle(programs[how], torch.device("cuda"))
         choices["cuda_graph"] = f"not one graph: {against}" if against else "the step is one graph"
     return Lowered(graph, plan, programs[how], choices)
 
 
-def _prefetch(spec: Spec, via: str) -> tuple[int, str]:
-    """(how many segments ahead gathers start, why)."""
-    if spec.prefetch is not None:
-        return spec.prefetch, ""
-    if via == "shared":
-        return 0, "prefetch=0: ranks copy from one another's memory when they wait, so nothing would be hidden"
-    return 1, "prefetch=1: one segment ahead"
+def _prefetch(spec: Spec, via: str, rates: Rates | None, why: dict[str, str]) -> Callable[[Program], int]:
+    """How many segments ahead the gathers of a program start: by what was measured, else by a rule."""
+    rule = 0 if via == "shared" else 1
+
+    def depth(program: Program) -> int:
+        if not any(
+            one.kind == "gather" and program.buffers[one.writes[0].name].kind == "gather" for one in program.ops
+        ):
+            return rule
+        if rates is not None:
+            tried = {n: prefetch(program, n, spec.gather_bytes) for n in sorted({rule, *simulate.DEPTHS})}
+            chosen, why["prefetch"] = simulate.prefetch_depth(tried, rule, rates)
+            return chosen
+        if rule:
+            why["prefetch"] = "prefetch=1: one segment ahead; nothing was measured"
+        else:
+            why["prefetch"] = (
+                "prefetch=0: ranks copy from one another's memory when they wait, so nothing would be hidden"
+            )
+        return rule
+
+    return depth
 
 
 def _choice_of_reduce(programs: Mapping[str, Program]) -> tuple[str, str]:

@@ -91,7 +91,7 @@ class Runtime:
     def _lowered(self, batch: Any, fn: Callable[..., Any] | None) -> Lowered:
         state = fakes_on(self.like, self.device)
         costs = self.costs if self.spec.products == "fastest" else None
-        lowered = lower_step(self.spec, state, batch, self.plan, self.transport.via, fn, costs)
+        lowered = lower_step(self.spec, state, batch, self.plan, self.transport.via, fn, costs, self.transport.rates)
         verify(lowered.program)
         for chosen in lowered.choices.values():
             log.info("fzero: %s", chosen)

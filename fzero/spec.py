@@ -40,9 +40,10 @@ class Spec:
     clip_value: with `loss`, instead of clip_norm: the largest absolute value of an element of a gradient.
     nonfinite: with `loss`, a step whose gradients are not finite: "ignore", "skip" (the state keeps its bits) or
     "raise" (NonFiniteError, and the state stays usable). None: skip with a loss scale, else ignore.
-    bucket_bytes: where a layer's bucket is cut. A larger leaf has a bucket to itself.
-    prefetch: how many segments ahead a gather starts. 0: when it is needed. None: one, but none where ranks read one
-    another's memory, for a copy there takes the time of the core that waits for it (docs/performance.md).
+    bucket_bytes: where a layer's bucket is cut. A larger leaf has a bucket to itself. None: by the measured cost of
+    transfers, once per machine and way; 32 MiB where nothing was measured (docs/performance.md).
+    prefetch: how many segments ahead a gather starts. 0: when it is needed. None: 0, 1, 2 or 4 by the seconds that
+    measured rates predict for the program (docs/performance.md); `lowered.choices` says why.
     gather_bytes: the most bytes of gathered buffers at one time. None: what `prefetch` needs.
     overlap: False waits for every transfer where it starts (same bits, slower).
     remat: "none", "full" (a layer keeps its input and computes the rest again in the backward), or path rules of
@@ -78,7 +79,7 @@ class Spec:
     clip_norm: float | None = None
     clip_value: float | None = None
     nonfinite: str | None = None
-    bucket_bytes: int = 32 << 20
+    bucket_bytes: int | None = None
     prefetch: int | None = None
     gather_bytes: int | None = None
     overlap: bool = True
@@ -111,8 +112,9 @@ class Spec:
         text = bool(rules) and all(isinstance(rule, str) and rule for rule in rules)
         _needs(text, "params", self.params, "path rules, as in 'model/**'")
         self._check_device()
-        for name in ("microbatches", "bucket_bytes"):
-            _positive(name, getattr(self, name))
+        _positive("microbatches", self.microbatches)
+        if self.bucket_bytes is not None:
+            _positive("bucket_bytes", self.bucket_bytes)
         if self.prefetch is not None:
             _needs(type(self.prefetch) is int and self.prefetch >= 0, "prefetch", self.prefetch, "0 or a positive int")
         if self.gather_bytes is not None:

@@ -21,7 +21,7 @@ from fzero.compile import plan_for
 from fzero.errors import SpecError, TreeError
 from fzero.plan.layout import Plan
 from fzero.runtime import collectives, storage
-from fzero.runtime.transport import transport_for
+from fzero.runtime.transport import bucket_bytes, transport_for
 from fzero.session import Runtime
 from fzero.spec import Spec
 from fzero.state import Life, State
@@ -87,16 +87,19 @@ class World:
             if self.failure is not None:
                 raise self.failure
             made = filler()
-            plan = plan_for(spec, made.paths, made.values, made.per_rank, self.size)
-            text = f"{_spec_text(spec)}{plan.leaves}{plan.buffers}{made.step}"
+            plan_for(spec, made.paths, made.values, made.per_rank, self.size)  # whether it can be laid out at all
+            leaves = [(path, x.shape, x.dtype) for path, x in zip(made.paths, made.values, strict=True)]
+            text = f"{_spec_text(spec)}{leaves}{list(made.per_rank)}{made.step}"
             digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         except Exception as error:  # the other ranks are told before it is raised here
             failure = error
         self.agree(name, digest, failure)
         transport = transport_for(self.rank, self.size, self.device, spec.transfers)
         try:
+            cut = bucket_bytes(transport.via, self.size, self.rank, transport.rates)
+            plan = plan_for(spec, made.paths, made.values, made.per_rank, self.size, cut)
             memory = storage.allocate(plan, transport.block, self.rank)
-            values = made.place(plan, self.rank, memory)
+            values = f"{cut} {made.place(plan, self.rank, memory)}"
         except Exception as error:
             failure, values = error, ""
         self.agree("the values of params", values, failure)

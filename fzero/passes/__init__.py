@@ -29,7 +29,7 @@ from fzero.program import Program
 class Options:
     """What the passes may choose: see the fields of the same names in `fzero.Spec`."""
 
-    prefetch: int = 1
+    prefetch: int | Callable[[Program], int] = 1
     gather_bytes: int | None = None
     overlap: bool = True
     remat: Mapping[str, str] = field(default_factory=dict)
@@ -48,11 +48,17 @@ PASSES: tuple[tuple[str, Pass, str], ...] = (
     ("place_gathers", lambda p, o: place_gathers(p), "whole parameters only around their uses"),
     ("place_reductions", lambda p, o: place_reductions(p, o.overlap), "reductions where gradients are complete"),
     ("write_in_place", lambda p, o: write_in_place(p), "after all moves, so that what reads old values is known"),
-    ("prefetch", lambda p, o: prefetch(p, o.prefetch if o.overlap else 0, o.gather_bytes), "hide gathers, under a cap"),
+    ("prefetch", lambda p, o: prefetch(p, _depth(p, o), o.gather_bytes), "hide gathers, under a cap"),
     ("free", lambda p, o: free(p), "lifetimes are final now"),
     ("measure", lambda p, o: measure(p, o.compile), "the account needs the final segments"),
     ("place", lambda p, o: place(p), "lives and sizes are final: all of a step's memory in one arena"),
 )
+
+
+def _depth(program: Program, options: Options) -> int:
+    if not options.overlap:
+        return 0
+    return options.prefetch(program) if callable(options.prefetch) else options.prefetch
 
 
 def optimise(program: Program, options: Options, check: Callable[[Program], None] | None = None) -> Program:

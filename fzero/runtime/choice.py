@@ -1,15 +1,18 @@
-"""choice: which of several ways each transfer goes, by measured cost.
+"""choice: which of several ways each transfer goes, and what it costs, by measurement.
 
-At set-up every way moves SIZES bytes a few times (some 60 ms in all); rank 0 picks the fastest for each kind and size
-and tells the others, so that all ranks go the same way. A transfer goes the way of the nearest size measured.
+At set-up every way moves SIZES bytes a few times, and the rank computes beside the largest gather (some 100 ms in all
+over loopback); rank 0 picks the fastest way for each kind and size and tells the others its figures, so that all ranks
+go the same way and expect the same (`fzero.simulate.Rates`). A transfer goes the way of the nearest size measured.
 Candidates for a reduction are the ways that add in rank order, which give one another's bits; gloo's is none of them.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +20,10 @@ import torch
 from fzero.program import Op, Ref, op
 from fzero.runtime.collectives import tell
 from fzero.runtime.handlers import Comm
+from fzero.simulate import Rates, fitted
 
 SIZES = (1 << 12, 1 << 18, 1 << 22)  # bytes of the whole buffer
-TIMES = 3
+TIMES = dict(zip(SIZES, (20, 10, 4), strict=True))  # alike on every rank
 WAYS = {"gather": ("shared", "p2p", "gloo"), "reduce": ("shared", "p2p")}
 
 Table = Mapping[tuple[str, int], str]
@@ -31,39 +35,99 @@ def _bytes(number: int) -> torch.Tensor:
 
 def measured(
     comms: Mapping[str, Comm], world_size: int, group: Any = None, memory: Callable[[int], torch.Tensor] = _bytes
-) -> dict[tuple[str, int], str]:
-    """{(kind, size): the way that rank 0 found fastest}. Collective; `comms` are by the names in WAYS.
+) -> tuple[dict[tuple[str, int], str], Rates]:
+    """({(kind, size): the way that rank 0 found fastest}, rank 0's rates). Collective; `comms` by the names in WAYS.
 
     `memory` makes the buffers (uint8) that are moved: `Host.allocate` where steps run in arenas.
     """
     keys = [(kind, size) for kind in WAYS for size in SIZES]
-    found = [_fastest(comms, kind, size, world_size, memory) for kind, size in keys]
-    told = tell(" ".join(found).encode(), world_size, group)[0]
-    return dict(zip(keys, told.decode().split(), strict=True))
+    moves = {key: _Move(*key, world_size, memory) for key in keys}
+    costs = {
+        key: {way: _least(partial(moves[key].run, comms[way]), TIMES[key[1]]) for way in WAYS[key[0]] if way in comms}
+        for key in keys
+    }
+    mine = [min(costs[key], key=costs[key].__getitem__) for key in keys]
+    table = dict(zip(keys, _told(mine, world_size, group), strict=True))
+    took = {key: costs[key][table[key]] for key in keys}
+    largest = ("gather", SIZES[-1])
+    beside = _hidden(moves[largest], comms[table[largest]])
+    speeds = [_flops(torch.bfloat16), _flops(torch.float32), _memory()]
+    figures = [float(f"{value:.3g}") for value in (*took.values(), beside, *speeds)]
+    *spent, hidden, low, full, memory_bytes = _told(figures, world_size, group)
+    took = dict(zip(keys, spent, strict=True))
+    fits = {kind: fitted({size: took[kind, size] for size in SIZES}) for kind in WAYS}
+    rates = Rates(
+        latency={kind: fit[0] for kind, fit in fits.items()},
+        wire_bytes={kind: fit[1] for kind, fit in fits.items()},
+        hidden=hidden,
+        flops={2: low, 4: full},
+        memory_bytes=memory_bytes,
+    )
+    return table, rates
 
 
-def _fastest(
-    comms: Mapping[str, Comm], kind: str, size: int, world_size: int, memory: Callable[[int], torch.Tensor]
-) -> str:
-    ways = [way for way in WAYS[kind] if way in comms]
-    if len(ways) == 1:
-        return ways[0]
-    part = size // world_size // 4
-    whole, own, scratch = (memory(4 * n).view(torch.float32) for n in (part * world_size, part, part * world_size))
-    if kind == "gather":
-        one, tensors = op("gather", [Ref("own")], [Ref("whole")]), [own, whole]
-    else:
-        one = op("reduce", [Ref("whole")], [Ref("own"), Ref("scratch")], mode="scatter", op="sum")
-        tensors = [whole, own, scratch.view(world_size, -1)]
-    costs: dict[str, float] = {}
-    for way in ways:
-        for _ in range(TIMES):
-            began = time.perf_counter()
-            comms[way].start("measured", one, tensors)
-            comms[way].wait("measured")
-            comms[way].settle("measured")
-            costs[way] = min(costs.get(way, math.inf), time.perf_counter() - began)
-    return min(costs, key=lambda way: costs[way])
+def _told(mine: Sequence[Any], world_size: int, group: Any) -> list[Any]:
+    """Rank 0's list, on every rank."""
+    found: list[Any] = json.loads(tell(json.dumps(mine).encode(), world_size, group)[0])
+    return found
+
+
+class _Move:
+    """One transfer of `size` bytes, to be run over a comm."""
+
+    def __init__(self, kind: str, size: int, world_size: int, memory: Callable[[int], torch.Tensor]) -> None:
+        part = size // world_size // 4
+        whole, own, scratch = (memory(4 * n).view(torch.float32) for n in (part * world_size, part, part * world_size))
+        if kind == "gather":
+            self.one, self.tensors = op("gather", [Ref("own")], [Ref("whole")]), [own, whole]
+        else:
+            self.one = op("reduce", [Ref("whole")], [Ref("own"), Ref("scratch")], mode="scatter", op="sum")
+            self.tensors = [whole, own, scratch.view(world_size, -1)]
+
+    def run(self, comm: Comm, meanwhile: Callable[[], object] = lambda: None) -> None:
+        comm.start("measured", self.one, self.tensors)
+        meanwhile()
+        comm.wait("measured")
+        comm.settle("measured")
+
+
+def _hidden(move: _Move, comm: Comm) -> float:
+    """The part of a transfer that passes while this rank computes for as long as it takes."""
+    a, b = (torch.ones(256, 256) for _ in range(2))
+    out = torch.empty(256, 256)
+    product = _least(lambda: torch.mm(a, b, out=out))
+    alone = _least(lambda: move.run(comm))
+    # every rank issues the same transfers; how much it computes beside them is its own affair
+    times = min(max(1, round(alone / product)), 1000)
+
+    def compute() -> None:
+        for _ in range(times):
+            torch.mm(a, b, out=out)
+
+    compute_alone = _least(compute)
+    both = _least(lambda: move.run(comm, compute))
+    return min(max((alone + compute_alone - both) / min(alone, compute_alone), 0.0), 1.0)
+
+
+def _flops(dtype: torch.dtype) -> float:
+    a = torch.ones(384, 384, dtype=dtype)
+    return 2 * 384**3 / _least(lambda: torch.mm(a, a))
+
+
+def _memory() -> float:
+    """Bytes a second of an elementwise op that reads two values and writes one, larger than most caches."""
+    a, b = torch.ones(1 << 22), torch.ones(1 << 22)
+    return 3 * a.numel() * 4 / _least(lambda: torch.add(a, b, out=a))
+
+
+def _least(run: Callable[[], object], times: int = 4) -> float:
+    """Seconds of the fastest of a few runs."""
+    found = math.inf
+    for _ in range(times):
+        began = time.perf_counter()
+        run()
+        found = min(found, time.perf_counter() - began)
+    return max(found, 1e-9)
 
 
 class Fastest:

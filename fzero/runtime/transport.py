@@ -14,11 +14,16 @@ from typing import Any
 
 import torch
 
+from fzero import simulate
+from fzero._torch_compat import default_store
+from fzero.compile import BUCKET_BYTES
+from fzero.costs import Costs
 from fzero.errors import SpecError
 from fzero.runtime import choice, storage
 from fzero.runtime.collectives import P2P, Alone, Gloo, Nccl
 from fzero.runtime.meet import meet
 from fzero.runtime.shared import Shared
+from fzero.simulate import Rates
 
 log = logging.getLogger("fzero")
 
@@ -32,6 +37,7 @@ class Transport:
     via: str
     block: Callable[[int], torch.Tensor]
     why: str = ""
+    rates: Rates | None = None  # where they were measured
 
 
 def via_of(device: torch.device, transfers: str) -> str:
@@ -49,19 +55,33 @@ def transport_for(rank: int, world_size: int, device: torch.device, transfers: s
         return Transport(Nccl(rank, world_size), via, block, "NCCL")
     p2p = P2P(rank, world_size)
     if transfers == "p2p":
-        return Transport(p2p, via, block, "point-to-point, as Spec(transfers='p2p') says")
+        _, rates = choice.measured({"p2p": p2p}, world_size)
+        return Transport(p2p, via, block, "point-to-point, as Spec(transfers='p2p') says", rates)
     host, why = meet(rank, world_size)
     if host is None:
         if transfers == "shared":
             raise SpecError(f"Spec(transfers='shared'): the ranks share no memory ({why}). Use 'auto' or 'p2p'")
         ways: dict[str, Any] = {"p2p": p2p, "gloo": Gloo(rank, world_size)}
-        table = choice.measured(ways, world_size)
-        return Transport(choice.Fastest(ways, table), "p2p", block, _shown(table, f"no shared memory: {why}"))
+        table, rates = choice.measured(ways, world_size)
+        return Transport(choice.Fastest(ways, table), "p2p", block, _shown(table, f"no shared memory: {why}"), rates)
     ways = {"shared": Shared(host, world_size), "p2p": p2p, "gloo": Gloo(rank, world_size)}
     ways = {"shared": ways["shared"]} if transfers == "shared" else ways
     block = host.allocate
-    table = choice.measured(ways, world_size, memory=block)
-    return Transport(choice.Fastest(ways, table), "shared", block, _shown(table, "the ranks share memory"))
+    table, rates = choice.measured(ways, world_size, memory=block)
+    return Transport(choice.Fastest(ways, table), "shared", block, _shown(table, "the ranks share memory"), rates)
+
+
+def bucket_bytes(via: str, world_size: int, rank: int = 0, rates: Rates | None = None) -> int:
+    """Where buckets are cut if the spec does not say: by what transfers cost when this machine first had such a world
+    (kept, so that runs have one layout and so one order of sums), the same on every rank; else BUCKET_BYTES."""
+    store = default_store() if rates is not None and world_size > 1 else None
+    costs = Costs("buckets", measures=rates is not None, rank=rank, store=store)
+    question = f"{via}, {world_size} ranks"
+    found = costs.find([question], lambda _: simulate.bucket_costs(rates) if rates is not None else {})
+    if not found.get(question):
+        return BUCKET_BYTES
+    log.info("fzero: buckets by measured seconds a GB (%s): %s", question, found[question])
+    return simulate.bucket_bytes(found[question])
 
 
 def _shown(table: choice.Table, first: str) -> str:

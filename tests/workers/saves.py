@@ -155,7 +155,9 @@ def check(run: Path, world: int, case: list[Any], saved: dict[int, Any]) -> list
     kept = [*left, 4][-KEEP:]
     for step in {*left, *kept} & set(steps(run)):
         manifest, leaves = contents(run / f"step-{step:08d}")
-        if manifest["extra"] != {"position": step} or not all(torch.equal(v, saved[step][1][p]) for p, v in leaves.items()):
+        if manifest["extra"] != {"position": step} or not all(
+            torch.equal(v, saved[step][1][p]) for p, v in leaves.items()
+        ):
             wrong.append(f"step {step} is not what was saved")
     names = sorted(p.name for p in run.iterdir())
     if names != [".lock", "latest", *(f"step-{step:08d}" for step in kept)]:
