@@ -102,7 +102,10 @@ def flops(node: fx.Node) -> int:
 
 
 def _operands(node: fx.Node) -> list[torch.Tensor]:
-    return [x for n in node.all_input_nodes for x in _tensors(n.meta.get("val"))]
+    """What the arguments are, in order, one that is given twice twice."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), found.append)
+    return [x for n in found for x in _tensors(n.meta.get("val"))]
 
 
 def _values(node: fx.Node) -> list[torch.Tensor]:
@@ -116,7 +119,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 # --- choices by these seconds -----------------------------------------------------------------------------------------
 
 DEPTHS = (0, 1, 2, 4)
-GAIN = 0.02  # a choice other than the rule's must be predicted to save this part of a step
+GAIN = 0.005  # a choice other than the rule's must be predicted to save this part of a step
 BUCKETS = tuple(n << 20 for n in (8, 16, 32, 64, 128))
 LATENCY_SHARE = 0.02
 

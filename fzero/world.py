@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fzero import tree
+from fzero._torch_compat import default_store
 from fzero.compile import plan_for
 from fzero.errors import SpecError, TreeError
 from fzero.plan.layout import Plan
@@ -96,7 +97,8 @@ class World:
         self.agree(name, digest, failure)
         transport = transport_for(self.rank, self.size, self.device, spec.transfers)
         try:
-            cut = bucket_bytes(transport.via, self.size, self.rank, transport.rates)
+            store = default_store() if self.size > 1 else None
+            cut = bucket_bytes(transport.via, self.size, self.rank, transport.rates, store)
             plan = plan_for(spec, made.paths, made.values, made.per_rank, self.size, cut)
             memory = storage.allocate(plan, transport.block, self.rank)
             values = f"{cut} {made.place(plan, self.rank, memory)}"

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from fzero import simulate
-from fzero._torch_compat import default_store
 from fzero.compile import BUCKET_BYTES
 from fzero.costs import Costs
 from fzero.errors import SpecError
@@ -71,10 +70,10 @@ def transport_for(rank: int, world_size: int, device: torch.device, transfers: s
     return Transport(choice.Fastest(ways, table), "shared", block, _shown(table, "the ranks share memory"), rates)
 
 
-def bucket_bytes(via: str, world_size: int, rank: int = 0, rates: Rates | None = None) -> int:
+def bucket_bytes(via: str, world_size: int, rank: int = 0, rates: Rates | None = None, store: Any = None) -> int:
     """Where buckets are cut if the spec does not say: by what transfers cost when this machine first had such a world
-    (kept, so that runs have one layout and so one order of sums), the same on every rank; else BUCKET_BYTES."""
-    store = default_store() if rates is not None and world_size > 1 else None
+    (kept, so that runs have one layout and so one order of sums), by `store` the same on every rank; else
+    BUCKET_BYTES."""
     costs = Costs("buckets", measures=rates is not None, rank=rank, store=store)
     question = f"{via}, {world_size} ranks"
     found = costs.find([question], lambda _: simulate.bucket_costs(rates) if rates is not None else {})
