@@ -1,10 +1,11 @@
 """fzero: a training step as a pure function, compiled into an explicit, verified ZeRO schedule. See README.md."""
 
-from fzero import optim, random
+from fzero import data, optim, random
 from fzero.api import evaluate, init, lower, step
 from fzero.compile import Lowered
 from fzero.errors import (
     CaptureError,
+    DataError,
     DisagreementError,
     DonatedError,
     FzeroError,
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
+    "DataError",
     "DisagreementError",
     "DonatedError",
     "FzeroError",
@@ -52,6 +54,7 @@ __all__ = [
     "TreeError",
     "VerifyError",
     "axis_index",
+    "data",
     "evaluate",
     "forward",
     "grad",

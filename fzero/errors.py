@@ -31,6 +31,10 @@ class VerifyError(FzeroError, RuntimeError):
     """A program breaks a rule; names the op and the pass."""
 
 
+class DataError(FzeroError, ValueError):
+    """Tokens that cannot be trained on, or a batch that cannot be cut; names the file."""
+
+
 class DisagreementError(FzeroError, RuntimeError):
     """The ranks do not run the same program; names the ranks."""
 
