@@ -1,14 +1,18 @@
 """fzero: a training step as a pure function, compiled into an explicit, verified ZeRO schedule. See README.md."""
 
-from fzero import data, optim, random
+from fzero import checkpoint, data, optim, random
 from fzero.api import evaluate, init, lower, step
+from fzero.checkpoint import Manifest, save
 from fzero.compile import Lowered
 from fzero.errors import (
     CaptureError,
+    CheckpointError,
+    CorruptError,
     DataError,
     DisagreementError,
     DonatedError,
     FzeroError,
+    MismatchError,
     NonFiniteError,
     SpecError,
     TreeError,
@@ -37,13 +41,17 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
+    "CheckpointError",
+    "CorruptError",
     "DataError",
     "DisagreementError",
     "DonatedError",
     "FzeroError",
     "LossScale",
     "Lowered",
+    "Manifest",
     "Mean",
+    "MismatchError",
     "NonFiniteError",
     "Precision",
     "Program",
@@ -54,6 +62,7 @@ __all__ = [
     "TreeError",
     "VerifyError",
     "axis_index",
+    "checkpoint",
     "data",
     "evaluate",
     "forward",
@@ -69,6 +78,7 @@ __all__ = [
     "psum",
     "random",
     "remat",
+    "save",
     "step",
     "unshard",
     "value_and_grad",
