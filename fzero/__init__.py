@@ -3,6 +3,7 @@
 from fzero import checkpoint, data, optim, random
 from fzero.api import evaluate, init, lower, step
 from fzero.checkpoint import Manifest, save
+from fzero.checkpoint.checkpointer import Checkpointer
 from fzero.compile import Lowered
 from fzero.errors import (
     CaptureError,
@@ -42,6 +43,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CaptureError",
     "CheckpointError",
+    "Checkpointer",
     "CorruptError",
     "DataError",
     "DisagreementError",

@@ -49,6 +49,8 @@ class Runtime:
     bound: dict[int, Bound] = field(default_factory=dict)
     compiled_segments: dict[str, Any] = field(default_factory=dict)
     arena: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))  # of the programs' buffers
+    says: Callable[[], int] = lambda: 0  # bits that this rank tells the others with every step
+    heard: int = 0  # the bits that any rank told with the last one
     last_key: Any = None
     last_program: Program | None = None
 

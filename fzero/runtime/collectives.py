@@ -15,6 +15,8 @@ Ranks issue the same transfers in the same order (verify sees to it), so a runni
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -210,23 +212,36 @@ def tell(note: bytes, world_size: int, group: Any) -> list[bytes]:
     return [bytes(t.tolist()).rstrip(b"\0") for t in theirs]
 
 
-def agree(rank: int, world_size: int, what: str, digest: str, group: Any, failure: BaseException | None = None) -> None:
-    """One small fixed-size all-gather of (what, digest, failure), before any data moves.
+def agree(
+    rank: int,
+    world_size: int,
+    what: str,
+    digest: str,
+    group: Any,
+    failure: BaseException | None = None,
+    says: int = 0,
+) -> int:
+    """One small fixed-size all-gather of (what, digest, failure, says), before any data moves.
 
-    Raises DisagreementError on every rank where digests differ or another rank failed; re-raises `failure` on its own.
+    Returns the bits that any rank says. Raises DisagreementError on every rank where digests differ or another rank
+    failed; re-raises `failure` on its own.
     """
+    heard = says
     if world_size > 1:
         text = f"{type(failure).__name__}: {failure}" if failure is not None else ""
-        note = f"{'!' if failure is not None else '='}\n{what}\n{digest}\n{text}"
+        note = f"{'!' if failure is not None else '='}{says}\n{what}\n{digest}\n{text}"
         notes = tell(note.encode(), world_size, group)
         if failure is None:
-            _compare(rank, [note.decode(errors="replace").split("\n", 3) for note in notes])
+            parts = [note.decode(errors="replace").split("\n", 3) for note in notes]
+            _compare(rank, parts)
+            heard = functools.reduce(operator.or_, (int(part[0][1:]) for part in parts))
     if failure is not None:
         raise failure
+    return heard
 
 
 def _compare(rank: int, notes: list[list[str]]) -> None:
-    failed = [(r, note[-1]) for r, note in enumerate(notes) if note[0] == "!"]
+    failed = [(r, note[-1]) for r, note in enumerate(notes) if note[0].startswith("!")]
     if failed:
         raise DisagreementError("; ".join(f"rank {r} failed before {notes[rank][1]}: {text}" for r, text in failed))
     if len({(note[1], note[2]) for note in notes}) > 1:
