@@ -4,6 +4,7 @@ from fzero import checkpoint, data, optim, random
 from fzero.api import evaluate, init, lower, step
 from fzero.checkpoint import Manifest, save
 from fzero.checkpoint.checkpointer import Checkpointer
+from fzero.checkpoint.load import load
 from fzero.compile import Lowered
 from fzero.errors import (
     CaptureError,
@@ -70,6 +71,7 @@ __all__ = [
     "forward",
     "grad",
     "init",
+    "load",
     "lower",
     "optim",
     "parse",
