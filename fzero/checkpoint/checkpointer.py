@@ -6,12 +6,12 @@ have ended the last, it is late, at the first step at which they have. So a slow
 slower, and a rank holds at most one copy.
 
 What ranks must agree on. Threads end, fail and are told to stop at other instants on each rank, but all ranks must act
-at one step, or they would wait for one another in different places. So each tells four bits in the note that opens every
-`fzero.step` anyway (`Runtime.says`, `Runtime.heard`): a save of mine runs, one failed, I got SIGTERM, I got SIGINT. What
+after one step, or they would wait for one another in different places. So each tells four bits in the note that opens
+every `fzero.step` anyway (`Runtime.says`, `Runtime.heard`): my save runs, it failed, I got SIGTERM, I got SIGINT. What
 any rank told before step k, all ranks act on after step k. No further message is sent.
 
-A signal. From the first state on (before it there is nothing to save) SIGTERM or SIGINT is told with the next step; after it all ranks save and exit with status 143 or
-130. A second one of its kind does what it would have done without a Checkpointer: it ends the process at once.
+A signal. SIGTERM or SIGINT is told with the next step; after it all ranks save and exit with status 143 or 130. A
+second one of its kind, and one before there is a state to save, does what it does without a Checkpointer.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ def agree(
     heard = says
     if world_size > 1:
         text = f"{type(failure).__name__}: {failure}" if failure is not None else ""
-        note = f"{'!' if failure is not None else '='}{says}\n{what}\n{digest}\n{text}"
+        note = f"{'!' if failure is not None else '='}{int(says)}\n{what}\n{digest}\n{text}"
         notes = tell(note.encode(), world_size, group)
         if failure is None:
             parts = [note.decode(errors="replace").split("\n", 3) for note in notes]
