@@ -1,7 +1,7 @@
 """checkpointer: saving while training goes on, stopping at a signal, and going on where the last save was.
 
 A save in the background. `after` copies this rank's part of the state to host memory (all that training waits for); a
-thread of low priority writes it, over a gloo group of its own. One is in flight: where the next is due before all ranks
+thread writes it, over a gloo group of its own. One is in flight: where the next is due before all ranks
 have ended the last, it is late, at the first step at which they have. So a slow disk makes saves rarer, not steps
 slower, and a rank holds at most one copy.
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -31,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from fzero import api
+from fzero._torch_compat import untraced_by_dynamo
 from fzero.checkpoint.commit import committed
 from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.load import load
@@ -44,7 +44,6 @@ from fzero.state import State
 Extra = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 
 log = logging.getLogger("fzero")
-NICE = 10  # of the thread that writes: where cores are short, training comes first
 PATIENCE_SECONDS = 30.0  # for a save in flight once an error has ended the loop: the rank it waits for may be gone
 
 
@@ -104,6 +103,7 @@ class Checkpointer:
         self._handlers: dict[int, Any] = {}  # those that were there before
         self._inside = False
 
+    @untraced_by_dynamo
     def resume(self, params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
         """The newest committed state in `dir`, or `fzero.init(params, spec, key=key)` where there is none yet.
 
@@ -118,6 +118,7 @@ class Checkpointer:
         self._join(state.runtime)
         return state
 
+    @untraced_by_dynamo
     def after(self, state: State, extra: Extra = None) -> None:
         """To be called after each step: begins a save where one is due, and acts on signals.
 
@@ -139,6 +140,7 @@ class Checkpointer:
         if self._due and self._writing is None:
             self._begin(state, extra)
 
+    @untraced_by_dynamo
     def save(self, state: State, extra: Extra = None) -> None:
         """Saves now, and returns when it is committed. Raises CheckpointError on all ranks."""
         self._join(state.runtime)
@@ -210,7 +212,7 @@ class Checkpointer:
         self._taken = snapshot(state, extra=extra() if callable(extra) else extra, reuse=self._taken)
         taken = self._taken
         self.saved, self._due = state.step, None
-        self._writing = _Writing(lambda: self._write(taken), NICE if self.background else 0)
+        self._writing = _Writing(lambda: self._write(taken))
         state.runtime.heard |= Says.SAVING  # until the next step tells
         if not self.background:
             self._finish()
@@ -234,15 +236,13 @@ class Checkpointer:
 class _Writing(threading.Thread):
     """A save in flight. `error` is what it raised."""
 
-    def __init__(self, work: Callable[[], None], nice: int) -> None:
+    def __init__(self, work: Callable[[], None]) -> None:
         super().__init__(name="fzero-save", daemon=True)  # a process that ends does not wait for a lost peer
-        self.work, self.nice, self.says = work, nice, Says.SAVING
+        self.work, self.says = work, Says.SAVING
         self.error: BaseException | None = None
         self.start()
 
     def run(self) -> None:
-        if sys.platform == "linux":  # where this is the thread's alone
-            os.nice(self.nice)
         try:
             self.work()
         except BaseException as error:
