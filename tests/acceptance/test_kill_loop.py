@@ -57,9 +57,8 @@ def test_the_demo_stops_at_sigterm_and_resumes(tmp_path: Path) -> None:
 
     def demo(out: Path, *arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, str(script), "--size", "tiny", "--steps", "600", "--out", str(out), *arguments]
-        return subprocess.Popen(
-            command, env={**environment, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )  # fmt: skip
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(command, env={**environment, "OMP_NUM_THREADS": "1"}, **pipes, text=True)
 
     stopped = demo(tmp_path / "stopped")
     assert stopped.stdout is not None
