@@ -19,6 +19,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from saved import contents, steps
 
 import fzero
 from fzero import tree
-from fzero.checkpoint import Disk, write
+from fzero.checkpoint import Disk, commit, shards, write
+from fzero.checkpoint.manifest import shard_name
 from fzero.checkpoint.save import Snapshot, take
 from fzero.errors import CheckpointError
 from fzero.runtime import storage
@@ -132,6 +134,16 @@ def prepare(run: Path, world: int) -> None:
     (run / "latest").write_text("step-00000002\n")
 
 
+def saved_by_two(folder: Path) -> Path:
+    """A checkpoint of two ranks, saved by this process alone."""
+    parts, _ = snapshots(2, 3)
+    temporary, release = commit.prepare(folder / "run", 3, 0, "01234567", Disk())
+    written = [shards.write(Disk(), temporary / shard_name(rank), one.parts) for rank, one in enumerate(parts)]
+    final = commit.commit(folder / "run", temporary, replace(parts[0].manifest, shards=tuple(written)), Disk())
+    release()
+    return final
+
+
 def check(run: Path, world: int, case: list[Any], saved: dict[int, Any]) -> list[str]:
     """Kills a save of step 3, looks at what is there, and saves step 4."""
     dead, n, when, who = case
@@ -155,7 +167,9 @@ def check(run: Path, world: int, case: list[Any], saved: dict[int, Any]) -> list
     kept = [*left, 4][-KEEP:]
     for step in {*left, *kept} & set(steps(run)):
         manifest, leaves = contents(run / f"step-{step:08d}")
-        if manifest["extra"] != {"position": step} or not all(torch.equal(v, saved[step][1][p]) for p, v in leaves.items()):
+        if manifest["extra"] != {"position": step} or not all(
+            torch.equal(v, saved[step][1][p]) for p, v in leaves.items()
+        ):
             wrong.append(f"step {step} is not what was saved")
     names = sorted(p.name for p in run.iterdir())
     if names != [".lock", "latest", *(f"step-{step:08d}" for step in kept)]:
