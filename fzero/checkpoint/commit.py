@@ -19,12 +19,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fzero.checkpoint import manifest as records
 from fzero.checkpoint.disk import Disk
-from fzero.checkpoint.manifest import LATEST, MANIFEST, MARKER, Manifest
+from fzero.checkpoint.manifest import LATEST, MANIFEST, MARKER, MARKER_BYTES, Manifest
 from fzero.errors import CheckpointError, CorruptError
 
 log = logging.getLogger("fzero")
@@ -36,28 +36,31 @@ OURS = re.compile(rf"shard-[0-9]{{5,7}}\.safetensors|{re.escape(MANIFEST)}|{MARK
 # --- finding --------------------------------------------------------------------------------------------------------
 
 
-def committed(run: Path, disk: Disk | None = None) -> list[tuple[int, Path]]:
-    """(step, directory) of every committed checkpoint of a run, oldest first: those whose marker is their manifest's.
-
-    One whose marker is not is logged and left out.
-    """
+def committed(run: Path, disk: Disk | None = None) -> Iterator[tuple[int, Path]]:
+    """(step, directory) of every committed checkpoint of a run, the newest first: those whose marker is their
+    manifest's. One whose marker is not is logged and passed over."""
     disk = disk or Disk()
-    found = []
-    for name in disk.names(run) or []:
-        step = records.step_of(name)
-        if step is None or disk.size(run / name / MARKER) is None:
+    for step, path in sorted(_steps(run, disk), reverse=True):
+        if disk.size(path / MARKER) is None:
             continue
         try:
-            data = disk.read(run / name / MANIFEST, limit=records.MAX_MANIFEST)
-            valid = disk.read(run / name / MARKER, limit=65) == records.marker_of(data)
+            data = disk.read(path / MANIFEST, limit=records.MAX_MANIFEST)
+            marker = disk.read(path / MARKER, limit=MARKER_BYTES)
         except CorruptError as error:
-            log.warning("fzero: %s", error)
+            log.warning("fzero: %s: this checkpoint is passed over", error)
             continue
-        if valid:
-            found.append((step, run / name))
+        if marker == records.marker_of(data):
+            yield step, path
         else:
-            log.warning("fzero: %s: its marker is not that of its %s: it is passed over", run / name, MANIFEST)
-    return sorted(found)
+            log.warning("fzero: %s: its marker is not that of its %s: it is passed over", path, MANIFEST)
+
+
+def _steps(run: Path, disk: Disk) -> Iterator[tuple[int, Path]]:
+    """Directories with the name of a step: real ones, no links."""
+    for name in disk.names(run) or []:
+        step = records.step_of(name)
+        if step is not None and disk.is_directory(run / name):
+            yield step, run / name
 
 
 def locate(directory: str | os.PathLike[str], disk: Disk | None = None) -> Path:
@@ -72,12 +75,12 @@ def locate(directory: str | os.PathLike[str], disk: Disk | None = None) -> Path:
         raise CheckpointError(path, "there is no such directory")
     if MANIFEST in names or MARKER in names:
         return path
-    found = committed(path, disk)
-    if not found:
+    newest = next(committed(path, disk), None)
+    if newest is None:
         started = [name for name in names if records.step_of(name) is not None or TEMPORARY.fullmatch(name)]
         more = f" ({', '.join(started[:3])} began and did not end)" if started else ""
         raise CheckpointError(path, f"holds no committed checkpoint{more}")
-    return found[-1][1]
+    return newest[1]
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
@@ -92,8 +95,8 @@ def prepare(run: Path, step: int, nbytes: int, token: str, disk: Disk) -> tuple[
     try:
         clean(run, disk)
         final = run / records.step_name(step)
-        if disk.names(final) is not None and disk.size(final / MARKER) is None:
-            raise CheckpointError(final, "is there already and is not a checkpoint of fzero: move it away")
+        if final.name in (disk.names(run) or []) and disk.size(final / MARKER) is None:
+            raise CheckpointError(final, "is there already and is no checkpoint of fzero: move it away")
         room = disk.free(run)
         if room is not None and room < nbytes:
             raise CheckpointError(
@@ -126,12 +129,17 @@ def make_directories(path: Path, disk: Disk) -> None:
 
 
 def clean(run: Path, disk: Disk) -> None:
-    """Removes what dead saves left: temporary directories, and steps without a marker."""
-    for name in disk.names(run) or []:
-        if TEMPORARY.fullmatch(name) or (records.step_of(name) is not None and disk.size(run / name / MARKER) is None):
-            remove(run / name, disk)
-        elif name == f".{LATEST}":
-            disk.unlink(run / name)
+    """Removes what dead saves left: temporary directories, and steps without a marker. What cannot be removed is
+    logged."""
+    dead = [run / name for name in disk.names(run) or [] if TEMPORARY.fullmatch(name) and disk.is_directory(run / name)]
+    dead += [path for _, path in _steps(run, disk) if disk.size(path / MARKER) is None]
+    for path in dead:
+        try:
+            remove(path, disk)
+        except CheckpointError as error:
+            log.warning("fzero: what a dead save left stays: %s", error)
+    if disk.size(run / f".{LATEST}") is not None:
+        disk.unlink(run / f".{LATEST}")
 
 
 def remove(directory: Path, disk: Disk) -> None:
@@ -185,7 +193,7 @@ def check_shards(directory: Path, manifest: Manifest, disk: Disk) -> None:
 
 def _check_same(final: Path, data: bytes, disk: Disk) -> None:
     try:
-        same = disk.read(final / MARKER, limit=65) == records.marker_of(data)
+        same = disk.read(final / MARKER, limit=MARKER_BYTES) == records.marker_of(data)
     except CorruptError:
         same = False
     if not same:
@@ -210,7 +218,7 @@ def finish(run: Path, final: Path, keep: int | None, disk: Disk) -> None:
         replace(run, LATEST, f"{final.name}\n".encode(), disk)
         if keep is not None:
             others = [path for _, path in committed(run, disk) if path != final]
-            for path in others[: max(len(others) - (keep - 1), 0)]:
+            for path in reversed(others[keep - 1 :]):
                 remove(path, disk)
     except CheckpointError as error:
         log.warning("fzero: %s is committed, but clearing up after it failed: %s", final, error)

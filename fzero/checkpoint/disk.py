@@ -8,6 +8,7 @@ file in its directory.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -20,6 +21,7 @@ from fzero.errors import CheckpointError, CorruptError
 
 T = TypeVar("T")
 MAX_VIEWS = 512  # parts that one writev takes; IOV_MAX is 1,024 on Linux
+WRITE_BACK = 32 << 20  # bytes after which the kernel is told to send them to the disk
 
 ADVICE = {
     errno.ENOSPC: "the disk is full: free some space, keep fewer checkpoints (keep=), or save to another directory",
@@ -134,6 +136,17 @@ class Disk:
 
         return self.do("size", path, call)
 
+    def is_directory(self, path: Path) -> bool:
+        """Whether there is a directory of this name, and no link to one."""
+
+        def call() -> bool:
+            try:
+                return stat.S_ISDIR(os.lstat(path).st_mode)
+            except FileNotFoundError:
+                return False
+
+        return self.do("is_directory", path, call)
+
     def names(self, path: Path) -> list[str] | None:
         """The names in a directory, in order. None: there is no such directory."""
 
@@ -185,6 +198,7 @@ class File:
 
     def __init__(self, disk: Disk, path: Path, fd: int) -> None:
         self.disk, self.path, self.fd = disk, path, fd
+        self.written = self.started = 0  # bytes: accepted by the kernel, and told to go to the disk
 
     def write(self, views: Sequence[memoryview]) -> None:
         """Appends all of these bytes, at most MAX_VIEWS parts at a time."""
@@ -192,10 +206,20 @@ class File:
         while left:
             part = left[:MAX_VIEWS]
             done = self.disk.do("write", self.path, lambda part=part: os.writev(self.fd, part))  # type: ignore[misc]
+            self.written += done
             while left and done >= len(left[0]):
                 done -= len(left.pop(0))
             if done:
                 left[0] = left[0][done:]
+        if self.written - self.started >= WRITE_BACK:
+            self._start_write_back()
+
+    def _start_write_back(self) -> None:
+        """Linux begins to write out a range that it is told will not be needed; waiting for it is `sync`'s."""
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self.fd, self.started, self.written - self.started, os.POSIX_FADV_DONTNEED)
+        self.started = self.written
 
     def sync(self) -> None:
         """What was written is on the disk when this returns."""

@@ -37,6 +37,7 @@ FORMAT, VERSION = "fzero", 1
 MANIFEST, MARKER, LATEST = "manifest.json", "COMMITTED", "latest"
 BLOCK = 4 << 20  # bytes that are hashed together
 MAX_MANIFEST = 64 << 20  # bytes
+MARKER_BYTES = 65
 MAX_SHARD = 1 << 50  # bytes
 STEP = re.compile(r"step-([0-9]{8,19})")
 
@@ -178,7 +179,7 @@ def read(directory: Path, disk: Disk | None = None) -> Manifest:
     disk = disk or Disk()
     file = directory / MANIFEST
     data = disk.read(file, limit=MAX_MANIFEST)
-    marker = disk.read(directory / MARKER, limit=65)
+    marker = disk.read(directory / MARKER, limit=MARKER_BYTES)
     if marker != marker_of(data):
         raise CorruptError(
             directory / MARKER, f"does not belong to {MANIFEST}: one of them is damaged or of another save"

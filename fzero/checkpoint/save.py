@@ -32,7 +32,6 @@ from fzero.checkpoint.shards import Part
 from fzero.checkpoint.strict import Invalid, check_json, check_text, dump, parse
 from fzero.errors import CheckpointError, DonatedError, TreeError
 from fzero.plan.layout import Leaf, Plan
-from fzero.runtime import storage
 from fzero.state import State
 
 
@@ -177,9 +176,12 @@ def span(plan: Plan, leaf: Leaf, rank: int) -> tuple[int, int]:
         return rank * numel, (rank + 1) * numel
     if leaf.slot is None:
         return (0, numel) if rank == 0 else (0, 0)
-    buffer = replace(plan.buffers[leaf.buffer], shard=True)
-    cut = storage.piece(replace(plan, buffers={leaf.buffer: buffer}), leaf, rank)[1]
-    return cut.start, cut.stop
+    buffer = plan.buffers[leaf.buffer]
+    bucket = plan.buckets[buffer.bucket or ""]
+    first, last, _ = bucket.place(leaf.slot, buffer.per)
+    part = bucket.length // plan.world_size
+    start, stop = (min(max(edge, first), last) for edge in (rank * part, (rank + 1) * part))
+    return (start - first) // buffer.per, (stop - first) // buffer.per
 
 
 def held(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> torch.Tensor:
@@ -188,9 +190,13 @@ def held(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) 
     flat = memory[leaf.buffer].reshape(-1)
     if leaf.slot is None:
         return flat[: stop - start]
-    here, there = storage.piece(plan, leaf, rank)
-    first = here.start - there.start  # where the leaf's element 0 lies, or would lie
-    return flat[first + start : first + stop] if stop > start else flat[:0]
+    if start == stop:
+        return flat[:0]
+    buffer = plan.buffers[leaf.buffer]
+    bucket = plan.buckets[buffer.bucket or ""]
+    begin = rank * (bucket.length // plan.world_size) if buffer.shard else 0  # of this buffer, in the bucket
+    zero = (bucket.place(leaf.slot, buffer.per)[0] - begin) // buffer.per  # where the leaf's element 0 lies, or would
+    return flat[zero + start : zero + stop]
 
 
 def _record(plan: Plan, leaf: Leaf) -> LeafRecord:
@@ -284,7 +290,7 @@ def _write(
         try:
             found = ranks.round("writing its shard", written)
             return run / ranks.round("committing", committed)[0]
-        except CheckpointError:
+        except BaseException:
             if rank == 0:
                 commit.undo(run, one.step, temporary, disk)
             raise

@@ -4,10 +4,13 @@
     header        JSON: {path: {"dtype", "shape", "data_offsets": [start, stop)}, ...}, padded with spaces
     data          every piece, 1-D, one after the other without gaps, the widest dtypes first (so that all are aligned)
 
-Written in blocks of 4 MiB, each hashed by a second thread while it is being written: no byte is read twice. The header
-is checked against the file before anything in it is used. (The safetensors library maps the whole file by its name and
-does not say where in it a tensor lies; to verify just the blocks that are read, that must be known. It reads these
-files, and this reads its files: the tests do both.)
+Blocks of 4 MiB are hashed by two threads while they are written, and the kernel is told to send them to the disk as
+they come, so that the sync at the end finds little to do. What was written is not read back: that would come from the
+page cache and say nothing of the disk (docs/checkpoints.md has the figures).
+
+The header is checked against the file before anything in it is used. (The safetensors library maps the whole file by
+its name and does not say where in it a tensor lies; to verify just the blocks that are read, that must be known. It
+reads these files, and this reads its files: the tests do both.)
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from fzero.checkpoint.strict import MAX_INT, Invalid, Reader, dump, parse
 from fzero.errors import CheckpointError, CorruptError
 
 MAX_HEADER = 100_000_000  # bytes; the library's own limit
+HASHERS = 2  # threads: SHA-256 reaches 1.7 GB/s on one core, below what a disk may take
 METADATA = "__metadata__"
 
 # The format's names. It has no complex128: such a piece of n elements is 2n of F64
@@ -106,12 +110,16 @@ def write(disk: Disk, path: Path, parts: Sequence[Part]) -> ShardRecord:
     if len(first) > MAX_HEADER:
         raise CheckpointError(path, f"would need a header of {len(first):,} bytes: at most {MAX_HEADER:,} are allowed")
     views = [memoryview(first), *(_bytes(part.data) for part in parts)]
-    digests: list[bytes] = []
-    with disk.create(path) as file, ThreadPoolExecutor(1) as pool:
-        for block in blocks(views):
-            digest = pool.submit(_digest, block)
-            file.write(block)
-            digests.append(digest.result())
+    groups = list(blocks(views))
+    with disk.create(path) as file, ThreadPoolExecutor(HASHERS) as pool:
+        try:
+            hashed = pool.map(_digest, groups)
+            for block in groups:
+                file.write(block)
+            digests = list(hashed)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # or the rest would be hashed before the error is seen
+            raise
         file.sync()
     return ShardRecord(sum(v.nbytes for v in views), root(digests), tuple(d.hex() for d in digests))
 
