@@ -1,8 +1,8 @@
 """world: the ranks that a state lives on, and the one way that a state comes to them.
 
-`World.open` joins the process group. `World.state` plans the layout, allocates this rank's part and has a *filler* write
-it: a `Recipe` (`fzero.init`), or what reads a checkpoint (`fzero.load`). Before memory is taken and after it is filled
-the ranks agree, so that an error on one is an error on all, and no hang.
+`World.open` joins the process group. `World.state` plans the layout, allocates this rank's part and has a *filler*
+write it: a `Recipe` (`fzero.init`), or what reads a checkpoint (`fzero.load`). Before memory is taken and after it is
+filled the ranks agree, so that an error on one is an error on all, and no hang.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class World:
         self.agree(name, digest, failure)
         transport = transport_for(self.rank, self.size, self.device, spec.transfers)
         try:
-            memory = storage.allocate(plan, transport.block)
+            memory = storage.allocate(plan, transport.block, self.rank)
             values = made.place(plan, self.rank, memory)
         except Exception as error:
             failure, values = error, ""
@@ -136,12 +136,12 @@ def _device(name: str, spec: Spec, like: Any) -> torch.device:
         return device
     if callable(like):
         return torch.device("cpu")
-    found = {x.device for x in tree.flatten(like)[1] if isinstance(x, torch.Tensor)} or {torch.device("cpu")}
+    found = {x.device for x in tree.flatten(like)[1] if isinstance(x, torch.Tensor)}
+    if name == "load":  # which reads shapes alone
+        found.discard(torch.device("meta"))
     if len(found) > 1:
         raise TreeError(f"params lie on several devices: {sorted(map(str, found))}. Move them to one")
-    device = found.pop()
-    if device.type == "meta" and name == "load":  # which reads shapes alone
-        return torch.device("cpu")
+    device = found.pop() if found else torch.device("cpu")
     if device.type == "meta":
         raise TreeError(
             "params are on the meta device, so they have no values: pass a function of a key that makes them, or call "

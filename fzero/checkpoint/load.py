@@ -13,7 +13,7 @@ The ranks agree before memory is taken and after it is filled: an error on one i
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ from fzero.capture import PerRank
 from fzero.checkpoint.commit import locate
 from fzero.checkpoint.compare import Difference, difference
 from fzero.checkpoint.disk import Disk
-from fzero.checkpoint.manifest import LeafRecord, Manifest
+from fzero.checkpoint.manifest import LeafRecord
 from fzero.checkpoint.reader import Checkpoint
-from fzero.checkpoint.source import Entry, Source, Want
+from fzero.checkpoint.source import Entry, Want
 from fzero.compile import recipe_for
 from fzero.errors import CheckpointError, CorruptError, DisagreementError, DonatedError, MismatchError, SpecError
 from fzero.initial import Recipe
@@ -80,16 +80,16 @@ def load(
         return _into(like, Path(dir), strict, disk or Disk())
     like = tree.map(_shape_of, like) if like is not None and not callable(like) else like
     world = World.open("load", spec, like)
-    assert spec is not None
     with _typed(dir):
         chosen = _chosen(Path(dir), world, disk or Disk())
+        assert spec is not None  # or it would have been refused
 
         def filler() -> Filling:
             saved = Checkpoint(chosen, disk)
-            given = _tree(chosen, saved.manifest, spec) if like is None else like
+            given = _tree(saved, spec) if like is None else like
             wanted = first_key(0) if key is None and spec.loss is not None and "key" in saved.leaves else key
             recipe = recipe_for(spec, given, wanted, world.device)
-            return Filling(saved, recipe, world.size, strict, file=chosen, step=saved.step, digest=saved.digest)
+            return Filling(saved, recipe, world.size, strict)
 
         state = world.state("load", spec, filler)
     log.info("fzero: loaded step %d from %s", state.step, chosen)
@@ -97,47 +97,30 @@ def load(
 
 
 class Filling:
-    """A `fzero.world.Filler`: the leaves of a recipe, with the values of a source (which messages call `file`).
+    """A `fzero.world.Filler`: the leaves of a recipe, with the values of a checkpoint."""
 
-    only: path rules of the state's leaves that the source is to have; the others keep their first values.
-    digest: what tells the source's content, the same on every rank.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        recipe: Recipe,
-        world_size: int,
-        strict: bool,
-        *,
-        file: Path,
-        step: int = 0,
-        digest: str = "",
-        only: Sequence[str] = ("**",),
-    ) -> None:
+    def __init__(self, saved: Checkpoint, recipe: Recipe, world_size: int, strict: bool) -> None:
         self.paths, self.values, self.per_rank, self.spec = recipe.paths, recipe.values, recipe.per_rank, recipe.spec
-        self.source, self.recipe, self.file, self.step, self.digest = source, recipe, file, step, digest
+        self.saved, self.recipe, self.step = saved, recipe, saved.step
         here = {
             path: entry(tuple(value.shape), value.dtype, path in recipe.per_rank, world_size)
             for path, value in zip(recipe.paths, recipe.values, strict=True)
-            if any(tree.matches(rule, path) for rule in only)
         }
-        unfit = _compared(here, source, file, strict).unfit
-        self.kept = unfit | {path for path in recipe.paths if path not in here}
+        self.kept = _compared(here, saved, strict).unfit
 
     def place(self, plan: Plan, rank: int, memory: Mapping[str, torch.Tensor]) -> str:
         wants = wanted(plan, rank, memory, self.kept)
-        self.source.check(wants)
+        self.saved.check(wants)
         try:
             self.recipe.place(plan, rank, memory, only=self.kept)
         except NotImplementedError:  # of a meta tensor
             raise MismatchError(
-                self.file,
-                f"does not have {sorted(self.kept)[0]!r}, whose first value depends on values that are not there. "
+                self.saved.directory,
+                f"does not have {min(self.kept)!r}, whose first value depends on values that are not there. "
                 "Give load tensors that have some, as fzero.init would be given: like=params",
             ) from None
-        self.source.fill(wants)
-        return self.digest
+        self.saved.fill(wants)
+        return self.saved.digest
 
 
 def entry(shape: tuple[int, ...], dtype: torch.dtype, per_rank: bool, world_size: int) -> Entry:
@@ -171,7 +154,7 @@ def _into(state: State, dir: Path, strict: bool, disk: Disk) -> State:
                 raise DonatedError(f"fzero.load(like=state): this state {state.life.ended}")
             saved = Checkpoint(chosen, disk)
             here = {x.path: entry(x.shape, x.dtype, x.per_rank, world.size) for x in plan.leaves}
-            kept = _compared(here, saved, chosen, strict).unfit
+            kept = _compared(here, saved, strict).unfit
             wants = wanted(plan, world.rank, runtime.memory, kept)
             saved.check(wants)
             digest = saved.digest
@@ -211,36 +194,38 @@ def _chosen(dir: Path, world: World, disk: Disk) -> Path:
     return dir / name.decode() if name else dir
 
 
-def _compared(here: Mapping[str, Entry], source: Source, file: Path, strict: bool) -> Difference:
-    found = difference(here, source.leaves)
+def _compared(here: Mapping[str, Entry], saved: Checkpoint, strict: bool) -> Difference:
+    found = difference(here, saved.leaves)
     if found and strict:
         raise MismatchError(
-            file,
+            saved.directory,
             f"does not have the leaves of this state. Nothing was loaded.\n{found}\n"
             "Give fzero.load the spec and tree that were saved, or strict=False, which loads what fits",
         )
     if found:
-        log.warning("fzero: strict=False: of %s these leaves were not loaded:\n%s", file, found)
+        log.warning("fzero: strict=False: of %s these leaves were not loaded:\n%s", saved.directory, found)
     return found
 
 
-def _tree(file: Path, saved: Manifest, spec: Spec) -> Any:
+def _tree(saved: Checkpoint, spec: Spec) -> Any:
     """What `fzero.init` would be given, with shapes alone, from the containers that the manifest describes."""
 
     def leaf(one: LeafRecord) -> Any:
         value = torch.empty(one.shape[1:] if one.per_rank else one.shape, dtype=one.dtype, device="meta")
         return PerRank(value) if one.per_rank else value
 
-    whole = saved.tree([leaf(one) for one in saved.leaves])
-    structure, where = saved.structure, "the state"
+    manifest = saved.manifest
+    whole, structure, where = manifest.tree([leaf(one) for one in manifest.leaves]), manifest.structure, "the state"
     if spec.loss is not None:
         if not isinstance(whole, dict) or "params" not in whole:
-            raise MismatchError(file, "has no 'params': it was saved with Spec(step=...). Load it with such a spec")
-        whole, where = whole["params"], "params"
-        structure = dict(map(tuple, structure.get("dict", structure.get("other", [0, 0])[1])))["params"]
+            raise MismatchError(
+                saved.directory, "has no 'params': it was saved with Spec(step=...). Load it with such a spec"
+            )
+        inner = structure["dict"] if "dict" in structure else structure["other"][1]
+        whole, structure, where = whole["params"], next(child for name, child in inner if name == "params"), "params"
     for path, name in _foreign(structure, where):
         raise MismatchError(
-            file,
+            saved.directory,
             f"has a {name} at {path}, which no file can make. Give load a tree with the same containers, as "
             "fzero.init is given (only its shapes are read): like=params",
         )
