@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from fzero import tracing, tree
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.compile import Lowered, check_key, fakes_on, lower_step, plan_for, recipe_for
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, at
-from fzero.runtime import collectives, storage
+from fzero.runtime import collectives, presence, storage
 from fzero.runtime.transport import transport_for, via_of
 from fzero.session import Runtime, execute
 from fzero.spec import Spec
@@ -47,8 +48,9 @@ def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
         device = _device(spec, params)
     except Exception as error:  # the other ranks are told before it is raised here
         failure, device = error, torch.device("cuda" if str(getattr(spec, "device", "")).startswith("cuda") else "cpu")
-    rank, world_size = collectives.open_world(device.type)
-    group = _side_group(device, world_size)
+    rank, world_size = collectives.open_world(device.type, getattr(spec, "timeout", None))
+    group = _side_group(device, world_size, getattr(spec, "timeout", None))
+    here = presence.of(group)
     try:
         if failure is not None:
             raise failure
@@ -59,14 +61,16 @@ def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
     except Exception as error:
         failure = error
     collectives.agree(rank, world_size, "init", digest, group, failure)
-    transport = transport_for(rank, world_size, device, spec.transfers)
+    with here.running():
+        transport = transport_for(rank, world_size, device, spec.transfers, here)
     try:
         memory = storage.allocate(plan, transport.block)
         values = recipe.place(plan, rank, memory)
     except Exception as error:
         failure, values = error, ""
     collectives.agree(rank, world_size, "the values of params", values, group, failure)
-    runtime = Runtime(spec, rank, world_size, device, plan, recipe.spec, memory, transport, group)
+    here.leave()
+    runtime = Runtime(spec, rank, world_size, device, plan, recipe.spec, memory, transport, group, here)
     life = Life()
     return State(runtime.sharded(life), 0, {}, runtime, life)
 
@@ -221,9 +225,11 @@ def _device(spec: Spec, params: Any) -> torch.device:
     return device
 
 
-def _side_group(device: torch.device, world_size: int) -> Any:
+def _side_group(device: torch.device, world_size: int, timeout_seconds: float | None) -> Any:
     """On CUDA the digests go over gloo beside nccl, so that the device never waits for them."""
-    return dist.new_group(backend="gloo") if device.type == "cuda" and world_size > 1 else None
+    if device.type != "cuda" or world_size == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds or collectives.TIMEOUT_SECONDS))
 
 
 def _check_mesh(spec: Spec, world_size: int) -> None:
