@@ -28,7 +28,6 @@ from fzero.errors import DisagreementError, FzeroError, PeerError, SpecError
 from fzero.program import Op
 from fzero.runtime import presence
 
-
 TIMEOUT_SECONDS = 600.0  # what torch gives nccl
 
 
@@ -42,14 +41,20 @@ def open_world(device: str, timeout_seconds: float | None = None) -> tuple[int, 
         )
         if backend in ("nccl", "gloo") and backend != needed:
             raise SpecError(f"the default process group is {backend}, a state on {device} needs {needed}")
-        return dist.get_rank(), dist.get_world_size()
+        return _here()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
         if not dist.is_available():
             raise SpecError("WORLD_SIZE is set, but this torch was built without torch.distributed")
         backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds or TIMEOUT_SECONDS))
-        return dist.get_rank(), dist.get_world_size()
+        return _here()
     return 0, 1
+
+
+def _here() -> tuple[int, int]:
+    if dist.get_backend() == "gloo":
+        presence.of()
+    return dist.get_rank(), dist.get_world_size()
 
 
 @dataclass

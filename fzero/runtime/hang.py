@@ -63,7 +63,7 @@ def hang_error(
     """The error of `rank`, from what all ranks told last (None: nothing, ever). `cause` is what the transport said."""
     missing = _missing(records, silent)
     newest = max((record for record in records.values() if record is not None), key=lambda record: record.call)
-    lines = [_sentence(r, records[r], r in silent, newest) for r in missing]
+    lines = [sentence(r, records[r], r in silent, newest) for r in missing]
     gave_up = [r for r, record in records.items() if record and record.end == "lost" and r != rank]
     if not missing and any(record.call < newest.call for record in records.values() if record and record.end == "lost"):
         lines = [f"{_ranks(gave_up)} waited in vain in an earlier call, and gave this process group up"]
@@ -79,9 +79,12 @@ def hang_error(
     return HangError("\n  ".join(lines), missing)
 
 
-def no_store(rank: int, holder: int | None, at: str, cause: str) -> HangError:
-    """The error where the process group's store, through which ranks tell where they are, does not answer."""
-    if holder is None:
+def no_store(rank: int, holder: int | None, at: str, cause: str, known: str = "") -> HangError:
+    """The error where the process group's store, through which ranks tell where they are, does not answer. `known`:
+    what was heard before."""
+    if known:
+        who, lines = (() if holder is None else (holder,)), [known]
+    elif holder is None:
         who, lines = (), ["the store of the process group does not answer: its process or machine is stopped or gone"]
     else:
         who, lines = (holder,), [f"rank {holder} does not answer, nor does the store that its process keeps: it is "
@@ -98,7 +101,8 @@ def _missing(records: Mapping[int, Record | None], silent: Collection[int]) -> t
     return tuple(failed or gone or busy)
 
 
-def _sentence(rank: int, record: Record | None, silent: bool, newest: Record) -> str:
+def sentence(rank: int, record: Record | None, silent: bool = False, newest: Record | None = None) -> str:
+    """Why others wait in vain for a rank. `newest`: the record of the rank that is furthest."""
     if record is None:
         return f"rank {rank} is missing: it has not called fzero yet"
     if record.end == "failed":
@@ -108,7 +112,8 @@ def _sentence(rank: int, record: Record | None, silent: bool, newest: Record) ->
         return f"rank {rank} is missing: {what}{f' ({record.why})' if record.why else ''}, {record.at}"
     if silent:
         ago = max(time.time() - record.time, 0)
-        since = f"; it has agreed on {newest.agreed} since" if newest.agreed not in ("", record.agreed) else ""
+        later = newest.agreed if newest is not None and newest.agreed != record.agreed else ""
+        since = f"; it has agreed on {later} since" if later else ""
         return (
             f"rank {rank} is missing: it does not answer, so it is stopped, or its process or machine is gone; "
             f"last heard of {ago:.1f} s ago, {record.at}{since}"

@@ -24,7 +24,9 @@ from fzero.runtime.host import Host
 MEET_SECONDS = 30.0
 
 
-def meet(rank: int, world_size: int, group: Any = None, *, timeout_seconds: float | None = None) -> tuple[Host | None, str]:
+def meet(
+    rank: int, world_size: int, group: Any = None, *, timeout_seconds: float | None = None
+) -> tuple[Host | None, str]:
     """(the ranks' Host, or None where they do not share memory; why not). Collective over `group` (gloo).
 
     `timeout_seconds` is how long a rank is waited for from then on (None: the group's timeout). What goes wrong is an

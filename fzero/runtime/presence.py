@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from fzero._torch_compat import default_store, gloo_timeout, store_holder
 from fzero.errors import FzeroError, HangError, PeerError
-from fzero.runtime.hang import Record, hang_error, no_store
+from fzero.runtime.hang import Record, hang_error, no_store, sentence
 
 TICK_SECONDS = 1.0
 ANSWER_SECONDS = 2.0  # a rank that tells nothing for so long, and for two ticks and a half, is silent
@@ -47,7 +47,9 @@ class Presence:
     """This rank's presence in one process group. `enter` and `leave` frame a collective call, `running` its op loop;
     transports set `waits` while they wait for another rank."""
 
-    def __init__(self, rank: int, world_size: int, group: Any = None, store: Any = None, timeout: float = 1800.0) -> None:
+    def __init__(
+        self, rank: int, world_size: int, group: Any = None, store: Any = None, timeout: float = 1800.0
+    ) -> None:
         self.rank, self.world_size, self.store, self.timeout_seconds = rank, world_size, store, timeout
         self.group: Callable[[], Any] = weakref.ref(group) if group is not None else lambda: None
         self.tick = max(min(TICK_SECONDS, timeout / 10), world_size / WRITES_PER_SECOND)
@@ -60,7 +62,7 @@ class Presence:
         self.hang: HangError | None = None
         self.thread: threading.Thread | None = None
         self.wake, self.published, self.answered = threading.Event(), threading.Event(), threading.Event()
-        self.stop, self.beat, self.pid = False, 0, os.getpid()
+        self.stop, self.beat, self.heard, self.pid = False, 0, time.monotonic(), os.getpid()
         self.last: Any = None
         self.since = time.monotonic()
         self.found: tuple[dict[int, Record | None], set[int]] | None = None
@@ -71,7 +73,9 @@ class Presence:
         """A collective call begins. Raises HangError where this group was lost before."""
         if self.hang is not None:
             first = str(self.hang).partition("\n")[0]
-            raise HangError(f"{what}: this process group was lost before ({first}). Start all ranks again", self.hang.missing)
+            raise HangError(
+                f"{what}: this process group was lost before ({first}). Start all ranks again", self.hang.missing
+            )
         if self.end in ("", "failed"):
             self.end = self.why = self.at = ""
         self.call, self.what, self.inside = self.call + 1, what, True
@@ -103,16 +107,17 @@ class Presence:
         Takes some ticks."""
         if self.hang is None:
             cause = SOURCE.sub("", str(error).strip()).partition("\n")[0].partition(". ")[0][:TEXT_CHARS]
-            cause = f"the wait was ended, for {self.halted}" if self.halted else cause
+            cause = "this wait was ended" if self.halted else cause
             self.at = self._text(waits=True)
             self.why, self.end, self.asked = cause, "lost", True
             if self._alive():
                 self.wake.set()
-                self.answered.wait(3 * self._patience + ANSWER_SECONDS)
+                while not self.answered.wait(self.tick) and time.monotonic() < self.heard + self._patience + self.tick:
+                    pass
             if self.found is not None:
                 self.hang = hang_error(self.rank, *self.found, cause, self.timeout_seconds)
             else:
-                self.hang = no_store(self.rank, self.holder, self.at, cause)
+                self.hang = no_store(self.rank, self.holder, self.at, cause, self.halted)
         return self.hang
 
     def failed(self, error: BaseException) -> None:
@@ -133,7 +138,7 @@ class Presence:
                 self._publish("ended")
             self.stop = True
             self.wake.set()
-            self.thread.join(ANSWER_SECONDS)  # type: ignore[union-attr]
+            self.thread.join(self._patience + ANSWER_SECONDS)  # type: ignore[union-attr]
 
     def _publish(self, end: str) -> None:
         self.published.clear()
@@ -171,6 +176,8 @@ class Presence:
                 if not self.stop:
                     self.wake.wait(self.tick)
                     self.wake.clear()
+            if self.end in ("failed", "ended"):
+                self._let_read(set(range(self.world_size)))
         except Exception:  # the store is gone: who asks finds no answer
             self.answered.set()
             self.published.set()
@@ -197,15 +204,17 @@ class Presence:
             records = self._records(set(range(self.world_size)) - {self.rank})
             ended = [r for r, found in records.items() if found is not None and found.stops(place[0])]
             if ended and place == (self.call, self.inside, self.position(), self.waits):
-                self.halted = f"rank {ended[0]} is out of it"
+                self.halted = sentence(ended[0], records[ended[0]])
                 self._poison()
+        self.heard = time.monotonic()
 
     def _records(self, ranks: set[int]) -> dict[int, Record | None]:
         found = {r: self.store.get(str(r)) if self.store.check([str(r)]) else "" for r in sorted(ranks)}
+        self.heard = time.monotonic()
         return {r: Record.from_json(text) for r, text in found.items()}
 
     def _roll_call(self) -> tuple[dict[int, Record | None], set[int]]:
-        """Everyone's last record, and who was silent. Where this process holds the store, others may read as well."""
+        """Everyone's last record, and who was silent."""
         first = self._records(set(range(self.world_size)))
         records, silent = dict(first), set(first) - {self.rank}
         until = time.monotonic() + self._patience
@@ -219,13 +228,17 @@ class Presence:
                     silent.discard(r)
         self.told = True
         self._tell()
-        until = time.monotonic() + 2 * self._patience
-        ask = {r for r, record in records.items() if record is not None and record.waits} - {self.rank} - silent
-        ask = ask if self.holder == self.rank else set()
-        while ask and time.monotonic() < until and not self.stop:
-            time.sleep(self.tick / 4)
-            ask -= {r for r, now in self._records(ask).items() if now is None or now.told or now.end in ("ended", "left")}
+        self._let_read({r for r, record in records.items() if record is not None and record.waits} - silent)
         return records, silent
+
+    def _let_read(self, ranks: set[int]) -> None:
+        """Where this process holds the store: waits a little until these ranks have read what they need, or ended."""
+        ranks = ranks - {self.rank} if self.holder == self.rank else set()
+        until = time.monotonic() + self._patience
+        while ranks and time.monotonic() < until:
+            time.sleep(self.tick / 4)
+            ended = self._records(ranks)
+            ranks = {r for r in ranks if (now := ended[r]) is not None and not now.told and now.end in ("", "lost")}
 
     def _poison(self) -> None:
         """Ends what this rank waits for in the group: a receive that nobody sends to times out, and gloo with it."""
@@ -252,7 +265,7 @@ def of(group: Any = None) -> Presence:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         number = _MADE[group.group_name] = _MADE.get(group.group_name, 0) + 1
         store = default_store()
-        if store is not None:
+        if store is not None:  # a connection of its own: the other one may be in use for long
             store = dist.PrefixStore(f"fzero/presence/{group.group_name}/{number}", store.clone())
         _KNOWN[group] = Presence(rank, world_size, group, store, gloo_timeout(group))
     return _KNOWN[group]
