@@ -16,7 +16,6 @@ import platform
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,18 +24,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fzero._torch_compat import inductor_lacks
+from fzero.runtime import loopback
 
 MB = 1 << 20
-TRANSFER_BYTES = 16 * MB  # of the whole buffer
-TIMES = 5
-WORLD = 2
-RANK_SECONDS = 60
 LEAST_FREE_BYTES = 256 * MB
 LEAST_FILES = 1024  # descriptors: gloo and the arenas take some for each rank of a machine
 
@@ -219,96 +214,24 @@ def shared_memory() -> Iterator[Finding]:
         yield Finding("/dev/shm", "warning" if small else "ok", f"{_size(free)} free; fzero uses none of it", fix)
 
 
-def loopback() -> Iterator[Finding]:
+def transfers() -> Iterator[Finding]:
     """Two ranks: an all-gather and a reduce-scatter each way, with the bits that they must have."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    base = {**os.environ, "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    base |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    base.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    command = [sys.executable, "-c", "from fzero import doctor; doctor.one_rank()"]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(WORLD)
-    ]
     try:
-        until = time.monotonic() + RANK_SECONDS
-        said = [rank.communicate(timeout=max(until - time.monotonic(), 0.1)) for rank in ranks]
-    except subprocess.TimeoutExpired:
-        yield Finding("loopback", "missing", f"two ranks did not end within {RANK_SECONDS} s", _ROAD, True)
+        told = loopback.run()
+    except loopback.LoopbackError as error:
+        fix = "set GLOO_SOCKET_IFNAME (as to lo), and see that a firewall lets this machine talk to itself"
+        yield Finding("loopback", "missing", str(error), fix, True)
         return
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    for number, rank in enumerate(ranks):
-        if rank.returncode:
-            last = said[number][1].decode(errors="replace").strip().splitlines()[-1:]
-            yield Finding("loopback", "missing", f"rank {number}: {' '.join(last)}", _ROAD, True)
-            return
-    for name, found in json.loads(said[0][0].splitlines()[-1]).items():
-        text = found["why"] or f"{found['gather']:,.0f} MB/s all-gather, {found['reduce']:,.0f} MB/s reduce-scatter"
-        status = "ok" if found["right"] else ("warning" if found["why"] else "missing")
-        text += "" if found["right"] or found["why"] else ", with wrong bits"
-        figures = {} if found["why"] else {"gather_mb_per_s": found["gather"], "reduce_mb_per_s": found["reduce"]}
-        yield Finding(f"loopback {name}", status, text, needed=name != "shared", figures=figures)
-
-
-_ROAD = "set GLOO_SOCKET_IFNAME (as to lo), and see that a firewall lets this machine talk to itself"
-
-
-def one_rank() -> None:
-    """A rank of `loopback`: prints, as JSON, what each transport did."""
-    from fzero.runtime.collectives import P2P, Gloo, open_world
-    from fzero.runtime.meet import meet
-    from fzero.runtime.shared import Shared
-
-    rank, world = open_world("cpu", RANK_SECONDS / 2)
-    host, why = meet(rank, world)
-    ways: dict[str, tuple[Any, Callable[[int], torch.Tensor]]] = {
-        "p2p": (P2P(rank, world), partial(torch.empty, dtype=torch.uint8)),
-        "gloo": (Gloo(rank, world), partial(torch.empty, dtype=torch.uint8)),
-    }
-    if host is not None:
-        ways["shared"] = (Shared(host, world), host.allocate)
-    found = {name: _transfers(comm, memory, rank, world) for name, (comm, memory) in ways.items()}
-    if host is None:
-        found["shared"] = {"right": False, "why": f"not possible: {why}"}
-    dist.destroy_process_group()
-    print(json.dumps(found), flush=True)
-
-
-def _transfers(comm: Any, memory: Callable[[int], torch.Tensor], rank: int, world: int) -> dict[str, Any]:
-    """Bits, and megabytes that a rank receives a second, best of TIMES."""
-    from fzero.program import Ref, op
-
-    part = TRANSFER_BYTES // 4 // world
-    own, whole, total = (memory(4 * n).view(torch.float32) for n in (part, part * world, part))
-    scratch = memory(4 * part * (world - 1)).view(torch.float32).view(world - 1, part)
-    gather = op("gather", [Ref("own")], [Ref("whole")])
-    reduce = op("reduce", [Ref("whole")], [Ref("total"), Ref("scratch")], mode="scatter", op="sum")
-    values = [torch.randn(part, generator=torch.Generator().manual_seed(r)) for r in range(world)]
-    own.copy_(values[rank])
-    best = {"gather": float("inf"), "reduce": float("inf")}
-    right = True
-    for _ in range(TIMES):
-        for one, tensors in ((gather, [own, whole]), (reduce, [whole, total, scratch])):
-            dist.barrier()
-            began = time.perf_counter()
-            comm.start("x", one, tensors)
-            comm.wait("x")
-            comm.settle("x")
-            best[one.kind] = min(best[one.kind], time.perf_counter() - began)
-        expected = sum(values[rank] for _ in range(1, world)) + values[rank]  # of `world` equal gathered buffers
-        right = right and torch.equal(whole, torch.cat(values)) and torch.equal(total, expected)
-    moved = TRANSFER_BYTES * (world - 1) / world / MB
-    return {"right": right, "why": "", **{kind: moved / seconds for kind, seconds in best.items()}}
+    for name, found in told.items():
+        figures = {f"{kind}_mb_per_s": speed for kind, speed in found.mb_per_s.items()}
+        if found.lack:
+            yield Finding(f"loopback {name}", "warning", found.lack, "nothing needs it: messages are slower")
+            continue
+        speeds = ", ".join(f"{speed:,.0f} MB/s {kind}" for kind, speed in found.mb_per_s.items())
+        status = "ok" if found.right else "missing"
+        yield Finding(
+            f"loopback {name}", status, speeds + ("" if found.right else ", with wrong bits"), "", True, figures
+        )
 
 
 # --- disk and limits --------------------------------------------------------------------------------------------------
@@ -391,7 +314,7 @@ def probes(folder: Path, megabytes: int) -> list[tuple[str, float, Probe]]:
         ("compilers", 60, compilers),
         ("host name", 10, names),
         ("shared memory", 10, shared_memory),
-        ("loopback", RANK_SECONDS + 10, loopback),
+        ("loopback", loopback.SECONDS + 10, transfers),
         (f"disk {folder}", 60, partial(disk, folder, megabytes)),
         ("limits", 10, limits),
     ]

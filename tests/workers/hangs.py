@@ -123,8 +123,9 @@ def retried(transfers: str) -> tuple[str, str, int]:
         fzero.step(state, torch.ones(2, 8))
     Bound.issue = real  # type: ignore[method-assign]
     state.runtime.bound.clear()
+    ended = state.life.ended
     again = said(lambda: fzero.step(state, torch.ones(2, 8)))
-    return state.life.ended, again, state.runtime.presence.call
+    return ended, again, state.runtime.presence.call
 
 
 def restarted() -> list[float]:
