@@ -109,8 +109,8 @@ class Checkpointer:
 
         `extra` is then what was saved with it, {} for a new run.
         """
-        if committed(self.dir, self.disk):
-            state = load(self.dir, spec, like=params, key=key)
+        if any(committed(self.dir, self.disk)):
+            state = load(self.dir, spec, like=params, key=key, disk=self.disk)
             self.extra = read(self.dir / step_name(state.step), self.disk).extra or {}
             self.saved = state.step
         else:
