@@ -11,6 +11,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +22,7 @@ from fzero._torch_compat import default_store
 from fzero.compile import plan_for
 from fzero.errors import SpecError, TreeError
 from fzero.plan.layout import Plan
-from fzero.runtime import collectives, storage
+from fzero.runtime import collectives, presence, storage
 from fzero.runtime.transport import bucket_bytes, transport_for
 from fzero.session import Runtime
 from fzero.spec import Spec
@@ -68,9 +69,12 @@ class World:
             device = _device(name, spec, like)
         except Exception as error:
             failure = error
-        rank, size = collectives.open_world(device.type)
-        # on CUDA the digests go over gloo beside nccl, so that the device never waits for them
-        group = dist.new_group(backend="gloo") if device.type == "cuda" and size > 1 else None
+        seconds = getattr(spec, "timeout", None)
+        rank, size = collectives.open_world(device.type, seconds)
+        group = None
+        if device.type == "cuda" and size > 1:  # digests go over gloo, so that the device never waits for them
+            patience = timedelta(seconds=seconds or collectives.TIMEOUT_SECONDS)
+            group = dist.new_group(backend="gloo", timeout=patience)
         try:
             if failure is None:
                 check_mesh(spec, size)
@@ -95,7 +99,9 @@ class World:
         except Exception as error:  # the other ranks are told before it is raised here
             failure = error
         self.agree(name, digest, failure)
-        transport = transport_for(self.rank, self.size, self.device, spec.transfers)
+        here = presence.of(self.group)
+        with here.running():
+            transport = transport_for(self.rank, self.size, self.device, spec.transfers, here)
         try:
             store = default_store() if self.size > 1 else None
             cut = bucket_bytes(transport.via, self.size, self.rank, transport.rates, store)
@@ -105,8 +111,9 @@ class World:
         except Exception as error:
             failure, values = error, ""
         self.agree("the values of params", values, failure)
+        here.leave()
         runtime = Runtime(
-            spec, self.rank, self.size, self.device, plan, made.spec, memory, transport, self.group
+            spec, self.rank, self.size, self.device, plan, made.spec, memory, transport, self.group, here
         )  # fmt: skip
         life = Life()
         return State(runtime.sharded(life), made.step, {}, runtime, life)

@@ -18,7 +18,7 @@ from fzero import simulate
 from fzero.compile import BUCKET_BYTES
 from fzero.costs import Costs
 from fzero.errors import SpecError
-from fzero.runtime import choice, storage
+from fzero.runtime import choice, presence, storage
 from fzero.runtime.collectives import P2P, Alone, Gloo, Nccl
 from fzero.runtime.meet import meet
 from fzero.runtime.shared import Shared
@@ -44,14 +44,17 @@ def via_of(device: torch.device, transfers: str) -> str:
     return "nccl" if device.type == "cuda" else "shared" if transfers == "shared" else "p2p"
 
 
-def transport_for(rank: int, world_size: int, device: torch.device, transfers: str) -> Transport:
-    """The transport of this run. Collective where there are several ranks. `transfers` is the spec's field."""
+def transport_for(
+    rank: int, world_size: int, device: torch.device, transfers: str, here: presence.Presence | None = None
+) -> Transport:
+    """The transport of this run. Collective where there are several ranks. `transfers` is the spec's field, `here` the
+    presence of the group over which ranks agree."""
     block: Callable[[int], torch.Tensor]
     block, via = storage.block_of(device), via_of(device, transfers)
     if world_size == 1:
         return Transport(Alone(), via, block)
     if device.type == "cuda":
-        return Transport(Nccl(rank, world_size), via, block, "NCCL")
+        return Transport(Nccl(rank, world_size, None, here), via, block, "NCCL")
     p2p = P2P(rank, world_size)
     if transfers == "p2p":
         _, rates = choice.measured({"p2p": p2p}, world_size)

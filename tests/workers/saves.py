@@ -19,6 +19,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from saved import contents, steps
 
 import fzero
 from fzero import tree
-from fzero.checkpoint import Disk, write
+from fzero.checkpoint import Disk, commit, shards, write
+from fzero.checkpoint.manifest import shard_name
 from fzero.checkpoint.save import Snapshot, take
 from fzero.errors import CheckpointError
 from fzero.runtime import storage
@@ -130,6 +132,16 @@ def prepare(run: Path, world: int) -> None:
     (run / "step-00000007" / "COMMITTED").unlink()
     shutil.copytree(run / "step-00000007", run / ".tmp-step-00000003-0123abcd")
     (run / "latest").write_text("step-00000002\n")
+
+
+def saved_by_two(folder: Path) -> Path:
+    """A checkpoint of two ranks, saved by this process alone."""
+    parts, _ = snapshots(2, 3)
+    temporary, release = commit.prepare(folder / "run", 3, 0, "01234567", Disk())
+    written = [shards.write(Disk(), temporary / shard_name(rank), one.parts) for rank, one in enumerate(parts)]
+    final = commit.commit(folder / "run", temporary, replace(parts[0].manifest, shards=tuple(written)), Disk())
+    release()
+    return final
 
 
 def check(run: Path, world: int, case: list[Any], saved: dict[int, Any]) -> list[str]:
