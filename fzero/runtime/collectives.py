@@ -249,16 +249,21 @@ def agree(rank: int, world_size: int, what: str, digest: str, group: Any, failur
     Raises DisagreementError on every rank where digests differ or another rank failed; re-raises `failure` on its own.
     A collective call begins here: the caller ends it with `presence.of(group).leave()`, or it ends with the next.
     """
-    if world_size > 1:
-        presence.of(group).enter(what)
-        text = f"{type(failure).__name__}: {failure}" if failure is not None else ""
-        note = f"{'!' if failure is not None else '='}\n{what}\n{digest}\n{text}"
-        notes = tell(note.encode(), world_size, group)
-        presence.of(group).agreed = what
-        if failure is None:
-            _compare(rank, [note.decode(errors="replace").split("\n", 3) for note in notes])
-    if failure is not None:
-        raise failure
+    here = presence.of(group)
+    try:
+        if world_size > 1:
+            here.enter(what)
+            text = f"{type(failure).__name__}: {failure}" if failure is not None else ""
+            note = f"{'!' if failure is not None else '='}\n{what}\n{digest}\n{text}"
+            notes = tell(note.encode(), world_size, group)
+            here.agreed = what
+            if failure is None:
+                _compare(rank, [note.decode(errors="replace").split("\n", 3) for note in notes])
+        if failure is not None:
+            raise failure
+    except BaseException:
+        here.leave()
+        raise
 
 
 def _compare(rank: int, notes: list[list[str]]) -> None:
