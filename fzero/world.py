@@ -99,10 +99,8 @@ class World:
             values = made.place(plan, self.rank, memory)
         except Exception as error:
             failure, values = error, ""
-        self.agree("the values of params", values, failure)
-        runtime = Runtime(
-            spec, self.rank, self.size, self.device, plan, made.spec, memory, transport, self.group
-        )  # fmt: skip
+        self.agree(f"the values of {'params' if name == 'init' else 'the checkpoint'}", values, failure)
+        runtime = Runtime(spec, self.rank, self.size, self.device, plan, made.spec, memory, transport, self.group)
         life = Life()
         return State(runtime.sharded(life), made.step, {}, runtime, life)
 
