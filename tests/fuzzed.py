@@ -172,7 +172,13 @@ def read_damaged(original: Path, scratch: Path, kind: str, count: int, seed: int
 
 
 def believable(manifest: Manifest) -> None:
-    """What was read holds no more bytes than its shards are said to have, and writes itself again."""
+    """What was read holds no more bytes than its shards are said to have, its pieces partition the leaves, and it
+    writes itself again."""
     assert manifest.nbytes <= sum(shard.bytes for shard in manifest.shards)
+    for leaf in manifest.leaves:
+        edges = [0, *(edge for piece in leaf.pieces for edge in (piece.start, piece.stop)), leaf.numel]
+        assert edges == sorted(edges)
+        assert edges[::2] == edges[1::2], f"the pieces of {leaf} leave a gap or overlap"
+        assert all(piece.shard < len(manifest.shards) for piece in leaf.pieces)
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
-    assert len(manifest.tree([0] * len(manifest.leaves))) >= 0
+    manifest.tree([0] * len(manifest.leaves))
