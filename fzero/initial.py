@@ -8,7 +8,7 @@ place: beside its shards a rank holds one whole leaf at a time, and logical valu
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ aten = torch.ops.aten
 
 class Recipe:
     """A traced function from tensors to a pytree of leaves; `values` are fake, on `device` or where the inputs are."""
+
+    step = 0
 
     def __init__(
         self, fn: Callable[..., Any], inputs: Sequence[torch.Tensor], device: torch.device | None = None
@@ -54,13 +56,17 @@ class Recipe:
         self.per_rank: tuple[str, ...] = shown["per_rank"]
         self.values = [node.meta["val"] for node in segments.outputs(self.gm.graph)]
 
-    def place(self, plan: Plan, rank: int, memory: Mapping[str, torch.Tensor]) -> str:
-        """Fills this rank's buffers, every leaf computed and cut in turn. Returns a digest of the whole leaves, which
-        must be the same on every rank (empty for a world of one)."""
+    def place(
+        self, plan: Plan, rank: int, memory: Mapping[str, torch.Tensor], only: Collection[str] | None = None
+    ) -> str:
+        """Fills this rank's buffers (with `only`, those leaves of them), every leaf computed and cut in turn. Returns a
+        digest of the whole leaves, which must be the same on every rank (empty for a world of one)."""
         digests = []
         given = dict(zip(segments.placeholders(self.gm.graph), self.inputs, strict=True))
         order = {node: i for i, node in enumerate(self.gm.graph.nodes)}
         for leaf, node in zip(plan.leaves, segments.outputs(self.gm.graph), strict=True):
+            if only is not None and leaf.path not in only:
+                continue
             value = _compute(node, given, order)
             storage.store(plan, memory, leaf, value, rank)
             if plan.world_size > 1 and not leaf.per_rank:

@@ -15,17 +15,32 @@ def block_of(device: torch.device | str) -> Callable[[int], torch.Tensor]:
     return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def allocate(plan: Plan, block: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """This rank's state buffers, zero (padding stays so), one after the other in one block of memory."""
+def allocate(plan: Plan, block: Callable[[int], torch.Tensor], rank: int | None = None) -> dict[str, torch.Tensor]:
+    """A rank's state buffers, one after the other in one block of memory, zero. With `rank` only its padding is zero,
+    which stays so: the leaves are for the caller to fill (the first touch of memory costs more than a copy)."""
     places, total = [], 0
     for b in plan.buffers.values():
         places.append(total)
         total += -(-b.nbytes // ALIGN_BYTES) * ALIGN_BYTES
-    whole = block(total).zero_()
-    return {
+    whole = block(total)
+    memory = {
         b.name: whole[place : place + b.nbytes].view(b.dtype).view(b.shape)
         for b, place in zip(plan.buffers.values(), places, strict=True)
     }
+    if rank is None:
+        whole.zero_()
+        return memory
+    used: dict[str, list[slice]] = {b.name: [] for b in plan.buffers.values() if b.bucket}
+    for leaf in plan.leaves:
+        if leaf.slot is not None:
+            used[leaf.buffer].append(piece(plan, leaf, rank)[0])
+    for name, places_used in used.items():
+        end = 0
+        for here in sorted((s for s in places_used if s.start < s.stop), key=lambda s: s.start):
+            memory[name][end : here.start].zero_()
+            end = here.stop
+        memory[name][end:].zero_()
+    return memory
 
 
 def piece(plan: Plan, leaf: Leaf, rank: int) -> tuple[slice, slice]:
@@ -43,6 +58,15 @@ def piece(plan: Plan, leaf: Leaf, rank: int) -> tuple[slice, slice]:
         return slice(0, 0), slice(0, 0)
     per = buffer.per
     return slice((start - low) // per, (stop - low) // per), slice((start - first) // per, (stop - first) // per)
+
+
+def flat(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> tuple[torch.Tensor, int]:
+    """(a rank's part of a leaf, a 1-D view; the element of the flattened logical leaf that it begins with)."""
+    held = memory[leaf.buffer]
+    if leaf.slot is None:
+        return held.view(-1), rank * held.numel() if leaf.per_rank else 0
+    here, there = piece(plan, leaf, rank)
+    return held[here], there.start
 
 
 def store(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, value: torch.Tensor, rank: int) -> None:
