@@ -11,7 +11,8 @@ WORKERS ?= 2
 .PHONY: help demo test lint format acceptance bench test-gpu bench-gpu clean
 
 help:
-	@echo "make demo        train a small GPT on two local ranks with zero=3 (about three minutes)"
+	@echo "make demo        train a small GPT on two local ranks with zero=3 (about three minutes);"
+	@echo "                 ARGS='--kill-at 120 --check' kills a rank on the way and compares"
 	@echo "make test        the test suite, on the CPU"
 	@echo "make lint        ruff (format, rules) and mypy"
 	@echo "make format      let ruff rewrite the files"

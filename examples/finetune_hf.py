@@ -206,8 +206,8 @@ def padded(x: Tensor) -> Batch:
 
 def batches(args: argparse.Namespace, corpus: text.Corpus, rank: int) -> Iterator[Batch]:
     """This rank's part of random training batches, for ever."""
-    sizes = {"num_sequences": args.batch, "sequence": args.seq, "rank": rank, "world_size": args.world}
-    for windows in text.batches(corpus.train, seed=args.seed, **sizes):
+    tokens = fzero.data.Tokens(corpus.train, sequence=args.seq, seed=args.seed)
+    for windows in tokens.batches(args.batch, rank=rank, world_size=args.world):
         yield padded(windows["x"])
 
 

@@ -109,10 +109,8 @@ def train(args: argparse.Namespace, rank: int) -> None:
 
 def drawn(args: argparse.Namespace, corpus: Tensor, rank: int) -> Iterator[Batch]:
     """This rank's part of random batches of training text."""
-    batches = text.batches(
-        corpus, num_sequences=args.batch, sequence=args.seq, rank=rank, world_size=args.world, seed=args.seed
-    )
-    return itertools.islice(batches, args.steps)
+    tokens = fzero.data.Tokens(corpus, sequence=args.seq, seed=args.seed)
+    return itertools.islice(tokens.batches(args.batch, rank=rank, world_size=args.world), args.steps)
 
 
 def fit(args: argparse.Namespace, name: str, state: fzero.State, batches: Iterator[Batch], rank: int) -> fzero.State:

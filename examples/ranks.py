@@ -18,7 +18,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 STOPPED = 130  # what a shell reports for a program that Ctrl-C ended
-GRACE_SECONDS = 3.0
+STOPS = (STOPPED, 143)  # and with those that SIGTERM ended
+GRACE_SECONDS = 10.0  # for a rank to save what it has
 LOG_LINES = 15
 
 
@@ -29,11 +30,26 @@ def here() -> tuple[int, int] | None:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def launch(command: Sequence[str], world_size: int, logs: Path) -> int:
+def attempt() -> int:
+    """How often all ranks were started again before: 0 the first time."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def launch(command: Sequence[str], world_size: int, logs: Path, *, restarts: int = 0) -> int:
     """Run `command` once per rank and return the exit status: 0, that of the first rank to fail, or 130 for Ctrl-C.
 
-    Rank 0 has this terminal; what another rank prints goes to `logs`/rankN.log, whose end is shown if it fails.
+    Rank 0 has this terminal; what another rank prints goes to `logs`/rankN.log, whose end is shown if it fails. When a
+    rank fails the others are ended too; up to `restarts` times all of them are then started again.
     """
+    for number in range(restarts + 1):
+        status = _launched(command, world_size, logs, number)
+        if status in (0, STOPPED) or number == restarts:
+            break
+        print(f"all {world_size} ranks start again ({number + 1} of at most {restarts} times)", file=sys.stderr)
+    return status
+
+
+def _launched(command: Sequence[str], world_size: int, logs: Path, number: int) -> int:
     logs.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_sigterm_as_interrupt())
@@ -43,7 +59,7 @@ def launch(command: Sequence[str], world_size: int, logs: Path) -> int:
             port = _free_port()
             for rank in range(world_size):
                 log = None if rank == 0 else stack.enter_context(_log(logs, rank).open("wb"))
-                environment = _environment(rank, world_size, port)
+                environment = _environment(rank, world_size, port, number)
                 ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log and subprocess.STDOUT))
             failed = _wait(ranks)
         except KeyboardInterrupt:
@@ -52,7 +68,7 @@ def launch(command: Sequence[str], world_size: int, logs: Path) -> int:
             return STOPPED
     if not failed:
         return 0
-    if STOPPED in failed.values():
+    if any(status in STOPS for status in failed.values()):
         print(f"\nstopped: all {world_size} ranks have ended", file=sys.stderr)
         return STOPPED
     for rank, status in failed.items():
@@ -112,7 +128,7 @@ def _log(logs: Path, rank: int) -> Path:
     return logs / f"rank{rank}.log"
 
 
-def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+def _environment(rank: int, world_size: int, port: int, number: int) -> dict[str, str]:
     threads = max(1, (os.cpu_count() or 1) // world_size)
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -123,6 +139,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(number),
     }
 
 

@@ -2,36 +2,38 @@
 
 By default: two local ranks, ZeRO stage 3, a 0.8M-parameter model on the source code of Python's own standard library.
 Before the run it prints where every byte of a rank will live, planned; after it the same, measured. It leaves the
-step's program as text, a loss curve, and a sample of what the model writes.
+step's program as text, a loss curve, and a sample of what the model writes. It saves as it goes, and a rank that dies
+costs no more than the steps since: see `--kill-at`.
 """
 
 import argparse
-import contextlib
+import hashlib
 import itertools
 import json
 import os
-import resource
+import shutil
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 import fzero
 import memory
 import ranks
 import text
+from fzero import tree
 from fzero.plan.measured import measured_peak
 from fzero.plan.memory import account
 from gpt import Batch, Params, generate, init_gpt, loss_fn, sizes
+from show import Curves, plot, progress
 
 EXAMPLES = """
 examples:
@@ -40,26 +42,24 @@ examples:
   python examples/train_gpt.py --data ~/my/project        your text instead of Python's
   torchrun --nproc-per-node 4 examples/train_gpt.py       torchrun's ranks instead of its own
   torchrun --nproc-per-node 8 examples/train_gpt.py --device cuda --size gpt2 --seq 1024 --batch 64
+  python examples/train_gpt.py --kill-at 120              a rank dies after step 120, and training goes on from step 100
+  python examples/train_gpt.py --kill-at 120 --check      the same, and once more without it: are the parameters equal?
+  python examples/train_gpt.py --resume                   go on with a run that Ctrl-C or SIGTERM stopped
 
 results, in --out:
   program.txt   the step as a program: one op per line, its bytes, the live memory after it, and why it is there
   loss.png      training and held-out loss
   sample.txt    text that the trained model wrote
   report.json   every number that was printed
+  checkpoints/  the last two states that were saved
+  text.bin      the text to train on, which the ranks map into memory
   rankN.log     what ranks other than 0 printed
 """
 
 LEARNING_RATES = {"tiny": 3e-3, "small": 3e-3, "gpt2": 6e-4}
 HELD_OUT_BATCHES = 4
+KEPT_CHECKPOINTS = 2
 NUM_EVALUATIONS = 6  # of the held-out loss, spread over the run; one before it comes on top
-
-
-@dataclass
-class Curves:
-    """Loss by step: of the training batches, and of the held-out ones."""
-
-    train: list[float]
-    held_out: list[tuple[int, float]]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -94,8 +94,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--data", type=Path, metavar="PATH", help="a text file or a directory of them (Python's standard library)")
     add("--out", type=Path, default=Path("runs/train_gpt"), metavar="DIR", help="where results go (runs/train_gpt)")
     add("--seed", type=int, default=0, metavar="N", help="of the parameters, the batches and the sample (0)")
+    add("--checkpoint-every", type=int, default=50, metavar="N", help="steps between saves; 0 saves none (50)")
+    add("--resume", action="store_true", help="go on from the last save in --out, instead of beginning anew")
+    add("--restarts", type=int, metavar="N", help="times that all ranks start again after one died (1 with --kill-at)")
+    add("--kill-at", type=int, metavar="N", help="the last rank kills itself after step N, the first time")
+    add("--check", action="store_true", help="afterwards train again, undisturbed, and compare the parameters")
     args = parser.parse_args(argv)
     args.lr = args.lr or LEARNING_RATES[args.size]
+    args.restarts = int(args.kill_at is not None) if args.restarts is None else args.restarts
     started = ranks.here()
     if started and args.world not in (None, started[1]):
         parser.error(f"--world {args.world}, but torchrun started {started[1]} ranks: leave --world out")
@@ -118,17 +124,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, in ranks of its own unless torchrun started some; returns the exit status."""
     args = parse(argv)
-    if ranks.here() is None and args.world > 1:
-        command = [sys.executable, str(Path(__file__).resolve()), *(sys.argv[1:] if argv is None else argv)]
-        return ranks.launch(command, args.world, args.out)
-    rank = (ranks.here() or (0, 1))[0]
+    if ranks.here() is None and (args.world > 1 or args.restarts or args.check):
+        return launch(args, sys.argv[1:] if argv is None else argv)
+    rank, world_size = ranks.here() or (0, 1)
     console = Console(quiet=rank != 0, highlight=False, soft_wrap=True)
     try:
+        if world_size > 1:
+            dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
         train(args, rank, console)
     except KeyboardInterrupt:
         if ranks.here() is None:
             print("\nstopped", file=sys.stderr)
         return ranks.STOPPED
+    except SystemExit:  # by SIGTERM or Ctrl-C, once the state is saved
+        console.print(f"\nstopped, and saved in {checkpoints(args)}: --resume goes on from there")
+        raise
     except (fzero.FzeroError, text.TextError) as error:  # meant for the user to read: no traceback
         print(f"train_gpt.py: rank {rank}: {error}", file=sys.stderr)
         return 1
@@ -138,11 +148,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def launch(args: argparse.Namespace, given: Sequence[str]) -> int:
+    """Train in ranks started here, and with --check once more without the kill."""
+    command = [sys.executable, str(Path(__file__).resolve()), *given]
+    status = ranks.launch(command, args.world, args.out, restarts=args.restarts)
+    if status or not args.check:
+        return status
+    print("the same once more, undisturbed:", flush=True)
+    again = args.out / "undisturbed"
+    undisturbed = [part for part in given if part != "--resume"]
+    command = [sys.executable, str(Path(__file__).resolve()), *undisturbed, "--kill-at", "-1", "--out", str(again)]
+    if status := ranks.launch(command, args.world, again):
+        return status
+    first, second = (json.loads((out / "report.json").read_text())["digest"] for out in (args.out, again))
+    same = first == second
+    print(f"the parameters {'are bit for bit those' if same else 'DIFFER from those'} of the run that nobody disturbed")
+    return 0 if same else 1
+
+
 def train(args: argparse.Namespace, rank: int, console: Console) -> None:
     """The whole job, as one rank does it."""
     device = torch.device(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    begin(args, rank)
     config = sizes(args.seq)[args.size]
     optimizer = fzero.optim.adamw(fzero.optim.warmup_cosine(args.lr, max(1, args.steps // 20), args.steps))
     spec = fzero.Spec(
@@ -172,20 +201,24 @@ def train(args: argparse.Namespace, rank: int, console: Console) -> None:
     console.print(f"planned: bytes per rank at the peak of a step, world size {args.world}, zero={args.zero}")
     console.print(memory.planned_table(lowered.memory, lowered.memory.peak))
 
-    state = fzero.init(init, spec, key=key)
-    state, curves, seconds = fit(args, state, corpus, rank, device, console)
+    on_disk = text.on_disk(corpus.train, args.out / "text.bin")
+    tokens = fzero.data.Tokens(on_disk, dtype="uint8", sequence=args.seq, seed=args.seed)
+    with fzero.Checkpointer(checkpoints(args), every=args.checkpoint_every or None, keep=KEPT_CHECKPOINTS) as saver:
+        state = saver.resume(init, spec, key=key)
+        state, curves, speed = fit(args, state, saver, tokens, corpus, rank, device, console)
     params = fzero.unshard(state.params)
-    measured = measure(args, state, corpus, rank, device)
+    measured = measure(args, state, tokens, rank, device)
     planned = account(state.program)  # ranks that share memory need no receive buffers: less than was planned for any
     console.print("measured: the program that ran, the tensors held, and the allocator's events of one more step")
     console.print(memory.measured_table(planned, planned.peak, measured))
-    speed = args.steps * args.batch * args.seq / seconds
     loss = curves.held_out[-1][1]
     console.print(f"held-out loss {loss:.3f} nats per byte; {speed:,.0f} tokens/s over {args.steps} steps")
+    console.print(f"digest of the parameters: {digest(params)} (with these arguments, no matter who was killed)")
     if rank == 0:
         planned_bytes = {**planned, "state": planned.state, "peak": planned.peak}
         measured_bytes = [{**asdict(one), "peak": one.peak} for one in measured]
         report = {"planned": planned_bytes, "measured": measured_bytes, "tokens_per_second": speed, **asdict(curves)}
+        report["digest"] = digest(params)
         leave(args, params, curves, report, console)
 
 
@@ -203,31 +236,82 @@ def leave(args: argparse.Namespace, params: Params, curves: Curves, report: dict
     console.print(f"in {args.out}: program.txt, loss.png, sample.txt, report.json")
 
 
-def drawn(args: argparse.Namespace, corpus: text.Corpus, rank: int, device: torch.device, seed: int) -> Iterator[Batch]:
-    """This rank's part of random training batches, for ever."""
-    sizes = {"num_sequences": args.batch, "sequence": args.seq, "rank": rank, "world_size": args.world}
-    for batch in text.batches(corpus.train, seed=seed, **sizes):
-        yield {name: x.to(device) for name, x in batch.items()}
+def checkpoints(args: argparse.Namespace) -> Path:
+    return args.out / "checkpoints"
+
+
+def begin(args: argparse.Namespace, rank: int) -> None:
+    """A run that is no continuation removes what an earlier one saved in --out."""
+    if args.resume or ranks.attempt() > 0:
+        return
+    if rank == 0:
+        shutil.rmtree(checkpoints(args), ignore_errors=True)
+    if args.world > 1:
+        dist.barrier()
+
+
+def digest(params: Params) -> str:
+    """Of every bit of every parameter."""
+    found = hashlib.sha256()
+    for leaf in tree.flatten(params)[1]:
+        found.update(leaf.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return found.hexdigest()[:16]
 
 
 def fit(
-    args: argparse.Namespace, state: fzero.State, corpus: text.Corpus, rank: int, device: torch.device, console: Console
+    args: argparse.Namespace,
+    state: fzero.State,
+    saver: fzero.Checkpointer,
+    tokens: fzero.data.Tokens,
+    corpus: text.Corpus,
+    rank: int,
+    device: torch.device,
+    console: Console,
 ) -> tuple[fzero.State, Curves, float]:
-    """The training loop: the trained state, its loss curves, and the seconds that the steps took."""
+    """The training loop: the trained state, its loss curves, and tokens a second.
+
+    What was saved beside the state is the position in the data and the curves so far.
+    """
+    first = state.step
     losses = torch.empty(args.steps, device=device)  # written without reading, so a step need not be waited for
-    held_out = [(0, held_out_loss(args, state, corpus, rank, device))]
+    losses[:first] = torch.tensor([float(x) for x in saver.extra.get("train", [])])
+    held_out = [(step, float(x)) for step, x in saver.extra.get("held_out", [])]
+    if first:
+        console.print(f"going on after step {first}, saved in {saver.dir}")
+    else:
+        held_out.append((0, held_out_loss(args, state, corpus, rank, device)))
+    batches = tokens.batches(args.batch, position=saver.extra.get("position", 0))
+
+    def so_far() -> dict[str, Any]:
+        train = losses[: state.step].tolist()  # as text, for JSON has no nan
+        return {
+            "position": batches.position,
+            "train": [repr(x) for x in train],
+            "held_out": [[step, repr(x)] for step, x in held_out],
+        }
+
     evaluate_at = {round(args.steps * (i + 1) / NUM_EVALUATIONS) for i in range(NUM_EVALUATIONS)} - {0}
     seconds = 0.0
-    with progress(args, console) as show:
-        for batch in itertools.islice(drawn(args, corpus, rank, device, args.seed), args.steps):
+    with progress(args, console, first) as show:
+        for batch in itertools.islice(batches, args.steps - first):
             start = time.perf_counter()
-            state = fzero.step(state, batch)
+            state = fzero.step(state, placed(batch, device))
             losses[state.step - 1] = state.metrics["loss"]
             show(state.step, state.metrics["loss"], held_out[-1][1])
             seconds += time.perf_counter() - start
             if state.step in evaluate_at:
                 held_out.append((state.step, held_out_loss(args, state, corpus, rank, device)))
-    return state, Curves(losses.tolist(), held_out), seconds
+            start = time.perf_counter()
+            saver.after(state, so_far)
+            seconds += time.perf_counter() - start
+            if state.step == args.kill_at and rank == args.world - 1 and ranks.attempt() == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+    speed = (args.steps - first) * args.batch * args.seq / max(seconds, 1e-9)
+    return state, Curves(losses.tolist(), held_out), speed
+
+
+def placed(batch: Batch, device: torch.device) -> Batch:
+    return {name: x.to(device) for name, x in batch.items()}
 
 
 def held_out_loss(
@@ -242,15 +326,14 @@ def held_out_loss(
         rank=rank,
         world_size=args.world,
     )
-    placed = ({name: x.to(device) for name, x in batch.items()} for batch in batches)
-    return float(torch.stack([fzero.evaluate(state, batch, loss_fn) for batch in placed]).mean())
+    return float(torch.stack([fzero.evaluate(state, placed(batch, device), loss_fn) for batch in batches]).mean())
 
 
 def measure(
-    args: argparse.Namespace, state: fzero.State, corpus: text.Corpus, rank: int, device: torch.device
+    args: argparse.Namespace, state: fzero.State, tokens: fzero.data.Tokens, rank: int, device: torch.device
 ) -> list[memory.Measured]:
     """The bytes on every rank in one more step, whose result nobody needs."""
-    batch = next(drawn(args, corpus, rank, device, args.seed + 1))
+    batch = placed(next(tokens.batches(args.batch, position=args.steps * args.batch)), device)
     held = state.held_bytes
     _, step = measured_peak(lambda: fzero.step(state, batch), device)
     optimizer = held["optimizer"] + held["state"]  # and the key
@@ -259,67 +342,6 @@ def measure(
     if args.world > 1:
         dist.all_gather_object(everyone, mine)
     return everyone
-
-
-@contextlib.contextmanager
-def progress(args: argparse.Namespace, console: Console) -> Iterator[Callable[[int, Tensor, float], None]]:
-    """A function to call after each step. On a terminal it moves a bar, elsewhere it prints a line now and then."""
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  held out {task.fields[held_out]:.3f}"),
-        TextColumn("{task.fields[speed]:,.0f} tokens/s  {task.fields[memory]:,.0f} MB"),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=console, disable=not console.is_terminal)
-    task = bar.add_task("training", total=args.steps, loss=float("nan"), held_out=float("nan"), speed=0.0, memory=0.0)
-    every = max(1, args.steps // 10)
-    shown, shown_at = 0, time.perf_counter()
-
-    def show(step: int, loss: Tensor, held_out: float) -> None:
-        nonlocal shown, shown_at
-        now = time.perf_counter()
-        due = now - shown_at > 0.25 if console.is_terminal else step % every == 0
-        if not (due or step == args.steps) or console.quiet:
-            return
-        speed = (step - shown) * args.batch * args.seq / (now - shown_at)
-        shown, shown_at = step, now
-        used = process_bytes(args.device) / 1e6
-        bar.update(task, completed=step, loss=float(loss), held_out=held_out, speed=speed, memory=used)
-        if not console.is_terminal:
-            console.print(f"step {step:>5}  loss {float(loss):.3f}  {speed:,.0f} tokens/s  {used:,.0f} MB")
-
-    with bar:
-        yield show
-
-
-def process_bytes(device: str) -> int:
-    """What this process uses: the CUDA allocator's bytes, or on the CPU resident memory, libraries included."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except OSError:  # not Linux: the peak instead, which macOS counts in bytes
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def plot(curves: Curves, path: Path, title: str) -> None:
-    """The loss curves as a PNG."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    window = max(1, len(curves.train) // 50)
-    smooth = torch.tensor(curves.train).unfold(0, window, 1).mean(1).tolist()
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(range(1, len(curves.train) + 1), curves.train, color="tab:blue", alpha=0.25, linewidth=0.8)
-    axes.plot(range(window, len(curves.train) + 1), smooth, color="tab:blue", label="training")
-    axes.plot(*zip(*curves.held_out, strict=True), "o-", color="tab:orange", label="held out")
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
 """fzero: a training step as a pure function, compiled into an explicit, verified ZeRO schedule. See README.md."""
 
-from fzero import checkpoint, optim, random
+from fzero import checkpoint, data, optim, random
 from fzero.api import evaluate, init, lower, step
 from fzero.checkpoint import Manifest, save
+from fzero.checkpoint.checkpointer import Checkpointer
 from fzero.checkpoint.load import load
 from fzero.compile import Lowered
 from fzero.errors import (
     CaptureError,
     CheckpointError,
     CorruptError,
+    DataError,
     DisagreementError,
     DonatedError,
     FzeroError,
+    HangError,
     MismatchError,
     NonFiniteError,
     SpecError,
@@ -42,10 +45,13 @@ __version__ = "0.1.0"
 __all__ = [
     "CaptureError",
     "CheckpointError",
+    "Checkpointer",
     "CorruptError",
+    "DataError",
     "DisagreementError",
     "DonatedError",
     "FzeroError",
+    "HangError",
     "LossScale",
     "Lowered",
     "Manifest",
@@ -62,6 +68,7 @@ __all__ = [
     "VerifyError",
     "axis_index",
     "checkpoint",
+    "data",
     "evaluate",
     "forward",
     "grad",

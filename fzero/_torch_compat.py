@@ -41,6 +41,7 @@ __all__ = [
     "function_schema",
     "fused_adam_",
     "fused_adamw_",
+    "gloo_timeout",
     "in_functorch",
     "inductor_cache_dir",
     "inductor_compile",
@@ -51,6 +52,7 @@ __all__ = [
     "make_fx",
     "product_precision",
     "real_tensors",
+    "store_holder",
     "tracing_graph",
     "untraced_by_dynamo",
 ]
@@ -130,6 +132,23 @@ def by_onednn(kernel: Callable[..., Any]) -> Callable[..., Any]:
 def default_store() -> Any:
     """The key-value store that the default process group was made with (2.11.0, 2.13.0)."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def gloo_timeout(group: Any) -> float:
+    """The seconds that gloo waits in a process group; 1800 where it has no gloo (2.11.0, 2.13.0)."""
+    try:
+        return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    except (RuntimeError, AttributeError):
+        return 1800.0
+
+
+def store_holder(store: Any) -> int | None:
+    """The rank whose process answers for a store: 0 for a TCPStore, unless torchrun's agent does; None where there is
+    none (`underlying_store`: 2.11.0, 2.13.0)."""
+    while isinstance(store, torch.distributed.PrefixStore):
+        store = store.underlying_store
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return 0 if isinstance(store, torch.distributed.TCPStore) and not agent else None
 
 
 def function_schema(name: str, num_inputs: int, writes: Sequence[int]) -> torch.FunctionSchema:

@@ -158,7 +158,9 @@ def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any]
         digest = f"{lowered.digest} after {runtime.transport.comm.number} transfers" if runtime.world_size > 1 else ""
     except Exception as error:
         failure, digest = error, ""
-    collectives.agree(runtime.rank, runtime.world_size, what, digest, runtime.group, failure)
+    runtime.heard = collectives.agree(
+        runtime.rank, runtime.world_size, what, digest, runtime.group, failure, runtime.says()
+    )
     assert lowered is not None
     return lowered
 

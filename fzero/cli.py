@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fzero import mutate
+from fzero import doctor, mutate
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ def _version(_: argparse.Namespace) -> int:
 
 COMMANDS: dict[str, Command] = {
     "version": Command("print the versions of fzero and of what it stands on", _no_arguments, _version),
+    "doctor": Command("try what fzero needs of this machine", doctor.add_arguments, doctor.command),
     "mutate": Command("break programs at random and count what verify catches", mutate.add_arguments, mutate.command),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class FzeroError(Exception):
     """Every error of fzero."""
@@ -31,8 +33,25 @@ class VerifyError(FzeroError, RuntimeError):
     """A program breaks a rule; names the op and the pass."""
 
 
+class DataError(FzeroError, ValueError):
+    """Tokens that cannot be trained on, or a batch that cannot be cut; names the file."""
+
+
 class DisagreementError(FzeroError, RuntimeError):
     """The ranks do not run the same program; names the ranks."""
+
+
+class PeerError(FzeroError, RuntimeError):
+    """A transfer with another rank ended badly: that rank ended, or did not come in time."""
+
+
+class HangError(DisagreementError):
+    """This rank waited for another in vain. Says who is `missing` (ranks) and where every rank was; the process group
+    cannot be used any more. The state that was given stays usable unless it says that it is not."""
+
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
 
 
 class CheckpointError(FzeroError):

@@ -22,6 +22,7 @@ from fzero.program import Program, Ref, op
 from fzero.provenance import describe
 from fzero.runtime import collectives, inductor, storage
 from fzero.runtime.bound import Bound
+from fzero.runtime.presence import ALONE, Presence
 from fzero.runtime.transport import Transport
 from fzero.spec import Spec
 from fzero.state import Life, ShardedTensor, State
@@ -44,11 +45,14 @@ class Runtime:
     memory: dict[str, torch.Tensor]
     transport: Transport
     group: Any
+    presence: Presence = ALONE
     programs: dict[Any, Lowered] = field(default_factory=dict)
     evaluations: dict[Any, Lowered] = field(default_factory=dict)
     bound: dict[int, Bound] = field(default_factory=dict)
     compiled_segments: dict[str, Any] = field(default_factory=dict)
     arena: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))  # of the programs' buffers
+    says: Callable[[], int] = lambda: 0  # bits that this rank tells the others with every step
+    heard: int = 0  # the bits that any rank told with the last one
     last_key: Any = None
     last_program: Program | None = None
 
@@ -121,6 +125,7 @@ class Runtime:
         if digest in self.compiled_segments:
             return self.bind(lowered)
         failure: Exception | None = None
+        what = self.presence.what
         try:
             self.compiled_segments[digest] = inductor.compiled(
                 lowered.program,
@@ -138,6 +143,7 @@ class Runtime:
         except Exception:
             self.compiled_segments.pop(digest, None)  # on every rank: it is new again to all of them
             raise
+        self.presence.what = what
         return self.bind(lowered)
 
     def whole(self, leaves: Sequence[ShardedTensor]) -> list[torch.Tensor]:
@@ -151,7 +157,8 @@ class Runtime:
         asked = hashlib.blake2b(repr([leaf.path for leaf in leaves]).encode(), digest_size=8).hexdigest()
         what = f"the whole of {leaves[0].path!r}{f' and {len(leaves) - 1} more leaves' if len(leaves) > 1 else ''}"
         collectives.agree(self.rank, self.world_size, what, asked, self.group, failure)
-        return self.gather_leaves([leaf.leaf for leaf in leaves])
+        with self.presence.running(where=lambda: "gathering it"):
+            return self.gather_leaves([leaf.leaf for leaf in leaves])
 
     def gather_leaves(self, leaves: Sequence[Leaf]) -> list[torch.Tensor]:
         """Whole leaves on every rank: one gather for each sharded column among them."""
@@ -190,11 +197,13 @@ def execute(state: State, lowered: Lowered, batch: Any, watch: Callable[[int], N
     bound = state.runtime.ready(lowered)
     tensors = [x.detach() for x in tree.flatten(batch)[1] if isinstance(x, torch.Tensor)]
     try:
-        metrics = bound.run(tensors, watch)
+        with state.runtime.presence.running(lambda: bound.position, bound.where):
+            metrics = bound.run(tensors, watch)
     except BaseException as error:
         if bound.wrote_state:
             state.life.ended = (
-                f"is unusable: step {state.step + 1} failed after it began to write ({type(error).__name__}: {error}). "
+                f"is unusable: step {state.step + 1} failed after it began to write ({type(error).__name__}: "
+                f"{str(error).partition(chr(10))[0]}). "
                 "Start again from fzero.init or the last checkpoint"
             )
         raise

@@ -57,6 +57,8 @@ class Spec:
     transfers: on the CPU, "shared" (ranks of one machine read one another's memory), "p2p" (messages over gloo), or
     "auto": shared where it can be, each gather by measured cost. Same bits.
     cuda_graph: on CUDA, launch a step as one graph where it allows that (`lowered.choices` says why not).
+    timeout: seconds that a rank waits for another before HangError names who is missing (docs/hangs.md), in the process
+    groups that fzero starts. None: 600. One that you started has its own: init_process_group(timeout=).
     device: where the state lives, as "cuda" (under torchrun: this rank's). None: where the given tensors are, else
     "cpu".
 
@@ -89,6 +91,7 @@ class Spec:
     params: str | Sequence[str] = DEFAULT_PARAMS
     transfers: str = "auto"
     cuda_graph: bool = True
+    timeout: float | None = None
     device: str | None = None
 
     def __post_init__(self) -> None:
@@ -123,6 +126,9 @@ class Spec:
             _needs(value is None or (type(value) in (int, float) and value > 0), name, value, "a number > 0")
         if self.clip_norm is not None and self.clip_value is not None:
             raise SpecError("Spec(clip_norm=, clip_value=): give one of them, or chain both in the optimizer")
+        if self.timeout is not None:
+            fits = type(self.timeout) in (int, float) and 0 < self.timeout < 1e8  # what a timedelta and a gloo hold
+            _needs(fits, "timeout", self.timeout, "seconds > 0")
         _choice("transfers", self.transfers, ("auto", "shared", "p2p"))
         _choice("compile", self.compile, ("none", "auto", "inductor"))
         _choice("nonfinite", self.nonfinite, (None, "ignore", "skip", "raise"))

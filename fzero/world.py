@@ -11,6 +11,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from fzero import tree
 from fzero.compile import plan_for
 from fzero.errors import SpecError, TreeError
 from fzero.plan.layout import Plan
-from fzero.runtime import collectives, storage
+from fzero.runtime import collectives, presence, storage
 from fzero.runtime.transport import transport_for
 from fzero.session import Runtime
 from fzero.spec import Spec
@@ -67,9 +68,12 @@ class World:
             device = _device(name, spec, like)
         except Exception as error:
             failure = error
-        rank, size = collectives.open_world(device.type)
-        # on CUDA the digests go over gloo beside nccl, so that the device never waits for them
-        group = dist.new_group(backend="gloo") if device.type == "cuda" and size > 1 else None
+        seconds = getattr(spec, "timeout", None)
+        rank, size = collectives.open_world(device.type, seconds)
+        group = None
+        if device.type == "cuda" and size > 1:  # digests go over gloo, so that the device never waits for them
+            patience = timedelta(seconds=seconds or collectives.TIMEOUT_SECONDS)
+            group = dist.new_group(backend="gloo", timeout=patience)
         try:
             if failure is None:
                 check_mesh(spec, size)
@@ -93,14 +97,19 @@ class World:
         except Exception as error:  # the other ranks are told before it is raised here
             failure = error
         self.agree(name, digest, failure)
-        transport = transport_for(self.rank, self.size, self.device, spec.transfers)
+        here = presence.of(self.group)
+        with here.running():
+            transport = transport_for(self.rank, self.size, self.device, spec.transfers, here)
         try:
             memory = storage.allocate(plan, transport.block, self.rank)
             values = made.place(plan, self.rank, memory)
         except Exception as error:
             failure, values = error, ""
         self.agree(f"the values of {'params' if name == 'init' else 'the checkpoint'}", values, failure)
-        runtime = Runtime(spec, self.rank, self.size, self.device, plan, made.spec, memory, transport, self.group)
+        here.leave()
+        runtime = Runtime(
+            spec, self.rank, self.size, self.device, plan, made.spec, memory, transport, self.group, here
+        )  # fmt: skip
         life = Life()
         return State(runtime.sharded(life), made.step, {}, runtime, life)
 

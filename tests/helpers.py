@@ -139,19 +139,8 @@ def gloo(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0)
     `fn` is a function at the top of a test module; it, its arguments and its result are pickled. All ranks are killed
     after `timeout` seconds, or `GRACE_SECONDS` after one of them failed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "fzero"])
-    port = _free_port()
-    pipes: dict[Connection, int] = {}
-    processes = []
-    for rank in range(world):
-        ours, theirs = context.Pipe(duplex=False)
-        env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        process = context.Process(target=_rank, args=(theirs, env, fn, args), daemon=True)
-        process.start()
-        theirs.close()
-        pipes[ours] = rank
-        processes.append(process)
+    processes, started = start_ranks(world, fn, *args)
+    pipes = {pipe: rank for rank, pipe in enumerate(started)}
     outcomes: dict[int, Outcome] = {}
     deadline = time.monotonic() + timeout
     try:
@@ -172,6 +161,23 @@ def gloo(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0)
             process.join()
     killed = Outcome(error="Killed: it had not ended when the time was up")
     return [outcomes.get(rank, killed) for rank in range(world)]
+
+
+def start_ranks(world: int, fn: Callable[..., Any], *args: Any) -> tuple[list[Any], list[Connection]]:
+    """The processes of `gloo`, and by rank the pipe on which each sends its pickled Outcome before it ends."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "fzero"])  # capture needs it, and it takes a second
+    port = _free_port()
+    processes, pipes = [], []
+    for rank in range(world):
+        ours, theirs = context.Pipe(duplex=False)
+        env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        process = context.Process(target=_rank, args=(theirs, env, fn, args), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    return processes, pipes
 
 
 def values(outcomes: Sequence[Outcome]) -> list[Any]:

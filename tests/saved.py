@@ -47,7 +47,7 @@ def contents(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
             key = "/" + leaf["path"] if leaf["path"].strip("/") == "__metadata__" else leaf["path"]
             part = shards[piece["shard"]].pop(key)
             part = part.view(DTYPES[leaf["dtype"]]) if leaf["dtype"] == "c128" else part
-            assert (part.dtype, part.numel()) == (DTYPES[leaf["dtype"]], piece["stop"] - piece["start"])
+            assert (part.dtype, part.numel()) == (DTYPES[leaf["dtype"]], piece["stop"] - piece["start"]), leaf
             assert piece["start"] == end
             end = piece["stop"]
             parts.append(part)

@@ -46,7 +46,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
     out = tmp_path_factory.mktemp("two_ranks")
-    return out, *train_gpt(out, "--world", "2", "--zero", "3")
+    return out, *train_gpt(out, "--world", "2", "--zero", "3", "--checkpoint-every", "5", "--kill-at", "8")
 
 
 def test_it_learns_and_leaves_what_it_promises(one_rank: tuple[Path, str, dict[str, Any]]) -> None:
@@ -59,6 +59,7 @@ def test_it_learns_and_leaves_what_it_promises(one_rank: tuple[Path, str, dict[s
     assert (out / "sample.txt").read_text().startswith("def ")
     program = (out / "program.txt").read_text()
     assert str(fzero.parse(program)) == program
+    assert f"digest of the parameters: {report['digest']}" in printed
     for line in ("planned", "measured", "held-out loss", "tokens/s"):
         assert line in printed
 
@@ -66,7 +67,9 @@ def test_it_learns_and_leaves_what_it_promises(one_rank: tuple[Path, str, dict[s
 def test_two_ranks_with_zero_3_do_the_same_and_hold_half(
     one_rank: tuple[Path, str, dict[str, Any]], two_ranks: tuple[Path, str, dict[str, Any]]
 ) -> None:
+    """One of the two is killed on the way, and what it had trained since the last save is trained again."""
     whole, half = one_rank[2], two_ranks[2]
+    assert "going on after step 5, saved in " in two_ranks[1]
     assert half["train"] == pytest.approx(whole["train"], rel=1e-4), "the global batch is the same"
     assert half["held_out"][-1][1] == pytest.approx(whole["held_out"][-1][1], rel=1e-4)
     for rank in half["measured"]:
@@ -106,6 +109,21 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path, capfd: pytest.Capture
     assert "all 3 ranks have ended" in error
 
 
+def test_ranks_start_again_as_often_as_they_may(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    program = """if True:
+        import os, signal
+        os.environ["RANK"] == "0" and print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+        if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] < "2":
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+    assert ranks.launch([sys.executable, "-c", program], 2, tmp_path, restarts=1) == 1
+    assert ranks.launch([sys.executable, "-c", program], 2, tmp_path, restarts=3) == 0
+    printed, error = capfd.readouterr()
+    assert error.count("rank 1 was killed by SIGKILL") == 4
+    assert "all 2 ranks start again (2 of at most 3 times)" in error
+    assert printed.splitlines()[-1] == "attempt 2"
+
+
 def test_measured_peak_is_the_allocators() -> None:
     mb = 1 << 20
 
@@ -136,18 +154,6 @@ def test_too_little_text_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("too short")
     with pytest.raises(text.TextError, match="give more text with --data, or a shorter --seq"):
         text.load(tmp_path / "short.txt", sequence=64)
-
-
-def test_ranks_share_one_global_batch() -> None:
-    corpus = torch.arange(200, dtype=torch.uint8)
-
-    def batch(rank: int, world_size: int) -> torch.Tensor:
-        drawn = text.batches(corpus, num_sequences=6, sequence=8, rank=rank, world_size=world_size, seed=3)
-        return next(drawn)["x"]
-
-    whole = batch(0, 1)
-    assert torch.equal(whole, torch.cat([batch(rank, 3) for rank in range(3)]))
-    assert torch.equal(whole[:, 1:], whole[:, :-1] + 1)
 
 
 # --- recipes ----------------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ from fzero.checkpoint.manifest import Manifest
 from fzero.checkpoint.save import Snapshot, save, snapshot, write
 
 
-def manifest(directory: str | os.PathLike[str]) -> Manifest:
+def manifest(directory: str | os.PathLike[str], disk: Disk | None = None) -> Manifest:
     """What a checkpoint says of itself (`.step`, `.extra`, `.leaves`): of a step's directory, or of the newest
     committed step of a run's. Raises CheckpointError where there is none, CorruptError where it is damaged."""
-    return records.read(locate(directory))
+    return records.read(locate(directory, disk), disk)
 
 
 __all__ = ["Disk", "Manifest", "Snapshot", "committed", "locate", "manifest", "save", "snapshot", "write"]

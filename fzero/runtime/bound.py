@@ -73,6 +73,16 @@ class Bound:
         """Whether the step in progress has begun to change the state."""
         return self.position >= self.first_write
 
+    def where(self) -> str:
+        """The op that runs, as text; "" before the first."""
+        position = self.position
+        if position < 0:
+            return ""
+        if position >= len(self.program.ops):
+            return "after its last op"
+        one = self.program.ops[position]
+        return f"op {position}: {op_text(one)} | {one.why}"
+
     def run(self, batch: Sequence[torch.Tensor], watch: Callable[[int], None] | None = None) -> dict[str, torch.Tensor]:
         """One step: the state is written in place; returns the metrics. `watch` is called with each op's number after
         the op, and with -1 before the first. An error says in which op it happened."""
@@ -106,8 +116,7 @@ class Bound:
                 if watch is not None:
                     watch(position)
         except Exception as error:
-            one = self.program.ops[self.position]
-            error.add_note(f"in op {self.position}: {op_text(one)} | {one.why}")
+            error.add_note(f"in {self.where()}")
             raise
 
     # --- binding

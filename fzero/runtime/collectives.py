@@ -15,20 +15,27 @@ Ranks issue the same transfers in the same order (verify sees to it), so a runni
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fzero.errors import DisagreementError, SpecError
+from fzero.errors import DisagreementError, FzeroError, PeerError, SpecError
 from fzero.program import Op
+from fzero.runtime import presence
+
+TIMEOUT_SECONDS = 600.0  # what torch gives nccl
 
 
-def open_world(device: str) -> tuple[int, int]:
-    """(rank, world size). Under torchrun this starts gloo (CPU) or nccl (CUDA) unless a default group exists."""
+def open_world(device: str, timeout_seconds: float | None = None) -> tuple[int, int]:
+    """(rank, world size). Under torchrun this starts gloo (CPU) or nccl (CUDA), with a timeout (None: TIMEOUT_SECONDS),
+    unless a default group exists."""
     if dist.is_available() and dist.is_initialized():
         backend, needed = (
             str(dist.get_backend()),
@@ -36,13 +43,20 @@ def open_world(device: str) -> tuple[int, int]:
         )
         if backend in ("nccl", "gloo") and backend != needed:
             raise SpecError(f"the default process group is {backend}, a state on {device} needs {needed}")
-        return dist.get_rank(), dist.get_world_size()
+        return _here()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
         if not dist.is_available():
             raise SpecError("WORLD_SIZE is set, but this torch was built without torch.distributed")
-        dist.init_process_group("nccl" if torch.device(device).type == "cuda" else "gloo")
-        return dist.get_rank(), dist.get_world_size()
+        backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds or TIMEOUT_SECONDS))
+        return _here()
     return 0, 1
+
+
+def _here() -> tuple[int, int]:
+    if dist.get_backend() == "gloo":
+        presence.of()
+    return dist.get_rank(), dist.get_world_size()
 
 
 @dataclass
@@ -57,10 +71,11 @@ all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dis
 
 
 class P2P:
-    """`handlers.Comm` from point-to-point messages on a process group."""
+    """`handlers.Comm` from point-to-point messages on a process group. A wait that ends badly is a PeerError."""
 
-    def __init__(self, rank: int, world_size: int, group: Any = None) -> None:
+    def __init__(self, rank: int, world_size: int, group: Any = None, here: presence.Presence | None = None) -> None:
         self.rank, self.world, self.group, self.number = rank, world_size, group, 0
+        self.presence = here or presence.of(group)
         self.pending: dict[str, Transfer] = {}
 
     def ready(self, name: str) -> bool:
@@ -80,9 +95,17 @@ class P2P:
 
     def wait(self, name: str) -> None:
         transfer = self.pending.pop(name)
-        for request in transfer.requests:
-            request.wait()
-        transfer.finish()
+        self.presence.waits = True
+        try:
+            for request in transfer.requests:
+                request.wait()
+            transfer.finish()
+        except FzeroError:
+            raise
+        except RuntimeError as error:
+            raise PeerError(str(error)) from error
+        finally:
+            self.presence.waits = False
 
     def settle(self, name: str) -> None:
         """Nothing is left to do: when `wait` returned, the source had been sent."""
@@ -205,28 +228,56 @@ def tell(note: bytes, world_size: int, group: Any) -> list[bytes]:
     mine = torch.zeros(NOTE_BYTES, dtype=torch.uint8)
     note = note[:NOTE_BYTES]
     mine[: len(note)] = torch.tensor(list(note), dtype=torch.uint8)
+    return [bytes(t.tolist()).rstrip(b"\0") for t in gathered(mine, world_size, group)]
+
+
+def gathered(mine: torch.Tensor, world_size: int, group: Any) -> list[torch.Tensor]:
+    """Every rank's small tensor, by rank, over gloo. Raises HangError where one does not come."""
+    here = presence.of(group)
     theirs = [torch.empty_like(mine) for _ in range(world_size)]
-    dist.all_gather(theirs, mine, group=group)
-    return [bytes(t.tolist()).rstrip(b"\0") for t in theirs]
+    here.waits = True
+    try:
+        dist.all_gather(theirs, mine, group=group)
+    except RuntimeError as error:
+        raise here.lost(error) from error
+    finally:
+        here.waits = False
+    return theirs
 
 
-def agree(rank: int, world_size: int, what: str, digest: str, group: Any, failure: BaseException | None = None) -> None:
-    """One small fixed-size all-gather of (what, digest, failure), before any data moves.
+def agree(
+    rank: int,
+    world_size: int,
+    what: str,
+    digest: str,
+    group: Any,
+    failure: BaseException | None = None,
+    says: int = 0,
+) -> int:
+    """One small fixed-size all-gather of (what, digest, failure, says), before any data moves.
 
-    Raises DisagreementError on every rank where digests differ or another rank failed; re-raises `failure` on its own.
+    Returns the bits that any rank says. Raises DisagreementError on every rank where digests differ or another rank
+    failed; re-raises `failure` on its own.
+    A collective call begins here: the caller ends it with `presence.of(group).leave()`, or it ends with the next.
     """
+    heard = says
     if world_size > 1:
+        presence.of(group).enter(what)
         text = f"{type(failure).__name__}: {failure}" if failure is not None else ""
-        note = f"{'!' if failure is not None else '='}\n{what}\n{digest}\n{text}"
+        note = f"{'!' if failure is not None else '='}{int(says)}\n{what}\n{digest}\n{text}"
         notes = tell(note.encode(), world_size, group)
+        presence.of(group).agreed = what
         if failure is None:
-            _compare(rank, [note.decode(errors="replace").split("\n", 3) for note in notes])
+            parts = [note.decode(errors="replace").split("\n", 3) for note in notes]
+            _compare(rank, parts)
+            heard = functools.reduce(operator.or_, (int(part[0][1:]) for part in parts))
     if failure is not None:
         raise failure
+    return heard
 
 
 def _compare(rank: int, notes: list[list[str]]) -> None:
-    failed = [(r, note[-1]) for r, note in enumerate(notes) if note[0] == "!"]
+    failed = [(r, note[-1]) for r, note in enumerate(notes) if note[0].startswith("!")]
     if failed:
         raise DisagreementError("; ".join(f"rank {r} failed before {notes[rank][1]}: {text}" for r, text in failed))
     if len({(note[1], note[2]) for note in notes}) > 1:

@@ -30,18 +30,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fzero.errors import DisagreementError, FzeroError
+from fzero.errors import DisagreementError, PeerError
 
 HEAD = struct.Struct("<5Q")  # kind, number (of the transfer or arena), arena, offset in it, bytes
 ARENA, DROPPED, READY, LETTER, READ, BYE = range(6)
 INLINE_BYTES = 4096
 SPIN_SECONDS = 50e-6  # about what it costs to sleep and be woken
+SLICE_SECONDS = 0.25  # a rank that sleeps looks so often whether it waits in vain
 MIN_BLOCK_BYTES = 1 << 16
 DESCRIPTOR_BYTES = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
-
-
-class PeerError(FzeroError, RuntimeError):
-    """A rank of this machine ended, or did not come in time; names the rank and the transfer. The host is closed."""
 
 
 @dataclass
@@ -59,12 +56,15 @@ class _Peer:
 class Host:
     """The ranks of one process group, all on this machine. Made by `fzero.runtime.meet`.
 
-    Not for several threads at once. A process forked from a rank has no part in it.
+    What goes wrong with a peer is a PeerError that names it and the transfer; the host is closed then. `halted` is
+    asked by a rank that waits: text where it waits in vain. Not for several threads at once. A process forked from a
+    rank has no part in it.
     """
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout_seconds: float) -> None:
         world = len(sockets) + 1
         self.rank, self.timeout_seconds, self.failure = rank, timeout_seconds, ""
+        self.halted: Callable[[], str] = str
         self.peers = {r: _Peer(r, sockets[r]) for r in ((rank + i) % world for i in range(1, world))}  # next one first
         self.polled = select.poll()
         for peer in self.peers.values():
@@ -275,7 +275,11 @@ class Host:
                 raise self._fail(gone, what)
             if now < spin:
                 os.sched_yield()
-            elif not self._slept(deadline - now):
+            elif self.halted():
+                self.failure = f"{what}: rank {self.rank} waited for rank {peer.rank} in vain: {self.halted()}"
+                self.close()
+                raise PeerError(self.failure)
+            elif not self._slept(min(deadline - now, SLICE_SECONDS)) and time.monotonic() >= deadline:
                 raise self._fail(peer, what)
 
     def _slept(self, seconds: float) -> bool:

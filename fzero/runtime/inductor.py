@@ -25,13 +25,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
 from fzero import segments
 from fzero._torch_compat import inductor_cache_dir, inductor_compile, inductor_lacks
 from fzero.fusion import Fused, fuse
 from fzero.program import Program
+from fzero.runtime.collectives import gathered
 
 log = logging.getLogger("fzero")
 PER_WORKER = 8  # stretches that are worth the three seconds a worker takes to start
@@ -91,8 +91,7 @@ def _leads(rank: int, world_size: int, group: Any) -> bool:
         return True
     where = f"{socket.gethostname()} {inductor_cache_dir()}"
     mine = torch.frombuffer(bytearray(hashlib.blake2b(where.encode(), digest_size=16).digest()), dtype=torch.uint8)
-    theirs = [torch.empty_like(mine) for _ in range(world_size)]
-    dist.all_gather(theirs, mine, group=group)
+    theirs = gathered(mine, world_size, group)
     return next(r for r in range(world_size) if torch.equal(theirs[r], mine)) == rank
 
 
@@ -100,9 +99,7 @@ def _failed(stretches: Sequence[Fused], errors: Mapping[str, str], world_size: i
     """The stretches that failed on any rank; returns when every rank has called it."""
     bad = torch.tensor([s.digest in errors for s in stretches] or [False], dtype=torch.uint8)
     if world_size > 1:
-        theirs = [torch.empty_like(bad) for _ in range(world_size)]
-        dist.all_gather(theirs, bad, group=group)
-        bad = torch.stack(theirs).amax(0)
+        bad = torch.stack(gathered(bad, world_size, group)).amax(0)
     return [s.digest for s, failed in zip(stretches, bad.tolist(), strict=False) if failed]
 
 

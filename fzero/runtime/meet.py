@@ -16,18 +16,23 @@ from typing import Any
 
 import torch
 
-from fzero.errors import FzeroError
+from fzero.errors import FzeroError, PeerError
+from fzero.runtime import presence
 from fzero.runtime.collectives import tell
-from fzero.runtime.host import Host, PeerError
+from fzero.runtime.host import Host
 
 MEET_SECONDS = 30.0
 
 
-def meet(rank: int, world_size: int, group: Any = None, *, timeout_seconds: float = 1800.0) -> tuple[Host | None, str]:
+def meet(
+    rank: int, world_size: int, group: Any = None, *, timeout_seconds: float | None = None
+) -> tuple[Host | None, str]:
     """(the ranks' Host, or None where they do not share memory; why not). Collective over `group` (gloo).
 
-    `timeout_seconds` is how long a rank is waited for from then on. What goes wrong is an answer, not an error.
+    `timeout_seconds` is how long a rank is waited for from then on (None: the group's timeout). What goes wrong is an
+    answer, not an error.
     """
+    here = presence.of(group)
     listener, note = _listen(world_size)
     with listener or nullcontext():
         notes = [n.decode() for n in tell(note.encode(), world_size, group)]
@@ -36,7 +41,8 @@ def meet(rank: int, world_size: int, group: Any = None, *, timeout_seconds: floa
             try:
                 host = Host(rank, _connected(rank, listener, notes), MEET_SECONDS)
                 _probe(host, notes)
-                host.timeout_seconds = timeout_seconds
+                host.timeout_seconds = here.timeout_seconds if timeout_seconds is None else timeout_seconds
+                host.halted = lambda: here.halted
             except (OSError, FzeroError) as error:
                 why = f"rank {rank}: {error}"
     answers = [n.decode(errors="replace") for n in tell(why.encode(), world_size, group)]

@@ -58,8 +58,14 @@ class Shared(P2P):
         self.started.pop(name, None)
 
     def settle(self, name: str) -> None:
-        for number in self.lent.pop(name, ()):
-            self.host.settle(number, f"reading of the source of {name}")
+        numbers = self.lent.pop(name, ())
+        if numbers:
+            self.presence.waits = True
+            try:
+                for number in numbers:
+                    self.host.settle(number, f"reading of the source of {name}")
+            finally:
+                self.presence.waits = False
 
     def close(self) -> None:
         self.host.close()

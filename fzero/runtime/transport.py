@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fzero.errors import SpecError
-from fzero.runtime import choice, storage
+from fzero.runtime import choice, presence, storage
 from fzero.runtime.collectives import P2P, Alone, Gloo, Nccl
 from fzero.runtime.meet import meet
 from fzero.runtime.shared import Shared
@@ -39,14 +39,17 @@ def via_of(device: torch.device, transfers: str) -> str:
     return "nccl" if device.type == "cuda" else "shared" if transfers == "shared" else "p2p"
 
 
-def transport_for(rank: int, world_size: int, device: torch.device, transfers: str) -> Transport:
-    """The transport of this run. Collective where there are several ranks. `transfers` is the spec's field."""
+def transport_for(
+    rank: int, world_size: int, device: torch.device, transfers: str, here: presence.Presence | None = None
+) -> Transport:
+    """The transport of this run. Collective where there are several ranks. `transfers` is the spec's field, `here` the
+    presence of the group over which ranks agree."""
     block: Callable[[int], torch.Tensor]
     block, via = storage.block_of(device), via_of(device, transfers)
     if world_size == 1:
         return Transport(Alone(), via, block)
     if device.type == "cuda":
-        return Transport(Nccl(rank, world_size), via, block, "NCCL")
+        return Transport(Nccl(rank, world_size, None, here), via, block, "NCCL")
     p2p = P2P(rank, world_size)
     if transfers == "p2p":
         return Transport(p2p, via, block, "point-to-point, as Spec(transfers='p2p') says")

@@ -1,0 +1,250 @@
+"""checkpointer: saving while training goes on, stopping at a signal, and going on where the last save was.
+
+A save in the background. `after` copies this rank's part of the state to host memory (all that training waits for); a
+thread writes it, over a gloo group of its own. One is in flight: where the next is due before all ranks
+have ended the last, it is late, at the first step at which they have. So a slow disk makes saves rarer, not steps
+slower, and a rank holds at most one copy.
+
+What ranks must agree on. Threads end, fail and are told to stop at other instants on each rank, but all ranks must act
+after one step, or they would wait for one another in different places. So each tells four bits in the note that opens
+every `fzero.step` anyway (`Runtime.says`, `Runtime.heard`): my save runs, it failed, I got SIGTERM, I got SIGINT. What
+any rank told before step k, all ranks act on after step k. No further message is sent.
+
+A signal. SIGTERM or SIGINT is told with the next step; after it all ranks save and exit with status 143 or 130. A
+second one of its kind, and one before there is a state to save, does what it does without a Checkpointer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import types
+from collections.abc import Callable, Mapping
+from enum import IntFlag
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fzero import api
+from fzero._torch_compat import untraced_by_dynamo
+from fzero.checkpoint.commit import committed
+from fzero.checkpoint.disk import Disk
+from fzero.checkpoint.load import load
+from fzero.checkpoint.manifest import read, step_name
+from fzero.checkpoint.save import Snapshot, snapshot, write
+from fzero.errors import CheckpointError
+from fzero.session import Runtime
+from fzero.spec import Spec
+from fzero.state import State
+
+Extra = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
+
+log = logging.getLogger("fzero")
+PATIENCE_SECONDS = 30.0  # for a save in flight once an error has ended the loop: the rank it waits for may be gone
+
+
+class Says(IntFlag):
+    """What a rank tells the others with every step."""
+
+    SAVING = 1
+    FAILED = 2
+    SIGTERM = 4
+    SIGINT = 8
+
+
+class Checkpointer:
+    """Saves a state every so many steps, while training goes on, and starts again from the last save.
+
+    dir: where a run's checkpoints lie, the same on all ranks. every: steps between saves; None saves when asked to.
+    keep: how many to keep; None keeps all. background: False writes in the loop. All ranks make the same calls. Within
+    `with`, SIGTERM and the first Ctrl-C save once after the next step and raise SystemExit (143, 130) on all ranks.
+
+    >>> import tempfile, fzero
+    >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.sgd(0.1))
+    >>> folder = tempfile.mkdtemp()
+    >>> def train(steps):
+    ...     with Checkpointer(folder, every=2, keep=1) as saver:
+    ...         state = saver.resume({"w": torch.ones(2)}, spec)
+    ...         first = state.step, saver.extra
+    ...         while state.step < steps:
+    ...             state = fzero.step(state, torch.eye(2))
+    ...             saver.after(state, extra={"seen": 2 * state.step})
+    ...     return first
+    >>> train(4), train(6)
+    ((0, {}), (4, {'seen': 8}))
+    """
+
+    def __init__(
+        self,
+        dir: str | os.PathLike[str],
+        *,
+        every: int | None = None,
+        keep: int | None = None,
+        background: bool = True,
+        disk: Disk | None = None,
+    ) -> None:
+        self.dir, self.every, self.keep, self.background = Path(dir), every, keep, background
+        for name, number in (("every", every), ("keep", keep)):
+            if number is not None and (type(number) is not int or number < 1):
+                raise CheckpointError(self.dir, f"Checkpointer({name}={number!r}): needed a positive int, or None")
+        self.disk = disk or Disk()
+        self.extra: Mapping[str, Any] = {}
+        self.saved: int | None = None  # the step last saved or begun to be
+        self._due: tuple[State, Extra] | None = None  # a save that is due, or late
+        self._writing: _Writing | None = None
+        self._taken: Snapshot | None = None  # its memory serves the next
+        self._runtime: Runtime | None = None
+        self._group: Any = None
+        self._signals = Says(0)
+        self._handlers: dict[int, Any] = {}  # those that were there before
+        self._inside = False
+
+    @untraced_by_dynamo
+    def resume(self, params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
+        """The newest committed state in `dir`, or `fzero.init(params, spec, key=key)` where there is none yet.
+
+        `extra` is then what was saved with it, {} for a new run.
+        """
+        if any(committed(self.dir, self.disk)):
+            state = load(self.dir, spec, like=params, key=key, disk=self.disk)
+            self.extra = read(self.dir / step_name(state.step), self.disk).extra or {}
+            self.saved = state.step
+        else:
+            state = api.init(params, spec, key=key)
+        self._join(state.runtime)
+        return state
+
+    @untraced_by_dynamo
+    def after(self, state: State, extra: Extra = None) -> None:
+        """To be called after each step: begins a save where one is due, and acts on signals.
+
+        `extra` is JSON to save along, such as the data's position, or a function that makes it for a save. Raises
+        CheckpointError, on all ranks after the same step, where an earlier save failed: the state is unharmed, and the
+        next save is tried. Raises SystemExit after a signal.
+        """
+        runtime = self._join(state.runtime)
+        heard = Says(runtime.heard)
+        if stop := heard & (Says.SIGTERM | Says.SIGINT):
+            self.save(state, extra)
+            number = signal.SIGTERM if Says.SIGTERM in stop else signal.SIGINT
+            log.info("fzero: %s: step %d is saved in %s", number.name, state.step, self.dir)
+            raise SystemExit(128 + number)
+        if self._due or (self.every is not None and state.step % self.every == 0 and self.saved != state.step):
+            self._due = (state, extra)
+        if self._writing is not None and Says.SAVING not in heard:
+            self._finish(others_failed=Says.FAILED in heard)
+        if self._due and self._writing is None:
+            self._begin(state, extra)
+
+    @untraced_by_dynamo
+    def save(self, state: State, extra: Extra = None) -> None:
+        """Saves now, and returns when it is committed. Raises CheckpointError on all ranks."""
+        self._join(state.runtime)
+        try:
+            self._finish()
+        except Exception as error:
+            log.warning("fzero: an earlier save failed: %s", error)
+        if self.saved != state.step:
+            self._begin(state, extra)
+            self._finish()
+
+    def close(self) -> None:
+        """Waits for the save in flight, and makes one that is late. Raises CheckpointError on all ranks."""
+        self._finish()
+        if self._due and not self._due[0].life.ended:
+            self.save(*self._due)
+
+    def __enter__(self) -> Checkpointer:
+        self._inside, self._signals = True, Says(0)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.close()
+            else:
+                self._finish(patience=PATIENCE_SECONDS)
+        except Exception as error:
+            if kind is None:
+                raise
+            log.error("fzero: the save of the last checkpoint failed: %s", error)
+        finally:
+            for number in list(self._handlers):
+                self._restore(number)
+            self._inside = False
+            if self._runtime is not None:
+                self._runtime.says = lambda: 0
+                self._runtime = None
+
+    # --- pieces
+
+    def _listen(self) -> None:
+        if self._inside and not self._handlers and threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):  # which no other thread may do
+                self._handlers[number] = signal.getsignal(number)
+                signal.signal(number, self._heard)
+
+    def _heard(self, number: int, frame: types.FrameType | None) -> None:
+        self._signals |= Says.SIGTERM if number == signal.SIGTERM else Says.SIGINT
+        self._restore(number)
+
+    def _restore(self, number: int) -> None:
+        signal.signal(number, self._handlers.pop(number) or signal.SIG_DFL)
+
+    def _says(self) -> int:
+        return self._signals | (Says(0) if self._writing is None else self._writing.says)
+
+    def _join(self, runtime: Runtime) -> Runtime:
+        """Speaks with this runtime's steps from now on. The first time, all ranks make the group that writes."""
+        if self._runtime is not runtime:
+            if self._group is None and runtime.world_size > 1:
+                self._group = dist.new_group(backend="gloo")
+            self._runtime = runtime
+            runtime.says = self._says
+            self._listen()
+        return runtime
+
+    def _begin(self, state: State, extra: Extra) -> None:
+        self._taken = snapshot(state, extra=extra() if callable(extra) else extra, reuse=self._taken)
+        taken = self._taken
+        self.saved, self._due = state.step, None
+        self._writing = _Writing(lambda: self._write(taken))
+        state.runtime.heard |= Says.SAVING  # until the next step tells
+        if not self.background:
+            self._finish()
+
+    def _write(self, taken: Snapshot) -> None:
+        write(taken, self.dir, keep=self.keep, group=self._group, disk=self.disk)
+
+    def _finish(self, *, others_failed: bool = False, patience: float | None = None) -> None:
+        """Waits for the save in flight, if any, and raises its error."""
+        if self._writing is None:
+            return
+        writing, self._writing, step = self._writing, None, self.saved
+        writing.join(patience)
+        if writing.is_alive():
+            raise CheckpointError(self.dir, f"step {step} was not written within {patience:g} s: it is given up")
+        if writing.error is not None or others_failed:
+            self.saved = None
+            raise writing.error or CheckpointError(self.dir, f"another rank could not save step {step}: see its error")
+
+
+class _Writing(threading.Thread):
+    """A save in flight. `error` is what it raised."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__(name="fzero-save", daemon=True)  # a process that ends does not wait for a lost peer
+        self.work, self.says = work, Says.SAVING
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.work()
+        except BaseException as error:
+            self.error = error
+        self.says = Says(0) if self.error is None else Says.FAILED

@@ -1,0 +1,124 @@
+"""fzero doctor: what is found is true, what is wrong is a line and an exit status, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fzero import cli, doctor
+from fzero.doctor import Finding, guarded, healthy, line
+from fzero.runtime import loopback
+from fzero.runtime.loopback import Found, LoopbackError
+
+
+def by_name(findings: Any) -> dict[str, Finding]:
+    return {one.name: one for one in findings}
+
+
+def test_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two real ranks, a real file. What the machine cannot do is a warning, never a traceback."""
+    status = cli.main(["doctor", "--json", "--dir", str(tmp_path), "--disk-mb", "2"])
+    told = json.loads(capsys.readouterr().out)
+    findings = by_name(Finding(**one) for one in told["findings"])
+    assert status == (0 if told["ok"] else 1)
+    assert told["ok"], [line(one) for one in findings.values() if one.status != "ok"]
+    assert {one.status for one in findings.values()} <= {"ok", "warning", "missing"}
+    assert findings["torch"].text == torch.__version__ or findings["torch"].text in torch.__version__
+    for way in ("p2p", "gloo"):
+        figures = findings[f"loopback {way}"].figures
+        assert set(figures) == {"all-gather_mb_per_s", "reduce-scatter_mb_per_s"}
+        assert all(speed > 0 for speed in figures.values())
+    disk = findings[f"disk {tmp_path}"]
+    assert "(2 MB)" in disk.text
+    assert disk.figures["free_bytes"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        loopback, "run", lambda: {"p2p": Found(False, {"all-gather": 1.0}), "shared": Found(False, lack="no")}
+    )
+    assert cli.main(["doctor", "--dir", str(tmp_path), "--disk-mb", "1"]) == 1
+    text = capsys.readouterr().out
+    assert "missing  loopback p2p         1 MB/s all-gather, with wrong bits\n" in text
+    assert "warning  loopback shared      no\n" in text
+    assert text.endswith("fzero cannot run here as it should: loopback p2p\n")
+
+
+def test_what_is_missing_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"torch": "2.10.1+cpu", "numpy": "1.26", "optree": None, "rich": None, "safetensors": "0.10.0rc1"}
+    monkeypatch.setattr(doctor, "_version", lambda name: found.get(name, "99.0"))
+    told = by_name(doctor.versions())
+    assert (told["torch"].status, told["torch"].fix) == ("missing", "pip install 'torch>=2.11'")
+    assert (told["optree"].status, told["optree"].text) == ("missing", "not installed")
+    assert told["numpy"].status == told["safetensors"].status == "ok"
+    assert (told["rich"].status, told["rich"].fix) == ("missing", "pip install 'fzero[examples]'")
+    assert not healthy(told.values())
+    del told["torch"], told["optree"]
+    assert healthy(told.values())  # an extra is not needed
+
+
+def test_a_probe_that_fails_or_hangs_is_a_finding() -> None:
+    stuck = threading.Event()
+
+    def raises() -> Iterator[Finding]:
+        yield Finding("first", "ok", "found before")
+        raise OSError("no such thing\nat all")
+
+    def hangs() -> Iterator[Finding]:
+        stuck.wait()
+        yield Finding("late", "ok", "")
+
+    first, failed = guarded("p", 10, raises)
+    assert first.name == "first"
+    assert (failed.name, failed.status, failed.text) == ("p", "missing", "OSError: no such thing")
+    (late,) = guarded("q", 0.05, hangs)
+    assert (late.name, late.status, late.text) == ("q", "missing", "no answer within 0.05 s")
+    stuck.set()
+    assert not healthy([late])
+
+
+def test_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (gone,) = guarded("disk", 10, lambda: doctor.disk(tmp_path / "none", 1))
+    assert gone.status == "missing"
+    assert "FileNotFoundError" in gone.text
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
+    (full,) = doctor.disk(tmp_path, 64)
+    assert (full.status, full.needed) == ("missing", True)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=40 << 20))
+    (little,) = doctor.disk(tmp_path, 64)
+    assert little.status == "warning"
+    assert "(4 MB)" in little.text  # a tenth of what is free
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_compiler_and_no_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "inductor_lacks", lambda _: "no C++ compiler was found")
+    monkeypatch.delattr(doctor.os, "memfd_create", raising=False)
+    assert by_name(doctor.compilers())["c++"].status == "warning"
+    memory = by_name(doctor.shared_memory())["shared memory"]
+    assert (memory.status, memory.text) == ("warning", "this system has no memfd_create")
+
+
+def test_spans() -> None:
+    assert doctor._spans([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+
+
+@pytest.mark.acceptance
+def test_ranks_that_cannot_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    (found,) = doctor.transfers()
+    assert found.status == "missing"
+    assert found.text.startswith("rank ")
+    assert "GLOO_SOCKET_IFNAME" in found.fix
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    with pytest.raises(LoopbackError, match=r"did not end within 0\.01 s"):
+        loopback.run(0.01)

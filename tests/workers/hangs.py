@@ -1,0 +1,169 @@
+"""What one rank does in test_hangs: each function runs in a process of its own, under `helpers.gloo`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fzero
+from fzero.program import op_text
+from fzero.runtime.bound import Bound
+from fzero.runtime.collectives import tell
+
+STEPS = 2  # that go well
+
+
+def loss(params, batch):
+    return ((batch @ params["a"] @ params["b"]) ** 2).mean()
+
+
+def trouble(how: str, wrong: int, transfers: str, timeout: float, kind: str, folder: str) -> dict[str, Any]:
+    """Rank `wrong` does not come to step STEPS + 1, or not through it (`kind`: before the first op of this kind; "":
+    between steps). What the others raised, how long it took, and what is left."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), transfers=transfers, timeout=timeout, zero=2)
+    draw = torch.Generator().manual_seed(0)
+    state = fzero.init({"a": torch.randn(8, 8, generator=draw), "b": torch.randn(8, 8, generator=draw)}, spec)
+    pids = [int(pid) for pid in tell(str(os.getpid()).encode(), world, None)]
+    batch = torch.ones(2, 8)
+    for _ in range(STEPS):
+        state = fzero.step(state, batch)
+    lines = [f"op {i}: {op_text(one)} | {one.why}" for i, one in enumerate(state.program.ops)]
+    answered = Path(folder)
+    if rank == wrong:
+        act: Callable[[], None] = {
+            "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+            "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+            "stay": lambda: wait_for(answered, world - 1),
+            "raise": fail,
+            "end": end,
+        }[how]
+        if not kind:
+            act()
+            os._exit(1)
+        before_first(kind, act)
+    began = time.monotonic()
+    found: dict[str, Any] = {"lines": lines}
+    try:
+        fzero.step(state, batch)
+    except ValueError as error:
+        wait_for(answered, world - 1)
+        found |= {"own": str(error)}
+    except fzero.HangError as error:
+        found |= {"message": str(error), "missing": error.missing, "seconds": time.monotonic() - began}
+        found |= {"again": said(lambda: fzero.step(state, batch)), "ended": state.life.ended}
+        found |= {"readable": bool(torch.isfinite(state.params["a"].local).all()) if not state.life.ended else None}
+        (answered / str(rank)).touch()
+        if how == "stop" and len(list(answered.iterdir())) == world - 1:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids[wrong], signal.SIGKILL)
+    began = time.monotonic()
+    dist.destroy_process_group()
+    return found | {"teardown": time.monotonic() - began}
+
+
+def before_first(kind: str, act: Callable[[], None]) -> None:
+    """The next step does `act` before its first op of a kind."""
+    real = Bound.issue
+
+    def issue(self: Bound, watch: Any = None) -> None:
+        at = next(i for i, one in enumerate(self.program.ops) if one.kind == kind)
+        self.calls = [*self.calls[:at], [act, *self.calls[at]], *self.calls[at + 1 :]]
+        real(self, watch)
+
+    Bound.issue = issue  # type: ignore[method-assign]
+
+
+def fail() -> None:
+    raise ValueError("only here")
+
+
+def end() -> None:
+    """As a program that comes to its end; `helpers` would leave by `os._exit`."""
+    atexit._run_exitfuncs()
+    os._exit(0)
+
+
+def wait_for(folder: Path, count: int) -> None:
+    while len(list(folder.iterdir())) < count:
+        time.sleep(0.02)
+
+
+def said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except fzero.FzeroError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def retried(transfers: str) -> tuple[str, str, int]:
+    """All ranks fail in one step, rank 1 later than the others look for it; the next step goes well."""
+    rank = int(os.environ["RANK"])
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(1e-3), transfers=transfers, timeout=10)
+    state = fzero.init({"a": torch.ones(8, 8), "b": torch.ones(8, 8)}, spec)
+    state = fzero.step(state, torch.ones(2, 8))
+    real = Bound.issue
+
+    def late() -> None:
+        time.sleep(1.5 * (rank == 1))  # more than a tick
+        raise ValueError("everywhere")
+
+    before_first("run", late)
+    with contextlib.suppress(ValueError):
+        fzero.step(state, torch.ones(2, 8))
+    Bound.issue = real  # type: ignore[method-assign]
+    state.runtime.bound.clear()
+    ended = state.life.ended
+    again = said(lambda: fzero.step(state, torch.ones(2, 8)))
+    return ended, again, state.runtime.presence.call
+
+
+def restarted() -> list[float]:
+    """The process group is destroyed and made again, twice; what was told before is not heard."""
+    found = []
+    for _ in range(3):
+        state = fzero.init({"a": torch.ones(8, 8), "b": torch.ones(8, 8)},
+                           fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(1e-3), timeout=20))  # fmt: skip
+        here = state.runtime.presence
+        state = fzero.step(state, torch.ones(2, 8))
+        here.failed(ValueError("a note that stays in the store"))
+        state = fzero.step(state, torch.ones(2, 8))
+        found.append(float(state.metrics["loss"]))
+        del state
+        dist.barrier()
+        dist.destroy_process_group()
+    return found
+
+
+def stored_in_a_file(path: str, folder: str) -> dict[str, Any]:
+    """Rank 1 does not come; the ranks' store is a file."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    from datetime import timedelta
+
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(path, world), rank=rank, world_size=world, timeout=timedelta(seconds=2)
+    )
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(1e-3))
+    state = fzero.init({"a": torch.ones(8, 8), "b": torch.ones(8, 8)}, spec)
+    state = fzero.step(state, torch.ones(2, 8))
+    found = {}
+    if rank == 1:
+        wait_for(Path(folder), world - 1)
+    else:
+        try:
+            fzero.unshard(state.params)
+        except fzero.HangError as error:
+            found = {"message": str(error), "missing": error.missing}
+        (Path(folder) / str(rank)).touch()
+    dist.destroy_process_group()
+    return found
