@@ -641,5 +641,6 @@ def _words(node):
 
 def test_the_rule_sees_what_it_forbids():
     for line in ("import pickle", "from pickle import loads", "torch.load('x')", "dist.all_gather_object(a, b)",
-                 "from torch import load", "from fzero.interop import _unpickle", "np.load(f, allow_pickle=True)"):  # fmt: skip
+                 "from torch import load",
+                 "from fzero.interop import _unpickle", "np.load(f, allow_pickle=True)"):  # fmt: skip
         assert any(_words(node) for node in ast.walk(ast.parse(line))), line
