@@ -110,12 +110,15 @@ def _own(operand: fx.Node, found: segments.Values) -> segments.Value | None:
 
 
 def _elementwise(node: fx.Node, key: segments.Value, result: torch.Tensor) -> bool:
-    """Whether every operand of this memory has the shape, dtype and order of the result, and all of the memory."""
+    """Whether every operand of this memory has the shape, strides and dtype of the result, and all of the memory.
+
+    Strides of dims of size one count too: torch takes an input and an output as one only if they are equal.
+    """
     made = dict(segments.results(key[0]))[key[1]]
     operands = [n.meta["val"] for n in node.all_input_nodes if key in segments.memory(n)]
+    dense = torch.empty(result.shape, device="meta").stride()
     return segments.extent_bytes(made) == segments.extent_bytes(result) and all(
-        x.shape == result.shape and x.dtype == result.dtype and x.is_contiguous() and result.is_contiguous()
-        for x in operands
+        x.shape == result.shape and x.dtype == result.dtype and x.stride() == result.stride() == dense for x in operands
     )
 
 
