@@ -35,6 +35,23 @@ class DisagreementError(FzeroError, RuntimeError):
     """The ranks do not run the same program; names the ranks."""
 
 
+class CheckpointError(FzeroError):
+    """A checkpoint that cannot be written or read. `file` is the file or directory that it is about, which the message
+    begins with; `errno` what the operating system said, if it did."""
+
+    def __init__(self, file: object, text: str, errno: int | None = None) -> None:
+        self.file, self.text, self.errno = str(file), text, errno
+        super().__init__(f"{self.file}: {text}")
+
+
+class CorruptError(CheckpointError):
+    """Bytes of a checkpoint that are not those that were committed: damaged, truncated, missing or foreign."""
+
+
+class MismatchError(CheckpointError):
+    """A checkpoint whose leaves are not those that were asked for: names all of them. Nothing was loaded."""
+
+
 def at(tree: str, path: str) -> str:
     """`state['a/b']`: a leaf as messages name it; `batch` alone where the pytree is one leaf.
 
