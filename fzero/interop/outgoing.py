@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ Body = Callable[[Path, Callable[[str], torch.Tensor]], None]
 
 class Outgoing(Protocol):
     """`entries`: the leaves by path below the part. `write(order, folder, body)`: on rank 0 `body(directory, take)`
-    fills a directory that then becomes `folder`; `take(path)` is a whole leaf in host memory. It must take the leaves in
+    fills a directory that then becomes `folder`. `take(path)` is a whole leaf in host memory; leaves are taken in
     `order`."""
 
     entries: Mapping[str, Entry]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
