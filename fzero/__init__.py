@@ -1,13 +1,18 @@
 """fzero: a training step as a pure function, compiled into an explicit, verified ZeRO schedule. See README.md."""
 
-from fzero import optim, random
+from fzero import checkpoint, optim, random
 from fzero.api import evaluate, init, lower, step
+from fzero.checkpoint import Manifest, save
+from fzero.checkpoint.load import load
 from fzero.compile import Lowered
 from fzero.errors import (
     CaptureError,
+    CheckpointError,
+    CorruptError,
     DisagreementError,
     DonatedError,
     FzeroError,
+    MismatchError,
     NonFiniteError,
     SpecError,
     TreeError,
@@ -36,12 +41,16 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
+    "CheckpointError",
+    "CorruptError",
     "DisagreementError",
     "DonatedError",
     "FzeroError",
     "LossScale",
     "Lowered",
+    "Manifest",
     "Mean",
+    "MismatchError",
     "NonFiniteError",
     "Precision",
     "Program",
@@ -52,10 +61,12 @@ __all__ = [
     "TreeError",
     "VerifyError",
     "axis_index",
+    "checkpoint",
     "evaluate",
     "forward",
     "grad",
     "init",
+    "load",
     "lower",
     "optim",
     "parse",
@@ -66,6 +77,7 @@ __all__ = [
     "psum",
     "random",
     "remat",
+    "save",
     "step",
     "unshard",
     "value_and_grad",

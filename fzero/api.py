@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fzero import tracing, tree
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.compile import Lowered, check_key, fakes_on, lower_step, plan_for, recipe_for
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, at
-from fzero.runtime import collectives, storage
-from fzero.runtime.transport import transport_for, via_of
-from fzero.session import Runtime, execute
+from fzero.runtime import collectives
+from fzero.runtime.transport import via_of
+from fzero.session import execute
 from fzero.spec import Spec
 from fzero.state import Life, State
 from fzero.verify import verify
+from fzero.world import World, check_mesh, check_spec
 
 
 @untraced_by_dynamo
@@ -40,35 +37,8 @@ def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
     >>> state.params["w"].shape, state.step
     (torch.Size([3]), 0)
     """
-    failure: Exception | None = None
-    digest = ""
-    try:
-        _check_spec("init", spec)
-        device = _device(spec, params)
-    except Exception as error:  # the other ranks are told before it is raised here
-        failure, device = error, torch.device("cuda" if str(getattr(spec, "device", "")).startswith("cuda") else "cpu")
-    rank, world_size = collectives.open_world(device.type)
-    group = _side_group(device, world_size)
-    try:
-        if failure is not None:
-            raise failure
-        _check_mesh(spec, world_size)
-        recipe = recipe_for(spec, params, key, device)
-        plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, world_size)
-        digest = hashlib.blake2b(f"{_spec_text(spec)}{plan.leaves}{plan.buckets}".encode(), digest_size=8).hexdigest()
-    except Exception as error:
-        failure = error
-    collectives.agree(rank, world_size, "init", digest, group, failure)
-    transport = transport_for(rank, world_size, device, spec.transfers)
-    try:
-        memory = storage.allocate(plan, transport.block)
-        values = recipe.place(plan, rank, memory)
-    except Exception as error:
-        failure, values = error, ""
-    collectives.agree(rank, world_size, "the values of params", values, group, failure)
-    runtime = Runtime(spec, rank, world_size, device, plan, recipe.spec, memory, transport, group)
-    life = Life()
-    return State(runtime.sharded(life), 0, {}, runtime, life)
+    world = World.open("init", spec, params)
+    return world.state("init", spec, lambda: recipe_for(spec, params, key, world.device))
 
 
 @untraced_by_dynamo
@@ -152,11 +122,11 @@ def lower(
     >>> lowered.plan.state_bytes  # a 64th of 4096 elements (padded to 64 per rank), three times, and the count
     776
     """
-    _check_spec("lower", spec)
+    check_spec("lower", spec)
     size = (spec.mesh or {}).get("dp", 1) if world_size is None else world_size
     if type(size) is not int or size < 1:
         raise SpecError(f"fzero.lower(world_size={size!r}): needed a positive int")
-    _check_mesh(spec, size)
+    check_mesh(spec, size)
     device = torch.device(spec.device or "cpu")
     via = via_of(device, spec.transfers)
     device = device if torch.cuda.is_available() else torch.device("cpu")  # shapes do not need the device
@@ -193,48 +163,6 @@ def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any]
     return lowered
 
 
-def _check_spec(name: str, spec: Any) -> None:
-    if not isinstance(spec, Spec):
-        order = "fzero.init(params, spec)" if name == "init" else "fzero.lower(spec, params_like, batch_like)"
-        raise SpecError(f"fzero.{name} needed a Spec, got {type(spec).__name__}: call {order}")
-
-
-def _device(spec: Spec, params: Any) -> torch.device:
-    if spec.device is not None:
-        device = torch.device(spec.device)
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise SpecError(f"Spec(device={spec.device!r}): this torch sees no CUDA device. Leave it out, or use 'cpu'")
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        return device
-    if callable(params):
-        return torch.device("cpu")
-    found = {x.device for x in tree.flatten(params)[1] if isinstance(x, torch.Tensor)} or {torch.device("cpu")}
-    if len(found) > 1:
-        raise TreeError(f"params lie on several devices: {sorted(map(str, found))}. Move them to one")
-    device = found.pop()
-    if device.type == "meta":
-        raise TreeError(
-            "params are on the meta device, so they have no values: pass a function of a key that makes them, or call "
-            "fzero.lower"
-        )
-    return device
-
-
-def _side_group(device: torch.device, world_size: int) -> Any:
-    """On CUDA the digests go over gloo beside nccl, so that the device never waits for them."""
-    return dist.new_group(backend="gloo") if device.type == "cuda" and world_size > 1 else None
-
-
-def _check_mesh(spec: Spec, world_size: int) -> None:
-    size = (spec.mesh or {}).get("dp", world_size)
-    if size != world_size:
-        raise SpecError(
-            f"mesh={dict(spec.mesh or {})} needs {size} ranks, there are {world_size}. "
-            f"Start {size} (torchrun --nproc-per-node {size}), or leave mesh out"
-        )
-
-
 def _check_batch(batch: Any, device: torch.device) -> None:
     for path, leaf in zip(*tree.flatten(batch)[:2], strict=True):
         name = at("batch", path)
@@ -245,10 +173,3 @@ def _check_batch(batch: Any, device: torch.device) -> None:
         if leaf.requires_grad:
             raise TreeError(f"{name} requires grad, which no step would use. detach() it")
         tracing.check_leaf(name, leaf)
-
-
-def _spec_text(spec: Spec) -> str:
-    """What of a spec can be compared between ranks before anything is traced: all but its functions."""
-    own = ("loss", "optimizer", "step", "device")  # a rank may name its device by its number
-    plain = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name not in own}
-    return repr({k: sorted(v.items()) if isinstance(v, Mapping) else v for k, v in plain.items()})

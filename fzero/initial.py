@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import fx
 
 from fzero import capture, segments, tree
 from fzero._torch_compat import FakeTensorMode
-from fzero.checkpoint.source import Source
+from fzero.checkpoint.source import Source, Want
 from fzero.errors import TreeError, at
 from fzero.plan.layout import Plan
 from fzero.provenance import describe
@@ -36,16 +36,15 @@ class Deferred:
     source: Source
     path: str
 
-    def part(self, start: int, stop: int) -> torch.Tensor:
-        return self.source.read(self.path, start, stop)
-
     def to(self, device: torch.device) -> torch.Tensor:
         shape = self.source.leaves[self.path].shape
-        return self.part(0, math.prod(shape)).view(shape).to(device)
+        return self.source.read(self.path, 0, math.prod(shape)).view(shape).to(device)
 
 
 class Recipe:
     """A traced function from tensors to a pytree of leaves; `values` are fake, on `device` or where the inputs are."""
+
+    step = 0
 
     def __init__(
         self, fn: Callable[..., Any], inputs: Sequence[torch.Tensor], device: torch.device | None = None
@@ -73,18 +72,21 @@ class Recipe:
         self.per_rank: tuple[str, ...] = shown["per_rank"]
         self.values = [node.meta["val"] for node in segments.outputs(self.gm.graph)]
 
-    def place(self, plan: Plan, rank: int, memory: Mapping[str, torch.Tensor]) -> str:
-        """Fills this rank's buffers, every leaf computed and cut in turn. Returns a digest of the whole leaves, which
-        must be the same on every rank (empty for a world of one)."""
+    def place(
+        self, plan: Plan, rank: int, memory: Mapping[str, torch.Tensor], only: Collection[str] | None = None
+    ) -> str:
+        """Fills this rank's buffers (with `only`, those leaves of them), every leaf computed and cut in turn. Returns a
+        digest of the whole leaves, which must be the same on every rank (empty for a world of one)."""
         digests = []
         given = dict(zip(segments.placeholders(self.gm.graph), self.inputs, strict=True))
         order = {node: i for i, node in enumerate(self.gm.graph.nodes)}
         for leaf, node in zip(plan.leaves, segments.outputs(self.gm.graph), strict=True):
+            if only is not None and leaf.path not in only:
+                continue
             if isinstance(first := given.get(node), Deferred) and leaf.slot is not None:
-                here, there = storage.piece(plan, leaf, rank)
-                value = first.part(there.start, there.stop)
-                memory[leaf.buffer][here].copy_(value)
-                if value.numel() < math.prod(leaf.shape):  # no two ranks read the same
+                value, start = storage.flat(plan, memory, leaf, rank)
+                first.source.fill([Want(first.path, start, value)])
+                if plan.buffers[leaf.buffer].shard:  # no two ranks read the same
                     continue
             else:
                 value = _compute(node, given, order)

@@ -32,7 +32,7 @@ Tied = Mapping[str, str] | Apply | torch.nn.Module | None
 
 
 @dataclass(frozen=True)
-class Fitted:
+class Fitted(Source):
     """A `Source` whose leaves are those of the pytree `like` (tensors on the meta device), read from another one.
 
     `fzero.init(fitted, spec)` makes a state of it, tensor by tensor. Floating leaves are converted to the dtype that
@@ -41,11 +41,15 @@ class Fitted:
 
     source: Source
     like: Any
-    leaves: Mapping[str, Entry]
     names: Mapping[str, str]  # by leaf path, the name in the source
+    entries: Mapping[str, Entry]
+
+    @property
+    def leaves(self) -> Mapping[str, Entry]:
+        return self.entries
 
     def read(self, path: str, start: int, stop: int) -> torch.Tensor:
-        return self.source.read(self.names[path], start, stop).to(self.leaves[path].dtype)
+        return self.source.read(self.names[path], start, stop).to(self.entries[path].dtype)
 
 
 def fitted(
@@ -89,7 +93,7 @@ def fitted(
     for stands in wanted.values():
         _same(source, known[stands], where)
     entries = {path: Entry(tuple(leaf.shape), leaf.dtype) for path, leaf in zip(paths, leaves, strict=True)}
-    return Fitted(source, like, entries, {path: known[name][0] for path, name in wanted.items()})
+    return Fitted(source, like, {path: known[name][0] for path, name in wanted.items()}, entries)
 
 
 def renamed(paths: Iterable[str], names: Names) -> dict[str, str]:

@@ -12,38 +12,42 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fzero.checkpoint.source import Entry
+from fzero.checkpoint.disk import Disk
+from fzero.checkpoint.source import Entry, Source
+from fzero.checkpoint.strict import Invalid, parse
 from fzero.errors import CheckpointError, CorruptError
-from fzero.interop import tensorfile
 from fzero.interop.fitted import Fitted, Names, Tied, fitted, renamed, tied_names
 from fzero.interop.outgoing import Given, outgoing
+from fzero.interop.places import Place, inside, raw, read_all, safetensors_header, safetensors_places
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_INDEX_BYTES = 100 << 20
 MAX_SHARD_BYTES = 50_000_000_000  # transformers' own default
 
 
-class Folder:
-    """The tensors of a Hugging Face folder, or of one safetensors file, by their names there: a `Source`."""
+class Folder(Source):
+    """The tensors of a Hugging Face folder, or of one safetensors file, by their names there."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.places: dict[str, tensorfile.Place] = {}
+        self.places: dict[str, Place] = {}
         for file, names in self._files().items():
-            found = tensorfile.read_header(file)[1]
+            found = safetensors_places(file)
             if names is not None and found.keys() != names:
-                wrong = sorted(found.keys() ^ names)[:8]
-                raise CorruptError(self.path / INDEX, f"and {file.name} disagree about {', '.join(wrong)}")
+                wrong = ", ".join(sorted(found.keys() ^ names)[:8])
+                raise CorruptError(self.path / INDEX, f"and {file.name} disagree about {wrong}")
             self.places |= found
-        self.leaves = {name: Entry(place.shape, place.dtype) for name, place in self.places.items()}
+
+    @property
+    def leaves(self) -> Mapping[str, Entry]:
+        return {name: Entry(place.shape, place.dtype) for name, place in self.places.items()}
 
     def read(self, path: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a flattened tensor, 1-D."""
         return self.places[path].read(start, stop)
 
     def _files(self) -> dict[Path, set[str] | None]:
@@ -51,33 +55,30 @@ class Folder:
         if self.path.is_file():
             return {self.path: None}
         if (self.path / INDEX).is_file():
-            files: dict[Path, set[str] | None] = {}
+            by_file: dict[Path, set[str] | None] = {}
             for name, file in _index(self.path / INDEX).items():
-                members = files.setdefault(self.path / file, set())
+                members = by_file.setdefault(inside(self.path, file, ".safetensors"), set())
                 assert members is not None
                 members.add(name)
-            return files
+            return by_file
         if (self.path / SINGLE).is_file():
             return {self.path / SINGLE: None}
-        other = sorted(p.name for p in self.path.glob("*.safetensors")) if self.path.is_dir() else []
-        hint = f" It has {', '.join(other[:4])}: give the file itself" if other else ""
-        old = " It has pytorch_model.bin, a pickle: convert it with transformers first" if not other else ""
-        old = old if list(self.path.glob("pytorch_model*.bin")) else ""
-        raise CheckpointError(self.path, f"has neither {SINGLE} nor {INDEX}.{hint}{old}")
+        found = sorted(self.path.glob("*.safetensors"))
+        hint = f". It has {found[0].name}: give that file itself" if found else ""
+        if list(self.path.glob("pytorch_model*.bin")):
+            hint = ". It has pytorch_model.bin, a pickle: load it with transformers and save_pretrained it"
+        raise CheckpointError(self.path, f"has neither {SINGLE} nor {INDEX}{hint}")
 
 
-def _index(path: Path) -> dict[str, str]:
-    """The file of each tensor. Raises CorruptError, also for a file outside the folder."""
+def _index(path: Path) -> dict[str, Any]:
+    """The file of each tensor. Raises CorruptError."""
     try:
-        shown = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorruptError(path, f"cannot be read as JSON ({error})") from error
+        shown = parse(read_all(path, MAX_INDEX_BYTES))
+    except Invalid as error:
+        raise CorruptError(path, f"is no index: {error}") from None
     files = shown.get("weight_map") if isinstance(shown, dict) else None
     if not isinstance(files, dict) or not files:
         raise CorruptError(path, "has no weight_map")
-    for file in files.values():
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise CorruptError(path, f"{file!r} is no name of a safetensors file in this folder")
     return files
 
 
@@ -110,6 +111,7 @@ def export_safetensors(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config: Any = None,
+    disk: Disk | None = None,
 ) -> Path:
     """Writes leaves as a folder that transformers' `from_pretrained` loads. Returns its path.
 
@@ -120,6 +122,7 @@ def export_safetensors(
     floating leaves become. config: a model's configuration, written as config.json. Rank 0 holds one leaf, and its
     converted copy, at a time. `folder` must not exist, or be empty: it appears whole, or not at all.
     """
+    disk = disk or Disk()
     stream = outgoing(given, part)
     name_of = renamed(stream.entries, names)
     copies: dict[str, list[str]] = {}
@@ -134,16 +137,17 @@ def export_safetensors(
 
     def body(place: Path, take: Callable[[str], torch.Tensor]) -> None:
         for file, members in shards.items():
-            with open(place / file, "wb", buffering=0) as out:
-                _all(out, tensorfile.header(members, {"format": "pt"}))
+            with disk.create(place / file) as out:
+                out.write([memoryview(safetensors_header(members, {"format": "pt"}))])
                 for name, entry in members.items():
-                    _all(out, tensorfile.raw(take(written[name][0]).to(entry.dtype)))
+                    out.write([raw(take(written[name][0]).to(entry.dtype))])
+                out.sync()
         if len(shards) > 1:
-            (place / INDEX).write_text(_index_of(shards), "utf-8")
+            disk.write(place / INDEX, _index_of(shards).encode())
         if config is not None:
-            (place / "config.json").write_text(_json(config), "utf-8")
+            disk.write(place / "config.json", _json(config).encode())
 
-    stream.write([written[name][0] for members in shards.values() for name in members], Path(folder), body)
+    stream.write([written[name][0] for members in shards.values() for name in members], Path(folder), body, disk)
     return Path(folder)
 
 
@@ -185,9 +189,3 @@ def _index_of(shards: Mapping[str, Mapping[str, Entry]]) -> str:
 def _json(config: Any) -> str:
     """A model's configuration, as transformers writes it, or of a mapping."""
     return config.to_json_string() if hasattr(config, "to_json_string") else json.dumps(dict(config), indent=2) + "\n"
-
-
-def _all(out: FileIO, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[out.write(view) :]

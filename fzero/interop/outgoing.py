@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -21,8 +18,12 @@ import torch
 import torch.distributed as dist
 
 from fzero import tree
+from fzero.checkpoint.commit import locate
+from fzero.checkpoint.disk import Disk
+from fzero.checkpoint.reader import Checkpoint
 from fzero.checkpoint.source import Entry, Source
-from fzero.errors import CheckpointError, TreeError
+from fzero.errors import TreeError
+from fzero.interop.places import directory
 from fzero.plan.layout import Leaf
 from fzero.runtime import collectives, storage
 from fzero.state import ShardedTensor, State
@@ -38,7 +39,7 @@ class Outgoing(Protocol):
 
     entries: Mapping[str, Entry]
 
-    def write(self, order: Sequence[str], folder: Path, body: Body) -> None: ...
+    def write(self, order: Sequence[str], folder: Path, body: Body, disk: Disk) -> None: ...
 
 
 def outgoing(given: Given, part: str) -> Outgoing:
@@ -46,9 +47,7 @@ def outgoing(given: Given, part: str) -> Outgoing:
     if isinstance(given, State):
         return Live(given, part)
     if isinstance(given, (str, Path)):
-        from fzero.checkpoint import opened
-
-        given = opened(given)
+        given = Checkpoint(locate(given))
     if not isinstance(given, Source):
         raise TreeError(
             f"{type(given).__name__} cannot be exported: needed a State, a checkpoint's directory or a Source"
@@ -63,8 +62,8 @@ class Stored:
         self.source, self.paths = source, _below(list(source.leaves), part)
         self.entries = {short: source.leaves[path] for short, path in self.paths.items()}
 
-    def write(self, order: Sequence[str], folder: Path, body: Body) -> None:
-        with directory(folder) as place:
+    def write(self, order: Sequence[str], folder: Path, body: Body, disk: Disk) -> None:
+        with directory(folder, disk) as place:
             body(place, self._whole)
 
     def _whole(self, path: str) -> torch.Tensor:
@@ -83,7 +82,7 @@ class Live:
         self.leaves = {short: by_path[path] for short, path in _below(list(by_path), part).items()}
         self.entries = {short: Entry(tuple(leaf.shape), leaf.dtype) for short, leaf in self.leaves.items()}
 
-    def write(self, order: Sequence[str], folder: Path, body: Body) -> None:
+    def write(self, order: Sequence[str], folder: Path, body: Body, disk: Disk) -> None:
         failure: Exception | None = None
         try:
             for path in order:
@@ -102,7 +101,7 @@ class Live:
                 return self._whole(self.leaves[path].leaf)
 
             try:
-                with directory(folder) as place:
+                with directory(folder, disk) as place:
                     body(place, take)
             except Exception as error:
                 failure = error
@@ -114,15 +113,15 @@ class Live:
         collectives.agree(self.runtime.rank, self.runtime.world_size, what, digest, self.runtime.group, failure)
 
     def _whole(self, leaf: Leaf) -> torch.Tensor:
-        """On rank 0 the leaf in host memory (not a copy where it is whole there); elsewhere something empty."""
+        """On rank 0 the leaf in host memory (not a copy where it is whole there); elsewhere this rank's part, sent."""
         here = self.runtime
-        own = storage.local(here.plan, here.memory, leaf, here.rank).detach()
+        own = storage.local(here.plan, here.memory, leaf, here.rank).detach().cpu()
         if leaf.slot is None or not here.plan.buffers[leaf.buffer].shard:
-            return own.cpu() if here.rank == 0 else own[:0] if own.ndim else own
+            return own
         if here.rank:
             if own.numel():
-                dist.send(own.cpu().view(torch.uint8), dst=0, group=here.group)
-            return own[:0]
+                dist.send(own.view(torch.uint8), dst=0, group=here.group)
+            return own
         whole = torch.empty(leaf.shape, dtype=leaf.dtype)
         flat = whole.view(-1)
         for rank in range(here.world_size):
@@ -143,32 +142,3 @@ def _below(paths: Sequence[str], part: str) -> dict[str, str]:
         tops = sorted({path.split("/")[0] for path in paths})
         raise TreeError(f"part={part!r} has no leaves, the state has {', '.join(map(repr, tops))}: say which to export")
     return found
-
-
-@contextmanager
-def directory(folder: Path) -> Iterator[Path]:
-    """A new directory beside `folder` that becomes it at the end, all files durable; removed after an error."""
-    folder = folder.absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(folder, "exists: an export makes a new directory. Give another name, or remove it")
-    place = folder.parent / f".{folder.name}.writing-{os.getpid()}"
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        place.mkdir()
-        yield place
-        for file in (*place.iterdir(), place):
-            _sync(file)
-        place.rename(folder)
-        _sync(folder.parent)
-    except OSError as error:
-        raise CheckpointError(error.filename or folder, f"cannot be written: {error.strerror}", error.errno) from error
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -20,7 +20,7 @@ import torch
 
 import fzero
 from fzero.errors import CheckpointError, CorruptError
-from fzero.interop.tensorfile import Place
+from fzero.interop.places import Place
 
 TIMEOUT = 600.0  # seconds
 

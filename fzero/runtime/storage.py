@@ -45,6 +45,15 @@ def piece(plan: Plan, leaf: Leaf, rank: int) -> tuple[slice, slice]:
     return slice((start - low) // per, (stop - low) // per), slice((start - first) // per, (stop - first) // per)
 
 
+def flat(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> tuple[torch.Tensor, int]:
+    """(a rank's part of a leaf, a 1-D view; the element of the flattened logical leaf that it begins with)."""
+    held = memory[leaf.buffer]
+    if leaf.slot is None:
+        return held.view(-1), rank * held.numel() if leaf.per_rank else 0
+    here, there = piece(plan, leaf, rank)
+    return held[here], there.start
+
+
 def store(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, value: torch.Tensor, rank: int) -> None:
     """Copies the rank's part of a whole leaf into its buffer."""
     target = memory[leaf.buffer]

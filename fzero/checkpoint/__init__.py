@@ -1,0 +1,21 @@
+"""Checkpoints: a directory per step, of safetensors and JSON, committed as a whole or not at all. See
+docs/checkpoints.md."""
+
+from __future__ import annotations
+
+import os
+
+from fzero.checkpoint import manifest as records
+from fzero.checkpoint.commit import committed, locate
+from fzero.checkpoint.disk import Disk
+from fzero.checkpoint.manifest import Manifest
+from fzero.checkpoint.save import Snapshot, save, snapshot, write
+
+
+def manifest(directory: str | os.PathLike[str]) -> Manifest:
+    """What a checkpoint says of itself (`.step`, `.extra`, `.leaves`): of a step's directory, or of the newest
+    committed step of a run's. Raises CheckpointError where there is none, CorruptError where it is damaged."""
+    return records.read(locate(directory))
+
+
+__all__ = ["Disk", "Manifest", "Snapshot", "committed", "locate", "manifest", "save", "snapshot", "write"]

@@ -1,0 +1,226 @@
+"""commit: how a directory of shards becomes a checkpoint. All of it runs on rank 0.
+
+    prepare   the run's directory, its lock, no leftovers, room for the bytes, a fresh `.tmp-step-00000120-<token>`
+    (every rank writes and syncs its shard there)
+    commit    1. every shard is there, and as long as its rank said
+              2. manifest.json, synced; the directory, synced
+              3. rename to step-00000120; the run's directory, synced
+              4. COMMITTED, written and synced under another name, renamed; the directory, synced      <- the commit
+              5. `latest`, in the same way; a hint only
+    prune     of all but the last `keep`: the marker first, synced, then the files
+
+A process may die between any two of these: before 4 there is no checkpoint, after it there is one. What dead saves and
+dead prunes leave has no marker, and the next save removes it, if every file in it is one that a save makes. The lock
+(flock, which dies with its process) keeps a second job from taking a living save for a dead one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from fzero.checkpoint import manifest as records
+from fzero.checkpoint.disk import Disk
+from fzero.checkpoint.manifest import LATEST, MANIFEST, MARKER, Manifest
+from fzero.errors import CheckpointError, CorruptError
+
+log = logging.getLogger("fzero")
+LOCK = ".lock"
+TEMPORARY = re.compile(r"\.tmp-step-[0-9]{8,19}-[0-9a-f]{8}")
+OURS = re.compile(rf"shard-[0-9]{{5,7}}\.safetensors|{re.escape(MANIFEST)}|{MARKER}|\.{MARKER}")
+
+
+# --- finding --------------------------------------------------------------------------------------------------------
+
+
+def committed(run: Path, disk: Disk | None = None) -> list[tuple[int, Path]]:
+    """(step, directory) of every committed checkpoint of a run, oldest first: those whose marker is their manifest's.
+
+    One whose marker is not is logged and left out.
+    """
+    disk = disk or Disk()
+    found = []
+    for name in disk.names(run) or []:
+        step = records.step_of(name)
+        if step is None or disk.size(run / name / MARKER) is None:
+            continue
+        try:
+            data = disk.read(run / name / MANIFEST, limit=records.MAX_MANIFEST)
+            valid = disk.read(run / name / MARKER, limit=65) == records.marker_of(data)
+        except CorruptError as error:
+            log.warning("fzero: %s", error)
+            continue
+        if valid:
+            found.append((step, run / name))
+        else:
+            log.warning("fzero: %s: its marker is not that of its %s: it is passed over", run / name, MANIFEST)
+    return sorted(found)
+
+
+def locate(directory: str | os.PathLike[str], disk: Disk | None = None) -> Path:
+    """The checkpoint meant by a directory: itself, where it holds a manifest, or the newest committed one of a run.
+
+    Raises CheckpointError where there is none.
+    """
+    disk = disk or Disk()
+    path = Path(directory)
+    names = disk.names(path)
+    if names is None:
+        raise CheckpointError(path, "there is no such directory")
+    if MANIFEST in names or MARKER in names:
+        return path
+    found = committed(path, disk)
+    if not found:
+        started = [name for name in names if records.step_of(name) is not None or TEMPORARY.fullmatch(name)]
+        more = f" ({', '.join(started[:3])} began and did not end)" if started else ""
+        raise CheckpointError(path, f"holds no committed checkpoint{more}")
+    return found[-1][1]
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def prepare(run: Path, step: int, nbytes: int, token: str, disk: Disk) -> tuple[Path, Callable[[], None]]:
+    """(the empty directory for the shards, what gives back the lock). Raises CheckpointError."""
+    make_directories(run, disk)
+    release = disk.lock(run / LOCK)
+    if release is None:
+        raise CheckpointError(run, "another save into this directory is at work: give every run a directory of its own")
+    try:
+        clean(run, disk)
+        final = run / records.step_name(step)
+        if disk.names(final) is not None and disk.size(final / MARKER) is None:
+            raise CheckpointError(final, "is there already and is not a checkpoint of fzero: move it away")
+        room = disk.free(run)
+        if room is not None and room < nbytes:
+            raise CheckpointError(
+                run,
+                f"needs {nbytes:,} bytes and the disk has {room:,}: free some space, keep fewer (keep=), or save "
+                "to another directory",
+            )
+        temporary = run / f".tmp-{records.step_name(step)}-{token}"
+        disk.mkdir(temporary)
+    except BaseException:
+        release()
+        raise
+    return temporary, release
+
+
+def make_directories(path: Path, disk: Disk) -> None:
+    """The directory and those above it, where they are missing."""
+    missing = []
+    for one in (path, *path.parents):
+        if disk.names(one) is not None:
+            break
+        missing.append(one)
+    for one in reversed(missing):
+        try:
+            disk.mkdir(one)
+        except CheckpointError as error:
+            if disk.names(one) is None:  # else somebody else has just made it
+                raise error
+        disk.sync_directory(one.parent)
+
+
+def clean(run: Path, disk: Disk) -> None:
+    """Removes what dead saves left: temporary directories, and steps without a marker."""
+    for name in disk.names(run) or []:
+        if TEMPORARY.fullmatch(name) or (records.step_of(name) is not None and disk.size(run / name / MARKER) is None):
+            remove(run / name, disk)
+        elif name == f".{LATEST}":
+            disk.unlink(run / name)
+
+
+def remove(directory: Path, disk: Disk) -> None:
+    """A checkpoint's directory, its marker first. One that holds a file no save makes is left alone."""
+    names = disk.names(directory) or []
+    if not all(OURS.fullmatch(name) for name in names):
+        return
+    if MARKER in names:
+        disk.unlink(directory / MARKER)
+        disk.sync_directory(directory)
+    for name in names:
+        if name != MARKER:
+            disk.unlink(directory / name)
+    disk.rmdir(directory)
+
+
+def commit(run: Path, temporary: Path, manifest: Manifest, disk: Disk) -> Path:
+    """Makes the shards in `temporary` the checkpoint of `manifest`. Returns its directory; raises CheckpointError.
+
+    A step that is there already is left as it is: the same bytes are the same checkpoint, others an error.
+    """
+    check_shards(temporary, manifest, disk)
+    data = manifest.to_bytes()
+    final = run / records.step_name(manifest.step)
+    if disk.size(final / MARKER) is not None:
+        _check_same(final, data, disk)
+        remove(temporary, disk)
+        return final
+    disk.write(temporary / MANIFEST, data)
+    disk.sync_directory(temporary)
+    disk.rename(temporary, final)
+    disk.sync_directory(run)
+    replace(final, MARKER, records.marker_of(data), disk)
+    return final
+
+
+def check_shards(directory: Path, manifest: Manifest, disk: Disk) -> None:
+    """Every shard can be seen from here, and is as long as the rank that wrote it said."""
+    for number, shard in enumerate(manifest.shards):
+        file = directory / records.shard_name(number)
+        size = disk.size(file)
+        if size is None:
+            raise CheckpointError(
+                file,
+                f"rank {number} has written it, and rank 0 does not see it: save to a directory on a file system "
+                "that all machines share",
+            )
+        if size != shard.bytes:
+            raise CheckpointError(file, f"rank {number} has written {shard.bytes:,} bytes, the file has {size:,}")
+
+
+def _check_same(final: Path, data: bytes, disk: Disk) -> None:
+    try:
+        same = disk.read(final / MARKER, limit=65) == records.marker_of(data)
+    except CorruptError:
+        same = False
+    if not same:
+        raise CheckpointError(
+            final,
+            "this step is saved here already, with other contents: it is kept as it is. After going back to an "
+            "earlier step, save to a new directory, or remove the later steps first",
+        )
+
+
+def replace(directory: Path, name: str, data: bytes, disk: Disk) -> None:
+    """A file of this name and content, atomically: as it was, or all of it and on the disk."""
+    disk.write(directory / f".{name}", data)
+    disk.rename(directory / f".{name}", directory / name)
+    disk.sync_directory(directory)
+
+
+def finish(run: Path, final: Path, keep: int | None, disk: Disk) -> None:
+    """`latest`, and all but the newest `keep` removed; this one always stays. The checkpoint is safe by now, so that
+    what fails here is logged: the next save does it again."""
+    try:
+        replace(run, LATEST, f"{final.name}\n".encode(), disk)
+        if keep is not None:
+            others = [path for _, path in committed(run, disk) if path != final]
+            for path in others[: max(len(others) - (keep - 1), 0)]:
+                remove(path, disk)
+    except CheckpointError as error:
+        log.warning("fzero: %s is committed, but clearing up after it failed: %s", final, error)
+
+
+def undo(run: Path, step: int, temporary: Path, disk: Disk) -> None:
+    """After a failure that all ranks know of: frees the space, as far as the disk still works."""
+    for path in (temporary, run / records.step_name(step)):
+        try:
+            if disk.names(path) is not None and disk.size(path / MARKER) is None:
+                remove(path, disk)
+        except CheckpointError as error:
+            log.warning("fzero: leftovers of a failed save stay until the next one: %s", error)

@@ -1,0 +1,82 @@
+"""compare: the leaves that a source holds beside those that a state has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fzero import tree
+from fzero.checkpoint.source import Entry
+from fzero.errors import at
+from fzero.program import DTYPE_NAMES
+
+SHOWN = 8  # leaves of each kind that a message names
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Paths of leaves: missing in the source, extra there, of another shape or dtype. Leaves of another shape or dtype
+    come with what they are there and here."""
+
+    missing: tuple[str, ...]
+    extra: tuple[str, ...]
+    reshaped: Mapping[str, str]
+    retyped: Mapping[str, str]
+    near: Mapping[str, str]  # for a missing path, how the closest extra one is suggested
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.extra or self.reshaped or self.retyped)
+
+    @property
+    def unfit(self) -> set[str]:
+        """The state's leaves that cannot be loaded."""
+        return {*self.missing, *self.reshaped, *self.retyped}
+
+    def __str__(self) -> str:
+        """A line for each kind, then one for each leaf."""
+        return "\n".join(
+            [
+                *_lines("missing (this state has them, the checkpoint does not)", self.missing, self.near),
+                *_lines("extra (the checkpoint has them, this state does not)", self.extra),
+                *_lines("of another shape", self.reshaped, self.reshaped),
+                *_lines("of another dtype", self.retyped, self.retyped),
+            ]
+        )
+
+
+def difference(here: Mapping[str, Entry], there: Mapping[str, Entry]) -> Difference:
+    """What keeps the leaves `there`, of a source, from being those `here`, of a state."""
+    missing = tuple(path for path in here if path not in there)
+    extra = tuple(path for path in there if path not in here)
+    both = [(path, one, there[path]) for path, one in here.items() if path in there]
+    near = {path: tree.suggest(path, extra) for path in missing[:SHOWN]}
+    reshaped = {
+        path: f" is {_shape(found)} there, {_shape(one)} here{_ranks(found, one)}"
+        for path, one, found in both
+        if (found.shape, found.per_rank) != (one.shape, one.per_rank)
+    }
+    retyped = {
+        path: f" is {DTYPE_NAMES.get(found.dtype, found.dtype)} there, {DTYPE_NAMES[one.dtype]} here"
+        for path, one, found in both
+        if path not in reshaped and found.dtype is not one.dtype
+    }
+    return Difference(missing, extra, reshaped, retyped, near)
+
+
+def _shape(one: Entry) -> str:
+    return f"{list(one.shape)}{' (one per rank)' if one.per_rank else ''}"
+
+
+def _ranks(found: Entry, one: Entry) -> str:
+    if found.per_rank and one.per_rank and found.shape[1:] == one.shape[1:]:
+        return f": what each rank keeps for itself has no meaning for other ranks; load it on {found.shape[0]}"
+    return ""
+
+
+def _lines(what: str, paths: Iterable[str], notes: Mapping[str, str] | None = None) -> Sequence[str]:
+    paths = list(paths)
+    if not paths:
+        return []
+    shown = [f"    {at('state', path)}{(notes or {}).get(path, '')}" for path in paths[:SHOWN]]
+    more = [f"    and {len(paths) - SHOWN} more"] if len(paths) > SHOWN else []
+    return [f"  {len(paths)} {what}:", *shown, *more]

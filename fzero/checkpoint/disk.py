@@ -1,0 +1,246 @@
+"""disk: every file operation of a save or a load goes through one small object.
+
+Each operation has a kind and a path and passes `Disk.run`, so that a test can kill a process before or after it, make
+it fail, slow it down or write it down. What the operating system refuses becomes a `CheckpointError` that names the
+file and says what to do. Nothing here follows a symbolic link, or waits for a pipe: a file of a checkpoint is a plain
+file in its directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from fzero.errors import CheckpointError, CorruptError
+
+T = TypeVar("T")
+MAX_VIEWS = 512  # parts that one writev takes; IOV_MAX is 1,024 on Linux
+
+ADVICE = {
+    errno.ENOSPC: "the disk is full: free some space, keep fewer checkpoints (keep=), or save to another directory",
+    errno.EDQUOT: "your quota is used up: remove files, keep fewer checkpoints (keep=), or save to another directory",
+    errno.EROFS: "the file system is read-only: save to another directory, or mount it writable",
+    errno.EACCES: "this user may not: change the permissions of the directory, or save to another one",
+    errno.EPERM: "this user may not: change the permissions of the directory, or save to another one",
+    errno.EIO: "the device failed (EIO): look at the kernel's log, and save to another disk",
+    errno.ENOTDIR: "a directory was needed here or above, and a file is in its place",
+    errno.EISDIR: "a file was needed, this is a directory",
+    errno.ELOOP: "a symbolic link is not followed: files of a checkpoint lie in its own directory",
+    errno.ENAMETOOLONG: "the path is too long: save to a directory with a shorter one",
+    errno.EMFILE: "this process has too many files open: close some, or raise `ulimit -n`",
+    errno.ESTALE: "the network file system lost the file (ESTALE): is another machine removing this directory?",
+}
+
+
+class Disk:
+    """The file system. Raises CheckpointError; `kind` is the name of the method that `run` is called for."""
+
+    def run(self, kind: str, path: Path, call: Callable[[], T]) -> T:
+        """One operation: what tests override. `call` does it."""
+        return call()
+
+    def do(self, kind: str, path: Path, call: Callable[[], T]) -> T:
+        try:
+            return self.run(kind, path, call)
+        except OSError as error:
+            raise refused(kind, path, error) from error
+
+    # --- writing
+
+    def mkdir(self, path: Path) -> None:
+        """A new directory; its parent exists. One that is there already is an error."""
+        self.do("mkdir", path, lambda: os.mkdir(path))
+
+    def create(self, path: Path) -> File:
+        """A new file to write to. One that is there already is an error."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return File(self, path, self.do("create", path, lambda: os.open(path, flags, 0o666)))
+
+    def write(self, path: Path, data: bytes) -> None:
+        """A new file with these bytes, on the disk when this returns."""
+        with self.create(path) as file:
+            file.write([memoryview(data)])
+            file.sync()
+
+    def sync_directory(self, path: Path) -> None:
+        """The names in a directory are on the disk when this returns."""
+
+        def call() -> None:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems whose directories need none
+                    raise
+            finally:
+                os.close(fd)
+
+        self.do("sync_directory", path, call)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Atomic. A file at `new` is replaced, a directory that holds anything is an error."""
+        self.do("rename", new, lambda: os.rename(old, new))
+
+    def unlink(self, path: Path) -> None:
+        self.do("unlink", path, lambda: os.unlink(path))
+
+    def rmdir(self, path: Path) -> None:
+        self.do("rmdir", path, lambda: os.rmdir(path))
+
+    def lock(self, path: Path) -> Callable[[], None] | None:
+        """Takes the lock that a file is, made where it is missing; returns what gives it back. The kernel does so when
+        the process dies. None: another process has it. Where the file system knows no locks, nothing is locked."""
+
+        def call() -> Callable[[], None] | None:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                return None
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+                    os.close(fd)
+                    raise
+
+            def release() -> None:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child may hold the file open
+                except OSError:
+                    pass
+                finally:
+                    os.close(fd)
+
+            return release
+
+        return self.do("lock", path, call)
+
+    # --- reading
+
+    def size(self, path: Path) -> int | None:
+        """Bytes of a plain file. None: there is none of this name."""
+
+        def call() -> int | None:
+            try:
+                found = os.lstat(path)
+            except FileNotFoundError:
+                return None
+            return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+        return self.do("size", path, call)
+
+    def names(self, path: Path) -> list[str] | None:
+        """The names in a directory, in order. None: there is no such directory."""
+
+        def call() -> list[str] | None:
+            try:
+                return sorted(os.listdir(path))
+            except FileNotFoundError:
+                return None
+
+        return self.do("names", path, call)
+
+    def read(self, path: Path, *, limit: int) -> bytes:
+        """All of a file. CorruptError where it is missing, no plain file, or has more than `limit` bytes."""
+
+        def call() -> bytes:
+            fd = _open(path)
+            try:
+                size = os.fstat(fd).st_size
+                if size > limit:
+                    raise CorruptError(path, f"is {size:,} bytes long: such a file has at most {limit:,}")
+                data = bytearray(size)
+                _fill(fd, path, 0, memoryview(data))
+                return bytes(data)
+            finally:
+                os.close(fd)
+
+        return self.do("read", path, call)
+
+    def read_into(self, path: Path, start: int, view: memoryview) -> None:
+        """Fills `view` (bytes) from byte `start` of a file on. CorruptError where the file ends before."""
+
+        def call() -> None:
+            fd = _open(path)
+            try:
+                _fill(fd, path, start, view)
+            finally:
+                os.close(fd)
+
+        self.do("read", path, call)
+
+    def free(self, path: Path) -> int | None:
+        """Bytes that this user may still write to the file system of a directory; None where that is not known."""
+        found = self.do("free", path, lambda: os.statvfs(path))
+        return found.f_bavail * found.f_frsize if found.f_blocks else None
+
+
+class File:
+    """A new file that is being written."""
+
+    def __init__(self, disk: Disk, path: Path, fd: int) -> None:
+        self.disk, self.path, self.fd = disk, path, fd
+
+    def write(self, views: Sequence[memoryview]) -> None:
+        """Appends all of these bytes, at most MAX_VIEWS parts at a time."""
+        left = [view.cast("B") for view in views if view.nbytes]
+        while left:
+            part = left[:MAX_VIEWS]
+            done = self.disk.do("write", self.path, lambda part=part: os.writev(self.fd, part))  # type: ignore[misc]
+            while left and done >= len(left[0]):
+                done -= len(left.pop(0))
+            if done:
+                left[0] = left[0][done:]
+
+    def sync(self) -> None:
+        """What was written is on the disk when this returns."""
+        self.disk.do("sync", self.path, lambda: os.fsync(self.fd))
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        fd, self.fd = self.fd, -1
+        if kind is not None:
+            os.close(fd)
+        else:
+            self.disk.do("close", self.path, lambda: os.close(fd))
+
+
+def _open(path: Path) -> int:
+    """For reading: a plain file, never a link, a pipe or a device (opening those could wait for ever)."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise CorruptError(path, "is missing", errno.ENOENT) from None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise CorruptError(
+                path, "is a link or no plain file: files of a checkpoint lie in its own directory"
+            ) from None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CorruptError(path, "is no plain file")
+    return fd
+
+
+def _fill(fd: int, path: Path, start: int, view: memoryview) -> None:
+    place, wanted = start, start + len(view)
+    while place < wanted:
+        done = os.preadv(fd, [view[place - start :]], place)
+        if not done:
+            raise CorruptError(path, f"ends at byte {place:,}, needed up to {wanted:,}: it is truncated")
+        place += done
+
+
+def refused(kind: str, path: Path, error: OSError) -> CheckpointError:
+    """What the operating system said, with the file and what to do."""
+    said = f"{kind.replace('_', ' ')} failed: {os.strerror(error.errno) if error.errno else error}"
+    advice = ADVICE.get(error.errno or 0)
+    return CheckpointError(path, f"{said}; {advice}" if advice else said, error.errno)

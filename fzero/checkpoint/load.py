@@ -1,0 +1,276 @@
+"""load: a state from a checkpoint, at any world size and under any layout.
+
+1. Rank 0 says which step it is: the newest committed one of a run. All ranks read its manifest.
+2. The leaves that the state is to have (those of `spec` and `like`, laid out for this world) are compared with those of
+   the checkpoint. Every difference is in one MismatchError, and nothing has been touched.
+3. Each rank asks the checkpoint for the ranges of elements that it holds, and these are read, verified and written
+   straight into the state's buffers (`fzero.checkpoint.reader`). No leaf is whole anywhere that the plan does not keep
+   it whole, and nothing travels between ranks.
+
+The ranks agree before memory is taken and after it is filled: an error on one is an error on all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero._torch_compat import untraced_by_dynamo
+from fzero.capture import PerRank
+from fzero.checkpoint.commit import locate
+from fzero.checkpoint.compare import Difference, difference
+from fzero.checkpoint.disk import Disk
+from fzero.checkpoint.manifest import LeafRecord, Manifest
+from fzero.checkpoint.reader import Checkpoint
+from fzero.checkpoint.source import Entry, Source, Want
+from fzero.compile import recipe_for
+from fzero.errors import CheckpointError, CorruptError, DisagreementError, DonatedError, MismatchError, SpecError
+from fzero.initial import Recipe
+from fzero.plan.layout import Plan
+from fzero.random import key as first_key
+from fzero.runtime import collectives, storage
+from fzero.spec import Spec
+from fzero.state import Life, ShardedTensor, State
+from fzero.world import World
+
+log = logging.getLogger("fzero")
+
+
+@untraced_by_dynamo
+@torch.inference_mode(False)
+def load(
+    dir: str | Path,
+    spec: Spec | None = None,
+    *,
+    like: Any = None,
+    key: torch.Tensor | None = None,
+    strict: bool = True,
+    disk: Disk | None = None,
+) -> State:
+    """The state that `fzero.save` wrote to `dir`: a run's directory (its newest committed step) or one step's.
+
+    spec: what to train from here on. World, ZeRO stage, buckets, microbatches may differ from those of the save.
+    like: a State (its spec is used, and its memory: it is donated), or what `fzero.init` would be given, of which only
+    the shapes are read. Without it the tree is made from the checkpoint, which knows dicts, lists, tuples and None.
+    key: as in `init`, for a state whose checkpoint holds none. A key in the checkpoint is loaded like every leaf.
+    strict: any difference between the leaves is a MismatchError that shows all of it, and nothing is loaded. With
+    False what fits is loaded, other leaves keep what `init` (or the state `like`) gave them, and the log says which.
+
+    Every rank must call it. Raises CheckpointError: CorruptError for damaged files, MismatchError for other leaves. A
+    state given as `like` stays usable unless reading fails after writing began; then it is marked unusable.
+
+    >>> import tempfile, fzero
+    >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.sgd(0.1))
+    >>> state = fzero.step(fzero.init({"w": torch.ones(2)}, spec), torch.eye(2))
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     _ = fzero.save(state, run)
+    ...     again = fzero.load(run, spec)
+    >>> again.step, again.params["w"].full().tolist()
+    (1, [0.8999999761581421, 0.8999999761581421])
+    """
+    if isinstance(like, State):
+        if spec is not None:
+            raise SpecError("fzero.load(dir, spec, like=state): a state has its spec: leave spec out, or give shapes")
+        return _into(like, Path(dir), strict, disk or Disk())
+    like = tree.map(_shape_of, like) if like is not None and not callable(like) else like
+    world = World.open("load", spec, like)
+    assert spec is not None
+    with _typed(dir):
+        chosen = _chosen(Path(dir), world, disk or Disk())
+
+        def filler() -> Filling:
+            saved = Checkpoint(chosen, disk)
+            given = _tree(chosen, saved.manifest, spec) if like is None else like
+            wanted = first_key(0) if key is None and spec.loss is not None and "key" in saved.leaves else key
+            recipe = recipe_for(spec, given, wanted, world.device)
+            return Filling(saved, recipe, world.size, strict, file=chosen, step=saved.step, digest=saved.digest)
+
+        state = world.state("load", spec, filler)
+    log.info("fzero: loaded step %d from %s", state.step, chosen)
+    return state
+
+
+class Filling:
+    """A `fzero.world.Filler`: the leaves of a recipe, with the values of a source (which messages call `file`).
+
+    only: path rules of the state's leaves that the source is to have; the others keep their first values.
+    digest: what tells the source's content, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        recipe: Recipe,
+        world_size: int,
+        strict: bool,
+        *,
+        file: Path,
+        step: int = 0,
+        digest: str = "",
+        only: Sequence[str] = ("**",),
+    ) -> None:
+        self.paths, self.values, self.per_rank, self.spec = recipe.paths, recipe.values, recipe.per_rank, recipe.spec
+        self.source, self.recipe, self.file, self.step, self.digest = source, recipe, file, step, digest
+        here = {
+            path: entry(tuple(value.shape), value.dtype, path in recipe.per_rank, world_size)
+            for path, value in zip(recipe.paths, recipe.values, strict=True)
+            if any(tree.matches(rule, path) for rule in only)
+        }
+        unfit = _compared(here, source, file, strict).unfit
+        self.kept = unfit | {path for path in recipe.paths if path not in here}
+
+    def place(self, plan: Plan, rank: int, memory: Mapping[str, torch.Tensor]) -> str:
+        wants = wanted(plan, rank, memory, self.kept)
+        self.source.check(wants)
+        try:
+            self.recipe.place(plan, rank, memory, only=self.kept)
+        except NotImplementedError:  # of a meta tensor
+            raise MismatchError(
+                self.file,
+                f"does not have {sorted(self.kept)[0]!r}, whose first value depends on values that are not there. "
+                "Give load tensors that have some, as fzero.init would be given: like=params",
+            ) from None
+        self.source.fill(wants)
+        return self.digest
+
+
+def entry(shape: tuple[int, ...], dtype: torch.dtype, per_rank: bool, world_size: int) -> Entry:
+    """A state's leaf of this shape on one rank, as a source describes it."""
+    return Entry((world_size, *shape) if per_rank else shape, dtype, per_rank)
+
+
+def wanted(plan: Plan, rank: int, memory: Mapping[str, torch.Tensor], kept: set[str]) -> list[Want]:
+    """What a rank's buffers hold of every leaf but those to be kept."""
+    found = []
+    for leaf in plan.leaves:
+        out, start = storage.flat(plan, memory, leaf, rank)
+        if len(out) and leaf.path not in kept:
+            found.append(Want(leaf.path, start, out))
+    return found
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+def _into(state: State, dir: Path, strict: bool, disk: Disk) -> State:
+    """A checkpoint in the memory of a state."""
+    runtime, plan = state.runtime, state.runtime.plan
+    world = World(runtime.rank, runtime.world_size, runtime.device, runtime.group)
+    with _typed(dir):
+        chosen = _chosen(dir, world, disk)
+        failure: BaseException | None = None
+        digest = ""
+        try:
+            if state.life.ended:
+                raise DonatedError(f"fzero.load(like=state): this state {state.life.ended}")
+            saved = Checkpoint(chosen, disk)
+            here = {x.path: entry(x.shape, x.dtype, x.per_rank, world.size) for x in plan.leaves}
+            kept = _compared(here, saved, chosen, strict).unfit
+            wants = wanted(plan, world.rank, runtime.memory, kept)
+            saved.check(wants)
+            digest = saved.digest
+        except Exception as error:
+            failure = error
+        world.agree("load", digest, failure)
+        try:
+            saved.fill(wants)
+        except BaseException as error:
+            failure = error
+        try:
+            world.agree("the values of the checkpoint", digest, failure)
+        except BaseException as error:
+            state.life.ended = (
+                f"is unusable: fzero.load failed after it began to write ({type(error).__name__}: {error}). "
+                "Load another checkpoint, or start again from fzero.init"
+            )
+            raise
+    state.life.ended = "was donated to fzero.load: use the state that it returned (state = fzero.load(dir, like=state))"
+    life = Life()
+    log.info("fzero: loaded step %d from %s", saved.step, chosen)
+    return State(runtime.sharded(life), saved.step, {}, runtime, life)
+
+
+def _chosen(dir: Path, world: World, disk: Disk) -> Path:
+    """The directory of a step: `dir`, or where that is a run's, its newest committed one, which rank 0 finds: another
+    rank may see an older list, or a newer one."""
+    failure, name = world.failure, b""
+    try:
+        if failure is None and world.rank == 0 and (found := locate(dir, disk)) != dir:
+            name = found.name.encode()
+    except Exception as error:
+        failure = error
+    world.agree("load", "", failure)
+    if world.size > 1:
+        name = collectives.tell(name, world.size, world.group)[0]
+    return dir / name.decode() if name else dir
+
+
+def _compared(here: Mapping[str, Entry], source: Source, file: Path, strict: bool) -> Difference:
+    found = difference(here, source.leaves)
+    if found and strict:
+        raise MismatchError(
+            file,
+            f"does not have the leaves of this state. Nothing was loaded.\n{found}\n"
+            "Give fzero.load the spec and tree that were saved, or strict=False, which loads what fits",
+        )
+    if found:
+        log.warning("fzero: strict=False: of %s these leaves were not loaded:\n%s", file, found)
+    return found
+
+
+def _tree(file: Path, saved: Manifest, spec: Spec) -> Any:
+    """What `fzero.init` would be given, with shapes alone, from the containers that the manifest describes."""
+
+    def leaf(one: LeafRecord) -> Any:
+        value = torch.empty(one.shape[1:] if one.per_rank else one.shape, dtype=one.dtype, device="meta")
+        return PerRank(value) if one.per_rank else value
+
+    whole = saved.tree([leaf(one) for one in saved.leaves])
+    structure, where = saved.structure, "the state"
+    if spec.loss is not None:
+        if not isinstance(whole, dict) or "params" not in whole:
+            raise MismatchError(file, "has no 'params': it was saved with Spec(step=...). Load it with such a spec")
+        whole, where = whole["params"], "params"
+        structure = dict(map(tuple, structure.get("dict", structure.get("other", [0, 0])[1])))["params"]
+    for path, name in _foreign(structure, where):
+        raise MismatchError(
+            file,
+            f"has a {name} at {path}, which no file can make. Give load a tree with the same containers, as "
+            "fzero.init is given (only its shapes are read): like=params",
+        )
+    return whole
+
+
+def _foreign(structure: Any, path: str) -> Iterator[tuple[str, str]]:
+    """(path, type's name) of the containers that are not dict, list, tuple or None."""
+    if not isinstance(structure, dict):
+        return
+    ((kind, inner),) = structure.items()
+    if kind == "other":
+        yield path, inner[0]
+        return
+    for name, child in inner if kind == "dict" else enumerate(inner):
+        yield from _foreign(child, f"{path}/{name}")
+
+
+def _shape_of(leaf: Any) -> Any:
+    """Leaves of another state stand for their shapes."""
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, ShardedTensor) else leaf
+
+
+@contextmanager
+def _typed(dir: object) -> Iterator[None]:
+    """Where another rank found a checkpoint damaged, this one raises the same error."""
+    try:
+        yield
+    except DisagreementError as error:
+        for kind in (CorruptError, MismatchError, CheckpointError):
+            if f": {kind.__name__}: " in str(error):
+                raise kind(dir, str(error)) from None
+        raise

@@ -1,0 +1,301 @@
+"""manifest: what a checkpoint says about itself, in JSON, and the strict way to read it.
+
+    run/
+      latest                                  "step-00000120\\n": a hint, never more
+      step-00000120/
+        COMMITTED                             the SHA-256 of manifest.json, in hex, and a newline; written last
+        manifest.json
+        shard-00000.safetensors               what rank 0 wrote; file names are numbers, never names of leaves
+
+Every leaf is cut into *pieces*: elements [start, stop) of the flattened logical leaf, which lie 1-D in a shard under
+the leaf's path. The pieces of a leaf are in order and cover it exactly. A shard is hashed in blocks of 4 MiB; its
+`sha256` is that of the digests of its blocks, one after the other (a hash tree of depth one), so that a reader verifies
+exactly the blocks it reads. Nothing read is believed before it is checked: sizes and types, duplicate and unknown keys,
+the partition of every leaf, bytes against shards. A manifest that cannot be believed is a CorruptError that names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero.checkpoint import structure
+from fzero.checkpoint.disk import Disk
+from fzero.checkpoint.strict import MAX_INT, Invalid, Reader, check_json, dump, parse
+from fzero.errors import CheckpointError, CorruptError
+from fzero.program import DTYPE_NAMES, DTYPES
+
+FORMAT, VERSION = "fzero", 1
+MANIFEST, MARKER, LATEST = "manifest.json", "COMMITTED", "latest"
+BLOCK = 4 << 20  # bytes that are hashed together
+MAX_MANIFEST = 64 << 20  # bytes
+MAX_SHARD = 1 << 50  # bytes
+STEP = re.compile(r"step-([0-9]{8,19})")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements [start, stop) of a flattened leaf, in shard number `shard`."""
+
+    shard: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeafRecord:
+    """A leaf of the saved state: its logical shape (of a per-rank leaf with the ranks in front), how it lay when it was
+    saved (`placement`, for people), and its pieces in order."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placement: str
+    kind: str
+    per_rank: bool
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """A file: its bytes, the SHA-256 of each block of 4 MiB, and that of these digests."""
+
+    bytes: int
+    sha256: str
+    blocks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint's description: `step`, `extra` (what the user saved with it) and `leaves` are what most need."""
+
+    step: int
+    mesh: Mapping[str, int]
+    zero: int | Mapping[str, int]
+    versions: Mapping[str, str]
+    program: str | None
+    extra: Any
+    structure: Any
+    leaves: tuple[LeafRecord, ...]
+    shards: tuple[ShardRecord, ...]
+
+    @cached_property
+    def by_path(self) -> dict[str, LeafRecord]:
+        return {leaf.path: leaf for leaf in self.leaves}
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    def tree(self, values: Sequence[Any]) -> Any:
+        """The pytree of these leaves (in the order of `leaves`) in dicts, lists, tuples and None; what was a named
+        tuple or another container is a dict by field."""
+        return structure.build(self.structure, values)
+
+    def to_bytes(self) -> bytes:
+        leaves = [
+            {
+                "path": leaf.path,
+                "shape": list(leaf.shape),
+                "dtype": DTYPE_NAMES[leaf.dtype],
+                "placement": leaf.placement,
+                "kind": leaf.kind,
+                "per_rank": leaf.per_rank,
+                "pieces": [{"shard": p.shard, "start": p.start, "stop": p.stop} for p in leaf.pieces],
+            }
+            for leaf in self.leaves
+        ]
+        shards = [
+            {"file": shard_name(i), "bytes": s.bytes, "sha256": s.sha256, "blocks": list(s.blocks)}
+            for i, s in enumerate(self.shards)
+        ]
+        rows = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "mesh": dict(self.mesh),
+            "zero": dict(self.zero) if isinstance(self.zero, Mapping) else self.zero,
+            "versions": dict(self.versions),
+            "program": self.program,
+            "extra": self.extra,
+            "structure": self.structure,
+            "leaves": leaves,
+            "shards": shards,
+        }
+        return b"{\n" + b",\n".join(dump(name) + b":" + dump(value) for name, value in rows.items()) + b"\n}\n"
+
+    @staticmethod
+    def from_bytes(data: bytes, file: Path | str = MANIFEST) -> Manifest:
+        """Raises CorruptError, naming `file`, and CheckpointError for a format that this version does not know."""
+        try:
+            if len(data) > MAX_MANIFEST:
+                raise Invalid(f"it has {len(data):,} bytes: at most {MAX_MANIFEST:,} are allowed")
+            value = parse(data)
+            _check_version(value, file)
+            return _manifest(value)
+        except Invalid as error:
+            raise CorruptError(file, f"is damaged, or no manifest of fzero: {error}") from None
+
+
+def root(blocks: Sequence[bytes]) -> str:
+    """The `sha256` of a shard, from its blocks' digests."""
+    return hashlib.sha256(b"".join(blocks)).hexdigest()
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a directory of this name; None for any other name."""
+    found = STEP.fullmatch(name)
+    return int(found[1]) if found and step_name(int(found[1])) == name else None
+
+
+def read(directory: Path, disk: Disk | None = None) -> Manifest:
+    """The manifest of a committed step directory, its marker checked. Raises CorruptError."""
+    disk = disk or Disk()
+    file = directory / MANIFEST
+    data = disk.read(file, limit=MAX_MANIFEST)
+    marker = disk.read(directory / MARKER, limit=65)
+    if marker != marker_of(data):
+        raise CorruptError(
+            directory / MARKER, f"does not belong to {MANIFEST}: one of them is damaged or of another save"
+        )
+    manifest = Manifest.from_bytes(data, file)
+    named = step_of(directory.name)
+    if named is not None and named != manifest.step:
+        raise CorruptError(file, f"is of step {manifest.step}, and its directory is {directory.name}")
+    return manifest
+
+
+def marker_of(manifest: bytes) -> bytes:
+    """What COMMITTED holds."""
+    return hashlib.sha256(manifest).hexdigest().encode() + b"\n"
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+HEX = "[0-9a-f]{64}"
+
+
+def _manifest(value: Any) -> Manifest:
+    names = ("format", "version", "step", "mesh", "zero", "versions", "program", "extra", "structure", "leaves")
+    top = Reader("it", value, (*names, "shards"))
+    top.text("format", FORMAT)
+    top.integer("version", VERSION, VERSION)
+    mesh = {axis: _size(top, "mesh", n) for axis, n in top.table("mesh").items()}
+    zero = top.value["zero"]
+    stages = zero if type(zero) is dict else {"**": zero}
+    if any(type(stage) is not int or not 0 <= stage <= 3 for stage in stages.values()):
+        top.fail("a stage 0 to 3, or path rules to stages", zero, "zero")
+    versions = top.table("versions")
+    if any(type(v) is not str for v in versions.values()):
+        top.fail("texts", versions, "versions")
+    program = None if top.value["program"] is None else top.text("program", "[0-9a-f]{1,128}")
+    check_json("it.extra", top.value["extra"])
+    shards = tuple(_shard(i, s) for i, s in enumerate(top.objects("shards", ("file", "bytes", "sha256", "blocks"))))
+    if len(shards) != math.prod(mesh.values()):
+        raise Invalid(f"it has {len(shards)} shards for the mesh {mesh}")
+    fields = ("path", "shape", "dtype", "placement", "kind", "per_rank", "pieces")
+    leaves = tuple(_leaf(one, len(shards)) for one in top.objects("leaves", fields))
+    _check_bytes(leaves, shards)
+    if structure.count(top.value["structure"]) != len(leaves):
+        raise Invalid(f"it.structure does not have a place for each of {len(leaves)} leaves")
+    return Manifest(
+        top.integer("step"), mesh, zero, versions, program, top.value["extra"], top.value["structure"], leaves, shards
+    )
+
+
+def _check_version(value: Any, file: Path | str) -> None:
+    """A newer format is not damage: it has a message of its own."""
+    found = value.get("version") if type(value) is dict and value.get("format") == FORMAT else None
+    if type(found) is int and found > VERSION:
+        raise CheckpointError(
+            file, f"is of format version {found:.6g}, this fzero reads up to {VERSION}: install a newer fzero"
+        )
+
+
+def _size(top: Reader, name: str, value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= 1 << 20:
+        top.fail("a size from 1 to 1048576", value, name)
+    return int(value)
+
+
+def _shard(number: int, one: Reader) -> ShardRecord:
+    one.text("file", re.escape(shard_name(number)))
+    size = one.integer("bytes", 8, MAX_SHARD)
+    blocks = one.items("blocks")
+    if len(blocks) != -(-size // BLOCK):
+        one.fail(f"{-(-size // BLOCK)} digests for {size:,} bytes", blocks, "blocks")
+    if not all(type(block) is str and re.fullmatch(HEX, block) for block in blocks):
+        one.fail("SHA-256 digests in hex", blocks, "blocks")
+    if one.text("sha256", HEX) != root([bytes.fromhex(block) for block in blocks]):
+        one.fail("the SHA-256 of its blocks' digests", one.value["sha256"], "sha256")
+    return ShardRecord(size, one.value["sha256"], tuple(blocks))
+
+
+def _leaf(one: Reader, num_shards: int) -> LeafRecord:
+    shape = one.items("shape")
+    if len(shape) > 64 or any(type(d) is not int or not 0 <= d < 1 << 48 for d in shape):
+        one.fail("at most 64 sizes below 2**48", shape, "shape")
+    name = one.text("dtype")
+    if name not in DTYPES:
+        one.fail(f"one of {', '.join(DTYPES)}", name, "dtype")
+    if math.prod(max(d, 1) for d in shape) * DTYPES[name].itemsize >= MAX_INT:
+        one.fail("a tensor below 2**63 bytes", shape, "shape")
+    numel, end, pieces, used = math.prod(shape), 0, [], set()
+    for piece in one.objects("pieces", ("shard", "start", "stop")):
+        found = Piece(piece.integer("shard", 0, num_shards - 1), piece.integer("start"), piece.integer("stop"))
+        if found.start != end or not found.start < found.stop <= numel:
+            raise Invalid(f"{piece.where} holds [{found.start}, {found.stop}): needed a part from {end} to {numel} on")
+        if found.shard in used:
+            raise Invalid(f"{piece.where} is the second piece in shard {found.shard}")
+        end = found.stop
+        used.add(found.shard)
+        pieces.append(found)
+    if end != numel:
+        raise Invalid(f"{one.where}.pieces end at element {end} of {numel}")
+    return LeafRecord(
+        one.text("path"),
+        tuple(shape),
+        DTYPES[name],
+        one.text("placement"),
+        one.text("kind"),
+        one.boolean("per_rank"),
+        tuple(pieces),
+    )
+
+
+def _check_bytes(leaves: Sequence[LeafRecord], shards: Sequence[ShardRecord]) -> None:
+    """Paths are distinct, and no shard is too short for the pieces it is said to hold."""
+    if len({leaf.path for leaf in leaves}) != len(leaves):
+        raise Invalid("it.leaves has a path twice")
+    needed = [0] * len(shards)
+    for leaf in leaves:
+        for piece in leaf.pieces:
+            needed[piece.shard] += (piece.stop - piece.start) * leaf.dtype.itemsize
+    for number, (size, shard) in enumerate(zip(needed, shards, strict=True)):
+        if size > shard.bytes - 8:
+            raise Invalid(f"it.shards[{number}] has {shard.bytes:,} bytes, its pieces have {size:,}")

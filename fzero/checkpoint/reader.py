@@ -1,0 +1,233 @@
+"""reader: a committed checkpoint as a source.
+
+What is wanted of a shard is sorted by the blocks of 4 MiB that it is hashed in. Each block that is needed is read once,
+verified, and its bytes are put where they belong: straight into place where one want covers it whole, else by way of
+four mebibytes of scratch. A few threads do so at a time (reading and hashing release the interpreter), so the memory
+that a load takes beside the state is 4 MiB for each of them, and the header of one shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from fzero.checkpoint import shards
+from fzero.checkpoint.disk import Disk
+from fzero.checkpoint.manifest import BLOCK, Manifest, ShardRecord, read, shard_name
+from fzero.checkpoint.source import Entry, Source, Want
+from fzero.errors import CorruptError
+
+MAX_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes of a shard from `start` on, and where they belong: `out`, 1-D uint8."""
+
+    start: int
+    out: torch.Tensor
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.out)
+
+
+Need = tuple[str, int, torch.Tensor]  # of one shard: a leaf's path, the first element of its piece there, where to
+
+
+class Checkpoint(Source):
+    """One step's directory. Raises CorruptError, which names the file, here or while reading."""
+
+    def __init__(self, directory: Path, disk: Disk | None = None) -> None:
+        self.directory, self.disk = directory, disk or Disk()
+        self.manifest: Manifest = read(directory, self.disk)
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @cached_property
+    def digest(self) -> str:
+        """What tells this checkpoint from another."""
+        text = repr((self.manifest.leaves, [shard.sha256 for shard in self.manifest.shards]))
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    @cached_property
+    def leaves(self) -> Mapping[str, Entry]:
+        return {leaf.path: Entry(leaf.shape, leaf.dtype, leaf.per_rank) for leaf in self.manifest.leaves}
+
+    def read(self, path: str, start: int, stop: int) -> torch.Tensor:
+        out = torch.empty(stop - start, dtype=self.leaves[path].dtype)
+        self.fill([Want(path, start, out)])
+        return out
+
+    def check(self, wants: Sequence[Want]) -> None:
+        """Every shard that is needed is there and as long as it was when it was committed."""
+        for number in self._needs(wants):
+            shard, file = self.manifest.shards[number], self.file(number)
+            size = self.disk.size(file)
+            if size is None:
+                raise CorruptError(file, "is missing")
+            if size != shard.bytes:
+                raise CorruptError(
+                    file, f"has {size:,} bytes, {shard.bytes:,} were committed: it is truncated or other"
+                )
+
+    def fill(self, wants: Iterable[Want]) -> None:
+        needs = self._needs(wants)
+        scratch: SimpleQueue[torch.Tensor] = SimpleQueue()
+        threads = _num_threads()
+        for _ in range(threads):
+            scratch.put(torch.empty(BLOCK, dtype=torch.uint8))
+        with ThreadPoolExecutor(threads) as pool:
+            for number in sorted(needs):
+                _run(pool if threads > 1 else None, self._jobs(number, needs[number], scratch))
+
+    def file(self, shard: int) -> Path:
+        return self.directory / shard_name(shard)
+
+    def _needs(self, wants: Iterable[Want]) -> dict[int, list[Need]]:
+        """By shard: the ranges of pieces that are wanted."""
+        needs: dict[int, list[Need]] = {}
+        for want in wants:
+            stop = want.start + len(want.out)
+            for piece in self.manifest.by_path[want.path].pieces:
+                first, last = max(piece.start, want.start), min(piece.stop, stop)
+                if first < last:
+                    out = want.out[first - want.start : last - want.start]
+                    needs.setdefault(piece.shard, []).append((want.path, first - piece.start, out))
+        return needs
+
+    # --- one shard
+
+    def _jobs(self, number: int, needs: Sequence[Need], scratch: SimpleQueue[torch.Tensor]) -> list[Callable[[], None]]:
+        """One call for each block that is needed. What the header's blocks hold is done on the way."""
+        file, shard = self.file(number), self.manifest.shards[number]
+        head, places = self._header(number)
+        parts: list[Part] = []
+        for path, first, out in needs:
+            parts.append(Part(places[path] + first * out.dtype.itemsize, out.view(torch.uint8)))
+        jobs: list[Callable[[], None]] = []
+        for index, inside in sorted(_by_block(parts).items()):
+            if index * BLOCK < len(head):
+                for part, start, stop in inside:
+                    part.out[start - part.start : stop - part.start].copy_(head[start:stop])
+            else:
+                jobs.append(partial(_block, self.disk, file, shard, index, inside, scratch))
+        return jobs
+
+    def _header(self, number: int) -> tuple[torch.Tensor, dict[str, int]]:
+        """(the blocks that the header lies in, the byte at which each tensor starts)."""
+        file, shard = self.file(number), self.manifest.shards[number]
+        head = _verified(self.disk, file, shard, 0, torch.empty(min(BLOCK, shard.bytes), dtype=torch.uint8))
+        base = shards.header_bytes(bytes(head[:8].tolist()), shard.bytes, file)
+        if base > len(head):
+            head = torch.cat(
+                [head, torch.empty(min(-(-base // BLOCK) * BLOCK, shard.bytes) - len(head), dtype=torch.uint8)]
+            )
+            for index in range(1, -(-base // BLOCK)):
+                _verified(self.disk, file, shard, index, head[index * BLOCK : (index + 1) * BLOCK])
+        found = shards.places(head[8:base].numpy().tobytes(), shard.bytes, file)
+        if len(found) != len(self._pieces[number]):
+            raise CorruptError(file, f"holds {len(found)} tensors, the manifest says {len(self._pieces[number])}")
+        starts = {}
+        for path, (dtype, numel) in self._pieces[number].items():
+            place = found.get(shards.key_of(path))
+            if (
+                place is None
+                or place.dtype != shards.NAMES[dtype]
+                or place.stop - place.start != numel * dtype.itemsize
+            ):
+                raise CorruptError(
+                    file, f"does not hold {numel:,} elements of {dtype} of {path!r}, as the manifest says"
+                )
+            starts[path] = place.start
+        return head, starts
+
+    @cached_property
+    def _pieces(self) -> list[dict[str, tuple[torch.dtype, int]]]:
+        """By shard: the dtype and number of elements of every piece that the manifest says it holds."""
+        found: list[dict[str, tuple[torch.dtype, int]]] = [{} for _ in self.manifest.shards]
+        for leaf in self.manifest.leaves:
+            for piece in leaf.pieces:
+                found[piece.shard][leaf.path] = leaf.dtype, piece.stop - piece.start
+        return found
+
+
+def _by_block(parts: Iterable[Part]) -> dict[int, list[tuple[Part, int, int]]]:
+    """By block: the parts that reach into it, with the bytes [start, stop) of the file that they take from it."""
+    found: dict[int, list[tuple[Part, int, int]]] = {}
+    for part in parts:
+        for index in range(part.start // BLOCK, -(-part.stop // BLOCK)):
+            start, stop = max(part.start, index * BLOCK), min(part.stop, (index + 1) * BLOCK)
+            found.setdefault(index, []).append((part, start, stop))
+    return found
+
+
+def _block(
+    disk: Disk,
+    file: Path,
+    shard: ShardRecord,
+    index: int,
+    inside: Sequence[tuple[Part, int, int]],
+    scratch: SimpleQueue[torch.Tensor],
+) -> None:
+    """Reads a block and puts its bytes where they belong."""
+    low, high = index * BLOCK, min((index + 1) * BLOCK, shard.bytes)
+    part, start, stop = inside[0]
+    if (start, stop) == (low, high) and part.out.device.type == "cpu":
+        _verified(disk, file, shard, index, part.out[start - part.start : stop - part.start])
+        return
+    room = scratch.get()
+    try:
+        block = _verified(disk, file, shard, index, room[: high - low])
+        for part, start, stop in inside:
+            part.out[start - part.start : stop - part.start].copy_(block[start - low : stop - low])
+    finally:
+        scratch.put(room)
+
+
+def _verified(disk: Disk, file: Path, shard: ShardRecord, index: int, out: torch.Tensor) -> torch.Tensor:
+    """`out`, filled with a block whose digest is the manifest's."""
+    array: Any = out.numpy()
+    view = memoryview(array)
+    disk.read_into(file, index * BLOCK, view)
+    if hashlib.sha256(view).hexdigest() != shard.blocks[index]:
+        start = index * BLOCK
+        raise CorruptError(
+            file, f"is damaged: bytes {start:,} to {start + len(view):,} are not those that were committed (SHA-256)"
+        )
+    return out
+
+
+def _num_threads() -> int:
+    """This process's share of the machine's cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MAX_THREADS, cores // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)))
+
+
+def _run(pool: ThreadPoolExecutor | None, jobs: Sequence[Callable[[], None]]) -> None:
+    """Does the jobs; the first error stops those that have not begun."""
+    if pool is None:
+        for job in jobs:
+            job()
+        return
+    futures = [pool.submit(job) for job in jobs]
+    try:
+        wait(futures, return_when=FIRST_EXCEPTION)
+    finally:
+        for future in futures:
+            future.cancel()
+    wait(futures)
+    for future in futures:
+        if not future.cancelled():
+            future.result()

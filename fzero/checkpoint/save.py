@@ -1,0 +1,296 @@
+"""save: a state to a directory, each rank writing its part once.
+
+`snapshot` takes what this rank writes: of a bucket of length L its slice [r L/N, (r+1) L/N), whether the bucket is
+sharded or replicated, so that a replicated state is written once, by all ranks in parallel; whole leaves on rank 0;
+per-rank leaves from each rank. Padding is left out. `write` is the protocol (`fzero.checkpoint.commit`) in four rounds:
+
+    1. the ranks agree on what they save     step, layout, extra
+    2. rank 0 prepares the directory
+    3. every rank writes, hashes and syncs its shard; the hashes go to rank 0
+    4. rank 0 commits
+
+A rank that fails says so in its round, and all raise. Cost: each byte of the state is written once and hashed once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero.checkpoint import commit, shards, structure
+from fzero.checkpoint.disk import Disk
+from fzero.checkpoint.manifest import LeafRecord, Manifest, Piece, ShardRecord, shard_name
+from fzero.checkpoint.ranks import Ranks
+from fzero.checkpoint.shards import Part
+from fzero.checkpoint.strict import Invalid, check_json, check_text, dump, parse
+from fzero.errors import CheckpointError, DonatedError, TreeError
+from fzero.plan.layout import Leaf, Plan
+from fzero.runtime import storage
+from fzero.state import State
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one rank saves, in host memory: `parts` are its pieces as 1-D tensors, `manifest` lacks the shards alone.
+
+    Its memory is its own: steps may go on while it is written.
+    """
+
+    rank: int
+    manifest: Manifest
+    parts: tuple[Part, ...]
+    block: torch.Tensor
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def nbytes(self) -> int:
+        """That this rank writes, but for the header."""
+        return sum(part.data.numel() * part.data.dtype.itemsize for part in self.parts)
+
+
+def save(
+    state: State,
+    directory: str | os.PathLike[str],
+    *,
+    extra: Any = None,
+    keep: int | None = None,
+    disk: Disk | None = None,
+) -> Path:
+    """Writes a checkpoint of `state` into a directory of its own, `directory/step-00000120`, which it returns.
+
+    extra: anything in JSON (dict, list, str, int, float, bool, None), as the position in the data; the same on every
+    rank.
+    keep: how many checkpoints to keep, this one and the newest of the others. None: all of them.
+    A collective: every rank calls it, and `directory` must be on a file system that all of them share. What was
+    committed before stays as it is until this one is. Raises CheckpointError on every rank where one of them fails, and
+    DonatedError for a state that a step consumed. The same step with the same contents again is no error.
+
+    >>> import fzero, tempfile
+    >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.sgd(0.1))
+    >>> state = fzero.init({"w": torch.ones(2)}, spec)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = save(state, folder, extra={"epoch": 3})
+    ...     path.name, fzero.checkpoint.manifest(folder).extra
+    ('step-00000000', {'epoch': 3})
+    """
+    if not isinstance(state, State):
+        raise TreeError(f"fzero.save needs a State, got {type(state).__name__}: call fzero.save(state, directory)")
+    runtime = state.runtime
+    on_host = runtime.device.type == "cpu"
+    return _write(
+        runtime.rank,
+        runtime.world_size,
+        lambda: _of(state, extra, copy=not on_host, reuse=None),
+        Path(directory),
+        keep,
+        runtime.group,
+        disk or Disk(),
+    )
+
+
+def snapshot(state: State, *, extra: Any = None, reuse: Snapshot | None = None) -> Snapshot:
+    """This rank's parts of a state, copied to host memory, to be written by `write` while training goes on.
+
+    No collective: a rank that fails raises alone. reuse: an earlier snapshot that is not needed any more, whose memory
+    is taken (touching new memory costs more than copying). Raises DonatedError, and CheckpointError for an `extra` that
+    is no JSON.
+    """
+    if not isinstance(state, State):
+        raise TreeError(f"fzero.checkpoint.snapshot needs a State, got {type(state).__name__}")
+    return _of(state, extra, copy=True, reuse=reuse)
+
+
+def write(
+    snapshot: Snapshot,
+    directory: str | os.PathLike[str],
+    *,
+    keep: int | None = None,
+    group: Any = None,
+    disk: Disk | None = None,
+) -> Path:
+    """Writes a snapshot, as `fzero.save` does; in any thread, all ranks with a gloo `group` that nothing else uses
+    meanwhile (None: the default group). Returns the checkpoint's directory."""
+    world_size = len(snapshot.manifest.shards)
+    return _write(snapshot.rank, world_size, lambda: snapshot, Path(directory), keep, group, disk or Disk())
+
+
+# --- what a rank saves ------------------------------------------------------------------------------------------------
+
+
+def _of(state: State, extra: Any, *, copy: bool, reuse: Snapshot | None) -> Snapshot:
+    runtime = state.runtime
+    if state.life.ended:
+        raise DonatedError(f"this state cannot be saved: it {state.life.ended}")
+    program = runtime.last_program.digest if runtime.last_program is not None else None
+    found = take(
+        runtime.plan, runtime.memory, runtime.rank, treedef=runtime.treedef, step=state.step, zero=runtime.spec.zero,
+        program=program, extra=extra,
+    )  # fmt: skip
+    return _copied(found, reuse) if copy else found
+
+
+def take(
+    plan: Plan,
+    memory: Mapping[str, torch.Tensor],
+    rank: int,
+    *,
+    treedef: Any,
+    step: int,
+    zero: int | Mapping[str, int] = 0,
+    program: str | None = None,
+    extra: Any = None,
+) -> Snapshot:
+    """A rank's snapshot from its buffers, without a copy: its parts are views of `memory`."""
+    import fzero
+
+    try:
+        check_json("extra", extra)
+        for leaf in plan.leaves:
+            check_text(leaf.path, "a leaf's path")
+        kept = parse(dump(extra))  # a copy: what the caller's objects become later is not saved
+        tree = structure.describe(treedef)
+    except Invalid as error:
+        raise CheckpointError("the state to save", str(error)) from None
+    versions = {"fzero": fzero.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    empty = (ShardRecord(0, "", ()),) * plan.world_size
+    leaves = tuple(_record(plan, leaf) for leaf in plan.leaves)
+    mesh, stages = {plan.axis: plan.world_size}, dict(zero) if isinstance(zero, Mapping) else zero
+    manifest = Manifest(step, mesh, stages, versions, program, kept, tree, leaves, empty)
+    parts = [Part(leaf.path, held(plan, memory, leaf, rank)) for leaf in plan.leaves]
+    return Snapshot(rank, manifest, tuple(shards.in_order(parts)), torch.empty(0, dtype=torch.uint8))
+
+
+def span(plan: Plan, leaf: Leaf, rank: int) -> tuple[int, int]:
+    """Elements [start, stop) of the flattened logical leaf that a rank writes."""
+    numel = torch.Size(leaf.shape).numel()
+    if leaf.per_rank:
+        return rank * numel, (rank + 1) * numel
+    if leaf.slot is None:
+        return (0, numel) if rank == 0 else (0, 0)
+    buffer = replace(plan.buffers[leaf.buffer], shard=True)
+    cut = storage.piece(replace(plan, buffers={leaf.buffer: buffer}), leaf, rank)[1]
+    return cut.start, cut.stop
+
+
+def held(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> torch.Tensor:
+    """Those elements, 1-D: a view of the rank's buffer."""
+    start, stop = span(plan, leaf, rank)
+    flat = memory[leaf.buffer].reshape(-1)
+    if leaf.slot is None:
+        return flat[: stop - start]
+    here, there = storage.piece(plan, leaf, rank)
+    first = here.start - there.start  # where the leaf's element 0 lies, or would lie
+    return flat[first + start : first + stop] if stop > start else flat[:0]
+
+
+def _record(plan: Plan, leaf: Leaf) -> LeafRecord:
+    buffer = plan.buffers[leaf.buffer]
+    placement = "per_rank" if leaf.per_rank else "replicate"
+    if buffer.shard and leaf.slot is not None:
+        placement = f"flat({buffer.bucket}, {plan.buckets[buffer.bucket or ''].slots[leaf.slot].start})"
+    spans = [span(plan, leaf, rank) for rank in range(plan.world_size)]
+    pieces = tuple(Piece(rank, start, stop) for rank, (start, stop) in enumerate(spans) if stop > start)
+    shape = (plan.world_size, *leaf.shape) if leaf.per_rank else leaf.shape
+    return LeafRecord(leaf.path, tuple(shape), leaf.dtype, placement, buffer.kind, leaf.per_rank, pieces)
+
+
+def _copied(found: Snapshot, reuse: Snapshot | None) -> Snapshot:
+    """With the parts copied, one after the other, into one block of host memory."""
+    block = torch.empty(0) if reuse is None else reuse.block
+    source = found.parts[0].data.device if found.parts else torch.device("cpu")
+    if block.numel() != found.nbytes or block.dtype != torch.uint8:
+        block = torch.empty(found.nbytes, dtype=torch.uint8, pin_memory=source.type == "cuda")
+    parts, place = [], 0
+    for part in found.parts:
+        size = part.data.numel() * part.data.dtype.itemsize
+        to = block[place : place + size].view(part.data.dtype)
+        to.copy_(part.data, non_blocking=True)
+        parts.append(Part(part.path, to))
+        place += size
+    if source.type == "cuda":
+        torch.cuda.current_stream(source).synchronize()
+    return replace(found, parts=tuple(parts), block=block)
+
+
+# --- the protocol -----------------------------------------------------------------------------------------------------
+
+
+def _write(
+    rank: int,
+    world_size: int,
+    make: Callable[[], Snapshot],
+    run: Path,
+    keep: int | None,
+    group: Any,
+    disk: Disk,
+) -> Path:
+    ranks = Ranks(rank, world_size, group, str(run))
+    made: list[Snapshot] = []
+
+    def agreed() -> dict[str, str]:
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise CheckpointError(run, f"keep={keep!r}: needed a positive int, or None to keep all")
+        made.append(make())
+        manifest = made[0].manifest
+        layout = _digest(replace(manifest, extra=None, step=0, program=None).to_bytes())
+        return {
+            "step": str(manifest.step),
+            "the layout": layout,
+            "extra": _digest(dump(manifest.extra)),
+            "keep": f"{keep}",
+        }
+
+    ranks.same("beginning a save", agreed)
+    one = made[0]
+    release: Callable[[], None] = lambda: None  # noqa: E731
+
+    def prepared() -> str:
+        nonlocal release
+        if rank != 0:
+            return ""
+        temporary, release = commit.prepare(run, one.step, one.manifest.nbytes, os.urandom(4).hex(), disk)
+        return temporary.name
+
+    def written() -> list[Any]:
+        if rank != 0 and disk.names(temporary) is None:
+            raise CheckpointError(
+                temporary,
+                "rank 0 has made this directory, and it is not here: save to a directory on a file system "
+                "that all machines share",
+            )
+        record = shards.write(disk, temporary / shard_name(rank), one.parts)
+        return [record.bytes, record.sha256, list(record.blocks)]
+
+    def committed() -> str:
+        if rank != 0:
+            return ""
+        manifest = replace(one.manifest, shards=tuple(ShardRecord(n, h, tuple(b)) for n, h, b in found))
+        final = commit.commit(run, temporary, manifest, disk)
+        commit.finish(run, final, keep, disk)
+        return final.name
+
+    try:
+        temporary = run / ranks.round("preparing a save", prepared)[0]
+        try:
+            found = ranks.round("writing its shard", written)
+            return run / ranks.round("committing", committed)[0]
+        except CheckpointError:
+            if rank == 0:
+                commit.undo(run, one.step, temporary, disk)
+            raise
+    finally:
+        release()
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()

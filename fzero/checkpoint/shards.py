@@ -1,0 +1,212 @@
+"""shards: one rank's part of a checkpoint as one safetensors file.
+
+    8 bytes       the header's length, little-endian
+    header        JSON: {path: {"dtype", "shape", "data_offsets": [start, stop)}, ...}, padded with spaces
+    data          every piece, 1-D, one after the other without gaps, the widest dtypes first (so that all are aligned)
+
+Written in blocks of 4 MiB, each hashed by a second thread while it is being written: no byte is read twice. The header
+is checked against the file before anything in it is used. (The safetensors library maps the whole file by its name and
+does not say where in it a tensor lies; to verify just the blocks that are read, that must be known. It reads these
+files, and this reads its files: the tests do both.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fzero.checkpoint.disk import Disk
+from fzero.checkpoint.manifest import BLOCK, ShardRecord, root
+from fzero.checkpoint.strict import MAX_INT, Invalid, Reader, dump, parse
+from fzero.errors import CheckpointError, CorruptError
+
+MAX_HEADER = 100_000_000  # bytes; the library's own limit
+METADATA = "__metadata__"
+
+# The format's names. It has no complex128: such a piece of n elements is 2n of F64
+NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.complex128: "F64",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+BYTES = {name: dtype.itemsize for dtype, name in NAMES.items() if dtype != torch.complex128} | {"F8_E8M0": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece to write: a 1-D tensor on the CPU, under its leaf's path."""
+
+    path: str
+    data: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor in a safetensors file: bytes [start, stop) of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def key_of(path: str) -> str:
+    """What a leaf is called in a shard: its path. (Only "__metadata__" is taken: it, and what it would become, gets one
+    more slash in front.)
+
+    >>> key_of("params/w"), key_of("__metadata__"), key_of("/__metadata__")
+    ('params/w', '/__metadata__', '//__metadata__')
+    """
+    return f"/{path}" if path.lstrip("/") == METADATA else path
+
+
+def in_order(parts: Sequence[Part]) -> list[Part]:
+    """As they lie in the file."""
+    return sorted((p for p in parts if p.data.numel()), key=lambda p: -p.data.dtype.itemsize)
+
+
+def header_of(parts: Sequence[Part]) -> bytes:
+    """The length and the header of a file with these parts, in this order."""
+    rows, place = {}, 0
+    for part in parts:
+        size = part.data.numel() * part.data.dtype.itemsize
+        elements = part.data.numel() * (2 if part.data.dtype == torch.complex128 else 1)
+        offsets = [place, place + size]
+        rows[key_of(part.path)] = {"dtype": NAMES[part.data.dtype], "shape": [elements], "data_offsets": offsets}
+        place += size
+    text = dump(rows)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write(disk: Disk, path: Path, parts: Sequence[Part]) -> ShardRecord:
+    """Writes the file, on the disk when this returns. Raises CheckpointError."""
+    parts = in_order(parts)
+    first = header_of(parts)
+    if len(first) > MAX_HEADER:
+        raise CheckpointError(path, f"would need a header of {len(first):,} bytes: at most {MAX_HEADER:,} are allowed")
+    views = [memoryview(first), *(_bytes(part.data) for part in parts)]
+    digests: list[bytes] = []
+    with disk.create(path) as file, ThreadPoolExecutor(1) as pool:
+        for block in blocks(views):
+            digest = pool.submit(_digest, block)
+            file.write(block)
+            digests.append(digest.result())
+        file.sync()
+    return ShardRecord(sum(v.nbytes for v in views), root(digests), tuple(d.hex() for d in digests))
+
+
+def blocks(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """The bytes of the views in groups of BLOCK bytes (the last one may be shorter)."""
+    group: list[memoryview] = []
+    room = BLOCK
+    for view in views:
+        while view.nbytes:
+            part, view = view[:room], view[room:]
+            group.append(part)
+            room -= part.nbytes
+            if not room:
+                yield group
+                group, room = [], BLOCK
+    if group:
+        yield group
+
+
+def _bytes(data: torch.Tensor) -> memoryview:
+    return data.detach().view(torch.uint8).numpy().data
+
+
+def _digest(block: Sequence[memoryview]) -> bytes:
+    found = hashlib.sha256()
+    for view in block:
+        found.update(view)
+    return found.digest()
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def header_bytes(first: bytes, size: int, file: Path | str) -> int:
+    """From a file's first 8 bytes and its size: where its data begins. Raises CorruptError."""
+    length = int.from_bytes(first, "little")
+    if len(first) != 8 or length > min(MAX_HEADER, size - 8):
+        raise CorruptError(
+            file, f"says that its header has {length:,} bytes; the file has {size:,} and {MAX_HEADER:,} are allowed"
+        )
+    return 8 + length
+
+
+def places(header: bytes, size: int, file: Path | str) -> dict[str, Place]:
+    """The tensors of a safetensors file of `size` bytes by key, `header` being its JSON alone.
+
+    Any file of the format, whoever wrote it. The tensors fill the file without gap or overlap. Raises CorruptError.
+    """
+    try:
+        return _places(header, size)
+    except Invalid as error:
+        raise CorruptError(file, f"has a damaged header: {error}") from None
+
+
+def header(path: Path, disk: Disk | None = None) -> dict[str, Place]:
+    """`places` of a file that nothing is known of. Raises CorruptError."""
+    disk = disk or Disk()
+    size = disk.size(path)
+    if size is None or size < 8:
+        raise CorruptError(path, "is missing, or no plain file" if size is None else f"has only {size} bytes")
+    first = bytearray(8)
+    disk.read_into(path, 0, memoryview(first))
+    text = bytearray(header_bytes(bytes(first), size, path) - 8)
+    disk.read_into(path, 8, memoryview(text))
+    return places(bytes(text), size, path)
+
+
+def _places(header: bytes, size: int) -> dict[str, Place]:
+    value = parse(header)
+    if type(value) is not dict:
+        raise Invalid("it is no object")
+    notes = value.pop(METADATA, {})
+    if type(notes) is not dict or any(type(v) is not str for v in notes.values()):
+        raise Invalid(f"{METADATA} is no object of texts")
+    base = 8 + len(header)
+    found = {}
+    for key, row in value.items():
+        one = Reader(repr(key)[:80], row, ("dtype", "shape", "data_offsets"))
+        dtype, shape, offsets = one.text("dtype"), one.items("shape"), one.items("data_offsets")
+        if dtype not in BYTES:
+            one.fail(f"one of {', '.join(BYTES)}", dtype, "dtype")
+        if len(shape) > 64 or any(type(d) is not int or not 0 <= d < 1 << 48 for d in shape):
+            one.fail("at most 64 sizes below 2**48", shape, "shape")
+        if len(offsets) != 2 or any(type(o) is not int or not 0 <= o < MAX_INT for o in offsets):
+            one.fail("two offsets", offsets, "data_offsets")
+        start, stop = offsets
+        if stop - start != math.prod(shape) * BYTES[dtype] or base + stop > size:
+            raise Invalid(f"{one.where} has bytes [{start}, {stop}) for {dtype} of {shape} in a file of {size:,} bytes")
+        found[key] = Place(dtype, tuple(shape), base + start, base + stop)
+    end = base
+    for place in sorted(found.values(), key=lambda p: (p.start, p.stop)):
+        if place.start != end:
+            raise Invalid(f"its tensors overlap or leave a gap at byte {min(end, place.start):,}")
+        end = place.stop
+    if end != size:
+        raise Invalid(f"its tensors end at byte {end:,} of a file of {size:,}")
+    return found
