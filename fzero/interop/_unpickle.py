@@ -16,6 +16,7 @@ import io
 import json
 import os
 import pickle
+import re
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -203,8 +204,11 @@ def _named(path: str, call: Any) -> Any:
     except Refused as error:
         raise Refused(f"{path}: {error}") from None
     except Exception as error:
-        first = str(error).split("\n\n")[0].removeprefix("Weights only load failed. ")
-        raise Refused(f"{path}: {type(error).__name__}: {error if 'GLOBAL' in str(error) else first}") from None
+        asked = re.search(r"GLOBAL (\S+)", str(error))
+        if asked is not None:
+            raise Refused(f"{path}: it asks for {asked[1]}, which is not allowed: nothing was executed") from None
+        text = " ".join(str(error).split())
+        raise Refused(f"{path}: it cannot be read: {type(error).__name__}: {text[:300]}") from None
 
 
 KINDS = {"torch": torch_files, "dcp metadata": dcp_metadata, "dcp chunks": dcp_chunks}

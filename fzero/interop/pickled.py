@@ -1,8 +1,8 @@
 """pickled: what is in the pickles of others, found out by a child process.
 
 Some checkpoints are pickles. fzero never unpickles: a child process does (`fzero.interop._unpickle` says how it is
-limited), and answers in JSON, which is checked here. Of a tensor it tells where its bytes lie; they are read from there,
-as from a safetensors file. A child that is refused something, crashes, hangs or talks nonsense is a CorruptError.
+limited), and answers in JSON, which is checked here. Of a tensor it tells where its bytes lie; they are read from
+there, as from a safetensors file. A child that is refused something, crashes, hangs or talks nonsense is a CorruptError.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _value(shown: Any, file: Path) -> Any:
     ((kind, inner),) = shown.items()
     if kind == "dict":
         pairs = [(_value(k, file), _value(v, file)) for k, v in inner]
-        return {k if isinstance(k, (str, int)) else repr(k) if not isinstance(k, Record) else k: v for k, v in pairs}
+        return dict(pairs) if all(isinstance(k, (str, int)) for k, _ in pairs) else pairs
     if kind == "dtype":
         return getattr(torch, inner)
     if kind == "record":
