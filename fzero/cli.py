@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fzero import mutate
+from fzero.interop import commands
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,14 @@ def _version(_: argparse.Namespace) -> int:
 
 COMMANDS: dict[str, Command] = {
     "version": Command("print the versions of fzero and of what it stands on", _no_arguments, _version),
+    "convert": Command(
+        "turn a checkpoint into safetensors, torch DCP, or one of fzero", commands.convert_arguments, commands.convert
+    ),
+    "import-deepspeed": Command(
+        "turn a DeepSpeed ZeRO checkpoint (pickles, read in a child process) into one of fzero",
+        commands.deepspeed_arguments,
+        commands.import_deepspeed,
+    ),
     "mutate": Command("break programs at random and count what verify catches", mutate.add_arguments, mutate.command),
 }
 

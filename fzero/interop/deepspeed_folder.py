@@ -87,7 +87,10 @@ class DeepSpeed(Source):
         for column in columns:
             for name in order if column != MASTER else ():
                 if name in sizes:
-                    self.tensors[f"opt_state/{column}/{name}"] = (Entry(sizes[name], torch.float32), whole[column][name])
+                    self.tensors[f"opt_state/{column}/{name}"] = (
+                        Entry(sizes[name], torch.float32),
+                        whole[column][name],
+                    )
         self.step = int(model[0]["global_steps"])
         self.count = _count(states) if moments else None
         self.like = self._like(order, set(sizes), columns)
