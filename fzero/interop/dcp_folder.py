@@ -204,7 +204,7 @@ def export_dcp(
     """Writes leaves as a torch.distributed.checkpoint directory that `dcp.load` loads. Returns its path.
 
     Arguments as in `export_safetensors`; `part=""` is the whole state, moments included, under the names of its paths.
-    torch's FileSystemWriter writes it on rank 0, one whole tensor after the other, in one file.
+    torch's FileSystemWriter writes it on rank 0, one whole tensor after the other, each to a file.
     """
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
     from torch.distributed.checkpoint.planner import WriteItem
@@ -229,7 +229,8 @@ def export_dcp(
             name: torch.empty(stream.entries[path].shape, dtype=kept(stream.entries[path]), device="meta")
             for name, path in leaf_of.items()
         }
-        writer = FileSystemWriter(place, per_thread_copy_ahead=0)  # in the order that is given
+        # a file for each tensor, as the writer keeps those of a file until its end; written in the order that is given
+        writer = FileSystemWriter(place, single_file_per_rank=False, per_thread_copy_ahead=0)
         save(shapes, storage_writer=writer, planner=Planner(), no_dist=True)
 
     stream.write(list(leaf_of.values()), Path(folder), body, disk or Disk())

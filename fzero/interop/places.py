@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,9 +96,10 @@ def directory(folder: Path, disk: Disk) -> Iterator[Path]:
         disk.sync_directory(place)
         disk.rename(place, folder)
     except BaseException:
-        for name in disk.names(place) or []:
-            disk.unlink(place / name)
-        disk.rmdir(place)
+        with suppress(CheckpointError):  # as far as the disk still works
+            for name in disk.names(place) or []:
+                disk.unlink(place / name)
+            disk.rmdir(place)
         raise
     disk.sync_directory(folder.parent)
 
