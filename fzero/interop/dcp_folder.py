@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -231,7 +232,9 @@ def export_dcp(
         }
         # a file for each tensor, as the writer keeps those of a file until its end; written in the order that is given
         writer = FileSystemWriter(place, single_file_per_rank=False, per_thread_copy_ahead=0)
-        save(shapes, storage_writer=writer, planner=Planner(), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process saves, as is meant
+            save(shapes, storage_writer=writer, planner=Planner(), no_dist=True)
 
     stream.write(list(leaf_of.values()), Path(folder), body, disk or Disk())
     return Path(folder)

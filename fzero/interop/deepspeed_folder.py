@@ -7,8 +7,8 @@ Ranks 0..N-1 each wrote a pickle with their part of every flat buffer; a child p
 - stages 1 and 2: per parameter group one buffer, the parameters in the order of `param_shapes` with
   `param_alignment_paddings` behind them, the end padded to a multiple of 2N. Rank r has the r-th of N equal parts, and
   leaves out the padding at the end of the masters (of the moments it does not, unless `elastic_checkpoint` is set);
-- stage 3: of each parameter of n elements rank r has elements [r p, (r+1) p) with p = ceil(n / N), and its parts lie one
-  behind the other in flat groups, in the order of `param_shapes`. Frozen parameters are cut alike.
+- stage 3: of each parameter of n elements rank r has elements [r p, (r+1) p) with p = ceil(n / N), and its parts lie
+  one behind the other in flat groups, in the order of `param_shapes`. Frozen parameters are cut alike.
 
 Frozen parameters come from the model's states; those and everything else are float32 here. Tied parameters are there
 once, under the name that the optimizer knew them by.
@@ -196,9 +196,10 @@ def _check_world(path: Path, states: Sequence[Any], files: int) -> None:
     counts = set(counts) if isinstance(counts, list) else {counts}
     if counts != {len(states)} or files != len(states):
         raise CorruptError(
-            path, f"was written by {max(counts)} ranks, and has the optimizer states of {len(states)}, the model states "
-            f"of {files}"
-        )  # fmt: skip
+            path,
+            f"was written by {max(counts)} ranks, and has the optimizer states of {len(states)}, the model states of "
+            f"{files}",
+        )
 
 
 # --- whose bytes ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 Some checkpoints are pickles. fzero never unpickles: a child process does (`fzero.interop._unpickle` says how it is
 limited), and answers in JSON, which is checked here. Of a tensor it tells where its bytes lie; they are read from
-there, as from a safetensors file. A child that is refused something, crashes, hangs or talks nonsense is a CorruptError.
+there, as from a safetensors file. A child that is refused something, crashes, hangs or talks nonsense is a
+CorruptError.
 """
 
 from __future__ import annotations
@@ -90,12 +91,14 @@ def _asked(request: Mapping[str, Any], where: Path, count: int, timeout: float) 
     try:
         answer = json.loads(done.stdout)
     except ValueError:
-        raise CorruptError(where, "the process that looks into its pickles gave no answer") from None
-    if "refused" in answer:
+        answer = None
+    found = answer.get("found") if isinstance(answer, dict) else None
+    if isinstance(answer, dict) and "refused" in answer:
         file, _, text = str(answer["refused"]).partition(": ")
         raise CorruptError(file, text)
-    assert len(answer["found"]) == count
-    return list(answer["found"])
+    if not isinstance(found, list) or len(found) != count:
+        raise CorruptError(where, "the process that looks into its pickles gave no answer")
+    return found
 
 
 def _value(shown: Any, file: Path) -> Any:
