@@ -198,7 +198,7 @@ def test_a_tied_weight_is_read_under_either_name_or_both_if_equal(tmp_path: Path
 
 
 def test_a_tied_weight_is_written_under_one_name_or_all(tmp_path: Path) -> None:
-    state, (params, apply) = trained(), tied()
+    state, (_, apply) = trained(), tied()
     export_safetensors(state, tmp_path / "one", tied=apply)
     export_safetensors(state, tmp_path / "all", tied=apply, write_tied=True)
     full = fzero.unshard(state.params)

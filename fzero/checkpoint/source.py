@@ -49,6 +49,7 @@ class Source(Protocol):
 
     def check(self, wants: Sequence[Want]) -> None:
         """Raises what can be known before anything is read or written, as that a file is missing."""
+        return None
 
     def fill(self, wants: Iterable[Want]) -> None:
         """Does all of them. Where it raises, some are done."""

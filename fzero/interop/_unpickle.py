@@ -180,7 +180,7 @@ def torch_files(request: dict[str, Any]) -> Iterator[Any]:
     with torch.serialization.safe_globals(allowed):
         for path in request["files"]:
             with open(path, "rb") as file:
-                yield shown(_named(path, lambda file=file: saved(file)), 0)  # type: ignore[misc]
+                yield shown(_named(path, lambda file=file: saved(file)), 0)
 
 
 def dcp_metadata(request: dict[str, Any]) -> Iterator[Any]:
@@ -195,7 +195,7 @@ def dcp_chunks(request: dict[str, Any]) -> Iterator[Any]:
     for path, start, size in request["chunks"]:
         with open(path, "rb") as file:
             part = io.BufferedReader(Slice(file, start, size))
-            yield shown(_named(path, lambda part=part: saved(part)), start)  # type: ignore[misc]
+            yield shown(_named(path, lambda part=part: saved(part)), start)
 
 
 def _named(path: str, call: Any) -> Any:
@@ -219,7 +219,7 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     request = json.load(sys.stdin)
     try:
-        answer = {"found": list(KINDS[request["kind"]](request))}
+        answer: dict[str, Any] = {"found": list(KINDS[request["kind"]](request))}
     except Refused as error:
         answer = {"refused": str(error)}
     except OSError as error:

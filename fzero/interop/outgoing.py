@@ -37,7 +37,8 @@ class Outgoing(Protocol):
     fills a directory that then becomes `folder`. `take(path)` is a whole leaf in host memory; leaves are taken in
     `order`."""
 
-    entries: Mapping[str, Entry]
+    @property
+    def entries(self) -> Mapping[str, Entry]: ...
 
     def write(self, order: Sequence[str], folder: Path, body: Body, disk: Disk) -> None: ...
 

@@ -78,7 +78,7 @@ def safetensors_header(tensors: Mapping[str, Entry], metadata: Mapping[str, str]
 
 def raw(value: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory, not copied."""
-    return memoryview(value.reshape(-1).view(torch.uint8).numpy()) if value.numel() else memoryview(b"")
+    return value.reshape(-1).view(torch.uint8).numpy().data if value.numel() else memoryview(b"")
 
 
 @contextmanager
