@@ -191,7 +191,7 @@ def test_a_tied_weight_is_read_under_either_name_or_both_if_equal(tmp_path: Path
     assert set(safetensors(tmp_path / "1.safetensors", tied={"head.weight": "embed.weight"}).leaves) == set(params)
     both["head.weight"][3, 2] += 1e-7
     save_file(both, tmp_path / "differ.safetensors")
-    with pytest.raises(MismatchError, match="'embed.weight' and 'head.weight' are one tied weight, but hold different"):
+    with pytest.raises(MismatchError, match=r"'embed\.weight' and 'head\.weight' are one tied weight, but"):
         safetensors(tmp_path / "differ.safetensors", params, tied=apply)
     with pytest.raises(MismatchError, match=r"(?s)extra     head.weight float32\[13, 7\].*tied=apply"):
         safetensors(tmp_path / "2.safetensors", params)
