@@ -50,6 +50,7 @@ __all__ = [
     "is_fake",
     "kernel_of",
     "make_fx",
+    "place_in_file",
     "product_precision",
     "real_tensors",
     "store_holder",
@@ -65,6 +66,12 @@ fused_adamw_ = torch._fused_adamw_
 def is_fake(value: Any) -> bool:
     """Whether a value is a fake tensor (shape and dtype without memory)."""
     return isinstance(value, FakeTensor)
+
+
+def place_in_file(value: torch.Tensor) -> int | None:
+    """The byte at which the storage of a tensor begins in the file that `torch.load` read it from under a fake mode;
+    None for a file of the format before 1.6 (`UntypedStorage._checkpoint_offset`: 2.11.0, 2.13.0)."""
+    return getattr(value.untyped_storage(), "_checkpoint_offset", None)
 
 
 def tracing_graph() -> torch.fx.Graph | None:

@@ -1,8 +1,8 @@
 """The `fzero` command: one table of subcommands.
 
 A subcommand is one row of `COMMANDS`: its help, a function that adds its arguments, and a function that runs it and
-returns the exit status. A `ValueError` or `TypeError` that a command raises is the user's to read: it is printed as
-one line, without a traceback, and the exit status is 2.
+returns the exit status. An `FzeroError`, `ValueError` or `TypeError` that a command raises is the user's to read: it is
+printed without a traceback, and the exit status is 2.
 """
 
 import argparse
@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fzero import doctor, mutate
+from fzero.errors import FzeroError
+from fzero.interop import commands
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,14 @@ def _version(_: argparse.Namespace) -> int:
 COMMANDS: dict[str, Command] = {
     "version": Command("print the versions of fzero and of what it stands on", _no_arguments, _version),
     "doctor": Command("try what fzero needs of this machine", doctor.add_arguments, doctor.command),
+    "convert": Command(
+        "turn a checkpoint into safetensors, torch DCP, or one of fzero", commands.convert_arguments, commands.convert
+    ),
+    "import-deepspeed": Command(
+        "turn a DeepSpeed ZeRO checkpoint (pickles, read in a child process) into one of fzero",
+        commands.deepspeed_arguments,
+        commands.import_deepspeed,
+    ),
     "mutate": Command("break programs at random and count what verify catches", mutate.add_arguments, mutate.command),
 }
 
@@ -60,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return COMMANDS[arguments.command].run(arguments)
-    except (ValueError, TypeError) as error:
+    except (FzeroError, ValueError, TypeError) as error:
         print(f"fzero {arguments.command}: {error}", file=sys.stderr)
         return 2
 

@@ -12,10 +12,11 @@ import torch
 
 from fzero import capture, products, random, segments, simulate, tracing, tree
 from fzero._torch_compat import FakeTensorMode, is_fake
+from fzero.checkpoint.source import Source, like
 from fzero.costs import Costs
 from fzero.errors import SpecError, TreeError, at
 from fzero.functional import forward
-from fzero.initial import Recipe, bits
+from fzero.initial import Deferred, Recipe, bits
 from fzero.joint import asks_key
 from fzero.lowering import build
 from fzero.passes import Options, optimise
@@ -84,6 +85,8 @@ def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.
             "params is a module: take it apart with fzero.interop.from_module(module), which gives (params, "
             "buffers, apply)"
         )
+    source = params if isinstance(params, Source) else None
+    params = like(source) if source is not None else params
     paths, leaves, treedef = tree.flatten(_not_empty(params))
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(getattr(leaf, "value", leaf), torch.Tensor)]
 
@@ -99,7 +102,10 @@ def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.
     for i, value in zip(tensors, inputs, strict=True):
         tracing.check_leaf(at("params", paths[i]), value)
     inputs = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in inputs]
-    return Recipe(whole, [*inputs, start] if wants else inputs, device)
+    recipe = Recipe(whole, [*inputs, start] if wants else inputs, device)
+    if source is not None:
+        recipe.inputs[: len(paths)] = [Deferred(source, path) for path in paths]
+    return recipe
 
 
 def check_key(name: str, key: Any) -> None:

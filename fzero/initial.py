@@ -2,13 +2,16 @@
 
 The function that makes the state (the user's `fn(key)`, then the optimizer's `init`) is traced on fake tensors. Each
 leaf is then computed alone, from the nodes it depends on, cut to this rank's part and let go, elementwise work in
-place: beside its shards a rank holds one whole leaf at a time, and logical values do not depend on the world.
+place: beside its shards a rank holds one whole leaf at a time, and logical values do not depend on the world. Of a leaf
+that is a tensor of a source as it is, a rank reads its part alone.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from torch import fx
 
 from fzero import capture, segments, tree
 from fzero._torch_compat import FakeTensorMode
+from fzero.checkpoint.source import Source, Want
 from fzero.errors import TreeError, at
 from fzero.plan.layout import Plan
 from fzero.provenance import describe
@@ -23,6 +27,18 @@ from fzero.runtime import storage
 from fzero.tracing import Tracing, check_leaf, check_names, lifted, trace
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A tensor of a source, read when it is placed."""
+
+    source: Source
+    path: str
+
+    def to(self, device: torch.device) -> torch.Tensor:
+        shape = self.source.leaves[self.path].shape
+        return self.source.read(self.path, 0, math.prod(shape)).view(shape).to(device)
 
 
 class Recipe:
@@ -48,7 +64,7 @@ class Recipe:
             fakes = [torch.empty(tuple(x.shape), dtype=x.dtype, device=device or x.device) for x in inputs]
         self.gm = trace(tracing, flat, fakes, [f"argument {i}" for i in range(len(fakes))])
         extra = lifted(self.gm, len(fakes))
-        self.inputs = [*inputs, *extra]
+        self.inputs: list[torch.Tensor | Deferred] = [*inputs, *extra]
         _shapes_only(self.gm)
         segments.normalised(self.gm)
         self.paths: list[str] = shown["paths"]
@@ -67,8 +83,14 @@ class Recipe:
         for leaf, node in zip(plan.leaves, segments.outputs(self.gm.graph), strict=True):
             if only is not None and leaf.path not in only:
                 continue
-            value = _compute(node, given, order)
-            storage.store(plan, memory, leaf, value, rank)
+            if isinstance(first := given.get(node), Deferred) and leaf.slot is not None:
+                value, start = storage.flat(plan, memory, leaf, rank)
+                first.source.fill([Want(first.path, start, value)])
+                if plan.buffers[leaf.buffer].shard:  # no two ranks read the same
+                    continue
+            else:
+                value = _compute(node, given, order)
+                storage.store(plan, memory, leaf, value, rank)
             if plan.world_size > 1 and not leaf.per_rank:
                 digests.append(bits(value))
             del value  # before the next leaf is made
@@ -118,7 +140,7 @@ def _shapes_only(gm: fx.GraphModule) -> None:
             gm.graph.erase_node(node)
 
 
-def _compute(node: fx.Node, given: dict[fx.Node, torch.Tensor], order: dict[fx.Node, int]) -> torch.Tensor:
+def _compute(node: fx.Node, given: dict[fx.Node, Any], order: dict[fx.Node, int]) -> torch.Tensor:
     """One output, from the nodes it needs, each value dropped after its last use; elementwise ops reuse their input."""
     needed: set[fx.Node] = set()
     stack = [node]
@@ -139,7 +161,7 @@ def _compute(node: fx.Node, given: dict[fx.Node, torch.Tensor], order: dict[fx.N
     return values[node]
 
 
-def _in_place(one: fx.Node, left: dict[fx.Node, int], given: dict[fx.Node, torch.Tensor]) -> Any:
+def _in_place(one: fx.Node, left: dict[fx.Node, int], given: dict[fx.Node, Any]) -> Any:
     """The in-place form of an elementwise op whose first operand nobody else needs."""
     first = one.args[0] if one.args else None
     if not (segments.is_pointwise(one) and isinstance(first, fx.Node)) or first in given or left[first] != 1:

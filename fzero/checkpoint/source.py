@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -35,6 +35,7 @@ class Want:
     out: torch.Tensor
 
 
+@runtime_checkable
 class Source(Protocol):
     """Leaves by path. A class that reads files derives from it, and may override `check` and `fill`."""
 
@@ -48,6 +49,7 @@ class Source(Protocol):
 
     def check(self, wants: Sequence[Want]) -> None:
         """Raises what can be known before anything is read or written, as that a file is missing."""
+        return None
 
     def fill(self, wants: Iterable[Want]) -> None:
         """Does all of them. Where it raises, some are done."""
@@ -56,3 +58,9 @@ class Source(Protocol):
             for at in range(0, len(want.out), step):
                 out = want.out[at : at + step]
                 out.copy_(self.read(want.path, want.start + at, want.start + at + len(out)))
+
+
+def like(source: Source) -> Any:
+    """The pytree of a source, as tensors on the meta device: its own `like`, or a flat dict by path."""
+    held = {path: torch.empty(one.shape, dtype=one.dtype, device="meta") for path, one in source.leaves.items()}
+    return getattr(source, "like", held)

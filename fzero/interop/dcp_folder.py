@@ -1,0 +1,240 @@
+"""dcp_folder: checkpoints of torch.distributed.checkpoint (DCP), read and written.
+
+A DCP directory holds `.metadata` (a pickle: every tensor's name, shape and chunks, and where each chunk lies) and data
+files (each chunk as `torch.save` writes it). torch unpickles `.metadata` without any limit. Here a child process looks
+into it that knows nothing but the classes of torch's metadata, and makes none of them (`fzero.interop.pickled`); it
+also finds out where in the data files the plain bytes of each chunk begin. From then on a chunk is read as bytes: of a
+chunk that torch would load whole, just the elements that a rank holds, and no pickle is loaded here.
+
+Written is with torch's own writer, which is handed one leaf at a time, whole, by rank 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero.checkpoint.disk import Disk
+from fzero.checkpoint.source import Entry, Source
+from fzero.errors import CheckpointError, CorruptError
+from fzero.interop import pickled
+from fzero.interop.fitted import Fitted, Names, Tied, fitted, renamed, tied_names
+from fzero.interop.outgoing import Given, outgoing
+from fzero.interop.pickled import Record
+from fzero.interop.places import Place, inside
+
+METADATA = ".metadata"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor: its first corner, its sizes, and where its bytes lie (row by row)."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: Place
+
+    def runs(self, shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(first element in the flattened tensor, first in the chunk, how many) of the stretches of [start, stop) that
+        the chunk holds: it lies in the tensor as runs of equal length."""
+        whole = len(shape)
+        while whole and self.sizes[whole - 1] == shape[whole - 1]:
+            whole -= 1  # dimensions from here on are whole in the chunk
+        cut = max(whole - 1, 0)
+        length = math.prod(self.sizes[cut:])
+        strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+        corner = sum(o * s for o, s in zip(self.offsets, strides, strict=True))
+        for number, index in enumerate(itertools.product(*(range(n) for n in self.sizes[:cut]))):
+            at = corner + sum(i * s for i, s in zip(index, strides[:cut], strict=True))
+            first, last = max(at, start), min(at + length, stop)
+            if first < last:
+                yield first, number * length + first - at, last - first
+
+
+class Folder(Source):
+    """The tensors of a DCP directory by name. What is no tensor (numbers, text) is in `others`, and is not read."""
+
+    def __init__(self, path: str | Path, timeout: float = pickled.TIMEOUT) -> None:
+        self.path, self.others = Path(path), list[str]()
+        file = self.path / METADATA
+        if not file.is_file():
+            raise CheckpointError(self.path, f"is no directory of torch.distributed.checkpoint: it has no {METADATA}")
+        try:
+            self.tensors = self._tensors(pickled.dcp_metadata(file, timeout), timeout)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptError(file, f"is not torch's metadata ({type(error).__name__}: {error})") from error
+
+    @property
+    def leaves(self) -> Mapping[str, Entry]:
+        return {name: entry for name, (entry, _) in self.tensors.items()}
+
+    def read(self, path: str, start: int, stop: int) -> torch.Tensor:
+        entry, chunks = self.tensors[path]
+        found = torch.empty(stop - start, dtype=entry.dtype)
+        done = 0
+        for chunk in chunks:
+            runs = list(chunk.runs(entry.shape, start, stop))
+            if not runs:
+                continue
+            low, high = runs[0][1], runs[-1][1] + runs[-1][2]
+            if len(runs) == 1:
+                at, _, count = runs[0]
+                found[at - start : at - start + count] = chunk.place.read(low, high)
+            else:
+                held = chunk.place.read(low, high)
+                for at, here, count in runs:
+                    found[at - start : at - start + count] = held[here - low : here - low + count]
+            done += sum(count for _, _, count in runs)
+        if done != stop - start:
+            raise CorruptError(self.path / METADATA, f"the chunks of {path!r} do not cover it once")
+        return found
+
+    def _tensors(self, metadata: Record, timeout: float) -> dict[str, tuple[Entry, list[Chunk]]]:
+        entries = metadata.field("state_dict_metadata")
+        stored = {_index(key): one for key, one in metadata.field("storage_data")}
+        wanted: list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[Path, int, int]]] = []
+        found: dict[str, tuple[Entry, list[Chunk]]] = {}
+        for name, one in entries.items():
+            if not one.name.endswith(".TensorStorageMetadata"):
+                self.others.append(name)
+                continue
+            shape, dtype = _size(one.field("size")), one.field("properties").state[0]
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"{name!r} has no dtype")
+            found[name] = (Entry(shape, dtype), [])
+            for chunk in one.field("chunks"):
+                offsets, sizes = _size(chunk.field("offsets")), _size(chunk.field("sizes"))
+                boxed = zip(offsets, sizes, shape, strict=True)
+                if any(o + n > whole for o, n, whole in boxed):
+                    raise ValueError(f"a chunk of {name!r} lies outside it")
+                if math.prod(sizes):
+                    wanted.append((name, offsets, sizes, self._stored(stored[name, offsets])))
+        places = pickled.dcp_chunks([part for *_, part in wanted], timeout)
+        for (name, offsets, sizes, (file, *_)), place in zip(wanted, places, strict=True):
+            entry, chunks = found[name]
+            if not isinstance(place, Place) or place.shape != sizes or place.dtype != entry.dtype:
+                raise CorruptError(file, f"does not hold the chunk of {name!r} that {METADATA} says")
+            chunks.append(Chunk(offsets, sizes, place))
+        for name, (entry, chunks) in found.items():
+            if sum(chunk.place.numel for chunk in chunks) != math.prod(entry.shape):
+                raise ValueError(f"the chunks of {name!r} do not cover it once")
+        return found
+
+    def _stored(self, info: Record) -> tuple[Path, int, int]:
+        if info.field("transform_descriptors"):
+            raise CheckpointError(self.path, "is compressed or otherwise transformed, which is not supported")
+        file = inside(self.path, info.field("relative_path"), ".distcp")
+        start, size = info.field("offset"), info.field("length")
+        if not file.is_file():
+            raise CorruptError(file, "is missing")
+        if type(start) is not int or type(size) is not int or not 0 <= start <= start + size <= file.stat().st_size:
+            raise CorruptError(file, f"{METADATA} says that it has {size} bytes at {start}")
+        return file, start, size
+
+
+def _index(key: Record) -> tuple[str, tuple[int, ...]]:
+    """(name, offsets) of a MetadataIndex."""
+    offset = key.field("offset")
+    return key.field("fqn"), () if offset is None else _size(offset)
+
+
+def _size(shown: Record) -> tuple[int, ...]:
+    """A torch.Size."""
+    (sizes,) = shown.args
+    if not all(type(n) is int and 0 <= n < 1 << 48 for n in sizes):
+        raise ValueError(f"{sizes} is no size")
+    return tuple(sizes)
+
+
+def dcp(
+    folder: str | Path,
+    like: Any = None,
+    *,
+    part: str = "",
+    names: Names = None,
+    tied: Tied = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+    timeout: float = pickled.TIMEOUT,
+) -> Fitted:
+    """The tensors of a torch.distributed.checkpoint directory for `fzero.init`, which reads of each what a rank holds.
+
+    part: where in the saved state dict they are, as `model` in `{"model": ..., "optim": ...}`. like, names, tied,
+    dtype and strict: see `fzero.interop.fitted`. timeout: seconds that the child process has that looks into the
+    pickles. Raises CorruptError (also where `.metadata` holds anything but torch's metadata) and MismatchError.
+    """
+    return fitted(Part(Folder(folder, timeout), part), like, names=names, tied=tied, dtype=dtype, strict=strict)
+
+
+class Part(Source):
+    """The tensors of a source whose names begin with `part` and a dot, without it."""
+
+    def __init__(self, source: Folder, part: str) -> None:
+        self.source, self.prefix, self.path = source, f"{part}." if part else "", source.path
+        if not self.leaves:
+            tops = sorted({name.split(".")[0] for name in source.leaves})
+            raise CheckpointError(source.path, f"has no tensors in {part!r}: it has {', '.join(tops[:8]) or 'none'}")
+
+    @property
+    def leaves(self) -> Mapping[str, Entry]:
+        held = self.source.leaves.items()
+        return {name.removeprefix(self.prefix): entry for name, entry in held if name.startswith(self.prefix)}
+
+    def read(self, path: str, start: int, stop: int) -> torch.Tensor:
+        return self.source.read(self.prefix + path, start, stop)
+
+
+def export_dcp(
+    given: Given,
+    folder: str | Path,
+    *,
+    part: str = "params",
+    names: Names = None,
+    tied: Tied = None,
+    write_tied: bool = False,
+    dtype: torch.dtype | None = None,
+    disk: Disk | None = None,
+) -> Path:
+    """Writes leaves as a torch.distributed.checkpoint directory that `dcp.load` loads. Returns its path.
+
+    Arguments as in `export_safetensors`; `part=""` is the whole state, moments included, under the names of its paths.
+    torch's FileSystemWriter writes it on rank 0, one whole tensor after the other, each to a file.
+    """
+    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
+    from torch.distributed.checkpoint.planner import WriteItem
+
+    stream = outgoing(given, part)
+    name_of = renamed(stream.entries, names)
+    leaf_of = {name: path for path, name in name_of.items()}
+    for other, first in tied_names(tied).items() if write_tied else ():
+        if first in leaf_of:
+            leaf_of[other] = leaf_of[first]
+
+    def kept(entry: Entry) -> torch.dtype:
+        return dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
+
+    def body(place: Path, take: Callable[[str], torch.Tensor]) -> None:
+        class Planner(DefaultSavePlanner):
+            def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+                path = leaf_of[write_item.index.fqn]
+                return take(path).to(kept(stream.entries[path]))
+
+        shapes = {
+            name: torch.empty(stream.entries[path].shape, dtype=kept(stream.entries[path]), device="meta")
+            for name, path in leaf_of.items()
+        }
+        # a file for each tensor, as the writer keeps those of a file until its end; written in the order that is given
+        writer = FileSystemWriter(place, single_file_per_rank=False, per_thread_copy_ahead=0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process saves, as is meant
+            save(shapes, storage_writer=writer, planner=Planner(), no_dist=True)
+
+    stream.write(list(leaf_of.values()), Path(folder), body, disk or Disk())
+    return Path(folder)

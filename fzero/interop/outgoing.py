@@ -1,0 +1,145 @@
+"""outgoing: the leaves of a state or a checkpoint on their way into files of others.
+
+One leaf at a time. Of a live state every rank sends its part of the leaf to rank 0, straight into place; beside its
+shards no rank holds more than that leaf. A checkpoint's directory, or another `Source`, is read by this process alone.
+What rank 0 fails at (a full disk) is told to all at the end: until then it takes what the others send, so that none of
+them waits for ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from fzero import tree
+from fzero.checkpoint.commit import locate
+from fzero.checkpoint.disk import Disk
+from fzero.checkpoint.reader import Checkpoint
+from fzero.checkpoint.source import Entry, Source
+from fzero.errors import TreeError
+from fzero.interop.places import directory
+from fzero.plan.layout import Leaf
+from fzero.runtime import collectives, storage
+from fzero.state import ShardedTensor, State
+
+Given = State | Source | str | Path
+Body = Callable[[Path, Callable[[str], torch.Tensor]], None]
+
+
+class Outgoing(Protocol):
+    """`entries`: the leaves by path below the part. `write(order, folder, body)`: on rank 0 `body(directory, take)`
+    fills a directory that then becomes `folder`. `take(path)` is a whole leaf in host memory; leaves are taken in
+    `order`."""
+
+    @property
+    def entries(self) -> Mapping[str, Entry]: ...
+
+    def write(self, order: Sequence[str], folder: Path, body: Body, disk: Disk) -> None: ...
+
+
+def outgoing(given: Given, part: str) -> Outgoing:
+    """What is given, a leaf at a time. Raises TreeError where `part` has no leaves."""
+    if isinstance(given, State):
+        return Live(given, part)
+    if isinstance(given, (str, Path)):
+        given = Checkpoint(locate(given))
+    if not isinstance(given, Source):
+        raise TreeError(
+            f"{type(given).__name__} cannot be exported: needed a State, a checkpoint's directory or a Source"
+        )
+    return Stored(given, part)
+
+
+class Stored:
+    """The leaves of a source."""
+
+    def __init__(self, source: Source, part: str) -> None:
+        self.source, self.paths = source, _below(list(source.leaves), part)
+        self.entries = {short: source.leaves[path] for short, path in self.paths.items()}
+
+    def write(self, order: Sequence[str], folder: Path, body: Body, disk: Disk) -> None:
+        with directory(folder, disk) as place:
+            body(place, self._whole)
+
+    def _whole(self, path: str) -> torch.Tensor:
+        entry = self.entries[path]
+        return self.source.read(self.paths[path], 0, math.prod(entry.shape)).view(entry.shape)
+
+
+class Live:
+    """The leaves of a state: a collective."""
+
+    def __init__(self, state: State, part: str) -> None:
+        self.runtime = state.runtime
+        by_path: dict[str, ShardedTensor] = {
+            leaf.leaf.path: leaf for leaf in tree.flatten(state.tree)[1] if isinstance(leaf, ShardedTensor)
+        }
+        self.leaves = {short: by_path[path] for short, path in _below(list(by_path), part).items()}
+        self.entries = {short: Entry(tuple(leaf.shape), leaf.dtype) for short, leaf in self.leaves.items()}
+
+    def write(self, order: Sequence[str], folder: Path, body: Body, disk: Disk) -> None:
+        failure: Exception | None = None
+        try:
+            for path in order:
+                self.leaves[path].life.check(self.leaves[path].path)
+                if self.leaves[path].leaf.per_rank:
+                    raise TreeError(f"{path!r} is one per rank (fzero.per_rank): no file of others has a place for it")
+        except Exception as error:
+            failure = error
+        asked = hashlib.blake2b(repr([*order, str(folder)]).encode(), digest_size=8).hexdigest()
+        self._agree(f"an export to {folder}", asked, failure)
+        left = iter(order)
+        if self.runtime.rank == 0:
+
+            def take(path: str) -> torch.Tensor:
+                assert path == next(left)
+                return self._whole(self.leaves[path].leaf)
+
+            try:
+                with directory(folder, disk) as place:
+                    body(place, take)
+            except Exception as error:
+                failure = error
+        for path in left:
+            self._whole(self.leaves[path].leaf)
+        self._agree(f"the end of the export to {folder}", asked, failure)
+
+    def _agree(self, what: str, digest: str, failure: Exception | None) -> None:
+        collectives.agree(self.runtime.rank, self.runtime.world_size, what, digest, self.runtime.group, failure)
+
+    def _whole(self, leaf: Leaf) -> torch.Tensor:
+        """On rank 0 the leaf in host memory (not a copy where it is whole there); elsewhere this rank's part, sent."""
+        here = self.runtime
+        own = storage.local(here.plan, here.memory, leaf, here.rank).detach().cpu()
+        if leaf.slot is None or not here.plan.buffers[leaf.buffer].shard:
+            return own
+        if here.rank:
+            if own.numel():
+                dist.send(own.view(torch.uint8), dst=0, group=here.group)
+            return own
+        whole = torch.empty(leaf.shape, dtype=leaf.dtype)
+        flat = whole.view(-1)
+        for rank in range(here.world_size):
+            part = flat[storage.piece(here.plan, leaf, rank)[1]]
+            if rank == 0:
+                part.copy_(own)
+            elif part.numel():
+                dist.recv(part.view(torch.uint8), src=rank, group=here.group)
+        return whole
+
+
+def _below(paths: Sequence[str], part: str) -> dict[str, str]:
+    """{path below the part: path}; a part that is one leaf keeps its name."""
+    if not part:
+        return {path: path for path in paths}
+    found = {path.removeprefix(part + "/"): path for path in paths if path.startswith(part + "/") or path == part}
+    if not found:
+        tops = sorted({path.split("/")[0] for path in paths})
+        raise TreeError(f"part={part!r} has no leaves, the state has {', '.join(map(repr, tops))}: say which to export")
+    return found

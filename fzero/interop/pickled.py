@@ -1,0 +1,130 @@
+"""pickled: what is in the pickles of others, found out by a child process.
+
+Some checkpoints are pickles. fzero never unpickles: a child process does (`fzero.interop._unpickle` says how it is
+limited), and answers in JSON, which is checked here. Of a tensor it tells where its bytes lie; they are read from
+there, as from a safetensors file. A child that is refused something, crashes, hangs or talks nonsense is a
+CorruptError.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fzero
+from fzero.errors import CheckpointError, CorruptError
+from fzero.interop.places import Place
+
+TIMEOUT = 600.0  # seconds
+
+
+@dataclass(frozen=True)
+class Record:
+    """An object of torch's checkpoint metadata: its class's name, what it was made from, and its fields."""
+
+    name: str
+    args: tuple[Any, ...]
+    state: Any
+
+    def field(self, name: str, default: Any = None) -> Any:
+        return self.state.get(name, default) if isinstance(self.state, dict) else default
+
+
+@dataclass(frozen=True)
+class Other:
+    """Something that was not kept."""
+
+    kind: str
+
+
+def torch_files(files: Sequence[Path], allow: Sequence[str] = (), timeout: float = TIMEOUT) -> list[Any]:
+    """What `torch.save` wrote to each file, with a `Place` for each tensor. `allow` are names of classes that the files
+    may refer to; their objects are not kept."""
+    request = {"kind": "torch", "files": [str(file.absolute()) for file in files], "allow": list(allow)}
+    found = _asked(request, files[0].parent, len(files), timeout)
+    return [_value(one, file) for one, file in zip(found, files, strict=True)]
+
+
+def dcp_metadata(file: Path, timeout: float = TIMEOUT) -> Any:
+    """The metadata of a torch.distributed.checkpoint, as records."""
+    (found,) = _asked({"kind": "dcp metadata", "files": [str(file.absolute())]}, file, 1, timeout)
+    return _value(found, file)
+
+
+def dcp_chunks(chunks: Sequence[tuple[Path, int, int]], timeout: float = TIMEOUT) -> list[Any]:
+    """What `torch.save` wrote to parts (file, start, size) of files: places."""
+    if not chunks:
+        return []
+    request = {"kind": "dcp chunks", "chunks": [[str(file.absolute()), start, size] for file, start, size in chunks]}
+    found = _asked(request, chunks[0][0].parent, len(chunks), timeout)
+    return [_value(one, file) for one, (file, _, _) in zip(found, chunks, strict=True)]
+
+
+def _asked(request: Mapping[str, Any], where: Path, count: int, timeout: float) -> list[Any]:
+    root = str(Path(fzero.__file__).parent.parent)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_FORCE_")}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH"))))
+    env["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-P", "-m", "fzero.interop._unpickle"]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(request).encode(), capture_output=True, timeout=timeout, env=env, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise CorruptError(where, f"the process that looks into its pickles did not end within {timeout:g} s") from None
+    except OSError as error:
+        raise CheckpointError(where, f"no process could be started to look into its pickles: {error}") from error
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise CorruptError(
+            where, f"the process that looks into its pickles died (exit status {done.returncode}){': ' if last else ''}"
+            f"{''.join(last)}"
+        )  # fmt: skip
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        answer = None
+    found = answer.get("found") if isinstance(answer, dict) else None
+    if isinstance(answer, dict) and "refused" in answer:
+        file, _, text = str(answer["refused"]).partition(": ")
+        raise CorruptError(file, text)
+    if not isinstance(found, list) or len(found) != count:
+        raise CorruptError(where, "the process that looks into its pickles gave no answer")
+    return found
+
+
+def _value(shown: Any, file: Path) -> Any:
+    """A value of an answer."""
+    if isinstance(shown, list):
+        return [_value(one, file) for one in shown]
+    if not isinstance(shown, dict):
+        return shown
+    ((kind, inner),) = shown.items()
+    if kind == "dict":
+        pairs = [(_value(k, file), _value(v, file)) for k, v in inner]
+        return dict(pairs) if all(isinstance(k, (str, int)) for k, _ in pairs) else pairs
+    if kind == "dtype":
+        return getattr(torch, inner)
+    if kind == "record":
+        name, args, state = inner
+        return Record(name, tuple(_value(args, file)), _value(state, file))
+    if kind == "tensor":
+        return _place(inner, file)
+    return Other(str(inner))
+
+
+def _place(shown: Mapping[str, Any], file: Path) -> Place:
+    place = Place(file, shown["start"], tuple(shown["shape"]), getattr(torch, shown["dtype"]))
+    if not shown["contiguous"]:
+        raise CheckpointError(file, f"a tensor of shape {list(place.shape)} is not contiguous, which is not supported")
+    if place.start < 0 or place.start + place.nbytes > file.stat().st_size:
+        raise CorruptError(file, f"a tensor of shape {list(place.shape)} lies outside it")
+    return place

@@ -1,0 +1,116 @@
+"""places: tensors that lie as plain bytes in files, and new files and directories of them.
+
+A safetensors file, a checkpoint of torch or of DeepSpeed: once it is known where a tensor's bytes begin, they are read
+from there, no more of them than asked for. What is written appears whole: in a directory beside its place, durable,
+then renamed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fzero.checkpoint import shards
+from fzero.checkpoint.disk import Disk
+from fzero.checkpoint.source import Entry
+from fzero.checkpoint.strict import dump
+from fzero.errors import CheckpointError, CorruptError
+
+DTYPES = {name: dtype for dtype, name in shards.NAMES.items() if dtype != torch.complex128}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the bytes of a contiguous tensor lie: `file`, from byte `start` on."""
+
+    file: Path
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the flattened tensor, 1-D. Raises CorruptError where the file ends before."""
+        found = torch.empty(stop - start, dtype=self.dtype)
+        if len(found):
+            Disk().read_into(self.file, self.start + start * self.dtype.itemsize, raw(found))
+        return found
+
+
+def safetensors_places(file: Path) -> dict[str, Place]:
+    """The tensors of a safetensors file by name. Raises CorruptError. Links are followed, as the cache of
+    huggingface_hub is made of them."""
+    file = file.resolve()
+    found = {}
+    for name, one in shards.header(file).items():
+        if one.dtype not in DTYPES:
+            raise CheckpointError(file, f"{name!r} has dtype {one.dtype}, which torch or fzero does not know")
+        found[name] = Place(file, one.start, one.shape, DTYPES[one.dtype])
+    return found
+
+
+def safetensors_header(tensors: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
+    """What a file begins with whose tensors follow in this order, padded so that they start on a multiple of 8."""
+    rows: dict[str, object] = {shards.METADATA: dict(metadata)}
+    end = 0
+    for name, entry in tensors.items():
+        if name == shards.METADATA or entry.dtype == torch.complex128:
+            raise CheckpointError(name, f"is a name or a dtype ({entry.dtype}) that a safetensors file has not")
+        start, end = end, end + math.prod(entry.shape) * entry.dtype.itemsize
+        rows[name] = {"dtype": shards.NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
+    text = dump(rows)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def raw(value: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, not copied."""
+    return value.reshape(-1).view(torch.uint8).numpy().data if value.numel() else memoryview(b"")
+
+
+@contextmanager
+def directory(folder: Path, disk: Disk) -> Iterator[Path]:
+    """A new directory beside `folder` that becomes it at the end, once the names in it are durable; removed after an
+    error. Raises CheckpointError where `folder` is there and holds anything."""
+    folder = folder.absolute()
+    if disk.names(folder):
+        raise CheckpointError(folder, "is not empty: an export makes a new directory. Give another name, or remove it")
+    place = folder.parent / f".{folder.name}.tmp-{os.urandom(4).hex()}"
+    os.makedirs(folder.parent, exist_ok=True)
+    disk.mkdir(place)
+    try:
+        yield place
+        disk.sync_directory(place)
+        disk.rename(place, folder)
+    except BaseException:
+        with suppress(CheckpointError):  # as far as the disk still works
+            for name in disk.names(place) or []:
+                disk.unlink(place / name)
+            disk.rmdir(place)
+        raise
+    disk.sync_directory(folder.parent)
+
+
+def read_all(file: Path, limit: int) -> bytes:
+    """The bytes of a small file. Raises CorruptError for a larger one."""
+    return Disk().read(file.resolve(), limit=limit)
+
+
+def inside(folder: Path, name: object, suffix: str) -> Path:
+    """A file of a folder that an index names. Raises CorruptError for anything but a plain name."""
+    if not isinstance(name, str) or Path(name).name != name or not name.endswith(suffix) or "\0" in name:
+        raise CorruptError(folder, f"its index names the file {name!r:.80}: needed the plain name of a *{suffix}")
+    return folder / name
