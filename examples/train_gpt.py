@@ -32,6 +32,7 @@ import text
 from fzero import tree
 from fzero.plan.measured import measured_peak
 from fzero.plan.memory import account
+from fzero.runtime.collectives import open_world
 from gpt import Batch, Params, generate, init_gpt, loss_fn, sizes
 from show import Curves, plot, progress
 
@@ -130,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(quiet=rank != 0, highlight=False, soft_wrap=True)
     try:
         if world_size > 1:
-            dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+            open_world(args.device)
         train(args, rank, console)
     except KeyboardInterrupt:
         if ranks.here() is None:
