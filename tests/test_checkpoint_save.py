@@ -4,10 +4,8 @@ import ast
 import errno
 import itertools
 import os
-import random
 import re
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import fuzzed
@@ -15,13 +13,13 @@ import pytest
 import saved
 import torch
 from helpers import gloo, same_bits, values
-from killed import ask, every_kill
 from safetensors.torch import load_file, save_file
-from workers.saves import saved_by_two
+from workers.saves import kills, saved_by_two
 
 import fzero
 from fzero import tree
 from fzero.checkpoint import Disk, manifest, shards, snapshot, write
+from fzero.checkpoint.disk import ADVICE
 from fzero.checkpoint.save import held, span, take
 from fzero.compile import plan_for, recipe_for
 from fzero.errors import CheckpointError, CorruptError, DisagreementError, DonatedError, TreeError
@@ -85,6 +83,15 @@ class Paused(Disk):
         return call()
 
 
+def failure(call):
+    """The CheckpointError that a call ends in, or None."""
+    try:
+        call()
+    except CheckpointError as error:
+        return error
+    return None
+
+
 # --- contents ---------------------------------------------------------------------------------------------------------
 
 
@@ -129,22 +136,20 @@ NAMES = [
 
 
 def test_every_dtype_under_any_name(tmp_path):
-    """Names never become file names, and what the format lacks (complex128, a leaf `__metadata__`) is kept all the same."""
+    """Names never become file names; what the format lacks (complex128, a leaf `__metadata__`) is kept all the same."""
     draw = torch.Generator().manual_seed(0)
     leaves = {}
     for number, dtype in enumerate(DTYPE_NAMES):
         bits = torch.randint(0, 256, ((17 + number) * dtype.itemsize,), generator=draw, dtype=torch.uint8)
         leaf = bits.view(dtype) if dtype != torch.bool else bits > 127
         leaves[NAMES[number % len(NAMES)] + str(number) * (number >= len(NAMES))] = leaf
-    names = list(leaves)
 
     def my_step(state, batch):
         return {**state, "w": state["w"]}, {}
 
     state = fzero.init(leaves, fzero.Spec(step=my_step, params="**"))
     path = fzero.save(state, tmp_path)
-    found, read = saved.contents(path)
-    assert same(read, dict(sorted(leaves.items()))) and set(read) == set(names)
+    assert same(saved.contents(path)[1], leaves)
     assert sorted(p.name for p in path.iterdir()) == ["COMMITTED", "manifest.json", "shard-00000.safetensors"]
     ours, theirs = shards.header(path / "shard-00000.safetensors"), load_file(path / "shard-00000.safetensors")
     data = (path / "shard-00000.safetensors").read_bytes()
@@ -245,7 +250,7 @@ def test_training_goes_on_while_a_snapshot_is_written(tmp_path):
 def test_a_donated_or_failed_state_is_refused_before_anything_is_written(tmp_path):
     old = trained()
     fzero.step(old, torch.ones(2, 6))
-    with pytest.raises(DonatedError, match="cannot be saved: it was donated to fzero.step at step 2"):
+    with pytest.raises(DonatedError, match=r"cannot be saved: it was donated to fzero.step at step 2"):
         fzero.save(old, tmp_path / "run")
     with pytest.raises(DonatedError, match="cannot be saved"):
         snapshot(old)
@@ -351,7 +356,7 @@ def test_a_stale_marker(tmp_path, caplog):
     (second / "COMMITTED").write_bytes((first / "COMMITTED").read_bytes())
     assert manifest(tmp_path).step == 1
     assert "its marker is not that of its manifest.json" in caplog.text
-    with pytest.raises(CorruptError, match="COMMITTED: does not belong to manifest.json"):
+    with pytest.raises(CorruptError, match=r"COMMITTED: does not belong to manifest.json"):
         manifest(second)
     fzero.save(trained(3), tmp_path, keep=2)
     assert saved.steps(tmp_path) == [1, 3]
@@ -369,11 +374,11 @@ def test_links_and_pipes_are_not_followed(tmp_path):
     (tmp_path / "elsewhere").write_bytes((path / "manifest.json").read_bytes())
     (path / "manifest.json").unlink()
     (path / "manifest.json").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CorruptError, match="manifest.json: is a link or no plain file"):
+    with pytest.raises(CorruptError, match=r"manifest.json: is a link or no plain file"):
         manifest(path)
     (path / "manifest.json").unlink()
     os.mkfifo(path / "manifest.json")
-    with pytest.raises(CorruptError, match="manifest.json: is no plain file"):
+    with pytest.raises(CorruptError, match=r"manifest.json: is no plain file"):
         manifest(path)
 
 
@@ -398,19 +403,16 @@ def test_every_operation_may_fail(number, tmp_path):
         write(ones[0], run)
         after = [name for name, _ in counted.log[:at]].count("rename") > 1  # COMMITTED has its name
         disk = Failing(at, number)
-        try:
-            write(ones[1], run, keep=1, disk=disk)
-        except CheckpointError as error:
-            assert error.errno == number
-            assert str(error).startswith(f"{run}/") or error.file == str(run)
-            assert ("the disk is full: free some space" if number == errno.ENOSPC else "device failed (EIO)") in str(
-                error
-            )
-            assert kind.replace("_", " ") in str(error)
+        failed = failure(lambda run=run, disk=disk: write(ones[1], run, keep=1, disk=disk))
+        if failed is None:
+            assert 1 in saved.steps(run), (kind, path)
+        else:
+            assert failed.errno == number
+            assert f"{failed.file}/".startswith(f"{run}/")
+            assert ADVICE[number] in str(failed)
+            assert kind.replace("_", " ") in str(failed)
             assert saved.steps(run) == ([0, 1] if after else [0]), (kind, path)
             assert not list(run.glob(".tmp*")), "the space is not freed"
-        else:
-            assert 1 in saved.steps(run), (kind, path)
         for step in saved.steps(run):
             saved.contents(run / f"step-{step:08d}")
         write(ones[2], run, keep=1)
@@ -479,7 +481,7 @@ def test_torn_writes(tmp_path, monkeypatch):
     ):
         write(one, tmp_path)
     monkeypatch.setattr(os, "writev", lambda fd, views: (hole if sum(map(len, views)) > 1000 else real)(fd, views))
-    path = write(replace(one, parts=one.parts[-1:]) if False else one, tmp_path)
+    path = write(one, tmp_path)
     monkeypatch.undo()
     with pytest.raises(AssertionError):
         saved.contents(path)
@@ -516,17 +518,19 @@ def test_a_power_loss_between_any_two_operations():
     assert ("sync_directory", run) in log[to_final:to_marker]
     assert ("sync", final / ".COMMITTED") in log[to_final:to_marker]
     assert ("sync_directory", final) in log[to_marker:to_latest]
-    pruned = [entry for entry in log[to_latest:] if entry[0] in ("unlink", "sync_directory", "rmdir")]
     old = run / "step-00000000"
+    pruned = [entry for entry in log[to_latest:] if entry[0] in ("unlink", "sync_directory", "rmdir")]
     assert pruned[:4] == [
-        ("sync_directory", run), ("unlink", old / "COMMITTED"), ("sync_directory", old), ("unlink", old / "manifest.json")
-    ]  # fmt: skip
+        ("sync_directory", run),
+        ("unlink", old / "COMMITTED"),
+        ("sync_directory", old),
+        ("unlink", old / "manifest.json"),
+    ]
 
 
-@pytest.mark.parametrize(("world", "count"), [(1, 30), (2, 10), (4, 3)])
-def test_kills(world, count):
+def test_kills():
     """A part of what tests/acceptance does with every operation."""
-    assert ask(world, *random.Random(world).sample(every_kill(world), count)) == []
+    assert kills("1:24", "2:8", "4:2") == [[24, []], [8, []], [2, []]]
 
 
 @pytest.mark.parametrize(("kind", "count"), [("manifest", 1500), ("header", 1000), ("marker", 500)])
@@ -540,7 +544,8 @@ def test_damaged_files(kind, count, tmp_path):
 
 def _two_ranks(folder):
     folder = Path(folder)
-    state = trained()
+    state = fzero.init({"w": torch.arange(180.0).view(6, 30), "deep": [torch.ones(7)]}, spec())
+    state = fzero.step(state, torch.ones(2, 6))
     rank, said = state.runtime.rank, []
 
     def refused(call):
@@ -575,8 +580,9 @@ def test_two_ranks(tmp_path):
     assert not path.exists(), "keep=1"
     assert saved.steps(tmp_path / "run") == [2]
     found, leaves = saved.contents(tmp_path / "run" / "step-00000002")
-    assert same(leaves, later) and not same(leaves, full)
-    assert [shard["bytes"] > 300 for shard in found["shards"]] == [True, True]
+    assert same(leaves, later)
+    assert not same(leaves, full)
+    assert {piece["shard"] for leaf in found["leaves"] for piece in leaf["pieces"]} == {0, 1}
     assert said == said1
     shard = r"shard-00001.safetensors: rank 1 failed while writing its shard: "
     for text, pattern in zip(said, [
@@ -593,42 +599,48 @@ def test_two_ranks(tmp_path):
 # --- rules ------------------------------------------------------------------------------------------------------------
 
 UNPICKLES = {
-    "runtime/inductor.py": "hands graphs to workers that it starts itself, through a private folder: no checkpoint"
+    "runtime/inductor.py": "hands graphs to workers that it starts itself, through a private folder: no checkpoint",
+    "interop/_unpickle.py": "a child process of the importers of foreign checkpoints, which no module imports",
 }
 
 
 def test_nothing_unpickles():
-    """No pickle, torch.load, torch.save or object collective in fzero; the importer of DeepSpeed's files has its own
-    process for it."""
+    """No pickle, torch.load, torch.save or object collective in fzero, but for the two files above."""
     found = {}
     for file in sorted(ROOT.rglob("*.py")):
         name = str(file.relative_to(ROOT))
-        if name not in UNPICKLES and not name.startswith("interop/deepspeed"):
+        if name not in UNPICKLES:
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 for word in _words(node):
                     found.setdefault(name, []).append(word)
     assert found == {}
 
 
-MODULES = ("pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "_pickle")
+MODULES = ("pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "_pickle", "_unpickle")
+OBJECTS = [f"{name}_object_list" for name in ("broadcast", "scatter", "send", "recv")]
+OBJECTS += ["all_gather_object", "gather_object"]
 CALLS = ("torch.load", "torch.save", "torch.serialization", "torch.jit.load", "allow_pickle")
 
 
 def _words(node):
     if isinstance(node, ast.Import):
-        return [a.name for a in node.names if a.name.split(".")[0] in MODULES]
+        return [a.name for a in node.names if {*a.name.split(".")} & {*MODULES}]
     if isinstance(node, ast.ImportFrom):
         names = [f"{node.module}.{a.name}" for a in node.names]
-        return [n for n in names if n.split(".")[0] in MODULES or n in CALLS or n.endswith("_object_list")]
+        return [
+            n
+            for n in names
+            if {n.split(".")[0], *n.split(".")[2:]} & {*MODULES} or n in CALLS or n.endswith("_object_list")
+        ]
     if isinstance(node, ast.Attribute):
         text = ast.unparse(node)
-        objects = node.attr in ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
-                                "send_object_list", "recv_object_list")  # fmt: skip
-        return [text] if text in CALLS or objects else []
-    return [node.arg] if isinstance(node, ast.keyword) and node.arg == "allow_pickle" else []
+        return [text] if text in CALLS or node.attr in OBJECTS else []
+    allowed = isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False"
+    return ["allow_pickle"] if allowed else []
 
 
 def test_the_rule_sees_what_it_forbids():
     for line in ("import pickle", "from pickle import loads", "torch.load('x')", "dist.all_gather_object(a, b)",
-                 "from torch import load", "np.load(f, allow_pickle=True)"):  # fmt: skip
+                 "from torch import load",
+                 "from fzero.interop import _unpickle", "np.load(f, allow_pickle=True)"):  # fmt: skip
         assert any(_words(node) for node in ast.walk(ast.parse(line))), line

@@ -2,15 +2,17 @@
 
 import pytest
 from fuzzed import read_damaged
-from killed import ask, every_kill
-from workers.saves import saved_by_two
+from workers.saves import kills, saved_by_two
 
 pytestmark = pytest.mark.acceptance
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_kill_at_every_operation(world):
-    assert ask(world, *every_kill(world)) == []
+@pytest.mark.parametrize(("world", "least"), [(1, 130), (2, 300), (4, 380)])
+def test_a_kill_at_every_operation(world, least):
+    """Before and after each, in the middle of a write; one rank, and all of them."""
+    ((count, wrong),) = kills(f"{world}:0")
+    assert wrong == []
+    assert count >= least
 
 
 @pytest.mark.parametrize(("kind", "count"), [("manifest", 50_000), ("header", 40_000), ("marker", 12_000)])

@@ -1,8 +1,9 @@
 """Saves in processes that are killed: ranks are forked from this one, write snapshots over gloo, and die.
 
-`python saves.py WORLD CASES` (CASES in JSON) prints a JSON list of what went wrong, empty where nothing did. A case is
-[rank, n, when, who]: at its n-th file operation, `before`, in the `middle` of (a write) or `after` it, rank `rank` or
-(who = "all") every rank gets SIGKILL. Without CASES it prints the kinds of the operations of each rank.
+`python saves.py WORLD:COUNT ...` puts saves in worlds of these sizes to COUNT kills each, drawn by a fixed seed (0: to
+every kill there is), and prints JSON: how many there were, and what went wrong. A kill is [rank, n, when, who]: at its
+n-th file operation, `before`, in the `middle` of (a write) or `after` it, rank `rank` or (who = "all") every rank gets
+SIGKILL.
 
 Every save starts with two committed steps and with what two dead saves left, and keeps two: it cleans, writes, commits
 and prunes.
@@ -12,9 +13,11 @@ import contextlib
 import json
 import mmap
 import os
+import random
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -22,8 +25,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 import torch
 import torch.distributed as dist
@@ -123,15 +124,16 @@ def _rank(rank: int, world: int, folder: str, pids: mmap.mmap, work: Callable[..
         return traceback.format_exc()
 
 
-def prepare(run: Path, world: int) -> None:
+def prepare(run: Path, world: int) -> dict[int, Any]:
     """Steps 1 and 2, committed; a save of step 3 that died before its rename, and one of step 7 before its marker."""
-    for step in (1, 2, 7):
-        parts, _ = snapshots(world, step)
+    saved = {step: snapshots(world, step) for step in (1, 2, 7)}
+    for step, (parts, _) in saved.items():
         said = fork_world(world, lambda rank, kill, parts=parts: write(parts[rank], run).name)
         assert said == [f"step-{step:08d}"] * world, said
     (run / "step-00000007" / "COMMITTED").unlink()
     shutil.copytree(run / "step-00000007", run / ".tmp-step-00000003-0123abcd")
     (run / "latest").write_text("step-00000002\n")
+    return saved
 
 
 def saved_by_two(folder: Path) -> Path:
@@ -144,13 +146,23 @@ def saved_by_two(folder: Path) -> Path:
     return final
 
 
-def check(run: Path, world: int, case: list[Any], saved: dict[int, Any]) -> list[str]:
+def kills(*words: str) -> list[Any]:
+    """What this file prints when it is run."""
+    tests = Path(__file__).parents[1]
+    env = {**os.environ, "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}"}
+    command = [sys.executable, __file__, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def check(run: Path, world: int, kill: list[Any], saved: dict[int, Any]) -> list[str]:
     """Kills a save of step 3, looks at what is there, and saves step 4."""
-    dead, n, when, who = case
+    dead, n, when, who = kill
     parts, wrong = saved[3][0], []
 
-    def work(rank: int, kill: Callable[[str], None]) -> str:
-        disk = Deadly(n, when, lambda: kill(who)) if rank == dead else Disk()
+    def work(rank: int, die: Callable[[str], None]) -> str:
+        disk = Deadly(n, when, lambda: die(who)) if rank == dead else Disk()
         return write(parts[rank], run, keep=KEEP, disk=disk).name
 
     said = fork_world(world, work)
@@ -174,26 +186,23 @@ def check(run: Path, world: int, case: list[Any], saved: dict[int, Any]) -> list
     names = sorted(p.name for p in run.iterdir())
     if names != [".lock", "latest", *(f"step-{step:08d}" for step in kept)]:
         wrong.append(f"after the next save there is {names}")
-    return [f"{case}: {one}" for one in wrong]
+    return [f"world {world}, {kill}: {one}" for one in wrong]
 
 
-def main(world: int, cases: list[list[Any]] | None) -> Any:
-    saved = {step: snapshots(world, step) for step in (1, 2, 3, 4)}
-    with tempfile.TemporaryDirectory() as folder:
-        start = Path(folder) / "start"
-        prepare(start, world)
-        if cases is None:
-            return count(start, world, saved[3][0])
-        wrong = []
-        for number, case in enumerate(cases):
-            run = Path(folder) / str(number)
-            shutil.copytree(start, run)
-            wrong += check(run, world, case, saved)
-            shutil.rmtree(run)
-        return wrong
+def every_kill(kinds: list[list[str]]) -> list[list[Any]]:
+    """From the operations of each rank."""
+    return [
+        [rank, n, when, who]
+        for rank, mine in enumerate(kinds)
+        for n, kind in enumerate(mine)
+        for when in (("before", "middle", "after") if kind == "write" else ("before", "after"))
+        for who in (("one", "all") if len(kinds) > 1 else ("one",))
+    ]
 
 
-def count(run: Path, world: int, parts: list[Snapshot]) -> list[list[str]]:
+def operations(run: Path, world: int, parts: list[Snapshot]) -> list[list[str]]:
+    """The kinds of each rank's operations in a save that nobody kills."""
+
     def work(rank: int, kill: Callable[[str], None]) -> str:
         disk = Deadly()
         write(parts[rank], run, keep=KEEP, disk=disk)
@@ -202,6 +211,24 @@ def count(run: Path, world: int, parts: list[Snapshot]) -> list[list[str]]:
     return [json.loads(text) for text in fork_world(world, work)]
 
 
+def main(world: int, count: int) -> tuple[int, list[str]]:
+    """How many kills there were, and what went wrong."""
+    saved = {step: snapshots(world, step) for step in (3, 4)}
+    with tempfile.TemporaryDirectory() as folder:
+        start = Path(folder) / "start"
+        saved |= prepare(start, world)
+        shutil.copytree(start, Path(folder) / "counted")
+        kills = every_kill(operations(Path(folder) / "counted", world, saved[3][0]))
+        kills = random.Random(world).sample(kills, count) if count else kills
+        wrong = []
+        for number, kill in enumerate(kills):
+            run = Path(folder) / str(number)
+            shutil.copytree(start, run)
+            wrong += check(run, world, kill, saved)
+            shutil.rmtree(run)
+        return len(kills), wrong
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(main(int(sys.argv[1]), json.loads(sys.argv[2]) if len(sys.argv) > 2 else None)))
+    print(json.dumps([main(*map(int, word.split(":"))) for word in sys.argv[1:]]))
