@@ -105,7 +105,7 @@ class World:
             values = made.place(plan, self.rank, memory)
         except Exception as error:
             failure, values = error, ""
-        self.agree("the values of params", values, failure)
+        self.agree(f"the values of {'params' if name == 'init' else 'the checkpoint'}", values, failure)
         here.leave()
         runtime = Runtime(
             spec, self.rank, self.size, self.device, plan, made.spec, memory, transport, self.group, here

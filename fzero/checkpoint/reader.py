@@ -1,8 +1,8 @@
 """reader: a committed checkpoint as a source.
 
 What is wanted of a shard is sorted by the blocks of 4 MiB that it is hashed in. Each block that is needed is read once,
-verified, and its bytes are put where they belong: straight into place where one want covers it whole, else by way of
-four mebibytes of scratch. A few threads do so at a time (reading and hashing release the interpreter), so the memory
+verified, and its bytes are put where they belong: straight into place where a few wants make up all of it, else by way
+of 4 MiB of scratch. A few threads do so at a time (reading and hashing release the interpreter), so the memory
 that a load takes beside the state is 4 MiB for each of them, and the header of one shard.
 """
 
@@ -27,6 +27,7 @@ from fzero.checkpoint.source import Entry, Source, Want
 from fzero.errors import CorruptError
 
 MAX_THREADS = 8
+MAX_VIEWS = 8  # reads of one block; more are slower than one read and the copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +129,14 @@ class Checkpoint(Source):
     def _header(self, number: int) -> tuple[torch.Tensor, dict[str, int]]:
         """(the blocks that the header lies in, the byte at which each tensor starts)."""
         file, shard = self.file(number), self.manifest.shards[number]
-        head = _verified(self.disk, file, shard, 0, torch.empty(min(BLOCK, shard.bytes), dtype=torch.uint8))
+        head = _verified(self.disk, file, shard, 0, [torch.empty(min(BLOCK, shard.bytes), dtype=torch.uint8)])
         base = shards.header_bytes(bytes(head[:8].tolist()), shard.bytes, file)
         if base > len(head):
             head = torch.cat(
                 [head, torch.empty(min(-(-base // BLOCK) * BLOCK, shard.bytes) - len(head), dtype=torch.uint8)]
             )
             for index in range(1, -(-base // BLOCK)):
-                _verified(self.disk, file, shard, index, head[index * BLOCK : (index + 1) * BLOCK])
+                _verified(self.disk, file, shard, index, [head[index * BLOCK : (index + 1) * BLOCK]])
         found = shards.places(head[8:base].numpy().tobytes(), shard.bytes, file)
         if len(found) != len(self._pieces[number]):
             raise CorruptError(file, f"holds {len(found)} tensors, the manifest says {len(self._pieces[number])}")
@@ -183,30 +184,35 @@ def _block(
 ) -> None:
     """Reads a block and puts its bytes where they belong."""
     low, high = index * BLOCK, min((index + 1) * BLOCK, shard.bytes)
-    part, start, stop = inside[0]
-    if (start, stop) == (low, high) and part.out.device.type == "cpu":
-        _verified(disk, file, shard, index, part.out[start - part.start : stop - part.start])
+    inside = sorted(inside, key=lambda one: one[1])
+    outs = [part.out[start - part.start : stop - part.start] for part, start, stop in inside]
+    if len(outs) <= MAX_VIEWS and sum(map(len, outs)) == high - low and all(x.device.type == "cpu" for x in outs):
+        _verified(disk, file, shard, index, outs)
         return
     room = scratch.get()
     try:
-        block = _verified(disk, file, shard, index, room[: high - low])
-        for part, start, stop in inside:
-            part.out[start - part.start : stop - part.start].copy_(block[start - low : stop - low])
+        block = _verified(disk, file, shard, index, [room[: high - low]])
+        for out, (_, start, stop) in zip(outs, inside, strict=True):
+            out.copy_(block[start - low : stop - low])
     finally:
         scratch.put(room)
 
 
-def _verified(disk: Disk, file: Path, shard: ShardRecord, index: int, out: torch.Tensor) -> torch.Tensor:
-    """`out`, filled with a block whose digest is the manifest's."""
-    array: Any = out.numpy()
-    view = memoryview(array)
-    disk.read_into(file, index * BLOCK, view)
-    if hashlib.sha256(view).hexdigest() != shard.blocks[index]:
-        start = index * BLOCK
+def _verified(disk: Disk, file: Path, shard: ShardRecord, index: int, outs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A block whose digest is the manifest's, read into `outs` one after the other. Returns the first."""
+    digest = hashlib.sha256()
+    start = place = index * BLOCK
+    for out in outs:
+        array: Any = out.numpy()
+        view = memoryview(array)
+        disk.read_into(file, place, view)
+        digest.update(view)
+        place += len(view)
+    if digest.hexdigest() != shard.blocks[index]:
         raise CorruptError(
-            file, f"is damaged: bytes {start:,} to {start + len(view):,} are not those that were committed (SHA-256)"
+            file, f"is damaged: bytes {start:,} to {place:,} are not those that were committed (SHA-256)"
         )
-    return out
+    return outs[0]
 
 
 def _num_threads() -> int:
