@@ -271,19 +271,23 @@ def agree(
     failed; re-raises `failure` on its own.
     A collective call begins here: the caller ends it with `presence.of(group).leave()`, or it ends with the next.
     """
-    heard = says
-    if world_size > 1:
-        presence.of(group).enter(what)
-        text = f"{type(failure).__name__}: {failure}" if failure is not None else ""
-        note = f"{'!' if failure is not None else '='}{int(says)}\n{what}\n{digest}\n{text}"
-        notes = tell(note.encode(), world_size, group)
-        presence.of(group).agreed = what
-        if failure is None:
-            parts = [note.decode(errors="replace").split("\n", 3) for note in notes]
-            _compare(rank, parts)
-            heard = functools.reduce(operator.or_, (int(part[0][1:]) for part in parts))
-    if failure is not None:
-        raise failure
+    here, heard = presence.of(group), says
+    try:
+        if world_size > 1:
+            here.enter(what)
+            text = f"{type(failure).__name__}: {failure}" if failure is not None else ""
+            note = f"{'!' if failure is not None else '='}{int(says)}\n{what}\n{digest}\n{text}"
+            notes = tell(note.encode(), world_size, group)
+            here.agreed = what
+            if failure is None:
+                parts = [note.decode(errors="replace").split("\n", 3) for note in notes]
+                _compare(rank, parts)
+                heard = functools.reduce(operator.or_, (int(part[0][1:]) for part in parts))
+        if failure is not None:
+            raise failure
+    except BaseException:
+        here.leave()
+        raise
     return heard
 
 

@@ -138,7 +138,7 @@ class Presence:
                 self._publish("ended")
             self.stop = True
             self.wake.set()
-            self.thread.join(self._patience + ANSWER_SECONDS)  # type: ignore[union-attr]
+            self.thread.join(self._patience + ANSWER_SECONDS if self.hang is None else 1.0)  # type: ignore[union-attr]
 
     def _publish(self, end: str) -> None:
         self.published.clear()
