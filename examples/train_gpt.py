@@ -274,7 +274,8 @@ def fit(
     What was saved beside the state is the position in the data and the curves so far.
     """
     first = state.step
-    losses = torch.empty(args.steps, device=device)  # written without reading, so a step need not be waited for
+    left = max(args.steps - first, 0)
+    losses = torch.empty(first + left, device=device)  # written without reading, so a step need not be waited for
     losses[:first] = torch.tensor([float(x) for x in saver.extra.get("train", [])])
     held_out = [(step, float(x)) for step, x in saver.extra.get("held_out", [])]
     if first:
@@ -294,7 +295,7 @@ def fit(
     evaluate_at = {round(args.steps * (i + 1) / NUM_EVALUATIONS) for i in range(NUM_EVALUATIONS)} - {0}
     seconds = 0.0
     with progress(args, console, first) as show:
-        for batch in itertools.islice(batches, args.steps - first):
+        for batch in itertools.islice(batches, left):
             start = time.perf_counter()
             state = fzero.step(state, placed(batch, device))
             losses[state.step - 1] = state.metrics["loss"]
@@ -307,7 +308,7 @@ def fit(
             seconds += time.perf_counter() - start
             if state.step == args.kill_at and rank == args.world - 1 and ranks.attempt() == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-    speed = (args.steps - first) * args.batch * args.seq / max(seconds, 1e-9)
+    speed = left * args.batch * args.seq / max(seconds, 1e-9)
     return state, Curves(losses.tolist(), held_out), speed
 
 
