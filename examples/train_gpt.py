@@ -32,6 +32,7 @@ import text
 from fzero import tree
 from fzero.plan.measured import measured_peak
 from fzero.plan.memory import account
+from fzero.runtime.collectives import open_world
 from gpt import Batch, Params, generate, init_gpt, loss_fn, sizes
 from show import Curves, plot, progress
 
@@ -130,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(quiet=rank != 0, highlight=False, soft_wrap=True)
     try:
         if world_size > 1:
-            dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+            open_world(args.device)
         train(args, rank, console)
     except KeyboardInterrupt:
         if ranks.here() is None:
@@ -273,7 +274,8 @@ def fit(
     What was saved beside the state is the position in the data and the curves so far.
     """
     first = state.step
-    losses = torch.empty(args.steps, device=device)  # written without reading, so a step need not be waited for
+    left = max(args.steps - first, 0)
+    losses = torch.empty(first + left, device=device)  # written without reading, so a step need not be waited for
     losses[:first] = torch.tensor([float(x) for x in saver.extra.get("train", [])])
     held_out = [(step, float(x)) for step, x in saver.extra.get("held_out", [])]
     if first:
@@ -293,7 +295,7 @@ def fit(
     evaluate_at = {round(args.steps * (i + 1) / NUM_EVALUATIONS) for i in range(NUM_EVALUATIONS)} - {0}
     seconds = 0.0
     with progress(args, console, first) as show:
-        for batch in itertools.islice(batches, args.steps - first):
+        for batch in itertools.islice(batches, left):
             start = time.perf_counter()
             state = fzero.step(state, placed(batch, device))
             losses[state.step - 1] = state.metrics["loss"]
@@ -306,7 +308,7 @@ def fit(
             seconds += time.perf_counter() - start
             if state.step == args.kill_at and rank == args.world - 1 and ranks.attempt() == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-    speed = (args.steps - first) * args.batch * args.seq / max(seconds, 1e-9)
+    speed = left * args.batch * args.seq / max(seconds, 1e-9)
     return state, Curves(losses.tolist(), held_out), speed
 
 

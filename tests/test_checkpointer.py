@@ -324,3 +324,28 @@ def test_nan_ends_both_with_the_state_of_before_and_the_last_save(tmp_path: Path
         assert one["error"].startswith("NonFiniteError: the gradients of step 6 are not finite")
         assert one["step"] == 5
     assert steps(tmp_path)[-1] in (2, 4)
+
+
+def with_one_stopped(directory: Path) -> None:
+    """Rank 1 stops itself after step 5, and rank 0 ends it once it has reported."""
+    pid = directory / "pid"
+    try:
+        with fzero.Checkpointer(directory / "run") as saver:
+            state = saver.resume(PARAMS, fzero.Spec(loss=loss, optimizer=SPEC.optimizer, timeout=2.0))
+            while state.step < 20:
+                if state.step == 5 and os.environ["RANK"] == "1":
+                    pid.write_text(str(os.getpid()))
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                state = fzero.step(state, batch(state.step))
+                if state.step == 4:
+                    saver.save(state)
+    finally:
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+def test_a_stopped_rank_is_named_and_the_last_save_stays(tmp_path: Path) -> None:
+    outcomes = gloo(2, with_one_stopped, tmp_path)
+    error = outcomes[0].error or ""
+    assert error.startswith("HangError: rank 1 is missing"), error
+    assert outcomes[1] == Outcome(error="Died: rank 1 with exit status -9")
+    assert steps(tmp_path / "run") == [4]

@@ -1,9 +1,9 @@
 """checkpointer: saving while training goes on, stopping at a signal, and going on where the last save was.
 
 A save in the background. `after` copies this rank's part of the state to host memory (all that training waits for); a
-thread writes it, over a gloo group of its own. One is in flight: where the next is due before all ranks
-have ended the last, it is late, at the first step at which they have. So a slow disk makes saves rarer, not steps
-slower, and a rank holds at most one copy.
+thread writes it, over a gloo group of its own. One is in flight: where the next is due before all ranks have ended the
+last, it is late, at the first step at which they have. So a slow disk makes saves rarer, not steps slower, and a rank
+holds at most one copy.
 
 What ranks must agree on. Threads end, fail and are told to stop at other instants on each rank, but all ranks must act
 after one step, or they would wait for one another in different places. So each tells four bits in the note that opens

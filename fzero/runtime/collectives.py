@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from fzero.errors import DisagreementError, FzeroError, PeerError, SpecError
 from fzero.program import Op
-from fzero.runtime import presence
+from fzero.runtime import presence, rounds
 
 TIMEOUT_SECONDS = 600.0  # what torch gives nccl
 
@@ -48,9 +48,20 @@ def open_world(device: str, timeout_seconds: float | None = None) -> tuple[int, 
         if not dist.is_available():
             raise SpecError("WORLD_SIZE is set, but this torch was built without torch.distributed")
         backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds or TIMEOUT_SECONDS))
+        _start(backend, timeout_seconds or TIMEOUT_SECONDS)
         return _here()
     return 0, 1
+
+
+def _start(backend: str, seconds: float) -> None:
+    """The default process group; under torchrun in a part of its store that no earlier start has used."""
+    timeout = timedelta(seconds=seconds)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store = rounds.fresh(store, rank, world_size, seconds)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
 
 
 def _here() -> tuple[int, int]:

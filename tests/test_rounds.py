@@ -1,0 +1,50 @@
+"""Ranks that start again find nothing of an earlier start in the store that they share with it."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+import fzero
+from fzero.runtime.rounds import fresh
+
+
+def started(store: dist.Store, world: int, order: list[int]) -> list[str]:
+    """What each rank reads under one key after all have written it, having come in this order."""
+    gates = [threading.Event() for _ in order]
+
+    def rank(r: int) -> str:
+        if (place := order.index(r)) > 0:
+            assert gates[place - 1].wait(20)
+        gates[place].set()  # the next may come while this one waits
+        mine = fresh(store, r, world, 20.0)
+        assert not mine.check(["left"]), "something of an earlier start"
+        assert mine.add("came", 1) <= world
+        mine.wait(["came"])
+        while mine.add("came", 0) < world:
+            pass
+        mine.set("left", "1")
+        return str(mine.add("came", 0))
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(rank, range(world)))
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+def test_each_start_meets_in_a_part_of_its_own(order: list[int]) -> None:
+    store = dist.HashStore()
+    for _ in range(3):
+        assert started(store, 3, order) == ["3"] * 3
+
+
+def test_a_start_that_died_half_way_leaves_nothing_that_counts() -> None:
+    """A rank that wrote its token and died, and another world size, before the one that comes together."""
+    store = dist.HashStore()
+    for rank, world in ((1, 2), (0, 2), (0, 3)):
+        with pytest.raises(fzero.DisagreementError, match=rf"rank {rank}: not all {world} ranks came within 0.05 s"):
+            fresh(store, rank, world, 0.05)
+    assert started(store, 2, [0, 1]) == ["2"] * 2
+    assert started(store, 3, [2, 0, 1]) == ["3"] * 3
