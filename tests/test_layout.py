@@ -158,3 +158,16 @@ def test_padding_is_listed() -> None:
 def test_tree_paths_name_fields_keys_and_indices() -> None:
     state = fzero.optim.adamw(1e-3).init({"a": [torch.zeros(1)], "b.c": torch.zeros(2)})
     assert tree.flatten(state)[0] == ["count", "mu/a/0", "mu/b.c", "nu/a/0", "nu/b.c"]
+
+
+def test_leaves_whose_names_look_alike_keep_buffers_of_their_own() -> None:
+    state = {
+        "a b": torch.ones(64), "a_b": torch.ones(64) * 2, "": {"w": torch.ones(3) * 3}, "w": torch.ones(3) * 4,
+        "n m": torch.tensor(5), "n_m": torch.tensor(6),
+    }  # fmt: skip
+    paths, leaves, _ = tree.flatten(state)
+    plan = layout(paths, leaves, world_size=2, zero=3, params=("**",))
+    assert len({(leaf.buffer, leaf.slot) for leaf in plan.leaves}) == len(leaves)
+    memory = [storage.shards(plan, leaves, rank) for rank in range(2)]
+    for leaf, value in zip(plan.leaves, leaves, strict=True):
+        assert torch.equal(storage.join(plan, leaf, memory), value), leaf.path

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -138,21 +138,23 @@ def layout(
             kind = "param" if is_param[first] else "optimizer"
             per = ALIGN if first in codes_of else 1
             length = (bucket.length // world_size if shard else bucket.length) // per
-            column_name = buffer_name(f"{prefix}:{name}" if prefix else name)
+            column_name = _unused(buffer_name(f"{prefix}:{name}" if prefix else name), buffers)
             buffers[column_name] = Buffer(column_name, leaves[first].dtype, (length,), kind, name, shard, per=per)
             for index, c in enumerate(members):
                 i = classes[c].members[column][1]
                 places[i] = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, column_name, index)
     for i in sorted(set(range(len(paths))) - set(places)):
-        places[i] = whole = _whole(paths[i], leaves[i], paths[i] in per_rank)
+        name = _unused(buffer_name(paths[i] or "state"), buffers)
+        places[i] = whole = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, name, None, paths[i] in per_rank)
         note = "one per rank" if whole.per_rank else ""
         buffers[whole.buffer] = Buffer(whole.buffer, whole.dtype, whole.shape, "state", note=note)
     return Plan(axis, world_size, buckets, buffers, tuple(places[i] for i in range(len(paths))))
 
 
-def _whole(path: str, leaf: torch.Tensor, per_rank: bool) -> Leaf:
-    """A leaf that is kept whole, in a buffer of its own."""
-    return Leaf(path, tuple(leaf.shape), leaf.dtype, buffer_name(path or "state"), None, per_rank)
+def _unused(name: str, taken: Collection[str]) -> str:
+    """The name, or with a number the next that is free: `a b` and `a_b` are different leaves."""
+    names = (name, *(f"{name}~{count}" for count in range(2, len(taken) + 3)))
+    return next(one for one in names if one not in taken)
 
 
 def _check_params(stages: list[int], zero: object, params: Sequence[str]) -> None:
@@ -301,11 +303,11 @@ def _cut(groups: Mapping[tuple[object, ...], list[int]], lead: Sequence[torch.Te
 def _named(runs: Sequence[owned.Run]) -> list[tuple[str, int, list[int]]]:
     """(bucket name, stage, classes): the layer's name, and a number where it has several buckets."""
     result: list[tuple[str, int, list[int]]] = []
-    taken: dict[str, int] = {}
+    taken: set[str] = set()
     for layer, stage, run in runs:
-        name = buffer_name(str(layer))
-        count = taken[name] = taken.get(name, 0) + 1
-        result.append((name if count == 1 else f"{name}~{count}", stage, run))
+        name = _unused(buffer_name(str(layer)), taken)
+        taken.add(name)
+        result.append((name, stage, run))
     return result
 
 
