@@ -206,7 +206,7 @@ def padded(x: Tensor) -> Batch:
 
 def batches(args: argparse.Namespace, corpus: text.Corpus, rank: int) -> Iterator[Batch]:
     """This rank's part of random training batches, for ever."""
-    tokens = fzero.data.Tokens(corpus.train, sequence=args.seq, seed=args.seed)
+    tokens = fzero.data.Tokens(corpus.train, sequence=args.seq, order="random", seed=args.seed)
     for windows in tokens.batches(args.batch, rank=rank, world_size=args.world):
         yield padded(windows["x"])
 

@@ -109,7 +109,7 @@ def train(args: argparse.Namespace, rank: int) -> None:
 
 def drawn(args: argparse.Namespace, corpus: Tensor, rank: int) -> Iterator[Batch]:
     """This rank's part of random batches of training text."""
-    tokens = fzero.data.Tokens(corpus, sequence=args.seq, seed=args.seed)
+    tokens = fzero.data.Tokens(corpus, sequence=args.seq, order="random", seed=args.seed)
     return itertools.islice(tokens.batches(args.batch, rank=rank, world_size=args.world), args.steps)
 
 

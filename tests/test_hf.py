@@ -326,7 +326,7 @@ def example(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_example_trains_saves_and_continues(tmp_path: Path) -> None:
     data = tmp_path / "text.py"
     data.write_text("def add(first, second):\n    return first + second\n\n\n" * 40)
-    small = ["--steps", "8", "--batch", "4", "--seq", "32", "--data", str(data), "--out", str(tmp_path / "model")]
+    small = ["--steps", "10", "--batch", "4", "--seq", "32", "--data", str(data), "--out", str(tmp_path / "model")]
     done = example(str(EXAMPLE), *small, "--dropout", "0.1")
     assert done.returncode == 0, done.stdout + done.stderr
     first, last = (float(x) for x in re.findall(r"held-out loss (\d+\.\d+)", done.stdout))
