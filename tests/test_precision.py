@@ -16,7 +16,7 @@ import fzero
 from fzero import optim, random
 from fzero.precision import PRESETS, Precision
 from fzero.program import wire_bytes
-from text import batches, load
+from text import load
 
 SEQUENCE, WIDTH = 24, 32
 NARROW = ["bf16", "fp16", "bf16_params"]
@@ -57,18 +57,8 @@ def tiny_loss(params: Any, batch: Any) -> Tensor:
 
 def text_of(world: int, steps: int, sequence: int) -> Callable[[int, int], Any]:
     corpus = load(None, sequence)
-    drawn = [
-        [
-            batch
-            for _, batch in zip(
-                range(steps),
-                batches(corpus.train, num_sequences=8, sequence=sequence, rank=rank, world_size=world, seed=0),
-                strict=False,
-            )
-        ]
-        for rank in range(world)
-    ]
-    return lambda rank, step: drawn[rank][step]
+    tokens = fzero.data.Tokens(corpus.train, sequence=sequence, order="random", seed=0)
+    return lambda rank, step: tokens.batch(8 * step, size=8, rank=rank, world_size=world)
 
 
 def losses(name: str, steps: int) -> Tensor:
