@@ -87,8 +87,10 @@ def _heap(node: fx.Node) -> int:
     direct = isinstance(node.target, Fused) or _special(node) is not None or _form(node) is not None
     own = sum(value.untyped_storage().nbytes() for _, value in made)
     if _special(node) is _embedding_backward_by_columns:
-        rows, columns = node.meta["val"].shape
-        own, direct = own // max(columns, 1) * _columns_at_once(rows, own // max(rows * columns, 1)), False
+        (rows, columns), itemsize = node.meta["val"].shape, node.meta["val"].element_size()
+        step = min(_columns_at_once(rows, itemsize), columns)
+        met = segments.operand(node, 1).meta["val"].numel() if step < columns else 0  # rows that are made contiguous
+        own, direct = (rows + met) * step * itemsize, False
     return workspace_bytes(node) + (0 if direct else own)
 
 
