@@ -26,10 +26,8 @@ from fzero.reuse import by_rows, op_name
 
 aten = torch.ops.aten
 BYTES = {0: 1 << 20, 1: 4 << 20}  # of a strip, by the dim that is cut
-# the same bits whatever the number of elements
-_EXACT = frozenset(
-    str.split("add sub mul div neg abs sqrt relu where maximum minimum clamp_min clamp_max threshold_backward")
-)
+# the same bits whatever the number of elements; of 0 and -0 a maximum takes the one or the other
+_EXACT = frozenset(str.split("add sub mul div neg abs sqrt where threshold_backward"))
 # the head's op: the dim of its result that is cut, and the dim of each operand that is cut with it
 _HEADS: dict[Any, tuple[int, dict[int, int]]] = {
     aten.nll_loss_backward.default: (0, {1: 0, 2: 0}),
@@ -133,11 +131,15 @@ def _exact(node: fx.Node) -> bool:
 
 
 def _undisturbed(one: Chain, nodes: list[fx.Node], position: dict[fx.Node, int], free: set[fx.Node]) -> bool:
-    """Whether nothing writes, between the head and the last op, to what the chain reads: it all runs at the last."""
-    reads = {segments.base(n) for node in one.nodes for n in node.all_input_nodes}
+    """Whether nothing writes to what the chain reads: between the head and the last op, for it all runs at the last;
+    nor the last op in one strip to what a later one needs, as far as a destination may share memory with operands."""
+    operands = [n for node in one.nodes for n in node.all_input_nodes if n not in one.nodes]
+    reads = {segments.base(n) for n in operands}
     between = nodes[position[one.nodes[0]] : position[one.last]]
     written = [segments.base(w) for node in between if node not in one.nodes for w in segments.mutated(node)]
-    return all(w in free and w not in reads for w in written)
+    into = {segments.base(w).meta["val"].dtype for w in segments.mutated(one.last) if segments.base(w) not in free}
+    whole = {b.meta["val"].dtype for n in operands if (b := segments.base(n)).op == "placeholder" and not one.is_cut(n)}
+    return all(w in free and w not in reads for w in written) and not into & whole
 
 
 Writing = Callable[[fx.Node, Any, Any, dict[int, torch.Tensor]], Iterator[Callable[[], Any]]]

@@ -89,7 +89,8 @@ def _heap(node: fx.Node) -> int:
     if _special(node) is _embedding_backward_by_columns:
         (rows, columns), itemsize = node.meta["val"].shape, node.meta["val"].element_size()
         step = min(_columns_at_once(rows, itemsize), columns)
-        met = segments.operand(node, 1).meta["val"].numel() if step < columns else 0  # rows that are made contiguous
+        grad, index = (segments.operand(node, i).meta["val"] for i in (0, 1))
+        met = index.numel() if step < columns or not grad.is_contiguous() else 0  # rows that are made contiguous
         own, direct = (rows + met) * step * itemsize, False
     return workspace_bytes(node) + (0 if direct else own)
 

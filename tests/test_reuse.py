@@ -231,6 +231,27 @@ def test_two_chains_that_meet() -> None:
     assert check(gm, [x, y, y.flip(0)]).chains
 
 
+def test_a_chain_does_not_end_in_memory_that_it_may_read_whole() -> None:
+    def fn(x: Tensor, y: Tensor, total: Tensor, into: Tensor) -> list[Tensor]:
+        grad = aten.nll_loss_backward(total, x, y, None, 1, -100, total)
+        aten.mul.out(grad, x, out=into)
+        return []
+
+    inputs = [*logits(), torch.tensor(1.0), torch.zeros(64, 50257)]
+    gm = fx.GraphModule(torch.nn.Module(), make_fx(fn, tracing_mode="fake")(*inputs).graph)
+    assert len(strips.chains(gm, frozenset([3]))) == 1
+    assert strips.chains(gm, frozenset()) == [], "the destination may lie over `total`"
+
+
+def test_of_zeros_with_two_signs_a_minimum_takes_the_same_in_strips() -> None:
+    x, y = torch.zeros(64, 50257), torch.arange(64)
+
+    def fn(x: Tensor, y: Tensor, grad: Tensor) -> list[Tensor]:
+        return [torch.minimum(aten.nll_loss_backward(grad, x, y, None, 1, -100, grad), -x)]
+
+    check(graph_of(fn, [x, y, torch.tensor(1.5)]), [x, y, torch.tensor(1.5)])
+
+
 def test_a_chain_s_last_op_spares_what_later_strips_read_whole() -> None:
     x, y = logits()
 
