@@ -86,7 +86,10 @@ def folder() -> Path:
     """Where figures are kept."""
     if os.environ.get("FZERO_CACHE"):
         return Path(os.environ["FZERO_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fzero"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fzero"
+    except RuntimeError:  # a user without a home, as in many containers
+        return Path(tempfile.gettempdir()) / f"fzero-{os.getuid()}"
 
 
 def machine() -> str:

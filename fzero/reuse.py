@@ -88,19 +88,23 @@ def _result(node: fx.Node, free: set[fx.Node]) -> Home | None:
     return (node, 0) if segments.results(node) else None
 
 
-def writes_over(node: fx.Node, *, rows: bool = True) -> bool:
-    """Whether an op may write over an operand: elementwise, or (with `rows`) row by row."""
-    name = node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
-    return name in _OVER or (rows and _by_rows(node, name))
+def writes_over(node: fx.Node) -> bool:
+    """Whether an op may write over an operand: elementwise, or row by row."""
+    return op_name(node) in _OVER or by_rows(node)
 
 
-def _by_rows(node: fx.Node, name: str) -> bool:
+def by_rows(node: fx.Node) -> bool:
     """Softmax along the last dim on the CPU reads a row before it writes the row."""
-    if name not in _OVER_ROWS:
+    if op_name(node) not in _OVER_ROWS:
         return False
     value = segments.operand(node).meta["val"]
     dims = {arg for arg in node.args[1:3] if isinstance(arg, int) and not isinstance(arg, bool)}
     return value.device.type == "cpu" and bool(dims) and dims <= {-1, value.ndim - 1}
+
+
+def op_name(node: fx.Node) -> str:
+    """An op's name without its overload; "" for what is no torch op."""
+    return node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
 def _own(operand: fx.Node, found: segments.Values) -> segments.Value | None:
@@ -115,6 +119,8 @@ def _elementwise(node: fx.Node, key: segments.Value, result: torch.Tensor) -> bo
     Strides of dims of size one count too: torch takes an input and an output as one only if they are equal.
     """
     made = dict(segments.results(key[0]))[key[1]]
+    if made.dtype != result.dtype:  # a value read as another dtype
+        return False
     operands = [n.meta["val"] for n in node.all_input_nodes if key in segments.memory(n)]
     dense = torch.empty(result.shape, device="meta").stride()
     return segments.extent_bytes(made) == segments.extent_bytes(result) and all(
@@ -123,5 +129,5 @@ def _elementwise(node: fx.Node, key: segments.Value, result: torch.Tensor) -> bo
 
 
 def at_home(value: torch.Tensor, home: torch.Tensor) -> torch.Tensor:
-    """A value's tensor in the memory of its home; `value` says the shape."""
-    return home.view(-1)[: value.numel()].view(value.shape)
+    """A value's tensor in the memory of its home; `value` says the shape and the strides."""
+    return home.as_strided(value.shape, value.stride())

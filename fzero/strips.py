@@ -3,7 +3,9 @@
 The gradient of a cross entropy is a matrix as large as the logits, nearly all zeros, that the next op reads once; the
 gradient of an embedding in 16 bits is made in the allocator's memory and then added and cast. Cut into strips of rows
 or columns, which do not meet in any op of the chain, such a value needs the memory of one strip, which stays in the
-cache. The same kernels run on the strips: the bits are the same.
+cache. The same kernels run on the strips: the bits are the same. That holds for ops that round once, or not at all: of
+others (a sigmoid, a gelu, a power) torch has a vector form and a scalar one for the last few elements of what it is
+given, which round differently, and a strip ends elsewhere than the whole.
 
     a = nll_loss_backward(g, x, y)        for rows of x: a = nll_loss_backward(g, x[rows], y[rows])
     b = _log_softmax_backward(a, x)                      b[rows] = _log_softmax_backward(a, x[rows])
@@ -11,7 +13,7 @@ cache. The same kernels run on the strips: the bits are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,10 +22,12 @@ import torch
 from torch import fx
 
 from fzero import segments
-from fzero.reuse import writes_over
+from fzero.reuse import by_rows, op_name
 
 aten = torch.ops.aten
 BYTES = {0: 1 << 20, 1: 4 << 20}  # of a strip, by the dim that is cut
+# the same bits whatever the number of elements; of 0 and -0 a maximum takes the one or the other
+_EXACT = frozenset(str.split("add sub mul div neg abs sqrt where threshold_backward"))
 # the head's op: the dim of its result that is cut, and the dim of each operand that is cut with it
 _HEADS: dict[Any, tuple[int, dict[int, int]]] = {
     aten.nll_loss_backward.default: (0, {1: 0, 2: 0}),
@@ -53,6 +57,11 @@ class Chain:
             found.append((node, torch.empty(shape, dtype=value.dtype, device="meta")))
         return found
 
+    def is_cut(self, operand: fx.Node) -> bool:
+        """Whether a strip of the results needs the same strip of an operand alone."""
+        value = operand.meta["val"]
+        return value.shape == self.nodes[0].meta["val"].shape and bool(value.is_contiguous())
+
     def cuts(self, env: Mapping[fx.Node, Any], blocks: Mapping[fx.Node, torch.Tensor]) -> Iterator[dict[fx.Node, Any]]:
         """For each strip what every operand of the chain is. `blocks` are 1-D memory for what lies between."""
         _, head = _HEADS[self.nodes[0].target]
@@ -74,8 +83,13 @@ def chains(gm: fx.GraphModule, apart: frozenset[int]) -> list[Chain]:
     position = {node: i for i, node in enumerate(gm.graph.nodes)}
     holders = segments.placeholders(gm.graph)
     free = {holders[i] for i in apart}
-    found = [_chain(node) for node in gm.graph.nodes if node.target in _HEADS and _is_head(node)]
-    return [one for one in found if one is not None and _undisturbed(one, list(gm.graph.nodes), position, free)]
+    found: list[Chain] = []
+    for node in gm.graph.nodes:
+        taken = {n for one in found for n in one.nodes}  # two chains may meet: the second ends before
+        one = _chain(node, taken) if node.target in _HEADS and _is_head(node) else None
+        if one is not None and _undisturbed(one, list(gm.graph.nodes), position, free):
+            found.append(one)
+    return found
 
 
 def _is_head(node: fx.Node) -> bool:
@@ -87,13 +101,16 @@ def _is_head(node: fx.Node) -> bool:
     return value.dtype.itemsize < 4 and not node.args[4]
 
 
-def _chain(head: fx.Node) -> Chain | None:
+def _chain(head: fx.Node, taken: Collection[fx.Node]) -> Chain | None:
     dim, _ = _HEADS[head.target]
     value = head.meta["val"]
     step = max(1, BYTES[dim] * value.shape[dim] // max(value.numel() * value.element_size(), 1))
     nodes = [head]
-    while len(nodes[-1].users) == 1 and _follows(next(iter(nodes[-1].users)), nodes[-1], dim):
-        nodes.append(next(iter(nodes[-1].users)))
+    while not segments.mutated(nodes[-1]) and len(nodes[-1].users) == 1:
+        user = next(iter(nodes[-1].users))
+        if user in taken or not _follows(user, nodes[-1], dim):
+            break
+        nodes.append(user)
     return Chain(tuple(nodes), dim, step) if len(nodes) > 1 and step < value.shape[dim] else None
 
 
@@ -102,17 +119,27 @@ def _follows(node: fx.Node, before: fx.Node, dim: int) -> bool:
     shape = before.meta["val"].shape
     cast = node.target is aten._to_copy.default and set(node.kwargs) <= {"dtype"}
     copied = node.target is aten.copy_.default and node.args[1] is before
-    fits = cast or copied or writes_over(node, rows=dim == 0)
+    fits = cast or copied or _exact(node) or (dim == 0 and by_rows(node))
     alike = all(isinstance(x := n.meta["val"], torch.Tensor) and x.shape == shape for n in node.all_input_nodes)
     return fits and alike and all(n.meta["val"].is_contiguous() for n in node.all_input_nodes)
 
 
+def _exact(node: fx.Node) -> bool:
+    """Not with a factor (`alpha`) of the second operand, either."""
+    name, factor = op_name(node), {"alpha", "rounding_mode"} & set(node.kwargs)
+    return name in _EXACT and not factor and not (name in ("add", "sub") and len(node.args) > 2)
+
+
 def _undisturbed(one: Chain, nodes: list[fx.Node], position: dict[fx.Node, int], free: set[fx.Node]) -> bool:
-    """Whether nothing writes, between the head and the last op, to what the chain reads: it all runs at the last."""
-    reads = {segments.base(n) for node in one.nodes for n in node.all_input_nodes}
+    """Whether nothing writes to what the chain reads: between the head and the last op, for it all runs at the last;
+    nor the last op in one strip to what a later one needs, as far as a destination may share memory with operands."""
+    operands = [n for node in one.nodes for n in node.all_input_nodes if n not in one.nodes]
+    reads = {segments.base(n) for n in operands}
     between = nodes[position[one.nodes[0]] : position[one.last]]
     written = [segments.base(w) for node in between if node not in one.nodes for w in segments.mutated(node)]
-    return all(w in free and w not in reads for w in written)
+    into = {segments.base(w).meta["val"].dtype for w in segments.mutated(one.last) if segments.base(w) not in free}
+    whole = {b.meta["val"].dtype for n in operands if (b := segments.base(n)).op == "placeholder" and not one.is_cut(n)}
+    return all(w in free and w not in reads for w in written) and not into & whole
 
 
 Writing = Callable[[fx.Node, Any, Any, dict[int, torch.Tensor]], Iterator[Callable[[], Any]]]

@@ -70,10 +70,14 @@ def layout(gm: fx.GraphModule, apart: frozenset[int] = frozenset()) -> Layout:
 
 
 def _at_the_last(one: strips.Chain, lives: dict[segments.Value, tuple[int, int, int]], at: dict[fx.Node, int]) -> None:
-    """A chain runs when its last op would: until then it needs what it reads, and of what it makes only strips."""
+    """A chain runs when its last op would: until then it needs what it reads, and of what it makes only strips. What
+    its earlier ops do not read strip by strip it needs while the last op writes, which so writes over none of it."""
     for node in one.nodes:
-        for key in (key for n in node.all_input_nodes for key in segments.memory(n)):
-            lives[key] = (lives[key][0], max(lives[key][1], at[one.last]), lives[key][2])
+        for n in node.all_input_nodes:
+            for key in segments.memory(n):
+                first, last, nbytes = lives[key]
+                whole = one.is_cut(n) and segments.extent_bytes(n.meta["val"]) == nbytes
+                lives[key] = (first, max(last, at[one.last] + (node is not one.last and not whole)), nbytes)
     for node, strip in one.made:
         lives[node, 0] = (at[one.last], at[one.last], strip.numel() * strip.element_size())
 
@@ -83,8 +87,11 @@ def _heap(node: fx.Node) -> int:
     direct = isinstance(node.target, Fused) or _special(node) is not None or _form(node) is not None
     own = sum(value.untyped_storage().nbytes() for _, value in made)
     if _special(node) is _embedding_backward_by_columns:
-        rows, columns = node.meta["val"].shape
-        own, direct = own // max(columns, 1) * _columns_at_once(rows, own // max(rows * columns, 1)), False
+        (rows, columns), itemsize = node.meta["val"].shape, node.meta["val"].element_size()
+        step = min(_columns_at_once(rows, itemsize), columns)
+        grad, index = (segments.operand(node, i).meta["val"] for i in (0, 1))
+        met = index.numel() if step < columns or not grad.is_contiguous() else 0  # rows that are made contiguous
+        own, direct = (rows + met) * step * itemsize, False
     return workspace_bytes(node) + (0 if direct else own)
 
 
@@ -150,9 +157,10 @@ def at(block: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
 
 def _is_there(node: fx.Node, args: Any) -> bool:
     """Whether a copy's source was made where the copy goes."""
-    return node.target is aten.copy_.default and segments.operand(node) is not segments.operand(node, 1) and (
-        (args[0].data_ptr(), args[0].stride(), args[0].dtype) == (args[1].data_ptr(), args[1].stride(), args[1].dtype)
-    )  # fmt: skip
+    if node.target is not aten.copy_.default or segments.operand(node) is segments.operand(node, 1):
+        return False
+    into, source = ((x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()) for x in args[:2])
+    return into == source
 
 
 def _shapes(gm: fx.GraphModule, given: Sequence[torch.Tensor]) -> dict[fx.Node, Any]:
@@ -240,13 +248,18 @@ def out_form(target: Any) -> Any:
 
 
 def _form(node: fx.Node) -> Any:
-    """The `out=` form of a node's op that takes its arguments; add.Scalar's third is no tensor's."""
-    return None if node.target in _WITH_TENSOR and len(node.args) > 2 else out_form(node.target)
+    """The `out=` form of a node's op that takes its arguments; add.Scalar's third is no tensor's. A softmax writes its
+    result row by row, whatever strides torch's shape rules say that it has and `out` therefore has."""
+    if node.target in _WITH_TENSOR and len(node.args) > 2:
+        return None
+    if "_softmax" in reuse.op_name(node) and "val" in node.meta and not node.meta["val"].is_contiguous():
+        return None
+    return out_form(node.target)
 
 
 def _special(node: fx.Node) -> Callable[..., Iterator[Call]] | None:
     if node.target is aten.embedding_dense_backward.default and not _fits(node):
-        return _embedding_backward_by_columns
+        return None if node.args[4] else _embedding_backward_by_columns
     form = _SPECIAL.get(node.target)
     return form if form is not None and _fits(node) else None
 
@@ -301,7 +314,8 @@ def _columns_at_once(rows: int, itemsize: int) -> int:
 def _embedding_backward_by_columns(
     into: torch.Tensor, grad: torch.Tensor, index: torch.Tensor, *rest: Any
 ) -> Iterator[Call]:
-    """aten's own kernel, which returns a new tensor, on some columns at a time: columns do not meet."""
+    """aten's own kernel, which returns a new tensor, on some columns at a time: columns do not meet. (Scaled by how
+    often a row is met, they are added with a factor, which rounds by the number of columns: see `strips`.)"""
     step = _columns_at_once(into.shape[0], into.element_size())
     kernel = kernel_of(aten.embedding_dense_backward.default)
     for start in range(0, into.shape[1], step):

@@ -174,6 +174,7 @@ LOSSES = {
     "inv": lambda p, b: torch.linalg.inv(p["w"] + 9 * torch.eye(8)).mean() + b.mean(),
     "split_copy": lambda p, b: sum(x.square().sum() for x in torch.split_copy(b @ p["w"], 3)),
     "add with alpha": lambda p, b: torch.ops.aten.add.Scalar(b @ p["w"], 2, 3).square().mean(),
+    "a log_softmax that is transposed": lambda p, b: (F.log_softmax(b @ p["w"], -1).t() * b.exp()).sum(),
     "a mask that is not contiguous": lambda p, b: (b @ p["w"] * MASK).square().mean(),
 }
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero import reuse, segments, strips, tape
+from fzero.plan.measured import measured_peak
 from fzero.program import Ref, op
 from fzero.runtime.handlers import spoil
 
@@ -172,3 +173,124 @@ def test_a_chain_does_not_cross_a_write_to_what_it_reads() -> None:
     inputs = [x, y, torch.tensor(1.0), torch.zeros(64, 50257)]
     traced = make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
     assert strips.chains(traced, frozenset()) == []
+
+
+# --- odd graphs -------------------------------------------------------------------------------------------------------
+
+
+def logits(rows: int = 64, columns: int = 50257) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(5)
+    return torch.randn(rows, columns, generator=draw), torch.randint(0, columns, (rows,), generator=draw)
+
+
+@pytest.mark.parametrize("kind", ["copy", "add", "output"])
+def test_a_value_that_is_transposed_into_its_home(kind: str) -> None:
+    def fn(x: Tensor, y: Tensor, into: Tensor) -> list[Tensor]:
+        made = (x.t() * 2).t()
+        if kind == "copy":
+            into.copy_(made)
+        elif kind == "add":
+            aten.add.out(made, y, out=into)
+        return [made + y] if kind == "output" else []
+
+    inputs = [positive(4, 6), positive(4, 6), torch.zeros(4, 6)]
+    gm = fx.GraphModule(torch.nn.Module(), make_fx(fn, tracing_mode="fake")(*inputs).graph)
+    assert len(check(gm, inputs, frozenset([2])).homes) == 1
+
+
+def test_a_copy_of_another_dtype_or_of_a_conjugate_is_made() -> None:
+    def fn(x: Tensor, z: Tensor, bits: Tensor, into: Tensor) -> list[Tensor]:
+        bits.copy_((x * 2).view(torch.int32))
+        into.copy_((z * 2).conj())
+        return []
+
+    z = torch.complex(positive(6), positive(6))
+    inputs = [positive(4, 6), z, torch.zeros(4, 6, dtype=torch.int32), torch.zeros_like(z)]
+    gm = fx.GraphModule(torch.nn.Module(), make_fx(fn, tracing_mode="fake")(*inputs).graph)
+    check(gm, inputs, frozenset([2, 3]))
+
+
+def test_an_op_that_rounds_by_where_its_memory_ends_is_not_cut() -> None:
+    x, y = logits()
+
+    def fn(x: Tensor, y: Tensor) -> list[Tensor]:
+        grad = torch.func.grad(lambda x: F.cross_entropy(x, y))(x)
+        return [aten.silu_backward(grad, x)]
+
+    check(graph_of(fn, [x, y]), [x, y])
+
+
+def test_two_chains_that_meet() -> None:
+    x, y = logits()
+
+    def fn(x: Tensor, y: Tensor, z: Tensor) -> list[Tensor]:
+        mixed = torch.func.grad(lambda x: 0.3 * F.cross_entropy(x * 2, y) + 0.7 * F.cross_entropy(x * 3, z))
+        return [mixed(x) @ x.t()]
+
+    gm = graph_of(fn, [x, y, y.flip(0)])
+    assert check(gm, [x, y, y.flip(0)]).chains
+
+
+def test_a_chain_does_not_end_in_memory_that_it_may_read_whole() -> None:
+    def fn(x: Tensor, y: Tensor, total: Tensor, into: Tensor) -> list[Tensor]:
+        grad = aten.nll_loss_backward(total, x, y, None, 1, -100, total)
+        aten.mul.out(grad, x, out=into)
+        return []
+
+    inputs = [*logits(), torch.tensor(1.0), torch.zeros(64, 50257)]
+    gm = fx.GraphModule(torch.nn.Module(), make_fx(fn, tracing_mode="fake")(*inputs).graph)
+    assert len(strips.chains(gm, frozenset([3]))) == 1
+    assert strips.chains(gm, frozenset()) == [], "the destination may lie over `total`"
+
+
+def test_of_zeros_with_two_signs_a_minimum_takes_the_same_in_strips() -> None:
+    x, y = torch.zeros(64, 50257), torch.arange(64)
+
+    def fn(x: Tensor, y: Tensor, grad: Tensor) -> list[Tensor]:
+        return [torch.minimum(aten.nll_loss_backward(grad, x, y, None, 1, -100, grad), -x)]
+
+    check(graph_of(fn, [x, y, torch.tensor(1.5)]), [x, y, torch.tensor(1.5)])
+
+
+def test_a_chain_s_last_op_spares_what_later_strips_read_whole() -> None:
+    x, y = logits()
+
+    def fn(x: Tensor, y: Tensor, grad: Tensor) -> list[Tensor]:
+        held = x * 2
+        return [aten.nll_loss_backward(grad, x, y, None, 1, -100, held[0, 0]) + held]
+
+    inputs = [x, y, torch.tensor(1.5)]
+    y[0] = 0  # the total weight's place is written in the first strip
+    assert check(graph_of(fn, inputs), inputs).chains
+
+
+@pytest.mark.parametrize(("rows", "columns", "met"), [(20000, 256, 30000), (1000, 700, 9000)])
+def test_what_an_embedding_s_gradient_by_columns_allocates(rows: int, columns: int, met: int) -> None:
+    g, index = torch.ones(met, columns, dtype=torch.bfloat16), torch.arange(met) % rows
+    gm = graph_of(lambda g, index: [aten.embedding_dense_backward(g, index, rows, -1, False)], [g, index])
+    layout, made = tape.layout(gm), torch.empty(rows, columns, dtype=torch.bfloat16)
+    calls = tape.bind(gm, [g, index], [made], torch.empty(layout.nbytes, dtype=torch.uint8))
+    _, peak = measured_peak(lambda: [call() for call in calls])
+    assert peak <= layout.heap <= 1.02 * peak, f"planned {layout.heap}, allocator {peak}"
+
+
+def test_an_embedding_s_gradient_scaled_by_frequency() -> None:
+    rows, columns = 40000, 205
+    g, index = torch.randn(3, 50, columns).to(torch.bfloat16), torch.randint(0, 9, (3, 50))
+
+    def fn(g: Tensor, index: Tensor) -> list[Tensor]:
+        return [aten.embedding_dense_backward(g, index, rows, -1, True)]
+
+    check(graph_of(fn, [g, index]), [g, index])
+
+
+@pytest.mark.parametrize("kind", ["_softmax", "_log_softmax"])
+def test_the_gradient_of_a_softmax_that_is_transposed(kind: str) -> None:
+    """torch's shape rule says the gradient has the strides of what comes in; the kernel writes it row by row."""
+    x, g = positive(16, 33), positive(33, 16)
+
+    def fn(x: Tensor, g: Tensor) -> list[Tensor]:
+        made = getattr(aten, kind)(x, -1, False)
+        return [getattr(aten, f"{kind}_backward_data")(g.t(), made, -1, torch.float32).clone(), made]
+
+    check(graph_of(fn, [x, g]), [x, g])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fzero
 from fzero import segments, simulate
 from fzero.compile import BUCKET_BYTES
-from fzero.costs import remember
+from fzero.costs import folder, remember
 from fzero.program import Program
 from fzero.runtime.transport import bucket_bytes
 from fzero.simulate import Rates
@@ -109,3 +110,15 @@ def test_the_size_of_buckets_is_kept_for_the_machine(tmp_path: Any, monkeypatch:
     assert bucket_bytes("p2p", 4) == BUCKET_BYTES
     remember("buckets", {"shared, 2 ranks": {str(64 << 20): 1.0}})
     assert bucket_bytes("shared", 2) == 64 << 20
+    remember("buckets", {"p2p, 8 ranks": {"huge": 1.0, "-8": 0.1}})
+    assert bucket_bytes("p2p", 8) == BUCKET_BYTES, "what is no size of a bucket is none"
+
+
+def test_a_user_without_a_home_has_a_folder_for_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("FZERO_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert folder().is_absolute()

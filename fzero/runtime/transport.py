@@ -80,10 +80,11 @@ def bucket_bytes(via: str, world_size: int, rank: int = 0, rates: Rates | None =
     costs = Costs("buckets", measures=rates is not None, rank=rank, store=store)
     question = f"{via}, {world_size} ranks"
     found = costs.find([question], lambda _: simulate.bucket_costs(rates) if rates is not None else {})
-    if not found.get(question):
+    known = {size: cost for size, cost in found.get(question, {}).items() if size in map(str, simulate.BUCKETS)}
+    if not known:
         return BUCKET_BYTES
-    log.info("fzero: buckets by measured seconds a GB (%s): %s", question, found[question])
-    return simulate.bucket_bytes(found[question])
+    log.info("fzero: buckets by measured seconds a GB (%s): %s", question, known)
+    return simulate.bucket_bytes(known)
 
 
 def _shown(table: choice.Table, first: str) -> str:
