@@ -592,6 +592,7 @@ def _two_ranks(folder):
     refused(lambda: fzero.save(state, folder / "run", extra={"position": rank}))
     refused(lambda: fzero.save(state, folder / "run", extra={rank: 1} if rank else None))
     refused(lambda: fzero.save(state, folder / f"of-{rank}"))
+    refused(lambda: fzero.step(state, torch.ones(2, 6)) if rank else fzero.save(state, folder / "run"))
     full = leaves_of(state)
     state = fzero.step(state, torch.ones(2, 6))
     counted = Failing()
@@ -621,6 +622,7 @@ def test_two_ranks(tmp_path):
         "DisagreementError: .*extra is not the same",
         "CheckpointError: the state to save: rank 1 failed while beginning a save: extra has the key 1",
         "CheckpointError: .*rank 1 failed while writing its shard: rank 0 has made this directory, and it is not here",
+        "DisagreementError: the ranks do not run the same program .rank 0: save of ; rank 1: step 2 of ",
         f"CheckpointError: .*{shard}create failed: No space left on device; the disk is full",
         f"CheckpointError: .*{shard}sync failed: Input/output error; the device failed",
         "CheckpointError: .*run.*: rank 0 failed while preparing a save: .*your quota is used up",

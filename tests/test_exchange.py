@@ -688,9 +688,10 @@ def test_what_is_not_supported_is_said(tmp_path: Path) -> None:
         deepspeed(tag)
     with pytest.raises(CheckpointError, match=r"has no \*_optim_states\.pt"):
         deepspeed(tmp_path)
-    (tmp_path / "ds" / "latest").write_text("../..")
-    with pytest.raises(CorruptError, match="which is no directory beside it"):
-        deepspeed(tmp_path / "ds")
+    for name in ("../..", "..", ""):
+        (tmp_path / "ds" / "latest").write_text(name)
+        with pytest.raises(CorruptError, match="which is no directory beside it"):
+            deepspeed(tmp_path / "ds")
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
