@@ -714,5 +714,14 @@ def test_convert_leads_from_every_form_to_every_other(tmp_path: Path, capsys: py
     assert json.loads((tmp_path / "hf" / "config.json").read_text()) == {"model_type": "x"}
     loaded = fzero.load(tmp_path / "again", spec_of(apply), like=params, strict=False)  # it has no moments
     assert same(fzero.unshard(loaded.params), full)
+    nested = fzero.Spec(loss=lambda p, b: p["a"]["b"].sum(), optimizer=spec_of(apply).optimizer)
+    with pytest.raises(MismatchError, match="has no leaf of this state that fits: strict=False would load nothing"):
+        fzero.load(tmp_path / "again", nested, like={"a": {"b": torch.ones(2)}}, strict=False)
+    for more, said in (
+        (["/proc/nowhere/x"], "mkdir failed"),
+        (["x", "--config", "none.json"], "none.json"),
+    ):
+        assert cli.main(["convert", str(tmp_path / "run"), "--to", "safetensors", *more]) == 2
+        assert said in capsys.readouterr().err
     assert cli.main(["convert", str(tmp_path / "run"), str(tmp_path / "x"), "--to", "fzero"]) == 2
     assert "is a checkpoint of fzero already" in capsys.readouterr().err
