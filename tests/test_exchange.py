@@ -495,6 +495,17 @@ class Harmless:
     """A class that nobody has allowed."""
 
 
+@pytest.mark.parametrize("corners", [(0, 0), (0, 3), (1, 2), (0,)])
+def test_chunks_that_do_not_cover_a_tensor_once_are_damage(corners: tuple[int, ...], tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(bytes(8))
+    place = Place(tmp_path / "bytes", 0, (2,), torch.float32)
+    folder = object.__new__(DcpFolder)
+    folder.path = tmp_path
+    folder.tensors = {"w": (Entry((4,), torch.float32), [Chunk((at,), (2,), place) for at in corners])}
+    with pytest.raises(CorruptError, match="the chunks of 'w' do not cover it once"):
+        folder.read("w", 0, 4)
+
+
 def test_a_malicious_metadata_does_not_execute(tmp_path: Path) -> None:
     folder = export_dcp(fitted(Stored({"a": torch.ones(3)})), tmp_path / "dcp", part="")
     attack = pickle.dumps({"state_dict_metadata": Payload(tmp_path / "owned")})
