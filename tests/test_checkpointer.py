@@ -81,6 +81,16 @@ class Full(Disk):
 # --- one process ------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def heard() -> Iterator[list[int]]:
+    """The signals that a process with handlers of its own gets."""
+    found: list[int] = []
+    before = {n: signal.signal(n, lambda number, _: found.append(number)) for n in (signal.SIGTERM, signal.SIGINT)}
+    yield found
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("background", [True, False])
 def test_it_resumes_where_it_was_with_the_same_bits(background: bool, tmp_path: Path) -> None:
     def train(until: int) -> tuple[int, Any, fzero.State]:
@@ -209,6 +219,14 @@ def signalled(directory: Path, number: int) -> None:
             saver.after(state, {"position": state.step})
 
 
+def test_a_signal_stops_also_who_cannot_save(
+    heard: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    met = trained(tmp_path, 9, disk=Full(99), signals={3: 1})
+    assert (met["status"], met["step"], steps(tmp_path)) == (143, 4, [])
+    assert "SIGTERM: step 4 is not saved" in caplog.text
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_once_after_the_next_step_and_exits(number: int, status: int, tmp_path: Path) -> None:
     before = signal.getsignal(number)
@@ -218,16 +236,6 @@ def test_a_signal_saves_once_after_the_next_step_and_exits(number: int, status: 
     assert steps(tmp_path) == [4]
     assert fzero.checkpoint.manifest(tmp_path).extra == {"position": 4}
     assert signal.getsignal(number) is before
-
-
-@pytest.fixture
-def heard() -> Iterator[list[int]]:
-    """The signals that a process with handlers of its own gets."""
-    found: list[int] = []
-    before = {n: signal.signal(n, lambda number, _: found.append(number)) for n in (signal.SIGTERM, signal.SIGINT)}
-    yield found
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def test_handlers_are_those_of_before_until_there_is_a_state_and_after_the_block(

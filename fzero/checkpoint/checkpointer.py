@@ -125,14 +125,17 @@ class Checkpointer:
 
         `extra` is JSON to save along, such as the data's position, or a function that makes it for a save. Raises
         CheckpointError, on all ranks after the same step, where an earlier save failed: the state is unharmed, and the
-        next save is tried. Raises SystemExit after a signal.
+        next save is tried. Raises SystemExit after a signal, also where the last save fails, which is logged.
         """
         runtime = self._join(state.runtime)
         heard = Says(runtime.heard)
         if stop := heard & (Says.SIGTERM | Says.SIGINT):
-            self.save(state, extra)
             number = signal.SIGTERM if Says.SIGTERM in stop else signal.SIGINT
-            log.info("fzero: %s: step %d is saved in %s", number.name, state.step, self.dir)
+            try:
+                self.save(state, extra)
+                log.info("fzero: %s: step %d is saved in %s", number.name, state.step, self.dir)
+            except CheckpointError as error:  # whoever trains on without a save is to stop all the same
+                log.error("fzero: %s: step %d is not saved: %s", number.name, state.step, error)
             raise SystemExit(128 + number)
         if self._due or (self.every is not None and state.step % self.every == 0 and self.saved != state.step):
             self._due = (state, extra() if callable(extra) else extra)  # now: later it would tell of a later position
