@@ -311,6 +311,13 @@ def test_damaged_folders_are_typed_errors_that_name_the_file(tmp_path: Path) -> 
         export_safetensors(fitted(Stored(params)), folder, part="")
 
 
+def test_one_file_comes_before_the_index_of_an_earlier_save(tmp_path: Path) -> None:
+    """As in transformers, which leaves the index there when it saves a model again, in one file."""
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-00001-of-00002.safetensors"}}')
+    assert torch.equal(Folder(tmp_path).read("w", 0, 2), torch.ones(2))
+
+
 def test_links_are_followed_as_in_the_hub_cache(tmp_path: Path) -> None:
     save_file({"a": torch.arange(3.0)}, tmp_path / "blob")
     (tmp_path / "snapshot").mkdir()
