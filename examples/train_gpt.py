@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\nstopped", file=sys.stderr)
         return ranks.STOPPED
     except SystemExit:  # by SIGTERM or Ctrl-C, once the state is saved
-        console.print(f"\nstopped, and saved in {checkpoints(args)}: --resume goes on from there")
+        console.print(f"\nstopped: --resume goes on from the last save in {checkpoints(args)}")
         raise
     except (fzero.FzeroError, text.TextError) as error:  # meant for the user to read: no traceback
         print(f"train_gpt.py: rank {rank}: {error}", file=sys.stderr)

@@ -1,8 +1,8 @@
 """The `fzero` command: one table of subcommands.
 
 A subcommand is one row of `COMMANDS`: its help, a function that adds its arguments, and a function that runs it and
-returns the exit status. An `FzeroError`, `ValueError` or `TypeError` that a command raises is the user's to read: it is
-printed without a traceback, and the exit status is 2.
+returns the exit status. An `FzeroError`, `OSError`, `ValueError` or `TypeError` that a command raises is the user's to
+read: it is printed without a traceback, and the exit status is 2.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return COMMANDS[arguments.command].run(arguments)
-    except (FzeroError, ValueError, TypeError) as error:
+    except (FzeroError, OSError, ValueError, TypeError) as error:
         print(f"fzero {arguments.command}: {error}", file=sys.stderr)
         return 2
 

@@ -312,6 +312,38 @@ def test_the_same_step_twice(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "latest", "step-00000001"]
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "COMMITTED", "shard-00000.safetensors"])
+def test_a_step_that_is_damaged_is_saved_again_beside_it(name, tmp_path):
+    """A run that went on from an earlier step comes to one whose files are damaged: what is said to be saved loads."""
+    state = trained()
+    file = fzero.save(state, tmp_path) / name
+    torn = file.read_bytes()[:-1]
+    file.write_bytes(torn)
+    path = fzero.save(state, tmp_path, keep=1)
+    assert fzero.load(tmp_path, like=state).step == 1
+    (aside,) = tmp_path.glob("step-00000001.damaged-*")
+    assert (aside / name).read_bytes() == torn, "it is kept"
+    assert fzero.save(trained(), tmp_path) == path
+
+
+def test_what_nobody_could_read_is_not_committed(tmp_path, monkeypatch):
+    state = trained()
+    monkeypatch.setattr(fzero.checkpoint.commit.records, "MAX_MANIFEST", 10_000)
+    with pytest.raises(
+        CheckpointError, match=r"needs a manifest of .* bytes, at most 10,000 are allowed: save less extra"
+    ):
+        fzero.save(state, tmp_path, extra="x" * 10_000)
+    fzero.save(state, tmp_path, extra="x")
+    assert manifest(tmp_path).extra == "x"
+
+
+def test_a_run_in_the_directory_of_another_is_warned(tmp_path, caplog):
+    fzero.save(trained(2), tmp_path)
+    assert not caplog.text
+    fzero.save(trained(1), tmp_path)
+    assert "step-00000002 is newer: it is what a load of this run takes" in caplog.text
+
+
 def test_two_jobs_in_one_directory(tmp_path):
     disk, one = Paused(), snapshot(trained())
     thread = threading.Thread(target=write, args=(one, tmp_path), kwargs={"disk": disk})
@@ -560,6 +592,7 @@ def _two_ranks(folder):
     refused(lambda: fzero.save(state, folder / "run", extra={"position": rank}))
     refused(lambda: fzero.save(state, folder / "run", extra={rank: 1} if rank else None))
     refused(lambda: fzero.save(state, folder / f"of-{rank}"))
+    refused(lambda: fzero.step(state, torch.ones(2, 6)) if rank else fzero.save(state, folder / "run"))
     full = leaves_of(state)
     state = fzero.step(state, torch.ones(2, 6))
     counted = Failing()
@@ -589,6 +622,7 @@ def test_two_ranks(tmp_path):
         "DisagreementError: .*extra is not the same",
         "CheckpointError: the state to save: rank 1 failed while beginning a save: extra has the key 1",
         "CheckpointError: .*rank 1 failed while writing its shard: rank 0 has made this directory, and it is not here",
+        "DisagreementError: the ranks do not run the same program .rank 0: save of ; rank 1: step 2 of ",
         f"CheckpointError: .*{shard}create failed: No space left on device; the disk is full",
         f"CheckpointError: .*{shard}sync failed: Input/output error; the device failed",
         "CheckpointError: .*run.*: rank 0 failed while preparing a save: .*your quota is used up",

@@ -6,7 +6,7 @@ import errno
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -79,6 +79,16 @@ class Full(Disk):
 
 
 # --- one process ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def heard() -> Iterator[list[int]]:
+    """The signals that a process with handlers of its own gets."""
+    found: list[int] = []
+    before = {n: signal.signal(n, lambda number, _: found.append(number)) for n in (signal.SIGTERM, signal.SIGINT)}
+    yield found
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -209,6 +219,14 @@ def signalled(directory: Path, number: int) -> None:
             saver.after(state, {"position": state.step})
 
 
+def test_a_signal_stops_also_who_cannot_save(
+    heard: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    met = trained(tmp_path, 9, disk=Full(99), signals={3: 1})
+    assert (met["status"], met["step"], steps(tmp_path)) == (143, 4, [])
+    assert "SIGTERM: step 4 is not saved" in caplog.text
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_once_after_the_next_step_and_exits(number: int, status: int, tmp_path: Path) -> None:
     before = signal.getsignal(number)
@@ -220,15 +238,80 @@ def test_a_signal_saves_once_after_the_next_step_and_exits(number: int, status: 
     assert signal.getsignal(number) is before
 
 
-def test_handlers_are_those_of_before_until_there_is_a_state_and_after_the_block(tmp_path: Path) -> None:
+def test_handlers_are_those_of_before_until_there_is_a_state_and_after_the_block(
+    heard: list[int], tmp_path: Path
+) -> None:
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
     with fzero.Checkpointer(tmp_path) as saver:
         assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
         saver.resume(PARAMS, SPEC)
         assert signal.getsignal(signal.SIGTERM) is not before[0]
         os.kill(os.getpid(), signal.SIGINT)
-        assert signal.getsignal(signal.SIGINT) is before[1], "a second Ctrl-C is Python's own again"
+        assert signal.getsignal(signal.SIGINT) is before[1], "a second Ctrl-C is the program's own again"
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_a_signal_after_the_last_step_is_not_lost(heard: list[int], tmp_path: Path) -> None:
+    with fzero.Checkpointer(tmp_path, every=1) as saver:
+        saver.after(fzero.step(saver.resume(PARAMS, SPEC), batch(0)))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == []
+    assert (heard, steps(tmp_path)) == ([signal.SIGTERM], [1]), "once all is saved"
+
+
+def test_extra_of_a_late_save_is_that_of_its_step(tmp_path: Path) -> None:
+    gate, batches = Gate(), iter(range(1, 10))
+    position = 0
+
+    def here() -> dict[str, int]:
+        return {"position": position}
+
+    with fzero.Checkpointer(tmp_path, every=1, disk=gate) as saver:
+        state = saver.resume(PARAMS, SPEC)
+        for position in batches:
+            if state.step == 2:
+                break  # a loop that takes a batch before it sees that it is done
+            state = fzero.step(state, batch(position))
+            saver.after(state, here)
+        gate.open.set()
+    assert position == 3
+    assert fzero.checkpoint.manifest(tmp_path).extra == {"position": 2}
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
+    one_step(tmp_path, Disk())
+    file = tmp_path / "step-00000001" / "manifest.json"
+    file.write_bytes(file.read_bytes()[:-2])
+    with pytest.raises(
+        fzero.CorruptError, match=r"step-00000001: is damaged, and no other checkpoint is left: mend it"
+    ):
+        one_step(tmp_path, Disk())
+
+
+def test_memory_that_a_given_up_save_may_write_is_not_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointer, "PATIENCE_SECONDS", 0.01)
+    gate = Gate()
+    saver = fzero.Checkpointer(tmp_path, every=1, disk=gate)
+    state = fzero.step(fzero.init(PARAMS, SPEC), batch(0))
+
+    def fails() -> None:
+        with saver:
+            saver.after(state)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fails()
+    (writing,) = (thread for thread in threading.enumerate() if thread.name == "fzero-save")
+    with saver:
+        later = fzero.step(state, batch(1))
+        with pytest.raises(fzero.CheckpointError, match="another save into this directory is at work"):
+            saver.save(later)
+        gate.open.set()
+        writing.join()
+    first = fzero.step(fzero.init(PARAMS, SPEC), batch(0))
+    assert same(fzero.load(tmp_path, like=later), first)
 
 
 def test_wrong_numbers_are_errors(tmp_path: Path) -> None:

@@ -311,6 +311,13 @@ def test_damaged_folders_are_typed_errors_that_name_the_file(tmp_path: Path) -> 
         export_safetensors(fitted(Stored(params)), folder, part="")
 
 
+def test_one_file_comes_before_the_index_of_an_earlier_save(tmp_path: Path) -> None:
+    """As in transformers, which leaves the index there when it saves a model again, in one file."""
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-00001-of-00002.safetensors"}}')
+    assert torch.equal(Folder(tmp_path).read("w", 0, 2), torch.ones(2))
+
+
 def test_links_are_followed_as_in_the_hub_cache(tmp_path: Path) -> None:
     save_file({"a": torch.arange(3.0)}, tmp_path / "blob")
     (tmp_path / "snapshot").mkdir()
@@ -493,6 +500,17 @@ class Payload:
 
 class Harmless:
     """A class that nobody has allowed."""
+
+
+@pytest.mark.parametrize("corners", [(0, 0), (0, 3), (1, 2), (0,)])
+def test_chunks_that_do_not_cover_a_tensor_once_are_damage(corners: tuple[int, ...], tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(bytes(8))
+    place = Place(tmp_path / "bytes", 0, (2,), torch.float32)
+    folder = object.__new__(DcpFolder)
+    folder.path = tmp_path
+    folder.tensors = {"w": (Entry((4,), torch.float32), [Chunk((at,), (2,), place) for at in corners])}
+    with pytest.raises(CorruptError, match="the chunks of 'w' do not cover it once"):
+        folder.read("w", 0, 4)
 
 
 def test_a_malicious_metadata_does_not_execute(tmp_path: Path) -> None:
@@ -688,9 +706,10 @@ def test_what_is_not_supported_is_said(tmp_path: Path) -> None:
         deepspeed(tag)
     with pytest.raises(CheckpointError, match=r"has no \*_optim_states\.pt"):
         deepspeed(tmp_path)
-    (tmp_path / "ds" / "latest").write_text("../..")
-    with pytest.raises(CorruptError, match="which is no directory beside it"):
-        deepspeed(tmp_path / "ds")
+    for name in ("../..", "..", ""):
+        (tmp_path / "ds" / "latest").write_text(name)
+        with pytest.raises(CorruptError, match="which is no directory beside it"):
+            deepspeed(tmp_path / "ds")
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -713,5 +732,14 @@ def test_convert_leads_from_every_form_to_every_other(tmp_path: Path, capsys: py
     assert json.loads((tmp_path / "hf" / "config.json").read_text()) == {"model_type": "x"}
     loaded = fzero.load(tmp_path / "again", spec_of(apply), like=params, strict=False)  # it has no moments
     assert same(fzero.unshard(loaded.params), full)
+    nested = fzero.Spec(loss=lambda p, b: p["a"]["b"].sum(), optimizer=spec_of(apply).optimizer)
+    with pytest.raises(MismatchError, match="has no leaf of this state that fits: strict=False would load nothing"):
+        fzero.load(tmp_path / "again", nested, like={"a": {"b": torch.ones(2)}}, strict=False)
+    for more, said in (
+        (["/proc/nowhere/x"], "mkdir failed"),
+        (["x", "--config", "none.json"], "none.json"),
+    ):
+        assert cli.main(["convert", str(tmp_path / "run"), "--to", "safetensors", *more]) == 2
+        assert said in capsys.readouterr().err
     assert cli.main(["convert", str(tmp_path / "run"), str(tmp_path / "x"), "--to", "fzero"]) == 2
     assert "is a checkpoint of fzero already" in capsys.readouterr().err

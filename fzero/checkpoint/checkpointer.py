@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from fzero import api
 from fzero._torch_compat import untraced_by_dynamo
-from fzero.checkpoint.commit import committed
+from fzero.checkpoint.commit import begun
 from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.load import load
 from fzero.checkpoint.manifest import read, step_name
@@ -107,9 +107,10 @@ class Checkpointer:
     def resume(self, params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
         """The newest committed state in `dir`, or `fzero.init(params, spec, key=key)` where there is none yet.
 
-        `extra` is then what was saved with it, {} for a new run.
+        `extra` is then what was saved with it, {} for a new run. Raises CorruptError where all checkpoints are damaged:
+        a new run would hide that.
         """
-        if any(committed(self.dir, self.disk)):
+        if begun(self.dir, self.disk):
             state = load(self.dir, spec, like=params, key=key, disk=self.disk)
             self.extra = read(self.dir / step_name(state.step), self.disk).extra or {}
             self.saved = state.step
@@ -124,21 +125,24 @@ class Checkpointer:
 
         `extra` is JSON to save along, such as the data's position, or a function that makes it for a save. Raises
         CheckpointError, on all ranks after the same step, where an earlier save failed: the state is unharmed, and the
-        next save is tried. Raises SystemExit after a signal.
+        next save is tried. Raises SystemExit after a signal, also where the last save fails, which is logged.
         """
         runtime = self._join(state.runtime)
         heard = Says(runtime.heard)
         if stop := heard & (Says.SIGTERM | Says.SIGINT):
-            self.save(state, extra)
             number = signal.SIGTERM if Says.SIGTERM in stop else signal.SIGINT
-            log.info("fzero: %s: step %d is saved in %s", number.name, state.step, self.dir)
+            try:
+                self.save(state, extra)
+                log.info("fzero: %s: step %d is saved in %s", number.name, state.step, self.dir)
+            except CheckpointError as error:  # whoever trains on without a save is to stop all the same
+                log.error("fzero: %s: step %d is not saved: %s", number.name, state.step, error)
             raise SystemExit(128 + number)
         if self._due or (self.every is not None and state.step % self.every == 0 and self.saved != state.step):
-            self._due = (state, extra)
+            self._due = (state, extra() if callable(extra) else extra)  # now: later it would tell of a later position
         if self._writing is not None and Says.SAVING not in heard:
             self._finish(others_failed=Says.FAILED in heard)
         if self._due and self._writing is None:
-            self._begin(state, extra)
+            self._begin(*self._due)
 
     @untraced_by_dynamo
     def save(self, state: State, extra: Extra = None) -> None:
@@ -179,6 +183,10 @@ class Checkpointer:
             if self._runtime is not None:
                 self._runtime.says = lambda: 0
                 self._runtime = None
+            if kind is None:  # no step came any more that would have told of it
+                for one in Says.SIGTERM, Says.SIGINT:
+                    if one in self._signals:
+                        signal.raise_signal(signal.Signals[str(one.name)])
 
     # --- pieces
 
@@ -227,6 +235,7 @@ class Checkpointer:
         writing, self._writing, step = self._writing, None, self.saved
         writing.join(patience)
         if writing.is_alive():
+            self._taken = None  # the thread may still write that memory
             raise CheckpointError(self.dir, f"step {step} was not written within {patience:g} s: it is given up")
         if writing.error is not None or others_failed:
             self.saved = None

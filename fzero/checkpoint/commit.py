@@ -55,6 +55,18 @@ def committed(run: Path, disk: Disk | None = None) -> Iterator[tuple[int, Path]]
             log.warning("fzero: %s: its marker is not that of its %s: it is passed over", path, MANIFEST)
 
 
+def begun(run: Path, disk: Disk) -> bool:
+    """Whether a run has a checkpoint to go on from. Raises CorruptError where it had some, and all are damaged."""
+    if any(committed(run, disk)):
+        return True
+    for _, path in _steps(run, disk):
+        if disk.size(path / MARKER) is not None:
+            raise CorruptError(
+                path, "is damaged, and no other checkpoint is left: mend it, or move it away to begin a new run"
+            )
+    return False
+
+
 def _steps(run: Path, disk: Disk) -> Iterator[tuple[int, Path]]:
     """Directories with the name of a step: real ones, no links."""
     for name in disk.names(run) or []:
@@ -159,15 +171,25 @@ def remove(directory: Path, disk: Disk) -> None:
 def commit(run: Path, temporary: Path, manifest: Manifest, disk: Disk) -> Path:
     """Makes the shards in `temporary` the checkpoint of `manifest`. Returns its directory; raises CheckpointError.
 
-    A step that is there already is left as it is: the same bytes are the same checkpoint, others an error.
+    A step that is there already is left as it is: the same bytes are the same checkpoint, others an error. A damaged
+    one is moved out of the way.
     """
     check_shards(temporary, manifest, disk)
     data = manifest.to_bytes()
     final = run / records.step_name(manifest.step)
+    if len(data) > records.MAX_MANIFEST:  # nobody would read it
+        raise CheckpointError(
+            final,
+            f"needs a manifest of {len(data):,} bytes, at most {records.MAX_MANIFEST:,} are allowed: save less extra",
+        )
     if disk.size(final / MARKER) is not None:
-        _check_same(final, data, disk)
-        remove(temporary, disk)
-        return final
+        if _is_whole(final, disk):
+            _check_same(final, data, disk)
+            remove(temporary, disk)
+            return final
+        aside = run / f"{final.name}.damaged-{os.urandom(4).hex()}"
+        log.warning("fzero: %s is damaged: it is saved again, and what was there is now %s", final, aside)
+        disk.rename(final, aside)
     disk.write(temporary / MANIFEST, data)
     disk.sync_directory(temporary)
     disk.rename(temporary, final)
@@ -191,12 +213,17 @@ def check_shards(directory: Path, manifest: Manifest, disk: Disk) -> None:
             raise CheckpointError(file, f"rank {number} has written {shard.bytes:,} bytes, the file has {size:,}")
 
 
-def _check_same(final: Path, data: bytes, disk: Disk) -> None:
+def _is_whole(directory: Path, disk: Disk) -> bool:
+    """Whether a step can be believed, as far as can be seen without reading its tensors."""
     try:
-        same = disk.read(final / MARKER, limit=MARKER_BYTES) == records.marker_of(data)
+        found = records.read(directory, disk).shards
     except CorruptError:
-        same = False
-    if not same:
+        return False
+    return all(disk.size(directory / records.shard_name(i)) == shard.bytes for i, shard in enumerate(found))
+
+
+def _check_same(final: Path, data: bytes, disk: Disk) -> None:
+    if disk.read(final / MARKER, limit=MARKER_BYTES) != records.marker_of(data):
         raise CheckpointError(
             final,
             "this step is saved here already, with other contents: it is kept as it is. After going back to an "
@@ -216,6 +243,9 @@ def finish(run: Path, final: Path, keep: int | None, disk: Disk) -> None:
     what fails here is logged: the next save does it again."""
     try:
         replace(run, LATEST, f"{final.name}\n".encode(), disk)
+        newest = max(_steps(run, disk), default=(0, final))[1]  # of an earlier run in the same directory?
+        if newest.name > final.name:
+            log.warning("fzero: %s is saved, but %s is newer: it is what a load of this run takes", final, newest)
         if keep is not None:
             others = [path for _, path in committed(run, disk) if path != final]
             for path in reversed(others[keep - 1 :]):

@@ -60,7 +60,8 @@ def load(
     the shapes are read. Without it the tree is made from the checkpoint, which knows dicts, lists, tuples and None.
     key: as in `init`, for a state whose checkpoint holds none. A key in the checkpoint is loaded like every leaf.
     strict: any difference between the leaves is a MismatchError that shows all of it, and nothing is loaded. With
-    False what fits is loaded, other leaves keep what `init` (or the state `like`) gave them, and the log says which.
+    False what fits is loaded, other leaves keep what `init` (or the state `like`) gave them, and the log says which;
+    where nothing at all fits it is an error too.
 
     Every rank must call it. Raises CheckpointError: CorruptError for damaged files, MismatchError for other leaves. A
     state given as `like` stays usable unless reading fails after writing began; then it is marked unusable.
@@ -201,6 +202,10 @@ def _compared(here: Mapping[str, Entry], saved: Checkpoint, strict: bool) -> Dif
             saved.directory,
             f"does not have the leaves of this state. Nothing was loaded.\n{found}\n"
             "Give fzero.load the spec and tree that were saved, or strict=False, which loads what fits",
+        )
+    if here.keys() <= found.unfit:
+        raise MismatchError(
+            saved.directory, f"has no leaf of this state that fits: strict=False would load nothing.\n{found}"
         )
     if found:
         log.warning("fzero: strict=False: of %s these leaves were not loaded:\n%s", saved.directory, found)

@@ -32,6 +32,7 @@ from fzero.checkpoint.shards import Part
 from fzero.checkpoint.strict import Invalid, check_json, check_text, dump, parse
 from fzero.errors import CheckpointError, DonatedError, TreeError
 from fzero.plan.layout import Leaf, Plan
+from fzero.runtime import collectives, presence
 from fzero.state import State
 
 
@@ -71,8 +72,9 @@ def save(
     rank.
     keep: how many checkpoints to keep, this one and the newest of the others. None: all of them.
     A collective: every rank calls it, and `directory` must be on a file system that all of them share. What was
-    committed before stays as it is until this one is. Raises CheckpointError on every rank where one of them fails, and
-    DonatedError for a state that a step consumed. The same step with the same contents again is no error.
+    committed before stays as it is until this one is. Raises CheckpointError on every rank where one of them fails,
+    DonatedError for a state that a step consumed, DisagreementError where other ranks do something else, HangError
+    where one does not come. The same step with the same contents again is no error.
 
     >>> import fzero, tempfile
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.sgd(0.1))
@@ -86,15 +88,19 @@ def save(
         raise TreeError(f"fzero.save needs a State, got {type(state).__name__}: call fzero.save(state, directory)")
     runtime = state.runtime
     on_host = runtime.device.type == "cpu"
-    return _write(
-        runtime.rank,
-        runtime.world_size,
-        lambda: _of(state, extra, copy=not on_host, reuse=None),
-        Path(directory),
-        keep,
-        runtime.group,
-        disk or Disk(),
-    )
+    collectives.agree(runtime.rank, runtime.world_size, "save", "", runtime.group)  # and none of them steps
+    try:
+        return _write(
+            runtime.rank,
+            runtime.world_size,
+            lambda: _of(state, extra, copy=not on_host, reuse=None),
+            Path(directory),
+            keep,
+            runtime.group,
+            disk or Disk(),
+        )
+    finally:
+        presence.of(runtime.group).leave()
 
 
 def snapshot(state: State, *, extra: Any = None, reuse: Snapshot | None = None) -> Snapshot:

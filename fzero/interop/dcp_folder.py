@@ -78,7 +78,7 @@ class Folder(Source):
     def read(self, path: str, start: int, stop: int) -> torch.Tensor:
         entry, chunks = self.tensors[path]
         found = torch.empty(stop - start, dtype=entry.dtype)
-        done = 0
+        spans: list[tuple[int, int]] = []
         for chunk in chunks:
             runs = list(chunk.runs(entry.shape, start, stop))
             if not runs:
@@ -91,8 +91,9 @@ class Folder(Source):
                 held = chunk.place.read(low, high)
                 for at, here, count in runs:
                     found[at - start : at - start + count] = held[here - low : here - low + count]
-            done += sum(count for _, _, count in runs)
-        if done != stop - start:
+            spans += [(at, at + count) for at, _, count in runs]
+        ends = [start, *(last for _, last in sorted(spans))]
+        if [first for first, _ in sorted(spans)] != ends[:-1] or ends[-1] != stop:
             raise CorruptError(self.path / METADATA, f"the chunks of {path!r} do not cover it once")
         return found
 

@@ -159,7 +159,7 @@ def _tagged(path: Path) -> Path:
     """The directory of a tag."""
     if (path / "latest").is_file() and not any(OPTIM.fullmatch(file.name) for file in path.iterdir()):
         tag = read_all(path / "latest", 4096).decode(errors="replace").strip()
-        if Path(tag).name != tag or not (path / tag).is_dir():
+        if Path(tag).name != tag or tag in ("", "..") or not (path / tag).is_dir():
             raise CorruptError(path / "latest", f"names {tag!r:.80}, which is no directory beside it")
         return path / tag
     if not path.is_dir():

@@ -54,6 +54,10 @@ class Folder(Source):
         """The files, each with the names that the index says are in it (None: there is no index)."""
         if self.path.is_file():
             return {self.path: None}
+        if (
+            self.path / SINGLE
+        ).is_file():  # before an index, as transformers has it: one of an earlier save may be left
+            return {self.path / SINGLE: None}
         if (self.path / INDEX).is_file():
             by_file: dict[Path, set[str] | None] = {}
             for name, file in _index(self.path / INDEX).items():
@@ -61,8 +65,6 @@ class Folder(Source):
                 assert members is not None
                 members.add(name)
             return by_file
-        if (self.path / SINGLE).is_file():
-            return {self.path / SINGLE: None}
         found = sorted(self.path.glob("*.safetensors"))
         hint = f". It has {found[0].name}: give that file itself" if found else ""
         if list(self.path.glob("pytorch_model*.bin")):

@@ -89,7 +89,7 @@ def directory(folder: Path, disk: Disk) -> Iterator[Path]:
     if disk.names(folder):
         raise CheckpointError(folder, "is not empty: an export makes a new directory. Give another name, or remove it")
     place = folder.parent / f".{folder.name}.tmp-{os.urandom(4).hex()}"
-    os.makedirs(folder.parent, exist_ok=True)
+    disk.do("mkdir", folder.parent, lambda: os.makedirs(folder.parent, exist_ok=True))
     disk.mkdir(place)
     try:
         yield place
