@@ -274,6 +274,12 @@ def test_what_an_embedding_s_gradient_by_columns_allocates(rows: int, columns: i
     assert peak <= layout.heap <= 1.02 * peak, f"planned {layout.heap}, allocator {peak}"
 
 
+def test_complex_division_is_not_over_its_operand() -> None:
+    x = torch.randn(3, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(2))
+    gm = graph_of(lambda x: [(made := x.reciprocal()) / made], [x])
+    assert not check(gm, [x]).homes
+
+
 def test_an_embedding_s_gradient_scaled_by_frequency() -> None:
     rows, columns = 40000, 205
     g, index = torch.randn(3, 50, columns).to(torch.bfloat16), torch.randint(0, 9, (3, 50))
