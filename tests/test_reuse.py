@@ -96,9 +96,7 @@ def test_an_operand_that_is_read_again_or_in_another_order_keeps_its_memory() ->
         lambda x: [(a := x * 2) + a.t()],  # two orders at once
         lambda x: [(x * 2)[:, :24] + 1],  # a part of it
         lambda x: [torch.softmax(x * 2, 0)],  # columns, not rows
-        lambda x: [
-            (x[:1, :1] * 2).as_strided((1, 1), (7, 3)) + x[:1, :1]
-        ],  # other strides
+        lambda x: [(x[:1, :1] * 2).as_strided((1, 1), (7, 3)) + x[:1, :1]],  # other strides
     ):
         gm = graph_of(fn, [x])
         layout = check(gm, [x])
