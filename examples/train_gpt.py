@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -340,10 +340,13 @@ def measure(
     _, step = measured_peak(lambda: fzero.step(state, batch), device)
     optimizer = held["optimizer"] + held["state"]  # and the key
     mine = memory.Measured(held["param"], optimizer, memory.held_bytes(batch.values()), held["arena"] + step)
-    everyone = [mine] * args.world
+    numbers = torch.tensor(astuple(mine), dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(numbers) for _ in range(args.world)]
     if args.world > 1:
-        dist.all_gather_object(everyone, mine)
-    return everyone
+        dist.all_gather(everyone, numbers)
+    else:
+        everyone = [numbers]
+    return [memory.Measured(*one.tolist()) for one in everyone]
 
 
 if __name__ == "__main__":

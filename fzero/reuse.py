@@ -7,7 +7,8 @@ gradient that is the sum of two terms holds its second term where the sum will l
     a = mul(x, y); b = exp(a)              b lies where a lay
     t = mm(x, y); add.out(h, t, out=dest)  t lies in dest
 
-Only ops are named here whose kernel reads each element before it writes that element, seen to give the same bits.
+Only ops are named here whose kernel reads each element before it writes that element, seen to give the same bits (but
+for the sign and payload of a NaN, which follow how a kernel walks over memory).
 """
 
 from __future__ import annotations

@@ -678,6 +678,7 @@ def test_the_child_may_hang_or_die(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         deepspeed(tmp_path / "ds")
 
 
+@pytest.mark.acceptance
 def test_what_is_not_supported_is_said(tmp_path: Path) -> None:
     deepspeed_files(tmp_path / "ds", 2, 2)
     tag = tmp_path / "ds" / "global_step9"
@@ -715,6 +716,7 @@ def test_what_is_not_supported_is_said(tmp_path: Path) -> None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.acceptance
 def test_convert_leads_from_every_form_to_every_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state, (params, apply) = trained(), tied()
     fzero.save(state, tmp_path / "run")

@@ -243,7 +243,7 @@ def finish(run: Path, final: Path, keep: int | None, disk: Disk) -> None:
     what fails here is logged: the next save does it again."""
     try:
         replace(run, LATEST, f"{final.name}\n".encode(), disk)
-        newest = max(_steps(run, disk), default=(0, final))[1]  # of an earlier run in the same directory?
+        newest = next(committed(run, disk), (0, final))[1]  # of an earlier run in the same directory?
         if newest.name > final.name:
             log.warning("fzero: %s is saved, but %s is newer: it is what a load of this run takes", final, newest)
         if keep is not None:
