@@ -90,7 +90,7 @@ def damaged_json(draw: random.Random, value: Any) -> bytes:
         elif what == 3 and type(node[key]) is int:
             node[key] += draw.choice([-1, 1, 64, -64, 1 << 40])
         else:
-            node[key] = draw.choice(NASTY)
+            node[key] = copy.deepcopy(draw.choice(NASTY))
         if not value:
             break
     text = json.dumps(value)

@@ -115,16 +115,25 @@ def _attempt(
     disturbed = draw is not None and not _passed(processes, shown, draw)
     if draw is not None and disturbed:
         number = signal.SIGKILL if draw.random() < 0.85 else signal.SIGTERM
-        for rank in draw.choice([[0], [1], [0, 1]]):
-            if number == signal.SIGKILL:
-                counts.update([PHASES[shown[rank, 0]], *["saving"] * int(shown[rank, 1])])
-            os.kill(processes[rank].pid, number)
-        counts["kills"] += number == signal.SIGKILL
+        sent = [_sent(processes[rank], number, shown[rank], counts) for rank in draw.choice([[0], [1], [0, 1]])]
+        counts["kills"] += number == signal.SIGKILL and any(sent)
     outcomes = _ended(processes, pipes, counts)
     errors = [None if outcome is None else outcome.error for outcome in outcomes]
     assert disturbed or errors == [None] * WORLD, f"a rank failed that nobody had disturbed: {outcomes}"
     counts["stops"] += any(error is not None and error.startswith("SystemExit: 143") for error in errors)
     return outcomes[0].value if None not in outcomes and not any(errors) else None  # type: ignore[union-attr]
+
+
+def _sent(process: Any, number: int, shown: Any, counts: Counter[str]) -> bool:
+    """Sends the signal, and counts where a SIGKILL struck; False where the process has just ended by itself."""
+    phase, saving = PHASES[shown[0]], int(shown[1])
+    try:
+        os.kill(process.pid, number)
+    except ProcessLookupError:
+        return False
+    if number == signal.SIGKILL:
+        counts.update([phase, *["saving"] * saving])
+    return True
 
 
 def _passed(processes: list[Any], shown: Any, draw: random.Random) -> bool:

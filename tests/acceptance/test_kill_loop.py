@@ -67,7 +67,7 @@ def test_the_demo_stops_at_sigterm_and_resumes(tmp_path: Path) -> None:
     stopped.send_signal(signal.SIGTERM)
     printed, error = stopped.communicate(timeout=100)
     assert stopped.returncode == 130
-    assert "--resume goes on from there" in printed
+    assert "--resume goes on from the last save" in printed
     assert "all 2 ranks have ended" in error
     resumed, undisturbed = demo(tmp_path / "stopped", "--resume"), demo(tmp_path / "undisturbed")
     found = []
