@@ -398,7 +398,7 @@ def test_an_error_in_the_loss_of_one_rank_ends_both_and_leaves_the_last_save(tmp
     assert met[0]["error"].startswith("DisagreementError: rank 1 failed before step 6: ")
     assert "no luck" in met[0]["error"]
     assert "no luck" in met[1]["error"]
-    assert steps(tmp_path)[-1] in (2, 4), "4 may have been late"
+    assert steps(tmp_path)[-1] in (2, 4, 5), "4 may have been late, and begun after step 5"
 
 
 def test_nan_ends_both_with_the_state_of_before_and_the_last_save(tmp_path: Path) -> None:
@@ -406,7 +406,7 @@ def test_nan_ends_both_with_the_state_of_before_and_the_last_save(tmp_path: Path
     for one in met:
         assert one["error"].startswith("NonFiniteError: the gradients of step 6 are not finite")
         assert one["step"] == 5
-    assert steps(tmp_path)[-1] in (2, 4)
+    assert steps(tmp_path)[-1] in (2, 4, 5)
 
 
 def with_one_stopped(directory: Path) -> None:
