@@ -43,8 +43,8 @@ examples:
   python examples/train_gpt.py --data ~/my/project        your text instead of Python's
   torchrun --nproc-per-node 4 examples/train_gpt.py       torchrun's ranks instead of its own
   torchrun --nproc-per-node 8 examples/train_gpt.py --device cuda --size gpt2 --seq 1024 --batch 64
-  python examples/train_gpt.py --kill-at 120              a rank dies after step 120, and training goes on from step 100
-  python examples/train_gpt.py --kill-at 120 --check      the same, and once more without it: are the parameters equal?
+  python examples/train_gpt.py --kill-at 40               a rank dies after step 40, and training goes on from step 20
+  python examples/train_gpt.py --kill-at 40 --check       the same, and once more without it: are the parameters equal?
   python examples/train_gpt.py --resume                   go on with a run that Ctrl-C or SIGTERM stopped
 
 results, in --out:
@@ -95,7 +95,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--data", type=Path, metavar="PATH", help="a text file or a directory of them (Python's standard library)")
     add("--out", type=Path, default=Path("runs/train_gpt"), metavar="DIR", help="where results go (runs/train_gpt)")
     add("--seed", type=int, default=0, metavar="N", help="of the parameters, the batches and the sample (0)")
-    add("--checkpoint-every", type=int, default=50, metavar="N", help="steps between saves; 0 saves none (50)")
+    add(
+        "--checkpoint-every",
+        type=int,
+        metavar="N",
+        help="steps between saves; 0 saves none (50, or less before a kill)",
+    )
     add("--resume", action="store_true", help="go on from the last save in --out, instead of beginning anew")
     add("--restarts", type=int, metavar="N", help="times that all ranks start again after one died (1 with --kill-at)")
     add("--kill-at", type=int, metavar="N", help="the last rank kills itself after step N, the first time")
@@ -103,6 +108,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.lr = args.lr or LEARNING_RATES[args.size]
     args.restarts = int(args.kill_at is not None) if args.restarts is None else args.restarts
+    if args.checkpoint_every is None:  # a kill shows little where nothing was saved before
+        args.checkpoint_every = max(1, args.kill_at // 2) if args.kill_at in range(1, 100) else 50
     started = ranks.here()
     if started and args.world not in (None, started[1]):
         parser.error(f"--world {args.world}, but torchrun started {started[1]} ranks: leave --world out")
