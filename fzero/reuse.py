@@ -91,21 +91,16 @@ def _result(node: fx.Node, free: set[fx.Node]) -> Home | None:
 
 def writes_over(node: fx.Node) -> bool:
     """Whether an op may write over an operand: elementwise, or row by row."""
-    return op_name(node) in _OVER or by_rows(node)
+    return segments.op_name(node) in _OVER or by_rows(node)
 
 
 def by_rows(node: fx.Node) -> bool:
     """Softmax along the last dim on the CPU reads a row before it writes the row."""
-    if op_name(node) not in _OVER_ROWS:
+    if segments.op_name(node) not in _OVER_ROWS:
         return False
     value = segments.operand(node).meta["val"]
     dims = {arg for arg in node.args[1:3] if isinstance(arg, int) and not isinstance(arg, bool)}
     return value.device.type == "cpu" and bool(dims) and dims <= {-1, value.ndim - 1}
-
-
-def op_name(node: fx.Node) -> str:
-    """An op's name without its overload; "" for what is no torch op."""
-    return node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
 def _own(operand: fx.Node, found: segments.Values) -> segments.Value | None:

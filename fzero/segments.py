@@ -59,6 +59,11 @@ def schema(node: fx.Node) -> torch.FunctionSchema | None:
     return getattr(node.target, "_schema", None) if is_compute(node) else None
 
 
+def op_name(node: fx.Node) -> str:
+    """The name of a node's op, whatever its overload; empty for another function."""
+    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether the result shares its input's memory (a getitem of a view does too)."""
     if not is_compute(node):

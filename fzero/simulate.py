@@ -86,7 +86,7 @@ def _node(node: fx.Node, rates: Rates) -> float:
 
 def flops(node: fx.Node) -> int:
     """Operations of a matrix product, a convolution or an attention; 0 for another op."""
-    name = node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
+    name = segments.op_name(node)
     if name.removeprefix("onednn_") in ("mm", "bmm", "addmm", "baddbmm"):
         first = _operands(node)[-2 if "out" not in node.kwargs else -3]
         made = node.kwargs["out"].meta["val"] if "out" in node.kwargs else _values(node)[0]  # type: ignore[union-attr]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import Run, differing, run
@@ -16,7 +17,7 @@ import fzero
 from fzero import optim, random
 from fzero.precision import PRESETS, Precision
 from fzero.program import wire_bytes
-from text import load
+from text import load, window
 
 SEQUENCE, WIDTH = 24, 32
 NARROW = ["bf16", "fp16", "bf16_params"]
@@ -57,8 +58,14 @@ def tiny_loss(params: Any, batch: Any) -> Tensor:
 
 def text_of(world: int, steps: int, sequence: int) -> Callable[[int, int], Any]:
     corpus = load(None, sequence)
-    tokens = fzero.data.Tokens(corpus.train, sequence=sequence, order="random", seed=0)
-    return lambda rank, step: tokens.batch(8 * step, size=8, rank=rank, world_size=world)
+    part = 8 // world
+
+    def batch(rank: int, step: int) -> Any:
+        starts = np.random.default_rng([0, step]).integers(0, len(corpus.train) - sequence, 8)
+        return window(corpus.train, torch.from_numpy(starts)[rank * part : (rank + 1) * part], sequence)
+
+    drawn = [[batch(rank, step) for step in range(steps)] for rank in range(world)]
+    return lambda rank, step: drawn[rank][step]
 
 
 def losses(name: str, steps: int) -> Tensor:
