@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from fzero import segments
-from fzero.reuse import by_rows, op_name
+from fzero.reuse import by_rows
 
 aten = torch.ops.aten
 BYTES = {0: 1 << 20, 1: 4 << 20}  # of a strip, by the dim that is cut
@@ -126,7 +126,7 @@ def _follows(node: fx.Node, before: fx.Node, dim: int) -> bool:
 
 def _exact(node: fx.Node) -> bool:
     """Not with a factor (`alpha`) of the second operand, either."""
-    name, factor = op_name(node), {"alpha", "rounding_mode"} & set(node.kwargs)
+    name, factor = segments.op_name(node), {"alpha", "rounding_mode"} & set(node.kwargs)
     return name in _EXACT and not factor and not (name in ("add", "sub") and len(node.args) > 2)
 
 

@@ -252,7 +252,7 @@ def _form(node: fx.Node) -> Any:
     result row by row, whatever strides torch's shape rules say that it has and `out` therefore has."""
     if node.target in _WITH_TENSOR and len(node.args) > 2:
         return None
-    if "_softmax" in reuse.op_name(node) and "val" in node.meta and not node.meta["val"].is_contiguous():
+    if "_softmax" in segments.op_name(node) and "val" in node.meta and not node.meta["val"].is_contiguous():
         return None
     return out_form(node.target)
 
