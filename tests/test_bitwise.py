@@ -207,7 +207,7 @@ def outcome(
     return result.final, result.losses()
 
 
-@settings(few, max_examples=12)
+@settings(few, max_examples=20)
 @given(shapes=trees, plan=plans, how=sums, world=st.integers(1, 5), seed=st.integers(0, 99))
 def test_any_plan_gives_the_bits_of_the_replicated_program(
     shapes: Any, plan: dict[str, Any], how: dict[str, Any], world: int, seed: int

@@ -110,13 +110,13 @@ def check(gm: Any, given: Sequence[torch.Tensor] = ()) -> None:
 def test_segments_as_calls_have_the_bits_of_their_graphs() -> None:
     rng = random.Random(3)
     seen: set[str] = set()
-    for number in range(14):
+    for number in range(24):
         for program in corpus.draw(rng, number).programs.values():
             for key, gm in program.segments.items():
                 if key not in seen:
                     seen.add(key)
                     check(gm)
-    assert len(seen) > 60
+    assert len(seen) > 100
 
 
 def _every_form(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -225,7 +225,7 @@ def run_bound(programs: Mapping[int, Program], memory: Sequence[dict[str, torch.
 
 def test_bound_programs_have_the_bits_of_the_interpreter() -> None:
     rng = random.Random(11)
-    for number in range(28):
+    for number in range(40):
         case = corpus.draw(rng, number)
         plain = [{n: t.clone() for n, t in own.items()} for own in case.memory]
         bound = [{n: t.clone() for n, t in own.items()} for own in case.memory]
