@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import segments
+from fzero import offsets, segments
 from fzero._torch_compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -118,9 +118,10 @@ def trace(
     with _explained(), tracing.mode, compiled_functions_traced():
         gm = make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     _refuse(tracing, gm, names)
+    offsets.rooted(gm)
     if any(segments.mutated(node) for node in gm.graph.nodes):
         gm = _functionalised(tracing, gm, inputs)
-    return gm
+    return offsets.rebased(gm)
 
 
 def fake_like(mode: FakeTensorMode, leaf: torch.Tensor) -> torch.Tensor:
@@ -273,7 +274,19 @@ class _Replay(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n
+        if offsets.takes_offset(n):
+            self.check_layout(n)
         return super().run_node(n)
+
+    def check_layout(self, n: fx.Node) -> None:
+        """Made pure, a write gives a new tensor, whose strides are its own choice; an offset counts in the old one's."""
+        operand = segments.operand(n)
+        traced, now = operand.meta["val"], self.env[operand]
+        if (traced.stride(), traced.storage_offset()) != (now.stride(), now.storage_offset()):
+            raise CaptureError(
+                f"{n.target} at {n.meta.get('source') or 'the step'} follows an in-place change that makes its tensor "
+                f"one of strides {now.stride()} instead of {traced.stride()}: write x = x.op(...) instead of x.op_(...)"
+            )
 
 
 class _Refused(Exception):
