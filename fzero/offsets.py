@@ -145,7 +145,7 @@ def _start_of(closed_over: torch.Tensor, node: fx.Node) -> int:
             f"{node.target} at {_where(node)} takes a closed-over tensor of strides {closed_over.stride()} apart by "
             "its place in memory: close over its .contiguous()"
         )
-    return closed_over.storage_offset()
+    return int(closed_over.storage_offset())
 
 
 def rebased(gm: fx.GraphModule) -> fx.GraphModule:
@@ -278,7 +278,7 @@ def _start_in(value: torch.Tensor, layout: Layout) -> int | None:
     """Where a layout of a storage starts in a value that lies there; None where the value is not dense, or does not
     hold all of its elements."""
     size, stride, offset = layout
-    start = offset - value.storage_offset()
+    start = offset - int(value.storage_offset())
     first, last = span((size, stride, start))
     held = _is_dense((value.shape, value.stride(), 0)) and first >= 0 and last <= value.numel()
     return (start if last else 0) if held else None

@@ -162,8 +162,9 @@ def at(block: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
 def _check_views(node: fx.Node, env: Mapping[fx.Node, Any]) -> None:
     """A view lies inside the value that owns its memory: nothing else of the arena can be read through it."""
     owner = env[segments.base(node)] if segments.is_view(node) else None
-    for view in segments.tensors(env[node]) if isinstance(owner, torch.Tensor) else ():
-        offsets.check_view(view, owner, node.target)
+    if isinstance(owner, torch.Tensor):
+        for view in segments.tensors(env[node]):
+            offsets.check_view(view, owner, node.target)
 
 
 def _is_there(node: fx.Node, args: Any) -> bool:

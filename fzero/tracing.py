@@ -279,7 +279,7 @@ class _Replay(fx.Interpreter):
         return super().run_node(n)
 
     def check_layout(self, n: fx.Node) -> None:
-        """Made pure, a write gives a new tensor, whose strides are its own choice; an offset counts in the old one's."""
+        """Refuses an offset into a tensor whose strides changed when a write to it was made pure."""
         operand = segments.operand(n)
         traced, now = operand.meta["val"], self.env[operand]
         if (traced.stride(), traced.storage_offset()) != (now.stride(), now.storage_offset()):
