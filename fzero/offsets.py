@@ -103,7 +103,7 @@ def check_view(view: torch.Tensor, owner: torch.Tensor, what: object) -> None:
 
 def _reach(x: torch.Tensor) -> tuple[int, int]:
     """The bytes of its storage from a tensor's first element to its last."""
-    first = x.storage_offset() * x.element_size()
+    first = int(x.storage_offset()) * x.element_size()
     return first, first + segments.extent_bytes(x)
 
 
