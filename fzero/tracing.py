@@ -23,6 +23,7 @@ from fzero._torch_compat import (
     FakeTensorMode,
     TorchDispatchMode,
     compiled_functions_traced,
+    in_functorch,
     is_fake,
     make_fx,
     tracing_graph,
@@ -151,6 +152,7 @@ def check_leaf(name: str, value: torch.Tensor) -> None:
 
 def _refuse(tracing: Tracing, gm: fx.GraphModule, names: Sequence[str]) -> None:
     inputs = dict(zip(segments.placeholders(gm.graph), names, strict=False))
+    _refuse_shape_changes(gm)
     for node in gm.graph.nodes:
         where = node.meta.get("source") or "the step"
         for argument in segments.mutated(node):
@@ -180,6 +182,34 @@ def _refuse(tracing: Tracing, gm: fx.GraphModule, names: Sequence[str]) -> None:
                     "requires grad: it would get no gradient and never change. Pass it in through the parameters, or "
                     "detach() it"
                 )
+
+
+def _has_gradient(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether autograd follows an op that changes its operand's shape in place; it need not be known of others."""
+    return torch.Tag.inplace_view not in func.tags or args[0].requires_grad or in_functorch()
+
+
+def _refuse_shape_changes(gm: fx.GraphModule) -> None:
+    """Refuses `x.transpose_(...)` and kin where x shares memory and the others, or x again, are used in other ways.
+
+    Autograd then makes x's views anew, from x as it is now instead of as it was: their gradients would be wrong (on
+    fake tensors; on others it makes them by their place in memory)."""
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    reshaped = [n for n in order if torch.Tag.inplace_view in getattr(n.target, "tags", ())]
+    writes = [n for n in order if n not in reshaped and segments.mutated(n)]
+    for node in reshaped:
+        if node.meta.get("no_grad"):
+            continue
+        changed, root = segments.operand(node), segments.base(node)
+        others = [n for n in order if n is not changed and segments.is_compute(n) and segments.base(n) is root]
+        read = any(order[n] < order[node] < order[user] for n in others for user in n.users)
+        written = any(order[n] > order[node] and segments.base(n) is root for n in writes)
+        if read or (written and segments.is_view(changed)):
+            raise CaptureError(
+                f"{node.target} at {node.meta.get('source') or 'the step'} changes the shape of a tensor in place that "
+                "shares its memory with another one: their gradients would be wrong. Write x = x.transpose(...), not "
+                "x.transpose_(...)"
+            )
 
 
 # ops that ask for no gradient of what they read; a region's own graph has been looked at
@@ -355,7 +385,7 @@ class _Watch(TorchDispatchMode):
                     break
                 line = self.line() if line is None else line
                 node.meta["source"] = line
-                node.meta["no_grad"] = not torch.is_grad_enabled()
+                node.meta["no_grad"] = not torch.is_grad_enabled() or not _has_gradient(func, args)
                 if phase := self.phase():
                     node.meta["phase"] = phase
         return result

@@ -378,24 +378,80 @@ def test_in_place_on_a_parameter_in_the_loss_is_refused(change: Callable[[Tensor
     refused(loss, "is changed in place", here(change), "a step is pure. Return a new value instead")
 
 
-def test_a_shape_changed_in_place_is_refused() -> None:
-    """Eager autograd follows it, a trace does not."""
+SQUARE = torch.arange(9.0).view(3, 3).cos()
+
+
+def _beside_a_view(x: Tensor) -> Tensor:
+    view = x.t()
+    x.transpose_(0, 1)  # here
+    return view * x
+
+
+def _of_a_view_written_to(x: Tensor) -> Tensor:
+    x = x.t()
+    x.t_()  # here
+    return x.mul_(SQUARE)
+
+
+@pytest.mark.parametrize("change", [_beside_a_view, _of_a_view_written_to])
+def test_a_shape_changed_in_place_is_refused(change: Callable[[Tensor], Tensor]) -> None:
+    """Eager autograd follows it, a trace would give wrong gradients."""
 
     def loss(p: Any, b: Tensor) -> Tensor:
-        x = (p["w"] * b).unsqueeze(0)
-        x.squeeze_()
-        return x.unsqueeze_(1).sum()
+        return (change(torch.outer(p["w"], p["w"])) * SQUARE).sum()
 
-    refused(loss, "the shape of a tensor that has a gradient is changed in place", "Write x = x.squeeze() instead of")
+    refused(loss, here(change), "changes the shape of a tensor in place that shares", "Write x = x.transpose(...)")
+
+
+def _alone(x: Tensor) -> Tensor:
+    return x.transpose_(0, 1)
+
+
+def _written_to(x: Tensor) -> Tensor:
+    x.t_()
+    x[1].mul_(3.0)
+    return x
+
+
+def _of_a_view(x: Tensor) -> Tensor:
+    x = x[1:]
+    x.t_()
+    return x * SQUARE[:, :2] * SQUARE.sum()
+
+
+def _twice(x: Tensor) -> Tensor:
+    x = x.unsqueeze(0)
+    x.squeeze_()
+    return x.unsqueeze_(1)
+
+
+@pytest.mark.parametrize("change", [_alone, _written_to, _of_a_view, _twice])
+def test_another_shape_changed_in_place_is_followed(change: Callable[[Tensor], Tensor]) -> None:
+    def loss(p: Any, b: Tensor) -> Tensor:
+        x = change(torch.outer(p["w"], p["w"].sin()))
+        return (x * x * torch.arange(x.numel()).view(x.shape).cos()).sum() * b.mean()
+
+    w, b = torch.tensor([1.0, 2.0, 3.0]), torch.ones(2, 3)
+    own = w.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss({"w": own}, b), own)
+
+    def step(s: Any, b: Tensor) -> Any:
+        _, gradients = fzero.value_and_grad(loss)(s, b)
+        return s, {"gradient": gradients["w"]}
+
+    state = fzero.step(fzero.init({"w": w}, fzero.Spec(step=step)), b)
+    torch.testing.assert_close(state.metrics["gradient"], expected)
 
 
 def test_what_cannot_be_made_pure_is_refused_with_its_line() -> None:
     def loss(p: Any, b: Tensor) -> Tensor:
         z = torch.complex(p["w"], p["w"]).conj()
-        z.mul_(2j)  # here
+        z.mul_(2j)
         return z.abs().sum()
 
-    refused(loss, here(loss), "in-place work that cannot be made pure", "Write x = x.op(...) instead of x.op_(...)")
+    refused(
+        loss, "test_capture.py", "in-place work that cannot be made pure", "Write x = x.op(...) instead of x.op_(...)"
+    )
 
 
 def test_in_place_in_a_loss_on_a_tensor_of_the_step_is_refused() -> None:
