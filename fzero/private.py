@@ -2,7 +2,7 @@
 
 Other users of a machine may plant a folder, a file or a link where a cache is to be: under the temporary directory
 anyone can. So a folder is opened once, is believed only where it is this user's and nobody else may write to it, and
-all that follows goes through its descriptor. No link is followed and nothing truncated: a file is made new, then renamed.
+all that follows goes through its descriptor. No link is followed, nothing is truncated: files are made new and renamed.
 """
 
 from __future__ import annotations
