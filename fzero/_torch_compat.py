@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import platform
 import sys
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import _weights_only_unpickler  # 2.11.0, 2.13.0
 from torch._C import _profiler as _cpp_profiler  # 2.11.0, 2.13.0
 from torch._compile import _disable_dynamo as untraced_by_dynamo  # 2.11.0, 2.13.0
 from torch._subclasses.fake_tensor import (  # 2.11.0, 2.13.0
@@ -56,6 +58,7 @@ __all__ = [
     "store_holder",
     "tracing_graph",
     "untraced_by_dynamo",
+    "weights_only",
 ]
 
 # aten's fused optimizer kernels, in place over lists of tensors: seen in 2.11.0 and 2.13.0
@@ -68,10 +71,35 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
 
 
-def place_in_file(value: torch.Tensor) -> int | None:
-    """The byte at which the storage of a tensor begins in the file that `torch.load` read it from under a fake mode;
-    None for a file of the format before 1.6 (`UntypedStorage._checkpoint_offset`: 2.11.0, 2.13.0)."""
-    return getattr(value.untyped_storage(), "_checkpoint_offset", None)
+def weights_only(data: bytes, place: Callable[[str], tuple[int, int]]) -> Any:
+    """What the pickle of a file of `torch.save` holds, under the rules of `torch.load(weights_only=True)`; its tensors
+    are on the meta device. `place` is the (start, bytes) of a storage in the file, by its key.
+
+    Raises UnpicklingError, and ValueError for a storage of another length than its place. `torch.load` itself would
+    compute the places, for an archive that torch alone has written (2.11.0, 2.13.0).
+    """
+
+    class Unpickler(_weights_only_unpickler.Unpickler):
+        def persistent_load(self, told: Any) -> Any:
+            _, kind, key, _, count = told
+            dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+            start, size = place(key)
+            if type(count) is not int or not 0 <= size - count * dtype.itemsize < dtype.itemsize:
+                raise ValueError(f"the storage {key} is to have {count} elements of {dtype}, and has {size:,} bytes")
+            storage = torch.UntypedStorage(count * dtype.itemsize, device="meta")
+            storage.place = start, size  # type: ignore[attr-defined]
+            return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+    return Unpickler(io.BytesIO(data), encoding="utf-8").load()
+
+
+def place_in_file(value: torch.Tensor) -> tuple[int, int]:
+    """(the byte at which the storage of a tensor of `weights_only` begins in its file, its bytes there). Raises
+    ValueError for a tensor whose bytes lie in no file."""
+    found: tuple[int, int] | None = getattr(value.untyped_storage(), "place", None)
+    if found is None:
+        raise ValueError(f"a tensor of shape {list(value.shape)} has no bytes in the file")
+    return found
 
 
 def tracing_graph() -> torch.fx.Graph | None:

@@ -155,7 +155,9 @@ def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any]
             raise DonatedError(f"this state ({at('state', paths[0])}{more}) {state.life.ended}")
         _check_batch(batch if fn is None else batch["batch"], runtime.device)
         lowered = runtime.compiled(batch, fn)
-        digest = f"{lowered.digest} after {runtime.transport.comm.number} transfers" if runtime.world_size > 1 else ""
+        digest = f"{lowered.digest} after {runtime.transport.comm.number} transfers"
+        if runtime.device.type == "cpu":  # where a sum rounds by the number of threads
+            digest += f", threads={torch.get_num_threads()}"
     except Exception as error:
         failure, digest = error, ""
     runtime.heard = collectives.agree(

@@ -6,7 +6,8 @@ and runs that did would have different bits. So
 1. a figure is measured once per machine and kept in a file: `$FZERO_CACHE`, else `$XDG_CACHE_HOME/fzero`, else
    `~/.cache/fzero`, one file per kind of figure and machine (CPU, threads, torch). It is written whole, under a lock,
    and what it already holds stays: of two processes that measure at once, both use what was written first. A file that
-   cannot be read counts as empty; one that cannot be written costs a measurement per run.
+   cannot be read counts as empty; one that cannot be written, or lies in a folder that is not this user's alone
+   (`fzero.private`), costs a measurement per run.
 2. in a world of several ranks, rank 0 puts the figures into the store that the process group was made with, and the
    others take them from there, whatever their own files say. The first to write wins, with one atomic operation: a rank
    that hears nothing from rank 0 for `PATIENCE` (a rank 0 that failed, or traces nothing) proposes its own, so
@@ -15,15 +16,14 @@ and runs that did would have different bits. So
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
 import json
 import logging
-import math
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -31,15 +31,13 @@ from typing import Any
 
 import torch
 
+from fzero import private
 from fzero._torch_compat import product_precision
-
-try:
-    import fcntl
-except ImportError:  # no advisory locks on this system: the last of two writers at once wins
-    fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger("fzero")
 PATIENCE = timedelta(seconds=15)
+MAX_BYTES = 16 << 20  # of a file
+MAX_FIGURE = 1e15
 
 Figures = dict[str, float]  # by candidate
 
@@ -66,8 +64,7 @@ class Costs:
                 self.known.update(remember(self.kind, new))
             found = {q: self.known[q] for q in questions if q in self.known}
             if self.store is not None:
-                told = self.store.compare_set(question, "", json.dumps(found))
-                found = json.loads(told)
+                found = _checked(json.loads(self.store.compare_set(question, "", json.dumps(found))))
         return found
 
     def _told(self, question: str) -> dict[str, Figures] | None:
@@ -78,8 +75,7 @@ class Costs:
             self.store.wait([question], PATIENCE)
         except RuntimeError:  # DistStoreError: the time is up
             return None
-        found: dict[str, Figures] = json.loads(self.store.get(question))
-        return found
+        return _checked(json.loads(self.store.get(question)))
 
 
 def folder() -> Path:
@@ -102,17 +98,15 @@ def path_of(kind: str) -> Path:
 
 
 def read(kind: str) -> dict[str, Figures]:
-    """What the file of this machine holds; nothing where there is none that is whole."""
+    """What the file of this machine holds; nothing where there is none that is whole, and this user's alone."""
     path = path_of(kind)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["machine"] != machine():
-            raise ValueError("another machine's")
-        return {str(question): _checked(figures) for question, figures in content["figures"].items()}
+        with private.folder(path.parent) as place:
+            return _read(place, path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        log.warning("fzero: %s is not what fzero wrote (%s): it is measured again", path, error)
+    except OSError as error:
+        _unused(path.parent, error)
         return {}
 
 
@@ -120,32 +114,50 @@ def remember(kind: str, new: Mapping[str, Figures]) -> dict[str, Figures]:
     """Adds figures to the file; returns those it then holds, where what was there before stays."""
     path = path_of(kind)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
-            merged = {**new, **read(kind)}
+        with private.folder(path.parent, make=True) as place, private.locked(place, f"{path.stem}.lock"):
+            merged = {**new, **_read(place, path)}
             text = json.dumps({"machine": machine(), "figures": merged}, indent=1, sort_keys=True)
-            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-                file.write(text)
-            os.replace(file.name, path)
+            private.replace(place, path.name, text.encode())
     except OSError as error:
-        log.warning("fzero: figures are measured in every run, for %s cannot be written (%s)", path, error)
+        _unused(path.parent, error)
         return dict(new)
     return merged
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield  # closing the file releases the lock
+def _read(place: int, path: Path) -> dict[str, Figures]:
+    """What a file in an opened folder holds."""
+    try:
+        content = json.loads(private.read(place, path.name, MAX_BYTES))
+        if content["machine"] != machine():
+            raise ValueError("another machine's")
+        return _checked(content["figures"])
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        log.warning("fzero: %s is not what fzero wrote (%s): it is measured again", path, error)
+        return {}
 
 
-def _checked(figures: Any) -> Figures:
-    checked = {str(name): float(value) for name, value in figures.items()}
-    if not all(math.isfinite(value) and value >= 0 for value in checked.values()):
-        raise ValueError(f"figures {figures}")
-    return checked
+@functools.cache  # a process says it once
+def _said(text: str) -> None:
+    log.warning("%s", text)
+
+
+def _unused(path: Path, error: OSError) -> None:
+    _said(
+        f"fzero: figures are measured in every run, for {path} cannot be written, or read ({error.strerror or error})"
+    )
+
+
+def _checked(told: Any) -> dict[str, Figures]:
+    """Figures as they are kept. Raises ValueError for what are none: each is a number from 0 on, not huge."""
+    if not isinstance(told, dict) or not all(isinstance(figures, dict) for figures in told.values()):
+        raise ValueError("no figures by question")
+    for question, figures in told.items():
+        for name, value in figures.items():
+            if type(value) not in (int, float) or not 0 <= value < MAX_FIGURE:
+                raise ValueError(f"the figure {value!r:.40} of {name!r:.40} for {question!r:.80}")
+    return {question: {name: float(value) for name, value in figures.items()} for question, figures in told.items()}
 
 
 def _processor() -> str:

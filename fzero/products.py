@@ -96,6 +96,7 @@ def choose(graph: Graph, costs: Costs) -> tuple[Graph, dict[str, str]]:
     nodes = [n for gm in (graph.gm, *(region.gm for region in graph.regions)) for n in gm.graph.nodes]
     asked = {str(product): product for product in map(of, nodes) if product is not None}
     found = costs.find(list(asked), lambda question: measured(asked[question])) if asked else {}
+    found = {question: figures for question, figures in found.items() if {"onednn", "torch"} <= figures.keys()}
     lines = {question: _line(question, found.get(question)) for question in asked}
     chosen = {asked[question] for question, figures in found.items() if _faster(figures)}
     return (rewritten(graph, chosen) if chosen else graph), lines

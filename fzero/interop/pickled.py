@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -72,7 +73,7 @@ def _asked(request: Mapping[str, Any], where: Path, count: int, timeout: float) 
     root = str(Path(fzero.__file__).parent.parent)
     env = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_FORCE_")}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH"))))
-    env["CUDA_VISIBLE_DEVICES"] = ""
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-m", "fzero.interop._unpickle"]
     try:
         done = subprocess.run(
@@ -83,20 +84,24 @@ def _asked(request: Mapping[str, Any], where: Path, count: int, timeout: float) 
     except OSError as error:
         raise CheckpointError(where, f"no process could be started to look into its pickles: {error}") from error
     if done.returncode:
+        if done.returncode == -signal.SIGXCPU:
+            raise CorruptError(where, "one of its pickles takes far longer than its length explains: it was given up")
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise CorruptError(
             where, f"the process that looks into its pickles died (exit status {done.returncode}){': ' if last else ''}"
             f"{''.join(last)}"
         )  # fmt: skip
+    found = []
     try:
-        answer = json.loads(done.stdout)
-    except ValueError:
-        answer = None
-    found = answer.get("found") if isinstance(answer, dict) else None
-    if isinstance(answer, dict) and "refused" in answer:
-        file, _, text = str(answer["refused"]).partition(": ")
-        raise CorruptError(file, text)
-    if not isinstance(found, list) or len(found) != count:
+        for line in done.stdout.splitlines():
+            ((kind, answer),) = json.loads(line).items()
+            if kind == "refused":
+                file, _, text = str(answer).partition(": ")
+                raise CorruptError(file, text)
+            found.append(answer)
+    except (ValueError, AttributeError):
+        found = []
+    if len(found) != count:
         raise CorruptError(where, "the process that looks into its pickles gave no answer")
     return found
 

@@ -3,7 +3,8 @@
 1. Every segment is cut into stretches (fusion.py); equal stretches are one, so depth adds nothing to compile.
 2. One rank of each machine compiles: worker processes and the rank itself take stretches from one list, each in order,
    and leave what they make in Inductor's cache on disk (TORCHINDUCTOR_CACHE_DIR), keyed by graph, torch, configuration
-   and thread count. The other ranks wait, and then load from it; so does the next run.
+   and thread count. The other ranks wait, and then load from it; so does the next run. It holds code: where others may
+   write to it, nothing is compiled.
 3. All ranks agree, stretch by stretch: one that failed anywhere stays aten everywhere, so that no two ranks differ in
    rounding and none waits for another. What is not compiled runs as aten, with one line that says why.
 
@@ -22,12 +23,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from fzero import segments
+from fzero import private, segments
 from fzero._torch_compat import inductor_cache_dir, inductor_compile, inductor_lacks
 from fzero.fusion import Fused, fuse
 from fzero.program import Program
@@ -70,7 +72,7 @@ def _compile_all(
     errors: dict[str, str] = {}
     if not stretches:  # the same on every rank, as the program is
         return errors
-    lacking = inductor_lacks(device.type)
+    lacking = inductor_lacks(device.type) or _foreign(inductor_cache_dir())
     leads = _leads(rank, world_size, group)
     for turn in (leads, not leads):  # on each machine one rank first, then the others
         if turn and lacking:
@@ -83,6 +85,12 @@ def _compile_all(
         if one.digest in errors:
             one.run = one.graph.forward
     return errors
+
+
+def _foreign(folder: str) -> str:
+    """Why nothing is loaded from Inductor's cache, which holds code: "" where it is this user's alone."""
+    why = private.refused(Path(folder))
+    return f"Inductor's cache {folder} is not used: {why}. TORCHINDUCTOR_CACHE_DIR names another" if why else ""
 
 
 def _leads(rank: int, world_size: int, group: Any) -> bool:

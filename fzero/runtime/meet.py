@@ -8,8 +8,12 @@ and every rank reads a random token in every other's memory. One rank's no is ev
 from __future__ import annotations
 
 import os
+import re
 import secrets
+import select
 import socket
+import struct
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,7 @@ from fzero.runtime.collectives import tell
 from fzero.runtime.host import Host
 
 MEET_SECONDS = 30.0
+MAX_SILENT = 256  # guests that have shown nothing yet; beyond, the one that came first is sent away
 
 
 def meet(
@@ -82,24 +87,94 @@ def _apart(notes: list[str]) -> str:
 
 
 def _connected(rank: int, listener: socket.socket, notes: list[str]) -> dict[int, socket.socket]:
-    """A socket to every other rank: to lower ones this one connects, and shows the token that they told over gloo."""
-    sockets: dict[int, socket.socket] = {}
-    for lower in range(rank):
-        _, _, name, token = notes[lower].split()
-        sockets[lower] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sockets[lower].settimeout(MEET_SECONDS)
-        sockets[lower].connect(b"\0" + name.encode())
-        sockets[lower].send(f"{token} {rank}".encode())
-    listener.settimeout(MEET_SECONDS)
-    while len(sockets) < len(notes) - 1:
-        guest, _ = listener.accept()
-        guest.settimeout(MEET_SECONDS)
-        token, _, number = guest.recv(256).decode(errors="replace").partition(" ")
-        if token == notes[rank].split()[3]:
-            sockets[int(number)] = guest
-        else:  # anyone on this machine may find the address
+    """A socket to every other rank: to lower ones this one connects, and shows the token that they told over gloo.
+
+    Anyone on this machine may find an address. A guest of another user is sent away; one that shows no token, or shows
+    nothing yet, costs the others nothing.
+    """
+    deadline = time.monotonic() + MEET_SECONDS
+    sockets = {lower: _visit(rank, lower, notes[lower], deadline) for lower in range(rank)}
+    awaited = set(range(rank + 1, len(notes)))
+    listener.setblocking(False)
+    poll, silent = select.poll(), dict[int, socket.socket]()
+    poll.register(listener, select.POLLIN)
+    try:
+        while awaited:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise PeerError(f"rank {min(awaited)} did not connect within {MEET_SECONDS:g} s")
+            for number, _ in poll.poll(left * 1000):
+                if number == listener.fileno():
+                    _let_in(listener, silent, poll)
+                elif guest := silent.pop(number, None):
+                    poll.unregister(guest)
+                    other = _told(guest, notes[rank].split()[3])
+                    if other in awaited:
+                        awaited.remove(other)
+                        sockets[other] = guest
+                    else:
+                        guest.close()
+    finally:
+        for guest in silent.values():
             guest.close()
     return sockets
+
+
+def _visit(rank: int, other: int, note: str, deadline: float) -> socket.socket:
+    """A socket to a lower rank that has been shown its token; strangers may keep its queue full for a while."""
+    _, _, name, token = note.split()
+    host = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        host.settimeout(MEET_SECONDS)
+        while True:
+            try:
+                host.connect(b"\0" + name.encode())
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise PeerError(f"rank {other} let nobody in within {MEET_SECONDS:g} s") from None
+                time.sleep(0.001)
+        if _user(host) != os.geteuid():
+            raise PeerError(f"who answers for rank {other} is user {_user(host)}, not {os.geteuid()}")
+        host.send(f"{token} {rank}".encode())
+    except BaseException:
+        host.close()
+        raise
+    return host
+
+
+def _user(peer: socket.socket) -> int:
+    """The user of the process at the other end, as the kernel knows it."""
+    _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(user)
+
+
+def _let_in(listener: socket.socket, silent: dict[int, socket.socket], poll: select.poll) -> None:
+    """Takes in a guest of this user, which is to show its token."""
+    try:
+        guest, _ = listener.accept()
+    except (BlockingIOError, ConnectionAbortedError):
+        return
+    if _user(guest) != os.geteuid():
+        guest.close()
+        return
+    guest.setblocking(False)
+    silent[guest.fileno()] = guest
+    poll.register(guest, select.POLLIN)
+    if len(silent) > MAX_SILENT:
+        first = silent.pop(next(iter(silent)))
+        poll.unregister(first)
+        first.close()
+
+
+def _told(guest: socket.socket, token: str) -> int | None:
+    """The rank that a guest says it is, with the right token. What descriptors it sends along the kernel closes."""
+    try:
+        said = guest.recv(256)
+    except OSError:
+        return None
+    known, _, number = said.partition(b" ")
+    return int(number) if secrets.compare_digest(known, token.encode()) and re.fullmatch(rb"\d{1,6}", number) else None
 
 
 def _probe(host: Host, notes: list[str]) -> None:

@@ -1,0 +1,172 @@
+"""Ranks find one another whatever strangers do at their door: nothing of a stranger's counts, stays or takes time."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import pytest
+
+from fzero.errors import PeerError
+from fzero.runtime import meet
+
+WORLD = 3
+
+
+@pytest.fixture
+def doors() -> Iterator[tuple[list[socket.socket], list[str]]]:
+    """Each rank's listener, and what it told the others."""
+    with ExitStack() as stack:
+        listeners, notes = zip(*(meet._listen(WORLD) for _ in range(WORLD)), strict=True)
+        for one in listeners:
+            assert one is not None
+            stack.enter_context(one)
+        yield list(listeners), list(notes)
+
+
+def met(doors: Any, before: Callable[[], None] = lambda: None) -> tuple[float, dict[int, dict[int, socket.socket]]]:
+    """(seconds it took, the sockets of each rank)."""
+    listeners, notes = doors
+    found: dict[int, dict[int, socket.socket]] = {}
+    ranks = [
+        threading.Thread(target=lambda r=rank: found.update({r: meet._connected(r, listeners[r], notes)}))
+        for rank in range(WORLD)
+    ]
+    began = time.monotonic()
+    ranks[0].start()
+    before()
+    for rank in ranks[1:]:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    return time.monotonic() - began, found
+
+
+def whole(found: dict[int, dict[int, socket.socket]]) -> bool:
+    """Whether each pair of ranks is connected; closes all."""
+    for rank, peers in found.items():
+        for other, one in peers.items():
+            one.send(f"{rank} to {other}".encode())
+    right = [
+        found[other][rank].recv(99) == f"{rank} to {other}".encode() for rank, peers in found.items() for other in peers
+    ]
+    for peers in found.values():
+        for one in peers.values():
+            one.close()
+    return len(right) == WORLD * (WORLD - 1) and all(right)
+
+
+def stranger(note: str, *messages: bytes) -> socket.socket:
+    guest = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    guest.setblocking(False)
+    with suppress(BlockingIOError):  # the queue is full
+        guest.connect(b"\0" + note.split()[2].encode())
+        for message in messages:
+            guest.send(message)
+    return guest
+
+
+def test_ranks_meet(doors: Any) -> None:
+    assert whole(met(doors)[1])
+
+
+def test_strangers_cost_no_time(doors: Any) -> None:
+    """Silent ones, more than a queue holds; ones that say too little, too much, or a number without its token."""
+    token = doors[1][0].split()[3]
+    said = [
+        (), (b"",), (b"x" * 9000,), (token[:-1].encode(),), (b" 1",), (b"\xff\xfe 1",), (f"{token} ".encode(),),
+        (f"{token} 0".encode(),), (f"{token} 7".encode(),), (f"{token} -1".encode(),), (f"{token} 1 ".encode(),),
+        (f"{token} {'1' * 300}".encode(),), (f"{token} \u0661".encode(),),
+    ]  # fmt: skip
+    kept: list[socket.socket] = []
+
+    def more() -> None:
+        for messages in said:
+            kept.append(stranger(doors[1][0], *messages))
+            time.sleep(0.002)
+
+    kept += [stranger(doors[1][0]) for _ in range(20)]
+    took, found = met(doors, more)
+    assert whole(found)
+    assert took < meet.MEET_SECONDS / 3  # a silent one took all of it
+    for one in kept:
+        one.close()
+
+
+def test_more_strangers_than_are_waited_for(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meet, "MAX_SILENT", 4)
+    kept: list[socket.socket] = []
+
+    def more() -> None:
+        for _ in range(40):
+            kept.append(stranger(doors[1][0]))
+            time.sleep(0.001)
+
+    before = len(os.listdir("/proc/self/fd"))
+    assert whole(met(doors, more)[1])
+    assert len(os.listdir("/proc/self/fd")) == before + len(kept)  # none of the other ends
+    for one in kept:
+        one.close()
+
+
+def test_descriptors_of_a_stranger_are_closed(doors: Any) -> None:
+    reading, writing = os.pipe()
+    guest = stranger(doors[1][0])
+
+    def more() -> None:
+        guest.sendmsg([b"take these"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [writing] * 8))])
+        os.close(writing)
+        assert os.read(reading, 1) == b"", "the pipe's other end is open nowhere"
+
+    assert whole(met(doors, more)[1])
+    os.close(reading)
+    guest.close()
+
+
+def test_another_user_is_sent_away_though_it_knows_the_token(doors: Any) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    _, _, name, token = doors[1][0].split()
+    script = f"""
+import os, socket
+os.setuid(65534)
+guest = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+guest.connect(b"\\0{name}")
+try:
+    guest.send(b"{token} 1")
+    print(guest.recv(9))
+except (BrokenPipeError, ConnectionResetError):
+    print(b"")
+"""
+    told = []
+
+    def more() -> None:
+        told.append(
+            subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+        )
+
+    assert whole(met(doors, more)[1])
+    assert told[0].stdout == "b''\n"
+
+
+def test_nor_is_another_users_process_shown_a_token(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meet, "_user", lambda peer: os.geteuid() + 1)
+    with pytest.raises(PeerError, match=r"who answers for rank 0 is user \d+, not \d+"):
+        meet._connected(1, doors[0][1], doors[1])
+    guest, _ = doors[0][0].accept()
+    with guest:
+        assert guest.recv(99) == b""
+
+
+def test_a_rank_that_does_not_come_is_named(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meet, "MEET_SECONDS", 0.1)
+    with stranger(doors[1][0]), pytest.raises(PeerError, match=r"rank 1 did not connect within 0\.1 s"):
+        meet._connected(0, doors[0][0], doors[1])

@@ -1,0 +1,174 @@
+"""What others planted where a cache is to be is neither read nor written to; nor is what does not look like a cache."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fzero import costs, private
+from fzero.costs import Costs
+from fzero.runtime import inductor
+
+A, B = {"torch": 1.0, "onednn": 2.0}, {"torch": 3.0, "onednn": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FZERO_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """A file of this user's, at which links point."""
+    (tmp_path / "victim").write_text("precious")
+    return tmp_path / "victim"
+
+
+def kept(caplog: pytest.LogCaptureFixture) -> str:
+    """Asks for a figure twice, in what could be two runs; what was said meanwhile. It is measured in each."""
+    with caplog.at_level(logging.WARNING, "fzero"):
+        for figures in (B, A):
+            assert Costs("test").find(["a"], lambda q, figures=figures: figures) == {"a": figures}
+    return caplog.text
+
+
+def test_the_folder_and_its_files_are_this_users_alone(cache: Path) -> None:
+    before = os.umask(0)
+    try:
+        costs.remember("test", {"a": A})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in cache.iterdir()} == {0o600}
+    assert costs.read("test") == {"a": A}
+
+
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_link_in_place_of_the_lock_empties_nothing(cache: Path, victim: Path, dangling: bool, caplog: Any) -> None:
+    cache.mkdir(mode=0o700)
+    target = victim.with_name("new") if dangling else victim
+    costs.path_of("test").with_suffix(".lock").symlink_to(target)
+    assert "figures are measured in every run" in kept(caplog)
+    assert victim.read_text() == "precious"
+    assert not victim.with_name("new").exists()
+
+
+def test_a_link_in_place_of_the_file_is_replaced_and_not_followed(cache: Path, victim: Path, caplog: Any) -> None:
+    content = {"machine": costs.machine(), "figures": {"a": B}}
+    victim.write_text(json.dumps(content))
+    cache.mkdir(mode=0o700)
+    costs.path_of("test").symlink_to(victim)
+    with caplog.at_level(logging.WARNING, "fzero"):
+        assert Costs("test").find(["a"], lambda q: A) == {"a": A}
+    assert "is not what fzero wrote" in caplog.text
+    assert json.loads(victim.read_text()) == content
+    assert not costs.path_of("test").is_symlink()
+    assert costs.read("test") == {"a": A}
+
+
+def test_a_pipe_in_place_of_the_file_is_not_waited_for(cache: Path) -> None:
+    cache.mkdir(mode=0o700)
+    os.mkfifo(costs.path_of("test"))
+    assert costs.read("test") == {}
+
+
+def test_a_folder_that_is_a_link_is_not_used(cache: Path, tmp_path: Path, caplog: Any) -> None:
+    (tmp_path / "other").mkdir(mode=0o700)
+    cache.symlink_to(tmp_path / "other")
+    text = kept(caplog)
+    assert text.count("figures are measured in every run") == 1, "it is said once"
+    assert "it is a link or no folder, needed a folder" in text
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
+def test_figures_in_a_folder_that_others_may_write_to_are_not_believed(cache: Path, mode: int, caplog: Any) -> None:
+    costs.remember("test", {"a": {"torch": 9.0, "onednn": 9.0}})
+    cache.chmod(mode)
+    text = kept(caplog)
+    assert text.count("figures are measured in every run") == 1
+    assert "other users may write to it: chmod go-w" in text
+    assert stat.S_IMODE(cache.stat().st_mode) == mode, "it may be a folder that is to be so, as /tmp"
+
+
+def test_figures_of_another_user_are_not_believed(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    costs.remember("test", {"a": {"torch": 9.0, "onednn": 9.0}})
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    text = kept(caplog)
+    assert text.count("figures are measured in every run") == 1
+    assert f"it belongs to user {other - 1}, not to {other}" in text
+
+
+def test_a_foreign_file_in_a_folder_of_ones_own_is_not_believed(cache: Path, caplog: Any) -> None:
+    """As it stays behind in a folder that others could write to once."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    costs.remember("test", {"a": {"torch": 9.0, "onednn": 9.0}})
+    os.chown(costs.path_of("test"), 65534, 65534)
+    with caplog.at_level(logging.WARNING, "fzero"):
+        assert costs.read("test") == {}
+    assert "belongs to user 65534" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"a": {"torch": "1.0"}},
+        {"a": {"torch": True}},
+        {"a": {"torch": 1e300}},
+        {"a": {"torch": float("inf")}},
+        {"a": {"torch": None}},
+        {"a": [["torch", 1.0]]},
+        [["a", {"torch": 1.0}]],
+    ],
+)
+def test_what_is_no_figure_is_not_believed(cache: Path, figures: Any) -> None:
+    cache.mkdir(mode=0o700)
+    costs.path_of("test").write_text(json.dumps({"machine": costs.machine(), "figures": figures}))
+    assert costs.read("test") == {}
+    assert Costs("test").find(["a"], lambda q: A) == {"a": A}
+
+
+def test_a_file_that_is_too_long_or_too_deep_is_not_believed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs.remember("test", {"a": A})
+    monkeypatch.setattr(costs, "MAX_BYTES", 10)
+    assert costs.read("test") == {}
+    costs.path_of("test").write_text("[" * 100_000)
+    monkeypatch.setattr(costs, "MAX_BYTES", 1 << 20)
+    assert costs.read("test") == {}
+
+
+def test_a_disk_without_space_leaves_what_was_there(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    costs.remember("test", {"a": A})
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "fzero"):
+        patch.setattr(os, "rename", full)
+        assert costs.remember("test", {"b": B}) == {"b": B}
+    assert "No space left on device" in caplog.text
+    assert costs.read("test") == {"a": A}
+    assert sorted(file.suffix for file in cache.iterdir()) == [".json", ".lock"]
+
+
+def test_code_that_others_may_have_written_is_not_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "inductor"
+    assert inductor._foreign(str(folder)) == ""
+    folder.mkdir()
+    assert inductor._foreign(str(folder)) == ""
+    folder.chmod(0o777)
+    assert "is not used: other users may write to it" in inductor._foreign(str(folder))
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(tmp_path / "moved")
+    assert "it is a link" in private.refused(folder)
