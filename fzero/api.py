@@ -19,6 +19,9 @@ from fzero.state import Life, State
 from fzero.verify import verify
 from fzero.world import World, check_mesh, check_spec
 
+# after how many steps the host looks whether the loss scale is at its end: it waits for the device then
+LOOKS_AFTER = {"cpu": 1, "cuda": 16}
+
 
 @untraced_by_dynamo
 @torch.inference_mode(False)
@@ -69,6 +72,7 @@ def advanced(state: State, lowered: Lowered, metrics: Any) -> State:
             f"the gradients of step {state.step + 1} are not finite (loss {float(metrics['loss']):g}). The state that "
             "was given is unchanged: use another batch, or Spec(nonfinite='skip')"
         )
+    _check_scale(state)
     state.life.ended = (
         f"was donated to fzero.step at step {state.step + 1}: use the state that it returned "
         "(state = fzero.step(state, batch))"
@@ -163,6 +167,25 @@ def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any]
     )
     assert lowered is not None
     return lowered
+
+
+def _check_scale(state: State) -> None:
+    """Ends a run that overflowed at the least loss scale, at the next look. All ranks hold the same scale, so all of
+    them raise."""
+    runtime = state.runtime
+    scaler = runtime.spec.policy.loss_scale if runtime.spec.loss is not None else None
+    if scaler is None or not scaler.dynamic:
+        return
+    exhausted = state.tree["loss_scale"]["hysteresis"].local == 0
+    runtime.exhausted = exhausted if runtime.exhausted is None else runtime.exhausted | exhausted
+    if (state.step + 1) % LOOKS_AFTER[runtime.device.type] or not runtime.exhausted:
+        return
+    runtime.exhausted = None
+    raise NonFiniteError(
+        f"the gradients overflow at the least loss scale, {scaler.minimum:g} (step {state.step + 1}). Parameters and "
+        "optimizer are as before the overflow, and the state that was given can be saved and stepped again. Look for "
+        "an infinity or nan in the batch or the loss, or use precision='bf16', or LossScale(minimum=...) below this one"
+    )
 
 
 def _check_batch(batch: Any, device: torch.device) -> None:

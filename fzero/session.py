@@ -53,6 +53,7 @@ class Runtime:
     arena: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))  # of the programs' buffers
     says: Callable[[], int] = lambda: 0  # bits that this rank tells the others with every step
     heard: int = 0  # the bits that any rank told with the last one
+    exhausted: torch.Tensor | None = None  # whether the loss scale came to its end since someone looked
     last_key: Any = None
     last_program: Program | None = None
 
