@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fzero import tracing, tree
+from fzero import ambient, tracing, tree
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.compile import Lowered, check_key, fakes_on, lower_step, plan_for, recipe_for
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, at
@@ -24,7 +24,7 @@ LOOKS_AFTER = {"cpu": 1, "cuda": 16}
 
 
 @untraced_by_dynamo
-@torch.inference_mode(False)
+@ambient.steady()
 def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
     """The first state: `params` (a pytree of tensors, or a function of a key that makes one) placed as `spec` says.
 
@@ -45,7 +45,7 @@ def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
 
 
 @untraced_by_dynamo
-@torch.inference_mode(False)
+@ambient.steady()
 def step(state: State, batch: Any) -> State:
     """One step. Donates `state`: its memory becomes the result's, and its leaves cannot be read any more.
 
@@ -82,7 +82,7 @@ def advanced(state: State, lowered: Lowered, metrics: Any) -> State:
 
 
 @untraced_by_dynamo
-@torch.inference_mode(False)
+@ambient.steady()
 def evaluate(state: State, batch: Any, fn: Callable[..., Any], *, key: torch.Tensor | None = None) -> Any:
     """`fn(params, batch)` on the state, which it neither donates nor changes; every rank must call it.
 
@@ -109,7 +109,7 @@ def evaluate(state: State, batch: Any, fn: Callable[..., Any], *, key: torch.Ten
 
 
 @untraced_by_dynamo
-@torch.inference_mode(False)
+@ambient.steady()
 def lower(
     spec: Spec, params_like: Any, batch_like: Any, *, world_size: int | None = None, key: torch.Tensor | None = None
 ) -> Lowered:
@@ -126,6 +126,7 @@ def lower(
     >>> lowered.plan.state_bytes  # a 64th of 4096 elements (padded to 64 per rank), three times, and the count
     776
     """
+    ambient.check("lower", backward=True)
     check_spec("lower", spec)
     size = (spec.mesh or {}).get("dp", 1) if world_size is None else world_size
     if type(size) is not int or size < 1:
@@ -153,6 +154,7 @@ def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any]
     failure: BaseException | None = None
     lowered: Lowered | None = None
     try:
+        ambient.check(name, backward=fn is None)
         if state.life.ended:
             paths = [leaf.path for leaf in runtime.plan.leaves]
             more = f" and {len(paths) - 1} more leaves" if len(paths) > 1 else ""

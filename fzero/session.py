@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fzero import tree
+from fzero import ambient, tree
 from fzero._torch_compat import default_store
 from fzero.compile import Lowered, fakes_on, lower_step
 from fzero.costs import Costs
@@ -217,8 +217,7 @@ def _batch_key(batch: Any, device: torch.device) -> tuple[Any, ...]:
         (path, describe(leaf) if isinstance(leaf, torch.Tensor) else _static(at("batch", path), leaf))
         for path, leaf in zip(paths, leaves, strict=True)
     ]
-    cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else "off"
-    return (tuple(shown), str(spec), f"autocast {cast}", f"default dtype {torch.get_default_dtype()}")
+    return (tuple(shown), str(spec), *ambient.settings(device))
 
 
 def _static(name: str, leaf: Any) -> Any:
