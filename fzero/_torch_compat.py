@@ -6,6 +6,7 @@ import io
 import os
 import platform
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,12 +22,17 @@ from torch._subclasses.fake_tensor import (  # 2.11.0, 2.13.0
     FakeTensorMode,
 )
 from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors  # 2.11.0, 2.13.0
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (  # 2.11.0, 2.13.0
     disable_proxy_modes_tracing,
     get_proxy_mode,
-    make_fx,
 )
-from torch.utils._python_dispatch import TorchDispatchMode  # 2.11.0, 2.13.0
+from torch.overrides import _get_current_function_mode_stack  # 2.11.0, 2.13.0
+from torch.utils._device import DeviceContext  # 2.11.0, 2.13.0
+from torch.utils._python_dispatch import (  # 2.11.0, 2.13.0
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+)
 
 __all__ = [
     "DataDependentOutputException",
@@ -35,6 +41,8 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "allocations",
+    "ambient_modes",
+    "autocast_left",
     "below_autograd",
     "by_onednn",
     "compiled_functions_traced",
@@ -55,6 +63,7 @@ __all__ = [
     "place_in_file",
     "product_precision",
     "real_tensors",
+    "saved_tensor_hooks",
     "store_holder",
     "tracing_graph",
     "untraced_by_dynamo",
@@ -108,14 +117,66 @@ def tracing_graph() -> torch.fx.Graph | None:
     return None if mode is None else mode.tracer.graph
 
 
+# torch.fx patches globals of its own while it traces, Inductor and Dynamo their configuration while they work: one
+# thread at a time (2.11.0, 2.13.0)
+_ONE_THREAD = threading.RLock()
+
+
+def make_fx(fn: Callable[..., Any], **how: Any) -> Callable[..., torch.fx.GraphModule]:
+    """torch's `make_fx`, in one thread at a time."""
+
+    def traced(*inputs: Any) -> torch.fx.GraphModule:
+        with _ONE_THREAD:
+            return proxy_tensor.make_fx(fn, **how)(*inputs)
+
+    return traced
+
+
 @contextmanager
 def compiled_functions_traced() -> Iterator[None]:
     """Lets `make_fx` trace through a `torch.compile`d function instead of refusing it (2.11.0, 2.13.0)."""
     if "torch._dynamo" not in sys.modules:  # nobody has compiled anything
         yield
         return
-    with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+    with _ONE_THREAD, torch._dynamo.config.patch(error_on_nested_fx_trace=False):
         yield
+
+
+def ambient_modes() -> list[Any]:
+    """The modes around the caller that see torch functions or dispatched ops, but for the one that stands for a default
+    device (2.11.0, 2.13.0)."""
+    functions = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+    return [*functions, *_get_current_dispatch_mode_stack()]
+
+
+def saved_tensor_hooks() -> bool:
+    """Whether hooks on saved tensors are active around the caller (2.11.0, 2.13.0)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@contextmanager
+def autocast_left(kinds: Sequence[str]) -> Iterator[None]:
+    """As outside of the autocasts that are on for these device types, which come back afterwards.
+
+    An autocast within is the outermost then, as it would be there: at its end the weights that it has cast are
+    forgotten, and only so may the next one cast them under another grad mode. `torch.autocast(enabled=False)` would
+    not do that (2.11.0, 2.13.0).
+    """
+    caches, depth = torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting() - 1
+    for _ in range(depth + 1):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(True)
+    for kind in kinds:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, True)
+        torch.set_autocast_cache_enabled(caches)
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
 
 
 def in_functorch() -> bool:
@@ -140,26 +201,46 @@ _KEEPS_FP32 = platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_am
 
 def product_precision() -> str:
     """What torch may round fp32 products on CPU to: "none" unless the user changed it (2.11.0, 2.13.0)."""
-    return str(torch._C._get_fp32_precision_getter("mkldnn", "matmul"))
+    return _BF16_ALLOWED.before or str(torch._C._get_fp32_precision_getter("mkldnn", "matmul"))
+
+
+class _Bf16Allowed:
+    """oneDNN's permission to use bfloat16 in fp32 products: given by the first thread that enters, and set back to what
+    it was by the last that leaves (private setters seen in 2.11.0 and 2.13.0)."""
+
+    def __init__(self) -> None:
+        self.lock, self.inside, self.before = threading.Lock(), 0, ""
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.inside:
+                self.before = str(torch._C._get_fp32_precision_getter("mkldnn", "matmul"))
+                torch._C._set_fp32_precision_setter("mkldnn", "matmul", "bf16")
+            self.inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            if not self.inside:
+                torch._C._set_fp32_precision_setter("mkldnn", "matmul", self.before)
+                self.before = ""
+
+
+_BF16_ALLOWED = _Bf16Allowed()
 
 
 def by_onednn(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """aten's matrix product computed by oneDNN, in full fp32; on a processor where that would round, as it is.
 
     torch asks oneDNN where bfloat16 is allowed inside fp32 products on CPU: a setting of the process, which is changed
-    for this call alone (0.2 microseconds; private setters seen in 2.11.0 and 2.13.0).
+    for this call alone.
     """
     if not _KEEPS_FP32:
         return kernel
-    allow = torch._C._set_fp32_precision_setter
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        before = product_precision()
-        allow("mkldnn", "matmul", "bf16")
-        try:
+        with _BF16_ALLOWED:
             return kernel(*args, **kwargs)
-        finally:
-            allow("mkldnn", "matmul", before)
 
     return call
 
@@ -238,7 +319,7 @@ def inductor_compile(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -
         "emulate_precision_casts": True,  # rounds to bf16 where the graph does: with the next line stages stay equal
         "pattern_matcher": False,  # it drops a cast to bf16 and back
     }
-    with torch.no_grad():
+    with _ONE_THREAD, torch.no_grad():
         return standalone_compile(
             gm, list(inputs), dynamic_shapes="from_example_inputs", options={"config_patches": options}
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fzero import tracing, tree
+from fzero import ambient, tracing, tree
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.compile import Lowered, check_key, fakes_on, lower_step, plan_for, recipe_for
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, at
@@ -19,9 +19,12 @@ from fzero.state import Life, State
 from fzero.verify import verify
 from fzero.world import World, check_mesh, check_spec
 
+# after how many steps the host looks whether the loss scale is at its end: it waits for the device then
+LOOKS_AFTER = {"cpu": 1, "cuda": 16}
+
 
 @untraced_by_dynamo
-@torch.inference_mode(False)
+@ambient.steady()
 def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
     """The first state: `params` (a pytree of tensors, or a function of a key that makes one) placed as `spec` says.
 
@@ -42,7 +45,7 @@ def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
 
 
 @untraced_by_dynamo
-@torch.inference_mode(False)
+@ambient.steady()
 def step(state: State, batch: Any) -> State:
     """One step. Donates `state`: its memory becomes the result's, and its leaves cannot be read any more.
 
@@ -69,6 +72,7 @@ def advanced(state: State, lowered: Lowered, metrics: Any) -> State:
             f"the gradients of step {state.step + 1} are not finite (loss {float(metrics['loss']):g}). The state that "
             "was given is unchanged: use another batch, or Spec(nonfinite='skip')"
         )
+    _check_scale(state)
     state.life.ended = (
         f"was donated to fzero.step at step {state.step + 1}: use the state that it returned "
         "(state = fzero.step(state, batch))"
@@ -78,7 +82,7 @@ def advanced(state: State, lowered: Lowered, metrics: Any) -> State:
 
 
 @untraced_by_dynamo
-@torch.inference_mode(False)
+@ambient.steady()
 def evaluate(state: State, batch: Any, fn: Callable[..., Any], *, key: torch.Tensor | None = None) -> Any:
     """`fn(params, batch)` on the state, which it neither donates nor changes; every rank must call it.
 
@@ -105,7 +109,7 @@ def evaluate(state: State, batch: Any, fn: Callable[..., Any], *, key: torch.Ten
 
 
 @untraced_by_dynamo
-@torch.inference_mode(False)
+@ambient.steady()
 def lower(
     spec: Spec, params_like: Any, batch_like: Any, *, world_size: int | None = None, key: torch.Tensor | None = None
 ) -> Lowered:
@@ -122,6 +126,7 @@ def lower(
     >>> lowered.plan.state_bytes  # a 64th of 4096 elements (padded to 64 per rank), three times, and the count
     776
     """
+    ambient.check("lower", backward=True)
     check_spec("lower", spec)
     size = (spec.mesh or {}).get("dp", 1) if world_size is None else world_size
     if type(size) is not int or size < 1:
@@ -149,6 +154,7 @@ def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any]
     failure: BaseException | None = None
     lowered: Lowered | None = None
     try:
+        ambient.check(name, backward=fn is None)
         if state.life.ended:
             paths = [leaf.path for leaf in runtime.plan.leaves]
             more = f" and {len(paths) - 1} more leaves" if len(paths) > 1 else ""
@@ -165,6 +171,25 @@ def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any]
     )
     assert lowered is not None
     return lowered
+
+
+def _check_scale(state: State) -> None:
+    """Ends a run that overflowed at the least loss scale, at the next look. All ranks hold the same scale, so all of
+    them raise."""
+    runtime = state.runtime
+    scaler = runtime.spec.policy.loss_scale if runtime.spec.loss is not None else None
+    if scaler is None or not scaler.dynamic:
+        return
+    exhausted = state.tree["loss_scale"]["hysteresis"].local == 0
+    runtime.exhausted = exhausted if runtime.exhausted is None else runtime.exhausted | exhausted
+    if (state.step + 1) % LOOKS_AFTER[runtime.device.type] or not runtime.exhausted:
+        return
+    runtime.exhausted = None
+    raise NonFiniteError(
+        f"the gradients overflow at the least loss scale, {scaler.minimum:g} (step {state.step + 1}). Parameters and "
+        "optimizer are as before the overflow, and the state that was given can be saved and stepped again. Look for "
+        "an infinity or nan in the batch or the loss, or use precision='bf16', or LossScale(minimum=...) below this one"
+    )
 
 
 def _check_batch(batch: Any, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fzero import capture, products, random, segments, simulate, tracing, tree
+from fzero import ambient, capture, products, random, segments, simulate, tracing, tree
 from fzero._torch_compat import FakeTensorMode, is_fake
 from fzero.checkpoint.source import Source, like
 from fzero.costs import Costs
@@ -73,6 +73,7 @@ def training_of(spec: Spec) -> Training:
 
 
 def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.device) -> Recipe:
+    ambient.check_trace()
     check_key("init", key)
     if key is not None and spec.step is not None and not callable(params):
         raise TreeError("fzero.init(key=...): with step= the state is yours: put the key into it, as {'key': key, ...}")

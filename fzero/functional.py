@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from fzero import ambient, random, tree
 from fzero import capture as _capture
-from fzero import random, tree
 from fzero._torch_compat import in_functorch
 from fzero.errors import CaptureError, at
 from fzero.joint import Joint, safe
@@ -69,6 +69,8 @@ def value_and_grad(
     def wrapped(params: Any, *args: Any, **kwargs: Any) -> Any:
         tracing = active()
         _check_outer("value_and_grad", tracing)
+        if tracing is None:
+            params, args, kwargs = _usable(params, args, kwargs)
         num = (microbatches or tracing.microbatches) if tracing else 1
         joint = Joint(
             fn, params, args, kwargs, _policy(precision, tracing), has_aux,
@@ -84,7 +86,7 @@ def value_and_grad(
         outs = _region(joint, joint.value_and_grad, tracing, batch_argnum)
         return _combined(joint, outs, num)
 
-    return wrapped
+    return _steady_outside(wrapped)
 
 
 def forward(
@@ -115,7 +117,7 @@ def forward(
                 results.append(_reduce(value, "mean") if scalar else value)
         return tree.unflatten(joint.marks.aux_spec, results)
 
-    return wrapped
+    return _steady_outside(wrapped)
 
 
 def grad(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -310,6 +312,28 @@ def _region(
         return {"grad_of": marks.grad_of, "summed": frozenset(summed), "wire": wire}
 
     return _capture.add_region(fn, shown, joint.leaves, names, others, microbatches=num, sliced=sliced)
+
+
+def _steady_outside(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Outside a step, where nothing else has left what torch may be set to around the call: see `fzero.ambient`."""
+
+    @functools.wraps(fn)
+    def steady(*args: Any, **kwargs: Any) -> Any:
+        if active() is not None:
+            return fn(*args, **kwargs)
+        with ambient.steady(), ambient.of_caller():
+            return fn(*args, **kwargs)
+
+    return steady
+
+
+def _usable(*given: Any) -> Any:
+    """Arguments from inference mode as copies that a backward may read."""
+
+    def one(x: Any) -> Any:
+        return x.clone() if isinstance(x, torch.Tensor) and x.is_inference() else x
+
+    return tree.map(one, given)
 
 
 def _part_keys(key: torch.Tensor, num: int) -> torch.Tensor:

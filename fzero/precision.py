@@ -40,9 +40,11 @@ _MOST = 2.0**127  # of a loss scale: fp32 holds it
 class LossScale:
     """A loss scale that follows overflows, as pure functions over a small state of 0-d tensors.
 
-    The scale starts at `initial`. An overflow uses up one of `hysteresis`; when none is left it halves the scale
-    (never below `minimum`). `window` steps in a row without one double it and give the hysteresis back. These are
-    DeepSpeed's rules and defaults. With `dynamic=False` the scale stays what it is.
+    The scale starts at `initial`. An overflow uses up one of `hysteresis`; at the last one it halves the scale, never
+    below `minimum`, and at `minimum` it ends the run: `fzero.step` raises NonFiniteError. A first step without an
+    overflow and `window` more in a row double the scale and give the hysteresis back; so does every `window` after
+    that. With `consecutive_hysteresis` every step without one gives it back. These are DeepSpeed's rules and defaults.
+    With `dynamic=False` the scale stays what it is.
 
     >>> scaler = LossScale(hysteresis=1)
     >>> held = scaler.update(scaler.init(), torch.tensor(False))  # an overflow
@@ -55,6 +57,7 @@ class LossScale:
     hysteresis: int = 2
     minimum: float = 1.0
     dynamic: bool = True
+    consecutive_hysteresis: bool = False
 
     def __post_init__(self) -> None:
         for name in ("initial", "minimum"):
@@ -67,7 +70,8 @@ class LossScale:
                 raise SpecError(f"LossScale({name}={value!r}): needed a positive int")
 
     def init(self, device: torch.device | str | None = None) -> dict[str, Tensor]:
-        """`scale` (fp32), and counts (int64): `clean` steps in a row, `hysteresis` left, steps `skipped` in all."""
+        """`scale` (fp32), and counts (int64): `clean` steps in a row, `hysteresis` left (0 after an overflow at the
+        least scale), steps `skipped` in all."""
         counts = {"clean": 0, "hysteresis": self.hysteresis, "skipped": 0}
         held = {name: torch.full((), n, dtype=torch.int64, device=device) for name, n in counts.items()}
         return {"scale": torch.full((), float(self.initial), dtype=torch.float32, device=device), **held}
@@ -75,17 +79,19 @@ class LossScale:
     def update(self, held: Mapping[str, Tensor], finite: Tensor) -> dict[str, Tensor]:
         """The state after a step whose gradients were `finite` (a 0-d bool, the same on every rank)."""
         scale, clean, left = held["scale"], held["clean"] + 1, held["hysteresis"]
-        skipped = held["skipped"] + (~finite).to(torch.int64)
+        counts = {"clean": torch.where(finite, clean, 0), "skipped": held["skipped"] + (~finite).to(torch.int64)}
         if not self.dynamic:
-            return {"scale": scale, "clean": torch.where(finite, clean, 0), "hysteresis": left, "skipped": skipped}
-        grown = clean >= self.window
+            return {"scale": scale, "hysteresis": left, **counts}
+        grown = (clean > 1) & ((clean - 1) % self.window == 0)
+        last = left <= 1
         after_clean = torch.where(grown, (scale * 2).clamp(max=_MOST), scale)
-        after_overflow = torch.where(left <= 1, (scale / 2).clamp(min=self.minimum), scale)
+        after_overflow = torch.where(last, (scale / 2).clamp(min=self.minimum), scale)
+        given_back = torch.where(grown | self.consecutive_hysteresis, self.hysteresis, left.clamp(min=1))
+        used_up = torch.where(last, (scale != self.minimum).to(torch.int64), left - 1)
         return {
             "scale": torch.where(finite, after_clean, after_overflow),
-            "clean": torch.where(finite & ~grown, clean, 0),
-            "hysteresis": torch.where(finite, torch.where(grown, self.hysteresis, left), (left - 1).clamp(min=1)),
-            "skipped": skipped,
+            "hysteresis": torch.where(finite, given_back, used_up),
+            **counts,
         }
 
 

@@ -136,7 +136,7 @@ def measured(product: Product) -> Figures:
     product = _part(product)
     generator = torch.Generator().manual_seed(0)
     operands = [_filled(*like, generator) for like in zip(product.shapes, product.strides, strict=True)]
-    result = torch.empty(*product.shapes[-2][:-1], product.shapes[-1][-1])
+    result = torch.empty(*product.shapes[-2][:-1], product.shapes[-1][-1], dtype=torch.float32)
     own = getattr(aten, product.name).out
     candidates = {"torch": own, "onednn": KERNELS[OUT_FORMS[own]]}
     wanted = own(*operands, out=result).clone()
@@ -194,4 +194,5 @@ def _strides(shape: tuple[int, ...], form: str) -> tuple[int, ...]:
 def _filled(shape: tuple[int, ...], stride: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """A tensor of these strides, of numbers from [-1, 1) that no other generator notices."""
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    return torch.empty(extent).uniform_(-1, 1, generator=generator).as_strided(shape, stride)
+    filled = torch.empty(extent, dtype=torch.float32).uniform_(-1, 1, generator=generator)
+    return filled.as_strided(shape, stride)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fzero import tree
+from fzero import ambient, tree
 from fzero._torch_compat import default_store
 from fzero.compile import Lowered, fakes_on, lower_step
 from fzero.costs import Costs
@@ -53,6 +53,7 @@ class Runtime:
     arena: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))  # of the programs' buffers
     says: Callable[[], int] = lambda: 0  # bits that this rank tells the others with every step
     heard: int = 0  # the bits that any rank told with the last one
+    exhausted: torch.Tensor | None = None  # whether the loss scale came to its end since someone looked
     last_key: Any = None
     last_program: Program | None = None
 
@@ -216,8 +217,7 @@ def _batch_key(batch: Any, device: torch.device) -> tuple[Any, ...]:
         (path, describe(leaf) if isinstance(leaf, torch.Tensor) else _static(at("batch", path), leaf))
         for path, leaf in zip(paths, leaves, strict=True)
     ]
-    cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else "off"
-    return (tuple(shown), str(spec), f"autocast {cast}", f"default dtype {torch.get_default_dtype()}")
+    return (tuple(shown), str(spec), *ambient.settings(device))
 
 
 def _static(name: str, leaf: Any) -> Any:

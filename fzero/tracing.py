@@ -8,7 +8,7 @@ require grad are refused, with the line and what to write instead. Other closed-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import offsets, segments
+from fzero import ambient, offsets, segments
 from fzero._torch_compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -112,8 +112,12 @@ def trace(
 ) -> fx.GraphModule:
     """`fn(*inputs)` as a graph of aten ops without in-place work; `names` say what the inputs are in errors."""
 
+    outermost = not tracing.depth
+    if outermost:
+        ambient.check_trace()
+
     def watched(*xs: torch.Tensor) -> Any:
-        with _Watch(tracing, user_line), torch.enable_grad():
+        with ambient.of_caller() if outermost else nullcontext(), _Watch(tracing, user_line), torch.enable_grad():
             return fn(*xs)
 
     with _explained(), tracing.mode, compiled_functions_traced():

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fzero import tree
+from fzero import ambient, tree
 from fzero._torch_compat import default_store
 from fzero.compile import plan_for
 from fzero.errors import SpecError, TreeError
@@ -65,6 +65,7 @@ class World:
         failure: Exception | None = None
         device = torch.device("cuda" if str(getattr(spec, "device", "")).startswith("cuda") else "cpu")
         try:
+            ambient.check(name)
             check_spec(name, spec)
             device = _device(name, spec, like)
         except Exception as error:

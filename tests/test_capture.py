@@ -1194,20 +1194,6 @@ def test_static_values_are_part_of_the_key(caplog: pytest.LogCaptureFixture) -> 
     assert run.programs == count + 1, "nan is not equal to itself but is the same program"
 
 
-def test_ambient_autocast_is_part_of_the_key(caplog: pytest.LogCaptureFixture) -> None:
-    w = torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]])
-    run, x = Cached(caplog, lambda p, b: ((b["x"] @ w.t() * p["w"]) ** 2).mean()), torch.tensor([[0.7, 0.11]])
-    plain = run(x=x)
-    with torch.autocast("cpu", torch.bfloat16):
-        cast = run(x=x)
-    assert "autocast off became autocast torch.bfloat16" in run.messages
-    assert 0 < abs(cast - plain) < 0.05 * plain
-    assert run(x=x) == plain, "and the program of before is not run under it"
-    with torch.autocast("cpu", torch.bfloat16):
-        assert run(x=x) == cast
-    assert run.programs == 2
-
-
 def test_a_program_runs_as_it_was_traced_whatever_modes_are_on() -> None:
     states = [fzero.init(params(), fzero.Spec(loss=mean_square, optimizer=SGD)) for _ in range(2)]
     plain = fzero.step(states[0], batch())

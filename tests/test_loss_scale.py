@@ -15,22 +15,29 @@ from models import MLP
 from torch import Tensor
 
 import fzero
-from fzero import LossScale, optim, random, tree
+from fzero import LossScale, api, optim, random, tree
 from fzero.precision import PRESETS
 
 # --- the scale by itself ----------------------------------------------------------------------------------------------
 
 
+class AtMinimumError(Exception):
+    """What DeepSpeed says in "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run."."""
+
+
 @dataclass
 class DeepSpeed:
-    """`deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler`, its fields and branches under their own names."""
+    """`deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler` of 0.19.8, with the names of its fields."""
 
     cur_scale: float
     scale_window: int
-    delayed_shift: int
     min_scale: float
+    delayed_shift: int
+    consecutive_hysteresis: bool
+    raise_error_at_min_scale: bool = True
     cur_iter: int = 0
     last_overflow_iter: int = -1
+    scale_factor: float = 2.0
 
     def __post_init__(self) -> None:
         self.cur_hysteresis = self.delayed_shift
@@ -38,35 +45,61 @@ class DeepSpeed:
     def update_scale(self, overflow: bool) -> None:
         if overflow:
             if self.delayed_shift == 1 or self.cur_hysteresis == 1:
-                self.cur_scale = max(self.cur_scale / 2, self.min_scale)
+                if (self.cur_scale == self.min_scale) and self.raise_error_at_min_scale:
+                    raise AtMinimumError
+                else:
+                    self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
             else:
                 self.cur_hysteresis -= 1
             self.last_overflow_iter = self.cur_iter
-        elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
-            self.cur_hysteresis = self.delayed_shift
-            self.cur_scale *= 2
+        else:
+            if self.consecutive_hysteresis:
+                self.cur_hysteresis = self.delayed_shift
+            stable_interval = (self.cur_iter - self.last_overflow_iter) - 1
+            if (stable_interval > 0) and (stable_interval % self.scale_window == 0):
+                if not self.consecutive_hysteresis:
+                    self.cur_hysteresis = self.delayed_shift
+                self.cur_scale *= self.scale_factor
         self.cur_iter += 1
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=100)
 @given(
-    overflows=st.lists(st.booleans(), max_size=60),
+    overflows=st.lists(st.sampled_from([True, False, False]), max_size=60),
     power=st.integers(0, 16),
     window=st.integers(1, 6),
     hysteresis=st.integers(1, 4),
     minimum=st.sampled_from([1.0, 0.25, 64.0]),
+    consecutive=st.booleans(),
 )
 def test_the_scale_follows_deepspeeds_rules(
-    overflows: list[bool], power: int, window: int, hysteresis: int, minimum: float
+    overflows: list[bool], power: int, window: int, hysteresis: int, minimum: float, consecutive: bool
 ) -> None:
-    scaler = LossScale(initial=2.0**power, window=window, hysteresis=hysteresis, minimum=minimum)
-    held, theirs = scaler.init(), DeepSpeed(2.0**power, window, hysteresis, minimum)
-    for overflow in overflows:
-        held = scaler.update(held, torch.tensor(not overflow))
-        theirs.update_scale(overflow)
+    scaler = LossScale(
+        initial=2.0**power, window=window, hysteresis=hysteresis, minimum=minimum, consecutive_hysteresis=consecutive
+    )
+    held, theirs = scaler.init(), DeepSpeed(2.0**power, window, minimum, hysteresis, consecutive)
+    for count, overflow in enumerate(overflows, 1):
+        before, held = held, scaler.update(held, torch.tensor(not overflow))
+        assert int(held["skipped"]) == sum(overflows[:count])
+        try:
+            theirs.update_scale(overflow)
+        except AtMinimumError:
+            assert int(held["hysteresis"]) == 0, "which ends the run"
+            assert torch.equal(held["scale"], before["scale"])
+            return
         assert float(held["scale"]) == theirs.cur_scale
         assert int(held["hysteresis"]) == theirs.cur_hysteresis
-    assert int(held["skipped"]) == sum(overflows)
+
+
+def test_the_scale_doubles_after_the_window_and_one_step_then_after_each_window() -> None:
+    """The same in numbers that a person can count."""
+    scaler = LossScale(initial=1.0, window=3)
+    held, scales = scaler.init(), []
+    for finite in (1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1):
+        held = scaler.update(held, torch.tensor(bool(finite)))
+        scales.append(float(held["scale"]))
+    assert scales == [1, 1, 1, 2, 2, 2, 4, 4, 4, 4, 4, 8]
 
 
 def test_a_scale_stays_between_its_minimum_and_what_fp32_holds() -> None:
@@ -157,6 +190,63 @@ def test_a_scale_too_large_finds_its_place() -> None:
     assert result.losses("loss_scale")[-1] == 2.0 ** (24 - result.losses("skipped")[-1])
 
 
+def exhausting(hysteresis: int = 1, folder: str = "") -> tuple[list[str], list[bool], fzero.State]:
+    """In a rank's process (or alone): two steps, five that overflow, one more. The errors' messages, whether each error
+    left the parameters' bits and a state that can be read (and with a folder saved), and the last state."""
+    scaler = LossScale(initial=4.0, minimum=2.0, hysteresis=hysteresis)
+    given = spec(precision=replace(PRESETS["fp16"], loss_scale=scaler), zero=3)
+    state, messages, kept = fzero.init(MLP.init(random.key(0)), given), [], []
+    rank = dist.get_rank() if dist.is_initialized() else 1
+    for number in [0, 1, BAD, BAD, BAD, BAD, BAD, 3]:
+        before = split(whole(state))[0]
+        try:
+            state = fzero.step(state, batch(rank, number))
+        except fzero.NonFiniteError as error:
+            messages.append(str(error))
+            kept.append(not differing(before, split(whole(state))[0]))
+            if folder:
+                fzero.save(state, f"{folder}/{len(kept)}")
+    return messages, kept, state
+
+
+def whole(state: fzero.State) -> dict[str, Tensor]:
+    paths, leaves, _ = tree.flatten(fzero.unshard(state.tree))
+    return dict(zip(paths, leaves, strict=True))
+
+
+def exhausted_over_gloo() -> Any:
+    messages, kept, state = exhausting()
+    return messages, kept, state.step
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2])
+def test_an_overflow_at_the_least_scale_ends_the_run_and_no_state_is_lost(hysteresis: int, tmp_path: Any) -> None:
+    messages, kept, state = exhausting(hysteresis, str(tmp_path))
+    assert kept == [True] * (5 - hysteresis), "the first overflows find the least scale"
+    first = f"the gradients overflow at the least loss scale, 2 (step {3 + hysteresis})"
+    assert messages[0].startswith(first)
+    assert "LossScale(minimum=...)" in messages[0]
+    assert state.step == 3 + hysteresis, "and the last batch was a good one"
+    assert int(whole(state)["loss_scale/skipped"]) == 5
+    loaded = fzero.load(str(tmp_path / "1"), like=state)
+    assert loaded.step == 2 + hysteresis
+    assert fzero.step(loaded, batch(1, 3)).step == 3 + hysteresis, "a run may go on from it"
+
+
+def test_where_a_look_waits_for_the_device_it_is_rare_and_misses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: what was overflown between two looks is told by the later one."""
+    scaler = LossScale(initial=2.0, minimum=2.0, hysteresis=1)
+    given = spec(precision=replace(PRESETS["fp16"], loss_scale=scaler))
+    state = fzero.init(MLP.init(random.key(0)), given)
+    monkeypatch.setitem(api.LOOKS_AFTER, "cpu", api.LOOKS_AFTER["cuda"])
+    for number in range(api.LOOKS_AFTER["cuda"] - 1):
+        state = fzero.step(state, batch(1, BAD if number == 3 else number % 2))
+    assert int(state.metrics["skipped"]) == 1
+    with pytest.raises(fzero.NonFiniteError, match="at the least loss scale, 2"):
+        fzero.step(state, batch(1, 0))
+    assert fzero.step(state, batch(1, 0)).step == api.LOOKS_AFTER["cuda"]
+
+
 def clean(rank: int, step: int) -> Any:
     return (*MLP.batch(rank, step), torch.ones(4))
 
@@ -230,8 +320,8 @@ def overflowing() -> tuple[dict[str, Tensor], list[float]]:
     return dict(zip(paths, leaves, strict=True)), skipped
 
 
-def both() -> Any:
-    return overflowing(), raising()
+def all_three() -> Any:
+    return overflowing(), raising(), exhausted_over_gloo()
 
 
 def test_raise_leaves_the_state_usable_and_its_bits() -> None:
@@ -242,11 +332,13 @@ def test_raise_leaves_the_state_usable_and_its_bits() -> None:
 
 
 def test_over_gloo_every_rank_skips_and_every_rank_raises() -> None:
-    found = values(gloo(2, both))
+    found = values(gloo(2, all_three))
     expected = run(spec(zero=3), MLP.init(random.key(0)), batch, world=2, steps=5)
-    for (final, skipped), (messages, kept) in found:
+    for (final, skipped), (messages, kept), ended in found:
         assert not differing(final, expected.final)
         assert skipped == [0, 0, 1, 1, 1]
         assert len(messages) == 1
         assert "loss inf" in messages[0]
         assert kept == [True] * 5
+        assert ended == found[0][2]
+        assert ended[1:] == ([True] * 4, 4)

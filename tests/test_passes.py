@@ -47,6 +47,11 @@ def test_golden_cast_before_gather(golden: Callable[[str, str], None]) -> None:
     golden("cast_before_gather/bf16", str(upto("cast_before_gather", program)))
 
 
+def test_golden_narrow_of_a_narrow_wire(golden: Callable[[str, str], None]) -> None:
+    how = fzero.Precision(compute="bf16", reduce="bf16")
+    golden("narrow/zero3_wire", str(upto("narrow", cases.naive(zero=3, microbatches=2, reduce="each", precision=how))))
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", [name for name, _, _ in PASSES])
 def test_a_pass_is_pure_and_its_result_verifies(name: str, zero: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import cases
 import numpy as np
 import pytest
 import torch
@@ -259,6 +260,34 @@ def test_with_a_narrow_wire_only_what_travels_is_rounded() -> None:
     own = [torch.tensor(256 + 31 * 0.25), torch.tensor(32 * 0.25)]
     expected = sum(x.bfloat16() for x in own) / 64
     assert float(result.final["params/w"]) == -float(expected)
+
+
+NARROW_WIRE = Precision(compute="bf16", reduce="bf16")
+
+
+@pytest.mark.parametrize("reduce", ["each", "end"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_narrow_wire_shards_what_is_reduced_at_any_number_of_microbatches(zero: int, reduce: str) -> None:
+    """The cast after a reduction does not make its result whole, nor do the sums."""
+    for num in (1, 2, 4):
+        program = lowered(NARROW_WIRE, zero, microbatches=num, reduce=reduce).program
+        modes = {op.get("mode") for op in program.ops if op.kind == "reduce"}
+        assert modes == {"scatter", "exchange"}, num  # the loss is exchanged
+        reduced = [b for name, b in program.buffers.items() if b.kind == "grad" and name.startswith("r0.red:")]
+        assert reduced
+        assert all(buffer.shard for buffer in reduced), num
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_with_a_narrow_wire_many_microbatches_need_little_more_memory_than_one(zero: int) -> None:
+    """What they add is the sum, of which a rank holds its slice, and a few buckets in flight: not a whole gradient."""
+    made = [
+        cases.lowered(8, cases.layers(depth=12), zero=zero, microbatches=num, reduce="each", precision=NARROW_WIRE)
+        for num in (1, 4)
+    ]
+    elements = sum(bucket.length for bucket in made[0].plan.buckets.values())
+    more = made[1].memory.peak - made[0].memory.peak
+    assert more < 4 * elements // 8 + elements, f"{more} bytes, of {4 * elements} of a whole gradient"
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fzero import tree
+from fzero import ambient, tree
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.capture import PerRank
 from fzero.checkpoint.commit import locate
@@ -43,7 +43,7 @@ log = logging.getLogger("fzero")
 
 
 @untraced_by_dynamo
-@torch.inference_mode(False)
+@ambient.steady()
 def load(
     dir: str | Path,
     spec: Spec | None = None,

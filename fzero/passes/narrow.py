@@ -2,11 +2,14 @@
 
 A `mine` reference to a gathered column is read from the shard; a gather that nobody else reads goes. An
 all-reduce whose result is read so becomes a reduce-scatter: half the bytes, 1/N of the memory. Elementwise ops on whole
-ranges between them (the sum over microbatches) work on the own slice then.
+ranges between them (a cast after the reduction, the sum over microbatches) make and work on the own slice then.
 
     gather mu -> mu.full;  run mu.full[0:L:mine] ...            becomes   run mu[0:L:mine] ...
     reduce g -> r mode=all;  run r[0:L:mine] ...
     becomes   reduce g -> r mode=scatter;  run r[0:L:mine] ...
+
+    reduce g.low -> r.low mode=all;  run r.low[0:L] -> r[0:L] flat;  run r[0:L:mine] ...
+    becomes   reduce g.low -> r.low mode=scatter;  run r.low[0:L:mine] -> r[0:L:mine] flat;  run r[0:L:mine] ...
 """
 
 from __future__ import annotations
@@ -25,14 +28,14 @@ def narrow(program: Program) -> Program:
         if one.kind == "gather" and one.reads[0].name != one.writes[0].name
     }
     buffers = dict(program.buffers)
+    for name in slim - source.keys():
+        buffer = buffers[name]
+        buffers[name] = replace(buffer, shard=True, shape=(buffer.numel // program.world_size,))
     ops: list[Op] = []
     for one in program.ops:
         if one.kind in ("gather", "wait") and (*one.writes, *one.reads)[0].name in slim & source.keys():
             continue
         if one.kind == "reduce" and one.get("mode") == "all" and one.writes[0].name in slim:
-            name = one.writes[0].name
-            buffer = buffers[name]
-            buffers[name] = replace(buffer, shard=True, shape=(buffer.numel // program.world_size,))
             ops.append(one.with_attrs(mode="scatter"))
             continue
         whole_range = one.get("flat") and all(ref.name in slim for ref in one.writes)
@@ -49,19 +52,32 @@ def narrow(program: Program) -> Program:
 
 
 def _slim(program: Program) -> set[str]:
-    """The largest set of gathered or reduced buffers of which, given the set, only the own slice is ever read."""
-    slim = {
+    """The largest set of buffers that are gathered, reduced, or computed elementwise from such alone, of which, given
+    the set, only the own slice is ever read."""
+    moved = {
         one.writes[0].name
         for one in program.ops
         if (one.kind == "gather" and one.reads[0].name != one.writes[0].name)
         or (one.kind == "reduce" and one.get("mode") == "all")
     }
+    makers: dict[str, list[Op]] = {}
+    for one in program.ops:
+        for ref in one.writes if _whole_range(program, one) else ():
+            if ref.name not in moved:
+                makers.setdefault(ref.name, []).append(one)
+    slim = moved | makers.keys()
     reads = rewrite.reads_of(program.ops)
     while True:
         lost = {name for name in slim if not all(_own(program.ops[i], ref, slim) for i, ref in reads.get(name, []))}
+        lost |= {n for n in slim & makers.keys() if any(r.name not in slim for one in makers[n] for r in one.reads)}
         if not lost:
             return slim
         slim -= lost
+
+
+def _whole_range(program: Program, one: Op) -> bool:
+    """Whether an op works elementwise on a whole bucket of gradients: what lowering emits around reductions."""
+    return bool(one.get("flat")) and all(program.buffers[ref.name].kind == "grad" for ref in one.writes)
 
 
 def _own(one: Op, ref: Ref, slim: set[str]) -> bool:

@@ -14,8 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from fzero import ambient
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.api import _agreed, advanced
 from fzero.errors import FzeroError
@@ -30,7 +29,7 @@ log = logging.getLogger("fzero")
 
 
 @untraced_by_dynamo
-@torch.inference_mode(False)
+@ambient.steady()
 def profile(state: State, batch: Any, folder: str | Path = "runs/profile") -> State:
     """`fzero.step(state, batch)`, watched: the same bits, the same donation, the same checks, and three files per rank.
 

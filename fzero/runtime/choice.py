@@ -93,8 +93,7 @@ class _Move:
 
 def _hidden(move: _Move, comm: Comm) -> float:
     """The part of a transfer that passes while this rank computes for as long as it takes."""
-    a, b = (torch.ones(256, 256) for _ in range(2))
-    out = torch.empty(256, 256)
+    a, b, out = (torch.ones(256, 256, dtype=torch.float32) for _ in range(3))
     product = _least(lambda: torch.mm(a, b, out=out))
     alone = _least(lambda: move.run(comm))
     # every rank issues the same transfers; how much it computes beside them is its own affair
@@ -116,7 +115,7 @@ def _flops(dtype: torch.dtype) -> float:
 
 def _memory() -> float:
     """Bytes a second of an elementwise op that reads two values and writes one, larger than most caches."""
-    a, b = torch.ones(1 << 22), torch.ones(1 << 22)
+    a, b = (torch.ones(1 << 22, dtype=torch.float32) for _ in range(2))
     return 3 * a.numel() * 4 / _least(lambda: torch.add(a, b, out=a))
 
 

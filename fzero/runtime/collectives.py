@@ -28,14 +28,14 @@ import torch.distributed as dist
 
 from fzero.errors import DisagreementError, FzeroError, PeerError, SpecError
 from fzero.program import Op
-from fzero.runtime import presence, rounds
+from fzero.runtime import launched, presence, rounds
 
 TIMEOUT_SECONDS = 600.0  # what torch gives nccl
 
 
 def open_world(device: str, timeout_seconds: float | None = None) -> tuple[int, int]:
     """(rank, world size). Under torchrun this starts gloo (CPU) or nccl (CUDA), with a timeout (None: TIMEOUT_SECONDS),
-    unless a default group exists."""
+    unless a default group exists. Raises SpecError where a launcher started several tasks and none has a rank."""
     if dist.is_available() and dist.is_initialized():
         backend, needed = (
             str(dist.get_backend()),
@@ -50,6 +50,7 @@ def open_world(device: str, timeout_seconds: float | None = None) -> tuple[int, 
         backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
         _start(backend, timeout_seconds or TIMEOUT_SECONDS)
         return _here()
+    launched.check(os.environ)
     return 0, 1
 
 
@@ -236,7 +237,7 @@ NOTE_BYTES = 512
 
 def tell(note: bytes, world_size: int, group: Any) -> list[bytes]:
     """Every rank's note, by rank, cut at NOTE_BYTES: one small all-gather over gloo."""
-    mine = torch.zeros(NOTE_BYTES, dtype=torch.uint8)
+    mine = torch.zeros(NOTE_BYTES, dtype=torch.uint8, device="cpu")
     note = note[:NOTE_BYTES]
     mine[: len(note)] = torch.tensor(list(note), dtype=torch.uint8)
     return [bytes(t.tolist()).rstrip(b"\0") for t in gathered(mine, world_size, group)]

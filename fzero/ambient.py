@@ -1,0 +1,136 @@
+"""ambient: what torch's settings around a call may do to a step. None of them changes what it computes in silence.
+
+| around a call of fzero                                              | what it does                                |
+|---------------------------------------------------------------------|---------------------------------------------|
+| autocast of any device                                              | nothing, and a warning says so              |
+| inference mode, no_grad                                             | nothing                                     |
+| default dtype and device, deterministic algorithms, attention's     | the user's functions see them, and a new    |
+| backends, the dtype that an autocast without one takes              | value traces a new program                  |
+| modes of torch functions or dispatch, hooks on saved tensors        | refused where a program is traced, which    |
+|                                                                     | would keep what they change                 |
+| anomaly detection (of a step), torch.func transforms, tracers       | refused                                     |
+
+What the user's own functions enter works in them as anywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+
+import torch
+
+from fzero._torch_compat import ambient_modes, autocast_left, in_functorch, saved_tensor_hooks, tracing_graph
+from fzero.errors import CaptureError
+
+log = logging.getLogger("fzero")
+
+_AUTOCAST = tuple(
+    kind for kind in ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "xla") if torch.amp.is_autocast_available(kind)
+)
+_default_device: ContextVar[torch.device | None] = ContextVar("fzero_default_device", default=None)
+
+
+@contextmanager
+def steady() -> Iterator[None]:
+    """For calls of fzero, as context or decorator: leaves inference mode, autocast and, for what is fzero's own, the
+    default device."""
+    with torch.inference_mode(False), _without_autocast(), _on_cpu():
+        yield
+
+
+def of_caller() -> AbstractContextManager[object]:
+    """For functions of the user within `steady`: the default device that the caller has."""
+    return _default_device.get() or nullcontext()
+
+
+def settings(device: torch.device) -> tuple[str, ...]:
+    """What a program that is traced now, for a state on this device, depends on."""
+    attention = torch.backends.cuda
+    backends = {
+        "flash": attention.flash_sdp_enabled(),
+        "efficient": attention.mem_efficient_sdp_enabled(),
+        "math": attention.math_sdp_enabled(),
+        "cudnn": attention.cudnn_sdp_enabled(),
+    }
+    return (
+        f"default dtype {torch.get_default_dtype()}",
+        f"default device {_default_device.get() or 'cpu'}",
+        f"deterministic algorithms {'on' if torch.are_deterministic_algorithms_enabled() else 'off'}",
+        f"attention by {', '.join(name for name, on in backends.items() if on) or 'nothing'}",
+        f"autocast's own dtype {torch.get_autocast_dtype(device.type)}",
+    )
+
+
+def check(name: str, *, backward: bool = False) -> None:
+    """Refuses what no call of fzero can be made in; with `backward` also what watches a backward."""
+    if in_functorch():
+        raise CaptureError(
+            f"fzero.{name} was called inside a torch.func transform (vmap, grad, jvp, functionalize): it writes a "
+            "state and talks to other ranks. Call it outside; transforms belong into the loss or the step"
+        )
+    if tracing_graph() is not None:
+        raise CaptureError(
+            f"fzero.{name} was called while make_fx or torch.export traces: it traces the step itself. Call it outside"
+        )
+    if backward and torch.is_anomaly_enabled():
+        raise CaptureError(
+            f"torch.autograd's anomaly detection is on, and fzero.{name} runs a backward that was traced before, where "
+            f"it would find nothing. Switch it off around fzero.{name} (torch.autograd.set_detect_anomaly(False)); "
+            "Spec(nonfinite='raise') ends at a gradient that is not finite"
+        )
+
+
+def check_trace() -> None:
+    """Refuses what would stay in a program that is traced."""
+    modes = ambient_modes()
+    if modes:
+        raise CaptureError(
+            f"{type(modes[-1]).__name__} is active around a call that traces a program, which would keep what the mode "
+            "changes. Leave it before the call, or enter it inside the loss or the step"
+        )
+    if saved_tensor_hooks():
+        raise CaptureError(
+            "hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) are active around a call "
+            "that traces a program, which would keep what they change. Leave them before the call, or enter them "
+            "inside the loss; for less memory see Spec(remat=...)"
+        )
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Leaves every autocast, whose casts are forgotten; the loss may enter its own."""
+    on = tuple(kind for kind in _AUTOCAST if torch.is_autocast_enabled(kind))
+    if not on:
+        yield
+        return
+    _say(tuple(f"{kind}, {torch.get_autocast_dtype(kind)}" for kind in on))
+    with autocast_left(on):
+        yield
+
+
+@functools.cache
+def _say(on: tuple[str, ...]) -> None:
+    log.warning(
+        "fzero: torch.autocast (%s) is on around a call of fzero, where it has no effect: what is computed in which "
+        "dtype says Spec(precision='bf16') or fzero.Precision(compute=...). An autocast that the loss itself enters "
+        "works. This is said once",
+        "; ".join(on),
+    )
+
+
+@contextmanager
+def _on_cpu() -> Iterator[None]:
+    given = torch.get_default_device()
+    if given.type == "cpu":
+        yield
+        return
+    token = _default_device.set(given)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        _default_device.reset(token)
