@@ -299,7 +299,7 @@ def meaning(program: Program) -> Iterator[Fault]:
     try:
         found = meaning_of(program)
     except Undefined as error:
-        yield -1, str(error)
+        yield error.op, str(error)
         return
     if found != program.meaning:
         yield -1, f"the step computes something else than what was captured ({found}, not {program.meaning})"
