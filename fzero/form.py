@@ -38,9 +38,6 @@ def form(program: Program) -> Iterator[Fault]:
     for bucket in program.buckets.values():
         if not 0 < bucket.length < MOST:
             yield -1, f"bucket {bucket.name} has {bucket.length} elements"
-        for slot in bucket.slots:
-            if math.prod(slot.shape) != slot.stop - slot.start:
-                yield -1, f"leaf {slot.path} has shape {slot.shape}, and {slot.stop - slot.start} elements"
     for buffer in program.buffers.values():
         yield from ((-1, f"{buffer.name} {what}") for what in _buffer(program, buffer))
     for name, target in program.metrics.items():
@@ -108,6 +105,8 @@ def partition(program: Program) -> Iterator[Fault]:
             if slot.start < end or slot.start % ALIGN or slot.stop > bucket.length:
                 place = f"[{slot.start}:{slot.stop}] of {bucket.name}"
                 yield -1, f"leaf {slot.path} lies at {place}: overlapping, unaligned or out"
+            if math.prod(slot.shape) != slot.stop - slot.start:
+                yield -1, f"leaf {slot.path} has shape {slot.shape}, and {slot.stop - slot.start} elements"
             end = slot.stop
         if bucket.length % (n * ALIGN):
             yield -1, f"bucket {bucket.name} has {bucket.length} elements: not a multiple of {n} ranks x {ALIGN}"
@@ -187,11 +186,12 @@ def calls(program: Program) -> Iterator[Fault]:
                 yield i, f"returns {ref} as a new tensor: {ref.name} is held between steps and must be written in place"
             elif ref.start is not None or buffer.bucket is not None:
                 yield i, f"returns {ref} as a new tensor: only a whole buffer that is in no bucket can become one"
-            elif (extent := segments.extent_bytes(node.meta["val"])) > buffer.nbytes:
-                yield i, f"returns {ref} over {extent:,} bytes, {ref.name} has {buffer.nbytes:,}"
         for ref, node in zip((*one.writes[:fresh], *one.reads, *one.writes[fresh:]), (*results, *takes), strict=True):
             if (what := _unfit(program, ref, node.meta["val"])) is not None:
                 yield i, what
+        for ref, node in zip(one.writes[:fresh], results, strict=True):
+            if (extent := segments.extent_bytes(node.meta["val"])) > program.buffers[ref.name].nbytes:
+                yield i, f"returns {ref} over {extent:,} bytes, {ref.name} has {program.buffers[ref.name].nbytes:,}"
         if one.get("at") is not None or "measure" in program.passes:
             need, room = tape.layout(gm, reuse.apart(one)).nbytes, int(one.get("workspace", 0))
             if need > room:

@@ -117,7 +117,9 @@ def reduced_once(program: Program) -> Iterator[Fault]:
             reductions[one.reads[0].name] += 1
             if reductions[one.reads[0].name] > 1:
                 yield i, f"reduces {one.reads[0].name} a second time"
-        elif one.kind == "run" and one.get("flat") and program.buffers[one.writes[0].name].kind == "grad":
+        elif (
+            one.kind == "run" and one.writes and one.get("flat") and program.buffers[one.writes[0].name].kind == "grad"
+        ):
             total = one.writes[0].name
             into.update({ref.name: total for ref in one.reads if ref.name != total})
         elif one.kind == "run":
@@ -241,10 +243,6 @@ def _together(programs: Mapping[int, Program]) -> None:
     """All ranks issue the same collectives in the same order per axis; sends match receives."""
     issued = {rank: _collectives(program) for rank, program in programs.items()}
     first = min(issued)
-    for rank, program in programs.items():
-        if program.mesh != programs[first].mesh:
-            what = f"its mesh is {dict(program.mesh)}, rank {first}'s is {dict(programs[first].mesh)}"
-            raise VerifyError(_message("same order", rank, program, -1, what, True))
     for rank, calls_ in issued.items():
         for axis in {*issued[first], *calls_}:
             ours, theirs = issued[first].get(axis, []), calls_.get(axis, [])
@@ -270,6 +268,10 @@ def _together(programs: Mapping[int, Program]) -> None:
             raise VerifyError(
                 f"[sends] {size} bytes from rank {sender} to {receiver} over {over} (tag {tag}) are {more}"
             )
+    for rank, program in programs.items():
+        if program.mesh != programs[first].mesh:
+            what = f"its mesh is {dict(program.mesh)}, rank {first}'s is {dict(programs[first].mesh)}"
+            raise VerifyError(_message("same order", rank, program, -1, what, True))
 
 
 def _collectives(program: Program) -> dict[str, list[tuple[int, str]]]:
