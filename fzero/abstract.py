@@ -2,26 +2,49 @@
 
 Memory is modelled as the ops see it: a buffer holds terms by range, of a flat buffer one for each leaf, and knows of
 which ranges only the own slice was written. Flat references read and write whole leaves; one that cuts through a leaf,
-reads what was never computed, or takes one rank's slice for the whole is `Undefined`.
+reads what was never computed, or takes one rank's slice for the whole is `Undefined`. A write leaves nothing of the
+terms that it overlaps: what is read afterwards must have been written as it is read.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from bisect import bisect_left, insort
+from collections.abc import Mapping
 from typing import Any
 
 from fzero import segments
-from fzero.meaning import Partial, Undefined, Vec, digest, evaluate, part, reduced, term
+from fzero.meaning import NOWHERE, Partial, Undefined, Vec, digest, evaluate, gathered, part, reduced, term
 from fzero.plan.owned import is_whole
-from fzero.program import GIVEN, PERSISTENT, Bucket, Buffer, Op, Program, Ref
+from fzero.program import GIVEN, PERSISTENT, VARYING, Bucket, Buffer, Op, Program, Ref
+
+Span = tuple[int, int]
 
 
-@dataclass
 class Content:
-    """What a buffer holds: terms by (start, stop), and whether of each range only the own slice is right."""
+    """What a buffer holds: terms by (start, stop), of which no two overlap, and of which only the own slice is right.
+    `put` alone writes."""
 
-    terms: dict[tuple[int, int], Any] = field(default_factory=dict)
-    mine: set[tuple[int, int]] = field(default_factory=set)
+    def __init__(self, terms: Mapping[Span, Any] | None = None) -> None:
+        self.terms: dict[Span, Any] = dict(terms or {})
+        self.mine: set[Span] = set()
+        self.order = sorted(key for key in self.terms if key[0] < key[1])
+
+    def put(self, key: Span, value: Any, *, mine: bool = False) -> None:
+        """The term of a range, or of the own slice of it; the terms of all that it overlaps are gone."""
+        if key not in self.terms and key[0] < key[1]:
+            self._drop(key)
+            insort(self.order, key)
+        self.terms[key] = value
+        (self.mine.add if mine else self.mine.discard)(key)
+
+    def _drop(self, key: Span) -> None:
+        at = bisect_left(self.order, key)
+        if at and self.order[at - 1][1] > key[0]:
+            at -= 1
+        while at < len(self.order) and self.order[at][0] < key[1]:
+            gone = self.order.pop(at)
+            del self.terms[gone]
+            self.mine.discard(gone)
 
 
 class Abstract:
@@ -30,9 +53,13 @@ class Abstract:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.memory: dict[str, Content] = {}
+        everywhere = frozenset(axis for axis, size in program.mesh if size > 1)
         for name, buffer in program.buffers.items():
             if buffer.kind in PERSISTENT:
-                self.memory[name] = Content({key: term("input", name, slot) for slot, key in self._keys(buffer)})
+                over = everywhere if buffer.kind in VARYING or buffer.per_rank else NOWHERE
+                self.memory[name] = Content(
+                    {key: term("input", name, slot).over(over) for slot, key in self._keys(buffer)}
+                )
 
     def run(self) -> str:
         """The meaning of the state that the program leaves behind."""
@@ -40,15 +67,15 @@ class Abstract:
             try:
                 self.step(one)
             except Undefined as error:
-                raise Undefined(f"op {index} ({one.kind} {' '.join(map(str, one.reads))}): {error}") from None
+                raise Undefined(str(error), index) from None
         state: dict[tuple[str, int | None], Any] = {}
         for name, buffer in self.program.buffers.items():
             if buffer.kind in PERSISTENT and buffer.kind not in GIVEN:
-                content = self.memory[name]
+                content = self._content(name)
                 for slot, key in self._keys(buffer):
                     if not buffer.shard and key in content.mine:
                         raise Undefined(f"{name} keeps only one rank's slice of {key}: it was not gathered")
-                    state[(name, slot)] = content.terms[key]
+                    state[(name, slot)] = self._term(content, key, Ref(name))
         metrics = {name: self.read(Ref(buffer)) for name, buffer in self.program.metrics.items()}
         return digest(state, metrics)
 
@@ -58,7 +85,9 @@ class Abstract:
             num_dest = len(segments.placeholders(gm.graph)) - len(one.reads)
             dests = one.writes[len(one.writes) - num_dest :]
             values = [self.read(ref) for ref in one.reads]
-            outs, written = evaluate(gm, [*values, *map(self._held, dests)])
+            first: dict[Ref, int] = {}
+            shared = {i: first[ref] for i, ref in enumerate((*one.reads, *dests)) if first.setdefault(ref, i) != i}
+            outs, written = evaluate(gm, [*values, *map(self._held, dests)], shared)
             for ref, value in zip(one.writes, outs, strict=False):
                 self.write(ref, value)
             for position, value in written.items():
@@ -72,14 +101,15 @@ class Abstract:
             for ref in one.reads:
                 self.memory.pop(ref.name, None)
         elif one.kind == "recv":
-            self.write(one.writes[0], term("recv", one.axis, one.get("peer"), one.get("tag", 0)))
+            over = frozenset((str(one.axis),))
+            self.write(one.writes[0], term("recv", one.axis, one.get("peer"), one.get("tag", 0)).over(over))
 
     def _held(self, ref: Ref) -> Any:
-        """What a destination holds before it is written, for ops that work in place on it."""
+        """What a destination holds before it is written, for ops that work in place on it; nothing is `Undefined`."""
         try:
             return self.read(ref)
-        except Undefined:
-            return None
+        except Undefined as error:
+            return error
 
     def gather(self, source: Ref, dest: Ref, axis: str | None) -> None:
         if axis is None or axis not in dict(self.program.mesh):
@@ -91,20 +121,23 @@ class Abstract:
             raise Undefined(f"a gather takes a whole slice to a whole bucket, not {source} to {dest}")
         if (buffer.bucket, buffer.per) != (origin.bucket, origin.per):
             raise Undefined(f"{source.name} and {dest.name} are of different buckets")
-        self.memory[dest.name] = Content(dict(self._content(source.name).terms))
+        held = self._content(source.name).terms
+        self.memory[dest.name] = Content({key: gathered(value, axis) for key, value in held.items()})
 
     def reduce(self, one: Op) -> None:
         source, dest = one.reads[0], one.writes[0]
         if one.axis is None or one.axis not in dict(self.program.mesh):
             raise Undefined(f"there is no axis {one.axis!r}")
         world = self.program.axis_size(one.axis)
+        for scratch in one.writes[1:]:
+            self.memory.pop(scratch.name, None)
 
         def over(value: Any) -> Any:
             how, divisor = str(one.get("op", "sum")), int(one.get("divisor", 1))
             if isinstance(value, Partial):
                 if (how, divisor) != ("sum", 1):
                     raise Undefined("a sum over slices must be summed over the ranks, once")
-                return value.of
+                return gathered(value.of, one.axis or "")
             return reduced(value, how, one.axis or "", world, divisor)
 
         buffer, target = self.program.buffers[source.name], self.program.buffers[dest.name]
@@ -155,9 +188,7 @@ class Abstract:
         if buffer.bucket is None:
             if isinstance(value, Vec):
                 raise Undefined(f"{ref} is in no bucket and gets a flat range")
-            if ref.start is None:
-                content.terms.clear()
-            content.terms[(0, buffer.numel) if ref.start is None else (ref.start, ref.stop or 0)] = value
+            content.put((0, buffer.numel) if ref.start is None else (ref.start, ref.stop or 0), value)
             return
         bucket = self._bucket(buffer)
         start, stop = (0, bucket.length) if ref.start is None else (ref.start, ref.stop or 0)
@@ -165,17 +196,14 @@ class Abstract:
             slot = bucket.find((start, stop, ref.shape), buffer.per)
             if slot is None or buffer.shard or isinstance(value, Partial):
                 raise Undefined(f"{ref} cannot hold a whole leaf's value")
-            content.terms[(start, stop)] = value
-            content.mine.discard((start, stop))
+            content.put((start, stop), value)
             return
         mine = ref.mine or buffer.shard
         if (value.mine, value.span, value.per) != (mine, (start, stop), buffer.per):
             blocks = "" if value.per == buffer.per else f", one element for each {value.per}"
             raise Undefined(f"{ref} gets the range {value.span}{' of the own slice' if value.mine else ''}{blocks}")
         for index, one in value.slots.items():
-            key = bucket.place(index, buffer.per)[:2]
-            content.terms[key] = one
-            (content.mine.add if mine and not buffer.shard else content.mine.discard)(key)
+            content.put(bucket.place(index, buffer.per)[:2], one, mine=mine and not buffer.shard)
 
     def _part(self, ref: Ref, buffer: Buffer, content: Content) -> Any:
         key = (ref.start or 0, ref.stop or 0)

@@ -28,10 +28,7 @@ class _Walk:
         p = self.program
         self.live = {name for name, b in p.buffers.items() if b.kind in PERSISTENT}
         for i, one in enumerate(p.ops):
-            unknown = next((r.name for r in (*one.reads, *one.writes) if r.name not in p.buffers), None)
-            if unknown is not None:
-                yield i, f"there is no buffer {unknown}"
-            elif one.kind == "wait":
+            if one.kind == "wait":
                 yield from self._wait(i, one)
             elif one.kind == "free":
                 yield from self._free(i, one)
@@ -111,6 +108,8 @@ def places(program: Program) -> Iterator[Fault]:
     for name, buffer in program.buffers.items():
         if buffer.at is not None and (buffer.kind in PERSISTENT) > (buffer.kind == "batch"):
             yield -1, f"{name} has a place in the step's arena, but is held between steps"
+        elif buffer.at is None and buffer.kind == "batch" and name in lives and "place" in program.passes:
+            yield -1, f"{name} has no place in the step's arena: the batch is copied there"
         elif buffer.at is not None and name in lives:
             names.append(name)
             items.append((*lives[name], buffer.at, buffer.nbytes))
@@ -118,6 +117,8 @@ def places(program: Program) -> Iterator[Fault]:
         if one.get("at") is not None:
             names.append(f"the workspace of op {i}")
             items.append((i, i, int(one.get("at")), int(one.get("workspace", 0))))
+        elif one.get("workspace") and "place" in program.passes:
+            yield i, "its workspace has no place in the step's arena"
     for name, (_, _, low, _) in zip(names, items, strict=True):
         if low < 0 or low % ALIGN_BYTES:
             yield -1, f"{name} lies at byte {low} of the arena: not a multiple of {ALIGN_BYTES}"

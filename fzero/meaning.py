@@ -1,7 +1,7 @@
 """meaning: what a step computes, as a digest that no placement and no schedule may change.
 
 Every value is a *term*: the hash of the op that made it and of its operands' terms, down to the leaves of the state and
-the batch. `graph_meaning` gives the terms of the captured step under the semantics sentence (replicated state,
+the batch. `captured.graph_meaning` gives the terms of the captured step under the semantics sentence (replicated state,
 reductions in the graph); `abstract.program_meaning` runs a program on terms instead of tensors, node by node through
 its segments, and gives those of the state it leaves behind. They must be equal, for every ZeRO stage, bucket size and
 prefetch depth, after every pass: that is what verify checks, so a program that reduces twice, skips a microbatch or
@@ -11,14 +11,18 @@ Flat work is understood: an elementwise op on a range of a bucket is that op on 
 blocks of 64 elements (`BLOCKWISE`) where no padding lies between the leaves; an op that needs all of a leaf (`WHOLE`)
 works on own slices where the leaf lies in one of them; a sum over the own slice is *partial* until it is summed over
 the axis; a buffer of which only the own slice was written is *mine* until it is gathered.
-Copies, clones and detaches have the term of their operand.
+Copies, clones and detaches have the term of their operand; a copy into another dtype is a cast.
+
+A term knows over which axes it *varies*: the batch, a rank's place and what every rank keeps for itself differ between
+ranks, and so does what is computed from them, until it is reduced. Own slices of a varying value, brought together, are
+no rank's value: `gathered` is a term of its own, which no captured step has.
 """
 
 from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,8 +30,6 @@ import torch
 from torch import fx
 
 from fzero import optim, segments
-from fzero.capture import Graph, Region
-from fzero.plan.layout import Plan
 from fzero.program import ALIGN
 
 assert optim  # it registers the ops of IN_PLACE and BLOCKWISE
@@ -42,13 +44,43 @@ _COPIES = {
 _SUMS = {"aten::sum", "fzero::sum_squares"}
 
 
+NOWHERE: frozenset[str] = frozenset()
+
+
 class Undefined(Exception):
-    """The program reads what it never computed, or computes what no value is; says which."""
+    """The program reads what it never computed, or computes what no value is; says which, and `op` which op does."""
+
+    def __init__(self, what: str, op: int = -1) -> None:
+        super().__init__(what)
+        self.op = op
 
 
-def term(*parts: Any) -> str:
-    """The hash of a tuple of strings, numbers and terms."""
-    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+class Term(str):
+    """The hash of an op and its operands; `varies` are the mesh axes over which its value differs between ranks."""
+
+    __slots__ = ("varies",)
+    varies: frozenset[str]
+
+    def over(self, varies: frozenset[str]) -> Term:
+        """The same term, varying over these axes."""
+        made = Term(self)
+        made.varies = varies
+        return made
+
+
+def term(*parts: Any) -> Term:
+    """The hash of a tuple of strings, numbers and terms; it varies where one of them does."""
+    return Term(hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()).over(_varies(parts))
+
+
+def _varies(value: Any) -> frozenset[str]:
+    if isinstance(value, Term):
+        return value.varies
+    found = NOWHERE
+    for one in value if isinstance(value, (tuple, list)) else value.values() if isinstance(value, dict) else ():
+        if isinstance(one, (Term, tuple, list, dict)) and (more := _varies(one)):
+            found |= more
+    return found
 
 
 @dataclass(frozen=True)
@@ -57,7 +89,7 @@ class Vec:
     range (of an op's several results: for each, its own); `tight`: no padding lies in it; `shapes`: those of the leaves
     that are there as a whole, because no rank boundary cuts them."""
 
-    slots: Mapping[int, str]
+    slots: Mapping[int, Term]
     mine: bool
     span: tuple[int, int]
     per: Any = 1
@@ -69,7 +101,7 @@ class Vec:
 class Partial:
     """The sum over the own slice of what `of` is the sum of."""
 
-    of: str
+    of: Term
 
 
 def apply(target: Any, args: Any, kwargs: Any) -> Any:
@@ -94,7 +126,7 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
     elif len({(v.span, v.mine, v.per) for v in vectors}) > 1:
         raise Undefined(f"{target} works on ranges that do not match")
 
-    def at(slot: int) -> str:
+    def at(slot: int) -> Term:
         own = fx.node.map_aggregate((args, kwargs), lambda a: a.slots[slot] if isinstance(a, Vec) else a)
         return term(name, *_plain((own[0], tuple(sorted(own[1].items())))))
 
@@ -159,6 +191,28 @@ def _plain(value: Any) -> tuple[Any, ...]:
     return fx.node.map_aggregate(value, plain)
 
 
+def reduced(value: Any, how: str, axis: str, world: int, divisor: int) -> Any:
+    """The term of a reduction, the same on every rank; over one rank it is only the division."""
+    if world == 1:
+        return value if divisor == 1 else apply(aten.div.Tensor, (value, divisor), {})
+    return term("reduce", "sum" if how == "mean" else how, axis, divisor, value).over(_varies(value) - {axis})
+
+
+def gathered(value: Any, axis: str) -> Any:
+    """The term of own slices brought together: the value that they are of, if that is the same on every rank."""
+    varies = _varies(value)
+    return term("gathered", axis, value).over(varies - {axis}) if axis in varies else value
+
+
+def digest(state: Mapping[tuple[str, int | None], Any], metrics: Mapping[str, Any]) -> str:
+    return str(term(sorted(state.items(), key=str), sorted(metrics.items())))
+
+
+def part(value: Any, start: int, stop: int, shape: tuple[int, ...]) -> Term:
+    """The term of elements [start, stop) of a contiguous tensor."""
+    return term("part", value, start, stop, tuple(shape))
+
+
 # in-place op -> (its pure form, for each of the pure form's results the argument it goes to)
 IN_PLACE: dict[Any, tuple[Any, tuple[int, ...]]] = {
     torch.ops.fzero.adamw_.default: (torch.ops.fzero.adamw.default, (0, 2, 3)),
@@ -179,162 +233,92 @@ WHOLE: dict[Any, Any] = {
 FLAT_FORMS = {flat: target for target, flat in WHOLE.items()}
 
 
-def evaluate(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
-    """(the outputs' values, the values left in placeholders that were written to, by position)."""
-    values: dict[fx.Node, Any] = {}
-    holders = segments.placeholders(gm.graph)
-    values.update(zip(holders, inputs, strict=False))
-    written: dict[fx.Node, Any] = {}
+class _Memory:
+    """The values of a segment's nodes, and which nodes look at the same memory."""
+
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], shared: Mapping[int, int]) -> None:
+        self.holders = segments.placeholders(gm.graph)
+        self.values: dict[fx.Node, Any] = dict(zip(self.holders, inputs, strict=False))
+        self.written: dict[fx.Node, Any] = {}
+        self.root = {self.holders[i]: self.holders[first] for i, first in shared.items()}
+        self.looking: dict[fx.Node, list[fx.Node]] = {}
+        for node, root in self.root.items():
+            self.looking.setdefault(root, []).append(node)
+
+    def value(self, node: fx.Node) -> Any:
+        value = self.values[node]
+        if isinstance(value, Undefined):
+            raise value
+        return value
+
+    def look(self, node: fx.Node, at: fx.Node) -> None:
+        """`node` is a view of `at`, or `at` as a write has left it."""
+        root = self.root[node] = self.root.get(at, at)
+        self.looking.setdefault(root, []).append(node)
+
+    def write(self, node: fx.Node, value: Any) -> None:
+        """All of `node` holds this value; who else looks at its memory must not be read any more."""
+        root = self.root.get(node, node)
+        if root is not node and node not in self.holders:
+            raise Undefined(
+                f"{node.name} is a view of {root.name}, and is written in place: only a whole tensor may be"
+            )
+        for other in (root, *self.looking.get(root, ())):
+            if other is not node:
+                self.values[other] = Undefined(f"{other.name} is read after its memory was written as {node.name}")
+        self.values[node] = value
+        if node in self.holders:
+            self.written[node] = value
+
+
+def evaluate(
+    gm: fx.GraphModule, inputs: Sequence[Any], shared: Mapping[int, int] | None = None
+) -> tuple[list[Any], dict[int, Any]]:
+    """(the outputs' values, the values left in placeholders that were written to, by position). `shared` maps the
+    position of an input that is in the same memory as an earlier one to that one's.
+
+    Raises Undefined for a write into a part of a tensor, and where memory that was written is read as it was before."""
+    memory = _Memory(gm, inputs, shared or {})
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
         targets = segments.mutated(node)
         if node.target is aten.copy_.default:
-            values[node] = written[targets[0]] = values[node.args[1]]
-            values[targets[0]] = values[node]
+            value = _copied(memory.value(node.args[1]), targets[0], node.args[1])
+            memory.write(targets[0], value)
+            memory.values[node] = value
+            memory.look(node, targets[0])
             continue
         kwargs = {k: v for k, v in node.kwargs.items() if k != "out"}
-        args, kwargs = fx.node.map_arg((node.args, kwargs), lambda n: values[n])
+        args, kwargs = fx.node.map_arg((node.args, kwargs), memory.value)
         if node.target in IN_PLACE:
             pure, places = IN_PLACE[node.target]
             result = apply(pure, args, kwargs)
             for index, place in enumerate(places):
-                holder = node.args[place]
-                assert isinstance(holder, fx.Node)
-                values[holder] = written[holder] = apply(operator.getitem, (result, index), {})
-        elif targets:
-            values[node] = apply(node.target, args, kwargs)
-            values[targets[0]] = written[targets[0]] = values[node]
-        else:
-            values[node] = apply(node.target, args, kwargs)
-    outs = [values[n] if isinstance(n, fx.Node) else n for n in segments.outputs(gm.graph)]
-    return outs, {holders.index(n): v for n, v in written.items()}
-
-
-# --- the captured step ------------------------------------------------------------------------------------------------
-
-
-def grad_places(
-    region: Region, inputs: Sequence[Any], leaf_nodes: Sequence[Any], plan: Plan
-) -> dict[int, tuple[str, int]]:
-    """For each output of a region that is the gradient of a flat leaf: that leaf's (bucket, slot)."""
-    places: dict[int, tuple[str, int]] = {}
-    position = {node: i for i, node in enumerate(leaf_nodes)}
-    for number, of in enumerate(region.grad_of):
-        leaf = plan.leaves[position[inputs[of]]] if inputs[of] in position else None
-        if leaf is not None and leaf.slot is not None:
-            spot = (plan.buffers[leaf.buffer].bucket or "", leaf.slot)
-            if spot not in places.values():
-                places[1 + number] = spot
-    return places
-
-
-def graph_meaning(graph: Graph, plan: Plan, reduce: str, names: Sequence[str]) -> str:
-    """The meaning of a captured step. `names` are the buffers of its inputs after the state's leaves."""
-    nodes = segments.placeholders(graph.gm.graph)
-    leaf_nodes = nodes[: len(plan.leaves)]
-    values: dict[fx.Node, Any] = {}
-    for node, leaf in zip(leaf_nodes, plan.leaves, strict=True):
-        values[node] = term("input", leaf.buffer, leaf.slot)
-    for node, name in zip(nodes[len(plan.leaves) :], names, strict=True):
-        values[node] = term("input", name, None)
-    n = plan.world_size
-    folded: set[fx.Node] = set()  # means of a region's outputs: one division, by ranks x microbatches
-    for node in graph.gm.graph.nodes:
-        if node.op != "call_function":
+                memory.write(segments.operand(node, place), apply(operator.getitem, (result, index), {}))
             continue
-        if node.target is torch.ops.fzero.region.default:
-            folded |= _region_terms(graph, plan, node, leaf_nodes, values, reduce)
-        elif node.target is torch.ops.fzero.reduce.default:
-            if node not in folded:
-                source, how, axis = node.args
-                values[node] = reduced(values[source], how, axis, n, n if how == "mean" else 1)
-        elif node.target is torch.ops.fzero.axis_index.default:
-            values[node] = term("input", f"rank:{node.args[0]}", None)
-        elif node not in values:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: values[a])
-            values[node] = apply(node.target, args, kwargs)
-    outs = [values[x] for x in segments.outputs(graph.gm.graph)]
-    state = {(leaf.buffer, leaf.slot): t for leaf, t in zip(plan.leaves, outs, strict=False)}
-    metrics = dict(zip(graph.metric_names, outs[len(plan.leaves) :], strict=True))
-    return digest(state, metrics)
+        if len(targets) > 1:
+            raise Undefined(f"{node.target} writes to several tensors: it has no meaning yet")
+        value = apply(node.target, args, kwargs)
+        if isinstance(value, Vec):
+            _only_scalars(node, targets, memory)
+        if targets:
+            memory.write(targets[0], value)
+        elif segments.is_view(node):
+            memory.look(node, segments.operand(node))
+        memory.values[node] = value
+    outs = [memory.value(n) if isinstance(n, fx.Node) else n for n in segments.outputs(gm.graph)]
+    return outs, {memory.holders.index(n): v for n, v in memory.written.items()}
 
 
-def reduced(value: str, how: str, axis: str, world: int, divisor: int) -> str:
-    """The term of a reduction; over one rank it is only the division."""
-    if world == 1:
-        return value if divisor == 1 else apply(aten.div.Tensor, (value, divisor), {})
-    return term("reduce", "sum" if how == "mean" else how, axis, divisor, value)
+def _copied(value: Any, into: fx.Node, source: Any) -> Any:
+    """What a copy leaves behind: a cast of its source, where the dtypes differ."""
+    dtypes = [n.meta["val"].dtype if "val" in n.meta else None for n in (into, source)]
+    return value if dtypes[0] is dtypes[1] else apply(aten._to_copy.default, (value,), {"dtype": dtypes[0]})
 
 
-def digest(state: Mapping[tuple[str, int | None], Any], metrics: Mapping[str, Any]) -> str:
-    return term(sorted(state.items(), key=str), sorted(metrics.items()))
-
-
-def _region_terms(
-    graph: Graph, plan: Plan, node: fx.Node, leaf_nodes: Sequence[fx.Node], values: dict[fx.Node, Any],
-    reduce: str,
-) -> set[fx.Node]:  # fmt: skip
-    """Sets the values of a region's picked outputs and of the means over ranks taken of them."""
-    region = graph.regions[int(node.args[1])]  # type: ignore[arg-type]
-    inputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
-    places = grad_places(region, inputs, leaf_nodes, plan)
-    n, k = plan.world_size, region.microbatches
-    runs = []
-    for m in range(k):
-        feed = [_micro(values[x], x.meta["val"], m, k) if cut else values[x]
-                for x, cut in zip(inputs, region.sliced, strict=True)]  # fmt: skip
-        runs.append(evaluate(region.gm, feed)[0])
-    folded: set[fx.Node] = set()
-    for pick in node.users:
-        index = int(pick.args[1])  # type: ignore[arg-type]
-        parts = [outs[index] for outs in runs]
-        summed = index in region.summed
-        if not summed and not region.values[index].dtype.is_floating_point:
-            values[pick] = parts[-1]
-            continue
-        how = "sum" if summed else "mean"
-        for user in pick.users:
-            if user.target is torch.ops.fzero.reduce.default and user.args[1] == how:
-                axis = str(user.args[2])
-                divisor = 1 if summed else n * k
-                if index not in places:
-                    values[user] = reduced(_sum(parts), "sum", axis, n, divisor)
-                else:
-                    over = _travelled(axis, n, divisor, region.values[index].dtype, region.wire.get(index))
-                    each = reduce == "each"
-                    values[user] = _sum([over(p) for p in parts]) if each else over(_sum(parts))
-                folded.add(user)
-        values[pick] = _sum(parts) if summed else reduced(_sum(parts), "sum", "", 1, k)
-    return folded
-
-
-def _travelled(
-    axis: str, world: int, divisor: int, dtype: torch.dtype, wire: torch.dtype | None
-) -> Callable[[str], str]:
-    """The reduction of a gradient, in the dtype it travels in."""
-
-    def over(value: str) -> str:
-        narrow = wire is not None and wire is not dtype and world > 1
-        value = apply(aten._to_copy.default, (value,), {"dtype": wire}) if narrow else value
-        value = reduced(value, "sum", axis, world, divisor)
-        return apply(aten._to_copy.default, (value,), {"dtype": dtype}) if narrow else value
-
-    return over
-
-
-def _micro(value: str, like: torch.Tensor, m: int, k: int) -> str:
-    chunk = like.numel() // k
-    return part(value, m * chunk, (m + 1) * chunk, (like.shape[0] // k, *like.shape[1:]))
-
-
-def part(value: str, start: int, stop: int, shape: tuple[int, ...]) -> str:
-    """The term of elements [start, stop) of a contiguous tensor."""
-    return term("part", value, start, stop, tuple(shape))
-
-
-def _sum(parts: Sequence[str]) -> str:
-    total = parts[0]
-    for one in parts[1:]:
-        total = apply(aten.add.Tensor, (total, one), {})
-    return total
+def _only_scalars(node: fx.Node, targets: Sequence[fx.Node], memory: _Memory) -> None:
+    """Beside flat ranges an op takes values of one element alone: a slice has no rows to spread another over."""
+    for other in node.all_input_nodes:
+        if other not in targets and not isinstance(memory.values[other], Vec) and other.meta["val"].ndim:
+            raise Undefined(f"{node.target} takes {other.name}, a whole tensor, beside a flat range")

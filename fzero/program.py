@@ -56,6 +56,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 GIVEN = ("batch", "constant", "rank")  # inputs of a step that it never changes; "rank": this rank's place on an axis
 PERSISTENT = ("param", "optimizer", "state", *GIVEN)  # live before and after the step
+VARYING = ("batch", "rank")  # they differ from rank to rank
 KINDS = (*PERSISTENT, "gather", "grad", "scratch", "activation", "metric")
 
 
@@ -102,7 +103,8 @@ class Bucket:
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """Memory by name. `shape` is this rank's; `at` is its place in the step's arena, in bytes (None: memory of its own,
-    from the allocator); of a bucket's geometry it has one element for each `per`."""
+    from the allocator); of a bucket's geometry it has one element for each `per`. Of a leaf that is `per_rank` every
+    rank keeps its own."""
 
     name: str
     dtype: torch.dtype
@@ -113,6 +115,7 @@ class Buffer:
     at: int | None = None
     note: str = ""
     per: int = 1
+    per_rank: bool = False
 
     @property
     def numel(self) -> int:
@@ -252,7 +255,7 @@ def to_text(program: Program, live: Iterable[int]) -> str:
         lines.append(f"bucket {bucket.name} length={bucket.length} stage={bucket.stage} {slots}")
     for b in program.buffers.values():
         extra = f" bucket={b.bucket}" if b.bucket else ""
-        extra += " shard" if b.shard else ""
+        extra += (" shard" if b.shard else "") + (" per_rank" if b.per_rank else "")
         extra += f" per={b.per}" if b.per != 1 else ""
         extra += f" at={b.at}" if b.at is not None else ""
         extra += f"  # {b.note}" if b.note else ""
@@ -334,7 +337,9 @@ def _parse_buffer(words: list[str], note: str) -> Buffer:
     shape = _shape(match[2])
     at = int(options["at"]) if "at" in options else None
     per = int(options.get("per", 1))
-    return Buffer(name, DTYPES[match[1]], shape, kind, options.get("bucket"), "shard" in extra, at, note, per)
+    return Buffer(
+        name, DTYPES[match[1]], shape, kind, options.get("bucket"), "shard" in extra, at, note, per, "per_rank" in extra
+    )
 
 
 def _parse_op(words: list[str], comment: str) -> Op:

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
-from fzero import offsets, segments
 from fzero.abstract import Abstract
 from fzero.errors import VerifyError
+from fzero.form import aliasing, calls, form, inside, length, partition
 from fzero.lifetimes import TRANSFERS, Fault, lifetimes, needed, places
 from fzero.meaning import Undefined, term
 from fzero.passes.prefetch import gathered_bytes
-from fzero.passes.rewrite import overlap
 from fzero.plan.memory import account
-from fzero.program import ALIGN, DTYPE_NAMES, PERSISTENT, Op, Program, Ref, op_text
+from fzero.program import DTYPE_NAMES, PERSISTENT, Op, Program, Ref, op_text
 
 
 def verify(programs: Program | Mapping[int, Program], *, budget_bytes: int | None = None) -> None:
@@ -35,14 +35,21 @@ def verify(programs: Program | Mapping[int, Program], *, budget_bytes: int | Non
         if any(program is one for one in checked):
             continue
         checked.append(program)
-        for name, rule in RULES.items():
-            for at, what in rule(program):
-                raise VerifyError(_message(name, rank, program, at, what, len(by_rank) > 1))
-        if budget_bytes is not None and (peak := account(program)).peak > budget_bytes:
-            what = f"{peak.peak:,} bytes live, the budget is {budget_bytes:,}"
-            raise VerifyError(_message("budget", rank, program, peak.op, what, len(by_rank) > 1))
+        for name, rule in (*RULES.items(), ("budget", partial(_budget, budget_bytes))):
+            try:
+                fault = next(iter(rule(program)), None)
+            except Exception as error:  # this program is none that fzero makes
+                what = f"the rule cannot be checked on this program: {error!r}"
+                raise VerifyError(_message(name, rank, program, -1, what, len(by_rank) > 1)) from error
+            if fault is not None:
+                raise VerifyError(_message(name, rank, program, *fault, len(by_rank) > 1))
     if len(checked) > 1:
         _together(by_rank)
+
+
+def _budget(most: int | None, program: Program) -> Iterator[Fault]:
+    if most is not None and (peak := account(program)).peak > most:
+        yield peak.op, f"{peak.peak:,} bytes live, the budget is {most:,}"
 
 
 def _message(rule: str, rank: int, program: Program, at: int, what: str, several: bool) -> str:
@@ -50,100 +57,6 @@ def _message(rule: str, rank: int, program: Program, at: int, what: str, several
     line = f" `{op_text(program.ops[at])}`" if 0 <= at < len(program.ops) else ""
     who = f" of rank {rank}" if several else ""
     return f"[{rule}] {where}{who}{line}: {what} (after pass {program.passes[-1] if program.passes else 'none'})"
-
-
-# --- places -----------------------------------------------------------------------------------------------------------
-
-
-def partition(program: Program) -> Iterator[Fault]:
-    """Slots are aligned and apart; shards of a bucket are its length over the ranks; references stay inside."""
-    n = program.world_size
-    for bucket in program.buckets.values():
-        end = 0
-        for slot in bucket.slots:
-            if slot.start < end or slot.start % ALIGN or slot.stop > bucket.length:
-                place = f"[{slot.start}:{slot.stop}] of {bucket.name}"
-                yield -1, f"leaf {slot.path} lies at {place}: overlapping, unaligned or out"
-            end = slot.stop
-        if bucket.length % (n * ALIGN):
-            yield -1, f"bucket {bucket.name} has {bucket.length} elements: not a multiple of {n} ranks x {ALIGN}"
-    for buffer in program.buffers.values():
-        if buffer.bucket is not None:
-            length = program.buckets[buffer.bucket].length
-            needed = ((length // n if buffer.shard else length) // buffer.per,)
-            if ALIGN % buffer.per:
-                yield -1, f"{buffer.name} has one element for each {buffer.per}: they do not part {ALIGN} evenly"
-            if buffer.shape != needed:
-                yield (
-                    -1,
-                    f"{buffer.name} has shape {buffer.shape}: a {'shard' if buffer.shard else 'whole'} has {needed}",
-                )
-    for i, one in enumerate(program.ops):
-        for ref in (*one.reads, *one.writes):
-            buffer = program.buffers[ref.name]
-            if ref.start is not None and not 0 <= ref.start <= (ref.stop or 0) <= program.extent(buffer):
-                yield i, f"{ref} lies outside of {buffer.name}, which has {program.extent(buffer)} elements"
-            if ref.start is not None and (ref.start % buffer.per or (ref.stop or 0) % buffer.per):
-                yield i, f"{ref} cuts through a block: {buffer.name} has one element for each {buffer.per}"
-            if ref.mine and buffer.bucket is None:
-                yield i, f"{ref}: {buffer.name} is in no bucket and has no own slice"
-        yield from _cut_alike(program, i, one)
-
-
-def _cut_alike(program: Program, i: int, one: Op) -> Iterator[Fault]:
-    """Equal flat ranges of two buckets that one op works on hold leaves at the same places."""
-    seen: dict[tuple[int, int | None], tuple[Ref, list[tuple[int, int]]]] = {}
-    for ref in (*one.reads, *one.writes):
-        bucket = program.buckets.get(program.buffers[ref.name].bucket or "")
-        if bucket is None or ref.start is None or ref.shape is not None:
-            continue
-        inside = [(s.start, s.stop) for s in bucket.slots if ref.start <= s.start and s.stop <= (ref.stop or 0)]
-        other, places = seen.setdefault((ref.start, ref.stop), (ref, inside))
-        if places != inside:
-            yield i, f"{ref} holds leaves at {inside}, {other} at {places}"
-
-
-def aliasing(program: Program) -> Iterator[Fault]:
-    """What a run writes is exactly what it reads, or apart from it; its writes are apart from one another."""
-    for i, one in enumerate(program.ops):
-        if one.kind not in ("run", "update"):
-            continue
-        for n, ref in enumerate(one.writes):
-            for read in one.reads:
-                if overlap(ref, read) and ref != read:
-                    yield i, f"writes {ref}, which overlaps {read} that it reads"
-            for other in one.writes[n + 1 :]:
-                if overlap(ref, other):
-                    yield i, f"writes {ref} and {other}, which overlap"
-
-
-def calls(program: Program) -> Iterator[Fault]:
-    """A run names a segment that is there, and gives it the tensors that it takes and returns."""
-    for i, one in enumerate(program.ops):
-        if one.kind not in ("run", "update"):
-            continue
-        gm = program.segments.get(str(one.get("segment")))
-        if gm is None:
-            yield i, f"segment {one.get('segment')} is not in the program: pass segments= to parse"
-            continue
-        results, takes = segments.outputs(gm.graph), segments.placeholders(gm.graph)
-        fresh = len(results)
-        given = len(one.reads) + len(one.writes) - fresh
-        if fresh != int(one.get("fresh", 0)) or len(takes) != given:
-            yield i, f"segment {one.get('segment')} takes {len(takes)} and returns {fresh}, the op gives {given}"
-            continue
-        owners = [segments.base(node) for node in results]
-        if any(node.op == "placeholder" for node in owners) or len(set(owners)) < len(owners):
-            yield i, f"segment {one.get('segment')} returns a tensor that shares its memory with another or an input"
-        for ref in one.writes[:fresh]:
-            if program.buffers[ref.name].kind in PERSISTENT:
-                yield i, f"returns {ref} as a new tensor: {ref.name} is held between steps and must be written in place"
-        for ref, node in zip((*one.writes[:fresh], *one.reads, *one.writes[fresh:]), (*results, *takes), strict=True):
-            buffer, value = program.buffers[ref.name], node.meta["val"]
-            shape = buffer.shape if ref.start is None else ref.shape
-            if buffer.dtype is not value.dtype or (shape is not None and shape != tuple(value.shape)):
-                form = f"{DTYPE_NAMES[value.dtype]}{list(value.shape)}"
-                yield i, f"{ref} is {DTYPE_NAMES[buffer.dtype]}{list(shape or ())}: the segment has {form} there"
 
 
 # --- transfers --------------------------------------------------------------------------------------------------------
@@ -167,10 +80,13 @@ def transfers(program: Program) -> Iterator[Fault]:
                 yield i, f"gathers {part} elements of {n} ranks into {target.numel}"
         elif one.kind == "reduce":
             yield from _reduction(program, i, one, n)
+        dtypes = {ref.name: DTYPE_NAMES[program.buffers[ref.name].dtype] for ref in (*one.reads, *one.writes)}
+        if len(set(dtypes.values())) > 1:
+            yield i, f"moves {' to '.join(f'{name} ({dtype})' for name, dtype in dtypes.items())}: dtypes differ"
 
 
 def _reduction(program: Program, i: int, one: Op, n: int) -> Iterator[Fault]:
-    size, room = _length(program, one.reads[0]), _length(program, one.writes[0])
+    size, room = length(program, one.reads[0]), length(program, one.writes[0])
     mode = one.get("mode")
     needed_room = size // n if mode == "scatter" else size
     if mode not in ("scatter", "all", "exchange"):
@@ -178,27 +94,12 @@ def _reduction(program: Program, i: int, one: Op, n: int) -> Iterator[Fault]:
     elif room != needed_room:
         yield i, f"reduces {size} elements with mode={mode} into {room}: needed {needed_room}"
     elif one.get("via") == "p2p":
-        scratch = _length(program, one.writes[1]) if len(one.writes) > 1 else 0
+        scratch = length(program, one.writes[1]) if len(one.writes) > 1 else 0
         part = size if mode == "exchange" else size // n
         if scratch < (n - 1) * part:
             yield i, f"receives {(n - 1) * part} elements into scratch of {scratch}"
     elif one.get("via") == "shared" and len(one.writes) > 1:
         yield i, f"has scratch {one.writes[1]}: via=shared adds what it reads in the other ranks' memory"
-
-
-def _length(program: Program, ref: Ref) -> int:
-    return program.buffers[ref.name].numel if ref.start is None else (ref.stop or 0) - ref.start
-
-
-def inside(program: Program) -> Iterator[Fault]:
-    """No op of a segment reads or writes outside its operands' memory."""
-    checked: set[str] = set()
-    for i, one in enumerate(program.ops):
-        key = str(one.get("segment"))
-        if key in program.segments and key not in checked:
-            checked.add(key)
-            for what in offsets.faults(program.segments[key]):
-                yield i, what
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -216,7 +117,9 @@ def reduced_once(program: Program) -> Iterator[Fault]:
             reductions[one.reads[0].name] += 1
             if reductions[one.reads[0].name] > 1:
                 yield i, f"reduces {one.reads[0].name} a second time"
-        elif one.kind == "run" and one.get("flat") and program.buffers[one.writes[0].name].kind == "grad":
+        elif (
+            one.kind == "run" and one.writes and one.get("flat") and program.buffers[one.writes[0].name].kind == "grad"
+        ):
             total = one.writes[0].name
             into.update({ref.name: total for ref in one.reads if ref.name != total})
         elif one.kind == "run":
@@ -310,13 +213,14 @@ def meaning(program: Program) -> Iterator[Fault]:
     try:
         found = meaning_of(program)
     except Undefined as error:
-        yield -1, str(error)
+        yield error.op, str(error)
         return
     if found != program.meaning:
         yield -1, f"the step computes something else than what was captured ({found}, not {program.meaning})"
 
 
 RULES: dict[str, Callable[[Program], Iterator[Fault]]] = {
+    "form": form,
     "lifetimes": lifetimes,
     "needed": needed,
     "partition": partition,
@@ -357,7 +261,7 @@ def _together(programs: Mapping[int, Program]) -> None:
                 peer = int(one.get("peer"))
                 ends = (rank, peer) if one.kind == "send" else (peer, rank)
                 ref = (one.reads or one.writes)[0]
-                size = _length(program, ref) * program.buffers[ref.name].dtype.itemsize
+                size = length(program, ref) * program.buffers[ref.name].dtype.itemsize
                 sent[(one.axis, *ends, int(one.get("tag", 0)), size)] += 1 if one.kind == "send" else -1
     for (over, sender, receiver, tag, size), count in sent.items():
         if count:
@@ -365,6 +269,10 @@ def _together(programs: Mapping[int, Program]) -> None:
             raise VerifyError(
                 f"[sends] {size} bytes from rank {sender} to {receiver} over {over} (tag {tag}) are {more}"
             )
+    for rank, program in programs.items():
+        if program.mesh != programs[first].mesh:
+            what = f"its mesh is {dict(program.mesh)}, rank {first}'s is {dict(programs[first].mesh)}"
+            raise VerifyError(_message("same order", rank, program, -1, what, True))
 
 
 def _collectives(program: Program) -> dict[str, list[tuple[int, str]]]:

@@ -205,6 +205,45 @@ def test_bytes_that_move_for_nothing(good: Program) -> None:
     _refused(again, "needed", f"brings {name} again: nothing read it since op {at}")
 
 
+def test_records_that_say_what_there_is_not(good: Program) -> None:
+    gather, free = _first(good, "gather"), find(good, lambda one: one.kind == "free")[0]
+    _refused(put(good, gather, replace(good.ops[gather], kind="banana")), "form", "banana is none of run, update,")
+    _refused(put(good, free, replace(good.ops[free], reads=())), "form", "reads 0 buffers: a free reads 1 or more")
+    _refused(put(good, gather, replace(good.ops[gather], reads=(Ref("no"),))), "form", "there is no buffer no")
+    _refused(put(good, free, good.ops[free].with_attrs(microbatch="x")), "form", "microbatch=x is no number")
+    reduce = _first(good, "reduce", mode="scatter")
+    _refused(put(good, reduce, good.ops[reduce].with_attrs(divisor=0)), "form", "divides by zero")
+    shard = next(b for b in good.buffers.values() if b.shard)
+    _refused(with_buffers(good, replace(shard, bucket=None)), "form", "is in no bucket: it has no own slice")
+    _refused(with_buffers(good, replace(shard, bucket="no")), "form", "is of bucket no, which is not there")
+    _refused(with_buffers(good, replace(shard, kind="no")), "form", "is of kind no: none of param,")
+    _refused(replace(good, trainable=("no:1",)), "form", "trainable no:1 is no slot of a bucket")
+    _refused(replace(good, metrics={"loss": "no"}), "form", "metric loss is in no: there is no buffer no")
+    _refused(replace(good, mesh=(("dp", 0),)), "form", "the mesh is dp=0: every axis once")
+    _refused(replace(good, mesh=(("tp", 2),)), "form", "own slices are those of axis dp, which the mesh has not")
+
+
+def test_room_to_work_in_that_is_too_small_or_nowhere(good: Program) -> None:
+    at = find(good, lambda one: int(one.get("workspace", 0)) > 0)[0]
+    one, room = good.ops[at], int(good.ops[at].get("workspace"))
+    small = put(good, at, one.with_attrs(workspace=room - 1))
+    _refused(small, "calls", rf"segment \w+ works in {room:,} bytes, its workspace has {room - 1:,}")
+    nowhere = put(good, at, replace(one, attrs=tuple(a for a in one.attrs if a[0] != "at")))
+    _refused(nowhere, "places", "its workspace has no place in the step's arena")
+    batch = next(b for b in good.buffers.values() if b.kind == "batch")
+    _refused(with_buffers(good, replace(batch, at=None)), "places", "has no place in the step's arena: the batch is")
+
+
+def test_a_flat_range_that_is_longer_than_its_segment_was_planned_for(good: Program) -> None:
+    """The segment of a shorter range computes the same, in memory that is too small for it."""
+    flat = find(good, lambda one: one.kind == "run" and bool(one.get("flat")) and one.why.startswith("add gradients"))
+    long, short = sorted(flat, key=lambda i: -(good.ops[i].writes[0].stop or 0))[:: len(flat) - 1]
+    key = str(good.ops[short].get("segment"))
+    assert key != good.ops[long].get("segment")
+    broken = put(good, long, good.ops[long].with_attrs(segment=key))
+    _refused(broken, "calls", r"has up to \d+ elements: the segment has f32\[\d+\] there")
+
+
 def test_a_leaf_that_lies_elsewhere(good: Program) -> None:
     bucket = next(b for b in good.buckets.values() if len(b.slots) > 1)
     moved = replace(bucket.slots[1], start=bucket.slots[1].start - ALIGN)
@@ -257,6 +296,8 @@ def test_a_segment_that_does_not_fit(good: Program) -> None:
     fewer = tuple(ref for ref in one.reads if good.buffers[ref.name].kind != "batch")
     _refused(put(good, at, replace(one, reads=fewer)), "calls", r"takes \d+ and returns \d+, the op gives \d+")
     result = good.buffers[one.writes[0].name]
+    part = replaced(one, "writes", 0, Ref(result.name, 0, result.numel, result.shape))
+    _refused(put(good, at, part), "calls", "as a new tensor: only a whole buffer that is in no bucket can become one")
     shrunk = with_buffers(good, replace(result, shape=(1, *result.shape[1:])))
     _refused(shrunk, "calls", rf"{result.name} is f32\[1.*\]: the segment has f32\[4.*\] there")
 

@@ -20,9 +20,9 @@ from torch import fx
 
 from fzero import segments
 from fzero.capture import Graph
+from fzero.captured import graph_meaning
 from fzero.lowering.emit import Emitter, copy_segment, line_of
 from fzero.lowering.region import RegionBuilder
-from fzero.meaning import graph_meaning
 from fzero.plan.layout import Plan
 from fzero.program import Buffer, Program, Ref
 

@@ -14,8 +14,8 @@ from torch import fx
 
 from fzero import segments
 from fzero.capture import Graph, Region
+from fzero.captured import grad_places
 from fzero.lowering.emit import Emitter, elementwise, line_of
-from fzero.meaning import grad_places
 from fzero.program import DTYPE_NAMES, Buffer, Ref
 
 REDUCE = torch.ops.fzero.reduce.default

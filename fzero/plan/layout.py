@@ -146,8 +146,7 @@ def layout(
     for i in sorted(set(range(len(paths))) - set(places)):
         name = _unused(buffer_name(paths[i] or "state"), buffers)
         places[i] = whole = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, name, None, paths[i] in per_rank)
-        note = "one per rank" if whole.per_rank else ""
-        buffers[whole.buffer] = Buffer(whole.buffer, whole.dtype, whole.shape, "state", note=note)
+        buffers[whole.buffer] = Buffer(whole.buffer, whole.dtype, whole.shape, "state", per_rank=whole.per_rank)
     return Plan(axis, world_size, buckets, buffers, tuple(places[i] for i in range(len(paths))))
 
 
