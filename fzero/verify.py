@@ -135,7 +135,9 @@ def calls(program: Program) -> Iterator[Fault]:
         owners = [segments.base(node) for node in results]
         if any(node.op == "placeholder" for node in owners) or len(set(owners)) < len(owners):
             yield i, f"segment {one.get('segment')} returns a tensor that shares its memory with another or an input"
-        for ref in one.writes[:fresh]:
+        for ref, node in zip(one.writes[:fresh], results, strict=True):
+            if not segments.is_dense(node.meta["val"]):
+                yield i, f"returns {ref} with strides {node.meta['val'].stride()}: its buffer has no room for the gaps"
             if program.buffers[ref.name].kind in PERSISTENT:
                 yield i, f"returns {ref} as a new tensor: {ref.name} is held between steps and must be written in place"
         for ref, node in zip((*one.writes[:fresh], *one.reads, *one.writes[fresh:]), (*results, *takes), strict=True):
