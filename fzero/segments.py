@@ -164,13 +164,16 @@ def extract(
     nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node], dests: Sequence[fx.Node] = ()
 ) -> fx.GraphModule:
     """A segment of these nodes: `inputs` become placeholders, `results` outputs; the first len(dests) results are
-    copied into one trailing placeholder each, whose value is that of the node in `dests`. Outputs are dense: a buffer
-    has no room for gaps."""
+    copied into one trailing placeholder each, whose value is that of the node in `dests`.
+
+    Outputs and inputs are dense, for a buffer has no room for gaps, and keep the order of their dims in memory: so each
+    view that the step took of a value can be taken of what a buffer holds of it.
+    """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for index, node in enumerate(inputs):
         env[node] = graph.placeholder(f"x{index}")
-        env[node].meta["val"] = node.meta["val"]
+        env[node].meta["val"] = dense_like(node.meta["val"])
     targets = []
     for index, node in enumerate(dests):
         targets.append(graph.placeholder(f"into{index}"))
@@ -182,8 +185,10 @@ def extract(
     owned: list[fx.Node] = []
     for node in (env[node] for node in results[len(dests) :]):
         if is_view(node) or node.op == "placeholder" or node in owned or not is_dense(node.meta["val"]):
-            copy = graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
-            copy.meta["val"] = contiguous_like(node.meta["val"])
+            held = dense_like(node.meta["val"])
+            order = torch.contiguous_format if held.is_contiguous() else torch.preserve_format
+            copy = graph.call_function(aten.clone.default, (node,), {"memory_format": order})
+            copy.meta["val"] = held
             owned.append(copy)
         else:
             owned.append(node)
@@ -207,12 +212,14 @@ def merge_equal(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
-def contiguous_like(value: torch.Tensor) -> torch.Tensor:
-    """A fake tensor of the same shape, dtype and device, contiguous."""
-    if value.is_contiguous():
+def dense_like(value: torch.Tensor) -> torch.Tensor:
+    """A fake tensor of the same shape, dtype and device, without gaps, its dims in the same order in memory: what
+    `clone` makes. A value without gaps is returned as it is."""
+    if is_dense(value):
         return value
+    strides = torch.empty_like(torch.empty_strided(value.shape, value.stride(), device="meta")).stride()
     with value.fake_mode if is_fake(value) else FakeTensorMode():  # type: ignore[attr-defined]
-        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
 
 
 def is_dense(value: torch.Tensor) -> bool:
