@@ -1,7 +1,7 @@
 """Every op of torch's own operator database as a loss: what fzero makes of it, beside eager PyTorch.
 
 `python tests/opdb.py OUT` writes a line of JSON per case to OUT and goes on where it stopped; a case is (op, dtype,
-sample, variant). Cases run in a child, so that one that kills or hangs its process is a line too. `outcome` is one case.
+sample, variant). Cases run in a child, so that one that kills or hangs its process is a line too.
 
 The tensors of a sample are leaves of the state (differentiable ones are parameters, other floating ones are not) and of
 the batch (integers). The loss is a random projection of the op's floating results; results, loss and gradients are
@@ -40,7 +40,7 @@ from fzero.runtime.interpret import interpret
 
 AT_ONCE = 8  # cases in one loss
 SAMPLES = {"plain": 10, "strided": 3, "in place": 3}  # of an op and dtype, by variant
-DTYPES = tuple(getattr(torch, name) for name in os.environ.get("OPDB_DTYPES", "float32 float64").split())
+DTYPES = (torch.float32, torch.float64)
 INSTEAD = (torch.complex64, torch.complex128, torch.int64, torch.int32, torch.bool, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 1e-5, torch.complex64: 1e-5, torch.float64: 1e-12, torch.complex128: 1e-12}
 LOW = 1e-2  # of dtypes of 16 bits
@@ -129,13 +129,13 @@ def case_of(op: Any, sample: Any, variant: str) -> Case:
     with torch.no_grad():
         like = results(groups)
     wide = any(x.dtype in (torch.float64, torch.complex128) for x in (*like, *groups["params"].values()))
-    real = torch.float64 if wide else torch.float32
+    floating = torch.float64 if wide else torch.float32
     draw = torch.Generator().manual_seed(1)
     for i, y in enumerate(like):
         if y.dtype.is_floating_point or y.dtype.is_complex:
-            dtype = (torch.complex128 if wide else torch.complex64) if y.dtype.is_complex else real
+            dtype = (torch.complex128 if wide else torch.complex64) if y.dtype.is_complex else floating
             groups["batch"][f"w{i}"] = torch.randn(y.shape, dtype=dtype, generator=draw)
-    groups["params"]["anchor"] = torch.zeros((), dtype=real)  # so that there is a gradient, whatever the op
+    groups["params"]["anchor"] = torch.zeros((), dtype=floating)  # so that there is a gradient, whatever the op
 
     def loss(params: Any, frozen: Any, batch: Any) -> Any:
         outs = results({"params": params, "frozen": frozen, "batch": batch})
@@ -162,7 +162,12 @@ def together(cases: Sequence[Case]) -> Case:
 
     def loss(params: Any, frozen: Any, batch: Any) -> Any:
         found = [
-            case.loss(*({name: given[f"c{n}{name}"] for name in own} for given, own in zip((params, frozen, batch), (case.params, case.frozen, case.batch))))
+            case.loss(
+                *(
+                    {name: given[f"c{n}{name}"] for name in own}
+                    for given, own in zip((params, frozen, batch), (case.params, case.frozen, case.batch), strict=True)
+                )
+            )
             for n, case in enumerate(cases)
         ]
         python[:] = [x for case in cases for x in case.python]
@@ -180,7 +185,7 @@ def together(cases: Sequence[Case]) -> Case:
 def eager(case: Case) -> dict[str, Tensor]:
     """Loss, results and gradients as autograd has them."""
     params = {name: x.clone().requires_grad_() for name, x in case.params.items()}
-    value, outs = case.loss(params, _cloned(case.frozen), _cloned(case.batch))
+    value, outs = case.loss(params, _cloned(case.frozen), _cloned(case.batch), strict=True)
     grads = torch.autograd.grad(value, list(params.values()), allow_unused=True)
     found = {"loss": value.detach(), **{f"out/{i}": y.detach().clone() for i, y in enumerate(outs)}}
     for (name, x), g in zip(params.items(), grads, strict=True):
@@ -190,9 +195,7 @@ def eager(case: Case) -> dict[str, Tensor]:
 
 def lowered(case: Case, world: int = 1) -> fzero.Lowered:
     def step(state: Any, batch: Any) -> Any:
-        call = fzero.value_and_grad(
-            lambda p, b, f: case.loss(p, f, b), has_aux=True, allow_unused=True
-        )
+        call = fzero.value_and_grad(lambda p, b, f: case.loss(p, f, b), has_aux=True, allow_unused=True)
         (value, outs), grads = call(state["params"], batch, state["frozen"])
         return state, {"loss": value, "out": outs, "grad": grads}
 
@@ -201,7 +204,8 @@ def lowered(case: Case, world: int = 1) -> fzero.Lowered:
 
 
 def by_fzero(case: Case, low: fzero.Lowered) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
-    """The metrics of the interpreter and of the executor, both in memory that is spoiled first, and what was not as planned."""
+    """The metrics of the interpreter and of the executor, in memory that is spoiled first, and what was not as
+    its graph says."""
     plan, program = low.plan, low.program
     leaves = fzero.tree.flatten({"params": case.params, "frozen": case.frozen})[1]
     inputs = [name for name, b in program.buffers.items() if b.kind == "batch"]
@@ -265,7 +269,10 @@ def gap(a: Tensor, b: Tensor) -> float:
         return float("inf")
     wide, wanted = a.double(), b.double()
     finite = wanted.isfinite()
-    if not torch.equal(wide.nan_to_num(7.0)[~finite], wanted.nan_to_num(7.0)[~finite]) or not wide[finite].isfinite().all():
+    if (
+        not torch.equal(wide.nan_to_num(7.0)[~finite], wanted.nan_to_num(7.0)[~finite])
+        or not wide[finite].isfinite().all()
+    ):
         return float("inf")
     if not finite.any() or torch.equal(wide[finite], wanted[finite]):
         return 0.0
@@ -318,7 +325,7 @@ def outcome(case: Case) -> dict[str, Any]:
 
 
 def outcomes(op: Any, given: dict[str, tuple[Any, str]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(key, outcome) of several (sample, variant) of an op: as one loss, and where that does not end well each alone."""
+    """(key, outcome) of several (sample, variant) of an op: as one loss; where that does not end well, each alone."""
     cases: dict[str, Case] = {}
     for key, (sample, variant) in given.items():
         try:
@@ -364,10 +371,8 @@ def child(names: Sequence[str], out: Path, most: dict[str, int]) -> None:
                 own = [key for key in left if key.split("|")[1] == dtype]
                 for start in range(0, len(own), AT_ONCE):
                     group = own[start : start + AT_ONCE]
-                    if f"{group[0]} ..." in done:  # a group that died: each alone
-                        parts = [[key] for key in group]
-                    else:
-                        parts = [group]
+                    died = f"{group[0]} ..." in done  # together: now each alone
+                    parts = [[key] for key in group] if died else [group]
                     for part in parts:
                         Path(f"{out}.at").write_text(part[0] + (" ..." if len(part) > 1 else ""))
                         began = time.monotonic()
