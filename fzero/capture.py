@@ -297,8 +297,8 @@ def add_region(
     tracing.depth += 1
     try:
         with disable_proxy_modes_tracing(), tracing.mode:
-            own = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in leaves]
-            for x, cut in zip(inputs[len(leaves) :], sliced, strict=True):
+            own = []
+            for x, cut in zip(map(segments.dense_like, inputs), (*(False for _ in leaves), *sliced), strict=True):
                 shape = (x.shape[0] // microbatches, *x.shape[1:]) if cut else x.shape
                 own.append(torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=x.device))
             gm = trace(tracing, fn, own, names)

@@ -190,8 +190,8 @@ def calls(program: Program) -> Iterator[Fault]:
             if (what := _unfit(program, ref, node.meta["val"])) is not None:
                 yield i, what
         for ref, node in zip(one.writes[:fresh], results, strict=True):
-            if (extent := segments.extent_bytes(node.meta["val"])) > program.buffers[ref.name].nbytes:
-                yield i, f"returns {ref} over {extent:,} bytes, {ref.name} has {program.buffers[ref.name].nbytes:,}"
+            if not segments.is_dense(node.meta["val"]):
+                yield i, f"returns {ref} with strides {node.meta['val'].stride()}: its buffer has no room for the gaps"
         if one.get("at") is not None or "measure" in program.passes:
             need, room = tape.layout(gm, reuse.apart(one)).nbytes, int(one.get("workspace", 0))
             if need > room:

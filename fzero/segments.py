@@ -11,6 +11,7 @@ layers share one segment.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,12 @@ from fzero._torch_compat import FakeTensorMode, is_fake
 aten = torch.ops.aten
 
 # aliases of their input that their schema does not mark, or that only rename it
-_ALIASES = {aten._unsafe_view.default, aten.lift_fresh.default}
+_ALIASES = {
+    aten._unsafe_view.default,
+    aten.lift_fresh.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+}
 _RENAMES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 # pointwise by meaning, though torch does not tag them
 _POINTWISE = {
@@ -158,12 +164,16 @@ def extract(
     nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node], dests: Sequence[fx.Node] = ()
 ) -> fx.GraphModule:
     """A segment of these nodes: `inputs` become placeholders, `results` outputs; the first len(dests) results are
-    copied into one trailing placeholder each, whose value is that of the node in `dests`."""
+    copied into one trailing placeholder each, whose value is that of the node in `dests`.
+
+    Outputs and inputs are dense, for a buffer has no room for gaps, and keep the order of their dims in memory: so each
+    view that the step took of a value can be taken of what a buffer holds of it.
+    """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for index, node in enumerate(inputs):
         env[node] = graph.placeholder(f"x{index}")
-        env[node].meta["val"] = node.meta["val"]
+        env[node].meta["val"] = dense_like(node.meta["val"])
     targets = []
     for index, node in enumerate(dests):
         targets.append(graph.placeholder(f"into{index}"))
@@ -174,9 +184,11 @@ def extract(
         graph.call_function(aten.copy_.default, (target, env[node])).meta["val"] = target.meta["val"]
     owned: list[fx.Node] = []
     for node in (env[node] for node in results[len(dests) :]):
-        if is_view(node) or node.op == "placeholder" or node in owned:
-            copy = graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
-            copy.meta["val"] = contiguous_like(node.meta["val"])
+        if is_view(node) or node.op == "placeholder" or node in owned or not is_dense(node.meta["val"]):
+            held = dense_like(node.meta["val"])
+            order = torch.contiguous_format if held.is_contiguous() else torch.preserve_format
+            copy = graph.call_function(aten.clone.default, (node,), {"memory_format": order})
+            copy.meta["val"] = held
             owned.append(copy)
         else:
             owned.append(node)
@@ -200,12 +212,21 @@ def merge_equal(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
-def contiguous_like(value: torch.Tensor) -> torch.Tensor:
-    """A fake tensor of the same shape, dtype and device, contiguous."""
-    if value.is_contiguous():
+def dense_like(value: torch.Tensor) -> torch.Tensor:
+    """A fake tensor of the same shape, dtype and device, without gaps, its dims in the same order in memory: what
+    `clone` makes. A value without gaps is returned as it is."""
+    if is_dense(value):
         return value
+    strides = torch.empty_like(torch.empty_strided(value.shape, value.stride(), device="meta")).stride()
     with value.fake_mode if is_fake(value) else FakeTensorMode():  # type: ignore[attr-defined]
-        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie side by side, in whatever order of its dims."""
+    dims = sorted((stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size != 1)
+    steps = itertools.accumulate((size for _, size in dims), operator.mul, initial=1)
+    return not value.numel() or all(stride == step for (stride, _), step in zip(dims, steps, strict=False))
 
 
 def normalised(gm: fx.GraphModule) -> fx.GraphModule:

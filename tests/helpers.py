@@ -225,7 +225,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal dtype, shape and bits: 0.0 is not -0.0 here, and a NaN equals itself."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+    a, b = (x.reshape(-1).clone(memory_format=torch.contiguous_format) for x in (a, b))
+    return not a.numel() or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def relative(a: Tensor, b: Tensor) -> float:
