@@ -176,13 +176,18 @@ def _stretches(graph: fx.Graph) -> list[list[fx.Node]]:
     """Maximal runs of fusible nodes of which two or more compute something."""
     runs: list[list[fx.Node]] = [[]]
     for node in graph.nodes:
-        if not segments.is_compute(node) or segments.is_view(node):
+        if not segments.is_compute(node) or _is_aten_view(node):
             continue
         if is_fusible(node):
             runs[-1].append(node)
         elif runs[-1]:
             runs.append([])
     return [run for run in runs if sum(_computes(n) for n in run) > 1]
+
+
+def _is_aten_view(node: fx.Node) -> bool:
+    """Whether a node is a view that a compiler knows; `fzero.strided` is not, and ends a stretch."""
+    return segments.is_view(node) and node.target is not torch.ops.fzero.strided.default
 
 
 def _computes(node: fx.Node) -> bool:
@@ -248,7 +253,7 @@ def _body(stretch: Sequence[fx.Node], results: Sequence[fx.Node]) -> tuple[fx.Gr
         if node in seen:
             return
         seen.add(node)
-        if node in inside or segments.is_view(node):
+        if node in inside or _is_aten_view(node):
             for operand in node.all_input_nodes:
                 visit(operand)
             order.append(node)

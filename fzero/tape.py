@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import products, reuse, segments, strips
+from fzero import offsets, products, reuse, segments, strips
 from fzero._torch_compat import FakeTensorMode, kernel_of
+from fzero.errors import VerifyError
 from fzero.fusion import Fused
 from fzero.kernels import kernel_for
 from fzero.plan.pack import pack
@@ -136,6 +137,7 @@ def bind(
         into = {i: place((node, i), value) for i, value in segments.results(node, shapes.get(node))}
         if node.target is operator.getitem or segments.is_view(node):
             env[node] = node.target(*args, **kwargs)
+            _check_views(node, env)
         elif isinstance(node.target, Fused):
             calls.append(partial(node.target.run, *args, *into.values()))
             env[node] = list(into.values())
@@ -152,7 +154,17 @@ def bind(
 def at(block: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
     """The tensor at a place of a block of bytes that has a fake tensor's shape, strides and dtype."""
     nbytes = segments.extent_bytes(like)
+    if place + nbytes > block.numel():
+        raise VerifyError(f"a value of {nbytes} bytes at byte {place} does not fit into {block.numel()}")
     return block[place : place + nbytes].view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def _check_views(node: fx.Node, env: Mapping[fx.Node, Any]) -> None:
+    """A view lies inside the value that owns its memory: nothing else of the arena can be read through it."""
+    owner = env[segments.base(node)] if segments.is_view(node) else None
+    if isinstance(owner, torch.Tensor):
+        for view in segments.tensors(env[node]):
+            offsets.check_view(view, owner, node.target)
 
 
 def _is_there(node: fx.Node, args: Any) -> bool:
@@ -294,6 +306,11 @@ def _scalar(into: torch.Tensor, value: Any, **_: Any) -> Iterator[Call]:
     yield partial(into.fill_, value)
 
 
+def _strided_scatter(into: torch.Tensor, x: torch.Tensor, values: torch.Tensor, *layout: Any) -> Iterator[Call]:
+    yield partial(into.copy_, x)
+    yield partial(offsets.strided(into, *layout).copy_, values)
+
+
 def _embedding(into: torch.Tensor, weight: torch.Tensor, index: torch.Tensor, *_: Any) -> Iterator[Call]:
     rows = into.view(-1, weight.shape[1])
     yield partial(kernel_of(aten.index_select.out), weight, 0, index.view(-1), out=rows)
@@ -334,6 +351,7 @@ _SPECIAL: dict[Any, Callable[..., Iterator[Call]]] = {
     aten.full.default: _full,
     aten.full_like.default: _full,
     aten.scalar_tensor.default: _scalar,
+    torch.ops.fzero.strided_scatter.default: _strided_scatter,
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
 }

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import segments
+from fzero import offsets, segments
 from fzero._torch_compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -118,9 +118,10 @@ def trace(
     with _explained(), tracing.mode, compiled_functions_traced():
         gm = make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     _refuse(tracing, gm, names)
+    offsets.rooted(gm)
     if any(segments.mutated(node) for node in gm.graph.nodes):
         gm = _functionalised(tracing, gm, inputs)
-    return gm
+    return offsets.rebased(gm)
 
 
 def fake_like(mode: FakeTensorMode, leaf: torch.Tensor) -> torch.Tensor:
@@ -252,7 +253,14 @@ def _functionalised(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch
             return torch.func.functionalize(replay.with_constants)(constants, *xs)
 
     with _explained(), tracing.mode, compiled_functions_traced():
-        pure = make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+        try:
+            pure = make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+        except RuntimeError as error:  # what the traced ops did, their pure forms do not
+            line, said = replay.node.meta.get("source") or "the step", str(error).partition("\n")[0]
+            raise CaptureError(
+                f"{replay.node.target} at {line} follows in-place work that cannot be made pure ({said}). Write "
+                "x = x.op(...) instead of x.op_(...)"
+            ) from error
     left = [node for node in pure.graph.nodes if segments.mutated(node)]
     if left:
         raise CaptureError(f"{left[0].target} works in place where it cannot be made pure: use its pure form")
@@ -273,7 +281,19 @@ class _Replay(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n
+        if offsets.takes_offset(n):
+            self.check_layout(n)
         return super().run_node(n)
+
+    def check_layout(self, n: fx.Node) -> None:
+        """Refuses an offset into a tensor whose strides changed when a write to it was made pure."""
+        operand = segments.operand(n)
+        traced, now = operand.meta["val"], self.env[operand]
+        if (traced.stride(), traced.storage_offset()) != (now.stride(), now.storage_offset()):
+            raise CaptureError(
+                f"{n.target} at {n.meta.get('source') or 'the step'} follows an in-place change that makes its tensor "
+                f"one of strides {now.stride()} instead of {traced.stride()}: write x = x.op(...) instead of x.op_(...)"
+            )
 
 
 class _Refused(Exception):
@@ -373,6 +393,8 @@ def _explained() -> Iterator[None]:
 
 _TORCH_SAYS = {
     "leaf Variable that requires grad": "a parameter is changed in place: a step is pure. Return a new value instead",
+    "returned an invalid gradient": "the shape of a tensor that has a gradient is changed in place (squeeze_, "
+    "transpose_, resize_ and kin). Write x = x.squeeze() instead of x.squeeze_()",
     "supported for tensor subclasses": "numpy would need a tensor's values, which are known only when the program "
     "runs. Use the torch function, or compute it outside the step and pass it in the batch",
     "mixed dtype (CPU)": "a layer mixes a narrow and a wide dtype, as a BatchNorm does whose weight is cast and whose "

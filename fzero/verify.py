@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
-from fzero import segments
+from fzero import offsets, segments
 from fzero.abstract import Abstract
 from fzero.errors import VerifyError
 from fzero.lifetimes import TRANSFERS, Fault, lifetimes, needed, places
@@ -190,6 +190,17 @@ def _length(program: Program, ref: Ref) -> int:
     return program.buffers[ref.name].numel if ref.start is None else (ref.stop or 0) - ref.start
 
 
+def inside(program: Program) -> Iterator[Fault]:
+    """No op of a segment reads or writes outside its operands' memory."""
+    checked: set[str] = set()
+    for i, one in enumerate(program.ops):
+        key = str(one.get("segment"))
+        if key in program.segments and key not in checked:
+            checked.add(key)
+            for what in offsets.faults(program.segments[key]):
+                yield i, what
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
@@ -311,6 +322,7 @@ RULES: dict[str, Callable[[Program], Iterator[Fault]]] = {
     "partition": partition,
     "aliasing": aliasing,
     "calls": calls,
+    "inside": inside,
     "transfers": transfers,
     "reduced once": reduced_once,
     "microbatches": microbatches,

@@ -271,6 +271,24 @@ CASES: dict[str, Case] = {
         images,
         same_place,
     ),
+    "Swin": Case(
+        "image classification",
+        made(
+            "SwinForImageClassification",
+            "SwinConfig",
+            image_size=16,
+            patch_size=2,
+            window_size=4,
+            embed_dim=8,
+            depths=[2, 1],
+            num_heads=[2, 4],
+            num_labels=5,
+            drop_path_rate=0.0,
+        ),
+        images,
+        same_place,
+        ("**/k_proj/bias",),
+    ),
     "ResNet": Case(
         "image classification",
         made(

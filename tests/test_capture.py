@@ -378,6 +378,26 @@ def test_in_place_on_a_parameter_in_the_loss_is_refused(change: Callable[[Tensor
     refused(loss, "is changed in place", here(change), "a step is pure. Return a new value instead")
 
 
+def test_a_shape_changed_in_place_is_refused() -> None:
+    """Eager autograd follows it, a trace does not."""
+
+    def loss(p: Any, b: Tensor) -> Tensor:
+        x = (p["w"] * b).unsqueeze(0)
+        x.squeeze_()
+        return x.unsqueeze_(1).sum()
+
+    refused(loss, "the shape of a tensor that has a gradient is changed in place", "Write x = x.squeeze() instead of")
+
+
+def test_what_cannot_be_made_pure_is_refused_with_its_line() -> None:
+    def loss(p: Any, b: Tensor) -> Tensor:
+        z = torch.complex(p["w"], p["w"]).conj()
+        z.mul_(2j)  # here
+        return z.abs().sum()
+
+    refused(loss, here(loss), "in-place work that cannot be made pure", "Write x = x.op(...) instead of x.op_(...)")
+
+
 def test_in_place_in_a_loss_on_a_tensor_of_the_step_is_refused() -> None:
     def step(s: Any, b: Tensor) -> Any:
         twice = b * 2

@@ -208,7 +208,9 @@ def _run(bound: Bound, one: Op) -> list[Call]:
     if bound._is_loose((*one.reads, *one.writes)):
         return [partial(_call, bound, gm.forward, one, fresh, (*one.reads, *into))]
     for ref, node in zip(fresh, segments.outputs(gm.graph), strict=True):
-        bound.memory[ref.name] = tape.at(bound.arena, bound.program.buffers[ref.name].at or 0, node.meta["val"])
+        buffer = bound.program.buffers[ref.name]
+        start = buffer.at or 0
+        bound.memory[ref.name] = tape.at(bound.arena[: start + buffer.nbytes], start, node.meta["val"])
     start, size = int(one.get("at", 0)), int(one.get("workspace", 0))
     given = [bound.tensor(ref) for ref in (*one.reads, *into)]
     made = [bound.memory[ref.name] for ref in fresh]
