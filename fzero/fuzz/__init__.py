@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", type=int, default=1000, help="cases (default 1000)")
     parser.add_argument("--start", type=int, default=0, help="the first case's number (default 0)")
     parser.add_argument("--seed", type=int, default=0, help="of everything drawn (default 0)")
-    parser.add_argument("--out", type=Path, help="a file of outcomes, one JSON line a case: what it has is not run again")
+    parser.add_argument(
+        "--out", type=Path, help="a file of outcomes, one JSON line a case: what it has is not run again"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes, with files FILE.0, FILE.1, ... (default 1)")
     parser.add_argument("--case", metavar="SEED:NUMBER", help="print this case's script and how it ends, and stop")
     parser.add_argument("--shrink", action="store_true", help="with --case: print the smallest script that fails so")
@@ -99,7 +101,9 @@ def _many(arguments: argparse.Namespace, numbers: range) -> int:
     own = [numbers[n * each : (n + 1) * each] for n in range(arguments.jobs)]
     command = [sys.executable, "-m", "fzero.cli", "fuzz", "--seed", str(arguments.seed)]
     processes = [
-        subprocess.Popen([*command, "--start", str(part.start), "--count", str(len(part)), "--out", f"{arguments.out}.{n}"])
+        subprocess.Popen(
+            [*command, "--start", str(part.start), "--count", str(len(part)), "--out", f"{arguments.out}.{n}"]
+        )
         for n, part in enumerate(own)
         if part
     ]

@@ -23,15 +23,21 @@ from torch import nn
 
 import fzero
 from fzero import optim
-from fzero.fuzz.values import call, fit, integers, normal, wave, weights
+from fzero.fuzz.values import call, fit, integers, normal, used, wave, weights
 """
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a case is run. `form`: "gradients" (a step that returns them) or "training" (loss and optimizer, whose texts
-    and fields are in `spec`). `other`: fields of a second lowering, whose bits must be the same. `keyed`: the loss draws
-    from a key. `exact`: the optimizer is smooth enough to compare with one of float64 gradients."""
+    """How a case is run.
+
+    form: "gradients", a step that returns them, or "training", with a loss and an optimizer.
+    world: ranks.
+    spec, other: fields of `fzero.Spec` as texts; those of a second lowering, whose bits must be the same.
+    keyed: the loss draws from a key.
+    interpret: the interpreter runs it too, for its bits.
+    exact: the optimizer is smooth enough to compare its result with that of eager PyTorch's gradients.
+    """
 
     form: str = "gradients"
     world: int = 1
@@ -48,8 +54,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Case:
-    """`setup` makes modules (m0) and constants (c0); `params` and `batch` name their leaves and how they are made, the
-    batch from `rank` and with {parts}, the microbatches, to fill in; `body` are the loss's lines, `terms` the summands of its result."""
+    """A loss with its leaves.
+
+    setup: lines that make modules (m0) and constants (c0).
+    params, batch: names of leaves and how they are made; the batch from `rank`, with {parts} for the microbatches.
+    body, terms, count: the loss's lines, the summands of its result, and the count where that is an `fzero.Mean`.
+    uses: the rows of the tables that it was drawn from.
+    """
 
     name: str
     setup: tuple[str, ...] = ()
@@ -57,9 +68,9 @@ class Case:
     batch: tuple[tuple[str, str], ...] = ()
     body: tuple[str, ...] = ()
     terms: tuple[str, ...] = ()
-    count: str | None = None  # of an fzero.Mean
+    count: str | None = None
     options: Options = field(default_factory=Options)
-    uses: frozenset[str] = frozenset()  # rows of the tables that it was drawn from
+    uses: frozenset[str] = frozenset()
 
     @property
     def source(self) -> str:
@@ -71,11 +82,11 @@ class Case:
             HEADER,
             "torch.manual_seed(0)",
             *self.setup,
-            "params = {" + ", ".join(f'"{name}": {text}' for name, text in self.params) + "}",
+            "params = {" + _items(self.params) + "}",
             "",
             "",
             "def batch(rank):",
-            "    return {" + ", ".join(f'"{name}": {text}' for name, text in self.batch).replace("{parts}", parts) + "}",
+            "    return {" + _items(self.batch).replace("{parts}", parts) + "}",
             "",
             "",
             "def loss(p, b):",
@@ -107,6 +118,10 @@ class Case:
         with torch.random.fork_rng(devices=[]):
             exec(compile(source or self.source, f"<{self.name}>", "exec"), names)
         return names
+
+
+def _items(leaves: tuple[tuple[str, str], ...]) -> str:
+    return ", ".join(f'"{name}": {text}' for name, text in leaves)
 
 
 def names_in(line: str) -> set[str]:

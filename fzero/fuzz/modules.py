@@ -75,7 +75,9 @@ MODULES: dict[str, Row] = {
     "AvgPool1d": _row("nn.AvgPool1d(2, ceil_mode=True)", (1, 2, 5)),
     "AvgPool2d": _row("nn.AvgPool2d(2, count_include_pad=False, padding=1)", (1, 2, 3, 4)),
     "AvgPool3d": _row("nn.AvgPool3d(2)", (1, 1, 2, 4, 3)),
-    "FractionalMaxPool2d": _row("nn.FractionalMaxPool2d(2, output_size=2, _random_samples=torch.full((1, 2, 2), 0.4))", (1, 2, 5, 4)),
+    "FractionalMaxPool2d": _row(
+        "nn.FractionalMaxPool2d(2, output_size=2, _random_samples=torch.full((1, 2, 2), 0.4))", (1, 2, 5, 4)
+    ),
     "LPPool1d": _row("nn.LPPool1d(2, 2)", (1, 2, 4)),
     "LPPool2d": _row("nn.LPPool2d(2, 2)", (1, 2, 4, 4)),
     "AdaptiveMaxPool1d": _row("nn.AdaptiveMaxPool1d(2)", (1, 2, 5)),
@@ -126,10 +128,13 @@ MODULES: dict[str, Row] = {
     "LSTMCell": _row("nn.LSTMCell(3, 2)", (2, 3)),
     "GRUCell": _row("nn.GRUCell(3, 2)", (2, 3)),
     "MultiheadAttention": _row("nn.MultiheadAttention(4, 2, batch_first=True)", (1, 3, 4), (1, 2, 4), (1, 2, 4)),
-    "MultiheadAttention with bias_kv": _row("nn.MultiheadAttention(4, 1, add_bias_kv=True)", (2, 1, 4), (2, 1, 4), (2, 1, 4)),
+    "MultiheadAttention with bias_kv": _row(
+        "nn.MultiheadAttention(4, 1, add_bias_kv=True)", (2, 1, 4), (2, 1, 4), (2, 1, 4)
+    ),
     "TransformerEncoderLayer": _row("nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0)", (3, 1, 4)),
     "TransformerEncoderLayer, norm first": _row(
-        'nn.TransformerEncoderLayer(4, 1, 5, dropout=0.0, norm_first=True, batch_first=True, activation="gelu")', (1, 3, 4)
+        'nn.TransformerEncoderLayer(4, 1, 5, dropout=0.0, norm_first=True, batch_first=True, activation="gelu")',
+        (1, 3, 4),
     ),
     "TransformerDecoderLayer": _row("nn.TransformerDecoderLayer(4, 2, 6, dropout=0.0)", (2, 1, 4), (3, 1, 4)),
     "Embedding": _embedding("nn.Embedding(5, 3)", 5),
@@ -142,7 +147,9 @@ MODULES: dict[str, Row] = {
     "MSELoss": _loss('nn.MSELoss(reduction="sum")'),
     "SmoothL1Loss": _loss("nn.SmoothL1Loss()"),
     "HuberLoss": _loss("nn.HuberLoss(delta=0.4)"),
-    "BCEWithLogitsLoss": lambda g: _called(g, "nn.BCEWithLogitsLoss()", [(x := g.single()), f"torch.sigmoid({g.like(x)})"]),
+    "BCEWithLogitsLoss": lambda g: _called(
+        g, "nn.BCEWithLogitsLoss()", [(x := g.single()), f"torch.sigmoid({g.like(x)})"]
+    ),
     "KLDivLoss": lambda g: _called(
         g, 'nn.KLDivLoss(reduction="batchmean", log_target=True)',
         [f"F.log_softmax({(x := g.single(2))}, -1)", f"F.log_softmax({g.like(x)}, -1)"],
@@ -152,7 +159,9 @@ MODULES: dict[str, Row] = {
     "NLLLoss": _classes("nn.NLLLoss()"),
     "MultiMarginLoss": _classes("nn.MultiMarginLoss(p=2)"),
     "PoissonNLLLoss": lambda g: _called(g, "nn.PoissonNLLLoss()", [(x := g.single()), f"{g.like(x)}.abs()"]),
-    "SoftMarginLoss": lambda g: _called(g, "nn.SoftMarginLoss()", [(x := g.single(1)), f"torch.sign({g.like(x)} + 0.01)"]),
+    "SoftMarginLoss": lambda g: _called(
+        g, "nn.SoftMarginLoss()", [(x := g.single(1)), f"torch.sign({g.like(x)} + 0.01)"]
+    ),
     "PixelShuffle": _row("nn.PixelShuffle(2)", (1, 4, 2, 2)),
     "PixelUnshuffle": _row("nn.PixelUnshuffle(2)", (1, 1, 4, 2)),
     "ChannelShuffle": _row("nn.ChannelShuffle(2)", (1, 4, 2, 2)),

@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
 import torch
+from torch import Tensor
 
 from fzero.fuzz.case import HEADER, Options
 
@@ -85,7 +85,9 @@ class Draw:
         """A tensor of the same shape and dtype."""
         x = self.value(name)
         found = [n for n, v in self.values.items() if v.shape == x.shape and v.dtype is x.dtype and n != name]
-        return self.rng.choice(found) if found else self.rng.choice(("{}.sin()", "({} * 0.5)", "({} + 0.3)")).format(name)
+        return (
+            self.rng.choice(found) if found else self.rng.choice(("{}.sin()", "({} * 0.5)", "({} + 0.3)")).format(name)
+        )
 
     def wide(self, name: str) -> str:
         """A tensor of this dtype that broadcasts with it."""
@@ -203,9 +205,9 @@ class Draw:
     def module(self, text: str) -> str:
         """A new module; its parameters are a leaf of the state of the same name."""
         name = f"m{len([line for line in self.setup if line.startswith('m')])}"
-        self.run(f"{name} = {text}")
-        self.setup.append(f"{name} = {text}")
-        if any(True for _ in self.names[name].parameters()):
+        self.run(f"{name} = used({text})")
+        self.setup.append(f"{name} = used({text})")
+        if self.names[name].functional.params:
             self.leaf("p", name, f"weights({name})")
         return name
 
@@ -233,7 +235,8 @@ class Draw:
         exec(line, self.names)
 
     def add(self, text: str) -> None:
-        """One line more: an expression, whose result gets a name, or after "!" work in place. Raises where it is no good."""
+        """One line more: an expression, whose result gets a name, or after "!" work in place. Raises where that is no
+        good."""
         if text.startswith("!"):
             self.wrote = True
             self.run(text[1:])
@@ -241,16 +244,13 @@ class Draw:
             self._refresh()
             return
         result = eval(text, self.names)
-        if isinstance(result, (tuple, list)) and not isinstance(result, Tensor):
-            results = list(result)
-        else:
-            results = [result]
+        many = isinstance(result, (tuple, list))
+        results = list(result) if many else [result]
         if not results or len(results) > 5:
             raise Reject
         names = [f"v{self.number + i}" for i in range(len(results))]
         for value in results:
             self._check(value)
-        many = isinstance(result, (tuple, list))
         self.number += len(results)
         for name, value in zip(names, results, strict=True):
             self.names[name] = self.values[name] = value

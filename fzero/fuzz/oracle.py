@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fzero import optim, tree
 from fzero.draws import Keyed
 from fzero.fuzz.case import Case
 from fzero.fuzz.runs import Prepared, same_bits
+from fzero.fuzz.values import Used, used
 from fzero.joint import Mean
 from fzero.random import fold_in, split
 
@@ -72,7 +73,7 @@ def _step(case: Case, made: Prepared, loss: Any, params: Any, batches: Any) -> d
 
 def _value_and_grad(loss: Any, train: Any, frozen: Any, batch: Any, key: Any, part: int) -> tuple[Tensor, Any, Any]:
     """(the loss or total, its gradients, 1.0 or the count of a Mean)."""
-    paths, leaves, spec = tree.flatten(train)
+    _, leaves, spec = tree.flatten(train)
     own = [x.detach().clone().requires_grad_() for x in leaves]
     batch = tree.map(torch.clone, batch)
     with Keyed(fold_in(key, part)) if key is not None else torch.enable_grad():
@@ -104,8 +105,8 @@ def _double_loss(case: Case, made: Prepared) -> Any:
     source = case.source.replace("torch.float32", "torch.float64")
     names = case.namespace(source)
     for name, value in made.names.items():
-        if isinstance(value, nn.Module):
-            names[name] = copy.deepcopy(value).double()
+        if isinstance(value, Used):
+            names[name] = used(copy.deepcopy(value.module).double())
         elif isinstance(value, Tensor):
             names[name] = _doubled(value)
     return names["loss"]

@@ -89,11 +89,15 @@ def memory_of(made: Prepared, low: Lowered) -> list[dict[str, Tensor]]:
     return found
 
 
-def results(low: Lowered, memory: Sequence[Mapping[str, Tensor]], metrics: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def results(
+    low: Lowered, memory: Sequence[Mapping[str, Tensor]], metrics: Sequence[Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
     """The state's leaves and the metrics, by path. Raises AssertionError where ranks differ in a metric."""
     found = {leaf.path: storage.join(low.plan, leaf, memory) for leaf in low.plan.leaves}
     for name, value in metrics[0].items():
-        assert name in low.graph.varying_metrics or all(same_bits(m[name], value) for m in metrics), f"ranks differ in {name}"
+        assert name in low.graph.varying_metrics or all(same_bits(m[name], value) for m in metrics), (
+            f"ranks differ in {name}"
+        )
     return {**found, **metrics[0]}
 
 

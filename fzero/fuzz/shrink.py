@@ -15,7 +15,9 @@ from fzero.fuzz.case import Case, Options, defines, names_in
 from fzero.fuzz.check import Outcome, check
 
 
-def shrink(case: Case, outcome: Outcome | None = None, tries: int = 400, run: Callable[[Case], Outcome] = check) -> Case:
+def shrink(
+    case: Case, outcome: Outcome | None = None, tries: int = 400, run: Callable[[Case], Outcome] = check
+) -> Case:
     """The smallest case found in so many tries."""
     target = outcome or run(case)
 
@@ -115,15 +117,13 @@ def _renamed(case: Case, n: int, name: str, other: str) -> Case:
 
 def tidy(case: Case) -> Case:
     """Without lines, leaves, modules and constants that nothing reads."""
-    body = list(case.body)
     read = {name for term in case.terms for name in names_in(term)}
     kept: list[str] = []
-    for line in reversed(body):
+    for line in reversed(case.body):
         names = defines(line)
-        if not names or read & set(names):
-            if names or read & names_in(line):
-                kept.append(line)
-                read |= names_in(line)
+        if read & (set(names) or names_in(line)):
+            kept.append(line)
+            read |= names_in(line)
     body = kept[::-1]
     text = "\n".join([*body, *case.terms, case.count or "", *case.setup])
     setup = tuple(s for s in case.setup if re.search(rf"\b{s.split(' ')[0]}\b", "\n".join([*body, *case.terms])))

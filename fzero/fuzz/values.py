@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fzero import tracing
-from fzero.interop import from_module
+from fzero.interop.module import Functional, from_module
 
 
 def normal(number: int, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
@@ -41,18 +42,28 @@ def fit(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return (torch.cat([flat] * times) if times > 1 else flat)[:size].view(shape)
 
 
-def weights(module: nn.Module) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class Used:
+    """A module, and the pure function that `from_module` made of it."""
+
+    module: nn.Module
+    functional: Functional
+
+
+def used(module: nn.Module) -> Used:
+    """A module to `call`; what its forward writes to its buffers is dropped."""
+    return Used(module, from_module(module, mutable=True))
+
+
+def weights(module: Used) -> dict[str, Tensor]:
     """A module's parameters as leaves of a state."""
-    return {name: value.detach().clone() for name, value in module.named_parameters()}
+    return {name: value.clone() for name, value in module.functional.params.items()}
 
 
-def call(module: nn.Module, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-    """The module's output with these parameters: in a step by `from_module`, else by `torch.func.functional_call`.
-
-    What the forward writes to its buffers is dropped.
-    """
-    buffers = {name: value.clone() for name, value in module.named_buffers()}
-    if tracing.active() is None:
-        return torch.func.functional_call(module, {**params, **buffers}, args, kwargs, tie_weights=True)
-    _, buffers, apply = from_module(module, mutable=True)
-    return apply(params, buffers, *args, **kwargs)[0]
+def call(module: Used, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+    """The module's output with these parameters: in a step by `from_module`, else by `torch.func.functional_call`."""
+    buffers = module.functional.buffers
+    if tracing.active() is not None:
+        return module.functional.apply(params, buffers, *args, **kwargs)[0]
+    own = {**params, **{name: value.clone() for name, value in buffers.items()}}
+    return torch.func.functional_call(module.module, own, args, kwargs, tie_weights=True)
