@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fzero import doctor, mutate
+from fzero import doctor, fuzz, mutate
 from fzero.errors import FzeroError
 from fzero.interop import commands
 
@@ -52,6 +52,7 @@ COMMANDS: dict[str, Command] = {
         commands.deepspeed_arguments,
         commands.import_deepspeed,
     ),
+    "fuzz": Command("run random losses through eager PyTorch and fzero and compare", fuzz.add_arguments, fuzz.command),
     "mutate": Command("break programs at random and count what verify catches", mutate.add_arguments, mutate.command),
 }
 

@@ -7,7 +7,7 @@ aux and gradients of anything else are small or odd-shaped: they are added over 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -135,21 +135,34 @@ class RegionBuilder:
         why: str,
         dtype: torch.dtype | None = None,
     ) -> str:
-        """An elementwise function of a whole gradient bucket, into a bucket of its own."""
+        """An elementwise function of a gradient bucket, into a bucket of its own."""
         b = self.to
         like = b.buffers[source]
         b.buffers[name] = Buffer(name, dtype or like.dtype, like.shape, "grad", like.bucket)
-        gm = elementwise(fn, 1, like, dest=True)
-        whole = (0, like.numel)
-        b.segment("run", gm, [Ref(source, *whole)], [Ref(name, *whole)], why=why, flat=1)
+        for start, stop in self._spans(like):
+            gm = elementwise(fn, 1, replace(like, shape=(stop - start,)), dest=True)
+            b.segment("run", gm, [Ref(source, start, stop)], [Ref(name, start, stop)], why=why, flat=1)
         return name
 
     def _add(self, total: str, part: str, why: str) -> None:
         b = self.to
         source = b.buffers[total]
-        gm = elementwise(torch.add, 2, source, dest=True)
-        whole = (0, source.numel)
-        b.segment("run", gm, [Ref(total, *whole), Ref(part, *whole)], [Ref(total, *whole)], why=f"add {why}", flat=1)
+        for start, stop in self._spans(source):
+            gm = elementwise(torch.add, 2, replace(source, shape=(stop - start,)), dest=True)
+            both = [Ref(total, start, stop), Ref(part, start, stop)]
+            b.segment("run", gm, both, [Ref(total, start, stop)], why=f"add {why}", flat=1)
+
+    def _spans(self, gradients: Buffer) -> list[tuple[int, int]]:
+        """The elements of a gradient bucket that belong to leaves with a gradient, with the padding after each: of
+        leaves that are frozen or not used there is none to read."""
+        bucket = self.to.plan.buckets[gradients.bucket or ""]
+        found: list[tuple[int, int]] = []
+        for index in sorted(index for name, index in self.place.values() if name == bucket.name):
+            start, stop = bucket.slots[index].start, bucket.end(index)
+            if found and found[-1][1] == start:
+                start = found.pop()[0]
+            found.append((start, stop))
+        return found
 
     def _plain(self, i: int, refs: list[Ref]) -> None:
         """The loss, aux, or a gradient of what is no flat leaf: over microbatches, then reduced whole."""
