@@ -181,6 +181,8 @@ def calls(program: Program) -> Iterator[Fault]:
         if any(node.op == "placeholder" for node in owners) or len(set(owners)) < len(owners):
             yield i, f"segment {one.get('segment')} returns a tensor that shares its memory with another or an input"
         for ref, node in zip(one.writes[:fresh], results, strict=True):
+            if not segments.is_dense(node.meta["val"]):
+                yield i, f"returns {ref} with strides {node.meta['val'].stride()}: its buffer has no room for the gaps"
             buffer = program.buffers[ref.name]
             if buffer.kind in PERSISTENT:
                 yield i, f"returns {ref} as a new tensor: {ref.name} is held between steps and must be written in place"
@@ -189,9 +191,6 @@ def calls(program: Program) -> Iterator[Fault]:
         for ref, node in zip((*one.writes[:fresh], *one.reads, *one.writes[fresh:]), (*results, *takes), strict=True):
             if (what := _unfit(program, ref, node.meta["val"])) is not None:
                 yield i, what
-        for ref, node in zip(one.writes[:fresh], results, strict=True):
-            if not segments.is_dense(node.meta["val"]):
-                yield i, f"returns {ref} with strides {node.meta['val'].stride()}: its buffer has no room for the gaps"
         if one.get("at") is not None or "measure" in program.passes:
             need, room = tape.layout(gm, reuse.apart(one)).nbytes, int(one.get("workspace", 0))
             if need > room:

@@ -23,6 +23,8 @@ from fzero.passes.prefetch import gathered_bytes
 from fzero.plan.memory import account
 from fzero.program import DTYPE_NAMES, PERSISTENT, Op, Program, Ref, op_text
 
+Rule = Callable[[Program], Iterator[Fault]]
+
 
 def verify(programs: Program | Mapping[int, Program], *, budget_bytes: int | None = None) -> None:
     """Raises VerifyError for the first rule that a program, or the ranks' programs together, break.
@@ -30,12 +32,13 @@ def verify(programs: Program | Mapping[int, Program], *, budget_bytes: int | Non
     `programs` is one program for every rank, or `{rank: program}`. `budget_bytes` bounds the planned peak per rank.
     """
     by_rank = {0: programs} if isinstance(programs, Program) else dict(programs)
+    rules: dict[str, Rule] = {**RULES, "budget": partial(_budget, budget_bytes)}
     checked: list[Program] = []
     for rank, program in by_rank.items():
         if any(program is one for one in checked):
             continue
         checked.append(program)
-        for name, rule in (*RULES.items(), ("budget", partial(_budget, budget_bytes))):
+        for name, rule in rules.items():
             try:
                 fault = next(iter(rule(program)), None)
             except Exception as error:  # this program is none that fzero makes
@@ -219,7 +222,7 @@ def meaning(program: Program) -> Iterator[Fault]:
         yield -1, f"the step computes something else than what was captured ({found}, not {program.meaning})"
 
 
-RULES: dict[str, Callable[[Program], Iterator[Fault]]] = {
+RULES: dict[str, Rule] = {
     "form": form,
     "lifetimes": lifetimes,
     "needed": needed,
