@@ -148,6 +148,9 @@ KINDS: dict[str, tuple[Any, torch.Size, torch.Size]] = {  # a loss of a paramete
     "einsum": (lambda p, x: torch.einsum("ij,jk,lk->il", x, p, x).square().mean(), PLANE, PLANE),
     "complex": (lambda p, x: (torch.fft.fft(x * p) * x).abs().mean(), PLANE, PLANE),
     "inverse": (lambda p, x: torch.linalg.inv(x * p + 200 * torch.eye(128)).square().mean(), PLANE, PLANE),
+    "lapack": (
+        lambda p, x: torch.linalg.qr(x * p)[0].mul(x).sum() + torch.linalg.svdvals(x * p).sum()
+        + torch.linalg.eigvalsh(x * p + (x * p).mT).sum(), PLANE, PLANE),
     "matrix exp": (lambda p, x: torch.matrix_exp(x * p / 99).square().mean(), PLANE, PLANE),
     "scatter": (lambda p, x: (x * p).scatter_add(0, x.abs().long(), x * p).square().mean(), PLANE, PLANE),
     "index put": (
@@ -155,7 +158,8 @@ KINDS: dict[str, tuple[Any, torch.Size, torch.Size]] = {  # a loss of a paramete
     "masks": (lambda p, x: (x * p * (x > 0)).sum() + torch.where(x > 0, x * p, x).sum() + (p * x.double()).sum(),
               PLANE, PLANE),
     "losses": (
-        lambda p, x: F.binary_cross_entropy((x * p).sigmoid(), x.sigmoid()) + F.huber_loss(x * p, x) + F.l1_loss(p, x)
+        lambda p, x: F.binary_cross_entropy((x * p).sigmoid(), x.sigmoid()) + F.huber_loss(x * p, x) + F.smooth_l1_loss(p, x)
+        + F.l1_loss(p, x)
         + F.cross_entropy(x * p, x[0].abs().long()), PLANE, PLANE),
 }  # fmt: skip
 
@@ -229,5 +233,10 @@ def test_every_rule_is_tried() -> None:
         aten.mean.dim, aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
         *FORMS.values(), *OUT_FORMS.values(),  # in test_products
+        # in KINDS
+        aten.binary_cross_entropy.default, aten.huber_loss.default, aten.smooth_l1_loss.default, aten.cumsum.default,
+        aten.linalg_inv_ex.default, aten.linalg_qr.default, aten._linalg_svd.default, aten._linalg_eigh.default,
+        aten.linalg_matrix_exp.default, aten.kthvalue.default, aten.upsample_nearest2d.default,
+        aten.upsample_bilinear2d.default, aten.im2col.default, aten.col2im.default,
     }  # fmt: skip
     assert set(RULES) <= tried

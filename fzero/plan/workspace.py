@@ -1,10 +1,10 @@
 """workspace: bytes that a kernel allocates for itself, beyond its operands and results.
 
-The rules are for ATen's CPU kernels: the plan of another machine cannot measure. Each was found by running the op alone
-under the profiler (torch 2.13.0, oneDNN) and setting what the allocator saw beside the results' bytes. The ops of common
-models without a rule were seen to need nothing, or less than a hundredth of their operands. oneDNN's convolutions
+The rules are for ATen's CPU kernels: the plan of another machine cannot measure. Each was found by running the op
+under the profiler (torch 2.13.0, oneDNN) and setting what the allocator saw beside the results' bytes. The ops of
+common models without a rule were seen to need nothing, or less than a hundredth of their operands. oneDNN's convolutions
 reorder into blocked layouts; what is computed in another dtype is cast first; attention keeps a tile per thread. Not
-known: products in 16 bits, of which oneDNN packs an operand or two, by their sizes.
+known: products in 16 bits, of which oneDNN packs an operand or two, and of expanded operands, which are copied.
 """
 
 from __future__ import annotations
@@ -122,6 +122,11 @@ def _selection(node: fx.Node) -> int:
     return value.numel() * (value.element_size() + 8)
 
 
+def _reduced(count: int) -> Callable[[fx.Node], int]:
+    """A loss's terms, where it returns their sum or mean."""
+    return lambda node: count * _bytes(node) if _result_bytes(node) < _bytes(node) else 0
+
+
 def _upsample(node: fx.Node) -> int:
     """Operand and result with their channels last."""
     return _bytes(node) + _result_bytes(node)
@@ -155,16 +160,17 @@ RULES: dict[object, Callable[[fx.Node], int]] = {
     aten.convolution_backward.default: _convolution_backward,
     aten.native_batch_norm_backward.default: _bytes,
     aten.logsumexp.default: _bytes,
-    aten.mse_loss.default: lambda node: 2 * _bytes(node) if _result_bytes(node) < _bytes(node) else 0,
+    aten.mse_loss.default: _reduced(2),
     fzero_ops.adamw8.default: _adamw8,
     fzero_ops.adamw8_.default: _adamw8,
     fzero_ops.orthogonalize.default: _orthogonalize,
     fzero_ops.orthogonalize_flat.default: _orthogonalize,
     **dict.fromkeys(products.FORMS.values(), _onednn_product),
     **dict.fromkeys(products.OUT_FORMS.values(), _onednn_product),
-    aten.binary_cross_entropy.default: lambda node: _bytes(node) if _result_bytes(node) < _bytes(node) else 0,
+    aten.binary_cross_entropy.default: _reduced(1),
+    aten.huber_loss.default: _reduced(1),
+    aten.smooth_l1_loss.default: _reduced(2),
     aten.cumsum.default: _cast_input,
-    aten.cumprod.default: _cast_input,
     aten.linalg_inv_ex.default: lambda node: _bytes(node) + _per_matrix(1)(node),
     aten.linalg_qr.default: _per_matrix(1),
     aten._linalg_svd.default: lambda node: _bytes(node) + _per_matrix(1)(node),
@@ -173,7 +179,6 @@ RULES: dict[object, Callable[[fx.Node], int]] = {
     aten.kthvalue.default: _selection,
     aten.upsample_nearest2d.default: _upsample,
     aten.upsample_bilinear2d.default: _upsample,
-    aten._upsample_bilinear2d_aa.default: lambda node: 2 * _upsample(node),
     aten.im2col.default: _bytes,
     aten.col2im.default: _bytes,
     aten.sum.default: _cast_input,
