@@ -158,8 +158,8 @@ KINDS: dict[str, tuple[Any, torch.Size, torch.Size]] = {  # a loss of a paramete
     "masks": (lambda p, x: (x * p * (x > 0)).sum() + torch.where(x > 0, x * p, x).sum() + (p * x.double()).sum(),
               PLANE, PLANE),
     "losses": (
-        lambda p, x: F.binary_cross_entropy((x * p).sigmoid(), x.sigmoid()) + F.huber_loss(x * p, x) + F.smooth_l1_loss(p, x)
-        + F.l1_loss(p, x)
+        lambda p, x: F.binary_cross_entropy((x * p).sigmoid(), x.sigmoid()) + F.huber_loss(x * p, x)
+        + F.smooth_l1_loss(p, x) + F.l1_loss(p, x)
         + F.cross_entropy(x * p, x[0].abs().long()), PLANE, PLANE),
 }  # fmt: skip
 
