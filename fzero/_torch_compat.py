@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import sys
@@ -52,6 +53,7 @@ __all__ = [
     "make_fx",
     "place_in_file",
     "product_precision",
+    "quiet_fakes",
     "real_tensors",
     "store_holder",
     "tracing_graph",
@@ -66,6 +68,18 @@ fused_adamw_ = torch._fused_adamw_
 def is_fake(value: Any) -> bool:
     """Whether a value is a fake tensor (shape and dtype without memory)."""
     return isinstance(value, FakeTensor)
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Fake tensors do not log the errors of ops that are tried on them (their module's logger: 2.11.0, 2.13.0)."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def place_in_file(value: torch.Tensor) -> int | None:
