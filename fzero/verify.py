@@ -46,7 +46,7 @@ def verify(programs: Program | Mapping[int, Program], *, budget_bytes: int | Non
                 raise VerifyError(_message(name, rank, program, -1, what, len(by_rank) > 1)) from error
             if fault is not None:
                 raise VerifyError(_message(name, rank, program, *fault, len(by_rank) > 1))
-    if len(checked) > 1:
+    if len(by_rank) > 1:
         _together(by_rank)
 
 
@@ -94,6 +94,8 @@ def _reduction(program: Program, i: int, one: Op, n: int) -> Iterator[Fault]:
     needed_room = size // n if mode == "scatter" else size
     if mode not in ("scatter", "all", "exchange"):
         yield i, f"mode={mode} is none of scatter, all, exchange"
+    elif mode != "exchange" and size % n:
+        yield i, f"reduces {size} elements with mode={mode}: {n} ranks have no equal slices of them"
     elif room != needed_room:
         yield i, f"reduces {size} elements with mode={mode} into {room}: needed {needed_room}"
     elif one.get("via") == "p2p":
@@ -245,9 +247,12 @@ RULES: dict[str, Rule] = {
 
 def _together(programs: Mapping[int, Program]) -> None:
     """All ranks issue the same collectives in the same order per axis; sends match receives."""
-    issued = {rank: _collectives(program) for rank, program in programs.items()}
+    known = {id(program): _collectives(program) for program in programs.values()}
+    issued = {rank: known[id(program)] for rank, program in programs.items()}
     first = min(issued)
     for rank, calls_ in issued.items():
+        if calls_ is issued[first]:
+            continue
         for axis in {*issued[first], *calls_}:
             ours, theirs = issued[first].get(axis, []), calls_.get(axis, [])
             for n, ((_, a), (j, b)) in enumerate(zip(ours, theirs, strict=False)):
@@ -258,14 +263,14 @@ def _together(programs: Mapping[int, Program]) -> None:
                 what = f"{len(theirs)} collectives over {axis}, rank {first} has {len(ours)}"
                 raise VerifyError(_message("same order", rank, programs[rank], len(programs[rank].ops), what, True))
     sent: Counter[tuple[str | None, int, int, int, int]] = Counter()
+    messages = {id(p): [one for one in p.ops if one.kind in ("send", "recv")] for p in programs.values()}
     for rank, program in programs.items():
-        for one in program.ops:
-            if one.kind in ("send", "recv"):
-                peer = int(one.get("peer"))
-                ends = (rank, peer) if one.kind == "send" else (peer, rank)
-                ref = (one.reads or one.writes)[0]
-                size = length(program, ref) * program.buffers[ref.name].dtype.itemsize
-                sent[(one.axis, *ends, int(one.get("tag", 0)), size)] += 1 if one.kind == "send" else -1
+        for one in messages[id(program)]:
+            peer = int(one.get("peer"))
+            ends = (rank, peer) if one.kind == "send" else (peer, rank)
+            ref = (one.reads or one.writes)[0]
+            size = length(program, ref) * program.buffers[ref.name].dtype.itemsize
+            sent[(one.axis, *ends, int(one.get("tag", 0)), size)] += 1 if one.kind == "send" else -1
     for (over, sender, receiver, tag, size), count in sent.items():
         if count:
             more = "sent and not received" if count > 0 else "received and not sent"
