@@ -3,8 +3,9 @@
 The rules are for ATen's CPU kernels: the plan of another machine cannot measure. Each was found by running the op
 under the profiler (torch 2.13.0, oneDNN) and setting what the allocator saw beside the results' bytes. The ops of
 common models without a rule were seen to need nothing, or less than a hundredth of their operands. oneDNN's
-convolutions reorder into blocked layouts; what is computed in another dtype is cast first; attention keeps a tile per thread. Not
-known: products in 16 bits, of which oneDNN packs an operand or two, and of expanded operands, which are copied.
+convolutions reorder into blocked layouts; what is computed in another dtype is cast first; attention keeps a tile per
+thread. Not known: products in 16 bits, of which oneDNN packs an operand or two, and of expanded operands, which are
+copied.
 """
 
 from __future__ import annotations
