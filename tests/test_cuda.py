@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,42 +28,47 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="Triton's interpreter comes for Linux"),
 ]
 WORKER = Path(__file__).parent / "workers" / "on_standin.py"
+TEXT = WORKER.read_text() + (WORKER.parents[1] / "standin" / "faults.py").read_text()
 SHOWN = 2  # scenarios named for a line
-NAMES = {int(world): re.findall(rf"@scenario\({world}\)\ndef (\w+)", WORKER.read_text()) for world in "12"}
+NAMES = {int(world): re.findall(rf"@scenario\({world}\)\ndef (\w+)", TEXT) for world in "12"}
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """What each world's rank 0 told, and the errors of either rank."""
-    found = {}
-    for world in (1, 2):
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if world > 1 else []
-        env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        env |= {"PYTHONPATH": os.pathsep.join([*map(str, (WORKER.parents[2], WORKER.parents[1])), *sys.path])}
-        env |= {"OMP_NUM_THREADS": "1", "FZERO_STANDIN_RUN": str(tmp_path_factory.mktemp(f"world{world}"))}
-        command = [sys.executable, *launch, str(WORKER)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, check=False)
-        rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"failed"')]
-        assert len(rows) == world, done.stdout[-2000:] + done.stderr[-3000:]
-        found[world] = {"failed": {}, "done": set(rows[0]["seconds"]), "ran": {}}
-        for row in rows:
-            found[world]["failed"] |= row["failed"]
-            for key, names in row["ran"].items():
-                found[world]["ran"].setdefault(key, set()).update(names)
-    return found
+def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
+    """What the ranks of a world told, by its size."""
+    return cache(lambda world: _run(world, tmp_path_factory.mktemp(f"world{world}")))
+
+
+def _run(world: int, folder: Path) -> dict[str, Any]:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if world > 1 else []
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env |= {"PYTHONPATH": os.pathsep.join([*map(str, (WORKER.parents[2], WORKER.parents[1])), *sys.path])}
+    env |= {"OMP_NUM_THREADS": "1", "FZERO_STANDIN_RUN": str(folder)}
+    command = [sys.executable, *launch, str(WORKER)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, check=False)
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"failed"')]
+    assert len(rows) == world, done.stdout[-2000:] + done.stderr[-3000:]
+    failed: dict[str, str] = {}
+    ran: dict[str, set[str]] = {}
+    for row in rows:
+        failed |= row["failed"]
+        for key, names in row["ran"].items():
+            ran.setdefault(key, set()).update(names)
+    return {"failed": failed, "done": set(rows[0]["seconds"]), "ran": ran}
 
 
 @pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in NAMES.items() for name in names])
-def test_on_the_stand_in(told: dict[int, dict[str, Any]], world: int, name: str) -> None:
-    assert name not in told[world]["failed"], told[world]["failed"][name]
-    assert name in told[world]["done"], f"not reached after {list(told[world]['failed'])}"
+def test_on_the_stand_in(told: Callable[[int], dict[str, Any]], world: int, name: str) -> None:
+    found = told(world)
+    assert name not in found["failed"], found["failed"][name]
+    assert name in found["done"], f"not reached after {list(found['failed'])}"
 
 
-def test_every_line_of_cuda_has_run(told: dict[int, dict[str, Any]], golden: Callable[[str, str], None]) -> None:
+def test_every_line_of_cuda_has_run(told: Callable[[int], dict[str, Any]], golden: Callable[[str, str], None]) -> None:
     order = [name for names in NAMES.values() for name in names]
     shown, missed = [], []
     for line in lines.cuda_lines():
-        ran = set().union(*(one["ran"].get(line.key, ()) for one in told.values()))
+        ran = set().union(*(told(world)["ran"].get(line.key, ()) for world in NAMES))
         names = sorted(ran, key=order.index)
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         shown.append(f"{line.key}\n    {', '.join(names[:SHOWN])}{more}")

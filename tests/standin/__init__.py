@@ -24,8 +24,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-# What torch's C++ asks of CUDA while it runs what is above a kernel: a guard of the current device, and whether there is
-# a device at all (autograd runs backward in a thread for each). A torch without CUDA answers neither.
+# What torch's C++ asks of CUDA while it runs what is above a kernel: a guard of the current device, and whether there
+# is a device at all (autograd runs backward in a thread for each). A torch without CUDA answers neither.
 _SOURCE = """
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -43,7 +43,9 @@ using at::RegistererCUDAHooksRegistry;
 REGISTER_CUDA_HOOKS(CUDAHooks);
 struct Standin : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   c10::DeviceIndex deviceCount() const noexcept override { return 2; }
-  c10::Stream getStream(c10::Device d) const noexcept override { return c10::Stream(c10::Stream::DEFAULT, d); }
+  c10::Stream getStream(c10::Device d) const noexcept override {
+    return c10::Stream(c10::Stream::DEFAULT, d);
+  }
   void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
   void block(void*, const c10::Stream&) const override {}
 };

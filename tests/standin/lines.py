@@ -2,8 +2,9 @@
 
 A statement is one of them if
 1. it is in a branch that a test on CUDA opens: the body of `if x.is_cuda`, `if device.type == "cuda"`, `if
-   torch.cuda.is_available()`, `if via == "nccl"`, `if self.recording is not None` (the words of `MARKS`); the `else` of,
-   or what follows, a test that is negated and leaves; a line with a conditional expression on such a test, or that compares with "cuda" or asks `is_cuda`;
+   torch.cuda.is_available()`, `if via == "nccl"`, `if self.recording is not None` (the words of `MARKS`); the `else`
+   of, or what follows, a test that is negated and leaves; a line with a conditional expression on such a test, or that
+   compares with "cuda" or asks `is_cuda`;
 2. it names something of `torch.cuda` beside `is_available`;
 3. it is in a function or class that only such statements name, found again and again until no more are; `ALSO` are
    those whose names others have too;
@@ -182,8 +183,7 @@ def _is_cudas(file: _File, where: str, files: list[_File], lines: dict[str, set[
         around
         or name in OTHER
         or name.startswith("__")
-        or (not name.startswith(("_", "N"))
-        and "/kernels/" not in file.name)
+        or (not name.startswith(("_", "N")) and "/kernels/" not in file.name)
     ):
         return False
     found = [(one.name, n) for one in files for n in one.references(name)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 
 class RaceError(AssertionError):
@@ -70,8 +71,8 @@ VIOLATIONS: list[str] = []  # found where nothing can be raised: memory given ba
 class Memory:
     """One allocation of a device, or of pinned host memory (`home` is then the host)."""
 
-    num_bytes: dict[int, int] = {}
-    peak_bytes: dict[int, int] = {}
+    num_bytes: ClassVar[dict[int, int]] = {}
+    peak_bytes: ClassVar[dict[int, int]] = {}
 
     def __init__(self, nbytes: int, home: Agent) -> None:
         self.nbytes, self.home, self.ledger = -(-nbytes // 512) * 512, home, list[Use]()

@@ -1,3 +1,4 @@
+# ruff: noqa: E402
 """fzero on a stand-in for CUDA (`standin`): run by test_cuda.py as one process, and under torchrun as two.
 
 Each scenario is a function; the last line of the output is JSON: what failed, and which of CUDA's lines each ran.
@@ -14,13 +15,7 @@ import standin
 standin.install()
 
 import json
-import logging
-import sys
 import tempfile
-import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +23,27 @@ from unittest import mock
 
 import cases
 import torch
-import torch.distributed as dist
-from standin import device, kernels, lines, nccl, order
+from standin import device, nccl, order
+from standin.running import (
+    BF16,
+    F16,
+    F32,
+    HERE,
+    RANK,
+    WORLD,
+    batch_of,
+    bound_of,
+    data,
+    fails,
+    init,
+    logged,
+    loss,
+    main,
+    near,
+    scenario,
+    started,
+    trained,
+)
 
 import fzero
 from fzero import doctor, optim
@@ -41,88 +55,6 @@ from fzero.program import Op, Ref
 from fzero.random import _ops
 from fzero.runtime import collectives, graphs, inductor, presence
 from fzero.runtime.bound import Bound
-
-RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-HERE = f"cuda:{RANK}"
-SCENARIOS: dict[str, Callable[[], None]] = {}
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-
-
-def scenario(world: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    def register(fn: Callable[[], None]) -> Callable[[], None]:
-        if world == WORLD:
-            SCENARIOS[fn.__name__] = fn
-        return fn
-
-    return register
-
-
-@contextmanager
-def fails(kind: type[BaseException], text: str) -> Iterator[None]:
-    """What is in it raises this error."""
-    try:
-        yield
-    except kind as error:
-        assert text in str(error), f"{error!r} does not say {text!r}"
-        return
-    raise AssertionError(f"nothing raised {kind.__name__} ({text})")
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fzero").addHandler(handler)
-    try:
-        yield found
-    finally:
-        logging.getLogger("fzero").removeHandler(handler)
-
-
-def init(key: Any) -> Any:
-    one, two = fzero.random.split(key)
-    return {"a": fzero.random.normal(one, (8, 8)), "b": fzero.random.normal(two, (8, 8)), "bias": torch.zeros(8)}
-
-
-def loss(params: Any, b: Any) -> Any:
-    return (torch.tanh(b["x"] @ params["a"] + params["bias"]) @ params["b"] - b["x"]).square().mean()
-
-
-def data(step: int) -> Any:
-    return {"x": torch.randn(2 * WORLD, 8, generator=torch.Generator().manual_seed(step))}
-
-
-def batch_of(where: str, step: int) -> Any:
-    return fzero.tree.map(lambda x: x[2 * RANK : 2 * RANK + 2].contiguous().to(where), data(step))
-
-
-def started(where: str = HERE, **options: Any) -> Any:
-    given = {"loss": loss, "optimizer": optim.adamw(1e-2), "device": where, "timeout": 30.0, **options}
-    return fzero.init(init(fzero.random.key(0)), fzero.Spec(**given))
-
-
-def trained(where: str = HERE, steps: int = 4, **options: Any) -> tuple[list[float], list[torch.Tensor], Any]:
-    state = started(where, **options)
-    losses = []
-    for step in range(steps):
-        state = fzero.step(state, batch_of(where, step))
-        losses.append(float(state.metrics["loss"]))
-    return losses, [x.cpu() for x in fzero.tree.flatten(fzero.unshard(state.params))[1]], state
-
-
-def near(found: Any, wanted: Any, rtol: float = 1e-4, atol: float = 1e-5) -> None:
-    for a, b in zip(found[1], wanted[1], strict=True):
-        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
-    assert all(abs(a - b) < max(1e-3, rtol) * abs(b) for a, b in zip(found[0], wanted[0], strict=True)), (
-        found[0],
-        wanted[0],
-    )
-
-
-def bound_of(state: Any) -> Any:
-    return next(iter(state.runtime.bound.values()))
-
 
 # --- one process ------------------------------------------------------------------------------------------------------
 
@@ -142,15 +74,15 @@ def training_agrees_with_the_cpu() -> None:
 @scenario(1)
 def a_transformer() -> None:
     make, its_loss = cases.gpt(vocab=8, width=4, depth=1)
+    params = make(fzero.random.key(0))
     losses: dict[str, list[float]] = {"cpu": [], HERE: []}
     for where, found in losses.items():
-        state = fzero.init(
-            make, fzero.Spec(loss=its_loss, optimizer=optim.sgd(0.1), device=where), key=fzero.random.key(0)
-        )
+        state = fzero.init(params, fzero.Spec(loss=its_loss, optimizer=optim.sgd(0.1), device=where))
         for step in range(3):
             state = fzero.step(state, fzero.tree.map(lambda x, w=where: x.to(w), cases.tokens(2, 4, 8, step)))
             found.append(float(state.metrics["loss"]))
     assert bound_of(state).recording is not None
+    assert all(abs(a - b) < 1e-4 for a, b in zip(*losses.values(), strict=True)), losses
 
 
 @scenario(1)
@@ -205,7 +137,7 @@ def the_doctor_looks() -> None:
     assert found["cuda:1"].text.startswith("stand-in, 64.0 GiB of 64.0 GiB free, capability 9.0")
     assert found["nccl"].text == "available"
     assert found["triton"].status == "ok"
-    with mock.patch.object(torch._C, "_cuda_getDeviceCount", lambda: 0):
+    with mock.patch.object(torch._C, "_cuda_getDeviceCount", return_value=0):
         assert "sees none" in next(doctor.cuda()).text
         with fails(fzero.SpecError, "sees no CUDA device"):
             started("cuda")
@@ -345,7 +277,7 @@ def compiled_stretches() -> None:
 # --- two processes ----------------------------------------------------------------------------------------------------
 
 
-def alone(steps: int = 4) -> tuple[list[float], list[torch.Tensor]]:
+def alone(steps: int = 3) -> tuple[list[float], list[torch.Tensor]]:
     """The same training on the global batch, by plain autograd on the CPU."""
     params, losses = init(fzero.random.key(0)), []
     for step in range(steps):
@@ -409,174 +341,7 @@ def messages() -> None:
     assert x.tolist() == [0.0] * 4
 
 
-# --- faults that the stand-in must find -------------------------------------------------------------------------------
-
-
-@contextmanager
-def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
-    with mock.patch.object(owner, name, value):
-        yield
-
-
-@scenario(2)
-def a_missing_wait_is_a_race() -> None:
-    def wait(self: Any, name: str) -> None:
-        self.pending.pop(name).finish()
-
-    with changed(collectives.P2P, "wait", wait), fails(order.RaceError, "nccl"):
-        trained(cuda_graph=False, optimizer=optim.sgd(0.1))
-
-
-@scenario(2)
-def a_missing_wait_fails_a_capture() -> None:
-    def wait(self: Any, name: str) -> None:
-        transfer = self.pending.pop(name)
-        if device.CAPTURE is None:
-            transfer.requests[0].wait()
-        transfer.finish()
-
-    with logged() as said, changed(collectives.P2P, "wait", wait):
-        trained(optimizer=optim.sgd(0.1))
-    assert any("would not record" in line for line in said), said
-
-
-@scenario(2)
-def an_op_on_another_stream_is_a_race() -> None:
-    start = collectives.Nccl.start
-
-    def elsewhere(self: Any, name: str, one: Any, tensors: Any) -> None:
-        with torch.cuda.stream(torch.cuda.Stream(HERE)):
-            start(self, name, one, tensors)
-
-    with changed(collectives.Nccl, "start", elsewhere), fails(order.RaceError, "which nothing puts after"):
-        trained(cuda_graph=False, optimizer=optim.sgd(0.1))
-
-
-@scenario(1)
-def races_between_streams() -> None:
-    x, side = torch.ones(8, device=HERE), torch.cuda.Stream(HERE)
-    x.add_(1)
-    with fails(order.RaceError, "reads"), torch.cuda.stream(side):
-        x + 1
-    y = torch.ones(8, device=HERE)
-    side.wait_stream(torch.cuda.current_stream(HERE))
-    with torch.cuda.stream(side):
-        y.add_(1)
-    with fails(order.RaceError, "writes"):
-        y.zero_()
-    event = side.record_event()
-    event.wait()
-    assert y.tolist() == [2.0] * 8
-    host = torch.empty(8, pin_memory=True)
-    host.copy_(y, non_blocking=True)
-    with fails(order.RaceError, "the host"):
-        host.numpy()
-    torch.cuda.synchronize()
-    assert host.numpy().sum() == 16
-    with torch.cuda.stream(side):
-        z = y * 2
-    z.data_ptr()
-    side.synchronize()
-    with torch.cuda.stream(side):
-        part = torch.ones(8, device=HERE)
-    torch.cuda.current_stream(HERE).wait_stream(side)
-    part.add_(1)
-    del part  # back to `side`, which has not waited for the add
-    assert len(order.VIOLATIONS) == 1, order.VIOLATIONS
-    order.VIOLATIONS.clear()
-
-
-@scenario(1)
-def wrong_calls() -> None:
-    with fails(TypeError, "unexpected keyword argument"):
-        torch.cuda.graph(torch.cuda.CUDAGraph(), capture_mode="thread_local")  # type: ignore[call-arg]
-    with fails(TypeError, "unexpected keyword argument"):
-        torch.cuda.memory_allocated(dev=0)  # type: ignore[call-arg]
-    with fails(AttributeError, "memory_alocated"):
-        torch.cuda.memory_alocated(0)  # type: ignore[attr-defined]
-    with fails(TypeError, "can't convert cuda:0"):
-        torch.ones(2, device=HERE).numpy()
-    with fails(RuntimeError, "expected all tensors on one device"):
-        torch.ones(2, device=HERE) + torch.ones(2)
-    with fails(RuntimeError, "expected all tensors on one device"):
-        torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1")
-    with fails(RuntimeError, "device not ready"):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        for event in events:
-            event.record()
-        events[0].elapsed_time(events[1])
-    x = torch.ones(4, device="cuda:1")
-    with fails(AssertionError, "launched on cuda:0"), changed(torch.cuda, "device", lambda _: mock.MagicMock()):
-        norms.sum_squares(x)
-
-
-@scenario(1)
-def what_a_capture_refuses() -> None:
-    x = torch.ones(4, device=HERE)
-    torch.cuda.synchronize()
-    waits: dict[str, Callable[[], object]] = {
-        "_local_scalar_dense": lambda: x.sum().item(),
-        "synchronize cuda:0": torch.cuda.synchronize,
-        "the host waits": lambda: x.copy_(torch.zeros(4)),
-        "which is not captured": lambda: torch.ones(3, device="cuda:1"),
-    }
-    for text, call in waits.items():
-        stream = torch.cuda.current_stream(HERE)
-        with torch.cuda.stream(stream), fails(order.CaptureError, text), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            call()
-    with torch.cuda.stream(torch.cuda.current_stream(HERE)), fails(order.CaptureError, "nothing has joined"):
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            here, side = torch.cuda.current_stream(), torch.cuda.Stream()
-            side.wait_stream(here)
-            with torch.cuda.stream(side):
-                x.add_(1)
-    graph = torch.cuda.CUDAGraph()
-    assert x.tolist() == [1.0] * 4, "recording runs nothing"
-    with torch.cuda.graph(graph):
-        x.add_(x * 2)
-    assert x.tolist() == [1.0] * 4
-    graph.replay()
-    graph.replay()
-    assert x.tolist() == [9.0] * 4
-
-
-@scenario(1)
-def a_save_that_does_not_wait_is_a_race() -> None:
-    state = trained(steps=1)[2]
-    with changed(torch.cuda.streams.Stream, "synchronize", lambda self: None), fails(order.RaceError, "the host"):
-        fzero.save(state, Path(tempfile.mkdtemp()) / "run")
-
-
-# --- running ----------------------------------------------------------------------------------------------------------
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    wanted = sys.argv[1:]
-    failed: dict[str, str] = {}
-    seconds: dict[str, float] = {}
-    with lines.Watch(lines.cuda_lines()) as watch:
-        for name, fn in SCENARIOS.items():
-            if wanted and name not in wanted:
-                continue
-            watch.now, began = name, time.perf_counter()
-            try:
-                fn()
-                assert order.VIOLATIONS == [], order.VIOLATIONS
-            except Exception:
-                failed[name] = traceback.format_exc()
-                if WORLD > 1:
-                    break  # the other rank may be elsewhere
-            order.VIOLATIONS.clear()
-            device.CAPTURE = None
-            seconds[name] = round(time.perf_counter() - began, 2)
-    if dist.is_initialized() and not failed:
-        dist.destroy_process_group()
-    ran = {key: sorted(names) for key, names in watch.ran.items()}
-    told = {"failed": failed, "seconds": seconds, "ran": ran, "kernels": sorted(kernels.LAUNCHED)}
-    print("\n" + json.dumps(told), flush=True)
-    os._exit(0)
-
-
 if __name__ == "__main__":
+    from standin import faults  # noqa: F401  (registers its scenarios)
+
     main()
