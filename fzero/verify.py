@@ -23,6 +23,8 @@ from fzero.passes.prefetch import gathered_bytes
 from fzero.plan.memory import account
 from fzero.program import DTYPE_NAMES, PERSISTENT, Op, Program, Ref, op_text
 
+Rule = Callable[[Program], Iterator[Fault]]
+
 
 def verify(programs: Program | Mapping[int, Program], *, budget_bytes: int | None = None) -> None:
     """Raises VerifyError for the first rule that a program, or the ranks' programs together, break.
@@ -35,14 +37,15 @@ def verify(programs: Program | Mapping[int, Program], *, budget_bytes: int | Non
         if any(program is one for one in checked):
             continue
         checked.append(program)
-        for name, rule in (*RULES.items(), ("budget", partial(_budget, budget_bytes))):
+        rules: dict[str, Rule] = {**RULES, "budget": partial(_budget, budget_bytes)}
+        for name, rule in rules.items():
             try:
                 fault = next(iter(rule(program)), None)
             except Exception as error:  # this program is none that fzero makes
                 what = f"the rule cannot be checked on this program: {error!r}"
                 raise VerifyError(_message(name, rank, program, -1, what, len(by_rank) > 1)) from error
             if fault is not None:
-                raise VerifyError(_message(name, rank, program, *fault, len(by_rank) > 1))
+                raise VerifyError(_message(name, rank, program, fault[0], fault[1], len(by_rank) > 1))
     if len(by_rank) > 1:
         _together(by_rank)
 
@@ -221,7 +224,7 @@ def meaning(program: Program) -> Iterator[Fault]:
         yield -1, f"the step computes something else than what was captured ({found}, not {program.meaning})"
 
 
-RULES: dict[str, Callable[[Program], Iterator[Fault]]] = {
+RULES: dict[str, Rule] = {
     "form": form,
     "lifetimes": lifetimes,
     "needed": needed,
