@@ -1,4 +1,4 @@
-"""The mutation harness at its full count: what `fzero mutate` prints, asserted; and damaged text, thousands of times."""
+"""The mutation harness at its full count: what `fzero mutate` prints, asserted; and damaged text, many times over."""
 
 import random
 
