@@ -45,7 +45,7 @@ def verify(programs: Program | Mapping[int, Program], *, budget_bytes: int | Non
                 what = f"the rule cannot be checked on this program: {error!r}"
                 raise VerifyError(_message(name, rank, program, -1, what, len(by_rank) > 1)) from error
             if fault is not None:
-                raise VerifyError(_message(name, rank, program, *fault, len(by_rank) > 1))
+                raise VerifyError(_message(name, rank, program, fault[0], fault[1], len(by_rank) > 1))
     if len(by_rank) > 1:
         _together(by_rank)
 

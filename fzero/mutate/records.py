@@ -84,7 +84,8 @@ def drop_reference(rng: random.Random, p: Program) -> Program | None:
     at, n = spot
     refs = list(getattr(p.ops[at], side))
     refs[n : n + 1] = [] if rng.random() < 0.5 else [refs[n], refs[n]]
-    return put(p, at, replace(p.ops[at], **{side: tuple(refs)}))
+    one = p.ops[at]
+    return put(p, at, replace(one, reads=tuple(refs)) if side == "reads" else replace(one, writes=tuple(refs)))
 
 
 # --- ranges -----------------------------------------------------------------------------------------------------------

@@ -294,7 +294,7 @@ def write_into_view(rng: random.Random, graph: fx.Graph) -> Any:
     )
     if node is None or node.users:
         return None
-    dest, source = node.args[:2]
+    dest, source = segments.operand(node), segments.operand(node, 1)
     half = max(dest.meta["val"].shape[0] // 2, 1)
     node.args = tuple(_new(node, aten.slice.Tensor, whole, 0, 0, half) for whole in (dest, source))
     return node
