@@ -368,6 +368,7 @@ def child(names: Sequence[str], out: Path, most: dict[str, int]) -> None:
     done = finished(out)
     with out.open("a") as file:
         for name in names:
+            Path(f"{out}.at").write_text("")
             left = {key: one for key, one in keys(OPS[name], most) if key not in done}
             for dtype in dict.fromkeys(key.split("|")[1] for key in left):
                 own = [key for key in left if key.split("|")[1] == dtype]

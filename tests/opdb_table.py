@@ -8,6 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.testing._internal.common_methods_invocations import op_db  # 2.11.0, 2.13.0
+
 DOCS = Path(__file__).parent.parent / "docs" / "ops.md"
 HEAD = "## Counted"
 FINE = ("equal", "refused", "not eager")
@@ -70,7 +73,9 @@ def tables(lines: Iterable[Line]) -> str:
 
 def write(lines: Iterable[Line]) -> None:
     before = DOCS.read_text().partition(HEAD)[0]
-    DOCS.write_text(f"{before}{HEAD}\n\n{tables(lines)}\n")
+    lines = list(lines)
+    ops = len({line["key"].split("|")[0] for line in lines})
+    DOCS.write_text(f"{before}{HEAD}\n\n{ops} of the {len(op_db)} ops, torch {torch.__version__}.\n\n{tables(lines)}\n")
 
 
 if __name__ == "__main__":
