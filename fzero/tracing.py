@@ -295,7 +295,7 @@ class _Watch(TorchDispatchMode):
             func = aten.zeros.default  # forward mode's zero tangents, which have no memory
         result = func(*args, **(kwargs or {}))
         if odd := [value.layout for value in segments.tensors(result) if value.layout is not torch.strided]:
-            raise _Refused(
+            raise Refused(
                 f"{func} at {self.line()} makes a tensor of {odd[0]}: the tensors of a step are dense. Use the dense op, "
                 "or make what is sparse outside of the step and pass its indices and values in the batch"
             )
