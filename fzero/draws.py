@@ -89,8 +89,10 @@ def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[st
 
 
 def no_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Attention kernels carry the tag for their dropout; with probability 0 they draw nothing."""
-    return bool(_named(func, args, kwargs).get("dropout_p", 1.0) == 0.0)
+    """Attention kernels carry the tag for their dropout; with probability 0 they draw nothing. So do layers, for what
+    they do in training alone."""
+    named = _named(func, args, kwargs)
+    return bool(named.get("dropout_p", 1.0) == 0.0) or named.get("training") is False
 
 
 def _uniform(mode: Keyed, shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:

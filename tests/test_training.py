@@ -266,6 +266,31 @@ def test_there_is_nothing_to_choose_without_microbatches_or_when_told() -> None:
     assert reductions(chosen(8, reduce="end")) == 8
 
 
+def gaps_loss(p: Any, batch: Any) -> Tensor:
+    return (p["a"].sum() + p["c"].square().sum() + p["d"].sin().sum()) * batch.mean()
+
+
+@stages
+@pytest.mark.parametrize("reduce", ["each", "end"])
+@pytest.mark.parametrize("how", [{"allow_unused": True}, {"allow_unused": True, "trainable": ["a", "b", "d"]}], ids=str)
+def test_small_leaves_without_a_gradient_lie_between_those_with_one(how: Any, reduce: str, zero: int) -> None:
+    """Sums over parts of the batch read the gradients that there are, and nothing between them."""
+    params = {"a": torch.ones(3), "b": torch.ones(2, 1), "c": torch.full((70,), 0.5), "d": torch.tensor([0.2])}
+    spec = fzero.Spec(
+        loss=gaps_loss, optimizer=optim.sgd(0.1), zero=zero, microbatches=2, reduce=reduce, clip_norm=9.0, **how
+    )
+    parts = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])]
+    result = run(spec, params, lambda rank, _: parts[rank], world=2, steps=1)
+    scale = torch.cat(parts).mean()
+    slopes = {"a": torch.ones(3), "b": torch.zeros(2, 1), "c": 2 * params["c"], "d": params["d"].cos()}
+    if "trainable" in how:
+        slopes["c"] = torch.zeros(70)
+    norm = scale * torch.cat([x.flatten() for x in slopes.values()]).norm()
+    for path, slope in slopes.items():
+        wanted = params[path] - 0.1 * scale * slope * min(1.0, 9.0 / float(norm))
+        torch.testing.assert_close(result.final[f"params/{path}"], wanted)
+
+
 # --- losses compiled, steps within compiled code ----------------------------------------------------------------------
 
 

@@ -12,7 +12,6 @@ executors. `shrink` makes a failing case small.
 from __future__ import annotations
 
 import argparse
-import gc
 import subprocess
 import sys
 import time
@@ -25,29 +24,36 @@ import torch
 from fzero.fuzz.case import Case
 from fzero.fuzz.check import Outcome, check
 from fzero.fuzz.draw import draw
-from fzero.fuzz.report import Report, append, line_of, read
+from fzero.fuzz.report import Report, append, line_of, lost, note, read
 from fzero.fuzz.shrink import shrink
 
 __all__ = ["Case", "Outcome", "Report", "check", "draw", "run", "shrink"]
 
 
 def run(numbers: Iterable[int], seed: int = 0, out: Path | None = None) -> Report:
-    """Checks these cases of a seed, but those that the file `out` has, to which it appends. What it adds up to."""
+    """Checks these cases of a seed, but those that the file `out` has, to which it appends. What it adds up to.
+
+    A case that ends the process is found when the next one starts: a file beside `out` says what was done last.
+    """
     report = Report() if out is None else read(out)
     with nullcontext() if out is None else out.open("a", encoding="utf-8") as file:
+        if file is not None and file.tell() and not out.read_text(encoding="utf-8").endswith("\n"):
+            file.write("\n")  # after a line that was cut off
+        for line in [] if out is None else lost(out, report):
+            report.add(line)
+            append(file, line)
         for number in numbers:
             if f"{seed}:{number}" in report.done:
                 continue
             start = time.process_time()
+            note(out, f"{seed}:{number} drawn")
             case = draw(seed, number)
+            note(out, f"{seed}:{number} checked")
             line = line_of(case, outcome := check(case), time.process_time() - start, report)
             if outcome.end in ("wrong", "crashed"):
                 print(f"{case.name} {outcome.end}: {outcome.what[:300]}", file=sys.stderr, flush=True)
             report.add(line)
-            if file is not None:
-                append(file, line)
-            if number % 50 == 0:
-                gc.collect()
+            append(file, line)
     return report
 
 
@@ -61,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, help="a file of outcomes, one JSON line a case: what it has is not run again"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="processes, with files FILE.0, FILE.1, ... (default 1)")
+    parser.add_argument("--jobs", type=int, default=0, help="run in so many processes, with files FILE.0, FILE.1, ...")
     parser.add_argument("--case", metavar="SEED:NUMBER", help="print this case's script and how it ends, and stop")
     parser.add_argument("--shrink", action="store_true", help="with --case: print the smallest script that fails so")
 
@@ -72,10 +78,10 @@ def command(arguments: argparse.Namespace) -> int:
     if arguments.case:
         return _one(arguments.case, arguments.shrink)
     numbers = range(arguments.start, arguments.start + arguments.count)
-    if arguments.jobs > 1:
-        return _many(arguments, numbers)
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    if arguments.jobs:
+        return _many(arguments, numbers)
     report = run(numbers, arguments.seed, arguments.out)
     print(report)
     return 0 if report.good else 1
@@ -94,17 +100,24 @@ def _one(name: str, smaller: bool) -> int:
 
 
 def _many(arguments: argparse.Namespace, numbers: range) -> int:
-    """One process for every job-th case."""
+    """So many processes, each with its part of the cases. One that a signal ended starts again."""
     if arguments.out is None:
         raise ValueError("--jobs needs --out FILE, for the files that the processes write")
     each = -(-len(numbers) // arguments.jobs)
-    own = [numbers[n * each : (n + 1) * each] for n in range(arguments.jobs)]
-    command = [sys.executable, "-m", "fzero.cli", "fuzz", "--seed", str(arguments.seed)]
-    processes = [
-        subprocess.Popen(
-            [*command, "--start", str(part.start), "--count", str(len(part)), "--out", f"{arguments.out}.{n}"]
-        )
-        for n, part in enumerate(own)
-        if part
+    parts = [numbers[n * each : (n + 1) * each] for n in range(arguments.jobs)]
+    files = [Path(f"{arguments.out}.{n}") for n in range(arguments.jobs)]
+    base = [sys.executable, "-m", "fzero.cli", "fuzz", "--seed", str(arguments.seed)]
+    commands = [
+        [*base, "--start", str(part.start), "--count", str(len(part)), "--out", str(file)]
+        for part, file in zip(parts, files, strict=True)
     ]
-    return max(process.wait() for process in processes)
+    waiting = {n: subprocess.Popen(one, stdout=subprocess.DEVNULL) for n, one in enumerate(commands)}
+    while waiting:
+        for n, process in list(waiting.items()):
+            if process.wait() < 0:
+                waiting[n] = subprocess.Popen(commands[n], stdout=subprocess.DEVNULL)
+            else:
+                del waiting[n]
+    report = read(*files)
+    print(report)
+    return 0 if report.good else 1

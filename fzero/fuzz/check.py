@@ -8,19 +8,13 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from fzero import segments
 from fzero.errors import FzeroError, VerifyError
 from fzero.fuzz import runs
 from fzero.fuzz.case import Case
 from fzero.fuzz.oracle import difference
-
-KNOWN: tuple[str, ...] = ()  # in the text of a loss: failures that are being mended and not counted until they are
 
 
 @dataclass(frozen=True)
@@ -48,19 +42,14 @@ def check(case: Case) -> Outcome:
         except Exception as error:
             notes = " ".join(getattr(error, "__notes__", ()))[:300]
             text = f"{type(error).__name__}: {error} {notes}"
-            return _known(case, Outcome("crashed", _class(error), text, frozenset(aten)))
-        return _known(case, Outcome("wrong" if what else "equal", what.partition(":")[0], what, frozenset(aten)))
-
-
-def _known(case: Case, outcome: Outcome) -> Outcome:
-    failed = outcome.end in ("wrong", "crashed") and any(text in case.source for text in KNOWN)
-    return replace(outcome, end="known") if failed else outcome
+            return Outcome("crashed", _class(error), text, frozenset(aten))
+        return Outcome("wrong" if what else "equal", what.partition(":")[0], what, frozenset(aten))
 
 
 def _wrong(case: Case, made: runs.Prepared, aten: set[str]) -> str:
     low = runs.lowered(made, case)
-    aten |= {str(node.target) for gm in _graphs(low) for node in gm.graph.nodes if segments.is_compute(node)}
-    aten |= {str(n.target) for gm in _graphs(low) for n in gm.graph.nodes if str(n.target).startswith("aten.")}
+    graphs = [region.gm.graph for region in low.graph.regions]
+    aten |= {text for graph in graphs for node in graph.nodes if (text := str(node.target)).startswith("aten.")}
     found = runs.bound(made, low)
     if what := difference(case, made, found):
         return f"eager: {what}"
@@ -71,10 +60,6 @@ def _wrong(case: Case, made: runs.Prepared, aten: set[str]) -> str:
         if what := _bits(found, runs.bound(made, runs.lowered(made, case, **other))):
             return f"stages: {what}"
     return ""
-
-
-def _graphs(low: Any) -> Iterator[torch.fx.GraphModule]:
-    yield from (region.gm for region in low.graph.regions)
 
 
 def _bits(a: Any, b: Any) -> str | None:

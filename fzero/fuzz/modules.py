@@ -14,12 +14,12 @@ Row = Callable[[Draw], str]
 Shape = tuple[int, ...]
 
 
-def _row(constructor: str, *shapes: Shape) -> Row:
-    """A module of fixed sizes: its inputs are fitted to shapes."""
+def _row(constructor: str, *shapes: Shape, parts: Sequence[str] = ("",)) -> Row:
+    """A module of fixed sizes: its inputs are fitted to shapes. `parts` of its result, as "[0]", are drawn."""
 
     def row(g: Draw) -> str:
         inputs = [g.fitted(shape) for shape in shapes]
-        return _called(g, constructor, inputs)
+        return _called(g, constructor, inputs, parts)
 
     return row
 
@@ -45,10 +45,10 @@ def _classes(constructor: str) -> Row:
     return row
 
 
-def _called(g: Draw, constructor: str, inputs: Sequence[str]) -> str:
+def _called(g: Draw, constructor: str, inputs: Sequence[str], parts: Sequence[str] = ("",)) -> str:
     name = g.module(constructor)
     own = f'p["{name}"]' if name in g.names["p"] else "{}"
-    return f"call({name}, {own}, {', '.join(inputs)})"
+    return f"call({name}, {own}, {', '.join(inputs)}){g.some(*parts)}"
 
 
 def _embedding(constructor: str, high: int) -> Row:
@@ -121,8 +121,8 @@ MODULES: dict[str, Row] = {
     "RMSNorm": _row("nn.RMSNorm(4, eps=0.1)", (3, 4)),
     "LocalResponseNorm": _row("nn.LocalResponseNorm(2)", (1, 4, 3)),
     "RNN": _row("nn.RNN(3, 2)", (2, 1, 3)),
-    "LSTM": _row("nn.LSTM(3, 2, batch_first=True)", (2, 2, 3)),
-    "LSTM of two layers": _row("nn.LSTM(2, 2, 2, bidirectional=True)", (2, 1, 2)),
+    "LSTM": _row("nn.LSTM(3, 2, batch_first=True)", (2, 2, 3), parts=("[0]", "[1]")),
+    "LSTM of two layers": _row("nn.LSTM(2, 2, 2, bidirectional=True)", (2, 1, 2), parts=("[0]", "[1]")),
     "GRU": _row("nn.GRU(3, 2, bidirectional=True)", (2, 2, 3)),
     "RNNCell": _row("nn.RNNCell(3, 2)", (2, 3)),
     "LSTMCell": _row("nn.LSTMCell(3, 2)", (2, 3)),
@@ -179,6 +179,5 @@ DROPPING: dict[str, Row] = {
     "Dropout1d": _row("nn.Dropout1d(0.3)", (2, 2, 3)),
     "Dropout2d": _row("nn.Dropout2d(0.3)", (2, 2, 2, 2)),
     "AlphaDropout": _pointwise("nn.AlphaDropout(0.2)"),
-    "RReLU": _pointwise("nn.RReLU()"),
     "TransformerEncoderLayer with dropout": _row("nn.TransformerEncoderLayer(4, 1, 4, dropout=0.3)", (2, 1, 4)),
 }

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from fzero.fuzz.case import Case
 from fzero.fuzz.check import Outcome
 
-ENDS = ("equal", "refused", "known", "wrong", "crashed")
+ENDS = ("equal", "refused", "undrawn", "wrong", "crashed")
 
 
 @dataclass
@@ -64,11 +64,12 @@ def line_of(case: Case, outcome: Outcome, seconds: float, report: Report) -> dic
     return line | {name: values for name, values in new.items() if values}
 
 
-def read(path: Path) -> Report:
-    """What a file of outcomes says; a last line that was cut off is left out."""
+def read(*paths: Path) -> Report:
+    """What files of outcomes say; a last line that was cut off is left out."""
     report = Report()
-    for line in lines(path.read_text(encoding="utf-8").splitlines() if path.exists() else ()):
-        report.add(line)
+    for path in paths:
+        for line in lines(path.read_text(encoding="utf-8").splitlines() if path.exists() else ()):
+            report.add(line)
     return report
 
 
@@ -80,6 +81,27 @@ def lines(texts: Iterable[str]) -> Iterator[dict[str, Any]]:
             continue
 
 
-def append(file: TextIO, line: dict[str, Any]) -> None:
-    file.write(json.dumps(line) + "\n")
-    file.flush()
+def append(file: TextIO | None, line: dict[str, Any]) -> None:
+    if file is not None:
+        file.write(json.dumps(line) + "\n")
+        file.flush()
+
+
+def _beside(out: Path) -> Path:
+    return out.with_name(f"{out.name}.now")
+
+
+def note(out: Path | None, text: str) -> None:
+    """Writes down what is done now: a case's name, and "drawn" or "checked"."""
+    if out is not None:
+        _beside(out).write_text(text, encoding="utf-8")
+
+
+def lost(out: Path, report: Report) -> list[dict[str, Any]]:
+    """The case that ended the process before: by eager PyTorch alone where it was being drawn, which is no fault."""
+    name, _, what = (_beside(out).read_text(encoding="utf-8") if _beside(out).exists() else "").partition(" ")
+    if not name or name in report.done:
+        return []
+    end = "undrawn" if what == "drawn" else "crashed"
+    text = f"the process ended while the case was {what}"
+    return [{"case": name, "end": end, "seconds": 0.0, "reason": text, "what": text}]

@@ -102,7 +102,7 @@ def _without(case: Case, n: int) -> Iterator[Case]:
         if len(names) == 1 and not used.startswith("m"):
             yield tidy(_renamed(case, n, names[0], used))
     for used in sorted(name for name in names_in(line) if name.startswith(("p", "b", "v")) and name not in names):
-        if len(names) == 1 and line != f"{names[0]} = {used}.clone()":
+        if len(names) == 1 and not line.endswith(".clone()"):
             yield tidy(replace(case, body=(*case.body[:n], f"{names[0]} = {used}.clone()", *case.body[n + 1 :])))
 
 

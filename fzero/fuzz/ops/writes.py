@@ -125,7 +125,7 @@ WRITES: dict[str, Row] = {
     ),
     "diagonal_scatter": lambda g: f"torch.diagonal_scatter({(x := g.full(2, 2))}, {x}.diagonal().cos())",
     "as_strided_scatter": lambda g: (
-        f"torch.as_strided_scatter({(x := g.full())}.contiguous(), {x}.flatten()[:1] * 3.0, (1,), (1,), 0)"
+        f"torch.as_strided_scatter(({(x := g.full())} * 1.0).contiguous(), {x}.flatten()[:1] * 3.0, (1,), (1,), 0)"
     ),
     "into_zeros": lambda g: (
         f"torch.zeros({tuple(g.value(x := g.full(1)).shape)}, dtype={x}.dtype).copy_({x}).mul_(0.5)"

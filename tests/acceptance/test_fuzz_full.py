@@ -1,0 +1,24 @@
+"""The fuzzer at its full count. Its file is kept: a run that was cut off goes on where it ended."""
+
+from pathlib import Path
+
+import pytest
+
+from fzero import cli
+from fzero.fuzz.report import read
+
+pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(6 * 3600)]
+
+CASES = 20_000
+FILE = Path(__file__).parents[2] / "runs" / "fuzz.jsonl"
+
+
+def test_twenty_thousand_random_losses_have_eagers_numbers() -> None:
+    cli.main(["fuzz", "--count", str(CASES), "--jobs", "2", "--out", str(FILE)])
+    report = read(*FILE.parent.glob(f"{FILE.name}.[0-9]"))
+    print(report)
+    assert report.failed == []
+    assert sum(report.ends.values()) >= CASES
+    assert len(report.aten) >= 120
+    assert len(report.modules) >= 60
+    assert report.ends["equal"] >= 0.9 * CASES

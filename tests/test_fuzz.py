@@ -1,0 +1,162 @@
+"""The differential fuzzer: a seeded part of it, its tables, and that it finds and shrinks what is broken on purpose."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fzero import cli, tape
+from fzero.draws import Keyed
+from fzero.fuzz import Case, check, draw, run, shrink
+from fzero.fuzz.case import Options
+from fzero.fuzz.operands import Draw
+from fzero.fuzz.ops import control
+from fzero.fuzz.options import draw_options
+from fzero.fuzz.tables import GROUPS, KEYED
+from fzero.fuzz.values import Used
+from fzero.random import key
+
+aten = torch.ops.aten
+ROWS = {f"{group}/{name}": row for group, (_, rows) in {**GROUPS, **KEYED}.items() for name, row in rows.items()}
+BODY = ('v0 = torch.tanh(p["w0"])', 'v1 = b["x0"].sin()', "v2 = v0 @ v0.t()", "v3 = v1.cumsum(0)", "v2[0].mul_(2.0)")
+CASE = Case(
+    "by hand",
+    params=(("w0", "normal(0, (2, 3))"), ("w1", "normal(1, (2,))")),
+    batch=(("x0", "normal(100 + rank, ({parts} * 2, 2))"), ("i0", "integers(300 + rank, ({parts}, 2))")),
+    body=BODY,
+    terms=("(v2 * wave(v2)).sum()", "v3.mean()", 'p["w1"].sum()'),
+)
+TRAINING = Options("training", 2, {"optimizer": "optim.sgd(0.1)", "microbatches": "2"}, {"zero": "1"})
+
+
+def test_random_losses_have_eagers_numbers() -> None:
+    report = run(range(30), seed=1)
+    assert report.failed == []
+    assert report.ends["equal"] >= 20
+    assert len(report.aten) >= 120
+    assert len(report.rows) >= 80
+
+
+@pytest.fixture(scope="module")
+def modules() -> set[type]:
+    """Draws every row of the tables; the modules that were made."""
+    never, found = [], set()
+    for name, row in ROWS.items():
+        for number in range(40):
+            made = _operands(random.Random(f"{name} {number}"))
+            try:
+                with Keyed(key(0)):
+                    for line in row(made).split("\n"):
+                        made.add(line)
+            except Exception:
+                continue
+            used = [value.module for value in made.names.values() if isinstance(value, Used)]
+            found |= {type(module) for whole in used for module in whole.modules()}
+            break
+        else:
+            never.append(name)
+    assert never == []
+    return found
+
+
+def _operands(rng: random.Random) -> Draw:
+    made = Draw(rng, draw_options(rng))
+    made.names |= {"p": {}, "b": {}}
+    shape = tuple(rng.randint(1, 4) for _ in range(rng.randint(1, 4)))
+    for n, given in enumerate((shape, (2, 3), (4,), (1, 2, 3))):
+        made.leaf("p", f"w{n}", f"normal({n}, {given})")
+    made.leaf("b", "i0", "integers(300 + rank, (3, 2))")
+    for line in ('p["w1"] * 1.5', 'p["w0"] > 0.1torch.complex(p["w1"], p["w1"].sin())', 'p["w2"].sum()'):
+        made.add(line)
+    return made
+
+
+def test_every_row_can_be_drawn_and_there_are_sixty_modules(modules: set[type]) -> None:
+    own = {kind for kind in modules if kind.__module__.startswith("torch.nn.modules")}
+    assert len(own) >= 60
+    assert len(ROWS) - sum("/" in name and name.startswith(("modules/", "dropping/")) for name in ROWS) >= 120
+
+
+def test_a_case_is_the_same_whenever_it_is_drawn_and_runs_from_its_script() -> None:
+    first, second = draw(3, 17), draw(3, 17)
+    assert first == second
+    assert first.source != draw(3, 18).source
+    names: dict[str, Any] = {"__name__": "script"}
+    exec(compile(first.script, "script", "exec"), names)
+    assert torch.isfinite(names["loss"](names["params"], names["batch"](0)))
+    assert check(CASE).end == check(replace(CASE, options=TRAINING)).end == "equal"
+
+
+@pytest.mark.parametrize("options", [Options(), TRAINING], ids=["gradients", "training"])
+def test_a_kernel_that_is_wrong_is_found_and_shrunk_to_its_line(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = tape.out_form
+    monkeypatch.setattr(tape, "out_form", lambda op: form(aten.sigmoid.default if op is aten.tanh.default else op))
+    outcome = check(replace(CASE, options=options))
+    assert (outcome.end, outcome.reason) == ("wrong", "eager")
+    small = shrink(replace(CASE, options=options), outcome, tries=60)
+    assert [line for line in small.body if "tanh" in line] == list(small.body)
+    assert small.options == Options(interpret=False)
+    assert check(small).end == "wrong"
+
+
+def test_bits_that_differ_between_stages_or_executors_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fzero.fuzz import runs
+
+    sound = runs.interpreted
+    monkeypatch.setattr(runs, "interpreted", lambda *a: {n: x + (n == "loss") for n, x in sound(*a).items()})
+    assert check(CASE).reason == "interpreter"
+    bound, calls = runs.bound, []
+
+    def second(*given: Any) -> Any:
+        calls.append(given)
+        return {n: x + (n == "loss" and len(calls) == 2) for n, x in bound(*given).items()}
+
+    monkeypatch.setattr(runs, "bound", second)
+    outcome = check(replace(CASE, options=replace(TRAINING, interpret=False)))
+    assert (outcome.end, outcome.reason) == ("wrong", "stages")
+
+
+def test_a_refusal_has_its_reason_and_another_error_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = check(replace(CASE, body=(*BODY, "v4 = v0 * v0.sum().item()"), terms=("v4.sum()",)))
+    assert refused.end == "refused"
+    assert "depend on aten._local_scalar_dense.default" in refused.reason
+    assert "by hand" not in refused.reason
+
+    def broken(*_: Any) -> Any:
+        raise IndexError("index 3 out of range")
+
+    monkeypatch.setattr(tape, "bind", broken)
+    crashed = check(CASE)
+    assert (crashed.end, crashed.reason) == ("crashed", "IndexError: index N out of range")
+
+
+@pytest.mark.parametrize("name", control.DYNAMIC)
+def test_what_is_known_only_when_it_runs_is_refused(name: str) -> None:
+    made = _operands(random.Random(name))
+    body = (*made.body, f"v9 = {control.DYNAMIC[name](made)}")
+    outcome = check(Case(name, (), tuple(made.params), tuple(made.batch), body, ("v9.sum() * 1.0", 'p["w0"].sum()')))
+    assert outcome.end == "refused", outcome
+
+
+def test_a_run_goes_on_where_its_file_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "runs" / "out.jsonl"
+    command = ["fuzz", "--seed", "5", "--out", str(file)]
+    assert cli.main([*command, "--count", "2"]) == 0
+    file.write_text(file.read_text() + '{"case": "5:2", "en')
+    assert cli.main([*command, "--count", "3"]) == 0
+    lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    assert [line["case"] for line in lines] == ["5:0", "5:1", "5:2"]
+    assert "3 cases" in capsys.readouterr().out
+    file.with_name("out.jsonl.now").write_text("5:3 checked")
+    assert cli.main([*command, "--count", "4"]) == 1
+    assert "crashed: the process ended while the case was checked" in capsys.readouterr().out
+    assert cli.main(["fuzz", "--case", "5:1"]) == 0
+    assert "def loss(p, b):" in capsys.readouterr().out
