@@ -296,8 +296,8 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if odd := [value.layout for value in segments.tensors(result) if value.layout is not torch.strided]:
             raise Refused(
-                f"{func} at {self.line()} makes a tensor of {odd[0]}: the tensors of a step are dense. Use the dense op, "
-                "or make what is sparse outside of the step and pass its indices and values in the batch"
+                f"{func} at {self.line()} makes a tensor of {odd[0]}: the tensors of a step are dense. Use the dense "
+                "op, or make what is sparse outside of the step and pass its indices and values in the batch"
             )
         graph = tracing_graph()
         if graph is not None and self is self.tracing.watching[-1]:  # a region is traced inside a step
