@@ -234,7 +234,7 @@ def _watched(gm: fx.GraphModule, found: set[str], *given: Tensor) -> list[Tensor
         env[node] = node.target(*args, **kwargs)
         if node.target is operator.getitem or segments.mutated(node):
             continue
-        pairs = list(zip(segments.tensors(node.meta["val"]), segments.tensors(env[node]), strict=True))
+        pairs = list(zip(segments.tensors(node.meta.get("val")), segments.tensors(env[node]), strict=True))
         if any(planned.shape != real.shape or planned.dtype != real.dtype for planned, real in pairs):
             found.add(f"{node.target} form")
         elif any(_steps(planned) != _steps(real) for planned, real in pairs):

@@ -20,8 +20,10 @@ REASONS = {
     "is changed in place": "changes a leaf in place (statistics, or its operand): return the new value instead",
     "would depend on": "the shape of its result, or what it computes, depends on values",
     "values are needed": "the shape of its result, or what it computes, depends on values",
+    "follows in-place work": "in-place work that torch cannot make pure",
     "of a storage": "looks at memory outside of its operand",
     "torch.sparse": "sparse tensors",
+    "needed a dense tensor of one of": "a dtype that fzero has no buffers for",
 }
 
 Line = Mapping[str, Any]
