@@ -134,7 +134,6 @@ def rooted(gm: fx.GraphModule) -> fx.GraphModule:
                 offset -= start if _named(node).get("storage_offset") is not None else 0
             if _alike(root, operand):
                 node.target, node.args, node.kwargs = aten.as_strided.default, (root, size, stride, offset), {}
-    gm.recompile()
     return gm
 
 
@@ -165,7 +164,7 @@ def rebased(gm: fx.GraphModule) -> fx.GraphModule:
                 new = rewrite(node, _Maker(node))
             node.replace_all_uses_with(new)
             gm.graph.erase_node(node)
-    gm.recompile()
+            gm.recompile()
     return gm
 
 
