@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import platform
 import sys
@@ -62,6 +63,7 @@ __all__ = [
     "make_fx",
     "place_in_file",
     "product_precision",
+    "quiet_fakes",
     "real_tensors",
     "saved_tensor_hooks",
     "store_holder",
@@ -109,6 +111,18 @@ def place_in_file(value: torch.Tensor) -> tuple[int, int]:
     if found is None:
         raise ValueError(f"a tensor of shape {list(value.shape)} has no bytes in the file")
     return found
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Fake tensors do not log the errors of ops that are tried on them (their module's logger: 2.11.0, 2.13.0)."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def tracing_graph() -> torch.fx.Graph | None:

@@ -122,6 +122,8 @@ class Abstract:
         if (buffer.bucket, buffer.per) != (origin.bucket, origin.per):
             raise Undefined(f"{source.name} and {dest.name} are of different buckets")
         held = self._content(source.name).terms
+        if held and all(axis in value.varies for value in held.values()):
+            raise Undefined(f"{source} differs from rank to rank: its slices, gathered, are no rank's value")
         self.memory[dest.name] = Content({key: gathered(value, axis) for key, value in held.items()})
 
     def reduce(self, one: Op) -> None:

@@ -137,7 +137,7 @@ def lower(
     device = device if torch.cuda.is_available() else torch.device("cpu")  # shapes do not need the device
     recipe = recipe_for(spec, params_like, key, device)
     plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, size, bucket_bytes(via, size))
-    state = tree.unflatten(recipe.spec, recipe.values)
+    state = fakes_on(tree.unflatten(recipe.spec, recipe.values), device)
     lowered = lower_step(spec, state, fakes_on(batch_like, device), plan, via)
     verify(lowered.program)
     return lowered

@@ -10,9 +10,11 @@ import math
 from collections.abc import Iterator
 
 import torch
+from torch import fx
 
 from fzero import offsets, reuse, segments, tape
 from fzero.lifetimes import Fault
+from fzero.meaning import BLOCKWISE, IN_PLACE
 from fzero.passes.rewrite import overlap
 from fzero.program import ALIGN, DTYPE_NAMES, KINDS, PERSISTENT, Buffer, Op, Program, Ref
 
@@ -181,6 +183,8 @@ def calls(program: Program) -> Iterator[Fault]:
         if any(node.op == "placeholder" for node in owners) or len(set(owners)) < len(owners):
             yield i, f"segment {one.get('segment')} returns a tensor that shares its memory with another or an input"
         for ref, node in zip(one.writes[:fresh], results, strict=True):
+            if not segments.is_dense(node.meta["val"]):
+                yield i, f"returns {ref} with strides {node.meta['val'].stride()}: its buffer has no room for the gaps"
             buffer = program.buffers[ref.name]
             if buffer.kind in PERSISTENT:
                 yield i, f"returns {ref} as a new tensor: {ref.name} is held between steps and must be written in place"
@@ -189,13 +193,18 @@ def calls(program: Program) -> Iterator[Fault]:
         for ref, node in zip((*one.writes[:fresh], *one.reads, *one.writes[fresh:]), (*results, *takes), strict=True):
             if (what := _unfit(program, ref, node.meta["val"])) is not None:
                 yield i, what
-        for ref, node in zip(one.writes[:fresh], results, strict=True):
-            if not segments.is_dense(node.meta["val"]):
-                yield i, f"returns {ref} with strides {node.meta['val'].stride()}: its buffer has no room for the gaps"
+        cut = next((ref for ref in (*one.reads, *one.writes) if ref.shape is None and (ref.stop or 0) % ALIGN), None)
+        if cut is not None and one.get("flat") and not any(map(_by_blocks, gm.graph.nodes)):
+            yield i, f"{cut} ends off a multiple of {ALIGN} elements: the bits of the last ones depend on that"
         if one.get("at") is not None or "measure" in program.passes:
             need, room = tape.layout(gm, reuse.apart(one)).nbytes, int(one.get("workspace", 0))
             if need > room:
                 yield i, f"segment {one.get('segment')} works in {need:,} bytes, its workspace has {room:,}"
+
+
+def _by_blocks(node: fx.Node) -> bool:
+    """Whether an op works on blocks, whose last one it pads itself."""
+    return IN_PLACE.get(node.target, (node.target,))[0] in BLOCKWISE
 
 
 def _unfit(program: Program, ref: Ref, value: torch.Tensor) -> str | None:

@@ -235,7 +235,7 @@ def _write(node: fx.Node, make: _Maker) -> fx.Node:
     like = x.meta["val"]
     if torch.Size(size).numel() > 1 and not _is_apart(size, stride):
         raise CaptureError(f"{node.target} at {_where(node)} writes several values to one element: write to a clone")
-    if start == 0 and torch.Size(size).numel() == like.numel() and _is_dense((size, stride, 0)):
+    if start == 0 and torch.Size(size).numel() == like.numel() and segments.dense(size, stride):
         return make.shaped(make.flat(values, layout), like)  # nothing is left of the old value
     new = make(torch.ops.fzero.strided_scatter.default, make.flat(x), values, list(size), list(stride), start)
     return make.shaped(new, like)
@@ -280,7 +280,7 @@ def _start_in(value: torch.Tensor, layout: Layout) -> int | None:
     size, stride, offset = layout
     start = offset - int(value.storage_offset())
     first, last = span((size, stride, start))
-    held = _is_dense((value.shape, value.stride(), 0)) and first >= 0 and last <= value.numel()
+    held = segments.is_dense(value) and first >= 0 and last <= value.numel()
     return (start if last else 0) if held else None
 
 
@@ -329,13 +329,6 @@ def _is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
             return False
         expected *= n
     return True
-
-
-def _is_dense(layout: Layout) -> bool:
-    """Whether a layout has every element of its span once."""
-    size, stride, _ = layout
-    order = _order(layout)
-    return 0 in size or _is_contiguous([size[d] for d in order], [stride[d] for d in order])
 
 
 def _is_apart(size: Sequence[int], stride: Sequence[int]) -> bool:

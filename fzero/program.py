@@ -389,6 +389,8 @@ def _quote(text: str) -> str:
 
 def wire_bytes(program: Program, one: Op) -> int:
     """Bytes that one rank sends for `one`: (N-1)/N of the whole for a gather or a scatter, twice that for both."""
+    if any(ref.name not in program.buffers for ref in (*one.reads, *one.writes)):
+        return 0  # verify refuses it, and prints it
     if one.kind == "send":
         return sum(program.buffers[ref.name].nbytes for ref in one.reads)
     n = dict(program.mesh).get(one.axis or "", 1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,7 +16,11 @@ import torch
 from fzero import tree
 from fzero.program import DTYPE_NAMES
 
-_OURS = tuple(f"{path}{os.sep}" for path in (torch.__path__[0], os.path.dirname(__file__), tree.optree.__path__[0]))
+_OURS = (
+    *(f"{path}{os.sep}" for path in (torch.__path__[0], os.path.dirname(__file__), tree.optree.__path__[0])),
+    contextlib.__file__,  # what a decorator of these adds between a caller and fzero
+    functools.__file__,
+)
 
 
 def is_users(filename: str) -> bool:
@@ -25,7 +29,7 @@ def is_users(filename: str) -> bool:
 
 
 def user_line(frame: types.FrameType | None = None) -> str:
-    """`file.py:12` of the innermost caller outside torch, fzero and optree."""
+    """`file.py:12` of the innermost caller outside torch, fzero, optree and Python's decorators."""
     frame = frame or sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -93,7 +97,7 @@ def found_name(value: Any, fns: Sequence[Callable[..., Any]]) -> str | None:
 def _variables(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """What a function closes over: free variables, globals (of functions inside it too) and defaults."""
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        with suppress(ValueError):  # not assigned yet
+        with contextlib.suppress(ValueError):  # not assigned yet
             yield name, cell.cell_contents
     codes = [fn.__code__]
     for code in codes:

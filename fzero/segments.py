@@ -224,9 +224,14 @@ def dense_like(value: torch.Tensor) -> torch.Tensor:
 
 def is_dense(value: torch.Tensor) -> bool:
     """Whether a tensor's elements lie side by side, in whatever order of its dims."""
-    dims = sorted((stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size != 1)
-    steps = itertools.accumulate((size for _, size in dims), operator.mul, initial=1)
-    return not value.numel() or all(stride == step for (stride, _), step in zip(dims, steps, strict=False))
+    return dense(value.shape, value.stride())
+
+
+def dense(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether such a layout has every element from its first to its last once."""
+    dims = sorted((step, n) for n, step in zip(size, stride, strict=True) if n != 1)
+    steps = itertools.accumulate((n for _, n in dims), operator.mul, initial=1)
+    return 0 in size or all(step == wanted for (step, _), wanted in zip(dims, steps, strict=False))
 
 
 def normalised(gm: fx.GraphModule) -> fx.GraphModule:

@@ -298,6 +298,11 @@ def _fill(value: float) -> Callable[..., Iterator[Call]]:
     return form
 
 
+def _leave(*_: Any, **__: Any) -> Iterator[Call]:
+    """Nothing to do: whatever lies there is a value of it."""
+    yield from ()
+
+
 def _full(into: torch.Tensor, _: Any, value: Any, **__: Any) -> Iterator[Call]:
     yield partial(into.fill_, value)
 
@@ -343,6 +348,12 @@ def _embedding_backward_by_columns(
 _SPECIAL: dict[Any, Callable[..., Iterator[Call]]] = {
     aten.clone.default: _copy,
     aten._to_copy.default: _copy,
+    aten.empty.memory_format: _leave,
+    aten.empty_like.default: _leave,
+    aten.empty_permuted.default: _leave,
+    aten.empty_strided.default: _leave,
+    aten.new_empty.default: _leave,
+    aten.new_empty_strided.default: _leave,
     aten.zeros.default: _fill(0),
     aten.zeros_like.default: _fill(0),
     aten.new_zeros.default: _fill(0),

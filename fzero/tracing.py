@@ -18,8 +18,6 @@ from torch import fx
 
 from fzero import ambient, offsets, segments
 from fzero._torch_compat import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensorMode,
     TorchDispatchMode,
     compiled_functions_traced,
@@ -28,12 +26,12 @@ from fzero._torch_compat import (
     make_fx,
     tracing_graph,
 )
-from fzero.draws import no_dropout
 from fzero.errors import CaptureError, TreeError, at
 from fzero.plan.layout import buffer_name
 from fzero.precision import Precision
 from fzero.program import DTYPE_NAMES
-from fzero.provenance import describe, is_users, name_of, user_line
+from fzero.provenance import describe, user_line
+from fzero.refuse import Refused, ambient_draw, attribute, check_graph, closed_over_write, explained
 
 aten = torch.ops.aten
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
@@ -120,9 +118,9 @@ def trace(
         with ambient.of_caller() if outermost else nullcontext(), _Watch(tracing, user_line), torch.enable_grad():
             return fn(*xs)
 
-    with _explained(), tracing.mode, compiled_functions_traced():
+    with explained(), tracing.mode, compiled_functions_traced():
         gm = make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
-    _refuse(tracing, gm, names)
+    check_graph(gm, names, tracing.fns, in_region=tracing.depth > 0)
     offsets.rooted(gm)
     if any(segments.mutated(node) for node in gm.graph.nodes):
         gm = _functionalised(tracing, gm, inputs)
@@ -154,92 +152,6 @@ def check_leaf(name: str, value: torch.Tensor) -> None:
         )
 
 
-def _refuse(tracing: Tracing, gm: fx.GraphModule, names: Sequence[str]) -> None:
-    inputs = dict(zip(segments.placeholders(gm.graph), names, strict=False))
-    _refuse_shape_changes(gm)
-    for node in gm.graph.nodes:
-        where = node.meta.get("source") or "the step"
-        for argument in segments.mutated(node):
-            root = segments.base(argument)
-            if root in inputs:
-                raise CaptureError(
-                    f"{inputs[root]} is changed in place by {node.target} at {where}: a step is pure. "
-                    "Return a new value instead"
-                )
-            if root.op == "get_attr":
-                raise _closed_over_write(tracing, _attribute(gm, root), node.target, where)
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not no_dropout(
-            node.target, node.args, node.kwargs
-        ):
-            raise _ambient(node.target, where)
-        if node.op == "get_attr":
-            value = _attribute(gm, node)
-            if is_fake(value) and not tracing.depth:
-                raise CaptureError(
-                    f"a tensor {describe(value)} at {where} was made inside a loss, or in another trace, and kept: it "
-                    "has no value here. Return it from the loss as aux (has_aux=True)"
-                )
-            wanted = [u for u in node.users if not (u.meta.get("no_grad") or u.target in _NO_GRAD)]
-            if isinstance(value, torch.Tensor) and not is_fake(value) and value.requires_grad and wanted:
-                raise CaptureError(
-                    f"{name_of(value, tracing.fns)} is closed over at {wanted[0].meta.get('source') or where} and "
-                    "requires grad: it would get no gradient and never change. Pass it in through the parameters, or "
-                    "detach() it"
-                )
-
-
-def _has_gradient(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether autograd follows an op that changes its operand's shape in place; it need not be known of others."""
-    return torch.Tag.inplace_view not in func.tags or args[0].requires_grad or in_functorch()
-
-
-def _refuse_shape_changes(gm: fx.GraphModule) -> None:
-    """Refuses `x.transpose_(...)` and kin where x shares memory and the others, or x again, are used in other ways.
-
-    Autograd then makes x's views anew, from x as it is now instead of as it was: their gradients would be wrong (on
-    fake tensors; on others it makes them by their place in memory)."""
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    reshaped = [n for n in order if torch.Tag.inplace_view in getattr(n.target, "tags", ())]
-    writes = [n for n in order if n not in reshaped and segments.mutated(n)]
-    for node in reshaped:
-        if node.meta.get("no_grad"):
-            continue
-        changed, root = segments.operand(node), segments.base(node)
-        others = [n for n in order if n is not changed and segments.is_compute(n) and segments.base(n) is root]
-        read = any(order[n] < order[node] < order[user] for n in others for user in n.users)
-        written = any(order[n] > order[node] and segments.base(n) is root for n in writes)
-        if read or (written and segments.is_view(changed)):
-            raise CaptureError(
-                f"{node.target} at {node.meta.get('source') or 'the step'} changes the shape of a tensor in place that "
-                "shares its memory with another one: their gradients would be wrong. Write x = x.transpose(...), not "
-                "x.transpose_(...)"
-            )
-
-
-# ops that ask for no gradient of what they read; a region's own graph has been looked at
-_NO_GRAD = (aten.detach.default, torch.ops.fzero.region.default)
-
-
-def _ambient(op: Any, where: str) -> CaptureError:
-    return CaptureError(
-        f"{op} at {where} draws from torch's ambient generator: the step would not be a function of its state. "
-        "In a loss, give it a key: fzero.init(params, spec, key=fzero.random.key(0)), or value_and_grad(loss, key=key) "
-        "in a step of your own, or fzero.evaluate(..., key=key). "
-        "Elsewhere use fzero.random with a key from the state or the batch"
-    )
-
-
-def _closed_over_write(tracing: Tracing, value: Any, op: Any, where: str) -> CaptureError:
-    return CaptureError(
-        f"{name_of(value, tracing.fns)} is closed over and changed in place by {op} at {where}: put it in the state "
-        "and return its new value"
-    )
-
-
-def _attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
-    return getattr(gm, str(node.target))
-
-
 def lifted(gm: fx.GraphModule, graph_inputs: int) -> list[torch.Tensor]:
     """Turns every closed-over tensor of a region into one more placeholder; the tensors, in order.
 
@@ -249,7 +161,7 @@ def lifted(gm: fx.GraphModule, graph_inputs: int) -> list[torch.Tensor]:
     found: dict[int, fx.Node] = {}
     values: list[torch.Tensor] = []
     for node in [n for n in gm.graph.nodes if n.op == "get_attr"]:
-        value = _attribute(gm, node)
+        value = attribute(gm, node)
         fresh = node.users and all(u.target is aten.lift_fresh_copy.default for u in node.users)
         if fresh and value.numel() == 1 and not is_fake(value):
             for user in list(node.users):
@@ -280,13 +192,13 @@ def _functionalised(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch
     """The same graph with in-place work on its own intermediates made pure."""
     replay = _Replay(gm)
     shared = [n for n in gm.graph.nodes if n.op == "get_attr" and not all(u.target in _LITERAL for u in n.users)]
-    constants = {str(n.target): x for n in shared if isinstance(x := _attribute(gm, n), torch.Tensor)}
+    constants = {str(n.target): x for n in shared if isinstance(x := attribute(gm, n), torch.Tensor)}
 
     def watched(*xs: torch.Tensor) -> Any:
         with _Watch(tracing, lambda: replay.node.meta.get("source", ""), lambda: replay.node.meta.get("phase")):
             return torch.func.functionalize(replay.with_constants)(constants, *xs)
 
-    with _explained(), tracing.mode, compiled_functions_traced():
+    with explained(), tracing.mode, compiled_functions_traced():
         try:
             pure = make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
         except RuntimeError as error:  # what the traced ops did, their pure forms do not
@@ -330,10 +242,6 @@ class _Replay(fx.Interpreter):
             )
 
 
-class _Refused(Exception):
-    """A CaptureError on its way out of torch: torch takes a TypeError in an operator for "try the other operand"."""
-
-
 # ops that refuse mixed dtypes when they run, but not on fake tensors
 _ONE_DTYPE = {
     aten.mm.default,
@@ -342,6 +250,11 @@ _ONE_DTYPE = {
     aten.addmv.default,
     aten.convolution.default,
 }
+
+
+def _has_gradient(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether autograd follows an op that changes its operand's shape in place; it need not be known of others."""
+    return torch.Tag.inplace_view not in func.tags or args[0].requires_grad or in_functorch()
 
 
 class _Watch(TorchDispatchMode):
@@ -373,14 +286,19 @@ class _Watch(TorchDispatchMode):
             self.refuse_real(func, args, kwargs or {})
         if func in _ONE_DTYPE and len({value.dtype for value in args if isinstance(value, torch.Tensor)}) > 1:
             given = " and ".join(describe(value) for value in args if isinstance(value, torch.Tensor))
-            raise _Refused(
+            raise Refused(
                 f"{func} at {self.line()} is given {given}: it needs one dtype. Cast one, as in x.to(w.dtype)"
             )
         if any(isinstance(value, torch.Generator) for value in (kwargs or {}).values()):
-            raise _Refused(str(_ambient(func, user_line())))
+            raise Refused(str(ambient_draw(func, user_line())))
         if func is aten._efficientzerotensor.default:
             func = aten.zeros.default  # forward mode's zero tangents, which have no memory
         result = func(*args, **(kwargs or {}))
+        if odd := [value.layout for value in segments.tensors(result) if value.layout is not torch.strided]:
+            raise Refused(
+                f"{func} at {self.line()} makes a tensor of {odd[0]}: the tensors of a step are dense. Use the dense "
+                "op, or make what is sparse outside of the step and pass its indices and values in the batch"
+            )
         graph = tracing_graph()
         if graph is not None and self is self.tracing.watching[-1]:  # a region is traced inside a step
             line = None
@@ -402,61 +320,4 @@ class _Watch(TorchDispatchMode):
             given = named.get(argument.name)
             for value in given if isinstance(given, (list, tuple)) else [given]:
                 if isinstance(value, torch.Tensor) and not is_fake(value):
-                    raise _Refused(str(_closed_over_write(self.tracing, value, func, user_line())))
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Turns torch's errors about values that a trace does not have into one with the user's line and what to do."""
-    try:
-        yield
-    except _Refused as error:
-        raise CaptureError(str(error)) from None
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise _data_dependent(error, str(error.func)) from None
-    except (RuntimeError, TypeError) as error:
-        if isinstance(error, CaptureError):
-            raise
-        if "tracing tensor" in str(error) or "data-dependent" in str(error).lower():
-            raise _data_dependent(error, "a tensor's value") from None
-        for part, why in _TORCH_SAYS.items():
-            if part in str(error):
-                raise CaptureError(f"{_raised_at(error) or 'in the step'}: {why}") from None
-        raise
-
-
-_TORCH_SAYS = {
-    "leaf Variable that requires grad": "a parameter is changed in place: a step is pure. Return a new value instead",
-    "returned an invalid gradient": "the shape of a tensor that has a gradient is changed in place (squeeze_, "
-    "transpose_, resize_ and kin). Write x = x.squeeze() instead of x.squeeze_()",
-    "supported for tensor subclasses": "numpy would need a tensor's values, which are known only when the program "
-    "runs. Use the torch function, or compute it outside the step and pass it in the batch",
-    "mixed dtype (CPU)": "a layer mixes a narrow and a wide dtype, as a BatchNorm does whose weight is cast and whose "
-    "statistics are not. Keep the layer wide: Precision(compute=..., keep={'**/bn*/**': 'fp32'})",
-    "expected scalar type": "a layer mixes dtypes, as a BatchNorm does whose weight is cast to the compute dtype and "
-    "whose statistics are not. Keep all of the layer wide: Precision(compute=..., keep={'<its path>/**': 'fp32'})",
-    "data is not allocated yet": "a tensor's values are needed, which are known only when the program runs. Instead "
-    "of torch.tensor([x, y]) write torch.stack([x, y])",
-    "passed to FakeTensor.__format__": "a tensor's value would be printed, which is known only when the program runs. "
-    "Return it as a metric",
-    "a dynamo-optimized function": "a torch.compiled function is called. Pass the plain one: fzero compiles the step",
-}
-
-
-def _data_dependent(error: Exception, what: str) -> CaptureError:
-    return CaptureError(
-        f"{_raised_at(error)}: the program would depend on {what}, which is known only when it runs. "
-        "Instead of `if x > 0:` write torch.where(x > 0, a, b); instead of x.item() keep the 0-d tensor; "
-        "instead of x[mask] multiply by the mask"
-    )
-
-
-def _raised_at(error: Exception) -> str:
-    """The innermost line outside torch, fzero and optree of an error's traceback."""
-    line, trace_back = "", error.__traceback__
-    while trace_back is not None:
-        code = trace_back.tb_frame.f_code
-        if is_users(code.co_filename):
-            line = f"{code.co_filename.rsplit('/', 1)[-1]}:{trace_back.tb_lineno}"
-        trace_back = trace_back.tb_next
-    return line
+                    raise Refused(str(closed_over_write(self.tracing.fns, value, func, user_line())))

@@ -23,6 +23,8 @@ from fzero.passes.prefetch import gathered_bytes
 from fzero.plan.memory import account
 from fzero.program import DTYPE_NAMES, PERSISTENT, Op, Program, Ref, op_text
 
+Rule = Callable[[Program], Iterator[Fault]]
+
 
 def verify(programs: Program | Mapping[int, Program], *, budget_bytes: int | None = None) -> None:
     """Raises VerifyError for the first rule that a program, or the ranks' programs together, break.
@@ -30,20 +32,21 @@ def verify(programs: Program | Mapping[int, Program], *, budget_bytes: int | Non
     `programs` is one program for every rank, or `{rank: program}`. `budget_bytes` bounds the planned peak per rank.
     """
     by_rank = {0: programs} if isinstance(programs, Program) else dict(programs)
+    rules: dict[str, Rule] = {**RULES, "budget": partial(_budget, budget_bytes)}
     checked: list[Program] = []
     for rank, program in by_rank.items():
         if any(program is one for one in checked):
             continue
         checked.append(program)
-        for name, rule in (*RULES.items(), ("budget", partial(_budget, budget_bytes))):
+        for name, rule in rules.items():
             try:
                 fault = next(iter(rule(program)), None)
             except Exception as error:  # this program is none that fzero makes
                 what = f"the rule cannot be checked on this program: {error!r}"
                 raise VerifyError(_message(name, rank, program, -1, what, len(by_rank) > 1)) from error
             if fault is not None:
-                raise VerifyError(_message(name, rank, program, *fault, len(by_rank) > 1))
-    if len(checked) > 1:
+                raise VerifyError(_message(name, rank, program, fault[0], fault[1], len(by_rank) > 1))
+    if len(by_rank) > 1:
         _together(by_rank)
 
 
@@ -91,6 +94,8 @@ def _reduction(program: Program, i: int, one: Op, n: int) -> Iterator[Fault]:
     needed_room = size // n if mode == "scatter" else size
     if mode not in ("scatter", "all", "exchange"):
         yield i, f"mode={mode} is none of scatter, all, exchange"
+    elif mode != "exchange" and size % n:
+        yield i, f"reduces {size} elements with mode={mode}: {n} ranks have no equal slices of them"
     elif room != needed_room:
         yield i, f"reduces {size} elements with mode={mode} into {room}: needed {needed_room}"
     elif one.get("via") == "p2p":
@@ -219,7 +224,7 @@ def meaning(program: Program) -> Iterator[Fault]:
         yield -1, f"the step computes something else than what was captured ({found}, not {program.meaning})"
 
 
-RULES: dict[str, Callable[[Program], Iterator[Fault]]] = {
+RULES: dict[str, Rule] = {
     "form": form,
     "lifetimes": lifetimes,
     "needed": needed,
@@ -242,9 +247,12 @@ RULES: dict[str, Callable[[Program], Iterator[Fault]]] = {
 
 def _together(programs: Mapping[int, Program]) -> None:
     """All ranks issue the same collectives in the same order per axis; sends match receives."""
-    issued = {rank: _collectives(program) for rank, program in programs.items()}
+    known = {id(program): _collectives(program) for program in programs.values()}
+    issued = {rank: known[id(program)] for rank, program in programs.items()}
     first = min(issued)
     for rank, calls_ in issued.items():
+        if calls_ is issued[first]:
+            continue
         for axis in {*issued[first], *calls_}:
             ours, theirs = issued[first].get(axis, []), calls_.get(axis, [])
             for n, ((_, a), (j, b)) in enumerate(zip(ours, theirs, strict=False)):
@@ -255,14 +263,14 @@ def _together(programs: Mapping[int, Program]) -> None:
                 what = f"{len(theirs)} collectives over {axis}, rank {first} has {len(ours)}"
                 raise VerifyError(_message("same order", rank, programs[rank], len(programs[rank].ops), what, True))
     sent: Counter[tuple[str | None, int, int, int, int]] = Counter()
+    messages = {id(p): [one for one in p.ops if one.kind in ("send", "recv")] for p in programs.values()}
     for rank, program in programs.items():
-        for one in program.ops:
-            if one.kind in ("send", "recv"):
-                peer = int(one.get("peer"))
-                ends = (rank, peer) if one.kind == "send" else (peer, rank)
-                ref = (one.reads or one.writes)[0]
-                size = length(program, ref) * program.buffers[ref.name].dtype.itemsize
-                sent[(one.axis, *ends, int(one.get("tag", 0)), size)] += 1 if one.kind == "send" else -1
+        for one in messages[id(program)]:
+            peer = int(one.get("peer"))
+            ends = (rank, peer) if one.kind == "send" else (peer, rank)
+            ref = (one.reads or one.writes)[0]
+            size = length(program, ref) * program.buffers[ref.name].dtype.itemsize
+            sent[(one.axis, *ends, int(one.get("tag", 0)), size)] += 1 if one.kind == "send" else -1
     for (over, sender, receiver, tag, size), count in sent.items():
         if count:
             more = "sent and not received" if count > 0 else "received and not sent"

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero
-from fzero import ambient, optim
+from fzero import _torch_compat, ambient, optim
 from fzero._torch_compat import FakeTensorMode, by_onednn, make_fx, product_precision
 
 F = torch.nn.functional
@@ -392,7 +392,7 @@ def test_threads_may_trace_and_step_at_one_time() -> None:
             assert equal(found[number], wanted[number])
 
 
-def test_a_setting_of_the_process_comes_back_though_calls_overlap() -> None:
+def test_a_setting_of_the_process_comes_back_though_calls_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two products by oneDNN, the second begun before the first has ended and ended after it."""
     before = product_precision()
     inside, go_on, seen = threading.Event(), threading.Event(), []
@@ -406,6 +406,7 @@ def test_a_setting_of_the_process_comes_back_though_calls_overlap() -> None:
         first.join(10)
         seen.append(product_precision())
 
+    monkeypatch.setattr(_torch_compat, "_KEEPS_FP32", True)
     first = threading.Thread(target=by_onednn(slow))
     first.start()
     assert inside.wait(10)

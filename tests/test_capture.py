@@ -647,7 +647,7 @@ def test_branches_without_values_are_fine() -> None:
     agrees(loss)
 
 
-def test_numpy_lists_and_printing_of_values_are_refused_with_the_line() -> None:
+def test_numpy_lists_printing_of_values_and_sparse_tensors_are_refused_with_the_line() -> None:
     def numpy(p: Any, b: Tensor) -> Tensor:
         return mean_square(p, b) * b.numpy().sum()  # here
 
@@ -658,6 +658,10 @@ def test_numpy_lists_and_printing_of_values_are_refused_with_the_line() -> None:
         assert f"{p['w'].sum():.3f}"  # here
         return mean_square(p, b)
 
+    def sparse(p: Any, b: Tensor) -> Tensor:
+        return mean_square(p, b) * p["w"].to_sparse().sum()  # here
+
+    refused(sparse, here(sparse), "aten._to_sparse", "makes a tensor of torch.sparse_coo", "are dense")
     refused(numpy, here(numpy), "numpy would need a tensor's values", "pass it in the batch")
     refused(listed, here(listed), "known only when the program runs", "torch.stack([x, y])")
     refused(printed, here(printed), "known only when the program runs", "Return it as a metric")

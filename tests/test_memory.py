@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 
 import fzero
-from fzero import capture, segments
+from fzero import capture, segments, tape
 from fzero.plan.measured import measured_peak
 from fzero.plan.workspace import RULES, workspace_bytes
 from fzero.products import FORMS, OUT_FORMS
@@ -126,6 +126,75 @@ def test_a_workspace_rule_is_what_the_kernel_allocates(loss: Any) -> None:
     assert seen, "the loss used no op that has a rule"
 
 
+PLANE, IMAGE = torch.Size((128, 128)), torch.Size((4, 16, 28, 28))
+KINDS: dict[str, tuple[Any, torch.Size, torch.Size]] = {  # a loss of a parameter and a batch of these shapes
+    "strided": (lambda p, x: F.conv2d(x, p, stride=2, padding=1).square().mean(), torch.Size((32, 16, 3, 3)), IMAGE),
+    "depthwise": (lambda p, x: F.conv2d(x, p, groups=16).square().mean(), torch.Size((16, 1, 3, 3)), IMAGE),
+    "dilated": (lambda p, x: F.conv2d(x, p, dilation=2).square().mean(), torch.Size((32, 16, 3, 3)), IMAGE),
+    "transposed": (lambda p, x: F.conv_transpose2d(x, p).square().mean(), torch.Size((16, 8, 3, 3)), IMAGE),
+    "max pool": (lambda p, x: F.max_pool2d(x * p, 3, 1).square().mean(), torch.Size((16, 1, 1)), IMAGE),
+    "nearest": (lambda p, x: F.interpolate(x * p, scale_factor=2).mean(), torch.Size((16, 1, 1)), IMAGE),
+    "bilinear": (lambda p, x: F.interpolate(x * p, scale_factor=2, mode="bilinear").mean(), IMAGE[1:], IMAGE),
+    "unfold": (lambda p, x: F.unfold(x * p, 3).square().mean(), torch.Size((16, 1, 1)), IMAGE),
+    "batch norm": (lambda p, x: F.batch_norm(x, None, None, p, p, True).square().mean(), IMAGE[1:2], IMAGE),
+    "group norm": (lambda p, x: F.group_norm(x, 4, p, p).square().mean(), IMAGE[1:2], IMAGE),
+    "attention": (
+        lambda p, x: F.scaled_dot_product_attention(x @ p, x, x).square().mean(), torch.Size((32, 32)),
+        torch.Size((2, 4, 100, 32))),
+    "embedding": (lambda p, x: F.embedding(x.abs().long(), p).square().mean(), torch.Size((500, 32)), PLANE),
+    "cumsum": (lambda p, x: (x * p).cumsum(1).square().mean() + (x > 0).cumsum(0).sum() * p.sum(), PLANE, PLANE),
+    "sort": (lambda p, x: (x * p).sort(0)[0].mul(x).sum() + (x * p).topk(9, 1)[0].sum(), PLANE, PLANE),
+    "kth": (lambda p, x: (x * p).kthvalue(5, 0)[0].square().mean(), PLANE, PLANE),
+    "einsum": (lambda p, x: torch.einsum("ij,jk,lk->il", x, p, x).square().mean(), PLANE, PLANE),
+    "complex": (lambda p, x: (torch.fft.fft(x * p) * x).abs().mean(), PLANE, PLANE),
+    "inverse": (lambda p, x: torch.linalg.inv(x * p + 200 * torch.eye(128)).square().mean(), PLANE, PLANE),
+    "lapack": (
+        lambda p, x: torch.linalg.qr(x * p)[0].mul(x).sum() + torch.linalg.svdvals(x * p).sum()
+        + torch.linalg.eigvalsh(x * p + (x * p).mT).sum(), PLANE, PLANE),
+    "matrix exp": (lambda p, x: torch.matrix_exp(x * p / 99).square().mean(), PLANE, PLANE),
+    "scatter": (lambda p, x: (x * p).scatter_add(0, x.abs().long(), x * p).square().mean(), PLANE, PLANE),
+    "index put": (
+        lambda p, x: (x * 1).index_put((x[0].abs().long(),), x * p, accumulate=True).square().mean(), PLANE, PLANE),
+    "masks": (lambda p, x: (x * p * (x > 0)).sum() + torch.where(x > 0, x * p, x).sum() + (p * x.double()).sum(),
+              PLANE, PLANE),
+    "losses": (
+        lambda p, x: F.binary_cross_entropy((x * p).sigmoid(), x.sigmoid()) + F.huber_loss(x * p, x)
+        + F.smooth_l1_loss(p, x) + F.l1_loss(p, x)
+        + F.cross_entropy(x * p, x[0].abs().long()), PLANE, PLANE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_call_of_a_segment_asks_the_allocator_for_more_than_its_heap(kind: str) -> None:
+    """Every call as the executor makes it, into memory that is there: what the allocator gave, against the plan."""
+    loss, shape, data = KINDS[kind]
+    params, x = torch.randn(shape), torch.randn(data)
+
+    def step(state: Any, batch: Any) -> Any:
+        value, grads = fzero.value_and_grad(loss)(state, batch)
+        return state, {"loss": value, "grads": grads}
+
+    gm = capture.capture(step, params, x).regions[0].gm
+    values: dict[fx.Node, Any] = dict(zip(segments.placeholders(gm.graph), [params, x], strict=True))
+    tried = 0
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            values[node] = getattr(gm, node.target)
+        if node.op != "call_function":
+            continue
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        if segments.is_compute(node) and not segments.is_view(node) and not segments.mutated(node):
+            into = {i: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for i, v in segments.results(node)}
+            calls = list(tape._writing(node, args, kwargs, into))
+            _, peak = measured_peak(lambda calls=calls: [call() for call in calls] and None)
+            assert peak <= 1.05 * tape._heap(node) + 8192, (
+                f"{node.target}: planned {tape._heap(node)}, allocator {peak}"
+            )
+            tried += 1
+        values[node] = node.target(*args, **kwargs)
+    assert tried
+
+
 def _own() -> dict[Any, tuple[Any, ...]]:
     """fzero's own ops that have a rule, with operands."""
     ops, size = torch.ops.fzero, 100_000
@@ -164,5 +233,10 @@ def test_every_rule_is_tried() -> None:
         aten.mean.dim, aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
         *FORMS.values(), *OUT_FORMS.values(),  # in test_products
+        # in KINDS
+        aten.binary_cross_entropy.default, aten.huber_loss.default, aten.smooth_l1_loss.default, aten.cumsum.default,
+        aten.linalg_inv_ex.default, aten.linalg_qr.default, aten._linalg_svd.default, aten._linalg_eigh.default,
+        aten.linalg_matrix_exp.default, aten.kthvalue.default, aten.upsample_nearest2d.default,
+        aten.upsample_bilinear2d.default, aten.im2col.default, aten.col2im.default,
     }  # fmt: skip
     assert set(RULES) <= tried

@@ -14,10 +14,10 @@ import torch
 
 import fzero
 from fzero.mutate import KINDS, Bench, draw
-from fzero.mutate.corpus import MODELS, Case, lowered, relay
+from fzero.mutate.corpus import MODELS, OPTIMIZERS, Case, lowered, relay
 from fzero.mutate.edits import drop, find, insert, never_freed, put, replaced, with_buffers, with_ops
 from fzero.mutate.oracle import difference, outcome
-from fzero.program import ALIGN, Op, Program, Ref, op
+from fzero.program import ALIGN, Op, Program, Ref, Slot, op
 from fzero.runtime import storage
 from fzero.runtime.interpret import interpret
 from fzero.verify import RULES, verify
@@ -242,6 +242,39 @@ def test_a_flat_range_that_is_longer_than_its_segment_was_planned_for(good: Prog
     assert key != good.ops[long].get("segment")
     broken = put(good, long, good.ops[long].with_attrs(segment=key))
     _refused(broken, "calls", r"has up to \d+ elements: the segment has f32\[\d+\] there")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_flat_range_that_is_cut_at_its_padding(world: int) -> None:
+    """The padding itself is nobody's: the step is the same but for its rounding. Elementwise kernels work on 8 or 16
+    elements at a time and round those that are left over otherwise, so a range that ends with the leaf gives other
+    bits than the one that ends with its padding, which every stage and every cut of a bucket share."""
+    placed = {"zero": 1, "bucket_bytes": 1024}
+    case = lowered("conv", MODELS["conv"], OPTIMIZERS["adamw"](), placed, world, torch.Generator().manual_seed(0))
+    bench, program = Bench(case), case.programs[0]
+    slots = [
+        (b.name, s, b.end(i)) for b in program.buckets.values() for i, s in enumerate(b.slots) if s.stop < b.end(i)
+    ]
+    apart = 0
+    for bucket, slot, end in slots:
+        for at in find(program, lambda one: one.kind == "update" and bool(one.get("flat"))):
+            one = program.ops[at]
+
+            def cut(ref: Ref, bucket: str = bucket, slot: Slot = slot, end: int = end) -> Ref:
+                mine = program.buffers[ref.name].bucket == bucket
+                return replace(ref, stop=slot.stop) if mine and (ref.start, ref.stop) == (slot.start, end) else ref
+
+            broken = put(
+                program, at, replace(one, reads=tuple(map(cut, one.reads)), writes=tuple(map(cut, one.writes)))
+            )
+            if broken == program:
+                continue
+            ran = outcome(case, dict.fromkeys(range(world), broken))
+            apart += difference(bench.sound, ran) is not None
+            for x, y in zip(bench.sound.state, ran.state, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+            _refused(broken, "calls", r"ends off a multiple of 64 elements: the bits of the last ones depend on that")
+    assert apart
 
 
 def test_a_leaf_that_lies_elsewhere(good: Program) -> None:

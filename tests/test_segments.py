@@ -92,3 +92,13 @@ def test_a_view_of_what_left_a_loss_is_a_view_again(case: str) -> None:
     inside, outside = VIEWED[case]
     found = metrics(with_aux(lambda p, b: ((p * b).sum(), inside(p * b)), outside))
     assert same_bits(found["aux"], outside(inside(W * X)).contiguous())
+
+
+def test_memory_without_values_takes_no_copy() -> None:
+    """Of `empty_strided` whose elements meet: a copy into such memory is an error."""
+
+    def shaped(p: Tensor) -> Tensor:
+        return torch.zeros_like(torch.empty_strided((4, 6), (0, 1))) + p
+
+    found = metrics(with_aux(lambda p, b: ((p * b).sum(), shaped(p))))
+    assert same_bits(found["aux"], W)

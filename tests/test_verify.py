@@ -77,8 +77,21 @@ def test_gradients_that_are_gathered_before_they_are_reduced(good: Program) -> N
     length = good.buckets[good.buffers[grad].bucket or ""].length
     gather = op("gather", [Ref(grad, 0, length, None, True)], [Ref(grad)], axis="dp", via="p2p")
     broken = insert(good, at, gather, op("wait", [Ref(grad)]))
-    with pytest.raises(fzero.VerifyError, match=r"\[meaning\].*computes something else"):
+    with pytest.raises(
+        fzero.VerifyError, match=rf"\[meaning\] op {at} `gather .*differs from rank to rank: its slices"
+    ):
         verify(broken)
+
+
+def test_slices_of_which_some_differ_between_ranks_are_another_term(good: Program) -> None:
+    at = find(good, lambda one: one.kind == "gather")[0]
+    source, whole = good.ops[at].reads[0].name, good.ops[at].writes[0].name
+    memory = Abstract(good)
+    (first, value), *rest = memory.memory[source].terms.items()
+    memory.memory[source].put(first, value.over(ON_DP))
+    memory.step(good.ops[at])
+    assert memory.memory[whole].terms == {first: gathered(value.over(ON_DP), "dp"), **dict(rest)}
+    assert memory.memory[whole].terms[first] != value
 
 
 def test_a_sum_over_own_slices_of_what_differs_between_ranks() -> None:

@@ -2,21 +2,21 @@
 
 `from_module` copies the module once, without its parameters and buffers (they become meta tensors), and each call of
 `apply` copies that again with the tensors it is given in their place: wherever the module refers to a parameter (twice
-where weights are tied, in a list as `nn.LSTM` does, in a hook) the copy refers to the given tensor. The module itself
-is never touched, nothing has to be put back, and what runs later, as the recomputation of `torch.utils.checkpoint` in
-a backward, still finds what the forward saw. A copy costs no tensor memory and some milliseconds for a large model; a
-captured step pays it once, when it is traced.
+where weights are tied, in a list as `nn.LSTM` does, in a hook or a lambda: `fzero.interop.closures`) the copy refers to
+the given tensor. The module itself is never touched, nothing has to be put back, and what runs later, as the
+recomputation of `torch.utils.checkpoint` in a backward, still finds what the forward saw. A copy costs no tensor memory
+and some milliseconds for a large model; a captured step pays it once, when it is traced.
 
 What a forward writes: to a buffer, see `mutable`; to other attributes of the module, is dropped with the copy.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fzero import tree
 from fzero._torch_compat import is_fake
 from fzero.errors import CaptureError, TreeError, at
-from fzero.interop import _hf_compat, refuse
+from fzero.interop import _hf_compat, closures, refuse
 from fzero.provenance import describe
 from fzero.tracing import active
 
@@ -55,6 +55,7 @@ class Apply:
     frozen: tuple[str, ...]
     _module: nn.Module = field(repr=False)
     _kept: tuple[Tensor, ...] = field(repr=False)  # tensors that are neither parameters nor buffers
+    _bound: tuple[FunctionType, ...] = field(repr=False)  # functions on it that see something of it
 
     @property
     def trainable(self) -> tuple[str, ...]:
@@ -71,7 +72,8 @@ class Apply:
         if (self.mutable or not traced) and isinstance(buffers, Mapping):  # traced writes are refused as they happen
             given = {name: _writable(value, traced) for name, value in buffers.items()}
         memo |= self._placed("buffers", self._module.named_buffers(), given)
-        module, before = copy.deepcopy(self._module, memo), [_hf_compat.version(value) for value in self._kept]
+        module = closures.copied(self._module, self._bound, memo)
+        before = [_hf_compat.version(value) for value in self._kept]
         with _hf_compat.capturing(module) if traced else nullcontext():
             output = module(*args, **kwargs)
         if before != [_hf_compat.version(value) for value in self._kept]:
@@ -134,7 +136,7 @@ def from_module(module: nn.Module, *, train: bool | None = None, mutable: bool =
     params = {name: value.detach() for name, value in module.named_parameters()}
     buffers = {name: value.detach().clone() for name, value in module.named_buffers()}
     name = type(module).__name__
-    skeleton, kept = _without_tensors(module)
+    skeleton, kept, bound = _without_tensors(module)
     if train is not None:
         skeleton.train(train)
     frozen = tuple(path for path, value in module.named_parameters() if not value.requires_grad)
@@ -147,25 +149,33 @@ def from_module(module: nn.Module, *, train: bool | None = None, mutable: bool =
             ", ".join(frozen[:3]) + (", ..." if len(frozen) > 3 else ""),
         )
     _hf_compat.install()
-    return Functional(params, buffers, Apply(name, mutable, frozen, skeleton, kept))
+    return Functional(params, buffers, Apply(name, mutable, frozen, skeleton, kept, bound))
 
 
-def _without_tensors(module: nn.Module) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A copy with meta tensors for parameters and buffers, and the copies of all other tensors in it."""
+def _without_tensors(module: nn.Module) -> tuple[nn.Module, tuple[Tensor, ...], tuple[FunctionType, ...]]:
+    """A copy with meta tensors for parameters and buffers, the copies of all other tensors in it, and those of its
+    functions that see something of it."""
     memo: dict[int, Any] = {}
     for value in module.parameters():
         memo[id(value)] = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=value.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     ours = {id(value) for value in memo.values()}
+    bound = closures.functions(module)
     try:
-        skeleton: nn.Module = copy.deepcopy(module, memo)
+        skeleton = closures.copied(module, bound, memo)
     except Exception as error:
         raise TreeError(
             f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}), and apply needs a copy "
             "without its parameters. Keep locks, files, process groups and tensors with a graph off the module"
         ) from error
-    return skeleton, tuple(v for v in memo.values() if isinstance(v, Tensor) and id(v) not in ours)
+    if path := closures.leak(skeleton, closures.own(module)):
+        raise TreeError(
+            f"{type(module).__name__} sees its own weights through {path}, which a copy cannot follow: apply would use "
+            "those that the module has now. Write it with self, as a method, or pass it what it needs"
+        )
+    kept = tuple(v for v in memo.values() if isinstance(v, Tensor) and id(v) not in ours)
+    return skeleton, kept, tuple(memo[id(fn)] for fn in bound)
 
 
 def _writable(value: Tensor, traced: bool) -> Tensor:

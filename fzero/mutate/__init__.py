@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from fzero.errors import VerifyError
 from fzero.mutate.corpus import Case, draw
 from fzero.mutate.kinds import KINDS
-from fzero.mutate.oracle import Outcome, difference, outcome
+from fzero.mutate.oracle import Outcome, difference, executed, outcome
 from fzero.plan.memory import account
 from fzero.program import Program
 from fzero.verify import verify
@@ -44,6 +44,7 @@ class Bench:
         self.budget = max(account(p).peak for p in case.programs.values())
         self.refused = self.refusal(case.programs)
         self.sound: Outcome = outcome(case, case.programs)
+        self.ran: Outcome = executed(case, case.programs)
         self.seen = {self._key(case.programs)}
 
     def mutants(self, kind: str, rng: random.Random, tries: int = 1) -> Iterator[Mutant]:
@@ -54,6 +55,8 @@ class Bench:
                 continue
             self.seen.add(self._key(programs))
             changes = difference(self.sound, outcome(self.case, programs))
+            if changes is None and self.placed:
+                changes = difference(self.ran, executed(self.case, programs))
             try:
                 refused = self.refusal(programs)
             except Exception as error:  # a rule that breaks down says nothing to the user: a miss
@@ -65,8 +68,15 @@ class Bench:
         try:
             verify(programs, budget_bytes=self.budget)
         except VerifyError as error:
+            if error.__cause__ is not None:
+                raise error.__cause__ from None
             return str(error)
         return None
+
+    @property
+    def placed(self) -> bool:
+        """Whether the executor can run the case: a program written by hand has no places for its batch."""
+        return self.ran.error is None
 
     def _key(self, programs: Mapping[int, Program]) -> tuple[str, ...]:
         return tuple(programs[rank].digest for rank in sorted(programs))

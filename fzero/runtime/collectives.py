@@ -300,6 +300,6 @@ def _compare(rank: int, notes: list[list[str]]) -> None:
         shown = "; ".join(f"rank {r}: {note[1]} of {note[2]}" for r, note in enumerate(notes))
         raise DisagreementError(
             f"the ranks do not run the same program ({shown}): give every rank the same spec, the same params and "
-            "batches of one shape, as many threads (OMP_NUM_THREADS: sums round by them), and make the same calls on all of "
-            "them (no .full() inside `if rank == 0`)"
+            "batches of one shape, as many threads (OMP_NUM_THREADS: sums round by them), and make the same calls on "
+            "all of them (no .full() inside `if rank == 0`)"
         )

@@ -51,12 +51,17 @@ def _waits(node: torch.fx.Node) -> str | None:
 
 
 def record(bound: Bound) -> Any:
-    """The step as a graph to `replay()`, or None where CUDA refuses: then steps go on op by op, and a line says why."""
-    graph = torch.cuda.CUDAGraph()
+    """The step as a graph to `replay()`, or None where CUDA refuses: then steps go on op by op, and a line says why.
+
+    It is captured on the state's device, whichever is current, and the stream of before is current again: torch leaves
+    the capture's current where a capture fails."""
+    device, graph = bound.arena.device, torch.cuda.CUDAGraph()
     try:
-        torch.cuda.synchronize(bound.arena.device)
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            bound.issue()
+        torch.cuda.synchronize(device)
+        with torch.cuda.stream(torch.cuda.current_stream(device)):
+            side = torch.cuda.Stream(device)
+            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+                bound.issue()
     except Exception as error:
         log.warning("fzero: steps are launched op by op; CUDA would not record one graph: %s", error)
         return None

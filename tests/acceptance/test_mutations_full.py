@@ -1,18 +1,43 @@
-"""The mutation harness at its full count: what `fzero mutate` prints, asserted."""
+"""The mutation harness at its full count: what `fzero mutate` prints, asserted; and damaged text, many times over."""
+
+import random
 
 import pytest
+import torch
 
-from fzero.mutate import KINDS, run
+import fzero
+from fzero.mutate import KINDS, draw, run
+from fzero.mutate.text import damaged
+from fzero.verify import verify
 
-pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(14400)]
 
 
-def test_a_thousand_mutants_are_caught_and_no_program_is_refused() -> None:
-    report = run(count=1000, seed=0, each=50, unbroken=240)
+def test_eight_thousand_mutants_are_caught_and_no_program_is_refused() -> None:
+    report = run(count=8000, seed=0, each=50, unbroken=240)
     print(report)
     assert report.missed == []
     assert report.refused == []
     assert report.unbroken >= 200
-    assert sum(report.changing.values()) >= 1000
+    assert sum(report.changing.values()) >= 8000
     assert [kind for kind in KINDS if report.changing[kind] < 50] == []
-    assert len(KINDS) >= 12
+    assert len(KINDS) >= 28 + 35
+
+
+def test_no_text_brings_verify_to_another_end_than_an_answer() -> None:
+    rng, refusals = random.Random(0), []
+    torch.manual_seed(0)
+    for number in range(40):
+        programs = draw(rng, number).programs
+        for _ in range(250):
+            rank = rng.choice(sorted(programs))
+            try:
+                broken = fzero.parse(damaged(rng, str(programs[rank])), programs[rank].segments)
+            except ValueError:
+                continue
+            try:
+                verify({**programs, rank: broken})
+            except fzero.VerifyError as error:
+                refusals.append(error)
+    assert [str(error) for error in refusals if error.__cause__ is not None] == []
+    assert len(refusals) >= 2000

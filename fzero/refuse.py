@@ -1,0 +1,165 @@
+"""refuse: what a trace may not do, and how its errors say so: the user's line, and what to write instead.
+
+`check_graph` looks at a finished trace; `explained` turns what torch raises on the way into errors of fzero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from fzero import segments
+from fzero._torch_compat import DataDependentOutputException, DynamicOutputShapeException, is_fake
+from fzero.draws import no_dropout
+from fzero.errors import CaptureError
+from fzero.provenance import describe, is_users, name_of
+
+aten = torch.ops.aten
+Fns = tuple[Callable[..., Any], ...]
+
+
+def check_graph(gm: fx.GraphModule, names: Sequence[str], fns: Fns, *, in_region: bool) -> None:
+    """Refuses what a traced graph may not do. `names` say what its inputs are, `fns` whose closures name tensors."""
+    inputs = dict(zip(segments.placeholders(gm.graph), names, strict=False))
+    _check_shape_changes(gm)
+    for node in gm.graph.nodes:
+        where = node.meta.get("source") or "the step"
+        for argument in segments.mutated(node):
+            root = segments.base(argument)
+            if root in inputs:
+                raise CaptureError(
+                    f"{inputs[root]} is changed in place by {node.target} at {where}: a step is pure. "
+                    "Return a new value instead"
+                )
+            if root.op == "get_attr":
+                raise closed_over_write(fns, attribute(gm, root), node.target, where)
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not no_dropout(
+            node.target, node.args, node.kwargs
+        ):
+            raise ambient_draw(node.target, where)
+        if node.op == "get_attr":
+            value = attribute(gm, node)
+            if is_fake(value) and not in_region:
+                raise CaptureError(
+                    f"a tensor {describe(value)} at {where} was made inside a loss, or in another trace, and kept: it "
+                    "has no value here. Return it from the loss as aux (has_aux=True)"
+                )
+            wanted = [u for u in node.users if not (u.meta.get("no_grad") or str(u.target) in _NO_GRAD)]
+            if isinstance(value, torch.Tensor) and not is_fake(value) and value.requires_grad and wanted:
+                raise CaptureError(
+                    f"{name_of(value, fns)} is closed over at {wanted[0].meta.get('source') or where} and "
+                    "requires grad: it would get no gradient and never change. Pass it in through the parameters, or "
+                    "detach() it"
+                )
+
+
+def _check_shape_changes(gm: fx.GraphModule) -> None:
+    """Refuses `x.transpose_(...)` and kin where x shares memory and the others, or x again, are used in other ways.
+
+    Autograd then makes x's views anew, from x as it is now instead of as it was: their gradients would be wrong (on
+    fake tensors; on others it makes them by their place in memory)."""
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    reshaped = [n for n in order if torch.Tag.inplace_view in getattr(n.target, "tags", ())]
+    writes = [n for n in order if n not in reshaped and segments.mutated(n)]
+    for node in reshaped:
+        if node.meta.get("no_grad"):
+            continue
+        changed, root = segments.operand(node), segments.base(node)
+        others = [n for n in order if n is not changed and segments.is_compute(n) and segments.base(n) is root]
+        read = any(order[n] < order[node] < order[user] for n in others for user in n.users)
+        written = any(order[n] > order[node] and segments.base(n) is root for n in writes)
+        if read or (written and segments.is_view(changed)):
+            raise CaptureError(
+                f"{node.target} at {node.meta.get('source') or 'the step'} changes the shape of a tensor in place that "
+                "shares its memory with another one: their gradients would be wrong. Write x = x.transpose(...), not "
+                "x.transpose_(...)"
+            )
+
+
+# ops that ask for no gradient of what they read; a region's own graph has been looked at
+_NO_GRAD = ("aten.detach.default", "fzero.region.default")
+
+
+def ambient_draw(op: Any, where: str) -> CaptureError:
+    return CaptureError(
+        f"{op} at {where} draws from torch's ambient generator: the step would not be a function of its state. "
+        "In a loss, give it a key: fzero.init(params, spec, key=fzero.random.key(0)), or value_and_grad(loss, key=key) "
+        "in a step of your own, or fzero.evaluate(..., key=key). "
+        "Elsewhere use fzero.random with a key from the state or the batch"
+    )
+
+
+def closed_over_write(fns: Fns, value: Any, op: Any, where: str) -> CaptureError:
+    return CaptureError(
+        f"{name_of(value, fns)} is closed over and changed in place by {op} at {where}: put it in the state "
+        "and return its new value"
+    )
+
+
+def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+    return getattr(gm, str(node.target))
+
+
+class Refused(Exception):
+    """A CaptureError on its way out of torch: torch takes a TypeError in an operator for "try the other operand"."""
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Turns torch's errors about values that a trace does not have into one with the user's line and what to do."""
+    try:
+        yield
+    except Refused as error:
+        raise CaptureError(str(error)) from None
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise _data_dependent(error, str(error.func)) from None
+    except (RuntimeError, TypeError) as error:
+        if isinstance(error, CaptureError):
+            raise
+        if "tracing tensor" in str(error) or "data-dependent" in str(error).lower():
+            raise _data_dependent(error, "a tensor's value") from None
+        for part, why in _TORCH_SAYS.items():
+            if part in str(error):
+                raise CaptureError(f"{_raised_at(error) or 'in the step'}: {why}") from None
+        raise
+
+
+_TORCH_SAYS = {
+    "leaf Variable that requires grad": "a parameter is changed in place: a step is pure. Return a new value instead",
+    "returned an invalid gradient": "the shape of a tensor that has a gradient is changed in place (squeeze_, "
+    "transpose_, resize_ and kin). Write x = x.squeeze() instead of x.squeeze_()",
+    "supported for tensor subclasses": "numpy would need a tensor's values, which are known only when the program "
+    "runs. Use the torch function, or compute it outside the step and pass it in the batch",
+    "mixed dtype (CPU)": "a layer mixes a narrow and a wide dtype, as a BatchNorm does whose weight is cast and whose "
+    "statistics are not. Keep the layer wide: Precision(compute=..., keep={'**/bn*/**': 'fp32'})",
+    "expected scalar type": "a layer mixes dtypes, as a BatchNorm does whose weight is cast to the compute dtype and "
+    "whose statistics are not. Keep all of the layer wide: Precision(compute=..., keep={'<its path>/**': 'fp32'})",
+    "data is not allocated yet": "a tensor's values are needed, which are known only when the program runs. Instead "
+    "of torch.tensor([x, y]) write torch.stack([x, y])",
+    "passed to FakeTensor.__format__": "a tensor's value would be printed, which is known only when the program runs. "
+    "Return it as a metric",
+    "a dynamo-optimized function": "a torch.compiled function is called. Pass the plain one: fzero compiles the step",
+}
+
+
+def _data_dependent(error: Exception, what: str) -> CaptureError:
+    return CaptureError(
+        f"{_raised_at(error)}: the program would depend on {what}, which is known only when it runs. "
+        "Instead of `if x > 0:` write torch.where(x > 0, a, b); instead of x.item() keep the 0-d tensor; "
+        "instead of x[mask] multiply by the mask"
+    )
+
+
+def _raised_at(error: Exception) -> str:
+    """The innermost line outside torch, fzero and optree of an error's traceback."""
+    line, trace_back = "", error.__traceback__
+    while trace_back is not None:
+        code = trace_back.tb_frame.f_code
+        if is_users(code.co_filename):
+            line = f"{code.co_filename.rsplit('/', 1)[-1]}:{trace_back.tb_lineno}"
+        trace_back = trace_back.tb_next
+    return line

@@ -1,0 +1,133 @@
+"""nccl: a process group "nccl" whose bytes travel over gloo.
+
+As NCCL's does, a collective runs on a stream of the library's own, after what the current stream was given before it;
+`wait` puts what the current stream is given next after it, and the host goes on. Sums are taken in rank order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from standin import device, tensors
+from standin.order import Agent
+from standin.tensors import Cuda, Uses
+
+NAME = "standin"
+DTYPES = {torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32}
+DTYPES |= {torch.float64, torch.bool}
+CALLS: list[str] = []  # what was asked for, in order
+_streams: dict[int, Agent] = {}
+
+
+class Work(dist._Work):
+    def __init__(self, stream: Agent, kept: list[Cuda]) -> None:
+        super().__init__()
+        self.stream, self.clock, self.captured, self.kept = stream, dict(stream.clock), device.CAPTURE, kept
+
+    def wait(self, timeout: Any = None) -> bool:
+        here = device.current_stream(self.stream.device or 0)
+        device.joined(here, self.stream, self.captured, self.clock)
+        self.kept = []
+        return True
+
+
+class Nccl(dist.ProcessGroup):
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def _run(self, what: str, read: torch.Tensor, written: torch.Tensor, run: Any) -> Work:
+        for x in (read, written):
+            if not isinstance(x, Cuda):
+                raise RuntimeError(f"No backend type associated with device type {x.device.type}")
+            if not x.inner.is_contiguous():
+                raise ValueError(f"{what}: tensors must be contiguous")
+            if x.dtype not in DTYPES:
+                raise TypeError(f"{what}: NCCL has no {x.dtype}")
+        if read.dtype != written.dtype or read.device != written.device:
+            raise TypeError(f"{what}: output tensor must have the same type and device as input tensor")
+        index = read.device.index
+        assert isinstance(index, int)
+        ours, here = (
+            _streams.get(index) or _streams.setdefault(index, device.new_stream(index)),
+            device.current_stream(index),
+        )
+        here.tick()
+        device.joined(ours, here, device.CAPTURE if _is_captured(here) else None, dict(here.clock))
+        CALLS.append(f"{what} {tuple(read.shape)} to {tuple(written.shape)} {read.dtype}")
+        found: Uses = [*tensors.uses(read, False), *tensors.uses(written, True)]
+        device.issue(ours, f"nccl {what}", found, run)
+        return Work(ours, [read, written])
+
+    def _all(self, mine: torch.Tensor) -> torch.Tensor:
+        flat = mine.reshape(-1).contiguous().view(torch.uint8)
+        out = torch.empty(self.size() * flat.numel(), dtype=torch.uint8)
+        self.gloo._allgather_base(out, flat).wait()
+        return out.view(mine.dtype).view(self.size(), -1)
+
+    def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> Work:
+        if output.numel() != input.numel() * self.size():
+            raise ValueError("output tensor size must be equal to world_size times input tensor size")
+        to, mine = tensors._inner(output), tensors._inner(input)
+        return self._run("all_gather", input, output, lambda: to.view(-1).copy_(self._all(mine).view(-1)))
+
+    def _reduce_scatter_base(self, output: Any, input: Any, opts: Any) -> Work:
+        if input.numel() != output.numel() * self.size():
+            raise ValueError("input tensor must be the same type and size as output tensor times world_size")
+        to, mine, op = tensors._inner(output), tensors._inner(input), opts.reduceOp
+
+        def run() -> None:
+            parts = self._all(mine).view(self.size(), self.size(), -1)[:, self.rank()]
+            to.view(-1).copy_(_joined(parts, op))
+
+        return self._run("reduce_scatter", input, output, run)
+
+    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base  # their names in 2.13.0
+
+    def send(self, given: Any, peer: int, tag: int) -> Work:
+        (one,) = given
+        plain = tensors._inner(one)
+        return self._run("send", one, one, lambda: self.gloo.send([plain], peer, tag).wait())
+
+    def recv(self, given: Any, peer: int, tag: int) -> Work:
+        (one,) = given
+        plain = tensors._inner(one)
+        return self._run("recv", one, one, lambda: self.gloo.recv([plain], peer, tag).wait())
+
+    def allreduce(self, given: Any, opts: Any) -> Work:
+        (one,) = given
+        mine, op = tensors._inner(one), opts.reduceOp
+        return self._run("all_reduce", one, one, lambda: mine.view(-1).copy_(_joined(self._all(mine), op)))
+
+
+def _is_captured(stream: Agent) -> bool:
+    return device.CAPTURE is not None and stream in device.CAPTURE.streams
+
+
+def _joined(parts: torch.Tensor, op: Any) -> torch.Tensor:
+    total, *others = parts
+    for other in others:
+        total = torch.maximum(total, other) if op == dist.ReduceOp.MAX else total + other
+    return total
+
+
+def install() -> None:
+    dist.Backend.register_backend(NAME, Nccl, devices=["cuda"])
+    start, backend = dist.init_process_group, dist.get_backend
+
+    def init_process_group(given: Any = None, *args: Any, **kwargs: Any) -> None:
+        start(NAME if given == "nccl" else given, *args, **kwargs)
+
+    def get_backend(group: Any = None) -> str:
+        found = backend(group)
+        return "nccl" if found == NAME else found
+
+    dist.init_process_group, dist.get_backend = init_process_group, get_backend
+    dist.is_nccl_available = c10d.is_nccl_available = lambda: True

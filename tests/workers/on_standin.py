@@ -1,0 +1,347 @@
+# ruff: noqa: E402
+"""fzero on a stand-in for CUDA (`standin`): run by test_cuda.py as one process, and under torchrun as two.
+
+Each scenario is a function; the last line of the output is JSON: what failed, and which of CUDA's lines each ran.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import standin
+
+standin.install()
+
+import json
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import cases
+import torch
+from standin import device, nccl, order
+from standin.running import (
+    BF16,
+    F16,
+    F32,
+    HERE,
+    RANK,
+    WORLD,
+    batch_of,
+    bound_of,
+    data,
+    fails,
+    init,
+    logged,
+    loss,
+    main,
+    near,
+    scenario,
+    started,
+    trained,
+)
+
+import fzero
+from fzero import doctor, optim
+from fzero.kernels import adam8, adamw, cast, hyper, norms, quantize, signs
+from fzero.kernels import round as rounding
+from fzero.optim import _adam8
+from fzero.plan.measured import measured_peak
+from fzero.program import Op, Ref
+from fzero.random import _ops
+from fzero.runtime import collectives, graphs, inductor, presence
+from fzero.runtime.bound import Bound
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+@scenario(1)
+def training_agrees_with_the_cpu() -> None:
+    options = {"clip_norm": 1.0, "nonfinite": "skip"}
+    graph, cpu = trained("cuda", **options), trained("cpu", **options)
+    near(graph, cpu)
+    assert bound_of(graph[2]).recording is not None
+    assert any("replay" in line for line in device.LOG)
+    single = trained(cuda_graph=False, **options)
+    assert single[0] == graph[0]
+    assert all(map(torch.equal, single[1], graph[1]))
+
+
+@scenario(1)
+def a_transformer() -> None:
+    make, its_loss = cases.gpt(vocab=8, width=4, depth=1)
+    params = make(fzero.random.key(0))
+    losses: dict[str, list[float]] = {"cpu": [], HERE: []}
+    for where, found in losses.items():
+        state = fzero.init(params, fzero.Spec(loss=its_loss, optimizer=optim.sgd(0.1), device=where))
+        for step in range(3):
+            state = fzero.step(state, fzero.tree.map(lambda x, w=where: x.to(w), cases.tokens(2, 4, 8, step)))
+            found.append(float(state.metrics["loss"]))
+    assert bound_of(state).recording is not None
+    assert all(abs(a - b) < 1e-4 for a, b in zip(*losses.values(), strict=True)), losses
+
+
+@scenario(1)
+def low_precision_and_microbatches() -> None:
+    for options in (
+        {"precision": "bf16", "microbatches": 2},
+        {"precision": fzero.Precision(compute="bf16", params="bf16")},
+        {"optimizer": optim.adamw8bit(1e-2)},
+    ):
+        near(trained(**options), trained("cpu", **options), 3e-2, 3e-2)
+
+
+@scenario(1)
+def evaluating_profiling_and_saving() -> None:
+    state = trained(steps=2)[2]
+    cpu = trained("cpu", steps=2)[2]
+    fn = lambda params, b: {"loss": loss(params, b)}  # noqa: E731
+    a, b = (fzero.evaluate(s, batch_of(w, 9), fn) for s, w in ((state, HERE), (cpu, "cpu")))
+    torch.testing.assert_close(a["loss"].cpu(), b["loss"], rtol=1e-4, atol=1e-5)
+    with tempfile.TemporaryDirectory() as folder:
+        state = fzero.profile(state, batch_of(HERE, 2), folder)
+        found = json.loads((Path(folder) / "rank0.json").read_text())
+    assert found["machine"].startswith("stand-in")
+    assert found["measured_peak_bytes"] > 0
+    assert all(one["duration_us"] >= 0 for one in found["ops"])
+    saved_and_loaded(state)
+
+
+def saved_and_loaded(state: Any) -> None:
+    folder = os.environ.get("FZERO_STANDIN_RUN") or tempfile.mkdtemp()
+    before = [x.cpu() for x in fzero.tree.flatten(fzero.unshard(state.params))[1]]
+    path = fzero.save(state, Path(folder) / "run")
+    again = fzero.load(path, like=state)
+    assert all(map(torch.equal, before, [x.cpu() for x in fzero.tree.flatten(fzero.unshard(again.params))[1]]))
+    with fzero.Checkpointer(Path(folder) / "other") as checkpointer:
+        checkpointer.save(again)
+        again = fzero.step(again, batch_of(HERE, 5))  # while it writes
+    assert order.VIOLATIONS == []
+
+
+@scenario(1)
+def memory_is_measured() -> None:
+    _, extra = measured_peak(lambda: torch.ones(1 << 20, device="cuda") + 1, "cuda")
+    assert extra >> 20 == 8
+
+
+@scenario(1)
+def the_doctor_looks() -> None:
+    found = {
+        one.name: one for probe in (doctor.cuda, doctor.backends, doctor.compilers, doctor.limits) for one in probe()
+    }
+    assert found["cuda:1"].text.startswith("stand-in, 64.0 GiB of 64.0 GiB free, capability 9.0")
+    assert found["nccl"].text == "available"
+    assert found["triton"].status == "ok"
+    with mock.patch.object(torch._C, "_cuda_getDeviceCount", return_value=0):
+        assert "sees none" in next(doctor.cuda()).text
+        with fails(fzero.SpecError, "sees no CUDA device"):
+            started("cuda")
+    state = fzero.lower(fzero.Spec(loss=loss, optimizer=optim.adamw(1e-2), device="cuda"), init, data(0), world_size=2)
+    assert state.choices["cuda_graph"] == "the step is one graph"
+
+
+@scenario(1)
+def random_numbers() -> None:
+    key = fzero.random.key(3)
+    there = key.to(HERE)
+    data = torch.tensor(5)
+    assert torch.equal(fzero.random.split(there, 3).cpu(), fzero.random.split(key, 3))
+    assert torch.equal(fzero.random.fold_in(there, 7).cpu(), fzero.random.fold_in(key, 7))
+    assert torch.equal(fzero.random.fold_in(there, data.to(HERE)).cpu(), fzero.random.fold_in(key, data))
+    assert torch.equal(_ops.bits(there, [9]).cpu(), _ops.bits(key, [9]))
+    for dtype in (F32, torch.float64, BF16):
+        numbers = fzero.random.uniform(there, (300,), dtype=dtype, low=2.0, high=4.0).cpu()
+        assert 2 <= numbers.min() < 2.2 < 3.8 < numbers.max() < 4
+    assert abs(fzero.random.normal(there, (2000,)).mean().item()) < 0.1
+    assert fzero.random.normal(there, (0,)).shape == (0,)
+    assert _ops.split(there.new_empty(0, 2), 2).shape == (0, 2, 2)
+
+
+@scenario(1)
+def kernels_have_their_references_numbers() -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    there, none = x.to(HERE), torch.empty(0, device=HERE)
+    for bits in (8, 4):
+        num_codes, num_scales = quantize.sizes(1000, bits, 64)
+        codes = torch.empty(num_codes, dtype=torch.int8 if bits == 8 else torch.uint8, device=HERE)
+        scales, back = torch.empty(num_scales, device=HERE), torch.empty(1000, device=HERE)
+        quantize.quantize(codes, scales, there, bits=bits, block=64)
+        quantize.dequantize(back, codes, scales, bits=bits, block=64)
+        wanted = quantize.quantize_reference(x, bits, 64)
+        assert torch.equal(back.cpu(), quantize.dequantize_reference(*wanted, 1000, bits, 64))
+        quantize.quantize(codes[:0], scales[:0], none, bits=bits, block=64)
+    with fails(ValueError, "must be 8 or 4"):
+        quantize.quantize(codes, scales, there, bits=3, block=64)
+    num_signs, num_scales = signs.sizes(1000, 64)
+    packed, scales = torch.empty(num_signs, dtype=torch.uint8, device=HERE), torch.empty(num_scales, device=HERE)
+    signs.pack(packed, scales, there, torch.zeros(1000, device=HERE), block=64)
+    signs.unpack(back, packed, scales, block=64)
+    assert torch.equal(back.cpu() > 0, x > 0)
+    seed, flag = torch.tensor(-5), torch.tensor(False, device=HERE)
+    assert torch.equal(rounding.stochastic_round(there, seed.to(HERE)).cpu(), optim.stochastic_round(x, seed))
+    out = torch.empty(1000, dtype=F16, device=HERE)
+    cast.cast(out, there, torch.tensor(0.5, device=HERE))
+    assert torch.equal(out.cpu(), (x * 0.5).half())
+    total = norms.sum_squares(there, nonfinite=flag)
+    assert abs(total.item() - x.double().square().sum().item()) < 1e-9
+    assert not flag.item()
+
+
+@scenario(1)
+def optimizer_kernels() -> None:
+    hyperparameters = (0.9, 0.999, 1e-8, 0.1)
+    x = torch.randn(300, generator=torch.Generator().manual_seed(0))
+    own = [t.to(HERE) for t in (x, x * 2, x * 0.1, x.square())]
+    cpu = [t.clone() for t in (x, x * 2, x * 0.1, x.square())]
+    count, lr = torch.tensor(3), torch.tensor(1e-2, dtype=torch.float64)
+    copy, skip = torch.empty(300, dtype=BF16, device=HERE), torch.tensor(False, device=HERE)
+    adamw.adamw_(*own, count.to(HERE), 1e-2, *hyperparameters, copy=copy, skip=skip)
+    torch.ops.fzero.adamw_(*cpu, count, lr, *hyperparameters, True)
+    for a, b in zip(own, cpu, strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-6)
+    assert torch.equal(copy.cpu(), own[0].cpu().bfloat16())
+    scalars = count.to(HERE), lr.to(HERE)
+    none = [t[:0] for t in own]
+    adamw.adamw_(*none, *scalars, *hyperparameters)
+    seeds = [torch.tensor(1, device=HERE)] * 3
+    with fails(TypeError, "only bfloat16 is rounded at random"):
+        adamw.adamw_(*own, *scalars, *hyperparameters, seeds=adamw.Seeds(*seeds))
+    low = [t.bfloat16() for t in own]
+    adamw.adamw_(*low, *scalars, *hyperparameters, seeds=adamw.Seeds(*seeds))
+    with fails(ValueError, "must be 0-d"):
+        hyper.hyper(torch.device(HERE), own[0], lr, 0.9, 0.999, 0.1)
+    with fails(TypeError, "must be torch.int64"):
+        hyper.hyper(torch.device(HERE), *scalars, 0.9, 0.999, 0.1, seeds=(skip, None, None))
+    sizes = (0, torch.int8), (0, F32), (0, torch.uint8), (0, F32)
+    moments = [torch.zeros(n, dtype=dtype, device=HERE) for n, dtype in sizes]
+    adam8.adamw8_(*none[:2], *moments, *scalars, *hyperparameters)
+    sizes = (300, torch.int8), (5, F32), (300, torch.uint8), (5, F32)
+    eight, plain = ([torch.zeros(n, dtype=dtype, device=to) for n, dtype in sizes] for to in (HERE, "cpu"))
+    adam8.adamw8_(own[0], own[1], *eight, *scalars, *hyperparameters)
+    _adam8.adamw8_(cpu[0], cpu[1], *plain, count, lr, *hyperparameters)
+    torch.testing.assert_close(own[0].cpu(), cpu[0], rtol=1e-4, atol=1e-5)
+
+
+@scenario(1)
+def programs_that_are_no_graph() -> None:
+    def moves(params: Any, b: Any) -> Any:
+        return (params["w"] * b.cpu().to(HERE)).sum()
+
+    state = fzero.init({"w": torch.ones(4)}, fzero.Spec(loss=moves, optimizer=optim.sgd(0.1), device=HERE))
+    for _ in range(2):
+        state = fzero.step(state, torch.ones(4, device=HERE))
+    assert bound_of(state).recording is None
+    why = graphs.obstacle(bound_of(state).program, torch.device(HERE))
+    assert "copies between host and device" in (why or ""), why
+    lowered = fzero.lower(fzero.Spec(loss=loss, optimizer=optim.sgd(0.1)), init, data(0), world_size=2)
+    assert "run on the host" in (graphs.obstacle(lowered.program, torch.device(HERE)) or "")
+    nonzero = SimpleNamespace(target=torch.ops.aten.nonzero.default)
+    assert "reads back" in (graphs._waits(nonzero) or "")  # type: ignore[arg-type]
+
+
+@scenario(1)
+def a_graph_that_cuda_refuses() -> None:
+    before = torch.cuda.current_stream(HERE)
+    plain = Bound.issue
+
+    def waits(self: Bound, watch: Any = None) -> None:
+        plain(self, watch)
+        torch.cuda.current_stream(HERE).synchronize()
+
+    with logged() as said, mock.patch.object(Bound, "issue", waits):
+        found = trained()
+    assert any("would not record one graph" in line for line in said), said
+    assert bound_of(found[2]).recording is None
+    assert torch.cuda.current_stream(HERE) == before, "the stream of before is current again"
+    near(found, trained("cpu"))
+
+
+@scenario(1)
+def compiled_stretches() -> None:
+    seen = []
+
+    def compiled(gm: Any, inputs: Any) -> Any:
+        seen.extend(x.device for x in inputs)
+        return gm.forward
+
+    with mock.patch.object(inductor, "inductor_compile", compiled):
+        near(trained(compile="inductor"), trained("cpu"))
+    assert set(seen) == {torch.device(HERE)}
+
+
+# --- two processes ----------------------------------------------------------------------------------------------------
+
+
+def alone(steps: int = 3) -> tuple[list[float], list[torch.Tensor]]:
+    """The same training on the global batch, by plain autograd on the CPU."""
+    params, losses = init(fzero.random.key(0)), []
+    for step in range(steps):
+        value, grads = fzero.value_and_grad(loss)(params, data(step))
+        losses.append(float(value))
+        params = fzero.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    return losses, fzero.tree.flatten(params)[1]
+
+
+def stage(zero: int, **options: Any) -> Any:
+    found = trained(zero=zero, optimizer=optim.sgd(0.1), **options)
+    near(found, alone())
+    recording = bound_of(found[2]).recording
+    assert recording is not None
+    assert any("nccl" in what for what, _, _ in recording.calls), "the graph has no transfers"
+    return found[2]
+
+
+@scenario(2)
+def stage_0() -> None:
+    stage(0)
+
+
+@scenario(2)
+def stage_1() -> None:
+    stage(1, clip_norm=100.0)
+
+
+@scenario(2)
+def stage_2() -> None:
+    stage(2, microbatches=2)
+
+
+@scenario(2)
+def stage_3() -> None:
+    state = stage(3, bucket_bytes=512)
+    assert any("reduce_scatter" in call for call in nccl.CALLS)
+    saved_and_loaded(state)
+
+
+@scenario(2)
+def stage_3_op_by_op() -> None:
+    near(trained(optimizer=optim.sgd(0.1), cuda_graph=False), alone())
+
+
+@scenario(2)
+def the_group_must_be_nccl() -> None:
+    with fails(fzero.SpecError, "a state on cpu needs gloo"):
+        started("cpu")
+
+
+@scenario(2)
+def messages() -> None:
+    """A kind of transfer that NCCL has no collective for."""
+    comm = collectives.Nccl(RANK, WORLD, None, presence.ALONE)
+    x = torch.full((4,), float(RANK), device=HERE)
+    kind = "send" if RANK == 0 else "recv"
+    refs = {"reads": (Ref("x"),), "writes": ()} if RANK == 0 else {"reads": (), "writes": (Ref("x"),)}
+    comm.start("x", Op(kind, **refs, attrs={"peer": 1 - RANK}), [x])  # type: ignore[arg-type]
+    comm.wait("x")
+    assert x.tolist() == [0.0] * 4
+
+
+if __name__ == "__main__":
+    from standin import faults  # noqa: F401  (registers its scenarios)
+
+    main()
