@@ -72,7 +72,7 @@ def _operands(rng: random.Random) -> Draw:
     for n, given in enumerate((shape, (2, 3), (4,), (1, 2, 3))):
         made.leaf("p", f"w{n}", f"normal({n}, {given})")
     made.leaf("b", "i0", "integers(300 + rank, (3, 2))")
-    for line in ('p["w1"] * 1.5', 'p["w0"] > 0.1torch.complex(p["w1"], p["w1"].sin())', 'p["w2"].sum()'):
+    for line in ('p["w1"] * 1.5', 'p["w0"] > 0.1', 'torch.complex(p["w1"], p["w1"].sin())', 'p["w2"].sum()'):
         made.add(line)
     return made
 
@@ -90,7 +90,7 @@ def test_a_case_is_the_same_whenever_it_is_drawn_and_runs_from_its_script() -> N
     names: dict[str, Any] = {"__name__": "script"}
     exec(compile(first.script, "script", "exec"), names)
     assert torch.isfinite(names["loss"](names["params"], names["batch"](0)))
-    assert check(CASE).end == check(replace(CASE, options=TRAINING)).end == "equal"
+    assert check(replace(CASE, options=replace(TRAINING, interpret=True))).end == "equal"
 
 
 @pytest.mark.parametrize("options", [Options(), TRAINING], ids=["gradients", "training"])
@@ -103,7 +103,7 @@ def test_a_kernel_that_is_wrong_is_found_and_shrunk_to_its_line(
     assert (outcome.end, outcome.reason) == ("wrong", "eager")
     small = shrink(replace(CASE, options=options), outcome, tries=60)
     assert [line for line in small.body if "tanh" in line] == list(small.body)
-    assert small.options == Options(interpret=False)
+    assert small.options == Options()
     assert check(small).end == "wrong"
 
 
@@ -112,7 +112,7 @@ def test_bits_that_differ_between_stages_or_executors_are_found(monkeypatch: pyt
 
     sound = runs.interpreted
     monkeypatch.setattr(runs, "interpreted", lambda *a: {n: x + (n == "loss") for n, x in sound(*a).items()})
-    assert check(CASE).reason == "interpreter"
+    assert check(replace(CASE, options=Options(interpret=True))).reason == "interpreter"
     bound, calls = runs.bound, []
 
     def second(*given: Any) -> Any:
@@ -120,7 +120,7 @@ def test_bits_that_differ_between_stages_or_executors_are_found(monkeypatch: pyt
         return {n: x + (n == "loss" and len(calls) == 2) for n, x in bound(*given).items()}
 
     monkeypatch.setattr(runs, "bound", second)
-    outcome = check(replace(CASE, options=replace(TRAINING, interpret=False)))
+    outcome = check(replace(CASE, options=TRAINING))
     assert (outcome.end, outcome.reason) == ("wrong", "stages")
 
 

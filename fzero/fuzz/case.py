@@ -44,7 +44,7 @@ class Options:
     spec: Mapping[str, str] = field(default_factory=dict)
     other: Mapping[str, str] = field(default_factory=dict)
     keyed: bool = False
-    interpret: bool = True
+    interpret: bool = False
     exact: bool = True
 
     @property

@@ -160,7 +160,7 @@ MODULES: dict[str, Row] = {
     "MultiMarginLoss": _classes("nn.MultiMarginLoss(p=2)"),
     "PoissonNLLLoss": lambda g: _called(g, "nn.PoissonNLLLoss()", [(x := g.single()), f"{g.like(x)}.abs()"]),
     "SoftMarginLoss": lambda g: _called(
-        g, "nn.SoftMarginLoss()", [(x := g.single(1)), f"torch.sign({g.like(x)} + 0.01)"]
+        g, "nn.SoftMarginLoss()", [(x := g.single(1)), f"torch.sign({g.like(x)}.detach() + 0.01)"]
     ),
     "PixelShuffle": _row("nn.PixelShuffle(2)", (1, 4, 2, 2)),
     "PixelUnshuffle": _row("nn.PixelUnshuffle(2)", (1, 1, 4, 2)),

@@ -102,7 +102,7 @@ LAYERS: dict[str, Row] = {
     ),
     "poisson_nll": lambda g: f"F.poisson_nll_loss({(x := g.single())}, {g.like(x)}.abs())",
     "gaussian_nll": lambda g: f"F.gaussian_nll_loss({(x := g.single(2))}, {g.like(x)}, {x}.square() + 0.5)",
-    "soft_margin": lambda g: f"F.soft_margin_loss({(x := g.single(1))}, torch.sign({g.like(x)} + 0.01))",
+    "soft_margin": lambda g: f"F.soft_margin_loss({(x := g.single(1))}, torch.sign({g.like(x)}.detach() + 0.01))",
     "hinge_embedding": lambda g: (
         f"F.hinge_embedding_loss({(x := g.single(1))}, torch.sign({g.like(x)}.detach() + 0.01))"
     ),
