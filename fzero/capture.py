@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import segments, tree
+from fzero import offsets, segments, tree
 from fzero._torch_compat import FakeTensorMode, disable_proxy_modes_tracing, real_tensors
 from fzero.errors import CaptureError, TreeError, at
 from fzero.precision import LOW, Precision
@@ -310,6 +310,9 @@ def add_region(
     for node in segments.placeholders(gm.graph)[len(own) :]:
         node.meta["val"] = fake_like(tracing.mode, node.meta["val"])
     segments.normalised(gm)
+    if microbatches > 1:
+        holders = segments.placeholders(gm.graph)[len(leaves) :]
+        offsets.aligned(gm, [holder for holder, cut in zip(holders, sliced, strict=False) if cut])
     _finish_early(gm)
     values = tuple(node.meta["val"] for node in segments.outputs(gm.graph))
     flags = (*(False for _ in leaves), *sliced, *(False for _ in extra))

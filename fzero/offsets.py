@@ -168,6 +168,23 @@ def rebased(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
+def aligned(gm: fx.GraphModule, parts: Sequence[fx.Node]) -> None:
+    """Views of `parts`, inputs that may begin anywhere in a buffer, as wider elements become views of a copy. In place.
+
+    Two floats are a complex number, and four bytes an int32, only at a multiple of their size.
+    """
+    for node in list(gm.graph.nodes):
+        if node.target in (aten.view_as_complex.default, aten.view.dtype) and segments.base(node) in parts:
+            x = segments.operand(node)
+            with gm.graph.inserting_before(node):
+                copy = gm.graph.call_function(aten.clone.default, (x,))
+            value = x.meta["val"]
+            with value.fake_mode:
+                copy.meta = {**x.meta, "val": value.clone()}
+            node.replace_input_with(x, copy)
+            gm.recompile()
+
+
 class _Maker:
     """Adds nodes before the one that they stand for, with its provenance and their own fake values."""
 

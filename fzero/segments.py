@@ -79,7 +79,9 @@ def is_view(node: fx.Node) -> bool:
     if node.target in _ALIASES:
         return True
     found = schema(node)
-    return found is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in found.returns)
+    if found is None or not node.args or not isinstance(node.args[0], fx.Node):  # `_conj` of a Python number
+        return False
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in found.returns)
 
 
 def operand(node: fx.Node, index: int = 0) -> fx.Node:

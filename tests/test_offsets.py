@@ -205,6 +205,22 @@ def test_on_two_ranks(loss: Callable[[Params, Tensor], Tensor]) -> None:
     assert torch.equal(*found)
 
 
+def test_a_part_of_the_batch_may_be_read_as_complex() -> None:
+    """Of three microbatches of five floats, the second begins in the middle of a complex number."""
+
+    def loss(p: Params, b: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(b[:, :4].unflatten(1, (2, 2)).contiguous()) * (0.5 - 0.3j)
+        whole = torch.view_as_complex(b.flatten()[:4].view(2, 2))
+        return (pairs.abs().sum() + whole.real.sum() + b.view(torch.int32).float().mean()) * p["w"].sum()
+
+    batch = torch.randn(3, 5, generator=torch.Generator().manual_seed(3))
+    w = _w().requires_grad_()
+    value = sum((loss({"w": w}, part.clone()) for part in batch.split(1)), torch.zeros(())) / 3
+    spec = fzero.Spec(step=step_of(loss), zero=3, microbatches=3)
+    state = fzero.step(fzero.init({"w": _w()}, spec), batch)
+    torch.testing.assert_close(state.metrics["gradient"], torch.autograd.grad(value, w)[0])
+
+
 # --- random chains of views and writes --------------------------------------------------------------------------------
 
 
