@@ -312,7 +312,8 @@ def add_region(
     segments.normalised(gm)
     if microbatches > 1:
         holders = segments.placeholders(gm.graph)[len(leaves) :]
-        offsets.aligned(gm, [holder for holder, cut in zip(holders, sliced, strict=False) if cut])
+        with disable_proxy_modes_tracing():
+            offsets.aligned(gm, [holder for holder, cut in zip(holders, sliced, strict=False) if cut])
     _finish_early(gm)
     values = tuple(node.meta["val"] for node in segments.outputs(gm.graph))
     flags = (*(False for _ in leaves), *sliced, *(False for _ in extra))
