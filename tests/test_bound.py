@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import capture, segments, tape
+from fzero.fuzz.runs import run_bound
 from fzero.mutate import corpus
 from fzero.plan.pack import ALIGN_BYTES, clash, pack
-from fzero.program import PERSISTENT, Program
+from fzero.program import PERSISTENT
 from fzero.runtime import graphs
 from fzero.runtime.bound import Bound
 from fzero.runtime.handlers import spoil
-from fzero.runtime.interpret import LocalComm, World, interpret
+from fzero.runtime.interpret import interpret
 
 aten = torch.ops.aten
 
@@ -193,34 +194,6 @@ def test_ops_that_use_their_out_for_more_than_the_result(name: str) -> None:
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
-
-
-def run_bound(programs: Mapping[int, Program], memory: Sequence[dict[str, torch.Tensor]], steps: int) -> list[Any]:
-    """Every rank bound, in one process, one op at a time; the metrics of each rank."""
-    world = World(len(programs))
-    ranks = []
-    for r, program in programs.items():
-        arena = torch.empty(program.arena_bytes, dtype=torch.uint8)
-        ranks.append(Bound(program, r, LocalComm(world, r), memory[r], arena))  # type: ignore[arg-type]
-    for _ in range(steps):
-        for bound, own in zip(ranks, memory, strict=True):
-            spoil(bound.arena)
-            for name, place in zip(
-                (n for n, b in bound.program.buffers.items() if b.kind == "batch"), bound.batch, strict=True
-            ):
-                if place is not None:
-                    place.copy_(own[name])
-        at = [0] * len(ranks)
-        while any(i < len(bound.calls) for i, bound in zip(at, ranks, strict=True)):
-            for r, bound in enumerate(ranks):
-                while at[r] < len(bound.calls):
-                    one = bound.program.ops[at[r]]
-                    if one.kind == "wait" and not bound.comm.ready(one.reads[0].name):
-                        break
-                    for call in bound.calls[at[r]]:
-                        call()
-                    at[r] += 1
-    return [{name: bound.memory[buffer].clone() for name, buffer in bound.metrics} for bound in ranks]
 
 
 def test_bound_programs_have_the_bits_of_the_interpreter() -> None:

@@ -150,7 +150,7 @@ def test_a_run_goes_on_where_its_file_ends(tmp_path: Path, capsys: pytest.Captur
     file = tmp_path / "runs" / "out.jsonl"
     command = ["fuzz", "--seed", "5", "--out", str(file)]
     assert cli.main([*command, "--count", "2"]) == 0
-    file.write_text(file.read_text() + '{"case": "5:2", "en')
+    file.write_text(file.read_text() + '\n{"case": "5:2", "en')
     assert cli.main([*command, "--count", "3"]) == 0
     lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
     assert [line["case"] for line in lines] == ["5:0", "5:1", "5:2"]

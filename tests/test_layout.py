@@ -171,3 +171,13 @@ def test_leaves_whose_names_look_alike_keep_buffers_of_their_own() -> None:
     memory = [storage.shards(plan, leaves, rank) for rank in range(2)]
     for leaf, value in zip(plan.leaves, leaves, strict=True):
         assert torch.equal(storage.join(plan, leaf, memory), value), leaf.path
+
+
+def test_a_zero_rule_may_name_a_leaf_that_lies_in_no_bucket() -> None:
+    spec = fzero.Spec(
+        loss=lambda p, b: (p["w"].sum() * p["scale"] * b).mean(),
+        optimizer=fzero.optim.sgd(0.1),
+        zero={"**/scale": 1, "**": 3},
+    )
+    lowered = fzero.lower(spec, {"w": torch.ones(3), "scale": torch.ones(())}, torch.ones(2), world_size=2)
+    assert {leaf.path for leaf in lowered.plan.leaves} >= {"params/scale", "params/w"}

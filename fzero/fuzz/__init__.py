@@ -37,8 +37,6 @@ def run(numbers: Iterable[int], seed: int = 0, out: Path | None = None) -> Repor
     """
     report = Report() if out is None else read(out)
     with nullcontext() if out is None else out.open("a", encoding="utf-8") as file:
-        if file is not None and file.tell() and not out.read_text(encoding="utf-8").endswith("\n"):
-            file.write("\n")  # after a line that was cut off
         for line in [] if out is None else lost(out, report):
             report.add(line)
             append(file, line)

@@ -165,7 +165,7 @@ class Draw:
 
     def shape(self, numel: int) -> tuple[int, ...]:
         """A shape of so many elements."""
-        found = []
+        found: list[int] = []
         while numel > 1 and len(found) < 3:
             divisors = [d for d in range(1, numel + 1) if numel % d == 0]
             found.append(self.rng.choice(divisors))

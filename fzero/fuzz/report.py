@@ -83,7 +83,7 @@ def lines(texts: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 def append(file: TextIO | None, line: dict[str, Any]) -> None:
     if file is not None:
-        file.write(json.dumps(line) + "\n")
+        file.write("\n" + json.dumps(line))  # not after it: a line that was cut off stays alone
         file.flush()
 
 

@@ -123,7 +123,7 @@ def run_bound(
     ranks = []
     for r, program in programs.items():
         arena = torch.empty(program.arena_bytes, dtype=torch.uint8)
-        ranks.append(Bound(program, r, LocalComm(world, r), memory[r], arena))  # type: ignore[arg-type]
+        ranks.append(Bound(program, r, LocalComm(world, r), memory[r], arena))
     for _ in range(steps):
         for bound, own in zip(ranks, memory, strict=True):
             spoil(bound.arena)

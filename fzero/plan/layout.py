@@ -224,8 +224,9 @@ def _stages(classes: list[Class], paths: Sequence[str], zero: int | Mapping[str,
             raise SpecError(f"zero has no rule for {names[1]!r}: add a last rule, as in {{..., '**': 1}}")
         used.add(rule)
         stages.append(rules[rule])
+    every = {"/".join(c.key) for c in classes} | {*paths} | {path.partition("/")[2] for path in paths}  # 0-d ones too
     for rule in rules:
-        if rule not in used and not any(tree.matches(rule, "/".join(c.key)) for c in classes) and rule != "**":
+        if rule not in used and not any(tree.matches(rule, name) for name in every) and rule != "**":
             known = {"/".join(c.key[: n + 1]) + "/**" for c in classes for n in range(len(c.key))}
             raise SpecError(f"the zero rule {rule!r} matches no leaf.{tree.suggest(rule, known)}")
     return stages

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fzero.fuzz.operands import Draw
 from fzero.fuzz.ops.rows import Row, losses
 
@@ -67,9 +69,9 @@ LAYERS: dict[str, Row] = {
     ),
     "batch_norm_eval": lambda g: f"F.batch_norm({g.fitted((3, 2))}, torch.zeros(2), torch.ones(2))",
     "local_response_norm": lambda g: f"F.local_response_norm({g.fitted((1, 4, 3))}, 2)",
-    **{f"conv{d}d": (lambda g, d=d: _conv(g, d, False)) for d in (1, 2, 3)},
-    **{f"conv_transpose{d}d": (lambda g, d=d: _conv(g, d, True)) for d in (1, 2, 3)},
-    **{f"{n}{d}d": (lambda g, n=n, d=d: _pool(g, n, d)) for d in (1, 2, 3)
+    **{f"conv{d}d": partial(_conv, dims=d, transposed=False) for d in (1, 2, 3)},
+    **{f"conv_transpose{d}d": partial(_conv, dims=d, transposed=True) for d in (1, 2, 3)},
+    **{f"{n}{d}d": partial(_pool, name=n, dims=d) for d in (1, 2, 3)
        for n in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool")},
     "max_pool_indices": lambda g: f"F.max_pool2d({g.fitted((1, 2, 4, 4))}, 2, return_indices=True)",
     "max_unpool": lambda g: f"F.max_unpool2d(*F.max_pool2d({g.fitted((1, 2, 4, 4))}, 2, return_indices=True), 2)",

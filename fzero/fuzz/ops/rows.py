@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from fzero.fuzz.operands import Draw
 
 Row = Callable[[Draw], str]
 
 
+def each(row: Callable[..., str], *names: str) -> dict[str, Row]:
+    """The row of every name: `row(g, name=name)`."""
+    return {name: partial(row, name=name) for name in names}
+
+
 def unary(*names: str) -> dict[str, Row]:
-    return {name: (lambda g, name=name: f"torch.{name}({g.x()})") for name in names}
+    return each(lambda g, name: f"torch.{name}({g.x()})", *names)
 
 
 def activation(*names: str) -> dict[str, Row]:
-    return {name: (lambda g, name=name: f"F.{name}({g.x()})") for name in names}
+    return each(lambda g, name: f"F.{name}({g.x()})", *names)
 
 
 def binary(*names: str) -> dict[str, Row]:
-    def row(g: Draw, name: str) -> str:
-        x = g.x()
-        return f"torch.{name}({x}, {g.wide(x)})"
-
-    return {name: (lambda g, name=name: row(g, name)) for name in names}
+    return each(lambda g, name: f"torch.{name}({(x := g.x())}, {g.wide(x)})", *names)
 
 
 def over(*names: str) -> dict[str, Row]:
@@ -33,17 +35,17 @@ def over(*names: str) -> dict[str, Row]:
         how = g.some("", f", dim={g.dim()}", f", dim={g.dim()}, keepdim=True") if g.value(x).ndim else ""
         return f"torch.{name}({x}{how})"
 
-    return {name: (lambda g, name=name: row(g, name)) for name in names}
+    return each(row, *names)
 
 
 def along(*texts: str) -> dict[str, Row]:
     """Of one dimension: {x} and {d}."""
 
-    def row(g: Draw, text: str) -> str:
+    def row(g: Draw, name: str) -> str:
         x = g.full(1)
-        return text.format(x=x, d=g.dim(x))
+        return name.format(x=x, d=g.dim(x))
 
-    return {text.split("(")[0].split(".")[-1]: (lambda g, text=text: row(g, text)) for text in texts}
+    return {text.split("(")[0].split(".")[-1]: made for text, made in each(row, *texts).items()}
 
 
 def losses(*names: str) -> dict[str, Row]:
@@ -51,4 +53,4 @@ def losses(*names: str) -> dict[str, Row]:
         x = g.full(1)
         return f'F.{name}({x}, {g.like(x)}, reduction="{g.some("mean", "sum", "none")}")'
 
-    return {name: (lambda g, name=name: row(g, name)) for name in names}
+    return each(row, *names)

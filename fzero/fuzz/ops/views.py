@@ -44,7 +44,9 @@ def _as_strided(g: Draw) -> str:
     """Within x's own memory, overlapping or not, through its strides or others."""
     x = g.full()
     count = g.value(x).numel()
-    shape, strides, reach = [], [], 0
+    shape: list[int] = []
+    strides: list[int] = []
+    reach = 0
     for _ in range(g.int(1, 3)):
         stride = g.int(0 if shape else 1, 3)
         most = (count - 1 - reach) // stride + 1 if stride else 3
@@ -55,7 +57,7 @@ def _as_strided(g: Draw) -> str:
         return f"{x}.contiguous().as_strided(({count},), (1,))"
     start = g.int(0, count - 1 - reach)
     own = g.some(f"{x}.contiguous()", f"{x}.clone()", f"({x} * 1.5)", f"{x}.reshape(-1)[:]")
-    return f"{own}.as_strided({tuple(shape)}, {tuple(strides)}{g.some('', '') if not start else f', {start}'})"
+    return f"{own}.as_strided({tuple(shape)}, {tuple(strides)}{f', {start}' if start else ''})"
 
 
 def _einops(g: Draw) -> str:
