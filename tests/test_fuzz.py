@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import gloo, values
 
-from fzero import cli, tape
+import fzero
+from fzero import cli, tape, tree
 from fzero.draws import Keyed
-from fzero.fuzz import Case, check, draw, run, shrink
+from fzero.errors import FzeroError
+from fzero.fuzz import Case, check, draw, run, runs, shrink
 from fzero.fuzz.case import Options
 from fzero.fuzz.operands import Draw
 from fzero.fuzz.ops import control
@@ -160,3 +164,54 @@ def test_a_run_goes_on_where_its_file_ends(tmp_path: Path, capsys: pytest.Captur
     assert "crashed: the process ended while the case was checked" in capsys.readouterr().out
     assert cli.main(["fuzz", "--case", "5:1"]) == 0
     assert "def loss(p, b):" in capsys.readouterr().out
+
+
+# --- real ranks -------------------------------------------------------------------------------------------------------
+
+
+def on_real_ranks(cases: list[Case], transfers: str) -> list[dict[str, torch.Tensor]]:
+    """The state and the metrics that this process, a rank of two, has after a step of each case."""
+    found = []
+    for case in cases:
+        made = runs.prepared(case)
+        state = fzero.init(made.names["params"], fzero.Spec(**made.fields, transfers=transfers))
+        state = fzero.step(state, made.batches[int(os.environ["RANK"])])
+        paths, leaves, _ = tree.flatten(fzero.unshard(state.tree))
+        found.append(
+            {**dict(zip(paths, leaves, strict=True)), **dict(zip(*tree.flatten(state.metrics)[:2], strict=True))}
+        )
+    return found
+
+
+def two_ranks(seed: int, count: int) -> list[tuple[Case, dict[str, torch.Tensor]]]:
+    """Training steps on two ranks without a key, and what the executor makes of them in one process."""
+    found: list[tuple[Case, dict[str, torch.Tensor]]] = []
+    number = 0
+    while len(found) < count:
+        case, number = draw(seed, number), number + 1
+        if case.options.form == "training" and case.options.world == 2 and not case.options.keyed:
+            made = runs.prepared(case)
+            try:
+                found.append((case, runs.bound(made, runs.lowered(made, case))))
+            except FzeroError:  # refused alike
+                continue
+    return found
+
+
+def differing_transports(seed: int, count: int) -> list[str]:
+    """The cases and leaves whose bits shared memory or messages change."""
+    expected = two_ranks(seed, count)
+    wrong = []
+    for transfers in ("shared", "p2p"):
+        for rank in values(
+            gloo(2, on_real_ranks, [case for case, _ in expected], transfers, timeout=60.0 + 20 * count)
+        ):
+            for (case, own), other in zip(expected, rank, strict=True):
+                named = {name: x for name, x in own.items() if name in other}
+                assert len(named) > 1
+                wrong += [f"{case.name} {transfers} {n}" for n, x in named.items() if not runs.same_bits(x, other[n])]
+    return wrong
+
+
+def test_transports_have_the_executors_bits() -> None:
+    assert differing_transports(seed=2, count=3) == []

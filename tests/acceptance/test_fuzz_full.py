@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from test_fuzz import differing_transports
 
 from fzero import cli
 from fzero.fuzz.report import read
@@ -22,3 +23,7 @@ def test_twenty_thousand_random_losses_have_eagers_numbers() -> None:
     assert len(report.aten) >= 120
     assert len(report.modules) >= 60
     assert report.ends["equal"] >= 0.9 * CASES
+
+
+def test_transports_have_the_executors_bits() -> None:
+    assert differing_transports(seed=3, count=200) == []
