@@ -133,7 +133,7 @@ class Outcome(NamedTuple):
     error: str | None = None
 
 
-def gloo(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Outcome]:
+def gloo(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Outcome]:
     """`fn(*args)` in `world` new processes with torchrun's environment and one thread each; an outcome per rank.
 
     `fn` is a function at the top of a test module; it, its arguments and its result are pickled. All ranks are killed

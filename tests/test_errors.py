@@ -606,7 +606,7 @@ NAMES = [
 
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request: pytest.FixtureRequest) -> list[Outcome]:
-    return gloo(request.param, cases, timeout=150)
+    return gloo(request.param, cases, timeout=600)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -31,7 +31,7 @@ def train_gpt(out: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
     outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     command = [sys.executable, str(TRAIN_GPT), "--size", "tiny", "--steps", str(STEPS), "--out", str(out), *arguments]
     done = subprocess.run(
-        command, env={**outside, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False
+        command, env={**outside, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout, json.loads((out / "report.json").read_text())
@@ -92,7 +92,7 @@ def test_a_batch_that_ranks_cannot_share_is_refused_before_any_rank_starts(tmp_p
         "--out",
         str(tmp_path),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2
     assert "--batch 6 cannot be cut into 2 ranks x 2 microbatches: needed a multiple of 4" in done.stderr
     assert not list(tmp_path.iterdir())

@@ -204,7 +204,7 @@ def differing_transports(seed: int, count: int) -> list[str]:
     wrong = []
     for transfers in ("shared", "p2p"):
         for rank in values(
-            gloo(2, on_real_ranks, [case for case, _ in expected], transfers, timeout=60.0 + 20 * count)
+            gloo(2, on_real_ranks, [case for case, _ in expected], transfers, timeout=600.0 + 60 * count)
         ):
             for (case, own), other in zip(expected, rank, strict=True):
                 named = {name: x for name, x in own.items() if name in other}

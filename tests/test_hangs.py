@@ -18,7 +18,7 @@ TIMEOUT = 3.0
 
 def trouble(world: int, how: str, wrong: int, via: str, kind: str, tmp_path: Any, timeout: float = TIMEOUT) -> Any:
     """What each rank but `wrong` found out; the same rank is named on all of them, and they can end."""
-    outcomes = gloo(world, worker.trouble, how, wrong, via, timeout, kind, str(tmp_path), timeout=60)
+    outcomes = gloo(world, worker.trouble, how, wrong, via, timeout, kind, str(tmp_path), timeout=300)
     others = [r for r in range(world) if r != wrong]
     found = dict(zip(others, values([outcomes[r] for r in others]), strict=True))
     for rank, one in found.items():
@@ -118,7 +118,7 @@ def test_the_rank_that_holds_the_store(how: str, tmp_path: Any) -> None:
 @LONG
 def test_a_failure_after_the_first_write_says_so(tmp_path: Any) -> None:
     """The state of a rank that had begun to write when it lost another is unusable."""
-    outcomes = gloo(2, worker.trouble, "stay", 1, "p2p", TIMEOUT, "gather", str(tmp_path), timeout=60)
+    outcomes = gloo(2, worker.trouble, "stay", 1, "p2p", TIMEOUT, "gather", str(tmp_path), timeout=300)
     one = outcomes[0].value
     assert one["missing"] == (1,)
     assert one["ended"].startswith("is unusable: step 3 failed after it began to write (HangError: rank 1 is missing")

@@ -318,7 +318,7 @@ def example(*arguments: str) -> subprocess.CompletedProcess[str]:
         env={**outside, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 

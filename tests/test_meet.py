@@ -150,7 +150,7 @@ except (BrokenPipeError, ConnectionResetError):
 
     def more() -> None:
         told.append(
-            subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+            subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=True)
         )
 
     assert whole(met(doors, more)[1])

@@ -31,7 +31,7 @@ def measured() -> dict[str, dict[str, int]]:
     worker = Path(__file__).parent / "workers" / "memory.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(worker)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(worker.parents[1]), *sys.path])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     return {f"{row['model']} zero={row['zero']}": row for row in map(json.loads, lines)}

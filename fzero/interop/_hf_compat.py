@@ -55,8 +55,8 @@ def capturing(module: nn.Module) -> Iterator[None]:
     no_mkldnn = any(issubclass(part, nn.LSTM) for part in parts)
     try:
         with (
-            _without(torch.backends.cudnn) if no_cudnn else nullcontext(),
-            _without(torch.backends.mkldnn) if no_mkldnn else nullcontext(),
+            torch.backends.cudnn.flags(enabled=False) if no_cudnn else nullcontext(),
+            torch.backends.mkldnn.flags(enabled=False) if no_mkldnn else nullcontext(),
         ):
             yield
     except (DataDependentOutputException, DynamicOutputShapeException):
@@ -83,13 +83,3 @@ def _loops_over_experts(part: nn.Module) -> bool:
     kind, config = type(part), getattr(part, "config", None)
     plain = getattr(config, "_experts_implementation", None) == "eager"
     return plain and kind.__module__.startswith("transformers.") and "Experts" in kind.__name__
-
-
-@contextmanager
-def _without(backend: Any) -> Iterator[None]:
-    before = backend.enabled
-    backend.enabled = False
-    try:
-        yield
-    finally:
-        backend.enabled = before
