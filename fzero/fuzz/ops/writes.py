@@ -85,7 +85,7 @@ def _put(g: Draw) -> str:
              f"{v}.scatter_({d}, {at}, {g.number_text()})",
              f"{v}.scatter_add_({d}, {at}, {source})",
              f"{v}.scatter_reduce_({d}, {at}, {source}, '{g.some('sum', 'amax', 'mean', 'prod')}')",
-             f"{v}.masked_scatter_({v} > 0, fit({g.single()}, {tuple(g.value(v).shape)}))",
+             f"{v}.masked_scatter_({v} > 0, fit({g.single()}, {tuple(g.value(v).shape)}).clone())",
              f"{v}.index_reduce_({d}, {flat}, {source}, '{g.some('amax', 'mean', 'amin')}')"]  # fmt: skip
     return "!" + str(g.some(*ways))
 
