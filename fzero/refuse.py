@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.overrides import TorchFunctionMode
 
 from fzero import segments
 from fzero._torch_compat import DataDependentOutputException, DynamicOutputShapeException, is_fake
 from fzero.draws import no_dropout
 from fzero.errors import CaptureError
-from fzero.provenance import describe, is_users, name_of
+from fzero.provenance import describe, is_users, name_of, user_line
 
 aten = torch.ops.aten
 Fns = tuple[Callable[..., Any], ...]
@@ -106,6 +107,20 @@ def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
 
 class Refused(Exception):
     """A CaptureError on its way out of torch: torch takes a TypeError in an operator for "try the other operand"."""
+
+
+class NoExchange(TorchFunctionMode):
+    """Refuses `x.data = y`, which no op tells a trace of: it would go on with the old value."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise Refused(
+                f"`.data = ...` at {user_line()} puts another value into a tensor, which a trace cannot follow. Write "
+                "x = value; of a parameter, compute with the new value, and return it from the step to keep it"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ require grad are refused, with the line and what to write instead. Other closed-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,7 @@ from fzero.plan.layout import buffer_name
 from fzero.precision import Precision
 from fzero.program import DTYPE_NAMES
 from fzero.provenance import describe, user_line
-from fzero.refuse import Refused, ambient_draw, attribute, check_graph, closed_over_write, explained
+from fzero.refuse import NoExchange, Refused, ambient_draw, attribute, check_graph, closed_over_write, explained
 
 aten = torch.ops.aten
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
@@ -115,7 +115,12 @@ def trace(
         ambient.check_trace()
 
     def watched(*xs: torch.Tensor) -> Any:
-        with ambient.of_caller() if outermost else nullcontext(), _Watch(tracing, user_line), torch.enable_grad():
+        with ExitStack() as stack:
+            if outermost:
+                stack.enter_context(ambient.of_caller())
+                stack.enter_context(NoExchange())
+            stack.enter_context(_Watch(tracing, user_line))
+            stack.enter_context(torch.enable_grad())
             return fn(*xs)
 
     with explained(), tracing.mode, compiled_functions_traced():

@@ -443,6 +443,24 @@ def test_another_shape_changed_in_place_is_followed(change: Callable[[Tensor], T
     torch.testing.assert_close(state.metrics["gradient"], expected)
 
 
+def _exchanged(p: Any, b: Tensor) -> Tensor:
+    y = b * p["w"]
+    y.data = y.data * 3  # here
+    return (y**2).mean()
+
+
+def _normed(p: Any, b: Tensor) -> Tensor:
+    layer = torch.nn.Linear(3, 3).requires_grad_(False)
+    layer.weight.data = torch.nn.functional.normalize(layer.weight.data)  # here
+    return (layer(b) * p["w"]).mean()
+
+
+@pytest.mark.parametrize("loss", [_exchanged, _normed])
+def test_a_value_that_is_exchanged_is_refused(loss: Callable[[Any, Tensor], Tensor]) -> None:
+    """Not even a dispatch mode sees `x.data = y`: the trace went on with the old value."""
+    refused(loss, "`.data = ...`", here(loss), "puts another value into a tensor, which a trace cannot follow")
+
+
 def test_what_cannot_be_made_pure_is_refused_with_its_line() -> None:
     def loss(p: Any, b: Tensor) -> Tensor:
         z = torch.complex(p["w"], p["w"]).conj()
@@ -967,8 +985,10 @@ def test_metrics_may_be_any_pytree_of_tensors() -> None:
     assert torch.equal(state.metrics["b"]["c"], params()["w"])
     assert torch.equal(state.metrics[3], batch() > 1)
     assert state.metrics["none"] is None
-    sparse = said(TreeError, lambda: captured(lambda s, b: (s, {"m": b.to_sparse()})), "metrics['m']", "torch.sparse")
-    assert "needed a dense tensor" in sparse
+    sparse = lambda s, b: (s, {"m": b.to_sparse()})  # noqa: E731
+    said(
+        CaptureError, lambda: captured(sparse), "aten._to_sparse", "torch.sparse_coo", "the tensors of a step are dense"
+    )
 
 
 # --- two levels -------------------------------------------------------------------------------------------------------

@@ -77,12 +77,13 @@ def _load() -> None:
 
 
 def _compiled(root: Path) -> Path:
-    """The library, compiled once for this torch (ten seconds) and kept in the temporary folder."""
+    """The library, compiled once for this torch (ten seconds) and kept in `runs/`, a folder of this checkout alone."""
     told = _SOURCE + str(root) + (root / "version.py").read_text()
     key = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
-    place = Path(tempfile.gettempdir()) / f"fzero-standin-{os.getuid()}-{key}.so"
+    place = Path(__file__).parents[2] / "runs" / "standin" / f"{key}.so"
     if not place.exists():
-        with tempfile.TemporaryDirectory(dir=tempfile.gettempdir()) as folder:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent) as folder:
             source, made = Path(folder) / "standin.cpp", Path(folder) / "standin.so"
             source.write_text(_SOURCE)
             options = [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]

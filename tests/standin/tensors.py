@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fzero import ambient
 from standin import device
 from standin.order import HOST, Memory
 
@@ -347,6 +348,8 @@ def install() -> None:
     """In this thread, and in those that it starts."""
     Methods().__enter__()
     Redirect().__enter__()
+    known = ambient.ambient_modes
+    ambient.ambient_modes = lambda: [m for m in known() if not isinstance(m, (Methods, Redirect))]  # part of the device
     plain = threading.Thread.run
 
     def with_modes(self: threading.Thread) -> None:
