@@ -130,6 +130,9 @@ def partition(program: Program) -> Iterator[Fault]:
                 yield i, f"{ref} lies outside of {buffer.name}, which has {program.extent(buffer)} elements"
             if ref.start is not None and (ref.start % buffer.per or (ref.stop or 0) % buffer.per):
                 yield i, f"{ref} cuts through a block: {buffer.name} has one element for each {buffer.per}"
+            cut = buffer.kind == "batch" and ref.start is not None and ref.shape is not None
+            if cut and (ref.shape or ())[1:] != buffer.shape[1:]:
+                yield i, f"{ref} is no part of the batch: {ref.name} of shape {buffer.shape} is cut along its first dim"
             if ref.mine and buffer.bucket is None:
                 yield i, f"{ref}: {buffer.name} is in no bucket and has no own slice"
             if ref.shape is not None and math.prod(ref.shape) * buffer.per != (ref.stop or 0) - (ref.start or 0):

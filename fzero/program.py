@@ -396,7 +396,10 @@ def wire_bytes(program: Program, one: Op) -> int:
     n = dict(program.mesh).get(one.axis or "", 1)
     if one.kind not in ("gather", "reduce") or n == 1:
         return 0
-    whole = program.buffers[(one.writes if one.kind == "gather" else one.reads)[0].name].nbytes
+    refs = one.writes if one.kind == "gather" else one.reads
+    if not refs:
+        return 0
+    whole = program.buffers[refs[0].name].nbytes
     if one.get("mode") == "exchange":
         return whole * (n - 1)
     passes = 1 if one.kind == "gather" or one.get("mode") == "scatter" else 2

@@ -240,6 +240,23 @@ def test_a_whole_tensor_beside_a_flat_range(good: Program) -> None:
 # --- any text ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_batch_of_another_shape(good: Program) -> None:
+    """Its parts are rows of it: a user's batch would not fit into one of other columns."""
+    batch = next(b for b in good.buffers.values() if b.kind == "batch" and len(b.shape) == 2)
+    rows, columns = batch.shape
+    exchanged = replace(batch, shape=(rows // 2, columns * 2))
+    with pytest.raises(fzero.VerifyError, match="is no part of the batch"):
+        verify(replace(good, buffers={**good.buffers, batch.name: exchanged}))
+
+
+def test_an_op_without_references_has_a_text(good: Program) -> None:
+    at = find(good, lambda one: one.kind == "gather")[0]
+    program = replace(good, ops=(*good.ops[:at], replace(good.ops[at], writes=()), *good.ops[at + 1 :]))
+    assert fzero.parse(str(program)) == program
+    with pytest.raises(fzero.VerifyError, match=f"op {at}"):
+        verify(program)
+
+
 def test_an_own_slice_of_a_buffer_without_a_bucket(good: Program) -> None:
     _, name, used = _living(good)
     sharded = with_buffers(good, replace(good.buffers[name], shard=True))
