@@ -36,6 +36,18 @@ class Slotted:
         self.part = part
 
 
+class Weak:
+    def __init__(self, *parts: nn.Module) -> None:
+        self.parts = [weakref.ref(part) for part in parts]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        first, second, net = (part() for part in self.parts)
+        assert first is not None
+        assert second is not None
+        assert second.parent() is net
+        return first(second(x))
+
+
 class Recorder:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -153,10 +165,20 @@ def a_shared_cell(net: Net) -> None:
     net.run = lambda x: net.second(net.first(x))
 
 
+def a_weak_reference(net: Net) -> None:
+    parent = weakref.ref(net)
+    net.run = lambda x: parent().mlp.c_fc(x).sum()  # type: ignore[union-attr]
+
+
+def weak_references_as_attributes(net: Net) -> None:
+    net.run = Weak(net.mlp["c_proj"], net.mlp["c_fc"], net)
+    net.mlp["c_fc"].parent = weakref.ref(net)
+
+
 FOLLOWED = [
     closure, over_itself, over_a_weight, over_a_buffer, by_default, by_another_function, recursive, in_a_partial,
     partial_of_a_closure, a_bound_method, in_containers, a_hook, a_pre_hook, a_hook_of_another_object,
-    a_parametrization, a_shared_cell,
+    a_parametrization, a_shared_cell, a_weak_reference, weak_references_as_attributes,
 ]  # fmt: skip
 
 
@@ -240,11 +262,6 @@ class Stubborn:
         return self
 
 
-def a_weak_reference(net: Net) -> None:
-    parent = weakref.ref(net)
-    net.run = lambda x: parent().mlp.c_fc(x).sum()  # type: ignore[union-attr]
-
-
 def a_cache(net: Net) -> None:
     m = net.mlp
     net.run = functools.lru_cache(lambda x: m.c_proj(m.c_fc(x)))
@@ -263,7 +280,13 @@ def a_class_made_around_it(net: Net) -> None:
 
 
 def an_attribute_of_its_class(net: Net) -> None:
-    net.__class__ = type("Sharing", (Net,), {"shared": net.mlp["c_fc"]})
+    class Sharing(Net):
+        shared = net.mlp["c_fc"]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.shared(x)
+
+    net.__class__ = Sharing
 
 
 def a_global(net: Net) -> None:
@@ -271,12 +294,71 @@ def a_global(net: Net) -> None:
     net.run = lambda x: the_net.mlp.c_fc(x).sum()  # type: ignore[name-defined]  # noqa: F821
 
 
+def a_method_that_forward_calls(net: Net) -> None:
+    class Calling(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.outer(x)
+
+        def outer(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+        def inner(self, x: Tensor) -> Tensor:
+            return net.mlp.c_fc(x)
+
+    net.__class__ = Calling
+
+
+def a_method_by_its_name_as_text(net: Net) -> None:
+    class Calling(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return getattr(self, "inner")(x)  # noqa: B009
+
+        def inner(self, x: Tensor) -> Tensor:
+            return net.mlp.c_fc(x)
+
+    net.__class__ = Calling
+
+
+def a_method_that_torch_calls(net: Net) -> None:
+    class Layer(nn.TransformerEncoderLayer):
+        def _ff_block(self, x: Tensor) -> Tensor:
+            return net.mlp.c_fc(x)
+
+    net.layer = Layer(4, 1, 4)
+
+
+def a_decorated_forward(net: Net) -> None:
+    class Around(nn.Module):
+        @torch.autocast("cpu")
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+        @property
+        def inner(self) -> nn.Module:
+            return net.mlp["c_fc"]
+
+    net.around = Around()
+
+
+def by_the_global(x: Tensor) -> Tensor:
+    return the_net.mlp.c_fc(x)  # type: ignore[name-defined]  # noqa: F821
+
+
+def a_global_function(net: Net) -> None:
+    globals()["the_net"] = net
+    net.run = lambda x: by_the_global(x)
+
+
 REFUSED = {
-    a_weak_reference: r"run \(test_closures.py:\d+\) by closure over 'parent' \(a weak reference\)",
     a_cache: r"run\.__wrapped__ \(test_closures.py:\d+\) by closure over 'm'",
     an_object_that_stays: r"helper\.part",
     a_class_made_around_it: r"around\.forward \(test_closures.py:\d+\) by closure over 'net'",
     an_attribute_of_its_class: r"shared",
+    a_method_that_forward_calls: r"inner \(test_closures.py:\d+\) by closure over 'net'",
+    a_method_by_its_name_as_text: r"inner \(test_closures.py:\d+\) by closure over 'net'",
+    a_method_that_torch_calls: r"layer._ff_block \(test_closures.py:\d+\) by closure over 'net'",
+    a_decorated_forward: r"around.inner \(test_closures.py:\d+\) by closure over 'net'",
+    a_global_function: r"run > by_the_global \(test_closures.py:\d+\) by the global 'the_net'",
     a_global: r"run \(test_closures.py:\d+\) by the global 'the_net'",
 }
 
@@ -298,3 +380,52 @@ def test_a_plain_copy_would_leak() -> None:
     closure(net)
     assert "by closure over 'm'" in leak(copy.deepcopy(net), own(net))
     assert not leak(copy.deepcopy(Net()), own(net))
+
+
+# --- what is no leak, though it looks like one ------------------------------------------------------------------------
+
+SCRIPT = """
+import torch
+from torch import nn
+from fzero.interop import from_module
+
+class Net(nn.Module):
+    registry = []
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Linear(8, 8)
+        self.encoder = [nn.Linear(8, 8)]
+        Net.registry.append(self)
+
+    def forward(self, x):
+        return self.model(x) + self.encoder[0](x) + sum(self.weight(i) for i in range(2))
+
+    def weight(self, i):
+        return i * self.model.weight.sum()
+
+    def evaluate(self, x):
+        encoder.eval()
+        return model(x)
+
+    @property
+    def best(self):
+        return model, weight
+
+    @classmethod
+    def make(cls):
+        return model
+
+model = Net()
+encoder, weight = model.model, model.model.weight
+params, buffers, apply = from_module(model)
+"""
+
+
+def test_a_script_may_name_its_globals_as_the_modules_attributes() -> None:
+    """Attributes are no globals, and what forward does not come to may see what it likes."""
+    script: dict[str, Any] = {"__name__": "__main__"}
+    exec(SCRIPT, script)
+    x, params = torch.linspace(-1, 1, 8), script["params"]
+    assert torch.equal(script["apply"](params, {}, x), script["model"](x))
+    assert not torch.equal(script["apply"](changed(params), {}, x), script["model"](x))

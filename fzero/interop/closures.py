@@ -1,14 +1,15 @@
 """closures: copies of a module whose functions see the copy.
 
 `copy.deepcopy` takes a function as it is, so that a lambda on a module (`self.mlpf = lambda x: m.c_fc(x)`), a hook or a
-default argument goes on seeing the module that was copied, and its weights. `functions` finds those, and `copied` makes
-each anew over cells that hold the copy. `leak` looks at a finished copy for any way that still leads to the original:
-through a class, a global, a weak reference, or an object that copies itself as itself.
+default argument goes on seeing the module that was copied, and its weights; so does a weak reference. `bound` finds
+those, and `copied` makes each anew over what is copied. `leak` looks at a finished copy for any way that still leads
+from a forward to the original: through a class, a global, or an object that copies itself as itself.
 """
 
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import types
 import weakref
@@ -17,6 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+Bound = types.FunctionType | weakref.ref[Any]
+_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _ATOMS = (int, float, complex, bool, str, bytes, type(None), type, types.ModuleType, types.CodeType, Tensor)
 
 
@@ -25,37 +28,59 @@ def own(module: nn.Module) -> dict[int, Any]:
     return {id(x): x for x in (*module.modules(), *module.parameters(), *module.buffers())}
 
 
-def functions(module: nn.Module) -> tuple[types.FunctionType, ...]:
-    """The functions on a module that see something of it by closure or default."""
+def bound(module: nn.Module) -> tuple[Bound, ...]:
+    """What sees something of a module and is not copied with it: functions by closure or default, weak references."""
     mine = own(module)
-    return tuple(
-        value
-        for value, _ in _walk(module, "", classes=False)
-        if isinstance(value, types.FunctionType) and any(id(x) in mine for x, _ in _walk(value, "", classes=False))
-    )
+
+    def sees(value: Any) -> bool:
+        if isinstance(value, types.FunctionType):
+            return any(id(x) in mine for x, _ in _walk(value, "", classes=False))
+        return type(value) is weakref.ref and id(value()) in mine
+
+    return tuple(value for value, _ in _walk(module, "", classes=False) if sees(value))
 
 
-def copied(module: nn.Module, bound: Sequence[types.FunctionType], memo: dict[int, Any]) -> nn.Module:
-    """`copy.deepcopy(module, memo)`, the functions `bound` (of `functions`) made anew over what is copied."""
+class _Memo(dict[int, Any]):
+    """What `copy.deepcopy` has copied by identity, that of weak references made when it is asked for."""
+
+    def __init__(self, given: dict[int, Any], refs: Iterable[weakref.ref[Any]]) -> None:
+        super().__init__(given)
+        self.refs = {id(ref): ref for ref in refs}
+
+    def get(self, key: int, default: Any = None) -> Any:
+        if key not in self and (ref := self.refs.get(key)) is not None:
+            self[key] = weakref.ref(copy.deepcopy(ref(), self))
+        return super().get(key, default)
+
+
+def copied(
+    module: nn.Module, bound: Sequence[Bound], given: dict[int, Any]
+) -> tuple[nn.Module, tuple[Bound, ...], dict[int, Any]]:
+    """`copy.deepcopy(module, given)` with what is `bound` to it made anew over the copy; also these, and the memo."""
+    fns = [value for value in bound if isinstance(value, types.FunctionType)]
+    memo = _Memo(given, (value for value in bound if isinstance(value, weakref.ref)))
     cells: dict[int, types.CellType] = {}
-    for fn in bound:
+    for fn in fns:
         closure = tuple(cells.setdefault(id(cell), types.CellType()) for cell in fn.__closure__ or ())
         memo[id(fn)] = functools.update_wrapper(
             types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, closure), fn, updated=()
         )
     result = copy.deepcopy(module, memo)
-    for fn in bound:
+    for fn in fns:
         new = memo[id(fn)]
         new.__defaults__, new.__kwdefaults__ = copy.deepcopy((fn.__defaults__, fn.__kwdefaults__), memo)
         new.__dict__ = copy.deepcopy(fn.__dict__, memo)
         for cell in fn.__closure__ or ():
             if _filled(cell):
                 cells[id(cell)].cell_contents = copy.deepcopy(cell.cell_contents, memo)
-    return result
+    return result, tuple(memo.get(id(value)) for value in bound), memo
 
 
 def leak(module: nn.Module, original: dict[int, Any]) -> str:
-    """A way from a copied module to something `own` by its original, as text; "" where there is none."""
+    """A way from a copied module's forward to something `own` by its original, as text; "" where there is none.
+
+    Of classes it looks at what has a name that occurs in code which forward can come to, itself found by such names.
+    """
     return next((path for value, path in _walk(module, "", classes=True) if id(value) in original), "")
 
 
@@ -63,6 +88,7 @@ def _walk(root: Any, name: str, *, classes: bool) -> Iterator[tuple[Any, str]]:
     """Every object that an object can reach by itself, each once, with a path to it; tensors are not looked into."""
     seen: dict[int, Any] = {}
     stack = [(root, name)]
+    reached = _Reached()
     while stack:
         value, path = stack.pop()
         if id(value) in seen:
@@ -71,8 +97,8 @@ def _walk(root: Any, name: str, *, classes: bool) -> Iterator[tuple[Any, str]]:
         yield value, path
         if not isinstance(value, _ATOMS):
             stack += _parts(value, path)
-            if classes and isinstance(value, nn.Module):
-                stack += _of_class(type(value), path)
+            if classes:
+                stack += reached.by(value, path)
 
 
 def _parts(value: Any, path: str) -> Iterator[tuple[Any, str]]:
@@ -120,22 +146,70 @@ def _seen_by(fn: types.FunctionType, path: str) -> Iterator[tuple[Any, str]]:
         if _filled(cell):
             yield cell.cell_contents, f"{where} by closure over {name!r}"
     yield from ((x, f"{where} by a default") for x in (fn.__defaults__, fn.__kwdefaults__) if x)
-    for name in _names(fn.__code__):
+    for name in _globals(fn.__code__):
         if isinstance(value := fn.__globals__.get(name), (nn.Module, Tensor)):
             yield value, f"{where} by the global {name!r}"
 
 
-def _of_class(kind: type, path: str) -> Iterator[tuple[Any, str]]:
-    for base in kind.__mro__:
-        if not base.__module__.startswith("torch."):
-            yield from ((x, f"{path}.{name}".lstrip(".")) for name, x in base.__dict__.items())
+class _Reached:
+    """What modules' forwards can come to by name: attributes of the modules' classes, and global functions.
+
+    Of torch's own the names alone are taken: they lead to users' methods, and see no module but by self."""
+
+    def __init__(self) -> None:
+        self.names = {"forward"}
+        self.waiting: dict[str, list[tuple[type, Any, str]]] = {}  # attributes of classes that no code has named yet
+        self.kinds: set[type] = set()
+
+    def by(self, value: Any, path: str) -> Iterator[tuple[Any, str]]:
+        """What can be come to now that this object can be."""
+        if isinstance(value, types.FunctionType):
+            self.names.update(_mentioned(value.__code__))
+            called = (value.__globals__.get(name) for name in _globals(value.__code__))
+            yield from (
+                (x, f"{path} > {x.__name__}") for x in called if isinstance(x, types.FunctionType) and not _torchs(x)
+            )
+        elif isinstance(value, nn.Module):
+            for base in set(type(value).__mro__) - self.kinds:
+                self._wait(base, path)
+        while ready := self.names & self.waiting.keys():
+            for base, x, where in (one for name in ready for one in self.waiting.pop(name)):
+                if not _torchs(base):
+                    yield x, where
+                elif isinstance(x, types.FunctionType):
+                    self.names.update(_mentioned(x.__code__))
+
+    def _wait(self, kind: type, path: str) -> None:
+        self.kinds.add(kind)
+        for name, x in kind.__dict__.items():
+            self.waiting.setdefault(name, []).append((kind, x, f"{path}.{name}".lstrip(".")))
+            if name.startswith("__") and name != "__init__" and not _torchs(kind):
+                self.names.add(name)  # as __call__, which no code names
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _torchs(value: type | types.FunctionType) -> bool:
+    return f"{value.__module__}.".startswith("torch.")
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code and that of all functions written within it."""
+    yield code
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            yield from _names(inner)
+            yield from _codes(inner)
+
+
+def _mentioned(code: types.CodeType) -> Iterator[str]:
+    """The names of all attributes and globals in a code, and its strings, as getattr takes them."""
+    for one in _codes(code):
+        yield from one.co_names
+        yield from (x for x in one.co_consts if isinstance(x, str))
+
+
+def _globals(code: types.CodeType) -> Iterator[str]:
+    """The names that a code looks up as globals; `co_names` holds those of attributes too."""
+    for one in _codes(code):
+        yield from {x.argval: None for x in dis.get_instructions(one) if x.opname in _GLOBAL}
 
 
 def _filled(cell: types.CellType) -> bool:

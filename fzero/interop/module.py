@@ -16,7 +16,6 @@ import logging
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +54,7 @@ class Apply:
     frozen: tuple[str, ...]
     _module: nn.Module = field(repr=False)
     _kept: tuple[Tensor, ...] = field(repr=False)  # tensors that are neither parameters nor buffers
-    _bound: tuple[FunctionType, ...] = field(repr=False)  # functions on it that see something of it
+    _bound: tuple[closures.Bound, ...] = field(repr=False)  # functions and weak references that see something of it
 
     @property
     def trainable(self) -> tuple[str, ...]:
@@ -72,7 +71,7 @@ class Apply:
         if (self.mutable or not traced) and isinstance(buffers, Mapping):  # traced writes are refused as they happen
             given = {name: _writable(value, traced) for name, value in buffers.items()}
         memo |= self._placed("buffers", self._module.named_buffers(), given)
-        module = closures.copied(self._module, self._bound, memo)
+        module = closures.copied(self._module, self._bound, memo)[0]
         before = [_hf_compat.version(value) for value in self._kept]
         with _hf_compat.capturing(module) if traced else nullcontext():
             output = module(*args, **kwargs)
@@ -152,18 +151,17 @@ def from_module(module: nn.Module, *, train: bool | None = None, mutable: bool =
     return Functional(params, buffers, Apply(name, mutable, frozen, skeleton, kept, bound))
 
 
-def _without_tensors(module: nn.Module) -> tuple[nn.Module, tuple[Tensor, ...], tuple[FunctionType, ...]]:
-    """A copy with meta tensors for parameters and buffers, the copies of all other tensors in it, and those of its
-    functions that see something of it."""
+def _without_tensors(module: nn.Module) -> tuple[nn.Module, tuple[Tensor, ...], tuple[closures.Bound, ...]]:
+    """A copy with meta tensors for parameters and buffers, the copies of all other tensors in it, and those of what is
+    bound to it."""
     memo: dict[int, Any] = {}
     for value in module.parameters():
         memo[id(value)] = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=value.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     ours = {id(value) for value in memo.values()}
-    bound = closures.functions(module)
     try:
-        skeleton = closures.copied(module, bound, memo)
+        skeleton, bound, memo = closures.copied(module, closures.bound(module), memo)
     except Exception as error:
         raise TreeError(
             f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}), and apply needs a copy "
@@ -175,7 +173,7 @@ def _without_tensors(module: nn.Module) -> tuple[nn.Module, tuple[Tensor, ...], 
             "those that the module has now. Write it with self, as a method, or pass it what it needs"
         )
     kept = tuple(v for v in memo.values() if isinstance(v, Tensor) and id(v) not in ours)
-    return skeleton, kept, tuple(memo[id(fn)] for fn in bound)
+    return skeleton, kept, bound
 
 
 def _writable(value: Tensor, traced: bool) -> Tensor:
