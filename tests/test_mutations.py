@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fzero
+from fzero import segments
 from fzero.mutate import KINDS, Bench, draw
 from fzero.mutate.corpus import MODELS, OPTIMIZERS, Case, lowered, relay
 from fzero.mutate.edits import drop, find, insert, never_freed, put, replaced, with_buffers, with_ops
@@ -275,6 +276,22 @@ def test_a_flat_range_that_is_cut_at_its_padding(world: int) -> None:
                 torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
             _refused(broken, "calls", r"ends off a multiple of 64 elements: the bits of the last ones depend on that")
     assert apart
+
+
+def test_an_op_that_counts_from_the_start_of_a_storage(good: Program) -> None:
+    """A traced offset is one into a storage of its own; in a program many values share one (see test_offsets.py)."""
+    for key, gm in good.segments.items():
+        graph = segments.copied(gm.graph)
+        views = [n for n in graph.nodes if n.target is torch.ops.aten.t.default]
+        for node in views[:1]:
+            value = node.meta["val"]
+            node.target = torch.ops.aten.as_strided.default
+            node.args = (node.args[0], list(value.shape), list(value.stride()), 0)
+        if views:
+            broken = replace(good, segments={**good.segments, key: segments.module(graph)})
+            _refused(broken, "inside", "aten.as_strided.default counts from the start of a storage that other values")
+            return
+    pytest.fail("no segment has a view")
 
 
 def test_a_leaf_that_lies_elsewhere(good: Program) -> None:
