@@ -26,7 +26,8 @@ SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 @contextlib.contextmanager
 def folder(path: Path, *, make: bool = False) -> Iterator[int]:
     """A descriptor of the folder; with `make` it is made where it is missing, for this user alone. Raises OSError where
-    it is another's, or others may write to it."""
+    it is another's, or others may write to it. An empty one that a group may write to, as a umask of 0002 leaves it, is
+    made this user's alone."""
     if make:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -36,6 +37,7 @@ def folder(path: Path, *, make: bool = False) -> Iterator[int]:
     except NotADirectoryError:
         raise PermissionError(errno.EPERM, "it is a link or no folder, needed a folder") from None
     try:
+        _close(descriptor)
         _ours(descriptor)
         yield descriptor
     finally:
@@ -96,5 +98,31 @@ def _ours(descriptor: int, plain: bool = False) -> None:
         raise PermissionError(errno.EPERM, "it is no plain file")
     if found.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, f"it belongs to user {found.st_uid}, not to {os.geteuid()}")
-    if found.st_mode & 0o022:
+    if found.st_mode & 0o002 or (found.st_mode & 0o020 and not _own_group(descriptor, found.st_gid)):
         raise PermissionError(errno.EPERM, "other users may write to it: chmod go-w makes it this user's")
+
+
+def _close(descriptor: int) -> None:
+    """Takes the group's right to write from a folder of this user that nobody has written to yet."""
+    found = os.fstat(descriptor)
+    if found.st_uid == os.geteuid() and found.st_mode & 0o022 == 0o020 and not os.listdir(descriptor):
+        os.fchmod(descriptor, stat.S_IMODE(found.st_mode) & ~0o020)
+        if os.listdir(descriptor):  # written to meanwhile
+            os.fchmod(descriptor, stat.S_IMODE(found.st_mode))
+
+
+def _own_group(descriptor: int, gid: int) -> bool:
+    """Whether a file's group is this user alone, as where a umask is 0002: named as the user, and nobody else in it.
+    Not root's, which other accounts have too, and not where an access list says who else may write."""
+    import grp
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+        listed = "system.posix_acl_access" in getattr(os, "listxattr", lambda _: ())(descriptor)
+    except KeyError:
+        return False
+    except OSError:  # a file system without access lists
+        listed = False
+    named = gid == user.pw_gid != 0 and group.gr_name == user.pw_name
+    return named and not listed and set(group.gr_mem) <= {user.pw_name}

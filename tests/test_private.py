@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import grp
 import json
 import logging
 import os
+import pwd
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fzero import costs, private
+from fzero._torch_compat import inductor_cache_dir
 from fzero.costs import Costs
 from fzero.runtime import inductor
 
@@ -88,8 +92,50 @@ def test_a_folder_that_is_a_link_is_not_used(cache: Path, tmp_path: Path, caplog
     assert list((tmp_path / "other").iterdir()) == []
 
 
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The user "ada" and her group, as the system's tables are to tell them."""
+    told: dict[str, Any] = {"pw_name": "ada", "pw_gid": 1000, "gr_name": "ada", "gr_mem": []}
+    fstat = os.fstat
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(**told))
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: SimpleNamespace(**told))
+    monkeypatch.setattr(os, "fstat", lambda fd: of_group(fstat(fd), told["pw_gid"]))
+    return told
+
+
+def of_group(found: os.stat_result, gid: int) -> os.stat_result:
+    return os.stat_result((*found[:5], gid, *found[6:]))
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o770])
+def test_a_group_of_this_user_alone_is_no_other_user(cache: Path, mode: int, group: dict[str, Any]) -> None:
+    """As a umask of 0002 leaves folders."""
+    costs.remember("test", {"a": A})
+    cache.chmod(mode)
+    assert private.refused(cache) == ""
+    assert costs.read("test") == {"a": A}
+
+
+@pytest.mark.parametrize("other", [{"gr_name": "users"}, {"gr_mem": ["ada", "bob"]}, {"pw_gid": 0}])
+def test_a_group_of_several_is(cache: Path, group: dict[str, Any], other: dict[str, Any]) -> None:
+    costs.remember("test", {"a": A})
+    cache.chmod(0o775)
+    group.update(other)
+    assert "other users may write to it" in private.refused(cache)
+
+
+def test_a_group_by_an_access_list_is(cache: Path, group: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    costs.remember("test", {"a": A})
+    cache.chmod(0o775)
+    monkeypatch.setattr(os, "listxattr", lambda fd: ["system.posix_acl_access"], raising=False)
+    assert "other users may write to it" in private.refused(cache)
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
-def test_figures_in_a_folder_that_others_may_write_to_are_not_believed(cache: Path, mode: int, caplog: Any) -> None:
+def test_figures_in_a_folder_that_others_may_write_to_are_not_believed(
+    cache: Path, mode: int, caplog: Any, group: dict[str, Any]
+) -> None:
+    group["gr_mem"] = ["bob"]
     costs.remember("test", {"a": {"torch": 9.0, "onednn": 9.0}})
     cache.chmod(mode)
     text = kept(caplog)
@@ -172,3 +218,23 @@ def test_code_that_others_may_have_written_is_not_loaded(tmp_path: Path) -> None
     folder.rename(tmp_path / "moved")
     folder.symlink_to(tmp_path / "moved")
     assert "it is a link" in private.refused(folder)
+
+
+def test_inductors_folder_under_a_shared_group_is_made_this_users(
+    tmp_path: Path, group: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch makes it by the umask, some releases when they are imported; empty it holds no code of others."""
+    group["gr_mem"] = ["bob"]
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    before = os.umask(0o002)
+    try:
+        folder = Path(inductor_cache_dir())
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o775
+    assert inductor._foreign(str(folder)) == ""
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    folder.chmod(0o775)
+    (folder / "code").touch()
+    assert "is not used: other users may write to it" in inductor._foreign(str(folder))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o775
