@@ -185,10 +185,13 @@ def _check_scale(state: State) -> None:
     if (state.step + 1) % LOOKS_AFTER[runtime.device.type] or not runtime.exhausted:
         return
     runtime.exhausted = None
+    late = LOOKS_AFTER[runtime.device.type] - 1
+    since = f", or one of the {late} before; the finite ones among these did update" if late else ""
     raise NonFiniteError(
-        f"the gradients overflow at the least loss scale, {scaler.minimum:g} (step {state.step + 1}). Parameters and "
-        "optimizer are as before the overflow, and the state that was given can be saved and stepped again. Look for "
-        "an infinity or nan in the batch or the loss, or use precision='bf16', or LossScale(minimum=...) below this one"
+        f"the gradients overflow at the least loss scale, {scaler.minimum:g} (step {state.step + 1}"
+        f"{since}). No step that overflowed changed parameters or optimizer, and the state that was given can be saved "
+        "and stepped again. Look for an infinity or nan in the batch or the loss, or use precision='bf16', or "
+        "LossScale(minimum=...) below this one"
     )
 
 

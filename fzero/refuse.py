@@ -157,6 +157,8 @@ _TORCH_SAYS = {
     "of torch.tensor([x, y]) write torch.stack([x, y])",
     "passed to FakeTensor.__format__": "a tensor's value would be printed, which is known only when the program runs. "
     "Return it as a metric",
+    "_apply(): Couldn't swap": "a module is moved or cast within the step (module.to, .half). Cast its input, as in "
+    "x.to(self.l.weight.dtype), and say Precision(compute=...) for the weights",
     "a dynamo-optimized function": "a torch.compiled function is called. Pass the plain one: fzero compiles the step",
 }
 

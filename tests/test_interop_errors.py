@@ -171,3 +171,51 @@ def test_apply_checks_what_it_is_given() -> None:
             apply(given, buffers, x)
     low = {name: value.to(torch.bfloat16) for name, value in params.items()}
     assert apply(low, buffers, x.to(torch.bfloat16)).dtype == torch.bfloat16
+
+
+class Scaling(nn.Module):
+    """Writes to its own weight, in one of several ways."""
+
+    def __init__(self, write: Any) -> None:
+        super().__init__()
+        self.l = nn.Linear(2, 2)
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(self.l)
+        return self.l(x).relu_()
+
+
+def no_grad(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight *= 3
+
+
+WRITES = {
+    "data": lambda layer: layer.weight.data.div_(3),
+    "a view": lambda layer: layer.weight.detach()[1].zero_(),
+    "no_grad": no_grad,
+    "copy_": lambda layer: layer.weight.data.copy_(torch.zeros(2, 2)),
+    "foreach": lambda layer: torch._foreach_mul_([layer.weight.data], 2.0),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_weights_given_to_apply_are_never_written_to(how: str) -> None:
+    """Eagerly, where nothing else would tell: `.data` is seen by no version counter."""
+    params, buffers, apply = from_module(Scaling(WRITES[how]))
+    before = {name: value.clone() for name, value in params.items()}
+    with pytest.raises(
+        fzero.CaptureError, match=r"Scaling changes params\W+l\.weight\W+ in place by .*errors.py:\d+: the w"
+    ):
+        apply(params, buffers, data(1, 2))
+    assert all(same_bits(params[name], before[name]) for name in params)
+    _, _, apply = from_module(Scaling(lambda layer: None))
+    assert apply(params, buffers, data(1, 2)).shape == (1, 2), "what is in place elsewhere is its own affair"
+
+
+def test_a_module_that_is_cast_in_its_forward_is_refused_with_the_line() -> None:
+    params, buffers, apply = from_module(Scaling(lambda layer: layer.to(torch.float32)))
+    spec = fzero.Spec(loss=lambda p, x: apply(p, buffers, x).sum(), optimizer=fzero.optim.sgd(0.1))
+    with pytest.raises(fzero.CaptureError, match=r"errors.py:\d+: a module is moved or cast within the step"):
+        fzero.lower(spec, params, data(1, 2))

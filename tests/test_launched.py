@@ -95,7 +95,7 @@ def test_init_refuses_it(alone: pytest.MonkeyPatch) -> None:
     with pytest.raises(fzero.SpecError) as error:
         fzero.init({"w": torch.ones(2)}, spec)
     lines = [text.strip() for text in str(error.value).splitlines()]
-    assert lines[1].startswith("srun bash -c 'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_STEP_NUM_TASKS ")
+    assert lines[1].startswith("srun -n 8 bash -c 'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_STEP_NUM_TASKS ")
     assert lines[3] == "torchrun --nproc-per-node 8 train.py --name 'a b'"
     assert lines[4] == "To train 8 separate models set WORLD_SIZE=1 RANK=0"
 
@@ -107,7 +107,31 @@ def test_the_line_to_type_gives_a_task_its_place(tmp_path: Path) -> None:
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     slurm = next(one for one in launched.LAUNCHERS if one.command == "srun")
     shown = "printenv RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT"
-    command = launched.line(slurm, shown).removeprefix("srun ")
+    command = launched.line(slurm, 8, slurm.first_host, shown).removeprefix("srun -n 8 ")
     given = {**SRUN, "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n[1-2]", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["sh", "-c", command], env=given, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["3", "8", "1", "n1", "29500"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "started", "host"),
+    [
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "mpirun -n 4", "127.0.0.1"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "mpirun -n 4", "FIRST_HOST"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALRANKID": "0"}, "mpiexec -n 2", "FIRST_HOST"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALNRANKS": "2"}, "mpiexec -n 2", "127.0.0.1"),
+        ({"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_LOCAL_SIZE": "2"}, "mpirun -n 2", "127.0.0.1"),
+    ],
+)
+def test_the_line_starts_as_many_tasks_and_a_shell_takes_it(
+    environ: dict[str, str], started: str, host: str, alone: pytest.MonkeyPatch
+) -> None:
+    alone.setattr(sys, "argv", ["printenv.py"])
+    with pytest.raises(fzero.SpecError) as error:
+        launched.check(environ)
+    first, line = str(error.value).splitlines()[:2]
+    assert ("the first host of the hostfile" in first) == (host == "FIRST_HOST")
+    typed = line.strip().replace("exec python printenv.py", "printenv MASTER_ADDR")
+    assert typed.startswith(f"{started} bash -c ")
+    command = ["sh", "-c", typed.removeprefix(f"{started} ")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == host

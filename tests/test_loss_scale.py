@@ -226,6 +226,8 @@ def test_an_overflow_at_the_least_scale_ends_the_run_and_no_state_is_lost(hyster
     first = f"the gradients overflow at the least loss scale, 2 (step {3 + hysteresis})"
     assert messages[0].startswith(first)
     assert "LossScale(minimum=...)" in messages[0]
+    assert "No step that overflowed changed" in messages[0]
+    assert "did update" not in messages[0], "there was no finite one"
     assert state.step == 3 + hysteresis, "and the last batch was a good one"
     assert int(whole(state)["loss_scale/skipped"]) == 5
     loaded = fzero.load(str(tmp_path / "1"), like=state)
@@ -242,8 +244,11 @@ def test_where_a_look_waits_for_the_device_it_is_rare_and_misses_nothing(monkeyp
     for number in range(api.LOOKS_AFTER["cuda"] - 1):
         state = fzero.step(state, batch(1, BAD if number == 3 else number % 2))
     assert int(state.metrics["skipped"]) == 1
-    with pytest.raises(fzero.NonFiniteError, match="at the least loss scale, 2"):
+    seen = r"at the least loss scale, 2 \(step 16, or one of the 15 before; the finite.* did update"
+    before = split(whole(state))[0]
+    with pytest.raises(fzero.NonFiniteError, match=seen):
         fzero.step(state, batch(1, 0))
+    assert differing(before, split(whole(state))[0]), "as the message says"
     assert fzero.step(state, batch(1, 0)).step == api.LOOKS_AFTER["cuda"]
 
 

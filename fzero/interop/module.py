@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +24,9 @@ from fzero import tree
 from fzero._torch_compat import is_fake
 from fzero.errors import CaptureError, TreeError, at
 from fzero.interop import _hf_compat, closures, refuse
+from fzero.interop.guard import Guard
 from fzero.provenance import describe
+from fzero.refuse import Refused
 from fzero.tracing import active
 
 log = logging.getLogger("fzero")
@@ -73,8 +74,13 @@ class Apply:
         memo |= self._placed("buffers", self._module.named_buffers(), given)
         module = closures.copied(self._module, self._bound, memo)[0]
         before = [_hf_compat.version(value) for value in self._kept]
-        with _hf_compat.capturing(module) if traced else nullcontext():
-            output = module(*args, **kwargs)
+        try:
+            with _hf_compat.capturing(module) if traced else Guard(self.name, params):
+                output = module(*args, **kwargs)
+        except Refused as error:
+            if traced:
+                raise
+            raise CaptureError(str(error)) from None
         if before != [_hf_compat.version(value) for value in self._kept]:
             raise CaptureError(f"{self.name} writes to a tensor that is no buffer: register it with register_buffer")
         found = dict(module.named_buffers())

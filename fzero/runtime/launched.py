@@ -19,21 +19,23 @@ from fzero.errors import SpecError
 
 
 class Launcher(NamedTuple):
-    """How tasks are started, and the variables that tell a task its place."""
+    """How tasks are started, the variables that tell a task its place, and what a shell makes the first host of."""
 
     command: str
     size: str
     rank: str
     local_rank: str
-    first_host: str = "<host of task 0>"
+    local_size: str
+    first_host: str = ""
 
 
 SLURM_HOST = "$(scontrol show hostnames $SLURM_STEP_NODELIST | head -n 1)"
+PLACE = ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")
 LAUNCHERS = (
-    Launcher("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
-    Launcher("mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),  # MVAPICH
-    Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", SLURM_HOST),
-    Launcher("mpiexec", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),  # MPICH and Intel MPI
+    Launcher("mpirun", *(f"OMPI_COMM_WORLD_{what}" for what in PLACE)),  # Open MPI
+    Launcher("mpirun", *(f"MV2_COMM_WORLD_{what}" for what in PLACE)),  # MVAPICH
+    Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "", SLURM_HOST),
+    Launcher("mpiexec", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and Intel MPI
 )
 
 
@@ -51,7 +53,7 @@ def check(environ: Mapping[str, str]) -> None:
             )
     for launcher in LAUNCHERS:
         if _number(environ, launcher.size) > 1:
-            raise SpecError(_told(launcher, environ[launcher.size]))
+            raise SpecError(_told(launcher, environ))
     if _number(environ, "PMIX_RANK") > 0:  # which knows no size
         raise SpecError(
             f"PMIX_RANK={environ['PMIX_RANK']}: this is one task of several, and RANK is not set: each would train a "
@@ -60,21 +62,25 @@ def check(environ: Mapping[str, str]) -> None:
         )
 
 
-def line(launcher: Launcher, command: str) -> str:
+def line(launcher: Launcher, size: int, host: str, command: str) -> str:
     """The line that starts the same tasks as ranks."""
     place = (
         f"RANK=${launcher.rank} WORLD_SIZE=${launcher.size} LOCAL_RANK=${launcher.local_rank} "
-        f"MASTER_ADDR={launcher.first_host} MASTER_PORT=29500"
+        f"MASTER_ADDR={host} MASTER_PORT=29500"
     )
-    return f"{launcher.command} bash -c {shlex.quote(f'{place} exec {command}')}"
+    return f"{launcher.command} -n {size} bash -c {shlex.quote(f'{place} exec {command}')}"
 
 
-def _told(launcher: Launcher, size: str) -> str:
-    script = shlex.join(sys.argv)
+def _told(launcher: Launcher, environ: Mapping[str, str]) -> str:
+    script, size = shlex.join(sys.argv), _number(environ, launcher.size)
+    one = _number(environ, launcher.local_size) == size
+    host = launcher.first_host or ("127.0.0.1" if one else "FIRST_HOST")
+    where = "" if host != "FIRST_HOST" else " (for FIRST_HOST the first host of the hostfile, on one machine 127.0.0.1)"
     return (
         f"{launcher.size}={size}: {launcher.command} started {size} tasks, and none was told its RANK: each would "
-        f"train a model of its own. Type\n    {line(launcher, f'python {script}')}\nor, on one machine,\n"
-        f"    torchrun --nproc-per-node {size} {script}\nTo train {size} separate models set WORLD_SIZE=1 RANK=0"
+        f"train a model of its own. Type{where}\n    {line(launcher, size, host, f'python {script}')}\nor, on one "
+        f"machine,\n    torchrun --nproc-per-node {size} {script}\n"
+        f"To train {size} separate models set WORLD_SIZE=1 RANK=0"
     )
 
 
