@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import (  # 2.11.0, 2.13.0
 )
 
 __all__ = [
+    "AMX",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -210,7 +211,8 @@ def below_autograd() -> Any:
 
 # Allowed bfloat16 inside an fp32 product, oneDNN makes use of it with AMX (and on ARM) alone: elsewhere its fp32 kernel
 # runs (3.10.2 in torch 2.11.0, 3.12.0 in 2.13.0)
-_KEEPS_FP32 = platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_amx_tile_supported()
+AMX = torch.cpu._is_amx_tile_supported()
+_KEEPS_FP32 = platform.machine() in ("x86_64", "AMD64") and not AMX
 
 
 def product_precision() -> str:

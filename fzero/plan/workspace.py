@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from fzero import products, segments
+from fzero._torch_compat import AMX
 from fzero.optim._adam8 import BUFFER_BYTES, CHUNK
 
 aten = torch.ops.aten
@@ -153,7 +154,8 @@ def _orthogonalize(node: fx.Node) -> int:
     """The matrix once more in bfloat16, two squares of its shorter side, and what oneDNN's products keep."""
     shape = node.args[1] if node.target is fzero_ops.orthogonalize_flat.default else node.meta["val"].shape
     rows, cols = sorted(shape)  # type: ignore[arg-type]
-    return 2 * rows * cols + 4 * rows * rows + 132_096
+    blocks = 2 * rows * max(rows, min(cols, 512)) + 5_124 if AMX else 132_096  # one operand, in tiles
+    return 2 * rows * cols + 4 * rows * rows + blocks
 
 
 RULES: dict[object, Callable[[fx.Node], int]] = {
