@@ -262,4 +262,4 @@ def _body(stretch: Sequence[fx.Node], results: Sequence[fx.Node]) -> tuple[fx.Gr
 
     for node in stretch:
         visit(node)
-    return segments.extract(order, inputs, results, results), inputs
+    return segments.extract(order, inputs, results, results, from_buffers=False), inputs

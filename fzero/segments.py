@@ -163,19 +163,21 @@ def module(graph: fx.Graph) -> fx.GraphModule:
 
 
 def extract(
-    nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node], dests: Sequence[fx.Node] = ()
-) -> fx.GraphModule:
+    nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node], dests: Sequence[fx.Node] = (),
+    *, from_buffers: bool = True,
+) -> fx.GraphModule:  # fmt: skip
     """A segment of these nodes: `inputs` become placeholders, `results` outputs; the first len(dests) results are
     copied into one trailing placeholder each, whose value is that of the node in `dests`.
 
     Outputs and inputs are dense, for a buffer has no room for gaps, and keep the order of their dims in memory: so each
-    view that the step took of a value can be taken of what a buffer holds of it.
+    view that the step took of a value can be taken of what a buffer holds of it. Without `from_buffers` inputs are
+    values of another segment, as they lie there.
     """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for index, node in enumerate(inputs):
         env[node] = graph.placeholder(f"x{index}")
-        env[node].meta["val"] = dense_like(node.meta["val"])
+        env[node].meta["val"] = dense_like(node.meta["val"]) if from_buffers else node.meta["val"]
     targets = []
     for index, node in enumerate(dests):
         targets.append(graph.placeholder(f"into{index}"))
