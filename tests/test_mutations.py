@@ -25,7 +25,7 @@ from fzero.verify import RULES, verify
 
 # --- at random --------------------------------------------------------------------------------------------------------
 
-UNBROKEN, EACH = 40, 10
+UNBROKEN, EACH = 20, 3
 
 
 @pytest.fixture(scope="module")
