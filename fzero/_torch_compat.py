@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (  # 2.11.0, 2.13.0
     FakeTensorMode,
 )
 from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors  # 2.11.0, 2.13.0
+from torch.fx import _lazy_graph_module  # 2.11.0, 2.13.0
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (  # 2.11.0, 2.13.0
     disable_proxy_modes_tracing,
@@ -54,6 +55,7 @@ __all__ = [
     "fused_adam_",
     "fused_adamw_",
     "gloo_timeout",
+    "graph_module",
     "in_functorch",
     "inductor_cache_dir",
     "inductor_compile",
@@ -141,10 +143,16 @@ def make_fx(fn: Callable[..., Any], **how: Any) -> Callable[..., torch.fx.GraphM
     """torch's `make_fx`, in one thread at a time."""
 
     def traced(*inputs: Any) -> torch.fx.GraphModule:
-        with _ONE_THREAD:
+        with _ONE_THREAD, _lazy_graph_module._use_lazy_graph_module(True):
             return proxy_tensor.make_fx(fn, **how)(*inputs)
 
     return traced
+
+
+def graph_module(graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """A graph as something to call, whose Python is written at the first call: most graphs of a lowering are only
+    rewritten."""
+    return _lazy_graph_module._LazyGraphModule(torch.nn.Module(), graph)
 
 
 @contextmanager

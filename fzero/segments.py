@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero._torch_compat import FakeTensorMode, is_fake
+from fzero._torch_compat import FakeTensorMode, graph_module, is_fake
 
 aten = torch.ops.aten
 
@@ -159,7 +159,7 @@ def module(graph: fx.Graph) -> fx.GraphModule:
     """A checked graph as something to call; it owns no tensors."""
     graph.eliminate_dead_code()
     graph.lint()
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return graph_module(graph)
 
 
 def extract(

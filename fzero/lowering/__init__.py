@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from fzero import segments
+from fzero._torch_compat import graph_module
 from fzero.capture import Graph
 from fzero.captured import graph_meaning
 from fzero.lowering.emit import Emitter, copy_segment, line_of
@@ -61,7 +62,7 @@ class _Builder(Emitter):
     input_names: list[str] = field(default_factory=list)
 
     def run(self) -> None:
-        gm = fx.GraphModule(torch.nn.Module(), segments.copied(self.graph.gm.graph))
+        gm = graph_module(segments.copied(self.graph.gm.graph))
         self._own_outputs(gm)
         self.nodes = segments.placeholders(gm.graph)
         self._inputs()
