@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ import fzero
 from fzero import cli, tape, tree
 from fzero.draws import Keyed
 from fzero.errors import FzeroError
-from fzero.fuzz import Case, check, draw, run, runs, shrink
+from fzero.fuzz import Case, Outcome, check, draw, run, runs, shrink
 from fzero.fuzz.case import Options
+from fzero.fuzz.check import apart, check_together
 from fzero.fuzz.operands import Draw
 from fzero.fuzz.ops import control
 from fzero.fuzz.options import draw_options
+from fzero.fuzz.report import Report, lost, read
 from fzero.fuzz.tables import GROUPS, KEYED
 from fzero.fuzz.values import Used
 from fzero.random import key
@@ -150,6 +153,18 @@ def test_what_is_known_only_when_it_runs_is_refused(name: str) -> None:
     assert outcome.end == "refused", outcome
 
 
+def test_losses_in_one_program_have_the_outcomes_of_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = replace(CASE, body=(*BODY, "v4 = v0 * v0.sum().item()"), terms=("v4.sum()",))
+    cases = [CASE, refused, *(case for n in range(8) if not apart(case := draw(7, n)))]
+    assert check_together(cases) == [check(case) for case in cases]
+    form = tape.out_form
+    monkeypatch.setattr(tape, "out_form", lambda op: form(aten.sigmoid.default if op is aten.tanh.default else op))
+    assert [outcome.end for outcome in check_together(cases)][:2] == ["wrong", "refused"]
+    other = replace(CASE, body=tuple(line.replace("tanh", "sin") for line in BODY))
+    monkeypatch.setattr(sys.modules["fzero.fuzz.check"], "check", lambda case: Outcome("equal"))
+    assert [(o.end, o.reason) for o in check_together([CASE, other])] == [("wrong", "together"), ("equal", "")]
+
+
 def test_a_run_goes_on_where_its_file_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "runs" / "out.jsonl"
     command = ["fuzz", "--seed", "5", "--out", str(file)]
@@ -157,9 +172,14 @@ def test_a_run_goes_on_where_its_file_ends(tmp_path: Path, capsys: pytest.Captur
     file.write_text(file.read_text() + '\n{"case": "5:2", "en')
     assert cli.main([*command, "--count", "3"]) == 0
     lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
-    assert [line["case"] for line in lines] == ["5:0", "5:1", "5:2"]
+    assert sorted(line["case"] for line in lines) == ["5:0", "5:1", "5:2"]
     assert "3 cases" in capsys.readouterr().out
-    file.with_name("out.jsonl.now").write_text("5:3 checked")
+    file.with_name("out.jsonl.now").write_text("checked 5:1 5:3 5:4")
+    report = Report()
+    assert lost(file, read(file)) == ([], {"5:3", "5:4"}), "one of them: each apart"
+    file.with_name("out.jsonl.now").write_text("drawn 5:3")
+    assert lost(file, report)[0][0]["end"] == "undrawn"
+    file.with_name("out.jsonl.now").write_text("checked 5:3")
     assert cli.main([*command, "--count", "4"]) == 1
     assert "crashed: the process ended while the case was checked" in capsys.readouterr().out
     assert cli.main(["fuzz", "--case", "5:1"]) == 0
@@ -192,7 +212,7 @@ def two_ranks(seed: int, count: int) -> list[tuple[Case, dict[str, torch.Tensor]
         if case.options.form == "training" and case.options.world == 2 and not case.options.keyed:
             made = runs.prepared(case)
             try:
-                found.append((case, runs.bound(made, runs.lowered(made, case))))
+                found.append((case, runs.bound(made, runs.lowered(made))))
             except FzeroError:  # refused alike
                 continue
     return found

@@ -18,16 +18,19 @@ import time
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
 from fzero.fuzz.case import Case
-from fzero.fuzz.check import Outcome, check
+from fzero.fuzz.check import Outcome, apart, check, check_together
 from fzero.fuzz.draw import draw
 from fzero.fuzz.report import Report, append, line_of, lost, note, read
 from fzero.fuzz.shrink import shrink
 
 __all__ = ["Case", "Outcome", "Report", "check", "draw", "run", "shrink"]
+
+TOGETHER = 16  # losses in one program
 
 
 def run(numbers: Iterable[int], seed: int = 0, out: Path | None = None) -> Report:
@@ -37,22 +40,38 @@ def run(numbers: Iterable[int], seed: int = 0, out: Path | None = None) -> Repor
     """
     report = Report() if out is None else read(out)
     with nullcontext() if out is None else out.open("a", encoding="utf-8") as file:
-        for line in [] if out is None else lost(out, report):
+        lines, suspects = ([], set()) if out is None else lost(out, report)
+        for line in lines:
             report.add(line)
             append(file, line)
+        group: list[Case] = []
         for number in numbers:
-            if f"{seed}:{number}" in report.done:
+            if (name := f"{seed}:{number}") in report.done:
                 continue
-            start = time.process_time()
-            note(out, f"{seed}:{number} drawn")
+            note(out, f"drawn {name}")
             case = draw(seed, number)
-            note(out, f"{seed}:{number} checked")
-            line = line_of(case, outcome := check(case), time.process_time() - start, report)
-            if outcome.end in ("wrong", "crashed"):
-                print(f"{case.name} {outcome.end}: {outcome.what[:300]}", file=sys.stderr, flush=True)
-            report.add(line)
-            append(file, line)
+            if apart(case) or name in suspects:
+                _checked([case], report, out, file)
+            else:
+                group.append(case)
+            if len(group) == TOGETHER:
+                _checked(group, report, out, file)
+                group = []
+        _checked(group, report, out, file)
     return report
+
+
+def _checked(cases: list[Case], report: Report, out: Path | None, file: TextIO | None) -> None:
+    start = time.process_time()
+    note(out, "checked " + " ".join(case.name for case in cases))
+    outcomes = check_together(cases) if len(cases) > 1 else [check(case) for case in cases]
+    seconds = (time.process_time() - start) / max(len(cases), 1)
+    for case, outcome in zip(cases, outcomes, strict=True):
+        line = line_of(case, outcome, seconds, report)
+        if outcome.end in ("wrong", "crashed"):
+            print(f"{case.name} {outcome.end}: {outcome.what[:300]}", file=sys.stderr, flush=True)
+        report.add(line)
+        append(file, line)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

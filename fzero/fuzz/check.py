@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fzero.capture import Region
 from fzero.errors import FzeroError, VerifyError
 from fzero.fuzz import runs
 from fzero.fuzz.case import Case
@@ -46,10 +48,46 @@ def check(case: Case) -> Outcome:
         return Outcome("wrong" if what else "equal", what.partition(":")[0], what, frozenset(aten))
 
 
+def apart(case: Case) -> bool:
+    """Whether a case must have a program of its own."""
+    return case.options.form != "gradients" or bool(case.options.spec)
+
+
+def check_together(cases: Sequence[Case]) -> list[Outcome]:
+    """The outcomes of cases that need no program of their own, from one program that has all their losses; where that
+    is not what eager PyTorch does, each case alone says why. A capture costs more than what it captures."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = [runs.prepared(case) for case in cases]
+        refused: set[int] = set()
+        try:
+            joint = runs.joined(made, refused)
+            low = runs.lowered(joint)
+            found = runs.bound(joint, low)
+            exact = not any(c.options.interpret for c in cases) or not _bits(found, runs.interpreted(joint, low))
+        except Exception:
+            return [check(case) for case in cases]
+        regions, outcomes = iter(low.graph.regions), []
+        for n, case in enumerate(cases):
+            if n in refused or not exact:
+                outcomes.append(check(case))
+                continue
+            own = {name.partition("/")[2]: x for name, x in found.items() if name.partition("/")[0] == str(n)}
+            what = difference(case, made[n], own)
+            outcomes.append(check(case) if what else Outcome("equal", aten=_aten([next(regions)])))
+            if what and outcomes[-1].end == "equal":
+                outcomes[-1] = Outcome("wrong", "together", f"only beside other losses: {what}")
+        return outcomes
+
+
+def _aten(regions: Iterable[Region]) -> frozenset[str]:
+    targets = (str(node.target) for region in regions for node in region.gm.graph.nodes)
+    return frozenset(text for text in targets if text.startswith("aten."))
+
+
 def _wrong(case: Case, made: runs.Prepared, aten: set[str]) -> str:
-    low = runs.lowered(made, case)
-    graphs = [region.gm.graph for region in low.graph.regions]
-    aten |= {text for graph in graphs for node in graph.nodes if (text := str(node.target)).startswith("aten.")}
+    low = runs.lowered(made)
+    aten |= _aten(low.graph.regions)
     found = runs.bound(made, low)
     if what := difference(case, made, found):
         return f"eager: {what}"
@@ -57,7 +95,7 @@ def _wrong(case: Case, made: runs.Prepared, aten: set[str]) -> str:
         return f"interpreter: {what}"
     if case.options.other:
         other = {name: eval(text) for name, text in case.options.other.items()}
-        if what := _bits(found, runs.bound(made, runs.lowered(made, case, **other))):
+        if what := _bits(found, runs.bound(made, runs.lowered(made, **other))):
             return f"stages: {what}"
     return ""
 

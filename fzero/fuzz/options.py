@@ -27,7 +27,7 @@ ROUGH = (
 def draw_options(rng: random.Random) -> Options:
     """Mostly gradients on one rank, which is cheap; else a training step on one to three."""
     keyed = rng.random() < 0.08
-    if rng.random() < 0.62:
+    if rng.random() < 0.75:
         spec = {"microbatches": "2"} if rng.random() < 0.06 else {}
         return Options(spec=spec, keyed=keyed, interpret=rng.random() < 0.3)
     world = rng.choice((1, 2, 2, 2, 3))

@@ -92,16 +92,19 @@ def _beside(out: Path) -> Path:
 
 
 def note(out: Path | None, text: str) -> None:
-    """Writes down what is done now: a case's name, and "drawn" or "checked"."""
+    """Writes down what is done now: "drawn" or "checked", and the names of cases."""
     if out is not None:
         _beside(out).write_text(text, encoding="utf-8")
 
 
-def lost(out: Path, report: Report) -> list[dict[str, Any]]:
-    """The case that ended the process before: by eager PyTorch alone where it was being drawn, which is no fault."""
-    name, _, what = (_beside(out).read_text(encoding="utf-8") if _beside(out).exists() else "").partition(" ")
-    if not name or name in report.done:
-        return []
+def lost(out: Path, report: Report) -> tuple[list[dict[str, Any]], set[str]]:
+    """(the case that ended the process before, as a line; or cases of which one did, to be checked apart).
+
+    It was ended by eager PyTorch alone where the case was being drawn, which is no fault."""
+    what, *names = (_beside(out).read_text(encoding="utf-8") if _beside(out).exists() else "none").split()
+    names = [name for name in names if name not in report.done]
+    if len(names) != 1:
+        return [], set(names)
     end = "undrawn" if what == "drawn" else "crashed"
     text = f"the process ended while the case was {what}"
-    return [{"case": name, "end": end, "seconds": 0.0, "reason": text, "what": text}]
+    return [{"case": names[0], "end": end, "seconds": 0.0, "reason": text, "what": text}], set()

@@ -15,6 +15,7 @@ from torch import Tensor
 import fzero
 from fzero import optim, tree
 from fzero.compile import Lowered, training_of
+from fzero.errors import FzeroError
 from fzero.fuzz.case import Case
 from fzero.program import Program
 from fzero.runtime import storage
@@ -67,12 +68,29 @@ def _gradients(loss: Any, keyed: bool) -> Any:
     return step
 
 
-def lowered(made: Prepared, case: Case, **changed: Any) -> Lowered:
+def joined(made: Sequence[Prepared], refused: set[int]) -> Prepared:
+    """The steps of cases that return gradients as one step on all their states; its metrics begin with a case's index
+    and a stroke. What is refused while it is captured is left out, and its index put into `refused`."""
+
+    def step(state: Any, batch: Any) -> Any:
+        metrics = {}
+        for n, one in enumerate(made):
+            try:
+                metrics[str(n)] = one.fields["step"](state[n], batch[n])[1]
+            except FzeroError:
+                refused.add(n)
+        return state, metrics
+
+    batches = [[one.batches[0] for one in made]]
+    return Prepared({}, [one.state for one in made], batches, {"step": step, "allow_unused": True, "zero": 0})
+
+
+def lowered(made: Prepared, **changed: Any) -> Lowered:
     spec = fzero.Spec(**{**made.fields, **changed})
-    if case.options.form == "training":
-        key = fzero.random.key(0) if case.options.keyed else None
-        return fzero.lower(spec, made.names["params"], made.batches[0], world_size=case.options.world, key=key)
-    return fzero.lower(spec, made.state, made.batches[0], world_size=case.options.world)
+    state, key = made.state, None
+    if spec.step is None:
+        state, key = made.names["params"], fzero.random.key(0) if "key" in state else None
+    return fzero.lower(spec, state, made.batches[0], world_size=len(made.batches), key=key)
 
 
 def memory_of(made: Prepared, low: Lowered) -> list[dict[str, Tensor]]:
