@@ -3,8 +3,12 @@
 One thread, because `sum` has other bits on two threads than on one. A golden is a text file
 `tests/golden/<pass>/<case>.txt` that a person can read and edit; `pytest --update-golden` rewrites the files of the
 tests that ran, and without it a missing or different file fails.
+
+Of a test marked `sampled(n)`, n of its cases run in `make test`, drawn by its name, and all in `make acceptance`.
 """
 
+import random
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +20,20 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the files under tests/golden")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What `sampled` leaves out joins the long checks, before `-m` picks; among the long checks nothing is left out."""
+    cases: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if (marker := item.get_closest_marker("sampled")) is not None:
+            cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
+    for (name, count), found in cases.items():
+        kept = random.Random(name).sample(range(len(found)), min(count, len(found)))
+        for n, item in enumerate(found):
+            if n not in kept or config.option.markexpr == "acceptance":
+                item.add_marker("acceptance")
 
 
 @pytest.fixture(autouse=True, scope="session")

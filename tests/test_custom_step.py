@@ -769,6 +769,7 @@ KINDS = [swap, shared, lookahead, trust, orthogonal, mixing, normed, twice, froz
     [*((kind, 700) for kind in KINDS), *((kind, 32 << 20) for kind in (swap, shared, mixing, frozen))],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
+@pytest.mark.sampled(5)
 def test_steps_of_many_kinds(kind: Callable[..., Any], bucket_bytes: int) -> None:
     """As the reference does it, and the same bits under every stage."""
     runs = []
@@ -856,6 +857,7 @@ def odd_batch(rank: int, step: int) -> Tensor:
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @worlds
+@pytest.mark.sampled(6)
 def test_leaves_of_every_kind(world: int, zero: int) -> None:
     spec = fzero.Spec(step=odd_step, zero=zero, bucket_bytes=500)
     result = run(spec, odd_state(), odd_batch, world=world, steps=3)

@@ -604,7 +604,7 @@ NAMES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.acceptance)])
 def ranks(request: pytest.FixtureRequest) -> list[Outcome]:
     return gloo(request.param, cases, timeout=600)
 

@@ -64,6 +64,7 @@ def test_it_learns_and_leaves_what_it_promises(one_rank: tuple[Path, str, dict[s
         assert line in printed
 
 
+@pytest.mark.acceptance
 def test_two_ranks_with_zero_3_do_the_same_and_hold_half(
     one_rank: tuple[Path, str, dict[str, Any]], two_ranks: tuple[Path, str, dict[str, Any]]
 ) -> None:

@@ -92,6 +92,7 @@ def eager(name: str, model: nn.Module) -> list[float]:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(6)
 def test_trains_as_torch_does(name: str) -> None:
     case, model = CASES[name], build(name).eval()
     functional = from_module(model)
@@ -323,6 +324,7 @@ def example(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.acceptance
 def test_the_example_trains_saves_and_continues(tmp_path: Path) -> None:
     data = tmp_path / "text.py"
     data.write_text("def add(first, second):\n    return first + second\n\n\n" * 40)

@@ -184,6 +184,7 @@ def plain() -> dict[str, helpers.Run]:
 
 @needs_compiler
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-6), ("bf16", 2e-2)])
+@pytest.mark.sampled(1)
 def test_training_compiled(
     precision: str, tolerance: float, plain: dict[str, helpers.Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:

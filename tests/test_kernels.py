@@ -189,6 +189,7 @@ def _told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_told")
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.acceptance)], ids=["aligned", "unaligned"])
+@pytest.mark.sampled(1)
 def test_every_kernel_becomes_a_cubin_without_spills(
     capability: int, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,6 +165,7 @@ KINDS: dict[str, tuple[Any, torch.Size, torch.Size]] = {  # a loss of a paramete
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(6)
 def test_no_call_of_a_segment_asks_the_allocator_for_more_than_its_heap(kind: str) -> None:
     """Every call as the executor makes it, into memory that is there: what the allocator gave, against the plan."""
     loss, shape, data = KINDS[kind]

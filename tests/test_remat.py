@@ -89,6 +89,7 @@ SOME: Any = {"blocks/1/**": "full", "blocks/3/**": "none", "blocks/*/up": "full"
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("how", [{"remat": "full"}, {"remat": SOME}, {"fn": wrapped}], ids=["full", "rules", "fn"])
+@pytest.mark.sampled(3)
 def test_bits_and_metrics_are_the_same(zero: int, how: dict[str, Any]) -> None:
     plain, again = train(zero=zero), train(zero=zero, **how)
     assert not differing(again.final, plain.final)
@@ -107,6 +108,7 @@ def test_bits_and_metrics_are_the_same(zero: int, how: dict[str, Any]) -> None:
     ],
     ids=lambda options: " ".join(options),
 )
+@pytest.mark.sampled(2)
 def test_bits_are_the_same_with_other_options(options: dict[str, Any]) -> None:
     plain, again = train(**options), train(remat="full", **options)
     assert again.lowered.program.digest != plain.lowered.program.digest
@@ -145,6 +147,7 @@ def test_a_remat_of_the_users_saves_memory_too() -> None:
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.sampled(1)
 def test_no_gather_more(zero: int) -> None:
     plain, full = lowered(zero=zero), lowered(zero=zero, remat="full")
     assert gathers(full) == gathers(plain)

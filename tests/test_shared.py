@@ -71,6 +71,7 @@ def test_more_in_flight_than_a_socket_holds():
 
 
 @pytest.mark.parametrize(("world", "zero"), [(2, 3), (3, 1), (2, 0)])
+@pytest.mark.sampled(1)
 def test_training_in_shared_memory(world, zero):
     """Programs lowered for shared memory, every buffer in an arena and spoiled when freed: settling is in time."""
     for differing, num_arenas in values(gloo(world, worker.training, zero, 3)):
@@ -193,6 +194,7 @@ def test_two_hosts_in_one_process():
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.sampled(2)
 def test_programs_without_receive_buffers(zero):
     """The same bits interpreted, and less memory."""
     init, loss, batch = MODELS["gpt"]
