@@ -102,6 +102,7 @@ def test_every_row_of_the_ratios_names_contenders() -> None:
     assert {name for row in TABLE for name in (row.ours, row.theirs)} <= set(CONTENDERS)
 
 
+@pytest.mark.acceptance
 def test_held_bytes_are_those_of_every_storage_once() -> None:
     before = worker.held_bytes()
     kept = torch.zeros(1000)
@@ -111,6 +112,7 @@ def test_held_bytes_are_those_of_every_storage_once() -> None:
     assert worker.held_bytes() == before
 
 
+@pytest.mark.acceptance
 def test_the_memory_of_a_plain_step_is_parameters_moments_and_gradients() -> None:
     step = CONTENDERS["alone"].make(Setup(TINY, "fp32"))
     before, batch = worker.held_bytes(), make_batch(TINY, 0, 0)
@@ -191,6 +193,7 @@ def test_a_filled_transfer_is_what_equal_ranks_would_do() -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.sampled(1)
 def test_a_share_holds_a_rank_s_part_and_trains(zero: int) -> None:
     setup = Setup(gpu.TINY["llama_tiny"], "fp32")
     state = gpu.share_of(setup, zero, 8)

@@ -143,6 +143,7 @@ def test_interpret_gives_the_bits_of_execute(world: World) -> None:
         assert result.losses() == [float(loss) for loss in losses], name
 
 
+@pytest.mark.acceptance
 def test_the_options_change_the_program() -> None:
     """What must not change a bit does change what is run, or its cases say nothing."""
     model = MODELS["mlp"]
@@ -224,7 +225,7 @@ def test_any_plan_gives_the_bits_of_the_replicated_program(
     assert all(torch.isfinite(leaf).all() for leaf in state.values())
 
 
-@settings(few, max_examples=6)
+@settings(few, max_examples=3)
 @given(shapes=trees, plan=plans, how=sums, world=st.integers(1, 5), clip=st.sampled_from([1e-3, 0.5]))
 def test_with_clipping_stages_give_the_same_bits_at_one_bucket_cap(
     shapes: Any, plan: dict[str, Any], how: dict[str, Any], world: int, clip: float

@@ -350,6 +350,7 @@ def _fails_once(transfers: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("transfers", ["shared", "p2p"])
+@pytest.mark.sampled(1)
 def test_a_step_after_one_that_failed_on_all_ranks(transfers: str) -> None:
     for message, same in values(gloo(2, _fails_once, transfers)):
         assert "index out of range" in message

@@ -769,7 +769,7 @@ KINDS = [swap, shared, lookahead, trust, orthogonal, mixing, normed, twice, froz
     [*((kind, 700) for kind in KINDS), *((kind, 32 << 20) for kind in (swap, shared, mixing, frozen))],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 def test_steps_of_many_kinds(kind: Callable[..., Any], bucket_bytes: int) -> None:
     """As the reference does it, and the same bits under every stage."""
     runs = []

@@ -103,6 +103,7 @@ def on_gloo(zero: int) -> Any:
 
 
 @pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.sampled(1)
 def test_on_ranks_means_are_of_the_whole_batch_and_the_state_stays(zero: int) -> None:
     ranks = values(gloo(2, on_gloo, zero))
     want = expected()
@@ -154,6 +155,7 @@ def test_the_whole_state_of_a_step_of_ones_own() -> None:
     assert relative(found["out"], 4 * expected()["out"]) < 1e-6
 
 
+@pytest.mark.acceptance
 def test_new_parameters_are_seen_and_another_shape_is_another_program() -> None:
     state = fzero.init(params, spec(), key=random.key(0))
     first = fzero.evaluate(state, whole(), scores)

@@ -167,17 +167,20 @@ def printed_by(main: Any, out: Path, capsys: pytest.CaptureFixture[str], *argume
 
 
 @pytest.mark.parametrize("example", [gan, maml, dp_sgd, lora], ids=lambda example: example.__name__)
+@pytest.mark.sampled(2)
 def test_recipes_on_two_ranks(example: Any, tmp_path: Path) -> None:
     """As torchrun would start them; `ranks.launch` is tested above."""
     assert values(gloo(2, example.main, ["--steps", "2", "--out", str(tmp_path)])) == [0, 0]
 
 
+@pytest.mark.acceptance
 def test_the_gan_moves_towards_its_clusters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = printed_by(gan.main, tmp_path, capsys, "--steps", "120").splitlines()[-2]
     before, after = (float(word.rstrip("%")) for word in shown.split() if word.endswith("%"))
     assert after > before
 
 
+@pytest.mark.acceptance
 def test_maml_adapts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = printed_by(maml.main, tmp_path, capsys, "--steps", "300").splitlines()
     at_first, trained = ([float(x) for x in line.split() if "." in x] for line in shown[-3:-1])
@@ -219,6 +222,7 @@ def test_a_sampled_batch_is_shared_among_ranks() -> None:
     assert torch.equal(torch.stack([part["x"] for part in parts], 1).flatten(0, 1), whole["x"])
 
 
+@pytest.mark.acceptance
 def test_lora_trains_adapters_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = printed_by(lora.main, tmp_path, capsys, "--steps", "30", "--seq", "32")
     assert "the base has the bits it had" in shown

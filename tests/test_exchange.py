@@ -105,6 +105,7 @@ def models() -> dict[str, Callable[[], nn.Module]]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.sampled(1)
 def test_transformers_and_fzero_read_each_other(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = models()[name]().eval()
@@ -618,6 +619,7 @@ def deepspeed_files(folder: Path, stage: int, world: int) -> dict[str, Tensor]:
     ("stage", "world"),
     [(2, 3), (3, 3), *(pytest.param(*one, marks=pytest.mark.acceptance) for one in ((1, 2), (3, 1)))],
 )
+@pytest.mark.sampled(1)
 def test_masters_and_moments_come_from_deepspeeds_partitions(stage: int, world: int, tmp_path: Path) -> None:
     held = deepspeed_files(tmp_path / "ds", stage, world)
     assert cli.main(["import-deepspeed", str(tmp_path / "ds"), str(tmp_path / "run")]) == 0

@@ -92,7 +92,7 @@ def eager(name: str, model: nn.Module) -> list[float]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 def test_trains_as_torch_does(name: str) -> None:
     case, model = CASES[name], build(name).eval()
     functional = from_module(model)
@@ -163,6 +163,7 @@ def trained(model: nn.Module, key: int | None = None, **options: Any) -> Any:
     return run(spec, functional.params, CASES["Llama"].batch, world=WORLD, steps=2, key=own)
 
 
+@pytest.mark.acceptance
 def test_dropout_is_a_function_of_the_key() -> None:
     first, again, other = (trained(dropout_model(), key) for key in (3, 3, 4))
     assert all(same_bits(first.final[path], again.final[path]) for path in first.final)
@@ -194,6 +195,7 @@ def test_a_loop_over_experts_is_refused_with_what_to_do() -> None:
         fzero.lower(spec_of("Mixtral", functional), functional.params, CASES["Mixtral"].batch(0, 0))
 
 
+@pytest.mark.acceptance
 def test_experts_by_gathered_weights_are_the_same() -> None:
     case = CASES["Mixtral"]
     found = []

@@ -365,6 +365,7 @@ def one_rank(bad: str, failing: int) -> list[str]:
 
 @needs_compiler
 @pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.sampled(1)
 def test_what_fails_on_one_rank_is_aten_on_all(failing: int) -> None:
     bad = next(iter(stretches(small())))
     assert helpers.values(helpers.gloo(2, one_rank, bad, failing)) == [[bad], [bad]]

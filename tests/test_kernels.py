@@ -46,6 +46,7 @@ compiles = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason=
 
 @needs_triton
 @pytest.mark.parametrize("file", ["interpreted_kernels.py", "interpreted_adam8.py"])
+@pytest.mark.sampled(1)
 def test_numbers_in_the_interpreter(file: str) -> None:
     """In a process of its own, for Triton reads TRITON_INTERPRET when it is imported."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -66,6 +67,7 @@ def test_numbers_in_the_interpreter(file: str) -> None:
 
 
 @needs_triton
+@pytest.mark.acceptance
 def test_the_cases_of_the_benchmark_run() -> None:
     """The kernel and its counterpart in PyTorch, small and in the interpreter: what is timed on a GPU is no typing
     error."""

@@ -92,7 +92,7 @@ def train(loss: Any, mask: Any, world: int, num: int, steps: int = 10, **options
 
 @pytest.mark.parametrize("loss", [exact, exact_bool, weighted])
 @pytest.mark.parametrize("mask", [ragged, empty_part, empty_rank])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_the_spread_of_a_batch_does_not_matter(loss: Any, mask: Any) -> None:
     expected, losses = train(loss, mask, 1, 1)
     worst = 0.0
@@ -106,6 +106,7 @@ def test_the_spread_of_a_batch_does_not_matter(loss: Any, mask: Any) -> None:
     assert relative(expected, torch.cat([x.flatten() for x in params().values()])) > 1e-2
 
 
+@pytest.mark.acceptance
 def test_a_mean_of_means_is_another_loss() -> None:
     for world, num in ((2, 1), (1, 4), (4, 2)):
         (one, _), (spread, _) = train(plain, ragged, 1, 1), train(plain, ragged, world, num)
@@ -132,6 +133,7 @@ def test_a_batch_without_terms_has_loss_zero_and_no_gradient(world: int, num: in
     assert torch.equal(found, torch.cat([params()[name].flatten() for name in sorted(params())]))
 
 
+@pytest.mark.acceptance
 def test_with_bf16_and_loss_scaling_the_spread_matters_by_their_rounding() -> None:
     scale = fzero.LossScale(initial=2.0**10)
     for name, bound in (("bf16", 2e-2), ("fp16", 3e-3)):

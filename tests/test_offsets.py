@@ -280,7 +280,7 @@ def drawn(seed: int) -> Callable[[Params, Tensor], Tensor]:
     return loss
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6))
 def test_random_views_and_writes(seed: int) -> None:
     loss = drawn(seed)

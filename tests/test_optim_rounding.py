@@ -74,6 +74,7 @@ def test_it_is_unbiased_over_seeds_and_elements(scale: float) -> None:
         assert 0.8 < sums.std() < 1.2
 
 
+@pytest.mark.acceptance
 def test_the_probability_is_the_part_cut_off() -> None:
     for part in (0x0001, 0x0800, 0x4000, 0x8000, 0xFFFF):
         x = from_bits(0x3F800000 + part)

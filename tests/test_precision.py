@@ -84,6 +84,7 @@ def fp32_losses() -> Tensor:
 
 
 @pytest.mark.parametrize("name", NARROW)
+@pytest.mark.sampled(1)
 def test_losses_track_fp32(name: str, fp32_losses: Tensor) -> None:
     """On the demo's text. All 200 steps are in tests/acceptance/test_precision_full.py."""
     gap = (losses(name, 40) - fp32_losses).abs()
@@ -100,7 +101,7 @@ def test_losses_track_fp32(name: str, fp32_losses: Tensor) -> None:
 @pytest.mark.parametrize("name", NARROW)
 @pytest.mark.parametrize("reduce", ["bf16", "fp32"])
 @pytest.mark.parametrize("how", [{}, {"microbatches": 2, "reduce": "each"}, {"microbatches": 2, "reduce": "end"}])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 def test_stages_have_equal_bits_in_every_precision(name: str, reduce: str, how: dict[str, Any]) -> None:
     found = []
     for zero in (0, 1, 2, 3):
@@ -177,6 +178,7 @@ def test_what_is_held_and_moved_in_which_dtype(name: str, zero: int) -> None:
         assert travelled(one, "gather")[0] == set()
 
 
+@pytest.mark.acceptance
 def test_the_narrow_gather_halves_the_bytes() -> None:
     for zero in (1, 2, 3):
         wide, narrow = (travelled(lowered(name, zero), "gather")[1] for name in ("fp32", "bf16"))
@@ -283,6 +285,7 @@ def test_a_narrow_wire_shards_what_is_reduced_at_any_number_of_microbatches(zero
 
 
 @pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.sampled(1)
 def test_with_a_narrow_wire_many_microbatches_need_little_more_memory_than_one(zero: int) -> None:
     """What they add is the sum, of which a rank holds its slice, and a few buckets in flight: not a whole gradient."""
     made = [

@@ -317,6 +317,7 @@ def test_products_in_fp64_and_of_nothing_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "mlp", "untied"])
+@pytest.mark.sampled(1)
 def test_stages_are_bitwise_equal_with_onednn(name: str) -> None:
     """The models' batches are made larger, so that oneDNN computes (it leaves the smallest products to torch)."""
     model = larger(MODELS[name])

@@ -27,7 +27,7 @@ specs = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(specs, st.integers(1, 5))
 def test_parse_of_the_text_is_the_program_and_verifies(options: dict[str, Any], world: int) -> None:
     program = cases.lowered(world, **options).program

@@ -89,7 +89,7 @@ SOME: Any = {"blocks/1/**": "full", "blocks/3/**": "none", "blocks/*/up": "full"
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("how", [{"remat": "full"}, {"remat": SOME}, {"fn": wrapped}], ids=["full", "rules", "fn"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_bits_and_metrics_are_the_same(zero: int, how: dict[str, Any]) -> None:
     plain, again = train(zero=zero), train(zero=zero, **how)
     assert not differing(again.final, plain.final)
@@ -108,7 +108,7 @@ def test_bits_and_metrics_are_the_same(zero: int, how: dict[str, Any]) -> None:
     ],
     ids=lambda options: " ".join(options),
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_bits_are_the_same_with_other_options(options: dict[str, Any]) -> None:
     plain, again = train(**options), train(remat="full", **options)
     assert again.lowered.program.digest != plain.lowered.program.digest
@@ -127,6 +127,7 @@ def test_a_gpt_has_the_same_bits() -> None:
     assert not differing(ends(remat={"blocks/0/**": "full"}), plain)
 
 
+@pytest.mark.acceptance
 def test_activation_memory_falls() -> None:
     plain, half, full = (lowered(remat=how) for how in ("none", {f"blocks/{i}/**": "full" for i in (0, 2, 4)}, "full"))
     held = [activations(one.program) for one in (plain, half, full)]
@@ -140,6 +141,7 @@ def test_activation_memory_falls() -> None:
     assert max(live_bytes(full.program)) < max(live_bytes(plain.program))
 
 
+@pytest.mark.acceptance
 def test_a_remat_of_the_users_saves_memory_too() -> None:
     own, plain, full = lowered(wrapped), lowered(), lowered(remat="full")
     assert activations(own.program) < activations(plain.program) / 2

@@ -194,7 +194,7 @@ def test_two_hosts_in_one_process():
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_programs_without_receive_buffers(zero):
     """The same bits interpreted, and less memory."""
     init, loss, batch = MODELS["gpt"]

@@ -46,6 +46,7 @@ def test_a_gather_passes_beside_a_segment_that_runs() -> None:
     assert runs < simulate.seconds(whole, hidden) < simulate.seconds(whole, exposed)
 
 
+@pytest.mark.acceptance
 def test_one_ahead_is_predicted_to_gain_over_a_network_and_not_in_one_memory() -> None:
     programs: dict[int, Program] = {depth: lowered(prefetch=depth).program for depth in simulate.DEPTHS}
     depth, why = simulate.prefetch_depth(programs, 1, NETWORK)

@@ -249,6 +249,7 @@ def reductions(one: fzero.Lowered) -> int:
     return sum(op.kind == "reduce" and op.get("mode") == "scatter" for op in one.program.ops)
 
 
+@pytest.mark.acceptance
 def test_the_reduction_is_chosen_by_memory_and_says_so() -> None:
     """Whole gradients are a small part beside large activations, and most of it beside small ones."""
     end, each = chosen(8192), chosen(4)
