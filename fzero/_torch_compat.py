@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import (  # 2.11.0, 2.13.0
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
 )
+from torch.utils._python_dispatch import _disable_current_modes as unwatched  # 2.11.0, 2.13.0
 
 __all__ = [
     "AMX",
@@ -51,6 +52,7 @@ __all__ = [
     "compiled_functions_traced",
     "default_store",
     "disable_proxy_modes_tracing",
+    "distributions_unchecked",
     "function_schema",
     "fused_adam_",
     "fused_adamw_",
@@ -72,6 +74,7 @@ __all__ = [
     "store_holder",
     "tracing_graph",
     "untraced_by_dynamo",
+    "unwatched",
     "weights_only",
 ]
 
@@ -163,6 +166,18 @@ def compiled_functions_traced() -> Iterator[None]:
         return
     with _ONE_THREAD, torch._dynamo.config.patch(error_on_nested_fx_trace=False):
         yield
+
+
+@contextmanager
+def distributions_unchecked() -> Iterator[None]:
+    """`torch.distributions` does not look at the values of its arguments unless told to (2.11.0, 2.13.0)."""
+    kind = torch.distributions.Distribution
+    before = kind._validate_args
+    kind.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        kind.set_default_validate_args(before)
 
 
 def ambient_modes() -> list[Any]:

@@ -138,6 +138,9 @@ def lower(
     recipe = recipe_for(spec, params_like, key, device)
     plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, size, bucket_bytes(via, size))
     state = fakes_on(tree.unflatten(recipe.spec, recipe.values), device)
+    for path, leaf in zip(*tree.flatten(batch_like)[:2], strict=True):
+        if isinstance(leaf, torch.Tensor):
+            tracing.check_leaf(at("batch", path), leaf)
     lowered = lower_step(spec, state, fakes_on(batch_like, device), plan, via)
     verify(lowered.program)
     return lowered

@@ -20,6 +20,7 @@ from torch import fx
 from fzero import offsets, segments, tree
 from fzero._torch_compat import FakeTensorMode, disable_proxy_modes_tracing, real_tensors
 from fzero.errors import CaptureError, TreeError, at
+from fzero.known import Baked
 from fzero.precision import LOW, Precision
 from fzero.provenance import describe, found_name, user_line
 from fzero.tracing import Tracing, check_leaf, check_names, current, fake_like, lifted, trace, while_active
@@ -58,6 +59,7 @@ class Graph:
     metric_names: tuple[str, ...]
     metrics_spec: Any
     varying_metrics: tuple[str, ...]
+    baked: tuple[Baked, ...] = ()  # closed-over tensors whose values have decided it
 
 
 def capture(
@@ -120,6 +122,7 @@ def capture(
         shown["names"],
         shown["spec"],
         (),
+        tracing.known.baked(tracing.fns),
     )
     return Graph(**{**graph.__dict__, "varying_metrics": _varying_metrics(graph, per_rank)})
 

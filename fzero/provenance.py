@@ -25,7 +25,7 @@ _OURS = (
 
 def is_users(filename: str) -> bool:
     """Whether a frame is of the user's code: not of torch, fzero or optree, and not generated."""
-    return not filename.startswith((*_OURS, "<")) or filename.startswith(("<stdin>", "<ipython"))
+    return not filename.startswith((*_OURS, "<")) or filename.startswith(("<stdin>", "<ipython", "<doctest"))
 
 
 def user_line(frame: types.FrameType | None = None) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -105,8 +106,19 @@ def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
     return getattr(gm, str(node.target))
 
 
+SPARSE = (
+    "The tensors of a step are dense. Pass a sparse matrix as its indices and values, in the batch or closed over; "
+    "a @ x is then torch.zeros(rows, x.shape[1]).index_add(0, row, value[:, None] * x[column])"
+)
+
+
 class Refused(Exception):
-    """A CaptureError on its way out of torch: torch takes a TypeError in an operator for "try the other operand"."""
+    """A CaptureError on its way out of torch: torch takes a TypeError in an operator for "try the other operand".
+    `written` is the real tensor that it forbids to write to, if that is why."""
+
+    def __init__(self, text: str, written: torch.Tensor | None = None) -> None:
+        super().__init__(text)
+        self.written = written
 
 
 class NoExchange(TorchFunctionMode):
@@ -164,11 +176,69 @@ _TORCH_SAYS = {
 
 
 def _data_dependent(error: Exception, what: str) -> CaptureError:
-    return CaptureError(
-        f"{_raised_at(error)}: the program would depend on {what}, which is known only when it runs. "
-        "Instead of `if x > 0:` write torch.where(x > 0, a, b); instead of x.item() keep the 0-d tensor; "
-        "instead of x[mask] multiply by the mask"
-    )
+    (users, code), library = _frames(error)
+    text = f"{users}: the program would depend on {what}, which is known only when it runs"
+    if library is not None:
+        where, code = library
+        text += f"; {where} asks for it: `{code}`"
+        code = f"{where} {code}"
+    remedies = (remedy for part, remedy in REMEDIES.items() if part in f"{what} {code}")
+    return CaptureError(f"{text}. {next(remedies, _IN_GENERAL)}")
+
+
+_IN_GENERAL = (
+    "Instead of `if x > 0:` write torch.where(x > 0, a, b); instead of x.item() keep the 0-d tensor; "
+    "instead of x[mask] multiply by the mask; what does not depend on the state or the batch may be asked for freely"
+)
+
+# part of "op file:line in function `line of code`" -> what to write instead. The first that fits is said.
+REMEDIES = {
+    "torch/distributions": "It checks its arguments: pass validate_args=False",
+    "nn/modules/transformer.py": "It asks whether the mask is causal: pass is_causal=True or False beside mask=, or "
+    "make the mask outside of the batch and the state",
+    "_pack_padded_sequence": "Lengths of packed sequences are values: run the padded batch, and multiply what comes "
+    "out by a mask of the lengths (torch.arange(T) < lengths[:, None]); take last states by torch.gather",
+    "_ctc_loss": "torch's CTC reads lengths and targets on the host: compute it by its recursion in log space over "
+    "padded targets, with torch.where for lengths",
+    "one_hot": "Say num_classes=",
+    "repeat_interleave": "Say output_size=, or repeat by an index from the batch",
+    "bincount": "Its length is a value: torch.zeros(n).index_add(0, index, ones) has n elements",
+    "unique": "How many there are is a value: torch.sort keeps the shape",
+    "gaussian_nll_loss": "It checks that no variance is negative: write 0.5 * (var.log() + (x - y) ** 2 / var) with "
+    "var.clamp(min=eps)",
+    "models/longformer": "It looks for tokens with global attention: this model needs a loss of its own parts with a "
+    "fixed set of them",
+    "models/led": "It looks for tokens with global attention: this model needs a loss of its own parts with a fixed "
+    "set of them",
+    "models/llava": "Where image tokens are is a value: pass inputs_embeds that you merge by torch.where with a mask "
+    "from the batch",
+    "torch_geometric": "Say how many nodes there are (num_nodes=, dim_size=), and add self loops outside of the step",
+}
+
+
+def _frames(error: Exception) -> tuple[tuple[str, str], tuple[str, str] | None]:
+    """((the user's innermost line, its code), the innermost line of a library that it called, as `package/x.py:12 in
+    f`, and its code) of an error's traceback."""
+    users, library = ("", ""), None
+    trace_back = error.__traceback__
+    while trace_back is not None:
+        code, line = trace_back.tb_frame.f_code, trace_back.tb_lineno
+        text = linecache.getline(code.co_filename, line).strip()
+        if (package := _library(code.co_filename)) is not None:
+            library = f"{package}:{line} in {code.co_name}", text
+        elif is_users(code.co_filename):
+            users, library = (f"{code.co_filename.rsplit('/', 1)[-1]}:{line}", text), None
+        trace_back = trace_back.tb_next
+    return users, library
+
+
+def _library(filename: str) -> str | None:
+    """An installed file from its package on, but for the parts of torch that every op goes through."""
+    _, _, inner = filename.rpartition("site-packages/")
+    shown = ("torch/distributions", "torch/nn", "torch/functional", "torch/optim", "torch/utils/data")
+    if inner == filename or (inner.startswith("torch/") and not inner.startswith(shown)):
+        return None
+    return inner if not inner.startswith(("fzero/", "optree/")) else None
 
 
 def _raised_at(error: Exception) -> str:

@@ -83,11 +83,11 @@ class Runtime:
                 log.warning("fzero: a new program is traced: %s", _difference(self.last_key, key))
             self.programs[key] = self._lowered(batch, None)
         self.last_key = key
-        return self.programs[key]
+        return _current(self.programs[key])
 
     def _evaluation(self, fn: Callable[..., Any], batch: Any, key: Any) -> Lowered:
         lowered = self.evaluations.pop(key, None) or self._lowered(batch, fn)
-        self.evaluations[key] = lowered
+        self.evaluations[key] = _current(lowered)
         if len(self.evaluations) > MAX_EVALUATIONS:
             gone = self.evaluations.pop(next(iter(self.evaluations)))
             self.bound.pop(id(gone), None)
@@ -209,6 +209,13 @@ def execute(state: State, lowered: Lowered, batch: Any, watch: Callable[[int], N
             )
         raise
     return tree.unflatten(lowered.graph.metrics_spec, [metrics[name] for name in lowered.graph.metric_names])
+
+
+def _current(lowered: Lowered) -> Lowered:
+    """The program, if the closed-over tensors whose values decided it are as they were."""
+    for tensor in lowered.graph.baked:
+        tensor.check()
+    return lowered
 
 
 def _batch_key(batch: Any, device: torch.device) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import optree
 import torch
 from torch import fx
 
@@ -21,17 +22,19 @@ from fzero._torch_compat import (
     FakeTensorMode,
     TorchDispatchMode,
     compiled_functions_traced,
+    distributions_unchecked,
     in_functorch,
     is_fake,
     make_fx,
     tracing_graph,
 )
 from fzero.errors import CaptureError, TreeError, at
+from fzero.known import READS, Known
 from fzero.plan.layout import buffer_name
 from fzero.precision import Precision
 from fzero.program import DTYPE_NAMES
-from fzero.provenance import describe, user_line
-from fzero.refuse import NoExchange, Refused, ambient_draw, attribute, check_graph, closed_over_write, explained
+from fzero.provenance import describe, name_of, user_line
+from fzero.refuse import SPARSE, NoExchange, Refused, ambient_draw, attribute, check_graph, closed_over_write, explained
 
 aten = torch.ops.aten
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
@@ -79,6 +82,7 @@ class Tracing:
     phase: str | None = None
     regions: list[Any] = field(default_factory=list)
     watching: list[Any] = field(default_factory=list)
+    known: Known = field(default_factory=Known)
 
 
 _active: ContextVar[Tracing | None] = ContextVar("fzero_tracing", default=None)
@@ -119,7 +123,8 @@ def trace(
             if outermost:
                 stack.enter_context(ambient.of_caller())
                 stack.enter_context(NoExchange())
-            stack.enter_context(_Watch(tracing, user_line))
+                stack.enter_context(distributions_unchecked())
+            stack.enter_context(_Watch(tracing, user_line, known=tracing.known))
             stack.enter_context(torch.enable_grad())
             return fn(*xs)
 
@@ -150,10 +155,11 @@ def check_names(what: str, paths: Sequence[str]) -> None:
 
 def check_leaf(name: str, value: torch.Tensor) -> None:
     """Refuses what no buffer can hold. (`value` may be fake.)"""
-    if value.layout is not torch.strided or value.dtype not in DTYPE_NAMES or value.is_quantized:
+    if value.layout is not torch.strided:
+        raise TreeError(f"{name} is a tensor of {value.layout}. {SPARSE}")
+    if value.dtype not in DTYPE_NAMES or value.is_quantized:
         raise TreeError(
-            f"{name} is a tensor of {value.dtype}, {value.layout}: needed a dense tensor of one of "
-            f"{', '.join(DTYPE_NAMES.values())}. Convert it first"
+            f"{name} is a tensor of {value.dtype}: needed one of {', '.join(DTYPE_NAMES.values())}. Convert it first"
         )
 
 
@@ -267,10 +273,11 @@ class _Watch(TorchDispatchMode):
     the user's line and, in the backward, its phase."""
 
     def __init__(
-        self, tracing: Tracing, line: Callable[[], str], phase: Callable[[], str | None] | None = None
-    ) -> None:
+        self, tracing: Tracing, line: Callable[[], str], phase: Callable[[], str | None] | None = None,
+        *, known: Known | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.tracing, self.line = tracing, line
+        self.tracing, self.line, self.known = tracing, line, known
         self.phase = phase or (lambda: tracing.phase)
 
     def __enter__(self) -> _Watch:
@@ -289,6 +296,9 @@ class _Watch(TorchDispatchMode):
             func = aten._native_batch_norm_legit.default  # the same, with a schema that tells what it writes
         if func._schema.is_mutable:
             self.refuse_real(func, args, kwargs or {})
+        if sparse := [x for x in args if isinstance(x, torch.Tensor) and x.layout is not torch.strided]:
+            name = name_of(sparse[0], self.tracing.fns)
+            raise Refused(f"{func} at {self.line()} reads {name}, of {sparse[0].layout}. {SPARSE}")
         if func in _ONE_DTYPE and len({value.dtype for value in args if isinstance(value, torch.Tensor)}) > 1:
             given = " and ".join(describe(value) for value in args if isinstance(value, torch.Tensor))
             raise Refused(
@@ -298,14 +308,12 @@ class _Watch(TorchDispatchMode):
             raise Refused(str(ambient_draw(func, user_line())))
         if func is aten._efficientzerotensor.default:
             func = aten.zeros.default  # forward mode's zero tangents, which have no memory
-        result = func(*args, **(kwargs or {}))
+        innermost = self is self.tracing.watching[-1]  # a region is traced inside a step
+        result = self._result(func, args, kwargs or {}, self.known if innermost else None)
         if odd := [value.layout for value in segments.tensors(result) if value.layout is not torch.strided]:
-            raise Refused(
-                f"{func} at {self.line()} makes a tensor of {odd[0]}: the tensors of a step are dense. Use the dense "
-                "op, or make what is sparse outside of the step and pass its indices and values in the batch"
-            )
+            raise Refused(f"{func} at {self.line()} makes a tensor of {odd[0]}. {SPARSE}")
         graph = tracing_graph()
-        if graph is not None and self is self.tracing.watching[-1]:  # a region is traced inside a step
+        if graph is not None and innermost:
             line = None
             for node in reversed(graph.nodes):
                 if "source" in node.meta or node.op in ("placeholder", "root"):
@@ -317,6 +325,21 @@ class _Watch(TorchDispatchMode):
                     node.meta["phase"] = phase
         return result
 
+    def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known | None) -> Any:
+        """The result of an op; of one that asks for values that depend on no input, a literal."""
+        if known is None:
+            return func(*args, **kwargs)
+        if func is aten.index.Tensor:
+            args = (args[0], known.places(args[1]))
+        elif func is aten.masked_select.default and args[0].shape == args[1].shape:
+            places = known.places([args[1]])
+            func, args = (func, args) if places[0] is args[1] else (aten.index.Tensor, (args[0], places))
+        if READS.intersection(func.tags) and (found := known.value(func, args, kwargs)) is not None:
+            return optree.tree_map(known.literal, found[0])
+        result = func(*args, **kwargs)
+        known.follow(func, args, kwargs, result)
+        return result
+
     def refuse_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
         for argument in func._schema.arguments:
@@ -325,4 +348,4 @@ class _Watch(TorchDispatchMode):
             given = named.get(argument.name)
             for value in given if isinstance(given, (list, tuple)) else [given]:
                 if isinstance(value, torch.Tensor) and not is_fake(value):
-                    raise Refused(str(closed_over_write(self.tracing.fns, value, func, user_line())))
+                    raise Refused(str(closed_over_write(self.tracing.fns, value, func, user_line())), written=value)

@@ -209,8 +209,9 @@ def test_params_that_cannot_be_a_state_are_refused(bad: Any, parts: tuple[str, .
 
 def test_leaves_of_a_step_state_that_no_buffer_holds_are_refused() -> None:
     one = fzero.Spec(step=lambda s, b: (s, {}))
-    for value in (torch.ones(2).to_sparse(), torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)):
-        said(TreeError, lambda v=value: fzero.init({"v": v}, one), "params['v'] is a tensor of", "Convert it first")
+    quantised = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    for value, remedy in ((torch.ones(2).to_sparse(), "as its indices and values"), (quantised, "Convert it first")):
+        said(TreeError, lambda v=value: fzero.init({"v": v}, one), "params['v'] is a tensor of", remedy)
 
 
 def test_leaves_that_would_have_one_name_are_refused() -> None:

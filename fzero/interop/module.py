@@ -73,11 +73,15 @@ class Apply:
             given = {name: _writable(value, traced) for name, value in buffers.items()}
         memo |= self._placed("buffers", self._module.named_buffers(), given)
         module = closures.copied(self._module, self._bound, memo)[0]
+        versions = {name: _hf_compat.version(value) for name, value in given.items()}
         before = [_hf_compat.version(value) for value in self._kept]
         try:
             with _hf_compat.capturing(module) if traced else Guard(self.name, params):
                 output = module(*args, **kwargs)
         except Refused as error:
+            for name, value in given.items():
+                if error.written is value:
+                    raise self._writes(name) from None
             if traced:
                 raise
             raise CaptureError(str(error)) from None
@@ -87,13 +91,16 @@ class Apply:
         if self.mutable:
             return output, {name: found[name] for name in buffers}
         for name, value in given.items():
-            if found.get(name) is not value or (not traced and _hf_compat.version(value)):
-                raise CaptureError(
-                    f"{self.name} writes to its buffer {name!r}: take the new values, as in "
-                    "params, buffers, apply = from_module(module, mutable=True); "
-                    "output, buffers = apply(params, buffers, ...). Or call module.eval() first"
-                )
+            if found.get(name) is not value or _hf_compat.version(value) != versions[name]:
+                raise self._writes(name)
         return output
+
+    def _writes(self, buffer: str) -> CaptureError:
+        return CaptureError(
+            f"{self.name} writes to its buffer {buffer!r}: take the new values, as in "
+            "params, buffers, apply = from_module(module, mutable=True); "
+            "output, buffers = apply(params, buffers, ...). Or call module.eval() first"
+        )
 
     def _placed(self, what: str, own: Iterable[tuple[str, Tensor]], given: Mapping[str, Tensor]) -> dict[int, Tensor]:
         """The given tensors by the identity of the meta tensor they replace."""

@@ -1,0 +1,141 @@
+"""Values that no input decides are known while a step is traced: what may be asked for, and what may not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fzero
+import fzero.interop
+from fzero.errors import CaptureError
+
+MASK = torch.tensor([True, False, True])
+WEIGHTS = torch.tensor([0.5, -1.0, 2.0])
+X = torch.arange(12.0).view(4, 3) / 12
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def params() -> dict[str, Tensor]:
+    return {"w": torch.linspace(-1, 1, 6).view(3, 2)}
+
+
+def written(p: Any, b: Tensor) -> Tensor:
+    mask = torch.zeros(3, dtype=torch.bool)
+    mask[:2] = WEIGHTS[:2] < 0
+    mask.view(3, 1)[2] = True
+    return (b[:, mask] @ p["w"][mask]).square().sum()
+
+
+def sliced(p: Any, b: Tensor) -> Tensor:
+    lengths = torch.tensor([1, 3])
+    return sum((b[i, : int(n)].sum() * p["w"].sum() for i, n in enumerate(lengths)), torch.zeros(()))
+
+
+KNOWN: dict[str, Loss] = {
+    "branch": lambda p, b: (b @ p["w"]).sum() * (2.0 if (WEIGHTS > 0).any() else 1.0),
+    "item": lambda p, b: (b @ p["w"]).sum() * WEIGHTS.sum().item(),
+    "boolean index": lambda p, b: (b[:, MASK] @ p["w"][MASK]).square().sum(),
+    "masked_select": lambda p, b: (p["w"][:, 0].masked_select(MASK) * 3).square().sum() + b.sum(),
+    "nonzero": lambda p, b: (p["w"][WEIGHTS.nonzero()[:, 0]] * b[0, 0]).sum(),
+    "where": lambda p, b: (p["w"][torch.where(WEIGHTS > 0)] * b[0, 0]).sum(),
+    "unique": lambda p, b: (p["w"] * torch.tensor([1, 1, 2]).unique().numel()).sum() + b.sum(),
+    "repeat": lambda p, b: p["w"].repeat_interleave(torch.tensor([1, 2, 0]), 0).square().sum() + b.sum(),
+    "made in the loss": lambda p, b: (b[:, torch.arange(3) != 1] @ p["w"][torch.arange(3) != 1]).sum(),
+    "causal mask": lambda p, b: (p["w"].T @ torch.ones(3, 3).tril()[torch.eye(3).bool().any(0)]).sum() + b.sum(),
+    "tolist": lambda p, b: sum((p["w"][i].sum() for i in torch.tensor([2, 0]).tolist()), b.sum()),
+    "written in the loss": written,
+    "lengths": sliced,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_no_input_decides_may_be_asked_for(name: str) -> None:
+    loss = KNOWN[name]
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1))
+    state = fzero.step(fzero.init(params(), spec), X)
+    w = params()["w"].requires_grad_()
+    value = loss({"w": w}, X)
+    value.backward()
+    assert torch.allclose(state.metrics["loss"], value.detach(), atol=1e-6)
+    assert w.grad is not None
+    assert torch.allclose(fzero.unshard(state.params)["w"], params()["w"] - 0.1 * w.grad, atol=1e-6)
+
+
+def by_input(p: Any, b: Tensor) -> Tensor:
+    mask = torch.zeros(4, dtype=torch.bool)
+    view = mask[1:]
+    view[0] = b[0, 0] > 0  # so of mask, of which it is a view
+    return p["w"].sum() * (2.0 if mask.any() else 1.0)
+
+
+UNKNOWN: dict[str, Loss] = {
+    "written by an input": by_input,
+    "from the batch": lambda p, b: p["w"].sum() * (WEIGHTS * b[0]).sum().item(),
+    "memory without values": lambda p, b: p["w"].sum() * torch.empty(3).sum().item(),
+    "drawn": lambda p, b: p["w"].sum() * torch.rand(3).sum().item(),
+    "too large": lambda p, b: p["w"].sum() * torch.zeros(1 << 23).sum().item(),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_an_input_decides_may_not(name: str) -> None:
+    spec = fzero.Spec(loss=UNKNOWN[name], optimizer=fzero.optim.sgd(0.1))
+    with pytest.raises(CaptureError, match="which is known only when it runs"):
+        fzero.lower(spec, params(), X, world_size=1, key=fzero.random.key(0))
+
+
+def test_a_closed_over_tensor_stays_as_it_is_while_the_step_is_traced() -> None:
+    weights = WEIGHTS.clone()
+
+    def loss(p: Any, b: Tensor) -> Tensor:
+        copy = weights.clone()
+        copy.mul_(0)
+        return (b @ p["w"]).sum() * (2.0 if copy.any() else 1.0)
+
+    state = fzero.step(fzero.init(params(), fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1))), X)
+    assert torch.equal(weights, WEIGHTS)
+    assert state.metrics["loss"] == (X @ params()["w"]).sum()
+
+
+def test_a_change_of_what_decided_the_program_is_an_error_and_of_another_tensor_is_none() -> None:
+    flags, scale = torch.tensor([True, False]), torch.ones(2)
+
+    def loss(p: Any, b: Tensor) -> Tensor:
+        return (b @ p["w"] * scale).sum() * (2.0 if flags.any() else 1.0)
+
+    state = fzero.step(fzero.init(params(), fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1))), X)
+    scale.mul_(2.0)
+    state = fzero.step(state, X)
+    flags.fill_(False)
+    with pytest.raises(
+        CaptureError, match=r"tensor 'flags' is closed over, its value was read .* changed in place since"
+    ):
+        fzero.step(state, X)
+    flags = torch.tensor([False, False])
+    assert fzero.unshard(state.params)["w"].isfinite().all(), "the state is as it was"
+
+
+def test_distributions_are_not_checked_in_a_trace_alone() -> None:
+    def loss(p: Any, b: Tensor) -> Tensor:
+        return -torch.distributions.Categorical(logits=b @ p["w"]).log_prob(torch.tensor([0, 1, 0, 1])).mean()
+
+    fzero.lower(fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1)), params(), X, world_size=1)
+    with pytest.raises(ValueError, match="to satisfy the constraint"):
+        torch.distributions.Normal(torch.zeros(1), -torch.ones(1))
+
+
+def test_a_library_that_asks_is_named_with_its_line() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), 1)
+    _, buffers, apply = functional = fzero.interop.from_module(encoder)
+    loss = lambda p, b: apply(p, buffers, b["h"], mask=b["m"]).sum()  # noqa: E731
+    batch = {"h": torch.ones(2, 3, 4), "m": nn.Transformer.generate_square_subsequent_mask(3)}
+    with pytest.raises(CaptureError) as error:
+        fzero.lower(fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1)), functional.params, batch, world_size=1)
+    line = loss.__code__.co_firstlineno
+    assert str(error.value).startswith(f"test_known.py:{line}: ")
+    assert "torch/nn/modules/transformer.py:" in str(error.value)
+    assert "pass is_causal=True or False" in str(error.value)
