@@ -1,5 +1,8 @@
 """fzero: a training step as a pure function, compiled into an explicit, verified ZeRO schedule. See README.md."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fzero import checkpoint, data, optim, random
 from fzero.api import evaluate, init, lower, step
 from fzero.checkpoint import Manifest, save
@@ -40,6 +43,9 @@ from fzero.spec import Spec
 from fzero.state import ShardedTensor, State, unshard
 from fzero.verify import verify
 
+if TYPE_CHECKING:
+    from fzero import interop
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -73,6 +79,7 @@ __all__ = [
     "forward",
     "grad",
     "init",
+    "interop",
     "load",
     "lower",
     "optim",
@@ -90,3 +97,14 @@ __all__ = [
     "value_and_grad",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`fzero.interop`, imported when it is asked for: it knows other libraries, and takes a while."""
+    if name == "interop":
+        return importlib.import_module("fzero.interop")
+    raise AttributeError(f"module 'fzero' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

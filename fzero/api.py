@@ -11,6 +11,7 @@ from fzero import ambient, tracing, tree
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.compile import Lowered, check_key, fakes_on, lower_step, plan_for, recipe_for
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, at
+from fzero.provenance import describe
 from fzero.runtime import collectives
 from fzero.runtime.transport import bucket_bytes, via_of
 from fzero.session import execute
@@ -170,10 +171,15 @@ def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any]
     except Exception as error:
         failure, digest = error, ""
     runtime.heard = collectives.agree(
-        runtime.rank, runtime.world_size, what, digest, runtime.group, failure, runtime.says()
+        runtime.rank, runtime.world_size, what, digest, runtime.group, failure, runtime.says(), lambda: _shown(batch)
     )
     assert lowered is not None
     return lowered
+
+
+def _shown(batch: Any) -> dict[str, str]:
+    """The batch's leaves as messages show them, by name."""
+    return {at("batch", path): describe(leaf) for path, leaf in zip(*tree.flatten(batch)[:2], strict=True)}
 
 
 def _check_scale(state: State) -> None:

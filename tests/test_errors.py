@@ -598,6 +598,13 @@ OWN = {  # what the rank that is wrong raises itself; the others report it
     "donated on one rank": (DonatedError, 1, "was donated to fzero.step at step 1"),
     "donated full on one rank": (DonatedError, 1, "state['params/v'] was donated"),
 }
+SHOWN = {  # what the message says of the batches
+    "batch: shapes": ("batch['x'] is f32[4, 3] on rank 0, f32[5, 3] on rank 1", "Pad to a multiple"),
+    "batch: dtypes": ("batch['n'] is i64[2] on rank 0, i32[2] on rank 1", "on all ranks"),
+    "batch: static values": ("batch['s'] is int 1 on rank 0, int 2 on rank 1", "on all ranks"),
+    "one retraces": ("batch['x'] is f32[6, 3] on rank 0, f32[4, 3] on rank 1", "Pad to a multiple"),
+    "the last retraces": ("batch['x'] is f32[4, 3] on rank 0, f32[6, 3] on rank", "Pad to a multiple"),
+}
 FINE = ("constants of the loss differ", "another state")
 NAMES = [
     *INITS, *STEPS, "loss raises on one rank", "donated on one rank", "donated full on one rank", "losses differ",
@@ -615,7 +622,7 @@ def test_every_rank_raises_and_goes_on(ranks: list[Outcome], name: str) -> None:
     for rank, outcome in enumerate(ranks):
         assert outcome.error is None, f"rank {rank} did not survive the cases: {outcome.error}"
         tried, untouched, steps_on = outcome.value[name]
-        assert tried.seconds < 30
+        assert tried.seconds < 300, "a hang"
         assert untouched, f"rank {rank} changed its state: {tried}"
         assert steps_on, f"rank {rank} steps on differently"
         if name in FINE:
@@ -629,6 +636,8 @@ def test_every_rank_raises_and_goes_on(ranks: list[Outcome], name: str) -> None:
                 assert "rank 1 failed before" in tried.message
                 assert f"{OWN[name][0].__name__}: " in tried.message
                 assert OWN[name][2] in tried.message
+            elif name in SHOWN:
+                assert all(part in tried.message for part in SHOWN[name]), tried.message
             else:
                 assert all(f"rank {r}: " in tried.message for r in range(len(ranks)))
 

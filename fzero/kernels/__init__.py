@@ -16,21 +16,27 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from fzero.kernels import adam8, adamw, norms
-from fzero.kernels import round as rounding
-from fzero.kernels._triton import FLOATS, triton
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Kernel(NamedTuple):
-    """`launch` takes the operator's own arguments; `fits` says of such arguments whether it can."""
+    """A function of a file here that takes the operator's own arguments; `fits` says of such arguments whether it can.
+    The file is imported when the first ones fit: Triton takes longer than all of fzero."""
 
-    launch: Callable[..., Any]
+    file: str
+    function: str
     fits: Callable[..., bool]
+
+    @property
+    def launch(self) -> Callable[..., Any]:
+        launch: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{self.file}"), self.function)
+        return launch
 
 
 def kernel_for(op: Any, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
@@ -43,7 +49,11 @@ def kernel_for(op: Any, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
     >>> kernel_for(torch.ops.aten.add.Tensor, torch.ones(2), torch.ones(2))
     """
     row = KERNELS.get(str(op))
-    return row.launch if triton is not None and row is not None and row.fits(*args, **kwargs) else None
+    return row.launch if row is not None and row.fits(*args, **kwargs) and _has_triton() else None
+
+
+def _has_triton() -> bool:
+    return importlib.import_module(f"{__name__}._triton").triton is not None
 
 
 def _flat(*tensors: torch.Tensor) -> bool:
@@ -68,19 +78,15 @@ def _fits_one(x: Any, *rest: Any) -> bool:
     return _flat(x) and x.dtype in FLOATS
 
 
-def _fused_adam_(*args: Any, **options: Any) -> None:
-    adamw.fused_adamw_(*args, **options, decoupled=False)
-
-
 KERNELS: dict[str, Kernel] = {
-    "fzero.adamw_.default": Kernel(adamw.adamw_, _fits_adamw),
-    "fzero.adamw.default": Kernel(adamw.adamw, _fits_adamw),
-    "fzero.adamw8_.default": Kernel(adam8.adamw8_, _fits_adamw8),
-    "fzero.adamw8.default": Kernel(adam8.adamw8, _fits_adamw8),
-    "fzero.stochastic_round.default": Kernel(rounding.stochastic_round, _fits_one),
-    "fzero.sum_squares.default": Kernel(norms.sum_squares, _fits_one),
-    "aten._fused_adamw_.default": Kernel(adamw.fused_adamw_, _fits_fused),
-    "aten._fused_adamw_.tensor_lr": Kernel(adamw.fused_adamw_, _fits_fused),
-    "aten._fused_adam_.default": Kernel(_fused_adam_, _fits_fused),
-    "aten._fused_adam_.tensor_lr": Kernel(_fused_adam_, _fits_fused),
+    "fzero.adamw_.default": Kernel("adamw", "adamw_", _fits_adamw),
+    "fzero.adamw.default": Kernel("adamw", "adamw", _fits_adamw),
+    "fzero.adamw8_.default": Kernel("adam8", "adamw8_", _fits_adamw8),
+    "fzero.adamw8.default": Kernel("adam8", "adamw8", _fits_adamw8),
+    "fzero.stochastic_round.default": Kernel("round", "stochastic_round", _fits_one),
+    "fzero.sum_squares.default": Kernel("norms", "sum_squares", _fits_one),
+    "aten._fused_adamw_.default": Kernel("adamw", "fused_adamw_", _fits_fused),
+    "aten._fused_adamw_.tensor_lr": Kernel("adamw", "fused_adamw_", _fits_fused),
+    "aten._fused_adam_.default": Kernel("adamw", "fused_adam_", _fits_fused),
+    "aten._fused_adam_.tensor_lr": Kernel("adamw", "fused_adam_", _fits_fused),
 }

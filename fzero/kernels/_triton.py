@@ -14,6 +14,23 @@ from typing import Any
 
 import torch
 
+from fzero.kernels import FLOATS
+
+__all__ = [
+    "FLOATS",
+    "check",
+    "exact",
+    "jit",
+    "largest",
+    "launch",
+    "narrow",
+    "nearest",
+    "power_of_two",
+    "tl",
+    "triton",
+    "wide",
+]
+
 try:
     import triton
     import triton.language as tl
@@ -21,8 +38,6 @@ except ImportError:  # CPU builds of torch come without it; kernels then stay te
     triton = tl = None
 
 jit: Callable[[Callable[..., Any]], Any] = triton.jit if triton is not None else lambda fn: fn
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def launch(

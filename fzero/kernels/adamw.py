@@ -198,3 +198,8 @@ def fused_adamw_(
         raise ValueError("fused_adamw_: there is no kernel for amsgrad, maximize or grad_scale: use torch's own")
     for p, g, m, v, count in zip(params, grads, mus, nus, counts, strict=True):
         adamw_(p, g, m, v, count, lr, beta1, beta2, eps, weight_decay, decoupled, skip=found_inf)
+
+
+def fused_adam_(*args: Any, **options: Any) -> None:
+    """The same for `aten._fused_adam_`, whose weight decay is part of the gradient."""
+    fused_adamw_(*args, **options, decoupled=False)

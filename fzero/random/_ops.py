@@ -9,6 +9,7 @@ Memory: the result and, for 16-bit types and bits on CPU, under 2 MiB of scratch
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fzero.kernels import philox
+from fzero.kernels.philox_numpy import philox_reference
 from fzero.random import _check
 
 # The last word of the counter. These values are part of what a key means: never change one, only add.
@@ -120,13 +121,13 @@ def _derived(key: torch.Tensor, num: int, data: torch.Tensor | None, domain: int
     out = keys.new_empty((len(keys), num, 2))
     data = None if data is None else data.reshape(-1).contiguous()
     if key.is_cuda:
-        philox.derive(out, keys, data, domain=domain)
+        _kernels().derive(out, keys, data, domain=domain)
     else:
         counter = np.zeros((4, len(keys), num), np.uint64)
         counter[0] = np.arange(1, num + 1)
         counter[1] = 0 if data is None else data.numpy().view(np.uint64)[:, None]
         counter[3] = domain
-        words = philox.philox_reference(counter.reshape(4, -1), np.repeat(_words(keys).T, num, axis=1))
+        words = philox_reference(counter.reshape(4, -1), np.repeat(_words(keys).T, num, axis=1))
         out.view(-1, 2).numpy()[:] = words[:2].view(np.int64).T
     return out.view((*key.shape[:-1], num, 2))
 
@@ -137,13 +138,18 @@ def _raw(key: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     size = math.prod(shape)
     rows = keys.new_empty((len(keys), -(-size // 2), 2))
     if key.is_cuda:
-        philox.derive(rows, keys, None, domain=_BITS)
+        _kernels().derive(rows, keys, None, domain=_BITS)
     else:
         for row, words in zip(rows, _words(keys), strict=True):
             generator = np.random.Philox(key=words, counter=np.array([0, 0, 0, _BITS], np.uint64))
             for piece in row.split(_CHUNK // 4):
                 piece.numpy()[:] = generator.random_raw(4 * len(piece)).reshape(-1, 4)[:, :2].view(np.int64)
     return rows.view(len(keys), -1)[:, :size].reshape((*key.shape[:-1], *shape)).contiguous()
+
+
+def _kernels() -> Any:
+    """`fzero.kernels.philox`, which needs Triton: imported where it is used."""
+    return importlib.import_module("fzero.kernels.philox")
 
 
 def _words(keys: torch.Tensor) -> npt.NDArray[np.uint64]:
@@ -157,7 +163,7 @@ def _filled(
     keys = key.reshape(-1, 2).contiguous()
     rows = keys.new_empty((len(keys), math.prod(shape)), dtype=dtype)
     if key.is_cuda:
-        philox.fill(rows, keys, normal=domain == _NORMAL, low=low, high=high)
+        _kernels().fill(rows, keys, normal=domain == _NORMAL, low=low, high=high)
     else:
         for row, words in zip(rows, _words(keys), strict=True):
             _fill_row(row, words, domain, low, high)

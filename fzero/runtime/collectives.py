@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -265,11 +265,12 @@ def agree(
     group: Any,
     failure: BaseException | None = None,
     says: int = 0,
+    given: Callable[[], Mapping[str, str]] = dict,
 ) -> int:
     """One small fixed-size all-gather of (what, digest, failure, says), before any data moves.
 
     Returns the bits that any rank says. Raises DisagreementError on every rank where digests differ or another rank
-    failed; re-raises `failure` on its own.
+    failed; re-raises `failure` on its own. Where digests differ, the error says first what differs of `given`.
     A collective call begins here: the caller ends it with `presence.of(group).leave()`, or it ends with the next.
     """
     here, heard = presence.of(group), says
@@ -282,6 +283,10 @@ def agree(
             here.agreed = what
             if failure is None:
                 parts = [note.decode(errors="replace").split("\n", 3) for note in notes]
+                if len({part[1] for part in parts}) == 1 < len({part[2] for part in parts}) and not any(
+                    part[0].startswith("!") for part in parts
+                ):
+                    _compare_given([_table(note) for note in tell(_text(given()), world_size, group)])
                 _compare(rank, parts)
                 heard = functools.reduce(operator.or_, (int(part[0][1:]) for part in parts))
         if failure is not None:
@@ -290,6 +295,33 @@ def agree(
         here.leave()
         raise
     return heard
+
+
+def _text(given: Mapping[str, str]) -> bytes:
+    return "".join(f"{name}\t{value}\n" for name, value in given.items()).encode()
+
+
+def _table(note: bytes) -> dict[str, str]:
+    """What `_text` wrote, but for a last line that was cut."""
+    lines = note.decode(errors="replace").split("\n")[:-1]
+    return dict(line.split("\t", 1) for line in lines)
+
+
+def _compare_given(tables: list[dict[str, str]]) -> None:
+    for name, first in tables[0].items():
+        for rank, table in enumerate(tables):
+            other = table.get(name, first)
+            if other == first:
+                continue
+            remedy = "Pad to a multiple that holds them all, or to the longest of all ranks (an all_reduce of the "
+            remedy += (
+                "length with MAX, before the step), and leave the padding out of the loss: fzero.Mean(total, count)"
+            )
+            shapes = first.partition("[")[0] == other.partition("[")[0] and "[" in first
+            raise DisagreementError(
+                f"{name} is {first} on rank 0, {other} on rank {rank}: a step needs batches of the same shapes, dtypes "
+                f"and static values on all ranks{f'. {remedy}' if shapes else ''}"
+            )
 
 
 def _compare(rank: int, notes: list[list[str]]) -> None:
