@@ -128,7 +128,6 @@ def train(args: argparse.Namespace, rank: int) -> None:
         zero=args.zero,
         precision=args.precision,
         clip_norm=1.0,
-        trainable=apply.trainable if apply.frozen else None,
     )
     corpus = text.load(args.data, args.seq)
     say = print if rank == 0 else _silent

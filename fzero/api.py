@@ -9,7 +9,7 @@ import torch
 
 from fzero import ambient, tracing, tree
 from fzero._torch_compat import untraced_by_dynamo
-from fzero.compile import Lowered, check_key, fakes_on, lower_step, plan_for, recipe_for
+from fzero.compile import Lowered, by_flags, check_key, fakes_on, lower_step, plan_for, recipe_for
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, at
 from fzero.provenance import describe
 from fzero.runtime import collectives
@@ -41,6 +41,7 @@ def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
     >>> state.params["w"].shape, state.step
     (torch.Size([3]), 0)
     """
+    spec = by_flags(spec, params) if isinstance(spec, Spec) else spec
     world = World.open("init", spec, params)
     return world.state("init", spec, lambda: recipe_for(spec, params, key, world.device))
 
@@ -129,6 +130,7 @@ def lower(
     """
     ambient.check("lower", backward=True)
     check_spec("lower", spec)
+    spec = by_flags(spec, params_like)
     size = (spec.mesh or {}).get("dp", 1) if world_size is None else world_size
     if type(size) is not int or size < 1:
         raise SpecError(f"fzero.lower(world_size={size!r}): needed a positive int")

@@ -6,7 +6,7 @@ import gc
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -176,6 +176,20 @@ def plan_for(
         "Spec(remat=...)", spec.remat_rules, [*paths, *(s.path for b in plan.buckets.values() for s in b.slots)]
     )
     return plan
+
+
+def by_flags(spec: Spec, params: Any) -> Spec:
+    """The spec; where it does not say what trains and some of the parameters require grad and others do not, with
+    `trainable` naming the former."""
+    if spec.loss is None or spec.trainable is not None or callable(params):
+        return spec
+    floats = [
+        (path, leaf.requires_grad)
+        for path, leaf in zip(*tree.flatten(params)[:2], strict=True)
+        if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point
+    ]
+    trained = [path for path, flag in floats if flag]
+    return replace(spec, trainable=tuple(trained)) if 0 < len(trained) < len(floats) else spec
 
 
 def _check_rules(what: str, rules: Iterable[str], paths: Iterable[str]) -> None:

@@ -34,7 +34,7 @@ class Spec:
     raise the planned peak by more than a tenth; `lowered.choices` says which and why.
     precision: "fp32", "bf16", "fp16", "bf16_params" or an `fzero.Precision`: what is computed in and what travels.
     trainable: with `loss`, path rules of the parameters that train. The others get no gradient and no moments, and are
-    sharded all the same. None: all.
+    sharded all the same. None: those that require grad where some tensors do and others do not, else all.
     clip_norm: with `loss`, the largest global gradient norm: g * min(1, clip_norm / (norm + 1e-6)). The norm is then
     a metric, `grad_norm`; with math.inf it is measured and nothing clipped.
     clip_value: with `loss`, instead of clip_norm: the largest absolute value of an element of a gradient.

@@ -275,10 +275,10 @@ def test_batch_norm_in_a_loss_normalises_by_its_own_part(microbatches: int) -> N
 def test_frozen_parameters_are_named_and_can_stay(caplog: pytest.LogCaptureFixture) -> None:
     module = seeded(Tied)
     module.layers[0].requires_grad_(False)
-    with caplog.at_level(logging.WARNING, logger="fzero"):
+    with caplog.at_level(logging.INFO, logger="fzero"):
         params, buffers, apply = from_module(module)
     assert "Tied has 2 frozen parameters (requires_grad=False): layers.0.weight, layers.0.bias" in caplog.text
-    assert "trainable=apply.trainable" in caplog.text
+    assert "unless Spec(trainable=...) names them" in caplog.text
     assert apply.frozen == ("layers.0.weight", "layers.0.bias")
     assert apply.trainable == ("embedding.weight", "layers.1.weight", "layers.1.bias")
     spec = fzero.Spec(
@@ -287,3 +287,8 @@ def test_frozen_parameters_are_named_and_can_stay(caplog: pytest.LogCaptureFixtu
     result = run(spec, params, words, world=2, steps=1)
     moved = {name for name in params if not same_bits(result.final[f"params/{name}"], params[name])}
     assert moved == set(apply.trainable)
+    plain = fzero.Spec(loss=tied_loss(apply, buffers), optimizer=fzero.optim.adamw(0.1), zero=3)
+    assert set(fzero.init(params, plain).runtime.spec.trainable) == set(apply.trainable), "the flags say it too"
+    assert len(fzero.lower(plain, params, words(0, 0)).program.trainable) == 3
+    everything = fzero.Spec(loss=tied_loss(apply, buffers), optimizer=fzero.optim.adamw(0.1), trainable="**")
+    assert fzero.init(params, everything).runtime.spec.trainable == "**"

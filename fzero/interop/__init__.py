@@ -7,6 +7,7 @@ from fzero.interop.fitted import Fitted, fitted
 from fzero.interop.huggingface import export_safetensors, safetensors
 from fzero.interop.incoming import write_checkpoint
 from fzero.interop.module import Apply, Functional, from_module
+from fzero.interop.statistics import with_buffers
 
 __all__ = [
     "Apply",
@@ -19,5 +20,6 @@ __all__ = [
     "fitted",
     "from_module",
     "safetensors",
+    "with_buffers",
     "write_checkpoint",
 ]

@@ -130,10 +130,10 @@ def from_module(module: nn.Module, *, train: bool | None = None, mutable: bool =
     the forward happens to write, so that a call has one type; needed by modules that write to their buffers, as
     BatchNorm does in training (otherwise that is an error). The buffers given are never written to.
 
-    Parameters that do not require grad are among `params` and named in `apply.frozen`: `trainable=apply.trainable` in
-    the Spec keeps them as they are. Raises TreeError for what a pure function cannot hold: lazy or quantised
-    parameters, buffers on the meta device, wrapped modules (DDP, `torch.compile`), state outside parameters and
-    buffers. Parameters on the meta device are enough for `fzero.lower`.
+    Parameters that do not require grad are among `params` and named in `apply.frozen`; the others then require grad, by
+    which `fzero.init` knows which train unless `Spec(trainable=)` says it. Raises TreeError for what a pure function
+    cannot hold: lazy or quantised parameters, buffers on the meta device, wrapped modules (DDP, `torch.compile`), state
+    outside parameters and buffers. Parameters on the meta device are enough for `fzero.lower`.
 
     >>> linear = torch.nn.Linear(2, 1)
     >>> params, buffers, apply = from_module(linear)
@@ -145,17 +145,20 @@ def from_module(module: nn.Module, *, train: bool | None = None, mutable: bool =
     refuse.unusable(module)
     if not mutable:
         refuse.written(module, module.training if train is None else train, train is not None)
-    params = {name: value.detach() for name, value in module.named_parameters()}
+    frozen = tuple(path for path, value in module.named_parameters() if not value.requires_grad)
+    params = {
+        name: value.detach().requires_grad_(bool(frozen) and name not in frozen)
+        for name, value in module.named_parameters()
+    }
     buffers = {name: value.detach().clone() for name, value in module.named_buffers()}
     name = type(module).__name__
     skeleton, kept, bound = _without_tensors(module)
     if train is not None:
         skeleton.train(train)
-    frozen = tuple(path for path, value in module.named_parameters() if not value.requires_grad)
     if frozen:
-        log.warning(
-            "fzero: %s has %d frozen parameters (requires_grad=False): %s. They are among params, and train unless "
-            "you say Spec(trainable=apply.trainable)",
+        log.info(
+            "fzero: %s has %d frozen parameters (requires_grad=False): %s. They are among params and stay as they are, "
+            "unless Spec(trainable=...) names them",
             name,
             len(frozen),
             ", ".join(frozen[:3]) + (", ..." if len(frozen) > 3 else ""),

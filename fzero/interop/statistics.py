@@ -1,0 +1,46 @@
+"""statistics: training a module that writes to its buffers, as BatchNorm and spectral_norm do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fzero import optim, tree
+from fzero.functional import pmax, pmean, value_and_grad
+from fzero.optim import GradientTransformation
+
+
+def with_buffers(
+    loss: Callable[..., tuple[Tensor, Any]], params: Any, buffers: Any, optimizer: GradientTransformation
+) -> tuple[dict[str, Any], Callable[[Any, Any], Any]]:
+    """(the first state, the step) of `loss(params, buffers, batch) -> (value, new buffers)`, for `fzero.init(state,
+    fzero.Spec(step=step))`.
+
+    The state is {"params", "buffers", "opt"}. Each rank normalises by its own part of the batch; what the buffers
+    become is the mean over the ranks (of integers, as counts of batches, the largest), so that all hold the same.
+
+    >>> import torch, fzero
+    >>> from fzero.interop import from_module
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
+    >>> params, buffers, apply = from_module(net, mutable=True)
+    >>> def loss(params, buffers, batch):
+    ...     output, buffers = apply(params, buffers, batch)
+    ...     return output[:, 0].square().mean(), buffers
+    >>> state, step = with_buffers(loss, params, buffers, fzero.optim.sgd(0.1))
+    >>> state = fzero.step(fzero.init(state, fzero.Spec(step=step)), torch.randn(8, 4))
+    >>> int(state.tree["buffers"]["1.num_batches_tracked"].full())
+    1
+    """
+
+    def swapped(params: Any, batch: Any, buffers: Any) -> tuple[Tensor, Any]:
+        return loss(params, buffers, batch)
+
+    def step(state: Any, batch: Any) -> Any:
+        (value, new), grads = value_and_grad(swapped, has_aux=True)(state["params"], batch, state["buffers"])
+        new = tree.map(lambda x: pmean(x) if x.is_floating_point() else pmax(x), new)
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": optim.apply_updates(state["params"], updates), "buffers": new, "opt": opt}, {"loss": value}
+
+    return {"params": params, "buffers": buffers, "opt": optimizer.init(params)}, step
