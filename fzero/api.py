@@ -51,7 +51,8 @@ def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
 def step(state: State, batch: Any) -> State:
     """One step. Donates `state`: its memory becomes the result's, and its leaves cannot be read any more.
 
-    `batch` is a pytree of tensors, this rank's part; leaves that are no tensors are static (a new value retraces).
+    `batch` is a pytree of tensors, this rank's part; leaves that are no tensors are static (a new value retraces), and
+    Mappings of any type, as a tokenizer's BatchEncoding, arrive at the loss as dicts.
     `result.metrics` holds the loss (or what a `step=` returned). All checks come before the first write: an error
     before that leaves `state` as it was, one after it marks `state` unusable.
 
@@ -61,6 +62,7 @@ def step(state: State, batch: Any) -> State:
     >>> float(state.metrics["loss"]), state.step, state.params["w"].full().tolist()
     (1.0, 1, [0.8999999761581421, 0.8999999761581421])
     """
+    batch = tree.plain(batch)
     lowered = _agreed("step", f"step {state.step + 1}" if isinstance(state, State) else "", state, batch)
     return advanced(state, lowered, execute(state, lowered, batch))
 
@@ -105,7 +107,7 @@ def evaluate(state: State, batch: Any, fn: Callable[..., Any], *, key: torch.Ten
             f"fzero.evaluate(state, batch, fn): fn is {type(fn).__name__}: needed a function (params, batch)"
         )
     check_key("evaluate", key)
-    given = {"batch": batch, "key": key}
+    given = {"batch": tree.plain(batch), "key": key}
     lowered = _agreed("evaluate", "an evaluation", state, given, fn)
     return execute(state, lowered, given)["result"]
 
@@ -129,6 +131,7 @@ def lower(
     776
     """
     ambient.check("lower", backward=True)
+    batch_like = tree.plain(batch_like)
     check_spec("lower", spec)
     spec = by_flags(spec, params_like)
     size = (spec.mesh or {}).get("dp", 1) if world_size is None else world_size

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +22,16 @@ def flatten(tree: Any) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
     """The leaf paths, the leaves and the structure of a pytree. `None` is an empty subtree, as in JAX."""
     accessors, leaves, treedef = optree.tree_flatten_with_accessor(tree, namespace=NAMESPACE)
     return ["/".join(_entry_name(entry) for entry in accessor) for accessor in accessors], leaves, treedef
+
+
+def plain(tree: Any) -> Any:
+    """The pytree with a dict for every Mapping that is no node of it by itself, as a tokenizer's BatchEncoding.
+
+    >>> from types import MappingProxyType
+    >>> plain([MappingProxyType({"x": MappingProxyType({"y": 1})})])
+    [{'x': {'y': 1}}]
+    """
+    return map(lambda leaf: plain(dict(leaf)) if isinstance(leaf, Mapping) else leaf, tree)
 
 
 def unflatten(treedef: optree.PyTreeSpec, leaves: Iterable[Any]) -> Any:

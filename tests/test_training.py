@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import UserDict
 from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -399,3 +402,25 @@ def test_no_rows_are_no_microbatches() -> None:
     with pytest.raises(fzero.CaptureError, match=r"batch is f32\[0, 4\]: dim 0 must be divisible.*and not 0"):
         fzero.step(state, torch.ones(0, 4))
     assert fzero.step(state, torch.ones(2, 4)).step == 1
+
+
+class Encoding(UserDict[str, Any]):
+    """As a tokenizer's BatchEncoding: a Mapping that is no dict."""
+
+
+def test_a_mapping_of_any_type_is_a_batch(tmp_path: Path) -> None:
+    def loss(p: Any, b: Any) -> torch.Tensor:
+        return (b["x"] @ p["w"] - b["more"]["y"]).square().mean()
+
+    x, y = torch.arange(6.0).view(2, 3), torch.ones(2)
+    batch = {"x": x, "more": {"y": y}}
+    given = Encoding(x=x, more=MappingProxyType({"y": y}))
+    state, other = (
+        fzero.init({"w": torch.ones(3)}, fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1))) for _ in "ab"
+    )
+    state, other = fzero.step(state, batch), fzero.step(other, given)
+    assert state.metrics["loss"] == other.metrics["loss"]
+    assert fzero.evaluate(state, batch, loss) == fzero.evaluate(other, given, loss)
+    assert fzero.profile(other, given, tmp_path).step == 2
+    lowered = (fzero.lower(state.runtime.spec, {"w": torch.ones(3)}, one, world_size=2) for one in (batch, given))
+    assert len({one.program.digest for one in lowered}) == 1
