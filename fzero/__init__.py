@@ -99,12 +99,14 @@ __all__ = [
 ]
 
 
+_LATER = ("cli", "doctor", "fuzz", "interop", "kernels", "mutate")  # imported when they are asked for
+
+
 def __getattr__(name: str) -> Any:
-    """`fzero.interop`, imported when it is asked for: it knows other libraries, and takes a while."""
-    if name == "interop":
-        return importlib.import_module("fzero.interop")
+    if name in _LATER:
+        return importlib.import_module(f"fzero.{name}")
     raise AttributeError(f"module 'fzero' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted({*__all__, *_LATER})
