@@ -1,0 +1,33 @@
+"""Where foreign models come from: `case("timm/resnet")`."""
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+from foreign.case import Case
+
+# source: its module here, and what must be installed
+SOURCES = {
+    "examples": ("foreign.examples", ()),
+    "hf": ("foreign.hf", ("transformers",)),
+    "timm": ("foreign.timm_models", ("timm", "torchvision")),
+}
+
+
+def installed(source: str) -> bool:
+    return all(importlib.util.find_spec(name) for name in SOURCES[source][1])
+
+
+def keys(source: str) -> Iterator[str]:
+    """ "source/family" of all its cases."""
+    yield from (f"{source}/{family}" for family in _module(source).FAMILIES)
+
+
+def case(key: str) -> Case:
+    source, _, family = key.partition("/")
+    return _module(source).case(family)
+
+
+def _module(source: str) -> Any:
+    return importlib.import_module(SOURCES[source][0])
