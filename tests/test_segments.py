@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 import fzero
 from fzero import form, segments
+from fzero.fuzz import runs
 
 W, X = torch.randn(4, 6), torch.randn(4, 6)
 
@@ -137,3 +138,24 @@ def test_a_segment_that_returns_one_result_twice_is_refused() -> None:
     assert not list(form.calls(program))
     picks[1].args = (picks[0].args[0], 0)
     assert "shares its memory with another" in str(list(form.calls(program)))
+
+
+def test_what_equal_ops_leave_to_several_layers_is_there() -> None:
+    """One result is read by the next layer, the other by the layer after it and by its backward."""
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        x = (batch @ params["layers.0.w"]).relu().view(4, 64, 3)
+        one, other = x.max(2)[0], x.max(2)[0]
+        return ((one + (other @ params["layers.1.w"]).tanh()) @ params["layers.2.w"]).pow(2).mean()
+
+    def step(state: Any, batch: Any) -> Any:
+        return state, fzero.value_and_grad(loss)(state, batch)[1]
+
+    g = torch.Generator().manual_seed(0)
+    shapes = {"layers.0.w": (6, 192), "layers.1.w": (64, 64), "layers.2.w": (64, 64)}
+    params = {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
+    made = runs.Prepared({}, params, [X], {"step": step, "zero": 3})
+    found = runs.bound(made, runs.lowered(made))
+    leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
+    for name, grad in zip(leaves, torch.autograd.grad(loss(leaves, X), list(leaves.values())), strict=True):
+        torch.testing.assert_close(found[name], grad)

@@ -1,4 +1,4 @@
-"""Architectures of transformers, tiny, from configurations, in evaluation mode; batches as in `hf_models`: ragged, padded.
+"""Architectures of transformers, tiny, in evaluation mode; batches as `hf_models` has them: ragged and padded.
 
 The losses are computed from logits, as docs/models.md says; with CTC, from torch's own loss.
 """
@@ -195,7 +195,6 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**TEXT, "embedding_size": 32, "intra_bottleneck_size": 32, "true_hidden_size": 32},
     ),
     "MPNet": ("MPNetForMaskedLM", "masked", TEXT),
-    "Nystromformer": ("NystromformerForMaskedLM", "masked", {**TEXT, "segment_means_seq_len": 12, "num_landmarks": 4}),
     "RemBERT": ("RemBertForMaskedLM", "masked", {**TEXT, "input_embedding_size": 16, "output_embedding_size": 32}),
     "RoBERTa": ("RobertaForMaskedLM", "masked", TEXT),
     "RoFormer": ("RoFormerForMaskedLM", "masked", {**TEXT, "embedding_size": 32}),

@@ -3,7 +3,10 @@
 import importlib
 import importlib.util
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
+
+import torch
 
 from foreign.case import Case
 
@@ -30,4 +33,14 @@ def case(key: str) -> Case:
 
 
 def _module(source: str) -> Any:
+    if importlib.util.find_spec("torchvision"):
+        _operators()
     return importlib.import_module(SOURCES[source][0])
+
+
+@cache
+def _operators() -> None:
+    """Defines what torchvision's import asks for and the CPU build of torch has not; transformers imports it too."""
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")

@@ -1,10 +1,7 @@
-"""The smallest member of every family of timm that is small enough, on small images, in training mode.
+"""The smallest member of every family of timm that is small enough, on small images, in training mode."""
 
-`torchvision::nms` is defined first: the CPU build of torch has none, and the import of torchvision asks for it.
-"""
-
+import importlib
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -116,21 +113,15 @@ FAMILIES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@cache
-def imported() -> Any:
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
-    import timm
-
-    return timm
-
-
 def case(family: str) -> Case:
     name, side, options = FAMILIES[family]
 
     def make() -> nn.Module:
-        return imported().create_model(name, pretrained=False, num_classes=10, drop_rate=0.0, **options).train()
+        return (
+            importlib.import_module("timm")
+            .create_model(name, pretrained=False, num_classes=10, drop_rate=0.0, **options)
+            .train()
+        )
 
     def batch() -> Batch:
         g = torch.Generator().manual_seed(1)
