@@ -102,14 +102,6 @@ FAMILIES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tresnet": ("tresnet_m", 64, {"layers": (1, 1, 1, 1), "width_factor": 0.25}),
     "twins": ("twins_svt_small", 64, {"img_size": 64, "embed_dims": (16, 32, 64, 64), "depths": (2, 2, 2, 2)}),
     "vgg": ("vgg11", 32, {"num_features": 64}),
-    "visformer": ("visformer_tiny", 64, {"img_size": 64, "depth": (2, 1, 1), "init_channels": 8, "embed_dim": 48}),
-    "vision_transformer": ("test_vit", 64, {"img_size": 64}),
-    "vision_transformer_hybrid": ("vit_tiny_r_s16_p8_224", 64, {"img_size": 64, "depth": 2}),
-    "vision_transformer_relpos": ("test_vit_relpos", 64, {"img_size": 64}),
-    "vision_transformer_sam": ("samvit_base_patch16_224", 64, {**NARROW, "img_size": 64, "global_attn_indexes": (1,)}),
-    "vovnet": ("ese_vovnet19b_slim_dw", 64, {}),
-    "xception_aligned": ("xception41p", 64, {}),
-    "xcit": ("xcit_nano_12_p8_224", 64, {"img_size": 64, "depth": 2}),
 }
 
 
