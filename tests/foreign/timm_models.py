@@ -101,7 +101,7 @@ FAMILIES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tnt": ("tnt_s_legacy_patch16_224", 64, {"img_size": 64, "depth": 2, "embed_dim": 48, "inner_dim": 12}),
     "tresnet": ("tresnet_m", 64, {"layers": (1, 1, 1, 1), "width_factor": 0.25}),
     "twins": ("twins_svt_small", 64, {"img_size": 64, "embed_dims": (16, 32, 64, 64), "depths": (2, 2, 2, 2)}),
-    "vgg": ("vgg11", 32, {"num_features": 64}),
+    "vision_transformer": ("test_vit", 64, {"img_size": 64}),
 }
 
 
