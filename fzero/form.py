@@ -178,12 +178,14 @@ def calls(program: Program) -> Iterator[Fault]:
             continue
         results, takes = segments.outputs(gm.graph), segments.placeholders(gm.graph)
         fresh = len(results)
-        given = len(one.reads) + len(one.writes) - fresh
-        if fresh != int(one.get("fresh", 0)) or len(takes) != given or fresh > len(one.writes):
-            yield i, f"segment {one.get('segment')} takes {len(takes)} and returns {fresh}, the op gives {given}"
+        num_given = len(one.reads) + len(one.writes) - fresh
+        if fresh != int(one.get("fresh", 0)) or len(takes) != num_given or fresh > len(one.writes):
+            yield i, f"segment {one.get('segment')} takes {len(takes)} and returns {fresh}, the op gives {num_given}"
             continue
         owners = [segments.base(node) for node in results]
-        if any(node.op == "placeholder" for node in owners) or len(set(owners)) < len(owners):
+        values = [value for node in results for value in segments.memory(node)]
+        given = any(node.op == "placeholder" for node in owners)
+        if given or len(set(owners)) < len(owners) or len(set(values)) < len(values):
             yield i, f"segment {one.get('segment')} returns a tensor that shares its memory with another or an input"
         for ref, node in zip(one.writes[:fresh], results, strict=True):
             if not segments.is_dense(node.meta["val"]):

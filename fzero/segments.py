@@ -203,7 +203,8 @@ def extract(
 def merge_equal(gm: fx.GraphModule) -> None:
     """Equal pure nodes become one (the views and casts that were made once per use). In place."""
     seen: dict[str, fx.Node] = {}
-    kept = set(outputs(gm.graph))  # two outputs are two buffers, and never share memory
+    outs = outputs(gm.graph)
+    kept = {*outs, *(made for out in outs for made, _ in memory(out))}  # two outputs are two buffers: none is shared
     for node in list(gm.graph.nodes):
         if is_compute(node) and not mutated(node):
             key = f"{node.target} {fx.node.map_arg((node.args, node.kwargs), lambda n: n.name)}"

@@ -1,5 +1,6 @@
 """What crosses a border of segments: dense in its buffer, its dims in the order that the step gave them."""
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -8,10 +9,11 @@ import pytest
 import torch
 from helpers import run, same_bits
 from test_bound import run_bound
-from torch import Tensor
+from torch import Tensor, fx
 
 import fzero
-from fzero import segments
+from fzero import form, segments
+from fzero.fuzz import runs
 
 W, X = torch.randn(4, 6), torch.randn(4, 6)
 
@@ -102,3 +104,58 @@ def test_memory_without_values_takes_no_copy() -> None:
 
     found = metrics(with_aux(lambda p, b: ((p * b).sum(), shaped(p))))
     assert same_bits(found["aux"], W)
+
+
+def pooled_twice() -> fx.GraphModule:
+    """max(x, 1) computed twice; the values of both leave the segment."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4, 6, device="meta")
+    for _ in range(2):
+        pooled = graph.call_function(torch.ops.aten.max.dim, (x, 1))
+        pooled.meta["val"] = torch.max(x.meta["val"], 1)
+        values = graph.call_function(operator.getitem, (pooled, 0))
+        values.meta["val"] = pooled.meta["val"][0]
+    graph.output([n for n in graph.nodes if n.target is operator.getitem])
+    return segments.module(graph)
+
+
+def test_equal_ops_of_several_results_that_leave_a_segment_stay_apart() -> None:
+    gm = pooled_twice()
+    segments.merge_equal(gm)
+    owners = [value for out in segments.outputs(gm.graph) for value in segments.memory(out)]
+    assert len(set(owners)) == 2, "each output has a buffer of its own, and the executor fills one of each value"
+
+
+def test_a_segment_that_returns_one_result_twice_is_refused() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        low, high = batch.aminmax()
+        return state, {"low": low, "high": high}
+
+    program = fzero.lower(fzero.Spec(step=step, allow_unused=True), W, X, world_size=1).program
+    picks = [n for gm in program.segments.values() for n in gm.graph.nodes if n.target is operator.getitem]
+    assert [n.args[1] for n in picks] == [0, 1]
+    assert not list(form.calls(program))
+    picks[1].args = (picks[0].args[0], 0)
+    assert "shares its memory with another" in str(list(form.calls(program)))
+
+
+def test_what_equal_ops_leave_to_several_layers_is_there() -> None:
+    """One result is read by the next layer, the other by the layer after it and by its backward."""
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        x = (batch @ params["layers.0.w"]).relu().view(4, 64, 3)
+        one, other = x.max(2)[0], x.max(2)[0]
+        return ((one + (other @ params["layers.1.w"]).tanh()) @ params["layers.2.w"]).pow(2).mean()
+
+    def step(state: Any, batch: Any) -> Any:
+        return state, fzero.value_and_grad(loss)(state, batch)[1]
+
+    g = torch.Generator().manual_seed(0)
+    shapes = {"layers.0.w": (6, 192), "layers.1.w": (64, 64), "layers.2.w": (64, 64)}
+    params = {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
+    made = runs.Prepared({}, params, [X], {"step": step, "zero": 3})
+    found = runs.bound(made, runs.lowered(made))
+    leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
+    for name, grad in zip(leaves, torch.autograd.grad(loss(leaves, X), list(leaves.values())), strict=True):
+        torch.testing.assert_close(found[name], grad)
