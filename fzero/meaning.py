@@ -237,10 +237,11 @@ class _Memory:
     """The values of a segment's nodes, and which nodes look at the same memory."""
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], shared: Mapping[int, int]) -> None:
-        self.holders = segments.placeholders(gm.graph)
+        self.holders = {node: i for i, node in enumerate(segments.placeholders(gm.graph))}
         self.values: dict[fx.Node, Any] = dict(zip(self.holders, inputs, strict=False))
         self.written: dict[fx.Node, Any] = {}
-        self.root = {self.holders[i]: self.holders[first] for i, first in shared.items()}
+        holders = list(self.holders)
+        self.root = {holders[i]: holders[first] for i, first in shared.items()}
         self.looking: dict[fx.Node, list[fx.Node]] = {}
         for node, root in self.root.items():
             self.looking.setdefault(root, []).append(node)
@@ -308,7 +309,7 @@ def evaluate(
             memory.look(node, segments.operand(node))
         memory.values[node] = value
     outs = [memory.value(n) if isinstance(n, fx.Node) else n for n in segments.outputs(gm.graph)]
-    return outs, {memory.holders.index(n): v for n, v in memory.written.items()}
+    return outs, {memory.holders[n]: v for n, v in memory.written.items()}
 
 
 def _copied(value: Any, into: fx.Node, source: Any) -> Any:
