@@ -106,10 +106,11 @@ class Partial:
 
 def apply(target: Any, args: Any, kwargs: Any) -> Any:
     """The value of one op on terms, `Vec`s and literals."""
-    vectors = [a for a in _leaves((args, kwargs)) if isinstance(a, Vec)]
     if target in _COPIES:
         return args[0]
-    if any(isinstance(a, Partial) for a in _leaves((args, kwargs))):
+    leaves = _leaves((args, kwargs))
+    vectors = [a for a in leaves if isinstance(a, Vec)]
+    if any(isinstance(a, Partial) for a in leaves):
         raise Undefined(f"{target} uses a sum over one rank's slice as if it were the whole")
     if target is operator.getitem and isinstance(args[0], Vec):
         vector, index = args
@@ -178,7 +179,7 @@ def _ratio(vector: Vec, per: int) -> Vec:
 
 def _leaves(value: Any) -> list[Any]:
     found: list[Any] = []
-    fx.node.map_aggregate(value, lambda a: found.append(a))
+    fx.node.map_aggregate(value, found.append)
     return found
 
 

@@ -55,7 +55,7 @@ def recompute(program: Program, rules: Rules) -> Program:
     ops: list[Op] = []
     for index, one in enumerate(program.ops):
         ops += before.get(index, [])
-        ops.append(changed.get(index) or rewrite.renamed(one, lambda r: replace(r, name=renames.get(r.name, r.name))))
+        ops.append(changed.get(index) or rewrite.moved(one, renames))
     return rewrite.finish(program, "recompute", ops=ops, buffers=buffers, new_segments=pool)
 
 

@@ -60,6 +60,13 @@ def renamed(one: Op, change: Callable[[Ref], Ref]) -> Op:
     return replace(one, reads=tuple(map(change, one.reads)), writes=tuple(map(change, one.writes)))
 
 
+def moved(one: Op, names: Mapping[str, str]) -> Op:
+    """The op on other buffers: those that `names` has for its own."""
+    if names.keys().isdisjoint(ref.name for ref in (*one.reads, *one.writes)):
+        return one
+    return renamed(one, lambda ref: replace(ref, name=names[ref.name]) if ref.name in names else ref)
+
+
 def overlap(a: Ref, b: Ref) -> bool:
     """Whether two references to one buffer may share elements."""
     if a.name != b.name:

@@ -71,7 +71,7 @@ def _into_state(program: Program) -> list[Op]:
         if id(one) in dropped:
             continue
         writes_state = one.kind == "run" and any(ref.name in into for ref in one.writes)
-        one = rewrite.renamed(one, lambda r: replace(r, name=into.get(r.name, r.name)))
+        one = rewrite.moved(one, into)
         result.append(replace(one, kind="update") if writes_state else one)
     return result
 

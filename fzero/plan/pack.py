@@ -24,22 +24,23 @@ def pack(items: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
     ([128, 0, 128], 192)
     """
     places = [0] * len(items)
-    offsets = np.empty(0, np.int64)  # of what is placed already, in order; and its ends, first and last moments
-    ends, firsts, lasts = offsets.copy(), offsets.copy(), offsets.copy()
-    total = 0
+    table = np.empty((4, len(items)), np.int64)  # offset, end, first and last moment of what is placed, in order
+    count = total = 0
     for index in sorted(range(len(items)), key=lambda i: (-items[i][2], items[i][0], i)):
         first, last, size = items[index]
         if size == 0:
             continue
         size = -(-size // ALIGN_BYTES) * ALIGN_BYTES
+        offsets, ends, firsts, lasts = table[:, :count]
         beside = (firsts <= last) & (lasts >= first)
         taken = np.maximum.accumulate(ends[beside])
         free = np.concatenate(([0], taken[:-1])) if taken.size else taken
         gaps = np.nonzero(offsets[beside] - free >= size)[0]
         place = int(free[gaps[0]]) if gaps.size else int(taken[-1]) if taken.size else 0
         spot = int(np.searchsorted(offsets, place))
-        offsets, ends = np.insert(offsets, spot, place), np.insert(ends, spot, place + size)
-        firsts, lasts = np.insert(firsts, spot, first), np.insert(lasts, spot, last)
+        table[:, spot + 1 : count + 1] = table[:, spot:count]
+        table[:, spot] = place, place + size, first, last
+        count += 1
         places[index] = place
         total = max(total, place + size)
     return places, total
