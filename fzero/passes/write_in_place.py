@@ -91,7 +91,7 @@ def _aliases(one: Op, gm: fx.GraphModule) -> dict[int, int]:
     dests = one.writes[int(one.get("fresh", 0)) :]
     spans, same = rewrite.Spans(one.reads), {ref: [i] for i, ref in enumerate(one.reads)}
     for d, dest in enumerate(dests):
-        for i in spans.over(dest) or same.get(dest, ()):  # no element of an empty one is shared
+        for i in spans.over(dest) or same.get(dest, []):  # no element of an empty one is shared
             found[len(one.reads) + d] = i if one.reads[i] == dest else -1
     return found
 
