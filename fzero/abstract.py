@@ -228,10 +228,9 @@ class Abstract:
 
     def _slots(self, bucket: Bucket, start: int, stop: int, ref: Ref) -> list[int]:
         per = self.program.buffers[ref.name].per
-        places = [bucket.place(i, per) for i in range(len(bucket.slots))]
-        picked = [i for i, (first, last, _) in enumerate(places) if first >= start and last <= stop]
-        exact = picked and places[picked[0]][0] == start
-        if not exact or stop not in (places[picked[-1]][1], bucket.end(picked[-1])):
+        picked = bucket.inside(start, stop, per)
+        exact = picked and bucket.slots[picked[0]].start == start
+        if not exact or stop not in (bucket.place(picked[-1], per)[1], bucket.end(picked[-1])):
             raise Undefined(f"{ref} cuts through a leaf of {bucket.name}")
         return picked
 

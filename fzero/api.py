@@ -9,7 +9,7 @@ import torch
 
 from fzero import ambient, tracing, tree
 from fzero._torch_compat import untraced_by_dynamo
-from fzero.compile import Lowered, by_flags, check_key, fakes_on, lower_step, plan_for, recipe_for
+from fzero.compile import Lowered, by_flags, check_key, collector_paused, fakes_on, lower_step, plan_for, recipe_for
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, at
 from fzero.provenance import describe
 from fzero.runtime import collectives
@@ -114,6 +114,7 @@ def evaluate(state: State, batch: Any, fn: Callable[..., Any], *, key: torch.Ten
 
 @untraced_by_dynamo
 @ambient.steady()
+@collector_paused()
 def lower(
     spec: Spec, params_like: Any, batch_like: Any, *, world_size: int | None = None, key: torch.Tensor | None = None
 ) -> Lowered:

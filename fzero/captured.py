@@ -26,12 +26,14 @@ def grad_places(
 ) -> dict[int, tuple[str, int]]:
     """For each output of a region that is the gradient of a flat leaf: that leaf's (bucket, slot)."""
     places: dict[int, tuple[str, int]] = {}
+    seen: set[tuple[str, int]] = set()
     position = {node: i for i, node in enumerate(leaf_nodes)}
     for number, of in enumerate(region.grad_of):
         leaf = plan.leaves[position[inputs[of]]] if inputs[of] in position else None
         if leaf is not None and leaf.slot is not None:
             spot = (plan.buffers[leaf.buffer].bucket or "", leaf.slot)
-            if spot not in places.values():
+            if spot not in seen:
+                seen.add(spot)
                 places[1 + number] = spot
     return places
 

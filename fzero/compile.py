@@ -74,6 +74,20 @@ def training_of(spec: Spec) -> Training:
     )
 
 
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Python's collector would walk the graphs of a lowering, hundreds of thousands of objects, again and again: a
+    third of the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@collector_paused()
 def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.device) -> Recipe:
     ambient.check_trace()
     check_key("init", key)
@@ -236,20 +250,7 @@ def _evaluation(spec: Spec, fn: Callable[..., Any]) -> Callable[[Any, Any], Any]
     return step
 
 
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Python's collector would walk the graphs of a lowering, hundreds of thousands of objects, again and again: a
-    third of the time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-@_collector_paused()
+@collector_paused()
 def _lower(
     spec: Spec, user: Callable[..., Any], fn: Callable[..., Any], state: Any, batch: Any, plan: Plan, via: str,
     costs: Costs | None, rates: Rates | None,

@@ -15,7 +15,7 @@ from torch import fx
 from fzero import offsets, reuse, segments, tape
 from fzero.lifetimes import Fault
 from fzero.meaning import BLOCKWISE, IN_PLACE
-from fzero.passes.rewrite import overlap
+from fzero.passes.rewrite import Spans
 from fzero.program import ALIGN, DTYPE_NAMES, KINDS, PERSISTENT, Buffer, Op, Program, Ref
 
 MOST = 1 << 62  # bytes and elements: what 64-bit integers hold
@@ -147,7 +147,7 @@ def _cut_alike(program: Program, i: int, one: Op) -> Iterator[Fault]:
         bucket = program.buckets.get(program.buffers[ref.name].bucket or "")
         if bucket is None or ref.start is None or ref.shape is not None:
             continue
-        inside = [(s.start, s.stop) for s in bucket.slots if ref.start <= s.start and s.stop <= (ref.stop or 0)]
+        inside = [(bucket.slots[n].start, bucket.slots[n].stop) for n in bucket.inside(ref.start, ref.stop or 0)]
         other, places = seen.setdefault((ref.start, ref.stop), (ref, inside))
         if places != inside:
             yield i, f"{ref} holds leaves at {inside}, {other} at {places}"
@@ -158,13 +158,14 @@ def aliasing(program: Program) -> Iterator[Fault]:
     for i, one in enumerate(program.ops):
         if one.kind not in ("run", "update"):
             continue
-        for n, ref in enumerate(one.writes):
-            for read in one.reads:
-                if overlap(ref, read) and ref != read:
-                    yield i, f"writes {ref}, which overlaps {read} that it reads"
-            for other in one.writes[n + 1 :]:
-                if overlap(ref, other):
-                    yield i, f"writes {ref} and {other}, which overlap"
+        refs = (*one.reads, *one.writes)
+        spans = Spans(refs)
+        for n, ref in enumerate(one.writes, len(one.reads)):
+            for other in spans.over(ref):
+                if other < len(one.reads) and ref != refs[other]:
+                    yield i, f"writes {ref}, which overlaps {refs[other]} that it reads"
+                elif other > n:
+                    yield i, f"writes {ref} and {refs[other]}, which overlap"
 
 
 def calls(program: Program) -> Iterator[Fault]:

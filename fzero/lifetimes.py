@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fzero.passes.place import lifetimes as lives_of
-from fzero.passes.rewrite import overlap
+from fzero.passes.rewrite import Spans, overlap
 from fzero.plan.pack import ALIGN_BYTES, clash
 from fzero.program import GIVEN, PERSISTENT, Op, Program, Ref
 
@@ -22,10 +22,13 @@ class _Walk:
     live: set[str] = field(default_factory=set)
     freed: dict[str, int] = field(default_factory=dict)
     flight: dict[str, tuple[int, Op]] = field(default_factory=dict)
-    written: list[tuple[int, Ref]] = field(default_factory=list)
+    touched: dict[str, dict[str, None]] = field(default_factory=dict)  # by buffer, the transfers in flight that use it
 
     def faults(self) -> Iterator[Fault]:
         p = self.program
+        written = [(i, ref) for i, one in enumerate(p.ops) if one.kind == "update" for ref in one.writes]
+        self.written = [(i, ref) for i, ref in written if p.buffers[ref.name].kind in PERSISTENT]
+        self.spans = Spans(ref for _, ref in self.written)
         self.live = {name for name, b in p.buffers.items() if b.kind in PERSISTENT}
         for i, one in enumerate(p.ops):
             if one.kind == "wait":
@@ -48,7 +51,9 @@ class _Walk:
         name = one.reads[0].name
         if name not in self.flight:
             yield i, f"waits for a transfer into {name}, of which none is in flight"
-        self.flight.pop(name, None)
+        _, other = self.flight.pop(name, (i, one))
+        for ref in (*other.reads, *other.writes):
+            self.touched.get(ref.name, {}).pop(name, None)
 
     def _free(self, i: int, one: Op) -> Iterator[Fault]:
         for ref in one.reads:
@@ -64,12 +69,13 @@ class _Walk:
         for ref in one.reads:
             if ref.name not in self.live:
                 yield i, f"reads {ref}, which is not live{self._since(ref.name)}"
-            for name, (started, other) in self.flight.items():
+            for name in self.touched.get(ref.name, ()):
+                started, other = self.flight[name]
                 if any(overlap(ref, w) for w in other.writes):
                     yield i, f"reads {ref} before the transfer into {name} (op {started}) is waited for"
             if one.kind != "gather" or ref.name != one.writes[0].name:
-                for written, w in self.written:
-                    if overlap(ref, w):
+                for written in (self.written[w][0] for w in self.spans.over(ref)):
+                    if written < i:
                         yield i, f"reads {ref}, which was donated: op {written} wrote its new value"
         for ref in one.writes:
             yield from self._busy(i, ref, "writes")
@@ -78,16 +84,17 @@ class _Walk:
             if self.program.buffers[ref.name].kind in GIVEN:
                 yield i, f"writes {ref}, which is the user's and read-only"
             self.live.add(ref.name)
-            if one.kind == "update" and self.program.buffers[ref.name].kind in PERSISTENT:
-                self.written.append((i, ref))
         if one.kind in TRANSFERS:
             name = (one.writes or one.reads)[0].name
             if name in self.flight:
                 yield i, f"starts a transfer into {name} while another is in flight"
             self.flight[name] = (i, one)
+            for ref in (*one.reads, *one.writes):
+                self.touched.setdefault(ref.name, {})[name] = None
 
     def _busy(self, i: int, ref: Ref, does: str) -> Iterator[Fault]:
-        for name, (started, other) in self.flight.items():
+        for name in self.touched.get(ref.name, ()):
+            started, other = self.flight[name]
             if any(overlap(ref, r) for r in (*other.reads, *other.writes)):
                 yield i, f"{does} {ref.name} while the transfer into {name} (op {started}) is in flight"
 

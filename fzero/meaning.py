@@ -106,10 +106,11 @@ class Partial:
 
 def apply(target: Any, args: Any, kwargs: Any) -> Any:
     """The value of one op on terms, `Vec`s and literals."""
-    vectors = [a for a in _leaves((args, kwargs)) if isinstance(a, Vec)]
     if target in _COPIES:
         return args[0]
-    if any(isinstance(a, Partial) for a in _leaves((args, kwargs))):
+    leaves = _leaves((args, kwargs))
+    vectors = [a for a in leaves if isinstance(a, Vec)]
+    if any(isinstance(a, Partial) for a in leaves):
         raise Undefined(f"{target} uses a sum over one rank's slice as if it were the whole")
     if target is operator.getitem and isinstance(args[0], Vec):
         vector, index = args
@@ -178,7 +179,7 @@ def _ratio(vector: Vec, per: int) -> Vec:
 
 def _leaves(value: Any) -> list[Any]:
     found: list[Any] = []
-    fx.node.map_aggregate(value, lambda a: found.append(a))
+    fx.node.map_aggregate(value, found.append)
     return found
 
 
@@ -237,10 +238,11 @@ class _Memory:
     """The values of a segment's nodes, and which nodes look at the same memory."""
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], shared: Mapping[int, int]) -> None:
-        self.holders = segments.placeholders(gm.graph)
+        self.holders = {node: i for i, node in enumerate(segments.placeholders(gm.graph))}
         self.values: dict[fx.Node, Any] = dict(zip(self.holders, inputs, strict=False))
         self.written: dict[fx.Node, Any] = {}
-        self.root = {self.holders[i]: self.holders[first] for i, first in shared.items()}
+        holders = list(self.holders)
+        self.root = {holders[i]: holders[first] for i, first in shared.items()}
         self.looking: dict[fx.Node, list[fx.Node]] = {}
         for node, root in self.root.items():
             self.looking.setdefault(root, []).append(node)
@@ -308,7 +310,7 @@ def evaluate(
             memory.look(node, segments.operand(node))
         memory.values[node] = value
     outs = [memory.value(n) if isinstance(n, fx.Node) else n for n in segments.outputs(gm.graph)]
-    return outs, {memory.holders.index(n): v for n, v in memory.written.items()}
+    return outs, {memory.holders[n]: v for n, v in memory.written.items()}
 
 
 def _copied(value: Any, into: fx.Node, source: Any) -> Any:

@@ -23,9 +23,11 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -93,7 +95,21 @@ class Bucket:
 
     def find(self, place: tuple[int | None, int | None, tuple[int, ...] | None], per: int = 1) -> int | None:
         """The slot at exactly this place, or None."""
-        return next((i for i in range(len(self.slots)) if self.place(i, per) == place), None)
+        for i in range(self._first(place[0] or 0), len(self.slots)):
+            if self.slots[i].start != place[0]:
+                break
+            if self.place(i, per) == place:
+                return i
+        return None
+
+    def inside(self, start: int, stop: int, per: int = 1) -> list[int]:
+        """The slots that lie wholly in elements [start, stop), in a buffer with one element per `per`."""
+        first = self._first(start)
+        return list(takewhile(lambda i: self.place(i, per)[1] <= stop, range(first, len(self.slots))))
+
+    def _first(self, start: int) -> int:
+        """The first slot that begins at `start` or later: slots lie in order."""
+        return bisect_left(self.slots, start, key=lambda slot: slot.start)
 
     @property
     def padding(self) -> int:
@@ -155,7 +171,10 @@ class Op:
     why: str = ""
 
     def get(self, name: str, default: Any = None) -> Any:
-        return dict(self.attrs).get(name, default)
+        for key, value in self.attrs:
+            if key == name:
+                return value
+        return default
 
     def with_attrs(self, **attrs: int | str) -> Op:
         return replace(self, attrs=tuple(sorted({**dict(self.attrs), **attrs}.items())))

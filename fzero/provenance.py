@@ -23,6 +23,7 @@ _OURS = (
 )
 
 
+@functools.cache
 def is_users(filename: str) -> bool:
     """Whether a frame is of the user's code: not of torch, fzero or optree, and not generated."""
     return not filename.startswith((*_OURS, "<")) or filename.startswith(("<stdin>", "<ipython", "<doctest"))

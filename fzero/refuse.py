@@ -121,13 +121,16 @@ class Refused(Exception):
         self.written = written
 
 
+_SETS_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 class NoExchange(TorchFunctionMode):
     """Refuses `x.data = y`, which no op tells a trace of: it would go on with the old value."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+        if func == _SETS_DATA:
             raise Refused(
                 f"`.data = ...` at {user_line()} puts another value into a tensor, which a trace cannot follow. Write "
                 "x = value; of a parameter, compute with the new value, and return it from the step to keep it"

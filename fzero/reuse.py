@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fzero import segments
-from fzero.passes.rewrite import overlap
+from fzero.passes.rewrite import Spans
 from fzero.program import Op
 
 aten = torch.ops.aten
@@ -39,11 +39,8 @@ def apart(one: Op) -> frozenset[int]:
     """The destinations of a run, as positions of its segment's placeholders, that share no memory with what it reads or
     another one of them."""
     into = one.writes[int(one.get("fresh", 0)) :]
-    return frozenset(
-        len(one.reads) + d
-        for d, dest in enumerate(into)
-        if not any(overlap(dest, ref) for ref in (*one.reads, *into[:d], *into[d + 1 :]))
-    )
+    spans = Spans((*one.reads, *into))
+    return frozenset(at for at, dest in enumerate(into, len(one.reads)) if all(met == at for met in spans.over(dest)))
 
 
 def homes(

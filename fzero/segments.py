@@ -10,6 +10,7 @@ layers share one segment.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import operator
@@ -78,10 +79,9 @@ def is_view(node: fx.Node) -> bool:
         return is_view(operand(node))
     if node.target in _ALIASES:
         return True
-    found = schema(node)
-    if found is None or not node.args or not isinstance(node.args[0], fx.Node):  # `_conj` of a Python number
+    if not node.args or not isinstance(node.args[0], fx.Node):  # `_conj` of a Python number
         return False
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in found.returns)
+    return _aliasing(node)[0]
 
 
 def operand(node: fx.Node, index: int = 0) -> fx.Node:
@@ -123,17 +123,34 @@ def out_overload(target: Any) -> Any:
 
 def mutated(node: fx.Node) -> list[fx.Node]:
     """The arguments that a node writes to."""
-    found = schema(node)
-    if found is None or not found.is_mutable:
-        return []
-    named = dict(node.kwargs)
-    named.update({a.name: v for a, v in zip(found.arguments, node.args, strict=False)})
     written: list[Any] = []
-    for a in found.arguments:
-        if a.alias_info is not None and a.alias_info.is_write:
-            value = named.get(a.name)
-            written += value if isinstance(value, (list, tuple)) else [value]
+    for position, name in _aliasing(node)[1]:
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+        written += value if isinstance(value, (list, tuple)) else [value]
     return [v for v in written if isinstance(v, fx.Node)]
+
+
+Aliasing = tuple[bool, tuple[tuple[int, str], ...]]
+
+
+def _aliasing(node: fx.Node) -> Aliasing:
+    """Whether the schema of a node's op says that a result shares memory with an operand, and the arguments (position,
+    name) that it writes to."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return _aliasing_of(node.target)
+    found = schema(node)
+    return (False, ()) if found is None else _read_schema(found)
+
+
+@functools.cache
+def _aliasing_of(target: torch._ops.OpOverload) -> Aliasing:
+    return _read_schema(target._schema)
+
+
+def _read_schema(found: torch.FunctionSchema) -> Aliasing:
+    shares = any(r.alias_info is not None and not r.alias_info.is_write for r in found.returns)
+    known = [(i, a.name, a.alias_info) for i, a in enumerate(found.arguments)]
+    return shares, tuple((i, name) for i, name, alias in known if alias is not None and alias.is_write)
 
 
 def base(node: fx.Node) -> fx.Node:

@@ -16,12 +16,12 @@ from functools import partial
 
 from fzero.abstract import Abstract
 from fzero.errors import VerifyError
-from fzero.form import aliasing, calls, form, inside, length, partition
+from fzero.form import MOST, aliasing, calls, form, inside, length, partition
 from fzero.lifetimes import TRANSFERS, Fault, lifetimes, needed, places
 from fzero.meaning import Undefined, term
 from fzero.passes.prefetch import gathered_bytes
 from fzero.plan.memory import account
-from fzero.program import DTYPE_NAMES, PERSISTENT, Op, Program, Ref, op_text
+from fzero.program import DTYPE_NAMES, PERSISTENT, Op, Program, op_text
 
 Rule = Callable[[Program], Iterator[Fault]]
 
@@ -162,24 +162,22 @@ def updated_once(program: Program) -> Iterator[Fault]:
         for ref in one.writes:
             buffer = program.buffers[ref.name]
             bucket = program.buckets.get(buffer.bucket or "")
-            slots = (
-                range(1) if bucket is None else [n for n, s in enumerate(bucket.slots) if _covers(ref, s.start, s.stop)]
-            )
-            for slot in slots:
+            start, stop = (0, MOST) if ref.start is None else (ref.start, ref.stop or 0)
+            for slot in range(1) if bucket is None else bucket.inside(start, stop):
                 count[(ref.name, slot)] += 1
                 if count[(ref.name, slot)] > 1:
                     yield i, f"updates {ref} a second time"
+    columns: dict[str | None, list[str]] = {}
+    for name, buffer in program.buffers.items():
+        if buffer.kind in PERSISTENT:
+            columns.setdefault(buffer.bucket, []).append(name)
     if any(one.kind == "update" for one in program.ops):
         for spot in program.trainable:
             bucket_name, _, slot_text = spot.rpartition(":")
-            columns = [n for n, b in program.buffers.items() if b.bucket == bucket_name and b.kind in PERSISTENT]
-            if columns and not any(count[(name, int(slot_text))] for name in columns):
+            own = columns.get(bucket_name, [])
+            if own and not any(count[(name, int(slot_text))] for name in own):
                 path = program.buckets[bucket_name].slots[int(slot_text)].path
                 yield -1, f"{path} has a gradient and is never updated"
-
-
-def _covers(ref: Ref, start: int, stop: int) -> bool:
-    return ref.start is None or (ref.start <= start and stop <= (ref.stop or 0))
 
 
 # --- bytes and meaning ------------------------------------------------------------------------------------------------

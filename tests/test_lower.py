@@ -6,12 +6,19 @@ import json
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import cases
+import pytest
 import torch
 
 import fzero
+from fzero.passes import PASSES, Options
+from fzero.program import Program
+from fzero.verify import RULES
 
 
 def test_lower_of_124m_parameters_for_64_ranks_is_quick_and_allocates_nothing() -> None:
@@ -69,3 +76,55 @@ def test_the_program_says_why_in_leaf_paths_phase_and_source_line() -> None:
     assert "update layers/0/w .. layers/0/b" in text
     assert "live " in text
     assert "wire " in text
+
+
+def lines_run(work: Callable[[], Any]) -> tuple[int, Any]:
+    """(how many lines of fzero's code `work()` runs, what it returns): the same on every machine, however loaded."""
+    ours, count, before = str(Path(fzero.__file__).parent), 0, sys.gettrace()
+
+    def line(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return line
+
+    sys.settrace(lambda frame, event, argument: line if frame.f_code.co_filename.startswith(ours) else None)
+    try:
+        result = work()
+    finally:
+        sys.settrace(before)
+    return count, result
+
+
+def work_by_pass_and_rule(program: Program, options: Options) -> dict[str, int]:
+    """The lines that each pass runs on what the ones before it left, and each rule of verify on the last; but for what
+    is made once for each segment and kept."""
+    found: dict[str, int] = {}
+    for name, run, _ in PASSES:
+        run(program, options)
+        found[name], program = lines_run(lambda run=run, program=program: run(program, options))
+    for name, rule in RULES.items():
+        found[f"verify: {name}"], faults = lines_run(lambda rule=rule: list(rule(program)))
+        assert not faults
+    return found
+
+
+LINEAR: dict[str, dict[str, Any]] = {
+    "layers of a bucket each, computed again": {"zero": 3, "remat": "full", "bucket_bytes": 1 << 12},
+    "layers in one bucket": {"zero": 1, "loss": cases.bf16_loss, "bucket_bytes": 1 << 30},
+    "microbatches": {"zero": 3, "clip_norm": 1.0, "bucket_bytes": 1 << 12},
+}
+
+
+@pytest.mark.parametrize("case", LINEAR)
+def test_the_work_of_passes_and_rules_is_linear(case: str) -> None:
+    """Of three sizes, each twice the one before, the second step is twice the first, whatever all have in common. What
+    looks at each op for each op makes it up to four times."""
+    found = []
+    for size in (2, 4, 8):
+        depth, microbatches = (1, size) if case == "microbatches" else (size, 2)
+        options = {"reduce": "each", "microbatches": microbatches, **LINEAR[case]}
+        program = cases.naive(params=cases.layers(8, depth), **options)
+        found.append(work_by_pass_and_rule(program, Options(remat=cases.spec(**options).remat_rules)))
+    small, middle, large = found
+    growth = {name: (large[name] - middle[name]) / max(middle[name] - small[name], 1) for name in small}
+    assert all(times < 2.1 for times in growth.values()), growth

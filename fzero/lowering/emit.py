@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,6 +26,7 @@ class Emitter:
     buffers: dict[str, Buffer] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
     segments: dict[str, fx.GraphModule] = field(default_factory=dict)
+    made: dict[tuple[Hashable, ...], fx.GraphModule] = field(default_factory=dict)  # by `elementwise`
     where: dict[fx.Node, Ref] = field(default_factory=dict)
 
     def new(self, name: str, like: torch.Tensor, kind: str) -> Ref:
@@ -56,6 +58,15 @@ class Emitter:
         done = op(kind, reads, writes, why=why).with_attrs(segment=key, **attrs)
         self.ops.append(done.with_attrs(fresh=fresh) if fresh else done)
 
+    def elementwise(
+        self, fn: Callable[..., torch.Tensor], *args: Hashable, arity: int = 1, like: Buffer, dest: bool = False
+    ) -> fx.GraphModule:
+        """The segment of a pointwise torch function, `fn(*tensors, *args)`, over `arity` tensors like this buffer."""
+        key = (fn, args, arity, like.dtype, like.shape, dest)
+        if key not in self.made:
+            self.made[key] = _elementwise(fn, args, arity, like, dest)
+        return self.made[key]
+
     def exchange(self, source: Ref, like: torch.Tensor, name: str, how: str, parts: int, why: str) -> Ref:
         """An exchange of a small or odd-shaped value: everyone gets everyone's and adds in rank order."""
         n = self.plan.world_size
@@ -72,11 +83,12 @@ class Emitter:
         return result
 
 
-def elementwise(fn: Callable[..., torch.Tensor], arity: int, like: Buffer, dest: bool = False) -> fx.GraphModule:
-    """The segment of one pointwise torch function over `arity` tensors like this buffer."""
+def _elementwise(
+    fn: Callable[..., torch.Tensor], args: Sequence[Any], arity: int, like: Buffer, dest: bool
+) -> fx.GraphModule:
     with FakeTensorMode():
         xs = [torch.empty(like.shape, dtype=like.dtype) for _ in range(arity)]
-        gm = make_fx(fn)(*xs)
+        gm = make_fx(lambda *xs: fn(*xs, *args))(*xs)
     inputs = segments.placeholders(gm.graph)
     body = [n for n in gm.graph.nodes if n.op == "call_function"]
     result = segments.output(gm.graph).args[0]

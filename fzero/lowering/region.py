@@ -6,7 +6,7 @@ aux and gradients of anything else are small or odd-shaped: they are added over 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,7 @@ from torch import fx
 from fzero import segments
 from fzero.capture import Graph, Region
 from fzero.captured import grad_places
-from fzero.lowering.emit import Emitter, elementwise, line_of
+from fzero.lowering.emit import Emitter, line_of
 from fzero.program import DTYPE_NAMES, Buffer, Ref
 
 REDUCE = torch.ops.fzero.reduce.default
@@ -40,6 +40,9 @@ class RegionBuilder:
         gm_outs = segments.outputs(region.gm.graph)
         self.getitems = {int(u.args[1]): u for u in node.users}  # type: ignore[arg-type]
         self.place = grad_places(region, inputs, self.leaf_nodes, b.plan)
+        self.slots: dict[str, dict[int, int]] = {}  # by bucket, which output is the gradient of which slot
+        for i, (bucket, slot) in self.place.items():
+            self.slots.setdefault(bucket, {})[i] = slot
         self.dtype = {bucket: region.values[i].dtype for i, (bucket, _) in self.place.items()}
         self.wire = {bucket: region.wire.get(i, self.dtype[bucket]) for i, (bucket, _) in self.place.items()}
         self.summed = bool(self.place) and min(self.place) in region.summed
@@ -92,8 +95,8 @@ class RegionBuilder:
                 self._add(f"{self.name}.grad:{name}.0", grad, why)
             if m == self.k - 1:
                 final = first if each else self._reduced(f"{self.name}.grad:{name}.0", 0, why)
-                for i, (bucket_name, index) in self.place.items():
-                    if bucket_name == name and i in self.getitems:
+                for i, index in self.slots[name].items():
+                    if i in self.getitems:
                         slot = b.plan.buckets[name].slots[index]
                         for user in self.getitems[i].users:
                             b.where[user] = Ref(final, slot.start, slot.stop, slot.shape)
@@ -107,12 +110,12 @@ class RegionBuilder:
         name = f"{self.name}.red:{bucket.name}.{m}"
         divisor = 1 if self.summed else n * self.k
         if n == 1:
-            return self._flat(lambda x: torch.div(x, self.k), grad, name, why) if divisor > 1 else grad
+            return self._flat(torch.div, self.k, grad, name, why) if divisor > 1 else grad
         wire = self.wire[bucket.name]
         narrow = wire is not source.dtype
         if narrow:
             why = f"{DTYPE_NAMES[wire]} {why}"
-            grad = self._flat(lambda x: x.to(wire), grad, f"{grad}.low", why, wire)
+            grad = self._flat(torch.Tensor.to, wire, grad, f"{grad}.low", why, wire)
         moved = f"{name}.low" if narrow else name
         b.buffers[moved] = Buffer(moved, wire, source.shape, "grad", source.bucket)
         writes = [Ref(moved)]
@@ -125,22 +128,23 @@ class RegionBuilder:
             mode="all", op="sum", divisor=divisor, via=b.via, microbatch=m,
         )  # fmt: skip
         b.emit("wait", [Ref(moved)], why=why)
-        return self._flat(lambda x: x.to(source.dtype), moved, name, why, source.dtype) if narrow else name
+        return self._flat(torch.Tensor.to, source.dtype, moved, name, why, source.dtype) if narrow else name
 
     def _flat(
         self,
-        fn: Callable[[torch.Tensor], torch.Tensor],
+        fn: Callable[..., torch.Tensor],
+        argument: Hashable,
         source: str,
         name: str,
         why: str,
         dtype: torch.dtype | None = None,
     ) -> str:
-        """An elementwise function of a gradient bucket, into a bucket of its own."""
+        """`fn(gradients, argument)`, elementwise, of a gradient bucket into a bucket of its own."""
         b = self.to
         like = b.buffers[source]
         b.buffers[name] = Buffer(name, dtype or like.dtype, like.shape, "grad", like.bucket)
         for start, stop in self._spans(like):
-            gm = elementwise(fn, 1, replace(like, shape=(stop - start,)), dest=True)
+            gm = b.elementwise(fn, argument, like=replace(like, shape=(stop - start,)), dest=True)
             b.segment("run", gm, [Ref(source, start, stop)], [Ref(name, start, stop)], why=why, flat=1)
         return name
 
@@ -148,7 +152,7 @@ class RegionBuilder:
         b = self.to
         source = b.buffers[total]
         for start, stop in self._spans(source):
-            gm = elementwise(torch.add, 2, replace(source, shape=(stop - start,)), dest=True)
+            gm = b.elementwise(torch.add, arity=2, like=replace(source, shape=(stop - start,)), dest=True)
             both = [Ref(total, start, stop), Ref(part, start, stop)]
             b.segment("run", gm, both, [Ref(total, start, stop)], why=f"add {why}", flat=1)
 
@@ -157,7 +161,7 @@ class RegionBuilder:
         leaves that are frozen or not used there is none to read."""
         bucket = self.to.plan.buckets[gradients.bucket or ""]
         found: list[tuple[int, int]] = []
-        for index in sorted(index for name, index in self.place.values() if name == bucket.name):
+        for index in sorted(self.slots[bucket.name].values()):
             start, stop = bucket.slots[index].start, bucket.end(index)
             if found and found[-1][1] == start:
                 start = found.pop()[0]
@@ -176,7 +180,7 @@ class RegionBuilder:
             return
         total = refs[0]
         for m, ref in enumerate(refs[1:], 1):
-            gm = elementwise(torch.add, 2, b.buffers[total.name])
+            gm = b.elementwise(torch.add, arity=2, like=b.buffers[total.name])
             added = b.new(f"{self.name}.sum{i}.{m}", self.region.values[i], "activation")
             b.segment("run", gm, [total, ref], [added], why="add over microbatches")
             total = added
@@ -188,7 +192,7 @@ class RegionBuilder:
             name = f"{self.name}.{what.replace(' ', '')}"
             b.where[user] = b.exchange(total, user.meta["val"], name, how, self.k, why)
         if self.k > 1 and not summed and len(users) < len(node.users):
-            gm = elementwise(lambda x: torch.div(x, self.k), 1, b.buffers[total.name])
+            gm = b.elementwise(torch.div, self.k, like=b.buffers[total.name])
             mean = b.new(f"{self.name}.mean{i}", self.region.values[i], "activation")
             b.segment("run", gm, [total], [mean], why=f"mean of the {what} over microbatches")
             total = mean

@@ -11,6 +11,7 @@ the graph.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import zip_longest
 
 import torch
 from torch import fx
@@ -30,7 +31,7 @@ def cast_before_gather(program: Program) -> Program:
         if one.kind == "gather" and program.buffers[one.reads[0].name].shard
         and program.buffers[one.reads[0].name].kind in PERSISTENT
     }  # fmt: skip
-    chosen = {full: dtype for full in source if (dtype := _common_cast(program, full)) is not None}
+    chosen = _common_casts(program, set(source))
     if not chosen:
         return rewrite.finish(program, "cast_before_gather", ops=program.ops)
     buffers = dict(program.buffers)
@@ -49,20 +50,19 @@ def cast_before_gather(program: Program) -> Program:
     return rewrite.finish(program, "cast_before_gather", ops=ops, buffers=buffers, new_segments=pool)
 
 
-def _common_cast(program: Program, full: str) -> torch.dtype | None:
-    """The one smaller dtype that every use casts the buffer's leaves to, or None."""
-    dtypes: set[torch.dtype | None] = set()
+def _common_casts(program: Program, whole: set[str]) -> dict[str, torch.dtype]:
+    """Of these buffers, those whose leaves every use casts to one smaller dtype, and that dtype."""
+    casts: dict[str, set[torch.dtype | None]] = {name: set() for name in whole}
     for one in program.ops:
-        if one.kind in ("wait", "free") or all(ref.name != full for ref in one.reads):
+        if one.kind in ("wait", "free") or whole.isdisjoint(ref.name for ref in one.reads):
             continue
-        if one.get("phase") != "region":
-            return None
-        holders = segments.placeholders(program.segments[str(one.get("segment"))].graph)
-        for holder, ref in zip(holders, one.reads, strict=False):
-            if ref.name == full:
-                dtypes |= {_cast_to(user) for user in holder.users}
-    (dtype,) = dtypes if len(dtypes) == 1 else (None,)
-    return dtype if dtype is not None and dtype.itemsize < program.buffers[full].dtype.itemsize else None
+        region = one.get("phase") == "region"
+        holders = segments.placeholders(program.segments[str(one.get("segment"))].graph) if region else []
+        for ref, holder in zip_longest(one.reads, holders[: len(one.reads)]):
+            if ref.name in casts:
+                casts[ref.name] |= {None} if holder is None else {_cast_to(user) for user in holder.users}
+    alike = {name: next(iter(found)) for name, found in casts.items() if len(found) == 1}
+    return {n: dtype for n, dtype in alike.items() if dtype and dtype.itemsize < program.buffers[n].dtype.itemsize}
 
 
 def _cast_to(user: fx.Node) -> torch.dtype | None:

@@ -133,6 +133,7 @@ class Levels:
             elementwise = node in self.spot and node not in self.owned
             if elementwise and isinstance(node.meta["val"], torch.Tensor) and depth <= 4:
                 short[node] = depth
+        copies: dict[fx.Node, list[fx.Node]] = {}
         for node in reversed(self.nodes):
             later = {self.level[u] for u in node.users if u in self.spot and self.level[u] > self.level[node]}
             for level in sorted(later) if node in short else ():
@@ -141,7 +142,8 @@ class Levels:
                 self.level[copy], self.spot[copy], self.per[copy] = level, self.spot[node], self.per[node]
                 for user in [u for u in node.users if u in self.spot and self.level.get(u) == level]:
                     user.replace_input_with(node, copy)
-                self.nodes.insert(self.nodes.index(node) + 1, copy)
+                copies.setdefault(node, []).insert(0, copy)
+        self.nodes = [one for node in self.nodes for one in (node, *copies.get(node, ()))]
 
     def _flat_spot(self, node: fx.Node) -> tuple[Spot, Any] | None:
         """The leaf whose elements, or blocks, a node works on alone, and how many elements its results stand for."""

@@ -49,7 +49,8 @@ def place_gathers(program: Program) -> Program:
         if target in moved:
             continue
         ops += before.get(index, [])
-        ops.append(rewrite.renamed(one, lambda r, i=index: replace(r, name=names.get((i, r.name), r.name))))  # type: ignore[misc]
+        own = {ref.name: names[index, ref.name] for ref in one.reads if (index, ref.name) in names}
+        ops.append(rewrite.moved(one, own))
     return rewrite.finish(program, "place_gathers", ops=ops, buffers=buffers)
 
 

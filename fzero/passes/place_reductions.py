@@ -10,6 +10,7 @@ outlives its reduction by more; those at the end overlap one another. Without ov
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from itertools import pairwise
 
 from fzero.passes import rewrite
@@ -27,8 +28,7 @@ def place_reductions(program: Program, overlap: bool = True) -> Program:
             pairs[one.writes[0].name] = (one, waits[one.writes[0].name])
         elif not (one.kind == "wait" and one.reads[0].name in pairs):
             rest.append(one)
-    for start, wait in pairs.values():
-        rest = _placed(program, rest, start, wait, overlap)
+    rest = _placed(rest, list(pairs.values()), overlap)
     if overlap:
         rest = _staggered(program, rest)
     return rewrite.finish(program, "place_reductions", ops=_sums_early(rest))
@@ -41,13 +41,20 @@ def _movable(program: Program, one: Op) -> bool:
     return TABLE[bucket.stage].reduce_when == "produced"
 
 
-def _placed(program: Program, ops: list[Op], start: Op, wait: Op, overlap: bool) -> list[Op]:
-    grad, result = start.reads[0].name, start.writes[0].name
-    complete = max(i for i, one in enumerate(ops) if any(ref.name == grad for ref in one.writes))
-    needed = next((i for i, one in enumerate(ops) if any(r.name == result for r in one.reads)), len(ops))
-    runs = (i for i in range(complete + 1, needed) if ops[i].get("phase") == "region")
-    done = next(runs, complete) if overlap else complete
-    return [*ops[: complete + 1], start, *ops[complete + 1 : done + 1], wait, *ops[done + 1 :]]
+def _placed(ops: list[Op], pairs: list[tuple[Op, Op]], overlap: bool) -> list[Op]:
+    """With each reduction behind the last write to its bucket, and its wait behind the next segment."""
+    reads, writes = rewrite.reads_of(ops), rewrite.writes_of(ops)
+    segments = [i for i, one in enumerate(ops) if one.get("phase") == "region"]
+    behind: dict[int, list[Op]] = {}
+    for start, wait in pairs:
+        complete = writes[start.reads[0].name][-1][0]
+        needed = min((i for i, _ in reads.get(start.writes[0].name, ())), default=len(ops))
+        following = bisect_right(segments, complete)
+        beside = overlap and following < len(segments) and segments[following] < needed
+        behind[complete] = [start, *([] if beside else [wait]), *behind.get(complete, ())]
+        if beside:
+            behind[segments[following]] = [wait, *behind.get(segments[following], ())]
+    return [moved for i, one in enumerate(ops) for moved in (one, *behind.get(i, ()))]
 
 
 def _staggered(program: Program, ops: list[Op]) -> list[Op]:
@@ -77,21 +84,13 @@ def _end_pair(program: Program, one: Op, after: Op) -> bool:
 
 def _sums_early(ops: list[Op]) -> list[Op]:
     """Moves each sum over microbatches right behind the last op that it needs."""
-    index = 0
-    while index < len(ops):
-        one = ops[index]
+    places: list[tuple[int, ...]] = []  # of each op, in an order in which there is always room behind one
+    last: dict[str, tuple[int, ...]] = {}  # place of the last op that touches a buffer
+    for index, one in enumerate(ops):
+        names = {ref.name for ref in (*one.reads, *one.writes)}
+        place: tuple[int, ...] = (index,)
         if one.kind == "run" and one.get("flat") and one.get("phase") is None:
-            names = {ref.name for ref in (*one.reads, *one.writes)}
-            behind = max(
-                (i for i in range(index) if _touches(ops[i], names)),
-                default=-1,
-            )
-            if behind + 1 < index:
-                ops = [*ops[: behind + 1], one, *ops[behind + 1 : index], *ops[index + 1 :]]
-        index += 1
-    return ops
-
-
-def _touches(one: Op, names: set[str]) -> bool:
-    written = {ref.name for ref in one.writes} | ({one.reads[0].name} if one.kind == "wait" else set())
-    return bool(written & names) or bool({ref.name for ref in one.reads} & names)
+            place = (*max((last[name] for name in names if name in last), default=(-1,)), -index)
+        places.append(place)
+        last.update({name: max(place, last.get(name, place)) for name in names})
+    return [ops[i] for i in sorted(range(len(ops)), key=places.__getitem__)]

@@ -19,15 +19,19 @@ from fzero.program import Op, Program
 
 def prefetch(program: Program, depth: int = 1, cap: int | None = None) -> Program:
     ops = list(program.ops)
-    least = max(gathered_bytes(program, ops), default=0)
+    levels = gathered_bytes(program, ops)
+    least = max(levels, default=0)
     if cap is not None and least > cap:
-        at = max(range(len(ops)), key=gathered_bytes(program, ops).__getitem__)
+        at = levels.index(least)
         raise SpecError(
             f"gather_bytes={cap} is less than one segment needs: op {at} ({ops[at].why}) has {least} bytes gathered at "
             f"once. The smallest cap is {least}"
         )
-    for name in [one.writes[0].name for one in ops if one.kind == "gather" and _parameter(program, one)]:
-        ops = _earlier(program, ops, name, depth, cap)
+    for at in [i for i, one in enumerate(ops) if one.kind == "gather" and _parameter(program, one)]:
+        to = _earlier(ops, at, depth, None if cap is None else cap - _size(program, ops[at]), levels)
+        ops[to : at + 1] = [ops[at], *ops[to:at]]  # those after it stay where they are
+        higher = [level + _size(program, ops[to]) for level in levels[to:at]]
+        levels[to : at + 1] = [*higher[:1], *higher] or levels[at : at + 1]
     peak = max(gathered_bytes(program, ops), default=0)
     done = rewrite.finish(program, "prefetch", ops=ops)
     return replace(done, gather_cap_bytes=cap if cap is not None else peak)
@@ -37,20 +41,20 @@ def _parameter(program: Program, one: Op) -> bool:
     return program.buffers[one.writes[0].name].kind == "gather"
 
 
-def _earlier(program: Program, ops: list[Op], name: str, depth: int, cap: int | None) -> list[Op]:
-    at = next(i for i, one in enumerate(ops) if one.kind == "gather" and one.writes[0].name == name)
+def _size(program: Program, gather: Op) -> int:
+    return program.buffers[gather.writes[0].name].nbytes
+
+
+def _earlier(ops: list[Op], at: int, depth: int, room: int | None, levels: list[int]) -> int:
+    """Where the gather at `at` goes: past `depth` segments, as long as no more than `room` is gathered there."""
     source = ops[at].reads[0].name
-    best, passed = ops, 0
+    best, passed = at, 0
     for target in range(at - 1, -1, -1):
-        if passed >= depth or any(ref.name == source for ref in ops[target].writes):
+        full = room is not None and levels[target] > room
+        if passed >= depth or full or any(ref.name == source for ref in ops[target].writes):
             break
-        if ops[target].kind not in ("run", "update"):
-            continue
-        passed += 1
-        moved = [*ops[:target], ops[at], *ops[target:at], *ops[at + 1 :]]
-        if cap is not None and max(gathered_bytes(program, moved)) > cap:
-            break
-        best = moved
+        if ops[target].kind in ("run", "update"):
+            best, passed = target, passed + 1
     return best
 
 
@@ -62,9 +66,13 @@ def gathered_bytes(program: Program, ops: list[Op]) -> list[int]:
             if ref.name in program.buffers and program.buffers[ref.name].kind == "gather":
                 last[ref.name] = index
     live: set[str] = set()
-    levels = []
+    held, levels = 0, []
     for index, one in enumerate(ops):
-        live |= {r.name for r in one.writes if r.name in last}
-        levels.append(sum(program.buffers[n].nbytes for n in live))
-        live -= {n for n in live if last[n] <= index}
+        begins = {r.name for r in one.writes if r.name in last} - live
+        live |= begins
+        held += sum(program.buffers[n].nbytes for n in begins)
+        levels.append(held)
+        ends = {r.name for r in (*one.reads, *one.writes) if last.get(r.name) == index} & live
+        live -= ends
+        held -= sum(program.buffers[n].nbytes for n in ends)
     return levels

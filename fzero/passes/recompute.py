@@ -55,7 +55,7 @@ def recompute(program: Program, rules: Rules) -> Program:
     ops: list[Op] = []
     for index, one in enumerate(program.ops):
         ops += before.get(index, [])
-        ops.append(changed.get(index) or rewrite.renamed(one, lambda r: replace(r, name=renames.get(r.name, r.name))))
+        ops.append(changed.get(index) or rewrite.moved(one, renames))
     return rewrite.finish(program, "recompute", ops=ops, buffers=buffers, new_segments=pool)
 
 
@@ -108,5 +108,6 @@ def _leaves(program: Program, ref: Ref) -> list[tuple[str, ...]]:
     if bucket is None:
         return []
     prefix = ref.name.partition(":")[0] if ":" in ref.name else ""  # of the column: the entry of the state
-    inside = [s.path for s in bucket.slots if ref.start is None or (ref.start <= s.start and s.stop <= (ref.stop or 0))]
+    slots = range(len(bucket.slots)) if ref.start is None else bucket.inside(ref.start, ref.stop or 0)
+    inside = [bucket.slots[n].path for n in slots]
     return [(path, f"{prefix}/{path}") if prefix else (path,) for path in inside]

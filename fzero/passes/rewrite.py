@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import accumulate
 
 from torch import fx
 
@@ -36,18 +39,32 @@ def finish(
 
 
 def reads_of(ops: Iterable[Op]) -> dict[str, list[tuple[int, Ref]]]:
-    """(op number, reference) of every real read of a buffer: a wait or a free of it is none."""
+    """(op number, reference) of every real read of a buffer, by its name: a wait or a free of it is none."""
+    return _by_name((i, ref) for i, one in enumerate(ops) if one.kind not in ("wait", "free") for ref in one.reads)
+
+
+def writes_of(ops: Iterable[Op]) -> dict[str, list[tuple[int, Ref]]]:
+    """(op number, reference) of every write to a buffer, by its name."""
+    return _by_name((i, ref) for i, one in enumerate(ops) for ref in one.writes)
+
+
+def _by_name(refs: Iterable[tuple[int, Ref]]) -> dict[str, list[tuple[int, Ref]]]:
     found: dict[str, list[tuple[int, Ref]]] = {}
-    for index, one in enumerate(ops):
-        if one.kind not in ("wait", "free"):
-            for ref in one.reads:
-                found.setdefault(ref.name, []).append((index, ref))
+    for index, ref in refs:
+        found.setdefault(ref.name, []).append((index, ref))
     return found
 
 
 def renamed(one: Op, change: Callable[[Ref], Ref]) -> Op:
     """The op with every reference changed."""
     return replace(one, reads=tuple(map(change, one.reads)), writes=tuple(map(change, one.writes)))
+
+
+def moved(one: Op, names: Mapping[str, str]) -> Op:
+    """The op on other buffers: those that `names` has for its own."""
+    if names.keys().isdisjoint(ref.name for ref in (*one.reads, *one.writes)):
+        return one
+    return renamed(one, lambda ref: replace(ref, name=names[ref.name]) if ref.name in names else ref)
 
 
 def overlap(a: Ref, b: Ref) -> bool:
@@ -57,6 +74,38 @@ def overlap(a: Ref, b: Ref) -> bool:
     if a.start is None or b.start is None:
         return True
     return a.start < (b.stop or 0) and b.start < (a.stop or 0)
+
+
+class Spans:
+    """References, sorted by name and range, so that those which overlap another are found without a look at each."""
+
+    def __init__(self, refs: Iterable[Ref]) -> None:
+        self.refs = tuple(refs)
+        numbers: dict[str, list[int]] = {}
+        for number, ref in enumerate(self.refs):
+            numbers.setdefault(ref.name, []).append(number)
+        # by name: the references in order, where each begins, and how far it or one before it reaches
+        self.by_name: dict[str, tuple[list[int], list[float], list[float]]] = {}
+        for name, own in numbers.items():
+            own.sort(key=lambda number: _ends(self.refs[number])[0])
+            ends = [_ends(self.refs[number]) for number in own]
+            self.by_name[name] = own, [low for low, _ in ends], list(accumulate((high for _, high in ends), max))
+
+    def over(self, ref: Ref) -> list[int]:
+        """The positions of the references that `ref` may share elements with."""
+        own, lows, reach = self.by_name.get(ref.name, ((), (), ()))
+        low, high = _ends(ref)
+        found = []
+        at = bisect_left(lows, high)
+        while at and reach[at - 1] > low:
+            at -= 1
+            if overlap(ref, self.refs[own[at]]):
+                found.append(own[at])
+        return sorted(found)
+
+
+def _ends(ref: Ref) -> tuple[float, float]:
+    return (-math.inf, math.inf) if ref.start is None else (ref.start, ref.stop or 0)
 
 
 def run_op(

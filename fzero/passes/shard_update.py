@@ -19,6 +19,7 @@ and 2) are gathered after their update. With the state sharded, what is updated 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -74,6 +75,7 @@ class _Outer(Levels):
     ops: list[Op] = field(default_factory=list)
     gathers: list[str] = field(default_factory=list)
     columns: set[str] = field(default_factory=set)  # made here
+    whole: set[str] = field(default_factory=set)  # gathered here, and not written since
 
     def rewritten(self) -> list[Op]:
         self.sort_out()
@@ -89,6 +91,16 @@ class _Outer(Levels):
             self._gather(name)
         self._narrow_columns()
         return self.ops
+
+    def _emit(self, one: Op) -> None:
+        self.ops.append(one)
+        names = {ref.name for ref in one.writes}
+        (self.whole.update if one.kind == "gather" else self.whole.difference_update)(names)
+
+    @cached_property
+    def _via(self) -> str:
+        """How bytes move in this program."""
+        return next((str(one.get("via")) for one in self.program.ops if one.get("via")), "p2p")
 
     def _mine(self, bucket: str) -> bool:
         return self.program.world_size > 1 and self.program.buckets[bucket].stage > 0
@@ -108,7 +120,7 @@ class _Outer(Levels):
         for node in fresh:
             self.where[node] = self.fresh.get(node) or self._new(f"u{self.index}.{node.name}", node.meta["val"])
         writes = [*(self.where[n] for n in fresh), *(self.dest[n] for n in dests)]
-        self.ops.append(rewrite.run_op(self.one, gm, [self._whole(n) for n in inputs], writes, self.pool))
+        self._emit(rewrite.run_op(self.one, gm, [self._whole(n) for n in inputs], writes, self.pool))
 
     def _whole(self, node: fx.Node) -> Ref:
         """Where all of a value is; a stored flat value is gathered into place for it."""
@@ -121,13 +133,12 @@ class _Outer(Levels):
         return self.where[node]
 
     def _gather(self, name: str) -> None:
-        length = self.program.extent(self.buffers[name])
-        axis, via = self.program.mesh[0][0], next((str(o.get("via")) for o in self.program.ops if o.get("via")), "p2p")
-        why = f"whole {name}"
-        moved = [o.kind == "gather" for o in self.ops if any(ref.name == name for ref in o.writes)]
-        if not (moved and moved[-1]):  # whole already, and not written since
-            self.ops.append(op("gather", [Ref(name, 0, length, None, True)], [Ref(name)], axis=axis, via=via, why=why))
-            self.ops.append(op("wait", [Ref(name)], why=why))
+        if name in self.whole:
+            return
+        length, why = self.program.extent(self.buffers[name]), f"whole {name}"
+        axis, via = self.program.mesh[0][0], self._via
+        self._emit(op("gather", [Ref(name, 0, length, None, True)], [Ref(name)], axis=axis, via=via, why=why))
+        self._emit(op("wait", [Ref(name)], why=why))
 
     def _new(self, name: str, like: torch.Tensor) -> Ref:
         name = buffer_name(name)
@@ -209,7 +220,7 @@ class _Outer(Levels):
                 calls.append(Call(target, source.meta["val"], value, stop - start, args, flat=True))
             done = rewrite.run_op(self.one, leafwise(calls), reads, writes, self.pool)
             names = [bucket.slots[self.spot[n][1]].path for n in group]
-            self.ops.append(replace(done, why=f"whole {names[0]}" + (f" .. {names[-1]}" if len(names) > 1 else "")))
+            self._emit(replace(done, why=f"whole {names[0]}" + (f" .. {names[-1]}" if len(names) > 1 else "")))
 
     def _signature(self, chain: list[fx.Node]) -> tuple[object, ...]:
         """What a leaf's chain does, in terms that an equal chain of another leaf shares."""
@@ -252,7 +263,7 @@ class _Outer(Levels):
         names = [bucket.slots[i].path for i in slots]
         why = f"update {names[0]}" + (f" .. {names[-1]}" if len(names) > 1 else "")
         done = rewrite.run_op(self.one, gm, reads, writes, self.pool, flat=1)
-        self.ops.append(replace(done, why=why))
+        self._emit(replace(done, why=why))
 
     # --- sums
 
@@ -276,26 +287,23 @@ class _Outer(Levels):
                     Call(node.target, source.meta["val"], node.meta["val"], slot.stop - slot.start, kwargs=kwargs)
                 )
             writes = [Ref(name, i, i + 1, ()) for i in range(len(group))]
-            self.ops.append(rewrite.run_op(self.one, leafwise(calls), reads, writes, self.pool))
+            self._emit(rewrite.run_op(self.one, leafwise(calls), reads, writes, self.pool))
             total = self._reduced(name, f"sum of {len(group)} leaves") if distributed else name
             for i, node in enumerate(group):
                 self.where[node] = Ref(total, i, i + 1, ())
                 if node in self.fresh:  # someone outside knows it by a name of its own
                     gm = segments.extract([], [node], [node])
-                    self.ops.append(rewrite.run_op(self.one, gm, [self.where[node]], [self.fresh[node]], self.pool))
+                    self._emit(rewrite.run_op(self.one, gm, [self.where[node]], [self.fresh[node]], self.pool))
 
     def _reduced(self, name: str, why: str) -> str:
         source = self.buffers[name]
         total, scratch = f"{name}.all", f"{name}.scratch"
-        n, refs = self.program.world_size, [Ref(total)]
-        via = next((str(o.get("via")) for o in self.program.ops if o.get("via")), "p2p")
+        n, refs, via = self.program.world_size, [Ref(total)], self._via
         self.buffers[total] = Buffer(total, source.dtype, source.shape, "activation")
         if via != "shared":  # whose ranks add what they read in one another's memory
             self.buffers[scratch] = Buffer(scratch, source.dtype, (n - 1, source.numel), "scratch")
             refs.append(Ref(scratch))
         axis = self.program.mesh[0][0]
-        self.ops.append(
-            op("reduce", [Ref(name)], refs, axis=axis, why=why, mode="exchange", op="sum", divisor=1, via=via)
-        )
-        self.ops.append(op("wait", [Ref(total)], why=why))
+        self._emit(op("reduce", [Ref(name)], refs, axis=axis, why=why, mode="exchange", op="sum", divisor=1, via=via))
+        self._emit(op("wait", [Ref(total)], why=why))
         return total

@@ -21,7 +21,7 @@ from torch import fx
 from fzero import products, segments
 from fzero.meaning import IN_PLACE
 from fzero.passes import rewrite
-from fzero.program import Op, Program
+from fzero.program import Op, Program, Ref
 
 aten = torch.ops.aten
 COPY = aten.copy_.default
@@ -56,10 +56,14 @@ def _into_state(program: Program) -> list[Op]:
         if one.kind == "update":
             keeps.setdefault(one.reads[0].name, []).append(one)
     into: dict[str, str] = {}
+    reads, writes = rewrite.reads_of(ops), rewrite.writes_of(ops)
     for new, copies in keeps.items():
         old = copies[0].writes[0].name
-        own_only = all(r.mine for one in ops if one.kind == "run" for r in one.writes if r.name == new)
-        if (own_only or not program.buffers[old].shard) and _foldable(ops, new, old, copies, last_loss):
+        writers = [(i, ref) for i, ref in writes.get(new, ()) if ops[i].kind == "run"]
+        own_only = all(ref.mine for _, ref in writers)
+        late = bool(writers) and writers[0][0] >= last_loss
+        read = any(ops[i].kind not in ("gather", "update") for i, _ in reads[new])  # as the new value, by its name
+        if (own_only or not program.buffers[old].shard) and late and not read and _dead(old, writers, reads):
             into[new] = old
     dropped = {id(one) for new in into for one in keeps[new]}
     result = []
@@ -67,27 +71,15 @@ def _into_state(program: Program) -> list[Op]:
         if id(one) in dropped:
             continue
         writes_state = one.kind == "run" and any(ref.name in into for ref in one.writes)
-        one = rewrite.renamed(one, lambda r: replace(r, name=into.get(r.name, r.name)))
+        one = rewrite.moved(one, into)
         result.append(replace(one, kind="update") if writes_state else one)
     return result
 
 
-def _foldable(ops: list[Op], new: str, old: str, copies: list[Op], last_loss: int) -> bool:
-    ids = {id(one) for one in copies}
-    writers = [(i, ref) for i, one in enumerate(ops) if one.kind == "run" for ref in one.writes if ref.name == new]
-    if not writers or min(i for i, _ in writers) < last_loss:
-        return False
-    for i, one in enumerate(ops):
-        if id(one) in ids or one.kind == "wait":
-            continue
-        for ref in one.reads:
-            if ref.name == old:
-                written = [w for j, w in writers if j < i]
-                if any(rewrite.overlap(replace(w, name=old), ref) for w in written):
-                    return False
-            if ref.name == new and one.kind != "gather":
-                return False
-    return True
+def _dead(old: str, writers: list[tuple[int, Ref]], reads: dict[str, list[tuple[int, Ref]]]) -> bool:
+    """Whether no op reads of `old` what an earlier one of `writers` would write there."""
+    spans = rewrite.Spans(replace(ref, name=old) for _, ref in writers)
+    return not any(writers[w][0] < i for i, ref in reads.get(old, ()) for w in spans.over(ref))
 
 
 # --- 2. kernels that write into a given tensor
@@ -97,12 +89,10 @@ def _aliases(one: Op, gm: fx.GraphModule) -> dict[int, int]:
     """For each destination placeholder (by position) the input that is the same memory, or -1 if it only overlaps."""
     found: dict[int, int] = {}
     dests = one.writes[int(one.get("fresh", 0)) :]
+    spans, same = rewrite.Spans(one.reads), {ref: [i] for i, ref in enumerate(one.reads)}
     for d, dest in enumerate(dests):
-        for i, ref in enumerate(one.reads):
-            if ref == dest:
-                found[len(one.reads) + d] = i
-            elif rewrite.overlap(ref, dest):
-                found[len(one.reads) + d] = -1
+        for i in spans.over(dest) or same.get(dest, []):  # no element of an empty one is shared
+            found[len(one.reads) + d] = i if one.reads[i] == dest else -1
     return found
 
 

@@ -8,7 +8,9 @@ O(n^2) in numpy: a millisecond for a hundred values, a tenth of a second for two
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -22,22 +24,23 @@ def pack(items: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
     ([128, 0, 128], 192)
     """
     places = [0] * len(items)
-    offsets = np.empty(0, np.int64)  # of what is placed already, in order; and its ends, first and last moments
-    ends, firsts, lasts = offsets.copy(), offsets.copy(), offsets.copy()
-    total = 0
+    table = np.empty((4, len(items)), np.int64)  # offset, end, first and last moment of what is placed, in order
+    count = total = 0
     for index in sorted(range(len(items)), key=lambda i: (-items[i][2], items[i][0], i)):
         first, last, size = items[index]
         if size == 0:
             continue
         size = -(-size // ALIGN_BYTES) * ALIGN_BYTES
+        offsets, ends, firsts, lasts = table[:, :count]
         beside = (firsts <= last) & (lasts >= first)
         taken = np.maximum.accumulate(ends[beside])
         free = np.concatenate(([0], taken[:-1])) if taken.size else taken
         gaps = np.nonzero(offsets[beside] - free >= size)[0]
         place = int(free[gaps[0]]) if gaps.size else int(taken[-1]) if taken.size else 0
         spot = int(np.searchsorted(offsets, place))
-        offsets, ends = np.insert(offsets, spot, place), np.insert(ends, spot, place + size)
-        firsts, lasts = np.insert(firsts, spot, first), np.insert(lasts, spot, last)
+        table[:, spot + 1 : count + 1] = table[:, spot:count]
+        table[:, spot] = place, place + size, first, last
+        count += 1
         places[index] = place
         total = max(total, place + size)
     return places, total
@@ -45,13 +48,17 @@ def pack(items: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
 
 def clash(items: Sequence[tuple[int, int, int, int]]) -> tuple[int, int] | None:
     """Two items (first moment, last moment, place, bytes) that would share memory at one moment, or None."""
-    table = np.array(items, np.int64).reshape(-1, 4)
-    first, last, low, size = table.T
-    for i in range(len(table)):
-        others = (first <= last[i]) & (last >= first[i]) & (low < low[i] + size[i]) & (low + size > low[i])
-        others[i] = False
-        others &= size > 0
-        if size[i] and others.any():
-            j = int(np.nonzero(others)[0][0])
-            return min(i, j), max(i, j)
+    alive: list[tuple[int, int, int]] = []  # (place, end, item), in order, apart from one another
+    ending: list[tuple[int, int]] = []  # (last moment, item), as a heap
+    for i in sorted((i for i, item in enumerate(items) if item[3] > 0), key=lambda i: items[i][0]):
+        first, last, low, size = items[i]
+        while ending and ending[0][0] < first:
+            _, gone = heappop(ending)
+            del alive[bisect_left(alive, (items[gone][2],))]
+        at = bisect_left(alive, (low,))
+        beside = [j for start, end, j in alive[max(at - 1, 0) : at + 1] if start < low + size and low < end]
+        if beside:
+            return min(i, beside[0]), max(i, beside[0])
+        alive.insert(at, (low, low + size, i))
+        heappush(ending, (last, i))
     return None
