@@ -1,8 +1,9 @@
 """tracing: a function traced on fake tensors, with every op watched: what it may not do is refused before it is done.
 
 `trace` gives a pure graph of aten ops whose nodes carry the user's line. Nothing is baked in silently: in-place work on
-inputs or closed-over tensors, draws from torch's ambient generator, branches on values and closed-over tensors that
-require grad are refused, with the line and what to write instead. Other closed-over tensors become inputs (`lifted`).
+inputs or closed-over tensors, draws from torch's ambient generator, branches on values that an input decides and
+closed-over tensors that require grad are refused, with the line and what to write instead; values that no input decides
+are known (`fzero.known`). Other closed-over tensors become inputs (`lifted`).
 """
 
 from __future__ import annotations
