@@ -56,17 +56,22 @@ class Known:
     values: Any = field(default_factory=WeakIdKeyDictionary)  # fake tensor -> (its real value, what it came from)
     closed: dict[int, torch.Tensor] = field(default_factory=dict)  # closed-over tensors, by id
     read: set[int] = field(default_factory=set)  # those of which a value was asked for
+    guarded: set[int] = field(default_factory=set)  # their storages, which no op may write to
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """After an op: keeps the values of its results, or forgets what it has written to."""
         given = self._given(func, args, kwargs)
-        if given is None or any(x.numel() > MOST for x in _tensors(result)):
-            if func._schema.is_mutable:
-                self._forget(func, args, kwargs)
+        written = self._written(func, args, kwargs) if func._schema.is_mutable else set()
+        if given is None or written & self.guarded or any(x.numel() > MOST for x in _tensors(result)):
+            self._forget(written)
             return
-        real = self._computed(func, *given[:2])
-        for fake, value in zip(_tensors(result), _tensors(real), strict=True):
-            if is_fake(fake):
+        try:
+            real = _tensors(self._computed(func, *given[:2]))
+        except Exception:  # the program will say so, when it runs or, for what eager refuses too, now
+            self._forget(written)
+            return
+        for fake, value in zip(_tensors(result), real, strict=False):
+            if is_fake(fake) and fake.shape == value.shape:
                 self.values[fake] = value, given[2]
 
     def value(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
@@ -103,6 +108,8 @@ class Known:
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         with unwatched(), torch.no_grad():
+            if func is torch.ops.aten.lift_fresh.default:  # the copy that a literal's in-place work is done on
+                return args[0].clone()
             return func(*args, **kwargs)
 
     def _given(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, _Sources] | None:
@@ -120,7 +127,7 @@ class Known:
                 if found is None:
                     return None
                 leaves[i], sources = found[0], sources | found[1]
-            elif isinstance(leaf, torch.device):
+            elif isinstance(leaf, torch.device) and not torch.cuda.is_available():
                 leaves[i] = torch.device("cpu")
         args, kwargs = spec.unflatten(leaves)
         return args, kwargs, sources
@@ -131,21 +138,25 @@ class Known:
             if is_fake(tensor) or not plain or tensor.numel() > MOST or tensor.is_meta:
                 return None
             with unwatched(), torch.no_grad():
-                self.values[tensor] = tensor.detach().cpu().clone(), frozenset((id(tensor),))
+                self.values[tensor] = tensor.detach(), frozenset((id(tensor),))
+            self.guarded.add(_storage(tensor))
             self.closed[id(tensor)] = tensor
         return self.values[tensor]
 
-    def _forget(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
+        """The storages of known values that an op writes to, by their addresses."""
         named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
-        for argument in func._schema.arguments:
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            for written in _tensors(named.get(argument.name)):
-                if written in self.values:
-                    storage = self.values[written][0].untyped_storage().data_ptr()
-                    for fake, (value, _) in list(self.values.items()):
-                        if value.untyped_storage().data_ptr() == storage:
-                            del self.values[fake]
+        targets = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        return {_storage(self.values[x][0]) for name in targets for x in _tensors(named.get(name)) if x in self.values}
+
+    def _forget(self, written: set[int]) -> None:
+        for fake, (value, _) in list(self.values.items()) if written else ():
+            if _storage(value) in written:
+                del self.values[fake]
+
+
+def _storage(value: torch.Tensor) -> int:
+    return value.untyped_storage().data_ptr()
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

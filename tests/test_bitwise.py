@@ -106,7 +106,7 @@ class World:
     ids="world={}".format,
 )
 def world(request: pytest.FixtureRequest) -> World:
-    ranks = values(gloo(request.param, train_all, request.param, timeout=200))
+    ranks = values(gloo(request.param, train_all, request.param))
     for other in ranks[1:]:
         for name, (state, losses) in ranks[0].items():
             assert not differing(state, other[name][0]), f"{name}: unshard gives other bits on another rank"

@@ -45,7 +45,7 @@ def _run(world: int, folder: Path) -> dict[str, Any]:
     env |= {"PYTHONPATH": os.pathsep.join([*map(str, (WORKER.parents[2], WORKER.parents[1])), *sys.path])}
     env |= {"OMP_NUM_THREADS": "1", "FZERO_STANDIN_RUN": str(folder)}
     command = [sys.executable, *launch, str(WORKER)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env, check=False)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"failed"')]
     assert len(rows) == world, done.stdout[-2000:] + done.stderr[-3000:]
     failed: dict[str, str] = {}

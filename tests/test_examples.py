@@ -100,10 +100,10 @@ def test_a_batch_that_ranks_cannot_share_is_refused_before_any_rank_starts(tmp_p
 
 
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    program = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('no luck'); time.sleep(100)"
+    program = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('no luck'); time.sleep(1000)"
     start = time.monotonic()
     assert ranks.launch([sys.executable, "-c", program], 3, tmp_path) == 1
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 500, "a hang"
     error = capfd.readouterr().err
     assert "rank 1 ended with exit status 1" in error
     assert "no luck" in error

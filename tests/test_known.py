@@ -30,6 +30,12 @@ def written(p: Any, b: Tensor) -> Tensor:
     return (b[:, mask] @ p["w"][mask]).square().sum()
 
 
+def literal(p: Any, b: Tensor) -> Tensor:
+    mask = torch.tensor([False, False, True])
+    mask[0] = True
+    return (b[:, mask] @ p["w"][mask]).square().sum()
+
+
 def sliced(p: Any, b: Tensor) -> Tensor:
     lengths = torch.tensor([1, 3])
     return sum((b[i, : int(n)].sum() * p["w"].sum() for i, n in enumerate(lengths)), torch.zeros(()))
@@ -48,6 +54,7 @@ KNOWN: dict[str, Loss] = {
     "causal mask": lambda p, b: (p["w"].T @ torch.ones(3, 3).tril()[torch.eye(3).bool().any(0)]).sum() + b.sum(),
     "tolist": lambda p, b: sum((p["w"][i].sum() for i in torch.tensor([2, 0]).tolist()), b.sum()),
     "written in the loss": written,
+    "written to a literal": literal,
     "lengths": sliced,
 }  # fmt: skip
 
@@ -72,7 +79,14 @@ def by_input(p: Any, b: Tensor) -> Tensor:
     return p["w"].sum() * (2.0 if mask.any() else 1.0)
 
 
+def through_a_view(p: Any, b: Tensor) -> Tensor:
+    copy = torch.zeros(3)
+    copy[:2] = b[0, :2]
+    return p["w"].sum() * copy.sum().item()
+
+
 UNKNOWN: dict[str, Loss] = {
+    "written through a view": through_a_view,
     "written by an input": by_input,
     "from the batch": lambda p, b: p["w"].sum() * (WEIGHTS * b[0]).sum().item(),
     "memory without values": lambda p, b: p["w"].sum() * torch.empty(3).sum().item(),

@@ -38,7 +38,7 @@ def test_torchrun_brings_a_killed_rank_back(tmp_path: Path) -> None:
     for name, restarts in (("disturbed", TORCHRUN_KILLS), ("undisturbed", 0)):
         done = subprocess.run(
             [*command, f"--max-restarts={restarts}", str(script), str(tmp_path / name), str(restarts)],
-            env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200, check=False,
+            env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
@@ -65,14 +65,14 @@ def test_the_demo_stops_at_sigterm_and_resumes(tmp_path: Path) -> None:
     while not (line := stopped.stdout.readline()).startswith("step "):
         assert line, stopped.communicate()
     stopped.send_signal(signal.SIGTERM)
-    printed, error = stopped.communicate(timeout=100)
+    printed, error = stopped.communicate(timeout=600)
     assert stopped.returncode == 130
     assert "--resume goes on from the last save" in printed
     assert "all 2 ranks have ended" in error
     resumed, undisturbed = demo(tmp_path / "stopped", "--resume"), demo(tmp_path / "undisturbed")
     found = []
     for process in (resumed, undisturbed):
-        printed, error = process.communicate(timeout=200)
+        printed, error = process.communicate(timeout=900)
         assert process.returncode == 0, error
         found.append([line for line in printed.splitlines() if line.startswith("digest of the parameters")])
         assert ("going on after step" in printed) == (process is resumed)

@@ -1,4 +1,4 @@
-"""ZeRO's own table from lowered programs: a 7.5B-parameter GPT with AdamW at 64 ranks, in under a minute."""
+"""ZeRO's own table from lowered programs: a 7.5B-parameter GPT with AdamW at 64 ranks."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ def test_the_table_of_the_paper() -> None:
     between = [float(row[4]) for row in rows]
     assert between[0] == pytest.approx(12 * 7.5, rel=0.01)
     assert between[3] == pytest.approx(12 * 7.5 / 64, rel=0.01), "no 16-bit copy, 12 bytes a parameter"
-    assert seconds < 60
+    assert seconds < 600, "a hang"

@@ -151,7 +151,7 @@ def kills(*words: str) -> list[Any]:
     tests = Path(__file__).parents[1]
     env = {**os.environ, "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}"}
     command = [sys.executable, __file__, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
