@@ -127,8 +127,8 @@ class Known:
                 if found is None:
                     return None
                 leaves[i], sources = found[0], sources | found[1]
-            elif isinstance(leaf, torch.device) and not torch.cuda.is_available():
-                leaves[i] = torch.device("cpu")
+            elif isinstance(leaf, torch.device):
+                leaves[i] = torch.device("cpu")  # where values are kept, whatever the device of the step
         args, kwargs = spec.unflatten(leaves)
         return args, kwargs, sources
 
@@ -138,8 +138,9 @@ class Known:
             if is_fake(tensor) or not plain or tensor.numel() > MOST or tensor.is_meta:
                 return None
             with unwatched(), torch.no_grad():
-                self.values[tensor] = tensor.detach(), frozenset((id(tensor),))
-            self.guarded.add(_storage(tensor))
+                value = tensor.detach().cpu()
+            self.values[tensor] = value, frozenset((id(tensor),))
+            self.guarded.add(_storage(value))
             self.closed[id(tensor)] = tensor
         return self.values[tensor]
 

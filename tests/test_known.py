@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -137,7 +138,15 @@ def test_distributions_are_not_checked_in_a_trace_alone() -> None:
     def loss(p: Any, b: Tensor) -> Tensor:
         return -torch.distributions.Categorical(logits=b @ p["w"]).log_prob(torch.tensor([0, 1, 0, 1])).mean()
 
-    fzero.lower(fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1)), params(), X, world_size=1)
+    def traced() -> None:
+        for _ in range(3):
+            fzero.lower(fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1)), params(), X, world_size=1)
+
+    threads = [Thread(target=traced) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     with pytest.raises(ValueError, match="to satisfy the constraint"):
         torch.distributions.Normal(torch.zeros(1), -torch.ones(1))
 

@@ -336,7 +336,7 @@ def messages() -> None:
     x = torch.full((4,), float(RANK), device=HERE)
     kind = "send" if RANK == 0 else "recv"
     refs = {"reads": (Ref("x"),), "writes": ()} if RANK == 0 else {"reads": (), "writes": (Ref("x"),)}
-    comm.start("x", Op(kind, **refs, attrs={"peer": 1 - RANK}), [x])  # type: ignore[arg-type]
+    comm.start("x", Op(kind, **refs, attrs=(("peer", 1 - RANK),)), [x])  # type: ignore[arg-type]
     comm.wait("x")
     assert x.tolist() == [0.0] * 4
 
