@@ -945,7 +945,7 @@ def run_checks() -> dict[str, str]:
     return errors
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids="world={}".format)
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.acceptance), 3], ids="world={}".format)
 def errors(request: pytest.FixtureRequest) -> list[dict[str, str]]:
     return values(gloo(request.param, run_checks))
 

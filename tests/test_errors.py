@@ -301,6 +301,7 @@ def with_y(value: Any) -> dict[str, Any]:
     ],
     ids=lambda x: str(x)[:30].replace("\n", " "),
 )
+@pytest.mark.sampled(6)
 def test_a_bad_batch_is_refused_and_changes_nothing(bad: Any, error: type[Exception], parts: tuple[str, ...]) -> None:
     with changes_nothing() as state:
         said(error, lambda: fzero.step(state, bad), *parts)

@@ -52,6 +52,7 @@ def names(one: Fused) -> list[str]:
 
 
 @pytest.mark.parametrize("number", range(18))
+@pytest.mark.sampled(6)
 def test_a_segment_with_stretches_cut_out_computes_the_same_bits(number: int, monkeypatch: Any) -> None:
     case = corpus.draw(random.Random(number), number)
 

@@ -107,6 +107,7 @@ def _attention(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("loss", [_norms, _conv1d, _casts, _attention])
+@pytest.mark.sampled(2)
 def test_a_workspace_rule_is_what_the_kernel_allocates(loss: Any) -> None:
     """Every node of a joint graph alone: what the allocator gave beyond the results, against the rule."""
     params = {
@@ -176,7 +177,7 @@ KINDS: dict[str, tuple[Any, torch.Size, torch.Size]] = {  # a loss of a paramete
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 def test_no_call_of_a_segment_asks_the_allocator_for_more_than_its_heap(kind: str) -> None:
     """Every call as the executor makes it, into memory that is there: what the allocator gave, against the plan."""
     loss, shape, data = KINDS[kind]

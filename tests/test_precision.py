@@ -162,7 +162,7 @@ def travelled(one: fzero.Lowered, kind: str) -> tuple[set[torch.dtype], int]:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", HELD)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 def test_what_is_held_and_moved_in_which_dtype(name: str, zero: int) -> None:
     params, moments, gathered, grads, wire = HELD[name]
     one = lowered(POLICIES[name], zero)
