@@ -109,17 +109,29 @@ def _own(operand: fx.Node, found: segments.Values) -> segments.Value | None:
 def _elementwise(node: fx.Node, key: segments.Value, result: torch.Tensor) -> bool:
     """Whether every operand of this memory has the shape, strides and dtype of the result, and all of the memory.
 
-    Strides of dims of size one count too: torch takes an input and an output as one only if they are equal.
+    Strides of dims of size one count too: torch takes an input and an output as one only if they are equal. After an
+    `expand` torch's shape rules give them other ones than its kernels (2.13.0).
     """
     made = dict(segments.results(key[0]))[key[1]]
     # a value read as another dtype; complex division rounds differently over its operand (torch 2.13.0)
     if made.dtype != result.dtype or result.dtype.is_complex:
         return False
-    operands = [n.meta["val"] for n in node.all_input_nodes if key in segments.memory(n)]
+    readers = [n for n in node.all_input_nodes if key in segments.memory(n)]
+    if any(map(_expanded, readers)):
+        return False
+    operands = [n.meta["val"] for n in readers]
     dense = torch.empty(result.shape, device="meta").stride()
     return segments.extent_bytes(made) == segments.extent_bytes(result) and all(
         x.shape == result.shape and x.dtype == result.dtype and x.stride() == result.stride() == dense for x in operands
     )
+
+
+def _expanded(node: fx.Node) -> bool:
+    while segments.is_view(node):
+        if node.target is aten.expand.default:
+            return True
+        node = segments.operand(node)
+    return False
 
 
 def at_home(value: torch.Tensor, home: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import fzero
 from fzero import reuse, segments, strips, tape
 from fzero.plan.measured import measured_peak
 from fzero.program import Ref, op
@@ -300,3 +301,10 @@ def test_the_gradient_of_a_softmax_that_is_transposed(kind: str) -> None:
         return [getattr(aten, f"{kind}_backward_data")(g.t(), made, -1, torch.float32).clone(), made]
 
     check(graph_of(fn, [x, g]), [x, g])
+
+
+def test_a_sum_of_views_of_one_expanded_element() -> None:
+    """Torch's shape rules and its kernels give such views other strides, and a kernel refuses half of an operand."""
+    spec = fzero.Spec(loss=lambda p, b: torch.cartesian_prod(p["w"], p["w"]).sum(), optimizer=fzero.optim.sgd(0.5))
+    state = fzero.step(fzero.init({"w": torch.ones(1)}, spec), torch.ones(1))
+    assert fzero.unshard(state.params)["w"].tolist() == [0.0]
