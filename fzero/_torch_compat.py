@@ -168,28 +168,17 @@ def compiled_functions_traced() -> Iterator[None]:
         yield
 
 
-class _Unchecked:
-    """How many traces are going on, in whatever threads, and what was set before the first."""
-
-    lock, traces, before = threading.Lock(), 0, True
-
-
 @contextmanager
 def distributions_unchecked() -> Iterator[None]:
-    """`torch.distributions` does not look at the values of its arguments unless told to (2.11.0, 2.13.0)."""
+    """`torch.distributions` does not look at the values of its arguments unless told to. Within `make_fx`, so in one
+    thread at a time (2.11.0, 2.13.0)."""
     kind = torch.distributions.Distribution
-    with _Unchecked.lock:
-        if not _Unchecked.traces:
-            _Unchecked.before = kind._validate_args
-            kind.set_default_validate_args(False)
-        _Unchecked.traces += 1
+    before = kind._validate_args
+    kind.set_default_validate_args(False)
     try:
         yield
     finally:
-        with _Unchecked.lock:
-            _Unchecked.traces -= 1
-            if not _Unchecked.traces:
-                kind.set_default_validate_args(_Unchecked.before)
+        kind.set_default_validate_args(before)
 
 
 def ambient_modes() -> list[Any]:

@@ -134,7 +134,9 @@ def test_a_change_of_what_decided_the_program_is_an_error_and_of_another_tensor_
     assert fzero.unshard(state.params)["w"].isfinite().all(), "the state is as it was"
 
 
-def test_distributions_are_not_checked_in_a_trace_alone() -> None:
+def test_distributions_are_not_checked_in_a_trace_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile switches it off
+
     def loss(p: Any, b: Tensor) -> Tensor:
         return -torch.distributions.Categorical(logits=b @ p["w"]).log_prob(torch.tensor([0, 1, 0, 1])).mean()
 
