@@ -62,8 +62,7 @@ def step(state: State, batch: Any) -> State:
     >>> float(state.metrics["loss"]), state.step, state.params["w"].full().tolist()
     (1.0, 1, [0.8999999761581421, 0.8999999761581421])
     """
-    batch = tree.plain(batch)
-    lowered = _agreed("step", f"step {state.step + 1}" if isinstance(state, State) else "", state, batch)
+    lowered, batch = _agreed("step", f"step {state.step + 1}" if isinstance(state, State) else "", state, batch)
     return advanced(state, lowered, execute(state, lowered, batch))
 
 
@@ -107,8 +106,8 @@ def evaluate(state: State, batch: Any, fn: Callable[..., Any], *, key: torch.Ten
             f"fzero.evaluate(state, batch, fn): fn is {type(fn).__name__}: needed a function (params, batch)"
         )
     check_key("evaluate", key)
-    given = {"batch": tree.plain(batch), "key": key}
-    lowered = _agreed("evaluate", "an evaluation", state, given, fn)
+    given = {"batch": batch, "key": key}
+    lowered, given = _agreed("evaluate", "an evaluation", state, given, fn)
     return execute(state, lowered, given)["result"]
 
 
@@ -156,8 +155,8 @@ def lower(
 # --- pieces -----------------------------------------------------------------------------------------------------------
 
 
-def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any] | None = None) -> Lowered:
-    """The program to run, once every rank has the same one and no rank failed before."""
+def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any] | None = None) -> tuple[Lowered, Any]:
+    """(the program to run, the batch as plain dicts), once every rank has the same one and no rank failed before."""
     if not isinstance(state, State):
         raise TreeError(f"fzero.{name} needs the State that fzero.init returned, got {type(state).__name__}")
     runtime = state.runtime
@@ -169,6 +168,7 @@ def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any]
             paths = [leaf.path for leaf in runtime.plan.leaves]
             more = f" and {len(paths) - 1} more leaves" if len(paths) > 1 else ""
             raise DonatedError(f"this state ({at('state', paths[0])}{more}) {state.life.ended}")
+        batch = tree.plain(batch)
         _check_batch(batch if fn is None else batch["batch"], runtime.device)
         lowered = runtime.compiled(batch, fn)
         digest = f"{lowered.digest} after {runtime.transport.comm.number} transfers"
@@ -180,7 +180,7 @@ def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any]
         runtime.rank, runtime.world_size, what, digest, runtime.group, failure, runtime.says(), lambda: _shown(batch)
     )
     assert lowered is not None
-    return lowered
+    return lowered, batch
 
 
 def _shown(batch: Any) -> dict[str, str]:

@@ -203,10 +203,10 @@ REMEDIES = {
     "out by a mask of the lengths (torch.arange(T) < lengths[:, None]); take last states by torch.gather",
     "_ctc_loss": "torch's CTC reads lengths and targets on the host: compute it by its recursion in log space over "
     "padded targets, with torch.where for lengths",
-    "one_hot": "Say num_classes=",
-    "repeat_interleave": "Say output_size=, or repeat by an index from the batch",
-    "bincount": "Its length is a value: torch.zeros(n).index_add(0, index, ones) has n elements",
-    "unique": "How many there are is a value: torch.sort keeps the shape",
+    "one_hot(": "Say num_classes=",
+    "aten.repeat_interleave": "Say output_size=, or repeat by an index from the batch",
+    "aten.bincount": "Its length is a value: torch.zeros(n).index_add(0, index, ones) has n elements",
+    "aten._unique2": "How many there are is a value: torch.sort keeps the shape",
     "gaussian_nll_loss": "It checks that no variance is negative: write 0.5 * (var.log() + (x - y) ** 2 / var) with "
     "var.clamp(min=eps)",
     "models/longformer": "It looks for tokens with global attention: this model needs a loss of its own parts with a "
@@ -246,10 +246,4 @@ def _library(filename: str) -> str | None:
 
 def _raised_at(error: Exception) -> str:
     """The innermost line outside torch, fzero and optree of an error's traceback."""
-    line, trace_back = "", error.__traceback__
-    while trace_back is not None:
-        code = trace_back.tb_frame.f_code
-        if is_users(code.co_filename):
-            line = f"{code.co_filename.rsplit('/', 1)[-1]}:{trace_back.tb_lineno}"
-        trace_back = trace_back.tb_next
-    return line
+    return _frames(error)[0][0]

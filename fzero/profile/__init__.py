@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fzero import ambient, tree
+from fzero import ambient
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.api import _agreed, advanced
 from fzero.errors import FzeroError
@@ -49,10 +49,9 @@ def profile(state: State, batch: Any, folder: str | Path = "runs/profile") -> St
     >>> state.step
     2
     """
-    batch = tree.plain(batch)
     failure = _unwritable(folder)
     what = f"a profile of step {state.step + 1}" if isinstance(state, State) else ""
-    lowered = _agreed("profile", what, state, batch)
+    lowered, batch = _agreed("profile", what, state, batch)
     runtime = state.runtime
 
     def ready() -> None:
