@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import os
@@ -16,6 +17,7 @@ import torch
 from torch import _weights_only_unpickler  # 2.11.0, 2.13.0
 from torch._C import _profiler as _cpp_profiler  # 2.11.0, 2.13.0
 from torch._compile import _disable_dynamo as untraced_by_dynamo  # 2.11.0, 2.13.0
+from torch._dispatch.python import enable_python_dispatcher as by_decompositions  # 2.11.0, 2.13.0
 from torch._subclasses.fake_tensor import (  # 2.11.0, 2.13.0
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -48,6 +50,7 @@ __all__ = [
     "ambient_modes",
     "autocast_left",
     "below_autograd",
+    "by_decompositions",
     "by_onednn",
     "compiled_functions_traced",
     "default_store",
@@ -71,6 +74,7 @@ __all__ = [
     "quiet_fakes",
     "real_tensors",
     "saved_tensor_hooks",
+    "scatters_keep_overlap",
     "store_holder",
     "tracing_graph",
     "untraced_by_dynamo",
@@ -388,3 +392,12 @@ def allocations() -> Iterator[list[tuple[int, int]]]:
         events: list[Any] = torch.autograd._disable_profiler().events()
         ours = [e for e in events if e.name() == "[memory]" and e.device_type() == torch.autograd.DeviceType.CPU]
         found += [(e.start_ns(), e.nbytes()) for e in sorted(ours, key=lambda e: e.start_ns())]
+
+
+@functools.cache
+def scatters_keep_overlap() -> bool:
+    """Whether torch's shape rules give the result of `select_scatter` and kin an expanded operand's strides (2.11.0).
+    Its kernels, and the rules of 2.13.0, give it memory of its own."""
+    with unwatched():
+        expanded, value = torch.empty(1, device="meta").expand(2), torch.empty((), device="meta")
+        return torch.ops.aten.select_scatter(expanded, value, 0, 0).stride() == (0,)

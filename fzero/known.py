@@ -90,14 +90,16 @@ class Known:
             value = self.value(torch.ops.aten.nonzero.default, (index,), {}) if mask else None
             with unwatched():
                 columns = [] if value is None else [column.clone() for column in value[0].unbind(1)]
-            found += [self.literal(column) for column in columns] or [index]
+            found += [self.literal(column, index.device) for column in columns] or [index]
         return found
 
-    def literal(self, value: Any) -> Any:
-        """A number as it is; a real tensor as a literal of the trace."""
+    def literal(self, value: Any, device: torch.device) -> Any:
+        """A number as it is; a real tensor as a literal of the trace on this device."""
         if not isinstance(value, torch.Tensor):
             return value
-        fake = torch.ops.aten.lift_fresh.default(value)
+        with unwatched():
+            there = value.to(device)
+        fake = torch.ops.aten.lift_fresh.default(there)
         self.values[fake] = value, frozenset()
         return fake
 

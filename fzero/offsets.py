@@ -123,7 +123,14 @@ def rooted(gm: fx.GraphModule) -> fx.GraphModule:
     """Views at an offset of a view become views of the value that owns the memory. In place; returns its argument.
 
     as_strided(slice(x, 0, 1, 3), [2], [1], 0)  becomes  as_strided(x, [2], [1], 0)
+
+    So does what is written through `unfold`, whose pure form in torch loses the elements that no window has.
     """
+    for node in {n for written in gm.graph.nodes for w in segments.mutated(written) for n in _upwards(w)}:
+        if node.target is aten.unfold.default:
+            value = node.meta["val"]
+            layout = (list(value.shape), list(value.stride()), int(value.storage_offset()))
+            node.target, node.args, node.kwargs = aten.as_strided.default, (segments.operand(node), *layout), {}
     for node in gm.graph.nodes:
         if node.target in (aten.as_strided.default, aten._reshape_alias.default):
             operand = segments.operand(node)
@@ -303,9 +310,9 @@ def _start_in(value: torch.Tensor, layout: Layout) -> int | None:
 def _upwards(node: fx.Node) -> Iterator[fx.Node]:
     """A value, what it is a view of, and so on to what owns the memory."""
     yield node
-    while segments.is_view(node):
-        node = segments.operand(node)
-        yield node
+    while (source := segments.source(node)) is not None:
+        yield source
+        node = source
 
 
 def _alike(a: fx.Node, b: fx.Node) -> bool:

@@ -15,7 +15,12 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from fzero import segments
-from fzero._torch_compat import DataDependentOutputException, DynamicOutputShapeException, is_fake
+from fzero._torch_compat import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    by_decompositions,
+    is_fake,
+)
 from fzero.draws import no_dropout
 from fzero.errors import CaptureError
 from fzero.provenance import describe, is_users, name_of, user_line
@@ -121,11 +126,13 @@ class Refused(Exception):
         self.written = written
 
 
+RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _SETS_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class NoExchange(TorchFunctionMode):
-    """Refuses `x.data = y`, which no op tells a trace of: it would go on with the old value."""
+    """Refuses `x.data = y`, which no op tells a trace of: it would go on with the old value. On CUDA, recurrent layers
+    become the ops that they are made of."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -135,6 +142,9 @@ class NoExchange(TorchFunctionMode):
                 f"`.data = ...` at {user_line()} puts another value into a tensor, which a trace cannot follow. Write "
                 "x = value; of a parameter, compute with the new value, and return it from the step to keep it"
             )
+        if func in RECURRENT and any(isinstance(x, torch.Tensor) and x.is_cuda for x in args):
+            with by_decompositions():  # cuDNN would read where the weights lie
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -147,7 +157,7 @@ def explained() -> Iterator[None]:
         raise CaptureError(str(error)) from None
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise _data_dependent(error, str(error.func)) from None
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, CaptureError):
             raise
         if "tracing tensor" in str(error) or "data-dependent" in str(error).lower():
@@ -174,6 +184,10 @@ _TORCH_SAYS = {
     "Return it as a metric",
     "_apply(): Couldn't swap": "a module is moved or cast within the step (module.to, .half). Cast its input, as in "
     "x.to(self.l.weight.dtype), and say Precision(compute=...) for the weights",
+    "Cannot view a tensor with shape": "a view that the tensor's strides do not allow. Write x.reshape(...) instead of "
+    "x.view(...), and x = x.transpose(...) instead of x.transpose_(...) and kin, which change views made before",
+    "does not require grad and does not have a grad_fn": "a gradient is asked for that is no function of a parameter: "
+    "a closed-over tensor has none in a step. Take it of x.detach().requires_grad_(), made in the loss",
     "a dynamo-optimized function": "a torch.compiled function is called. Pass the plain one: fzero compiles the step",
 }
 

@@ -130,16 +130,17 @@ def mutated(node: fx.Node) -> list[fx.Node]:
     return [v for v in written if isinstance(v, fx.Node)]
 
 
-Aliasing = tuple[bool, tuple[tuple[int, str], ...]]
+Argument = tuple[int, str]  # position and name
+Aliasing = tuple[bool, tuple[Argument, ...], tuple[Argument | None, ...]]
 
 
 def _aliasing(node: fx.Node) -> Aliasing:
-    """Whether the schema of a node's op says that a result shares memory with an operand, and the arguments (position,
-    name) that it writes to."""
+    """Whether the schema of a node's op says that a result shares memory with an operand, the arguments that it writes
+    to, and by result the one of them that it returns."""
     if isinstance(node.target, torch._ops.OpOverload):
         return _aliasing_of(node.target)
     found = schema(node)
-    return (False, ()) if found is None else _read_schema(found)
+    return (False, (), ()) if found is None else _read_schema(found)
 
 
 @functools.cache
@@ -150,14 +151,35 @@ def _aliasing_of(target: torch._ops.OpOverload) -> Aliasing:
 def _read_schema(found: torch.FunctionSchema) -> Aliasing:
     shares = any(r.alias_info is not None and not r.alias_info.is_write for r in found.returns)
     known = [(i, a.name, a.alias_info) for i, a in enumerate(found.arguments)]
-    return shares, tuple((i, name) for i, name, alias in known if alias is not None and alias.is_write)
+    written = {(i, name): alias.before_set for i, name, alias in known if alias is not None and alias.is_write}
+    sets = [
+        r.alias_info.before_set if r.alias_info is not None and r.alias_info.is_write else () for r in found.returns
+    ]
+    returned = tuple(next((own for own, names in written.items() if names & set(of)), None) for of in sets)
+    return shares, tuple(written), returned
 
 
 def base(node: fx.Node) -> fx.Node:
-    """The node whose memory a view looks at: itself where it is no view."""
-    while is_view(node) or (is_compute(node) and mutated(node)):
-        node = mutated(node)[0] if mutated(node) else operand(node)
+    """The node whose memory a view, or what an in-place op returns, looks at: itself where it has memory of its own."""
+    while (owner := source(node)) is not None:
+        node = owner
     return node
+
+
+def source(node: fx.Node) -> fx.Node | None:
+    """The operand whose memory a node's result lies in: what it looks at, or writes to and returns."""
+    if not is_compute(node):
+        return None
+    if is_view(node):
+        return operand(node)
+    op, index = (operand(node), node.args[1]) if node.target is operator.getitem else (node, 0)
+    returned = _aliasing(op)[2]
+    which = returned[index] if isinstance(index, int) and index < len(returned) else None
+    if which is None:
+        return None
+    position, name = which
+    value = op.args[position] if position < len(op.args) else op.kwargs.get(name)
+    return value if isinstance(value, fx.Node) else None
 
 
 def output(graph: fx.Graph) -> fx.Node:
@@ -254,6 +276,11 @@ def dense(size: Sequence[int], stride: Sequence[int]) -> bool:
     dims = sorted((step, n) for n, step in zip(size, stride, strict=True) if n != 1)
     steps = itertools.accumulate((n for _, n in dims), operator.mul, initial=1)
     return 0 in size or all(step == wanted for (step, _), wanted in zip(dims, steps, strict=False))
+
+
+def steps(x: torch.Tensor) -> list[int]:
+    """The strides that say where a tensor's elements lie: of dims of more than one."""
+    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1] if x.numel() else []
 
 
 def normalised(gm: fx.GraphModule) -> fx.GraphModule:

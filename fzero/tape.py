@@ -12,7 +12,7 @@ Results have the bits of the plain graph: an `out=` form runs the same kernel on
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -198,6 +198,7 @@ def _writing(node: fx.Node, args: Any, kwargs: Any, into: dict[int, torch.Tensor
         yield from special(into[0], *args, **kwargs)
     elif form is not None:
         names = [a.name for a in form._schema.arguments if a.is_out]
+        args = [_one_with(into.values(), x) for x in args]
         yield partial(_kernel(form, args, kwargs), *args, **kwargs, **dict(zip(names, into.values(), strict=True)))
     elif not into:
         yield partial(_kernel(node.target, args, kwargs), *args, **kwargs)  # a check, which returns nothing
@@ -207,6 +208,19 @@ def _writing(node: fx.Node, args: Any, kwargs: Any, into: dict[int, torch.Tensor
         yield partial(_copy_results, compute, [(i, tensor) for i, tensor in into.items() if i in used])
     else:
         yield partial(_copy_result, partial(_kernel(node.target, args, kwargs), *args, **kwargs), into[0])
+
+
+def _one_with(results: Iterable[torch.Tensor], x: Any) -> Any:
+    """The result that lies where an operand does, instead of it: torch takes them as one only if all their strides are
+    equal, those of dims of one element too, and what torch's shape rules say of those is not what its kernels do."""
+    if not isinstance(x, torch.Tensor) or x.is_conj() or x.is_neg():
+        return x
+    known = [(n, stride) for n, stride in zip(x.shape, x.stride(), strict=True) if n != 1]
+    for made in results:
+        alike = (made.data_ptr(), made.dtype, made.shape) == (x.data_ptr(), x.dtype, x.shape)
+        if alike and known == [(n, stride) for n, stride in zip(made.shape, made.stride(), strict=True) if n != 1]:
+            return made
+    return x
 
 
 def _kernel(target: Any, args: Any, kwargs: Any) -> Any:
@@ -271,20 +285,26 @@ def _form(node: fx.Node) -> Any:
 
 def _special(node: fx.Node) -> Callable[..., Iterator[Call]] | None:
     if node.target is aten.embedding_dense_backward.default and not _fits(node):
-        return None if node.args[4] else _embedding_backward_by_columns
+        return None if node.args[4] or _on_cuda(node) else _embedding_backward_by_columns
     form = _SPECIAL.get(node.target)
     return form if form is not None and _fits(node) else None
 
 
 def _fits(node: fx.Node) -> bool:
-    """Whether a node's operands are as its special form needs them."""
+    """Whether a node's operands are as its special form needs them. CUDA adds rows in any order, but in torch's own
+    backward of an embedding, which sorts them."""
     if node.target is aten.embedding.default:
         return bool(node.args[1].meta["val"].is_contiguous())  # type: ignore[union-attr]
     if node.target is aten.embedding_dense_backward.default:
         operands = all(segments.operand(node, i).meta["val"].is_contiguous() for i in (0, 1))
         wide = node.meta["val"].dtype in (torch.float32, torch.float64)  # narrow ones are added in fp32
-        return bool(operands and wide and node.args[3] < 0 and not node.args[4])  # type: ignore[operator]
+        alone = not _on_cuda(node) and not node.args[4]
+        return bool(operands and wide and node.args[3] < 0 and alone)  # type: ignore[operator]
     return True
+
+
+def _on_cuda(node: fx.Node) -> bool:
+    return bool(node.meta["val"].is_cuda)
 
 
 def _copy(into: torch.Tensor, source: torch.Tensor, **_: Any) -> Iterator[Call]:

@@ -8,7 +8,7 @@ are known (`fzero.known`). Other closed-over tensors become inputs (`lifted`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from fzero._torch_compat import (
     in_functorch,
     is_fake,
     make_fx,
+    scatters_keep_overlap,
     tracing_graph,
 )
 from fzero.errors import CaptureError, TreeError, at
@@ -203,6 +204,19 @@ _LITERAL = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 def _functionalised(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     """The same graph with in-place work on its own intermediates made pure."""
     replay = _Replay(gm)
+    try:
+        pure = _replayed(tracing, gm, inputs, replay)
+    except CaptureError:
+        if not replay.moved:
+            raise
+        pure = _replayed(tracing, gm, inputs, _Replay(gm, replay.moved))
+    left = [node for node in pure.graph.nodes if segments.mutated(node)]
+    if left:
+        raise CaptureError(f"{left[0].target} works in place where it cannot be made pure: use its pure form")
+    return pure
+
+
+def _replayed(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch.Tensor], replay: _Replay) -> fx.GraphModule:
     shared = [n for n in gm.graph.nodes if n.op == "get_attr" and not all(u.target in _LITERAL for u in n.users)]
     constants = {str(n.target): x for n in shared if isinstance(x := attribute(gm, n), torch.Tensor)}
 
@@ -212,23 +226,26 @@ def _functionalised(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch
 
     with explained(), tracing.mode, compiled_functions_traced():
         try:
-            pure = make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
-        except RuntimeError as error:  # what the traced ops did, their pure forms do not
+            return make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+        except (RuntimeError, ValueError) as error:  # what the traced ops did, their pure forms do not
             line, said = replay.node.meta.get("source") or "the step", str(error).partition("\n")[0]
             raise CaptureError(
                 f"{replay.node.target} at {line} follows in-place work that cannot be made pure ({said}). Write "
                 "x = x.op(...) instead of x.op_(...)"
             ) from error
-    left = [node for node in pure.graph.nodes if segments.mutated(node)]
-    if left:
-        raise CaptureError(f"{left[0].target} works in place where it cannot be made pure: use its pure form")
-    return pure
 
 
 class _Replay(fx.Interpreter):
-    """Runs a graph and tells at which node it is. `functionalize` must be given closed-over tensors to wrap them."""
+    """Runs a graph and tells at which node it is. `functionalize` must be given closed-over tensors to wrap them.
+
+    What the in-place nodes `kept` make is copied into the old value, which keeps its strides; `moved` are those whose
+    pure form had strides of its own, so that a view which the graph takes later may be none."""
 
     node: fx.Node
+
+    def __init__(self, gm: fx.GraphModule, kept: Collection[fx.Node] = ()) -> None:
+        super().__init__(gm)
+        self.kept, self.moved = kept, set[fx.Node]()
 
     def with_constants(self, constants: Mapping[str, torch.Tensor], *xs: torch.Tensor) -> Any:
         self.constants = constants
@@ -241,7 +258,22 @@ class _Replay(fx.Interpreter):
         self.node = n
         if offsets.takes_offset(n):
             self.check_layout(n)
-        return super().run_node(n)
+        if n in self.kept:
+            target = segments.operand(n)
+            old, self.env[target] = self.env[target], self.env[target].clone()
+            made = super().run_node(n)
+            self.env[target] = old
+            return old.copy_(made)
+        result = super().run_node(n)
+        if self._moves(n, result):
+            self.moved.add(n)
+        return result
+
+    def _moves(self, n: fx.Node, result: Any) -> bool:
+        """Whether an in-place op on its first operand left it with other strides than when it was traced."""
+        if segments.mutated(n)[:1] != [n.args[0] if n.args else None] or segments.source(n) is not n.args[0]:
+            return False
+        return torch.Tag.inplace_view not in n.target.tags and segments.steps(result) != segments.steps(n.meta["val"])  # type: ignore[union-attr]
 
     def check_layout(self, n: fx.Node) -> None:
         """Refuses an offset into a tensor whose strides changed when a write to it was made pure."""
@@ -254,6 +286,12 @@ class _Replay(fx.Interpreter):
             )
 
 
+_SCATTERS = {
+    aten.as_strided_scatter.default,
+    aten.diagonal_scatter.default,
+    aten.select_scatter.default,
+    aten.slice_scatter.default,
+}
 # ops that refuse mixed dtypes when they run, but not on fake tensors
 _ONE_DTYPE = {
     aten.mm.default,
@@ -305,6 +343,8 @@ class _Watch(TorchDispatchMode):
             raise Refused(
                 f"{func} at {self.line()} is given {given}: it needs one dtype. Cast one, as in x.to(w.dtype)"
             )
+        if func in _SCATTERS and not segments.is_dense(args[0]) and scatters_keep_overlap():
+            args = (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
         if any(isinstance(value, torch.Generator) for value in (kwargs or {}).values()):
             raise Refused(str(ambient_draw(func, user_line())))
         if func is aten._efficientzerotensor.default:
@@ -336,7 +376,8 @@ class _Watch(TorchDispatchMode):
             places = known.places([args[1]])
             func, args = (func, args) if places[0] is args[1] else (aten.index.Tensor, (args[0], places))
         if READS.intersection(func.tags) and (found := known.value(func, args, kwargs)) is not None:
-            return optree.tree_map(known.literal, found[0])
+            device = next((x.device for x in segments.tensors(args)), torch.device("cpu"))
+            return optree.tree_map(lambda x: known.literal(x, device), found[0])
         result = func(*args, **kwargs)
         known.follow(func, args, kwargs, result)
         return result

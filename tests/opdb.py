@@ -1,12 +1,12 @@
 """Every op of torch's own operator database as a loss: what fzero makes of it, beside eager PyTorch.
 
 `python tests/opdb.py OUT` writes a line of JSON per case to OUT and goes on where it stopped; a case is (op, dtype,
-sample, variant). Cases run in a child, so that one that kills or hangs its process is a line too.
+sample, variant). Cases run in a child, so that one that kills or hangs its process is a line too. FZERO_TEST_DEVICE is
+the device.
 
 The tensors of a sample are leaves of the state (differentiable ones are parameters, other floating ones are not) and of
 the batch (integers). The loss is a random projection of the op's floating results; results, loss and gradients are
-metrics, so that all of them are compared: the executor in spoiled memory with the interpreter, bit for bit (unless a
-kernel returns other strides than torch's shape rule says: then kernels may walk over memory in another order), and both
+metrics, so that all of them are compared: the executor in spoiled memory with the interpreter, bit for bit, and both
 with autograd on the same function.
 """
 
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from helpers import same_bits
@@ -36,9 +37,11 @@ from torch.utils import _pytree as pytree  # 2.11.0, 2.13.0
 
 import fzero
 from fzero import segments
-from fzero.runtime import storage
+from fzero.kernels import kernel_for
+from fzero.runtime import handlers, storage
 from fzero.runtime.interpret import interpret
 
+DEVICE = os.environ.get("FZERO_TEST_DEVICE", "cpu")
 AT_ONCE = 8  # cases in one loss
 SAMPLES = {"plain": 10, "strided": 3, "in place": 3}  # of an op and dtype, by variant
 DTYPES = (torch.float32, torch.float64)
@@ -70,7 +73,7 @@ class Case:
 
 def dtypes_of(op: Any) -> list[torch.dtype]:
     """The dtypes an op is tried in: float32 and float64, or the first two it has."""
-    has = op.supported_dtypes("cpu")
+    has = op.supported_dtypes(DEVICE)
     return [d for d in DTYPES if d in has] or [d for d in INSTEAD if d in has][:2]
 
 
@@ -78,7 +81,7 @@ def samples(op: Any, dtype: torch.dtype, most: int) -> dict[int, Any]:
     """Up to `most` samples of an op, spread over its list, by their number there."""
     torch.manual_seed(0)
     grad = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
-    drawn = list(op.sample_inputs("cpu", dtype, requires_grad=grad))
+    drawn = list(op.sample_inputs(DEVICE, dtype, requires_grad=grad))
     count = min(most, len(drawn))
     picked = sorted({round(i * (len(drawn) - 1) / max(count - 1, 1)) for i in range(count)})
     return {i: drawn[i] for i in picked}
@@ -139,8 +142,10 @@ def case_of(op: Any, sample: Any, variant: str) -> Case:
     for i, y in enumerate(like):
         if y.dtype.is_floating_point or y.dtype.is_complex:
             dtype = (torch.complex128 if wide else torch.complex64) if y.dtype.is_complex else floating
-            groups["batch"][f"w{i}"] = torch.randn(y.shape, dtype=dtype, generator=draw)
-    groups["params"]["anchor"] = torch.zeros((), dtype=floating)  # so that there is a gradient, whatever the op
+            groups["batch"][f"w{i}"] = torch.randn(y.shape, dtype=dtype, generator=draw).to(DEVICE)
+    groups["params"]["anchor"] = torch.zeros(
+        (), dtype=floating, device=DEVICE
+    )  # so that there is a gradient, whatever the op
 
     def loss(params: Any, frozen: Any, batch: Any) -> Any:
         outs = results({"params": params, "frozen": frozen, "batch": batch})
@@ -200,7 +205,7 @@ def lowered(case: Case, world: int = 1) -> fzero.Lowered:
         return state, {"loss": value, "out": outs, "grad": grads}
 
     state = {"params": case.params, "frozen": case.frozen}
-    return fzero.lower(fzero.Spec(step=step, zero=3), state, case.batch, world_size=world)
+    return fzero.lower(fzero.Spec(step=step, zero=3, device=DEVICE), state, case.batch, world_size=world)
 
 
 def by_fzero(case: Case, low: fzero.Lowered) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
@@ -215,39 +220,32 @@ def by_fzero(case: Case, low: fzero.Lowered) -> tuple[dict[str, Tensor], dict[st
     memory |= dict(zip(inputs, fzero.tree.flatten(_cloned(case.batch))[1], strict=True))
     copy = _cloned(memory)
     found: set[str] = set()
-    for gm in program.segments.values():
-        gm.forward = partial(_watched, gm, found)
-    with torch.no_grad():
+    with torch.no_grad(), mock.patch.object(handlers, "as_planned", partial(_watched, found)):
         (rank,) = interpret({0: program}, [memory], poison=True)
-    for gm in program.segments.values():
-        del gm.forward
     plain = {name: rank.memory[buffer].clone() for name, buffer in program.metrics.items()}
     (bound,) = run_bound({0: program}, [copy], steps=2)
     return plain, bound, found
 
 
-def _watched(gm: fx.GraphModule, found: set[str], *given: Tensor) -> list[Tensor]:
-    """Runs a segment node by node; `found` receives what is not as its graph says: forms, strides and sharing."""
+def _watched(found: set[str], gm: fx.GraphModule, *given: Tensor) -> list[Tensor]:
+    """`handlers.as_planned`; `found` receives what is not as the segment's graph says: forms, strides and sharing."""
     env: dict[fx.Node, Any] = dict(zip(segments.placeholders(gm.graph), given, strict=True))
     for node in filter(segments.is_compute, gm.graph.nodes):
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-        env[node] = node.target(*args, **kwargs)
+        made = (kernel_for(node.target, *args, **kwargs) or node.target)(*args, **kwargs)
+        env[node] = made if segments.source(node) is not None else handlers.strided(made, node.meta.get("val"))
         if node.target is operator.getitem or segments.mutated(node):
             continue
-        pairs = list(zip(segments.tensors(node.meta.get("val")), segments.tensors(env[node]), strict=True))
+        pairs = list(zip(segments.tensors(node.meta.get("val")), segments.tensors(made), strict=True))
         if any(planned.shape != real.shape or planned.dtype != real.dtype for planned, real in pairs):
             found.add(f"{node.target} form")
-        elif any(_steps(planned) != _steps(real) for planned, real in pairs):
+        elif any(segments.steps(planned) != segments.steps(real) for planned, real in pairs):
             found.add(f"{node.target} strides")
         memory = {x.untyped_storage().data_ptr() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         shares = [real.untyped_storage().data_ptr() in memory for _, real in pairs if real.numel()]
         if any(shared != segments.is_view(node) for shared in shares):
             found.add(f"{node.target} shares")
     return list(fx.node.map_arg(segments.outputs(gm.graph), env.__getitem__))
-
-
-def _steps(x: Tensor) -> list[int]:
-    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1] if x.numel() else []
 
 
 def _cloned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -320,7 +318,7 @@ def outcome(case: Case) -> dict[str, Any]:
         return {"status": "unsteady", "detail": "eager differs from itself"}
     if plain.keys() != wanted.keys():
         return {"status": "wrong", "detail": f"metrics {sorted(plain)} for {sorted(wanted)}"}
-    differing = [] if unlike else [name for name in sorted(plain) if not same_values(plain[name], bound[name])]
+    differing = [name for name in sorted(plain) if not same_values(plain[name], bound[name])]
     gaps = {name: max(gap(found[name], wanted[name]) for found in (plain, bound)) for name in sorted(wanted)}
     far = [name for name in gaps if not gaps[name] <= 1]
     if far:

@@ -82,13 +82,119 @@ def test_the_planned_peak_holds_on_cuda() -> None:
     assert abs(planned - held - extra) <= 0.05 * (held + extra)
 
 
+WORKERS = Path(__file__).parent / "workers"
+ENV = {**os.environ, "FZERO_TEST_DEVICE": "cuda", "PYTHONPATH": os.pathsep.join([str(WORKERS.parent), *sys.path])}
+
+
+def test_what_the_stand_in_runs_runs_here() -> None:
+    done = subprocess.run(
+        [sys.executable, str(WORKERS / "on_standin.py")], capture_output=True, text=True, env=ENV, check=False
+    )
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"failed"')))
+    assert found["failed"] == {}
+    assert len(found["seconds"]) >= 10
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"precision": "bf16_params"},
+        {"remat": "full", "microbatches": 2},
+        {"nonfinite": "skip", "clip_value": 0.01, "clip_norm": None},
+        {"optimizer": fzero.optim.adamw8bit(1e-3)},
+        {"optimizer": fzero.optim.lion(1e-4)},
+        {"optimizer": fzero.optim.sgd(0.1, momentum=0.9)},
+        {"compile": "auto"},
+        {"compile": "inductor", "precision": "bf16"},
+        {"zero": 0},
+    ],
+    ids=str,
+)
+def test_options_agree_with_the_cpu(options: dict[str, Any]) -> None:
+    cpu, cuda = (
+        trained(device, **(options if device == "cuda" else {**options, "compile": "none"}))
+        for device in ("cpu", "cuda")
+    )
+    low = "precision" in options
+    assert cuda[0] == pytest.approx(cpu[0], rel=2e-2 if low else 1e-3)
+
+
+def test_a_run_resumes_with_its_bits(tmp_path: Path) -> None:
+    init, loss = cases.gpt(vocab=256, width=128, depth=2)
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), device="cuda", precision="bf16")
+    batches = [fzero.tree.map(lambda x: x.cuda(), cases.tokens(4, 64, 256, n)) for n in range(6)]
+    state = fzero.init(init, spec)
+    for batch in batches[:3]:
+        state = fzero.step(state, batch)
+    path = fzero.save(state, tmp_path / "run")
+    for batch in batches[3:]:
+        state = fzero.step(state, batch)
+    again = fzero.load(path, like=fzero.init(init, spec))
+    for batch in batches[3:]:
+        again = fzero.step(again, batch)
+    pairs = zip(*(fzero.tree.flatten(fzero.unshard(s.params))[1] for s in (state, again)), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_batch_on_the_host_is_told_where_to_go() -> None:
+    init, loss = cases.gpt(vocab=256, width=128, depth=2)
+    state = fzero.init(init, fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), device="cuda"))
+    with pytest.raises(fzero.FzeroError, match="cuda"):
+        fzero.step(state, cases.tokens(4, 64, 256))
+    fzero.step(state, fzero.tree.map(lambda x: x.cuda(), cases.tokens(4, 64, 256)))
+
+
+NCCL = """
+import torch, torch.distributed as dist
+from fzero.program import Op, Ref
+from fzero.runtime import collectives, presence
+dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29533", rank=0, world_size=1)
+comm = collectives.Nccl(0, 1, None, presence.ALONE)
+source, dest = torch.arange(8.0, device="cuda"), torch.zeros(8, device="cuda")
+ops = [Op("gather", (Ref("a"),), (Ref("b"),), axis="dp")]
+for mode in ("all", "scatter"):
+    for op, divisor in (("sum", 2), ("max", 1)):
+        attrs = (("mode", mode), ("op", op), ("divisor", divisor))
+        ops.append(Op("reduce", (Ref("a"),), (Ref("b"),), axis="dp", attrs=attrs))
+def once(one):
+    comm.start("b", one, [source, dest]); comm.wait("b")
+for one in ops:
+    dest.zero_(); once(one)
+    wanted = source / one.get("divisor", 1)
+    assert torch.equal(dest, wanted), (one, dest)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        once(one)
+    dest.zero_(); graph.replay(); torch.cuda.synchronize()
+    assert torch.equal(dest, wanted), ("graph", one, dest)
+print("fine")
+dist.destroy_process_group()
+"""
+
+
+def test_nccls_collectives_of_one_rank_run_and_record() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NCCL], capture_output=True, text=True, timeout=240, env=ENV, check=False
+    )
+    assert done.stdout.endswith("fine\n"), done.stdout + done.stderr[-3000:]
+
+
+def test_random_losses_have_eagers_numbers_there(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fzero.cli", "fuzz", "--device", "cuda", "--count", "48", "--seed", "2"]
+    env = {**ENV, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FZERO_TEST_DEVICE": "cuda"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_two_devices_over_nccl_agree_with_each_stage(zero: int) -> None:
-    worker = Path(__file__).parent / "workers" / "nccl.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(worker)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(worker.parents[1]), *sys.path])}
-    done = subprocess.run([*command, str(zero)], capture_output=True, text=True, timeout=240, env=env, check=False)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, str(WORKERS / "nccl.py"), str(zero)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENV, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     row = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     assert row["gap"] < 1e-3, row

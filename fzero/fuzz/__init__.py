@@ -85,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, help="a file of outcomes, one JSON line a case: what it has is not run again"
     )
     parser.add_argument("--jobs", type=int, default=0, help="run in so many processes, with files FILE.0, FILE.1, ...")
+    parser.add_argument("--device", default="cpu", help="where eager PyTorch and fzero run: cpu (default) or cuda")
     parser.add_argument("--case", metavar="SEED:NUMBER", help="print this case's script and how it ends, and stop")
     parser.add_argument("--shrink", action="store_true", help="with --case: print the smallest script that fails so")
 
@@ -92,6 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def command(arguments: argparse.Namespace) -> int:
     """Prints what was counted; 1 where a case was wrong or crashed."""
     torch.set_num_threads(1)
+    if arguments.device != "cpu":
+        torch.set_default_device(arguments.device)
+        torch.use_deterministic_algorithms(True, warn_only=True)  # bits are compared
     if arguments.case:
         return _one(arguments.case, arguments.shrink)
     numbers = range(arguments.start, arguments.start + arguments.count)
@@ -123,7 +127,7 @@ def _many(arguments: argparse.Namespace, numbers: range) -> int:
     each = -(-len(numbers) // arguments.jobs)
     parts = [numbers[n * each : (n + 1) * each] for n in range(arguments.jobs)]
     files = [Path(f"{arguments.out}.{n}") for n in range(arguments.jobs)]
-    base = [sys.executable, "-m", "fzero.cli", "fuzz", "--seed", str(arguments.seed)]
+    base = [sys.executable, "-m", "fzero.cli", "fuzz", "--seed", str(arguments.seed), "--device", arguments.device]
     commands = [
         [*base, "--start", str(part.start), "--count", str(len(part)), "--out", str(file)]
         for part, file in zip(parts, files, strict=True)

@@ -49,7 +49,8 @@ def _step(case: Case, made: Prepared, loss: Any, params: Any, batches: Any) -> d
     if case.options.keyed:
         key = split(made.state["key"])[1] if case.options.form == "training" else made.state["key"]
     parts = case.options.microbatches
-    total, sums, count = 0.0, None, 0.0
+    total: Any = 0.0
+    sums, count = None, 0.0
     for rank, batch in enumerate(batches):
         found: Any = None
         own: Any = 0.0
@@ -64,7 +65,7 @@ def _step(case: Case, made: Prepared, loss: Any, params: Any, batches: Any) -> d
         sums = found if sums is None else tree.map(torch.add, sums, found)
     divisor = len(batches) if size == 1.0 else count
     grads = tree.map(lambda g, p: (g / divisor).to(p.dtype), sums, train)
-    result = {"loss": total / divisor}
+    result = {"loss": (total / divisor).to(torch.promote_types(total.dtype, torch.float32))}  # never narrow
     if case.options.form == "gradients":
         return {**result, **{f"grads/{path}": g for path, g in zip(*tree.flatten(grads)[:2], strict=True)}}
     new = _updated(made, train, frozen, grads)

@@ -43,8 +43,9 @@ def prepared(case: Case) -> Prepared:
     names = case.namespace()
     options = case.options
     batches = [names["batch"](rank) for rank in range(options.world)]
-    key = fzero.random.key(7)
-    given = {name: eval(text, {"optim": optim}) for name, text in options.spec.items()}
+    device = torch.get_default_device()
+    key = fzero.random.key(7, device=device)
+    given = {name: eval(text, {"optim": optim}) for name, text in options.spec.items()} | {"device": device.type}
     if options.form == "training":
         fields = {"loss": names["loss"], "allow_unused": True, **given}
         state = training_of(fzero.Spec(**fields)).init(names["params"], key if options.keyed else None)
@@ -82,14 +83,15 @@ def joined(made: Sequence[Prepared], refused: set[int]) -> Prepared:
         return state, metrics
 
     batches = [[one.batches[0] for one in made]]
-    return Prepared({}, [one.state for one in made], batches, {"step": step, "allow_unused": True, "zero": 0})
+    fields = {"step": step, "allow_unused": True, "zero": 0, "device": made[0].fields["device"]}
+    return Prepared({}, [one.state for one in made], batches, fields)
 
 
 def lowered(made: Prepared, **changed: Any) -> Lowered:
     spec = fzero.Spec(**{**made.fields, **changed})
     state, key = made.state, None
     if spec.step is None:
-        state, key = made.names["params"], fzero.random.key(0) if "key" in state else None
+        state, key = made.names["params"], made.state["key"] if "key" in state else None
     return fzero.lower(spec, state, made.batches[0], world_size=len(made.batches), key=key)
 
 
@@ -140,7 +142,8 @@ def run_bound(
     world = World(len(programs))
     ranks = []
     for r, program in programs.items():
-        arena = torch.empty(program.arena_bytes, dtype=torch.uint8)
+        device = next((x.device for x in memory[r].values()), None)
+        arena = torch.empty(program.arena_bytes, dtype=torch.uint8, device=device)
         ranks.append(Bound(program, r, LocalComm(world, r), memory[r], arena))
     for _ in range(steps):
         for bound, own in zip(ranks, memory, strict=True):

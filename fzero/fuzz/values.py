@@ -19,14 +19,15 @@ from fzero.interop.module import Functional, from_module
 
 def normal(number: int, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
     """Values near a normal distribution, cut at 2, made in fp32; of torch's default dtype unless it says another."""
-    generator = torch.Generator().manual_seed(number)
-    value = torch.randn(shape, generator=generator, dtype=torch.float32).clamp_(-2, 2) * 0.8
-    return value.to(dtype or torch.get_default_dtype())
+    generator = torch.Generator("cpu").manual_seed(number)
+    value = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").clamp_(-2, 2) * 0.8
+    return value.to(torch.get_default_device(), dtype or torch.get_default_dtype())
 
 
 def integers(number: int, shape: tuple[int, ...], high: int = 4, dtype: torch.dtype = torch.int64) -> Tensor:
     """Integers in [0, high)."""
-    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(number)).to(dtype)
+    generator = torch.Generator("cpu").manual_seed(number)
+    return torch.randint(0, high, shape, generator=generator, device="cpu").to(torch.get_default_device(), dtype)
 
 
 def wave(x: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def quantize_reference(x: Tensor, bits: int = 8, block: int = 64) -> tuple[Tenso
     """
     wide = torch.nn.functional.pad(x.to(torch.float32), (0, -x.numel() % block)).view(-1, block)
     most = wide.abs().amax(1)
-    inverse = LEVELS[bits] / most
+    inverse = torch.full_like(most, LEVELS[bits]) / most  # a Python number over a tensor is rounded twice
     scales = torch.where(inverse == torch.inf, 0.0, most / LEVELS[bits])
     usable = (inverse.isfinite() & most.isfinite())[:, None]
     codes = torch.where(usable, wide * inverse[:, None], 0.0).round().view(-1)[: x.numel()].to(torch.int8)

@@ -309,7 +309,7 @@ def write_again(rng: random.Random, graph: fx.Graph) -> Any:
     value = pick(rng, [n for n in values if n is not node and n is not node.args[0]])
     if value is None:
         return None
-    last = next(reversed(graph.nodes))
+    last = segments.output(graph)
     return _new(last, aten.copy_.default, node.args[0], value)
 
 

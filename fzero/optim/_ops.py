@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.library import CustomOpDef, custom_op
 
 from fzero._torch_compat import fused_adam_, fused_adamw_, in_functorch
+from fzero.kernels import kernel_for
 
 _HYPER = "Tensor count, Tensor lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled"
 _CHUNK = {"cpu": 65_536, "cuda": 1 << 22}  # elements; larger on CUDA, where each chunk is three launches
@@ -70,7 +71,8 @@ def adamw_(
     weight_decay: float,
     decoupled: bool,
 ) -> None:
-    """One Adam step in place on `param`, `mu` and `nu`, with aten's fused kernel.
+    """One Adam step in place on `param`, `mu` and `nu`, with aten's fused kernel; on CUDA with fzero's own
+    (`fzero.kernels.adamw`), where Triton is there and the four are contiguous.
 
     All four tensors share shape, dtype (floating) and device; any shape, empty included. `count` is the number of this
     step counted from 1 (0-d int64); `lr` is 0-d float64. `decoupled` chooses AdamW's weight decay over the L2 term.
@@ -86,6 +88,11 @@ def adamw_(
     """
     _check_step(param, grad, mu, nu, count, lr)
     if param.numel() == 0:
+        return
+    numbers = (beta1, beta2, eps, weight_decay, decoupled)
+    kernel = kernel_for(torch.ops.fzero.adamw_.default, param, grad, mu, nu) if param.is_cuda else None
+    if kernel is not None:
+        kernel(param, grad, mu, nu, count, lr, *numbers)
         return
     tensors = [param, grad, mu, nu]
     if not _one_layout(tensors):  # aten's kernel walks raw memory: unlike strides would pair the wrong elements

@@ -7,12 +7,15 @@ A handler never blocks but in `wait`, so a driver that asks `Comm.ready` before 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import torch
+from torch import fx
 
-from fzero import tape
+from fzero import segments, tape
+from fzero.kernels import kernel_for
 from fzero.program import PERSISTENT, Buffer, Op, Program, Ref, op_text
 
 
@@ -60,7 +63,7 @@ class Rank:
             if buffer.kind == "rank":
                 self.memory[buffer.name] = torch.full((), rank, dtype=buffer.dtype, device=device)
         self.arena = torch.empty(program.arena_bytes, dtype=torch.uint8, device=device)
-        self.calls = {key: gm.forward for key, gm in program.segments.items()}
+        self.calls = {key: partial(as_planned, gm) for key, gm in program.segments.items()}
         self.wrote_state = False
 
     def tensor(self, ref: Ref) -> torch.Tensor:
@@ -114,6 +117,43 @@ def spoil(tensor: torch.Tensor) -> None:
         tensor.fill_(255)  # as bytes of a float: NaN
     elif tensor.dtype is not torch.bool:
         tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+def as_planned(gm: fx.GraphModule, *given: torch.Tensor) -> list[torch.Tensor]:
+    """A segment's outputs, every value with the strides that its graph says, and made by the kernels that the executor
+    takes. A kernel of torch may return other strides than its shape rule says; what comes next would walk over memory
+    in another order, and a sum round differently."""
+    if gm.meta.get("as_planned"):
+        return gm.forward(*given)
+    env: dict[fx.Node, Any] = dict(zip(segments.placeholders(gm.graph), given, strict=True))
+    plain = True
+    for node in filter(segments.is_compute, gm.graph.nodes):
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+        kernel = kernel_for(node.target, *args, **kwargs)
+        found = (kernel or node.target)(*args, **kwargs)
+        env[node] = found if segments.source(node) is not None else strided(found, node.meta.get("val"))
+        plain = plain and kernel is None and env[node] is found
+    if plain and not any(shaped_otherwise(gm, given)):
+        gm.meta["as_planned"] = True
+    return list(fx.node.map_arg(segments.outputs(gm.graph), env.__getitem__))
+
+
+def shaped_otherwise(gm: fx.GraphModule, given: Sequence[torch.Tensor]) -> Iterator[bool]:
+    """Whether each operand has another shape than the segment was planned for, as a rank's part of a flat range may."""
+    for node, x in zip(segments.placeholders(gm.graph), given, strict=True):
+        yield node.meta["val"].shape != x.shape
+
+
+def strided(found: Any, planned: Any) -> Any:
+    """An op's results, those in copies whose strides are not the planned ones; the same object where all are."""
+    if isinstance(found, (list, tuple)):
+        results = [strided(x, y) for x, y in zip(found, planned, strict=True)]
+        return found if all(x is y for x, y in zip(found, results, strict=True)) else results
+    if not isinstance(found, torch.Tensor) or found.shape != planned.shape or not segments.is_dense(planned):
+        return found
+    if segments.steps(found) == segments.steps(planned):
+        return found
+    return torch.empty_strided(planned.shape, planned.stride(), dtype=found.dtype, device=found.device).copy_(found)
 
 
 def _run(rank: Rank, one: Op) -> None:

@@ -73,7 +73,8 @@ def prepared(case: Case, module: nn.Module, batch: Batch) -> runs.Prepared:
 
     train = {name: value for name, value in params.items() if name not in frozen}
     state = {"train": train, "frozen": frozen, "buffers": buffers}
-    return runs.Prepared({}, state, [batch], {"step": step, "allow_unused": True, "zero": 0})
+    fields = {"step": step, "allow_unused": True, "zero": 0, "device": torch.get_default_device().type}
+    return runs.Prepared({}, state, [batch], fields)
 
 
 def gaps(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:

@@ -22,6 +22,7 @@ import torch
 from foreign import sources
 from foreign.case import outcome
 
+DEVICE = os.environ.get("FZERO_TEST_DEVICE", "cpu")
 PATIENCE = 180.0
 MEMORY = 4 << 30  # bytes of data of one child
 
@@ -54,7 +55,9 @@ def whole(out: Path, keys: Iterable[str]) -> dict[str, dict[str, Any]]:
 def _child(out: Path, keys: Sequence[str]) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    torch.set_default_device(DEVICE)
+    if DEVICE == "cpu":
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     for key in keys:
         Path(f"{out}.at").write_text(key)
         began = time.monotonic()
