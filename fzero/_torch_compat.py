@@ -67,6 +67,7 @@ __all__ = [
     "inductor_lacks",
     "inductor_rounds",
     "is_fake",
+    "jiterator_refused",
     "kernel_of",
     "make_fx",
     "place_in_file",
@@ -183,6 +184,25 @@ def distributions_unchecked() -> Iterator[None]:
         yield
     finally:
         kind.set_default_validate_args(before)
+
+
+@contextmanager
+def jiterator_refused(error: Callable[[], Exception]) -> Iterator[None]:
+    """`torch.cuda.jiterator` launches a kernel on the memory that a fake tensor has not. Within `make_fx`, so in one
+    thread at a time (2.11.0)."""
+    name = "_cuda_jiterator_compile_and_launch_kernel"
+    before = getattr(torch._C, name, None)
+
+    def refuse(*args: Any) -> Any:
+        raise error()
+
+    if before is not None:
+        setattr(torch._C, name, refuse)
+    try:
+        yield
+    finally:
+        if before is not None:
+            setattr(torch._C, name, before)
 
 
 def ambient_modes() -> list[Any]:

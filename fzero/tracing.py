@@ -26,6 +26,7 @@ from fzero._torch_compat import (
     distributions_unchecked,
     in_functorch,
     is_fake,
+    jiterator_refused,
     make_fx,
     scatters_keep_overlap,
     tracing_graph,
@@ -126,6 +127,7 @@ def trace(
                 stack.enter_context(ambient.of_caller())
                 stack.enter_context(NoExchange())
                 stack.enter_context(distributions_unchecked())
+                stack.enter_context(jiterator_refused(_no_jiterator))
             stack.enter_context(_Watch(tracing, user_line, known=tracing.known))
             stack.enter_context(torch.enable_grad())
             return fn(*xs)
@@ -300,6 +302,12 @@ _ONE_DTYPE = {
     aten.addmv.default,
     aten.convolution.default,
 }
+
+
+def _no_jiterator() -> Exception:
+    return Refused(
+        f"torch.cuda.jiterator at {user_line()} is no op that a trace sees. Write it in torch ops: they are fused"
+    )
 
 
 def _has_gradient(func: Any, args: tuple[Any, ...]) -> bool:

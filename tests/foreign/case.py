@@ -5,6 +5,7 @@ one rank, beside autograd on a copy of the module. Nothing is drawn: models are 
 """
 
 import copy
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import fzero
 from fzero.fuzz import runs
 from fzero.interop import from_module
 
+DEVICE = os.environ.get("FZERO_TEST_DEVICE", "cpu")
 TOLERANCE = 1e-5
 ROUNDING = 1e-3  # a larger gap is none
 FLOOR = 1e-3  # of the largest gradient: what a smaller leaf is compared to (the bias of an attention key has none)
@@ -73,7 +75,7 @@ def prepared(case: Case, module: nn.Module, batch: Batch) -> runs.Prepared:
 
     train = {name: value for name, value in params.items() if name not in frozen}
     state = {"train": train, "frozen": frozen, "buffers": buffers}
-    fields = {"step": step, "allow_unused": True, "zero": 0, "device": torch.get_default_device().type}
+    fields = {"step": step, "allow_unused": True, "zero": 0, "device": DEVICE}
     return runs.Prepared({}, state, [batch], fields)
 
 
@@ -114,8 +116,8 @@ def outcome(case: Case) -> dict[str, Any]:
 def _outcome(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     torch.manual_seed(0)
     try:
-        module = case.make().to(dtype)
-        batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in case.batch().items()}
+        module = case.make().to(DEVICE, dtype)
+        batch = {name: x.to(DEVICE, dtype if x.is_floating_point() else x.dtype) for name, x in case.batch().items()}
         size = sum(x.numel() for x in module.parameters())
         wanted = eager(case, module, batch)
         again = eager(case, module, batch)

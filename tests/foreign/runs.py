@@ -20,9 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from foreign import sources
-from foreign.case import outcome
+from foreign.case import DEVICE, outcome
 
-DEVICE = os.environ.get("FZERO_TEST_DEVICE", "cpu")
 PATIENCE = 180.0
 MEMORY = 4 << 30  # bytes of data of one child
 
@@ -55,7 +54,6 @@ def whole(out: Path, keys: Iterable[str]) -> dict[str, dict[str, Any]]:
 def _child(out: Path, keys: Sequence[str]) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    torch.set_default_device(DEVICE)
     if DEVICE == "cpu":
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     for key in keys:

@@ -33,7 +33,7 @@ def case(key: str) -> Case:
 
 
 def _module(source: str) -> Any:
-    if importlib.util.find_spec("torchvision"):
+    if importlib.util.find_spec("torchvision") and torch.version.cuda is None:
         _operators()
     return importlib.import_module(SOURCES[source][0])
 
