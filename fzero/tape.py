@@ -193,6 +193,8 @@ def _writing(node: fx.Node, args: Any, kwargs: Any, into: dict[int, torch.Tensor
     """The calls that compute a node's results into their places."""
     special, form = _special(node), _form(node)
     if segments.mutated(node) and not into:
+        if isinstance(kwargs.get("out"), torch.Tensor):
+            args = [_one_with([kwargs["out"]], x) for x in args]
         yield partial(_kernel(node.target, args, kwargs), *args, **kwargs)
     elif special is not None:
         yield from special(into[0], *args, **kwargs)

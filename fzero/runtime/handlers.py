@@ -149,9 +149,9 @@ def strided(found: Any, planned: Any) -> Any:
     if isinstance(found, (list, tuple)):
         results = [strided(x, y) for x, y in zip(found, planned, strict=True)]
         return found if all(x is y for x, y in zip(found, results, strict=True)) else results
-    if not isinstance(found, torch.Tensor) or found.shape != planned.shape or not segments.is_dense(planned):
+    if not (isinstance(found, torch.Tensor) and isinstance(planned, torch.Tensor) and found.shape == planned.shape):
         return found
-    if segments.steps(found) == segments.steps(planned):
+    if not segments.is_dense(planned) or segments.steps(found) == segments.steps(planned):
         return found
     return torch.empty_strided(planned.shape, planned.stride(), dtype=found.dtype, device=found.device).copy_(found)
 
