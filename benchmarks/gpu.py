@@ -51,7 +51,10 @@ TINY = {
     "gpt2_tiny": Size(layers=2, width=64, heads=2, vocabulary=512, sequence=32, batch=2, inner=256),
     "llama_tiny": Size(layers=2, width=64, heads=2, vocabulary=512, sequence=32, batch=2, inner=176, family="llama"),
 }
-ROWS = ("floor_compiled", "fsdp", "fsdp_compiled", "deepspeed1", "deepspeed3", "fzero0", "fzero3")
+ROWS = (
+    "floor", "floor_compiled", "fsdp", "fsdp_compiled", "deepspeed1", "deepspeed3", "fzero0", "fzero3",
+    "fzero3_compiled",
+)  # fmt: skip
 SHARES = ("fzero2@8", "fzero3@8", "fzero2@64", "fzero3@64")
 PEAK_FLOPS = {  # dense bf16, by a part of the device's name; NVIDIA's data sheets
     "H100 PCIe": 756e12,

@@ -54,6 +54,8 @@ def whole(out: Path, keys: Iterable[str]) -> dict[str, dict[str, Any]]:
 def _child(out: Path, keys: Sequence[str]) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
+    torch.use_deterministic_algorithms(DEVICE != "cpu", warn_only=True)
+    torch.backends.cudnn.allow_tf32 = False  # three digits
     if DEVICE == "cpu":
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     for key in keys:

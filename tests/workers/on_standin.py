@@ -88,6 +88,23 @@ def a_transformer() -> None:
 
 
 @scenario(1)
+def recurrent_layers() -> None:
+    from fzero.interop import from_module
+
+    found = []
+    for where in ("cpu", HERE):
+        params, buffers, apply = from_module(torch.nn.LSTM(3, 2, 2, bidirectional=True))
+        params = {name: torch.linspace(-1, 1, value.numel()).view(value.shape) for name, value in params.items()}
+        x = torch.linspace(0, 1, 24).view(4, 2, 3).to(where)
+        its_loss = lambda p, b, f=apply, s=buffers: f(p, s, b)[0].square().mean()  # noqa: E731
+        state = fzero.init(params, fzero.Spec(loss=its_loss, optimizer=optim.sgd(0.1), device=where))
+        state = fzero.step(fzero.step(state, x), x)
+        found.append([x.cpu() for x in fzero.tree.flatten(fzero.unshard(state.params))[1]])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@scenario(1)
 def low_precision_and_microbatches() -> None:
     for options in (
         {"precision": "bf16", "microbatches": 2},
