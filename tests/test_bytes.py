@@ -47,7 +47,7 @@ def gathered(one: Program, world: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("world", [2, 3, 8, 64])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_bytes_per_stage(zero: int, world: int) -> None:
     one, params = program(zero, world)
     share = params * (world - 1) / world

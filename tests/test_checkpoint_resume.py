@@ -225,6 +225,7 @@ def test_a_run_that_was_stopped_ends_bit_for_bit_at_any_stage(one: int, two: int
 
 
 @pytest.mark.parametrize(("one", "two"), [((1, 3), (2, 3)), ((2, 3), (1, 0)), ((4, 1), (2, 2))])
+@pytest.mark.sampled(1)
 def test_a_run_goes_on_at_another_world_size(one: tuple[int, int], two: tuple[int, int], tmp_path: Path) -> None:
     whole, again = resumed(one, two, tmp_path)
     assert relative(again.flat_params, whole.flat_params) < 1e-6

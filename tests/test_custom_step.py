@@ -445,6 +445,7 @@ def gan_batch(rank: int, step: int) -> Any:
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.sampled(4)
 def test_two_networks_train_as_in_torch(world: int, zero: int, microbatches: int) -> None:
     spec = fzero.Spec(step=gan_step, zero=zero, params=("g/net/**", "d/net/**"), microbatches=microbatches)
     result = run(spec, gan_state(random.key(5)), gan_batch, world=world, steps=6)
@@ -857,7 +858,7 @@ def odd_batch(rank: int, step: int) -> Tensor:
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @worlds
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 def test_leaves_of_every_kind(world: int, zero: int) -> None:
     spec = fzero.Spec(step=odd_step, zero=zero, bucket_bytes=500)
     result = run(spec, odd_state(), odd_batch, world=world, steps=3)

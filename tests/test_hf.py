@@ -92,7 +92,7 @@ def eager(name: str, model: nn.Module) -> list[float]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_trains_as_torch_does(name: str) -> None:
     case, model = CASES[name], build(name).eval()
     functional = from_module(model)
@@ -300,6 +300,7 @@ def rank_trains() -> dict[str, list[float]]:
     return losses
 
 
+@pytest.mark.acceptance
 def test_real_ranks_do_the_same() -> None:
     found = values(gloo(WORLD, rank_trains))
     assert found[0] == found[1]

@@ -52,7 +52,7 @@ def names(one: Fused) -> list[str]:
 
 
 @pytest.mark.parametrize("number", range(18))
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 def test_a_segment_with_stretches_cut_out_computes_the_same_bits(number: int, monkeypatch: Any) -> None:
     case = corpus.draw(random.Random(number), number)
 
@@ -276,6 +276,7 @@ def step_bits() -> str:
 
 
 @needs_compiler
+@pytest.mark.acceptance
 def test_another_process_loads_what_was_compiled() -> None:
     bits = step_bits()
     here = os.path.dirname(__file__)

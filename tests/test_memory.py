@@ -50,6 +50,7 @@ def measured(model: str) -> list[dict[str, int]]:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("model", TRAINED)
+@pytest.mark.sampled(2)
 def test_the_planned_peak_is_within_5_percent_of_the_measured(model: str, zero: int) -> None:
     row = measured(model)[zero]
     assert abs(row["planned"] - row["measured"]) <= 0.05 * row["measured"], row
@@ -65,6 +66,7 @@ def test_state_bytes_equal_the_plan_and_fall_with_the_stage(model: str) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 64])
 @pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.sampled(4)
 def test_the_plan_lists_every_byte_of_state(world: int, zero: int) -> None:
     plan = cases.lowered(world, zero=zero).plan
     memory = storage.allocate(plan, storage.block_of("cpu"))
@@ -107,7 +109,7 @@ def _attention(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("loss", [_norms, _conv1d, _casts, _attention])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_workspace_rule_is_what_the_kernel_allocates(loss: Any) -> None:
     """Every node of a joint graph alone: what the allocator gave beyond the results, against the rule."""
     params = {
@@ -177,7 +179,7 @@ KINDS: dict[str, tuple[Any, torch.Size, torch.Size]] = {  # a loss of a paramete
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_no_call_of_a_segment_asks_the_allocator_for_more_than_its_heap(kind: str) -> None:
     """Every call as the executor makes it, into memory that is there: what the allocator gave, against the plan."""
     loss, shape, data = KINDS[kind]

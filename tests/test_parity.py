@@ -120,7 +120,7 @@ def grid(model: str, optimizer: str, world: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize(("model", "optimizer"), CASES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_programs_train_as_torch_does(model: str, optimizer: str, world: int) -> None:
     expected = plain(model, optimizer, world)
     if OPTIMIZERS[optimizer].clip_norm is not None:

@@ -101,7 +101,7 @@ def test_losses_track_fp32(name: str, fp32_losses: Tensor) -> None:
 @pytest.mark.parametrize("name", NARROW)
 @pytest.mark.parametrize("reduce", ["bf16", "fp32"])
 @pytest.mark.parametrize("how", [{}, {"microbatches": 2, "reduce": "each"}, {"microbatches": 2, "reduce": "end"}])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_stages_have_equal_bits_in_every_precision(name: str, reduce: str, how: dict[str, Any]) -> None:
     found = []
     for zero in (0, 1, 2, 3):
@@ -162,7 +162,7 @@ def travelled(one: fzero.Lowered, kind: str) -> tuple[set[torch.dtype], int]:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", HELD)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_what_is_held_and_moved_in_which_dtype(name: str, zero: int) -> None:
     params, moments, gathered, grads, wire = HELD[name]
     one = lowered(POLICIES[name], zero)
@@ -272,7 +272,7 @@ NARROW_WIRE = Precision(compute="bf16", reduce="bf16")
 
 @pytest.mark.parametrize("reduce", ["each", "end"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_narrow_wire_shards_what_is_reduced_at_any_number_of_microbatches(zero: int, reduce: str) -> None:
     """The cast after a reduction does not make its result whole, nor do the sums."""
     for num in (1, 2, 4):

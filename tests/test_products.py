@@ -162,7 +162,7 @@ def test_where_onednn_would_round_the_kernel_is_torchs_own(monkeypatch: pytest.M
 @pytest.mark.parametrize("layouts", ["nn", "nt", "tn"])
 @pytest.mark.parametrize("sizes", [(256, 768, 640), (768, 1024, 256), (100, 101, 103), (33, 2000, 5)])
 @pytest.mark.parametrize("name", products.NAMES)
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 def test_the_account_covers_what_onednn_allocates(
     name: str, sizes: tuple[int, int, int], layouts: str, form: str
 ) -> None:

@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -155,6 +156,7 @@ class _File:
                 yield number
 
 
+@cache
 def cuda_lines() -> list[Line]:
     """By the rules above, in order."""
     files = [_File(path) for path in sorted((ROOT / "fzero").rglob("*.py"))]
