@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import capture, segments, tape
+from fzero.fuzz import runs
 from fzero.fuzz.runs import run_bound
 from fzero.mutate import corpus
 from fzero.plan.pack import ALIGN_BYTES, clash, pack
@@ -210,6 +211,19 @@ def test_bound_programs_have_the_bits_of_the_interpreter(number: int) -> None:
     for rank, a, b, found in zip(ranks, plain, bound, metrics, strict=True):
         assert all(same_bits(a[name], b[name]) for name in case.plan.buffers), case.name
         assert all(same_bits(rank.memory[rank.program.metrics[n]], value) for n, value in found.items()), case.name
+
+
+def test_the_interpreter_walks_over_memory_as_the_plan_says() -> None:
+    """A kernel that returns other strides than torch's shape rule: the mean of its result has the executor's bits."""
+
+    def step(state: Any, batch: Any) -> Any:
+        x = batch.view(32, 64).t()
+        return state, {"mean": F.batch_norm(x, None, None, state["w"], training=True, eps=0.1).mean()}
+
+    batch = torch.randn(2048, generator=torch.Generator().manual_seed(0))
+    made = runs.Prepared({}, {"w": torch.linspace(1, 2, 32)}, [batch], {"step": step, "zero": 0})
+    low = runs.lowered(made)
+    assert same_bits(runs.bound(made, low)["mean"], runs.interpreted(made, low)["mean"])
 
 
 def test_a_step_keeps_its_addresses_and_allocates_next_to_nothing() -> None:

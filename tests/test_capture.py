@@ -1305,3 +1305,22 @@ def test_pytrees_of_all_kinds_are_batches(caplog: pytest.LogCaptureFixture) -> N
     state = fzero.init(params(), fzero.Spec(loss=lambda p, b: mean_square(p, b["in"][0].x), optimizer=SGD))
     state = fzero.step(state, {"in": [pair(batch(), None)], "none": None, "empty": ()})
     assert state.metrics["loss"] == mean_square(params(), batch())
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (lambda p, b: p["w"].t().view(-1).sum() * b.sum(), r"write x\.reshape\(\.\.\.\) instead of x\.view"),
+        (
+            lambda p, b: p["w"].sum() * torch.autograd.grad((CLOSED * b).sum(), CLOSED)[0].sum(),
+            r"a closed-over tensor has none in a step\. Take it of x\.detach\(\)\.requires_grad_\(\)",
+        ),
+    ],
+)  # fmt: skip
+def test_torchs_own_errors_come_with_what_to_write(loss: Any, says: str) -> None:
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1))
+    with pytest.raises(fzero.errors.CaptureError, match=f"(?i){says}"):
+        fzero.lower(spec, {"w": torch.ones(2, 3)}, torch.ones(3), world_size=1)
+
+
+CLOSED = torch.ones(3)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -109,6 +110,39 @@ def frames(p: Params, b: Tensor) -> Tensor:
     return weighed(p["w"].flatten().unfold(0, 8, 2), b)
 
 
+def written_through_windows(p: Params, b: Tensor) -> Tensor:
+    """The last column is in no window."""
+    x = torch.sin(p["w"])[:, :5].clone()
+    x.unfold(1, 2, 2).mul_(3.0)
+    return weighed(x, b)
+
+
+def written_through_windows_of_a_view(p: Params, b: Tensor) -> Tensor:
+    x = torch.cos(p["w"])
+    x[1:].t().unfold(0, 2, 4)[..., 1].zero_()
+    return weighed(x, b)
+
+
+def written_into_a_result_beside_another(p: Params, b: Tensor) -> Tensor:
+    """`rrelu` writes its noise too, but what it returns is memory of its own."""
+    x = F.rrelu(torch.sin(p["w"]), training=False)
+    x.as_strided((2,), (1,), 10).div_(2.5)
+    return weighed(x, b)
+
+
+def in_place_where_strides_differ(p: Params, b: Tensor) -> Tensor:
+    """The norm's backward fills in place, and its pure form returns other strides, of which the next op takes a view."""
+    apart = p["w"].flatten()[:6].view(2, 3).t() - b.flatten()[:6].view(3, 2)
+    return weighed((apart + 0.1).norm(2, -1), b)
+
+
+def added_over_a_column(p: Params, b: Tensor) -> Tensor:
+    """A sum lies in the place of an operand whose stride of a dim of one element is another."""
+    x = p["w"].flatten()[:5].view(5, 1)
+    found = torch.index_put(x, (b[0].long() % 5,), x.sum(), accumulate=True)
+    return torch.inner(x, found).mean() + b.mean()
+
+
 def short_time_fourier(p: Params, b: Tensor) -> Tensor:
     wave = p["w"].flatten().repeat(4)
     found = torch.stft(wave, 16, 4, window=torch.hann_window(16), return_complex=True)
@@ -153,6 +187,11 @@ CASES: list[Callable[[Params, Tensor], Tensor]] = [
     pooled,
     pooled_3d,
     frames,
+    written_through_windows,
+    written_through_windows_of_a_view,
+    written_into_a_result_beside_another,
+    in_place_where_strides_differ,
+    added_over_a_column,
     short_time_fourier,
     closed_over,
     complex_parts,
@@ -246,7 +285,7 @@ def _random_view(rng: random.Random, x: Tensor) -> Tensor:
     if kind == "diagonal" and x.dim() > 1:
         return x.diagonal()
     if kind == "unfold" and x.shape[d] > 2 and x.dim() < 4:
-        return x.unfold(d, 2, 2)  # windows apart: they may be written to
+        return x.unfold(d, 2, rng.choice((2, 3)))  # windows apart: they may be written to
     if kind == "strided":
         size = (rng.randint(1, 2), rng.randint(1, 3))
         return x.as_strided(size, (rng.randint(3, 7), 1), rng.randint(0, 10))
