@@ -131,7 +131,7 @@ def written_into_a_result_beside_another(p: Params, b: Tensor) -> Tensor:
 
 
 def in_place_where_strides_differ(p: Params, b: Tensor) -> Tensor:
-    """The norm's backward fills in place, and its pure form returns other strides, of which the next op takes a view."""
+    """The norm's backward fills in place; its pure form has other strides, and the next op takes a view of it."""
     apart = p["w"].flatten()[:6].view(2, 3).t() - b.flatten()[:6].view(3, 2)
     return weighed((apart + 0.1).norm(2, -1), b)
 
