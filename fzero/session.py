@@ -109,7 +109,6 @@ class Runtime:
         if program.arena_bytes > self.arena.numel():
             self.bound.clear()  # they hold the old arena
             self.arena = self.arena.new_empty(0)
-            storage.give_back()  # or the arena comes on top of it
             self.arena = self.transport.block(program.arena_bytes)
         if id(lowered) not in self.bound:
             constants = [name for name, b in program.buffers.items() if b.kind == "constant"]

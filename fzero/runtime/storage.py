@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from fzero.plan.layout import Leaf, Plan
 from fzero.plan.pack import ALIGN_BYTES
-
-
-def give_back() -> None:
-    """Returns to the system what malloc holds free: parameters that were copied into a state, what a trace has left.
-    Of glibc's malloc, which keeps blocks of up to 32 MiB; others do so by themselves."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def block_of(device: torch.device | str) -> Callable[[int], torch.Tensor]:
