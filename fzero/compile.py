@@ -16,7 +16,7 @@ from fzero import ambient, capture, products, random, segments, simulate, tracin
 from fzero._torch_compat import FakeTensorMode, is_fake
 from fzero.checkpoint.source import Source, like
 from fzero.costs import Costs
-from fzero.errors import SpecError, TreeError, at
+from fzero.errors import FzeroError, SpecError, TreeError, at
 from fzero.functional import forward
 from fzero.initial import Deferred, Recipe, bits
 from fzero.joint import asks_key
@@ -194,12 +194,16 @@ def plan_for(
 
 def by_flags(spec: Spec, params: Any) -> Spec:
     """The spec; where it does not say what trains and some of the parameters require grad and others do not, with
-    `trainable` naming the former."""
+    `trainable` naming the former. What is wrong with the parameters is said later, where all ranks hear it."""
     if spec.loss is None or spec.trainable is not None or callable(params):
+        return spec
+    try:
+        leaves = zip(*tree.flatten(params)[:2], strict=True)
+    except FzeroError:
         return spec
     floats = [
         (path, leaf.requires_grad)
-        for path, leaf in zip(*tree.flatten(params)[:2], strict=True)
+        for path, leaf in leaves
         if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point
     ]
     trained = [path for path, flag in floats if flag]

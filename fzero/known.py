@@ -25,6 +25,7 @@ from fzero.errors import CaptureError
 from fzero.provenance import name_of
 
 MOST = 1 << 22  # elements of a value that is kept: a mask of 2,048 tokens
+IN_ALL = 1 << 30  # bytes that one trace computes
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _MADE = re.compile("empty|resize|::set_")  # memory without values
 _Sources = frozenset[int]
@@ -57,12 +58,14 @@ class Known:
     closed: dict[int, torch.Tensor] = field(default_factory=dict)  # closed-over tensors, by id
     read: set[int] = field(default_factory=set)  # those of which a value was asked for
     guarded: set[int] = field(default_factory=set)  # their storages, which no op may write to
+    made: int = 0  # bytes of values so far
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """After an op: keeps the values of its results, or forgets what it has written to."""
         given = self._given(func, args, kwargs)
         written = self._written(func, args, kwargs) if func._schema.is_mutable else set()
-        if given is None or written & self.guarded or any(x.numel() > MOST for x in _tensors(result)):
+        large = any(x.numel() > MOST for x in _tensors(result)) or self.made > IN_ALL
+        if given is None or large or written & self.guarded:
             self._forget(written)
             return
         try:
@@ -73,6 +76,7 @@ class Known:
         for fake, value in zip(_tensors(result), real, strict=False):
             if is_fake(fake) and fake.shape == value.shape:
                 self.values[fake] = value, given[2]
+                self.made += value.nbytes
 
     def value(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
         """(the result of an op that asks for values), where all of them are known."""

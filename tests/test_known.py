@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from threading import Thread
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import fzero
 import fzero.interop
+from fzero import known
 from fzero.errors import CaptureError
 
 MASK = torch.tensor([True, False, True])
@@ -102,6 +104,20 @@ def test_what_an_input_decides_may_not(name: str) -> None:
     spec = fzero.Spec(loss=UNKNOWN[name], optimizer=fzero.optim.sgd(0.1))
     with pytest.raises(CaptureError, match="which is known only when it runs"):
         fzero.lower(spec, params(), X, world_size=1, key=fzero.random.key(0))
+
+
+def test_a_trace_computes_so_many_bytes_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "IN_ALL", 20_000)
+
+    def loss(p: Any, b: Tensor, count: int) -> Tensor:
+        for _ in range(count):
+            mask = torch.ones(1000)
+        return p["w"].sum() * mask.sum().item()
+
+    for count, refused in ((2, False), (8, True)):
+        spec = fzero.Spec(loss=lambda p, b, n=count: loss(p, b, n), optimizer=fzero.optim.sgd(0.1))
+        with pytest.raises(CaptureError, match="which is known only when it runs") if refused else nullcontext():
+            fzero.lower(spec, params(), X, world_size=1)
 
 
 def test_a_closed_over_tensor_stays_as_it_is_while_the_step_is_traced() -> None:
