@@ -68,7 +68,8 @@ def found_name(value: Any, fns: Sequence[Callable[..., Any]]) -> str | None:
     def look(item: Any, name: str, depth: int) -> str | None:
         if item is value:
             return name
-        if depth == 0 or id(item) in seen:
+        library = isinstance(item, types.ModuleType) and item.__name__.partition(".")[0] in ("torch", "fzero", "numpy")
+        if depth == 0 or library or id(item) in seen:
             return None
         seen.add(id(item))
         children: list[tuple[str, Any]] = []
