@@ -124,10 +124,10 @@ def rooted(gm: fx.GraphModule) -> fx.GraphModule:
 
     as_strided(slice(x, 0, 1, 3), [2], [1], 0)  becomes  as_strided(x, [2], [1], 0)
 
-    So does what is written through `unfold`, whose pure form in torch loses the elements that no window has.
+    So does what is written through an `unfold` that leaves elements out, which its pure form in torch loses.
     """
     for node in {n for written in gm.graph.nodes for w in segments.mutated(written) for n in _upwards(w)}:
-        if node.target is aten.unfold.default:
+        if node.target is aten.unfold.default and _leaves_out(node):
             value = node.meta["val"]
             layout = (list(value.shape), list(value.stride()), int(value.storage_offset()))
             node.target, node.args, node.kwargs = aten.as_strided.default, (segments.operand(node), *layout), {}
@@ -142,6 +142,44 @@ def rooted(gm: fx.GraphModule) -> fx.GraphModule:
             if _alike(root, operand):
                 node.target, node.args, node.kwargs = aten.as_strided.default, (root, size, stride, offset), {}
     return gm
+
+
+def _leaves_out(node: fx.Node) -> bool:
+    """Whether an `unfold` has elements of its operand in no window."""
+    x: torch.Tensor = segments.operand(node).meta["val"]
+    dim, size, step = (int(n) for n in node.args[1:])  # type: ignore[arg-type]
+    length = x.shape[dim] if x.dim() else 1
+    return step > size or not size or (length - size) % step != 0
+
+
+def check_reach(gm: fx.GraphModule) -> None:
+    """Refuses an `as_strided` that reaches beyond its operand, a view, and is read after their memory was written to.
+
+    Eager autograd then makes the view anew from the value that owns the memory; a trace goes back through the view that
+    it was taken of, whose gradient has no place for what lies outside."""
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    writes = [(order[n], segments.base(w)) for n in order for w in segments.mutated(n)]
+    for node in order if writes else ():
+        if node.target is not aten.as_strided.default or node.meta.get("no_grad") or _inside(node):
+            continue
+        same = {node}
+        for later in list(order)[order[node] + 1 :]:
+            if segments.source(later) in same:
+                same.add(later)
+        last = max((order[u] for n in same for u in n.users if u not in same), default=-1)
+        if any(order[node] < at < last and root is segments.base(node) for at, root in writes):
+            raise CaptureError(
+                f"{node.target} at {_where(node)} reaches beyond the view that it is taken of, and is read after their "
+                "memory was written to: its gradient would be wrong. Take it of the whole tensor"
+            )
+
+
+def _inside(node: fx.Node) -> bool:
+    """Whether an `as_strided` looks only at elements of its operand, or at all of a value that is no view."""
+    operand = segments.operand(node)
+    value, (first, last) = operand.meta["val"], span(_layout(node))
+    held = span((value.shape, value.stride(), int(value.storage_offset())))
+    return not segments.is_view(operand) or (held[0] <= first and last <= held[1] and segments.is_dense(value))
 
 
 def _start_of(closed_over: torch.Tensor, node: fx.Node) -> int:

@@ -158,7 +158,7 @@ def explained() -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise _data_dependent(error, str(error.func)) from None
     except (RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, CaptureError):
+        if isinstance(error, CaptureError) or (isinstance(error, ValueError) and _NO_VIEW not in str(error)):
             raise
         if "tracing tensor" in str(error) or "data-dependent" in str(error).lower():
             raise _data_dependent(error, "a tensor's value") from None
@@ -168,6 +168,7 @@ def explained() -> Iterator[None]:
         raise
 
 
+_NO_VIEW = "Cannot view a tensor with shape"  # a ValueError on fake tensors
 _TORCH_SAYS = {
     "leaf Variable that requires grad": "a parameter is changed in place: a step is pure. Return a new value instead",
     "returned an invalid gradient": "the shape of a tensor that has a gradient is changed in place (squeeze_, "
@@ -184,10 +185,11 @@ _TORCH_SAYS = {
     "Return it as a metric",
     "_apply(): Couldn't swap": "a module is moved or cast within the step (module.to, .half). Cast its input, as in "
     "x.to(self.l.weight.dtype), and say Precision(compute=...) for the weights",
-    "Cannot view a tensor with shape": "a view that the tensor's strides do not allow. Write x.reshape(...) instead of "
+    _NO_VIEW: "a view that the tensor's strides do not allow. Write x.reshape(...) instead of "
     "x.view(...), and x = x.transpose(...) instead of x.transpose_(...) and kin, which change views made before",
-    "does not require grad and does not have a grad_fn": "a gradient is asked for that is no function of a parameter: "
-    "a closed-over tensor has none in a step. Take it of x.detach().requires_grad_(), made in the loss",
+    "does not require grad and does not have a grad_fn": "a gradient is asked for of a value that is no function of a "
+    "tensor that requires grad (one that is detached, made under no_grad, or closed over). Take it of "
+    "x.detach().requires_grad_(), made in the loss",
     "a dynamo-optimized function": "a torch.compiled function is called. Pass the plain one: fzero compiles the step",
 }
 

@@ -253,6 +253,7 @@ def merge_equal(gm: fx.GraphModule) -> None:
             else:
                 seen[key] = node
     gm.meta.pop("digest", None)
+    gm.meta.pop("as_planned", None)
     gm.recompile()
 
 

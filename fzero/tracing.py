@@ -135,10 +135,21 @@ def trace(
     with explained(), tracing.mode, compiled_functions_traced():
         gm = make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     check_graph(gm, names, tracing.fns, in_region=tracing.depth > 0)
+    _without_failed(gm)
+    offsets.check_reach(gm)
     offsets.rooted(gm)
     if any(segments.mutated(node) for node in gm.graph.nodes):
         gm = _functionalised(tracing, gm, inputs)
     return offsets.rebased(gm)
+
+
+def _without_failed(gm: fx.GraphModule) -> None:
+    """Drops what the trace has of ops that raised, where the user's code went on: they have no value and no users."""
+    for node in reversed(list(gm.graph.nodes)):
+        returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+        if node.op == "call_function" and returns and not node.users and "val" not in node.meta:
+            gm.graph.erase_node(node)
+            gm.recompile()
 
 
 def fake_like(mode: FakeTensorMode, leaf: torch.Tensor) -> torch.Tensor:
@@ -205,13 +216,16 @@ _LITERAL = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
 def _functionalised(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     """The same graph with in-place work on its own intermediates made pure."""
-    replay = _Replay(gm)
-    try:
-        pure = _replayed(tracing, gm, inputs, replay)
-    except CaptureError:
-        if not replay.moved:
-            raise
-        pure = _replayed(tracing, gm, inputs, _Replay(gm, replay.moved))
+    kept: set[fx.Node] = set()
+    while True:
+        replay = _Replay(gm, frozenset(kept))
+        try:
+            pure = _replayed(tracing, gm, inputs, replay)
+            break
+        except CaptureError:
+            if replay.moved <= kept:
+                raise
+            kept |= replay.moved  # further on there may be more
     left = [node for node in pure.graph.nodes if segments.mutated(node)]
     if left:
         raise CaptureError(f"{left[0].target} works in place where it cannot be made pure: use its pure form")
@@ -240,12 +254,13 @@ def _replayed(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch.Tenso
 class _Replay(fx.Interpreter):
     """Runs a graph and tells at which node it is. `functionalize` must be given closed-over tensors to wrap them.
 
-    What the in-place nodes `kept` make is copied into the old value, which keeps its strides; `moved` are those whose
-    pure form had strides of its own, so that a view which the graph takes later may be none."""
+    `moved` are the in-place nodes whose pure form has other strides than their operand, of which the graph may take
+    views that those strides do not allow. What nodes in `kept` make is copied into the old value, which keeps its
+    strides."""
 
     node: fx.Node
 
-    def __init__(self, gm: fx.GraphModule, kept: Collection[fx.Node] = ()) -> None:
+    def __init__(self, gm: fx.GraphModule, kept: Collection[fx.Node]) -> None:
         super().__init__(gm)
         self.kept, self.moved = kept, set[fx.Node]()
 
@@ -273,7 +288,8 @@ class _Replay(fx.Interpreter):
 
     def _moves(self, n: fx.Node, result: Any) -> bool:
         """Whether an in-place op on its first operand left it with other strides than when it was traced."""
-        if segments.mutated(n)[:1] != [n.args[0] if n.args else None] or segments.source(n) is not n.args[0]:
+        source = None if segments.is_view(n) else segments.source(n)
+        if source is None or source is not n.args[0] or not isinstance(result, torch.Tensor):
             return False
         return torch.Tag.inplace_view not in n.target.tags and segments.steps(result) != segments.steps(n.meta["val"])  # type: ignore[union-attr]
 
@@ -288,6 +304,7 @@ class _Replay(fx.Interpreter):
             )
 
 
+# what scatters_keep_overlap() is about; gaps in the operand are closed with it
 _SCATTERS = {
     aten.as_strided_scatter.default,
     aten.diagonal_scatter.default,

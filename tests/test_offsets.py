@@ -131,9 +131,27 @@ def written_into_a_result_beside_another(p: Params, b: Tensor) -> Tensor:
 
 
 def in_place_where_strides_differ(p: Params, b: Tensor) -> Tensor:
-    """The norm's backward fills in place; its pure form has other strides, and the next op takes a view of it."""
+    """The norm's backward fills in place; its pure form has other strides, and a view is taken of it: twice."""
     apart = p["w"].flatten()[:6].view(2, 3).t() - b.flatten()[:6].view(3, 2)
-    return weighed((apart + 0.1).norm(2, -1), b)
+    other = p["w"].flatten()[8:16].view(2, 4).t() - b.flatten()[:8].view(4, 2)
+    return weighed((apart + 0.1).norm(2, -1), b) + weighed((other + 0.2).norm(2, -1), b)
+
+
+def windows_that_leave_nothing_out(p: Params, b: Tensor) -> Tensor:
+    z = torch.complex(p["w"].sin(), p["w"].cos()).clone()
+    z.real.unfold(1, 2, 2).mul_(2.0)
+    return weighed(torch.view_as_real(z), b)
+
+
+def after_a_view_that_failed(p: Params, b: Tensor) -> Tensor:
+    x = torch.sin(p["w"]).t()
+    try:
+        flat = x.view(-1)
+    except (RuntimeError, ValueError):
+        flat = x.reshape(-1)
+    y = torch.cos(p["w"])
+    y[0].mul_(2.0)
+    return weighed(flat, b) + weighed(y, b)
 
 
 def added_over_a_column(p: Params, b: Tensor) -> Tensor:
@@ -191,6 +209,8 @@ CASES: list[Callable[[Params, Tensor], Tensor]] = [
     written_through_windows_of_a_view,
     written_into_a_result_beside_another,
     in_place_where_strides_differ,
+    windows_that_leave_nothing_out,
+    after_a_view_that_failed,
     added_over_a_column,
     short_time_fourier,
     closed_over,
@@ -362,6 +382,29 @@ def test_elements_written_twice_are_refused() -> None:
         return weighed(x, b)
 
     assert "writes several values to one element" in _refused(loss)
+
+
+def _beyond(cut: Callable[[Tensor], Tensor], write: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    def loss(p: Params, b: Tensor) -> Tensor:
+        x = torch.sin(p["w"])
+        z = cut(x).as_strided((5, 2), (4, 1), 0)
+        write(x, z)
+        return weighed(z, b)
+
+    return loss
+
+
+@pytest.mark.parametrize("write", [lambda x, z: x.mul_(2.0), lambda x, z: z.mul_(2.0)], ids=["the whole", "itself"])
+@pytest.mark.parametrize("cut", [lambda x: x[1:3], lambda x: x[:, ::2]], ids=["rows", "columns"])
+def test_what_reaches_beyond_a_view_is_not_read_after_a_write(cut: Any, write: Any) -> None:
+    """Autograd makes such a view anew, of the whole; a trace goes back through the part."""
+    assert "Take it of the whole tensor" in _refused(_beyond(cut, write))
+
+
+@pytest.mark.parametrize("write", [lambda x, z: x.mul_(2.0), lambda x, z: z.mul_(2.0), lambda x, z: z])
+def test_of_the_whole_it_is(write: Any) -> None:
+    test_like_eager(_beyond(lambda x: x, write))
+    test_like_eager(_beyond(lambda x: x[0:], lambda x, z: z))
 
 
 # --- the class of fault -----------------------------------------------------------------------------------------------

@@ -126,6 +126,7 @@ def as_planned(gm: fx.GraphModule, *given: torch.Tensor) -> list[torch.Tensor]:
     if gm.meta.get("as_planned"):
         return gm.forward(*given)
     env: dict[fx.Node, Any] = dict(zip(segments.placeholders(gm.graph), given, strict=True))
+    last = {operand: node for node in gm.graph.nodes for operand in node.all_input_nodes}
     plain = True
     for node in filter(segments.is_compute, gm.graph.nodes):
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
@@ -133,6 +134,9 @@ def as_planned(gm: fx.GraphModule, *given: torch.Tensor) -> list[torch.Tensor]:
         found = (kernel or node.target)(*args, **kwargs)
         env[node] = found if segments.source(node) is not None else strided(found, node.meta.get("val"))
         plain = plain and kernel is None and env[node] is found
+        for operand in node.all_input_nodes:
+            if last[operand] is node:
+                del env[operand]
     if plain and not any(shaped_otherwise(gm, given)):
         gm.meta["as_planned"] = True
     return list(fx.node.map_arg(segments.outputs(gm.graph), env.__getitem__))
