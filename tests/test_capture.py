@@ -1313,7 +1313,7 @@ def test_pytrees_of_all_kinds_are_batches(caplog: pytest.LogCaptureFixture) -> N
         (lambda p, b: p["w"].t().view(-1).sum() * b.sum(), r"write x\.reshape\(\.\.\.\) instead of x\.view"),
         (
             lambda p, b: p["w"].sum() * torch.autograd.grad((CLOSED * b).sum(), CLOSED)[0].sum(),
-            r"a closed-over tensor has none in a step\. Take it of x\.detach\(\)\.requires_grad_\(\)",
+            r"or closed over\)\. Take it of x\.detach\(\)\.requires_grad_\(\)",
         ),
     ],
 )  # fmt: skip
