@@ -18,6 +18,7 @@ from torch import _weights_only_unpickler  # 2.11.0, 2.13.0
 from torch._C import _profiler as _cpp_profiler  # 2.11.0, 2.13.0
 from torch._compile import _disable_dynamo as untraced_by_dynamo  # 2.11.0, 2.13.0
 from torch._dispatch.python import enable_python_dispatcher as by_decompositions  # 2.11.0, 2.13.0
+from torch._ops import OpOverload  # 2.11.0, 2.13.0
 from torch._subclasses.fake_tensor import (  # 2.11.0, 2.13.0
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -45,6 +46,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "OpOverload",
     "TorchDispatchMode",
     "allocations",
     "ambient_modes",
@@ -80,6 +82,7 @@ __all__ = [
     "tracing_graph",
     "untraced_by_dynamo",
     "unwatched",
+    "version",
     "weights_only",
 ]
 
@@ -412,6 +415,11 @@ def allocations() -> Iterator[list[tuple[int, int]]]:
         events: list[Any] = torch.autograd._disable_profiler().events()
         ours = [e for e in events if e.name() == "[memory]" and e.device_type() == torch.autograd.DeviceType.CPU]
         found += [(e.start_ns(), e.nbytes()) for e in sorted(ours, key=lambda e: e.start_ns())]
+
+
+def version(value: torch.Tensor) -> int:
+    """How often a tensor has been written to; 0 for a new one (`Tensor._version`: 2.11.0, 2.13.0)."""
+    return value._version
 
 
 @functools.cache

@@ -20,7 +20,7 @@ import optree
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fzero._torch_compat import is_fake, unwatched
+from fzero._torch_compat import is_fake, unwatched, version
 from fzero.errors import CaptureError
 from fzero.provenance import name_of
 
@@ -42,7 +42,7 @@ class Baked:
     def check(self) -> None:
         """Raises CaptureError if it was changed in place since."""
         tensor = self.tensor()
-        if tensor is not None and tensor._version != self.version:
+        if tensor is not None and version(tensor) != self.version:
             raise CaptureError(
                 f"{self.name} is closed over, its value was read while the step was traced (`if mask.any()`, "
                 "`mask.nonzero()`, a slice's end), and it was changed in place since: the program would be that of "
@@ -110,7 +110,7 @@ class Known:
     def baked(self, fns: Sequence[Any]) -> tuple[Baked, ...]:
         """The closed-over tensors that were read; `fns` name them."""
         read = [self.closed[key] for key in sorted(self.read)]
-        return tuple(Baked(weakref.ref(x), x._version, name_of(x, fns)) for x in read)
+        return tuple(Baked(weakref.ref(x), version(x), name_of(x, fns)) for x in read)
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         with unwatched(), torch.no_grad():

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero._torch_compat import FakeTensorMode, graph_module, is_fake
+from fzero._torch_compat import FakeTensorMode, OpOverload, graph_module, is_fake
 
 aten = torch.ops.aten
 
@@ -137,14 +137,14 @@ Aliasing = tuple[bool, tuple[Argument, ...], tuple[Argument | None, ...]]
 def _aliasing(node: fx.Node) -> Aliasing:
     """Whether the schema of a node's op says that a result shares memory with an operand, the arguments that it writes
     to, and by result the one of them that it returns."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return _aliasing_of(node.target)
     found = schema(node)
     return (False, (), ()) if found is None else _read_schema(found)
 
 
 @functools.cache
-def _aliasing_of(target: torch._ops.OpOverload) -> Aliasing:
+def _aliasing_of(target: OpOverload) -> Aliasing:
     return _read_schema(target._schema)
 
 
@@ -439,7 +439,7 @@ def values(gm: fx.GraphModule) -> Values:
 
 
 def memory(node: fx.Node) -> Iterator[Value]:
-    """The results whose memory a node's value keeps alive."""
+    """The results whose memory a node's value keeps alive. What writes here returns what it writes, or nothing."""
     if node.op not in ("call_function", "placeholder"):
         return
     root, index = node, None

@@ -175,9 +175,14 @@ def _is_there(node: fx.Node, args: Any) -> bool:
     return into == source
 
 
+def as_sized(gm: fx.GraphModule, given: Sequence[torch.Tensor]) -> bool:
+    """Whether the operands have the shapes that a segment was planned for; a rank's part of a flat range may not."""
+    return all(x.shape == n.meta["val"].shape for x, n in zip(given, segments.placeholders(gm.graph), strict=True))
+
+
 def _shapes(gm: fx.GraphModule, given: Sequence[torch.Tensor]) -> dict[fx.Node, Any]:
     """The nodes' values where they are not those of the plan: with operands of these shapes."""
-    if all(x.shape == n.meta["val"].shape for x, n in zip(given, segments.placeholders(gm.graph), strict=True)):
+    if as_sized(gm, given):
         return {}
     with FakeTensorMode():
         return segments.shapes(
@@ -217,10 +222,9 @@ def _one_with(results: Iterable[torch.Tensor], x: Any) -> Any:
     equal, those of dims of one element too, and what torch's shape rules say of those is not what its kernels do."""
     if not isinstance(x, torch.Tensor) or x.is_conj() or x.is_neg():
         return x
-    known = [(n, stride) for n, stride in zip(x.shape, x.stride(), strict=True) if n != 1]
     for made in results:
         alike = (made.data_ptr(), made.dtype, made.shape) == (x.data_ptr(), x.dtype, x.shape)
-        if alike and known == [(n, stride) for n, stride in zip(made.shape, made.stride(), strict=True) if n != 1]:
+        if alike and segments.steps(made) == segments.steps(x):
             return made
     return x
 

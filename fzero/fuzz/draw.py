@@ -42,9 +42,8 @@ def _try(rng: random.Random, name: str, options: Options) -> Case | None:
     made = Draw(rng, options)
     _leaves(made)
     wanted = rng.randint(2, 8)
-    with (
-        Keyed(key(0, torch.get_default_device())) if options.keyed else nullcontext()
-    ):  # so that what draws is known to draw from a key
+    here = key(0, torch.get_default_device())
+    with Keyed(here) if options.keyed else nullcontext():  # so that what draws is known to draw from a key
         for _ in range(4 * wanted):
             if len(made.body) >= wanted:
                 break

@@ -19,11 +19,6 @@ from fzero._torch_compat import DataDependentOutputException, DynamicOutputShape
 from fzero.errors import CaptureError
 
 
-def version(value: torch.Tensor) -> int:
-    """How often a tensor has been written to; 0 for a new one (`Tensor._version`: 2.11.0, 2.13.0)."""
-    return value._version
-
-
 def install() -> None:
     """Lets transformers' grouped matrix product trace in fp32 (`_can_use_grouped_mm`: transformers 5.23.0).
 

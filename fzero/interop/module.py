@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero import tree
-from fzero._torch_compat import is_fake
+from fzero._torch_compat import is_fake, version
 from fzero.errors import CaptureError, TreeError, at
 from fzero.interop import _hf_compat, closures, refuse
 from fzero.interop.guard import Guard
@@ -73,8 +73,8 @@ class Apply:
             given = {name: _writable(value, traced) for name, value in buffers.items()}
         memo |= self._placed("buffers", self._module.named_buffers(), given)
         module = closures.copied(self._module, self._bound, memo)[0]
-        versions = {name: _hf_compat.version(value) for name, value in given.items()}
-        before = [_hf_compat.version(value) for value in self._kept]
+        versions = {name: version(value) for name, value in given.items()}
+        before = [version(value) for value in self._kept]
         try:
             with _hf_compat.capturing(module) if traced else Guard(self.name, params):
                 output = module(*args, **kwargs)
@@ -85,13 +85,13 @@ class Apply:
             if traced:
                 raise
             raise CaptureError(str(error)) from None
-        if before != [_hf_compat.version(value) for value in self._kept]:
+        if before != [version(value) for value in self._kept]:
             raise CaptureError(f"{self.name} writes to a tensor that is no buffer: register it with register_buffer")
         found = dict(module.named_buffers())
         if self.mutable:
             return output, {name: found[name] for name in buffers}
         for name, value in given.items():
-            if found.get(name) is not value or _hf_compat.version(value) != versions[name]:
+            if found.get(name) is not value or version(value) != versions[name]:
                 raise self._writes(name)
         return output
 

@@ -7,7 +7,7 @@ A handler never blocks but in `wait`, so a driver that asks `Comm.ready` before 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -137,15 +137,9 @@ def as_planned(gm: fx.GraphModule, *given: torch.Tensor) -> list[torch.Tensor]:
         for operand in node.all_input_nodes:
             if last[operand] is node:
                 del env[operand]
-    if plain and not any(shaped_otherwise(gm, given)):
+    if plain and tape.as_sized(gm, given):
         gm.meta["as_planned"] = True
     return list(fx.node.map_arg(segments.outputs(gm.graph), env.__getitem__))
-
-
-def shaped_otherwise(gm: fx.GraphModule, given: Sequence[torch.Tensor]) -> Iterator[bool]:
-    """Whether each operand has another shape than the segment was planned for, as a rank's part of a flat range may."""
-    for node, x in zip(segments.placeholders(gm.graph), given, strict=True):
-        yield node.meta["val"].shape != x.shape
 
 
 def strided(found: Any, planned: Any) -> Any:
