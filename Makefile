@@ -14,7 +14,7 @@ help:
 	@echo "make demo        train a small GPT on two local ranks with zero=3 (about three minutes);"
 	@echo "                 ARGS='--kill-at 120 --check' kills a rank on the way and compares"
 	@echo "make test        the test suite, on the CPU"
-	@echo "make lint        ruff (format, rules) and mypy"
+	@echo "make lint        ruff (format, rules), mypy, and import-linter (the order of the folders)"
 	@echo "make format      let ruff rewrite the files"
 	@echo "make acceptance  the long checks, minutes each"
 	@echo "make bench       fzero and its peers side by side on the CPU (about half an hour; ARGS=--help)"
@@ -48,6 +48,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

@@ -33,12 +33,12 @@ from benchmarks.contenders import BF16, CONTENDERS, Setup, Step, fzero_spec
 from benchmarks.link import free_port
 from benchmarks.model import Batch, Size, make_batch
 from benchmarks.run import write
-from fzero.compile import plan_for, recipe_for
-from fzero.program import Op
-from fzero.runtime import storage
-from fzero.runtime.transport import Transport, via_of
-from fzero.session import Runtime
-from fzero.state import Life, State
+from fzero.comm.transport import Transport, via_of
+from fzero.compile.step import plan_for, recipe_for
+from fzero.ir.records import Op
+from fzero.session.session import Runtime, runtime_of
+from fzero.state import storage
+from fzero.state.state import Life, State
 
 SIZES = {
     "gpt2_large": Size(layers=36, width=1280, heads=20, vocabulary=50257, sequence=1024, batch=8, inner=5120),
@@ -95,18 +95,18 @@ class Filled:
     def drain(self) -> None:
         """Nothing is ever in flight."""
 
-    def start(self, name: str, one: Op, tensors: list[torch.Tensor]) -> None:
-        source, dest = tensors[0].reshape(-1), tensors[len(one.reads)].view(-1)
-        if one.kind == "gather":
+    def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
+        source, dest = tensors[0].reshape(-1), tensors[len(op.reads)].view(-1)
+        if op.kind == "gather":
             parts = dest.view(self.world_size, -1)
             for others in (parts[: self.rank], parts[self.rank + 1 :]):  # the own part may be the source itself
                 others.copy_(source.expand_as(others))
             if parts[self.rank].data_ptr() != source.data_ptr():
                 parts[self.rank].copy_(source)
             return
-        own = source.view(self.world_size, -1)[self.rank] if one.get("mode") == "scatter" else source
+        own = source.view(self.world_size, -1)[self.rank] if op.get("mode") == "scatter" else source
         dest.copy_(own)
-        if one.get("op") != "max" and one.get("divisor", 1) == 1:
+        if op.get("op") != "max" and op.get("divisor", 1) == 1:
             dest.mul_(self.world_size)  # a sum, not a mean
 
 
@@ -130,7 +130,7 @@ def share(setup: Setup, zero: int, world_size: int) -> Step:
     state = share_of(setup, zero, world_size)
 
     def step(batch: Batch) -> torch.Tensor:
-        bound = state.runtime.bind(state.runtime.compiled(batch))
+        bound = runtime_of(state).bind(runtime_of(state).compiled(batch))
         return bound.run(list(batch.values()))["loss"]
 
     return step

@@ -24,6 +24,7 @@ from benchmarks.contenders import Setup
 from benchmarks.gpu import share_of
 from benchmarks.model import SIZES, make_batch
 from benchmarks.run import write
+from fzero.session.session import runtime_of
 
 WANTED_US = 15.0
 
@@ -33,9 +34,9 @@ def stubbed(zero: int, size: str, dtype: str) -> tuple[Any, Callable[[], None], 
     knows the executor."""
     setup = Setup(SIZES[size], dtype)
     state = share_of(setup, zero, 2)
-    lowered = state.runtime.compiled(make_batch(setup.size, 0, 0))
+    lowered = runtime_of(state).compiled(make_batch(setup.size, 0, 0))
     began = time.perf_counter()
-    bound = state.runtime.bind(lowered)
+    bound = runtime_of(state).bind(lowered)
     seconds = time.perf_counter() - began
     bound.calls = [[_nothing] * len(calls) for calls in bound.calls]
     return lowered.program, bound.issue, seconds
@@ -56,7 +57,7 @@ def measure(zero: int, size: str, dtype: str, repeats: int) -> dict[str, Any]:
     per_op = {"best": min(seconds) / len(program.ops) * 1e6, "median": median(seconds) / len(program.ops) * 1e6}
     return {
         "ops": len(program.ops),
-        "kinds": Counter(one.kind for one in program.ops),
+        "kinds": Counter(op.kind for op in program.ops),
         "us_per_op": per_op,
         "binding_s": binding,
     }

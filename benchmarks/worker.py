@@ -38,7 +38,7 @@ def restart_peak() -> None:
 def held_bytes() -> int:
     """Bytes of all CPU tensors that Python can reach, each storage once, less the other ranks' memory that is mapped
     here. Between two steps nothing else holds any but DDP, whose step keeps views of its buckets for us."""
-    from fzero.runtime.host import Host
+    from fzero.comm.peers import Host
 
     gc.collect()
     hosts = [found for found in gc.get_objects() if type(found) is Host]
@@ -58,7 +58,7 @@ def held_bytes() -> int:
 
 def live_peak(step: Callable[[], Any]) -> dict[str, int]:
     """What is held between steps, and the most that lives during one, in bytes of tensors."""
-    from fzero.plan.measured import measured_peak
+    from fzero.cost.allocator import measured_peak
 
     held = held_bytes()
     _, extra = measured_peak(step)

@@ -1,7 +1,7 @@
 """Where every byte lives: what the plan says before the run, and what the allocator says after it.
 
 Measured is what can be measured. State and batch are the bytes of the tensors that a rank holds, padding included.
-What a step needs beside them is its arena, and the allocator's peak above its start (`fzero.plan.measured`), which do
+What a step needs beside them is its arena, and the allocator's peak above its start (`fzero.cost.allocator`), which do
 not know a gradient from an activation, so the table gives their sum, not a split of it.
 """
 

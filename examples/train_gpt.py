@@ -30,9 +30,9 @@ import memory
 import ranks
 import text
 from fzero import tree
-from fzero.plan.measured import measured_peak
-from fzero.plan.memory import account
-from fzero.runtime.collectives import open_world
+from fzero.comm.transfers import open_world
+from fzero.cost.allocator import measured_peak
+from fzero.cost.memory import account
 from gpt import Batch, Params, generate, init_gpt, loss_fn, sizes
 from show import Curves, plot, progress
 

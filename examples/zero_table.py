@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional as F
 
 import fzero
-from fzero.plan.states import model_states
+from fzero.cost.model_states import model_states
 
 HEADS = 32
 
@@ -83,7 +83,7 @@ def main() -> None:
     for stage in (0, 1, 2, 3):
         one = lowered(stage, args.world, *size)
         count = sum(torch.Size(leaf.shape).numel() for leaf in one.plan.leaves if leaf.path.startswith("params/"))
-        held = model_states(one)
+        held = model_states(one.program)
         gb = [f"{n / 1e9:.4g}" for n in (held.zero_bytes, held.own_bytes, held.between_steps_bytes)]
         print(f"{stage:5}  {count / 1e9:9.2f}B  {gb[0]:>11}  {gb[1]:>15}  {gb[2]:>13}", flush=True)
         kinds: Counter[str] = Counter()

@@ -1,14 +1,17 @@
 """fzero: a training step as a pure function, compiled into an explicit, verified ZeRO schedule. See README.md."""
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from fzero import checkpoint, data, optim, random
+from fzero._version import __version__ as __version__
 from fzero.api import evaluate, init, lower, step
+from fzero.capture.joint import Mean
 from fzero.checkpoint import Manifest, save
 from fzero.checkpoint.checkpointer import Checkpointer
 from fzero.checkpoint.load import load
-from fzero.compile import Lowered
+from fzero.compile.step import Lowered
 from fzero.errors import (
     CaptureError,
     CheckpointError,
@@ -35,18 +38,16 @@ from fzero.functional import (
     remat,
     value_and_grad,
 )
-from fzero.joint import Mean
+from fzero.ir.parse import parse
+from fzero.ir.program import Program
 from fzero.precision import LossScale, Precision
 from fzero.profile import profile
-from fzero.program import Program, parse
 from fzero.spec import Spec
-from fzero.state import ShardedTensor, State, unshard
-from fzero.verify import verify
+from fzero.state.state import ShardedTensor, State, unshard
+from fzero.verify.rules import verify
 
 if TYPE_CHECKING:
     from fzero import interop
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
@@ -99,12 +100,29 @@ __all__ = [
 ]
 
 
-_LATER = ("cli", "doctor", "fuzz", "interop", "kernels", "mutate")  # imported when they are asked for
+_LATER = {  # imported when they are asked for
+    "cli": "fzero.cli",
+    "doctor": "fzero.tools.doctor",
+    "fuzz": "fzero.tools.fuzz",
+    "interop": "fzero.interop",
+    "kernels": "fzero.kernels",
+    "mutate": "fzero.tools.mutate",
+}
+
+
+# Where documented modules were before they moved: old names keep working for one release.
+_MOVED = {
+    "program": "ir.program",
+    "plan.measured": "cost.allocator",
+    "plan.states": "cost.model_states",
+}
+for _old, _new in _MOVED.items():
+    sys.modules[f"fzero.{_old}"] = importlib.import_module(f"fzero.{_new}")
 
 
 def __getattr__(name: str) -> Any:
     if name in _LATER:
-        return importlib.import_module(f"fzero.{name}")
+        return importlib.import_module(_LATER[name])
     raise AttributeError(f"module 'fzero' has no attribute {name!r}")
 
 

@@ -7,18 +7,28 @@ from typing import Any
 
 import torch
 
-from fzero import ambient, tracing, tree
+from fzero import tree
 from fzero._torch_compat import untraced_by_dynamo
-from fzero.compile import Lowered, by_flags, check_key, collector_paused, fakes_on, lower_step, plan_for, recipe_for
+from fzero.capture import ambient, tracing
+from fzero.capture.provenance import describe
+from fzero.comm import transfers
+from fzero.comm.transport import bucket_bytes, via_of
+from fzero.compile.step import (
+    Lowered,
+    by_flags,
+    check_key,
+    collector_paused,
+    fakes_on,
+    lower_step,
+    plan_for,
+    recipe_for,
+)
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, at
-from fzero.provenance import describe
-from fzero.runtime import collectives
-from fzero.runtime.transport import bucket_bytes, via_of
-from fzero.session import execute
+from fzero.session.session import execute, runtime_of
+from fzero.session.world import World, check_mesh, check_spec
 from fzero.spec import Spec
-from fzero.state import Life, State
-from fzero.verify import verify
-from fzero.world import World, check_mesh, check_spec
+from fzero.state.state import Life, State
+from fzero.verify.rules import verify
 
 # after how many steps the host looks whether the loss scale is at its end: it waits for the device then
 LOOKS_AFTER = {"cpu": 1, "cuda": 16}
@@ -68,7 +78,7 @@ def step(state: State, batch: Any) -> State:
 
 def advanced(state: State, lowered: Lowered, metrics: Any) -> State:
     """The state after a step that ran; the one that was given is donated."""
-    runtime = state.runtime
+    runtime = runtime_of(state)
     runtime.last_program = lowered.program
     if runtime.spec.nonfinite == "raise" and not metrics["finite"]:
         raise NonFiniteError(
@@ -159,7 +169,7 @@ def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any]
     """(the program to run, the batch as plain dicts), once every rank has the same one and no rank failed before."""
     if not isinstance(state, State):
         raise TreeError(f"fzero.{name} needs the State that fzero.init returned, got {type(state).__name__}")
-    runtime = state.runtime
+    runtime = runtime_of(state)
     failure: BaseException | None = None
     lowered: Lowered | None = None
     try:
@@ -176,7 +186,7 @@ def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any]
             digest += f", threads={torch.get_num_threads()}"
     except Exception as error:
         failure, digest = error, ""
-    runtime.heard = collectives.agree(
+    runtime.heard = transfers.agree(
         runtime.rank, runtime.world_size, what, digest, runtime.group, failure, runtime.says(), lambda: _shown(batch)
     )
     assert lowered is not None
@@ -191,7 +201,7 @@ def _shown(batch: Any) -> dict[str, str]:
 def _check_scale(state: State) -> None:
     """Ends a run that overflowed at the least loss scale, at the next look. All ranks hold the same scale, so all of
     them raise."""
-    runtime = state.runtime
+    runtime = runtime_of(state)
     scaler = runtime.spec.policy.loss_scale if runtime.spec.loss is not None else None
     if scaler is None or not scaler.dynamic:
         return

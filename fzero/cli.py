@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fzero import doctor, fuzz, mutate
 from fzero.errors import FzeroError
 from fzero.interop import commands
+from fzero.tools import doctor, fuzz, mutate
 
 
 @dataclass(frozen=True)

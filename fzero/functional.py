@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fzero import ambient, random, tree
-from fzero import capture as _capture
+from fzero import random, tree
 from fzero._torch_compat import in_functorch
+from fzero.capture import ambient
+from fzero.capture import trace_step as _capture
+from fzero.capture.joint import Joint, safe
+from fzero.capture.provenance import describe, user_line
+from fzero.capture.tracing import Tracing, active
 from fzero.errors import CaptureError, at
-from fzero.joint import Joint, safe
 from fzero.precision import Precision, policy
-from fzero.provenance import describe, user_line
 from fzero.random._check import is_key
-from fzero.tracing import Tracing, active
 
 
 def value_and_grad(
@@ -315,7 +316,8 @@ def _region(
 
 
 def _steady_outside(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Outside a step, where nothing else has left what torch may be set to around the call: see `fzero.ambient`."""
+    """Outside a step, where nothing else has left what torch may be set to around the call: see
+    `fzero.capture.ambient`."""
 
     @functools.wraps(fn)
     def steady(*args: Any, **kwargs: Any) -> Any:

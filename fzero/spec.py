@@ -49,8 +49,8 @@ class Spec:
     remat: "none", "full" (a layer keeps its input and computes the rest again in the backward), or path rules of
     parameters to them, as {"blocks/**": "full"}. Same bits, less memory, up to a third more compute.
     products: who computes fp32 matrix products on CPU. "default": torch's own choice. "fastest": the faster of torch's
-    two libraries for each shape, measured once per machine and kept in a file (`fzero.products`): the same accuracy
-    and, as another machine may choose otherwise, bits that hold for this one.
+    two libraries for each shape, measured once per machine and kept in a file (`fzero.codegen.matmul`): the same
+    accuracy and, as another machine may choose otherwise, bits that hold for this one.
     allow_unused: parameters without a gradient get a zero one instead of an error.
     compile: "inductor" compiles the stretches of loops in each segment, "none" runs plain aten, "auto" compiles where
     that was measured to gain (docs/compile.md). Without a compiler both run plain aten, and say so.

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 import fzero
-from fzero import capture
-from fzero.compile import Lowered, fakes_on, plan_for, recipe_for, training_of
-from fzero.lowering import build
-from fzero.program import Program
+from fzero.capture import trace_step
+from fzero.compile.step import Lowered, fakes_on, plan_for, recipe_for, training_of
+from fzero.ir.program import Program
+from fzero.lowering.build import build
 
 Params = dict[str, Any]
 
@@ -54,7 +54,7 @@ def naive(world: int = 2, params: Params | None = None, **options: Any) -> Progr
     plan = plan_for(one, recipe.paths, recipe.values, recipe.per_rank, world)
     assert one.loss is not None
     assert one.optimizer is not None
-    graph = capture.capture(
+    graph = trace_step.capture(
         training_of(one).step,
         fzero.tree.unflatten(recipe.spec, recipe.values),
         fakes_on(batch(one.microbatches * 4), torch.device("cpu")),

@@ -36,10 +36,11 @@ from torch.testing._internal.common_methods_invocations import op_db  # 2.11.0, 
 from torch.utils import _pytree as pytree  # 2.11.0, 2.13.0
 
 import fzero
-from fzero import segments
+from fzero.ir import segments
 from fzero.kernels import kernel_for
-from fzero.runtime import handlers, storage
-from fzero.runtime.interpret import interpret
+from fzero.runtime import handlers
+from fzero.runtime.interpreter import interpret
+from fzero.state import storage
 
 DEVICE = os.environ.get("FZERO_TEST_DEVICE", "cpu")
 AT_ONCE = 8  # cases in one loss

@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero
-from fzero import _torch_compat, ambient, optim
+from fzero import _torch_compat, optim
 from fzero._torch_compat import FakeTensorMode, by_onednn, make_fx, product_precision
+from fzero.capture import ambient
 
 F = torch.nn.functional
 W = {"w": torch.linspace(-1, 1, 64).view(8, 8), "v": torch.linspace(0.1, 1, 8)}

@@ -14,12 +14,14 @@ from torch import Tensor
 
 import fzero
 from fzero import tree
-from fzero.mutate.edits import find, put, replaced, with_buffers
+from fzero.ir.parse import parse
+from fzero.ir.program import Program
+from fzero.ir.records import Ref
 from fzero.optim import _adam8
 from fzero.plan.layout import Plan, layout
-from fzero.program import Program, Ref, parse
-from fzero.runtime import storage
-from fzero.verify import verify
+from fzero.state import storage
+from fzero.tools.mutate.edits import find, put, replaced, with_buffers
+from fzero.verify.rules import verify
 
 HYPER = (0.9, 0.999, 1e-8, 0.1)
 
@@ -340,8 +342,8 @@ def test_elementwise_work_on_codes_and_scales_runs_on_slices_too() -> None:
     tx = fzero.optim.apply_if_finite(fzero.optim.adamw8bit(1e-2))
     specs = [fzero.Spec(loss=odd_loss, optimizer=tx, zero=zero) for zero in (0, 1, 3)]
     runs = [run(spec, odd_params(), odd_batch, world=2, steps=3) for spec in specs]
-    assert [differing(runs[0].final, one.final) for one in runs] == [[], [], []]
-    gathered = {one.reads[0].name for one in runs[2].lowered.program.ops if one.kind == "gather"}
+    assert [differing(runs[0].final, op.final) for op in runs] == [[], [], []]
+    gathered = {op.reads[0].name for op in runs[2].lowered.program.ops if op.kind == "gather"}
     assert all(name.startswith("params") for name in gathered)
 
 
@@ -377,12 +379,12 @@ def test_the_update_is_one_op_in_place_for_leaves_without_padding() -> None:
 
     spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw8bit(1e-2), zero=3)
     program = fzero.lower(spec, params, torch.zeros(2, 64), world_size=4).program
-    updates = [one for one in program.ops if one.kind == "update" and one.get("flat")]
+    updates = [op for op in program.ops if op.kind == "update" and op.get("flat")]
     assert len(updates) == len(program.buckets) == 2
-    for one in updates:
-        nodes = program.segments[str(one.get("segment"))].graph.nodes
+    for op in updates:
+        nodes = program.segments[str(op.get("segment"))].graph.nodes
         assert [n.target for n in nodes if n.op == "call_function"] == [torch.ops.fzero.adamw8_.default]
-    moved = {ref.name for one in program.ops if one.kind in ("gather", "reduce") for ref in one.reads}
+    moved = {ref.name for op in program.ops if op.kind in ("gather", "reduce") for ref in op.reads}
     assert not any("opt_state" in name for name in moved)
 
 
@@ -392,7 +394,7 @@ def test_the_text_form_keeps_the_ratio(good: Program) -> None:
 
 
 def update_of(program: Program, path: str) -> int:
-    return find(program, lambda one: one.kind == "update" and one.why == f"update {path}")[0]
+    return find(program, lambda op: op.kind == "update" and op.why == f"update {path}")[0]
 
 
 def scales(program: Program, at: int) -> list[int]:
@@ -423,20 +425,20 @@ def test_broken_columns_are_refused(good: Program) -> None:
 def test_padding_in_a_block_is_refused(good: Program) -> None:
     """The whole bucket in one range: right for elementwise work, wrong for blocks, which would take in the padding."""
     at = update_of(good, "layers/0/w")
-    one = good.ops[at]
+    op = good.ops[at]
     end = good.buckets["layers.0"].slots[1].start
 
     def wider(ref: Ref) -> Ref:
         return ref if ref.start is None else replace(ref, stop=end)
 
-    wide = replace(one, reads=tuple(map(wider, one.reads)), writes=tuple(map(wider, one.writes)))
+    wide = replace(op, reads=tuple(map(wider, op.reads)), writes=tuple(map(wider, op.writes)))
     with pytest.raises(fzero.VerifyError, match=r"\[meaning\] .* takes padding into the blocks of a leaf"):
         verify(put(good, at, wide))
 
 
 def test_a_program_without_the_ratio_of_its_scales_is_refused(good: Program) -> None:
     """A column of scales in the place of a float column of elements: equal dtypes, another ratio."""
-    from fzero.meaning import Undefined, Vec, apply
+    from fzero.verify.terms import Undefined, Vec, apply
 
     whole, coarse = Vec({0: "a"}, True, (0, 128)), Vec({0: "b"}, True, (0, 128), per=64)
     with pytest.raises(Undefined, match="works on ranges that do not match"):

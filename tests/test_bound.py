@@ -17,16 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fzero
-from fzero import capture, segments, tape
-from fzero.fuzz import runs
-from fzero.fuzz.runs import run_bound
-from fzero.mutate import corpus
-from fzero.plan.pack import ALIGN_BYTES, clash, pack
-from fzero.program import PERSISTENT
-from fzero.runtime import graphs
-from fzero.runtime.bound import Bound
+from fzero.capture import trace_step
+from fzero.codegen import bind
+from fzero.ir import segments
+from fzero.ir.offset_assignment import ALIGN_BYTES, clash, pack
+from fzero.ir.records import PERSISTENT
+from fzero.runtime import cuda_graphs
+from fzero.runtime.executor import Bound
 from fzero.runtime.handlers import spoil
-from fzero.runtime.interpret import interpret
+from fzero.runtime.interpreter import interpret
+from fzero.tools.fuzz import runs
+from fzero.tools.fuzz.runs import run_bound
+from fzero.tools.mutate import corpus
 
 aten = torch.ops.aten
 
@@ -62,12 +64,13 @@ def test_the_arena_is_little_more_than_what_is_alive(zero: int) -> None:
     init, loss = cases.gpt(512, 128, 6)
     spec = cases.fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=zero, clip_norm=1.0)
     program = fzero.lower(spec, init, cases.tokens(4, 64, 512, 0), world_size=4).program
-    from fzero.program import live_bytes
+    from fzero.ir.liveness import live_bytes
 
     held = sum(b.nbytes for b in program.buffers.values() if b.kind in PERSISTENT)
     batch = sum(b.nbytes for b in program.buffers.values() if b.kind == "batch")
     alive = max(
-        level - held + int(one.get("workspace", 0)) for level, one in zip(live_bytes(program), program.ops, strict=True)
+        level - held + int(op.get("workspace", 0))
+        for level, op in zip(live_bytes(program.ops, program.buffers), program.ops, strict=True)
     )
     assert alive <= program.arena_bytes <= 1.1 * (alive + batch)
 
@@ -91,14 +94,14 @@ def check(gm: Any, given: Sequence[torch.Tensor] = ()) -> None:
     inputs = list(given) or operands(gm, torch.Generator().manual_seed(0))
     plain = [x.clone() for x in inputs]
     expected = gm(*plain)
-    layout = tape.layout(gm)
+    layout = bind.layout(gm)
     block = torch.empty(layout.nbytes, dtype=torch.uint8)
     fresh = [
         torch.empty_strided(n.meta["val"].shape, n.meta["val"].stride(), dtype=n.meta["val"].dtype)
         for n in segments.outputs(gm.graph)
     ]
     memory = [x.clone() for x in inputs]
-    calls = tape.bind(gm, memory, fresh, block)
+    calls = bind.bind(gm, memory, fresh, block)
     for _ in range(2):
         for tensor, was in zip(memory, inputs, strict=True):
             tensor.copy_(was)
@@ -146,7 +149,7 @@ def test_ops_of_every_form() -> None:
         value, grads = fzero.value_and_grad(_every_form)(state, batch)
         return state, {"loss": value, "grads": grads}
 
-    gm = capture.capture(step, params, x).regions[0].gm
+    gm = trace_step.capture(step, params, x).regions[0].gm
     targets = {node.target for node in gm.graph.nodes if segments.is_compute(node)}
     assert {aten.embedding_dense_backward.default, aten.sort.default, aten.native_layer_norm.default} <= targets
     check(gm)
@@ -160,7 +163,7 @@ def test_the_gradient_of_an_embedding_is_atens(dtype: torch.dtype) -> None:
     def step(state: Any, batch: Any) -> Any:
         return state, fzero.grad(lambda p, b: (F.embedding(b["x"], p) * b["y"]).float().sum())(state, batch)
 
-    gm = capture.capture(step, table, {"x": index, "y": torch.randn(5, 40, 24).to(dtype)}).regions[0].gm
+    gm = trace_step.capture(step, table, {"x": index, "y": torch.randn(5, 40, 24).to(dtype)}).regions[0].gm
     assert aten.embedding_dense_backward.default in {node.target for node in gm.graph.nodes}
     inputs = {torch.int64: [index], dtype: [table, torch.randn(5, 40, 24).to(dtype)]}
     takes = [n.meta["val"] for n in segments.placeholders(gm.graph)]
@@ -227,7 +230,7 @@ def test_the_interpreter_walks_over_memory_as_the_plan_says() -> None:
 
 
 def test_a_step_keeps_its_addresses_and_allocates_next_to_nothing() -> None:
-    from fzero.plan.measured import measured_peak
+    from fzero.cost.allocator import measured_peak
 
     init, loss = cases.gpt(512, 128, 3)
     state = fzero.init(init, fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3)))
@@ -239,7 +242,7 @@ def test_a_step_keeps_its_addresses_and_allocates_next_to_nothing() -> None:
     assert {name: tensor.data_ptr() for name, tensor in state.runtime.memory.items()} == where
     assert state.runtime.arena.data_ptr() == arena
     program = state.runtime.compiled(batch).program
-    heap = max(int(one.get("heap", 0)) for one in program.ops)
+    heap = max(int(op.get("heap", 0)) for op in program.ops)
     assert extra <= heap + 4096 < program.arena_bytes / 4
 
 
@@ -251,7 +254,7 @@ def test_an_error_names_its_op_and_marks_the_state_where_it_was_written() -> Non
     state = fzero.step(state, batch)
     bound = state.runtime.bind(state.runtime.compiled(batch))
     ops = bound.program.ops
-    update = next(i for i, one in enumerate(ops) if one.kind == "update")
+    update = next(i for i, op in enumerate(ops) if op.kind == "update")
     assert bound.first_write == update
 
     def fail() -> None:
@@ -276,9 +279,9 @@ def test_an_error_names_its_op_and_marks_the_state_where_it_was_written() -> Non
 def test_why_a_step_is_not_one_cuda_graph() -> None:
     cuda = torch.device("cuda")
     program = cases.lowered(2, device="cuda").program
-    assert graphs.obstacle(program, cuda) is None
-    assert graphs.obstacle(program, torch.device("cpu")) == "the state is on cpu"
-    assert graphs.obstacle(cases.lowered(2).program, cuda) == "transfers via p2p run on the host"
+    assert cuda_graphs.obstacle(program, cuda) is None
+    assert cuda_graphs.obstacle(program, torch.device("cpu")) == "the state is on cpu"
+    assert cuda_graphs.obstacle(cases.lowered(2).program, cuda) == "transfers via p2p run on the host"
 
     assert "one graph" in cases.lowered(2, device="cuda").choices["cuda_graph"]
     graph = torch.fx.Graph()
@@ -288,9 +291,9 @@ def test_why_a_step_is_not_one_cuda_graph() -> None:
     read.meta["val"] = 1.0
     graph.output([])
     gm = torch.fx.GraphModule(torch.nn.Module(), graph)
-    ops = [one.with_attrs(segment="odd") if one.kind == "run" else one for one in program.ops]
+    ops = [op.with_attrs(segment="odd") if op.kind == "run" else op for op in program.ops]
     odd = replace(program, ops=tuple(ops), segments={**program.segments, "odd": gm})
-    assert "reads back from the device: aten._local_scalar_dense" in str(graphs.obstacle(odd, cuda))
+    assert "reads back from the device: aten._local_scalar_dense" in str(cuda_graphs.obstacle(odd, cuda))
 
 
 class Recorder:
@@ -312,8 +315,8 @@ class Recorder:
 @pytest.mark.parametrize("works", [True, False])
 def test_the_second_step_is_recorded_once_and_replayed(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(works)
-    monkeypatch.setattr(graphs, "obstacle", lambda program, device: None)
-    monkeypatch.setattr(graphs, "record", recorder)
+    monkeypatch.setattr(cuda_graphs, "obstacle", lambda program, device: None)
+    monkeypatch.setattr(cuda_graphs, "record", recorder)
     init, loss = cases.gpt(64, 64, 1)
     state = fzero.init(init, fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1)))
     plain = fzero.init(init, fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1), cuda_graph=False))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import cases
 import pytest
 
 import fzero
-from fzero.program import Program, wire_bytes
+from fzero.ir.program import Program, wire_bytes
 
 
 def program(zero: int, world: int, **options: object) -> tuple[Program, int]:
@@ -17,7 +18,7 @@ def program(zero: int, world: int, **options: object) -> tuple[Program, int]:
     spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=zero, clip_norm=1.0, **options)
     lowered = fzero.lower(spec, init, cases.tokens(2, 64, 2048), world_size=world)
     params = [leaf for leaf in lowered.plan.leaves if leaf.path.startswith("params/")]
-    numel = sum(fzero.program.math.prod(leaf.shape) for leaf in params)
+    numel = sum(math.prod(leaf.shape) for leaf in params)
     return lowered.program, 4 * numel
 
 

@@ -21,9 +21,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fzero
-from fzero import CaptureError, TreeError, capture, segments
-from fzero.capture import Graph
-from fzero.state import State
+from fzero import CaptureError, TreeError
+from fzero.capture import trace_step
+from fzero.capture.trace_step import Graph
+from fzero.ir import segments
+from fzero.state.state import State
 
 REGION, REDUCE = torch.ops.fzero.region.default, torch.ops.fzero.reduce.default
 SGD = fzero.optim.sgd(0.1)
@@ -93,7 +95,7 @@ def agrees(loss: Loss) -> State:
 
 
 def captured(step: Loss, state: Any = None, b: Any = None, **options: Any) -> Graph:
-    return capture.capture(step, {"p": params()} if state is None else state, batch() if b is None else b, **options)
+    return trace_step.capture(step, {"p": params()} if state is None else state, batch() if b is None else b, **options)
 
 
 def nodes(gm: torch.fx.GraphModule, target: Any = None) -> list[torch.fx.Node]:
@@ -1048,8 +1050,8 @@ def test_microbatches_are_traced_once_at_the_shape_of_one() -> None:
     assert (region.microbatches, region.sliced) == (4, (False, False, True))
     assert len(nodes(graph.gm, REGION)) == 1
     lowered = fzero.lower(fzero.Spec(loss=loss, optimizer=SGD, microbatches=4, zero=0), params(), given, world_size=2)
-    runs = [one for one in lowered.program.ops if one.get("phase") == "region"]
-    assert {one.get("microbatch") for one in runs} == {0, 1, 2, 3}, "the program repeats it"
+    runs = [op for op in lowered.program.ops if op.get("phase") == "region"]
+    assert {op.get("microbatch") for op in runs} == {0, 1, 2, 3}, "the program repeats it"
 
 
 def test_traced_values_that_a_loss_closes_over_are_inputs_of_its_region() -> None:

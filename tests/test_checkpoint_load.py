@@ -30,10 +30,10 @@ from fzero.checkpoint.compare import SHOWN
 from fzero.checkpoint.load import entry, wanted
 from fzero.checkpoint.manifest import BLOCK, shard_name
 from fzero.checkpoint.reader import Checkpoint
-from fzero.checkpoint.source import Entry, Source, Want
-from fzero.compile import plan_for, training_of
+from fzero.compile.step import plan_for, training_of
 from fzero.errors import CheckpointError, CorruptError, DonatedError, MismatchError, SpecError
-from fzero.runtime import storage
+from fzero.state import storage
+from fzero.state.source import Entry, Source, Want
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ DTYPES = (
 
 @pytest.mark.parametrize("worlds", [(2, 3), (3, 1), (1, 4)])
 def test_leaves_of_every_dtype(worlds: tuple[int, int], tmp_path: Path) -> None:
-    known = [d for d in DTYPES if d in fzero.program.DTYPE_NAMES]
+    known = [d for d in DTYPES if d in fzero.ir.records.DTYPE_NAMES]
     assert len(known) >= 10
     leaves = {
         str(d): {f"{shape}": torch.zeros(shape, dtype=d) for shape in ((), (3,), (0,), (65, 3))} for d in known

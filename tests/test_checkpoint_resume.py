@@ -28,10 +28,10 @@ from torch import Tensor
 import fzero
 from fzero import tree
 from fzero.checkpoint.reader import Checkpoint
-from fzero.compile import plan_for, training_of
+from fzero.compile.step import plan_for, training_of
 from fzero.errors import CheckpointError, CorruptError, DonatedError
-from fzero.runtime import storage
-from fzero.runtime.interpret import interpret
+from fzero.runtime.interpreter import interpret
+from fzero.state import storage
 
 
 def sgd_spec(**options: Any) -> fzero.Spec:

@@ -21,10 +21,10 @@ from fzero import tree
 from fzero.checkpoint import Disk, manifest, shards, snapshot, write
 from fzero.checkpoint.disk import ADVICE
 from fzero.checkpoint.save import held, span, take
-from fzero.compile import plan_for, recipe_for
+from fzero.compile.step import plan_for, recipe_for
 from fzero.errors import CheckpointError, CorruptError, DisagreementError, DonatedError, TreeError
-from fzero.program import DTYPE_NAMES
-from fzero.runtime import storage
+from fzero.ir.records import DTYPE_NAMES
+from fzero.state import storage
 
 ROOT = Path(fzero.__file__).parent
 
@@ -635,7 +635,7 @@ def test_two_ranks(tmp_path):
 # --- rules ------------------------------------------------------------------------------------------------------------
 
 UNPICKLES = {
-    "runtime/inductor.py": "hands graphs to workers that it starts itself, through a private folder: no checkpoint",
+    "runtime/compile_segments.py": "hands graphs to its own workers, through a private folder: no checkpoint",
     "interop/_unpickle.py": "a child process of the importers of foreign checkpoints, which no module imports",
 }
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fzero import costs
-from fzero.costs import Costs, Figures
+from fzero.cost import autotune
+from fzero.cost.autotune import Costs, Figures
 
 A, B = {"torch": 1.0, "onednn": 2.0}, {"torch": 3.0, "onednn": 1.0}
 
@@ -38,17 +38,17 @@ def test_what_was_measured_once_is_never_measured_again() -> None:
 
 def test_without_measuring_only_the_file_is_known() -> None:
     assert Costs("test", measures=False).find(["a"], never) == {}
-    costs.remember("test", {"a": A})
+    autotune.remember("test", {"a": A})
     assert Costs("test", measures=False).find(["a", "b"], never) == {"a": A}
 
 
 def test_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert costs.folder() == Path(os.environ["FZERO_CACHE"])
+    assert autotune.folder() == Path(os.environ["FZERO_CACHE"])
     monkeypatch.delenv("FZERO_CACHE")
-    assert costs.folder() == Path("/somewhere/fzero")
+    assert autotune.folder() == Path("/somewhere/fzero")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert costs.folder() == Path.home() / ".cache" / "fzero"
+    assert autotune.folder() == Path.home() / ".cache" / "fzero"
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def test_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_that_is_not_whole_counts_as_empty_and_is_written_anew(
     content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = costs.path_of("test")
+    path = autotune.path_of("test")
     path.parent.mkdir()
     if content.startswith(b"MACHINE"):
-        content = b'{"machine": %s, "figures": %s}' % (json.dumps(costs.machine()).encode(), content[8:])
+        content = b'{"machine": %s, "figures": %s}' % (json.dumps(autotune.machine()).encode(), content[8:])
     path.write_bytes(content)
     with caplog.at_level(logging.WARNING, "fzero"):
         assert Costs("test").find(["a"], lambda q: A) == {"a": A}
@@ -82,29 +82,29 @@ def test_a_file_that_is_not_whole_counts_as_empty_and_is_written_anew(
 
 
 def test_another_machines_file_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = costs.path_of("test")
+    path = autotune.path_of("test")
     path.parent.mkdir()
     path.write_text(json.dumps({"machine": "another", "figures": {"a": A}}))
-    assert costs.read("test") == {}
-    costs.remember("test", {"a": B})
-    monkeypatch.setattr(costs, "_processor", lambda: "another processor")
-    assert costs.path_of("test") != path
-    assert costs.read("test") == {}
+    assert autotune.read("test") == {}
+    autotune.remember("test", {"a": B})
+    monkeypatch.setattr(autotune, "_processor", lambda: "another processor")
+    assert autotune.path_of("test") != path
+    assert autotune.read("test") == {}
 
 
 def test_threads_and_the_precision_of_products_are_part_of_the_machine() -> None:
-    before, precision = costs.machine(), torch.backends.mkldnn.matmul.fp32_precision
+    before, precision = autotune.machine(), torch.backends.mkldnn.matmul.fp32_precision
     torch.set_num_threads(2)
     try:
-        assert costs.machine() != before
+        assert autotune.machine() != before
     finally:
         torch.set_num_threads(1)
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     try:
-        assert costs.machine() != before
+        assert autotune.machine() != before
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = precision
-    assert costs.machine() == before
+    assert autotune.machine() == before
 
 
 def test_a_folder_that_cannot_be_written_costs_one_measurement_per_run(
@@ -120,14 +120,14 @@ def test_a_folder_that_cannot_be_written_costs_one_measurement_per_run(
 
 
 def test_what_was_written_first_stays() -> None:
-    assert costs.remember("test", {"a": A}) == {"a": A}
-    assert costs.remember("test", {"a": B, "b": B}) == {"a": A, "b": B}
-    assert costs.read("test") == {"a": A, "b": B}
+    assert autotune.remember("test", {"a": A}) == {"a": A}
+    assert autotune.remember("test", {"a": B, "b": B}) == {"a": A, "b": B}
+    assert autotune.read("test") == {"a": A, "b": B}
 
 
 def test_a_figure_that_another_process_wrote_meanwhile_is_taken() -> None:
     def slow(question: str) -> Figures:
-        costs.remember("test", {"a": B})  # as another process would
+        autotune.remember("test", {"a": B})  # as another process would
         return A
 
     assert Costs("test").find(["a"], slow) == {"a": B}
@@ -136,7 +136,7 @@ def test_a_figure_that_another_process_wrote_meanwhile_is_taken() -> None:
 def _remember(start: object, number: int) -> None:
     start.wait()  # type: ignore[attr-defined]
     for i in range(20):
-        costs.remember("test", {f"{number}.{i}": A, "shared": {"torch": float(number)}})
+        autotune.remember("test", {f"{number}.{i}": A, "shared": {"torch": float(number)}})
 
 
 def test_processes_that_write_at_once_lose_nothing() -> None:
@@ -148,9 +148,9 @@ def test_processes_that_write_at_once_lose_nothing() -> None:
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
-    found = costs.read("test")
+    found = autotune.read("test")
     assert len(found) == 81
-    left = sorted(path.suffix for path in costs.folder().iterdir())
+    left = sorted(path.suffix for path in autotune.folder().iterdir())
     assert left == [".json", ".lock"]
 
 
@@ -177,7 +177,7 @@ def test_the_others_take_what_rank_0_found() -> None:
 
 
 def test_no_rank_waits_for_ever_and_the_first_to_write_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "PATIENCE", timedelta(milliseconds=50))
+    monkeypatch.setattr(autotune, "PATIENCE", timedelta(milliseconds=50))
     store = torch.distributed.HashStore()
     assert Costs("test", rank=1, store=store).find(["a"], lambda q: A) == {"a": A}
     monkeypatch.setenv("FZERO_CACHE", os.environ["FZERO_CACHE"] + "/of rank 0")

@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fzero
 from fzero import optim, random, tree
-from fzero.initial import Recipe
+from fzero.cost.allocator import measured_peak
 from fzero.plan.layout import Plan, layout
-from fzero.plan.measured import measured_peak
-from fzero.runtime import storage
+from fzero.state import storage
+from fzero.state.first_state import Recipe
 
 worlds = pytest.mark.parametrize("world", [1, 2, 3, 4])
 stages = pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -131,15 +131,13 @@ def test_ema_frozen_and_tied_have_equal_bits_under_every_stage() -> None:
 def test_an_ema_is_updated_where_it_lies(zero: int) -> None:
     """One elementwise op a bucket does optimizer and EMA, on the own slices; no moment and no EMA is gathered."""
     program = fzero.lower(tied_spec(zero=zero), tied_state(random.key(3)), tied_batch(0, 0), world_size=4).program
-    gathered = {
-        ref.name.split("/")[0].split(":")[0] for one in program.ops if one.kind == "gather" for ref in one.reads
-    }
+    gathered = {ref.name.split("/")[0].split(":")[0] for op in program.ops if op.kind == "gather" for ref in op.reads}
     assert gathered == [set(), {"params", "frozen"}, {"params", "frozen"}, {"params", "frozen"}][zero]
-    updates = [one for one in program.ops if one.kind == "update" and one.get("flat")]
+    updates = [op for op in program.ops if op.kind == "update" and op.get("flat")]
     assert len(updates) == 2
-    for one in updates:
-        assert {ref.name.split(":")[0] for ref in one.writes} == {"params", "opt/mu", "opt/nu", "ema"}
-        assert all(ref.mine == (zero > 0) for ref in one.writes)
+    for op in updates:
+        assert {ref.name.split(":")[0] for ref in op.writes} == {"params", "opt/mu", "opt/nu", "ema"}
+        assert all(ref.mine == (zero > 0) for ref in op.writes)
 
 
 @stages

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from fzero import cli, doctor
-from fzero.doctor import Finding, guarded, healthy, line
-from fzero.runtime import loopback
-from fzero.runtime.loopback import Found, LoopbackError
+from fzero import cli
+from fzero.comm import selftest
+from fzero.comm.selftest import Found, LoopbackError
+from fzero.tools import doctor
+from fzero.tools.doctor import Finding, guarded, healthy, line
 
 
 def by_name(findings: Any) -> dict[str, Finding]:
@@ -44,7 +45,7 @@ def test_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        loopback, "run", lambda: {"p2p": Found(False, {"all-gather": 1.0}), "shared": Found(False, lack="no")}
+        selftest, "run", lambda: {"p2p": Found(False, {"all-gather": 1.0}), "shared": Found(False, lack="no")}
     )
     assert cli.main(["doctor", "--dir", str(tmp_path), "--disk-mb", "1"]) == 1
     text = capsys.readouterr().out
@@ -121,4 +122,4 @@ def test_ranks_that_cannot_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "GLOO_SOCKET_IFNAME" in found.fix
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     with pytest.raises(LoopbackError, match=r"did not end within 0\.01 s"):
-        loopback.run(0.01)
+        selftest.run(0.01)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import fzero
 from fzero import CaptureError, DisagreementError, DonatedError, FzeroError, SpecError, TreeError
-from fzero.runtime.bound import Bound
-from fzero.state import State
+from fzero.runtime.executor import Bound
+from fzero.state.state import State
 
 SGD = fzero.optim.sgd(0.001, momentum=0.9)
 
@@ -330,7 +330,7 @@ def test_a_program_that_the_verifier_refuses_stays_refused(monkeypatch: pytest.M
         raise fzero.VerifyError("op 3 of pass free: broken")
 
     with changes_nothing() as state, monkeypatch.context() as patch:
-        patch.setattr("fzero.session.verify", refuse)
+        patch.setattr("fzero.session.session.verify", refuse)
         for _ in range(2):
             said(fzero.VerifyError, lambda: fzero.step(state, batch(2)), "op 3")
 
@@ -394,7 +394,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, kind: str, *, before: bool, error: 
         raise error or MemoryError("no memory left")
 
     def broken(self: Bound, watch: Any = None) -> None:
-        at = next(i for i, one in enumerate(self.program.ops) if one.kind == kind)
+        at = next(i for i, op in enumerate(self.program.ops) if op.kind == kind)
         calls = self.calls
         self.calls = [*calls[:at], [fail] if before else [*calls[at], fail], *calls[at + 1 :]]
         try:

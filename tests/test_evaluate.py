@@ -16,9 +16,8 @@ from torch import Tensor
 
 import fzero
 from fzero import Mean, optim, random, tree
-from fzero.compile import fakes_on, lower_step, training_of
-from fzero.passes.prefetch import gathered_bytes
-from fzero.program import live_bytes
+from fzero.compile.step import fakes_on, lower_step, training_of
+from fzero.ir.liveness import gathered_bytes, live_bytes
 
 DEPTH, WIDTH, ROWS = 6, 16, 8
 
@@ -230,9 +229,9 @@ def test_it_gathers_layer_by_layer() -> None:
     layers = [name for name in order if "layers" in name]
     assert layers == [f"params:layers.{i}" for i in range(DEPTH)], "each once, in order"
     total = sum(b.length * 4 for name, b in program.buckets.items() if name.startswith("layers"))
-    held = gathered_bytes(program, list(program.ops))
+    held = gathered_bytes(program.ops, program.buffers)
     assert max(held) < total / 2
-    assert max(live_bytes(program)) - evaluation(scores).memory.state < total
+    assert max(live_bytes(program.ops, program.buffers)) - evaluation(scores).memory.state < total
     frees = [i for i, op in enumerate(program.ops) if op.kind == "free"]
     starts = [i for i, op in enumerate(program.ops) if op.kind == "gather"]
     assert any(a < f < b for a, b in pairwise(starts) for f in frees), "a layer is freed before the next are there"

@@ -20,7 +20,7 @@ import maml
 import memory
 import ranks
 import text
-from fzero.plan.measured import measured_peak
+from fzero.cost.allocator import measured_peak
 
 TRAIN_GPT = Path(__file__).parent.parent / "examples" / "train_gpt.py"
 STEPS = 12

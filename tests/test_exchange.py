@@ -22,8 +22,7 @@ from torch import Tensor, nn
 import fzero
 from fzero import cli
 from fzero.checkpoint.disk import Disk
-from fzero.checkpoint.source import Entry
-from fzero.compile import plan_for, recipe_for
+from fzero.compile.step import plan_for, recipe_for
 from fzero.errors import CheckpointError, CorruptError, MismatchError, TreeError
 from fzero.interop import (
     _unpickle,
@@ -41,7 +40,8 @@ from fzero.interop.dcp_folder import Chunk
 from fzero.interop.dcp_folder import Folder as DcpFolder
 from fzero.interop.huggingface import Folder, split
 from fzero.interop.places import Place
-from fzero.runtime import storage
+from fzero.state import storage
+from fzero.state.source import Entry
 
 MIB = 1 << 20
 

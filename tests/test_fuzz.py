@@ -15,19 +15,20 @@ import torch
 from helpers import gloo, values
 
 import fzero
-from fzero import cli, tape, tree
-from fzero.draws import Keyed
+from fzero import cli, tree
+from fzero.capture.ambient_rng import Keyed
+from fzero.codegen import bind
 from fzero.errors import FzeroError
-from fzero.fuzz import Case, Outcome, check, draw, run, runs, shrink
-from fzero.fuzz.case import Options
-from fzero.fuzz.check import apart, check_together
-from fzero.fuzz.operands import Draw
-from fzero.fuzz.ops import control
-from fzero.fuzz.options import draw_options
-from fzero.fuzz.report import Report, lost, read
-from fzero.fuzz.tables import GROUPS, KEYED
-from fzero.fuzz.values import Used
 from fzero.random import key
+from fzero.tools.fuzz import Case, Outcome, check, draw, run, runs, shrink
+from fzero.tools.fuzz.case import Options
+from fzero.tools.fuzz.check import apart, check_together
+from fzero.tools.fuzz.operands import Draw
+from fzero.tools.fuzz.ops import control
+from fzero.tools.fuzz.options import draw_options
+from fzero.tools.fuzz.report import Report, lost, read
+from fzero.tools.fuzz.tables import GROUPS, KEYED
+from fzero.tools.fuzz.values import Used
 
 aten = torch.ops.aten
 ROWS = {f"{group}/{name}": row for group, (_, rows) in {**GROUPS, **KEYED}.items() for name, row in rows.items()}
@@ -104,8 +105,8 @@ def test_a_case_is_the_same_whenever_it_is_drawn_and_runs_from_its_script() -> N
 def test_a_kernel_that_is_wrong_is_found_and_shrunk_to_its_line(
     options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    form = tape.out_form
-    monkeypatch.setattr(tape, "out_form", lambda op: form(aten.sigmoid.default if op is aten.tanh.default else op))
+    form = bind.out_form
+    monkeypatch.setattr(bind, "out_form", lambda op: form(aten.sigmoid.default if op is aten.tanh.default else op))
     outcome = check(replace(CASE, options=options))
     assert (outcome.end, outcome.reason) == ("wrong", "eager")
     small = shrink(replace(CASE, options=options), outcome, tries=60)
@@ -115,7 +116,7 @@ def test_a_kernel_that_is_wrong_is_found_and_shrunk_to_its_line(
 
 
 def test_bits_that_differ_between_stages_or_executors_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fzero.fuzz import runs
+    from fzero.tools.fuzz import runs
 
     sound = runs.interpreted
     monkeypatch.setattr(runs, "interpreted", lambda *a: {n: x + (n == "loss") for n, x in sound(*a).items()})
@@ -140,7 +141,7 @@ def test_a_refusal_has_its_reason_and_another_error_is_a_crash(monkeypatch: pyte
     def broken(*_: Any) -> Any:
         raise IndexError("index 3 out of range")
 
-    monkeypatch.setattr(tape, "bind", broken)
+    monkeypatch.setattr(bind, "bind", broken)
     crashed = check(CASE)
     assert (crashed.end, crashed.reason) == ("crashed", "IndexError: index N out of range")
 
@@ -157,11 +158,11 @@ def test_losses_in_one_program_have_the_outcomes_of_each_alone(monkeypatch: pyte
     refused = replace(CASE, body=(*BODY, "v4 = v0 * v0.sum().item()"), terms=("v4.sum()",))
     cases = [CASE, refused, *(case for n in range(8) if not apart(case := draw(7, n)))]
     assert check_together(cases) == [check(case) for case in cases]
-    form = tape.out_form
-    monkeypatch.setattr(tape, "out_form", lambda op: form(aten.sigmoid.default if op is aten.tanh.default else op))
+    form = bind.out_form
+    monkeypatch.setattr(bind, "out_form", lambda op: form(aten.sigmoid.default if op is aten.tanh.default else op))
     assert [outcome.end for outcome in check_together(cases)][:2] == ["wrong", "refused"]
     other = replace(CASE, body=tuple(line.replace("tanh", "sin") for line in BODY))
-    monkeypatch.setattr(sys.modules["fzero.fuzz.check"], "check", lambda case: Outcome("equal"))
+    monkeypatch.setattr(sys.modules["fzero.tools.fuzz.check"], "check", lambda case: Outcome("equal"))
     assert [(o.end, o.reason) for o in check_together([CASE, other])] == [("wrong", "together"), ("equal", "")]
 
 

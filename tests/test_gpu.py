@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fzero
-from fzero.plan.measured import measured_peak
+from fzero.cost.allocator import measured_peak
 
 pytestmark = pytest.mark.gpu
 
@@ -148,7 +148,7 @@ def test_a_batch_on_the_host_is_told_where_to_go() -> None:
 
 NCCL = """
 import torch, torch.distributed as dist
-from fzero.program import Op, Ref
+from fzero.ir.program import Op, Ref
 from fzero.runtime import collectives, presence
 dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29533", rank=0, world_size=1)
 comm = collectives.Nccl(0, 1, None, presence.ALONE)

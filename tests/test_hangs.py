@@ -11,7 +11,7 @@ from helpers import gloo, values
 from workers import hangs as worker
 
 import fzero
-from fzero.runtime.hang import Record, hang_error, no_store
+from fzero.comm.hang_report import Record, hang_error, no_store
 
 TIMEOUT = 3.0
 

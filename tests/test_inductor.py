@@ -17,13 +17,14 @@ import torch
 from torch import fx
 
 import fzero
-from fzero import segments
 from fzero._torch_compat import FakeTensorMode, inductor_lacks
-from fzero.fusion import Fused, aliased, fused
-from fzero.mutate import corpus
-from fzero.program import Buffer, Program, Ref, op
-from fzero.runtime import handlers, inductor
-from fzero.runtime.interpret import interpret
+from fzero.codegen.fusion import Fused, aliased, fused
+from fzero.ir import segments
+from fzero.ir.program import Program
+from fzero.ir.records import Buffer, Ref, make_op
+from fzero.runtime import compile_segments, handlers
+from fzero.runtime.interpreter import interpret
+from fzero.tools.mutate import corpus
 
 aten = torch.ops.aten
 needs_compiler = pytest.mark.skipif(bool(inductor_lacks("cpu")), reason="no C++ compiler")
@@ -138,7 +139,7 @@ def test_segments_whose_ops_alias_differently_are_left_alone() -> None:
     buffers = {name: Buffer(name, torch.float32, (16,), "state") for name in "ab"}
 
     def program(*pairs: tuple[Ref, Ref]) -> Program:
-        ops = tuple(op("update", [read], [write], segment=key, fresh=0) for read, write in pairs)
+        ops = tuple(make_op("update", [read], [write], segment=key, fresh=0) for read, write in pairs)
         return Program((("dp", 1),), {}, buffers, ops, {}, segments={key: gm})
 
     a, b = Ref("a", 0, 8), Ref("b", 0, 8)
@@ -167,7 +168,7 @@ def train(zero: int, precision: str, how: str, monkeypatch: Any) -> helpers.Run:
 
     def calls(program: Program) -> dict[str, Any]:
         if program.digest not in memo:
-            made = inductor.compiled(program, how=how)
+            made = compile_segments.compiled(program, how=how)
             memo[program.digest] = {key: gm.forward for key, gm in made.items()}
         return memo[program.digest]
 
@@ -213,9 +214,9 @@ def test_a_read_that_is_the_written_memory_is_read_before_it_is_written() -> Non
     gm = graph_of(body, torch.empty(64, 64), torch.empty(64, 64))
     key, x = segments.digest(gm), torch.randn(64, 64)
     buffers = {"x": Buffer("x", torch.float32, (64, 64), "state"), "s": Buffer("s", torch.float32, (64,), "activation")}
-    one = op("update", [Ref("x")], [Ref("s"), Ref("x")], segment=key, fresh=1)
+    one = make_op("update", [Ref("x")], [Ref("s"), Ref("x")], segment=key, fresh=1)
     program = Program((("dp", 1),), {}, buffers, (one,), {}, segments={key: gm})
-    made = inductor.compiled(program, how="inductor")[key]
+    made = compile_segments.compiled(program, how="inductor")[key]
     given = x.clone()
     (columns,) = made.forward(given, given)
     torch.testing.assert_close(columns, x.sum(0))
@@ -247,9 +248,9 @@ def test_inputs_of_every_kind(kind: str) -> None:
     gm = graph_of(body, x)
     key = segments.digest(gm)
     buffers = {name: Buffer(name, torch.float32, (1,), "activation") for name in "xabc"}
-    one = op("run", [Ref("x")], [Ref("a"), Ref("b"), Ref("c")], segment=key, fresh=3)
+    one = make_op("run", [Ref("x")], [Ref("a"), Ref("b"), Ref("c")], segment=key, fresh=3)
     program = Program((("dp", 1),), {}, buffers, (one,), {}, segments={key: gm})
-    made = inductor.compiled(program, how="inductor")
+    made = compile_segments.compiled(program, how="inductor")
     assert (key in made) == (kind != "empty")  # nothing to gain there
     if key in made:
         for ours, theirs in zip(made[key].forward(x), gm.forward(x), strict=True):
@@ -291,13 +292,13 @@ def test_workers_share_what_is_new(tmp_path: Any, monkeypatch: pytest.MonkeyPatc
     from torch._dynamo.utils import counters
 
     started: list[Any] = []
-    real = inductor._workers
+    real = compile_segments._workers
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(inductor, "PER_WORKER", 1)
-    monkeypatch.setattr(inductor, "_workers", lambda *args: started.extend(real(*args)) or started)
-    monkeypatch.setattr(inductor, "_claim", lambda folder, digest: False)  # this rank leaves everything to them
+    monkeypatch.setattr(compile_segments, "PER_WORKER", 1)
+    monkeypatch.setattr(compile_segments, "_workers", lambda *args: started.extend(real(*args)) or started)
+    monkeypatch.setattr(compile_segments, "_claim", lambda folder, digest: False)  # this rank leaves everything to them
     program, before = cases.lowered(2, optimizer=fzero.optim.lion(1e-3)).program, dict(counters["inductor"])
-    made = inductor.compiled(program, how="inductor")
+    made = compile_segments.compiled(program, how="inductor")
     found = {n.target for gm in made.values() for n in gm.graph.nodes if isinstance(n.target, Fused)}
     assert started
     assert all(worker.returncode == 0 for worker in started)
@@ -318,15 +319,15 @@ def small() -> Program:
 
 
 def test_none_compiles_nothing_and_auto_leaves_small_stretches() -> None:
-    assert inductor.compiled(small(), how="none") == {}
-    assert inductor.compiled(small(), how="auto") == {}
+    assert compile_segments.compiled(small(), how="none") == {}
+    assert compile_segments.compiled(small(), how="auto") == {}
 
 
 def test_without_a_compiler_one_line_says_so(caplog: Any) -> None:
     from torch._inductor import config
 
     with config.patch({"cpp.cxx": (None, "no-such-compiler")}), caplog.at_level(logging.WARNING, "fzero"):
-        assert inductor.compiled(small(), how="inductor") == {}
+        assert compile_segments.compiled(small(), how="inductor") == {}
     assert len(caplog.records) == 1
     assert "no C++ compiler was found, looked for no-such-compiler: install g++, or set CXX" in caplog.text
 
@@ -336,7 +337,7 @@ def test_a_stretch_that_does_not_compile_stays_aten(monkeypatch: Any, caplog: An
     bad = next(iter(stretches(small())))
     fail_for(bad, monkeypatch)
     with caplog.at_level(logging.WARNING, "fzero"):
-        made = inductor.compiled(small(), how="inductor")
+        made = compile_segments.compiled(small(), how="inductor")
     assert len(caplog.records) == 1
     assert "RuntimeError: broken" in caplog.text
     found = {n.target for gm in made.values() for n in gm.graph.nodes if isinstance(n.target, Fused)}
@@ -345,22 +346,22 @@ def test_a_stretch_that_does_not_compile_stays_aten(monkeypatch: Any, caplog: An
 
 
 def fail_for(digest: str, monkeypatch: Any) -> None:
-    real = inductor.inductor_compile
+    real = compile_segments.inductor_compile
 
     def broken(gm: Any, inputs: Any) -> Any:
         if segments.digest(gm) == digest:
             raise RuntimeError("broken")
         return real(gm, inputs)
 
-    monkeypatch.setattr(inductor, "inductor_compile", broken)
+    monkeypatch.setattr(compile_segments, "inductor_compile", broken)
 
 
 def one_rank(bad: str, failing: int) -> list[str]:
-    rank, world = fzero.runtime.collectives.open_world("cpu")
+    rank, world = fzero.comm.transfers.open_world("cpu")
     with pytest.MonkeyPatch.context() as patch:
         if rank == failing:
             fail_for(bad, patch)
-        made = inductor.compiled(small(), how="inductor", rank=rank, world_size=world)
+        made = compile_segments.compiled(small(), how="inductor", rank=rank, world_size=world)
     found = {n.target for gm in made.values() for n in gm.graph.nodes if isinstance(n.target, Fused)}
     return sorted(one.digest for one in found if one.run == one.graph.forward)
 

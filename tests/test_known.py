@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fzero
 import fzero.interop
-from fzero import known
+from fzero.capture import known
 from fzero.errors import CaptureError
 
 MASK = torch.tensor([True, False, True])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fzero
-from fzero.runtime import collectives, launched
+from fzero.comm import launcher, transfers
 
 # what a job's processes find in their environment, by how they were started
 SBATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NPROCS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
@@ -64,7 +64,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def started(environ: dict[str, str], alone: pytest.MonkeyPatch) -> tuple[int, int]:
     for name, value in environ.items():
         alone.setenv(name, value)
-    return collectives.open_world("cpu")
+    return transfers.open_world("cpu")
 
 
 @pytest.mark.parametrize("how", REFUSED)
@@ -82,8 +82,8 @@ def test_who_is_alone_is_not_refused(how: str, alone: pytest.MonkeyPatch) -> Non
 
 
 def test_a_rank_within_srun_joins_its_world(alone: pytest.MonkeyPatch) -> None:
-    alone.setattr(collectives, "_start", lambda backend, seconds: None)
-    alone.setattr(collectives, "_here", lambda: (3, 8))
+    alone.setattr(transfers, "_start", lambda backend, seconds: None)
+    alone.setattr(transfers, "_here", lambda: (3, 8))
     assert started({**SRUN, "RANK": "3", "WORLD_SIZE": "8"}, alone) == (3, 8)
 
 
@@ -105,9 +105,9 @@ def test_the_line_to_type_gives_a_task_its_place(tmp_path: Path) -> None:
     tool = tmp_path / "scontrol"
     tool.write_text('#!/bin/sh\n[ "$3" = "n[1-2]" ] && printf "n1\\nn2\\n"\n')
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
-    slurm = next(one for one in launched.LAUNCHERS if one.command == "srun")
+    slurm = next(one for one in launcher.LAUNCHERS if one.command == "srun")
     shown = "printenv RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT"
-    command = launched.line(slurm, 8, slurm.first_host, shown).removeprefix("srun -n 8 ")
+    command = launcher.line(slurm, 8, slurm.first_host, shown).removeprefix("srun -n 8 ")
     given = {**SRUN, "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n[1-2]", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["sh", "-c", command], env=given, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["3", "8", "1", "n1", "29500"]
@@ -128,7 +128,7 @@ def test_the_line_starts_as_many_tasks_and_a_shell_takes_it(
 ) -> None:
     alone.setattr(sys, "argv", ["printenv.py"])
     with pytest.raises(fzero.SpecError) as error:
-        launched.check(environ)
+        launcher.check(environ)
     first, line = str(error.value).splitlines()[:2]
     assert ("the first host of the hostfile" in first) == (host == "FIRST_HOST")
     typed = line.strip().replace("exec python printenv.py", "printenv MASTER_ADDR")

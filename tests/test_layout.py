@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import fzero
 from fzero import tree
 from fzero.errors import SpecError
+from fzero.ir.records import ALIGN
 from fzero.plan.layout import Plan, layout
-from fzero.program import ALIGN
-from fzero.runtime import storage
+from fzero.state import storage
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64])

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import fzero
+from fzero.ir.program import Program
 from fzero.passes import PASSES, Options
-from fzero.program import Program
-from fzero.verify import RULES
+from fzero.verify.rules import RULES
 
 
 def test_lower_of_124m_parameters_for_64_ranks_allocates_nothing() -> None:

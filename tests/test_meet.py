@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from fzero.comm import rendezvous
 from fzero.errors import PeerError
-from fzero.runtime import meet
 
 WORLD = 3
 
@@ -25,7 +25,7 @@ WORLD = 3
 def doors() -> Iterator[tuple[list[socket.socket], list[str]]]:
     """Each rank's listener, and what it told the others."""
     with ExitStack() as stack:
-        listeners, notes = zip(*(meet._listen(WORLD) for _ in range(WORLD)), strict=True)
+        listeners, notes = zip(*(rendezvous._listen(WORLD) for _ in range(WORLD)), strict=True)
         for one in listeners:
             assert one is not None
             stack.enter_context(one)
@@ -37,7 +37,7 @@ def met(doors: Any, before: Callable[[], None] = lambda: None) -> tuple[float, d
     listeners, notes = doors
     found: dict[int, dict[int, socket.socket]] = {}
     ranks = [
-        threading.Thread(target=lambda r=rank: found.update({r: meet._connected(r, listeners[r], notes)}))
+        threading.Thread(target=lambda r=rank: found.update({r: rendezvous._connected(r, listeners[r], notes)}))
         for rank in range(WORLD)
     ]
     began = time.monotonic()
@@ -96,13 +96,13 @@ def test_strangers_cost_no_time(doors: Any) -> None:
     kept += [stranger(doors[1][0]) for _ in range(20)]
     took, found = met(doors, more)
     assert whole(found)
-    assert took < meet.MEET_SECONDS / 3  # a silent one took all of it
+    assert took < rendezvous.MEET_SECONDS / 3  # a silent one took all of it
     for one in kept:
         one.close()
 
 
 def test_more_strangers_than_are_waited_for(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meet, "MAX_SILENT", 4)
+    monkeypatch.setattr(rendezvous, "MAX_SILENT", 4)
     kept: list[socket.socket] = []
 
     def more() -> None:
@@ -158,15 +158,15 @@ except (BrokenPipeError, ConnectionResetError):
 
 
 def test_nor_is_another_users_process_shown_a_token(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meet, "_user", lambda peer: os.geteuid() + 1)
+    monkeypatch.setattr(rendezvous, "_user", lambda peer: os.geteuid() + 1)
     with pytest.raises(PeerError, match=r"who answers for rank 0 is user \d+, not \d+"):
-        meet._connected(1, doors[0][1], doors[1])
+        rendezvous._connected(1, doors[0][1], doors[1])
     guest, _ = doors[0][0].accept()
     with guest:
         assert guest.recv(99) == b""
 
 
 def test_a_rank_that_does_not_come_is_named(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meet, "MEET_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "MEET_SECONDS", 0.1)
     with stranger(doors[1][0]), pytest.raises(PeerError, match=r"rank 1 did not connect within 0\.1 s"):
-        meet._connected(0, doors[0][0], doors[1])
+        rendezvous._connected(0, doors[0][0], doors[1])

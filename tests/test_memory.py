@@ -17,11 +17,13 @@ import torch.nn.functional as F
 from torch import fx
 
 import fzero
-from fzero import capture, segments, tape
-from fzero.plan.measured import measured_peak
-from fzero.plan.workspace import RULES, workspace_bytes
-from fzero.products import FORMS, OUT_FORMS
-from fzero.runtime import storage
+from fzero.capture import trace_step
+from fzero.codegen import bind
+from fzero.codegen.matmul import FORMS, OUT_FORMS
+from fzero.codegen.workspace import RULES, workspace_bytes
+from fzero.cost.allocator import measured_peak
+from fzero.ir import segments
+from fzero.state import storage
 
 aten = torch.ops.aten
 TRAINED = ["gpt", *(pytest.param(model, marks=pytest.mark.acceptance) for model in ("convolutional", "embedding"))]
@@ -121,7 +123,7 @@ def test_a_workspace_rule_is_what_the_kernel_allocates(loss: Any) -> None:
         value, grads = fzero.value_and_grad(loss, allow_unused=True)(state, batch)
         return state, {"loss": value, "grads": grads}
 
-    region = capture.capture(step, params, x).regions[0]
+    region = trace_step.capture(step, params, x).regions[0]
     _, leaves, _ = fzero.tree.flatten(params)
     values: dict[fx.Node, Any] = dict(zip(segments.placeholders(region.gm.graph), [*leaves, x], strict=True))
     seen = set()
@@ -189,7 +191,7 @@ def test_no_call_of_a_segment_asks_the_allocator_for_more_than_its_heap(kind: st
         value, grads = fzero.value_and_grad(loss)(state, batch)
         return state, {"loss": value, "grads": grads}
 
-    gm = capture.capture(step, params, x).regions[0].gm
+    gm = trace_step.capture(step, params, x).regions[0].gm
     values: dict[fx.Node, Any] = dict(zip(segments.placeholders(gm.graph), [params, x], strict=True))
     tried = 0
     for node in gm.graph.nodes:
@@ -200,10 +202,10 @@ def test_no_call_of_a_segment_asks_the_allocator_for_more_than_its_heap(kind: st
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         if segments.is_compute(node) and not segments.is_view(node) and not segments.mutated(node):
             into = {i: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for i, v in segments.results(node)}
-            calls = list(tape._writing(node, args, kwargs, into))
+            calls = list(bind._writing(node, args, kwargs, into))
             _, peak = measured_peak(lambda calls=calls: [call() for call in calls] and None)
-            assert peak <= 1.05 * tape._heap(node) + 8192, (
-                f"{node.target}: planned {tape._heap(node)}, allocator {peak}"
+            assert peak <= 1.05 * bind._heap(node) + 8192, (
+                f"{node.target}: planned {bind._heap(node)}, allocator {peak}"
             )
             tried += 1
         values[node] = node.target(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Programs broken on purpose: by hand for each of verify's rules, and at random, some of each kind of `fzero.mutate`.
+"""Programs broken on purpose: by hand for each of verify's rules, and at random, some of each kind of `fzero mutate`.
 
 The random part protects both sides: every mutant that changes the meaning of its program is refused, and no unbroken
 program is. The full count runs under `make acceptance`.
@@ -13,15 +13,16 @@ import pytest
 import torch
 
 import fzero
-from fzero import segments
-from fzero.mutate import KINDS, Bench, draw
-from fzero.mutate.corpus import MODELS, OPTIMIZERS, Case, lowered, relay
-from fzero.mutate.edits import drop, find, insert, never_freed, put, replaced, with_buffers, with_ops
-from fzero.mutate.oracle import difference, outcome
-from fzero.program import ALIGN, Op, Program, Ref, Slot, op
-from fzero.runtime import storage
-from fzero.runtime.interpret import interpret
-from fzero.verify import RULES, verify
+from fzero.ir import segments
+from fzero.ir.program import Program
+from fzero.ir.records import ALIGN, Op, Ref, Slot, make_op
+from fzero.runtime.interpreter import interpret
+from fzero.state import storage
+from fzero.tools.mutate import KINDS, Bench, draw
+from fzero.tools.mutate.corpus import MODELS, OPTIMIZERS, Case, lowered, relay
+from fzero.tools.mutate.edits import drop, find, insert, never_freed, put, replaced, with_buffers, with_ops
+from fzero.tools.mutate.oracle import difference, outcome
+from fzero.verify.rules import RULES, verify
 
 # --- at random --------------------------------------------------------------------------------------------------------
 
@@ -98,13 +99,13 @@ def test_poison_finds_memory_of_a_transfer_that_is_freed_in_flight(which: str, s
     program = sharded.case.programs[0]
     at = _first(program, "reduce", mode="scatter")
     name = program.ops[at].reads[0].name if which == "source" else program.ops[at].writes[1].name
-    broken = insert(never_freed(program, name), at + 1, op("free", [Ref(name)]))
+    broken = insert(never_freed(program, name), at + 1, make_op("free", [Ref(name)]))
     assert "HazardError" in str(outcome(sharded.case, {0: broken, 1: broken}).error)
 
 
 def test_poison_finds_memory_placed_over_what_is_in_use(sharded: Bench) -> None:
     program = sharded.case.programs[0]
-    at = find(program, lambda one: one.kind == "reduce" and one.get("mode") == "scatter")[0]
+    at = find(program, lambda op: op.kind == "reduce" and op.get("mode") == "scatter")[0]
     live, taker = (program.buffers[ref.name] for ref in (program.ops[at].reads[0], program.ops[at].writes[1]))
     over = with_buffers(program, replace(taker, at=live.at))
     assert difference(sharded.sound, outcome(sharded.case, {0: over, 1: over})) is not None
@@ -130,16 +131,16 @@ def _refused(broken: Program, rule: str, what: str, **options: int) -> None:
 
 
 def _first(program: Program, kind: str, **attrs: int | str) -> int:
-    return find(program, lambda one: one.kind == kind and all(one.get(k) == v for k, v in attrs.items()))[0]
+    return find(program, lambda op: op.kind == kind and all(op.get(k) == v for k, v in attrs.items()))[0]
 
 
 def _wait(program: Program, at: int) -> int:
     name = program.ops[at].writes[0].name
-    return next(i for i in find(program, lambda one: one.kind == "wait") if program.ops[i].reads[0].name == name)
+    return next(i for i in find(program, lambda op: op.kind == "wait") if program.ops[i].reads[0].name == name)
 
 
 def _freeing(program: Program, name: str) -> int:
-    return find(program, lambda one: one.kind == "free" and any(ref.name == name for ref in one.reads))[0]
+    return find(program, lambda op: op.kind == "free" and any(ref.name == name for ref in op.reads))[0]
 
 
 def test_a_wait_that_is_missing_or_repeated(good: Program) -> None:
@@ -153,7 +154,7 @@ def test_a_free_that_is_early_missing_or_repeated(good: Program) -> None:
     at = _first(good, "gather")
     name = good.ops[at].writes[0].name
     free, shown = _freeing(good, name), re.escape(name)
-    early = op("free", [Ref(name)])
+    early = make_op("free", [Ref(name)])
     _refused(insert(good, at + 1, early), "lifetimes", f"frees {shown} while the transfer into {shown}")
     _refused(
         insert(good, _wait(good, at) + 1, early), "lifetimes", rf"reads {shown}\[.*\], which is not live: freed at op"
@@ -163,7 +164,7 @@ def test_a_free_that_is_early_missing_or_repeated(good: Program) -> None:
 
 
 def test_a_state_that_is_read_after_its_update(good: Program) -> None:
-    at = find(good, lambda one: one.kind == "update" and bool(one.get("flat")))[0]
+    at = find(good, lambda op: op.kind == "update" and bool(op.get("flat")))[0]
     _refused(insert(good, at + 1, good.ops[at]), "lifetimes", r"which was donated: op \d+ wrote its new value")
 
 
@@ -172,7 +173,7 @@ def test_memory_that_two_have_at_one_time(good: Program) -> None:
     grad, room = (good.buffers[ref.name] for ref in (good.ops[at].reads[0], good.ops[at].writes[1]))
     names = "|".join(f"{re.escape(a)} and {re.escape(b)}" for a, b in ((grad.name, room.name), (room.name, grad.name)))
     _refused(with_buffers(good, replace(room, at=grad.at)), "places", f"({names}) share memory of the arena")
-    run = find(good, lambda one: one.get("at") is not None)[0]
+    run = find(good, lambda op: op.get("at") is not None)[0]
     block = put(good, run, good.ops[run].with_attrs(at=good.buffers[good.ops[run].reads[0].name].at or 0))
     if good.buffers[good.ops[run].reads[0].name].at is not None:
         _refused(block, "places", f"the workspace of op {run} share memory of the arena")
@@ -188,14 +189,14 @@ def test_places_that_are_odd_or_of_the_state(good: Program) -> None:
 
 def test_scratch_that_holds_something_else(good: Program) -> None:
     at = _first(good, "reduce", mode="scatter")
-    held = find(good, lambda one: one.get("phase") == "region" and int(one.get("fresh", 0)) > 0)[0]
+    held = find(good, lambda op: op.get("phase") == "region" and int(op.get("fresh", 0)) > 0)[0]
     broken = put(good, at, replaced(good.ops[at], "writes", 1, good.ops[held].writes[0]))
     _refused(broken, "lifetimes", "receives into .*, which is in use: free it first")
 
 
 def test_a_batch_that_is_written(good: Program) -> None:
     batch = next(name for name, b in good.buffers.items() if b.kind == "batch")
-    at = find(good, lambda one: one.kind == "update" and not one.get("flat"))[0]
+    at = find(good, lambda op: op.kind == "update" and not op.get("flat"))[0]
     broken = put(good, at, replaced(good.ops[at], "writes", 0, Ref(batch)))
     _refused(broken, "lifetimes", f"writes {batch}, which is the user's and read-only")
 
@@ -208,7 +209,7 @@ def test_bytes_that_move_for_nothing(good: Program) -> None:
 
 
 def test_records_that_say_what_there_is_not(good: Program) -> None:
-    gather, free = _first(good, "gather"), find(good, lambda one: one.kind == "free")[0]
+    gather, free = _first(good, "gather"), find(good, lambda op: op.kind == "free")[0]
     _refused(put(good, gather, replace(good.ops[gather], kind="banana")), "form", "banana is none of run, update,")
     _refused(put(good, free, replace(good.ops[free], reads=())), "form", "reads 0 buffers: a free reads 1 or more")
     _refused(put(good, gather, replace(good.ops[gather], reads=(Ref("no"),))), "form", "there is no buffer no")
@@ -226,11 +227,11 @@ def test_records_that_say_what_there_is_not(good: Program) -> None:
 
 
 def test_room_to_work_in_that_is_too_small_or_nowhere(good: Program) -> None:
-    at = find(good, lambda one: int(one.get("workspace", 0)) > 0)[0]
-    one, room = good.ops[at], int(good.ops[at].get("workspace"))
-    small = put(good, at, one.with_attrs(workspace=room - 1))
+    at = find(good, lambda op: int(op.get("workspace", 0)) > 0)[0]
+    op, room = good.ops[at], int(good.ops[at].get("workspace"))
+    small = put(good, at, op.with_attrs(workspace=room - 1))
     _refused(small, "calls", rf"segment \w+ works in {room:,} bytes, its workspace has {room - 1:,}")
-    nowhere = put(good, at, replace(one, attrs=tuple(a for a in one.attrs if a[0] != "at")))
+    nowhere = put(good, at, replace(op, attrs=tuple(a for a in op.attrs if a[0] != "at")))
     _refused(nowhere, "places", "its workspace has no place in the step's arena")
     batch = next(b for b in good.buffers.values() if b.kind == "batch")
     _refused(with_buffers(good, replace(batch, at=None)), "places", "has no place in the step's arena: the batch is")
@@ -238,7 +239,7 @@ def test_room_to_work_in_that_is_too_small_or_nowhere(good: Program) -> None:
 
 def test_a_flat_range_that_is_longer_than_its_segment_was_planned_for(good: Program) -> None:
     """The segment of a shorter range computes the same, in memory that is too small for it."""
-    flat = find(good, lambda one: one.kind == "run" and bool(one.get("flat")) and one.why.startswith("add gradients"))
+    flat = find(good, lambda op: op.kind == "run" and bool(op.get("flat")) and op.why.startswith("add gradients"))
     long, short = sorted(flat, key=lambda i: -(good.ops[i].writes[0].stop or 0))[:: len(flat) - 1]
     key = str(good.ops[short].get("segment"))
     assert key != good.ops[long].get("segment")
@@ -259,16 +260,14 @@ def test_a_flat_range_that_is_cut_at_its_padding(world: int) -> None:
     ]
     apart = 0
     for bucket, slot, end in slots:
-        for at in find(program, lambda one: one.kind == "update" and bool(one.get("flat"))):
-            one = program.ops[at]
+        for at in find(program, lambda op: op.kind == "update" and bool(op.get("flat"))):
+            op = program.ops[at]
 
             def cut(ref: Ref, bucket: str = bucket, slot: Slot = slot, end: int = end) -> Ref:
                 mine = program.buffers[ref.name].bucket == bucket
                 return replace(ref, stop=slot.stop) if mine and (ref.start, ref.stop) == (slot.start, end) else ref
 
-            broken = put(
-                program, at, replace(one, reads=tuple(map(cut, one.reads)), writes=tuple(map(cut, one.writes)))
-            )
+            broken = put(program, at, replace(op, reads=tuple(map(cut, op.reads)), writes=tuple(map(cut, op.writes))))
             if broken == program:
                 continue
             ran = outcome(case, dict.fromkeys(range(world), broken))
@@ -313,18 +312,18 @@ def test_a_shard_that_is_too_small(good: Program) -> None:
 
 
 def test_a_reference_beyond_its_buffer(good: Program) -> None:
-    at = find(good, lambda one: bool(one.get("flat")) and one.kind == "update")[0]
+    at = find(good, lambda op: bool(op.get("flat")) and op.kind == "update")[0]
     ref = good.ops[at].reads[0]
     broken = put(good, at, replaced(good.ops[at], "reads", 0, replace(ref, stop=(ref.stop or 0) + ALIGN)))
     _refused(broken, "partition", "lies outside of")
 
 
 def test_flat_ranges_of_buckets_that_are_cut_otherwise(good: Program) -> None:
-    at = find(good, lambda one: bool(one.get("flat")) and one.kind == "update")[0]
+    at = find(good, lambda op: bool(op.get("flat")) and op.kind == "update")[0]
     bucket = next(b for b in good.buckets.values() if len(b.slots) > 1)
     other = replace(bucket, name="other", slots=bucket.slots[:1])
     column = next(b for b in good.buffers.values() if b.bucket == bucket.name and b.kind == "optimizer")
-    at = find(good, lambda one: one.kind == "update" and any(r.name == column.name for r in one.reads))[0]
+    at = find(good, lambda op: op.kind == "update" and any(r.name == column.name for r in op.reads))[0]
     position = next(n for n, r in enumerate(good.ops[at].reads) if r.name == column.name)
     broken = with_buffers(good, replace(column, name="elsewhere", bucket="other"))
     broken = replace(broken, buckets={**good.buckets, "other": other})
@@ -333,28 +332,28 @@ def test_flat_ranges_of_buckets_that_are_cut_otherwise(good: Program) -> None:
 
 
 def test_a_run_that_writes_over_what_it_reads(good: Program) -> None:
-    at = find(good, lambda one: one.kind == "run" and one.why.startswith("add "))[0]
-    one = good.ops[at]
-    half = replace(one.writes[0], stop=(one.writes[0].stop or 0) // 2)
-    what = re.escape(f"writes {half}, which overlaps {one.reads[0]} that it reads")
-    _refused(put(good, at, replace(one, writes=(half,))), "aliasing", what)
+    at = find(good, lambda op: op.kind == "run" and op.why.startswith("add "))[0]
+    op = good.ops[at]
+    half = replace(op.writes[0], stop=(op.writes[0].stop or 0) // 2)
+    what = re.escape(f"writes {half}, which overlaps {op.reads[0]} that it reads")
+    _refused(put(good, at, replace(op, writes=(half,))), "aliasing", what)
 
 
 def test_a_segment_that_does_not_fit(good: Program) -> None:
     at = _first(good, "run", phase="region")
-    one = good.ops[at]
+    op = good.ops[at]
     _refused(replace(good, segments={}), "calls", r"segment \w+ is not in the program: pass segments= to parse")
-    fewer = tuple(ref for ref in one.reads if good.buffers[ref.name].kind != "batch")
-    _refused(put(good, at, replace(one, reads=fewer)), "calls", r"takes \d+ and returns \d+, the op gives \d+")
-    result = good.buffers[one.writes[0].name]
-    part = replaced(one, "writes", 0, Ref(result.name, 0, result.numel, result.shape))
+    fewer = tuple(ref for ref in op.reads if good.buffers[ref.name].kind != "batch")
+    _refused(put(good, at, replace(op, reads=fewer)), "calls", r"takes \d+ and returns \d+, the op gives \d+")
+    result = good.buffers[op.writes[0].name]
+    part = replaced(op, "writes", 0, Ref(result.name, 0, result.numel, result.shape))
     _refused(put(good, at, part), "calls", "as a new tensor: only a whole buffer that is in no bucket can become one")
     shrunk = with_buffers(good, replace(result, shape=(1, *result.shape[1:])))
     _refused(shrunk, "calls", rf"{result.name} is f32\[1.*\]: the segment has f32\[4.*\] there")
 
 
 def test_a_new_tensor_in_the_place_of_state(good: Program) -> None:
-    at = find(good, lambda one: one.get("phase") == "outer" and int(one.get("fresh", 0)) > 0)[0]
+    at = find(good, lambda op: op.get("phase") == "outer" and int(op.get("fresh", 0)) > 0)[0]
     name = good.ops[at].writes[0].name
     kept = with_buffers(never_freed(good, name), replace(good.buffers[name], kind="state"))
     _refused(kept, "calls", f"returns {re.escape(name)} as a new tensor: .* must be written in place")
@@ -381,8 +380,8 @@ def test_a_collective_of_another_axis_or_size(good: Program) -> None:
 
 
 def test_gradients_that_are_written_twice(good: Program) -> None:
-    def writes_gradients(one: Op) -> bool:
-        return one.get("phase") == "region" and any(good.buffers[r.name].kind == "grad" for r in one.writes)
+    def writes_gradients(op: Op) -> bool:
+        return op.get("phase") == "region" and any(good.buffers[r.name].kind == "grad" for r in op.writes)
 
     at = find(good, writes_gradients)[0]
     _refused(insert(good, at + 1, good.ops[at]), "reduced once", r"writes the gradient r0\.grad.* a second time")
@@ -390,32 +389,32 @@ def test_gradients_that_are_written_twice(good: Program) -> None:
 
 def test_gradients_that_are_reduced_twice(good: Program) -> None:
     at = _first(good, "reduce", mode="scatter")
-    result, add = good.ops[at].writes[0].name, find(good, lambda one: one.why.startswith("add gradients"))
+    result, add = good.ops[at].writes[0].name, find(good, lambda op: op.why.startswith("add gradients"))
     uses = next(i for i in add if any(r.name == result for r in good.ops[i].reads))
     once = replace(good.buffers[result], name="once", at=None)
     start = replace(good.ops[at], writes=(Ref("once"), good.ops[at].writes[1]))
-    one = good.ops[uses]
-    mixed = replace(one, reads=tuple(replace(r, name="once") if r.name != result else r for r in one.reads))
+    op = good.ops[uses]
+    mixed = replace(op, reads=tuple(replace(r, name="once") if r.name != result else r for r in op.reads))
     wait = _wait(good, at)
     ops = [*good.ops[: wait + 1]]
     room = replace(good.buffers[good.ops[at].writes[1].name], name="room", at=None)
     start = replace(start, writes=(Ref("once"), Ref("room")))
-    ops += [start, op("wait", [Ref("once")]), op("free", [Ref("room")])]
-    ops += [*good.ops[wait + 1 : uses], good.ops[uses], mixed, op("free", [Ref("once")]), *good.ops[uses + 1 :]]
+    ops += [start, make_op("wait", [Ref("once")]), make_op("free", [Ref("room")])]
+    ops += [*good.ops[wait + 1 : uses], good.ops[uses], mixed, make_op("free", [Ref("once")]), *good.ops[uses + 1 :]]
     broken = with_buffers(with_ops(good, ops), once, room)
     _refused(broken, "reduced once", rf"reduces {re.escape(good.ops[at].reads[0].name)} a second time")
 
 
 def test_a_microbatch_that_runs_less(good: Program) -> None:
-    at = find(good, lambda one: one.get("phase") == "region" and one.get("microbatch") == 1)[0]
+    at = find(good, lambda op: op.get("phase") == "region" and op.get("microbatch") == 1)[0]
     broken = put(good, at, good.ops[at].with_attrs(microbatch=0))
     _refused(broken, "microbatches", r"r0 runs \{0: \d+, 1: \d+\} segments by microbatch: they must be equal")
 
 
 def test_an_update_that_is_missing_or_repeated(good: Program) -> None:
-    at = find(good, lambda one: one.kind == "update" and bool(one.get("flat")))[0]
+    at = find(good, lambda op: op.kind == "update" and bool(op.get("flat")))[0]
     _refused(drop(good, at), "updated once", "has a gradient and is never updated")
-    count = find(good, lambda one: one.kind == "update" and not one.get("flat"))[0]
+    count = find(good, lambda op: op.kind == "update" and not op.get("flat"))[0]
     again = insert(good, count + 1, good.ops[count])
     _refused(again, "updated once", f"updates {good.ops[count].writes[0]} a second time")
 
@@ -433,7 +432,7 @@ def test_a_mean_that_is_no_mean(good: Program) -> None:
 
 
 def test_more_memory_than_the_budget(good: Program) -> None:
-    peak = fzero.plan.memory.account(good).peak
+    peak = fzero.cost.memory.account(good).peak
     verify(good, budget_bytes=peak)
     _refused(good, "budget", f"{peak:,} bytes live, the budget is {peak - 1:,}", budget_bytes=peak - 1)
 
@@ -441,13 +440,13 @@ def test_more_memory_than_the_budget(good: Program) -> None:
 def test_equal_collectives_in_another_order_on_one_rank() -> None:
     """Each rank's own program is right; together the gather of one layer would meet that of another."""
     program = cases.lowered(zero=1, bucket_bytes=1 << 10).program
-    gathers = find(program, lambda one: one.kind == "gather")
+    gathers = find(program, lambda op: op.kind == "gather")
     size = {i: program.buffers[program.ops[i].writes[0].name].nbytes for i in gathers}
     first, second = next((a, b) for a in gathers for b in gathers if a < b and size[a] == size[b])
     pairs = [(program.ops[i], program.ops[_wait(program, i)]) for i in (second, first)]
-    rest = [one for one in program.ops if not any(one is other for pair in pairs for other in pair)]
-    swapped = with_ops(program, [*rest, *(one for pair in pairs for one in pair)])
-    moved = with_ops(program, [*rest, *(one for pair in reversed(pairs) for one in pair)])
+    rest = [op for op in program.ops if not any(op is other for pair in pairs for other in pair)]
+    swapped = with_ops(program, [*rest, *(op for pair in pairs for op in pair)])
+    moved = with_ops(program, [*rest, *(op for pair in reversed(pairs) for op in pair)])
     verify({0: moved, 1: moved})
     verify({0: swapped, 1: swapped})
     crossed = r"^\[same order\] op \d+ of rank 1 `gather .*`: collective \d+ over dp differs from rank 0's, `gather .*`"

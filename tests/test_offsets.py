@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fzero
-from fzero import offsets, segments
 from fzero._torch_compat import FakeTensorMode, make_fx
 from fzero.errors import CaptureError, VerifyError
-from fzero.program import Program
+from fzero.ir import as_strided, segments
+from fzero.ir.program import Program
 
 Params = dict[str, Tensor]
 CLOSED_OVER = torch.arange(100.0).sin()
@@ -453,10 +453,10 @@ def test_binding_looks_at_real_memory() -> None:
     with pytest.raises(
         VerifyError, match=r"looks at bytes \[12, 28\) of its storage, of which its operand has \[8, 24\)"
     ):
-        offsets.check_view(block[3:7], block[2:6], "a view")
+        as_strided.check_view(block[3:7], block[2:6], "a view")
     with pytest.raises(VerifyError):
-        offsets.check_view(torch.zeros(4), block[2:6], "a view of other memory")
-    offsets.check_view(block[2:6].flip(0)[:0], block[2:6], "an empty view")
+        as_strided.check_view(torch.zeros(4), block[2:6], "a view of other memory")
+    as_strided.check_view(block[2:6].flip(0)[:0], block[2:6], "an empty view")
 
 
 def test_every_op_of_torch_that_takes_an_offset_is_known() -> None:
@@ -491,7 +491,7 @@ def test_rebased_graphs_are_equal(x: Tensor) -> None:
 
     with FakeTensorMode() as mode:
         gm = make_fx(fn, tracing_mode="real")(mode.from_tensor(x))
-    offsets.rebased(offsets.rooted(gm))
-    assert not any(offsets.takes_offset(node) for node in gm.graph.nodes)
+    as_strided.rebased(as_strided.rooted(gm))
+    assert not any(as_strided.takes_offset(node) for node in gm.graph.nodes)
     for a, b in zip(gm(x), fn(x), strict=True):
         assert torch.equal(a, b)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fzero import tape
+from fzero.codegen import bind
 
 MOST = {"plain": 1, "strided": 1}
 DRAWN = sorted(random.Random(11).sample(sorted(opdb.OPS), 24))
@@ -32,7 +32,7 @@ def test_an_op_is_right_or_refused(name: str) -> None:
 def test_a_wrong_number_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     own = cases("add", MOST)
     assert {one["status"] for _, one in opdb.outcomes(opdb.OPS["add"], own)} == {"equal"}
-    kernel = tape._kernel
+    kernel = bind._kernel
 
     def off(target: Any, args: Any, kwargs: Any) -> Any:
         def one_off(*args: Any, **kwargs: Any) -> Any:
@@ -41,7 +41,7 @@ def test_a_wrong_number_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return one_off
 
-    monkeypatch.setattr(tape, "_kernel", off)
+    monkeypatch.setattr(bind, "_kernel", off)
     assert {one["status"] for _, one in opdb.outcomes(opdb.OPS["add"], own)} == {"wrong"}
 
 

@@ -205,8 +205,8 @@ def test_seeded_steps_have_equal_bits_under_every_stage(world: int) -> None:
         run(fzero.Spec(step=seeded_step, zero=z, bucket_bytes=2000), seeded_state(), batch, world=world, steps=3)
         for z in range(4)
     ]
-    assert not any(differing(one.final, runs[0].final) for one in runs)
-    count = sum(one.kind == "gather" for one in runs[3].lowered.program.ops)
+    assert not any(differing(op.final, runs[0].final) for op in runs)
+    count = sum(op.kind == "gather" for op in runs[3].lowered.program.ops)
     assert count == len(runs[3].lowered.plan.buckets), "only the loss needs whole parameters"
 
 

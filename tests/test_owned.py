@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fzero
-from fzero import segments, tree
-from fzero.meaning import Undefined, Vec, apply
-from fzero.mutate.edits import drop, find, put, wait_of
+from fzero import tree
+from fzero.ir import segments
+from fzero.ir.program import Program, wire_bytes
+from fzero.ir.records import ALIGN, Op, Ref
 from fzero.plan.layout import Plan, layout
-from fzero.plan.owned import MOST_PADDING, is_whole, pack
-from fzero.program import ALIGN, Op, Program, Ref, wire_bytes
-from fzero.runtime import storage
-from fzero.verify import verify
+from fzero.plan.whole_leaves import MOST_PADDING, is_whole, pack
+from fzero.state import storage
+from fzero.tools.mutate.edits import drop, find, put, wait_of
+from fzero.verify.rules import verify
+from fzero.verify.terms import Undefined, Vec, apply
 
 FLAT = torch.ops.fzero.orthogonalize_flat.default
 
@@ -253,16 +255,16 @@ def lowered(world: int, zero: int) -> Program:
 
 def orthogonalising(program: Program) -> list[tuple[int, Op]]:
     found = []
-    for i, one in enumerate(program.ops):
-        gm = program.segments.get(str(one.get("segment")))
+    for i, op in enumerate(program.ops):
+        gm = program.segments.get(str(op.get("segment")))
         if gm is not None and any(n.target is FLAT for n in gm.graph.nodes):
-            found.append((i, one))
+            found.append((i, op))
     return found
 
 
 def work(program: Program) -> list[int]:
     """Per rank, the elements that it orthogonalises."""
-    refs = [ref for _, one in orthogonalising(program) for ref in one.reads]
+    refs = [ref for _, op in orthogonalising(program) for ref in op.reads]
     ranges = [[program.local_range(ref, rank) for ref in refs] for rank in range(program.world_size)]
     return [sum(stop - start for start, stop in own) for own in ranges]
 
@@ -272,7 +274,7 @@ def test_each_matrix_is_worked_on_by_one_rank_and_nothing_is_gathered_for_it() -
     for zero in (1, 2, 3):
         program = lowered(2, zero)
         assert work(program) == [total // 2, total // 2]
-        gathered = {one.reads[0].name for one in program.ops if one.kind == "gather"}
+        gathered = {op.reads[0].name for op in program.ops if op.kind == "gather"}
         assert all(name.startswith("params") for name in gathered)
         columns = [b for n, b in program.buffers.items() if n[0] in "fo" and b.kind == "scratch" and b.bucket]
         assert columns
@@ -284,17 +286,17 @@ def test_each_matrix_is_worked_on_by_one_rank_and_nothing_is_gathered_for_it() -
 def test_under_stage_3_a_layer_with_too_few_is_gathered_and_worked_on_by_all() -> None:
     program = lowered(3, 3)
     assert work(program) == [3 * 2 * 20 * 24] * 3
-    extra = [one for one in program.ops if one.kind == "gather" and not one.reads[0].name.startswith("params")]
+    extra = [op for op in program.ops if op.kind == "gather" and not op.reads[0].name.startswith("params")]
     assert len(extra) == 3  # the momentum of each layer
-    assert all(wire_bytes(program, one) for one in extra)
+    assert all(wire_bytes(program, op) for op in extra)
 
 
 def test_a_part_of_a_matrix_is_refused() -> None:
     program = lowered(3, 3)
     verify(program)
-    at, one = orthogonalising(program)[0]
-    gather = find(program, lambda o: o.kind == "gather" and bool(o.writes) and o.writes[0].name == one.reads[0].name)[0]
-    alone = replace(one, reads=tuple(replace(r, mine=True) for r in one.reads))
+    at, op = orthogonalising(program)[0]
+    gather = find(program, lambda o: o.kind == "gather" and bool(o.writes) and o.writes[0].name == op.reads[0].name)[0]
+    alone = replace(op, reads=tuple(replace(r, mine=True) for r in op.reads))
     broken = drop(put(program, at, alone), gather, wait_of(program, gather))
     with pytest.raises(fzero.VerifyError, match=r"\[meaning\] .*a whole leaf, of which a rank boundary leaves each"):
         verify(broken)
@@ -302,13 +304,13 @@ def test_a_part_of_a_matrix_is_refused() -> None:
 
 def test_a_matrix_of_another_shape_is_refused() -> None:
     program = lowered(2, 3)
-    at, one = orthogonalising(program)[0]
-    graph = segments.copied(program.segments[str(one.get("segment"))].graph)
+    at, op = orthogonalising(program)[0]
+    graph = segments.copied(program.segments[str(op.get("segment"))].graph)
     node = next(n for n in graph.nodes if n.target is FLAT)
     node.args = (node.args[0], list(reversed(node.args[1])), *node.args[2:])  # type: ignore[call-overload]
     gm = segments.module(graph)
     key = segments.digest(gm)
-    broken = put(program, at, one.with_attrs(segment=key))
+    broken = put(program, at, op.with_attrs(segment=key))
     with pytest.raises(fzero.VerifyError, match=r"\[meaning\] .* takes a leaf of shape \(2\d, 2\d\) for one of shape"):
         verify(replace(broken, segments={**program.segments, key: gm}))
 
@@ -337,8 +339,8 @@ def test_the_flat_op_is_the_op_and_refuses_other_sizes() -> None:
 
 def test_a_reference_to_a_leaf_of_another_rank_is_empty() -> None:
     program = lowered(2, 3)
-    _, one = orthogonalising(program)[0]
-    for ref in one.reads:
+    _, op = orthogonalising(program)[0]
+    for ref in op.reads:
         assert isinstance(ref, Ref)
         sizes = [math.prod([stop - start]) for start, stop in (program.local_range(ref, r) for r in range(2))]
         assert sorted(sizes) == [0, 480]

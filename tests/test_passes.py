@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import fzero
+from fzero.ir.liveness import gathered_bytes
+from fzero.ir.program import Program, wire_bytes
 from fzero.passes import PASSES, Options, optimise
-from fzero.passes.prefetch import gathered_bytes
-from fzero.program import Program, wire_bytes
-from fzero.verify import verify
+from fzero.verify import abstract
+from fzero.verify.rules import verify
 
 GOLDEN_CASES: dict[str, dict[str, Any]] = {
     "zero3": {"zero": 3},
@@ -76,7 +77,7 @@ def test_every_pass_keeps_the_meaning(zero: Any, world: int) -> None:
     meanings = set()
 
     def check(program: Program) -> None:
-        meanings.add(fzero.abstract.program_meaning(program))
+        meanings.add(abstract.program_meaning(program))
 
     program = cases.naive(world, zero=zero, optimizer=fzero.optim.adamw(1e-3, mask="**/w"), clip_norm=1.0)
     optimise(program, Options(), check)
@@ -95,9 +96,9 @@ def test_a_full_gradient_bucket_never_outlives_its_reduction_under_2_and_does_un
         program = cases.lowered(zero=zero, params=cases.layers(depth=6), prefetch=0).program
         live: set[str] = set()
         most = 0
-        for one in program.ops:
-            live |= {r.name for r in one.writes if ".grad:layers" in r.name}
-            live -= {r.name for r in one.reads} if one.kind == "free" else set()
+        for op in program.ops:
+            live |= {r.name for r in op.writes if ".grad:layers" in r.name}
+            live -= {r.name for r in op.reads} if op.kind == "free" else set()
             most = max(most, len(live))
         return most
 
@@ -108,12 +109,12 @@ def test_a_full_gradient_bucket_never_outlives_its_reduction_under_2_and_does_un
 def test_a_reduction_under_2_is_waited_for_after_at_most_one_more_segment() -> None:
     program = cases.lowered(zero=2, params=cases.layers(depth=6)).program
     started: dict[str, int] = {}
-    segments_run = list(accumulate(one.get("phase") == "region" for one in program.ops))
-    for i, one in enumerate(program.ops):
-        if one.kind == "reduce":
-            started[one.writes[0].name] = segments_run[i]
-        if one.kind == "wait" and one.reads[0].name in started:
-            assert segments_run[i] - started[one.reads[0].name] <= 1, one
+    segments_run = list(accumulate(op.get("phase") == "region" for op in program.ops))
+    for i, op in enumerate(program.ops):
+        if op.kind == "reduce":
+            started[op.writes[0].name] = segments_run[i]
+        if op.kind == "wait" and op.reads[0].name in started:
+            assert segments_run[i] - started[op.reads[0].name] <= 1, op
 
 
 @pytest.mark.parametrize("depth", [12, pytest.param(24, marks=pytest.mark.acceptance)])
@@ -121,8 +122,8 @@ def test_equal_layers_have_at_most_six_unique_segments(depth: int) -> None:
     init, loss = cases.gpt(depth=depth)
     spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=3)
     made = fzero.lower(spec, init, cases.tokens(2, 32, 512), world_size=4)
-    runs = [one for one in made.program.ops if one.get("phase") == "region"]
-    assert len({one.get("segment") for one in runs}) <= 6
+    runs = [op for op in made.program.ops if op.get("phase") == "region"]
+    assert len({op.get("segment") for op in runs}) <= 6
     assert len(runs) == 2 * depth + 3
 
 
@@ -141,7 +142,7 @@ def test_identical_layers_get_identical_buckets() -> None:
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])
 def test_gathered_bytes_stay_under_the_cap_and_more_depth_needs_more(depth: int) -> None:
     program = cases.lowered(params=cases.layers(depth=8), prefetch=depth).program
-    held = max(gathered_bytes(program, list(program.ops)))
+    held = max(gathered_bytes(program.ops, program.buffers))
     layer = program.buckets["layers.0"].length * 4
     assert held <= program.gather_cap_bytes
     assert held <= (depth + 1) * layer + sum(
@@ -155,14 +156,14 @@ def test_a_cap_holds_back_the_prefetch_and_one_too_small_is_refused() -> None:
     wide = cases.lowered(params=cases.layers(depth=8), prefetch=4).program
     least = cases.lowered(params=cases.layers(depth=8), prefetch=0).program.gather_cap_bytes
     capped = cases.lowered(params=cases.layers(depth=8), prefetch=4, gather_bytes=least).program
-    assert max(gathered_bytes(capped, list(capped.ops))) <= least < max(gathered_bytes(wide, list(wide.ops)))
+    assert max(gathered_bytes(capped.ops, capped.buffers)) <= least < max(gathered_bytes(wide.ops, wide.buffers))
     with pytest.raises(fzero.SpecError, match=f"The smallest cap is {least}"):
         cases.lowered(params=cases.layers(depth=8), gather_bytes=least - 1)
 
 
 def test_casts_before_the_gather_halve_what_is_gathered() -> None:
     wide, low = (cases.lowered(loss=loss).program for loss in (cases.layers_loss, cases.bf16_loss))
-    gathered = [sum(wire_bytes(p, one) for one in p.ops if one.kind == "gather") for p in (wide, low)]
+    gathered = [sum(wire_bytes(p, op) for op in p.ops if op.kind == "gather") for p in (wide, low)]
     assert gathered[1] * 2 == gathered[0]
 
 
@@ -171,34 +172,32 @@ def test_a_mixed_use_is_gathered_as_it_is() -> None:
         return cases.bf16_loss(params, x) + sum((p**2).sum() for p in fzero.tree.flatten(params)[1])
 
     program = cases.lowered(loss=loss).program
-    assert all(
-        program.buffers[one.writes[0].name].dtype == torch.float32 for one in program.ops if one.kind == "gather"
-    )
+    assert all(program.buffers[op.writes[0].name].dtype == torch.float32 for op in program.ops if op.kind == "gather")
 
 
 def test_the_adamw_update_is_one_in_place_op_a_bucket() -> None:
     init, loss = cases.gpt(depth=3)
     spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=3)
     program = fzero.lower(spec, init, cases.tokens(2, 32, 512), world_size=4).program
-    updates = [one for one in program.ops if one.kind == "update" and one.get("flat")]
+    updates = [op for op in program.ops if op.kind == "update" and op.get("flat")]
     assert len(updates) == len(program.buckets)
-    for one in updates:
-        graph = program.segments[str(one.get("segment"))].graph
+    for op in updates:
+        graph = program.segments[str(op.get("segment"))].graph
         assert [n.target for n in graph.nodes if n.op == "call_function"] == [torch.ops.fzero.adamw_.default]
-        assert one.get("workspace", 0) == 0
+        assert op.get("workspace", 0) == 0
 
 
 def test_no_overlap_waits_where_it_starts() -> None:
     ops = cases.lowered(overlap=False, params=cases.layers(depth=3)).program.ops
-    for i, one in enumerate(ops):
-        if one.kind in ("gather", "reduce"):
+    for i, op in enumerate(ops):
+        if op.kind in ("gather", "reduce"):
             assert ops[i + 1].kind == "wait"
-            assert ops[i + 1].reads[0].name == one.writes[0].name
+            assert ops[i + 1].reads[0].name == op.writes[0].name
 
 
 def test_everything_but_state_and_metrics_is_freed() -> None:
     program = cases.lowered(microbatches=2, clip_norm=1.0).program
-    freed = {r.name for one in program.ops if one.kind == "free" for r in one.reads}
+    freed = {r.name for op in program.ops if op.kind == "free" for r in op.reads}
     kept = {n for n in program.buffers if n not in freed}
     assert kept == {
         n for n, b in program.buffers.items() if b.kind in ("param", "optimizer", "state", "batch", "metric")

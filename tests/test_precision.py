@@ -16,8 +16,8 @@ from torch import Tensor
 
 import fzero
 from fzero import optim, random
+from fzero.ir.program import wire_bytes
 from fzero.precision import PRESETS, Precision
-from fzero.program import wire_bytes
 from text import load, window
 
 SEQUENCE, WIDTH = 24, 32

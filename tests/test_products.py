@@ -18,14 +18,16 @@ from models import MODELS, Model
 from torch import Tensor, fx
 
 import fzero
-from fzero import _torch_compat, costs, products
+from fzero import _torch_compat
 from fzero._torch_compat import FakeTensorMode
-from fzero.capture import Graph
+from fzero.capture.trace_step import Graph
+from fzero.codegen import matmul
+from fzero.codegen.matmul import FORMS, OUT_FORMS, Product
+from fzero.codegen.workspace import workspace_bytes
+from fzero.cost import autotune
+from fzero.cost.allocator import measured_peak
 from fzero.errors import SpecError, VerifyError
-from fzero.plan.measured import measured_peak
-from fzero.plan.workspace import workspace_bytes
-from fzero.products import FORMS, OUT_FORMS, Product
-from fzero.verify import verify
+from fzero.verify.rules import verify
 
 aten = torch.ops.aten
 ONEDNN = {*FORMS.values(), *OUT_FORMS.values()}
@@ -52,11 +54,11 @@ def graph_nodes(graph: Graph) -> Iterable[fx.Node]:
 
 def force(model: Model, figures: dict[str, float], **fields: Any) -> None:
     """Makes this machine's file say `figures` of every product of a model's step."""
-    found = map(products.of, graph_nodes(lowered(model, products="default", **fields).graph))
-    costs.remember("products", {str(product): figures for product in found if product is not None})
+    found = map(matmul.of, graph_nodes(lowered(model, products="default", **fields).graph))
+    autotune.remember("products", {str(product): figures for product in found if product is not None})
 
 
-def targets(program: fzero.program.Program) -> list[Any]:
+def targets(program: fzero.ir.program.Program) -> list[Any]:
     return [n.target for gm in program.segments.values() for n in gm.graph.nodes if n.op == "call_function"]
 
 
@@ -73,7 +75,7 @@ def laid_out(shape: tuple[int, ...], layout: str, generator: torch.Generator) ->
 
 @st.composite
 def operands(draw: st.DrawFn) -> tuple[str, list[Tensor]]:
-    name = draw(st.sampled_from(products.NAMES))
+    name = draw(st.sampled_from(matmul.NAMES))
     rows, inner, columns = (draw(st.integers(0, 80)) for _ in range(3))
     batch = (draw(st.integers(0, 3)),) if "bmm" in name else ()
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
@@ -161,7 +163,7 @@ def test_where_onednn_would_round_the_kernel_is_torchs_own(monkeypatch: pytest.M
 @pytest.mark.parametrize("form", ["default", "out"])
 @pytest.mark.parametrize("layouts", ["nn", "nt", "tn"])
 @pytest.mark.parametrize("sizes", [(256, 768, 640), (768, 1024, 256), (100, 101, 103), (33, 2000, 5)])
-@pytest.mark.parametrize("name", products.NAMES)
+@pytest.mark.parametrize("name", matmul.NAMES)
 @pytest.mark.sampled(6)
 def test_the_account_covers_what_onednn_allocates(
     name: str, sizes: tuple[int, int, int], layouts: str, form: str
@@ -194,7 +196,7 @@ def test_the_account_covers_what_onednn_allocates(
 
 
 def product(name: str, *like: tuple[int, ...], layout: str = "") -> Product:
-    return Product(name, like, tuple(products._strides(shape, layout) for shape in like))
+    return Product(name, like, tuple(matmul._strides(shape, layout) for shape in like))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +214,7 @@ def product(name: str, *like: tuple[int, ...], layout: str = "") -> Product:
 )
 def test_both_libraries_are_measured_and_nobodys_random_numbers_change(one: Product) -> None:
     before = torch.get_rng_state()
-    figures = products.measured(one)
+    figures = matmul.measured(one)
     assert figures.keys() == {"torch", "onednn"}
     assert all(value > 0 for value in figures.values())
     assert torch.equal(torch.get_rng_state(), before)
@@ -222,8 +224,8 @@ def test_a_result_that_is_not_that_of_fp32_rules_onednn_out(monkeypatch: pytest.
     def rounded(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
         return out.copy_(a.bfloat16().float() @ b.bfloat16().float())
 
-    monkeypatch.setitem(products.KERNELS, torch.ops.fzero.onednn_mm.out, rounded)
-    figures = products.measured(product("mm", (64, 32), (32, 48)))
+    monkeypatch.setitem(matmul.KERNELS, torch.ops.fzero.onednn_mm.out, rounded)
+    figures = matmul.measured(product("mm", (64, 32), (32, 48)))
     assert figures["onednn"] == 0.0 < figures["torch"]
 
 
@@ -241,18 +243,18 @@ def test_a_result_that_is_not_that_of_fp32_rules_onednn_out(monkeypatch: pytest.
     ids=str,
 )
 def test_a_large_product_is_measured_in_part(one: Product, part: tuple[tuple[int, ...], ...] | None) -> None:
-    cut = products._part(one)
-    assert cut.multiplications <= products.LARGEST + 64 * one.multiplications // max(map(max, one.shapes))
+    cut = matmul._part(one)
+    assert cut.multiplications <= matmul.LARGEST + 64 * one.multiplications // max(map(max, one.shapes))
     if part is not None:
         assert cut.shapes == part
-    assert [products._layout(*x) for x in zip(cut.shapes, cut.strides, strict=True)] == [""] * len(cut.shapes)
+    assert [matmul._layout(*x) for x in zip(cut.shapes, cut.strides, strict=True)] == [""] * len(cut.shapes)
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
 def test_the_default_is_torchs_own_and_looks_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "choose", None)
+    monkeypatch.setattr(matmul, "choose", None)
     assert not ONEDNN & set(targets(lowered(MODELS["mlp"], products="default").program))
     assert fzero.Spec(loss=MODELS["mlp"].loss, optimizer=fzero.optim.sgd(0.1)).products == "default"
     with pytest.raises(SpecError, match=r"Spec\(products='fastet'\).*Did you mean 'fastest'"):
@@ -260,7 +262,7 @@ def test_the_default_is_torchs_own_and_looks_nothing_up(monkeypatch: pytest.Monk
 
 
 def test_ahead_of_time_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "measured", None)
+    monkeypatch.setattr(matmul, "measured", None)
     found = lowered(MODELS["mlp"])
     assert found.program.digest == lowered(MODELS["mlp"], products="default").program.digest
     lines = [line for question, line in found.choices.items() if question not in ("reduce", "prefetch")]
@@ -286,9 +288,9 @@ def test_a_tie_stays_with_torch(onednn: float, chosen: bool) -> None:
 
 def test_rewriting_changes_targets_alone_and_not_its_input() -> None:
     graph = lowered(MODELS["gpt"], products="default").graph
-    chosen = {p for p in map(products.of, graph_nodes(graph)) if p is not None and p.name == "mm"}
+    chosen = {p for p in map(matmul.of, graph_nodes(graph)) if p is not None and p.name == "mm"}
     before = [str(region.gm.graph) for region in graph.regions]
-    new = products.rewritten(graph, chosen)
+    new = matmul.rewritten(graph, chosen)
     assert [str(region.gm.graph) for region in graph.regions] == before
     for old_node, node in zip(graph_nodes(graph), graph_nodes(new), strict=True):
         assert node.target == FORMS[aten.mm.default] if old_node.target is aten.mm.default else old_node.target

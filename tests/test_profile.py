@@ -16,10 +16,12 @@ import torch
 from helpers import gloo, same_bits, values
 
 import fzero
+from fzero.ir.liveness import live_bytes
+from fzero.ir.program import wire_bytes
+from fzero.ir.records import PERSISTENT
 from fzero.profile.charts import bytes_text, time_text
 from fzero.profile.lanes import Span, rows
 from fzero.profile.trace import merge
-from fzero.program import PERSISTENT, live_bytes, wire_bytes
 
 STARTS = ("gather", "reduce")
 OUT = 'o<&">t'  # a name that a page must quote
@@ -78,7 +80,7 @@ def check_against(program: fzero.Program, found: dict[str, Any], numbers: dict[s
     lane = {"run": "compute", "update": "compute", "wait": "waiting"}
     by = slices(found)
     own = {e["args"]["op"]: e for name in ("compute", "waiting", "starts and frees") for e in by.get(name, [])}
-    assert Counter(lane.get(one.kind, "starts and frees") for one in program.ops) == Counter(
+    assert Counter(lane.get(op.kind, "starts and frees") for op in program.ops) == Counter(
         e["cat"] for e in own.values()
     )
     assert sorted(own) == list(range(len(program.ops)))
@@ -86,15 +88,15 @@ def check_against(program: fzero.Program, found: dict[str, Any], numbers: dict[s
     ends = [e["ts"] for e in by["step"]] + [step["ts"]]
     assert min(ends) == step["ts"]
     clock = step["ts"]
-    for i, one in enumerate(program.ops):
+    for i, op in enumerate(program.ops):
         event, row = own[i], numbers["ops"][i]
         assert event["dur"] >= 0
         assert event["ts"] >= clock - 1e-3  # ops follow one another; microseconds, in ns
         clock = event["ts"] + event["dur"]
-        assert row["kind"] == one.kind
+        assert row["kind"] == op.kind
         assert row["duration_us"] == pytest.approx(event["dur"], abs=1e-3)
-        assert row.get("wire_bytes", 0) == event["args"].get("wire_bytes", 0) == wire_bytes(program, one)
-        assert event["args"]["text"] == fzero.program.op_text(one)
+        assert row.get("wire_bytes", 0) == event["args"].get("wire_bytes", 0) == wire_bytes(program, op)
+        assert event["args"]["text"] == fzero.ir.program.op_text(op)
     assert clock <= step["ts"] + step["dur"] + 1e-3
     transfers = [e for kind in STARTS for e in by.get(kind, [])]
     assert sorted(e["args"]["op"] for e in transfers) == [i for i, o in enumerate(program.ops) if o.kind in STARTS]
@@ -107,7 +109,7 @@ def check_against(program: fzero.Program, found: dict[str, Any], numbers: dict[s
         ended = own[event["args"]["wait"]]
         assert event["ts"] == own[event["args"]["op"]]["ts"]
         assert event["ts"] + event["dur"] == pytest.approx(ended["ts"] + ended["dur"], abs=1e-2)
-    assert numbers["sent_bytes"] == sum(wire_bytes(program, one) for one in program.ops)
+    assert numbers["sent_bytes"] == sum(wire_bytes(program, op) for op in program.ops)
     assert sum(numbers["shares_us"].values()) == pytest.approx(numbers["step_us"])
     assert all(us >= 0 for us in numbers["shares_us"].values())
 
@@ -135,8 +137,8 @@ def test_memory_planned_and_measured(tmp_path: Path) -> None:
     *_, state = profiled(tmp_path, clip_norm=None, optimizer=fzero.optim.sgd(0.1, momentum=0.9))
     found, numbers, _ = files(tmp_path)
     program, (lowered,) = state.program, state.runtime.programs.values()
-    needs = [int(one.get("workspace", 0)) + int(one.get("heap", 0)) for one in program.ops]
-    levels = [level + need for level, need in zip(live_bytes(program), needs, strict=True)]
+    needs = [int(op.get("workspace", 0)) + int(op.get("heap", 0)) for op in program.ops]
+    levels = [level + need for level, need in zip(live_bytes(program.ops, program.buffers), needs, strict=True)]
     assert [row["planned_bytes"] for row in numbers["ops"]] == levels
     assert numbers["planned_peak_bytes"] == lowered.memory.peak
     held = sum(b.nbytes for b in program.buffers.values() if b.kind in PERSISTENT)
@@ -144,7 +146,7 @@ def test_memory_planned_and_measured(tmp_path: Path) -> None:
     measured = [row["measured_bytes"] for row in numbers["ops"]]
     assert min(measured) >= numbers["held_bytes"]
     assert max(measured) <= numbers["measured_peak_bytes"] <= 1.05 * lowered.memory.peak
-    heaps = {i: int(one.get("heap", 0)) for i, one in enumerate(program.ops)}
+    heaps = {i: int(op.get("heap", 0)) for i, op in enumerate(program.ops)}
     assert max(heaps.values()) > 10_000
     assert all(abs(measured[i] - numbers["held_bytes"] - heap) < 100 for i, heap in heaps.items())
     counters = [e for e in found["traceEvents"] if e["ph"] == "C"]
@@ -281,7 +283,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     for found, numbers, html in both:
         check_against(program, found, numbers)
         assert numbers["sent_bytes"] > 0
-        assert len(numbers["transfers"]) == sum(one.kind in STARTS for one in program.ops)
+        assert len(numbers["transfers"]) == sum(op.kind in STARTS for op in program.ops)
         ET.fromstring(html)
     spans = []
     for found, _, _ in both:

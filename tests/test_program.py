@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fzero
+from fzero.ir.liveness import live_bytes
+from fzero.ir.program import Program
+from fzero.ir.records import ALIGN, DTYPES, Bucket, Buffer, Op, Ref, Slot
 from fzero.passes import Options, optimise
-from fzero.program import ALIGN, DTYPES, Bucket, Buffer, Op, Program, Ref, Slot, live_bytes
 
 specs = st.fixed_dictionaries(
     {
@@ -104,7 +106,7 @@ def test_an_edited_program_runs_if_it_verifies_and_is_refused_if_not() -> None:
 def test_live_bytes_end_with_the_state_the_batch_and_the_metrics() -> None:
     program = cases.lowered(clip_norm=1.0).program
     kept = [b for b in program.buffers.values() if b.kind in ("param", "optimizer", "state", "batch", "metric")]
-    assert live_bytes(program)[-1] == sum(b.nbytes for b in kept)
+    assert live_bytes(program.ops, program.buffers)[-1] == sum(b.nbytes for b in kept)
 
 
 @settings(max_examples=60, deadline=None)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fzero
 from fzero import optim, random
-from fzero.program import live_bytes
+from fzero.ir.liveness import live_bytes
 
 DEPTH, WIDTH, ROWS = 6, 32, 64
 
@@ -65,14 +65,14 @@ def train(fn: Any = loss, **options: Any) -> Run:
     return run(spec(fn, **options), params(random.key(0)), batch, world=2, steps=2, key=key)
 
 
-def activations(program: fzero.program.Program) -> int:
+def activations(program: fzero.ir.program.Program) -> int:
     """The most bytes of buffers that hold activations at one time (what runs inside a segment aside)."""
     live: set[str] = set()
     most = 0
-    for one in program.ops:
-        live |= {ref.name for ref in one.writes if program.buffers[ref.name].kind == "activation"}
+    for op in program.ops:
+        live |= {ref.name for ref in op.writes if program.buffers[ref.name].kind == "activation"}
         most = max(most, sum(program.buffers[name].nbytes for name in live))
-        live -= {ref.name for ref in one.reads} if one.kind == "free" else set()
+        live -= {ref.name for ref in op.reads} if op.kind == "free" else set()
     return most
 
 
@@ -138,7 +138,9 @@ def test_activation_memory_falls() -> None:
     assert held[2] < held[0] / 3
     assert held[2] <= (DEPTH + 16) * layer, "one input a layer, and one layer at work"
     assert full.memory.peak < half.memory.peak < plain.memory.peak
-    assert max(live_bytes(full.program)) < max(live_bytes(plain.program))
+    assert max(live_bytes(full.program.ops, full.program.buffers)) < max(
+        live_bytes(plain.program.ops, plain.program.buffers)
+    )
 
 
 @pytest.mark.acceptance

@@ -15,9 +15,10 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
-from fzero import reuse, segments, strips, tape
-from fzero.plan.measured import measured_peak
-from fzero.program import Ref, op
+from fzero.codegen import bind, inplace, tiling
+from fzero.cost.allocator import measured_peak
+from fzero.ir import segments
+from fzero.ir.records import Ref, make_op
 from fzero.runtime.handlers import spoil
 
 aten = torch.ops.aten
@@ -29,15 +30,15 @@ def graph_of(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule
     return segments.normalised(make_fx(fn, tracing_mode="fake")(*inputs))
 
 
-def check(gm: fx.GraphModule, inputs: Sequence[Tensor], apart: frozenset[int] = frozenset()) -> tape.Layout:
+def check(gm: fx.GraphModule, inputs: Sequence[Tensor], apart: frozenset[int] = frozenset()) -> bind.Layout:
     """The calls, in spoiled memory, twice, beside the graph; every input may be a destination."""
     plain = [x.clone() for x in inputs]
     expected = gm(*plain)
-    layout = tape.layout(gm, apart)
+    layout = bind.layout(gm, apart)
     block = torch.empty(layout.nbytes, dtype=torch.uint8)
     fresh = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in expected]
     memory = [x.clone() for x in inputs]
-    calls = tape.bind(gm, memory, fresh, block, apart)
+    calls = bind.bind(gm, memory, fresh, block, apart)
     for _ in range(2):
         for tensor, was in zip(memory, inputs, strict=True):
             tensor.copy_(was)
@@ -119,10 +120,10 @@ def test_the_second_term_of_a_sum_is_made_where_the_sum_goes() -> None:
 
 
 def test_destinations_apart() -> None:
-    one = op("run", [Ref("a", 0, 64), Ref("b")], [Ref("f"), Ref("a", 64, 128), Ref("a", 0, 32), Ref("c")], fresh=1)
-    assert reuse.apart(one) == {2, 4}
-    two = op("run", [], [Ref("a", 0, 64), Ref("a", 32, 128), Ref("b")])
-    assert reuse.apart(two) == {2}
+    one = make_op("run", [Ref("a", 0, 64), Ref("b")], [Ref("f"), Ref("a", 64, 128), Ref("a", 0, 32), Ref("c")], fresh=1)
+    assert inplace.apart(one) == {2, 4}
+    two = make_op("run", [], [Ref("a", 0, 64), Ref("a", 32, 128), Ref("b")])
+    assert inplace.apart(two) == {2}
 
 
 # --- strips -----------------------------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def test_a_chain_does_not_cross_a_write_to_what_it_reads() -> None:
 
     inputs = [x, y, torch.tensor(1.0), torch.zeros(64, 50257)]
     traced = make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-    assert strips.chains(traced, frozenset()) == []
+    assert tiling.chains(traced, frozenset()) == []
 
 
 # --- odd graphs -------------------------------------------------------------------------------------------------------
@@ -240,8 +241,8 @@ def test_a_chain_does_not_end_in_memory_that_it_may_read_whole() -> None:
 
     inputs = [*logits(), torch.tensor(1.0), torch.zeros(64, 50257)]
     gm = fx.GraphModule(torch.nn.Module(), make_fx(fn, tracing_mode="fake")(*inputs).graph)
-    assert len(strips.chains(gm, frozenset([3]))) == 1
-    assert strips.chains(gm, frozenset()) == [], "the destination may lie over `total`"
+    assert len(tiling.chains(gm, frozenset([3]))) == 1
+    assert tiling.chains(gm, frozenset()) == [], "the destination may lie over `total`"
 
 
 def test_of_zeros_with_two_signs_a_minimum_takes_the_same_in_strips() -> None:
@@ -269,8 +270,8 @@ def test_a_chain_s_last_op_spares_what_later_strips_read_whole() -> None:
 def test_what_an_embedding_s_gradient_by_columns_allocates(rows: int, columns: int, met: int) -> None:
     g, index = torch.ones(met, columns, dtype=torch.bfloat16), torch.arange(met) % rows
     gm = graph_of(lambda g, index: [aten.embedding_dense_backward(g, index, rows, -1, False)], [g, index])
-    layout, made = tape.layout(gm), torch.empty(rows, columns, dtype=torch.bfloat16)
-    calls = tape.bind(gm, [g, index], [made], torch.empty(layout.nbytes, dtype=torch.uint8))
+    layout, made = bind.layout(gm), torch.empty(rows, columns, dtype=torch.bfloat16)
+    calls = bind.bind(gm, [g, index], [made], torch.empty(layout.nbytes, dtype=torch.uint8))
     _, peak = measured_peak(lambda: [call() for call in calls])
     assert peak <= layout.heap <= 1.02 * peak, f"planned {layout.heap}, allocator {peak}"
 

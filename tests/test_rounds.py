@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import fzero
-from fzero.runtime.rounds import fresh
+from fzero.comm.store_prefix import fresh
 
 
 def started(store: dist.Store, world: int, order: list[int]) -> list[str]:

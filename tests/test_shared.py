@@ -14,14 +14,15 @@ from workers import shared as worker
 
 import fzero
 from fzero import tree
+from fzero.comm.autotune import SIZES, WAYS, Fastest
+from fzero.comm.rendezvous import _apart
 from fzero.errors import VerifyError
-from fzero.program import Buffer, Program, Ref, op
-from fzero.runtime import storage
-from fzero.runtime.choice import SIZES, WAYS, Fastest
+from fzero.ir.program import Program
+from fzero.ir.records import Buffer, Ref, make_op
 from fzero.runtime.handlers import settlements
-from fzero.runtime.interpret import HazardError, LocalComm, World, interpret
-from fzero.runtime.meet import _apart
-from fzero.verify import transfers, verify
+from fzero.runtime.interpreter import HazardError, LocalComm, World, interpret
+from fzero.state import storage
+from fzero.verify.rules import transfers, verify
 
 WORLDS = (2, 3, 4)
 DTYPES = ("float32", "bfloat16", "float64", "int64", "bool", "complex64")
@@ -92,13 +93,13 @@ def test_the_fastest_way_is_the_same_on_all_ranks():
 def test_a_transfer_goes_the_way_of_the_nearest_size():
     table = {(kind, size): f"{kind}{size}" for kind in WAYS for size in SIZES}
     fastest = Fastest({}, table)
-    gather = op("gather", [Ref("a")], [Ref("b")])
+    gather = make_op("gather", [Ref("a")], [Ref("b")])
     for count, size in ((0, SIZES[0]), (SIZES[0] + 1, SIZES[0]), (SIZES[1] * 3, SIZES[1]), (1 << 30, SIZES[2])):
         whole = torch.empty(count, dtype=torch.uint8, device="meta")
         assert fastest.way(gather, [whole, whole]) == f"gather{size}"
-    bare = op("reduce", [Ref("a")], [Ref("b")])
+    bare = make_op("reduce", [Ref("a")], [Ref("b")])
     assert fastest.way(bare, [whole, whole]) == "shared"
-    assert fastest.way(op("send", [Ref("a")]), [whole]) == "p2p"
+    assert fastest.way(make_op("send", [Ref("a")]), [whole]) == "p2p"
 
 
 def finding(outcome):
@@ -205,8 +206,8 @@ def test_programs_without_receive_buffers(zero):
     for via in ("p2p", "shared"):
         lowered = worker.lowered_via(spec, params, batch(0, 0), 2, via)
         program = lowered.program
-        assert {one.get("via") for one in program.ops if one.kind in ("gather", "reduce")} == {via}
-        assert any(len(one.writes) > 1 for one in program.ops if one.kind == "reduce") == (via == "p2p")
+        assert {op.get("via") for op in program.ops if op.kind in ("gather", "reduce")} == {via}
+        assert any(len(op.writes) > 1 for op in program.ops if op.kind == "reduce") == (via == "p2p")
         names = [name for name, b in program.buffers.items() if b.kind == "batch"]
         memory = []
         for rank in range(2):
@@ -226,7 +227,7 @@ def program_of(ops, **buffers):
 
 def test_receive_buffers_are_not_for_shared_memory():
     attrs = {"axis": "dp", "mode": "scatter", "op": "sum", "via": "shared"}
-    ops = [op("reduce", [Ref("g")], [Ref("r"), Ref("s")], **attrs), op("wait", [Ref("r")])]
+    ops = [make_op("reduce", [Ref("g")], [Ref("r"), Ref("s")], **attrs), make_op("wait", [Ref("r")])]
     program = program_of(ops, g=(128, "state"), r=(64, "grad"), s=(64, "scratch"))
     with pytest.raises(VerifyError, match=r"\[transfers\] op 0 .*has scratch s: via=shared adds what it reads in"):
         verify(program)
@@ -235,11 +236,11 @@ def test_receive_buffers_are_not_for_shared_memory():
 
 
 def test_when_transfers_settle():
-    gather = op("gather", [Ref("p")], [Ref("full")], axis="dp")
-    all_ = op("reduce", [Ref("g")], [Ref("r")], axis="dp", mode="all")
-    run = op("run", [Ref("full")], [Ref("g")])
-    waits = [op("wait", [Ref(name)]) for name in ("full", "r")]
-    end = [op("free", [Ref("full")]), op("update", [Ref("r")], [Ref("p")]), op("free", [Ref("r")])]
+    gather = make_op("gather", [Ref("p")], [Ref("full")], axis="dp")
+    all_ = make_op("reduce", [Ref("g")], [Ref("r")], axis="dp", mode="all")
+    run = make_op("run", [Ref("full")], [Ref("g")])
+    waits = [make_op("wait", [Ref(name)]) for name in ("full", "r")]
+    end = [make_op("free", [Ref("full")]), make_op("update", [Ref("r")], [Ref("p")]), make_op("free", [Ref("r")])]
     program = program_of([gather, waits[0], run, all_, waits[1], *end])
     assert settlements(program) == {6: ["full"], 7: ["r"]}  # the column is written, the sums are freed
     assert settlements(replace(program, ops=program.ops[:5])) == {5: ["full", "r"]}
@@ -248,7 +249,7 @@ def test_when_transfers_settle():
 def test_a_source_that_changes_before_it_settles_is_found():
     world = World(2, poison=True)
     comms = [LocalComm(world, rank) for rank in range(2)]
-    gather = op("gather", [Ref("p")], [Ref("full")], axis="dp", via="shared")
+    gather = make_op("gather", [Ref("p")], [Ref("full")], axis="dp", via="shared")
     sources = [torch.ones(4), torch.ones(4)]
     for comm, source in zip(comms, sources, strict=True):
         comm.start("full", gather, [source, torch.empty(8)])

@@ -10,12 +10,13 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
-from fzero import segments, simulate
-from fzero.compile import BUCKET_BYTES
-from fzero.costs import folder, remember
-from fzero.program import Program
-from fzero.runtime.transport import bucket_bytes
-from fzero.simulate import Rates
+from fzero.comm.transport import bucket_bytes
+from fzero.compile.step import BUCKET_BYTES
+from fzero.cost import choose, rates, step_time
+from fzero.cost.autotune import folder, remember
+from fzero.cost.rates import Rates
+from fzero.ir import segments
+from fzero.ir.program import Program
 
 NETWORK = Rates({"gather": 1e-4, "reduce": 1e-4}, {"gather": 1e8, "reduce": 1e8}, 1.0, {2: 1e9, 4: 1e9}, 1e9)
 HERE = Rates({"gather": 0.0, "reduce": 0.0}, {"gather": 1e10, "reduce": 1e10}, 0.0, {2: 1e9, 4: 1e9}, 1e9)
@@ -32,36 +33,36 @@ def lowered(**options: Any) -> fzero.Lowered:
     return fzero.lower(spec, params, torch.empty(64, 128), world_size=2)
 
 
-def test_a_gather_passes_beside_a_segment_that_runs() -> None:
+def test_a_gather_passes_beside_a_segment_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every segment takes a second and every transfer a quarter: hidden, exposed, or free."""
     whole = lowered(prefetch=1).program
-    runs = sum(one.kind in ("run", "update") for one in whole.ops)
-    known = dict.fromkeys(whole.segments, 1.0)
-    free = Rates({"gather": 0, "reduce": 0}, {"gather": 1e18, "reduce": 1e18}, 1.0, {}, 1.0, known)
-    assert simulate.seconds(whole, free) == pytest.approx(runs)
-    transfers = [one for one in whole.ops if one.kind in ("gather", "reduce")]
-    exposed = Rates({"gather": 0.25, "reduce": 0.25}, {"gather": 1e18, "reduce": 1e18}, 0.0, {}, 1.0, known)
-    assert simulate.seconds(whole, exposed) == pytest.approx(runs + 0.25 * len(transfers))
-    hidden = Rates({"gather": 0.25, "reduce": 0.25}, {"gather": 1e18, "reduce": 1e18}, 1.0, {}, 1.0, known)
-    assert runs < simulate.seconds(whole, hidden) < simulate.seconds(whole, exposed)
+    runs = sum(op.kind in ("run", "update") for op in whole.ops)
+    monkeypatch.setattr(step_time, "_compute", lambda gm, rates: 1.0)
+    free = Rates({"gather": 0, "reduce": 0}, {"gather": 1e18, "reduce": 1e18}, 1.0, {}, 1.0)
+    assert step_time.seconds(whole, free) == pytest.approx(runs)
+    transfers = [op for op in whole.ops if op.kind in ("gather", "reduce")]
+    exposed = Rates({"gather": 0.25, "reduce": 0.25}, {"gather": 1e18, "reduce": 1e18}, 0.0, {}, 1.0)
+    assert step_time.seconds(whole, exposed) == pytest.approx(runs + 0.25 * len(transfers))
+    hidden = Rates({"gather": 0.25, "reduce": 0.25}, {"gather": 1e18, "reduce": 1e18}, 1.0, {}, 1.0)
+    assert runs < step_time.seconds(whole, hidden) < step_time.seconds(whole, exposed)
 
 
 @pytest.mark.acceptance
 def test_one_ahead_is_predicted_to_gain_over_a_network_and_not_in_one_memory() -> None:
-    programs: dict[int, Program] = {depth: lowered(prefetch=depth).program for depth in simulate.DEPTHS}
-    depth, why = simulate.prefetch_depth(programs, 1, NETWORK)
+    programs: dict[int, Program] = {depth: lowered(prefetch=depth).program for depth in choose.DEPTHS}
+    depth, why = choose.prefetch_depth(programs, 1, NETWORK)
     assert depth >= 1
     assert "predicted seconds" in why
     assert "0: " in why, "what was not taken is shown too"
-    seconds = {n: simulate.seconds(program, NETWORK) for n, program in programs.items()}
+    seconds = {n: step_time.seconds(program, NETWORK) for n, program in programs.items()}
     assert seconds[1] < 0.95 * seconds[0]
-    assert simulate.prefetch_depth(programs, 0, HERE)[0] == 0
+    assert choose.prefetch_depth(programs, 0, HERE)[0] == 0
 
 
 def test_a_choice_needs_a_gain() -> None:
     one = lowered(prefetch=1).program
-    assert simulate.prefetch_depth({1: one, 2: one}, 1, NETWORK)[0] == 1
-    assert simulate.prefetch_depth({1: one, 2: one}, 2, NETWORK)[0] == 2
+    assert choose.prefetch_depth({1: one, 2: one}, 1, NETWORK)[0] == 1
+    assert choose.prefetch_depth({1: one, 2: one}, 2, NETWORK)[0] == 2
 
 
 def test_operations_of_products() -> None:
@@ -74,7 +75,7 @@ def test_operations_of_products() -> None:
 
     gm = make_fx(fn, tracing_mode="fake")(a, b, c, into)
     found = [
-        simulate.flops(node) for node in gm.graph.nodes if segments.is_compute(node) and not segments.is_view(node)
+        step_time.flops(node) for node in gm.graph.nodes if segments.is_compute(node) and not segments.is_view(node)
     ]
     assert sorted(found) == [0, 2 * 4 * 5 * 6, 2 * 4 * 5 * 6, 2 * 3 * 4 * 5 * 6]
 
@@ -82,23 +83,23 @@ def test_operations_of_products() -> None:
 def test_attention_and_convolution_count() -> None:
     q = torch.empty(1, 2, 16, 8)
     gm = make_fx(lambda q: torch.nn.functional.scaled_dot_product_attention(q, q, q), tracing_mode="fake")(q)
-    assert sum(simulate.flops(n) for n in gm.graph.nodes if segments.is_compute(n)) == 4 * q.numel() * 16
+    assert sum(step_time.flops(n) for n in gm.graph.nodes if segments.is_compute(n)) == 4 * q.numel() * 16
     x, w = torch.empty(1, 3, 8, 8), torch.empty(4, 3, 3, 3)
     gm = make_fx(lambda x, w: torch.nn.functional.conv2d(x, w), tracing_mode="fake")(x, w)
-    assert sum(simulate.flops(n) for n in gm.graph.nodes if segments.is_compute(n)) == 2 * (4 * 6 * 6) * 27
+    assert sum(step_time.flops(n) for n in gm.graph.nodes if segments.is_compute(n)) == 2 * (4 * 6 * 6) * 27
 
 
 def test_rates_from_a_busy_machine_stay_rates() -> None:
-    assert simulate.fitted({4096: 1e-4, 4 << 20: 1e-2}) == (1e-4, pytest.approx((4 << 20) / 9.9e-3))
-    latency, rate = simulate.fitted({4096: 4e-3, 4 << 20: 4e-3})
+    assert rates.fitted({4096: 1e-4, 4 << 20: 1e-2}) == (1e-4, pytest.approx((4 << 20) / 9.9e-3))
+    latency, rate = rates.fitted({4096: 4e-3, 4 << 20: 4e-3})
     assert (latency, rate) == (4e-3, pytest.approx((4 << 20) / 4e-4))
 
 
 def test_buckets_are_as_small_as_latency_lets_them() -> None:
-    costs = simulate.bucket_costs(NETWORK)
-    assert simulate.bucket_bytes(costs) == 8 << 20
+    costs = choose.bucket_costs(NETWORK)
+    assert choose.bucket_bytes(costs) == 8 << 20
     slow_start = Rates({"gather": 2e-3, "reduce": 1e-3}, {"gather": 1e9, "reduce": 1e9}, 0, {}, 1)
-    assert simulate.bucket_bytes(simulate.bucket_costs(slow_start)) == 64 << 20
+    assert choose.bucket_bytes(choose.bucket_costs(slow_start)) == 64 << 20
 
 
 def test_the_size_of_buckets_is_kept_for_the_machine(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,15 @@ import cases
 import pytest
 
 import fzero
-from fzero.plan.states import KINDS, ModelStates, model_states
-from fzero.program import PERSISTENT
+from fzero.cost.model_states import KINDS, ModelStates, model_states
+from fzero.ir.records import PERSISTENT
 
 WORLD = 4
 
 
 def states(zero: int, **options: object) -> tuple[fzero.Lowered, ModelStates]:
     made = cases.lowered(world=WORLD, zero=zero, optimizer=fzero.optim.adamw(1e-3), **options)
-    return made, model_states(made)
+    return made, model_states(made.program)
 
 
 def count(lowered: fzero.Lowered) -> int:
@@ -35,10 +35,10 @@ def test_zeros_accounting(zero: int, params: float, gradients: float, optimizer:
 def test_every_tensor_that_is_counted_is_a_live_buffer_of_the_program(zero: int) -> None:
     lowered, held = states(zero, precision="bf16")
     buffers = lowered.program.buffers
-    assert all(one.nbytes == buffers[one.name].nbytes and one.kind == KINDS[buffers[one.name].kind] for one in held.own)
-    assert len({one.name for one in held.own}) == len(held.own)
+    assert all(op.nbytes == buffers[op.name].nbytes and op.kind == KINDS[buffers[op.name].kind] for op in held.own)
+    assert len({op.name for op in held.own}) == len(held.own)
     kept = {name for name, b in buffers.items() if b.kind in ("param", "optimizer")}
-    assert kept <= {one.name for one in held.own}, "what lasts is always counted"
+    assert kept <= {op.name for op in held.own}, "what lasts is always counted"
     assert held.between_steps_bytes == sum(buffers[name].nbytes for name in kept)
     assert held.own_bytes <= lowered.memory.peak
 
@@ -54,7 +54,7 @@ def test_stages_1_and_2_gather_narrow_parameters_once_and_3_for_each_use() -> No
     gathers = {}
     for zero in (1, 2, 3):
         lowered, _ = states(zero, precision="bf16")
-        low = [one for one in lowered.program.ops if one.kind == "gather" and ".low" in one.writes[0].name]
+        low = [op for op in lowered.program.ops if op.kind == "gather" and ".low" in op.writes[0].name]
         gathers[zero] = len(low)
     buckets = len(lowered.plan.buckets)
     assert gathers[1] == gathers[2] == buckets

@@ -16,15 +16,16 @@ import torch
 from torch import fx
 
 import fzero
-from fzero import segments
 from fzero._torch_compat import FakeTensorMode
-from fzero.abstract import Abstract, Content
-from fzero.meaning import Partial, Undefined, evaluate, gathered, reduced, term
-from fzero.mutate.corpus import relay
-from fzero.mutate.edits import find, insert, put, replaced, with_buffers
-from fzero.mutate.text import damaged
-from fzero.program import Buffer, Program, Ref, op
-from fzero.verify import verify
+from fzero.ir import segments
+from fzero.ir.program import Program
+from fzero.ir.records import Buffer, Ref, make_op
+from fzero.tools.mutate.corpus import relay
+from fzero.tools.mutate.edits import find, insert, put, replaced, with_buffers
+from fzero.tools.mutate.text import damaged
+from fzero.verify.abstract import Abstract, Content
+from fzero.verify.rules import verify
+from fzero.verify.terms import Partial, Undefined, evaluate, gathered, reduced, term
 
 aten = torch.ops.aten
 ON_DP = frozenset(("dp",))
@@ -72,11 +73,11 @@ def test_what_differs_between_ranks_is_known_of_batch_rank_and_per_rank_leaves()
 
 def test_gradients_that_are_gathered_before_they_are_reduced(good: Program) -> None:
     """Every rank would hold slices of all ranks' own gradients, and the sum of those is no sum of gradients."""
-    at = find(good, lambda one: one.kind == "reduce" and one.get("mode") == "scatter")[0]
+    at = find(good, lambda op: op.kind == "reduce" and op.get("mode") == "scatter")[0]
     grad = good.ops[at].reads[0].name
     length = good.buckets[good.buffers[grad].bucket or ""].length
-    gather = op("gather", [Ref(grad, 0, length, None, True)], [Ref(grad)], axis="dp", via="p2p")
-    broken = insert(good, at, gather, op("wait", [Ref(grad)]))
+    gather = make_op("gather", [Ref(grad, 0, length, None, True)], [Ref(grad)], axis="dp", via="p2p")
+    broken = insert(good, at, gather, make_op("wait", [Ref(grad)]))
     with pytest.raises(
         fzero.VerifyError, match=rf"\[meaning\] op {at} `gather .*differs from rank to rank: its slices"
     ):
@@ -84,7 +85,7 @@ def test_gradients_that_are_gathered_before_they_are_reduced(good: Program) -> N
 
 
 def test_slices_of_which_some_differ_between_ranks_are_another_term(good: Program) -> None:
-    at = find(good, lambda one: one.kind == "gather")[0]
+    at = find(good, lambda op: op.kind == "gather")[0]
     source, whole = good.ops[at].reads[0].name, good.ops[at].writes[0].name
     memory = Abstract(good)
     (first, value), *rest = memory.memory[source].terms.items()
@@ -102,7 +103,7 @@ def test_a_sum_over_own_slices_of_what_differs_between_ranks() -> None:
         total = term("aten::sum", "w").over(varies)
         memory = Abstract(program)
         memory.memory["own"] = Content({(0, 1): Partial(total)})
-        memory.step(op("reduce", [Ref("own")], [Ref("all")], axis="dp", mode="exchange", op="sum", divisor=1))
+        memory.step(make_op("reduce", [Ref("own")], [Ref("all")], axis="dp", mode="exchange", op="sum", divisor=1))
         assert (memory.read(Ref("all")) == total) is whole
 
 
@@ -139,7 +140,7 @@ def test_a_part_of_a_live_buffer_that_is_overwritten(good: Program, part: tuple[
     start, stop = part
     gm = _segment(lambda g, into: g.call_function(aten.copy_.default, (into, _zeros(g, stop - start))), (stop - start,))
     pool = {**good.segments, segments.digest(gm): gm}
-    over = op("run", [], [Ref(name, start, stop, (stop - start,))], segment=segments.digest(gm))
+    over = make_op("run", [], [Ref(name, start, stop, (stop - start,))], segment=segments.digest(gm))
     broken = replace(insert(good, at + 1, over), segments=pool)
     with pytest.raises(
         fzero.VerifyError, match=rf"\[meaning\] op {used + 1} `run .*{re.escape(name)} was not computed as a whole"
@@ -149,8 +150,8 @@ def test_a_part_of_a_live_buffer_that_is_overwritten(good: Program, part: tuple[
 
 def _living(program: Program) -> tuple[int, str, int]:
     """(the op that makes a whole activation, its name, the next op that reads all of it)."""
-    for at, one in enumerate(program.ops):
-        for ref in one.writes[: int(one.get("fresh", 0))] if one.kind == "run" else ():
+    for at, op in enumerate(program.ops):
+        for ref in op.writes[: int(op.get("fresh", 0))] if op.kind == "run" else ():
             whole = Ref(ref.name)
             later = [i for i, o in enumerate(program.ops) if i > at and o.kind == "run" and whole in o.reads]
             if later and program.buffers[ref.name].numel >= 16 and program.buffers[ref.name].dtype is torch.float32:
@@ -177,7 +178,7 @@ def _segment(body: Callable[..., fx.Node], *shapes: tuple[int, ...]) -> fx.Graph
 def test_a_write_into_a_view_inside_a_segment() -> None:
     program = relay(2, torch.Generator().manual_seed(0)).programs[0]
     verify(program)
-    at = find(program, lambda one: one.kind == "update")[0]
+    at = find(program, lambda op: op.kind == "update")[0]
 
     def halved(graph: fx.Graph, source: fx.Node, into: fx.Node) -> fx.Node:
         half = [graph.call_function(aten.slice.Tensor, (x, 0, 0, 4)) for x in (into, source)]
@@ -228,7 +229,7 @@ def test_a_copy_into_another_dtype_is_a_cast() -> None:
 
 def test_a_whole_tensor_beside_a_flat_range(good: Program) -> None:
     """A vector of the leaf's own shape would be spread over, or refused by, a slice of another length."""
-    at = find(good, lambda one: bool(one.get("flat")) and one.kind == "run" and len(one.reads) == 2)[0]
+    at = find(good, lambda op: bool(op.get("flat")) and op.kind == "run" and len(op.reads) == 2)[0]
     read = good.ops[at].reads[0]
     size = (read.stop or 0) - (read.start or 0)
     lone = with_buffers(good, Buffer("lone", torch.float32, (size,), "constant"))
@@ -250,7 +251,7 @@ def test_a_batch_of_another_shape(good: Program) -> None:
 
 
 def test_an_op_without_references_has_a_text(good: Program) -> None:
-    at = find(good, lambda one: one.kind == "gather")[0]
+    at = find(good, lambda op: op.kind == "gather")[0]
     program = replace(good, ops=(*good.ops[:at], replace(good.ops[at], writes=()), *good.ops[at + 1 :]))
     assert fzero.parse(str(program)) == program
     with pytest.raises(fzero.VerifyError, match=f"op {at}"):

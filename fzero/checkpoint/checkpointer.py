@@ -37,9 +37,9 @@ from fzero.checkpoint.load import load
 from fzero.checkpoint.manifest import read, step_name
 from fzero.checkpoint.save import Snapshot, snapshot, write
 from fzero.errors import CheckpointError
-from fzero.session import Runtime
+from fzero.session.session import Runtime, runtime_of
 from fzero.spec import Spec
-from fzero.state import State
+from fzero.state.state import State
 
 Extra = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 
@@ -116,7 +116,7 @@ class Checkpointer:
             self.saved = state.step
         else:
             state = api.init(params, spec, key=key)
-        self._join(state.runtime)
+        self._join(runtime_of(state))
         return state
 
     @untraced_by_dynamo
@@ -127,7 +127,7 @@ class Checkpointer:
         CheckpointError, on all ranks after the same step, where an earlier save failed: the state is unharmed, and the
         next save is tried. Raises SystemExit after a signal, also where the last save fails, which is logged.
         """
-        runtime = self._join(state.runtime)
+        runtime = self._join(runtime_of(state))
         heard = Says(runtime.heard)
         if stop := heard & (Says.SIGTERM | Says.SIGINT):
             number = signal.SIGTERM if Says.SIGTERM in stop else signal.SIGINT
@@ -147,7 +147,7 @@ class Checkpointer:
     @untraced_by_dynamo
     def save(self, state: State, extra: Extra = None) -> None:
         """Saves now, and returns when it is committed. Raises CheckpointError on all ranks."""
-        self._join(state.runtime)
+        self._join(runtime_of(state))
         try:
             self._finish()
         except Exception as error:
@@ -221,7 +221,7 @@ class Checkpointer:
         taken = self._taken
         self.saved, self._due = state.step, None
         self._writing = _Writing(lambda: self._write(taken))
-        state.runtime.heard |= Says.SAVING  # until the next step tells
+        runtime_of(state).heard |= Says.SAVING  # until the next step tells
         if not self.background:
             self._finish()
 

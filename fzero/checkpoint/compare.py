@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fzero import tree
-from fzero.checkpoint.source import Entry
 from fzero.errors import at
-from fzero.program import DTYPE_NAMES
+from fzero.ir.records import DTYPE_NAMES
+from fzero.state.source import Entry
 
 SHOWN = 8  # leaves of each kind that a message names
 

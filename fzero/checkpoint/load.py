@@ -20,24 +20,27 @@ from typing import Any
 
 import torch
 
-from fzero import ambient, tree
+from fzero import tree
 from fzero._torch_compat import untraced_by_dynamo
-from fzero.capture import PerRank
+from fzero.capture import ambient
+from fzero.capture.trace_step import PerRank
 from fzero.checkpoint.commit import locate
 from fzero.checkpoint.compare import Difference, difference
 from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.manifest import LeafRecord
 from fzero.checkpoint.reader import Checkpoint
-from fzero.checkpoint.source import Entry, Want
-from fzero.compile import recipe_for
+from fzero.comm import transfers
+from fzero.compile.step import recipe_for
 from fzero.errors import CheckpointError, CorruptError, DisagreementError, DonatedError, MismatchError, SpecError
-from fzero.initial import Recipe
 from fzero.plan.layout import Plan
 from fzero.random import key as first_key
-from fzero.runtime import collectives, storage
+from fzero.session.session import runtime_of
+from fzero.session.world import World
 from fzero.spec import Spec
-from fzero.state import Life, ShardedTensor, State
-from fzero.world import World
+from fzero.state import storage
+from fzero.state.first_state import Recipe
+from fzero.state.source import Entry, Want
+from fzero.state.state import Life, ShardedTensor, State
 
 log = logging.getLogger("fzero")
 
@@ -98,7 +101,7 @@ def load(
 
 
 class Filling:
-    """A `fzero.world.Filler`: the leaves of a recipe, with the values of a checkpoint."""
+    """A `fzero.session.world.Filler`: the leaves of a recipe, with the values of a checkpoint."""
 
     def __init__(self, saved: Checkpoint, recipe: Recipe, world_size: int, strict: bool) -> None:
         self.paths, self.values, self.per_rank, self.spec = recipe.paths, recipe.values, recipe.per_rank, recipe.spec
@@ -144,7 +147,8 @@ def wanted(plan: Plan, rank: int, memory: Mapping[str, torch.Tensor], kept: set[
 
 def _into(state: State, dir: Path, strict: bool, disk: Disk) -> State:
     """A checkpoint in the memory of a state."""
-    runtime, plan = state.runtime, state.runtime.plan
+    runtime = runtime_of(state)
+    plan = runtime.plan
     world = World(runtime.rank, runtime.world_size, runtime.device, runtime.group)
     with _typed(dir):
         chosen = _chosen(dir, world, disk)
@@ -191,7 +195,7 @@ def _chosen(dir: Path, world: World, disk: Disk) -> Path:
         failure = error
     world.agree("load", "", failure)
     if world.size > 1:
-        name = collectives.tell(name, world.size, world.group)[0]
+        name = transfers.tell(name, world.size, world.group)[0]
     return dir / name.decode() if name else dir
 
 

@@ -31,7 +31,7 @@ from fzero.checkpoint import structure
 from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.strict import MAX_INT, Invalid, Reader, check_json, dump, parse
 from fzero.errors import CheckpointError, CorruptError
-from fzero.program import DTYPE_NAMES, DTYPES
+from fzero.ir.records import DTYPE_NAMES, DTYPES
 
 FORMAT, VERSION = "fzero", 1
 MANIFEST, MARKER, LATEST = "manifest.json", "COMMITTED", "latest"

@@ -23,8 +23,8 @@ import torch
 from fzero.checkpoint import shards
 from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.manifest import BLOCK, Manifest, ShardRecord, read, shard_name
-from fzero.checkpoint.source import Entry, Source, Want
 from fzero.errors import CorruptError
+from fzero.state.source import Entry, Source, Want
 
 MAX_THREADS = 8
 MAX_VIEWS = 8  # reads of one block; more are slower than one read and the copies

@@ -24,16 +24,18 @@ from typing import Any
 
 import torch
 
+from fzero._version import __version__
 from fzero.checkpoint import commit, shards, structure
 from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.manifest import LeafRecord, Manifest, Piece, ShardRecord, shard_name
 from fzero.checkpoint.ranks import Ranks
 from fzero.checkpoint.shards import Part
 from fzero.checkpoint.strict import Invalid, check_json, check_text, dump, parse
+from fzero.comm import heartbeat, transfers
 from fzero.errors import CheckpointError, DonatedError, TreeError
 from fzero.plan.layout import Leaf, Plan
-from fzero.runtime import collectives, presence
-from fzero.state import State
+from fzero.session.session import runtime_of
+from fzero.state.state import State
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,9 @@ def save(
     """
     if not isinstance(state, State):
         raise TreeError(f"fzero.save needs a State, got {type(state).__name__}: call fzero.save(state, directory)")
-    runtime = state.runtime
+    runtime = runtime_of(state)
     on_host = runtime.device.type == "cpu"
-    collectives.agree(runtime.rank, runtime.world_size, "save", "", runtime.group)  # and none of them steps
+    transfers.agree(runtime.rank, runtime.world_size, "save", "", runtime.group)  # and none of them steps
     try:
         return _write(
             runtime.rank,
@@ -100,7 +102,7 @@ def save(
             disk or Disk(),
         )
     finally:
-        presence.of(runtime.group).leave()
+        heartbeat.of(runtime.group).leave()
 
 
 def snapshot(state: State, *, extra: Any = None, reuse: Snapshot | None = None) -> Snapshot:
@@ -133,7 +135,7 @@ def write(
 
 
 def _of(state: State, extra: Any, *, copy: bool, reuse: Snapshot | None) -> Snapshot:
-    runtime = state.runtime
+    runtime = runtime_of(state)
     if state.life.ended:
         raise DonatedError(f"this state cannot be saved: it {state.life.ended}")
     program = runtime.last_program.digest if runtime.last_program is not None else None
@@ -156,8 +158,6 @@ def take(
     extra: Any = None,
 ) -> Snapshot:
     """A rank's snapshot from its buffers, without a copy: its parts are views of `memory`."""
-    import fzero
-
     try:
         check_json("extra", extra)
         for leaf in plan.leaves:
@@ -166,7 +166,7 @@ def take(
         tree = structure.describe(treedef)
     except Invalid as error:
         raise CheckpointError("the state to save", str(error)) from None
-    versions = {"fzero": fzero.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    versions = {"fzero": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     empty = (ShardRecord(0, "", ()),) * plan.world_size
     leaves = tuple(_record(plan, leaf) for leaf in plan.leaves)
     mesh, stages = {plan.axis: plan.world_size}, dict(zero) if isinstance(zero, Mapping) else zero

@@ -11,12 +11,12 @@ import torch
 
 from fzero.checkpoint.commit import locate
 from fzero.checkpoint.reader import Checkpoint
-from fzero.checkpoint.source import Source
 from fzero.errors import CheckpointError
 from fzero.interop import dcp_folder, huggingface
 from fzero.interop.deepspeed_folder import deepspeed
 from fzero.interop.fitted import fitted
 from fzero.interop.incoming import write_checkpoint
+from fzero.state.source import Source
 
 TO = ("safetensors", "dcp", "fzero")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from fzero.checkpoint.disk import Disk
-from fzero.checkpoint.source import Entry, Source
 from fzero.errors import CheckpointError, CorruptError
 from fzero.interop import pickled
 from fzero.interop.fitted import Fitted, Names, Tied, fitted, renamed, tied_names
 from fzero.interop.outgoing import Given, outgoing
 from fzero.interop.pickled import Record
 from fzero.interop.places import Place, inside
+from fzero.state.source import Entry, Source
 
 METADATA = ".metadata"
 

@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 
-from fzero.checkpoint.source import Entry, Source
 from fzero.errors import CheckpointError, CorruptError
 from fzero.interop import pickled
 from fzero.interop.places import Place, read_all
 from fzero.optim.adam import AdamState
+from fzero.state.source import Entry, Source
 
 log = logging.getLogger("fzero")
 

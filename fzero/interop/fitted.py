@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.checkpoint.source import Entry, Source
 from fzero.errors import MismatchError, TreeError
 from fzero.interop.module import Apply
+from fzero.state.source import Entry, Source
 
 log = logging.getLogger("fzero")
 

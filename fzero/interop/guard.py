@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from fzero import segments
 from fzero._torch_compat import TorchDispatchMode
+from fzero.capture.provenance import user_line
+from fzero.capture.refuse import Refused
 from fzero.errors import at
-from fzero.provenance import user_line
-from fzero.refuse import Refused
+from fzero.ir import segments
 
 
 class Guard(TorchDispatchMode):

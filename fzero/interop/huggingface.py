@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from fzero.checkpoint.disk import Disk
-from fzero.checkpoint.source import Entry, Source
 from fzero.checkpoint.strict import Invalid, parse
 from fzero.errors import CheckpointError, CorruptError
 from fzero.interop.fitted import Fitted, Names, Tied, fitted, renamed, tied_names
 from fzero.interop.outgoing import Given, outgoing
 from fzero.interop.places import Place, inside, raw, read_all, safetensors_header, safetensors_places
+from fzero.state.source import Entry, Source
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 100 << 20

@@ -21,12 +21,14 @@ from fzero import tree
 from fzero.checkpoint.commit import locate
 from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.reader import Checkpoint
-from fzero.checkpoint.source import Entry, Source
+from fzero.comm import transfers
 from fzero.errors import TreeError
 from fzero.interop.places import directory
 from fzero.plan.layout import Leaf
-from fzero.runtime import collectives, storage
-from fzero.state import ShardedTensor, State
+from fzero.session.session import runtime_of
+from fzero.state import storage
+from fzero.state.source import Entry, Source
+from fzero.state.state import ShardedTensor, State
 
 Given = State | Source | str | Path
 Body = Callable[[Path, Callable[[str], torch.Tensor]], None]
@@ -76,7 +78,7 @@ class Live:
     """The leaves of a state: a collective."""
 
     def __init__(self, state: State, part: str) -> None:
-        self.runtime = state.runtime
+        self.runtime = runtime_of(state)
         by_path: dict[str, ShardedTensor] = {
             leaf.leaf.path: leaf for leaf in tree.flatten(state.tree)[1] if isinstance(leaf, ShardedTensor)
         }
@@ -111,7 +113,7 @@ class Live:
         self._agree(f"the end of the export to {folder}", asked, failure)
 
     def _agree(self, what: str, digest: str, failure: Exception | None) -> None:
-        collectives.agree(self.runtime.rank, self.runtime.world_size, what, digest, self.runtime.group, failure)
+        transfers.agree(self.runtime.rank, self.runtime.world_size, what, digest, self.runtime.group, failure)
 
     def _whole(self, leaf: Leaf) -> torch.Tensor:
         """On rank 0 the leaf in host memory (not a copy where it is whole there); elsewhere this rank's part, sent."""

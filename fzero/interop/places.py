@@ -18,9 +18,9 @@ import torch
 
 from fzero.checkpoint import shards
 from fzero.checkpoint.disk import Disk
-from fzero.checkpoint.source import Entry
 from fzero.checkpoint.strict import dump
 from fzero.errors import CheckpointError, CorruptError
+from fzero.state.source import Entry
 
 DTYPES = {name: dtype for dtype, name in shards.NAMES.items() if dtype != torch.complex128}
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fzero.capture.provenance import describe
 from fzero.errors import TreeError
-from fzero.provenance import describe
 
 _WRAPPERS = {
     "DistributedDataParallel": "module",

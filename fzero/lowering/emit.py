@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import segments
 from fzero._torch_compat import FakeTensorMode, make_fx
-from fzero.plan.layout import Plan, buffer_name
-from fzero.program import Buffer, Op, Ref, op
+from fzero.ir import segments
+from fzero.ir.records import Buffer, Op, Ref, buffer_name, make_op
+from fzero.plan.layout import Plan
 
 aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ class Emitter:
         self, kind: str, reads: Sequence[Ref], writes: Sequence[Ref] = (), *, axis: str | None = None, why: str = "",
         **attrs: int | str,
     ) -> None:  # fmt: skip
-        self.ops.append(op(kind, reads, writes, axis=axis, why=why, **attrs))
+        self.ops.append(make_op(kind, reads, writes, axis=axis, why=why, **attrs))
 
     def segment(
         self,
@@ -55,7 +55,7 @@ class Emitter:
         key = segments.digest(gm)
         self.segments.setdefault(key, gm)
         fresh = len(writes) - (len(segments.placeholders(gm.graph)) - len(reads))
-        done = op(kind, reads, writes, why=why).with_attrs(segment=key, **attrs)
+        done = make_op(kind, reads, writes, why=why).with_attrs(segment=key, **attrs)
         self.ops.append(done.with_attrs(fresh=fresh) if fresh else done)
 
     def elementwise(

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from fzero import segments
-from fzero.capture import Graph, Region
-from fzero.captured import grad_places
+from fzero.capture.trace_step import Graph, Region
+from fzero.ir import segments
+from fzero.ir.records import DTYPE_NAMES, Buffer, Ref
 from fzero.lowering.emit import Emitter, line_of
-from fzero.program import DTYPE_NAMES, Buffer, Ref
+from fzero.verify.meaning import grad_places
 
 REDUCE = torch.ops.fzero.reduce.default
 

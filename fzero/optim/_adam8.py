@@ -38,8 +38,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.ir.records import ALIGN
 from fzero.optim._ops import _op
-from fzero.program import ALIGN
 
 BLOCK = ALIGN  # elements; where every leaf of a bucket begins
 CHUNK = {"cpu": 32_768, "cuda": 1 << 22}  # elements at a time: on the CPU, so that the buffers stay in the cache

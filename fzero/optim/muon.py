@@ -37,7 +37,7 @@ _ADJUST = {
 
 class MuonState(NamedTuple):
     """`count`: updates made so far, 0-d int64. `matrices`: their momentum, with None for other leaves: by this name a
-    layout knows that it is to keep each of them whole on one rank (`fzero.plan.owned`). `others`: the state of
+    layout knows that it is to keep each of them whole on one rank (`fzero.plan.whole_leaves`). `others`: the state of
     `others=` over the other leaves, or () without.
 
     >>> muon(0.02).init({"w": torch.ones(1, 2)})

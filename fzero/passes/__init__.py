@@ -1,6 +1,6 @@
 """passes: pure functions Program → Program, one per file, in the order of `PASSES` with the reason beside each.
 
-All of these keep the program's meaning (`fzero.meaning`) and its bits. Passes that change numerics (compressed
+All of these keep the program's meaning (`fzero.verify.terms`) and its bits. Passes that change numerics (compressed
 collectives, bf16 reductions) will be a second list.
 """
 
@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from fzero.ir.program import Program
+from fzero.passes.assign_memory import assign_memory
 from fzero.passes.cast_before_gather import cast_before_gather
 from fzero.passes.free import free
-from fzero.passes.measure import measure
 from fzero.passes.narrow import narrow
-from fzero.passes.place import place
-from fzero.passes.place_gathers import place_gathers
-from fzero.passes.place_reductions import place_reductions
 from fzero.passes.prefetch import prefetch
 from fzero.passes.recompute import recompute
 from fzero.passes.rematerialise_views import rematerialise_views
+from fzero.passes.schedule_gathers import schedule_gathers
+from fzero.passes.schedule_reductions import schedule_reductions
 from fzero.passes.segment import segment
 from fzero.passes.shard_update import shard_update
+from fzero.passes.size_workspaces import size_workspaces
 from fzero.passes.write_in_place import write_in_place
-from fzero.program import Program
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ PASSES: tuple[tuple[str, Pass, str], ...] = (
     ("rematerialise_views", lambda p, o: rematerialise_views(p), "only owned memory may cross the cuts made next"),
     ("segment", lambda p, o: segment(p), "uses of parameters become separate ops, to place transfers between"),
     ("recompute", lambda p, o: recompute(p, o.remat), "whole segments run again, before their gathers are placed"),
-    ("place_gathers", lambda p, o: place_gathers(p), "whole parameters only around their uses"),
-    ("place_reductions", lambda p, o: place_reductions(p, o.overlap), "reductions where gradients are complete"),
+    ("schedule_gathers", lambda p, o: schedule_gathers(p), "whole parameters only around their uses"),
+    ("schedule_reductions", lambda p, o: schedule_reductions(p, o.overlap), "reductions where gradients are complete"),
     ("write_in_place", lambda p, o: write_in_place(p), "after all moves, so that what reads old values is known"),
     ("prefetch", lambda p, o: prefetch(p, _depth(p, o), o.gather_bytes), "hide gathers, under a cap"),
     ("free", lambda p, o: free(p), "lifetimes are final now"),
-    ("measure", lambda p, o: measure(p, o.compile), "the account needs the final segments"),
-    ("place", lambda p, o: place(p), "lives and sizes are final: all of a step's memory in one arena"),
+    ("size_workspaces", lambda p, o: size_workspaces(p, o.compile), "the account needs the final segments"),
+    ("assign_memory", lambda p, o: assign_memory(p), "lives and sizes are final: all of a step's memory in one arena"),
 )
 
 

@@ -16,20 +16,20 @@ from itertools import zip_longest
 import torch
 from torch import fx
 
-from fzero import segments
 from fzero._torch_compat import FakeTensorMode
-from fzero.passes import rewrite
-from fzero.program import DTYPE_NAMES, PERSISTENT, Buffer, Op, Program, Ref, op
+from fzero.ir import rewrite, segments
+from fzero.ir.program import Program
+from fzero.ir.records import DTYPE_NAMES, PERSISTENT, Buffer, Op, Ref, make_op
 
 CAST = torch.ops.aten._to_copy.default
 
 
 def cast_before_gather(program: Program) -> Program:
     source = {
-        one.writes[0].name: one
-        for one in program.ops
-        if one.kind == "gather" and program.buffers[one.reads[0].name].shard
-        and program.buffers[one.reads[0].name].kind in PERSISTENT
+        op.writes[0].name: op
+        for op in program.ops
+        if op.kind == "gather" and program.buffers[op.reads[0].name].shard
+        and program.buffers[op.reads[0].name].kind in PERSISTENT
     }  # fmt: skip
     chosen = _common_casts(program, set(source))
     if not chosen:
@@ -37,28 +37,28 @@ def cast_before_gather(program: Program) -> Program:
     buffers = dict(program.buffers)
     pool: dict[str, fx.GraphModule] = {}
     ops: list[Op] = []
-    for one in program.ops:
-        name = (*one.writes, *one.reads)[0].name if one.kind in ("gather", "wait") else ""
-        if name in chosen and one.kind == "gather":
-            ops += _cast_ops(program, one, chosen[name], buffers, pool)
-            one = replace(one, reads=(Ref(f"{name}.cast"),), writes=(Ref(f"{name}.low"),))
+    for op in program.ops:
+        name = (*op.writes, *op.reads)[0].name if op.kind in ("gather", "wait") else ""
+        if name in chosen and op.kind == "gather":
+            ops += _cast_ops(program, op, chosen[name], buffers, pool)
+            op = replace(op, reads=(Ref(f"{name}.cast"),), writes=(Ref(f"{name}.low"),))
         elif name in chosen:
-            one = replace(one, reads=(Ref(f"{name}.low"),))
-        elif one.kind == "run" and any(ref.name in chosen for ref in one.reads):
-            one = _without_casts(program, one, chosen, pool)
-        ops.append(one)
+            op = replace(op, reads=(Ref(f"{name}.low"),))
+        elif op.kind == "run" and any(ref.name in chosen for ref in op.reads):
+            op = _without_casts(program, op, chosen, pool)
+        ops.append(op)
     return rewrite.finish(program, "cast_before_gather", ops=ops, buffers=buffers, new_segments=pool)
 
 
 def _common_casts(program: Program, whole: set[str]) -> dict[str, torch.dtype]:
     """Of these buffers, those whose leaves every use casts to one smaller dtype, and that dtype."""
     casts: dict[str, set[torch.dtype | None]] = {name: set() for name in whole}
-    for one in program.ops:
-        if one.kind in ("wait", "free") or whole.isdisjoint(ref.name for ref in one.reads):
+    for op in program.ops:
+        if op.kind in ("wait", "free") or whole.isdisjoint(ref.name for ref in op.reads):
             continue
-        region = one.get("phase") == "region"
-        holders = segments.placeholders(program.segments[str(one.get("segment"))].graph) if region else []
-        for ref, holder in zip_longest(one.reads, holders[: len(one.reads)]):
+        region = op.get("phase") == "region"
+        holders = segments.placeholders(program.segments[str(op.get("segment"))].graph) if region else []
+        for ref, holder in zip_longest(op.reads, holders[: len(op.reads)]):
             if ref.name in casts:
                 casts[ref.name] |= {None} if holder is None else {_cast_to(user) for user in holder.users}
     alike = {name: next(iter(found)) for name, found in casts.items() if len(found) == 1}
@@ -71,9 +71,9 @@ def _cast_to(user: fx.Node) -> torch.dtype | None:
 
 
 def _cast_ops(
-    program: Program, one: Op, dtype: torch.dtype, buffers: dict[str, Buffer], pool: dict[str, fx.GraphModule]
+    program: Program, op: Op, dtype: torch.dtype, buffers: dict[str, Buffer], pool: dict[str, fx.GraphModule]
 ) -> list[Op]:
-    shard, whole = program.buffers[one.reads[0].name], program.buffers[one.writes[0].name]
+    shard, whole = program.buffers[op.reads[0].name], program.buffers[op.writes[0].name]
     cast, low = f"{whole.name}.cast", f"{whole.name}.low"
     buffers[cast] = replace(shard, name=cast, dtype=dtype, kind="scratch")
     buffers[low] = replace(whole, name=low, dtype=dtype)
@@ -89,19 +89,19 @@ def _cast_ops(
     span = (0, program.buckets[shard.bucket or ""].length, None, True)
     why = f"{DTYPE_NAMES[dtype]} before the gather"
     run = rewrite.run_op(
-        op("run", why=why), segments.module(graph), [Ref(shard.name, *span)], [Ref(cast, *span)], pool, flat=1
+        make_op("run", why=why), segments.module(graph), [Ref(shard.name, *span)], [Ref(cast, *span)], pool, flat=1
     )
     return [run]
 
 
-def _without_casts(program: Program, one: Op, chosen: dict[str, torch.dtype], pool: dict[str, fx.GraphModule]) -> Op:
-    gm = program.segments[str(one.get("segment"))]
+def _without_casts(program: Program, op: Op, chosen: dict[str, torch.dtype], pool: dict[str, fx.GraphModule]) -> Op:
+    gm = program.segments[str(op.get("segment"))]
     graph = segments.copied(gm.graph)
-    for holder, ref in zip(segments.placeholders(graph), one.reads, strict=False):
+    for holder, ref in zip(segments.placeholders(graph), op.reads, strict=False):
         if ref.name in chosen:
             for user in list(holder.users):
                 holder.meta["val"] = user.meta["val"]
                 user.replace_all_uses_with(holder)
                 graph.erase_node(user)
-    reads = [replace(r, name=f"{r.name}.low") if r.name in chosen else r for r in one.reads]
-    return rewrite.run_op(one, segments.module(graph), reads, one.writes, pool)
+    reads = [replace(r, name=f"{r.name}.low") if r.name in chosen else r for r in op.reads]
+    return rewrite.run_op(op, segments.module(graph), reads, op.writes, pool)

@@ -16,29 +16,30 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fzero.passes import rewrite
-from fzero.program import Op, Program, Ref
+from fzero.ir import rewrite
+from fzero.ir.program import Program
+from fzero.ir.records import Op, Ref
 
 
 def narrow(program: Program) -> Program:
     slim = _slim(program)
     source = {
-        one.writes[0].name: one.reads[0].name
-        for one in program.ops
-        if one.kind == "gather" and one.reads[0].name != one.writes[0].name
+        op.writes[0].name: op.reads[0].name
+        for op in program.ops
+        if op.kind == "gather" and op.reads[0].name != op.writes[0].name
     }
     buffers = dict(program.buffers)
     for name in slim - source.keys():
         buffer = buffers[name]
         buffers[name] = replace(buffer, shard=True, shape=(buffer.numel // program.world_size,))
     ops: list[Op] = []
-    for one in program.ops:
-        if one.kind in ("gather", "wait") and (*one.writes, *one.reads)[0].name in slim & source.keys():
+    for op in program.ops:
+        if op.kind in ("gather", "wait") and (*op.writes, *op.reads)[0].name in slim & source.keys():
             continue
-        if one.kind == "reduce" and one.get("mode") == "all" and one.writes[0].name in slim:
-            ops.append(one.with_attrs(mode="scatter"))
+        if op.kind == "reduce" and op.get("mode") == "all" and op.writes[0].name in slim:
+            ops.append(op.with_attrs(mode="scatter"))
             continue
-        whole_range = one.get("flat") and all(ref.name in slim for ref in one.writes)
+        whole_range = op.get("flat") and all(ref.name in slim for ref in op.writes)
 
         def change(ref: Ref, whole_range: bool = bool(whole_range)) -> Ref:
             flat = whole_range and ref.start is not None and buffers[ref.name].bucket
@@ -47,7 +48,7 @@ def narrow(program: Program) -> Program:
             ref = replace(ref, name=source.get(ref.name, ref.name))
             return replace(ref, mine=True) if ref.start is not None and ref.shape is None else ref
 
-        ops.append(rewrite.renamed(one, change))
+        ops.append(rewrite.renamed(op, change))
     return rewrite.finish(program, "narrow", ops=ops, buffers=buffers)
 
 
@@ -55,30 +56,30 @@ def _slim(program: Program) -> set[str]:
     """The largest set of buffers that are gathered, reduced, or computed elementwise from such alone, of which, given
     the set, only the own slice is ever read."""
     moved = {
-        one.writes[0].name
-        for one in program.ops
-        if (one.kind == "gather" and one.reads[0].name != one.writes[0].name)
-        or (one.kind == "reduce" and one.get("mode") == "all")
+        op.writes[0].name
+        for op in program.ops
+        if (op.kind == "gather" and op.reads[0].name != op.writes[0].name)
+        or (op.kind == "reduce" and op.get("mode") == "all")
     }
     makers: dict[str, list[Op]] = {}
-    for one in program.ops:
-        for ref in one.writes if _whole_range(program, one) else ():
+    for op in program.ops:
+        for ref in op.writes if _whole_range(program, op) else ():
             if ref.name not in moved:
-                makers.setdefault(ref.name, []).append(one)
+                makers.setdefault(ref.name, []).append(op)
     slim = moved | makers.keys()
     reads = rewrite.reads_of(program.ops)
     while True:
         lost = {name for name in slim if not all(_own(program.ops[i], ref, slim) for i, ref in reads.get(name, []))}
-        lost |= {n for n in slim & makers.keys() if any(r.name not in slim for one in makers[n] for r in one.reads)}
+        lost |= {n for n in slim & makers.keys() if any(r.name not in slim for op in makers[n] for r in op.reads)}
         if not lost:
             return slim
         slim -= lost
 
 
-def _whole_range(program: Program, one: Op) -> bool:
+def _whole_range(program: Program, op: Op) -> bool:
     """Whether an op works elementwise on a whole bucket of gradients: what lowering emits around reductions."""
-    return bool(one.get("flat")) and all(program.buffers[ref.name].kind == "grad" for ref in one.writes)
+    return bool(op.get("flat")) and all(program.buffers[ref.name].kind == "grad" for ref in op.writes)
 
 
-def _own(one: Op, ref: Ref, slim: set[str]) -> bool:
-    return ref.mine or bool(one.get("flat") and all(w.name in slim for w in one.writes))
+def _own(op: Op, ref: Ref, slim: set[str]) -> bool:
+    return ref.mine or bool(op.get("flat") and all(w.name in slim for w in op.writes))

@@ -13,13 +13,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fzero.errors import SpecError
-from fzero.passes import rewrite
-from fzero.program import Op, Program
+from fzero.ir import rewrite
+from fzero.ir.liveness import gathered_bytes
+from fzero.ir.program import Program
+from fzero.ir.records import Op
 
 
 def prefetch(program: Program, depth: int = 1, cap: int | None = None) -> Program:
     ops = list(program.ops)
-    levels = gathered_bytes(program, ops)
+    levels = gathered_bytes(ops, program.buffers)
     least = max(levels, default=0)
     if cap is not None and least > cap:
         at = levels.index(least)
@@ -27,18 +29,18 @@ def prefetch(program: Program, depth: int = 1, cap: int | None = None) -> Progra
             f"gather_bytes={cap} is less than one segment needs: op {at} ({ops[at].why}) has {least} bytes gathered at "
             f"once. The smallest cap is {least}"
         )
-    for at in [i for i, one in enumerate(ops) if one.kind == "gather" and _parameter(program, one)]:
+    for at in [i for i, op in enumerate(ops) if op.kind == "gather" and _parameter(program, op)]:
         to = _earlier(ops, at, depth, None if cap is None else cap - _size(program, ops[at]), levels)
         ops[to : at + 1] = [ops[at], *ops[to:at]]  # those after it stay where they are
         higher = [level + _size(program, ops[to]) for level in levels[to:at]]
         levels[to : at + 1] = [*higher[:1], *higher] or levels[at : at + 1]
-    peak = max(gathered_bytes(program, ops), default=0)
+    peak = max(gathered_bytes(ops, program.buffers), default=0)
     done = rewrite.finish(program, "prefetch", ops=ops)
     return replace(done, gather_cap_bytes=cap if cap is not None else peak)
 
 
-def _parameter(program: Program, one: Op) -> bool:
-    return program.buffers[one.writes[0].name].kind == "gather"
+def _parameter(program: Program, op: Op) -> bool:
+    return program.buffers[op.writes[0].name].kind == "gather"
 
 
 def _size(program: Program, gather: Op) -> int:
@@ -56,23 +58,3 @@ def _earlier(ops: list[Op], at: int, depth: int, room: int | None, levels: list[
         if ops[target].kind in ("run", "update"):
             best, passed = target, passed + 1
     return best
-
-
-def gathered_bytes(program: Program, ops: list[Op]) -> list[int]:
-    """Bytes of gathered parameters alive at each op: from the gather's start to the last use (or the free)."""
-    last: dict[str, int] = {}
-    for index, one in enumerate(ops):
-        for ref in (*one.reads, *one.writes):
-            if ref.name in program.buffers and program.buffers[ref.name].kind == "gather":
-                last[ref.name] = index
-    live: set[str] = set()
-    held, levels = 0, []
-    for index, one in enumerate(ops):
-        begins = {r.name for r in one.writes if r.name in last} - live
-        live |= begins
-        held += sum(program.buffers[n].nbytes for n in begins)
-        levels.append(held)
-        ends = {r.name for r in (*one.reads, *one.writes) if last.get(r.name) == index} & live
-        live -= ends
-        held -= sum(program.buffers[n].nbytes for n in ends)
-    return levels

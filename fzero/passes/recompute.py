@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from fzero import segments, tree
-from fzero.passes import rewrite
-from fzero.program import Op, Program, Ref
+from fzero import tree
+from fzero.ir import rewrite, segments
+from fzero.ir.program import Program
+from fzero.ir.records import Op, Ref
 
 Rules = Mapping[str, str]
 aten = torch.ops.aten
@@ -32,30 +33,30 @@ def recompute(program: Program, rules: Rules) -> Program:
     pool: dict[str, fx.GraphModule] = {}
     buffers = dict(program.buffers)
     readers = rewrite.reads_of(program.ops)
-    phases = [_phases(program, one) if one.get("phase") == "region" else set() for one in program.ops]
+    phases = [_phases(program, op) if op.get("phase") == "region" else set() for op in program.ops]
     backward = [found == {"backward"} for found in phases]
     before: dict[int, list[Op]] = {}
     changed: dict[int, Op] = {}
     renames: dict[str, str] = {}
-    for index, one in enumerate(program.ops):
-        if phases[index] != {"forward"} or not _chosen(program, one, rules):
+    for index, op in enumerate(program.ops):
+        if phases[index] != {"forward"} or not _chosen(program, op, rules):
             continue
-        again = [ref for ref in one.writes if _only_backward(readers.get(ref.name, ()), backward)]
-        if not again or len(again) == len(one.writes):
+        again = [ref for ref in op.writes if _only_backward(readers.get(ref.name, ()), backward)]
+        if not again or len(again) == len(op.writes):
             continue
-        halves = _halves(program, one, again)
-        changed[index] = rewrite.run_op(one, halves.kept, one.reads, halves.kept_refs, pool)
+        halves = _halves(program, op, again)
+        changed[index] = rewrite.run_op(op, halves.kept, op.reads, halves.kept_refs, pool)
         for ref in again:
             renames[ref.name] = f"{ref.name}.again"
             buffers[renames[ref.name]] = replace(buffers[ref.name], name=renames[ref.name])
         writes = [replace(ref, name=renames[ref.name]) for ref in again]
-        repeated = rewrite.run_op(one, halves.again, one.reads, writes, pool)
+        repeated = rewrite.run_op(op, halves.again, op.reads, writes, pool)
         first = min(i for ref in again for i, _ in readers[ref.name])
-        before.setdefault(first, []).append(replace(repeated, why=f"again {one.why}"))
+        before.setdefault(first, []).append(replace(repeated, why=f"again {op.why}"))
     ops: list[Op] = []
-    for index, one in enumerate(program.ops):
+    for index, op in enumerate(program.ops):
         ops += before.get(index, [])
-        ops.append(changed.get(index) or rewrite.moved(one, renames))
+        ops.append(changed.get(index) or rewrite.moved(op, renames))
     return rewrite.finish(program, "recompute", ops=ops, buffers=buffers, new_segments=pool)
 
 
@@ -68,12 +69,12 @@ class _Halves:
     again: fx.GraphModule
 
 
-def _halves(program: Program, one: Op, again: Sequence[Ref]) -> _Halves:
-    gm = program.segments[str(one.get("segment"))]
+def _halves(program: Program, op: Op, again: Sequence[Ref]) -> _Halves:
+    gm = program.segments[str(op.get("segment"))]
     inputs = segments.placeholders(gm.graph)
     body = [n for n in gm.graph.nodes if n.op == "call_function"]
-    outs = dict(zip(one.writes, segments.outputs(gm.graph), strict=True))
-    kept = [ref for ref in one.writes if ref not in again]
+    outs = dict(zip(op.writes, segments.outputs(gm.graph), strict=True))
+    kept = [ref for ref in op.writes if ref not in again]
     return _Halves(
         segments.extract(body, inputs, [outs[ref] for ref in kept]),
         kept,
@@ -81,9 +82,9 @@ def _halves(program: Program, one: Op, again: Sequence[Ref]) -> _Halves:
     )
 
 
-def _phases(program: Program, one: Op) -> set[str]:
+def _phases(program: Program, op: Op) -> set[str]:
     """Which phases a segment's work is of; views and casts are made anew wherever they are used."""
-    nodes = [n for n in program.segments[str(one.get("segment"))].graph.nodes if n.op == "call_function"]
+    nodes = [n for n in program.segments[str(op.get("segment"))].graph.nodes if n.op == "call_function"]
     work = [n for n in nodes if not segments.is_view(n) and n.target not in ANYWHERE]
     return {n.meta.get("phase") or "forward" for n in work}
 
@@ -92,9 +93,9 @@ def _only_backward(readers: Sequence[tuple[int, Ref]], backward: Sequence[bool])
     return bool(readers) and all(backward[i] for i, _ in readers)
 
 
-def _chosen(program: Program, one: Op, rules: Rules) -> bool:
+def _chosen(program: Program, op: Op, rules: Rules) -> bool:
     """Whether the first rule that matches a parameter of this segment says "full"."""
-    said = [_says(rules, names) for ref in one.reads for names in _leaves(program, ref)]
+    said = [_says(rules, names) for ref in op.reads for names in _leaves(program, ref)]
     return "full" in said
 
 

@@ -16,23 +16,23 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from fzero import segments
-from fzero.passes import rewrite
-from fzero.program import Op, Program
+from fzero.ir import rewrite, segments
+from fzero.ir.program import Program
+from fzero.ir.records import Op
 
 
 def rematerialise_views(program: Program) -> Program:
     pool: dict[str, fx.GraphModule] = {}
     done: dict[str, fx.GraphModule] = {}
     ops: list[Op] = []
-    for one in program.ops:
-        if one.get("phase") == "region":
-            key = str(one.get("segment"))
+    for op in program.ops:
+        if op.get("phase") == "region":
+            key = str(op.get("segment"))
             if key not in done:
-                params = {i for i, ref in enumerate(one.reads) if program.buffers[ref.name].bucket is not None}
+                params = {i for i, ref in enumerate(op.reads) if program.buffers[ref.name].bucket is not None}
                 done[key] = _sunk(program.segments[key], params)
-            one = rewrite.run_op(one, done[key], one.reads, one.writes, pool)
-        ops.append(one)
+            op = rewrite.run_op(op, done[key], op.reads, op.writes, pool)
+        ops.append(op)
     return rewrite.finish(program, "rematerialise_views", ops=ops, new_segments=pool)
 
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fzero import segments
-from fzero.passes import rewrite
+from fzero.ir import rewrite, segments
+from fzero.ir.program import Program
+from fzero.ir.records import Buffer, Op, Ref
 from fzero.passes.rematerialise_views import again
 from fzero.plan.layout import SMALL_BYTES
-from fzero.program import Buffer, Op, Program, Ref
 
 COPY = torch.ops.aten.copy_.default
 MadeAnew = Callable[[fx.Node], bool]
@@ -33,14 +33,14 @@ def segment(program: Program) -> Program:
     buffers = dict(program.buffers)
     cuts: dict[tuple[object, ...], list[_Piece]] = {}
     ops: list[Op] = []
-    for one in program.ops:
-        if one.get("phase") != "region":
-            ops.append(one)
+    for op in program.ops:
+        if op.get("phase") != "region":
+            ops.append(op)
             continue
-        key = (one.get("segment"), tuple(program.buffers[r.name].bucket for r in (*one.reads, *one.writes)))
+        key = (op.get("segment"), tuple(program.buffers[r.name].bucket for r in (*op.reads, *op.writes)))
         if key not in cuts:
-            cuts[key] = _cut(program, one)
-        ops += _instantiated(one, cuts[key], buffers, pool)
+            cuts[key] = _cut(program, op)
+        ops += _instantiated(op, cuts[key], buffers, pool)
     return rewrite.finish(program, "segment", ops=ops, buffers=buffers, new_segments=pool)
 
 
@@ -56,16 +56,16 @@ class _Piece:
 
 
 def _instantiated(
-    one: Op, pieces: list[_Piece], buffers: dict[str, Buffer], pool: dict[str, fx.GraphModule]
+    op: Op, pieces: list[_Piece], buffers: dict[str, Buffer], pool: dict[str, fx.GraphModule]
 ) -> list[Op]:
-    region, m = str(one.get("region")), int(one.get("microbatch", 0))
+    region, m = str(op.get("region")), int(op.get("microbatch", 0))
     holders = pieces[0].inputs[0].graph if pieces and pieces[0].inputs else None
     where: dict[fx.Node, Ref] = {}
-    fresh_count = int(one.get("fresh", 0))
+    fresh_count = int(op.get("fresh", 0))
     graph = holders or pieces[0].dests[0].graph
     inputs = segments.placeholders(graph)
-    where.update(zip(inputs, [*one.reads, *one.writes[fresh_count:]], strict=True))
-    finals = dict(zip(segments.outputs(graph), one.writes[:fresh_count], strict=True))
+    where.update(zip(inputs, [*op.reads, *op.writes[fresh_count:]], strict=True))
+    finals = dict(zip(segments.outputs(graph), op.writes[:fresh_count], strict=True))
     ops = []
     for number, piece in enumerate(pieces):
         for i, node in enumerate(piece.fresh):
@@ -78,15 +78,15 @@ def _instantiated(
                 where[node] = Ref(name)
         reads = [where[n] for n in piece.inputs]
         writes = [*(where[n] for n in piece.fresh), *(where[n] for n in piece.dests)]
-        done = rewrite.run_op(one, piece.gm, reads, writes, pool)
+        done = rewrite.run_op(op, piece.gm, reads, writes, pool)
         ops.append(Op(done.kind, done.reads, done.writes, None, done.attrs, piece.why))
     return ops
 
 
-def _cut(program: Program, one: Op) -> list[_Piece]:
-    gm = program.segments[str(one.get("segment"))]
+def _cut(program: Program, op: Op) -> list[_Piece]:
+    gm = program.segments[str(op.get("segment"))]
     holders = segments.placeholders(gm.graph)
-    refs = [*one.reads, *one.writes[int(one.get("fresh", 0)) :]]
+    refs = [*op.reads, *op.writes[int(op.get("fresh", 0)) :]]
     bucket_of = {h: b for h, r in zip(holders, refs, strict=True) if (b := program.buffers[r.name].bucket) is not None}
     made_anew = again(set(bucket_of))
     nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not COPY]

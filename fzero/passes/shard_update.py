@@ -24,26 +24,25 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from fzero import segments
 from fzero._torch_compat import FakeTensorMode
-from fzero.meaning import BLOCKWISE, WHOLE
-from fzero.passes import rewrite
-from fzero.passes.leafwise import Call, leafwise
-from fzero.passes.levels import Levels, Spot
-from fzero.plan.layout import buffer_name
-from fzero.plan.owned import is_whole
-from fzero.program import Buffer, Op, Program, Ref, op
+from fzero.ir import rewrite, segments
+from fzero.ir.program import Program
+from fzero.ir.records import Buffer, Op, Ref, buffer_name, make_op
+from fzero.passes.common.leafwise import Call, leafwise
+from fzero.passes.common.outer_run import Levels, Spot
+from fzero.plan.whole_leaves import is_whole
+from fzero.verify.terms import BLOCKWISE, WHOLE
 
 
 def shard_update(program: Program) -> Program:
     pool: dict[str, fx.GraphModule] = {}
     buffers = dict(program.buffers)
     ops: list[Op] = []
-    for index, one in enumerate(program.ops):
-        if one.kind == "run" and one.get("phase") == "outer":
-            ops += _Outer(program, one, buffers, index=index, pool=pool).rewritten()
+    for index, op in enumerate(program.ops):
+        if op.kind == "run" and op.get("phase") == "outer":
+            ops += _Outer(program, op, buffers, index=index, pool=pool).rewritten()
         else:
-            ops.append(one)
+            ops.append(op)
     ops = _without_unread(ops)
     return rewrite.finish(program, "shard_update", ops=ops, buffers=buffers, new_segments=pool)
 
@@ -52,18 +51,18 @@ def _without_unread(ops: list[Op]) -> list[Op]:
     """Without gathers of a column that another one gathers again before anyone reads it whole."""
     dropped: set[int] = set()
     last: dict[str, int] = {}
-    for i, one in enumerate(ops):
-        if one.kind == "gather":
-            name = one.writes[0].name
+    for i, op in enumerate(ops):
+        if op.kind == "gather":
+            name = op.writes[0].name
             if name in last:
                 dropped |= {last[name], next(j for j in range(last[name], i) if ops[j].kind == "wait" and
                                              ops[j].reads[0].name == name)}  # fmt: skip
             last[name] = i
-        elif one.kind != "wait":
-            for ref in one.reads:
+        elif op.kind != "wait":
+            for ref in op.reads:
                 if not ref.mine:
                     last.pop(ref.name, None)
-    return [one for i, one in enumerate(ops) if i not in dropped]
+    return [op for i, op in enumerate(ops) if i not in dropped]
 
 
 @dataclass
@@ -92,15 +91,15 @@ class _Outer(Levels):
         self._narrow_columns()
         return self.ops
 
-    def _emit(self, one: Op) -> None:
-        self.ops.append(one)
-        names = {ref.name for ref in one.writes}
-        (self.whole.update if one.kind == "gather" else self.whole.difference_update)(names)
+    def _emit(self, op: Op) -> None:
+        self.ops.append(op)
+        names = {ref.name for ref in op.writes}
+        (self.whole.update if op.kind == "gather" else self.whole.difference_update)(names)
 
     @cached_property
     def _via(self) -> str:
         """How bytes move in this program."""
-        return next((str(one.get("via")) for one in self.program.ops if one.get("via")), "p2p")
+        return next((str(op.get("via")) for op in self.program.ops if op.get("via")), "p2p")
 
     def _mine(self, bucket: str) -> bool:
         return self.program.world_size > 1 and self.program.buckets[bucket].stage > 0
@@ -137,8 +136,8 @@ class _Outer(Levels):
             return
         length, why = self.program.extent(self.buffers[name]), f"whole {name}"
         axis, via = self.program.mesh[0][0], self._via
-        self._emit(op("gather", [Ref(name, 0, length, None, True)], [Ref(name)], axis=axis, via=via, why=why))
-        self._emit(op("wait", [Ref(name)], why=why))
+        self._emit(make_op("gather", [Ref(name, 0, length, None, True)], [Ref(name)], axis=axis, via=via, why=why))
+        self._emit(make_op("wait", [Ref(name)], why=why))
 
     def _new(self, name: str, like: torch.Tensor) -> Ref:
         name = buffer_name(name)
@@ -190,7 +189,7 @@ class _Outer(Levels):
     def _narrow_columns(self) -> None:
         """Columns of computed values of which only the own slice is written and read are no longer than that."""
         refs: dict[str, list[Ref]] = {name: [] for name in self.columns}
-        for ref in (r for one in self.ops for r in (*one.reads, *one.writes) if r.name in refs):
+        for ref in (r for op in self.ops for r in (*op.reads, *op.writes) if r.name in refs):
             refs[ref.name].append(ref)
         for name in (name for name, found in refs.items() if all(ref.mine for ref in found)):
             buffer = self.buffers[name]
@@ -304,6 +303,8 @@ class _Outer(Levels):
             self.buffers[scratch] = Buffer(scratch, source.dtype, (n - 1, source.numel), "scratch")
             refs.append(Ref(scratch))
         axis = self.program.mesh[0][0]
-        self._emit(op("reduce", [Ref(name)], refs, axis=axis, why=why, mode="exchange", op="sum", divisor=1, via=via))
-        self._emit(op("wait", [Ref(total)], why=why))
+        self._emit(
+            make_op("reduce", [Ref(name)], refs, axis=axis, why=why, mode="exchange", op="sum", divisor=1, via=via)
+        )
+        self._emit(make_op("wait", [Ref(total)], why=why))
         return total

@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import products, segments
-from fzero.meaning import IN_PLACE
-from fzero.passes import rewrite
-from fzero.program import Op, Program, Ref
+from fzero.codegen import matmul
+from fzero.ir import rewrite, segments
+from fzero.ir.program import Program
+from fzero.ir.records import Op, Ref
+from fzero.verify.terms import IN_PLACE
 
 aten = torch.ops.aten
 COPY = aten.copy_.default
-_KERNELS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.sum.dim_IntList, *products.FORMS.values()}
+_KERNELS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.sum.dim_IntList, *matmul.FORMS.values()}
 
 
 def write_in_place(program: Program) -> Program:
@@ -33,15 +34,15 @@ def write_in_place(program: Program) -> Program:
     pool: dict[str, fx.GraphModule] = {}
     done: dict[tuple[object, ...], fx.GraphModule] = {}
     result: list[Op] = []
-    for one in ops:
-        if one.kind in ("run", "update"):
-            aliases = _aliases(one, program.segments[str(one.get("segment"))])
-            key = (one.get("segment"), tuple(sorted(aliases.items())))
+    for op in ops:
+        if op.kind in ("run", "update"):
+            aliases = _aliases(op, program.segments[str(op.get("segment"))])
+            key = (op.get("segment"), tuple(sorted(aliases.items())))
             if key not in done:
-                done[key] = _kernels(program.segments[str(one.get("segment"))], len(one.reads), aliases)
-            new = rewrite.run_op(one, done[key], one.reads, one.writes, pool)
-            one = replace(new.with_attrs(flat=1) if one.get("flat") else new, kind=one.kind)
-        result.append(one)
+                done[key] = _kernels(program.segments[str(op.get("segment"))], len(op.reads), aliases)
+            new = rewrite.run_op(op, done[key], op.reads, op.writes, pool)
+            op = replace(new.with_attrs(flat=1) if op.get("flat") else new, kind=op.kind)
+        result.append(op)
     return rewrite.finish(program, "write_in_place", ops=result, new_segments=pool)
 
 
@@ -50,11 +51,11 @@ def write_in_place(program: Program) -> Program:
 
 def _into_state(program: Program) -> list[Op]:
     ops = list(program.ops)
-    last_loss = max((i for i, one in enumerate(ops) if one.get("phase") == "region"), default=-1)
+    last_loss = max((i for i, op in enumerate(ops) if op.get("phase") == "region"), default=-1)
     keeps: dict[str, list[Op]] = {}
-    for one in ops:
-        if one.kind == "update":
-            keeps.setdefault(one.reads[0].name, []).append(one)
+    for op in ops:
+        if op.kind == "update":
+            keeps.setdefault(op.reads[0].name, []).append(op)
     into: dict[str, str] = {}
     reads, writes = rewrite.reads_of(ops), rewrite.writes_of(ops)
     for new, copies in keeps.items():
@@ -65,14 +66,14 @@ def _into_state(program: Program) -> list[Op]:
         read = any(ops[i].kind not in ("gather", "update") for i, _ in reads[new])  # as the new value, by its name
         if (own_only or not program.buffers[old].shard) and late and not read and _dead(old, writers, reads):
             into[new] = old
-    dropped = {id(one) for new in into for one in keeps[new]}
+    dropped = {id(op) for new in into for op in keeps[new]}
     result = []
-    for one in ops:
-        if id(one) in dropped:
+    for op in ops:
+        if id(op) in dropped:
             continue
-        writes_state = one.kind == "run" and any(ref.name in into for ref in one.writes)
-        one = rewrite.moved(one, into)
-        result.append(replace(one, kind="update") if writes_state else one)
+        writes_state = op.kind == "run" and any(ref.name in into for ref in op.writes)
+        op = rewrite.moved(op, into)
+        result.append(replace(op, kind="update") if writes_state else op)
     return result
 
 
@@ -85,14 +86,14 @@ def _dead(old: str, writers: list[tuple[int, Ref]], reads: dict[str, list[tuple[
 # --- 2. kernels that write into a given tensor
 
 
-def _aliases(one: Op, gm: fx.GraphModule) -> dict[int, int]:
+def _aliases(op: Op, gm: fx.GraphModule) -> dict[int, int]:
     """For each destination placeholder (by position) the input that is the same memory, or -1 if it only overlaps."""
     found: dict[int, int] = {}
-    dests = one.writes[int(one.get("fresh", 0)) :]
-    spans, same = rewrite.Spans(one.reads), {ref: [i] for i, ref in enumerate(one.reads)}
+    dests = op.writes[int(op.get("fresh", 0)) :]
+    spans, same = rewrite.Spans(op.reads), {ref: [i] for i, ref in enumerate(op.reads)}
     for d, dest in enumerate(dests):
         for i in spans.over(dest) or same.get(dest, []):  # no element of an empty one is shared
-            found[len(one.reads) + d] = i if one.reads[i] == dest else -1
+            found[len(op.reads) + d] = i if op.reads[i] == dest else -1
     return found
 
 

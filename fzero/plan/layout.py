@@ -4,8 +4,8 @@ A floating leaf of one or more dimensions is *flat*: it lies in a bucket. Leaves
 its moments, its EMA: same shape, and a path that ends alike) form a class and take the same place in buckets of one
 geometry, so that everything pointwise over them runs on flat slices. An 8-bit leaf may mirror too (the codes of a
 quantised moment), and the fp32 scales of its blocks of 64 elements go with it. Matrices that an optimizer needs whole
-(`fzero.plan.owned`) are packed so that none lies on two ranks. Other integer leaves, 0-d and per-rank ones are kept
-whole.
+(`fzero.plan.whole_leaves`) are packed so that none lies on two ranks. Other integer leaves, 0-d and per-rank ones are
+kept whole.
 
 A bucket belongs to one layer, cut where `bucket_bytes` is full: identical layers get identical buckets. The layer of a
 leaf is its path up to the first number (`blocks/3`), else its first component; small layers without a number share one.
@@ -19,7 +19,6 @@ function of the tree, the world and the options alone: every rank, and every sta
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -28,9 +27,9 @@ import torch
 
 from fzero import tree
 from fzero.errors import SpecError
-from fzero.plan import owned
-from fzero.plan.blocks import CODES, Class, scales, with_scales
-from fzero.program import ALIGN, Bucket, Buffer, Ref, Slot
+from fzero.ir.records import ALIGN, Bucket, Buffer, Ref, Slot, buffer_name
+from fzero.plan import whole_leaves
+from fzero.plan.block_scales import CODES, Class, scales, with_scales
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,7 @@ TABLE = {
     3: Row(params=True, optimizer=True, reduce_when="produced"),
 }
 
+BUCKET_BYTES = 32 << 20  # where nothing was measured
 SMALL_BYTES = 64 << 10  # layers without a number below this share a bucket
 
 
@@ -104,7 +104,7 @@ def layout(
     world_size: int,
     axis: str = "dp",
     zero: int | Mapping[str, int] = 0,
-    bucket_bytes: int = 32 << 20,
+    bucket_bytes: int = BUCKET_BYTES,
     params: Sequence[str] = ("params/**",),
     per_rank: Sequence[str] = (),
     compute: Callable[[str, torch.dtype], torch.dtype] = lambda path, held: held,
@@ -264,16 +264,16 @@ def _buckets(
 ) -> Iterator[tuple[Bucket, list[int]]]:
     """The buckets, each with the classes of its slots: those packed whole onto ranks, then the others."""
     lead = [leaves[one.members[0][1]] for one in classes]
-    ordinary, packed = owned.separate(
+    ordinary, packed = whole_leaves.separate(
         groups,
-        whole=lambda c: any(owned.asks(prefix) for prefix, _ in classes[c].members),
+        whole=lambda c: any(whole_leaves.asks(prefix) for prefix, _ in classes[c].members),
         size=lambda c: lead[c].numel(),
         fill=bucket_bytes // max((x.dtype.itemsize for x in lead), default=1),
         world_size=world_size,
     )
     for number, (name, stage, members) in enumerate(_named([*packed, *_cut(ordinary, lead, bucket_bytes)])):
         sizes = [lead[c].numel() for c in members]
-        starts, length = owned.pack(sizes, world_size) if number < len(packed) else _in_a_row(sizes, world_size)
+        starts, length = whole_leaves.pack(sizes, world_size) if number < len(packed) else _in_a_row(sizes, world_size)
         placed = sorted(zip(starts, members, strict=True))
         slots = [
             Slot("/".join(classes[c].key), start, start + lead[c].numel(), tuple(lead[c].shape)) for start, c in placed
@@ -281,10 +281,12 @@ def _buckets(
         yield Bucket(name, length, stage, tuple(slots)), [c for _, c in placed]
 
 
-def _cut(groups: Mapping[tuple[object, ...], list[int]], lead: Sequence[torch.Tensor], cap: int) -> list[owned.Run]:
+def _cut(
+    groups: Mapping[tuple[object, ...], list[int]], lead: Sequence[torch.Tensor], cap: int
+) -> list[whole_leaves.Run]:
     """(layer, stage, classes): each group cut where the bucket is full; a larger leaf has one to itself. `lead` is a
     leaf of each class."""
-    result: list[owned.Run] = []
+    result: list[whole_leaves.Run] = []
     for (layer, stage, *_), members in groups.items():
         runs: list[list[int]] = [[]]
         filled = 0
@@ -300,7 +302,7 @@ def _cut(groups: Mapping[tuple[object, ...], list[int]], lead: Sequence[torch.Te
     return result
 
 
-def _named(runs: Sequence[owned.Run]) -> list[tuple[str, int, list[int]]]:
+def _named(runs: Sequence[whole_leaves.Run]) -> list[tuple[str, int, list[int]]]:
     """(bucket name, stage, classes): the layer's name, and a number where it has several buckets."""
     result: list[tuple[str, int, list[int]]] = []
     taken: set[str] = set()
@@ -319,8 +321,3 @@ def _in_a_row(sizes: Sequence[int], world_size: int) -> tuple[list[int], int]:
 
 def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
-
-
-def buffer_name(text: str) -> str:
-    """A buffer's name: what the text form can hold without quotes."""
-    return re.sub(r"[^\w./:~@-]", "_", text)

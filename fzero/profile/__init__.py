@@ -14,16 +14,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fzero import ambient
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.api import _agreed, advanced
+from fzero.capture import ambient
+from fzero.comm import transfers
 from fzero.errors import FzeroError
 from fzero.profile.lanes import op_args
 from fzero.profile.page import page
 from fzero.profile.record import Record, record
 from fzero.profile.trace import trace
-from fzero.runtime import collectives
-from fzero.state import State
+from fzero.session.session import runtime_of
+from fzero.state.state import State
 
 log = logging.getLogger("fzero")
 
@@ -52,11 +53,11 @@ def profile(state: State, batch: Any, folder: str | Path = "runs/profile") -> St
     failure = _unwritable(folder)
     what = f"a profile of step {state.step + 1}" if isinstance(state, State) else ""
     lowered, batch = _agreed("profile", what, state, batch)
-    runtime = state.runtime
+    runtime = runtime_of(state)
 
     def ready() -> None:
         """All ranks begin at one time, or none does."""
-        collectives.agree(runtime.rank, runtime.world_size, f"the start of {what}", "", runtime.group, failure)
+        transfers.agree(runtime.rank, runtime.world_size, f"the start of {what}", "", runtime.group, failure)
 
     metrics, found = record(state, lowered, batch, ready)
     new = advanced(state, lowered, metrics)
@@ -87,18 +88,17 @@ def summary(found: Record) -> dict[str, Any]:
         "measured_peak_bytes": found.measured_peak,
         "page_faults": found.page_faults,
         "transfers": [
-            {**asdict(one), "in_flight_us": (found.stop[one.wait] - found.start[one.op]) / 1e3}
-            for one in found.transfers
+            {**asdict(op), "in_flight_us": (found.stop[op.wait] - found.start[op.op]) / 1e3} for op in found.transfers
         ],
         "ops": [
             {
                 **{name: value for name, value in op_args(found, i).items() if name not in ("text", "leaves")},
-                "kind": one.kind,
-                "why": one.why,
+                "kind": op.kind,
+                "why": op.why,
                 "start_us": (found.start[i] - found.began) / 1e3,
                 "duration_us": found.duration(i) / 1e3,
             }
-            for i, one in enumerate(found.program.ops)
+            for i, op in enumerate(found.program.ops)
         ],
     }
 

@@ -140,8 +140,8 @@ def _steps(record: Record, values: Sequence[float], top: float) -> list[str]:
 def _hits(record: Record) -> Iterator[str]:
     """What the mouse meets over the chart: the memory of each op."""
     whole = record.ended - record.began
-    for i, one in enumerate(record.program.ops):
-        lines = [f"op {i}: {one.kind} {one.why}", f"planned {bytes_text(record.planned[i])}"]
+    for i, op in enumerate(record.program.ops):
+        lines = [f"op {i}: {op.kind} {op.why}", f"planned {bytes_text(record.planned[i])}"]
         lines += [f"  {kind} {bytes_text(of[i])}" for kind, of in record.planned_kinds.items() if of[i]]
         if record.measured is not None:
             lines.append(f"measured {bytes_text(record.measured[i])}")

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fzero.ir.program import op_text, wire_bytes
+from fzero.ir.records import Ref
 from fzero.profile.record import COMPUTES, Record, leaves, phase
-from fzero.program import Ref, op_text, wire_bytes
 
 OWN = ("compute", "waiting", "starts and frees")
 KINDS = ("gather", "reduce", "send/recv")
@@ -39,13 +40,13 @@ class Lane:
 
 def lanes(record: Record) -> list[Lane]:
     own: dict[str, list[Span]] = {name: [] for name in OWN}
-    for i, one in enumerate(record.program.ops):
-        lane = "compute" if one.kind in COMPUTES else "waiting" if one.kind == "wait" else "starts and frees"
-        name = one.why if lane != "starts and frees" else f"{one.kind} {one.why}"
-        own[lane].append(Span(name or one.kind, record.start[i], record.stop[i], phase(one), op_args(record, i)))
+    for i, op in enumerate(record.program.ops):
+        lane = "compute" if op.kind in COMPUTES else "waiting" if op.kind == "wait" else "starts and frees"
+        name = op.why if lane != "starts and frees" else f"{op.kind} {op.why}"
+        own[lane].append(Span(name or op.kind, record.start[i], record.stop[i], phase(op), op_args(record, i)))
     found = [Lane(name, [spans]) for name, spans in own.items() if spans]
     for kind in KINDS:
-        spans = [transfer_span(record, i) for i, one in enumerate(record.transfers) if one.kind == kind]
+        spans = [transfer_span(record, i) for i, op in enumerate(record.transfers) if op.kind == kind]
         if spans:
             found.append(Lane(kind, rows(spans)))
     return found
@@ -67,28 +68,28 @@ def rows(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def transfer_span(record: Record, index: int) -> Span:
-    one = record.transfers[index]
+    op = record.transfers[index]
     args = {
-        "why": record.program.ops[one.op].why,
-        **{k: v for k, v in op_args(record, one.op).items() if k in ("op", "text", "bucket", "leaves", "wire_bytes")},
-        "via": one.via,
-        "wait": one.wait,
-        "waited_us": record.duration(one.wait) / 1e3,
+        "why": record.program.ops[op.op].why,
+        **{k: v for k, v in op_args(record, op.op).items() if k in ("op", "text", "bucket", "leaves", "wire_bytes")},
+        "via": op.via,
+        "wait": op.wait,
+        "waited_us": record.duration(op.wait) / 1e3,
     }
-    return Span(one.bucket or one.name, record.start[one.op], record.stop[one.wait], one.kind, args)
+    return Span(op.bucket or op.name, record.start[op.op], record.stop[op.wait], op.kind, args)
 
 
 def op_args(record: Record, index: int) -> dict[str, Any]:
     """What is known of an op."""
-    program, one = record.program, record.program.ops[index]
-    found: dict[str, Any] = {"op": index, "text": op_text(one)}
-    if one.kind in COMPUTES:
-        found["segment"] = one.get("segment")
-        found["read_bytes"] = sum(_bytes(record, ref) for ref in one.reads)
-        found["written_bytes"] = sum(_bytes(record, ref) for ref in one.writes)
+    program, op = record.program, record.program.ops[index]
+    found: dict[str, Any] = {"op": index, "text": op_text(op)}
+    if op.kind in COMPUTES:
+        found["segment"] = op.get("segment")
+        found["read_bytes"] = sum(_bytes(record, ref) for ref in op.reads)
+        found["written_bytes"] = sum(_bytes(record, ref) for ref in op.writes)
     if (bucket := record.bucket(index)) is not None:
-        found["bucket"], found["leaves"] = bucket, _listed(leaves(program, one))
-    if wire := wire_bytes(program, one):
+        found["bucket"], found["leaves"] = bucket, _listed(leaves(program, op))
+    if wire := wire_bytes(program, op):
         found["wire_bytes"] = wire
     found["planned_bytes"] = record.planned[index]
     if record.measured is not None:

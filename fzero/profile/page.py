@@ -101,9 +101,9 @@ def shares(record: Record) -> str:
         notes.append("Times are the device's; what a wait did itself counts as waiting.")
     else:
         lost = {"computing": 0, "transfers": 0}
-        for i, one in enumerate(record.program.ops):
-            if one.kind != "wait":
-                lost["computing" if one.kind in COMPUTES else "transfers"] += record.asleep(i)
+        for i, op in enumerate(record.program.ops):
+            if op.kind != "wait":
+                lost["computing" if op.kind in COMPUTES else "transfers"] += record.asleep(i)
         notes.append(
             f"Of the computing this thread was off its core for {time_text(lost['computing'])}, and of starting"
         )

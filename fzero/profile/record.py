@@ -23,12 +23,14 @@ import torch
 
 from fzero import tree
 from fzero._torch_compat import allocations
-from fzero.compile import Lowered
-from fzero.plan.memory import SHOWN
-from fzero.program import Op, Program, live_bytes, wire_bytes
-from fzero.provenance import describe
-from fzero.session import execute
-from fzero.state import State
+from fzero.capture.provenance import describe
+from fzero.compile.step import Lowered
+from fzero.cost.memory import SHOWN
+from fzero.ir.liveness import live_bytes
+from fzero.ir.program import Program, wire_bytes
+from fzero.ir.records import Op
+from fzero.session.session import execute, runtime_of
+from fzero.state.state import State
 
 COMPUTES = ("run", "update")
 STARTS = ("gather", "reduce", "send", "recv")
@@ -88,20 +90,20 @@ class Record:
     def shares(self) -> dict[str, int]:
         """ns of the step by what the rank did; the sum is the step."""
         ops = list(enumerate(self.program.ops))
-        computing = sum(self.duration(i) for i, one in ops if one.kind in COMPUTES)
-        waiting = sum(self.asleep(i) for i, one in ops if one.kind == "wait")
-        moving = sum(self.duration(i) for i, one in ops if one.kind in (*STARTS, "wait")) - waiting
+        computing = sum(self.duration(i) for i, op in ops if op.kind in COMPUTES)
+        waiting = sum(self.asleep(i) for i, op in ops if op.kind == "wait")
+        moving = sum(self.duration(i) for i, op in ops if op.kind in (*STARTS, "wait")) - waiting
         found = {"computing": computing, "waiting": waiting, "transfers' own work": moving}
         return {**found, "the rest": self.ended - self.began - sum(found.values())}
 
     @cached_property
     def transfers(self) -> list[Transfer]:
         found, flight = [], {}
-        for i, one in enumerate(self.program.ops):
-            if one.kind in STARTS:
-                flight[(one.writes or one.reads)[0].name] = i
-            elif one.kind == "wait":
-                name = one.reads[0].name
+        for i, op in enumerate(self.program.ops):
+            if op.kind in STARTS:
+                flight[(op.writes or op.reads)[0].name] = i
+            elif op.kind == "wait":
+                name = op.reads[0].name
                 start = flight.pop(name)
                 source = self.program.ops[start]
                 kind = source.kind if source.kind in ("gather", "reduce") else "send/recv"
@@ -111,8 +113,8 @@ class Record:
 
     def bucket(self, index: int) -> str | None:
         """The buckets that an op touches, in order; of a wait, that of its transfer."""
-        one = self.program.ops[index]
-        names = [self.program.buffers[ref.name].bucket for ref in (*one.reads, *one.writes)]
+        op = self.program.ops[index]
+        names = [self.program.buffers[ref.name].bucket for ref in (*op.reads, *op.writes)]
         return " ".join(dict.fromkeys(name for name in names if name)) or None
 
     @cached_property
@@ -127,32 +129,34 @@ class Record:
     @cached_property
     def planned_kinds(self) -> dict[str, list[int]]:
         """The same by kind of memory."""
-        found = {
-            kind: live_bytes(self.program, lambda b, kind=kind: SHOWN.get(b.kind, "other") == kind)  # type: ignore[misc]
-            for kind in (*HELD, *LIVE[:-1])
-        }
+        ops, buffers = self.program.ops, self.program.buffers
+
+        def level(kind: str) -> list[int]:
+            return live_bytes(ops, buffers, lambda buffer: SHOWN.get(buffer.kind, "other") == kind)
+
+        found = {kind: level(kind) for kind in (*HELD, *LIVE[:-1])}
         return {**found, "workspace": [needs(one) for one in self.program.ops]}
 
 
-def needs(one: Op) -> int:
+def needs(op: Op) -> int:
     """Bytes that an op needs only while it runs."""
-    return int(one.get("workspace", 0)) + int(one.get("heap", 0))
+    return int(op.get("workspace", 0)) + int(op.get("heap", 0))
 
 
-def phase(one: Op) -> str:
+def phase(op: Op) -> str:
     """What an op is part of, by its reason: forward, backward, recompute, update, or its kind of communication."""
-    if one.kind == "update" or one.kind not in COMPUTES:
-        return one.kind
+    if op.kind == "update" or op.kind not in COMPUTES:
+        return op.kind
     for name, word in (("recompute", "again "), ("backward", "backward"), ("forward", "forward")):
-        if one.get("phase") == "region" and word in one.why:
+        if op.get("phase") == "region" and word in op.why:
             return name
     return "other"
 
 
-def leaves(program: Program, one: Op) -> list[str]:
+def leaves(program: Program, op: Op) -> list[str]:
     """The paths of the leaves whose elements an op reads or writes."""
     found: dict[str, None] = {}
-    for ref in (*one.reads, *one.writes):
+    for ref in (*op.reads, *op.writes):
         bucket = program.buckets.get(program.buffers[ref.name].bucket or "")
         for slot in bucket.slots if bucket is not None else ():
             if ref.start is None or (slot.start < (ref.stop or 0) and ref.start < slot.stop):
@@ -165,7 +169,7 @@ def leaves(program: Program, one: Op) -> list[str]:
 
 def record(state: State, lowered: Lowered, batch: Any, ready: Callable[[], None]) -> tuple[Any, Record]:
     """Runs a step and watches it; (its metrics, the record). `ready` is called when all is, right before the step."""
-    runtime = state.runtime
+    runtime = runtime_of(state)
     bound = runtime.bind(lowered)  # so that it is not part of the time
     given = [x for x in tree.flatten(batch)[1] if isinstance(x, torch.Tensor)]
     held = _held([*bound.memory.values(), bound.arena, *given])

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from fzero.plan.memory import SHOWN, _live_at
+from fzero.cost.memory import SHOWN
+from fzero.ir.liveness import live_names
+from fzero.ir.program import op_text
+from fzero.ir.records import PERSISTENT
 from fzero.profile.charts import bytes_text, time_text
 from fzero.profile.record import COMPUTES, Record, Transfer, needs, phase
-from fzero.program import PERSISTENT, op_text
 
 LONGEST = 20
 
@@ -37,7 +39,7 @@ def peak_rows(record: Record, most: int = 12) -> Iterator[tuple[str, str, int]]:
     """(name, kind, bytes) of what is largest where the planned memory is most; a column of the state is one row."""
     program, at = record.program, record.lowered.memory.op
     found: dict[tuple[str, str], int] = {}
-    for name in _live_at(program, at):
+    for name in live_names(program.ops, program.buffers, at):
         buffer = program.buffers[name]
         name = f"{name.partition(':')[0]} (held)" if buffer.kind in PERSISTENT else name
         key = (name, SHOWN.get(buffer.kind, "other"))
@@ -53,19 +55,19 @@ def longest(record: Record) -> str:
     whole = record.ended - record.began
     rows = []
     for i in sorted(range(len(record.program.ops)), key=lambda i: -record.duration(i))[:LONGEST]:
-        one, taken = record.program.ops[i], record.duration(i)
-        text = op_text(one)
+        op, taken = record.program.ops[i], record.duration(i)
+        text = op_text(op)
         text = text if len(text) <= 160 else text[:160] + " ..."
-        rows.append((str(i), one.kind, one.why, record.bucket(i) or "", time_text(taken), f"{taken / whole:.1%}", text))
+        rows.append((str(i), op.kind, op.why, record.bucket(i) or "", time_text(taken), f"{taken / whole:.1%}", text))
     return table(["#op", "kind", "why", "bucket", "#time", "#of the step", "text"], rows)
 
 
 def by_segment(record: Record) -> str:
     """Compute: equal layers share a segment, so a row has as many ops as there are such layers."""
     groups: dict[str, list[int]] = {}
-    for i, one in enumerate(record.program.ops):
-        if one.kind in COMPUTES:
-            groups.setdefault(str(one.get("segment")), []).append(i)
+    for i, op in enumerate(record.program.ops):
+        if op.kind in COMPUTES:
+            groups.setdefault(str(op.get("segment")), []).append(i)
     whole = record.ended - record.began
     rows = []
     for key, members in sorted(groups.items(), key=lambda item: -sum(map(record.duration, item[1]))):
@@ -82,13 +84,13 @@ def by_segment(record: Record) -> str:
 def by_bucket(record: Record) -> str:
     """Transfers: how long those of a bucket were in flight, and how much of that the rank stood waiting."""
     groups: dict[tuple[str, str, str], list[Transfer]] = {}
-    for one in record.transfers:
-        groups.setdefault((one.bucket or one.name, one.kind, one.via), []).append(one)
+    for op in record.transfers:
+        groups.setdefault((op.bucket or op.name, op.kind, op.via), []).append(op)
     rows = []
     for names, found in sorted(groups.items(), key=lambda item: -_waited(record, item[1])):
-        flight = sum(record.stop[one.wait] - record.start[one.op] for one in found)
-        sent = sum(one.wire_bytes for one in found)
-        own = sum(record.duration(one.op) + record.duration(one.wait) - record.asleep(one.wait) for one in found)
+        flight = sum(record.stop[op.wait] - record.start[op.op] for op in found)
+        sent = sum(op.wire_bytes for op in found)
+        own = sum(record.duration(op.op) + record.duration(op.wait) - record.asleep(op.wait) for op in found)
         times = (time_text(flight), time_text(own), time_text(_waited(record, found)))
         rows.append((*names, str(len(found)), bytes_text(sent), *times))
     head = ["bucket", "kind", "via", "#transfers", "#sent", "#in flight", "#own work", "#waited for"]

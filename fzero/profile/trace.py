@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fzero.ir.liveness import live_bytes
 from fzero.profile.lanes import Lane, Span, lanes
 from fzero.profile.record import Record
-from fzero.program import live_bytes
 
 MERGED = "all.trace.json"
 
@@ -51,7 +51,7 @@ def _counters(record: Record) -> list[dict[str, Any]]:
     found = []
     planned: list[tuple[int, int]] = []
     for start, stop, during, after in zip(
-        record.start, record.stop, record.planned, live_bytes(record.program), strict=True
+        record.start, record.stop, record.planned, live_bytes(record.program.ops, record.program.buffers), strict=True
     ):
         planned += [(start, during), (stop, after)]
     series = {"planned bytes": planned}

@@ -1,6 +1,6 @@
 """handlers: what each op kind does to one rank's memory, op by op and buffer by buffer: the interpreter's table.
 
-The executor binds the same ops to memory ahead of time (`fzero.runtime.bound`).
+The executor binds the same ops to memory ahead of time (`fzero.runtime.executor`).
 
 A handler never blocks but in `wait`, so a driver that asks `Comm.ready` before a wait can run many ranks in one thread.
 """
@@ -9,39 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
 
-from fzero import segments, tape
+from fzero.codegen import bind
+from fzero.comm.protocol import Comm
+from fzero.ir import segments
+from fzero.ir.program import Program, op_text
+from fzero.ir.records import PERSISTENT, Buffer, Op, Ref
 from fzero.kernels import kernel_for
-from fzero.program import PERSISTENT, Buffer, Op, Program, Ref, op_text
-
-
-class Comm(Protocol):
-    """How bytes move between ranks. `start` returns at once; `name` (the buffer written) identifies the transfer.
-
-    `number` counts what was started: ranks that differ in it are not at one place.
-    """
-
-    number: int
-
-    def start(self, name: str, one: Op, tensors: list[torch.Tensor]) -> None:
-        """Starts a gather, reduce, send or recv; `tensors` are the op's reads, then its writes."""
-
-    def ready(self, name: str) -> bool:
-        """Whether `wait` would return without another rank's help."""
-
-    def wait(self, name: str) -> None:
-        """Returns when the transfer that writes `name` is done. Raises KeyError where none was started."""
-
-    def settle(self, name: str) -> None:
-        """Returns when every other rank has read what it needs of the waited-for transfer's sources: they may be
-        overwritten and freed. Only where ranks read one another's memory is that later than the wait."""
-
-    def drain(self) -> None:
-        """Ends every transfer that is in flight, whatever it brings. Collective, like the step that failed."""
 
 
 class Rank:
@@ -137,7 +115,7 @@ def as_planned(gm: fx.GraphModule, *given: torch.Tensor) -> list[torch.Tensor]:
         for operand in node.all_input_nodes:
             if last[operand] is node:
                 del env[operand]
-    if plain and tape.as_sized(gm, given):
+    if plain and bind.as_sized(gm, given):
         gm.meta["as_planned"] = True
     return list(fx.node.map_arg(segments.outputs(gm.graph), env.__getitem__))
 
@@ -154,37 +132,37 @@ def strided(found: Any, planned: Any) -> Any:
     return torch.empty_strided(planned.shape, planned.stride(), dtype=found.dtype, device=found.device).copy_(found)
 
 
-def _run(rank: Rank, one: Op) -> None:
-    call = rank.calls[str(one.get("segment"))]
-    given = [rank.tensor(ref) for ref in one.reads]
-    num_out = int(one.get("fresh", 0))
-    into = [rank.destination(ref) for ref in one.writes[num_out:]]
-    if rank.poison and one.get("at") is not None:
-        spoil(rank.arena[int(one.get("at")) :][: int(one.get("workspace"))])
-    for ref, value in zip(one.writes, call(*given, *into), strict=False):
+def _run(rank: Rank, op: Op) -> None:
+    call = rank.calls[str(op.get("segment"))]
+    given = [rank.tensor(ref) for ref in op.reads]
+    num_out = int(op.get("fresh", 0))
+    into = [rank.destination(ref) for ref in op.writes[num_out:]]
+    if rank.poison and op.get("at") is not None:
+        spoil(rank.arena[int(op.get("at")) :][: int(op.get("workspace"))])
+    for ref, value in zip(op.writes, call(*given, *into), strict=False):
         place = rank.program.buffers[ref.name].at
-        rank.memory[ref.name] = value if place is None else tape.at(rank.arena, place, value).copy_(value)
+        rank.memory[ref.name] = value if place is None else bind.at(rank.arena, place, value).copy_(value)
 
 
-def _update(rank: Rank, one: Op) -> None:
+def _update(rank: Rank, op: Op) -> None:
     rank.wrote_state = True
-    _run(rank, one)
+    _run(rank, op)
 
 
-def _start(rank: Rank, one: Op) -> None:
-    reads = [rank.tensor(ref) for ref in one.reads]
-    writes = [rank.destination(ref) for ref in one.writes]
-    if one.kind == "gather" and rank.program.buffers[one.writes[0].name].kind in PERSISTENT:
+def _start(rank: Rank, op: Op) -> None:
+    reads = [rank.tensor(ref) for ref in op.reads]
+    writes = [rank.destination(ref) for ref in op.writes]
+    if op.kind == "gather" and rank.program.buffers[op.writes[0].name].kind in PERSISTENT:
         rank.wrote_state = True
-    rank.comm.start((one.writes or one.reads)[0].name, one, [*reads, *writes])
+    rank.comm.start((op.writes or op.reads)[0].name, op, [*reads, *writes])
 
 
-def _wait(rank: Rank, one: Op) -> None:
-    rank.comm.wait(one.reads[0].name)
+def _wait(rank: Rank, op: Op) -> None:
+    rank.comm.wait(op.reads[0].name)
 
 
-def _free(rank: Rank, one: Op) -> None:
-    for ref in one.reads:
+def _free(rank: Rank, op: Op) -> None:
+    for ref in op.reads:
         gone = rank.memory.pop(ref.name)
         if rank.poison:
             spoil(gone)
@@ -210,17 +188,17 @@ def settlements(program: Program) -> dict[int, list[str]]:
     started: dict[str, set[str]] = {}
     waited: dict[str, set[str]] = {}
     found: dict[int, list[str]] = {}
-    for index, one in enumerate(program.ops):
-        changed = {ref.name for ref in (one.reads if one.kind == "free" else one.writes)}
+    for index, op in enumerate(program.ops):
+        changed = {ref.name for ref in (op.reads if op.kind == "free" else op.writes)}
         due = [name for name, sources in waited.items() if sources & changed]
         if due:
             found[index] = due
             waited = {name: sources for name, sources in waited.items() if name not in due}
-        if one.kind in ("gather", "reduce"):
-            sources = {one.reads[0].name} | ({one.writes[0].name} if one.get("mode") == "all" else set())
-            started[one.writes[0].name] = sources
-        elif one.kind == "wait" and one.reads[0].name in started:
-            waited[one.reads[0].name] = started.pop(one.reads[0].name)
+        if op.kind in ("gather", "reduce"):
+            sources = {op.reads[0].name} | ({op.writes[0].name} if op.get("mode") == "all" else set())
+            started[op.writes[0].name] = sources
+        elif op.kind == "wait" and op.reads[0].name in started:
+            waited[op.reads[0].name] = started.pop(op.reads[0].name)
     if waited:
         found[len(program.ops)] = list(waited)
     return found
@@ -229,15 +207,15 @@ def settlements(program: Program) -> dict[int, list[str]]:
 def steps(rank: Rank) -> Iterator[int]:
     """Runs the program op by op; yields the op's number whenever a wait is not ready (and may be asked again)."""
     due = settlements(rank.program)
-    for index, one in enumerate(rank.program.ops):
-        while one.kind == "wait" and not rank.comm.ready(one.reads[0].name):
+    for index, op in enumerate(rank.program.ops):
+        while op.kind == "wait" and not rank.comm.ready(op.reads[0].name):
             yield index
         try:
             for name in due.get(index, ()):
                 rank.comm.settle(name)
-            HANDLERS[one.kind](rank, one)
+            HANDLERS[op.kind](rank, op)
         except Exception as error:
-            error.add_note(f"in op {index}: {op_text(one)} | {one.why}")
+            error.add_note(f"in op {index}: {op_text(op)} | {op.why}")
             raise
     for name in due.get(len(rank.program.ops), ()):
         rank.comm.settle(name)

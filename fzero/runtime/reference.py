@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import segments
-from fzero.capture import Graph, Region
+from fzero.capture.trace_step import Graph, Region
+from fzero.ir import segments
 
 
 def reference(

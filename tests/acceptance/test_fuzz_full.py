@@ -6,7 +6,7 @@ import pytest
 from test_fuzz import differing_transports
 
 from fzero import cli
-from fzero.fuzz.report import read
+from fzero.tools.fuzz.report import read
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(6 * 3600)]
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import fzero
-from fzero.mutate import KINDS, draw, run
-from fzero.mutate.text import damaged
-from fzero.verify import verify
+from fzero.tools.mutate import KINDS, draw, run
+from fzero.tools.mutate.text import damaged
+from fzero.verify.rules import verify
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(14400)]
 

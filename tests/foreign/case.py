@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import fzero
-from fzero.fuzz import runs
 from fzero.interop import from_module
+from fzero.tools.fuzz import runs
 
 DEVICE = os.environ.get("FZERO_TEST_DEVICE", "cpu")
 TOLERANCE = 1e-5

@@ -13,8 +13,8 @@ import torch
 
 import fzero
 from fzero import optim
+from fzero.comm import transfers
 from fzero.kernels import norms
-from fzero.runtime import collectives
 from standin import device, order
 from standin.running import HERE, fails, logged, scenario, trained
 
@@ -29,7 +29,7 @@ def a_missing_wait_is_a_race() -> None:
     def wait(self: Any, name: str) -> None:
         self.pending.pop(name).finish()
 
-    with changed(collectives.P2P, "wait", wait), fails(order.RaceError, "nccl"):
+    with changed(transfers.P2P, "wait", wait), fails(order.RaceError, "nccl"):
         trained(cuda_graph=False, optimizer=optim.sgd(0.1))
     gc.collect()
     order.VIOLATIONS.clear()  # that the memory of the transfers went back too early
@@ -43,7 +43,7 @@ def a_missing_wait_fails_a_capture() -> None:
             transfer.requests[0].wait()
         transfer.finish()
 
-    with logged() as said, changed(collectives.P2P, "wait", wait):
+    with logged() as said, changed(transfers.P2P, "wait", wait):
         trained(optimizer=optim.sgd(0.1))
     assert any("would not record" in line for line in said), said
     gc.collect()
@@ -52,13 +52,13 @@ def a_missing_wait_fails_a_capture() -> None:
 
 @scenario(2)
 def an_op_on_another_stream_is_a_race() -> None:
-    start = collectives.Nccl.start
+    start = transfers.Nccl.start
 
     def elsewhere(self: Any, name: str, one: Any, tensors: Any) -> None:
         with torch.cuda.stream(torch.cuda.Stream(HERE)):
             start(self, name, one, tensors)
 
-    with changed(collectives.Nccl, "start", elsewhere), fails(order.RaceError, "which nothing puts after"):
+    with changed(transfers.Nccl, "start", elsewhere), fails(order.RaceError, "which nothing puts after"):
         trained(cuda_graph=False, optimizer=optim.sgd(0.1))
     gc.collect()
     order.VIOLATIONS.clear()

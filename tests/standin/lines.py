@@ -28,7 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKS = {"cuda", "nccl", "is_cuda", "recordable", "recording"}
-ALSO = {"fzero/runtime/graphs.py": {"record"}}
+ALSO = {"fzero/runtime/cuda_graphs.py": {"record"}}
 OTHER = {"_Host"}  # in the other arm of a line that counts
 LAUNCHES = {"launch", "exact"}
 _DEFINITIONS = (ast.FunctionDef, ast.ClassDef)

@@ -51,18 +51,18 @@ class Use:
         return f"{self.what} on {self.agent.name} {'writes' if self.writes else 'reads'} bytes {self.low}-{self.high}"
 
 
-def check(ledger: list[Use], one: Use) -> None:
+def check(ledger: list[Use], op: Use) -> None:
     """Puts a use on the ledger of a piece of memory. Raises RaceError where it may meet an earlier one."""
     kept = []
     for old in ledger:
-        known = one.agent.clock.get(old.agent, 0) >= old.time
-        apart = old.high <= one.low or one.high <= old.low
-        if not apart and not known and (old.writes or one.writes):
-            raise RaceError(f"{one}, which nothing puts after: {old}")
-        inside = one.low <= old.low and old.high <= one.high
-        if not (inside and known and (one.writes or not old.writes)):
+        known = op.agent.clock.get(old.agent, 0) >= old.time
+        apart = old.high <= op.low or op.high <= old.low
+        if not apart and not known and (old.writes or op.writes):
+            raise RaceError(f"{op}, which nothing puts after: {old}")
+        inside = op.low <= old.low and old.high <= op.high
+        if not (inside and known and (op.writes or not old.writes)):
             kept.append(old)
-    ledger[:] = [*kept, one]
+    ledger[:] = [*kept, op]
 
 
 VIOLATIONS: list[str] = []  # found where nothing can be raised: memory given back too early

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero import ambient
+from fzero.capture import ambient
 from standin import device
 from standin.order import HOST, Memory
 

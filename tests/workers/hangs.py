@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 import fzero
-from fzero.program import op_text
-from fzero.runtime.bound import Bound
-from fzero.runtime.collectives import tell
+from fzero.comm.transfers import tell
+from fzero.ir.program import op_text
+from fzero.runtime.executor import Bound
 
 STEPS = 2  # that go well
 
@@ -76,7 +76,7 @@ def before_first(kind: str, act: Callable[[], None]) -> None:
     real = Bound.issue
 
     def issue(self: Bound, watch: Any = None) -> None:
-        at = next(i for i, one in enumerate(self.program.ops) if one.kind == kind)
+        at = next(i for i, op in enumerate(self.program.ops) if op.kind == kind)
         self.calls = [*self.calls[:at], [act, *self.calls[at]], *self.calls[at + 1 :]]
         real(self, watch)
 

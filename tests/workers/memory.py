@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import fzero
-from fzero.plan.measured import measured_peak
+from fzero.cost.allocator import measured_peak
 
 
 def normal(key, number, *shape):

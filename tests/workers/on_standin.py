@@ -48,15 +48,17 @@ from standin.running import (
 )
 
 import fzero
-from fzero import doctor, optim
+from fzero import optim
+from fzero.comm import heartbeat, transfers
+from fzero.cost.allocator import measured_peak
+from fzero.ir.records import Op, Ref
 from fzero.kernels import adam8, adamw, cast, hyper, norms, quantize, signs
 from fzero.kernels import round as rounding
 from fzero.optim import _adam8
-from fzero.plan.measured import measured_peak
-from fzero.program import Op, Ref
 from fzero.random import _ops
-from fzero.runtime import collectives, graphs, inductor, presence
-from fzero.runtime.bound import Bound
+from fzero.runtime import compile_segments, cuda_graphs
+from fzero.runtime.executor import Bound
+from fzero.tools import doctor
 
 # --- one process ------------------------------------------------------------------------------------------------------
 
@@ -256,12 +258,12 @@ def programs_that_are_no_graph() -> None:
     for _ in range(2):
         state = fzero.step(state, torch.ones(4, device=HERE))
     assert bound_of(state).recording is None
-    why = graphs.obstacle(bound_of(state).program, torch.device(HERE))
+    why = cuda_graphs.obstacle(bound_of(state).program, torch.device(HERE))
     assert "copies between host and device" in (why or ""), why
     lowered = fzero.lower(fzero.Spec(loss=loss, optimizer=optim.sgd(0.1)), init, data(0), world_size=2)
-    assert "run on the host" in (graphs.obstacle(lowered.program, torch.device(HERE)) or "")
+    assert "run on the host" in (cuda_graphs.obstacle(lowered.program, torch.device(HERE)) or "")
     nonzero = SimpleNamespace(target=torch.ops.aten.nonzero.default)
-    assert "reads back" in (graphs._waits(nonzero) or "")  # type: ignore[arg-type]
+    assert "reads back" in (cuda_graphs._waits(nonzero) or "")  # type: ignore[arg-type]
 
 
 @scenario(1)
@@ -289,7 +291,7 @@ def compiled_stretches() -> None:
         seen.extend(x.device for x in inputs)
         return gm.forward
 
-    with mock.patch.object(inductor, "inductor_compile", compiled):
+    with mock.patch.object(compile_segments, "inductor_compile", compiled):
         near(trained(compile="inductor"), trained("cpu"))
     assert set(seen) == {torch.device(HERE)}
 
@@ -352,7 +354,7 @@ def the_group_must_be_nccl() -> None:
 @scenario(2)
 def messages() -> None:
     """A kind of transfer that NCCL has no collective for."""
-    comm = collectives.Nccl(RANK, WORLD, None, presence.ALONE)
+    comm = transfers.Nccl(RANK, WORLD, None, heartbeat.ALONE)
     x = torch.full((4,), float(RANK), device=HERE)
     kind = "send" if RANK == 0 else "recv"
     refs = {"reads": (Ref("x"),), "writes": ()} if RANK == 0 else {"reads": (), "writes": (Ref("x"),)}

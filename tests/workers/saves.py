@@ -36,7 +36,7 @@ from fzero.checkpoint import Disk, commit, shards, write
 from fzero.checkpoint.manifest import shard_name
 from fzero.checkpoint.save import Snapshot, take
 from fzero.errors import CheckpointError
-from fzero.runtime import storage
+from fzero.state import storage
 
 KEEP = 2
 

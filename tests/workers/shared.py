@@ -17,21 +17,21 @@ from models import MODELS
 
 import fzero
 from fzero import tree
-from fzero.lowering import build
+from fzero.comm import peers as host_module
+from fzero.comm.autotune import Fastest, measured
+from fzero.comm.peers import PeerError
+from fzero.comm.rendezvous import meet
+from fzero.comm.shared_memory import Shared
+from fzero.comm.transfers import P2P, Gloo, open_world, tell
+from fzero.ir.records import Ref as R
+from fzero.ir.records import make_op
+from fzero.lowering.build import build
 from fzero.passes import Options, optimise
-from fzero.program import Ref as R
-from fzero.program import op
-from fzero.runtime import host as host_module
-from fzero.runtime import storage
-from fzero.runtime.choice import Fastest, measured
-from fzero.runtime.collectives import P2P, Gloo, open_world, tell
 from fzero.runtime.handlers import Rank, steps
-from fzero.runtime.host import PeerError
-from fzero.runtime.meet import meet
-from fzero.runtime.shared import Shared
-from fzero.verify import verify
+from fzero.state import storage
+from fzero.verify.rules import verify
 
-GATHER = op("gather", [R("own")], [R("whole")], axis="dp", via="shared")
+GATHER = make_op("gather", [R("own")], [R("whole")], axis="dp", via="shared")
 BIG = 100_000  # elements: more than travels in a message
 
 
@@ -69,7 +69,7 @@ def made(spec, rank, world, index, memory):
     scratch = torch.empty(world - 1, max(part * world, 1), dtype=dtype)
     divisor = spec["divisor"] if dtype.is_floating_point or dtype.is_complex else 1
     how = "sum" if dtype.is_complex else spec["op"]
-    one = op("reduce", [R("own")], [R("whole"), R("s")], axis="dp", mode=mode, op=how, divisor=divisor)
+    one = make_op("reduce", [R("own")], [R("whole"), R("s")], axis="dp", mode=mode, op=how, divisor=divisor)
     dest = place(size, spec["dest"])
     return one, [source, dest, scratch], source, dest
 
@@ -184,7 +184,7 @@ def chosen():
     rank, world, host = met()
     comms = {"shared": Shared(host, world), "p2p": P2P(rank, world), "gloo": Gloo(rank, world)}
     table, rates = measured(comms, world, memory=host.allocate)
-    one = op("reduce", [R("own")], [R("sum"), R("s")], axis="dp", mode="all", op="sum", divisor=world)
+    one = make_op("reduce", [R("own")], [R("sum"), R("s")], axis="dp", mode="all", op="sum", divisor=world)
     same = []
     for forced in (table, dict.fromkeys(table, "p2p"), dict.fromkeys(table, "shared"), dict.fromkeys(table, "gloo")):
         fastest = Fastest(comms, {k: v if k[0] == "gather" or v != "gloo" else "p2p" for k, v in forced.items()})

@@ -1,0 +1,281 @@
+"""joint: what one region computes: forward and backward of a loss at the shape of one microbatch, as a function.
+
+Inputs are the parameters' leaves, then the tensors of the other arguments, then the loss scale and the key of this part
+of the batch where there are any. Outputs are the loss, a gradient for every leaf that gets one, then aux; of an
+`fzero.Mean` the total takes the loss's place and the count follows the gradients, and all of these are sums.
+
+Casts are part of it: leaves and arguments to the dtype they are computed in, gradients to the dtype they are summed in.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero import tree
+from fzero.capture.ambient_rng import Keyed
+from fzero.capture.provenance import defined_at, describe
+from fzero.capture.tracing import check_leaf
+from fzero.errors import CaptureError, at
+from fzero.precision import LOW, Precision
+
+
+@dataclass(frozen=True)
+class Mean:
+    """What a loss may return instead of a mean of its own: the sum of its terms, and how many there are.
+
+    `total` is a 0-d floating tensor of at least 32 bits; `count` a 0-d tensor that does not depend on the parameters
+    (tokens that are not masked, the sum of the weights). The loss is then sum(total) / sum(count) over all ranks and
+    microbatches, and its gradient is that of this quotient, however the batch is spread. Where the count is 0, both
+    are 0.
+
+    >>> import fzero
+    >>> def loss(p, batch):
+    ...     return fzero.Mean(((p["w"] * batch["x"] - 1) ** 2 * batch["mask"]).sum(), batch["mask"].sum())
+    >>> batch = {"x": torch.tensor([1.0, 2.0, 9.0]), "mask": torch.tensor([1, 1, 0])}
+    >>> value, grads = fzero.value_and_grad(loss)({"w": torch.tensor(2.0)}, batch)
+    >>> float(value), float(grads["w"])
+    (5.0, 7.0)
+    """
+
+    total: Tensor
+    count: Tensor
+
+
+def safe(count: Tensor) -> Tensor:
+    """The count as a divisor: 1 in the place of 0."""
+    return torch.where(count == 0, torch.ones_like(count), count)
+
+
+@dataclass
+class Marks:
+    """What a trace of a region tells about its outputs."""
+
+    grad_of: tuple[int, ...] = ()  # for each gradient, the leaf it belongs to
+    has_count: bool = False  # the loss is a total, a count follows the gradients
+    aux_spec: Any = None
+    aux_kinds: tuple[str, ...] = ()  # of a forward: "value", "total" or "count", for each output
+
+
+@dataclass
+class Joint:
+    """One `value_and_grad` (or forward) of a function, at given arguments. Call it with a region's inputs."""
+
+    fn: Callable[..., Any]
+    params: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    precision: Precision
+    has_aux: bool = False
+    unused: bool = False
+    key: Tensor | None = None
+    scale: Tensor | None = None
+    microbatches: int = 1
+    enter: Callable[[str], None] = lambda phase: None  # called where a phase of the trace begins
+    marks: Marks = field(default_factory=Marks)
+
+    def __post_init__(self) -> None:
+        self.paths, self.leaves, self.spec = tree.flatten(self.params)
+        self.arg_paths, self.arg_leaves, self.arg_spec = tree.flatten((self.args, self.kwargs))
+        self.is_tensor = [isinstance(leaf, Tensor) for leaf in self.arg_leaves]
+        self.asks_key = asks_key(self.fn) and "key" not in self.kwargs
+        if self.asks_key and self.key is None:
+            raise CaptureError(
+                f"{defined_at(self.fn)} asks for a key: give fzero.init one (fzero.init(params, spec, "
+                "key=fzero.random.key(0))), in a step of your own fzero.value_and_grad(loss, key=key), and for an "
+                "evaluation fzero.evaluate(state, batch, fn, key=key)"
+            )
+
+    @property
+    def others(self) -> list[Tensor]:
+        """The arguments' tensors, and the scale; the key of a part is added by whoever cuts the batch."""
+        found = [leaf for leaf, is_tensor in zip(self.arg_leaves, self.is_tensor, strict=True) if is_tensor]
+        return found if self.scale is None else [*found, self.scale]
+
+    @property
+    def other_paths(self) -> list[str]:
+        """Their paths within (args, kwargs)."""
+        found = [path for path, is_tensor in zip(self.arg_paths, self.is_tensor, strict=True) if is_tensor]
+        return found if self.scale is None else [*found, "scale"]
+
+    def value_and_grad(self, *xs: Tensor) -> list[Tensor]:
+        own, call, scale = self._inputs(xs, leaf=True)
+        with torch.enable_grad(), call:
+            result = self.fn(tree.unflatten(self.spec, own), *call.args, **call.kwargs)
+            loss, count, aux = self._checked(result)
+            start = loss if scale is None else loss * scale / (1 if count is None else safe(count))
+            self.enter("backward")
+            grads = torch.autograd.grad(start, own, allow_unused=True) if loss.requires_grad else [None] * len(own)
+        self.enter("finish")
+        self._check_used(grads)
+        found = [(i, g) for i, g in enumerate(grads) if g is not None]
+        self.marks.grad_of = tuple(i for i, _ in found)
+        self.marks.has_count = count is not None
+        sums = []
+        for i, g in found:
+            g = g.to(self._grad_dtype(self.leaves[i].dtype))
+            sums.append(g if scale is None or count is None else g * safe(count))
+        counts = [] if count is None else [count]
+        return [_wide(loss.detach()), *sums, *counts, *(a.detach() for a in aux)]
+
+    def forward(self, *xs: Tensor) -> list[Tensor]:
+        own, call, _ = self._inputs(xs, leaf=False)
+        with torch.no_grad(), call:
+            result = self.fn(tree.unflatten(self.spec, own), *call.args, **call.kwargs)
+        paths, leaves, self.marks.aux_spec = tree.flatten(result)
+        outs: list[Tensor] = []
+        kinds: list[str] = []
+        for path, leaf in zip(paths, leaves, strict=True):
+            if isinstance(leaf, Mean):
+                _check_mean(leaf, self.fn)
+                outs += [_wide(leaf.total), _wide(leaf.count)]
+                kinds += ["total", "count"]
+                continue
+            if not isinstance(leaf, Tensor):
+                raise CaptureError(
+                    f"{at('result', path)} of {defined_at(self.fn)} is {describe(leaf)}: needed a tensor or fzero.Mean"
+                )
+            outs.append(_wide(leaf) if leaf.ndim == 0 and leaf.dtype.is_floating_point else leaf)
+            kinds.append("value")
+        self.marks.aux_kinds = tuple(kinds)
+        return outs
+
+    # --- pieces
+
+    def _inputs(self, xs: Sequence[Tensor], *, leaf: bool) -> tuple[list[Tensor], _Call, Tensor | None]:
+        """The parameters as they are computed in, the call's other arguments, and the loss scale."""
+        feed = iter(xs[len(self.leaves) :])
+        own = []
+        for path, x in zip(self.paths, xs, strict=False):
+            x = x.detach().to(self.precision.compute_dtype(path, x.dtype))
+            own.append(x.requires_grad_() if leaf else x)
+        full = [next(feed) if t else given for t, given in zip(self.is_tensor, self.arg_leaves, strict=True)]
+        if self.precision.cast_batch:
+            full = [self._cast(path, x) for path, x in zip(self.arg_paths, full, strict=True)]
+        args, kwargs = tree.unflatten(self.arg_spec, full)
+        scale = None if self.scale is None else next(feed)
+        key = None if self.key is None else next(feed)[0]
+        if self.asks_key:
+            kwargs = {**kwargs, "key": key}
+        return own, _Call(args, kwargs, key), scale
+
+    def _cast(self, path: str, x: Any) -> Any:
+        """A floating leaf of an argument, as it is computed in: rules match its path within its argument."""
+        within = path.split("/", 2)[2] if path.count("/") > 1 else ""
+        return x.to(self.precision.compute_dtype(within, x.dtype)) if isinstance(x, Tensor) else x
+
+    def _grad_dtype(self, held: torch.dtype) -> torch.dtype:
+        """A region's gradients come in the dtype they are summed in; where nothing is summed, as they travel."""
+        return self.precision.sum_dtype(held) if self.microbatches > 1 else self.precision.wire_dtype(held)
+
+    def _checked(self, result: Any) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        loss, aux = _check_loss(result, self.has_aux, self.fn)
+        count = None
+        if isinstance(mean := loss, Mean):
+            _check_mean(mean, self.fn)
+            loss, count = mean.total, _wide(mean.count)
+        paths, leaves, self.marks.aux_spec = tree.flatten(aux)
+        for path, leaf in zip(paths, leaves, strict=True):
+            if not isinstance(leaf, Tensor):
+                raise CaptureError(
+                    f"{at('aux', path)} of {defined_at(self.fn)} is the Python value {leaf!r}: it would stay "
+                    "what it was at the first step. Return a tensor, or leave it out"
+                )
+            check_leaf(at("aux", path), leaf)
+        return loss, count, leaves
+
+    def _check_used(self, grads: Sequence[Tensor | None]) -> None:
+        missing = [path for path, g in zip(self.paths, grads, strict=True) if g is None]
+        if missing and not self.unused:
+            raise CaptureError(
+                f"{', '.join(repr(p) for p in missing[:5])}{' and more' if len(missing) > 5 else ''} get no "
+                f"gradient from the loss {defined_at(self.fn)}. Use them, leave them out of the parameters, or "
+                "pass allow_unused=True"
+            )
+
+
+class _Call:
+    """The other arguments of a call; as a context, the ambient draws within are made from its key."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Tensor | None) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.mode: Any = nullcontext() if key is None else Keyed(key)
+
+    def __enter__(self) -> None:
+        self.mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.mode.__exit__(*error)
+
+
+def asks_key(fn: Callable[..., Any]) -> bool:
+    """Whether a loss has a parameter named `key`."""
+    if isinstance(fn, functools.partial) and "key" in fn.keywords:
+        return False
+    try:
+        return "key" in inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _wide(x: Tensor) -> Tensor:
+    """A loss or a count in a dtype that sums do not spoil."""
+    if not x.dtype.is_floating_point:
+        return x.to(torch.int64)
+    return x.to(torch.float32) if x.dtype in LOW else x
+
+
+def _check_loss(result: Any, has_aux: bool, fn: Callable[..., Any]) -> tuple[Any, Any]:
+    name = defined_at(fn)
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise CaptureError(
+            f"with has_aux=True a loss returns (loss, aux), {name} returned {type(result).__name__}. Return the pair, "
+            "or leave out has_aux"
+        )
+    loss, aux = result if has_aux else (result, None)
+    if isinstance(loss, tuple):
+        raise CaptureError(
+            f"the loss {name} returned a tuple: return the loss alone. For (loss, aux) write a step= with "
+            "fzero.value_and_grad(loss, has_aux=True); for an exact mean return fzero.Mean(total, count)"
+        )
+    if isinstance(loss, Mean):
+        return loss, aux
+    if not isinstance(loss, Tensor) or loss.ndim != 0 or not loss.dtype.is_floating_point:
+        raise CaptureError(
+            f"a loss is a floating 0-d tensor, {name} returned {describe(loss)}. Return a floating tensor's "
+            ".mean() or .sum()"
+        )
+    return loss, aux
+
+
+def _check_mean(mean: Mean, fn: Callable[..., Any]) -> None:
+    name = defined_at(fn)
+    total, count = mean.total, mean.count
+    if not isinstance(total, Tensor) or total.ndim != 0 or not total.dtype.is_floating_point:
+        raise CaptureError(f"Mean(total=...) of {name} is {describe(total)}: needed a floating 0-d tensor, a .sum()")
+    if not isinstance(count, Tensor) or count.ndim != 0:
+        raise CaptureError(
+            f"Mean(count=...) of {name} is {describe(count)}: needed a 0-d tensor, as mask.sum(). Of a fixed number n "
+            "write torch.full((), n)"
+        )
+    if total.dtype in LOW:
+        raise CaptureError(
+            f"Mean(total=...) of {name} is {describe(total)}: a sum of many terms needs more bits. Sum in fp32, as in "
+            "F.cross_entropy(logits.float(), y, reduction='sum')"
+        )
+    if count.dtype in LOW:
+        raise CaptureError(
+            f"Mean(count=...) of {name} is {describe(count)}, which cannot tell 257 from 256: count in more bits, as "
+            "in mask.float().sum()"
+        )
+    if count.requires_grad:
+        raise CaptureError(
+            f"Mean(count=...) of {name} depends on the parameters, and a mean's count has no gradient: detach() it"
+        )

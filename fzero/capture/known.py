@@ -1,0 +1,170 @@
+"""known: values in a trace that depend on no input, computed while it is traced.
+
+A mask, an index or a length that is made of numbers and closed-over tensors alone has a value already: `if mask.any()`
+and `mask.nonzero()` ask for it, and nobody has to wait for the program to run. Beside each such fake tensor lies the
+real one, made by the same ops, views of one another like the fakes; what an input is written into is known no more.
+
+What was read decides the program. A closed-over tensor that it came from is remembered with its version, so that a
+later change of it in place is an error, not a program of old values.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import optree
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fzero._torch_compat import is_fake, unwatched, version
+from fzero.capture.provenance import name_of
+from fzero.errors import CaptureError
+
+MOST = 1 << 22  # elements of a value that is kept: a mask of 2,048 tokens
+IN_ALL = 1 << 30  # bytes that one trace computes
+READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_MADE = re.compile("empty|resize|::set_")  # memory without values
+_Sources = frozenset[int]
+
+
+@dataclass(frozen=True)
+class Baked:
+    """A closed-over tensor whose value has decided a program: which, and its version then."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    name: str
+
+    def check(self) -> None:
+        """Raises CaptureError if it was changed in place since."""
+        tensor = self.tensor()
+        if tensor is not None and version(tensor) != self.version:
+            raise CaptureError(
+                f"{self.name} is closed over, its value was read while the step was traced (`if mask.any()`, "
+                "`mask.nonzero()`, a slice's end), and it was changed in place since: the program would be that of "
+                "the old value. Make a new tensor and a new function that closes over it, or pass it in the batch"
+            )
+
+
+@dataclass
+class Known:
+    """The real values of one trace."""
+
+    values: Any = field(default_factory=WeakIdKeyDictionary)  # fake tensor -> (its real value, what it came from)
+    closed: dict[int, torch.Tensor] = field(default_factory=dict)  # closed-over tensors, by id
+    read: set[int] = field(default_factory=set)  # those of which a value was asked for
+    guarded: set[int] = field(default_factory=set)  # their storages, which no op may write to
+    made: int = 0  # bytes of values so far
+
+    def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """After an op: keeps the values of its results, or forgets what it has written to."""
+        given = self._given(func, args, kwargs)
+        written = self._written(func, args, kwargs) if func._schema.is_mutable else set()
+        large = any(x.numel() > MOST for x in _tensors(result)) or self.made > IN_ALL
+        if given is None or large or written & self.guarded:
+            self._forget(written)
+            return
+        try:
+            real = _tensors(self._computed(func, *given[:2]))
+        except Exception:  # the program will say so, when it runs or, for what eager refuses too, now
+            self._forget(written)
+            return
+        for fake, value in zip(_tensors(result), real, strict=False):
+            if is_fake(fake) and fake.shape == value.shape:
+                self.values[fake] = value, given[2]
+                self.made += value.nbytes
+
+    def value(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
+        """(the result of an op that asks for values), where all of them are known."""
+        given = self._given(func, args, kwargs)
+        if given is None:
+            return None
+        self.read |= given[2]
+        return (self._computed(func, *given[:2]),)
+
+    def places(self, indices: Sequence[Any]) -> list[Any]:
+        """The indices of `x[...]` with masks that are known as the places where they are true."""
+        found: list[Any] = []
+        for index in indices:
+            mask = isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+            value = self.value(torch.ops.aten.nonzero.default, (index,), {}) if mask else None
+            with unwatched():
+                columns = [] if value is None else [column.clone() for column in value[0].unbind(1)]
+            found += [self.literal(column, index.device) for column in columns] or [index]
+        return found
+
+    def literal(self, value: Any, device: torch.device) -> Any:
+        """A number as it is; a real tensor as a literal of the trace on this device."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        with unwatched():
+            there = value.to(device)
+        fake = torch.ops.aten.lift_fresh.default(there)
+        self.values[fake] = value, frozenset()
+        return fake
+
+    def baked(self, fns: Sequence[Any]) -> tuple[Baked, ...]:
+        """The closed-over tensors that were read; `fns` name them."""
+        read = [self.closed[key] for key in sorted(self.read)]
+        return tuple(Baked(weakref.ref(x), version(x), name_of(x, fns)) for x in read)
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with unwatched(), torch.no_grad():
+            if func is torch.ops.aten.lift_fresh.default:  # the copy that a literal's in-place work is done on
+                return args[0].clone()
+            return func(*args, **kwargs)
+
+    def _given(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, _Sources] | None:
+        """(args, kwargs, sources) with real tensors for fakes; None where one is not known, or the op's result is not
+        a function of them."""
+        name = func._schema.name
+        if torch.Tag.nondeterministic_seeded in func.tags or not name.startswith("aten::") or _MADE.search(name):
+            return None
+        leaves: list[Any]
+        leaves, spec = optree.tree_flatten((tuple(args), dict(kwargs)))  # type: ignore[arg-type]
+        sources: _Sources = frozenset()
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                found = self._of(leaf)
+                if found is None:
+                    return None
+                leaves[i], sources = found[0], sources | found[1]
+            elif isinstance(leaf, torch.device):
+                leaves[i] = torch.device("cpu")  # where values are kept, whatever the device of the step
+        args, kwargs = spec.unflatten(leaves)
+        return args, kwargs, sources
+
+    def _of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Sources] | None:
+        if tensor not in self.values:
+            plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+            if is_fake(tensor) or not plain or tensor.numel() > MOST or tensor.is_meta:
+                return None
+            with unwatched(), torch.no_grad():
+                value = tensor.detach().cpu()
+            self.values[tensor] = value, frozenset((id(tensor),))
+            self.guarded.add(_storage(value))
+            self.closed[id(tensor)] = tensor
+        return self.values[tensor]
+
+    def _written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
+        """The storages of known values that an op writes to, by their addresses."""
+        named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+        targets = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        return {_storage(self.values[x][0]) for name in targets for x in _tensors(named.get(name)) if x in self.values}
+
+    def _forget(self, written: set[int]) -> None:
+        for fake, (value, _) in list(self.values.items()) if written else ():
+            if _storage(value) in written:
+                del self.values[fake]
+
+
+def _storage(value: torch.Tensor) -> int:
+    return value.untyped_storage().data_ptr()
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [x for x in optree.tree_leaves(value) if isinstance(x, torch.Tensor)]

@@ -1,0 +1,110 @@
+"""provenance: where in the user's code something is: a line, a definition, the name of a tensor that is closed over."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.ir.records import DTYPE_NAMES
+
+_OURS = (
+    *(f"{path}{os.sep}" for path in (torch.__path__[0], os.path.dirname(tree.__file__), tree.optree.__path__[0])),
+    contextlib.__file__,  # what a decorator of these adds between a caller and fzero
+    functools.__file__,
+)
+
+
+@functools.cache
+def is_users(filename: str) -> bool:
+    """Whether a frame is of the user's code: not of torch, fzero or optree, and not generated."""
+    return not filename.startswith((*_OURS, "<")) or filename.startswith(("<stdin>", "<ipython", "<doctest"))
+
+
+def user_line(frame: types.FrameType | None = None) -> str:
+    """`file.py:12` of the innermost caller outside torch, fzero, optree and Python's decorators."""
+    frame = frame or sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+
+
+def defined_at(fn: Callable[..., Any]) -> str:
+    """`loss_fn (file.py:12)`: a user's function, as messages name it."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    code = getattr(inspect.unwrap(fn), "__code__", None) or getattr(type(fn).__call__, "__code__", None)
+    name = getattr(fn, "__name__", type(fn).__name__)
+    return f"{name} ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if code else name
+
+
+def describe(value: Any) -> str:
+    """`f32[2, 3]`: a tensor as errors and messages show it."""
+    if isinstance(value, torch.Tensor):
+        return f"{DTYPE_NAMES.get(value.dtype, str(value.dtype))}{list(value.shape)}"
+    return f"{type(value).__name__} {value!r}"
+
+
+def name_of(value: Any, fns: Sequence[Callable[..., Any]]) -> str:
+    """A closed-over tensor as messages name it: as the user's code does where that is found."""
+    name = found_name(value, fns)
+    return f"tensor {name!r}" if name else f"a tensor {describe(value)}"
+
+
+def found_name(value: Any, fns: Sequence[Callable[..., Any]]) -> str | None:
+    """The name a closed-over tensor goes by in the user's code."""
+    seen: set[int] = set()
+
+    def look(item: Any, name: str, depth: int) -> str | None:
+        if item is value:
+            return name
+        library = isinstance(item, types.ModuleType) and item.__name__.partition(".")[0] in ("torch", "fzero", "numpy")
+        if depth == 0 or library or id(item) in seen:
+            return None
+        seen.add(id(item))
+        children: list[tuple[str, Any]] = []
+        if isinstance(item, torch.nn.Module):
+            children = [(f"{name}.{n}", t) for n, t in [*item.named_parameters(), *item.named_buffers()]]
+        elif isinstance(item, dict):
+            children = [(f"{name}[{k!r}]", v) for k, v in item.items()]
+        elif isinstance(item, (list, tuple)):
+            children = [(f"{name}[{k}]", v) for k, v in enumerate(item)]
+        elif isinstance(item, types.FunctionType):
+            children = list(_variables(item))
+        elif isinstance(item, functools.partial):
+            given = [*enumerate(item.args), *item.keywords.items()]
+            children = [(name, item.func), *((f"{name}({key})", v) for key, v in given)]
+        elif isinstance(item, types.MethodType):
+            children = [("self", item.__self__), (name, item.__func__)]
+        elif hasattr(item, "__dict__"):
+            children = [(f"{name}.{k}", v) for k, v in vars(item).items()]
+        return next((hit for n, child in children if (hit := look(child, n, depth - 1))), None)
+
+    for fn in fns:
+        if name := look(fn, getattr(fn, "__name__", "fn"), 4):
+            return name
+    return None
+
+
+def _variables(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function closes over: free variables, globals (of functions inside it too) and defaults."""
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            yield name, cell.cell_contents
+    codes = [fn.__code__]
+    for code in codes:
+        codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
+        yield from ((name, fn.__globals__[name]) for name in code.co_names if name in fn.__globals__)
+    arguments = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+    yield from zip(reversed(arguments), reversed(fn.__defaults__ or ()), strict=False)
+    yield from (fn.__kwdefaults__ or {}).items()

@@ -1,0 +1,265 @@
+"""refuse: what a trace may not do, and how its errors say so: the user's line, and what to write instead.
+
+`check_graph` looks at a finished trace; `explained` turns what torch raises on the way into errors of fzero.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.overrides import TorchFunctionMode
+
+from fzero._torch_compat import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    by_decompositions,
+    is_fake,
+)
+from fzero.capture.ambient_rng import no_dropout
+from fzero.capture.provenance import describe, is_users, name_of, user_line
+from fzero.errors import CaptureError
+from fzero.ir import segments
+
+aten = torch.ops.aten
+Fns = tuple[Callable[..., Any], ...]
+
+
+def check_graph(gm: fx.GraphModule, names: Sequence[str], fns: Fns, *, in_region: bool) -> None:
+    """Refuses what a traced graph may not do. `names` say what its inputs are, `fns` whose closures name tensors."""
+    inputs = dict(zip(segments.placeholders(gm.graph), names, strict=False))
+    _check_shape_changes(gm)
+    for node in gm.graph.nodes:
+        where = node.meta.get("source") or "the step"
+        for argument in segments.mutated(node):
+            root = segments.base(argument)
+            if root in inputs:
+                raise CaptureError(
+                    f"{inputs[root]} is changed in place by {node.target} at {where}: a step is pure. "
+                    "Return a new value instead"
+                )
+            if root.op == "get_attr":
+                raise closed_over_write(fns, attribute(gm, root), node.target, where)
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not no_dropout(
+            node.target, node.args, node.kwargs
+        ):
+            raise ambient_draw(node.target, where)
+        if node.op == "get_attr":
+            value = attribute(gm, node)
+            if is_fake(value) and not in_region:
+                raise CaptureError(
+                    f"a tensor {describe(value)} at {where} was made inside a loss, or in another trace, and kept: it "
+                    "has no value here. Return it from the loss as aux (has_aux=True)"
+                )
+            wanted = [u for u in node.users if not (u.meta.get("no_grad") or str(u.target) in _NO_GRAD)]
+            if isinstance(value, torch.Tensor) and not is_fake(value) and value.requires_grad and wanted:
+                raise CaptureError(
+                    f"{name_of(value, fns)} is closed over at {wanted[0].meta.get('source') or where} and "
+                    "requires grad: it would get no gradient and never change. Pass it in through the parameters, or "
+                    "detach() it"
+                )
+
+
+def _check_shape_changes(gm: fx.GraphModule) -> None:
+    """Refuses `x.transpose_(...)` and kin where x shares memory and the others, or x again, are used in other ways.
+
+    Autograd then makes x's views anew, from x as it is now instead of as it was: their gradients would be wrong (on
+    fake tensors; on others it makes them by their place in memory)."""
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    reshaped = [n for n in order if torch.Tag.inplace_view in getattr(n.target, "tags", ())]
+    writes = [n for n in order if n not in reshaped and segments.mutated(n)]
+    for node in reshaped:
+        if node.meta.get("no_grad"):
+            continue
+        changed, root = segments.operand(node), segments.base(node)
+        others = [n for n in order if n is not changed and segments.is_compute(n) and segments.base(n) is root]
+        read = any(order[n] < order[node] < order[user] for n in others for user in n.users)
+        written = any(order[n] > order[node] and segments.base(n) is root for n in writes)
+        if read or (written and segments.is_view(changed)):
+            raise CaptureError(
+                f"{node.target} at {node.meta.get('source') or 'the step'} changes the shape of a tensor in place that "
+                "shares its memory with another one: their gradients would be wrong. Write x = x.transpose(...), not "
+                "x.transpose_(...)"
+            )
+
+
+# ops that ask for no gradient of what they read; a region's own graph has been looked at
+_NO_GRAD = ("aten.detach.default", "fzero.region.default")
+
+
+def ambient_draw(op: Any, where: str) -> CaptureError:
+    return CaptureError(
+        f"{op} at {where} draws from torch's ambient generator: the step would not be a function of its state. "
+        "In a loss, give it a key: fzero.init(params, spec, key=fzero.random.key(0)), or value_and_grad(loss, key=key) "
+        "in a step of your own, or fzero.evaluate(..., key=key). "
+        "Elsewhere use fzero.random with a key from the state or the batch"
+    )
+
+
+def closed_over_write(fns: Fns, value: Any, op: Any, where: str) -> CaptureError:
+    return CaptureError(
+        f"{name_of(value, fns)} is closed over and changed in place by {op} at {where}: put it in the state "
+        "and return its new value"
+    )
+
+
+def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+    return getattr(gm, str(node.target))
+
+
+SPARSE = (
+    "The tensors of a step are dense. Pass a sparse matrix as its indices and values, in the batch or closed over; "
+    "a @ x is then torch.zeros(rows, x.shape[1]).index_add(0, row, value[:, None] * x[column])"
+)
+
+
+class Refused(Exception):
+    """A CaptureError on its way out of torch: torch takes a TypeError in an operator for "try the other operand".
+    `written` is the real tensor that it forbids to write to, if that is why."""
+
+    def __init__(self, text: str, written: torch.Tensor | None = None) -> None:
+        super().__init__(text)
+        self.written = written
+
+
+RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+_SETS_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class NoExchange(TorchFunctionMode):
+    """Refuses `x.data = y`, which no op tells a trace of: it would go on with the old value. On CUDA, recurrent layers
+    become the ops that they are made of."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == _SETS_DATA:
+            raise Refused(
+                f"`.data = ...` at {user_line()} puts another value into a tensor, which a trace cannot follow. Write "
+                "x = value; of a parameter, compute with the new value, and return it from the step to keep it"
+            )
+        if func in RECURRENT and any(isinstance(x, torch.Tensor) and x.is_cuda for x in args):
+            with by_decompositions():  # cuDNN would read where the weights lie
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Turns torch's errors about values that a trace does not have into one with the user's line and what to do."""
+    try:
+        yield
+    except Refused as error:
+        raise CaptureError(str(error)) from None
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise _data_dependent(error, str(error.func)) from None
+    except (RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, CaptureError) or (isinstance(error, ValueError) and _NO_VIEW not in str(error)):
+            raise
+        if "tracing tensor" in str(error) or "data-dependent" in str(error).lower():
+            raise _data_dependent(error, "a tensor's value") from None
+        for part, why in _TORCH_SAYS.items():
+            if part in str(error):
+                raise CaptureError(f"{_raised_at(error) or 'in the step'}: {why}") from None
+        raise
+
+
+_NO_VIEW = "Cannot view a tensor with shape"  # a ValueError on fake tensors
+_TORCH_SAYS = {
+    "leaf Variable that requires grad": "a parameter is changed in place: a step is pure. Return a new value instead",
+    "returned an invalid gradient": "the shape of a tensor that has a gradient is changed in place (squeeze_, "
+    "transpose_, resize_ and kin). Write x = x.squeeze() instead of x.squeeze_()",
+    "supported for tensor subclasses": "numpy would need a tensor's values, which are known only when the program "
+    "runs. Use the torch function, or compute it outside the step and pass it in the batch",
+    "mixed dtype (CPU)": "a layer mixes a narrow and a wide dtype, as a BatchNorm does whose weight is cast and whose "
+    "statistics are not. Keep the layer wide: Precision(compute=..., keep={'**/bn*/**': 'fp32'})",
+    "expected scalar type": "a layer mixes dtypes, as a BatchNorm does whose weight is cast to the compute dtype and "
+    "whose statistics are not. Keep all of the layer wide: Precision(compute=..., keep={'<its path>/**': 'fp32'})",
+    "data is not allocated yet": "a tensor's values are needed, which are known only when the program runs. Instead "
+    "of torch.tensor([x, y]) write torch.stack([x, y])",
+    "passed to FakeTensor.__format__": "a tensor's value would be printed, which is known only when the program runs. "
+    "Return it as a metric",
+    "_apply(): Couldn't swap": "a module is moved or cast within the step (module.to, .half). Cast its input, as in "
+    "x.to(self.l.weight.dtype), and say Precision(compute=...) for the weights",
+    _NO_VIEW: "a view that the tensor's strides do not allow. Write x.reshape(...) instead of "
+    "x.view(...), and x = x.transpose(...) instead of x.transpose_(...) and kin, which change views made before",
+    "does not require grad and does not have a grad_fn": "a gradient is asked for of a value that is no function of a "
+    "tensor that requires grad (one that is detached, made under no_grad, or closed over). Take it of "
+    "x.detach().requires_grad_(), made in the loss",
+    "a dynamo-optimized function": "a torch.compiled function is called. Pass the plain one: fzero compiles the step",
+}
+
+
+def _data_dependent(error: Exception, what: str) -> CaptureError:
+    (users, code), library = _frames(error)
+    text = f"{users}: the program would depend on {what}, which is known only when it runs"
+    if library is not None:
+        where, code = library
+        text += f"; {where} asks for it: `{code}`"
+        code = f"{where} {code}"
+    remedies = (remedy for part, remedy in REMEDIES.items() if part in f"{what} {code}")
+    return CaptureError(f"{text}. {next(remedies, _IN_GENERAL)}")
+
+
+_IN_GENERAL = (
+    "Instead of `if x > 0:` write torch.where(x > 0, a, b); instead of x.item() keep the 0-d tensor; "
+    "instead of x[mask] multiply by the mask; what does not depend on the state or the batch may be asked for freely"
+)
+
+# part of "op file:line in function `line of code`" -> what to write instead. The first that fits is said.
+REMEDIES = {
+    "torch/distributions": "It checks its arguments: pass validate_args=False",
+    "nn/modules/transformer.py": "It asks whether the mask is causal: pass is_causal=True or False beside mask=, or "
+    "make the mask outside of the batch and the state",
+    "_pack_padded_sequence": "Lengths of packed sequences are values: run the padded batch, and multiply what comes "
+    "out by a mask of the lengths (torch.arange(T) < lengths[:, None]); take last states by torch.gather",
+    "_ctc_loss": "torch's CTC reads lengths and targets on the host: compute it by its recursion in log space over "
+    "padded targets, with torch.where for lengths",
+    "one_hot(": "Say num_classes=",
+    "aten.repeat_interleave": "Say output_size=, or repeat by an index from the batch",
+    "aten.bincount": "Its length is a value: torch.zeros(n).index_add(0, index, ones) has n elements",
+    "aten._unique2": "How many there are is a value: torch.sort keeps the shape",
+    "gaussian_nll_loss": "It checks that no variance is negative: write 0.5 * (var.log() + (x - y) ** 2 / var) with "
+    "var.clamp(min=eps)",
+    "models/longformer": "It looks for tokens with global attention: this model needs a loss of its own parts with a "
+    "fixed set of them",
+    "models/led": "It looks for tokens with global attention: this model needs a loss of its own parts with a fixed "
+    "set of them",
+    "models/llava": "Where image tokens are is a value: pass inputs_embeds that you merge by torch.where with a mask "
+    "from the batch",
+    "torch_geometric": "Say how many nodes there are (num_nodes=, dim_size=), and add self loops outside of the step",
+}
+
+
+def _frames(error: Exception) -> tuple[tuple[str, str], tuple[str, str] | None]:
+    """((the user's innermost line, its code), the innermost line of a library that it called, as `package/x.py:12 in
+    f`, and its code) of an error's traceback."""
+    users, library = ("", ""), None
+    trace_back = error.__traceback__
+    while trace_back is not None:
+        code, line = trace_back.tb_frame.f_code, trace_back.tb_lineno
+        text = linecache.getline(code.co_filename, line).strip()
+        if (package := _library(code.co_filename)) is not None:
+            library = f"{package}:{line} in {code.co_name}", text
+        elif is_users(code.co_filename):
+            users, library = (f"{code.co_filename.rsplit('/', 1)[-1]}:{line}", text), None
+        trace_back = trace_back.tb_next
+    return users, library
+
+
+def _library(filename: str) -> str | None:
+    """An installed file from its package on, but for the parts of torch that every op goes through."""
+    _, _, inner = filename.rpartition("site-packages/")
+    shown = ("torch/distributions", "torch/nn", "torch/functional", "torch/optim", "torch/utils/data")
+    if inner == filename or (inner.startswith("torch/") and not inner.startswith(shown)):
+        return None
+    return inner if not inner.startswith(("fzero/", "optree/")) else None
+
+
+def _raised_at(error: Exception) -> str:
+    """The innermost line outside torch, fzero and optree of an error's traceback."""
+    return _frames(error)[0][0]

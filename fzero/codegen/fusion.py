@@ -1,0 +1,265 @@
+"""fusion: the stretches of a segment that a compiler makes better than aten, each as one call.
+
+1. A node is *fusible* where it is a loop over elements: pointwise ops, reductions, norms, softmax, losses, lookups,
+   copies. Matrix products, attention, convolutions, draws, scatters and fzero's own kernels stay what they are: they
+   are as fast outside, write into given memory without a copy there, and keep their bits.
+2. Consecutive fusible nodes make a *stretch*. Views are no border: they are made again on either side of one. The order
+   of the rest does not change, so neither does the peak but for what the stretch no longer makes.
+3. Where two of a stretch's ops or more compute something it becomes a `Fused` node: a graph that reads its inputs,
+   writes its results into given memory, and is compiled by hash. One op alone gains little (docs/compile.md).
+
+    m = mm(x, w);  a = add(r, m);  n = layer_norm(a, g, b);  q = mm(n, u)
+    becomes   m = mm(x, w);  a, n, mean, rstd = fused(r, m, g, b);  q = mm(n, u)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fzero._torch_compat import function_schema, inductor_rounds
+from fzero.ir import segments
+from fzero.ir.program import Program
+from fzero.ir.records import Op, Ref
+
+aten = torch.ops.aten
+AUTO_BYTES = 1 << 18  # what a stretch must move for how="auto": below it the time is not in the loops
+
+_LOOPS = frozenset(
+    str.split(
+        "sum mean amax amin prod var var_mean any all linalg_vector_norm logsumexp _softmax _log_softmax "
+        "_softmax_backward_data _log_softmax_backward_data native_layer_norm native_layer_norm_backward "
+        "_fused_rms_norm _fused_rms_norm_backward nll_loss_forward nll_loss_backward embedding cat stack "
+        "slice_backward select_backward full zeros ones arange scalar_tensor constant_pad_nd tril triu copy_"
+    )
+)
+_MOVES = frozenset(str.split("copy_ clone _to_copy full zeros ones ones_like zeros_like full_like"))
+_ERF = frozenset(
+    str.split("erf erfc special_erf special_erfc gelu gelu_backward")
+)  # aten's is twice as fast on the CPU
+_LOW = (torch.bfloat16, torch.float16)
+_DTYPES = frozenset(
+    {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool}
+    | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+)
+
+
+class Fused:
+    """A stretch as something to call: `fused(*inputs)` returns its results in fresh memory, `fused.out(*inputs, *outs)`
+    writes them into `outs`, which overlap no input. Inputs numbered in `writes` are written in place.
+
+    `graph` is the stretch with its outs as trailing placeholders; `run` executes it, as aten until it is compiled.
+    """
+
+    __module__ = namespace = "fzero"
+
+    def __init__(self, graph: fx.GraphModule, writes: Sequence[int], like: Sequence[torch.Tensor]) -> None:
+        self.graph, self.writes, self.like = graph, tuple(writes), tuple(like)
+        self.digest = segments.digest(graph)
+        self.__name__ = self.__qualname__ = f"fused_{self.digest}"
+        self.num_inputs = len(segments.placeholders(graph.graph)) - len(like)
+        self._made = [(tuple(x.shape), x.stride(), x.dtype) for x in like]
+        self.run: Callable[..., Any] = graph.forward
+        self._schema = function_schema(self.__name__, self.num_inputs, self.writes)  # fx keeps what has effects
+
+    def out(self, *tensors: torch.Tensor) -> None:
+        self.run(*tensors)
+
+    def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        device = inputs[0].device if inputs else self.like[0].device.type
+        outs = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in self._made]
+        self.run(*inputs, *outs)
+        return outs
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+
+def fuse(program: Program, how: str) -> tuple[dict[str, fx.GraphModule], dict[str, Fused]]:
+    """(by hash, the segments that have stretches, with `Fused` nodes for them; the stretches by hash).
+
+    how: "none"; "inductor": every stretch; "auto": those that move `AUTO_BYTES` or more.
+    """
+    pool: dict[str, Fused] = {}
+    found: dict[str, fx.GraphModule] = {}
+    for key, same in aliased(program).items() if how != "none" else ():
+        made = fused(program.segments[key], pool, same, AUTO_BYTES if how == "auto" else 0)
+        if made is not None:
+            found[key] = made
+    return found, pool
+
+
+def aliased(program: Program) -> dict[str, dict[int, int]]:
+    """For each segment which destinations are the memory of which reads. Left out are segments whose ops differ in it,
+    where memory overlaps in part, and where a rank's own part may be shorter than another's: shapes are compiled in."""
+    found: dict[str, list[dict[int, int]]] = {}
+    uneven: set[str] = set()
+    for op in program.ops:
+        if op.get("segment") is not None:
+            found.setdefault(str(op.get("segment")), []).append(_same(op))
+            if any(_is_part(program, ref) for ref in (*op.reads, *op.writes)):
+                uneven.add(str(op.get("segment")))
+    return {
+        key: seen[0]
+        for key, seen in found.items()
+        if key not in uneven and all(op == seen[0] for op in seen) and -1 not in seen[0].values()
+    }
+
+
+def _is_part(program: Program, ref: Ref) -> bool:
+    """Whether a reference is a rank's slice of some of a bucket: of all of it, slices are equal."""
+    buffer = program.buffers[ref.name]
+    cut = ref.start is not None and (ref.mine or buffer.shard) and program.world_size > 1
+    return cut and (ref.start, ref.stop) != (0, program.buckets[buffer.bucket or ""].length)
+
+
+def _same(op: Op) -> dict[int, int]:
+    """For each destination placeholder, by number, the read that is the same memory, or -1 if it only overlaps."""
+    dests = list(enumerate(op.writes[int(op.get("fresh", 0)) :], len(op.reads)))
+    over = {d: [i for i, read in enumerate(op.reads) if read.overlaps(dest)] for d, dest in dests}
+    equal = {d: [i for i in over[d] if op.reads[i] == dest] for d, dest in dests}
+    return {d: (found[0] if found == over[d] else -1) for d, found in equal.items() if over[d]}
+
+
+def fused(
+    gm: fx.GraphModule, pool: dict[str, Fused], same: dict[int, int], min_bytes: int = 0
+) -> fx.GraphModule | None:
+    """The segment with a `Fused` node for each stretch that moves `min_bytes` or more, or None where it has none.
+
+    `same` maps a destination's placeholder number to that of the read that is the very same memory: to the compiler
+    they become one input, or it might write the one before it has read the other. `pool` holds the stretches by hash.
+    """
+    graph = segments.copied(gm.graph)
+    holders = segments.placeholders(graph)
+    for dest, read in same.items():
+        holders[read].replace_all_uses_with(holders[dest])
+    for node in graph.nodes:
+        if segments.mutated(node) and is_fusible(node):  # its value is the memory that it wrote
+            node.replace_all_uses_with(segments.mutated(node)[0])
+    found = [s for s in _stretches(graph) if _moved(s) >= min_bytes]
+    for stretch in found:
+        _replace(graph, stretch, pool)
+    return segments.module(graph) if found else None
+
+
+def is_fusible(node: fx.Node) -> bool:
+    """Whether a node is a loop over elements that a compiler may fuse with others."""
+    if node.target is operator.getitem:
+        return is_fusible(segments.operand(node))
+    found = segments.schema(node)
+    if found is None or node.target.namespace != "aten":  # type: ignore[union-attr]
+        return False
+    values = [t for n in (node, *node.all_input_nodes) for t in segments.tensors(n.meta.get("val"))]
+    devices = {t.device.type for t in values}
+    name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
+    if len(devices) != 1 or any(t.dtype not in _DTYPES or t.numel() == 0 for t in values):
+        return False
+    if any(t.dtype in _LOW for t in values) and not inductor_rounds(*devices):
+        return False
+    tags = node.target.tags  # type: ignore[union-attr]
+    if torch.Tag.nondeterministic_seeded in tags or (devices == {"cpu"} and name in _ERF and not _is_tanh(node)):
+        return False
+    if found.is_mutable and any(segments.base(d).op != "placeholder" for d in segments.mutated(node)):
+        return False
+    return name in _LOOPS or segments.is_pointwise(node)
+
+
+def _is_tanh(node: fx.Node) -> bool:
+    return node.kwargs.get("approximate") == "tanh"
+
+
+def _stretches(graph: fx.Graph) -> list[list[fx.Node]]:
+    """Maximal runs of fusible nodes of which two or more compute something."""
+    runs: list[list[fx.Node]] = [[]]
+    for node in graph.nodes:
+        if not segments.is_compute(node) or _is_aten_view(node):
+            continue
+        if is_fusible(node):
+            runs[-1].append(node)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if sum(_computes(n) for n in run) > 1]
+
+
+def _is_aten_view(node: fx.Node) -> bool:
+    """Whether a node is a view that a compiler knows; `fzero.strided` is not, and ends a stretch."""
+    return segments.is_view(node) and node.target is not torch.ops.fzero.strided.default
+
+
+def _computes(node: fx.Node) -> bool:
+    """Casts and copies do not count: one stage has them where another has not, and both are to decide alike."""
+    return node.target is not operator.getitem and node.target.overloadpacket.__name__ not in _MOVES  # type: ignore
+
+
+def _moved(stretch: Sequence[fx.Node]) -> int:
+    """Bytes that its ops read and write one by one."""
+    values = [t for n in stretch for m in (n, *n.all_input_nodes) for t in segments.tensors(m.meta.get("val"))]
+    return sum(t.numel() * t.element_size() for t in values)
+
+
+def _replace(graph: fx.Graph, stretch: Sequence[fx.Node], pool: dict[str, Fused]) -> None:
+    inside, views = set(stretch), _views_of(stretch)
+    results = [n for n in stretch if _is_result(n, inside)]
+    body, inputs = _body(stretch, results)
+    written = {segments.base(d) for n in stretch for d in segments.mutated(n)}
+    one = Fused(body, [i for i, n in enumerate(inputs) if n in written], [n.meta["val"] for n in results])
+    one = pool.setdefault(one.digest, one)
+    order = [n for n in graph.nodes if n in inside or n in views]
+    with graph.inserting_after(stretch[-1]):
+        end = call = graph.call_function(one, tuple(inputs))
+    call.meta["val"] = one.like
+    for number, node in enumerate(results):
+        with graph.inserting_after(end):
+            end = graph.call_function(operator.getitem, (call, number))
+        end.meta = dict(node.meta)
+        node.replace_all_uses_with(end)
+    for node in order:
+        if node in views:  # outside they follow the call
+            end.append(node)
+            end = node
+    for node in reversed(order):
+        if node in inside or not node.users:
+            graph.erase_node(node)
+
+
+def _is_result(node: fx.Node, inside: set[fx.Node]) -> bool:
+    """Whether something outside reads a node's own memory: directly, or through views."""
+    if segments.mutated(node) or (not isinstance(node.meta.get("val"), torch.Tensor)):
+        return False
+    return any(u not in inside and (not segments.is_view(u) or _is_result(u, inside)) for u in node.users)
+
+
+def _views_of(stretch: Sequence[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    pending = [u for node in stretch for u in node.users]
+    while pending:
+        node = pending.pop()
+        if segments.is_view(node) and node not in found:
+            found.add(node)
+            pending += node.users
+    return found
+
+
+def _body(stretch: Sequence[fx.Node], results: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """The stretch as a graph of its own: inputs by first use, then a destination for each result."""
+    inside, order, inputs = set(stretch), [], []
+    seen: set[fx.Node] = set()
+
+    def visit(node: fx.Node) -> None:
+        if node in seen:
+            return
+        seen.add(node)
+        if node in inside or _is_aten_view(node):
+            for operand in node.all_input_nodes:
+                visit(operand)
+            order.append(node)
+        else:
+            inputs.append(node)
+
+    for node in stretch:
+        visit(node)
+    return segments.extract(order, inputs, results, results, from_buffers=False), inputs

@@ -1,0 +1,139 @@
+"""inplace: values of a segment that need no memory of their own.
+
+An elementwise op may write over an operand that nobody reads afterwards, and a value that is only made to be copied or
+added into a given destination may be made there. So a chain of elementwise work holds one value instead of two, and a
+gradient that is the sum of two terms holds its second term where the sum will lie.
+
+    a = mul(x, y); b = exp(a)              b lies where a lay
+    t = mm(x, y); add.out(h, t, out=dest)  t lies in dest
+
+Only ops are named here whose kernel reads each element before it writes that element, seen to give the same bits (but
+for the sign and payload of a NaN, which follow how a kernel walks over memory).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from fzero.ir import segments
+from fzero.ir.records import Op
+from fzero.ir.rewrite import Spans
+
+aten = torch.ops.aten
+Home = segments.Value | fx.Node  # a value of the segment, or the placeholder of a destination
+
+_OVER = frozenset(
+    str.split(
+        "add sub mul div neg abs exp log sqrt rsqrt reciprocal square pow tanh sigmoid relu silu gelu where maximum "
+        "minimum clamp_min clamp_max tanh_backward sigmoid_backward threshold_backward silu_backward gelu_backward"
+    )
+)
+_OVER_ROWS = frozenset(("_log_softmax", "_softmax", "_log_softmax_backward_data", "_softmax_backward_data"))
+
+
+def apart(op: Op) -> frozenset[int]:
+    """The destinations of a run, as positions of its segment's placeholders, that share no memory with what it reads or
+    another one of them."""
+    into = op.writes[int(op.get("fresh", 0)) :]
+    spans = Spans((*op.reads, *into))
+    return frozenset(at for at, dest in enumerate(into, len(op.reads)) if all(met == at for met in spans.over(dest)))
+
+
+def homes(
+    gm: fx.GraphModule, found: segments.Values, apart: frozenset[int], cut: Collection[fx.Node] = ()
+) -> dict[segments.Value, Home]:
+    """{value: the value or the destination in whose memory it lies}, of those that need none of their own. `cut` are
+    nodes whose values are never whole."""
+    holders = segments.placeholders(gm.graph)
+    free = {holders[i] for i in apart}
+    takes: dict[segments.Value, Home] = {}
+    for at, node in enumerate(gm.graph.nodes):
+        result = _result(node, free)
+        if result is None or node in cut:
+            continue
+        target = result if isinstance(result, fx.Node) else node
+        for operand in node.all_input_nodes:
+            key = _own(operand, found)
+            if (
+                key is not None
+                and key[0] not in cut
+                and found.lives[key][1] == at
+                and _elementwise(node, key, target.meta["val"])
+            ):
+                takes[key] = result
+                break
+    return {key: _last(takes, key) for key in takes}
+
+
+def _last(takes: dict[segments.Value, Home], key: segments.Value) -> Home:
+    home: Home = key
+    while not isinstance(home, fx.Node) and home in takes:
+        home = takes[home]
+    return home
+
+
+def _result(node: fx.Node, free: set[fx.Node]) -> Home | None:
+    """Where an op that may write over its operands writes to; None for another op."""
+    into: Any = node.args[0] if node.target is aten.copy_.default else node.kwargs.get("out")
+    if node.target is not aten.copy_.default and not writes_over(node):
+        return None
+    if isinstance(into, fx.Node):
+        return into if into in free and set(into.users) == {node} else None
+    return (node, 0) if segments.results(node) else None
+
+
+def writes_over(node: fx.Node) -> bool:
+    """Whether an op may write over an operand: elementwise, or row by row."""
+    return segments.op_name(node) in _OVER or by_rows(node)
+
+
+def by_rows(node: fx.Node) -> bool:
+    """Softmax along the last dim on the CPU reads a row before it writes the row."""
+    if segments.op_name(node) not in _OVER_ROWS:
+        return False
+    value = segments.operand(node).meta["val"]
+    dims = {arg for arg in node.args[1:3] if isinstance(arg, int) and not isinstance(arg, bool)}
+    return value.device.type == "cpu" and bool(dims) and dims <= {-1, value.ndim - 1}
+
+
+def _own(operand: fx.Node, found: segments.Values) -> segments.Value | None:
+    """The one value of the segment's workspace that an operand looks at."""
+    keys = list(segments.memory(operand))
+    return keys[0] if len(keys) == 1 and keys[0] in found.lives and keys[0] not in found.outputs else None
+
+
+def _elementwise(node: fx.Node, key: segments.Value, result: torch.Tensor) -> bool:
+    """Whether every operand of this memory has the shape, strides and dtype of the result, and all of the memory.
+
+    Strides of dims of size one count too: torch takes an input and an output as one only if they are equal. After an
+    `expand` torch's shape rules give them other ones than its kernels (2.13.0).
+    """
+    made = dict(segments.results(key[0]))[key[1]]
+    # a value read as another dtype; complex division rounds differently over its operand (torch 2.13.0)
+    if made.dtype != result.dtype or result.dtype.is_complex:
+        return False
+    readers = [n for n in node.all_input_nodes if key in segments.memory(n)]
+    if any(map(_expanded, readers)):
+        return False
+    operands = [n.meta["val"] for n in readers]
+    dense = torch.empty(result.shape, device="meta").stride()
+    return segments.extent_bytes(made) == segments.extent_bytes(result) and all(
+        x.shape == result.shape and x.dtype == result.dtype and x.stride() == result.stride() == dense for x in operands
+    )
+
+
+def _expanded(node: fx.Node) -> bool:
+    while segments.is_view(node):
+        if node.target is aten.expand.default:
+            return True
+        node = segments.operand(node)
+    return False
+
+
+def at_home(value: torch.Tensor, home: torch.Tensor) -> torch.Tensor:
+    """A value's tensor in the memory of its home; `value` says the shape and the strides."""
+    return home.as_strided(value.shape, value.stride())

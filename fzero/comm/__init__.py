@@ -1,0 +1,1 @@
+"""comm: see README.md."""

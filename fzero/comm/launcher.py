@@ -1,0 +1,90 @@
+"""launcher: whether a launcher other than torchrun started this process as one task of several.
+
+`srun python train.py` and `mpirun python train.py` start it once for each task, without RANK and WORLD_SIZE. Each would
+be a world of one, and train a model of its own. A task knows the tasks of its own step (`LAUNCHERS`).
+
+A batch script and a shell of salloc are one process in an allocation for many: SLURM_NTASKS, which they have too, says
+what an srun within would start. SLURM_STEP_NUM_TASKS is srun's, of the step it started. WORLD_SIZE=1, which torchrun
+sets for one process, says that a world of one is meant.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from fzero.errors import SpecError
+
+
+class Launcher(NamedTuple):
+    """How tasks are started, the variables that tell a task its place, and what a shell makes the first host of."""
+
+    command: str
+    size: str
+    rank: str
+    local_rank: str
+    local_size: str
+    first_host: str = ""
+
+
+SLURM_HOST = "$(scontrol show hostnames $SLURM_STEP_NODELIST | head -n 1)"
+PLACE = ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")
+LAUNCHERS = (
+    Launcher("mpirun", *(f"OMPI_COMM_WORLD_{what}" for what in PLACE)),  # Open MPI
+    Launcher("mpirun", *(f"MV2_COMM_WORLD_{what}" for what in PLACE)),  # MVAPICH
+    Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "", SLURM_HOST),
+    Launcher("mpiexec", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and Intel MPI
+)
+
+
+def check(environ: Mapping[str, str]) -> None:
+    """Raises SpecError where this process is one of several tasks and was not told its RANK."""
+    if _number(environ, "WORLD_SIZE") == 1:
+        return
+    for variable, least in (("WORLD_SIZE", 2), ("RANK", 1)):
+        if _number(environ, variable) >= least:
+            other = "RANK" if variable == "WORLD_SIZE" else "WORLD_SIZE"
+            raise SpecError(
+                f"{variable}={environ[variable]} says that there are several ranks, and {other} is not set: each would "
+                f"train a model of its own. Start them with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and "
+                "MASTER_PORT. For a world of one unset it"
+            )
+    for launcher in LAUNCHERS:
+        if _number(environ, launcher.size) > 1:
+            raise SpecError(_told(launcher, environ))
+    if _number(environ, "PMIX_RANK") > 0:  # which knows no size
+        raise SpecError(
+            f"PMIX_RANK={environ['PMIX_RANK']}: this is one task of several, and RANK is not set: each would train a "
+            "model of its own. Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each, or start the "
+            "ranks of each machine with torchrun. To train separate models set WORLD_SIZE=1 RANK=0"
+        )
+
+
+def line(launcher: Launcher, size: int, host: str, command: str) -> str:
+    """The line that starts the same tasks as ranks."""
+    place = (
+        f"RANK=${launcher.rank} WORLD_SIZE=${launcher.size} LOCAL_RANK=${launcher.local_rank} "
+        f"MASTER_ADDR={host} MASTER_PORT=29500"
+    )
+    return f"{launcher.command} -n {size} bash -c {shlex.quote(f'{place} exec {command}')}"
+
+
+def _told(launcher: Launcher, environ: Mapping[str, str]) -> str:
+    script, size = shlex.join(sys.argv), _number(environ, launcher.size)
+    one = _number(environ, launcher.local_size) == size
+    host = launcher.first_host or ("127.0.0.1" if one else "FIRST_HOST")
+    where = "" if host != "FIRST_HOST" else " (for FIRST_HOST the first host of the hostfile, on one machine 127.0.0.1)"
+    return (
+        f"{launcher.size}={size}: {launcher.command} started {size} tasks, and none was told its RANK: each would "
+        f"train a model of its own. Type{where}\n    {line(launcher, size, host, f'python {script}')}\nor, on one "
+        f"machine,\n    torchrun --nproc-per-node {size} {script}\n"
+        f"To train {size} separate models set WORLD_SIZE=1 RANK=0"
+    )
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    """What a variable says, 0 where it is not set or no number."""
+    text = environ.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() else 0

@@ -1,0 +1,321 @@
+"""peers: the ranks of one machine: memory that each may read of the others, and signals between them.
+
+Memory. An arena (`Host.allocate`) is an anonymous file (`memfd_create`, not bounded by /dev/shm) that every peer maps:
+its descriptor travels over the sockets. What lies in no arena is copied into a staging block, or, up to INLINE_BYTES,
+sent in the message itself.
+
+Signals. `offer` tells each peer where a source lies; `take` waits for that and returns the peer's memory; `done` says
+that it was read; `settle` waits until all have. A message carries the transfer's number and the source's place, so
+ranks need not agree on where a source lies or on the order in which they wait; it is a system call, hence a memory
+barrier. A rank that waits tries for SPIN_SECONDS and then sleeps (a round trip between two ranks: 5 microseconds tried,
+55 slept). A peer that is gone shows as the end of its socket; one that has nothing more to do says so first.
+
+Given up: peers' pages count in each rank's resident size, though they are there once; and huge pages, which on shared
+memory made 512 times fewer faults and a slower first touch. That touch costs 0.6 ms a MB: keep arenas.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import struct
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+
+from fzero.errors import DisagreementError, PeerError
+
+HEAD = struct.Struct("<5Q")  # kind, number (of the transfer or arena), arena, offset in it, bytes
+ARENA, DROPPED, READY, LETTER, READ, BYE = range(6)
+INLINE_BYTES = 4096
+SPIN_SECONDS = 50e-6  # about what it costs to sleep and be woken
+SLICE_SECONDS = 0.25  # a rank that sleeps looks so often whether it waits in vain
+MIN_BLOCK_BYTES = 1 << 16
+DESCRIPTOR_BYTES = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
+
+
+@dataclass
+class _Peer:
+    """Another rank: its arenas as mapped here, what it offered by transfer, and which of ours it has read."""
+
+    rank: int
+    socket: socket.socket
+    arenas: dict[int, torch.Tensor] = field(default_factory=dict)
+    offers: dict[int, tuple[torch.Tensor, bool]] = field(default_factory=dict)  # bytes; whether to say `read`
+    read: set[int] = field(default_factory=set)
+    end: str = ""  # "closed" when it said goodbye, "died" when it did not
+
+
+class Host:
+    """The ranks of one process group, all on this machine. Made by `fzero.comm.rendezvous`.
+
+    What goes wrong with a peer is a PeerError that names it and the transfer; the host is closed then. `halted` is
+    asked by a rank that waits: text where it waits in vain. Not for several threads at once. A process forked from a
+    rank has no part in it.
+    """
+
+    def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout_seconds: float) -> None:
+        world = len(sockets) + 1
+        self.rank, self.timeout_seconds, self.failure = rank, timeout_seconds, ""
+        self.halted: Callable[[], str] = str
+        self.peers = {r: _Peer(r, sockets[r]) for r in ((rank + i) % world for i in range(1, world))}  # next one first
+        self.polled = select.poll()
+        for peer in self.peers.values():
+            peer.socket.setblocking(False)
+            self.polled.register(peer.socket, select.POLLIN)
+        self.num_arenas = 0
+        self.arenas: dict[int, tuple[int, int]] = {}  # (address, bytes)
+        self.dropped: deque[int] = deque()
+        self.staged: dict[int, torch.Tensor] = {}  # by transfer
+        self.blocks: list[torch.Tensor] = []
+        self._bye = weakref.finalize(self, _say_bye, [peer.socket for peer in self.peers.values()])
+        _HOSTS.add(self)
+
+    # --- memory
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Zeroed bytes (uint8, 1-D, page-aligned) that every peer can read; freed when the last tensor on them dies.
+
+        Other ranks map them when they next wait, so not all ranks need to allocate, nor in one order.
+        """
+        self._check()
+        size = -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        number, self.num_arenas = self.num_arenas, self.num_arenas + 1
+        descriptor = os.memfd_create("fzero")
+        try:
+            os.ftruncate(descriptor, size)
+            pages = mmap.mmap(descriptor, size)
+            for peer in self.peers.values():
+                self._send(peer, HEAD.pack(ARENA, number, 0, 0, size), descriptor)
+        finally:
+            os.close(descriptor)
+        arena = torch.frombuffer(pages, dtype=torch.uint8)
+        self.arenas[number] = (arena.data_ptr(), size)
+        weakref.finalize(pages, _drop, self.arenas, self.dropped, number)
+        return arena[:num_bytes]
+
+    def place(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """(arena, offset in bytes) of a tensor's first element; None where it lies in no arena."""
+        at = tensor.data_ptr()
+        found = ((number, at - first) for number, (first, size) in self.arenas.items() if first <= at < first + size)
+        return next(found, None)
+
+    def _staged(self, number: int, data: torch.Tensor) -> torch.Tensor:
+        """A copy of `data` in a block that no peer reads any more."""
+        for peer in self.peers.values():
+            while self._receive(peer):
+                pass
+        for done in [n for n in self.staged if all(n in p.read or p.end for p in self.peers.values())]:
+            self.blocks.append(self.staged.pop(done))
+            self._forget(done)
+        fitting = [i for i, block in enumerate(self.blocks) if block.numel() >= data.numel()]
+        if fitting:
+            block = self.blocks.pop(min(fitting, key=lambda i: self.blocks[i].numel()))
+        else:
+            block = self.allocate(max(MIN_BLOCK_BYTES, 1 << (data.numel() - 1).bit_length()))
+        self.staged[number] = block
+        return block[: data.numel()].copy_(data)
+
+    # --- signals
+
+    def offer(self, number: int, source: torch.Tensor) -> bool:
+        """Lets every peer read `source` (1-D, contiguous) as transfer `number`.
+
+        Returns whether they read it where it is: then it must not change before `settle`.
+        """
+        self._check()
+        while self.dropped:
+            self._tell(HEAD.pack(DROPPED, self.dropped.popleft(), 0, 0, 0))
+        data = source.view(torch.uint8)
+        size = data.numel()
+        if size <= INLINE_BYTES:
+            self._tell(HEAD.pack(LETTER, number, 0, 0, size) + data.numpy().tobytes())
+            return False
+        place = self.place(data)
+        arena, offset = place or self.place(self._staged(number, data)) or (0, 0)
+        self._tell(HEAD.pack(READY, number, arena, offset, size))
+        return place is not None
+
+    def ready(self, number: int) -> bool:
+        """Whether every peer has offered its part of a transfer."""
+        for peer in self.peers.values():
+            while number not in peer.offers and self._receive(peer):
+                pass
+        return all(number in peer.offers for peer in self.peers.values())
+
+    def take(self, number: int, rank: int, like: torch.Tensor, what: str) -> torch.Tensor:
+        """The peer's memory that it offered, seen as `like` (1-D): valid until `done`. `what` is for messages."""
+        peer = self.peers[rank]
+        self._until(peer, lambda: number in peer.offers, what)
+        data, _ = peer.offers[number]
+        if data.numel() != like.numel() * like.element_size():
+            needed = like.numel() * like.element_size()
+            raise DisagreementError(f"{what}: rank {rank} gives {data.numel()} bytes, rank {self.rank} needs {needed}")
+        return data.view(like.dtype)
+
+    def done(self, number: int, rank: int) -> None:
+        """Says that this rank has read what it took."""
+        peer = self.peers[rank]
+        if peer.offers.pop(number)[1]:
+            self._send(peer, HEAD.pack(READ, number, 0, 0, 0))
+
+    def settle(self, number: int, what: str) -> None:
+        """Waits until every peer has read what was offered in place."""
+        for peer in self.peers.values():
+            self._until(peer, lambda peer=peer: number in peer.read or peer.end == "closed", what)  # type: ignore[misc]
+        self._forget(number)
+
+    def close(self) -> None:
+        """Says goodbye and lets go of the peers' memory. Tensors of `allocate` stay, for this rank alone."""
+        self.failure = self.failure or "it was closed"
+        self._bye()
+        for peer in self.peers.values():
+            peer.arenas.clear()
+            peer.offers.clear()
+        self.staged.clear()
+        self.blocks.clear()
+
+    # --- pieces
+
+    def _forget(self, number: int) -> None:
+        for peer in self.peers.values():
+            peer.read.discard(number)
+
+    def _check(self) -> None:
+        if self.failure:
+            raise PeerError(f"rank {self.rank} shares no memory any more: {self.failure}")
+
+    def _fail(self, peer: _Peer, what: str) -> PeerError:
+        how = {
+            "died": "ended: the first error is in its log. Start all ranks again",
+            "closed": "closed its side: did its program end earlier?",
+            "": f"did not come within {self.timeout_seconds:g} s: it is stopped, or does something else",
+        }[peer.end]
+        self.failure = f"{what}: rank {self.rank} waited for rank {peer.rank}, which {how}"
+        self.close()
+        return PeerError(self.failure)
+
+    def _tell(self, message: bytes) -> None:
+        for peer in self.peers.values():
+            self._send(peer, message)
+
+    def _send(self, peer: _Peer, message: bytes, descriptor: int | None = None) -> None:
+        """To a peer that is gone nothing is sent: whoever waits for it finds out."""
+        attached = (
+            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))] if descriptor is not None else []
+        )
+        while not peer.end:
+            try:
+                if attached:
+                    peer.socket.sendmsg([message], attached)
+                else:
+                    peer.socket.send(message)
+                return
+            except BlockingIOError:  # some 200 messages wait for it: its own are taken in, or both would stand still
+                room = select.poll()
+                room.register(peer.socket, select.POLLIN | select.POLLOUT)
+                if not room.poll(self.timeout_seconds * 1000):
+                    raise self._fail(peer, "a full socket") from None
+                self._receive(peer)
+            except (BrokenPipeError, ConnectionResetError):
+                return
+
+    def _receive(self, peer: _Peer) -> bool:
+        """Takes in one message; False where there is none."""
+        if peer.end:
+            return False
+        try:
+            message, attached, _, _ = peer.socket.recvmsg(HEAD.size + INLINE_BYTES, DESCRIPTOR_BYTES)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:  # it ended with messages of ours unread; its own may still be there
+            return True
+        kind, number, arena, offset, size = HEAD.unpack_from(message) if message else (BYE, 0, 0, 0, 0)
+        if kind == READY:
+            peer.offers[number] = (peer.arenas[arena].narrow(0, offset, size), True)
+        elif kind == LETTER:
+            data = (
+                torch.frombuffer(bytearray(message[HEAD.size :]), dtype=torch.uint8) if size else torch.empty(0).byte()
+            )
+            peer.offers[number] = (data, False)
+        elif kind == READ:
+            peer.read.add(number)
+        elif kind == ARENA:
+            (descriptor,) = struct.unpack("i", attached[0][2])
+            try:
+                peer.arenas[number] = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+            finally:
+                os.close(descriptor)
+        elif kind == DROPPED:
+            peer.arenas.pop(number, None)
+        else:
+            self.polled.unregister(peer.socket)
+            peer.end = "closed" if message else "died"
+            return False
+        return True
+
+    def _until(self, peer: _Peer, arrived: Callable[[], bool], what: str) -> None:
+        self._check()
+        deadline = spin = 0.0
+        while not arrived():
+            if self._receive(peer):
+                continue
+            now = time.monotonic()
+            deadline = deadline or now + self.timeout_seconds
+            spin = spin or now + SPIN_SECONDS
+            gone = peer if peer.end else next((p for p in self.peers.values() if p.end == "died"), None)
+            if gone is not None and not arrived():
+                raise self._fail(gone, what)
+            if now < spin:
+                os.sched_yield()
+            elif self.halted():
+                self.failure = f"{what}: rank {self.rank} waited for rank {peer.rank} in vain: {self.halted()}"
+                self.close()
+                raise PeerError(self.failure)
+            elif not self._slept(min(deadline - now, SLICE_SECONDS)) and time.monotonic() >= deadline:
+                raise self._fail(peer, what)
+
+    def _slept(self, seconds: float) -> bool:
+        """Sleeps until a message comes and takes in what there is; False where none came."""
+        events = self.polled.poll(max(seconds, 0) * 1000)
+        numbers = {number for number, _ in events}
+        for peer in self.peers.values():
+            if peer.socket.fileno() in numbers:
+                while self._receive(peer):
+                    pass
+        return bool(events)
+
+
+def _drop(arenas: dict[int, tuple[int, int]], dropped: deque[int], number: int) -> None:
+    """The last tensor on an arena died: its addresses may soon be someone else's, and peers may unmap it."""
+    arenas.pop(number, None)
+    dropped.append(number)
+
+
+def _say_bye(sockets: list[socket.socket]) -> None:
+    for one in sockets:
+        with suppress(OSError):
+            one.send(HEAD.pack(BYE, 0, 0, 0, 0))
+        one.close()
+
+
+_HOSTS: weakref.WeakSet[Host] = weakref.WeakSet()  # for forks alone: a child that kept the sockets would hide a death
+
+
+def _forked() -> None:
+    for host in _HOSTS:
+        host._bye.detach()
+        host.failure = "it was forked, and its parent is the rank"
+        for peer in host.peers.values():
+            peer.socket.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

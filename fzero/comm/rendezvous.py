@@ -1,0 +1,189 @@
+"""rendezvous: whether the ranks of a process group share memory, found out once, by all of them.
+
+All ranks tell over gloo which machine (boot id) and network namespace they are in and where they listen; a rank in
+another namespace counts as another machine, so that a link made slow stays slow. Each pair connects by a Unix socket,
+and every rank reads a random token in every other's memory. One rank's no is everybody's. 5 ms for two ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import select
+import socket
+import struct
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero.comm import heartbeat
+from fzero.comm.peers import Host
+from fzero.comm.transfers import tell
+from fzero.errors import FzeroError, PeerError
+
+MEET_SECONDS = 30.0
+MAX_SILENT = 256  # guests that have shown nothing yet; beyond, the one that came first is sent away
+
+
+def meet(
+    rank: int, world_size: int, group: Any = None, *, timeout_seconds: float | None = None
+) -> tuple[Host | None, str]:
+    """(the ranks' Host, or None where they do not share memory; why not). Collective over `group` (gloo).
+
+    `timeout_seconds` is how long a rank is waited for from then on (None: the group's timeout). What goes wrong is an
+    answer, not an error.
+    """
+    here = heartbeat.of(group)
+    listener, note = _listen(world_size)
+    with listener or nullcontext():
+        notes = [n.decode() for n in tell(note.encode(), world_size, group)]
+        why, host = _apart(notes), None
+        if listener is not None and not why:
+            try:
+                host = Host(rank, _connected(rank, listener, notes), MEET_SECONDS)
+                _probe(host, notes)
+                host.timeout_seconds = here.timeout_seconds if timeout_seconds is None else timeout_seconds
+                host.halted = lambda: here.halted
+            except (OSError, FzeroError) as error:
+                why = f"rank {rank}: {error}"
+    answers = [n.decode(errors="replace") for n in tell(why.encode(), world_size, group)]
+    why = "; ".join(dict.fromkeys(answer for answer in answers if answer))
+    if host is not None and why:
+        host.close()
+        host = None
+    return host, why
+
+
+def _listen(backlog: int) -> tuple[socket.socket | None, str]:
+    """A listening socket without a file, and the note for the others: machine, network namespace, address, token."""
+    if not hasattr(os, "memfd_create"):
+        return None, "! this system has no memfd_create"
+    name = f"fzero-{secrets.token_hex(16)}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        network = os.readlink("/proc/self/ns/net")
+        listener.bind(b"\0" + name.encode())
+        listener.listen(backlog)
+    except OSError as error:
+        listener.close()
+        return None, f"! {error}"
+    return listener, f"{machine} {network} {name} {secrets.token_hex(16)}"
+
+
+def _apart(notes: list[str]) -> str:
+    """Why ranks with these notes share no memory; the same on every rank."""
+    for rank, note in enumerate(notes):
+        if note.startswith("!"):
+            return f"rank {rank}: {note[2:]}"
+        for field_, what in enumerate(("machine", "network namespace")):
+            if note.split()[field_] != notes[0].split()[field_]:
+                return f"rank {rank} is in another {what} than rank 0"
+    return ""
+
+
+def _connected(rank: int, listener: socket.socket, notes: list[str]) -> dict[int, socket.socket]:
+    """A socket to every other rank: to lower ones this one connects, and shows the token that they told over gloo.
+
+    Anyone on this machine may find an address. A guest of another user is sent away; one that shows no token, or shows
+    nothing yet, costs the others nothing.
+    """
+    deadline = time.monotonic() + MEET_SECONDS
+    sockets = {lower: _visit(rank, lower, notes[lower], deadline) for lower in range(rank)}
+    awaited = set(range(rank + 1, len(notes)))
+    listener.setblocking(False)
+    poll, silent = select.poll(), dict[int, socket.socket]()
+    poll.register(listener, select.POLLIN)
+    try:
+        while awaited:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise PeerError(f"rank {min(awaited)} did not connect within {MEET_SECONDS:g} s")
+            for number, _ in poll.poll(left * 1000):
+                if number == listener.fileno():
+                    _let_in(listener, silent, poll)
+                elif guest := silent.pop(number, None):
+                    poll.unregister(guest)
+                    other = _told(guest, notes[rank].split()[3])
+                    if other in awaited:
+                        awaited.remove(other)
+                        sockets[other] = guest
+                    else:
+                        guest.close()
+    finally:
+        for guest in silent.values():
+            guest.close()
+    return sockets
+
+
+def _visit(rank: int, other: int, note: str, deadline: float) -> socket.socket:
+    """A socket to a lower rank that has been shown its token; strangers may keep its queue full for a while."""
+    _, _, name, token = note.split()
+    host = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        host.settimeout(MEET_SECONDS)
+        while True:
+            try:
+                host.connect(b"\0" + name.encode())
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise PeerError(f"rank {other} let nobody in within {MEET_SECONDS:g} s") from None
+                time.sleep(0.001)
+        if _user(host) != os.geteuid():
+            raise PeerError(f"who answers for rank {other} is user {_user(host)}, not {os.geteuid()}")
+        host.send(f"{token} {rank}".encode())
+    except BaseException:
+        host.close()
+        raise
+    return host
+
+
+def _user(peer: socket.socket) -> int:
+    """The user of the process at the other end, as the kernel knows it."""
+    _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(user)
+
+
+def _let_in(listener: socket.socket, silent: dict[int, socket.socket], poll: select.poll) -> None:
+    """Takes in a guest of this user, which is to show its token."""
+    try:
+        guest, _ = listener.accept()
+    except (BlockingIOError, ConnectionAbortedError):
+        return
+    if _user(guest) != os.geteuid():
+        guest.close()
+        return
+    guest.setblocking(False)
+    silent[guest.fileno()] = guest
+    poll.register(guest, select.POLLIN)
+    if len(silent) > MAX_SILENT:
+        first = silent.pop(next(iter(silent)))
+        poll.unregister(first)
+        first.close()
+
+
+def _told(guest: socket.socket, token: str) -> int | None:
+    """The rank that a guest says it is, with the right token. What descriptors it sends along the kernel closes."""
+    try:
+        said = guest.recv(256)
+    except OSError:
+        return None
+    known, _, number = said.partition(b" ")
+    return int(number) if secrets.compare_digest(known, token.encode()) and re.fullmatch(rb"\d{1,6}", number) else None
+
+
+def _probe(host: Host, notes: list[str]) -> None:
+    """Reads the token that each rank told over gloo in that rank's memory."""
+    pages = [torch.tensor(list(note.split()[3].encode() * 256), dtype=torch.uint8) for note in notes]
+    mine = host.allocate(pages[0].numel()).copy_(pages[host.rank])
+    host.offer(0, mine)
+    for rank in host.peers:
+        if not torch.equal(host.take(0, rank, mine, "the probe"), pages[rank]):
+            raise PeerError(f"rank {rank} wrote into its memory what rank {host.rank} does not find there")
+        host.done(0, rank)
+    host.settle(0, "the probe")

@@ -1,0 +1,94 @@
+"""transport: how the ranks of a run move bytes, decided once at `init`, alike on all of them.
+
+CUDA: NCCL. CPU: ranks of one machine read one another's memory (`shared`), and state and arena lie where the others can
+read them; else point-to-point messages over gloo (`p2p`). Among the ways that the ranks have, each gather goes the one
+that was measured to be the fastest for its size (`fzero.comm.autotune`); reductions go a way that adds in rank order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero.comm import autotune, heartbeat
+from fzero.comm.rendezvous import meet
+from fzero.comm.shared_memory import Shared
+from fzero.comm.transfers import P2P, Alone, Gloo, Nccl
+from fzero.cost import choose
+from fzero.cost.autotune import Costs
+from fzero.cost.rates import Rates
+from fzero.errors import SpecError
+from fzero.plan.layout import BUCKET_BYTES
+from fzero.state import storage
+
+log = logging.getLogger("fzero")
+
+
+@dataclass(frozen=True)
+class Transport:
+    """`comm` runs transfers (`handlers.Comm`), `via` is its name in programs, `block` makes memory it can use; `why`
+    says what was chosen."""
+
+    comm: Any
+    via: str
+    block: Callable[[int], torch.Tensor]
+    why: str = ""
+    rates: Rates | None = None  # where they were measured
+
+
+def via_of(device: torch.device, transfers: str) -> str:
+    """The name in programs, where the ranks are not there to be asked whether they share a machine."""
+    return "nccl" if device.type == "cuda" else "shared" if transfers == "shared" else "p2p"
+
+
+def transport_for(
+    rank: int, world_size: int, device: torch.device, transfers: str, here: heartbeat.Presence | None = None
+) -> Transport:
+    """The transport of this run. Collective where there are several ranks. `transfers` is the spec's field, `here` the
+    presence of the group over which ranks agree."""
+    block: Callable[[int], torch.Tensor]
+    block, via = storage.block_of(device), via_of(device, transfers)
+    if world_size == 1:
+        return Transport(Alone(), via, block)
+    if device.type == "cuda":
+        return Transport(Nccl(rank, world_size, None, here), via, block, "NCCL")
+    p2p = P2P(rank, world_size)
+    if transfers == "p2p":
+        _, rates = autotune.measured({"p2p": p2p}, world_size)
+        return Transport(p2p, via, block, "point-to-point, as Spec(transfers='p2p') says", rates)
+    host, why = meet(rank, world_size)
+    if host is None:
+        if transfers == "shared":
+            raise SpecError(f"Spec(transfers='shared'): the ranks share no memory ({why}). Use 'auto' or 'p2p'")
+        ways: dict[str, Any] = {"p2p": p2p, "gloo": Gloo(rank, world_size)}
+        table, rates = autotune.measured(ways, world_size)
+        return Transport(autotune.Fastest(ways, table), "p2p", block, _shown(table, f"no shared memory: {why}"), rates)
+    ways = {"shared": Shared(host, world_size), "p2p": p2p, "gloo": Gloo(rank, world_size)}
+    ways = {"shared": ways["shared"]} if transfers == "shared" else ways
+    block = host.allocate
+    table, rates = autotune.measured(ways, world_size, memory=block)
+    return Transport(autotune.Fastest(ways, table), "shared", block, _shown(table, "the ranks share memory"), rates)
+
+
+def bucket_bytes(via: str, world_size: int, rank: int = 0, rates: Rates | None = None, store: Any = None) -> int:
+    """Where buckets are cut if the spec does not say: by what transfers cost when this machine first had such a world
+    (kept, so that runs have one layout and so one order of sums), by `store` the same on every rank; else
+    BUCKET_BYTES."""
+    costs = Costs("buckets", measures=rates is not None, rank=rank, store=store)
+    question = f"{via}, {world_size} ranks"
+    found = costs.find([question], lambda _: choose.bucket_costs(rates) if rates is not None else {})
+    known = {size: cost for size, cost in found.get(question, {}).items() if size in map(str, choose.BUCKETS)}
+    if not known:
+        return BUCKET_BYTES
+    log.info("fzero: buckets by measured seconds a GB (%s): %s", question, known)
+    return choose.bucket_bytes(known)
+
+
+def _shown(table: autotune.Table, first: str) -> str:
+    ways = ", ".join(f"{kind} of {size:,} bytes: {way}" for (kind, size), way in table.items())
+    log.info("fzero: transfers: %s; by measured cost: %s", first, ways)
+    return f"{first}; by measured cost: {ways}"

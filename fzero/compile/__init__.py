@@ -1,0 +1,1 @@
+"""compile: see README.md."""

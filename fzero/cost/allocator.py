@@ -1,0 +1,40 @@
+"""allocator: what the allocator really held, to set beside the account.
+
+The figures are the allocator's own: on the CPU the profiler's memory events, one for every allocation and release
+while a function runs; on CUDA the caching allocator's peak. Nothing of fzero's account takes part.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from fzero._torch_compat import allocations
+
+T = TypeVar("T")
+
+
+def measured_peak(fn: Callable[[], T], device: torch.device | str = "cpu") -> tuple[T, int]:
+    """(`fn()`, the most bytes that tensors on `device` took beyond those already held when it began).
+
+    >>> import torch
+    >>> _, extra = measured_peak(lambda: torch.ones(1 << 20) + 1)  # the ones, and the sum
+    >>> extra >> 20
+    8
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        start = torch.cuda.memory_allocated(device)
+        result = fn()
+        torch.cuda.synchronize(device)
+        return result, torch.cuda.max_memory_allocated(device) - start
+    gc.collect()  # a release, while `fn` runs, of what an earlier measurement saw allocated would count for it
+    with allocations() as events:
+        result = fn()
+    return result, max(itertools.accumulate(nbytes for _, nbytes in events), default=0)

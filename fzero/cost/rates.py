@@ -1,0 +1,31 @@
+"""rates: how fast this machine moves and computes: the figures that `fzero.cost.step_time` reckons with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What was measured. `latency` in seconds and `wire_bytes` a second of the whole buffer, by kind ("gather",
+    "reduce"); `hidden`: the part of a transfer that passes beside compute, 0..1; `flops` of products of two and of four
+    bytes an element, and `memory_bytes` of other ops, a second."""
+
+    latency: Mapping[str, float]
+    wire_bytes: Mapping[str, float]
+    hidden: float
+    flops: Mapping[int, float]
+    memory_bytes: float
+
+    def transfer(self, kind: str, nbytes: int) -> float:
+        """Seconds that a transfer of a whole buffer takes alone."""
+        return self.latency[kind] + nbytes / self.wire_bytes[kind]
+
+
+def fitted(seconds_by_bytes: Mapping[int, float]) -> tuple[float, float]:
+    """(latency in seconds, bytes a second) of transfers that took so long: what the smallest took, and what the largest
+    took more; on a busy machine the smallest may have taken as long."""
+    small, large = min(seconds_by_bytes), max(seconds_by_bytes)
+    latency = seconds_by_bytes[small]
+    return latency, large / max(seconds_by_bytes[large] - latency, seconds_by_bytes[large] / 10)

@@ -1,0 +1,95 @@
+"""liveness: which buffers hold values at which op. The one place that knows; passes, verify and accounts read it here.
+
+A buffer is live from the op that first writes it to its `free`; before lifetimes are written as `free` ops, to its last
+use. What is held between steps (`PERSISTENT`) is live throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from fzero.ir.records import PERSISTENT, Buffer, Op
+
+
+def live_names(ops: Sequence[Op], buffers: Mapping[str, Buffer], at: int) -> set[str]:
+    """The names of the buffers that are live after op `at`."""
+    live = {name for name, b in buffers.items() if b.kind in PERSISTENT}
+    for op in ops[: at + 1]:
+        live.update(ref.name for ref in op.writes if ref.name in buffers)
+        if op.kind == "free":
+            live.difference_update(ref.name for ref in op.reads)
+    return live
+
+
+def live_bytes(
+    ops: Iterable[Op], buffers: Mapping[str, Buffer], counted: Callable[[Buffer], bool] = lambda buffer: True
+) -> list[int]:
+    """Bytes of buffers alive after each op, of those `counted`. What an op needs only while it runs is not in here."""
+    size = {name: b.nbytes if counted(b) else 0 for name, b in buffers.items()}
+    held = {name for name, b in buffers.items() if b.kind in PERSISTENT}
+    live = sum(size[name] for name in held)
+    levels = []
+    for op in ops:
+        for ref in op.writes:
+            if ref.name in size and ref.name not in held:
+                held.add(ref.name)
+                live += size[ref.name]
+        if op.kind == "free":
+            for ref in op.reads:
+                if ref.name in held:
+                    held.discard(ref.name)
+                    live -= size[ref.name]
+        levels.append(live)
+    return levels
+
+
+def last_uses(ops: Sequence[Op]) -> dict[str, int]:
+    """By buffer, the last op that uses it: that reads or writes it, or waits for a transfer that does."""
+    last: dict[str, int] = {}
+    pending: dict[str, tuple[str, ...]] = {}
+    for index, op in enumerate(ops):
+        for ref in (*op.reads, *op.writes):
+            last[ref.name] = index
+        if op.kind in ("gather", "reduce", "send", "recv"):
+            pending[(op.writes or op.reads)[0].name] = tuple(r.name for r in (*op.reads, *op.writes))
+        if op.kind == "wait":
+            for name in pending.pop(op.reads[0].name, ()):
+                last[name] = max(last[name], index)
+    return last
+
+
+def intervals(ops: Sequence[Op], buffers: Mapping[str, Buffer], kept: Iterable[str] = ()) -> dict[str, tuple[int, int]]:
+    """(first op, last op) of every buffer that is not held between steps; of the batch too, as the step's own copy,
+    from before the first op. `kept` (metrics) live beyond the last op."""
+    found: dict[str, tuple[int, int]] = {}
+    for i, op in enumerate(ops):
+        for ref in (*op.reads, *op.writes):
+            kind = buffers[ref.name].kind
+            if kind == "batch":
+                found[ref.name] = (-1, i)
+            elif kind not in PERSISTENT:
+                found[ref.name] = (found.get(ref.name, (i, i))[0], i)
+    for name in kept:
+        if name in found:
+            found[name] = (found[name][0], len(ops))
+    return found
+
+
+def gathered_bytes(ops: Sequence[Op], buffers: Mapping[str, Buffer]) -> list[int]:
+    """Bytes of gathered parameters alive at each op: from the gather's start to the last use (or the free)."""
+    last: dict[str, int] = {}
+    for index, op in enumerate(ops):
+        for ref in (*op.reads, *op.writes):
+            if ref.name in buffers and buffers[ref.name].kind == "gather":
+                last[ref.name] = index
+    live: set[str] = set()
+    held, levels = 0, []
+    for index, op in enumerate(ops):
+        begins = {r.name for r in op.writes if r.name in last} - live
+        live |= begins
+        held += sum(buffers[n].nbytes for n in begins)
+        levels.append(held)
+        ends = {r.name for r in (*op.reads, *op.writes) if last.get(r.name) == index} & live
+        live -= ends
+        held -= sum(buffers[n].nbytes for n in ends)
+    return levels

@@ -1,0 +1,103 @@
+"""parse: the text of a program, back into the program. See `fzero.ir.program` for the form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from fzero.ir.program import Program
+from fzero.ir.records import DTYPES, Bucket, Buffer, Op, Ref, Slot
+
+
+def parse(text: str, segments: Mapping[str, Any] | None = None) -> Program:
+    """The program that `str(program)` printed; `segments` (by hash) make it runnable.
+
+    Raises ValueError with the line's number and text where a line is not understood.
+    """
+    found: dict[str, Any] = {"buckets": {}, "buffers": {}, "metrics": {}, "ops": []}
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            _parse_line(line, found)
+        except (ValueError, KeyError, IndexError, AttributeError) as error:
+            raise ValueError(f"line {number} of the program is not understood: {line!r} ({error})") from error
+    if "mesh" not in found:
+        raise ValueError("the text is no program: it has no `mesh` line")
+    return Program(**{**found, "ops": tuple(found["ops"])}, segments=dict(segments or {}))
+
+
+def _parse_line(line: str, found: dict[str, Any]) -> None:
+    body, _, comment = line.partition("  # ")
+    words = body.split()
+    if not words or words in (["ops"], ["fzero", "program", "1"]):
+        return
+    head, *rest = words
+    if head.isdigit():
+        found["ops"].append(_parse_op(rest, comment))
+    elif head == "mesh":
+        found["mesh"] = tuple((axis, int(size)) for axis, size in (word.split("=") for word in rest))
+    elif head == "meaning":
+        found["meaning"] = "" if rest[0] == "-" else rest[0]
+    elif head in ("gather_cap_bytes", "microbatches"):
+        found[head] = int(rest[0])
+    elif head in ("passes", "trainable"):
+        found[head] = () if rest == ["-"] else tuple(rest)
+    elif head == "bucket":
+        length, stage = (int(word.split("=")[1]) for word in rest[1:3])
+        slots = tuple(Slot(unquote(r.name), r.start or 0, r.stop or 0, r.shape or ()) for r in map(_ref, rest[3:]))
+        found["buckets"][rest[0]] = Bucket(rest[0], length, stage, slots)
+    elif head == "buffer":
+        found["buffers"][rest[0]] = _parse_buffer(rest, comment)
+    elif head == "metric":
+        found["metrics"][unquote(rest[0])] = rest[1]
+    else:
+        raise ValueError(f"unknown record {head!r}")
+
+
+def _parse_buffer(words: list[str], note: str) -> Buffer:
+    name, form, kind, *extra = words
+    match = re.fullmatch(r"(\w+)\[([\dx]*)\]", form)
+    if match is None:
+        raise ValueError(f"{form!r} is no dtype[shape]")
+    options = dict(word.split("=") for word in extra if "=" in word)
+    shape = _shape(match[2])
+    at = int(options["at"]) if "at" in options else None
+    per = int(options.get("per", 1))
+    return Buffer(
+        name, DTYPES[match[1]], shape, kind, options.get("bucket"), "shard" in extra, at, note, per, "per_rank" in extra
+    )
+
+
+def _parse_op(words: list[str], comment: str) -> Op:
+    kind, *rest = words
+    attrs: dict[str, int | str] = {}
+    refs: list[list[Ref]] = [[], []]
+    side = 0
+    for word in rest:
+        if word == "->":
+            side = 1
+        elif "=" in word:
+            key, _, value = word.partition("=")
+            number = re.fullmatch(r"-?\d+", value) and key != "segment"  # a hash may be all digits
+            attrs[key] = int(value) if number else value
+        else:
+            refs[side].append(_ref(word))
+    axis = attrs.pop("axis", None)
+    why = comment.partition("| ")[2]
+    return Op(kind, tuple(refs[0]), tuple(refs[1]), axis, tuple(sorted(attrs.items())), why)  # type: ignore[arg-type]
+
+
+def _ref(word: str) -> Ref:
+    match = re.fullmatch(r"([^\[\]]+)(?:\[(\d+):(\d+):([\dx]*|flat|mine)\])?", word)
+    if match is None:
+        raise ValueError(f"{word!r} is no reference")
+    name, start, stop, form = match.groups()
+    if start is None:
+        return Ref(name)
+    shape = None if form in ("flat", "mine") else _shape(form)
+    return Ref(name, int(start), int(stop), shape, form == "mine")
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split("x")) if text else ()

@@ -1,0 +1,154 @@
+"""The program: what one step does, one op per line.
+
+A `Program` is one rank role's schedule. In data parallelism every rank shares one object; verify and interpret take
+`{rank: Program}`, so that a pipeline's stages, or a mutation on one rank, are ordinary cases. A program and its records
+(`fzero.ir.records`) are frozen, and a pass makes a new program with `dataclasses.replace`.
+
+Text form (`str(program)`, `fzero.parse`): one line per record. What follows `#` on an op line is derived (bytes on the
+wire, live bytes after the op) and why the op is there; only the why is read back.
+
+    gather params.b1 -> full.b1.0  axis=dp  # wire 4,096 live 1.2M | forward blocks/0 (gpt.py:41)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+from urllib.parse import quote
+
+from fzero.ir.liveness import live_bytes
+from fzero.ir.records import ALIGN, DTYPE_NAMES, Bucket, Buffer, Op, Ref, shape_text
+
+
+@dataclass(frozen=True)
+class Program:
+    """A step for one role.
+
+    `metrics` maps a metric's name to the buffer that holds it at the end. `meaning` is the digest of what the captured
+    step computes; verify recomputes it from the ops. `trainable` are the slots ("bucket:index") that the step must
+    reduce and update once. `segments` maps a hash to its `torch.fx.GraphModule` and takes no part in equality: the hash
+    in the op does.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    buckets: Mapping[str, Bucket]
+    buffers: Mapping[str, Buffer]
+    ops: tuple[Op, ...]
+    metrics: Mapping[str, str]
+    meaning: str = ""
+    gather_cap_bytes: int = 0
+    microbatches: int = 1
+    trainable: tuple[str, ...] = ()
+    passes: tuple[str, ...] = ()
+    segments: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def axis_size(self, axis: str | None) -> int:
+        return dict(self.mesh)[axis] if axis is not None else 1
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(size for _, size in self.mesh)
+
+    @cached_property
+    def arena_bytes(self) -> int:
+        """Bytes of the one piece of memory that placed buffers and workspaces lie in."""
+        ends = [b.at + b.nbytes for b in self.buffers.values() if b.at is not None]
+        ends += [int(op.get("at")) + int(op.get("workspace", 0)) for op in self.ops if op.get("at") is not None]
+        return -(-max(ends, default=0) // ALIGN) * ALIGN  # whole elements of every dtype
+
+    @cached_property
+    def digest(self) -> str:
+        """Sixteen hex digits of the text without comments: equal programs, equal digests."""
+        text = "\n".join(line.split("  # ")[0] for line in to_text(self, live=()).splitlines())
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def local_range(self, ref: Ref, rank: int) -> tuple[int, int]:
+        """The elements of `ref`'s own buffer that it names on `rank`, in that buffer's coordinates."""
+        buffer = self.buffers[ref.name]
+        start, stop = (0, self.extent(buffer)) if ref.start is None else (ref.start, ref.stop or 0)
+        base = 0
+        if buffer.shard or ref.mine:
+            assert buffer.bucket is not None, f"{ref} has no slice of its own: {buffer.name} is in no bucket"
+            size = self.buckets[buffer.bucket].length // self.axis_size("dp")
+            low, high = rank * size, (rank + 1) * size
+            start, stop = min(max(start, low), high), min(max(stop, low), high)
+            base = low if buffer.shard else 0
+        return (start - base) // buffer.per, (stop - base) // buffer.per
+
+    def extent(self, buffer: Buffer) -> int:
+        """The elements a whole reference spans, in the coordinates references use: the bucket's for a shard."""
+        sharded = buffer.shard and buffer.bucket is not None
+        return self.buckets[buffer.bucket or ""].length if sharded else buffer.numel * buffer.per
+
+    def __str__(self) -> str:
+        return to_text(self, live_bytes(self.ops, self.buffers))
+
+
+def to_text(program: Program, live: Iterable[int]) -> str:
+    """The text form; `live` gives the live bytes after each op, or nothing."""
+    lines = ["fzero program 1"]
+    lines.append("mesh " + " ".join(f"{axis}={size}" for axis, size in program.mesh))
+    lines.append(f"meaning {program.meaning or '-'}")
+    lines.append(f"gather_cap_bytes {program.gather_cap_bytes}")
+    lines.append(f"microbatches {program.microbatches}")
+    lines.append("passes " + (" ".join(program.passes) or "-"))
+    lines.append("trainable " + (" ".join(program.trainable) or "-"))
+    for bucket in program.buckets.values():
+        slots = " ".join(f"{_quote(s.path)}[{s.start}:{s.stop}:{shape_text(s.shape)}]" for s in bucket.slots)
+        lines.append(f"bucket {bucket.name} length={bucket.length} stage={bucket.stage} {slots}")
+    for b in program.buffers.values():
+        extra = f" bucket={b.bucket}" if b.bucket else ""
+        extra += (" shard" if b.shard else "") + (" per_rank" if b.per_rank else "")
+        extra += f" per={b.per}" if b.per != 1 else ""
+        extra += f" at={b.at}" if b.at is not None else ""
+        extra += f"  # {b.note}" if b.note else ""
+        lines.append(f"buffer {b.name} {DTYPE_NAMES[b.dtype]}[{shape_text(b.shape)}] {b.kind}{extra}")
+    for name, buffer in program.metrics.items():
+        lines.append(f"metric {_quote(name)} {buffer}")
+    lines.append("ops")
+    levels = list(live)
+    for index, one in enumerate(program.ops):
+        after = levels[index] if index < len(levels) else None
+        lines.append(_op_line(index, one, wire_bytes(program, one), after))
+    return "\n".join(lines) + "\n"
+
+
+def op_text(op: Op) -> str:
+    """An op without its number and comment."""
+    text = f"{op.kind} " + " ".join(map(str, op.reads))
+    text += (" -> " if op.writes else "") + " ".join(map(str, op.writes))
+    return text + "".join(f"  {key}={value}" for key, value in ((("axis", op.axis),) if op.axis else ()) + op.attrs)
+
+
+def _op_line(index: int, op: Op, wire: int, live: int | None) -> str:
+    text = f"{index:4d} {op_text(op)}"
+    notes = ([f"wire {wire:,}"] if wire else []) + ([f"live {live:,}"] if live is not None else [])
+    comment = " ".join(notes) + (f" | {op.why}" if op.why else "")
+    return text.rstrip() + (f"  # {comment}" if comment else "")
+
+
+def _quote(text: str) -> str:
+    return quote(text, safe="/._-+*@,()'!:") or "%"
+
+
+def wire_bytes(program: Program, op: Op) -> int:
+    """Bytes that one rank sends for `one`: (N-1)/N of the whole for a gather or a scatter, twice that for both."""
+    if any(ref.name not in program.buffers for ref in (*op.reads, *op.writes)):
+        return 0  # verify refuses it, and prints it
+    if op.kind == "send":
+        return sum(program.buffers[ref.name].nbytes for ref in op.reads)
+    n = dict(program.mesh).get(op.axis or "", 1)
+    if op.kind not in ("gather", "reduce") or n == 1:
+        return 0
+    refs = op.writes if op.kind == "gather" else op.reads
+    if not refs:
+        return 0
+    whole = program.buffers[refs[0].name].nbytes
+    if op.get("mode") == "exchange":
+        return whole * (n - 1)
+    passes = 1 if op.kind == "gather" or op.get("mode") == "scatter" else 2
+    return passes * whole * (n - 1) // n

@@ -1,0 +1,196 @@
+"""records: the frozen records of a program: `Slot`, `Bucket`, `Buffer`, `Ref`, `Op`.
+
+A **bucket** is one contiguous 1-D stretch of elements that holds leaves on 64-element boundaries (`Slot`). A **buffer**
+is memory: of a bucket's geometry (whole, or a `shard`: the 1/N that this rank owns) or of any shape. A buffer with
+`per=64` has one element for each block of 64 of the bucket's (the scales of quantised moments). An op names what it
+reads and writes by **`Ref`**: a buffer, or elements [start, stop) of it in the *bucket's* coordinates seen as some
+shape. `mine` cuts that range with the rank's own slice, so one text serves every rank.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any
+
+import torch
+
+ALIGN = 64  # elements; under every stage, so that elementwise kernels give equal bits however a bucket is cut
+
+DTYPES: dict[str, torch.dtype] = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "i16": torch.int16,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "bool": torch.bool,
+    "c64": torch.complex64,
+    "c128": torch.complex128,
+    "u16": torch.uint16,
+    "u32": torch.uint32,
+    "u64": torch.uint64,
+    "f8e4m3": torch.float8_e4m3fn,
+    "f8e5m2": torch.float8_e5m2,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+GIVEN = ("batch", "constant", "rank")  # inputs of a step that it never changes; "rank": this rank's place on an axis
+PERSISTENT = ("param", "optimizer", "state", *GIVEN)  # live before and after the step
+VARYING = ("batch", "rank")  # they differ from rank to rank
+KINDS = (*PERSISTENT, "gather", "grad", "scratch", "activation", "metric")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a leaf lies in its bucket: elements [start, stop), seen as `shape`."""
+
+    path: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The geometry that a parameter, its gradient and its moments share: `length` is a multiple of world x ALIGN."""
+
+    name: str
+    length: int
+    stage: int
+    slots: tuple[Slot, ...]
+
+    def end(self, index: int) -> int:
+        """Where the padding after slot `index` ends: the next slot's start, or the bucket's length."""
+        return self.slots[index + 1].start if index + 1 < len(self.slots) else self.length
+
+    def place(self, index: int, per: int = 1) -> tuple[int, int, tuple[int, ...]]:
+        """(start, stop, shape) of slot `index` in a buffer with one element per `per`: whole blocks, counted in 1-D."""
+        slot = self.slots[index]
+        if per == 1:
+            return slot.start, slot.stop, slot.shape
+        blocks = -(-(slot.stop - slot.start) // per)
+        return slot.start, slot.start + blocks * per, (blocks,)
+
+    def find(self, place: tuple[int | None, int | None, tuple[int, ...] | None], per: int = 1) -> int | None:
+        """The slot at exactly this place, or None."""
+        for i in range(self._first(place[0] or 0), len(self.slots)):
+            if self.slots[i].start != place[0]:
+                break
+            if self.place(i, per) == place:
+                return i
+        return None
+
+    def inside(self, start: int, stop: int, per: int = 1) -> list[int]:
+        """The slots that lie wholly in elements [start, stop), in a buffer with one element per `per`."""
+        first = self._first(start)
+        return list(takewhile(lambda i: self.place(i, per)[1] <= stop, range(first, len(self.slots))))
+
+    def _first(self, start: int) -> int:
+        """The first slot that begins at `start` or later: slots lie in order."""
+        return bisect_left(self.slots, start, key=lambda slot: slot.start)
+
+    @property
+    def padding(self) -> int:
+        return self.length - sum(slot.stop - slot.start for slot in self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory by name. `shape` is this rank's; `at` is its place in the step's arena, in bytes (None: memory of its own,
+    from the allocator); of a bucket's geometry it has one element for each `per`. Of a leaf that is `per_rank` every
+    rank keeps its own."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    kind: str
+    bucket: str | None = None
+    shard: bool = False
+    at: int | None = None
+    note: str = ""
+    per: int = 1
+    per_rank: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A buffer, or elements [start, stop) of it as `shape`; `mine`: only the part in this rank's slice (1-D)."""
+
+    name: str
+    start: int | None = None
+    stop: int | None = None
+    shape: tuple[int, ...] | None = None
+    mine: bool = False
+
+    def __str__(self) -> str:
+        if self.start is None:
+            return self.name
+        form = "mine" if self.mine else ("flat" if self.shape is None else shape_text(self.shape))
+        return f"{self.name}[{self.start}:{self.stop}:{form}]"
+
+    def overlaps(self, other: Ref) -> bool:
+        """Whether two references may share elements: of one buffer, and their ranges meet."""
+        if self.name != other.name:
+            return False
+        if self.start is None or other.start is None:
+            return True
+        return self.start < (other.stop or 0) and other.start < (self.stop or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One line of a program. `attrs` are sorted (name, value) pairs of int and str."""
+
+    kind: str
+    reads: tuple[Ref, ...] = ()
+    writes: tuple[Ref, ...] = ()
+    axis: str | None = None
+    attrs: tuple[tuple[str, int | str], ...] = ()
+    why: str = ""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        for key, value in self.attrs:
+            if key == name:
+                return value
+        return default
+
+    def with_attrs(self, **attrs: int | str) -> Op:
+        return replace(self, attrs=tuple(sorted({**dict(self.attrs), **attrs}.items())))
+
+
+def make_op(
+    kind: str,
+    reads: Iterable[Ref] = (),
+    writes: Iterable[Ref] = (),
+    *,
+    axis: str | None = None,
+    why: str = "",
+    **attrs: int | str,
+) -> Op:
+    """An `Op` from plain arguments."""
+    return Op(kind, tuple(reads), tuple(writes), axis, tuple(sorted(attrs.items())), why)
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def buffer_name(text: str) -> str:
+    """A buffer's name: what the text form can hold without quotes."""
+    return re.sub(r"[^\w./:~@-]", "_", text)

@@ -1,0 +1,118 @@
+"""rewrite: what passes share. Finding who reads and writes a buffer, and renaming references; nothing here decides."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from itertools import accumulate
+
+from torch import fx
+
+from fzero.ir import segments
+from fzero.ir.program import Program
+from fzero.ir.records import PERSISTENT, Buffer, Op, Ref
+
+
+def finish(
+    program: Program,
+    name: str,
+    *,
+    ops: Iterable[Op],
+    buffers: Mapping[str, Buffer] | None = None,
+    new_segments: Mapping[str, fx.GraphModule] | None = None,
+) -> Program:
+    """The program with these ops, without the buffers and segments that no op names any more, `name` noted as run."""
+    ops = tuple(ops)
+    named = {ref.name for op in ops for ref in (*op.reads, *op.writes)} | set(program.metrics.values())
+    every = program.buffers if buffers is None else buffers
+    kept = {n: b for n, b in every.items() if n in named or b.kind in PERSISTENT}
+    used = {str(op.get("segment")) for op in ops if op.get("segment") is not None}
+    pool = {**program.segments, **(new_segments or {})}
+    return replace(
+        program,
+        ops=ops,
+        buffers=kept,
+        segments={key: gm for key, gm in pool.items() if key in used},
+        passes=(*program.passes, name),
+    )
+
+
+def reads_of(ops: Iterable[Op]) -> dict[str, list[tuple[int, Ref]]]:
+    """(op number, reference) of every real read of a buffer, by its name: a wait or a free of it is none."""
+    return _by_name((i, ref) for i, op in enumerate(ops) if op.kind not in ("wait", "free") for ref in op.reads)
+
+
+def writes_of(ops: Iterable[Op]) -> dict[str, list[tuple[int, Ref]]]:
+    """(op number, reference) of every write to a buffer, by its name."""
+    return _by_name((i, ref) for i, op in enumerate(ops) for ref in op.writes)
+
+
+def _by_name(refs: Iterable[tuple[int, Ref]]) -> dict[str, list[tuple[int, Ref]]]:
+    found: dict[str, list[tuple[int, Ref]]] = {}
+    for index, ref in refs:
+        found.setdefault(ref.name, []).append((index, ref))
+    return found
+
+
+def renamed(op: Op, change: Callable[[Ref], Ref]) -> Op:
+    """The op with every reference changed."""
+    return replace(op, reads=tuple(map(change, op.reads)), writes=tuple(map(change, op.writes)))
+
+
+def moved(op: Op, names: Mapping[str, str]) -> Op:
+    """The op on other buffers: those that `names` has for its own."""
+    if names.keys().isdisjoint(ref.name for ref in (*op.reads, *op.writes)):
+        return op
+    return renamed(op, lambda ref: replace(ref, name=names[ref.name]) if ref.name in names else ref)
+
+
+class Spans:
+    """References, sorted by name and range, so that those which overlap another are found without a look at each."""
+
+    def __init__(self, refs: Iterable[Ref]) -> None:
+        self.refs = tuple(refs)
+        numbers: dict[str, list[int]] = {}
+        for number, ref in enumerate(self.refs):
+            numbers.setdefault(ref.name, []).append(number)
+        # by name: the references in order, where each begins, and how far it or one before it reaches
+        self.by_name: dict[str, tuple[list[int], list[float], list[float]]] = {}
+        for name, own in numbers.items():
+            own.sort(key=lambda number: _ends(self.refs[number])[0])
+            ends = [_ends(self.refs[number]) for number in own]
+            self.by_name[name] = own, [low for low, _ in ends], list(accumulate((high for _, high in ends), max))
+
+    def over(self, ref: Ref) -> list[int]:
+        """The positions of the references that `ref` may share elements with."""
+        own, lows, reach = self.by_name.get(ref.name, ((), (), ()))
+        low, high = _ends(ref)
+        found = []
+        at = bisect_left(lows, high)
+        while at and reach[at - 1] > low:
+            at -= 1
+            if ref.overlaps(self.refs[own[at]]):
+                found.append(own[at])
+        return sorted(found)
+
+
+def _ends(ref: Ref) -> tuple[float, float]:
+    return (-math.inf, math.inf) if ref.start is None else (ref.start, ref.stop or 0)
+
+
+def run_op(
+    like: Op,
+    gm: fx.GraphModule,
+    reads: Iterable[Ref],
+    writes: Iterable[Ref],
+    pool: dict[str, fx.GraphModule],
+    **attrs: int | str,
+) -> Op:
+    """A run of a segment in the place of `like`; the segment joins `pool`."""
+    reads, writes = tuple(reads), tuple(writes)
+    key = segments.digest(gm)
+    pool.setdefault(key, gm)
+    fresh = len(writes) - (len(segments.placeholders(gm.graph)) - len(reads))
+    kept = {k: v for k, v in like.attrs if k not in ("segment", "fresh", "flat")}
+    done = replace(like, kind="run", reads=reads, writes=writes, attrs=())
+    return done.with_attrs(**kept, segment=key, **({"fresh": fresh} if fresh else {}), **attrs)

@@ -1,0 +1,254 @@
+"""lower: Graph and Plan → the naive Program, which the passes then improve.
+
+The naive program is the semantics sentence written out, with placements: gather every sharded column; run each region
+whole, once per microbatch, its gradients written into flat buffers; all-reduce those; run the outer graph on full
+tensors; keep the own slice of every new leaf. It is correct and wasteful, and every pass keeps its meaning.
+
+Gradients: sum over ranks in rank order, one division by ranks x microbatches. `reduce="each"` reduces every
+microbatch's bucket and adds the results; `"end"` adds first and reduces once. Losses and aux are added, then reduced.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+from torch import fx
+
+from fzero._torch_compat import graph_module
+from fzero.capture.trace_step import Graph
+from fzero.ir import segments
+from fzero.ir.program import Program
+from fzero.ir.records import Buffer, Ref
+from fzero.lowering.emit import Emitter, copy_segment, line_of
+from fzero.lowering.region import RegionBuilder
+from fzero.plan.layout import Plan
+from fzero.verify.meaning import graph_meaning
+
+aten = torch.ops.aten
+REDUCE = torch.ops.fzero.reduce.default
+REGION = torch.ops.fzero.region.default
+INDEX = torch.ops.fzero.axis_index.default
+
+
+def build(graph: Graph, plan: Plan, *, reduce: str = "end", via: str = "p2p") -> Program:
+    """The naive program. `reduce` is "each" or "end"; `via` names how bytes move: "p2p", "nccl" or "shared"."""
+    builder = _Builder(plan, via, graph=graph, reduce=reduce)
+    builder.run()
+    return Program(
+        mesh=((plan.axis, plan.world_size),),
+        buckets=plan.buckets,
+        buffers=builder.buffers,
+        ops=tuple(builder.ops),
+        metrics=builder.metrics,
+        meaning=graph_meaning(graph, plan, reduce, builder.input_names),
+        microbatches=max((region.microbatches for region in graph.regions), default=1),
+        trainable=tuple(sorted(builder.trainable)),
+        passes=("lower",),
+        segments=builder.segments,
+    )
+
+
+@dataclass
+class _Builder(Emitter):
+    """The naive program of one captured step, being written."""
+
+    graph: Graph = field(kw_only=True)
+    reduce: str = field(kw_only=True)
+    metrics: dict[str, str] = field(default_factory=dict)
+    trainable: set[str] = field(default_factory=set)
+    input_names: list[str] = field(default_factory=list)
+
+    def run(self) -> None:
+        gm = graph_module(segments.copied(self.graph.gm.graph))
+        self._own_outputs(gm)
+        self.nodes = segments.placeholders(gm.graph)
+        self._inputs()
+        for node in gm.graph.nodes:
+            if node.target is INDEX:
+                self.where[node] = self._rank(str(node.args[0]))
+        levels = _levels(gm.graph)
+        results = segments.outputs(gm.graph)
+        num = len(self.plan.leaves)
+        self.new_leaf = {n: i for i, n in enumerate(results[:num]) if n is not self.nodes[i]}
+        self.metric_nodes = set(results[num:])
+        for level in range(max(levels.values(), default=0) + 1):
+            here = [n for n, at in levels.items() if at == level and n.op == "call_function" and not _is_comm(n)]
+            self._outer(here, level)
+            for node in gm.graph.nodes:
+                if _is_comm(node) and levels[node] == level + 1:
+                    self._comm(node)
+        self._updates()
+        changed = [self.plan.leaves[i] for i in self.new_leaf.values()]
+        self.trainable &= {f"{self.buffers[x.buffer].bucket}:{x.slot}" for x in changed}  # a step may leave some alone
+        for name, node in zip(self.graph.metric_names, results[num:], strict=True):
+            ref = self.where[node]
+            self.metrics[name] = ref.name
+            self.buffers[ref.name] = _with_kind(self.buffers[ref.name], "metric")
+
+    # --- pieces
+
+    def _own_outputs(self, gm: fx.GraphModule) -> None:
+        """Every new leaf and metric gets a node of its own that computes it: a copy where it is an input, the result
+        of a collective, or another leaf's value."""
+        out = segments.output(gm.graph)
+        inputs = segments.placeholders(gm.graph)
+        num = len(self.plan.leaves)
+        seen: set[fx.Node] = set()
+        results = list(out.args[0])  # type: ignore[arg-type]
+        for index, node in enumerate(results):
+            unchanged = index < num and node is inputs[index]
+            picked = node.target is REDUCE and segments.operand(node).target is operator.getitem
+            metric_of_reduce = index >= num and picked and node.meta["val"].ndim == 0 and node not in seen
+            borrowed = node in seen or node.op == "placeholder" or _is_comm(node) or segments.is_view(node)
+            if borrowed and not unchanged and not metric_of_reduce:
+                with gm.graph.inserting_before(out):
+                    copy = gm.graph.call_function(aten.clone.default, (node,))
+                copy.meta = {**node.meta}
+                results[index] = copy
+            seen.add(results[index])
+        out.args = (results,)
+
+    def _inputs(self) -> None:
+        num = len(self.plan.leaves)
+        self.buffers.update(self.plan.buffers)
+        for node, leaf in zip(self.nodes, self.plan.leaves, strict=False):
+            ref = self.plan.ref(leaf)
+            if self.plan.buffers[leaf.buffer].shard:
+                ref = Ref(self._gathered(leaf.buffer), ref.start, ref.stop, ref.shape)
+            self.where[node] = ref
+        names = [*(f"batch:{p}" for p in self.graph.batch_paths), *(f"const:{n}" for n in self.graph.constants)]
+        for node, name in zip(self.nodes[num:], names, strict=True):
+            kind = "batch" if name.startswith("batch:") else "constant"
+            self.where[node] = self.new(name, node.meta["val"], kind)
+            self.input_names.append(self.where[node].name)
+
+    def _gathered(self, column: str) -> str:
+        name = f"{column}.full"
+        if name not in self.buffers:
+            source = self.buffers[column]
+            bucket = self.plan.buckets[source.bucket or ""]
+            shape = (bucket.length // source.per,)
+            self.buffers[name] = Buffer(name, source.dtype, shape, "gather", bucket.name, per=source.per)
+            why = f"whole {bucket.name}"
+            self.emit("gather", [Ref(column)], [Ref(name)], axis=self.plan.axis, via=self.via, why=why)
+            self.emit("wait", [Ref(name)], why=why)
+        return name
+
+    def _rank(self, axis: str) -> Ref:
+        name = f"rank:{axis}"
+        self.buffers[name] = Buffer(name, torch.int64, (), "rank", note="this rank's place")
+        return Ref(name)
+
+    def _outer(self, nodes: list[fx.Node], level: int) -> None:
+        """All ordinary work of one level as one run on full tensors, new leaves written into flat `.new` buffers."""
+        inside = set(nodes)
+        inputs = _unique(a for n in nodes for a in n.all_input_nodes if a not in inside)
+        dests, fresh = [], []
+        for node in nodes:
+            outside = [u for u in node.users if u not in inside and u.op != "output"]
+            if node in self.new_leaf:
+                dests.append(node)
+            if outside or node in self.metric_nodes:
+                fresh.append(node)
+        if not dests and not fresh:
+            return
+        refs = []
+        for node in dests:
+            leaf = self.plan.leaves[self.new_leaf[node]]
+            ref = self.plan.ref(leaf)
+            new = f"{leaf.buffer}.new"
+            if new not in self.buffers:
+                old = self.buffers[leaf.buffer]
+                shape = (self.plan.buckets[old.bucket].length // old.per,) if old.bucket else old.shape
+                self.buffers[new] = Buffer(new, old.dtype, shape, "scratch", old.bucket, per=old.per)
+            refs.append(Ref(new, ref.start, ref.stop, ref.shape))
+        gm = segments.extract(nodes, inputs, [*dests, *fresh], dests)
+        outs = [self.new(f"u{level}.{node.name}", node.meta["val"], "activation") for node in fresh]
+        self.where.update(zip(fresh, outs, strict=True))
+        reads = [self.where[n] for n in inputs]
+        lines = _unique(n.meta["source"] for n in nodes if n.meta.get("source"))
+        self.segment("run", gm, reads, [*outs, *refs], why=f"outer {' '.join(lines[:3])}".strip(), phase="outer")
+
+    def _comm(self, node: fx.Node) -> None:
+        if node.target is REGION:
+            trainable = RegionBuilder(self, self.graph, self.nodes[: len(self.plan.leaves)], self.reduce).run(node)
+            self.trainable |= trainable
+        elif node.target is REDUCE and node not in self.where:
+            source, how, axis = segments.operand(node), str(node.args[1]), node.args[2]
+            if self.plan.world_size == 1:
+                self.where[node] = self.where[source]
+                return
+            self.where[node] = self.exchange(
+                self.where[source], node.meta["val"], f"{node.name}", how, 1, f"{how} over {axis} {line_of(node)}"
+            )
+
+    def _updates(self) -> None:
+        """Keeps the own part of every new leaf: one copy per run of changed leaves in a column."""
+        changed: dict[str, set[int | None]] = {}
+        for index in self.new_leaf.values():
+            leaf = self.plan.leaves[index]
+            changed.setdefault(leaf.buffer, set()).add(leaf.slot)
+        for name, slots in changed.items():
+            buffer = self.buffers[name]
+            if None in slots:
+                gm = copy_segment(torch.empty(buffer.shape, dtype=buffer.dtype, device="meta"))
+                self.segment("update", gm, [Ref(f"{name}.new")], [Ref(name)], why=f"keep {name}")
+                continue
+            bucket = self.plan.buckets[buffer.bucket or ""]
+            for first, last in _ranges(sorted(s for s in slots if s is not None)):
+                start, stop = bucket.slots[first].start, bucket.end(last)
+                gm = copy_segment(torch.empty((stop - start) // buffer.per, dtype=buffer.dtype, device="meta"))
+                old, new = (Ref(b, start, stop, None, buffer.shard) for b in (name, f"{name}.new"))
+                self.segment("update", gm, [new], [old], why=f"keep {name}", flat=1)
+
+
+def _is_comm(node: fx.Node) -> bool:
+    """Regions, reductions, ranks, and the picking of a region's outputs: what is emitted as other ops than one run."""
+    if node.op != "call_function":
+        return False
+    picks = node.target is operator.getitem and segments.operand(node).target is REGION
+    return node.target in (REGION, REDUCE, INDEX) or picks
+
+
+def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
+    """When a node runs: one later than what it depends on through each region or reduction.
+
+    Elementwise work waits for the first that needs it: `0.9 * ema` runs beside the `+ 0.1 * params` that it is for,
+    where both are slices, not before the loss, where it would be a whole tensor to keep.
+    """
+    levels: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        ready = max((levels[a] for a in node.all_input_nodes), default=0)
+        levels[node] = ready + (node.op == "call_function" and node.target in (REGION, REDUCE))
+    for node in reversed(graph.nodes):
+        if segments.is_pointwise(node) and any(t.ndim for t in segments.tensors(node.meta["val"])):
+            needed = [levels[u] - (u.target in (REGION, REDUCE)) for u in node.users if u.op != "output"]
+            levels[node] = max(levels[node], min(needed, default=0))
+    return levels
+
+
+def _ranges(slots: list[int]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for slot in slots:
+        if runs and runs[-1][1] == slot - 1:
+            runs[-1] = (runs[-1][0], slot)
+        else:
+            runs.append((slot, slot))
+    return runs
+
+
+T = TypeVar("T", bound=Hashable)
+
+
+def _unique(items: Iterable[T]) -> list[T]:
+    return list(dict.fromkeys(items))
+
+
+def _with_kind(buffer: Buffer, kind: str) -> Buffer:
+    return replace(buffer, kind=kind) if buffer.kind in ("activation", "scratch", "metric") else buffer

@@ -1,0 +1,64 @@
+"""schedule_gathers: a parameter is whole only while a segment uses it.
+
+The naive gather at the top becomes one before each stretch of neighbouring uses; after it the buffer is dead until the
+next. A layer is gathered for its forward and again for its backward (3P bytes a step in all); what is used by
+neighbouring segments, like the head, is gathered once for both. Stages 1 and 2 gather once a step and keep it.
+
+    gather p -> p.full; wait; run(p.full) fwd; ...; run(p.full) bwd
+    becomes   gather p -> p.full.0; wait; run(p.full.0) fwd; ...; gather p -> p.full.1; wait; run(p.full.1) bwd
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fzero.ir import rewrite
+from fzero.ir.program import Program
+from fzero.ir.records import Op, Ref
+
+
+def schedule_gathers(program: Program) -> Program:
+    buffers = dict(program.buffers)
+    reads = rewrite.reads_of(program.ops)
+    turn = _turns(program.ops)
+    before: dict[int, list[Op]] = {}
+    names: dict[tuple[int, str], str] = {}
+    moved: set[str] = set()
+    for op in program.ops:
+        if op.kind != "gather" or program.buffers[op.writes[0].name].kind != "gather":
+            continue
+        full = op.writes[0].name
+        moved.add(full)
+        kept = program.buckets[program.buffers[full].bucket or ""].stage < 3
+        stretches: list[list[int]] = []
+        for index in sorted({i for i, _ in reads.get(full, [])}):
+            if stretches and (kept or turn[index] - turn[stretches[-1][-1]] <= 1):
+                stretches[-1].append(index)
+            else:
+                stretches.append([index])
+        for number, stretch in enumerate(stretches):
+            name = f"{full}.{number}"
+            buffers[name] = replace(buffers[full], name=name)
+            why = f"for {program.ops[stretch[0]].why}"
+            start = replace(op, writes=(Ref(name),), why=why)
+            wait = Op("wait", (Ref(name),), why=why)
+            before.setdefault(stretch[0], []).extend([start, wait])
+            names.update({(index, full): name for index in stretch})
+    ops: list[Op] = []
+    for index, op in enumerate(program.ops):
+        target = (*op.writes, *op.reads)[0].name if op.kind in ("gather", "wait") else ""
+        if target in moved:
+            continue
+        ops += before.get(index, [])
+        own = {ref.name: names[index, ref.name] for ref in op.reads if (index, ref.name) in names}
+        ops.append(rewrite.moved(op, own))
+    return rewrite.finish(program, "schedule_gathers", ops=ops, buffers=buffers)
+
+
+def _turns(ops: tuple[Op, ...]) -> list[int]:
+    """For each op, how many runs came before it: the clock in which uses are neighbours."""
+    turns, count = [], 0
+    for op in ops:
+        turns.append(count)
+        count += op.kind in ("run", "update")
+    return turns

@@ -1,0 +1,97 @@
+"""schedule_reductions: a gradient bucket is reduced when it is complete (stages 0, 2, 3) or at the backward's end (1).
+
+A sum over microbatches follows as soon as both of its terms are there. A reduction that starts when its bucket is
+complete is waited for after the next segment, so that one is in flight beside the compute and a full bucket never
+outlives its reduction by more; those at the end overlap one another. Without overlap each is waited for at once.
+
+    run bwd1; run bwd0; reduce g1; wait; reduce g0; wait
+    becomes   run bwd1; reduce g1; run bwd0; wait g1; reduce g0; ...
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import pairwise
+
+from fzero.ir import rewrite
+from fzero.ir.program import Program
+from fzero.ir.records import Op
+from fzero.plan.layout import TABLE
+
+
+def schedule_reductions(program: Program, overlap: bool = True) -> Program:
+    ops = _sums_early(list(program.ops))
+    pairs: dict[str, tuple[Op, Op]] = {}
+    rest: list[Op] = []
+    waits = {op.reads[0].name: op for op in ops if op.kind == "wait"}
+    for op in ops:
+        if _movable(program, op):
+            pairs[op.writes[0].name] = (op, waits[op.writes[0].name])
+        elif not (op.kind == "wait" and op.reads[0].name in pairs):
+            rest.append(op)
+    rest = _placed(rest, list(pairs.values()), overlap)
+    if overlap:
+        rest = _staggered(program, rest)
+    return rewrite.finish(program, "schedule_reductions", ops=_sums_early(rest))
+
+
+def _movable(program: Program, op: Op) -> bool:
+    if op.kind != "reduce" or op.get("mode") == "exchange":
+        return False
+    bucket = program.buckets[program.buffers[op.reads[0].name].bucket or ""]
+    return TABLE[bucket.stage].reduce_when == "produced"
+
+
+def _placed(ops: list[Op], pairs: list[tuple[Op, Op]], overlap: bool) -> list[Op]:
+    """With each reduction behind the last write to its bucket, and its wait behind the next segment."""
+    reads, writes = rewrite.reads_of(ops), rewrite.writes_of(ops)
+    segments = [i for i, one in enumerate(ops) if one.get("phase") == "region"]
+    behind: dict[int, list[Op]] = {}
+    for start, wait in pairs:
+        complete = writes[start.reads[0].name][-1][0]
+        needed = min((i for i, _ in reads.get(start.writes[0].name, ())), default=len(ops))
+        following = bisect_right(segments, complete)
+        beside = overlap and following < len(segments) and segments[following] < needed
+        behind[complete] = [start, *([] if beside else [wait]), *behind.get(complete, ())]
+        if beside:
+            behind[segments[following]] = [wait, *behind.get(segments[following], ())]
+    return [moved for i, one in enumerate(ops) for moved in (one, *behind.get(i, ()))]
+
+
+def _staggered(program: Program, ops: list[Op]) -> list[Op]:
+    """Of reductions one after another, each is waited for when the next has started."""
+    result: list[Op] = []
+    index = 0
+    while index < len(ops):
+        chain = []
+        while index + 1 < len(ops) and _end_pair(program, ops[index], ops[index + 1]):
+            chain.append((ops[index], ops[index + 1]))
+            index += 2
+        if chain:
+            result.append(chain[0][0])
+            for (_, wait), (start, _) in pairwise(chain):
+                result += [start, wait]
+            result.append(chain[-1][1])
+        else:
+            result.append(ops[index])
+            index += 1
+    return result
+
+
+def _end_pair(program: Program, op: Op, after: Op) -> bool:
+    whole = op.kind == "reduce" and op.get("mode") != "exchange" and not _movable(program, op)
+    return whole and after.kind == "wait" and after.reads[0].name == op.writes[0].name
+
+
+def _sums_early(ops: list[Op]) -> list[Op]:
+    """Moves each sum over microbatches right behind the last op that it needs."""
+    places: list[tuple[int, ...]] = []  # of each op, in an order in which there is always room behind one
+    last: dict[str, tuple[int, ...]] = {}  # place of the last op that touches a buffer
+    for index, op in enumerate(ops):
+        names = {ref.name for ref in (*op.reads, *op.writes)}
+        place: tuple[int, ...] = (index,)
+        if op.kind == "run" and op.get("flat") and op.get("phase") is None:
+            place = (*max((last[name] for name in names if name in last), default=(-1,)), -index)
+        places.append(place)
+        last.update({name: max(place, last.get(name, place)) for name in names})
+    return [ops[i] for i in sorted(range(len(ops)), key=places.__getitem__)]

@@ -1,0 +1,30 @@
+"""size_workspaces: writes on every run what it needs beyond the program's buffers while it runs.
+
+`workspace` is the block its own values lie in (packed by their lives), `heap` what kernels ask of the allocator. A
+segment with stretches to compile (`how`, see `fzero.codegen.fusion`) runs with them or, where that fails, without: it
+gets what either needs.
+
+    run seg:ab12 ...      becomes      run seg:ab12 ... heap=4096 workspace=1048576
+"""
+
+from __future__ import annotations
+
+from fzero.codegen import bind, inplace
+from fzero.codegen.fusion import fuse
+from fzero.ir import rewrite
+from fzero.ir.program import Program
+from fzero.ir.records import Op
+
+
+def size_workspaces(program: Program, how: str = "none") -> Program:
+    fused, _ = fuse(program, how)
+
+    def measured(op: Op) -> Op:
+        key = str(op.get("segment"))
+        forms = (gm for gm in (program.segments[key], fused.get(key)) if gm is not None)
+        either = [bind.layout(gm, inplace.apart(op)) for gm in forms]
+        sizes = {"workspace": max(x.nbytes for x in either), "heap": max(x.heap for x in either)}
+        return op.with_attrs(**{name: size for name, size in sizes.items() if size})
+
+    ops = [measured(op) if op.kind in ("run", "update") else op for op in program.ops]
+    return rewrite.finish(program, "size_workspaces", ops=ops)

@@ -1,0 +1,128 @@
+"""private_folder: a folder that this user alone can write to, and small files in it.
+
+Other users of a machine may plant a folder, a file or a link where a cache is to be: under the temporary directory
+anyone can. So a folder is opened once, is believed only where it is this user's and nobody else may write to it, and
+all that follows goes through its descriptor. No link is followed, nothing is truncated: files are made new and renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # no advisory locks on this system: the last of two writers at once wins
+    fcntl = None  # type: ignore[assignment]
+
+SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@contextlib.contextmanager
+def folder(path: Path, *, make: bool = False) -> Iterator[int]:
+    """A descriptor of the folder; with `make` it is made where it is missing, for this user alone. Raises OSError where
+    it is another's, or others may write to it. An empty one that a group may write to, as a umask of 0002 leaves it, is
+    made this user's alone."""
+    if make:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | SAFE)
+    except NotADirectoryError:
+        raise PermissionError(errno.EPERM, "it is a link or no folder, needed a folder") from None
+    try:
+        _close(descriptor)
+        _ours(descriptor)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read(within: int, name: str, limit: int) -> bytes:
+    """The bytes of a file of a folder. Raises OSError, also where it is a link, another's, or longer than `limit`."""
+    descriptor = os.open(name, os.O_RDONLY | SAFE, dir_fd=within)
+    with os.fdopen(descriptor, "rb") as file:
+        _ours(descriptor, plain=True)
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"it is longer than {limit:,} bytes")
+    return data
+
+
+def replace(within: int, name: str, data: bytes) -> None:
+    """Makes a file of a folder have these bytes, at once. Raises OSError; then what was there before is there still."""
+    fresh = f".{name}.{secrets.token_hex(8)}"
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFE, 0o600, dir_fd=within)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.rename(fresh, name, src_dir_fd=within, dst_dir_fd=within)
+    except BaseException:
+        os.unlink(fresh, dir_fd=within)
+        raise
+
+
+@contextlib.contextmanager
+def locked(within: int, name: str) -> Iterator[None]:
+    """Holds the lock that a file of a folder is."""
+    descriptor = os.open(name, os.O_RDWR | os.O_CREAT | SAFE, 0o600, dir_fd=within)
+    try:
+        _ours(descriptor, plain=True)
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)  # which releases it
+
+
+def refused(path: Path) -> str:
+    """Why a folder is not this user's alone; "" where it is, or is not there yet."""
+    try:
+        with folder(path):
+            return ""
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _ours(descriptor: int, plain: bool = False) -> None:
+    found = os.fstat(descriptor)
+    if plain and not stat.S_ISREG(found.st_mode):
+        raise PermissionError(errno.EPERM, "it is no plain file")
+    if found.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, f"it belongs to user {found.st_uid}, not to {os.geteuid()}")
+    if found.st_mode & 0o002 or (found.st_mode & 0o020 and not _own_group(descriptor, found.st_gid)):
+        raise PermissionError(errno.EPERM, "other users may write to it: chmod go-w makes it this user's")
+
+
+def _close(descriptor: int) -> None:
+    """Takes the group's right to write from a folder of this user that nobody has written to yet."""
+    found = os.fstat(descriptor)
+    if found.st_uid == os.geteuid() and found.st_mode & 0o022 == 0o020 and not os.listdir(descriptor):
+        os.fchmod(descriptor, stat.S_IMODE(found.st_mode) & ~0o020)
+        if os.listdir(descriptor):  # written to meanwhile
+            os.fchmod(descriptor, stat.S_IMODE(found.st_mode))
+
+
+def _own_group(descriptor: int, gid: int) -> bool:
+    """Whether a file's group is this user alone, as where a umask is 0002: named as the user, and nobody else in it.
+    Not root's, which other accounts have too, and not where an access list says who else may write."""
+    import grp
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+        listed = "system.posix_acl_access" in getattr(os, "listxattr", lambda _: ())(descriptor)
+    except KeyError:
+        return False
+    except OSError:  # a file system without access lists
+        listed = False
+    named = gid == user.pw_gid != 0 and group.gr_name == user.pw_name
+    return named and not listed and set(group.gr_mem) <= {user.pw_name}

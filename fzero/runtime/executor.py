@@ -1,0 +1,257 @@
+"""executor: a program bound to one rank's memory, ready to run step after step.
+
+Everything that does not change from step to step is done once: where each buffer lies in the arena, which views a
+segment takes of it, which tensors a transfer moves. What is left of an op is a few calls without arguments; the loop
+over them is all the Python of a step. State keeps its addresses, the batch is copied into the arena, metrics are copied
+out of it.
+
+A buffer without a place (in a program written by hand, or not through all passes) comes to life when it is written: ops
+that touch one look it up when they run.
+
+A transfer may still be read by other ranks after this rank has what it waited for (`Comm.settle`). Whatever overwrites
+or frees the source settles it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from fzero._torch_compat import below_autograd
+from fzero.codegen import bind, inplace
+from fzero.comm.protocol import Comm
+from fzero.ir import segments
+from fzero.ir.program import Program, op_text
+from fzero.ir.records import GIVEN, PERSISTENT, Op, Ref
+from fzero.runtime import cuda_graphs
+from fzero.runtime.handlers import padding, part, settlements
+
+Call = Callable[[], Any]
+
+
+class Bound:
+    """A program on this rank. `memory` holds the state's buffers and the constants by name, `arena` at least
+    `program.arena_bytes`; `compiled` stand for some segments, by hash. On CUDA the steps after the first are
+    one graph where the program allows it (`fzero.runtime.cuda_graphs`)."""
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        comm: Comm,
+        memory: Mapping[str, torch.Tensor],
+        arena: torch.Tensor,
+        compiled: Mapping[str, fx.GraphModule] | None = None,
+        *,
+        cuda_graph: bool = False,
+    ) -> None:
+        self.program, self.rank, self.comm, self.arena = program, rank, comm, arena
+        self.compiled = compiled or {}
+        self.memory = dict(memory)
+        self.loose = {n for n, b in program.buffers.items() if b.at is None and b.kind not in PERSISTENT}
+        for name, buffer in program.buffers.items():
+            if buffer.kind == "rank":
+                self.memory[name] = torch.full((), rank, dtype=buffer.dtype, device=arena.device)
+            elif buffer.at is not None:
+                place = arena[buffer.at : buffer.at + buffer.nbytes]
+                self.memory[name] = place.view(buffer.dtype).view(buffer.shape)
+        self.batch = [self.memory.get(name) for name, b in program.buffers.items() if b.kind == "batch"]
+        self.metrics = list(program.metrics.items())
+        self.position = -1  # the op that runs; all of them after a run that did not fail
+        self.recordable = cuda_graph and cuda_graphs.obstacle(program, arena.device) is None
+        self.recording: Any = None  # the step as one CUDA graph
+        self.num_runs = 0
+        self.first_write = next(
+            (i for i, one in enumerate(program.ops) if _writes_state(program, one)), len(program.ops)
+        )
+        with torch.no_grad():
+            self.calls = self._bind()
+
+    @property
+    def wrote_state(self) -> bool:
+        """Whether the step in progress has begun to change the state."""
+        return self.position >= self.first_write
+
+    def where(self) -> str:
+        """The op that runs, as text; "" before the first."""
+        position = self.position
+        if position < 0:
+            return ""
+        if position >= len(self.program.ops):
+            return "after its last op"
+        one = self.program.ops[position]
+        return f"op {position}: {op_text(one)} | {one.why}"
+
+    def run(self, batch: Sequence[torch.Tensor], watch: Callable[[int], None] | None = None) -> dict[str, torch.Tensor]:
+        """One step: the state is written in place; returns the metrics. `watch` is called with each op's number after
+        the op, and with -1 before the first. An error says in which op it happened."""
+        self.position = -1
+        self.comm.drain()  # of a run that failed; else nothing is in flight
+        with torch.no_grad(), torch.autocast(self.arena.device.type, enabled=False), below_autograd():
+            for place, given in zip(self.batch, batch, strict=True):
+                if place is not None:
+                    place.copy_(given)
+            if self.recordable and self.recording is None and self.num_runs:
+                self.recording = cuda_graphs.record(self.issue, self.arena.device)
+                self.recordable = self.recording is not None
+            if self.recording is not None and watch is None:
+                self.position = self.first_write
+                self.recording.replay()
+            else:
+                self.issue(watch)
+            self.num_runs += 1
+            self.position = len(self.calls)
+            return {name: self.memory[buffer].clone() for name, buffer in self.metrics}
+
+    def issue(self, watch: Callable[[int], None] | None = None) -> None:
+        """The calls of every op, in order; `watch` is called with -1 before the first, then with each op's number."""
+        if watch is not None:
+            watch(-1)
+        try:
+            for position, calls in enumerate(self.calls):
+                self.position = position
+                for call in calls:
+                    call()
+                if watch is not None:
+                    watch(position)
+        except Exception as error:
+            error.add_note(f"in {self.where()}")
+            raise
+
+    # --- binding
+
+    def _bind(self) -> list[list[Call]]:
+        """The calls of each op, and before them what they must wait for."""
+        due = _settle_points(self.program)
+        started: set[str] = set()
+        found: list[list[Call]] = []
+        for index, op in enumerate(self.program.ops):
+            calls: list[Call] = [partial(self.comm.settle, name) for name in due.get(index, ())]
+            for ref in op.writes:
+                if ref.name not in started and op.kind in ("run", "update"):
+                    calls += self._zeroed(ref)
+                started.add(ref.name)
+            calls += BINDERS[op.kind](self, op)
+            if op.kind == "free":
+                started -= {ref.name for ref in op.reads}
+            found.append(calls)
+        if found:
+            found[-1] += [partial(self.comm.settle, name) for name in due.get(len(found), ())]
+        return found
+
+    def _zeroed(self, ref: Ref) -> Iterator[Call]:
+        buffer = self.program.buffers[ref.name]
+        if buffer.at is not None:
+            for start, stop in padding(self.program, self.rank, buffer):
+                yield self.memory[ref.name][start:stop].zero_
+
+    def tensor(self, ref: Ref) -> torch.Tensor:
+        """What a reference names; KeyError where its buffer is not there yet."""
+        return part(self.program, self.rank, self.memory[ref.name], ref)
+
+    def destination(self, ref: Ref) -> torch.Tensor:
+        """The same for a reference that is written: a buffer without a place comes to life."""
+        if ref.name not in self.memory:
+            buffer = self.program.buffers[ref.name]
+            self.memory[ref.name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.arena.device)
+            for start, stop in padding(self.program, self.rank, buffer):
+                self.memory[ref.name][start:stop].zero_()
+        return self.tensor(ref)
+
+    def _is_loose(self, refs: Sequence[Ref]) -> bool:
+        return any(ref.name in self.loose for ref in refs)
+
+
+def _settle_points(program: Program) -> dict[int, list[str]]:
+    """Which transfers must settle before an op: `handlers.settlements`, but memory of the arena that was freed may be
+    read on by others until an op writes there."""
+    found: dict[int, list[str]] = {}
+    freed: list[tuple[int, int, str]] = []  # (first byte, last byte, transfer) that others may still read
+    started = {op.writes[0].name: op for op in program.ops if op.kind in ("gather", "reduce")}
+    due = settlements(program)
+    for index, op in enumerate(program.ops):
+        now = [name for low, high, name in freed if any(a < high and low < b for a, b in _written(program, op))]
+        for name in due.get(index, ()):
+            transfer = started[name]
+            sources = [program.buffers[ref.name] for ref in (*transfer.reads, *transfer.writes[:1])]
+            if op.kind == "free" and all(b.at is not None for b in sources):
+                freed += [(b.at or 0, (b.at or 0) + b.nbytes, name) for b in sources]
+            else:
+                now.append(name)
+        if now:
+            found[index] = list(dict.fromkeys(now))
+            freed = [entry for entry in freed if entry[2] not in now]
+    last = [*due.get(len(program.ops), ()), *(name for _, _, name in freed)]
+    return {**found, len(program.ops): list(dict.fromkeys(last))}
+
+
+def _written(program: Program, op: Op) -> Iterator[tuple[int, int]]:
+    """The bytes of the arena that an op may write."""
+    if op.get("at") is not None:
+        yield int(op.get("at")), int(op.get("at")) + int(op.get("workspace", 0))
+    for ref in op.writes:
+        buffer = program.buffers[ref.name]
+        if buffer.at is not None:
+            yield buffer.at, buffer.at + buffer.nbytes
+
+
+def _writes_state(program: Program, op: Op) -> bool:
+    held = (ref for ref in op.writes if program.buffers[ref.name].kind in PERSISTENT)
+    return op.kind != "wait" and any(program.buffers[ref.name].kind not in GIVEN for ref in held)
+
+
+def _run(bound: Bound, op: Op) -> list[Call]:
+    key, num_fresh = str(op.get("segment")), int(op.get("fresh", 0))
+    gm = bound.compiled.get(key, bound.program.segments[key])
+    fresh, into = op.writes[:num_fresh], op.writes[num_fresh:]
+    if bound._is_loose((*op.reads, *op.writes)):
+        return [partial(_call, bound, gm.forward, op, fresh, (*op.reads, *into))]
+    for ref, node in zip(fresh, segments.outputs(gm.graph), strict=True):
+        buffer = bound.program.buffers[ref.name]
+        start = buffer.at or 0
+        bound.memory[ref.name] = bind.at(bound.arena[: start + buffer.nbytes], start, node.meta["val"])
+    start, size = int(op.get("at", 0)), int(op.get("workspace", 0))
+    given = [bound.tensor(ref) for ref in (*op.reads, *into)]
+    made = [bound.memory[ref.name] for ref in fresh]
+    return bind.bind(gm, given, made, bound.arena[start : start + size], inplace.apart(op))
+
+
+def _call(bound: Bound, fn: Callable[..., Any], op: Op, fresh: Sequence[Ref], given: Sequence[Ref]) -> None:
+    tensors = [bound.destination(ref) if n >= len(op.reads) else bound.tensor(ref) for n, ref in enumerate(given)]
+    for ref, value in zip(fresh, fn(*tensors), strict=True):
+        if ref.name in bound.loose:
+            bound.memory[ref.name] = value
+        else:
+            bound.memory[ref.name].copy_(value)
+
+
+def _start(bound: Bound, op: Op) -> list[Call]:
+    refs, name = (*op.reads, *op.writes), (op.writes or op.reads)[0].name
+    if bound._is_loose(refs):
+        reads, writes = op.reads, op.writes
+        return [lambda: bound.comm.start(name, op, [*map(bound.tensor, reads), *map(bound.destination, writes)])]
+    return [partial(bound.comm.start, name, op, [bound.tensor(ref) for ref in refs])]
+
+
+def _wait(bound: Bound, op: Op) -> list[Call]:
+    return [partial(bound.comm.wait, op.reads[0].name)]
+
+
+def _free(bound: Bound, op: Op) -> list[Call]:
+    return [partial(bound.memory.pop, ref.name) for ref in op.reads if ref.name in bound.loose]
+
+
+BINDERS: dict[str, Callable[[Bound, Op], list[Call]]] = {
+    "run": _run,
+    "update": _run,
+    "gather": _start,
+    "reduce": _start,
+    "send": _start,
+    "recv": _start,
+    "wait": _wait,
+    "free": _free,
+}

@@ -1,0 +1,268 @@
+"""session: what the states of one `init` share, and the loop that runs a step on this rank."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero._torch_compat import default_store
+from fzero.capture import ambient
+from fzero.capture.provenance import describe
+from fzero.comm import transfers
+from fzero.comm.heartbeat import ALONE, Presence
+from fzero.comm.transport import Transport
+from fzero.compile.step import Lowered, fakes_on, lower_step
+from fzero.cost.autotune import Costs
+from fzero.errors import DonatedError, TreeError, at
+from fzero.ir.program import Program
+from fzero.ir.records import Ref, make_op
+from fzero.plan.layout import Leaf, Plan
+from fzero.runtime import compile_segments
+from fzero.runtime.executor import Bound
+from fzero.spec import Spec
+from fzero.state import storage
+from fzero.state.state import Life, ShardedTensor, State
+from fzero.verify.rules import verify
+
+log = logging.getLogger("fzero")
+MAX_EVALUATIONS = 16  # programs kept of functions evaluated: one made anew for every call must not fill the memory
+
+
+@dataclass
+class Runtime:
+    """What the states of one `init` share: the spec, the world, the layout, the memory, and the programs by batch."""
+
+    spec: Spec
+    rank: int
+    world_size: int
+    device: torch.device
+    plan: Plan
+    treedef: Any
+    memory: dict[str, torch.Tensor]
+    transport: Transport
+    group: Any
+    presence: Presence = ALONE
+    programs: dict[Any, Lowered] = field(default_factory=dict)
+    evaluations: dict[Any, Lowered] = field(default_factory=dict)
+    bound: dict[int, Bound] = field(default_factory=dict)
+    compiled_segments: dict[str, Any] = field(default_factory=dict)
+    arena: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))  # of the programs' buffers
+    says: Callable[[], int] = lambda: 0  # bits that this rank tells the others with every step
+    heard: int = 0  # the bits that any rank told with the last one
+    exhausted: torch.Tensor | None = None  # whether the loss scale came to its end since someone looked
+    last_key: Any = None
+    last_program: Program | None = None
+
+    @cached_property
+    def costs(self) -> Costs:
+        """What was measured of matrix products, the same on every rank."""
+        return Costs("products", rank=self.rank, store=default_store() if self.world_size > 1 else None)
+
+    @property
+    def like(self) -> Any:
+        """The state as one rank's step sees it, on the meta device."""
+        leaves = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in self.plan.leaves]
+        return tree.unflatten(self.treedef, leaves)
+
+    def sharded(self, life: Life) -> Any:
+        return tree.unflatten(self.treedef, [ShardedTensor(leaf, self, life) for leaf in self.plan.leaves])
+
+    def compiled(self, batch: Any, fn: Callable[..., Any] | None = None) -> Lowered:
+        """The program for a batch of this structure, shapes, dtypes and static values: the step's, or that of the
+        evaluation of `fn`, of which the last few are kept."""
+        if fn is not None:
+            key = _batch_key(batch["batch"], self.device)  # so that errors name its leaves
+            return self._evaluation(fn, batch, (fn, key, batch["key"] is None))
+        key = _batch_key(batch, self.device)
+        if key not in self.programs:
+            if self.last_key is not None:
+                log.warning("fzero: a new program is traced: %s", _difference(self.last_key, key))
+            self.programs[key] = self._lowered(batch, None)
+        self.last_key = key
+        return _current(self.programs[key])
+
+    def _evaluation(self, fn: Callable[..., Any], batch: Any, key: Any) -> Lowered:
+        lowered = self.evaluations.pop(key, None) or self._lowered(batch, fn)
+        self.evaluations[key] = _current(lowered)
+        if len(self.evaluations) > MAX_EVALUATIONS:
+            gone = self.evaluations.pop(next(iter(self.evaluations)))
+            self.bound.pop(id(gone), None)
+        return lowered
+
+    def _lowered(self, batch: Any, fn: Callable[..., Any] | None) -> Lowered:
+        state = fakes_on(self.like, self.device)
+        costs = self.costs if self.spec.products == "fastest" else None
+        lowered = lower_step(self.spec, state, batch, self.plan, self.transport.via, fn, costs, self.transport.rates)
+        verify(lowered.program)
+        for chosen in lowered.choices.values():
+            log.info("fzero: %s", chosen)
+        return lowered
+
+    def bind(self, lowered: Lowered) -> Bound:
+        """The program on this rank's memory. All programs of a runtime share one arena, as large as the largest needs:
+        they never run at one time."""
+        program = lowered.program
+        if program.arena_bytes > self.arena.numel():
+            self.bound.clear()  # they hold the old arena
+            self.arena = self.arena.new_empty(0)
+            self.arena = self.transport.block(program.arena_bytes)
+        if id(lowered) not in self.bound:
+            constants = [name for name, b in program.buffers.items() if b.kind == "constant"]
+            memory = {**self.memory, **dict(zip(constants, lowered.graph.constants.values(), strict=True))}
+            compiled = self.compiled_segments.get(program.digest, {})
+            self.bound[id(lowered)] = Bound(
+                program, self.rank, self.transport.comm, memory, self.arena, compiled, cuda_graph=self.spec.cuda_graph
+            )
+        return self.bound[id(lowered)]
+
+    def ready(self, lowered: Lowered) -> Bound:
+        """The program bound. For one that is new, which it is on all ranks or on none, its segments are compiled, and
+        the ranks agree that all of them can go on."""
+        digest = lowered.program.digest
+        if digest in self.compiled_segments:
+            return self.bind(lowered)
+        failure: Exception | None = None
+        what = self.presence.what
+        try:
+            self.compiled_segments[digest] = compile_segments.compiled(
+                lowered.program,
+                how=self.spec.compile,
+                device=self.device,
+                rank=self.rank,
+                world_size=self.world_size,
+                group=self.group,
+            )
+            self.bind(lowered)
+        except Exception as error:
+            failure = error
+        try:
+            transfers.agree(self.rank, self.world_size, "a new program's memory", digest, self.group, failure)
+        except Exception:
+            self.compiled_segments.pop(digest, None)  # on every rank: it is new again to all of them
+            raise
+        self.presence.what = what
+        return self.bind(lowered)
+
+    def whole(self, leaves: Sequence[ShardedTensor]) -> list[torch.Tensor]:
+        """Whole leaves of one state on every rank, once all ranks have asked for the same ones."""
+        failure: Exception | None = None
+        try:
+            for leaf in leaves:
+                leaf.life.check(leaf.path)
+        except DonatedError as error:
+            failure = error
+        asked = hashlib.blake2b(repr([leaf.path for leaf in leaves]).encode(), digest_size=8).hexdigest()
+        what = f"the whole of {leaves[0].path!r}{f' and {len(leaves) - 1} more leaves' if len(leaves) > 1 else ''}"
+        transfers.agree(self.rank, self.world_size, what, asked, self.group, failure)
+        with self.presence.running(where=lambda: "gathering it"):
+            return self.gather_leaves([leaf.leaf for leaf in leaves])
+
+    def gather_leaves(self, leaves: Sequence[Leaf]) -> list[torch.Tensor]:
+        """Whole leaves on every rank: one gather for each sharded column among them."""
+        found: dict[int, torch.Tensor] = {}
+        columns: dict[str, list[int]] = {}
+        for i, leaf in enumerate(leaves):
+            columns.setdefault(leaf.buffer, []).append(i)
+        for name, members in columns.items():
+            buffer = self.plan.buffers[name]
+            if buffer.shard or leaves[members[0]].per_rank:
+                own = self.memory[name].reshape(-1)
+                whole = own.new_empty(own.numel() * self.world_size)
+                if self.world_size > 1:
+                    self.transport.comm.start("unshard", make_op("gather", [Ref(name)], [Ref("unshard")]), [own, whole])
+                    self.transport.comm.wait("unshard")
+                    self.transport.comm.settle("unshard")
+                else:
+                    whole.copy_(own)
+                for i in members:
+                    found[i] = self._cut(leaves[i], whole)
+            else:
+                for i in members:
+                    found[i] = storage.local(self.plan, self.memory, leaves[i], self.rank).clone()
+        return [found[i] for i in range(len(leaves))]
+
+    def _cut(self, leaf: Leaf, whole: torch.Tensor) -> torch.Tensor:
+        if leaf.per_rank:
+            return whole.view(self.world_size, *leaf.shape)
+        buffer = self.plan.buffers[leaf.buffer]
+        start, stop, _ = self.plan.buckets[buffer.bucket or ""].place(leaf.slot or 0, buffer.per)
+        return whole[start // buffer.per : stop // buffer.per].view(leaf.shape).clone()
+
+
+def runtime_of(state: State) -> Runtime:
+    """The session that a state belongs to."""
+    assert isinstance(state.runtime, Runtime)
+    return state.runtime
+
+
+def execute(state: State, lowered: Lowered, batch: Any, watch: Callable[[int], None] | None = None) -> Any:
+    """Runs a step's program, or an evaluation's, on the state's memory. Returns its metrics; `watch` as in `Bound`."""
+    bound = runtime_of(state).ready(lowered)
+    tensors = [x.detach() for x in tree.flatten(batch)[1] if isinstance(x, torch.Tensor)]
+    try:
+        with runtime_of(state).presence.running(lambda: bound.position, bound.where):
+            metrics = bound.run(tensors, watch)
+    except BaseException as error:
+        if bound.wrote_state:
+            state.life.ended = (
+                f"is unusable: step {state.step + 1} failed after it began to write ({type(error).__name__}: "
+                f"{str(error).partition(chr(10))[0]}). "
+                "Start again from fzero.init or the last checkpoint"
+            )
+        raise
+    return tree.unflatten(lowered.graph.metrics_spec, [metrics[name] for name in lowered.graph.metric_names])
+
+
+def _current(lowered: Lowered) -> Lowered:
+    """The program, if the closed-over tensors whose values decided it are as they were."""
+    for tensor in lowered.graph.baked:
+        tensor.check()
+    return lowered
+
+
+def _batch_key(batch: Any, device: torch.device) -> tuple[Any, ...]:
+    paths, leaves, spec = tree.flatten(batch)
+    shown = [
+        (path, describe(leaf) if isinstance(leaf, torch.Tensor) else _static(at("batch", path), leaf))
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
+    return (tuple(shown), str(spec), *ambient.settings(device))
+
+
+def _static(name: str, leaf: Any) -> Any:
+    """What stands in the key of a program for a leaf of the batch that is no tensor."""
+    if type(leaf) in (bool, int, float, complex, str, bytes):
+        return describe(leaf)  # as text 0.0 is not -0.0, 1 is not True, and nan is nan
+    try:
+        hash(leaf)
+    except TypeError:
+        raise TreeError(f"{name} is {type(leaf).__name__}: needed a tensor or a hashable value") from None
+    fixed = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.layout, torch.memory_format)
+    hashes: Any = type(leaf).__hash__
+    by_identity = hashes is object.__hash__ and not isinstance(leaf, fixed)
+    if by_identity or any(isinstance(value, torch.Tensor) for value in getattr(leaf, "__dict__", {}).values()):
+        raise TreeError(
+            f"{name} is a {type(leaf).__name__}, whose contents would stay what they were at the first step. Pass a "
+            "dict, a tuple or a named tuple of tensors, or register the class with "
+            "optree.register_pytree_node(..., namespace='fzero')"
+        )
+    return (type(leaf), leaf)
+
+
+def _difference(old: Any, new: Any) -> str:
+    before, after = (
+        {at("batch", p): v if isinstance(v, str) else describe(v[1]) for p, v in key[0]} for key in (old, new)
+    )
+    changed = [f"{p} was {before[p]}, is {v}" for p, v in after.items() if p in before and before[p] != v]
+    changed += [f"{p} is new" for p in after if p not in before]
+    changed += [f"{p} is gone" for p in before if p not in after]
+    changed += [f"{was} became {now}" for was, now in zip(old[2:], new[2:], strict=True) if was != now]
+    return "; ".join(changed) or "the batch has another structure"

@@ -1,0 +1,179 @@
+"""first_state: the first state, leaf by leaf, without the peak.
+
+The function that makes the state (the user's `fn(key)`, then the optimizer's `init`) is traced on fake tensors. Each
+leaf is then computed alone, from the nodes it depends on, cut to this rank's part and let go, elementwise work in
+place: beside its shards a rank holds one whole leaf at a time, and logical values do not depend on the world. Of a leaf
+that is a tensor of a source as it is, a rank reads its part alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fzero import tree
+from fzero._torch_compat import FakeTensorMode
+from fzero.capture import trace_step
+from fzero.capture.provenance import describe
+from fzero.capture.tracing import Tracing, check_leaf, check_names, lifted, trace
+from fzero.errors import TreeError, at
+from fzero.ir import segments
+from fzero.plan.layout import Plan
+from fzero.state import storage
+from fzero.state.source import Source, Want
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A tensor of a source, read when it is placed."""
+
+    source: Source
+    path: str
+
+    def to(self, device: torch.device) -> torch.Tensor:
+        shape = self.source.leaves[self.path].shape
+        return self.source.read(self.path, 0, math.prod(shape)).view(shape).to(device)
+
+
+class Recipe:
+    """A traced function from tensors to a pytree of leaves; `values` are fake, on `device` or where the inputs are."""
+
+    step = 0
+
+    def __init__(
+        self, fn: Callable[..., Any], inputs: Sequence[torch.Tensor], device: torch.device | None = None
+    ) -> None:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        shown: dict[str, Any] = {}
+
+        def flat(*xs: torch.Tensor) -> list[torch.Tensor]:
+            paths, leaves, shown["spec"] = tree.flatten(fn(*xs))
+            shown["per_rank"] = tuple(
+                p for p, x in zip(paths, leaves, strict=True) if isinstance(x, trace_step.PerRank)
+            )
+            shown["paths"] = paths
+            check_names("state", paths)
+            return [_as_tensor(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+
+        tracing = Tracing(mode, (fn,))
+        with mode:
+            fakes = [torch.empty(tuple(x.shape), dtype=x.dtype, device=device or x.device) for x in inputs]
+        self.gm = trace(tracing, flat, fakes, [f"argument {i}" for i in range(len(fakes))])
+        extra = lifted(self.gm, len(fakes))
+        self.inputs: list[torch.Tensor | Deferred] = [*inputs, *extra]
+        _shapes_only(self.gm)
+        segments.normalised(self.gm)
+        self.paths: list[str] = shown["paths"]
+        self.spec = shown["spec"]
+        self.per_rank: tuple[str, ...] = shown["per_rank"]
+        self.values = [node.meta["val"] for node in segments.outputs(self.gm.graph)]
+
+    def place(
+        self, plan: Plan, rank: int, memory: Mapping[str, torch.Tensor], only: Collection[str] | None = None
+    ) -> str:
+        """Fills this rank's buffers (with `only`, those leaves of them), every leaf computed and cut in turn. Returns a
+        digest of the whole leaves, which must be the same on every rank (empty for a world of one)."""
+        digests = []
+        given = dict(zip(segments.placeholders(self.gm.graph), self.inputs, strict=True))
+        order = {node: i for i, node in enumerate(self.gm.graph.nodes)}
+        for leaf, node in zip(plan.leaves, segments.outputs(self.gm.graph), strict=True):
+            if only is not None and leaf.path not in only:
+                continue
+            if isinstance(first := given.get(node), Deferred) and leaf.slot is not None:
+                value, start = storage.flat(plan, memory, leaf, rank)
+                first.source.fill([Want(first.path, start, value)])
+                if plan.buffers[leaf.buffer].shard:  # no two ranks read the same
+                    continue
+            else:
+                value = _compute(node, given, order)
+                storage.store(plan, memory, leaf, value, rank)
+            if plan.world_size > 1 and not leaf.per_rank:
+                digests.append(bits(value))
+            del value  # before the next leaf is made
+        return hashlib.blake2b(" ".join(digests).encode(), digest_size=8).hexdigest() if digests else ""
+
+
+def bits(value: torch.Tensor) -> str:
+    """A digest of a tensor's bits: of their sums as integers, piece by piece, so that it needs little memory."""
+    value = torch.view_as_real(value) if value.is_complex() else value
+    pieces = value.detach().reshape(-1).view(torch.uint8).split(1 << 15)
+    sums = [torch.nn.functional.pad(piece, (0, -len(piece) % 8)).view(torch.int64).sum() for piece in pieces]
+    return hashlib.blake2b(repr(torch.stack(sums).tolist()).encode(), digest_size=8).hexdigest()
+
+
+def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
+    leaf = leaf.value if isinstance(leaf, trace_step.PerRank) else leaf
+    if isinstance(leaf, torch.Tensor):
+        check_leaf(at("state", path), leaf)
+        return leaf.detach() if leaf.requires_grad else leaf
+    if type(leaf) is float or (type(leaf) is int and -(1 << 63) <= leaf < 1 << 63):
+        dtype = torch.int64 if type(leaf) is int else torch.float32
+        return torch.full((), leaf, dtype=dtype)
+    raise TreeError(
+        f"{at('state', path)} is {describe(leaf)}: a state holds tensors (and plain numbers, which become 0-d "
+        "tensors). Keep it outside the state, or make it a tensor"
+    )
+
+
+_LIKE = {
+    aten.zeros_like.default: aten.zeros.default,
+    aten.ones_like.default: aten.ones.default,
+    aten.empty_like.default: aten.empty.memory_format,
+    aten.full_like.default: aten.full.default,
+}
+
+
+def _shapes_only(gm: fx.GraphModule) -> None:
+    """zeros_like(x) is zeros(x.shape): moments are made without making their parameters again. In place."""
+    for node in list(gm.graph.nodes):
+        if node.target in _LIKE:
+            value = node.meta["val"]
+            args = (list(value.shape), *node.args[1:])
+            with gm.graph.inserting_before(node):
+                made = gm.graph.call_function(_LIKE[node.target], args, {"dtype": value.dtype, "device": value.device})
+            made.meta = dict(node.meta)
+            node.replace_all_uses_with(made)
+            gm.graph.erase_node(node)
+
+
+def _compute(node: fx.Node, given: dict[fx.Node, Any], order: dict[fx.Node, int]) -> torch.Tensor:
+    """One output, from the nodes it needs, each value dropped after its last use; elementwise ops reuse their input."""
+    needed: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        one = stack.pop()
+        if one not in needed:
+            needed.add(one)
+            stack.extend(one.all_input_nodes)
+    values: dict[fx.Node, Any] = {n: given[n].to(n.meta["val"].device) for n in needed if n in given}
+    left = {n: sum(u in needed for u in n.users) for n in needed}
+    for one in sorted((n for n in needed if n not in given), key=order.__getitem__):
+        args, kwargs = fx.node.map_arg((one.args, one.kwargs), lambda n: values[n])
+        values[one] = (_in_place(one, left, given) or one.target)(*args, **kwargs)  # type: ignore[operator]
+        for used in one.all_input_nodes:
+            left[used] -= 1
+            if not left[used]:
+                values.pop(used)
+    return values[node]
+
+
+def _in_place(one: fx.Node, left: dict[fx.Node, int], given: dict[fx.Node, Any]) -> Any:
+    """The in-place form of an elementwise op whose first operand nobody else needs."""
+    first = one.args[0] if one.args else None
+    if not (segments.is_pointwise(one) and isinstance(first, fx.Node)) or first in given or left[first] != 1:
+        return None
+    if segments.is_view(first) or (first.all_input_nodes and segments.base(first) in given):
+        return None
+    same = first.meta["val"].shape == one.meta["val"].shape and first.meta["val"].dtype == one.meta["val"].dtype
+    packet = getattr(aten, f"{one.target.overloadpacket.__name__}_", None)  # type: ignore[union-attr]
+    if not same or packet is None or one.target.namespace != "aten":  # type: ignore[union-attr]
+        return None
+    return getattr(packet, one.target._overloadname, None)  # type: ignore[union-attr]

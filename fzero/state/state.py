@@ -1,0 +1,177 @@
+"""State and ShardedTensor: what `init` and `step` return.
+
+A state is a value: a pytree of `ShardedTensor` leaves that show their logical shape. `fzero.step` donates it, as
+`jax.jit(..., donate_argnums=0)` does: its memory becomes the new state's, and reading a leaf of the old one raises,
+naming the leaf. After a failure in the middle of the writes a state is unusable and says so too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from fzero import tree
+from fzero.errors import DonatedError, FzeroError
+from fzero.plan.layout import Leaf, Plan
+from fzero.state import storage
+
+
+class Runtime(Protocol):
+    """What a leaf asks of the session it lives in (`fzero.session.session.Runtime`): where its memory is."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def memory(self) -> Mapping[str, torch.Tensor]: ...
+    @property
+    def arena(self) -> torch.Tensor: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def last_program(self) -> Any: ...
+
+    def whole(self, leaves: Sequence[ShardedTensor]) -> list[torch.Tensor]:
+        """The full tensors of leaves of one state, on every rank: a collective."""
+
+
+@dataclass
+class Life:
+    """Whether a state's memory is still its own; shared by the state and its leaves."""
+
+    ended: str = ""
+
+    def check(self, path: str) -> None:
+        if self.ended:
+            raise DonatedError(f"state[{path!r}] {self.ended}")
+
+
+@dataclass(frozen=True)
+class ShardedTensor:
+    """A leaf of a state. `shape` and `dtype` are the logical ones, whatever this rank holds.
+
+    local: this rank's part, a view of the state's memory (1-D where sharded). full(): the whole tensor, a collective.
+    """
+
+    leaf: Leaf
+    runtime: Runtime = field(repr=False)
+    life: Life = field(repr=False)
+
+    @property
+    def path(self) -> str:
+        return self.leaf.path
+
+    @property
+    def shape(self) -> torch.Size:
+        lead = (self.runtime.world_size,) if self.leaf.per_rank else ()
+        return torch.Size((*lead, *self.leaf.shape))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.leaf.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.runtime.device
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return {self.runtime.plan.axis: self.runtime.world_size}
+
+    @property
+    def placement(self) -> str:
+        """`replicate`, `flat(bucket, offset)` (in elements) or `per_rank`."""
+        buffer = self.runtime.plan.buffers[self.leaf.buffer]
+        if self.leaf.per_rank:
+            return "per_rank"
+        if not buffer.shard or self.leaf.slot is None:
+            return "replicate"
+        return f"flat({buffer.bucket}, {self.runtime.plan.buckets[buffer.bucket or ''].slots[self.leaf.slot].start})"
+
+    @property
+    def local(self) -> torch.Tensor:
+        self.life.check(self.path)
+        return storage.local(self.runtime.plan, self.runtime.memory, self.leaf, self.runtime.rank)
+
+    def full(self) -> torch.Tensor:
+        """The whole tensor on every rank: a collective, so every rank must call it. A copy."""
+        return self.runtime.whole([self])[0]
+
+    def to_dtensor(self) -> Any:
+        """The whole tensor as a replicated `torch.distributed.tensor.DTensor` over dp: a collective."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Replicate
+
+        whole = self.full()
+        if self.runtime.world_size == 1 and not torch.distributed.is_initialized():
+            raise FzeroError("to_dtensor needs a process group, which a world of one has not: use full()")
+        mesh = init_device_mesh(self.device.type, (self.runtime.world_size,), mesh_dim_names=(self.runtime.plan.axis,))
+        return DTensor.from_local(whole, mesh, [Replicate()])
+
+    def __repr__(self) -> str:
+        return f"ShardedTensor({self.path!r}, {list(self.shape)}, {self.dtype}, {self.placement}, mesh={self.mesh})"
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of training after `step` steps. Of the `loss=` form `params` and `opt_state` are parts of `tree`."""
+
+    tree: Any
+    step: int
+    metrics: Mapping[str, Any]
+    runtime: Runtime = field(repr=False)
+    life: Life = field(repr=False)
+
+    @property
+    def params(self) -> Any:
+        return self._part("params")
+
+    @property
+    def opt_state(self) -> Any:
+        return self._part("opt_state")
+
+    def _part(self, name: str) -> Any:
+        if isinstance(self.tree, Mapping) and name in self.tree:
+            return self.tree[name]
+        raise AttributeError(f"this state has no {name!r}: its pytree is state.tree, as the step= form was given it")
+
+    @property
+    def program(self) -> Any:
+        """The program of the last step, to print; None before the first."""
+        return self.runtime.last_program
+
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes that this rank holds between steps: the state's by kind ("param", "optimizer", "state"), and those of
+        the arena that every step works in ("arena"; 0 before the first)."""
+        found = {"param": 0, "optimizer": 0, "state": 0, "arena": self.runtime.arena.numel()}
+        for name, buffer in self.runtime.plan.buffers.items():
+            tensor = self.runtime.memory[name]
+            found[buffer.kind] += tensor.numel() * tensor.element_size()
+        return found
+
+
+def unshard(sharded: Any) -> Any:
+    """The pytree with every `ShardedTensor` as a full tensor, on every rank. A collective: all ranks call it.
+
+    Leaves of one bucket travel together; what is held at a time is one bucket and the result. Other leaves pass.
+    """
+    _, leaves, spec = tree.flatten(sharded)
+    if any(isinstance(leaf, State) for leaf in leaves):
+        raise FzeroError("unshard takes a pytree of leaves, as state.tree or state.params, not a State")
+    mine = [i for i, leaf in enumerate(leaves) if isinstance(leaf, ShardedTensor)]
+    if not mine:
+        return sharded
+    runtimes = {id(leaves[i].runtime) for i in mine}
+    if len(runtimes) > 1:
+        raise FzeroError(f"unshard of leaves of {len(runtimes)} different states: call it once for each")
+    full = leaves[mine[0]].runtime.whole([leaves[i] for i in mine])
+    for i, value in zip(mine, full, strict=True):
+        leaves[i] = value
+    return tree.unflatten(spec, leaves)

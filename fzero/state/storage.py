@@ -1,0 +1,109 @@
+"""storage: a rank's part of a state as plain tensors by buffer name, and the way from and to logical leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from fzero.ir.offset_assignment import ALIGN_BYTES
+from fzero.plan.layout import Leaf, Plan
+
+
+def block_of(device: torch.device | str) -> Callable[[int], torch.Tensor]:
+    """Where memory comes from: a function from a number of bytes to a 1-D uint8 tensor."""
+    return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def allocate(plan: Plan, block: Callable[[int], torch.Tensor], rank: int | None = None) -> dict[str, torch.Tensor]:
+    """A rank's state buffers, one after the other in one block of memory, zero. With `rank` only its padding is zero,
+    which stays so: the leaves are for the caller to fill (the first touch of memory costs more than a copy)."""
+    places, total = [], 0
+    for b in plan.buffers.values():
+        places.append(total)
+        total += -(-b.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    whole = block(total)
+    memory = {
+        b.name: whole[place : place + b.nbytes].view(b.dtype).view(b.shape)
+        for b, place in zip(plan.buffers.values(), places, strict=True)
+    }
+    if rank is None:
+        whole.zero_()
+        return memory
+    used: dict[str, list[slice]] = {b.name: [] for b in plan.buffers.values() if b.bucket}
+    for leaf in plan.leaves:
+        if leaf.slot is not None:
+            used[leaf.buffer].append(piece(plan, leaf, rank)[0])
+    for name, places_used in used.items():
+        end = 0
+        for here in sorted((s for s in places_used if s.start < s.stop), key=lambda s: s.start):
+            memory[name][end : here.start].zero_()
+            end = here.stop
+        memory[name][end:].zero_()
+    return memory
+
+
+def piece(plan: Plan, leaf: Leaf, rank: int) -> tuple[slice, slice]:
+    """(where in the rank's flat buffer, where in the flat leaf) the rank's part of a flat leaf lies."""
+    buffer = plan.buffers[leaf.buffer]
+    bucket = plan.buckets[buffer.bucket or ""]
+    first, last, _ = bucket.place(leaf.slot or 0, buffer.per)
+    low, high = 0, bucket.length
+    if buffer.shard:
+        size = bucket.length // plan.world_size
+        low, high = rank * size, (rank + 1) * size
+    start, stop = max(first, low), min(last, high)
+    stop = max(start, stop)
+    if start >= high or stop <= low:
+        return slice(0, 0), slice(0, 0)
+    per = buffer.per
+    return slice((start - low) // per, (stop - low) // per), slice((start - first) // per, (stop - first) // per)
+
+
+def flat(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> tuple[torch.Tensor, int]:
+    """(a rank's part of a leaf, a 1-D view; the element of the flattened logical leaf that it begins with)."""
+    held = memory[leaf.buffer]
+    if leaf.slot is None:
+        return held.view(-1), rank * held.numel() if leaf.per_rank else 0
+    here, there = piece(plan, leaf, rank)
+    return held[here], there.start
+
+
+def store(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, value: torch.Tensor, rank: int) -> None:
+    """Copies the rank's part of a whole leaf into its buffer."""
+    target = memory[leaf.buffer]
+    if leaf.slot is None:
+        target.copy_(value)
+        return
+    here, there = piece(plan, leaf, rank)
+    target[here].copy_(value.reshape(-1)[there])
+
+
+def local(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> torch.Tensor:
+    """The rank's part of a leaf: a view; 1-D where the leaf is sharded, in its own shape where it is whole."""
+    held = memory[leaf.buffer]
+    if leaf.slot is None:
+        return held
+    here, _ = piece(plan, leaf, rank)
+    part = held[here]
+    return part if plan.buffers[leaf.buffer].shard else part.view(leaf.shape)
+
+
+def join(plan: Plan, leaf: Leaf, parts: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    """A logical leaf from every rank's buffers (per-rank leaves: stacked)."""
+    if leaf.per_rank:
+        return torch.stack([memory[leaf.buffer] for memory in parts])
+    if leaf.slot is None or not plan.buffers[leaf.buffer].shard:
+        return local(plan, parts[0], leaf, 0).clone()
+    flat = torch.cat([local(plan, memory, leaf, rank) for rank, memory in enumerate(parts)])
+    return flat.view(leaf.shape)
+
+
+def shards(plan: Plan, leaves: Iterable[torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """A rank's buffers from whole leaves."""
+    leaves = list(leaves)
+    device = leaves[0].device if leaves else torch.device("cpu")
+    memory = allocate(plan, block_of(device))
+    for leaf, value in zip(plan.leaves, leaves, strict=True):
+        store(plan, memory, leaf, value, rank)
+    return memory

@@ -1,0 +1,376 @@
+"""doctor: what this machine has of what fzero needs, found out by trying: `python -m fzero.cli doctor`.
+
+A probe is a function that returns findings; `PROBES` is the list. Each runs in a thread of its own, for so many seconds
+at most; one that raises or does not end is a finding too. Figures are measured here and now: transfers between two
+processes of this machine, and a file written, synced and read in the directory that is asked about.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fzero._torch_compat import inductor_lacks
+from fzero.comm import selftest
+
+MB = 1 << 20
+LEAST_FREE_BYTES = 256 * MB
+LEAST_FILES = 1024  # descriptors: gloo and the arenas take some for each rank of a machine
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`status` is "ok", "warning" or "missing"; with `needed`, what is missing makes fzero unusable here. `fix` is what
+    gets it; `figures` are measured, with units in their names."""
+
+    name: str
+    status: str
+    text: str
+    fix: str = ""
+    needed: bool = False
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+# package, least version, the extra of fzero that brings it ("": fzero needs it), what for
+PACKAGES = (
+    ("torch", (2, 11), "", ""),
+    ("optree", (0, 13), "", ""),
+    ("numpy", (1, 26), "", ""),
+    ("safetensors", (0, 4), "", ""),
+    ("transformers", (5, 0), "hf", "Hugging Face models"),
+    ("rich", (13,), "examples", "the demo's display"),
+    ("matplotlib", (3, 9), "examples", "charts"),
+    ("deepspeed", (0, 19), "bench", "comparisons"),
+)
+
+
+def versions() -> Iterator[Finding]:
+    python = sys.version_info[:2]
+    right = (3, 11) <= python < (3, 14)
+    fix = "" if right else "use Python 3.11, 3.12 or 3.13"
+    yield Finding("python", "ok" if right else "missing", platform.python_version(), fix, needed=True)
+    for name, least, extra, use in PACKAGES:
+        needed, wanted = not extra, ".".join(map(str, least))
+        fix = f"pip install 'fzero[{extra}]'" if extra else f"pip install '{name}>={wanted}'"
+        found = _version(name)
+        if found is None:
+            yield Finding(name, "missing", f"not installed{f': {use} need it' if use else ''}", fix, needed)
+        elif _numbers(found) < least:
+            yield Finding(name, "missing", f"{found}: {wanted} or newer is needed", fix, needed)
+        else:
+            yield Finding(name, "ok", found, needed=needed)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", version.partition("+")[0])[:2])
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+def processor() -> Iterator[Finding]:
+    usable, all_cores = len(_affinity()), os.cpu_count() or 1
+    pinned = f", of {all_cores}: this process is pinned to {_spans(_affinity())}" if usable < all_cores else ""
+    threads = torch.get_num_threads()
+    status, fix = "ok", ""
+    if threads > usable:
+        status, fix = "warning", f"OMP_NUM_THREADS={usable}: more threads than cores slow each other down"
+    yield Finding("processor", status, f"{usable} cores{pinned}; torch uses {threads} threads", fix)
+    told = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
+    memory = {name: int(size) << 10 for name, size in re.findall(r"(MemTotal|MemAvailable):\s+(\d+) kB", told)}
+    if memory:
+        limit = _cgroup_limit()
+        bound = f"; this container may use {_size(limit)}" if limit is not None and limit < memory["MemTotal"] else ""
+        text = f"{_size(memory['MemTotal'])}, {_size(memory['MemAvailable'])} available{bound}"
+        yield Finding("memory", "ok", text, figures={f"{name}_bytes": float(size) for name, size in memory.items()})
+
+
+def _affinity() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _spans(numbers: list[int]) -> str:
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+def _cgroup_limit() -> int | None:
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            return int(Path(path).read_text())
+    return None
+
+
+def cuda() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        why = "this torch is built without CUDA" if torch.version.cuda is None else "this torch sees none"
+        yield Finding("cuda", "ok", f"no device ({why}): steps run on the processor")
+        return
+    for index in range(torch.cuda.device_count()):
+        it = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        text = f"{it.name}, {_size(free)} of {_size(total)} free, capability {it.major}.{it.minor}"
+        old = it.major < 7
+        fix = "Triton needs capability 7.0 or newer" if old else ""
+        yield Finding(f"cuda:{index}", "warning" if old else "ok", text, fix)
+
+
+# --- backends ---------------------------------------------------------------------------------------------------------
+
+
+def backends() -> Iterator[Finding]:
+    if not dist.is_available():
+        fix = "install a torch with torch.distributed"
+        yield Finding("gloo", "warning", "this torch has no torch.distributed: one process only", fix)
+        return
+    fix = "install a torch that is built with gloo, as those of pytorch.org are"
+    gloo = dist.is_gloo_available()
+    yield Finding(
+        "gloo", "ok" if gloo else "missing", "available" if gloo else "not in this torch", "" if gloo else fix, True
+    )
+    if torch.cuda.is_available():
+        nccl = dist.is_nccl_available()
+        fix = "" if nccl else "install a torch for Linux with CUDA"
+        yield Finding("nccl", "ok" if nccl else "missing", "available" if nccl else "not in this torch", fix, True)
+    else:
+        yield Finding("nccl", "ok", "not tried: there is no CUDA device")
+    yield Finding("mpi", "ok", "available, not used" if dist.is_mpi_available() else "not in this torch, not used")
+
+
+def compilers() -> Iterator[Finding]:
+    lack = inductor_lacks("cpu")
+    yield Finding("c++", "warning" if lack else "ok", lack or "Spec(compile=) can compile for the processor",
+                  "apt install g++" if lack else "")  # fmt: skip
+    found = _version("triton")
+    if not torch.cuda.is_available():
+        text = (
+            f"{found}, not tried: there is no CUDA device" if found else "not installed, and no CUDA device to use it"
+        )
+        yield Finding("triton", "ok" if found else "warning", text, "" if found else "pip install 'triton>=3.6'")
+        return
+    lack = inductor_lacks("cuda")
+    yield Finding(
+        "triton", "missing" if lack else "ok", lack or str(found), "pip install 'triton>=3.6'" if lack else "", True
+    )
+
+
+# --- how ranks of this machine meet -----------------------------------------------------------------------------------
+
+
+def names() -> Iterator[Finding]:
+    """gloo listens where the host's name leads."""
+    host = socket.gethostname()
+    try:
+        addresses = sorted({str(one[4][0]) for one in socket.getaddrinfo(host, None)})
+        yield Finding("host name", "ok", f"{host} is {', '.join(addresses)}")
+    except OSError as error:
+        yield Finding(
+            "host name", "warning", f"{host} leads nowhere ({error})", "set GLOO_SOCKET_IFNAME, as to lo or eth0"
+        )
+
+
+def shared_memory() -> Iterator[Finding]:
+    lacks = [] if hasattr(os, "memfd_create") else ["memfd_create"]
+    lacks += [path for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net") if not os.path.exists(path)]
+    text = (
+        "ranks can read one another's memory (memfd)" if not lacks else f"this system has no {' and no '.join(lacks)}"
+    )
+    fix = "" if not lacks else "nothing needs it: ranks send messages instead, which is slower. Linux has it"
+    yield Finding("shared memory", "warning" if lacks else "ok", text, fix)
+    if os.path.isdir("/dev/shm"):
+        free = shutil.disk_usage("/dev/shm").free
+        small = free < 64 * MB
+        fix = "docker run --shm-size=1g: torch's DataLoader needs it" if small else ""
+        yield Finding("/dev/shm", "warning" if small else "ok", f"{_size(free)} free; fzero uses none of it", fix)
+
+
+def transfers() -> Iterator[Finding]:
+    """Two ranks: an all-gather and a reduce-scatter each way, with the bits that they must have."""
+    try:
+        told = selftest.run()
+    except selftest.LoopbackError as error:
+        fix = "set GLOO_SOCKET_IFNAME (as to lo), and see that a firewall lets this machine talk to itself"
+        yield Finding("loopback", "missing", str(error), fix, True)
+        return
+    for name, found in told.items():
+        figures = {f"{kind}_mb_per_s": speed for kind, speed in found.mb_per_s.items()}
+        if found.lack:
+            yield Finding(f"loopback {name}", "warning", found.lack, "nothing needs it: messages are slower")
+            continue
+        speeds = ", ".join(f"{speed:,.0f} MB/s {kind}" for kind, speed in found.mb_per_s.items())
+        status = "ok" if found.right else "missing"
+        yield Finding(
+            f"loopback {name}", status, speeds + ("" if found.right else ", with wrong bits"), "", True, figures
+        )
+
+
+# --- disk and limits --------------------------------------------------------------------------------------------------
+
+
+def disk(folder: Path, megabytes: int) -> Iterator[Finding]:
+    name = f"disk {folder}"
+    free = shutil.disk_usage(folder).free
+    size = min(megabytes * MB, free // 10) // MB * MB
+    if size < MB:
+        yield Finding(
+            name, "missing", f"{_size(free)} free: too little to write anything", "free some, or name --dir", True
+        )
+        return
+    block = os.urandom(MB)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".fzero-doctor-") as file:
+        began = time.perf_counter()
+        for _ in range(size // MB):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        writing = time.perf_counter() - began
+        cold = hasattr(os, "posix_fadvise")
+        if cold:  # what lies in memory says nothing of the disk
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        began = time.perf_counter()
+        file.seek(0)
+        same = all(file.read(MB) == block for _ in range(size // MB))
+        reading = time.perf_counter() - began
+    figures = {"write_mb_per_s": size / MB / writing, "read_mb_per_s": size / MB / reading, "free_bytes": float(free)}
+    text = (
+        f"{_size(free)} free; {figures['write_mb_per_s']:,.0f} MB/s written and synced, "
+        f"{figures['read_mb_per_s']:,.0f} MB/s read {'' if cold else 'from memory '}({size // MB} MB)"
+    )
+    if not same:
+        yield Finding(name, "missing", f"{text}, and not what was written", "name another --dir", True, figures)
+    elif free < LEAST_FREE_BYTES:
+        yield Finding(name, "warning", text, "free some, or name another --dir", figures=figures)
+    else:
+        yield Finding(name, "ok", text, figures=figures)
+
+
+def limits() -> Iterator[Finding]:
+    try:
+        import resource
+    except ImportError:
+        return
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    few = files != resource.RLIM_INFINITY and files < LEAST_FILES
+    fix = f"ulimit -n {4 * LEAST_FILES}" if few else ""
+    yield Finding("open files", "warning" if few else "ok", f"at most {_limit(files)}", fix)
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    small = torch.cuda.is_available() and locked != resource.RLIM_INFINITY and locked < 64 * MB
+    fix = "ulimit -l unlimited: InfiniBand needs it" if small else ""
+    yield Finding("locked memory", "warning" if small else "ok", f"at most {_limit(locked, _size)}", fix)
+    tick = time.get_clock_info("perf_counter").resolution
+    yield Finding("clock", "ok" if tick <= 1e-6 else "warning", f"counts {tick * 1e9:g} ns")
+
+
+def _limit(value: int, show: Callable[[int], str] = "{:,}".format) -> str:
+    return "any" if value < 0 or value >= 1 << 62 else show(value)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / MB:.1f} MiB"
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+Probe = Callable[[], Iterator[Finding]]
+
+
+def probes(folder: Path, megabytes: int) -> list[tuple[str, float, Probe]]:
+    """(name, seconds that it may take, probe)"""
+    return [
+        ("versions", 10, versions),
+        ("processor", 10, processor),
+        ("cuda", 60, cuda),
+        ("backends", 10, backends),
+        ("compilers", 60, compilers),
+        ("host name", 10, names),
+        ("shared memory", 10, shared_memory),
+        ("loopback", selftest.SECONDS + 10, transfers),
+        (f"disk {folder}", 60, partial(disk, folder, megabytes)),
+        ("limits", 10, limits),
+    ]
+
+
+def guarded(name: str, seconds: float, probe: Probe) -> list[Finding]:
+    """What a probe found; where it raised or did not end, a finding that says so."""
+    found: list[Finding] = []
+
+    def work() -> None:
+        try:
+            for one in probe():
+                found.append(one)
+        except Exception as error:
+            found.append(Finding(name, "missing", f"{type(error).__name__}: {error}".partition("\n")[0], needed=True))
+
+    thread = threading.Thread(target=work, name=f"fzero doctor: {name}", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    late = [Finding(name, "missing", f"no answer within {seconds:g} s", needed=True)] if thread.is_alive() else []
+    return [*found, *late]
+
+
+def line(one: Finding) -> str:
+    """
+    >>> print(line(Finding("rich", "missing", "not installed", "pip install rich")))
+    missing  rich                 not installed
+                                  -> pip install rich
+    """
+    text = f"{one.status:8} {one.name:20} {one.text}"
+    return f"{text}\n{'':29} -> {one.fix}" if one.fix else text
+
+
+def healthy(findings: Sequence[Finding]) -> bool:
+    """Whether all that fzero needs works."""
+    return not any(one.needed and one.status == "missing" for one in findings)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dir", type=Path, default=Path(), help="whose disk is tried (default: this directory)")
+    parser.add_argument("--disk-mb", type=int, default=64, help="how much is written there, at most (default: 64)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Exit status 0 where all that fzero needs works, else 1."""
+    findings: list[Finding] = []
+    for name, seconds, probe in probes(arguments.dir.resolve(), max(arguments.disk_mb, 1)):
+        new = guarded(name, seconds, probe)
+        findings += new
+        if not arguments.json:
+            print("\n".join(map(line, new)), flush=True)
+    right = healthy(findings)
+    if arguments.json:
+        print(json.dumps({"ok": right, "findings": [asdict(one) for one in findings]}, indent=1))
+    else:
+        wrong = [one.name for one in findings if one.needed and one.status == "missing"]
+        print("\nfzero can run here" if right else f"\nfzero cannot run here as it should: {', '.join(wrong)}")
+    return 0 if right else 1

@@ -1,0 +1,110 @@
+"""report: outcomes in a file, one JSON line a case, and what they add up to."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from fzero.tools.fuzz.case import Case
+from fzero.tools.fuzz.check import Outcome
+
+ENDS = ("equal", "refused", "undrawn", "wrong", "crashed")
+
+
+@dataclass
+class Report:
+    """Counts of ends, of refusals and failures by reason, and what has been seen of aten and of the tables."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
+    aten: set[str] = field(default_factory=set)
+    rows: set[str] = field(default_factory=set)
+    failed: list[str] = field(default_factory=list)
+    done: set[str] = field(default_factory=set)
+    seconds: float = 0.0
+
+    def add(self, line: dict[str, Any]) -> None:
+        self.done.add(line["case"])
+        self.ends[line["end"]] += 1
+        self.seconds += line["seconds"]
+        self.aten |= set(line.get("aten", ()))
+        self.rows |= set(line.get("rows", ()))
+        if line["end"] != "equal":
+            self.reasons[line["end"], line["reason"]] += 1
+        if line["end"] in ("wrong", "crashed"):
+            self.failed.append(f"{line['case']} {line['end']}: {line['what'][:300]}")
+
+    @property
+    def modules(self) -> set[str]:
+        return {row for row in self.rows if row.startswith(("modules/", "dropping/"))}
+
+    @property
+    def good(self) -> bool:
+        return not self.failed
+
+    def __str__(self) -> str:
+        total = max(sum(self.ends.values()), 1)
+        ends = ", ".join(f"{end} {self.ends[end]:,}" for end in ENDS if self.ends[end])
+        lines = [f"{total:,} cases: {ends}", f"{self.seconds / total:.2f} CPU seconds a case"]
+        lines.append(f"{len(self.aten)} aten ops, {len(self.modules)} modules, {len(self.rows)} rows of the tables")
+        lines += [f"{count:6,} {end}: {reason}" for (end, reason), count in self.reasons.most_common()]
+        return "\n".join([*lines, *self.failed])
+
+
+def line_of(case: Case, outcome: Outcome, seconds: float, report: Report) -> dict[str, Any]:
+    """A case as a line of the file. Ops and rows are told where the report has not seen them."""
+    line: dict[str, Any] = {"case": case.name, "end": outcome.end, "seconds": round(seconds, 3)}
+    if outcome.end != "equal":
+        line |= {"reason": outcome.reason, "what": outcome.what[:600], "form": case.options.form}
+    new = {"aten": sorted(outcome.aten - report.aten), "rows": sorted(case.uses - report.rows)}
+    return line | {name: values for name, values in new.items() if values}
+
+
+def read(*paths: Path) -> Report:
+    """What files of outcomes say; a last line that was cut off is left out."""
+    report = Report()
+    for path in paths:
+        for line in lines(path.read_text(encoding="utf-8").splitlines() if path.exists() else ()):
+            report.add(line)
+    return report
+
+
+def lines(texts: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for text in texts:
+        try:
+            yield json.loads(text)
+        except ValueError:
+            continue
+
+
+def append(file: TextIO | None, line: dict[str, Any]) -> None:
+    if file is not None:
+        file.write("\n" + json.dumps(line))  # not after it: a line that was cut off stays alone
+        file.flush()
+
+
+def _beside(out: Path) -> Path:
+    return out.with_name(f"{out.name}.now")
+
+
+def note(out: Path | None, text: str) -> None:
+    """Writes down what is done now: "drawn" or "checked", and the names of cases."""
+    if out is not None:
+        _beside(out).write_text(text, encoding="utf-8")
+
+
+def lost(out: Path, report: Report) -> tuple[list[dict[str, Any]], set[str]]:
+    """(the case that ended the process before, as a line; or cases of which one did, to be checked apart).
+
+    It was ended by eager PyTorch alone where the case was being drawn, which is no fault."""
+    what, *names = (_beside(out).read_text(encoding="utf-8") if _beside(out).exists() else "none").split()
+    names = [name for name in names if name not in report.done]
+    if len(names) != 1:
+        return [], set(names)
+    end = "undrawn" if what == "drawn" else "crashed"
+    text = f"the process ended while the case was {what}"
+    return [{"case": names[0], "end": end, "seconds": 0.0, "reason": text, "what": text}], set()

@@ -1,0 +1,184 @@
+"""runs: a case through fzero: lowered, bound on every rank of this process, and interpreted; memory is poisoned.
+
+What comes back is by name: the loss, and either the gradients or the state after the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fzero
+from fzero import optim, tree
+from fzero.compile.step import Lowered, training_of
+from fzero.errors import FzeroError
+from fzero.ir.program import Program
+from fzero.runtime.executor import Bound
+from fzero.runtime.handlers import spoil
+from fzero.runtime.interpreter import DeadlockError, LocalComm, World, interpret
+from fzero.state import storage
+from fzero.tools.fuzz.case import Case
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A case's script, run: its loss, the first state, the batch of every rank, and the spec's fields."""
+
+    names: Mapping[str, Any]
+    state: Any
+    batches: Sequence[Any]
+    fields: Mapping[str, Any]
+
+    @property
+    def spec(self) -> fzero.Spec:
+        return fzero.Spec(**self.fields)
+
+
+def prepared(case: Case) -> Prepared:
+    """The state of a training step is `fzero.Spec`'s; of a step that returns gradients, params and a key."""
+    names = case.namespace()
+    options = case.options
+    batches = [names["batch"](rank) for rank in range(options.world)]
+    device = torch.get_default_device()
+    key = fzero.random.key(7, device=device)
+    given = {name: eval(text, {"optim": optim}) for name, text in options.spec.items()} | {"device": device.type}
+    if options.form == "training":
+        fields = {"loss": names["loss"], "allow_unused": True, **given}
+        state = training_of(fzero.Spec(**fields)).init(names["params"], key if options.keyed else None)
+    else:
+        fields = {"step": _gradients(names["loss"], options.keyed), "allow_unused": True, "zero": 0, **given}
+        state = {"params": names["params"], **({"key": key} if options.keyed else {})}
+    return Prepared(names, state, batches, fields)
+
+
+def _gradients(loss: Any, keyed: bool) -> Any:
+    def step(state: Any, batch: Any) -> Any:
+        train, frozen = tree.partition(state["params"], lambda path, x: x.dtype.is_floating_point)
+
+        def joined(train: Any, batch: Any) -> Any:
+            return loss(tree.merge(train, frozen), batch)
+
+        of = joined if tree.flatten(frozen)[1] else loss
+        value, grads = fzero.value_and_grad(of, key=state["key"] if keyed else None)(train, batch)
+        return state, {"loss": value, "grads": grads}
+
+    return step
+
+
+def joined(made: Sequence[Prepared], refused: set[int]) -> Prepared:
+    """The steps of cases that return gradients as one step on all their states; its metrics begin with a case's index
+    and a stroke. What is refused while it is captured is left out, and its index put into `refused`."""
+
+    def step(state: Any, batch: Any) -> Any:
+        metrics = {}
+        for n, one in enumerate(made):
+            try:
+                metrics[str(n)] = one.fields["step"](state[n], batch[n])[1]
+            except FzeroError:
+                refused.add(n)
+        return state, metrics
+
+    batches = [[one.batches[0] for one in made]]
+    fields = {"step": step, "allow_unused": True, "zero": 0, "device": made[0].fields["device"]}
+    return Prepared({}, [one.state for one in made], batches, fields)
+
+
+def lowered(made: Prepared, **changed: Any) -> Lowered:
+    spec = fzero.Spec(**{**made.fields, **changed})
+    state, key = made.state, None
+    if spec.step is None:
+        state, key = made.names["params"], made.state["key"] if "key" in state else None
+    return fzero.lower(spec, state, made.batches[0], world_size=len(made.batches), key=key)
+
+
+def memory_of(made: Prepared, low: Lowered) -> list[dict[str, Tensor]]:
+    """By rank what its buffers hold before the step."""
+    program = low.program
+    inputs = [name for name, b in program.buffers.items() if b.kind == "batch"]
+    fixed = [name for name, b in program.buffers.items() if b.kind == "constant"]
+    constants = dict(zip(fixed, low.graph.constants.values(), strict=True))
+    leaves = [x if isinstance(x, Tensor) else torch.tensor(x) for x in tree.flatten(made.state)[1]]
+    found = []
+    for rank, batch in enumerate(made.batches):
+        given = dict(zip(inputs, (x.clone() for x in tree.flatten(batch)[1]), strict=True))
+        found.append({**storage.shards(low.plan, leaves, rank), **constants, **given})
+    return found
+
+
+def results(
+    low: Lowered, memory: Sequence[Mapping[str, Tensor]], metrics: Sequence[Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """The state's leaves and the metrics, by path. Raises AssertionError where ranks differ in a metric."""
+    found = {leaf.path: storage.join(low.plan, leaf, memory) for leaf in low.plan.leaves}
+    for name, value in metrics[0].items():
+        assert name in low.graph.varying_metrics or all(same_bits(m[name], value) for m in metrics), (
+            f"ranks differ in {name}"
+        )
+    return {**found, **metrics[0]}
+
+
+def interpreted(made: Prepared, low: Lowered) -> dict[str, Tensor]:
+    memory = memory_of(made, low)
+    with torch.no_grad():
+        ranks = interpret(dict.fromkeys(range(len(memory)), low.program), memory, poison=True)
+    metrics = [{n: rank.memory[b].clone() for n, b in low.program.metrics.items()} for rank in ranks]
+    return results(low, [rank.memory for rank in ranks], metrics)
+
+
+def bound(made: Prepared, low: Lowered) -> dict[str, Tensor]:
+    memory = memory_of(made, low)
+    metrics = run_bound(dict.fromkeys(range(len(memory)), low.program), memory, steps=1)
+    return results(low, memory, metrics)
+
+
+def run_bound(
+    programs: Mapping[int, Program], memory: Sequence[Mapping[str, Tensor]], steps: int
+) -> list[dict[str, Tensor]]:
+    """Every rank bound, in one process, one op at a time, the arena poisoned before each step; each rank's metrics."""
+    world = World(len(programs))
+    ranks = []
+    for r, program in programs.items():
+        device = next((x.device for x in memory[r].values()), None)
+        arena = torch.empty(program.arena_bytes, dtype=torch.uint8, device=device)
+        ranks.append(Bound(program, r, LocalComm(world, r), memory[r], arena))
+    for _ in range(steps):
+        for bound, own in zip(ranks, memory, strict=True):
+            spoil(bound.arena)
+            names = (n for n, b in bound.program.buffers.items() if b.kind == "batch")
+            for name, place in zip(names, bound.batch, strict=True):
+                if place is not None:
+                    place.copy_(own[name])
+        with torch.no_grad():
+            _together(ranks)
+    return [{name: bound.memory[buffer].clone() for name, buffer in bound.metrics} for bound in ranks]
+
+
+def _together(ranks: Sequence[Bound]) -> None:
+    """Each rank as far as it comes, in turn, until all have ended."""
+    at = [0] * len(ranks)
+    while any(i < len(bound.calls) for i, bound in zip(at, ranks, strict=True)):
+        before = list(at)
+        for r, bound in enumerate(ranks):
+            while at[r] < len(bound.calls):
+                op = bound.program.ops[at[r]]
+                if op.kind == "wait" and not bound.comm.ready(op.reads[0].name):
+                    break
+                for call in bound.calls[at[r]]:
+                    call()
+                at[r] += 1
+        if at == before:
+            raise DeadlockError(f"every rank waits for another, at ops {at}")
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal dtype, shape and bits; NaN are alike."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    raw = [x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
+    if torch.equal(*raw):
+        return True
+    return a.dtype.is_floating_point and torch.equal(a.isnan(), b.isnan()) and bool(((a == b) | a.isnan()).all())

@@ -1,0 +1,152 @@
+"""mutate: breaks real programs at random and counts what verify catches.
+
+`corpus` draws unbroken programs, `kinds` breaks them, `oracle` runs the result to see whether it means something else.
+Every mutant that does must be refused by `fzero.verify`, under a budget of the unbroken program's own peak, and no
+unbroken program may be.
+
+    fzero mutate --count 1000 --seed 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from fzero.cost.memory import account
+from fzero.errors import VerifyError
+from fzero.ir.program import Program
+from fzero.tools.mutate.corpus import Case, draw
+from fzero.tools.mutate.kinds import KINDS
+from fzero.tools.mutate.oracle import Outcome, difference, executed, outcome
+from fzero.verify.rules import verify
+
+__all__ = ["KINDS", "Bench", "Case", "Mutant", "Report", "draw", "run"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A broken program of a case, what it changes (None: nothing), and verify's message (None: not refused)."""
+
+    kind: str
+    case: Case
+    programs: Mapping[int, Program]
+    changes: str | None
+    refused: str | None
+
+
+class Bench:
+    """A case to break: its outcome, its budget, and the mutants made so far, so that none is made twice."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.budget = max(account(p).peak for p in case.programs.values())
+        self.refused = self.refusal(case.programs)
+        self.sound: Outcome = outcome(case, case.programs)
+        self.ran: Outcome = executed(case, case.programs)
+        self.seen = {self._key(case.programs)}
+
+    def mutants(self, kind: str, rng: random.Random, tries: int = 1) -> Iterator[Mutant]:
+        """Of so many tries of one kind, those that find a place and make something new."""
+        for _ in range(tries):
+            programs = KINDS[kind](rng, self.case.programs)
+            if programs is None or self._key(programs) in self.seen:
+                continue
+            self.seen.add(self._key(programs))
+            changes = difference(self.sound, outcome(self.case, programs))
+            if changes is None and self.placed:
+                changes = difference(self.ran, executed(self.case, programs))
+            try:
+                refused = self.refusal(programs)
+            except Exception as error:  # a rule that breaks down says nothing to the user: a miss
+                changes, refused = f"verify failed with {error!r}", None
+            yield Mutant(kind, self.case, programs, changes, refused)
+
+    def refusal(self, programs: Mapping[int, Program]) -> str | None:
+        """What verify says against these programs, under the case's own planned peak; None where it accepts them."""
+        try:
+            verify(programs, budget_bytes=self.budget)
+        except VerifyError as error:
+            if error.__cause__ is not None:
+                raise error.__cause__ from None
+            return str(error)
+        return None
+
+    @property
+    def placed(self) -> bool:
+        """Whether the executor can run the case: a program written by hand has no places for its batch."""
+        return self.ran.error is None
+
+    def _key(self, programs: Mapping[int, Program]) -> tuple[str, ...]:
+        return tuple(programs[rank].digest for rank in sorted(programs))
+
+
+@dataclass
+class Report:
+    """What `run` counted: by kind the mutants made, those that change meaning and those of them caught."""
+
+    made: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    changing: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    caught: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    unbroken: int = 0
+    refused: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+
+    def add(self, mutant: Mutant) -> None:
+        self.made[mutant.kind] += 1
+        if mutant.changes is not None:
+            self.changing[mutant.kind] += 1
+            self.caught[mutant.kind] += mutant.refused is not None
+            if mutant.refused is None:
+                self.missed.append(f"{mutant.kind} of {mutant.case.name}: {mutant.changes}")
+
+    @property
+    def good(self) -> bool:
+        return not self.refused and not self.missed
+
+    def __str__(self) -> str:
+        columns = (self.made, self.changing, self.caught)
+        rows = [(kind, [column[kind] for column in columns]) for kind in KINDS]
+        rows.append(("all", [sum(column.values()) for column in columns]))
+        lines = [f"{'kind':30} {'made':>6} {'meaning-changing':>17} {'caught':>7}"]
+        lines += [f"{kind:30} {made:6} {changing:17} {caught:7}" for kind, (made, changing, caught) in rows]
+        lines.append(f"unbroken programs: {self.unbroken}, refused: {len(self.refused)}")
+        return "\n".join([*lines, *(f"refused: {x}" for x in self.refused), *(f"missed: {x}" for x in self.missed)])
+
+
+def run(count: int = 1000, seed: int = 0, *, each: int = 50, unbroken: int = 240) -> Report:
+    """Draws programs and breaks each in every way, until `count` mutants change meaning, `each` of every kind, and
+    `unbroken` programs were seen. A kind that lags behind gets more tries."""
+    rng, report = random.Random(seed), Report()
+    while report.unbroken < unbroken or sum(report.changing.values()) < count or min(report.changing.values()) < each:
+        report.unbroken += 1
+        try:
+            bench = Bench(draw(rng, report.unbroken))
+        except VerifyError as error:  # from lowering
+            report.refused.append(f"program {report.unbroken}: {error}")
+            continue
+        if bench.refused is not None:
+            report.refused.append(f"{bench.case.name}: {bench.refused}")
+        for kind in KINDS:
+            behind = report.changing[kind] * unbroken < each * report.unbroken
+            for mutant in bench.mutants(kind, rng, tries=6 if behind else 1):
+                report.add(mutant)
+    return report
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--count", type=int, default=1000, help="mutants that change meaning, at least (default 1000)")
+    parser.add_argument("--seed", type=int, default=0, help="of everything drawn (default 0)")
+    parser.add_argument("--each", type=int, default=50, help="of every kind, at least (default 50)")
+    parser.add_argument("--unbroken", type=int, default=240, help="programs drawn, at least (default 240)")
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Prints the table; 1 where a mutant was missed or an unbroken program refused."""
+    report = run(arguments.count, arguments.seed, each=arguments.each, unbroken=arguments.unbroken)
+    print(report)
+    return 0 if report.good else 1

@@ -1,0 +1,352 @@
+"""corpus: unbroken programs to break, drawn from small models of every shape that fzero lowers.
+
+A model is a loss or a step, its parameters and its batch; `draw` puts it under a random optimizer, world, ZeRO stage,
+number of microbatches, bucket size and schedule, and lowers it. `relay` is a hand-written program whose ranks differ,
+for the sends and receives that data parallelism has none of. All are small enough to interpret in milliseconds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from fzero import api, functional, optim, tree
+from fzero._torch_compat import FakeTensorMode
+from fzero.ir import segments
+from fzero.ir.program import Program
+from fzero.ir.records import Buffer, Op, Ref, make_op
+from fzero.plan.layout import Leaf, Plan
+from fzero.spec import Spec
+from fzero.state import storage
+from fzero.verify.rules import meaning_of
+
+ROWS = 6  # of a rank's batch: one, two or three microbatches divide it
+Tx = optim.GradientTransformation
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program for every rank, and what each rank's buffers hold before the step."""
+
+    name: str
+    plan: Plan
+    programs: Mapping[int, Program]
+    memory: Sequence[Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Model:
+    """`params` and `batch` draw theirs from a generator; `step` makes a whole step from an optimizer, `state` its
+    state; `part` is a path rule that some of the state's leaves match."""
+
+    params: Callable[[torch.Generator], Any]
+    batch: Callable[[torch.Generator], Any]
+    loss: Callable[[Any, Any], Any] | None = None
+    step: Callable[[Tx], Callable[[Any, Any], Any]] | None = None
+    state: Callable[[Any, Tx], Any] | None = None
+    part: str = "layers/0/**"
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def _normal(g: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=g) * 0.4
+
+
+def _layers(g: torch.Generator) -> Any:
+    return {"layers": [{"w": _normal(g, 8, 8), "b": _normal(g, 8)} for _ in range(3)]}
+
+
+def _pairs(g: torch.Generator) -> dict[str, Tensor]:
+    return {"x": _normal(g, ROWS, 8), "y": _normal(g, ROWS, 8)}
+
+
+def _mlp(params: Any, x: Tensor) -> Tensor:
+    for layer in params["layers"]:
+        x = torch.tanh(x @ layer["w"] + layer["b"])
+    return x
+
+
+def _mlp_loss(params: Any, batch: Any) -> Tensor:
+    return ((_mlp(params, batch["x"]) - batch["y"]) ** 2).mean()
+
+
+def _low_loss(params: Any, batch: Any) -> Tensor:
+    x = batch["x"].to(torch.bfloat16)
+    for layer in params["layers"]:
+        x = torch.tanh(x @ layer["w"].to(torch.bfloat16) + layer["b"].to(torch.bfloat16))
+    return ((x.float() - batch["y"]) ** 2).mean()
+
+
+def _gpt_params(g: torch.Generator) -> Any:
+    blocks = [
+        {"norm": torch.ones(8), "qkv": _normal(g, 8, 24), "out": _normal(g, 8, 8), "up": _normal(g, 8, 16),
+         "down": _normal(g, 16, 8)}
+        for _ in range(2)
+    ]  # fmt: skip
+    return {"tokens": _normal(g, 12, 8), "positions": _normal(g, 4, 8), "blocks": blocks}
+
+
+def _tokens(g: torch.Generator) -> dict[str, Tensor]:
+    return {name: torch.randint(12, (ROWS, 4), generator=g) for name in ("inputs", "targets")}
+
+
+def _gpt_loss(params: Any, batch: Any) -> Tensor:
+    x = params["tokens"][batch["inputs"]] + params["positions"]
+    for block in params["blocks"]:
+        q, k, v = (F.layer_norm(x, (8,), block["norm"]) @ block["qkv"]).chunk(3, -1)
+        weights = (q @ k.transpose(-1, -2) / 8**0.5).softmax(-1)
+        x = x + weights @ v @ block["out"]
+        x = x + F.gelu(x @ block["up"]) @ block["down"]
+    logits = x @ params["tokens"].t()
+    return F.cross_entropy(logits.view(-1, 12), batch["targets"].view(-1))
+
+
+def _conv_params(g: torch.Generator) -> Any:
+    convs = [{"kernel": _normal(g, 4, c, 3, 3), "bias": _normal(g, 4)} for c in (1, 4)]
+    return {"convs": convs, "head": {"w": _normal(g, 4, 5), "b": _normal(g, 5)}}
+
+
+def _images(g: torch.Generator) -> dict[str, Tensor]:
+    return {"image": _normal(g, ROWS, 1, 5, 5), "label": torch.randint(5, (ROWS,), generator=g)}
+
+
+def _conv_loss(params: Any, batch: Any) -> Tensor:
+    x = batch["image"]
+    for conv in params["convs"]:
+        x = torch.relu(F.conv2d(x, conv["kernel"], conv["bias"], padding=1))
+    return F.cross_entropy(x.mean((2, 3)) @ params["head"]["w"] + params["head"]["b"], batch["label"])
+
+
+def _bag_params(g: torch.Generator) -> Any:
+    return {"table": _normal(g, 20, 8), "hidden": _normal(g, 8, 8), "output": _normal(g, 20, 8)}
+
+
+def _bags(g: torch.Generator) -> dict[str, Tensor]:
+    return {"words": torch.randint(20, (ROWS, 3), generator=g), "next": torch.randint(20, (ROWS,), generator=g)}
+
+
+def _bag_loss(params: Any, batch: Any) -> Tensor:
+    x = torch.tanh(params["table"][batch["words"]].mean(1) @ params["hidden"])
+    return F.cross_entropy(x @ params["output"].t(), batch["next"])
+
+
+# --- steps of one's own -----------------------------------------------------------------------------------------------
+
+
+def _averaged(tx: Tx) -> Callable[[Any, Any], Any]:
+    """An EMA copy of the weights, a frozen subtree, and a drift that every rank keeps for itself."""
+
+    def loss(params: Any, frozen: Any, batch: Any) -> Tensor:
+        return ((_mlp(params, batch["x"]) @ frozen["w"] - batch["y"]) ** 2).mean()
+
+    def step(state: Any, batch: Any) -> Any:
+        value, grads = functional.value_and_grad(loss, batch_argnum=2)(state["params"], state["frozen"], batch)
+        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+        params = optim.apply_updates(state["params"], updates)
+        ema = tree.map(lambda a, p: 0.9 * a + 0.1 * p, state["ema"], params)
+        drift = state["drift"] + batch["x"].mean(0)
+        new = {"params": params, "opt_state": opt_state, "ema": ema, "frozen": state["frozen"], "drift": drift}
+        return new, {"loss": value, "drift": functional.pmax(drift.abs().max())}
+
+    return step
+
+
+def _averaged_state(params: Any, tx: Tx) -> Any:
+    return {
+        "params": params,
+        "opt_state": tx.init(params),
+        "ema": params,
+        "frozen": {"w": torch.eye(8)},
+        "drift": functional.per_rank(torch.zeros(8)),
+    }
+
+
+def _with_aux(tx: Tx) -> Callable[[Any, Any], Any]:
+    """A loss with aux, whose mean over the ranks is kept as a running statistic."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        x = _mlp(params, batch["x"])
+        return ((x - batch["y"]) ** 2).mean(), {"mean": x.mean(0), "top": x.abs().amax()}
+
+    def step(state: Any, batch: Any) -> Any:
+        (value, aux), grads = functional.value_and_grad(loss, has_aux=True)(state["params"], batch)
+        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+        mean = 0.5 * state["mean"] + 0.5 * functional.pmean(aux["mean"])
+        new = {"params": optim.apply_updates(state["params"], updates), "opt_state": opt_state, "mean": mean}
+        return new, {"loss": value, "top": functional.psum(aux["top"])}
+
+    return step
+
+
+def _partial(tx: Tx) -> Callable[[Any, Any], Any]:
+    """Only the last layer is trained, so that most gradients go unread; the others change places every step."""
+
+    def step(state: Any, batch: Any) -> Any:
+        value, grads = functional.value_and_grad(_mlp_loss)(state["params"], batch)
+        first, second, last = state["params"]["layers"]
+        updates, opt_state = tx.update(grads["layers"][2:], state["opt_state"], [last])
+        (new,) = optim.apply_updates([last], updates)
+        slow = tree.map(lambda s, p: torch.where(state["turn"] % 2 == 1, p, s), state["slow"], last)
+        turn = state["turn"] + 1
+        params = {"layers": [second, first, new]}
+        return {"params": params, "opt_state": opt_state, "slow": slow, "turn": turn}, {"loss": value, "turn": turn}
+
+    return step
+
+
+def _partial_state(params: Any, tx: Tx) -> Any:
+    last = params["layers"][2]
+    return {"params": params, "opt_state": tx.init([last]), "slow": last, "turn": torch.zeros((), dtype=torch.int64)}
+
+
+MODELS: dict[str, Model] = {
+    "mlp": Model(_layers, _pairs, _mlp_loss),
+    "gpt": Model(_gpt_params, _tokens, _gpt_loss, part="blocks/**"),
+    "conv": Model(_conv_params, _images, _conv_loss, part="convs/**"),
+    "bag": Model(_bag_params, _bags, _bag_loss, part="output"),
+    "bf16": Model(_layers, _pairs, _low_loss),
+    "averaged": Model(_layers, _pairs, step=_averaged, state=_averaged_state, part="ema/**"),
+    "aux": Model(_layers, _pairs, step=_with_aux, part="**/w",
+                 state=lambda p, tx: {"params": p, "opt_state": tx.init(p), "mean": torch.zeros(8)}),
+    "partial": Model(_layers, _pairs, step=_partial, state=_partial_state, part="**/b"),
+}  # fmt: skip
+
+OPTIMIZERS: dict[str, Callable[[], Tx]] = {
+    "sgd": lambda: optim.sgd(0.1),
+    "momentum": lambda: optim.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: optim.adam(optim.warmup_cosine(0.01, 4, 40)),
+    "adamw": lambda: optim.adamw(0.01, mask=lambda path, leaf: leaf.ndim > 1),
+    "adamw8bit": lambda: optim.adamw8bit(0.01, mask=lambda path, leaf: leaf.ndim > 1),
+    "muon": lambda: optim.muon(0.02, others=optim.adamw(0.01)),
+}
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------------
+
+
+def draw(rng: random.Random, number: int) -> Case:
+    """The program of this number: models in turn, everything else at random. Every ninth is a relay."""
+    names = [*MODELS, "relay"]
+    name = names[number % len(names)]
+    generator = torch.Generator().manual_seed(rng.getrandbits(31))
+    if name == "relay":
+        return relay(rng.choice((2, 3, 4)), generator)
+    model, tx = MODELS[name], rng.choice(list(OPTIMIZERS))
+    stages = [0, 1, 2, 3, 3, {model.part: rng.randrange(4), "**": rng.randrange(4)}]
+    placed: dict[str, Any] = {
+        "zero": rng.choice(stages),
+        "microbatches": rng.choice((1, 2, 3)),
+        "reduce": rng.choice((None, "each", "end")),
+        "bucket_bytes": rng.choice((300, 1 << 10, 32 << 20)),
+        "prefetch": rng.choice((0, 1, 2)),
+        "overlap": rng.random() < 0.8,
+        "remat": rng.choice(("none", "none", "full")),
+        "precision": rng.choice(("fp32", "fp32", "bf16")),
+    }
+    if model.loss is not None and rng.random() < 0.5:
+        placed["clip_norm"] = 0.5
+    world = rng.choice((1, 2, 2, 3, 4))
+    shown = " ".join(f"{key}={value}" for key, value in placed.items())
+    return lowered(f"{name} {tx} world={world} {shown}", model, OPTIMIZERS[tx](), placed, world, generator)
+
+
+def lowered(name: str, model: Model, tx: Tx, placed: Mapping[str, Any], world: int, generator: torch.Generator) -> Case:
+    """A model's case under these fields of `Spec`, on `world` ranks."""
+    params = model.params(generator)
+    if model.step is not None and model.state is not None:
+        state, spec = model.state(params, tx), Spec(step=model.step(tx), **placed)
+    else:
+        state, spec = params, Spec(loss=model.loss, optimizer=tx, **placed)
+    batches = [model.batch(generator) for _ in range(world)]
+    done = api.lower(spec, state, batches[0], world_size=world)
+    names = [n for n, b in done.program.buffers.items() if b.kind == "batch"]
+    held = [n for n, b in done.program.buffers.items() if b.kind == "constant"]
+    leaves = [_value(leaf, generator) for leaf in done.plan.leaves]
+    memory = []
+    for rank, batch in enumerate(batches):
+        own = [
+            _value(leaf, generator) if leaf.per_rank else x for leaf, x in zip(done.plan.leaves, leaves, strict=True)
+        ]
+        memory.append(
+            {
+                **storage.shards(done.plan, own, rank),
+                **dict(zip(names, tree.flatten(batch)[1], strict=True)),
+                **dict(zip(held, done.graph.constants.values(), strict=True)),
+            }
+        )
+    return Case(name, done.plan, dict.fromkeys(range(world), done.program), memory)
+
+
+def _value(leaf: Leaf, generator: torch.Generator) -> Tensor:
+    """Any value that a leaf of this path may have: second moments are not negative."""
+    if not leaf.dtype.is_floating_point:
+        return torch.randint(1, 5, leaf.shape, generator=generator, dtype=leaf.dtype)
+    value = torch.randn(leaf.shape, generator=generator) * 0.3
+    return (value.abs() if "/nu/" in leaf.path else value).to(leaf.dtype)
+
+
+# --- ranks whose programs differ --------------------------------------------------------------------------------------
+
+
+def relay(world: int, generator: torch.Generator) -> Case:
+    """x and y go round the ring of ranks, each scaled on the way; every rank adds what it gets to its own."""
+    scaled, added, kept = _segment(_scale, 1), _segment(_add, 2), _segment(_keep, 1, fresh=0)
+    pool = {segments.digest(gm): gm for gm in (scaled, added, kept)}
+    scale, add, keep = pool
+    buffers = {name: Buffer(name, torch.float32, (8,), "state") for name in ("x", "y")}
+    for part in ("out", "in", "sum"):
+        buffers |= {f"{n}.{part}": Buffer(f"{n}.{part}", torch.float32, (8,), "activation") for n in ("x", "y")}
+    programs = {}
+    for rank in range(world):
+        to, source = (rank + 1) % world, (rank - 1) % world
+        ops: list[Op] = [make_op("run", [Ref(n)], [Ref(f"{n}.out")], segment=scale, fresh=1) for n in ("x", "y")]
+        for tag, n in enumerate(("x", "y")):
+            ops.append(make_op("send", [Ref(f"{n}.out")], axis="dp", peer=to, tag=tag))
+            ops.append(make_op("recv", [], [Ref(f"{n}.in")], axis="dp", peer=source, tag=tag))
+        for n in ("x", "y"):
+            ops += [
+                make_op("wait", [Ref(f"{n}.in")]),
+                make_op("wait", [Ref(f"{n}.out")]),
+                make_op("free", [Ref(f"{n}.out")]),
+            ]
+            ops.append(make_op("run", [Ref(n), Ref(f"{n}.in")], [Ref(f"{n}.sum")], segment=add, fresh=1))
+            ops.append(make_op("free", [Ref(f"{n}.in")]))
+            ops += [make_op("update", [Ref(f"{n}.sum")], [Ref(n)], segment=keep), make_op("free", [Ref(f"{n}.sum")])]
+        program = Program(
+            (("dp", world),), {}, buffers, tuple(ops), {}, passes=("lower", "prefetch", "free"), segments=pool
+        )
+        programs[rank] = replace(program, meaning=meaning_of(program))
+    plan = Plan("dp", world, {}, {n: buffers[n] for n in ("x", "y")},
+                tuple(Leaf(n, (8,), torch.float32, n) for n in ("x", "y")))  # fmt: skip
+    memory = [{n: torch.randn(8, generator=generator) for n in ("x", "y")} for _ in range(world)]
+    return Case(f"relay world={world}", plan, programs, memory)
+
+
+def _scale(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    return graph.call_function(torch.ops.aten.mul.Tensor, (x, 0.5))
+
+
+def _add(graph: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
+    return graph.call_function(torch.ops.aten.add.Tensor, (x, y))
+
+
+def _keep(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    return graph.call_function(torch.ops.aten.copy_.default, (graph.placeholder("into0"), x))
+
+
+def _segment(body: Callable[..., fx.Node], arity: int, fresh: int = 1) -> fx.GraphModule:
+    graph = fx.Graph()
+    result = body(graph, *[graph.placeholder(f"x{i}") for i in range(arity)])
+    graph.output([result] if fresh else [])
+    with FakeTensorMode():
+        for node in graph.nodes:
+            node.meta["val"] = torch.empty(8)
+    return segments.module(graph)

@@ -1,0 +1,103 @@
+"""kinds: the table of mutations.
+
+A mutation takes a source of chance and `{rank: program}` and returns the same broken in one place, on one rank or on
+all that run this program, or None where it finds no place. It decides nothing about meaning: some of what it makes is
+only another good schedule, and the oracle tells.
+"""
+
+from __future__ import annotations
+
+from fzero.tools.mutate import records, room, timing, values, within
+from fzero.tools.mutate.edits import Mutation, on
+
+KINDS: dict[str, Mutation] = {
+    "drop a wait": on(timing.drop_wait),
+    "repeat a wait": on(timing.repeat_wait),
+    "wait late": on(timing.wait_late),
+    "free early": on(timing.free_early),
+    "free never": on(timing.free_never),
+    "free twice": on(timing.free_twice),
+    "wrong place": on(timing.wrong_place),
+    "swap collectives on one rank": on(timing.swap_collectives, alone=True),
+    "wrong axis": on(timing.wrong_axis),
+    "gather twice": on(timing.gather_twice),
+    "exceed the cap": on(timing.exceed_cap),
+    "busy scratch": on(timing.busy_scratch),
+    "unmatched message": on(timing.unmatched_message),
+    "reduce early": on(timing.reduce_early),
+    "reduce twice": on(timing.reduce_twice),
+    "wrong divisor": on(values.wrong_divisor),
+    "wrong operation": on(values.wrong_operation),
+    "skip a microbatch": on(values.skip_microbatch),
+    "wrong microbatch": on(values.wrong_microbatch),
+    "update twice": on(values.update_twice),
+    "update before the reduction": on(values.update_early),
+    "use a donated buffer": on(values.use_donated),
+    "shrink a shard": on(values.shrink),
+    "wrong slot": on(values.wrong_slot),
+    "wrong write": on(values.wrong_write),
+    "swap two reads": on(values.swap_reads),
+    "drop an op": on(values.drop_op),
+    "wrong arithmetic": on(values.wrong_arithmetic),
+    # which segment, reference and range
+    "wrong segment": on(records.wrong_segment),
+    "exchange writes": on(records.exchange_writes),
+    "exchange reads of two ops": on(records.exchange_reads_of_two),
+    "drop or repeat a reference": on(records.drop_reference),
+    "microbatch bounds": on(records.batch_bounds),
+    "shift a range": on(records.shift_range),
+    "cut a range at its padding": on(records.cut_padding),
+    "cut a range in a leaf": on(records.cut_leaf),
+    "own slice or whole": on(records.toggle_mine),
+    "other shape": on(records.other_shape),
+    "overwrite a part": on(records.overwrite_part),
+    # transfers and order
+    "gather another bucket": on(records.gather_another),
+    "gather what varies": on(records.gather_varying),
+    "wrong mode": on(records.wrong_mode),
+    "reduce another buffer": on(records.reduce_another),
+    "read after the update": on(records.norm_late),
+    "exchange two ops": on(records.exchange_ops),
+    "move an op": on(records.move_op),
+    "free or wait for another": on(records.wrong_free),
+    "drop a chain of ops": on(records.drop_chain),
+    # names, attributes, forms, ranks
+    "wrong metric": on(records.wrong_metric),
+    "wrong attribute": on(records.wrong_attribute),
+    "wrong dtype": on(records.wrong_dtype),
+    "wrong kind": on(records.wrong_kind),
+    "wrong geometry": on(records.toggle_shard),
+    "drop a record": on(records.drop_buffer),
+    "wrong world": on(records.wrong_world),
+    "one rank's record": on(records.shift_range, alone=True),
+    "another rank's program": records.another_ranks_program,
+    # memory
+    "overlap by one element": on(room.overlap_by_one),
+    "batch over what is in use": on(room.batch_over),
+    "metric over what is in use": on(room.metric_over),
+    "exchange places": on(room.exchange_places),
+    "grow a workspace": on(room.grow_workspace),
+    "small workspace": on(room.small_workspace),
+    "lost workspace": on(room.lost_workspace),
+    "lost place": on(room.lost_place),
+    # inside a segment
+    "exchange operands": on(within.inside(within.exchange_operands)),
+    "wrong operand": on(within.inside(within.wrong_operand)),
+    "exchange branches": on(within.inside(within.exchange_branches)),
+    "wrong literal": on(within.inside(within.wrong_literal)),
+    "exchange literals": on(within.inside(within.exchange_literals)),
+    "wrong view": on(within.inside(within.wrong_view)),
+    "drop a cast": on(within.inside(within.drop_cast)),
+    "wrong cast": on(within.inside(within.wrong_cast)),
+    "reorder a cast": on(within.inside(within.reorder_cast)),
+    "drop a node": on(within.inside(within.drop_node)),
+    "repeat a node": on(within.inside(within.repeat_node)),
+    "constant for a value": on(within.inside(within.constant_value)),
+    "drop a write": on(within.inside(within.drop_write)),
+    "exchange destinations": on(within.inside(within.exchange_destinations)),
+    "write into a view": on(within.inside(within.write_into_view)),
+    "write again": on(within.inside(within.write_again)),
+    "exchange results": on(within.inside(within.exchange_results)),
+    "wrong result": on(within.inside(within.wrong_result)),
+    "one rank's segment": on(within.inside(within.wrong_literal), alone=True),
+}

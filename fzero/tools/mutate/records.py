@@ -1,0 +1,392 @@
+"""records: edits of what the ops and the buffers say. References, segments, attributes, names, forms of buffers."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fzero._torch_compat import FakeTensorMode
+from fzero.ir import segments
+from fzero.ir.program import Program
+from fzero.ir.records import ALIGN, KINDS, Bucket, Op, Ref, make_op
+from fzero.tools.mutate.edits import (
+    Programs,
+    alike,
+    alive,
+    drop,
+    find,
+    form,
+    insert,
+    move,
+    names,
+    pick,
+    put,
+    replaced,
+    spots,
+    with_buffers,
+)
+
+RUNS = ("run", "update")
+
+# --- which segment, and what it is given ------------------------------------------------------------------------------
+
+
+def _signature(p: Program, op: Op) -> object:
+    """What makes one segment able to stand for another: the forms of all that it takes and returns."""
+    gm = p.segments[str(op.get("segment"))]
+    vals = [n.meta["val"] for n in (*segments.placeholders(gm.graph), *segments.outputs(gm.graph))]
+    return len(segments.placeholders(gm.graph)), tuple((v.dtype, tuple(v.shape)) for v in vals)
+
+
+def wrong_segment(rng: random.Random, p: Program) -> Program | None:
+    """A run works with another one's segment of equal signature, or the two exchange theirs."""
+    runs = [(i, _signature(p, p.ops[i])) for i in find(p, lambda op: op.kind in RUNS)]
+    pairs = [(i, j) for i, a in runs for j, b in runs if a == b and p.ops[i].get("segment") != p.ops[j].get("segment")]
+    if (chosen := pick(rng, pairs)) is None:
+        return None
+    i, j = chosen
+    mine, other = (str(p.ops[at].get("segment")) for at in chosen)
+    broken = put(p, i, p.ops[i].with_attrs(segment=other))
+    return broken if rng.random() < 0.5 else put(broken, j, p.ops[j].with_attrs(segment=mine))
+
+
+def exchange_writes(rng: random.Random, p: Program) -> Program | None:
+    """Two results of a run go to each other's place."""
+    spots_ = [(i, a, b) for i, op in enumerate(p.ops) if op.kind in RUNS for a in range(len(op.writes))
+              for b in range(a) if form(p, op.writes[a]) == form(p, op.writes[b])]  # fmt: skip
+    if (chosen := pick(rng, spots_)) is None:
+        return None
+    at, a, b = chosen
+    op = p.ops[at]
+    return put(p, at, replaced(replaced(op, "writes", a, op.writes[b]), "writes", b, op.writes[a]))
+
+
+def exchange_reads_of_two(rng: random.Random, p: Program) -> Program | None:
+    """Two ops of a kind read what the other one should."""
+    pairs = [(i, j, n) for i, a in enumerate(p.ops) for j, b in enumerate(p.ops[:i]) if a.kind == b.kind
+             and a.kind not in ("wait", "free") for n in range(min(len(a.reads), len(b.reads)))
+             if a.reads[n] != b.reads[n] and form(p, a.reads[n]) == form(p, b.reads[n])]  # fmt: skip
+    if (chosen := pick(rng, pairs)) is None:
+        return None
+    i, j, n = chosen
+    op, other = p.ops[i], p.ops[j]
+    return put(put(p, i, replaced(op, "reads", n, other.reads[n])), j, replaced(other, "reads", n, op.reads[n]))
+
+
+def drop_reference(rng: random.Random, p: Program) -> Program | None:
+    """An op has a read or a write less, or one twice."""
+    side = rng.choice(("reads", "writes"))
+    if (spot := pick(rng, spots(p, side, lambda one, ref: True))) is None:
+        return None
+    at, n = spot
+    refs = list(getattr(p.ops[at], side))
+    refs[n : n + 1] = [] if rng.random() < 0.5 else [refs[n], refs[n]]
+    one = p.ops[at]
+    return put(p, at, replace(one, reads=tuple(refs)) if side == "reads" else replace(one, writes=tuple(refs)))
+
+
+# --- ranges -----------------------------------------------------------------------------------------------------------
+
+
+def batch_bounds(rng: random.Random, p: Program) -> Program | None:
+    """A microbatch begins or ends some rows, or elements, elsewhere."""
+    spot = pick(rng, spots(p, "reads", lambda _, ref: p.buffers[ref.name].kind == "batch" and ref.start is not None))
+    if spot is None:
+        return None
+    ref = p.ops[spot[0]].reads[spot[1]]
+    row = max((ref.stop or 0) - (ref.start or 0), 1) // max((ref.shape or (1,))[0], 1) or 1
+    by = rng.choice((-row, row, -1, 1))
+    ends = rng.choice(((by, by), (by, by), (0, by), (by, 0)))
+    moved = replace(ref, start=max((ref.start or 0) + ends[0], 0), stop=max((ref.stop or 0) + ends[1], 0))
+    return put(p, spot[0], replaced(p.ops[spot[0]], "reads", spot[1], moved))
+
+
+def shift_range(rng: random.Random, p: Program) -> Program | None:
+    """A flat range, or a leaf's, lies some elements beside its place."""
+    side = rng.choice(("reads", "writes"))
+    if (spot := pick(rng, spots(p, side, lambda _, ref: ref.start is not None))) is None:
+        return None
+    ref: Ref = getattr(p.ops[spot[0]], side)[spot[1]]
+    by = rng.choice((-ALIGN, ALIGN, -1, 1))
+    if (ref.start or 0) + by < 0:
+        return None
+    moved = replace(ref, start=(ref.start or 0) + by, stop=(ref.stop or 0) + by)
+    return put(p, spot[0], replaced(p.ops[spot[0]], side, spot[1], moved))
+
+
+def cut_padding(rng: random.Random, p: Program) -> Program | None:
+    """A flat run ends with its last leaf instead of the padding behind it, or the other way round."""
+
+    def ends(op: Op) -> tuple[int, int] | None:
+        bucket = p.buckets.get(p.buffers[op.writes[0].name].bucket or "") if op.writes else None
+        stop = op.writes[0].stop if op.writes else None
+        for i, slot in enumerate(bucket.slots if bucket else ()):
+            assert isinstance(bucket, Bucket)
+            if slot.stop != bucket.end(i) and stop in (slot.stop, bucket.end(i)):
+                return slot.stop, bucket.end(i)
+        return None
+
+    at = pick(rng, find(p, lambda op: op.get("flat") and ends(op)))
+    if at is None:
+        return None
+    op, both = p.ops[at], ends(p.ops[at])
+    assert both is not None
+
+    def other(ref: Ref) -> Ref:
+        return replace(ref, stop=both[both[0] == ref.stop]) if ref.stop in both and ref.shape is None else ref
+
+    return put(p, at, replace(op, reads=tuple(map(other, op.reads)), writes=tuple(map(other, op.writes))))
+
+
+def cut_leaf(rng: random.Random, p: Program) -> Program | None:
+    """All of a flat run ends within a leaf, some elements before or behind its end."""
+    at = pick(rng, find(p, lambda op: op.get("flat")))
+    if at is None:
+        return None
+    by = rng.choice((-ALIGN, ALIGN, -1, -8, 1))
+
+    def other(ref: Ref) -> Ref:
+        flat = ref.start is not None and ref.shape is None
+        return replace(ref, stop=max((ref.stop or 0) + by, ref.start or 0)) if flat else ref
+
+    op = p.ops[at]
+    return put(p, at, replace(op, reads=tuple(map(other, op.reads)), writes=tuple(map(other, op.writes))))
+
+
+def toggle_mine(rng: random.Random, p: Program) -> Program | None:
+    """The own slice for the whole range, or the whole for the own slice."""
+    side = rng.choice(("reads", "writes"))
+    flat = spots(p, side, lambda _, ref: ref.start is not None and ref.shape is None)
+    if (spot := pick(rng, flat)) is None:
+        return None
+    ref: Ref = getattr(p.ops[spot[0]], side)[spot[1]]
+    return put(p, spot[0], replaced(p.ops[spot[0]], side, spot[1], replace(ref, mine=not ref.mine)))
+
+
+def other_shape(rng: random.Random, p: Program) -> Program | None:
+    """A leaf, a buffer or a part is seen as another shape of as many elements."""
+    shaped = spots(p, "reads", lambda _, ref: len(ref.shape or ()) > 1)
+    if (spot := pick(rng, shaped)) is not None and rng.random() < 0.6:
+        ref = p.ops[spot[0]].reads[spot[1]]
+        shape = tuple(reversed(ref.shape or ())) if rng.random() < 0.5 else ((ref.stop or 0) - (ref.start or 0),)
+        return put(p, spot[0], replaced(p.ops[spot[0]], "reads", spot[1], replace(ref, shape=shape)))
+    buffer = pick(rng, [b for b in p.buffers.values() if len(b.shape) > 1])
+    return None if buffer is None else with_buffers(p, replace(buffer, shape=tuple(reversed(buffer.shape))))
+
+
+# --- transfers --------------------------------------------------------------------------------------------------------
+
+
+def gather_another(rng: random.Random, p: Program) -> Program | None:
+    """A gather brings another bucket of equal length, or brings it to another one's place."""
+    at = pick(rng, find(p, lambda op: op.kind == "gather"))
+    if at is None:
+        return None
+    side = rng.choice(("reads", "writes"))
+    ref: Ref = getattr(p.ops[at], side)[0]
+    mine = p.buffers[ref.name]
+    like = [b.name for b in p.buffers.values() if b.name != ref.name and b.numel == mine.numel]
+    chosen = pick(rng, [n for n in like if p.buffers[n].dtype is mine.dtype and p.buffers[n].bucket is not None])
+    return None if chosen is None else put(p, at, replaced(p.ops[at], side, 0, replace(ref, name=chosen)))
+
+
+def gather_varying(rng: random.Random, p: Program) -> Program | None:
+    """Own slices of gradients that are not reduced yet are gathered."""
+    n = p.world_size
+    reduced = find(p, lambda op: op.kind == "reduce" and p.buffers[op.reads[0].name].bucket is not None)
+    at = pick(rng, reduced) if n > 1 else None
+    if at is None:
+        return None
+    grad = p.buffers[p.ops[at].reads[0].name]
+    if grad.shard:
+        return None
+    gather = make_op("gather", [Ref(grad.name, 0, p.extent(grad), None, True)], [Ref(grad.name)], axis="dp", via="p2p")
+    return insert(p, at, gather, make_op("wait", [Ref(grad.name)]))
+
+
+def wrong_mode(rng: random.Random, p: Program) -> Program | None:
+    at = pick(rng, find(p, lambda op: op.kind == "reduce"))
+    if at is None:
+        return None
+    mode = rng.choice([m for m in ("all", "scatter", "exchange") if m != p.ops[at].get("mode")])
+    return put(p, at, p.ops[at].with_attrs(mode=mode))
+
+
+def reduce_another(rng: random.Random, p: Program) -> Program | None:
+    """A reduction reads, or writes, another buffer of the form."""
+    at = pick(rng, find(p, lambda op: op.kind == "reduce"))
+    if at is None:
+        return None
+    side = rng.choice(("reads", "writes"))
+    ref: Ref = getattr(p.ops[at], side)[0]
+    mine = p.buffers[ref.name]
+    like = [b.name for b in p.buffers.values() if b.name != ref.name and (b.shape, b.dtype) == (mine.shape, mine.dtype)]
+    name = pick(rng, [n for n in like if alive(p, n, at)] or like)
+    return None if name is None else put(p, at, replaced(p.ops[at], side, 0, replace(ref, name=name)))
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+def norm_late(rng: random.Random, p: Program) -> Program | None:
+    """What reads updated state, or gradients for a norm, moves behind an update."""
+    updates = find(p, lambda op: op.kind == "update")
+    reads = [i for i in find(p, lambda op: op.kind in (*RUNS, "gather")) if updates and i < updates[-1]]
+    at = pick(rng, reads)
+    return None if at is None else move(p, at, rng.choice([u for u in updates if u > at]))
+
+
+def exchange_ops(rng: random.Random, p: Program) -> Program | None:
+    """Two ops near each other change places."""
+    if len(p.ops) < 2:
+        return None
+    at = rng.randrange(len(p.ops) - 1)
+    other = min(at + rng.choice((1, 1, 2, 3)), len(p.ops) - 1)
+    return put(put(p, at, p.ops[other]), other, p.ops[at])
+
+
+def move_op(rng: random.Random, p: Program) -> Program | None:
+    """An op runs much earlier or later."""
+    at, to = rng.randrange(len(p.ops)), rng.randrange(len(p.ops))
+    return move(p, at, to)
+
+
+def wrong_free(rng: random.Random, p: Program) -> Program | None:
+    """A free, or a wait, is of another buffer."""
+    at = pick(rng, find(p, lambda op: op.kind in ("free", "wait")))
+    if at is None:
+        return None
+    n = rng.randrange(len(p.ops[at].reads))
+    name = rng.choice([b for b in p.buffers if b != p.ops[at].reads[n].name])
+    return put(p, at, replaced(p.ops[at], "reads", n, Ref(name)))
+
+
+# --- names, attributes and forms --------------------------------------------------------------------------------------
+
+
+def wrong_metric(rng: random.Random, p: Program) -> Program | None:
+    """A metric has another name or another buffer, two exchange theirs, or one is left out."""
+    name = pick(rng, p.metrics)
+    if name is None:
+        return None
+    rest = {n: b for n, b in p.metrics.items() if n != name}
+    way = rng.choice(("name", "buffer", "exchange", "drop"))
+    if way == "buffer":
+        like = [r.name for r in alike(p, Ref(p.metrics[name])) if r.start is None]
+        other = pick(rng, like)
+        return None if other is None else replace(p, metrics={**p.metrics, name: other})
+    if way == "exchange":
+        other = pick(rng, rest)
+        return (
+            None if other is None else replace(p, metrics={**p.metrics, name: p.metrics[other], other: p.metrics[name]})
+        )
+    return replace(p, metrics={**rest, f"{name}2": p.metrics[name]} if way == "name" else rest)
+
+
+def wrong_attribute(rng: random.Random, p: Program) -> Program | None:
+    """`fresh`, `microbatch`, `peer`, `tag` or `divisor` is one more or less, or missing."""
+    keys = ("fresh", "divisor", "peer", "tag", "microbatch")
+    spots_ = [(i, key) for i, op in enumerate(p.ops) for key in keys if op.get(key) is not None]
+    if (chosen := pick(rng, spots_)) is None:
+        return None
+    at, key = chosen
+    op = p.ops[at]
+    if rng.random() < 0.3:
+        return put(p, at, replace(op, attrs=tuple(a for a in op.attrs if a[0] != key)))
+    return put(p, at, op.with_attrs(**{key: int(op.get(key)) + rng.choice((-1, 1))}))
+
+
+def wrong_dtype(rng: random.Random, p: Program) -> Program | None:
+    """A buffer holds another dtype, of as many bytes or not."""
+    buffer = pick(rng, p.buffers.values())
+    if buffer is None:
+        return None
+    dtypes = (torch.float32, torch.bfloat16, torch.int32, torch.float64, torch.int64)
+    return with_buffers(p, replace(buffer, dtype=rng.choice([d for d in dtypes if d is not buffer.dtype])))
+
+
+def wrong_kind(rng: random.Random, p: Program) -> Program | None:
+    """A buffer is of another kind: held between steps or not, the user's or not."""
+    buffer = pick(rng, p.buffers.values())
+    return None if buffer is None else with_buffers(p, replace(buffer, kind=rng.choice(KINDS)))
+
+
+def toggle_shard(rng: random.Random, p: Program) -> Program | None:
+    """A shard is said to be whole, something whole to be a shard, or of another bucket, or of blocks."""
+    buffer = pick(rng, p.buffers.values())
+    if buffer is None:
+        return None
+    way = rng.choice(("shard", "bucket", "per"))
+    if way == "bucket":
+        return with_buffers(p, replace(buffer, bucket=rng.choice([None, *p.buckets])))
+    if way == "per":
+        return with_buffers(p, replace(buffer, per=1 if buffer.per != 1 else ALIGN))
+    return with_buffers(p, replace(buffer, shard=not buffer.shard))
+
+
+def wrong_world(rng: random.Random, p: Program) -> Program | None:
+    """The mesh has another size, or another axis."""
+    (axis, size), *rest = p.mesh
+    return replace(p, mesh=((rng.choice((axis, "tp")), max(size + rng.choice((-1, 0, 1)), 1)), *rest))
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def another_ranks_program(rng: random.Random, programs: Programs) -> dict[int, Program] | None:
+    """One rank runs another one's program."""
+    pairs = [(r, s) for r in programs for s in programs if programs[r] != programs[s]]
+    if (chosen := pick(rng, pairs)) is None:
+        return None
+    return {**programs, chosen[0]: programs[chosen[1]]}
+
+
+# --- overwriting ------------------------------------------------------------------------------------------------------
+
+
+def overwrite_part(rng: random.Random, p: Program) -> Program | None:
+    """A run writes zeros over a part of a buffer that is in use."""
+    at = rng.randrange(1, len(p.ops))
+    kinds = ("activation", "grad", "metric", "scratch", "gather", "param", "optimizer")
+    floats = [b for b in p.buffers.values() if b.dtype is torch.float32 and b.kind in kinds and b.numel > 1]
+    buffer = pick(rng, [b for b in floats if alive(p, b.name, at)])
+    if buffer is None:
+        return None
+    size = rng.randint(1, min(buffer.numel - 1, 64))
+    start = rng.randrange(buffer.numel - size + 1)
+    gm = _zeroing(size)
+    key = segments.digest(gm)
+    over = make_op("run", [], [Ref(buffer.name, start, start + size, (size,))], segment=key)
+    return replace(insert(p, at, over), segments={**p.segments, key: gm})
+
+
+def _zeroing(size: int) -> fx.GraphModule:
+    graph = fx.Graph()
+    into = graph.placeholder("into0")
+    graph.call_function(
+        torch.ops.aten.copy_.default, (into, graph.call_function(torch.ops.aten.zeros.default, ([size],)))
+    )
+    graph.output([])
+    with FakeTensorMode():
+        return segments.propagate(segments.module(graph), [torch.empty(size)])
+
+
+def drop_buffer(rng: random.Random, p: Program) -> Program | None:
+    """The record of a buffer, or of a bucket, is missing."""
+    name = pick(rng, [*p.buffers, *p.buckets])
+    if name in p.buckets:
+        return replace(p, buckets={n: b for n, b in p.buckets.items() if n != name})
+    return replace(p, buffers={n: b for n, b in p.buffers.items() if n != name})
+
+
+def drop_chain(rng: random.Random, p: Program) -> Program | None:
+    """What makes a buffer and all that reads it are left out."""
+    at = pick(rng, find(p, lambda op: op.kind == "run" and op.writes))
+    if at is None:
+        return None
+    made: Any = names(p.ops[at].writes)
+    return drop(p, at, *find(p, lambda op: op.kind in RUNS and names(op.reads) & made))

@@ -1,0 +1,180 @@
+"""timing: edits of when things happen and whose memory they use. Waits, frees, transfers, the cap, messages."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from fzero.ir.program import Program
+from fzero.ir.records import Ref, make_op
+from fzero.tools.mutate.edits import (
+    TRANSFERS,
+    alive,
+    drop,
+    find,
+    insert,
+    move,
+    names,
+    never_freed,
+    pick,
+    put,
+    replaced,
+    touching,
+    unfreed,
+    wait_of,
+    with_buffers,
+    with_ops,
+)
+
+# --- waits and frees --------------------------------------------------------------------------------------------------
+
+
+def drop_wait(rng: random.Random, p: Program) -> Program | None:
+    at = pick(rng, find(p, lambda op: op.kind == "wait"))
+    return None if at is None else drop(p, at)
+
+
+def repeat_wait(rng: random.Random, p: Program) -> Program | None:
+    at = pick(rng, find(p, lambda op: op.kind == "wait"))
+    return None if at is None else insert(p, min(at + rng.randint(1, 6), len(p.ops)), p.ops[at])
+
+
+def wait_late(rng: random.Random, p: Program) -> Program | None:
+    """Behind the first use of what arrives."""
+    at = pick(rng, find(p, lambda op: op.kind == "wait"))
+    if at is None:
+        return None
+    used = next((i for i in touching(p, p.ops[at].reads[0].name) if i > at), None)
+    return None if used is None else move(p, at, used)
+
+
+def _freed(rng: random.Random, p: Program) -> tuple[int, str] | None:
+    return pick(rng, [(i, ref.name) for i, op in enumerate(p.ops) if op.kind == "free" for ref in op.reads])
+
+
+def free_early(rng: random.Random, p: Program) -> Program | None:
+    """Before the last use, or some uses before it."""
+    found = _freed(rng, p)
+    if found is None:
+        return None
+    first, *_, last = (*touching(p, found[1]), len(p.ops))
+    last = touching(p, found[1])[-1] if last == len(p.ops) else last
+    at = last if rng.random() < 0.5 else rng.randint(min(first + 1, last), last)
+    return insert(unfreed(p, *found), at, make_op("free", [Ref(found[1])]))
+
+
+def free_never(rng: random.Random, p: Program) -> Program | None:
+    found = _freed(rng, p)
+    return None if found is None else unfreed(p, *found)
+
+
+def free_twice(rng: random.Random, p: Program) -> Program | None:
+    found = _freed(rng, p)
+    return None if found is None else insert(p, rng.randint(found[0], len(p.ops)), make_op("free", [Ref(found[1])]))
+
+
+def wrong_place(rng: random.Random, p: Program) -> Program | None:
+    """A buffer, or a run's workspace, lies where something else does, or a little beside its place."""
+    placed = [b for b in p.buffers.values() if b.at is not None]
+    blocks = find(p, lambda op: op.get("at") is not None)
+    target, other = pick(rng, range(len(placed) + len(blocks))), pick(rng, placed)
+    if target is None or other is None:
+        return None
+    at = max((other.at or 0) + rng.choice((0, 0, 64, -64)), 0)
+    if target < len(placed):
+        return with_buffers(p, replace(placed[target], at=at))
+    block = blocks[target - len(placed)]
+    return put(p, block, p.ops[block].with_attrs(at=at))
+
+
+# --- transfers --------------------------------------------------------------------------------------------------------
+
+
+def swap_collectives(rng: random.Random, p: Program) -> Program | None:
+    """Of two collectives one after the other the later starts first, or they change places."""
+    starts = find(p, lambda op: op.kind in ("gather", "reduce"))
+    number = pick(rng, range(len(starts) - 1))
+    if number is None:
+        return None
+    early, late = starts[number], starts[number + 1]
+    if rng.random() < 0.7:
+        return move(p, late, early)
+    return put(put(p, early, p.ops[late]), late, p.ops[early])
+
+
+def wrong_axis(rng: random.Random, p: Program) -> Program | None:
+    at = pick(rng, find(p, lambda op: op.kind in TRANSFERS))
+    return None if at is None else put(p, at, replace(p.ops[at], axis=rng.choice(("tp", "pp", None))))
+
+
+def again(rng: random.Random, p: Program, kind: str) -> Program | None:
+    """A transfer and its wait once more, right after it."""
+    at = pick(rng, find(p, lambda op: op.kind == kind))
+    wait = None if at is None else wait_of(p, at)
+    return None if at is None or wait is None else insert(p, wait + 1, p.ops[at], p.ops[wait])
+
+
+def gather_twice(rng: random.Random, p: Program) -> Program | None:
+    return again(rng, p, "gather")
+
+
+def exceed_cap(rng: random.Random, p: Program) -> Program | None:
+    """A gather starts some segments earlier, into the place that was meant for it or into memory of its own."""
+    starts = find(p, lambda op: op.kind == "gather" and p.buffers[op.writes[0].name].kind == "gather")
+    at = pick(rng, [i for i in starts if any(op.kind == "run" for op in p.ops[:i])])
+    if at is None:
+        return None
+    moved = move(p, at, rng.choice([i for i in range(at) if p.ops[i].kind == "run"]))
+    buffer = p.buffers[p.ops[at].writes[0].name]
+    return moved if rng.random() < 0.3 else with_buffers(moved, replace(buffer, at=None))
+
+
+def busy_scratch(rng: random.Random, p: Program) -> Program | None:
+    """A reduction receives into memory that holds something else."""
+    at = pick(rng, find(p, lambda op: op.kind == "reduce" and len(op.writes) > 1))
+    if at is None:
+        return None
+    op = p.ops[at]
+    room = p.buffers[op.writes[1].name]
+    fitting = [b.name for b in p.buffers.values() if b.nbytes >= room.nbytes and b.dtype is room.dtype]
+    name = pick(rng, [n for n in fitting if n not in names((*op.reads, *op.writes)) and alive(p, n, at)])
+    return None if name is None else never_freed(put(p, at, replaced(op, "writes", 1, Ref(name))), room.name)
+
+
+def unmatched_message(rng: random.Random, p: Program) -> Program | None:
+    """A send or a receive is dropped, or goes to another rank or under another tag."""
+    at = pick(rng, find(p, lambda op: op.kind in ("send", "recv")))
+    if at is None:
+        return None
+    op, way = p.ops[at], rng.choice(("drop", "peer", "tag"))
+    if way == "drop":
+        return drop(p, at, wait_of(p, at))
+    if way == "tag":
+        return put(p, at, op.with_attrs(tag=int(op.get("tag", 0)) + rng.randint(1, 3)))
+    return put(p, at, op.with_attrs(peer=(int(op.get("peer")) + rng.randint(1, 3)) % p.world_size))
+
+
+def reduce_early(rng: random.Random, p: Program) -> Program | None:
+    """Before the last of the gradients is written."""
+    at = pick(rng, find(p, lambda op: op.kind == "reduce" and op.reads[0].start is None))
+    if at is None:
+        return None
+    name = p.ops[at].reads[0].name
+    wrote = [i for i in find(p, lambda op: name in names(op.writes)) if i < at]
+    return move(p, at, wrote[-1]) if wrote else None
+
+
+def reduce_twice(rng: random.Random, p: Program) -> Program | None:
+    """The same gradients once more, or the result of a reduction again."""
+    if rng.random() < 0.5:
+        return again(rng, p, "reduce")
+    at = pick(rng, find(p, lambda op: op.kind == "reduce" and op.get("mode") != "scatter"))
+    wait = None if at is None else wait_of(p, at)
+    if at is None or wait is None:
+        return None
+    op = p.ops[at]
+    once = [replace(p.buffers[ref.name], name=f"{ref.name}.once", at=None) for ref in op.writes]
+    refs = [Ref(b.name) for b in once]
+    ahead, after = replace(op, writes=tuple(refs)), replace(op, reads=(refs[0], *op.reads[1:]))
+    ops = [*p.ops[:at], ahead, make_op("wait", refs[:1]), after, *p.ops[at + 1 : wait + 1], make_op("free", refs)]
+    return with_buffers(with_ops(p, [*ops, *p.ops[wait + 1 :]]), *once)

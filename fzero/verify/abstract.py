@@ -1,0 +1,252 @@
+"""abstract: a program run on terms instead of tensors; what verify compares with the meaning of the captured step.
+
+Memory is modelled as the ops see it: a buffer holds terms by range, of a flat buffer one for each leaf, and knows of
+which ranges only the own slice was written. Flat references read and write whole leaves; one that cuts through a leaf,
+reads what was never computed, or takes one rank's slice for the whole is `Undefined`. A write leaves nothing of the
+terms that it overlaps: what is read afterwards must have been written as it is read.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Mapping
+from typing import Any
+
+from fzero.ir import segments
+from fzero.ir.program import Program
+from fzero.ir.records import GIVEN, PERSISTENT, VARYING, Bucket, Buffer, Op, Ref
+from fzero.plan.whole_leaves import is_whole
+from fzero.verify.terms import NOWHERE, Partial, Undefined, Vec, digest, evaluate, gathered, part, reduced, term
+
+Span = tuple[int, int]
+
+
+class Content:
+    """What a buffer holds: terms by (start, stop), of which no two overlap, and of which only the own slice is right.
+    `put` alone writes."""
+
+    def __init__(self, terms: Mapping[Span, Any] | None = None) -> None:
+        self.terms: dict[Span, Any] = dict(terms or {})
+        self.mine: set[Span] = set()
+        self.order = sorted(key for key in self.terms if key[0] < key[1])
+
+    def put(self, key: Span, value: Any, *, mine: bool = False) -> None:
+        """The term of a range, or of the own slice of it; the terms of all that it overlaps are gone."""
+        if key not in self.terms and key[0] < key[1]:
+            self._drop(key)
+            insort(self.order, key)
+        self.terms[key] = value
+        (self.mine.add if mine else self.mine.discard)(key)
+
+    def _drop(self, key: Span) -> None:
+        at = bisect_left(self.order, key)
+        if at and self.order[at - 1][1] > key[0]:
+            at -= 1
+        while at < len(self.order) and self.order[at][0] < key[1]:
+            gone = self.order.pop(at)
+            del self.terms[gone]
+            self.mine.discard(gone)
+
+
+class Abstract:
+    """A program run on terms. `memory` maps a buffer to its `Content`."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.memory: dict[str, Content] = {}
+        everywhere = frozenset(axis for axis, size in program.mesh if size > 1)
+        for name, buffer in program.buffers.items():
+            if buffer.kind in PERSISTENT:
+                over = everywhere if buffer.kind in VARYING or buffer.per_rank else NOWHERE
+                self.memory[name] = Content(
+                    {key: term("input", name, slot).over(over) for slot, key in self._keys(buffer)}
+                )
+
+    def run(self) -> str:
+        """The meaning of the state that the program leaves behind."""
+        for index, one in enumerate(self.program.ops):
+            try:
+                self.step(one)
+            except Undefined as error:
+                raise Undefined(str(error), index) from None
+        state: dict[tuple[str, int | None], Any] = {}
+        for name, buffer in self.program.buffers.items():
+            if buffer.kind in PERSISTENT and buffer.kind not in GIVEN:
+                content = self._content(name)
+                for slot, key in self._keys(buffer):
+                    if not buffer.shard and key in content.mine:
+                        raise Undefined(f"{name} keeps only one rank's slice of {key}: it was not gathered")
+                    state[(name, slot)] = self._term(content, key, Ref(name))
+        metrics = {name: self.read(Ref(buffer)) for name, buffer in self.program.metrics.items()}
+        return digest(state, metrics)
+
+    def step(self, op: Op) -> None:
+        if op.kind in ("run", "update"):
+            gm = self.program.segments[str(op.get("segment"))]
+            num_dest = len(segments.placeholders(gm.graph)) - len(op.reads)
+            dests = op.writes[len(op.writes) - num_dest :]
+            values = [self.read(ref) for ref in op.reads]
+            first: dict[Ref, int] = {}
+            shared = {i: first[ref] for i, ref in enumerate((*op.reads, *dests)) if first.setdefault(ref, i) != i}
+            outs, written = evaluate(gm, [*values, *map(self._held, dests)], shared)
+            for ref, value in zip(op.writes, outs, strict=False):
+                self.write(ref, value)
+            for position, value in written.items():
+                reads_too = position < len(op.reads)
+                self.write(op.reads[position] if reads_too else dests[position - len(op.reads)], value)
+        elif op.kind == "gather":
+            self.gather(op.reads[0], op.writes[0], op.axis)
+        elif op.kind == "reduce":
+            self.reduce(op)
+        elif op.kind == "free":
+            for ref in op.reads:
+                self.memory.pop(ref.name, None)
+        elif op.kind == "recv":
+            over = frozenset((str(op.axis),))
+            self.write(op.writes[0], term("recv", op.axis, op.get("peer"), op.get("tag", 0)).over(over))
+
+    def _held(self, ref: Ref) -> Any:
+        """What a destination holds before it is written, for ops that work in place on it; nothing is `Undefined`."""
+        try:
+            return self.read(ref)
+        except Undefined as error:
+            return error
+
+    def gather(self, source: Ref, dest: Ref, axis: str | None) -> None:
+        if axis is None or axis not in dict(self.program.mesh):
+            raise Undefined(f"there is no axis {axis!r}")
+        origin, buffer = self.program.buffers[source.name], self.program.buffers[dest.name]
+        bucket = self._bucket(origin)
+        whole = source.start is None or (source.start, source.stop) == (0, bucket.length)
+        if not whole or not (origin.shard or source.mine) or buffer.shard or dest.start is not None:
+            raise Undefined(f"a gather takes a whole slice to a whole bucket, not {source} to {dest}")
+        if (buffer.bucket, buffer.per) != (origin.bucket, origin.per):
+            raise Undefined(f"{source.name} and {dest.name} are of different buckets")
+        held = self._content(source.name).terms
+        if held and all(axis in value.varies for value in held.values()):
+            raise Undefined(f"{source} differs from rank to rank: its slices, gathered, are no rank's value")
+        self.memory[dest.name] = Content({key: gathered(value, axis) for key, value in held.items()})
+
+    def reduce(self, op: Op) -> None:
+        source, dest = op.reads[0], op.writes[0]
+        if op.axis is None or op.axis not in dict(self.program.mesh):
+            raise Undefined(f"there is no axis {op.axis!r}")
+        world = self.program.axis_size(op.axis)
+        for scratch in op.writes[1:]:
+            self.memory.pop(scratch.name, None)
+
+        def over(value: Any) -> Any:
+            how, divisor = str(op.get("op", "sum")), int(op.get("divisor", 1))
+            if isinstance(value, Partial):
+                if (how, divisor) != ("sum", 1):
+                    raise Undefined("a sum over slices must be summed over the ranks, once")
+                return gathered(value.of, op.axis or "")
+            return reduced(value, how, op.axis or "", world, divisor)
+
+        buffer, target = self.program.buffers[source.name], self.program.buffers[dest.name]
+        if op.get("mode") == "exchange":
+            if source.start is not None:
+                self.write(dest, over(self.read(source)))
+                return
+            content = self._content(source.name)
+            self.memory[dest.name] = Content({k: over(v) for k, v in content.terms.items()})
+            return
+        content = self._content(source.name)
+        if source.start is not None or dest.start is not None or buffer.shard or content.mine:
+            raise Undefined(f"a reduction takes a whole bucket, not {source} to {dest}")
+        if buffer.bucket != target.bucket or target.shard != (op.get("mode") == "scatter"):
+            raise Undefined(f"{source} and {dest} do not fit a reduction with mode={op.get('mode')}")
+        self.memory[dest.name] = Content({k: over(v) for k, v in content.terms.items()})
+
+    def read(self, ref: Ref) -> Any:
+        buffer, content = self.program.buffers[ref.name], self._content(ref.name)
+        if ref.start is None and not buffer.bucket:
+            key = (0, buffer.numel)
+            if key not in content.terms:
+                raise Undefined(f"{ref} was not computed as a whole")
+            return content.terms[key]
+        if buffer.bucket is None:
+            return self._part(ref, buffer, content)
+        bucket = self._bucket(buffer)
+        start, stop = (0, bucket.length) if ref.start is None else (ref.start, ref.stop or 0)
+        if ref.shape is not None:
+            if bucket.find((start, stop, ref.shape), buffer.per) is None:
+                raise Undefined(f"{ref} is no leaf of {bucket.name}")
+            if buffer.shard or (start, stop) in content.mine:
+                raise Undefined(f"{ref} reads a whole leaf of which only one rank's slice is there")
+            return self._term(content, (start, stop), ref)
+        keys = {i: bucket.place(i, buffer.per)[:2] for i in self._slots(bucket, start, stop, ref)}
+        mine = ref.mine or buffer.shard
+        terms = {i: self._term(content, key, ref) for i, key in keys.items()}
+        if not mine and any(key in content.mine for key in keys.values()):
+            raise Undefined(f"{ref} reads beyond the own slice, which is all that was written")
+        tight = sum(last - first for first, last in keys.values()) == stop - start
+        ranks = self.program.axis_size("dp") if mine else 1
+        shapes = {i: bucket.slots[i].shape for i in keys if buffer.per == 1 and is_whole(bucket, i, ranks)}
+        return Vec(terms, mine, (start, stop), buffer.per, tight, shapes)
+
+    def write(self, ref: Ref, value: Any) -> None:
+        buffer = self.program.buffers[ref.name]
+        content = self.memory.setdefault(ref.name, Content())
+        if buffer.bucket is None:
+            if isinstance(value, Vec):
+                raise Undefined(f"{ref} is in no bucket and gets a flat range")
+            content.put((0, buffer.numel) if ref.start is None else (ref.start, ref.stop or 0), value)
+            return
+        bucket = self._bucket(buffer)
+        start, stop = (0, bucket.length) if ref.start is None else (ref.start, ref.stop or 0)
+        if not isinstance(value, Vec):
+            slot = bucket.find((start, stop, ref.shape), buffer.per)
+            if slot is None or buffer.shard or isinstance(value, Partial):
+                raise Undefined(f"{ref} cannot hold a whole leaf's value")
+            content.put((start, stop), value)
+            return
+        mine = ref.mine or buffer.shard
+        if (value.mine, value.span, value.per) != (mine, (start, stop), buffer.per):
+            blocks = "" if value.per == buffer.per else f", one element for each {value.per}"
+            raise Undefined(f"{ref} gets the range {value.span}{' of the own slice' if value.mine else ''}{blocks}")
+        for index, one in value.slots.items():
+            content.put(bucket.place(index, buffer.per)[:2], one, mine=mine and not buffer.shard)
+
+    def _part(self, ref: Ref, buffer: Buffer, content: Content) -> Any:
+        key = (ref.start or 0, ref.stop or 0)
+        if key in content.terms:
+            return content.terms[key]
+        whole = content.terms.get((0, buffer.numel))
+        if whole is None or ref.shape is None or key[1] > buffer.numel:
+            raise Undefined(f"{ref} was not computed")
+        return part(whole, *key, ref.shape)
+
+    def _content(self, name: str) -> Content:
+        if name not in self.memory:
+            raise Undefined(f"{name} holds nothing")
+        return self.memory[name]
+
+    def _term(self, content: Content, key: tuple[int, int], ref: Ref) -> Any:
+        if key not in content.terms:
+            raise Undefined(f"{ref} reads elements {key}, which were not computed")
+        return content.terms[key]
+
+    def _slots(self, bucket: Bucket, start: int, stop: int, ref: Ref) -> list[int]:
+        per = self.program.buffers[ref.name].per
+        picked = bucket.inside(start, stop, per)
+        exact = picked and bucket.slots[picked[0]].start == start
+        if not exact or stop not in (bucket.place(picked[-1], per)[1], bucket.end(picked[-1])):
+            raise Undefined(f"{ref} cuts through a leaf of {bucket.name}")
+        return picked
+
+    def _bucket(self, buffer: Buffer) -> Bucket:
+        if buffer.bucket is None:
+            raise Undefined(f"{buffer.name} is in no bucket")
+        return self.program.buckets[buffer.bucket]
+
+    def _keys(self, buffer: Buffer) -> list[tuple[int | None, tuple[int, int]]]:
+        if buffer.bucket is None:
+            return [(None, (0, buffer.numel))]
+        bucket = self.program.buckets[buffer.bucket]
+        return [(i, bucket.place(i, buffer.per)[:2]) for i in range(len(bucket.slots))]
+
+
+def program_meaning(program: Program) -> str:
+    """The meaning of a program; raises `Undefined` where it has none."""
+    return Abstract(program).run()

@@ -1,0 +1,246 @@
+"""form: rules about what a program's records say, each by itself: kinds, counts, attributes, sizes, ranges, segments.
+
+`form` comes first of all rules. It takes nothing for granted but that the text could be parsed; the others read the
+records without a question.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from fzero.codegen import bind, inplace
+from fzero.ir import as_strided, segments
+from fzero.ir.program import Program
+from fzero.ir.records import ALIGN, DTYPE_NAMES, KINDS, PERSISTENT, Buffer, Op, Ref
+from fzero.ir.rewrite import Spans
+from fzero.verify.lifetimes import Fault
+from fzero.verify.terms import BLOCKWISE, IN_PLACE
+
+MOST = 1 << 62  # bytes and elements: what 64-bit integers hold
+NUMBERS = ("at", "divisor", "flat", "fresh", "heap", "microbatch", "peer", "tag", "workspace")  # attributes
+ANY = 1 << 30
+# kind -> the least and the most references that it reads, and that it writes
+OPS: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
+    "run": ((0, ANY), (0, ANY)),
+    "update": ((0, ANY), (0, ANY)),
+    "gather": ((1, 1), (1, 1)),
+    "reduce": ((1, 1), (1, 2)),  # into a result, with scratch
+    "wait": ((1, 1), (0, 0)),
+    "free": ((1, ANY), (0, 0)),
+    "send": ((1, 1), (0, 0)),
+    "recv": ((0, 0), (1, 1)),
+}
+
+
+def form(program: Program) -> Iterator[Fault]:
+    """Every record says something that there is: kinds, names, counts of references, numbers in their ranges."""
+    yield from ((-1, what) for what in _mesh(program))
+    for bucket in program.buckets.values():
+        if not 0 < bucket.length < MOST:
+            yield -1, f"bucket {bucket.name} has {bucket.length} elements"
+    for buffer in program.buffers.values():
+        yield from ((-1, f"{buffer.name} {what}") for what in _buffer(program, buffer))
+    for name, target in program.metrics.items():
+        if target not in program.buffers:
+            yield -1, f"metric {name} is in {target}: there is no buffer {target}"
+    for spot in program.trainable:
+        bucket_name, _, slot_text = spot.rpartition(":")
+        slots = program.buckets[bucket_name].slots if bucket_name in program.buckets else ()
+        if not (slot_text.isdecimal() and int(slot_text) < len(slots)):
+            yield -1, f"trainable {spot} is no slot of a bucket"
+    for i, one in enumerate(program.ops):
+        yield from ((i, what) for what in _op(program, one))
+
+
+def _mesh(program: Program) -> Iterator[str]:
+    sizes = dict(program.mesh)
+    if len(sizes) < len(program.mesh) or min(sizes.values(), default=1) < 1 or program.world_size > MOST:
+        text = " ".join(f"{axis}={size}" for axis, size in program.mesh)
+        yield f"the mesh is {text}: every axis once, of one rank or more"
+    cut = any(b.shard for b in program.buffers.values())
+    if "dp" not in sizes and (cut or any(ref.mine for op in program.ops for ref in (*op.reads, *op.writes))):
+        yield "own slices are those of axis dp, which the mesh has not"
+
+
+def _buffer(program: Program, buffer: Buffer) -> Iterator[str]:
+    if buffer.kind not in KINDS:
+        yield f"is of kind {buffer.kind}: none of {', '.join(KINDS)}"
+    if buffer.bucket is not None and buffer.bucket not in program.buckets:
+        yield f"is of bucket {buffer.bucket}, which is not there"
+    if buffer.bucket is None and (buffer.shard or buffer.per != 1):
+        yield "is in no bucket: it has no own slice (shard) and no blocks (per)"
+    if buffer.per < 1:
+        yield f"has one element for each {buffer.per}"
+    if buffer.nbytes >= MOST or abs(buffer.at or 0) >= MOST:
+        yield f"has {buffer.nbytes:,} bytes at {buffer.at}: more than memory has"
+
+
+def _op(program: Program, op: Op) -> Iterator[str]:
+    if op.kind not in OPS:
+        yield f"{op.kind} is none of {', '.join(OPS)}"
+        return
+    for side, refs, (least, most) in zip(("reads", "writes"), (op.reads, op.writes), OPS[op.kind], strict=True):
+        if not least <= len(refs) <= most:
+            needed = f"{least} or more" if most == ANY else str(least) if least == most else f"{least} to {most}"
+            yield f"{side} {len(refs)} buffers: a {op.kind} {side} {needed}"
+    for ref in (*op.reads, *op.writes):
+        if ref.name not in program.buffers:
+            yield f"there is no buffer {ref.name}"
+    for name in NUMBERS:
+        value = op.get(name, 0)
+        if not isinstance(value, int) or not 0 <= value < MOST:
+            yield f"{name}={value} is no number of zero or more"
+    if op.get("divisor") == 0:
+        yield "divides by zero"
+    if op.kind in ("send", "recv") and op.get("peer") is None:
+        yield f"names no peer to {op.kind} with"
+
+
+def partition(program: Program) -> Iterator[Fault]:
+    """Slots are aligned and apart; shards of a bucket are its length over the ranks; references stay inside."""
+    n = program.world_size
+    for bucket in program.buckets.values():
+        end = 0
+        for slot in bucket.slots:
+            if slot.start < end or slot.start % ALIGN or slot.stop > bucket.length:
+                place = f"[{slot.start}:{slot.stop}] of {bucket.name}"
+                yield -1, f"leaf {slot.path} lies at {place}: overlapping, unaligned or out"
+            if math.prod(slot.shape) != slot.stop - slot.start:
+                yield -1, f"leaf {slot.path} has shape {slot.shape}, and {slot.stop - slot.start} elements"
+            end = slot.stop
+        if bucket.length % (n * ALIGN):
+            yield -1, f"bucket {bucket.name} has {bucket.length} elements: not a multiple of {n} ranks x {ALIGN}"
+    for buffer in program.buffers.values():
+        if buffer.bucket is not None:
+            length = program.buckets[buffer.bucket].length
+            needed = ((length // n if buffer.shard else length) // buffer.per,)
+            if ALIGN % buffer.per:
+                yield -1, f"{buffer.name} has one element for each {buffer.per}: they do not part {ALIGN} evenly"
+            if buffer.shape != needed:
+                yield (
+                    -1,
+                    f"{buffer.name} has shape {buffer.shape}: a {'shard' if buffer.shard else 'whole'} has {needed}",
+                )
+    for i, op in enumerate(program.ops):
+        for ref in (*op.reads, *op.writes):
+            buffer = program.buffers[ref.name]
+            if ref.start is not None and not 0 <= ref.start <= (ref.stop or 0) <= program.extent(buffer):
+                yield i, f"{ref} lies outside of {buffer.name}, which has {program.extent(buffer)} elements"
+            if ref.start is not None and (ref.start % buffer.per or (ref.stop or 0) % buffer.per):
+                yield i, f"{ref} cuts through a block: {buffer.name} has one element for each {buffer.per}"
+            cut = buffer.kind == "batch" and ref.start is not None and ref.shape is not None
+            if cut and (ref.shape or ())[1:] != buffer.shape[1:]:
+                yield i, f"{ref} is no part of the batch: {ref.name} of shape {buffer.shape} is cut along its first dim"
+            if ref.mine and buffer.bucket is None:
+                yield i, f"{ref}: {buffer.name} is in no bucket and has no own slice"
+            if ref.shape is not None and math.prod(ref.shape) * buffer.per != (ref.stop or 0) - (ref.start or 0):
+                yield i, f"{ref} has {math.prod(ref.shape)} elements in its shape, and others in its range"
+        yield from _cut_alike(program, i, op)
+
+
+def _cut_alike(program: Program, i: int, op: Op) -> Iterator[Fault]:
+    """Equal flat ranges of two buckets that one op works on hold leaves at the same places."""
+    seen: dict[tuple[int, int | None], tuple[Ref, list[tuple[int, int]]]] = {}
+    for ref in (*op.reads, *op.writes):
+        bucket = program.buckets.get(program.buffers[ref.name].bucket or "")
+        if bucket is None or ref.start is None or ref.shape is not None:
+            continue
+        inside = [(bucket.slots[n].start, bucket.slots[n].stop) for n in bucket.inside(ref.start, ref.stop or 0)]
+        other, places = seen.setdefault((ref.start, ref.stop), (ref, inside))
+        if places != inside:
+            yield i, f"{ref} holds leaves at {inside}, {other} at {places}"
+
+
+def aliasing(program: Program) -> Iterator[Fault]:
+    """What a run writes is exactly what it reads, or apart from it; its writes are apart from one another."""
+    for i, op in enumerate(program.ops):
+        if op.kind not in ("run", "update"):
+            continue
+        refs = (*op.reads, *op.writes)
+        spans = Spans(refs)
+        for n, ref in enumerate(op.writes, len(op.reads)):
+            for other in spans.over(ref):
+                if other < len(op.reads) and ref != refs[other]:
+                    yield i, f"writes {ref}, which overlaps {refs[other]} that it reads"
+                elif other > n:
+                    yield i, f"writes {ref} and {refs[other]}, which overlap"
+
+
+def calls(program: Program) -> Iterator[Fault]:
+    """A run names a segment that is there, gives it the tensors that it takes and returns, and room to work in."""
+    for i, op in enumerate(program.ops):
+        if op.kind not in ("run", "update"):
+            continue
+        gm = program.segments.get(str(op.get("segment")))
+        if gm is None:
+            yield i, f"segment {op.get('segment')} is not in the program: pass segments= to parse"
+            continue
+        results, takes = segments.outputs(gm.graph), segments.placeholders(gm.graph)
+        fresh = len(results)
+        num_given = len(op.reads) + len(op.writes) - fresh
+        if fresh != int(op.get("fresh", 0)) or len(takes) != num_given or fresh > len(op.writes):
+            yield i, f"segment {op.get('segment')} takes {len(takes)} and returns {fresh}, the op gives {num_given}"
+            continue
+        owners = [segments.base(node) for node in results]
+        values = [value for node in results for value in segments.memory(node)]
+        given = any(node.op == "placeholder" for node in owners)
+        if given or len(set(owners)) < len(owners) or len(set(values)) < len(values):
+            yield i, f"segment {op.get('segment')} returns a tensor that shares its memory with another or an input"
+        for ref, node in zip(op.writes[:fresh], results, strict=True):
+            if not segments.is_dense(node.meta["val"]):
+                yield i, f"returns {ref} with strides {node.meta['val'].stride()}: its buffer has no room for the gaps"
+            buffer = program.buffers[ref.name]
+            if buffer.kind in PERSISTENT:
+                yield i, f"returns {ref} as a new tensor: {ref.name} is held between steps and must be written in place"
+            elif ref.start is not None or buffer.bucket is not None:
+                yield i, f"returns {ref} as a new tensor: only a whole buffer that is in no bucket can become one"
+        for ref, node in zip((*op.writes[:fresh], *op.reads, *op.writes[fresh:]), (*results, *takes), strict=True):
+            if (what := _unfit(program, ref, node.meta["val"])) is not None:
+                yield i, what
+        cut = next((ref for ref in (*op.reads, *op.writes) if ref.shape is None and (ref.stop or 0) % ALIGN), None)
+        if cut is not None and op.get("flat") and not any(map(_by_blocks, gm.graph.nodes)):
+            yield i, f"{cut} ends off a multiple of {ALIGN} elements: the bits of the last ones depend on that"
+        if op.get("at") is not None or "size_workspaces" in program.passes:
+            need, room = bind.layout(gm, inplace.apart(op)).nbytes, int(op.get("workspace", 0))
+            if need > room:
+                yield i, f"segment {op.get('segment')} works in {need:,} bytes, its workspace has {room:,}"
+
+
+def _by_blocks(node: fx.Node) -> bool:
+    """Whether an op works on blocks, whose last one it pads itself."""
+    return IN_PLACE.get(node.target, (node.target,))[0] in BLOCKWISE
+
+
+def _unfit(program: Program, ref: Ref, value: torch.Tensor) -> str | None:
+    """Why a reference is not what a segment has there; None where it is. A flat range may be shorter than planned."""
+    buffer = program.buffers[ref.name]
+    shape = buffer.shape if ref.start is None else ref.shape
+    wanted = f"the segment has {DTYPE_NAMES[value.dtype]}{list(value.shape)} there"
+    if buffer.dtype is not value.dtype or (shape is not None and shape != tuple(value.shape)):
+        return f"{ref} is {DTYPE_NAMES[buffer.dtype]}{list(shape or ())}: {wanted}"
+    if shape is None:
+        bucket = program.buckets.get(buffer.bucket or "")
+        own = bucket is not None and (ref.mine or buffer.shard)
+        most = min(length(program, ref), bucket.length // program.axis_size("dp") if own and bucket else MOST)
+        if value.ndim != 1 or most // buffer.per > value.numel():
+            return f"{ref} has up to {most // buffer.per} elements: {wanted}"
+    return None
+
+
+def length(program: Program, ref: Ref) -> int:
+    return program.buffers[ref.name].numel if ref.start is None else (ref.stop or 0) - ref.start
+
+
+def inside(program: Program) -> Iterator[Fault]:
+    """No op of a segment reads or writes outside its operands' memory."""
+    checked: set[str] = set()
+    for i, op in enumerate(program.ops):
+        key = str(op.get("segment"))
+        if key in program.segments and key not in checked:
+            checked.add(key)
+            for what in as_strided.faults(program.segments[key]):
+                yield i, what

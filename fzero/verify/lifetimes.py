@@ -1,0 +1,149 @@
+"""lifetimes: what is live, in flight and donated along a program. The rules of `fzero.verify` about memory in time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from fzero.ir.liveness import intervals
+from fzero.ir.offset_assignment import ALIGN_BYTES, clash
+from fzero.ir.program import Program
+from fzero.ir.records import GIVEN, PERSISTENT, Op, Ref
+from fzero.ir.rewrite import Spans
+
+Fault = tuple[int, str]
+TRANSFERS = ("gather", "reduce", "send", "recv")
+
+
+@dataclass
+class _Walk:
+    """Lifetimes along one program: what is live, what is in flight, what the state's new values are."""
+
+    program: Program
+    live: set[str] = field(default_factory=set)
+    freed: dict[str, int] = field(default_factory=dict)
+    flight: dict[str, tuple[int, Op]] = field(default_factory=dict)
+    touched: dict[str, dict[str, None]] = field(default_factory=dict)  # by buffer, the transfers in flight that use it
+
+    def faults(self) -> Iterator[Fault]:
+        p = self.program
+        written = [(i, ref) for i, op in enumerate(p.ops) if op.kind == "update" for ref in op.writes]
+        self.written = [(i, ref) for i, ref in written if p.buffers[ref.name].kind in PERSISTENT]
+        self.spans = Spans(ref for _, ref in self.written)
+        self.live = {name for name, b in p.buffers.items() if b.kind in PERSISTENT}
+        for i, op in enumerate(p.ops):
+            if op.kind == "wait":
+                yield from self._wait(i, op)
+            elif op.kind == "free":
+                yield from self._free(i, op)
+            else:
+                yield from self._ordinary(i, op)
+        for name, (i, _) in self.flight.items():
+            yield i, f"the transfer into {name} is started and never waited for"
+        for name in p.metrics.values():
+            if name not in self.live:
+                yield len(p.ops), f"metric buffer {name} is not live at the end"
+        if "free" in p.passes:
+            for name in sorted(self.live - set(p.metrics.values())):
+                if p.buffers[name].kind not in PERSISTENT:
+                    yield len(p.ops), f"{name} is never freed"
+
+    def _wait(self, i: int, op: Op) -> Iterator[Fault]:
+        name = op.reads[0].name
+        if name not in self.flight:
+            yield i, f"waits for a transfer into {name}, of which none is in flight"
+        _, other = self.flight.pop(name, (i, op))
+        for ref in (*other.reads, *other.writes):
+            self.touched.get(ref.name, {}).pop(name, None)
+
+    def _free(self, i: int, op: Op) -> Iterator[Fault]:
+        for ref in op.reads:
+            yield from self._busy(i, ref, "frees")
+            if ref.name not in self.live:
+                yield i, f"frees {ref.name}, which is not live{self._since(ref.name)}"
+            elif self.program.buffers[ref.name].kind in PERSISTENT:
+                yield i, f"frees {ref.name}, which belongs to the state or the batch"
+            self.live.discard(ref.name)
+            self.freed[ref.name] = i
+
+    def _ordinary(self, i: int, op: Op) -> Iterator[Fault]:
+        for ref in op.reads:
+            if ref.name not in self.live:
+                yield i, f"reads {ref}, which is not live{self._since(ref.name)}"
+            for name in self.touched.get(ref.name, ()):
+                started, other = self.flight[name]
+                if any(ref.overlaps(w) for w in other.writes):
+                    yield i, f"reads {ref} before the transfer into {name} (op {started}) is waited for"
+            if op.kind != "gather" or ref.name != op.writes[0].name:
+                for written in (self.written[w][0] for w in self.spans.over(ref)):
+                    if written < i:
+                        yield i, f"reads {ref}, which was donated: op {written} wrote its new value"
+        for ref in op.writes:
+            yield from self._busy(i, ref, "writes")
+            if op.kind == "reduce" and ref is not op.writes[0] and ref.name in self.live:
+                yield i, f"receives into {ref.name}, which is in use: free it first"
+            if self.program.buffers[ref.name].kind in GIVEN:
+                yield i, f"writes {ref}, which is the user's and read-only"
+            self.live.add(ref.name)
+        if op.kind in TRANSFERS:
+            name = (op.writes or op.reads)[0].name
+            if name in self.flight:
+                yield i, f"starts a transfer into {name} while another is in flight"
+            self.flight[name] = (i, op)
+            for ref in (*op.reads, *op.writes):
+                self.touched.setdefault(ref.name, {})[name] = None
+
+    def _busy(self, i: int, ref: Ref, does: str) -> Iterator[Fault]:
+        for name in self.touched.get(ref.name, ()):
+            started, other = self.flight[name]
+            if any(ref.overlaps(r) for r in (*other.reads, *other.writes)):
+                yield i, f"{does} {ref.name} while the transfer into {name} (op {started}) is in flight"
+
+    def _since(self, name: str) -> str:
+        return f": freed at op {self.freed[name]}" if name in self.freed else ": nothing wrote it"
+
+
+def lifetimes(program: Program) -> Iterator[Fault]:
+    """Reads are of live, waited-for buffers, transfers are waited for once, and nothing in use is freed or donated."""
+    yield from _Walk(program).faults()
+
+
+def places(program: Program) -> Iterator[Fault]:
+    """What is alive at one moment lies apart in the arena, and every place is aligned."""
+    items: list[tuple[int, int, int, int]] = []
+    names: list[str] = []
+    lives = intervals(program.ops, program.buffers, program.metrics.values())
+    for name, buffer in program.buffers.items():
+        if buffer.at is not None and (buffer.kind in PERSISTENT) > (buffer.kind == "batch"):
+            yield -1, f"{name} has a place in the step's arena, but is held between steps"
+        elif buffer.at is None and buffer.kind == "batch" and name in lives and "assign_memory" in program.passes:
+            yield -1, f"{name} has no place in the step's arena: the batch is copied there"
+        elif buffer.at is not None and name in lives:
+            names.append(name)
+            items.append((*lives[name], buffer.at, buffer.nbytes))
+    for i, op in enumerate(program.ops):
+        if op.get("at") is not None:
+            names.append(f"the workspace of op {i}")
+            items.append((i, i, int(op.get("at")), int(op.get("workspace", 0))))
+        elif op.get("workspace") and "assign_memory" in program.passes:
+            yield i, "its workspace has no place in the step's arena"
+    for name, (_, _, low, _) in zip(names, items, strict=True):
+        if low < 0 or low % ALIGN_BYTES:
+            yield -1, f"{name} lies at byte {low} of the arena: not a multiple of {ALIGN_BYTES}"
+    if (found := clash(items)) is not None:
+        a, b = found
+        yield max(items[a][0], items[b][0]), f"{names[a]} and {names[b]} share memory of the arena while both are alive"
+
+
+def needed(program: Program) -> Iterator[Fault]:
+    """Nothing brings again what nobody has read since it was brought."""
+    unread: dict[str, int] = {}
+    for i, op in enumerate(program.ops):
+        target = op.writes[0].name if op.kind in TRANSFERS and op.writes else None
+        for ref in op.reads:
+            if op.kind != "wait" and ref.name != target:
+                unread.pop(ref.name, None)
+        if target is not None:
+            if target in unread:
+                yield i, f"brings {target} again: nothing read it since op {unread[target]}"
+            unread[target] = i

@@ -1,0 +1,133 @@
+"""meaning: the meaning of a captured step, what every program lowered from it must compute.
+
+The semantics sentence on terms (`fzero.verify.terms`): state is replicated, each region runs once for every microbatch,
+and reductions are where the graph says. Where a gradient is summed and in which dtype it travels is the plan's choice,
+and part of the numbers: so it is part of the meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fzero.capture.trace_step import Graph, Region
+from fzero.ir import segments
+from fzero.plan.layout import Plan
+from fzero.verify.terms import Term, apply, digest, evaluate, part, reduced, term
+
+aten = torch.ops.aten
+
+
+def grad_places(
+    region: Region, inputs: Sequence[Any], leaf_nodes: Sequence[Any], plan: Plan
+) -> dict[int, tuple[str, int]]:
+    """For each output of a region that is the gradient of a flat leaf: that leaf's (bucket, slot)."""
+    places: dict[int, tuple[str, int]] = {}
+    seen: set[tuple[str, int]] = set()
+    position = {node: i for i, node in enumerate(leaf_nodes)}
+    for number, of in enumerate(region.grad_of):
+        leaf = plan.leaves[position[inputs[of]]] if inputs[of] in position else None
+        if leaf is not None and leaf.slot is not None:
+            spot = (plan.buffers[leaf.buffer].bucket or "", leaf.slot)
+            if spot not in seen:
+                seen.add(spot)
+                places[1 + number] = spot
+    return places
+
+
+def graph_meaning(graph: Graph, plan: Plan, reduce: str, names: Sequence[str]) -> str:
+    """The meaning of a captured step. `names` are the buffers of its inputs after the state's leaves."""
+    nodes = segments.placeholders(graph.gm.graph)
+    leaf_nodes = nodes[: len(plan.leaves)]
+    values: dict[fx.Node, Any] = {}
+    for node, leaf in zip(leaf_nodes, plan.leaves, strict=True):
+        values[node] = term("input", leaf.buffer, leaf.slot)
+    for node, name in zip(nodes[len(plan.leaves) :], names, strict=True):
+        values[node] = term("input", name, None)
+    n = plan.world_size
+    folded: set[fx.Node] = set()  # means of a region's outputs: one division, by ranks x microbatches
+    for node in graph.gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is torch.ops.fzero.region.default:
+            folded |= _region_terms(graph, plan, node, leaf_nodes, values, reduce)
+        elif node.target is torch.ops.fzero.reduce.default:
+            if node not in folded:
+                source, how, axis = node.args
+                values[node] = reduced(values[source], how, axis, n, n if how == "mean" else 1)
+        elif node.target is torch.ops.fzero.axis_index.default:
+            values[node] = term("input", f"rank:{node.args[0]}", None)
+        elif node not in values:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: values[a])
+            values[node] = apply(node.target, args, kwargs)
+    outs = [values[x] for x in segments.outputs(graph.gm.graph)]
+    state = {(leaf.buffer, leaf.slot): t for leaf, t in zip(plan.leaves, outs, strict=False)}
+    metrics = dict(zip(graph.metric_names, outs[len(plan.leaves) :], strict=True))
+    return digest(state, metrics)
+
+
+def _region_terms(
+    graph: Graph, plan: Plan, node: fx.Node, leaf_nodes: Sequence[fx.Node], values: dict[fx.Node, Any],
+    reduce: str,
+) -> set[fx.Node]:  # fmt: skip
+    """Sets the values of a region's picked outputs and of the means over ranks taken of them."""
+    region = graph.regions[int(node.args[1])]  # type: ignore[arg-type]
+    inputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+    places = grad_places(region, inputs, leaf_nodes, plan)
+    n, k = plan.world_size, region.microbatches
+    runs = []
+    for m in range(k):
+        feed = [_micro(values[x], x.meta["val"], m, k) if cut else values[x]
+                for x, cut in zip(inputs, region.sliced, strict=True)]  # fmt: skip
+        runs.append(evaluate(region.gm, feed)[0])
+    folded: set[fx.Node] = set()
+    for pick in node.users:
+        index = int(pick.args[1])  # type: ignore[arg-type]
+        parts = [outs[index] for outs in runs]
+        summed = index in region.summed
+        if not summed and not region.values[index].dtype.is_floating_point:
+            values[pick] = parts[-1]
+            continue
+        how = "sum" if summed else "mean"
+        for user in pick.users:
+            if user.target is torch.ops.fzero.reduce.default and user.args[1] == how:
+                axis = str(user.args[2])
+                divisor = 1 if summed else n * k
+                if index not in places:
+                    values[user] = reduced(_sum(parts), "sum", axis, n, divisor)
+                else:
+                    over = _travelled(axis, n, divisor, region.values[index].dtype, region.wire.get(index))
+                    each = reduce == "each"
+                    values[user] = _sum([over(p) for p in parts]) if each else over(_sum(parts))
+                folded.add(user)
+        values[pick] = _sum(parts) if summed else reduced(_sum(parts), "sum", "", 1, k)
+    return folded
+
+
+def _travelled(
+    axis: str, world: int, divisor: int, dtype: torch.dtype, wire: torch.dtype | None
+) -> Callable[[Any], Any]:
+    """The reduction of a gradient, in the dtype it travels in."""
+
+    def over(value: Any) -> Any:
+        narrow = wire is not None and wire is not dtype and world > 1
+        value = apply(aten._to_copy.default, (value,), {"dtype": wire}) if narrow else value
+        value = reduced(value, "sum", axis, world, divisor)
+        return apply(aten._to_copy.default, (value,), {"dtype": dtype}) if narrow else value
+
+    return over
+
+
+def _micro(value: Any, like: torch.Tensor, m: int, k: int) -> Term:
+    chunk = like.numel() // k
+    return part(value, m * chunk, (m + 1) * chunk, (like.shape[0] // k, *like.shape[1:]))
+
+
+def _sum(parts: Sequence[Any]) -> Any:
+    total = parts[0]
+    for one in parts[1:]:
+        total = apply(aten.add.Tensor, (total, one), {})
+    return total

@@ -1,0 +1,288 @@
+"""rules: rules that every rank's program keeps, checked before anything runs and, in tests, after every pass.
+
+Each rule is a generator of faults in `RULES`: (op number, what is wrong). The first fault is raised as a VerifyError
+that names the rule, the rank, the op's line and the last pass. Rules that need final lifetimes wait for the pass that
+makes them (`free`, `prefetch`). The last rule is the strongest: the program's meaning is that of the captured step
+(`fzero.verify.terms`), whatever the other rules may have missed. `fzero.tools.mutate` breaks programs to see what is
+caught.
+
+Cost: one walk over the ops a rule; a 12-layer model takes some tens of milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+from fzero.cost.memory import account
+from fzero.errors import VerifyError
+from fzero.ir.liveness import gathered_bytes
+from fzero.ir.program import Program, op_text
+from fzero.ir.records import DTYPE_NAMES, PERSISTENT, Op
+from fzero.verify.abstract import Abstract
+from fzero.verify.form import MOST, aliasing, calls, form, inside, length, partition
+from fzero.verify.lifetimes import TRANSFERS, Fault, lifetimes, needed, places
+from fzero.verify.terms import Undefined, term
+
+Rule = Callable[[Program], Iterator[Fault]]
+
+
+def verify(programs: Program | Mapping[int, Program], *, budget_bytes: int | None = None) -> None:
+    """Raises VerifyError for the first rule that a program, or the ranks' programs together, break.
+
+    `programs` is one program for every rank, or `{rank: program}`. `budget_bytes` bounds the planned peak per rank.
+    """
+    by_rank = {0: programs} if isinstance(programs, Program) else dict(programs)
+    rules: dict[str, Rule] = {**RULES, "budget": partial(_budget, budget_bytes)}
+    checked: list[Program] = []
+    for rank, program in by_rank.items():
+        if any(program is one for one in checked):
+            continue
+        checked.append(program)
+        for name, rule in rules.items():
+            try:
+                fault = next(iter(rule(program)), None)
+            except Exception as error:  # this program is none that fzero makes
+                what = f"the rule cannot be checked on this program: {error!r}"
+                raise VerifyError(_message(name, rank, program, -1, what, len(by_rank) > 1)) from error
+            if fault is not None:
+                raise VerifyError(_message(name, rank, program, fault[0], fault[1], len(by_rank) > 1))
+    if len(by_rank) > 1:
+        _together(by_rank)
+
+
+def _budget(most: int | None, program: Program) -> Iterator[Fault]:
+    if most is not None and (peak := account(program)).peak > most:
+        yield peak.op, f"{peak.peak:,} bytes live, the budget is {most:,}"
+
+
+def _message(rule: str, rank: int, program: Program, at: int, what: str, several: bool) -> str:
+    where = f"op {at}" if 0 <= at < len(program.ops) else "the end"
+    line = f" `{op_text(program.ops[at])}`" if 0 <= at < len(program.ops) else ""
+    who = f" of rank {rank}" if several else ""
+    return f"[{rule}] {where}{who}{line}: {what} (after pass {program.passes[-1] if program.passes else 'none'})"
+
+
+# --- transfers --------------------------------------------------------------------------------------------------------
+
+
+def transfers(program: Program) -> Iterator[Fault]:
+    """Collectives run over an axis of the mesh, on whole buffers of sizes that fit."""
+    for i, op in enumerate(program.ops):
+        if op.kind not in TRANSFERS:
+            continue
+        if op.axis not in dict(program.mesh):
+            yield i, f"runs over axis {op.axis!r}: the mesh has {[axis for axis, _ in program.mesh]}"
+            continue
+        n = program.axis_size(op.axis)
+        source, target = (program.buffers[ref.name] for ref in ((op.reads or op.writes)[0], (op.writes or op.reads)[0]))
+        if op.kind == "gather":
+            part = source.numel if source.shard else source.numel // n
+            if part * n != target.numel:
+                yield i, f"gathers {part} elements of {n} ranks into {target.numel}"
+        elif op.kind == "reduce":
+            yield from _reduction(program, i, op, n)
+        dtypes = {ref.name: DTYPE_NAMES[program.buffers[ref.name].dtype] for ref in (*op.reads, *op.writes)}
+        if len(set(dtypes.values())) > 1:
+            yield i, f"moves {' to '.join(f'{name} ({dtype})' for name, dtype in dtypes.items())}: dtypes differ"
+
+
+def _reduction(program: Program, i: int, op: Op, n: int) -> Iterator[Fault]:
+    size, room = length(program, op.reads[0]), length(program, op.writes[0])
+    mode = op.get("mode")
+    needed_room = size // n if mode == "scatter" else size
+    if mode not in ("scatter", "all", "exchange"):
+        yield i, f"mode={mode} is none of scatter, all, exchange"
+    elif mode != "exchange" and size % n:
+        yield i, f"reduces {size} elements with mode={mode}: {n} ranks have no equal slices of them"
+    elif room != needed_room:
+        yield i, f"reduces {size} elements with mode={mode} into {room}: needed {needed_room}"
+    elif op.get("via") == "p2p":
+        scratch = length(program, op.writes[1]) if len(op.writes) > 1 else 0
+        part = size if mode == "exchange" else size // n
+        if scratch < (n - 1) * part:
+            yield i, f"receives {(n - 1) * part} elements into scratch of {scratch}"
+    elif op.get("via") == "shared" and len(op.writes) > 1:
+        yield i, f"has scratch {op.writes[1]}: via=shared adds what it reads in the other ranks' memory"
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def reduced_once(program: Program) -> Iterator[Fault]:
+    """Every gradient bucket of every microbatch reaches exactly one reduction, every slot of it written once."""
+    if program.world_size == 1:
+        return
+    into: dict[str, str] = {}
+    reductions: Counter[str] = Counter()
+    wrote: Counter[tuple[str, int | None, int | None]] = Counter()
+    for i, op in enumerate(program.ops):
+        if op.kind == "reduce" and program.buffers[op.reads[0].name].kind == "grad":
+            reductions[op.reads[0].name] += 1
+            if reductions[op.reads[0].name] > 1:
+                yield i, f"reduces {op.reads[0].name} a second time"
+        elif op.kind == "run" and op.writes and op.get("flat") and program.buffers[op.writes[0].name].kind == "grad":
+            total = op.writes[0].name
+            into.update({ref.name: total for ref in op.reads if ref.name != total})
+        elif op.kind == "run":
+            for ref in op.writes:
+                if program.buffers[ref.name].kind == "grad":
+                    key = (ref.name, ref.start, ref.stop)
+                    wrote[key] += 1
+                    if wrote[key] > 1:
+                        yield i, f"writes the gradient {ref} a second time"
+    for name in {name for name, _, _ in wrote}:
+        end = name
+        while end in into and reductions[end] == 0:
+            end = into[end]
+        if reductions[end] == 0:
+            yield -1, f"the gradients in {name} are never reduced"
+
+
+def microbatches(program: Program) -> Iterator[Fault]:
+    """Every region runs all its segments for every microbatch."""
+    runs: dict[str, Counter[int]] = {}
+    for op in program.ops:
+        if op.get("phase") == "region":
+            runs.setdefault(str(op.get("region")), Counter())[int(op.get("microbatch", 0))] += 1
+    for region, found in runs.items():
+        if len(set(found.values())) > 1 or sorted(found) != list(range(max(found) + 1)):
+            yield -1, f"{region} runs {dict(sorted(found.items()))} segments by microbatch: they must be equal"
+
+
+def updated_once(program: Program) -> Iterator[Fault]:
+    """Every trainable slot of a parameter is written by exactly one update; no state is written twice."""
+    count: Counter[tuple[str, int]] = Counter()
+    for i, op in enumerate(program.ops):
+        if op.kind != "update":
+            continue
+        for ref in op.writes:
+            buffer = program.buffers[ref.name]
+            bucket = program.buckets.get(buffer.bucket or "")
+            start, stop = (0, MOST) if ref.start is None else (ref.start, ref.stop or 0)
+            for slot in range(1) if bucket is None else bucket.inside(start, stop):
+                count[(ref.name, slot)] += 1
+                if count[(ref.name, slot)] > 1:
+                    yield i, f"updates {ref} a second time"
+    columns: dict[str | None, list[str]] = {}
+    for name, buffer in program.buffers.items():
+        if buffer.kind in PERSISTENT:
+            columns.setdefault(buffer.bucket, []).append(name)
+    if any(op.kind == "update" for op in program.ops):
+        for spot in program.trainable:
+            bucket_name, _, slot_text = spot.rpartition(":")
+            own = columns.get(bucket_name, [])
+            if own and not any(count[(name, int(slot_text))] for name in own):
+                path = program.buckets[bucket_name].slots[int(slot_text)].path
+                yield -1, f"{path} has a gradient and is never updated"
+
+
+# --- bytes and meaning ------------------------------------------------------------------------------------------------
+
+
+def cap(program: Program) -> Iterator[Fault]:
+    """Gathered parameters alive at one time stay under the cap."""
+    if "prefetch" not in program.passes:
+        return
+    for i, held in enumerate(gathered_bytes(program.ops, program.buffers)):
+        if held > program.gather_cap_bytes:
+            yield i, f"{held:,} bytes are gathered at once, the cap is {program.gather_cap_bytes:,}"
+
+
+class _Speaking(Abstract):
+    """What a rank sends is part of its meaning: others compute with it."""
+
+    def run(self) -> str:
+        self.sent: list[tuple[str, object]] = []
+        state = super().run()
+        return term(state, sorted(self.sent, key=str)) if self.sent else state
+
+    def step(self, op: Op) -> None:
+        if op.kind == "send":
+            self.sent.append((f"{op.axis} {op.get('peer')} {op.get('tag', 0)}", self.read(op.reads[0])))
+        super().step(op)
+
+
+def meaning_of(program: Program) -> str:
+    """The meaning of the state that a program leaves behind and of what it sends; raises `Undefined` where none is."""
+    return _Speaking(program).run()
+
+
+def meaning(program: Program) -> Iterator[Fault]:
+    """The state it leaves behind is what the captured step computes."""
+    try:
+        found = meaning_of(program)
+    except Undefined as error:
+        yield error.op, str(error)
+        return
+    if found != program.meaning:
+        yield -1, f"the step computes something else than what was captured ({found}, not {program.meaning})"
+
+
+RULES: dict[str, Rule] = {
+    "form": form,
+    "lifetimes": lifetimes,
+    "needed": needed,
+    "partition": partition,
+    "aliasing": aliasing,
+    "calls": calls,
+    "inside": inside,
+    "transfers": transfers,
+    "reduced once": reduced_once,
+    "microbatches": microbatches,
+    "updated once": updated_once,
+    "cap": cap,
+    "places": places,
+    "meaning": meaning,
+}
+
+
+# --- all ranks --------------------------------------------------------------------------------------------------------
+
+
+def _together(programs: Mapping[int, Program]) -> None:
+    """All ranks issue the same collectives in the same order per axis; sends match receives."""
+    known = {id(program): _collectives(program) for program in programs.values()}
+    issued = {rank: known[id(program)] for rank, program in programs.items()}
+    first = min(issued)
+    for rank, calls_ in issued.items():
+        if calls_ is issued[first]:
+            continue
+        for axis in {*issued[first], *calls_}:
+            ours, theirs = issued[first].get(axis, []), calls_.get(axis, [])
+            for n, ((_, a), (j, b)) in enumerate(zip(ours, theirs, strict=False)):
+                if a != b:
+                    what = f"collective {n} over {axis} differs from rank {first}'s, `{a}`"
+                    raise VerifyError(_message("same order", rank, programs[rank], j, what, True))
+            if len(ours) != len(theirs):
+                what = f"{len(theirs)} collectives over {axis}, rank {first} has {len(ours)}"
+                raise VerifyError(_message("same order", rank, programs[rank], len(programs[rank].ops), what, True))
+    sent: Counter[tuple[str | None, int, int, int, int]] = Counter()
+    messages = {id(p): [op for op in p.ops if op.kind in ("send", "recv")] for p in programs.values()}
+    for rank, program in programs.items():
+        for op in messages[id(program)]:
+            peer = int(op.get("peer"))
+            ends = (rank, peer) if op.kind == "send" else (peer, rank)
+            ref = (op.reads or op.writes)[0]
+            size = length(program, ref) * program.buffers[ref.name].dtype.itemsize
+            sent[(op.axis, *ends, int(op.get("tag", 0)), size)] += 1 if op.kind == "send" else -1
+    for (over, sender, receiver, tag, size), count in sent.items():
+        if count:
+            more = "sent and not received" if count > 0 else "received and not sent"
+            raise VerifyError(
+                f"[sends] {size} bytes from rank {sender} to {receiver} over {over} (tag {tag}) are {more}"
+            )
+    for rank, program in programs.items():
+        if program.mesh != programs[first].mesh:
+            what = f"its mesh is {dict(program.mesh)}, rank {first}'s is {dict(programs[first].mesh)}"
+            raise VerifyError(_message("same order", rank, program, -1, what, True))
+
+
+def _collectives(program: Program) -> dict[str, list[tuple[int, str]]]:
+    """By axis, each collective as text, buffers named: two of one size must not meet each other."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for i, op in enumerate(program.ops):
+        if op.kind in ("gather", "reduce"):
+            found.setdefault(str(op.axis), []).append((i, op_text(op)))
+    return found

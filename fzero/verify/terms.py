@@ -1,0 +1,327 @@
+"""terms: what a step computes, as a digest that no placement and no schedule may change.
+
+Every value is a *term*: the hash of the op that made it and of its operands' terms, down to the leaves of the state and
+the batch. `captured.graph_meaning` gives the terms of the captured step under the semantics sentence (replicated state,
+reductions in the graph); `abstract.program_meaning` runs a program on terms instead of tensors, node by node through
+its segments, and gives those of the state it leaves behind. They must be equal, for every ZeRO stage, bucket size and
+prefetch depth, after every pass: that is what verify checks, so a program that reduces twice, skips a microbatch or
+reads a moment from the wrong leaf is refused whatever it looks like.
+
+Flat work is understood: an elementwise op on a range of a bucket is that op on each leaf in the range; so is an op on
+blocks of 64 elements (`BLOCKWISE`) where no padding lies between the leaves; an op that needs all of a leaf (`WHOLE`)
+works on own slices where the leaf lies in one of them; a sum over the own slice is *partial* until it is summed over
+the axis; a buffer of which only the own slice was written is *mine* until it is gathered.
+Copies, clones and detaches have the term of their operand; a copy into another dtype is a cast.
+
+A term knows over which axes it *varies*: the batch, a rank's place and what every rank keeps for itself differ between
+ranks, and so does what is computed from them, until it is reduced. Own slices of a varying value, brought together, are
+no rank's value: `gathered` is a term of its own, which no captured step has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fzero import optim
+from fzero.ir import segments
+from fzero.ir.records import ALIGN
+
+assert optim  # it registers the ops of IN_PLACE and BLOCKWISE
+aten = torch.ops.aten
+_COPIES = {
+    aten.clone.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.lift_fresh.default,
+    aten.lift_fresh_copy.default,
+}
+_SUMS = {"aten::sum", "fzero::sum_squares"}
+
+
+NOWHERE: frozenset[str] = frozenset()
+
+
+class Undefined(Exception):
+    """The program reads what it never computed, or computes what no value is; says which, and `op` which op does."""
+
+    def __init__(self, what: str, op: int = -1) -> None:
+        super().__init__(what)
+        self.op = op
+
+
+class Term(str):
+    """The hash of an op and its operands; `varies` are the mesh axes over which its value differs between ranks."""
+
+    __slots__ = ("varies",)
+    varies: frozenset[str]
+
+    def over(self, varies: frozenset[str]) -> Term:
+        """The same term, varying over these axes."""
+        made = Term(self)
+        made.varies = varies
+        return made
+
+
+def term(*parts: Any) -> Term:
+    """The hash of a tuple of strings, numbers and terms; it varies where one of them does."""
+    return Term(hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()).over(_varies(parts))
+
+
+def _varies(value: Any) -> frozenset[str]:
+    if isinstance(value, Term):
+        return value.varies
+    found = NOWHERE
+    for one in value if isinstance(value, (tuple, list)) else value.values() if isinstance(value, dict) else ():
+        if isinstance(one, (Term, tuple, list, dict)) and (more := _varies(one)):
+            found |= more
+    return found
+
+
+@dataclass(frozen=True)
+class Vec:
+    """Terms of the leaves in a flat range; `mine`: only of the own slice. There is one element for each `per` of the
+    range (of an op's several results: for each, its own); `tight`: no padding lies in it; `shapes`: those of the leaves
+    that are there as a whole, because no rank boundary cuts them."""
+
+    slots: Mapping[int, Term]
+    mine: bool
+    span: tuple[int, int]
+    per: Any = 1
+    tight: bool = True
+    shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The sum over the own slice of what `of` is the sum of."""
+
+    of: Term
+
+
+def apply(target: Any, args: Any, kwargs: Any) -> Any:
+    """The value of one op on terms, `Vec`s and literals."""
+    if target in _COPIES:
+        return args[0]
+    leaves = _leaves((args, kwargs))
+    vectors = [a for a in leaves if isinstance(a, Vec)]
+    if any(isinstance(a, Partial) for a in leaves):
+        raise Undefined(f"{target} uses a sum over one rank's slice as if it were the whole")
+    if target is operator.getitem and isinstance(args[0], Vec):
+        vector, index = args
+        picked = replace(vector, slots={s: term("getitem", t, index) for s, t in vector.slots.items()})
+        return _ratio(picked, vector.per[index]) if isinstance(vector.per, tuple) else picked
+    name = "getitem" if target is operator.getitem else target._schema.name
+    if not vectors:
+        return term(name, *_plain((args, tuple(sorted(kwargs.items()))))) if name != "getitem" else term(name, *args)
+    first = vectors[0]
+    if target in FLAT_FORMS:
+        return _leaf(target, args, kwargs)
+    if target in BLOCKWISE:
+        first = replace(_blocks(target, args), per=BLOCKWISE[target][1])
+    elif len({(v.span, v.mine, v.per) for v in vectors}) > 1:
+        raise Undefined(f"{target} works on ranges that do not match")
+
+    def at(slot: int) -> Term:
+        own = fx.node.map_aggregate((args, kwargs), lambda a: a.slots[slot] if isinstance(a, Vec) else a)
+        return term(name, *_plain((own[0], tuple(sorted(own[1].items())))))
+
+    if name in _SUMS:
+        if len(first.slots) != 1:
+            raise Undefined(f"{target} sums over several leaves at once")
+        (only,) = first.slots
+        return Partial(at(only)) if first.mine else at(only)
+    elementwise = target in segments._POINTWISE or torch.Tag.pointwise in getattr(target, "tags", ())
+    if not elementwise and target not in BLOCKWISE:
+        raise Undefined(f"{target} is not elementwise and works on a flat range")
+    return replace(first, slots={slot: at(slot) for slot in first.slots})
+
+
+def _blocks(target: Any, args: Any) -> Vec:
+    """The range of an op on blocks: its operands' columns have the ratios it wants, and no block holds padding between
+    leaves. Returns the first operand, a column of whole elements."""
+    wanted, _ = BLOCKWISE[target]
+    operands = args[: len(wanted)]
+    if not all(isinstance(v, Vec) and v.per == per for v, per in zip(operands, wanted, strict=True)):
+        raise Undefined(f"{target} wants columns with an element for each {wanted}")
+    if len({(_ratio(v, ALIGN).span, v.mine, *v.slots) for v in operands}) > 1:
+        raise Undefined(f"{target} works on ranges that do not match")
+    if not all(v.tight for v in operands):
+        raise Undefined(f"{target} takes padding into the blocks of a leaf")
+    first = operands[0]
+    assert isinstance(first, Vec)
+    return first
+
+
+def _leaf(target: Any, args: Any, kwargs: Any) -> Vec:
+    """What the flat form of an op on whole leaves gives: the op itself on the one leaf of the range."""
+    vector, shape, *rest = args
+    if not isinstance(vector, Vec) or len(vector.slots) != 1 or not vector.tight:
+        raise Undefined(f"{target} works on one leaf at a time, without padding")
+    ((slot, of),) = vector.slots.items()
+    if slot not in vector.shapes:
+        raise Undefined(f"{target} needs a whole leaf, of which a rank boundary leaves each rank a part")
+    if vector.shapes[slot] != tuple(shape):
+        raise Undefined(f"{target} takes a leaf of shape {vector.shapes[slot]} for one of shape {tuple(shape)}")
+    return replace(vector, slots={slot: apply(FLAT_FORMS[target], (of, *rest), kwargs)})
+
+
+def _ratio(vector: Vec, per: int) -> Vec:
+    """The same range in a column with one element for each `per`: whole blocks."""
+    start, stop = vector.span
+    return replace(vector, per=per, span=(start, -(-stop // per) * per))
+
+
+def _leaves(value: Any) -> list[Any]:
+    found: list[Any] = []
+    fx.node.map_aggregate(value, found.append)
+    return found
+
+
+def _plain(value: Any) -> tuple[Any, ...]:
+    """Arguments in a form whose repr is stable, and the same on every rank: of a device, its type."""
+
+    def plain(a: Any) -> Any:
+        return str(a) if isinstance(a, torch.dtype) else a.type if isinstance(a, torch.device) else a
+
+    return fx.node.map_aggregate(value, plain)
+
+
+def reduced(value: Any, how: str, axis: str, world: int, divisor: int) -> Any:
+    """The term of a reduction, the same on every rank; over one rank it is only the division."""
+    if world == 1:
+        return value if divisor == 1 else apply(aten.div.Tensor, (value, divisor), {})
+    return term("reduce", "sum" if how == "mean" else how, axis, divisor, value).over(_varies(value) - {axis})
+
+
+def gathered(value: Any, axis: str) -> Any:
+    """The term of own slices brought together: the value that they are of, if that is the same on every rank."""
+    varies = _varies(value)
+    return term("gathered", axis, value).over(varies - {axis}) if axis in varies else value
+
+
+def digest(state: Mapping[tuple[str, int | None], Any], metrics: Mapping[str, Any]) -> str:
+    return str(term(sorted(state.items(), key=str), sorted(metrics.items())))
+
+
+def part(value: Any, start: int, stop: int, shape: tuple[int, ...]) -> Term:
+    """The term of elements [start, stop) of a contiguous tensor."""
+    return term("part", value, start, stop, tuple(shape))
+
+
+# in-place op -> (its pure form, for each of the pure form's results the argument it goes to)
+IN_PLACE: dict[Any, tuple[Any, tuple[int, ...]]] = {
+    torch.ops.fzero.adamw_.default: (torch.ops.fzero.adamw.default, (0, 2, 3)),
+    torch.ops.fzero.adamw8_.default: (torch.ops.fzero.adamw8.default, (0, 2, 3, 4, 5)),
+}
+
+# op on blocks of 64 elements -> (per operand, elements of the leaf for one of its own; the same per result). Like an
+# elementwise op it runs on slices: a block of the results depends on the same block of the operands alone
+BLOCKWISE: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    torch.ops.fzero.adamw8.default: ((1, 1, 1, ALIGN, 1, ALIGN), (1, 1, ALIGN, 1, ALIGN)),
+}
+
+
+# op that needs all of a leaf -> its form that takes the leaf's elements in 1-D, then its shape; of no elements, none
+WHOLE: dict[Any, Any] = {
+    torch.ops.fzero.orthogonalize.default: torch.ops.fzero.orthogonalize_flat.default,
+}
+FLAT_FORMS = {flat: target for target, flat in WHOLE.items()}
+
+
+class _Memory:
+    """The values of a segment's nodes, and which nodes look at the same memory."""
+
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], shared: Mapping[int, int]) -> None:
+        self.holders = {node: i for i, node in enumerate(segments.placeholders(gm.graph))}
+        self.values: dict[fx.Node, Any] = dict(zip(self.holders, inputs, strict=False))
+        self.written: dict[fx.Node, Any] = {}
+        holders = list(self.holders)
+        self.root = {holders[i]: holders[first] for i, first in shared.items()}
+        self.looking: dict[fx.Node, list[fx.Node]] = {}
+        for node, root in self.root.items():
+            self.looking.setdefault(root, []).append(node)
+
+    def value(self, node: fx.Node) -> Any:
+        value = self.values[node]
+        if isinstance(value, Undefined):
+            raise value
+        return value
+
+    def look(self, node: fx.Node, at: fx.Node) -> None:
+        """`node` is a view of `at`, or `at` as a write has left it."""
+        root = self.root[node] = self.root.get(at, at)
+        self.looking.setdefault(root, []).append(node)
+
+    def write(self, node: fx.Node, value: Any) -> None:
+        """All of `node` holds this value; who else looks at its memory must not be read any more."""
+        root = self.root.get(node, node)
+        if root is not node and node not in self.holders:
+            raise Undefined(
+                f"{node.name} is a view of {root.name}, and is written in place: only a whole tensor may be"
+            )
+        for other in (root, *self.looking.get(root, ())):
+            if other is not node:
+                self.values[other] = Undefined(f"{other.name} is read after its memory was written as {node.name}")
+        self.values[node] = value
+        if node in self.holders:
+            self.written[node] = value
+
+
+def evaluate(
+    gm: fx.GraphModule, inputs: Sequence[Any], shared: Mapping[int, int] | None = None
+) -> tuple[list[Any], dict[int, Any]]:
+    """(the outputs' values, the values left in placeholders that were written to, by position). `shared` maps the
+    position of an input that is in the same memory as an earlier one to that one's.
+
+    Raises Undefined for a write into a part of a tensor, and where memory that was written is read as it was before."""
+    memory = _Memory(gm, inputs, shared or {})
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        targets = segments.mutated(node)
+        if node.target is aten.copy_.default:
+            value = _copied(memory.value(node.args[1]), targets[0], node.args[1])
+            memory.write(targets[0], value)
+            memory.values[node] = value
+            memory.look(node, targets[0])
+            continue
+        kwargs = {k: v for k, v in node.kwargs.items() if k != "out"}
+        args, kwargs = fx.node.map_arg((node.args, kwargs), memory.value)
+        if node.target in IN_PLACE:
+            pure, places = IN_PLACE[node.target]
+            result = apply(pure, args, kwargs)
+            for index, place in enumerate(places):
+                memory.write(segments.operand(node, place), apply(operator.getitem, (result, index), {}))
+            continue
+        if len(targets) > 1:
+            raise Undefined(f"{node.target} writes to several tensors: it has no meaning yet")
+        value = apply(node.target, args, kwargs)
+        if isinstance(value, Vec):
+            _only_scalars(node, targets, memory)
+        if targets:
+            memory.write(targets[0], value)
+        elif segments.is_view(node):
+            memory.look(node, segments.operand(node))
+        memory.values[node] = value
+    outs = [memory.value(n) if isinstance(n, fx.Node) else n for n in segments.outputs(gm.graph)]
+    return outs, {memory.holders[n]: v for n, v in memory.written.items()}
+
+
+def _copied(value: Any, into: fx.Node, source: Any) -> Any:
+    """What a copy leaves behind: a cast of its source, where the dtypes differ."""
+    dtypes = [n.meta["val"].dtype if "val" in n.meta else None for n in (into, source)]
+    return value if dtypes[0] is dtypes[1] else apply(aten._to_copy.default, (value,), {"dtype": dtypes[0]})
+
+
+def _only_scalars(node: fx.Node, targets: Sequence[fx.Node], memory: _Memory) -> None:
+    """Beside flat ranges an op takes values of one element alone: a slice has no rows to spread another over."""
+    for other in node.all_input_nodes:
+        if other not in targets and not isinstance(memory.values[other], Vec) and other.meta["val"].ndim:
+            raise Undefined(f"{node.target} takes {other.name}, a whole tensor, beside a flat range")
