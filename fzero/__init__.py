@@ -123,6 +123,8 @@ for _old, _new in _MOVED.items():
 def __getattr__(name: str) -> Any:
     if name in _LATER:
         return importlib.import_module(_LATER[name])
+    if name in _MOVED:
+        return sys.modules[f"fzero.{name}"]
     raise AttributeError(f"module 'fzero' has no attribute {name!r}")
 
 
