@@ -27,9 +27,9 @@ def itemised(one: Program) -> Counter[str]:
     found: Counter[str] = Counter()
     for op in one.ops:
         what = op.kind
-        if op.kind == "gather":
-            what = "gather" if one.buffers[op.writes[0].name].kind == "gather" else "gather updated"
-        elif op.kind == "reduce":
+        if op.gathers:
+            what = "gather" if one.buffers[op.writes[0].name].kind == "gathered" else "gather updated"
+        elif op.reduces:
             what = f"reduce {op.get('mode')}"
         found[what] += wire_bytes(one, op)
     return found
@@ -37,7 +37,7 @@ def itemised(one: Program) -> Counter[str]:
 
 def gathered(one: Program, world: int) -> list[tuple[int, int]]:
     """(times gathered, bytes sent each time) of every bucket: layers twice, and less where the backward needs none."""
-    times = Counter(op.reads[0].name for op in one.ops if op.kind == "gather")
+    times = Counter(op.reads[0].name for op in one.ops if op.gathers)
     assert {times[f"params:blocks.{i}"] for i in range(12)} == {2}
     assert times["params:wpe"] == 1  # its gradient needs no value of it
     return [

@@ -162,7 +162,7 @@ def once(one):
     comm.start("b", one, [source, dest]); comm.wait("b")
 for one in ops:
     dest.zero_(); once(one)
-    wanted = source / one.get("divisor", 1)
+    wanted = source / one.divisor
     assert torch.equal(dest, wanted), (one, dest)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()

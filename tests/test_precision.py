@@ -156,7 +156,7 @@ def lowered(precision: Any, zero: int, **options: Any) -> fzero.Lowered:
 
 def travelled(one: fzero.Lowered, kind: str) -> tuple[set[torch.dtype], int]:
     """The dtypes of what ops of this kind move of buckets, and the bytes."""
-    ops = [op for op in one.program.ops if op.kind == kind and op.get("mode") != "exchange"]
+    ops = [op for op in one.program.ops if op.kind == kind and not op.row.small]
     return {one.program.buffers[op.writes[0].name].dtype for op in ops}, sum(wire_bytes(one.program, op) for op in ops)
 
 
@@ -192,7 +192,7 @@ def test_keep_rules_compute_and_gather_norms_in_fp32() -> None:
     program = lowered(kept, 3).program
     found = {}
     for op in program.ops:
-        if op.kind == "gather":
+        if op.gathers:
             bucket = program.buckets[program.buffers[op.reads[0].name].bucket or ""]
             found |= {slot.path: program.buffers[op.writes[0].name].dtype for slot in bucket.slots}
     assert {path for path, dtype in found.items() if dtype == F32} == {
@@ -277,11 +277,11 @@ def test_a_narrow_wire_shards_what_is_reduced_at_any_number_of_microbatches(zero
     """The cast after a reduction does not make its result whole, nor do the sums."""
     for num in (1, 2, 4):
         program = lowered(NARROW_WIRE, zero, microbatches=num, reduce=reduce).program
-        modes = {op.get("mode") for op in program.ops if op.kind == "reduce"}
+        modes = {op.get("mode") for op in program.ops if op.reduces}
         assert modes == {"scatter", "exchange"}, num  # the loss is exchanged
         reduced = [b for name, b in program.buffers.items() if b.kind == "grad" and name.startswith("r0.red:")]
         assert reduced
-        assert all(buffer.shard for buffer in reduced), num
+        assert all(buffer.sharded for buffer in reduced), num
 
 
 @pytest.mark.parametrize("zero", [2, 3])

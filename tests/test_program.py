@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fzero
+from fzero.ir.mesh import Mesh
 from fzero.ir.liveness import live_bytes
 from fzero.ir.program import Program
 from fzero.ir.records import ALIGN, DTYPES, Bucket, Buffer, Op, Ref, Slot
@@ -66,7 +67,7 @@ def programs(draw: st.DrawFn) -> Program:
     reads = tuple(draw(st.lists(st.sampled_from(refs))))
     axis = draw(st.none() | st.just("dp"))
     op = Op(draw(st.sampled_from(["run", "wait"])), reads, (refs[1],), axis, tuple(sorted(attrs.items())), why)
-    return Program((("dp", 2),), {bucket.name: bucket}, {buffer.name: buffer}, (op,), {draw(words): buffer.name})
+    return Program(Mesh((("dp", 2),)), {bucket.name: bucket}, {buffer.name: buffer}, (op,), {draw(words): buffer.name})
 
 
 @settings(max_examples=150, deadline=None)
@@ -118,7 +119,7 @@ def test_own_slices_partition_a_range(world: int, parts: int, data: st.DataObjec
     bucket = Bucket("b", length, 3, ())
     whole = Buffer("w", torch.float32, (length,), "gather", "b")
     shard = Buffer("s", torch.float32, (length // world,), "param", "b", True)
-    program = Program((("dp", world),), {"b": bucket}, {"w": whole, "s": shard}, (), {})
+    program = Program(Mesh((("dp", world),)), {"b": bucket}, {"w": whole, "s": shard}, (), {})
     covered = []
     for rank in range(world):
         low, high = program.local_range(Ref("w", start, stop, None, True), rank)

@@ -17,6 +17,7 @@ from fzero import tree
 from fzero.comm.autotune import SIZES, WAYS, Fastest
 from fzero.comm.rendezvous import _apart
 from fzero.errors import VerifyError
+from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref, make_op
 from fzero.runtime.handlers import settlements
@@ -206,8 +207,8 @@ def test_programs_without_receive_buffers(zero):
     for via in ("p2p", "shared"):
         lowered = worker.lowered_via(spec, params, batch(0, 0), 2, via)
         program = lowered.program
-        assert {op.get("via") for op in program.ops if op.kind in ("gather", "reduce")} == {via}
-        assert any(len(op.writes) > 1 for op in program.ops if op.kind == "reduce") == (via == "p2p")
+        assert {op.get("via") for op in program.ops if op.is_collective} == {via}
+        assert any(len(op.writes) > 1 for op in program.ops if op.reduces) == (via == "p2p")
         names = [name for name, b in program.buffers.items() if b.kind == "batch"]
         memory = []
         for rank in range(2):
@@ -222,7 +223,7 @@ def test_programs_without_receive_buffers(zero):
 
 def program_of(ops, **buffers):
     kept = {name: Buffer(name, torch.float32, (size,), kind) for name, (size, kind) in buffers.items()}
-    return Program(mesh=(("dp", 2),), buckets={}, buffers=kept, ops=tuple(ops), metrics={}, passes=("lower",))
+    return Program(mesh=Mesh((("dp", 2),)), buckets={}, buffers=kept, ops=tuple(ops), metrics={}, passes=("lower",))
 
 
 def test_receive_buffers_are_not_for_shared_memory():

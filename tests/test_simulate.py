@@ -36,11 +36,11 @@ def lowered(**options: Any) -> fzero.Lowered:
 def test_a_gather_passes_beside_a_segment_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every segment takes a second and every transfer a quarter: hidden, exposed, or free."""
     whole = lowered(prefetch=1).program
-    runs = sum(op.kind in ("run", "update") for op in whole.ops)
+    runs = sum(op.computes for op in whole.ops)
     monkeypatch.setattr(step_time, "_compute", lambda gm, rates: 1.0)
     free = Rates({"gather": 0, "reduce": 0}, {"gather": 1e18, "reduce": 1e18}, 1.0, {}, 1.0)
     assert step_time.seconds(whole, free) == pytest.approx(runs)
-    transfers = [op for op in whole.ops if op.kind in ("gather", "reduce")]
+    transfers = [op for op in whole.ops if op.is_collective]
     exposed = Rates({"gather": 0.25, "reduce": 0.25}, {"gather": 1e18, "reduce": 1e18}, 0.0, {}, 1.0)
     assert step_time.seconds(whole, exposed) == pytest.approx(runs + 0.25 * len(transfers))
     hidden = Rates({"gather": 0.25, "reduce": 0.25}, {"gather": 1e18, "reduce": 1e18}, 1.0, {}, 1.0)

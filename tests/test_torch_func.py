@@ -218,7 +218,7 @@ def test_the_two_pass_form_is_one_region_that_reduces_and_nothing_else(world: in
         spec = fzero.Spec(step=descend(loss), params="**", zero=3, bucket_bytes=400)
         program = fzero.lower(spec, params(), batch(0, 0), world_size=world).program
         assert {op.kind for op in program.ops} <= {"run", "gather", "reduce", "wait", "update", "free"}
-        return sorted(wire_bytes(program, op) for op in program.ops if op.kind == "reduce")
+        return sorted(wire_bytes(program, op) for op in program.ops if op.reduces)
 
     assert moved(two_pass) == moved(halves)
 

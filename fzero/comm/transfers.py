@@ -97,14 +97,14 @@ class P2P:
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
         self.number += 2  # a reduction with mode=all uses two tags
         read, written = tensors[: len(op.reads)], tensors[len(op.reads) :]
-        if op.kind == "gather":
+        if op.gathers:
             self.pending[name] = Transfer(self._gather(read[0].view(-1), written[0].view(-1), self.number))
-        elif op.kind == "reduce":
+        elif op.reduces:
             self.pending[name] = self._reduce(op, read[0].reshape(-1), written[0].view(-1), written[1])
-        elif op.kind == "send":
-            self.pending[name] = Transfer([self._send(read[0], op.get("peer"), op.get("tag", 0))])
+        elif op.is_send:
+            self.pending[name] = Transfer([self._send(read[0], op.peer, op.tag)])
         else:
-            self.pending[name] = Transfer([self._recv(written[0], op.get("peer"), op.get("tag", 0))])
+            self.pending[name] = Transfer([self._recv(written[0], op.peer, op.tag)])
 
     def wait(self, name: str) -> None:
         transfer = self.pending.pop(name)
@@ -169,12 +169,12 @@ class P2P:
 
 def combine(op: Op, parts: Sequence[torch.Tensor], dest: torch.Tensor) -> None:
     """`dest` becomes the parts of ranks 0..N-1 added (or the largest taken) in this order, divided once."""
-    join = torch.maximum if op.get("op") == "max" else torch.add
+    join = torch.maximum if op.reduction == "max" else torch.add
     total, *others = parts
     for other in others:
         total = join(total, other, out=dest)
-    if op.get("divisor", 1) != 1:
-        dest.div_(op.get("divisor"))
+    if op.divisor != 1:
+        dest.div_(op.divisor)
 
 
 class Gloo(P2P):
@@ -190,18 +190,18 @@ class Nccl(P2P):
 
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
         read, written = tensors[: len(op.reads)], tensors[len(op.reads) :]
-        if op.kind == "gather":
+        if op.gathers:
             work = all_gather_single(written[0].view(-1), read[0].view(-1), group=self.group, async_op=True)
             self.pending[name] = Transfer([work], keep=read)
-        elif op.kind == "reduce":
-            how = dist.ReduceOp.MAX if op.get("op") == "max" else dist.ReduceOp.SUM
+        elif op.reduces:
+            how = dist.ReduceOp.MAX if op.reduction == "max" else dist.ReduceOp.SUM
             dest = written[0]
-            if op.get("mode") == "scatter":
+            if op.row.scatters:
                 work = dist.reduce_scatter_tensor(dest, read[0], op=how, group=self.group, async_op=True)
             else:
                 dest.view(-1).copy_(read[0].reshape(-1))
                 work = dist.all_reduce(dest, op=how, group=self.group, async_op=True)
-            divisor = op.get("divisor", 1)
+            divisor = op.divisor
 
             def finish() -> None:
                 if divisor != 1:

@@ -16,7 +16,7 @@ def live_names(ops: Sequence[Op], buffers: Mapping[str, Buffer], at: int) -> set
     live = {name for name, b in buffers.items() if b.kind in PERSISTENT}
     for op in ops[: at + 1]:
         live.update(ref.name for ref in op.writes if ref.name in buffers)
-        if op.kind == "free":
+        if op.is_free:
             live.difference_update(ref.name for ref in op.reads)
     return live
 
@@ -34,7 +34,7 @@ def live_bytes(
             if ref.name in size and ref.name not in held:
                 held.add(ref.name)
                 live += size[ref.name]
-        if op.kind == "free":
+        if op.is_free:
             for ref in op.reads:
                 if ref.name in held:
                     held.discard(ref.name)
@@ -50,9 +50,9 @@ def last_uses(ops: Sequence[Op]) -> dict[str, int]:
     for index, op in enumerate(ops):
         for ref in (*op.reads, *op.writes):
             last[ref.name] = index
-        if op.kind in ("gather", "reduce", "send", "recv"):
-            pending[(op.writes or op.reads)[0].name] = tuple(r.name for r in (*op.reads, *op.writes))
-        if op.kind == "wait":
+        if op.transfers:
+            pending[op.target] = tuple(r.name for r in (*op.reads, *op.writes))
+        if op.is_wait:
             for name in pending.pop(op.reads[0].name, ()):
                 last[name] = max(last[name], index)
     return last
@@ -80,7 +80,7 @@ def gathered_bytes(ops: Sequence[Op], buffers: Mapping[str, Buffer]) -> list[int
     last: dict[str, int] = {}
     for index, op in enumerate(ops):
         for ref in (*op.reads, *op.writes):
-            if ref.name in buffers and buffers[ref.name].kind == "gather":
+            if ref.name in buffers and buffers[ref.name].kind == "gathered":
                 last[ref.name] = index
     live: set[str] = set()
     held, levels = 0, []
@@ -93,3 +93,19 @@ def gathered_bytes(ops: Sequence[Op], buffers: Mapping[str, Buffer]) -> list[int
         live -= ends
         held -= sum(buffers[n].nbytes for n in ends)
     return levels
+
+
+def waits_with_settle(ops: Sequence[Op]) -> set[int]:
+    """The waits after which a `settle` of the same transfer follows. Any other wait settles its transfer at once."""
+    found: set[int] = set()
+    open_: set[str] = set()  # targets whose settle lies ahead
+    for index in range(len(ops) - 1, -1, -1):
+        op = ops[index]
+        if op.is_settle:
+            open_.add(op.target)
+        elif op.is_wait and op.target in open_:
+            found.add(index)
+            open_.discard(op.target)
+        elif op.transfers:
+            open_.discard(op.target)
+    return found
