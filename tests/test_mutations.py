@@ -98,7 +98,7 @@ def test_messages_arrive(relayed: Case) -> None:
 @pytest.mark.parametrize("which", ["source", "scratch"])
 def test_poison_finds_memory_of_a_transfer_that_is_freed_in_flight(which: str, sharded: Bench) -> None:
     program = sharded.case.programs[0]
-    at = _first(program, "reduce", mode="scatter")
+    at = _first(program, "reduce_scatter")
     name = program.ops[at].reads[0].name if which == "source" else program.ops[at].writes[1].name
     broken = insert(never_freed(program, name), at + 1, make_op("free", [Ref(name)]))
     assert "HazardError" in str(outcome(sharded.case, {0: broken, 1: broken}).error)
@@ -145,14 +145,14 @@ def _freeing(program: Program, name: str) -> int:
 
 
 def test_a_wait_that_is_missing_or_repeated(good: Program) -> None:
-    wait = _wait(good, _first(good, "gather"))
+    wait = _wait(good, _first(good, "all_gather"))
     name = re.escape(good.ops[wait].reads[0].name)
     _refused(drop(good, wait), "lifetimes", rf"before the transfer into {name} \(op \d+\) is waited for")
     _refused(insert(good, wait, good.ops[wait]), "lifetimes", f"waits for a transfer into {name}, of which none")
 
 
 def test_a_free_that_is_early_missing_or_repeated(good: Program) -> None:
-    at = _first(good, "gather")
+    at = _first(good, "all_gather")
     name = good.ops[at].writes[0].name
     free, shown = _freeing(good, name), re.escape(name)
     early = make_op("free", [Ref(name)])
@@ -170,7 +170,7 @@ def test_a_state_that_is_read_after_its_update(good: Program) -> None:
 
 
 def test_memory_that_two_have_at_one_time(good: Program) -> None:
-    at = _first(good, "reduce", mode="scatter")
+    at = _first(good, "reduce_scatter")
     grad, room = (good.buffers[ref.name] for ref in (good.ops[at].reads[0], good.ops[at].writes[1]))
     names = "|".join(f"{re.escape(a)} and {re.escape(b)}" for a, b in ((grad.name, room.name), (room.name, grad.name)))
     _refused(with_buffers(good, replace(room, at=grad.at)), "places", f"({names}) share memory of the arena")
@@ -189,7 +189,7 @@ def test_places_that_are_odd_or_of_the_state(good: Program) -> None:
 
 
 def test_scratch_that_holds_something_else(good: Program) -> None:
-    at = _first(good, "reduce", mode="scatter")
+    at = _first(good, "reduce_scatter")
     held = find(good, lambda op: op.phase == "region" and op.num_outputs > 0)[0]
     broken = put(good, at, replaced(good.ops[at], "writes", 1, good.ops[held].writes[0]))
     _refused(broken, "lifetimes", "receives into .*, which is in use: free it first")
@@ -203,19 +203,19 @@ def test_a_batch_that_is_written(good: Program) -> None:
 
 
 def test_bytes_that_move_for_nothing(good: Program) -> None:
-    at = _first(good, "gather")
+    at = _first(good, "all_gather")
     wait, name = _wait(good, at), re.escape(good.ops[at].writes[0].name)
     again = insert(good, wait + 1, good.ops[at], good.ops[wait])
     _refused(again, "needed", f"brings {name} again: nothing read it since op {at}")
 
 
 def test_records_that_say_what_there_is_not(good: Program) -> None:
-    gather, free = _first(good, "gather"), find(good, lambda op: op.is_free)[0]
+    gather, free = _first(good, "all_gather"), find(good, lambda op: op.is_free)[0]
     _refused(put(good, gather, replace(good.ops[gather], kind="banana")), "form", "banana is none of run, update,")
     _refused(put(good, free, replace(good.ops[free], reads=())), "form", "reads 0 buffers: a free reads 1 or more")
     _refused(put(good, gather, replace(good.ops[gather], reads=(Ref("no"),))), "form", "there is no buffer no")
     _refused(put(good, free, good.ops[free].with_attrs(microbatch="x")), "form", "microbatch=x is no number")
-    reduce = _first(good, "reduce", mode="scatter")
+    reduce = _first(good, "reduce_scatter")
     _refused(put(good, reduce, good.ops[reduce].with_attrs(divisor=0)), "form", "divides by zero")
     shard = next(b for b in good.buffers.values() if b.sharded)
     _refused(with_buffers(good, replace(shard, bucket=None)), "form", "is in no bucket: it has no own slice")
@@ -361,7 +361,7 @@ def test_a_new_tensor_in_the_place_of_state(good: Program) -> None:
 
 
 def test_a_collective_of_another_axis_or_size(good: Program) -> None:
-    gather, reduce = _first(good, "gather"), _first(good, "reduce", mode="scatter")
+    gather, reduce = _first(good, "all_gather"), _first(good, "reduce_scatter")
     _refused(
         put(good, gather, replace(good.ops[gather], axis="tp")),
         "transfers",
@@ -371,10 +371,10 @@ def test_a_collective_of_another_axis_or_size(good: Program) -> None:
     other = next(b.name for b in good.buffers.values() if b.kind == "param" and b.numel != good.buffers[source].numel)
     crossed = put(good, gather, replace(good.ops[gather], reads=(Ref(other),)))
     _refused(crossed, "transfers", r"gathers \d+ elements of 2 ranks into \d+")
-    whole = put(good, reduce, good.ops[reduce].with_attrs(mode="all"))
-    _refused(whole, "transfers", r"reduces \d+ elements with mode=all into \d+: needed \d+")
-    unknown = put(good, reduce, good.ops[reduce].with_attrs(mode="some"))
-    _refused(unknown, "transfers", "mode=some is none of scatter, all, exchange")
+    whole = put(good, reduce, replace(good.ops[reduce], kind="all_reduce"))
+    _refused(whole, "transfers", r"reduces \d+ elements into \d+: all_reduce needs \d+")
+    unknown = put(good, reduce, replace(good.ops[reduce], kind="reduce"))
+    _refused(unknown, "form", "reduce is none of run, update, all_gather, reduce_scatter")
     room = good.buffers[good.ops[reduce].writes[1].name]
     small = with_buffers(good, replace(room, shape=(1, 1)))
     _refused(small, "transfers", "elements into scratch of 1")
@@ -389,7 +389,7 @@ def test_gradients_that_are_written_twice(good: Program) -> None:
 
 
 def test_gradients_that_are_reduced_twice(good: Program) -> None:
-    at = _first(good, "reduce", mode="scatter")
+    at = _first(good, "reduce_scatter")
     result, add = good.ops[at].writes[0].name, find(good, lambda op: op.why.startswith("add gradients"))
     uses = next(i for i in add if any(r.name == result for r in good.ops[i].reads))
     once = replace(good.buffers[result], name="once", at=None)
@@ -427,7 +427,7 @@ def test_more_gathered_bytes_than_the_cap(good: Program) -> None:
 
 
 def test_a_mean_that_is_no_mean(good: Program) -> None:
-    at = _first(good, "reduce", mode="scatter")
+    at = _first(good, "reduce_scatter")
     broken = put(good, at, good.ops[at].with_attrs(divisor=2))
     _refused(broken, "meaning", rf"computes something else than what was captured \(\w+, not {good.meaning}\)")
 

@@ -23,7 +23,7 @@ from fzero.profile.charts import bytes_text, time_text
 from fzero.profile.lanes import Span, rows
 from fzero.profile.trace import merge
 
-STARTS = ("gather", "reduce")
+STARTS = ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_small")
 OUT = 'o<&">t'  # a name that a page must quote
 
 
@@ -105,7 +105,7 @@ def check_against(program: fzero.Program, found: dict[str, Any], numbers: dict[s
         assert (wait.kind, wait.reads[0].name) == ("wait", start.writes[0].name)
         assert event["args"]["wait"] > event["args"]["op"]
         assert event["args"]["wire_bytes"] == wire_bytes(program, start)
-        assert event["args"]["via"] == start.get("via")
+        assert event["args"]["via"] == program.transport
         ended = own[event["args"]["wait"]]
         assert event["ts"] == own[event["args"]["op"]]["ts"]
         assert event["ts"] + event["dur"] == pytest.approx(ended["ts"] + ended["dur"], abs=1e-2)

@@ -77,10 +77,10 @@ def test_gradients_that_are_gathered_before_they_are_reduced(good: Program) -> N
     at = find(good, lambda op: op.reduces and op.row.scatters)[0]
     grad = good.ops[at].reads[0].name
     length = good.buckets[good.buffers[grad].bucket or ""].length
-    gather = make_op("gather", [Ref(grad, 0, length, None, True)], [Ref(grad)], axis="dp", via="p2p")
+    gather = make_op("all_gather", [Ref(grad, 0, length, None, True)], [Ref(grad)], axis="dp")
     broken = insert(good, at, gather, make_op("wait", [Ref(grad)]))
     with pytest.raises(
-        fzero.VerifyError, match=rf"\[meaning\] op {at} `gather .*differs from rank to rank: its slices"
+        fzero.VerifyError, match=rf"\[meaning\] op {at} `all_gather .*differs from rank to rank: its slices"
     ):
         verify(broken)
 
@@ -104,7 +104,7 @@ def test_a_sum_over_own_slices_of_what_differs_between_ranks() -> None:
         total = term("aten::sum", "w").over(varies)
         memory = Abstract(program)
         memory.memory["own"] = Content({(0, 1): Partial(total)})
-        memory.step(make_op("reduce", [Ref("own")], [Ref("all")], axis="dp", mode="exchange", op="sum", divisor=1))
+        memory.step(make_op("all_reduce_small", [Ref("own")], [Ref("all")], axis="dp", op="sum", divisor=1))
         assert (memory.read(Ref("all")) == total) is whole
 
 
@@ -261,7 +261,7 @@ def test_an_op_without_references_has_a_text(good: Program) -> None:
 
 def test_an_own_slice_of_a_buffer_without_a_bucket(good: Program) -> None:
     _, name, used = _living(good)
-    sharded = with_buffers(good, replace(good.buffers[name], shard=True))
+    sharded = with_buffers(good, replace(good.buffers[name], sharded="dp"))
     with pytest.raises(fzero.VerifyError, match=rf"\[form\] .*{re.escape(name)} is in no bucket: it has no own slice"):
         verify(sharded)
     place = good.ops[used].reads.index(Ref(name))
