@@ -121,7 +121,7 @@ def test_a_killed_rank_is_named(how):
     assert "Died: rank 1" in outcomes[1].error
     for rank in (0, 2):
         told, took, again = finding(outcomes[rank])
-        assert told.startswith(f"gather into whole: rank {rank} waited for rank 1, which ended")
+        assert told.startswith(f"all_gather into whole: rank {rank} waited for rank 1, which ended")
         assert took < 2.5  # of a timeout of 60; the other rank, if killed, is 3 late
         assert again == f"rank {rank} shares no memory any more: {told}"
 
@@ -130,7 +130,7 @@ def test_a_stopped_rank_is_named_when_the_time_is_up():
     outcomes = gloo(2, worker.stopped_and_killed, "stopped")
     told, _, _ = finding(outcomes[0])
     assert told == (
-        "gather into whole: rank 0 waited for rank 1, which did not come within 1.5 s: it is stopped, or does "
+        "all_gather into whole: rank 0 waited for rank 1, which did not come within 1.5 s: it is stopped, or does "
         "something else"
     )
 
@@ -156,7 +156,7 @@ def test_a_forked_child_has_no_part():
 def test_ranks_that_disagree_on_sizes():
     for rank, outcome in enumerate(gloo(2, worker.of_another_size)):
         needed, given_ = (400_000, 400_004) if rank == 0 else (400_004, 400_000)
-        text = f"DisagreementError: gather into whole: rank {1 - rank} gives {given_} bytes, rank {rank} needs {needed}"
+        text = f"DisagreementError: all_gather into whole: rank {1 - rank} gives {given_} bytes, rank {rank} needs {needed}"
         assert outcome.error.startswith(text)
 
 

@@ -2,7 +2,7 @@
 
 All-gather: each rank lets the others read its slice, and copies theirs into place. Reduce-scatter: the owner of slice r
 adds slice r of ranks 0..N-1 straight from their memory, in that order, and divides once: the bits of `P2P`, without a
-receive buffer. mode=all gathers the sums as well; mode=exchange, for scalars, adds everyone's whole.
+receive buffer. An all_reduce gathers the sums as well; an all_reduce_small, for scalars, adds everyone's whole.
 
 A source in an arena is read where it is: after `wait` the others may not be done, so it must not change before
 `settle`. Any other source is copied first and settles at once.

@@ -4,7 +4,7 @@ p2p (gloo). Every transfer is built from `isend` and `irecv`. All-gather: each r
 straight into place. Reduction: each rank sends slice r to rank r, which adds the slices of ranks 0..N-1 in that order
 and divides once; "all" then gathers the slices. gloo's own reductions do not add in rank order, and cutting a buffer in
 two changes their bits; here no world, bucket size or order of issue does, and it is faster. (N-1)/N of the buffer
-travels per rank and direction. `mode=exchange`, for scalars, sends everything to everyone.
+travels per rank and direction. `all_reduce_small`, for scalars, sends everything to everyone.
 
 shared (`fzero.comm.shared_memory`). The ranks of one machine read one another's memory; the same sums in the same
 order.
@@ -95,7 +95,7 @@ class P2P:
         return True
 
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
-        self.number += 2  # a reduction with mode=all uses two tags
+        self.number += 2  # an all_reduce uses two tags
         read, written = tensors[: len(op.reads)], tensors[len(op.reads) :]
         if op.gathers:
             self.pending[name] = Transfer(self._gather(read[0].view(-1), written[0].view(-1), self.number))
@@ -148,19 +148,19 @@ class P2P:
         return requests
 
     def _reduce(self, op: Op, source: torch.Tensor, dest: torch.Tensor, scratch: torch.Tensor) -> Transfer:
-        """Phase 1 moves the parts; `finish` adds them in rank order, and with mode=all gathers the slices."""
-        mode, tag = op.get("mode"), self.number
+        """Phase 1 moves the parts; `finish` adds them in rank order, and for an all_reduce gathers the slices."""
+        kind, tag = op.row, self.number
         others = self._others()
-        parts = [source] * self.world if mode == "exchange" else list(source.view(self.world, -1))
+        parts = [source] * self.world if kind.small else list(source.view(self.world, -1))
         place = {peer: scratch[i].view(-1)[: parts[0].numel()] for i, peer in enumerate(others)}
         requests = [self._recv(place[peer], peer, tag) for peer in others]
         requests += [self._send(parts[peer], peer, tag) for peer in others]
 
         def finish() -> None:
-            mine = dest.view(self.world, -1)[self.rank] if mode == "all" else dest
+            mine = dest.view(self.world, -1)[self.rank] if kind.changes_target else dest
             found = [parts[self.rank] if peer == self.rank else place[peer] for peer in range(self.world)]
             combine(op, found, mine)
-            if mode == "all":
+            if kind.changes_target:
                 for request in self._gather(mine, dest, tag + 1):
                     request.wait()
 

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from fzero.ir.records import PERSISTENT, Buffer, Op
+from fzero.ir.records import PERSISTENT, Buffer, Op, Ref
+
+
+def uses(op: Op) -> tuple[Ref, ...]:
+    """The references whose memory an op needs. A `settle` names a transfer, which may have ended long ago: none."""
+    return () if op.is_settle else (*op.reads, *op.writes)
 
 
 def live_names(ops: Sequence[Op], buffers: Mapping[str, Buffer], at: int) -> set[str]:
@@ -48,7 +53,7 @@ def last_uses(ops: Sequence[Op]) -> dict[str, int]:
     last: dict[str, int] = {}
     pending: dict[str, tuple[str, ...]] = {}
     for index, op in enumerate(ops):
-        for ref in (*op.reads, *op.writes):
+        for ref in uses(op):
             last[ref.name] = index
         if op.transfers:
             pending[op.target] = tuple(r.name for r in (*op.reads, *op.writes))
@@ -63,7 +68,7 @@ def intervals(ops: Sequence[Op], buffers: Mapping[str, Buffer], kept: Iterable[s
     from before the first op. `kept` (metrics) live beyond the last op."""
     found: dict[str, tuple[int, int]] = {}
     for i, op in enumerate(ops):
-        for ref in (*op.reads, *op.writes):
+        for ref in uses(op):
             kind = buffers[ref.name].kind
             if kind == "batch":
                 found[ref.name] = (-1, i)
@@ -79,7 +84,7 @@ def gathered_bytes(ops: Sequence[Op], buffers: Mapping[str, Buffer]) -> list[int
     """Bytes of gathered parameters alive at each op: from the gather's start to the last use (or the free)."""
     last: dict[str, int] = {}
     for index, op in enumerate(ops):
-        for ref in (*op.reads, *op.writes):
+        for ref in uses(op):
             if ref.name in buffers and buffers[ref.name].kind == "gathered":
                 last[ref.name] = index
     live: set[str] = set()
@@ -89,7 +94,7 @@ def gathered_bytes(ops: Sequence[Op], buffers: Mapping[str, Buffer]) -> list[int
         live |= begins
         held += sum(buffers[n].nbytes for n in begins)
         levels.append(held)
-        ends = {r.name for r in (*op.reads, *op.writes) if last.get(r.name) == index} & live
+        ends = {r.name for r in uses(op) if last.get(r.name) == index} & live
         live -= ends
         held -= sum(buffers[n].nbytes for n in ends)
     return levels
