@@ -10,9 +10,13 @@ import torch.nn.functional as F
 
 import fzero
 from fzero.capture import trace_step
-from fzero.compile.step import Lowered, fakes_on, plan_for, recipe_for, training_of
+from fzero.compile.first_state import recipe_for
+from fzero.compile.layout import plan_for
+from fzero.compile.lowered import Lowered
+from fzero.compile.step import fakes_on
 from fzero.ir.program import Program
 from fzero.lowering.build import build
+from fzero.training import training_of
 
 Params = dict[str, Any]
 

@@ -23,10 +23,11 @@ from torch import Tensor
 import fzero
 from fzero import tree
 from fzero.capture import trace_step
-from fzero.compile.step import _asks_key, training_of
+from fzero.compile.first_state import needs_key
 from fzero.runtime.interpreter import interpret
 from fzero.runtime.reference import reference
 from fzero.state import storage
+from fzero.training import training_of
 
 GRACE_SECONDS = 40.0  # for the other ranks once one has failed: each is to raise an error of its own within 30
 
@@ -59,7 +60,7 @@ def start(spec: fzero.Spec, params: Any, key: Tensor | None = None) -> tuple[lis
     """Paths and whole leaves of the first state, as `fzero.init` would place them."""
     state = params
     if spec.optimizer is not None:
-        wants = key is not None or _asks_key(spec)
+        wants = key is not None or needs_key(spec)
         key = fzero.random.fold_in(fzero.random.key(0) if key is None else key, -2) if wants else None
         state = training_of(spec).init(params, key)
     paths, leaves, _ = tree.flatten(state)

@@ -30,10 +30,11 @@ from fzero.checkpoint.compare import SHOWN
 from fzero.checkpoint.load import entry, wanted
 from fzero.checkpoint.manifest import BLOCK, shard_name
 from fzero.checkpoint.reader import Checkpoint
-from fzero.compile.step import plan_for, training_of
+from fzero.compile.layout import plan_for
 from fzero.errors import CheckpointError, CorruptError, DonatedError, MismatchError, SpecError
 from fzero.state import storage
 from fzero.state.source import Entry, Source, Want
+from fzero.training import training_of
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
 

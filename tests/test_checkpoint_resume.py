@@ -28,10 +28,11 @@ from torch import Tensor
 import fzero
 from fzero import tree
 from fzero.checkpoint.reader import Checkpoint
-from fzero.compile.step import plan_for, training_of
+from fzero.compile.layout import plan_for
 from fzero.errors import CheckpointError, CorruptError, DonatedError
 from fzero.runtime.interpreter import interpret
 from fzero.state import storage
+from fzero.training import training_of
 
 
 def sgd_spec(**options: Any) -> fzero.Spec:

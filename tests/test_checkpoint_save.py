@@ -21,7 +21,8 @@ from fzero import tree
 from fzero.checkpoint import Disk, manifest, shards, snapshot, write
 from fzero.checkpoint.disk import ADVICE
 from fzero.checkpoint.save import held, span, take
-from fzero.compile.step import plan_for, recipe_for
+from fzero.compile.first_state import recipe_for
+from fzero.compile.layout import plan_for
 from fzero.errors import CheckpointError, CorruptError, DisagreementError, DonatedError, TreeError
 from fzero.ir.records import DTYPE_NAMES
 from fzero.state import storage

@@ -16,8 +16,9 @@ from torch import Tensor
 
 import fzero
 from fzero import Mean, optim, random, tree
-from fzero.compile.step import fakes_on, lower_step, training_of
+from fzero.compile.step import fakes_on, lower_step
 from fzero.ir.liveness import gathered_bytes, live_bytes
+from fzero.training import training_of
 
 DEPTH, WIDTH, ROWS = 6, 16, 8
 

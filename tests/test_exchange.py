@@ -22,7 +22,8 @@ from torch import Tensor, nn
 import fzero
 from fzero import cli
 from fzero.checkpoint.disk import Disk
-from fzero.compile.step import plan_for, recipe_for
+from fzero.compile.first_state import recipe_for
+from fzero.compile.layout import plan_for
 from fzero.errors import CheckpointError, CorruptError, MismatchError, TreeError
 from fzero.interop import (
     _unpickle,

@@ -130,5 +130,5 @@ def test_own_slices_partition_a_range(world: int, parts: int, data: st.DataObjec
 
 
 def test_optimise_notes_its_passes() -> None:
-    program = optimise(cases.naive(), Options())
+    program, _ = optimise(cases.naive(), Options())
     assert program.passes == ("lower", *(name for name, _, _ in fzero.passes.PASSES))

@@ -156,7 +156,8 @@ def test_a_forked_child_has_no_part():
 def test_ranks_that_disagree_on_sizes():
     for rank, outcome in enumerate(gloo(2, worker.of_another_size)):
         needed, given_ = (400_000, 400_004) if rank == 0 else (400_004, 400_000)
-        text = f"DisagreementError: all_gather into whole: rank {1 - rank} gives {given_} bytes, rank {rank} needs {needed}"
+        text = f"DisagreementError: all_gather into whole: rank {1 - rank} gives {given_} bytes, rank {rank} needs"
+        text += f" {needed}"
         assert outcome.error.startswith(text)
 
 

@@ -11,12 +11,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
 from fzero.comm.transport import bucket_bytes
-from fzero.compile.step import BUCKET_BYTES
 from fzero.cost import choose, rates, step_time
 from fzero.cost.autotune import folder, remember
 from fzero.cost.rates import Rates
 from fzero.ir import segments
 from fzero.ir.program import Program
+from fzero.plan.layout import BUCKET_BYTES
 
 
 def figures(latency: tuple[float, float], wire_bytes: float, *rest: Any) -> Rates:
@@ -65,19 +65,20 @@ def test_a_gather_passes_beside_a_segment_that_runs(monkeypatch: pytest.MonkeyPa
 @pytest.mark.acceptance
 def test_one_ahead_is_predicted_to_gain_over_a_network_and_not_in_one_memory() -> None:
     programs: dict[int, Program] = {depth: lowered(prefetch=depth).program for depth in choose.DEPTHS}
-    depth, why = choose.prefetch_depth(programs, 1, NETWORK)
+    picked = choose.prefetch_depth(programs, 1, NETWORK)
+    depth, why = picked.value, picked.reason
     assert depth >= 1
     assert "predicted seconds" in why
     assert "0: " in why, "what was not taken is shown too"
     seconds = {n: step_time.seconds(program, NETWORK) for n, program in programs.items()}
     assert seconds[1] < 0.95 * seconds[0]
-    assert choose.prefetch_depth(programs, 0, HERE)[0] == 0
+    assert choose.prefetch_depth(programs, 0, HERE).value == 0
 
 
 def test_a_choice_needs_a_gain() -> None:
     one = lowered(prefetch=1).program
-    assert choose.prefetch_depth({1: one, 2: one}, 1, NETWORK)[0] == 1
-    assert choose.prefetch_depth({1: one, 2: one}, 2, NETWORK)[0] == 2
+    assert choose.prefetch_depth({1: one, 2: one}, 1, NETWORK).value == 1
+    assert choose.prefetch_depth({1: one, 2: one}, 2, NETWORK).value == 2
 
 
 def test_operations_of_products() -> None:

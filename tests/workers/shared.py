@@ -174,7 +174,7 @@ def in_arena(host, shape, dtype):
 def lowered_via(spec, params, batch, world, via):
     """`fzero.lower` with another `via` than that of the device, and the options' defaults."""
     lowered = fzero.lower(spec, params, batch, world_size=world)
-    program = optimise(build(lowered.graph, lowered.plan, transport=via), Options())
+    program, _ = optimise(build(lowered.graph, lowered.plan, transport=via), Options())
     verify(program)
     return replace(lowered, program=program)
 
