@@ -32,7 +32,7 @@ TRAINED = ["gpt", *(pytest.param(model, marks=pytest.mark.acceptance) for model 
 @cache
 def measured(model: str) -> list[dict[str, int]]:
     """One step of a model under each stage on two gloo ranks: rank 0's planned and measured bytes, by stage."""
-    worker = Path(__file__).parent / "workers" / "memory.py"
+    worker = Path(__file__).parents[1] / "support" / "workers" / "memory.py"
     command = [
         sys.executable,
         "-m",

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import differing, run
-from test_optim import batch, example, leaves, loss, named, network, train
 
 import fzero
 from fzero import optim, tree
 from fzero.optim import _round
+from tests.optim.test_optim import batch, example, leaves, loss, named, network, train
 
 BF16 = torch.bfloat16
 

@@ -30,7 +30,7 @@ hf_models = importlib.import_module("hf_models")
 CASES = hf_models.CASES
 
 WORLD, STEPS, TOLERANCE = 2, 5, 1e-5
-DOCS = Path(__file__).parent.parent / "docs" / "models.md"
+DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 UPDATE = "FZERO_UPDATE_MODELS" in os.environ
 HEAD = "| model | class | task | parameters | optimizer | loss | parameters' norm | not compared |"
 
@@ -312,7 +312,7 @@ def test_real_ranks_do_the_same() -> None:
 
 # --- the example ------------------------------------------------------------------------------------------------------
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "finetune_hf.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_hf.py"
 
 
 def example(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.testing._internal.common_methods_invocations import op_db  # 2.11.0, 2.13.0
 
-DOCS = Path(__file__).parent.parent / "docs" / "ops.md"
+DOCS = Path(__file__).parents[2] / "docs" / "ops.md"
 HEAD = "## Counted"
 FINE = ("equal", "refused", "not eager")
 

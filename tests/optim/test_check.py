@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_optim import example
 
 from fzero import optim, tree
 from fzero.errors import SpecError, TreeError
+from tests.optim.test_optim import example
 
 WRONG_VALUES = [
     (lambda: optim.adamw(-1.0), r"adamw: learning_rate is -1.0, but it must be at least 0"),

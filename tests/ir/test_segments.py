@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import run, same_bits
-from test_bound import run_bound
 from torch import Tensor, fx
 
 import fzero
 from fzero.ir import segments
 from fzero.tools.fuzz import runs
+from fzero.tools.fuzz.runs import run_bound
 from fzero.verify import form
 
 W, X = torch.randn(4, 6), torch.randn(4, 6)

@@ -22,7 +22,7 @@ import ranks
 import text
 from fzero.cost.allocator import measured_peak
 
-TRAIN_GPT = Path(__file__).parent.parent / "examples" / "train_gpt.py"
+TRAIN_GPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 STEPS = 12
 
 

@@ -39,11 +39,11 @@ def test_lower_of_124m_parameters_for_64_ranks_allocates_nothing() -> None:
         print(json.dumps({"seconds": seconds, "grown_kb": grown, "params": params, "state": lowered.memory.state,
                           "group": dist.is_initialized(), "peak": lowered.memory.peak}))
     """
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1] / "support"
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
         capture_output=True, text=True, timeout=600, cwd=here, check=False,
-        env={"PYTHONPATH": f"{here}:{here.parent}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": f"{here}:{here.parents[1]}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     row = json.loads(done.stdout.splitlines()[-1])

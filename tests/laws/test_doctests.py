@@ -16,7 +16,7 @@ import pytest
 import fzero
 
 HOW = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-DOCS = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+DOCS = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
 MODULES = sorted(m.name for m in pkgutil.walk_packages(fzero.__path__, "fzero.") if "__main__" not in m.name)
 
 

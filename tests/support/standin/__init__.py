@@ -80,7 +80,7 @@ def _compiled(root: Path) -> Path:
     """The library, compiled once for this torch (ten seconds) and kept in `runs/`, a folder of this checkout alone."""
     told = _SOURCE + str(root) + (root / "version.py").read_text()
     key = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
-    place = Path(__file__).parents[2] / "runs" / "standin" / f"{key}.so"
+    place = Path(__file__).parents[3] / "runs" / "standin" / f"{key}.so"
     if not place.exists():
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent) as folder:

@@ -9,7 +9,11 @@ import torch
 from helpers import differing, run, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_optim import (
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fzero
+from fzero import optim, tree
+from tests.optim.test_optim import (
     assert_close,
     batch,
     every,
@@ -23,10 +27,6 @@ from test_optim import (
     train,
     warmup,
 )
-from torch.fx.experimental.proxy_tensor import make_fx
-
-import fzero
-from fzero import optim, tree
 
 few = settings(max_examples=25, deadline=None, derandomize=True)
 

@@ -148,8 +148,8 @@ def saved_by_two(folder: Path) -> Path:
 
 def kills(*words: str) -> list[Any]:
     """What this file prints when it is run."""
-    tests = Path(__file__).parents[1]
-    env = {**os.environ, "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}"}
+    support = Path(__file__).parents[1]
+    env = {**os.environ, "PYTHONPATH": f"{support}{os.pathsep}{support.parents[1]}"}
     command = [sys.executable, __file__, *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env, check=False)
     assert done.returncode == 0, done.stderr

@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(torch.version.cuda is not None, reason="the stand-in needs a torch without CUDA: make test-gpu"),
     pytest.mark.skipif(sys.platform != "linux", reason="Triton's interpreter comes for Linux"),
 ]
-WORKER = Path(__file__).parent / "workers" / "on_standin.py"
+WORKER = Path(__file__).parents[1] / "support" / "workers" / "on_standin.py"
 TEXT = WORKER.read_text() + (WORKER.parents[1] / "standin" / "faults.py").read_text()
 SHOWN = 2  # scenarios named for a line
 NAMES = {int(world): re.findall(rf"@scenario\({world}\)\ndef (\w+)", TEXT) for world in "12"}
@@ -42,7 +42,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, 
 def _run(world: int, folder: Path) -> dict[str, Any]:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if world > 1 else []
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env |= {"PYTHONPATH": os.pathsep.join([*map(str, (WORKER.parents[2], WORKER.parents[1])), *sys.path])}
+    env |= {"PYTHONPATH": os.pathsep.join([*map(str, (WORKER.parents[3], WORKER.parents[1])), *sys.path])}
     env |= {"OMP_NUM_THREADS": "1", "FZERO_STANDIN_RUN": str(folder)}
     command = [sys.executable, *launch, str(WORKER)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env, check=False)

@@ -82,7 +82,7 @@ def test_the_planned_peak_holds_on_cuda() -> None:
     assert abs(planned - held - extra) <= 0.05 * (held + extra)
 
 
-WORKERS = Path(__file__).parent / "workers"
+WORKERS = Path(__file__).parents[1] / "support" / "workers"
 ENV = {**os.environ, "FZERO_TEST_DEVICE": "cuda", "PYTHONPATH": os.pathsep.join([str(WORKERS.parent), *sys.path])}
 
 

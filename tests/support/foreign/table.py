@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-DOCS = Path(__file__).parent.parent.parent / "docs" / "foreign.md"
+DOCS = Path(__file__).parents[3] / "docs" / "foreign.md"
 HEAD = "## Measured"
 FINE = ("equal", "refused")
 NAMES = {"examples": "The shapes of pytorch/examples", "hf": "Hugging Face transformers", "timm": "timm"}

@@ -29,8 +29,8 @@ import fzero.kernels
 from fzero.kernels import _triton, adam8, adamw, cast, kernel_for, norms, philox, quantize, signs
 from fzero.kernels import round as rounding
 
-WORKERS = Path(__file__).parent / "workers"
-ROOT = Path(__file__).parents[1]
+WORKERS = Path(__file__).parents[1] / "support" / "workers"
+ROOT = Path(__file__).parents[2]
 BF16, F16, F32, F64, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64
 STEP: Any = (0.9, 0.999, 1e-8, 0.1)
 TYPES = {

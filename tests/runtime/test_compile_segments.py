@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import cases
@@ -262,7 +263,7 @@ LOADED = """
 import sys, pickle, torch, random
 torch.set_num_threads(1)
 sys.path.insert(0, sys.argv[1])
-import test_inductor as t
+import tests.runtime.test_compile_segments as t
 from torch._dynamo.utils import counters
 bits = t.step_bits()
 print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"] > 0, bits)
@@ -280,7 +281,7 @@ def step_bits() -> str:
 @pytest.mark.acceptance
 def test_another_process_loads_what_was_compiled() -> None:
     bits = step_bits()
-    here = os.path.dirname(__file__)
+    here = str(Path(__file__).parents[2])
     done = subprocess.run([sys.executable, "-c", LOADED, here], capture_output=True, text=True, env=_env(), check=True)
     assert done.stdout.strip() == f"0 True {bits}"
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MARKS = {"cuda", "nccl", "is_cuda", "recordable", "recording"}
 ALSO = {"fzero/runtime/cuda_graphs.py": {"record"}}
 OTHER = {"_Host"}  # in the other arm of a line that counts

@@ -30,7 +30,6 @@ from unittest import mock
 
 import torch
 from helpers import same_bits
-from test_bound import run_bound
 from torch import Tensor, fx
 from torch.testing._internal.common_methods_invocations import op_db  # 2.11.0, 2.13.0
 from torch.utils import _pytree as pytree  # 2.11.0, 2.13.0
@@ -41,6 +40,7 @@ from fzero.kernels import kernel_for
 from fzero.runtime import handlers
 from fzero.runtime.interpreter import interpret
 from fzero.state import storage
+from fzero.tools.fuzz.runs import run_bound
 
 DEVICE = os.environ.get("FZERO_TEST_DEVICE", "cpu")
 AT_ONCE = 8  # cases in one loss
