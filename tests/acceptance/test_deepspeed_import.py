@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from exchanged import same
 from safetensors.torch import load_file
 
 import fzero
 from fzero import cli
 from fzero.interop import from_module
-from tests.interop.test_exchange import same
 
 WORKER = Path(__file__).parents[1] / "support" / "workers" / "deepspeed_checkpoint.py"
 

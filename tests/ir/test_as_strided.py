@@ -366,7 +366,7 @@ def test_beyond_a_closed_over_view_is_refused() -> None:
     view = CLOSED_OVER[10:]
     text = _refused(lambda p, b: weighed(view.as_strided((4, 6), (8, 1), 3) * p["w"], b))
     assert "reaches elements [-7, 23) of a storage" in text
-    assert "test_offsets.py" in text
+    assert "test_as_strided.py" in text
 
 
 def test_a_closed_over_permuted_tensor_is_refused() -> None:

@@ -2,7 +2,7 @@
 
 Every architecture of `hf_models`, five steps, zero=3 on two ranks of this process, beside autograd and torch.optim on
 the whole batch. Text is ragged and padded, so the loss is an `fzero.Mean`. What was measured is the table in
-docs/models.md: `FZERO_UPDATE_MODELS=1 pytest tests/test_hf.py` writes it, a plain run compares the names.
+docs/models.md: `FZERO_UPDATE_MODELS=1 pytest tests/laws/test_hf.py` writes it, a plain run compares the names.
 """
 
 import copy

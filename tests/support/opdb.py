@@ -1,6 +1,6 @@
 """Every op of torch's own operator database as a loss: what fzero makes of it, beside eager PyTorch.
 
-`python tests/opdb.py OUT` writes a line of JSON per case to OUT and goes on where it stopped; a case is (op, dtype,
+`python tests/support/opdb.py OUT` writes a line of JSON per case to OUT and goes on where it stopped; a case is (op, dtype,
 sample, variant). Cases run in a child, so that one that kills or hangs its process is a line too. FZERO_TEST_DEVICE is
 the device.
 

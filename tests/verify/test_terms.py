@@ -1,6 +1,6 @@
 """What terms know, what a write leaves of them, and that verify answers for any text: accepted, or a VerifyError.
 
-Programs broken by hand for each rule are in test_mutations.py.
+Programs broken by hand for each rule are in test_rules.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/foreign.md: what became of every foreign model. `python tests/foreign/table.py LINES...` writes it."""
+"""docs/foreign.md: what became of every foreign model. `python tests/support/foreign/table.py LINES...` writes it."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What one rank does in test_shared: each function runs in a process of its own, under `helpers.gloo`."""
+"""What one rank does in test_shared_memory: each function runs in a process of its own, under `helpers.gloo`."""
 
 from __future__ import annotations
 
