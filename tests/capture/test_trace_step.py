@@ -470,7 +470,10 @@ def test_what_cannot_be_made_pure_is_refused_with_its_line() -> None:
         return z.abs().sum()
 
     refused(
-        loss, "test_trace_step.py", "in-place work that cannot be made pure", "Write x = x.op(...) instead of x.op_(...)"
+        loss,
+        "test_trace_step.py",
+        "in-place work that cannot be made pure",
+        "Write x = x.op(...) instead of x.op_(...)",
     )
 
 

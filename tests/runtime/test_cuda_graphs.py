@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,6 @@ from helpers import same_bits
 
 import fzero
 from fzero.runtime import cuda_graphs
-from fzero.runtime.executor import Bound
 
 aten = torch.ops.aten
 
@@ -38,19 +38,19 @@ def test_why_a_step_is_not_one_cuda_graph() -> None:
 
 
 class Recorder:
-    """Stands for `graphs.record`: what is recorded is what `issue` does, replayed by calling it."""
+    """Stands for `cuda_graphs.record`: what is recorded is what `issue` does, replayed by calling it."""
 
     def __init__(self, works: bool) -> None:
         self.works, self.num_recorded, self.num_replayed = works, 0, 0
 
-    def __call__(self, bound: Bound) -> Any:
+    def __call__(self, issue: Callable[[], None], device: torch.device) -> Any:
         self.num_recorded += 1
-        self.replay_of = bound
+        self.issue = issue
         return self if self.works else None
 
     def replay(self) -> None:
         self.num_replayed += 1
-        self.replay_of.issue()
+        self.issue()
 
 
 @pytest.mark.parametrize("works", [True, False])

@@ -1,8 +1,8 @@
 """Every op of torch's own operator database as a loss: what fzero makes of it, beside eager PyTorch.
 
-`python tests/support/opdb.py OUT` writes a line of JSON per case to OUT and goes on where it stopped; a case is (op, dtype,
-sample, variant). Cases run in a child, so that one that kills or hangs its process is a line too. FZERO_TEST_DEVICE is
-the device.
+`python tests/support/opdb.py OUT` writes a line of JSON per case to OUT and goes on where it stopped; a case is (op,
+dtype, sample, variant). Cases run in a child, so that one that kills or hangs its process is a line too.
+FZERO_TEST_DEVICE is the device.
 
 The tensors of a sample are leaves of the state (differentiable ones are parameters, other floating ones are not) and of
 the batch (integers). The loss is a random projection of the op's floating results; results, loss and gradients are

@@ -1,4 +1,4 @@
-"""docs/ops.md: what became of the cases of `opdb`, as tables. `python tests/support/opdb_table.py LINES...` writes it."""
+"""docs/ops.md: what became of the cases of `opdb`. `python tests/support/opdb_table.py LINES...` writes its tables."""
 
 import json
 import re

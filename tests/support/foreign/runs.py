@@ -1,4 +1,4 @@
-"""Every foreign model in children: `python tests/support/foreign/runs.py OUT [SOURCE/NAME...]` writes a line of JSON each.
+"""Every foreign model in children: `python tests/support/foreign/runs.py OUT [SOURCE/NAME...]` writes lines of JSON.
 
 OUT is gone on with where it stopped. What a child died of, or took more than PATIENCE seconds for, is a line too.
 """
