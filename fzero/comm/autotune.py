@@ -139,13 +139,13 @@ class Fastest:
 
     def way(self, op: Op, tensors: list[torch.Tensor]) -> str:
         """The name of the comm for this transfer."""
-        if op.kind not in WAYS:
+        if not op.is_collective:
             return "p2p"
         if op.reduces and len(op.writes) == 1:
             return "shared"  # the program has no receive buffer for another
         whole = tensors[-1] if op.gathers else tensors[0]
         size = max(whole.numel() * whole.element_size(), 1)
-        return self.table[op.kind, min(SIZES, key=lambda known: abs(math.log(known / size)))]
+        return self.table[op.row.rate, min(SIZES, key=lambda known: abs(math.log(known / size)))]
 
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
         self.settle(name)

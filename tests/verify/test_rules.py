@@ -14,7 +14,7 @@ from fzero.ir.program import Program
 from fzero.ir.records import ALIGN, Op, Ref, Slot, make_op
 from fzero.tools.mutate import Bench
 from fzero.tools.mutate.corpus import MODELS, OPTIMIZERS, Case, lowered, relay
-from fzero.tools.mutate.edits import drop, find, insert, never_freed, put, replaced, with_buffers, with_ops
+from fzero.tools.mutate.edits import drop, find, insert, move, never_freed, put, replaced, with_buffers, with_ops
 from fzero.tools.mutate.oracle import difference, outcome
 from fzero.verify.rules import RULES, verify
 
@@ -37,7 +37,7 @@ def good() -> Program:
 def _refused(broken: Program, rule: str, what: str, **options: int) -> None:
     """verify names the rule, an op or the end, and what is wrong."""
     with pytest.raises(
-        fzero.VerifyError, match=rf"^\[{rule}\] (op \d+( `.*`)?|the end): .*{what}.* \(after pass place\)$"
+        fzero.VerifyError, match=rf"^\[{rule}\] (op \d+( `.*`)?|the end): .*{what}.* \(after pass settle\)$"
     ):
         verify(broken, **options)
 
@@ -135,7 +135,10 @@ def test_records_that_say_what_there_is_not(good: Program) -> None:
     _refused(replace(good, trainable=("no:1",)), "form", "trainable no:1 is no slot of a bucket")
     _refused(replace(good, metrics={"loss": "no"}), "form", "metric loss is in no: there is no buffer no")
     _refused(replace(good, mesh=Mesh((("dp", 0),))), "form", "the mesh is dp=0: every axis once")
-    _refused(replace(good, mesh=(("tp", 2),)), "form", "own slices are those of axis dp, which the mesh has not")
+    _refused(replace(good, mesh=Mesh((("tp", 2),))), "form", "is cut along axis dp, which the mesh has not")
+    _refused(
+        with_buffers(good, replace(shard, sharded="tp")), "form", "is sharded along tp: its bucket is cut along dp"
+    )
 
 
 def test_room_to_work_in_that_is_too_small_or_nowhere(good: Program) -> None:
@@ -361,7 +364,7 @@ def test_equal_collectives_in_another_order_on_one_rank() -> None:
     moved = with_ops(program, [*rest, *(op for pair in reversed(pairs) for op in pair)])
     verify({0: moved, 1: moved})
     verify({0: swapped, 1: swapped})
-    crossed = r"^\[same order\] op \d+ of rank 1 `gather .*`: collective \d+ over dp differs from rank 0's, `gather .*`"
+    crossed = r"^\[same order\] op \d+ of rank 1 `all_gather .*`: collective \d+ over dp differs from rank 0's, `all_gather .*`"
     with pytest.raises(fzero.VerifyError, match=crossed):
         verify({0: moved, 1: swapped})
 
@@ -378,6 +381,17 @@ def test_a_message_that_nobody_receives(relayed: Case) -> None:
     unheard = r"^\[sends\] 32 bytes from rank 1 to 0 over dp \(tag 0\) are received and not sent$"
     with pytest.raises(fzero.VerifyError, match=unheard):
         verify({0: relayed.programs[0], 1: ring.programs[1]})
+
+
+def test_a_source_that_is_written_while_other_ranks_may_read_it() -> None:
+    """Of ranks that share memory: a settle that comes after the write it protects from."""
+    shared = cases.lowered(zero=3, transfers="shared").program
+    verify(shared)
+    settles = find(shared, lambda op: op.is_settle)
+    assert settles
+    at = next(i for i in settles if shared.ops[i + 1].writes)
+    _refused(move(shared, at, at + 1), "settled", "before the transfer into .* is settled")
+    _refused(insert(shared, at, shared.ops[at]), "settled", "of which none has been waited for")
 
 
 def test_every_rule_is_broken_by_some_program_here(request: pytest.FixtureRequest) -> None:
