@@ -19,7 +19,7 @@ from torch import fx
 import fzero
 from fzero._torch_compat import FakeTensorMode, inductor_lacks
 from fzero.codegen.fusion import Fused, aliased, fused
-from fzero.ir import segments
+from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref, make_op
 from fzero.runtime import compile_segments, handlers
@@ -42,11 +42,11 @@ def graph_of(body: Callable[..., list[fx.Node]], *like: torch.Tensor) -> fx.Grap
     graph = fx.Graph()
     graph.output(body(graph, *[graph.placeholder(f"x{i}") for i in range(len(like))]))
     with FakeTensorMode() as mode:
-        return segments.propagate(segments.module(graph), [mode.from_tensor(x) for x in like])
+        return fx_values.propagate(segments.module(graph), [mode.from_tensor(x) for x in like])
 
 
 def names(one: Fused) -> list[str]:
-    return [n.target.__name__ for n in one.graph.graph.nodes if segments.is_compute(n) and not segments.is_view(n)]
+    return [n.target.__name__ for n in one.graph.graph.nodes if fx_nodes.is_compute(n) and not fx_nodes.is_view(n)]
 
 
 # --- cutting out, nothing compiled ------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def test_what_is_no_loop_stays_aten() -> None:
     made = fused(graph_of(body, torch.empty(4, 4), torch.empty(4, 4)), pool, {})
     assert made is not None
     assert [names(one) for one in pool.values()] == [["mul.Tensor", "sin.default", "copy_.default"]]
-    kinds = [getattr(n.target, "__name__", "") for n in made.graph.nodes if segments.is_compute(n)]
+    kinds = [getattr(n.target, "__name__", "") for n in made.graph.nodes if fx_nodes.is_compute(n)]
     assert [k for k in kinds if "mm" in k or "gelu" in k or "rand" in k or "add" in k] == [
         "mm.default",
         "gelu.default",

@@ -15,7 +15,7 @@ from fzero.compile.step import BUCKET_BYTES
 from fzero.cost import choose, rates, step_time
 from fzero.cost.autotune import folder, remember
 from fzero.cost.rates import Rates
-from fzero.ir import segments
+from fzero.ir import fx_nodes
 from fzero.ir.program import Program
 
 NETWORK = Rates({"gather": 1e-4, "reduce": 1e-4}, {"gather": 1e8, "reduce": 1e8}, 1.0, {2: 1e9, 4: 1e9}, 1e9)
@@ -75,7 +75,7 @@ def test_operations_of_products() -> None:
 
     gm = make_fx(fn, tracing_mode="fake")(a, b, c, into)
     found = [
-        step_time.flops(node) for node in gm.graph.nodes if segments.is_compute(node) and not segments.is_view(node)
+        step_time.flops(node) for node in gm.graph.nodes if fx_nodes.is_compute(node) and not fx_nodes.is_view(node)
     ]
     assert sorted(found) == [0, 2 * 4 * 5 * 6, 2 * 4 * 5 * 6, 2 * 3 * 4 * 5 * 6]
 
@@ -83,10 +83,10 @@ def test_operations_of_products() -> None:
 def test_attention_and_convolution_count() -> None:
     q = torch.empty(1, 2, 16, 8)
     gm = make_fx(lambda q: torch.nn.functional.scaled_dot_product_attention(q, q, q), tracing_mode="fake")(q)
-    assert sum(step_time.flops(n) for n in gm.graph.nodes if segments.is_compute(n)) == 4 * q.numel() * 16
+    assert sum(step_time.flops(n) for n in gm.graph.nodes if fx_nodes.is_compute(n)) == 4 * q.numel() * 16
     x, w = torch.empty(1, 3, 8, 8), torch.empty(4, 3, 3, 3)
     gm = make_fx(lambda x, w: torch.nn.functional.conv2d(x, w), tracing_mode="fake")(x, w)
-    assert sum(step_time.flops(n) for n in gm.graph.nodes if segments.is_compute(n)) == 2 * (4 * 6 * 6) * 27
+    assert sum(step_time.flops(n) for n in gm.graph.nodes if fx_nodes.is_compute(n)) == 2 * (4 * 6 * 6) * 27
 
 
 def test_rates_from_a_busy_machine_stay_rates() -> None:

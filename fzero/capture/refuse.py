@@ -23,7 +23,7 @@ from fzero._torch_compat import (
 from fzero.capture.ambient_rng import no_dropout
 from fzero.capture.provenance import describe, is_users, name_of, user_line
 from fzero.errors import CaptureError
-from fzero.ir import segments
+from fzero.ir import fx_nodes
 
 aten = torch.ops.aten
 Fns = tuple[Callable[..., Any], ...]
@@ -31,12 +31,12 @@ Fns = tuple[Callable[..., Any], ...]
 
 def check_graph(gm: fx.GraphModule, names: Sequence[str], fns: Fns, *, in_region: bool) -> None:
     """Refuses what a traced graph may not do. `names` say what its inputs are, `fns` whose closures name tensors."""
-    inputs = dict(zip(segments.placeholders(gm.graph), names, strict=False))
+    inputs = dict(zip(fx_nodes.placeholders(gm.graph), names, strict=False))
     _check_shape_changes(gm)
     for node in gm.graph.nodes:
         where = node.meta.get("source") or "the step"
-        for argument in segments.mutated(node):
-            root = segments.base(argument)
+        for argument in fx_nodes.mutated(node):
+            root = fx_nodes.base(argument)
             if root in inputs:
                 raise CaptureError(
                     f"{inputs[root]} is changed in place by {node.target} at {where}: a step is pure. "
@@ -71,15 +71,15 @@ def _check_shape_changes(gm: fx.GraphModule) -> None:
     fake tensors; on others it makes them by their place in memory)."""
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     reshaped = [n for n in order if torch.Tag.inplace_view in getattr(n.target, "tags", ())]
-    writes = [n for n in order if n not in reshaped and segments.mutated(n)]
+    writes = [n for n in order if n not in reshaped and fx_nodes.mutated(n)]
     for node in reshaped:
         if node.meta.get("no_grad"):
             continue
-        changed, root = segments.operand(node), segments.base(node)
-        others = [n for n in order if n is not changed and segments.is_compute(n) and segments.base(n) is root]
+        changed, root = fx_nodes.operand(node), fx_nodes.base(node)
+        others = [n for n in order if n is not changed and fx_nodes.is_compute(n) and fx_nodes.base(n) is root]
         read = any(order[n] < order[node] < order[user] for n in others for user in n.users)
-        written = any(order[n] > order[node] and segments.base(n) is root for n in writes)
-        if read or (written and segments.is_view(changed)):
+        written = any(order[n] > order[node] and fx_nodes.base(n) is root for n in writes)
+        if read or (written and fx_nodes.is_view(changed)):
             raise CaptureError(
                 f"{node.target} at {node.meta.get('source') or 'the step'} changes the shape of a tensor in place that "
                 "shares its memory with another one: their gradients would be wrong. Write x = x.transpose(...), not "

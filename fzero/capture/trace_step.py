@@ -24,7 +24,7 @@ from fzero.capture.known import Baked
 from fzero.capture.provenance import describe, found_name, user_line
 from fzero.capture.tracing import Tracing, check_leaf, check_names, current, fake_like, lifted, trace, while_active
 from fzero.errors import CaptureError, TreeError, at
-from fzero.ir import as_strided, segments
+from fzero.ir import as_strided, fx_nodes, fx_values, segments
 from fzero.precision import LOW, Precision
 
 aten = torch.ops.aten
@@ -132,7 +132,7 @@ def capture(
 def _varying_metrics(graph: Graph, per_rank: Sequence[str]) -> tuple[str, ...]:
     """The metrics that may differ between ranks. Raises CaptureError for a leaf of the state that would."""
     varying = varying_nodes(graph, per_rank)
-    outs = segments.outputs(graph.gm.graph)
+    outs = fx_nodes.outputs(graph.gm.graph)
     num = len(graph.state_paths)
     for path, node in zip(graph.state_paths, outs[:num], strict=True):
         if node in varying and path not in per_rank:
@@ -146,7 +146,7 @@ def _varying_metrics(graph: Graph, per_rank: Sequence[str]) -> tuple[str, ...]:
 
 def varying_nodes(graph: Graph, per_rank: Sequence[str]) -> set[fx.Node]:
     """The nodes whose value may differ between ranks: what depends on the batch without a reduction in between."""
-    inputs = segments.placeholders(graph.gm.graph)
+    inputs = fx_nodes.placeholders(graph.gm.graph)
     num = len(graph.state_paths)
     varying = {n for path, n in zip(graph.state_paths, inputs, strict=False) if path in per_rank}
     varying |= set(inputs[num : num + len(graph.batch_paths)])
@@ -214,10 +214,10 @@ def _back(old: torch.Tensor, new: torch.Tensor) -> str:
 
 
 def _lift(tracing: Tracing, gm: fx.GraphModule) -> dict[str, torch.Tensor]:
-    before = len(segments.placeholders(gm.graph))
+    before = len(fx_nodes.placeholders(gm.graph))
     constants: dict[str, torch.Tensor] = {}
     values = lifted(gm, before)
-    for node, value in zip(segments.placeholders(gm.graph)[before:], values, strict=True):
+    for node, value in zip(fx_nodes.placeholders(gm.graph)[before:], values, strict=True):
         name = found_name(value, tracing.fns) or f"{describe(value)}"
         name = name if name not in constants else f"{name}#{len(constants)}"
         constants[name] = value.detach().contiguous()  # as its fake is
@@ -303,7 +303,7 @@ def add_region(
     try:
         with disable_proxy_modes_tracing(), tracing.mode:
             own = []
-            for x, cut in zip(map(segments.dense_like, inputs), (*(False for _ in leaves), *sliced), strict=True):
+            for x, cut in zip(map(fx_values.dense_like, inputs), (*(False for _ in leaves), *sliced), strict=True):
                 shape = (x.shape[0] // microbatches, *x.shape[1:]) if cut else x.shape
                 own.append(torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=x.device))
             gm = trace(tracing, fn, own, names)
@@ -312,15 +312,15 @@ def add_region(
     finally:
         tracing.depth -= 1
         tracing.phase = None
-    for node in segments.placeholders(gm.graph)[len(own) :]:
+    for node in fx_nodes.placeholders(gm.graph)[len(own) :]:
         node.meta["val"] = fake_like(tracing.mode, node.meta["val"])
     segments.normalised(gm)
     if microbatches > 1:
-        holders = segments.placeholders(gm.graph)[len(leaves) :]
+        holders = fx_nodes.placeholders(gm.graph)[len(leaves) :]
         with disable_proxy_modes_tracing():
             as_strided.aligned(gm, [holder for holder, cut in zip(holders, sliced, strict=False) if cut])
     _finish_early(gm)
-    values = tuple(node.meta["val"] for node in segments.outputs(gm.graph))
+    values = tuple(node.meta["val"] for node in fx_nodes.outputs(gm.graph))
     flags = (*(False for _ in leaves), *sliced, *(False for _ in extra))
     index = len(tracing.regions)
     tracing.regions.append(Region(gm, values, **shown(), sliced=flags, microbatches=microbatches, source=user_line()))

@@ -44,7 +44,7 @@ from fzero.capture.refuse import (
     explained,
 )
 from fzero.errors import CaptureError, TreeError, at
-from fzero.ir import as_strided, segments
+from fzero.ir import as_strided, fx_nodes, fx_values
 from fzero.ir.records import DTYPE_NAMES, buffer_name
 from fzero.precision import Precision
 
@@ -147,7 +147,7 @@ def trace(
     _without_failed(gm)
     as_strided.check_reach(gm)
     as_strided.rooted(gm)
-    if any(segments.mutated(node) for node in gm.graph.nodes):
+    if any(fx_nodes.mutated(node) for node in gm.graph.nodes):
         gm = _functionalised(tracing, gm, inputs)
     return as_strided.rebased(gm)
 
@@ -192,7 +192,7 @@ def lifted(gm: fx.GraphModule, graph_inputs: int) -> list[torch.Tensor]:
 
     A tensor made in the trace from a literal (`torch.tensor(0.5)`) of one element becomes a `full` instead.
     """
-    after = segments.placeholders(gm.graph)[graph_inputs - 1] if graph_inputs else None
+    after = fx_nodes.placeholders(gm.graph)[graph_inputs - 1] if graph_inputs else None
     found: dict[int, fx.Node] = {}
     values: list[torch.Tensor] = []
     for node in [n for n in gm.graph.nodes if n.op == "get_attr"]:
@@ -235,7 +235,7 @@ def _functionalised(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch
             if replay.moved <= kept:
                 raise
             kept |= replay.moved  # further on there may be more
-    left = [node for node in pure.graph.nodes if segments.mutated(node)]
+    left = [node for node in pure.graph.nodes if fx_nodes.mutated(node)]
     if left:
         raise CaptureError(f"{left[0].target} works in place where it cannot be made pure: use its pure form")
     return pure
@@ -285,7 +285,7 @@ class _Replay(fx.Interpreter):
         if as_strided.takes_offset(n):
             self.check_layout(n)
         if n in self.kept:
-            target = segments.operand(n)
+            target = fx_nodes.operand(n)
             old, self.env[target] = self.env[target], self.env[target].clone()
             made = super().run_node(n)
             self.env[target] = old
@@ -297,14 +297,14 @@ class _Replay(fx.Interpreter):
 
     def _moves(self, n: fx.Node, result: Any) -> bool:
         """Whether an in-place op on its first operand left it with other strides than when it was traced."""
-        source = None if segments.is_view(n) else segments.source(n)
+        source = None if fx_nodes.is_view(n) else fx_nodes.source(n)
         if source is None or source is not n.args[0] or not isinstance(result, torch.Tensor):
             return False
-        return torch.Tag.inplace_view not in n.target.tags and segments.steps(result) != segments.steps(n.meta["val"])  # type: ignore[union-attr]
+        return torch.Tag.inplace_view not in n.target.tags and fx_values.steps(result) != fx_values.steps(n.meta["val"])  # type: ignore[union-attr]
 
     def check_layout(self, n: fx.Node) -> None:
         """Refuses an offset into a tensor whose strides changed when a write to it was made pure."""
-        operand = segments.operand(n)
+        operand = fx_nodes.operand(n)
         traced, now = operand.meta["val"], self.env[operand]
         if (traced.stride(), traced.storage_offset()) != (now.stride(), now.storage_offset()):
             raise CaptureError(
@@ -377,7 +377,7 @@ class _Watch(TorchDispatchMode):
             raise Refused(
                 f"{func} at {self.line()} is given {given}: it needs one dtype. Cast one, as in x.to(w.dtype)"
             )
-        if func in _SCATTERS and not segments.is_dense(args[0]) and scatters_keep_overlap():
+        if func in _SCATTERS and not fx_values.is_dense(args[0]) and scatters_keep_overlap():
             args = (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
         if any(isinstance(value, torch.Generator) for value in (kwargs or {}).values()):
             raise Refused(str(ambient_draw(func, user_line())))
@@ -385,7 +385,7 @@ class _Watch(TorchDispatchMode):
             func = aten.zeros.default  # forward mode's zero tangents, which have no memory
         innermost = self is self.tracing.watching[-1]  # a region is traced inside a step
         result = self._result(func, args, kwargs or {}, self.known if innermost else None)
-        if odd := [value.layout for value in segments.tensors(result) if value.layout is not torch.strided]:
+        if odd := [value.layout for value in fx_values.tensors(result) if value.layout is not torch.strided]:
             raise Refused(f"{func} at {self.line()} makes a tensor of {odd[0]}. {SPARSE}")
         graph = tracing_graph()
         if graph is not None and innermost:
@@ -410,7 +410,7 @@ class _Watch(TorchDispatchMode):
             places = known.places([args[1]])
             func, args = (func, args) if places[0] is args[1] else (aten.index.Tensor, (args[0], places))
         if READS.intersection(func.tags) and (found := known.value(func, args, kwargs)) is not None:
-            device = next((x.device for x in segments.tensors(args)), torch.device("cpu"))
+            device = next((x.device for x in fx_values.tensors(args)), torch.device("cpu"))
             return optree.tree_map(lambda x: known.literal(x, device), found[0])
         result = func(*args, **kwargs)
         known.follow(func, args, kwargs, result)

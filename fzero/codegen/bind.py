@@ -25,7 +25,7 @@ from fzero.codegen import inplace, matmul, tiling
 from fzero.codegen.fusion import Fused
 from fzero.codegen.workspace import workspace_bytes
 from fzero.errors import VerifyError
-from fzero.ir import as_strided, segments
+from fzero.ir import as_strided, fx_nodes, fx_values
 from fzero.ir.offset_assignment import pack
 from fzero.kernels import kernel_for
 
@@ -38,9 +38,9 @@ class Layout:
     """Where a segment's values lie in its workspace of `nbytes`, but for its `outputs` and those that lie in another's
     place (`homes`); `heap`: the most that the allocator is asked for."""
 
-    outputs: tuple[segments.Value, ...]
-    homes: Mapping[segments.Value, inplace.Home]
-    places: Mapping[segments.Value, int]
+    outputs: tuple[fx_values.Value, ...]
+    homes: Mapping[fx_values.Value, inplace.Home]
+    places: Mapping[fx_values.Value, int]
     nbytes: int
     heap: int
     chains: Mapping[fx.Node, tiling.Chain]  # by the last node
@@ -51,47 +51,47 @@ def layout(gm: fx.GraphModule, apart: frozenset[int] = frozenset()) -> Layout:
     """The places of a segment's values. `apart` are its destinations that share no memory with others (`reuse`)."""
     known = gm.meta.setdefault("layouts", {})
     if apart not in known:
-        found = segments.values(gm)
+        found = fx_values.values(gm)
         chains = tiling.chains(gm, apart)
         for one in chains:
             _at_the_last(one, found.lives, {node: i for i, node in enumerate(gm.graph.nodes)})
         cut = {node: one for one in chains for node in one.nodes[:-1]}
         homes = inplace.homes(gm, found, apart, cut)
-        lives: dict[segments.Value, tuple[int, int, int]] = {}
+        lives: dict[fx_values.Value, tuple[int, int, int]] = {}
         for key, (first, last, nbytes) in found.lives.items():
             home = homes.get(key, key)
             if not isinstance(home, fx.Node) and home not in found.outputs:
                 before = lives.get(home, (first, last, nbytes))
                 lives[home] = (min(first, before[0]), max(last, before[1]), nbytes)
         places, nbytes = pack(list(lives.values()))
-        heap = max((_heap(node) for node in gm.graph.nodes if segments.is_compute(node)), default=0)
+        heap = max((_heap(node) for node in gm.graph.nodes if fx_nodes.is_compute(node)), default=0)
         ends = {one.last: one for one in chains}
         known[apart] = Layout(found.outputs, homes, dict(zip(lives, places, strict=True)), nbytes, heap, ends, set(cut))
     found_layout: Layout = known[apart]
     return found_layout
 
 
-def _at_the_last(one: tiling.Chain, lives: dict[segments.Value, tuple[int, int, int]], at: dict[fx.Node, int]) -> None:
+def _at_the_last(one: tiling.Chain, lives: dict[fx_values.Value, tuple[int, int, int]], at: dict[fx.Node, int]) -> None:
     """A chain runs when its last op would: until then it needs what it reads, and of what it makes only strips. What
     its earlier ops do not read strip by strip it needs while the last op writes, which so writes over none of it."""
     for node in one.nodes:
         for n in node.all_input_nodes:
-            for key in segments.memory(n):
+            for key in fx_values.memory(n):
                 first, last, nbytes = lives[key]
-                whole = one.is_cut(n) and segments.extent_bytes(n.meta["val"]) == nbytes
+                whole = one.is_cut(n) and fx_values.extent_bytes(n.meta["val"]) == nbytes
                 lives[key] = (first, max(last, at[one.last] + (node is not one.last and not whole)), nbytes)
     for node, strip in one.made:
         lives[node, 0] = (at[one.last], at[one.last], strip.numel() * strip.element_size())
 
 
 def _heap(node: fx.Node) -> int:
-    made = segments.results(node)
+    made = fx_values.results(node)
     direct = isinstance(node.target, Fused) or _special(node) is not None or _form(node) is not None
     own = sum(value.untyped_storage().nbytes() for _, value in made)
     if _special(node) is _embedding_backward_by_columns:
         (rows, columns), itemsize = node.meta["val"].shape, node.meta["val"].element_size()
         step = min(_columns_at_once(rows, itemsize), columns)
-        grad, index = (segments.operand(node, i).meta["val"] for i in (0, 1))
+        grad, index = (fx_nodes.operand(node, i).meta["val"] for i in (0, 1))
         met = index.numel() if step < columns or not grad.is_contiguous() else 0  # rows that are made contiguous
         own, direct = (rows + met) * step * itemsize, False
     return workspace_bytes(node) + (0 if direct else own)
@@ -111,11 +111,11 @@ def bind(
     for an op on these operands (`fzero.kernels`, `fzero.codegen.matmul`), it runs in the op's place.
     """
     plan = layout(gm, apart)
-    env: dict[fx.Node, Any] = dict(zip(segments.placeholders(gm.graph), given, strict=True))
+    env: dict[fx.Node, Any] = dict(zip(fx_nodes.placeholders(gm.graph), given, strict=True))
     shapes = _shapes(gm, given)
     calls: list[Call] = []
 
-    def place(key: segments.Value, value: torch.Tensor) -> torch.Tensor:
+    def place(key: fx_values.Value, value: torch.Tensor) -> torch.Tensor:
         home = plan.homes.get(key, key)
         if isinstance(home, fx.Node):
             return inplace.at_home(value, env[home])
@@ -125,24 +125,24 @@ def bind(
         return at(workspace, plan.places[home], value)
 
     for node in gm.graph.nodes:
-        if not segments.is_compute(node) or node in plan.cut:
+        if not fx_nodes.is_compute(node) or node in plan.cut:
             continue
         if node in plan.chains:
             one = plan.chains[node]
             blocks = {n: at(workspace, plan.places[n, 0], strip).view(-1) for n, strip in one.made}
-            made = [place((node, i), value) for i, value in segments.results(node)]
-            env[node] = made[0] if made else env[segments.mutated(node)[0]]
+            made = [place((node, i), value) for i, value in fx_values.results(node)]
+            env[node] = made[0] if made else env[fx_nodes.mutated(node)[0]]
             calls += tiling.calls(one, env, blocks, made[0] if made else None, _writing)
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-        into = {i: place((node, i), value) for i, value in segments.results(node, shapes.get(node))}
-        if node.target is operator.getitem or segments.is_view(node):
+        into = {i: place((node, i), value) for i, value in fx_values.results(node, shapes.get(node))}
+        if node.target is operator.getitem or fx_nodes.is_view(node):
             env[node] = node.target(*args, **kwargs)
             _check_views(node, env)
         elif isinstance(node.target, Fused):
             calls.append(partial(node.target.run, *args, *into.values()))
             env[node] = list(into.values())
-        elif written := segments.mutated(node):
+        elif written := fx_nodes.mutated(node):
             if not _is_there(node, args):
                 calls += _writing(node, args, kwargs, {})
             env[node] = env[written[0]]
@@ -154,7 +154,7 @@ def bind(
 
 def at(block: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
     """The tensor at a place of a block of bytes that has a fake tensor's shape, strides and dtype."""
-    nbytes = segments.extent_bytes(like)
+    nbytes = fx_values.extent_bytes(like)
     if place + nbytes > block.numel():
         raise VerifyError(f"a value of {nbytes} bytes at byte {place} does not fit into {block.numel()}")
     return block[place : place + nbytes].view(like.dtype).as_strided(like.shape, like.stride())
@@ -162,15 +162,15 @@ def at(block: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
 
 def _check_views(node: fx.Node, env: Mapping[fx.Node, Any]) -> None:
     """A view lies inside the value that owns its memory: nothing else of the arena can be read through it."""
-    owner = env[segments.base(node)] if segments.is_view(node) else None
+    owner = env[fx_nodes.base(node)] if fx_nodes.is_view(node) else None
     if isinstance(owner, torch.Tensor):
-        for view in segments.tensors(env[node]):
+        for view in fx_values.tensors(env[node]):
             as_strided.check_view(view, owner, node.target)
 
 
 def _is_there(node: fx.Node, args: Any) -> bool:
     """Whether a copy's source was made where the copy goes."""
-    if node.target is not aten.copy_.default or segments.operand(node) is segments.operand(node, 1):
+    if node.target is not aten.copy_.default or fx_nodes.operand(node) is fx_nodes.operand(node, 1):
         return False
     into, source = ((x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()) for x in args[:2])
     return into == source
@@ -178,7 +178,7 @@ def _is_there(node: fx.Node, args: Any) -> bool:
 
 def as_sized(gm: fx.GraphModule, given: Sequence[torch.Tensor]) -> bool:
     """Whether the operands have the shapes that a segment was planned for; a rank's part of a flat range may not."""
-    return all(x.shape == n.meta["val"].shape for x, n in zip(given, segments.placeholders(gm.graph), strict=True))
+    return all(x.shape == n.meta["val"].shape for x, n in zip(given, fx_nodes.placeholders(gm.graph), strict=True))
 
 
 def _shapes(gm: fx.GraphModule, given: Sequence[torch.Tensor]) -> dict[fx.Node, Any]:
@@ -186,7 +186,7 @@ def _shapes(gm: fx.GraphModule, given: Sequence[torch.Tensor]) -> dict[fx.Node, 
     if as_sized(gm, given):
         return {}
     with FakeTensorMode():
-        return segments.shapes(
+        return fx_values.shapes(
             gm, [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in given]
         )
 
@@ -198,7 +198,7 @@ def _several(node: fx.Node) -> bool:
 def _writing(node: fx.Node, args: Any, kwargs: Any, into: dict[int, torch.Tensor]) -> Iterator[Call]:
     """The calls that compute a node's results into their places."""
     special, form = _special(node), _form(node)
-    if segments.mutated(node) and not into:
+    if fx_nodes.mutated(node) and not into:
         if isinstance(kwargs.get("out"), torch.Tensor):
             args = [_one_with([kwargs["out"]], x) for x in args]
         yield partial(_kernel(node.target, args, kwargs), *args, **kwargs)
@@ -225,7 +225,7 @@ def _one_with(results: Iterable[torch.Tensor], x: Any) -> Any:
         return x
     for made in results:
         alike = (made.data_ptr(), made.dtype, made.shape) == (x.data_ptr(), x.dtype, x.shape)
-        if alike and segments.steps(made) == segments.steps(x):
+        if alike and fx_values.steps(made) == fx_values.steps(x):
             return made
     return x
 
@@ -277,7 +277,7 @@ def out_form(target: Any) -> Any:
     name = target.overloadpacket.__name__
     if name not in _WRITES_OUT and torch.Tag.pointwise not in target.tags:
         return None
-    return segments.out_overload(target)
+    return fx_nodes.out_overload(target)
 
 
 def _form(node: fx.Node) -> Any:
@@ -285,7 +285,7 @@ def _form(node: fx.Node) -> Any:
     result row by row, whatever strides torch's shape rules say that it has and `out` therefore has."""
     if node.target in _WITH_TENSOR and len(node.args) > 2:
         return None
-    if "_softmax" in segments.op_name(node) and "val" in node.meta and not node.meta["val"].is_contiguous():
+    if "_softmax" in fx_nodes.op_name(node) and "val" in node.meta and not node.meta["val"].is_contiguous():
         return None
     return out_form(node.target)
 
@@ -303,7 +303,7 @@ def _fits(node: fx.Node) -> bool:
     if node.target is aten.embedding.default:
         return bool(node.args[1].meta["val"].is_contiguous())  # type: ignore[union-attr]
     if node.target is aten.embedding_dense_backward.default:
-        operands = all(segments.operand(node, i).meta["val"].is_contiguous() for i in (0, 1))
+        operands = all(fx_nodes.operand(node, i).meta["val"].is_contiguous() for i in (0, 1))
         wide = node.meta["val"].dtype in (torch.float32, torch.float64)  # narrow ones are added in fp32
         alone = not _on_cuda(node) and not node.args[4]
         return bool(operands and wide and node.args[3] < 0 and alone)  # type: ignore[operator]

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import function_schema, inductor_rounds
-from fzero.ir import segments
+from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.program import Program
 from fzero.ir.records import Op, Ref
 
@@ -61,7 +61,7 @@ class Fused:
         self.graph, self.writes, self.like = graph, tuple(writes), tuple(like)
         self.digest = segments.digest(graph)
         self.__name__ = self.__qualname__ = f"fused_{self.digest}"
-        self.num_inputs = len(segments.placeholders(graph.graph)) - len(like)
+        self.num_inputs = len(fx_nodes.placeholders(graph.graph)) - len(like)
         self._made = [(tuple(x.shape), x.stride(), x.dtype) for x in like]
         self.run: Callable[..., Any] = graph.forward
         self._schema = function_schema(self.__name__, self.num_inputs, self.writes)  # fx keeps what has effects
@@ -134,12 +134,12 @@ def fused(
     they become one input, or it might write the one before it has read the other. `pool` holds the stretches by hash.
     """
     graph = segments.copied(gm.graph)
-    holders = segments.placeholders(graph)
+    holders = fx_nodes.placeholders(graph)
     for dest, read in same.items():
         holders[read].replace_all_uses_with(holders[dest])
     for node in graph.nodes:
-        if segments.mutated(node) and is_fusible(node):  # its value is the memory that it wrote
-            node.replace_all_uses_with(segments.mutated(node)[0])
+        if fx_nodes.mutated(node) and is_fusible(node):  # its value is the memory that it wrote
+            node.replace_all_uses_with(fx_nodes.mutated(node)[0])
     found = [s for s in _stretches(graph) if _moved(s) >= min_bytes]
     for stretch in found:
         _replace(graph, stretch, pool)
@@ -149,11 +149,11 @@ def fused(
 def is_fusible(node: fx.Node) -> bool:
     """Whether a node is a loop over elements that a compiler may fuse with others."""
     if node.target is operator.getitem:
-        return is_fusible(segments.operand(node))
-    found = segments.schema(node)
+        return is_fusible(fx_nodes.operand(node))
+    found = fx_nodes.schema(node)
     if found is None or node.target.namespace != "aten":  # type: ignore[union-attr]
         return False
-    values = [t for n in (node, *node.all_input_nodes) for t in segments.tensors(n.meta.get("val"))]
+    values = [t for n in (node, *node.all_input_nodes) for t in fx_values.tensors(n.meta.get("val"))]
     devices = {t.device.type for t in values}
     name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
     if len(devices) != 1 or any(t.dtype not in _DTYPES or t.numel() == 0 for t in values):
@@ -163,9 +163,9 @@ def is_fusible(node: fx.Node) -> bool:
     tags = node.target.tags  # type: ignore[union-attr]
     if torch.Tag.nondeterministic_seeded in tags or (devices == {"cpu"} and name in _ERF and not _is_tanh(node)):
         return False
-    if found.is_mutable and any(segments.base(d).op != "placeholder" for d in segments.mutated(node)):
+    if found.is_mutable and any(fx_nodes.base(d).op != "placeholder" for d in fx_nodes.mutated(node)):
         return False
-    return name in _LOOPS or segments.is_pointwise(node)
+    return name in _LOOPS or fx_nodes.is_pointwise(node)
 
 
 def _is_tanh(node: fx.Node) -> bool:
@@ -176,7 +176,7 @@ def _stretches(graph: fx.Graph) -> list[list[fx.Node]]:
     """Maximal runs of fusible nodes of which two or more compute something."""
     runs: list[list[fx.Node]] = [[]]
     for node in graph.nodes:
-        if not segments.is_compute(node) or _is_aten_view(node):
+        if not fx_nodes.is_compute(node) or _is_aten_view(node):
             continue
         if is_fusible(node):
             runs[-1].append(node)
@@ -187,7 +187,7 @@ def _stretches(graph: fx.Graph) -> list[list[fx.Node]]:
 
 def _is_aten_view(node: fx.Node) -> bool:
     """Whether a node is a view that a compiler knows; `fzero.strided` is not, and ends a stretch."""
-    return segments.is_view(node) and node.target is not torch.ops.fzero.strided.default
+    return fx_nodes.is_view(node) and node.target is not torch.ops.fzero.strided.default
 
 
 def _computes(node: fx.Node) -> bool:
@@ -197,7 +197,7 @@ def _computes(node: fx.Node) -> bool:
 
 def _moved(stretch: Sequence[fx.Node]) -> int:
     """Bytes that its ops read and write one by one."""
-    values = [t for n in stretch for m in (n, *n.all_input_nodes) for t in segments.tensors(m.meta.get("val"))]
+    values = [t for n in stretch for m in (n, *n.all_input_nodes) for t in fx_values.tensors(m.meta.get("val"))]
     return sum(t.numel() * t.element_size() for t in values)
 
 
@@ -205,7 +205,7 @@ def _replace(graph: fx.Graph, stretch: Sequence[fx.Node], pool: dict[str, Fused]
     inside, views = set(stretch), _views_of(stretch)
     results = [n for n in stretch if _is_result(n, inside)]
     body, inputs = _body(stretch, results)
-    written = {segments.base(d) for n in stretch for d in segments.mutated(n)}
+    written = {fx_nodes.base(d) for n in stretch for d in fx_nodes.mutated(n)}
     one = Fused(body, [i for i, n in enumerate(inputs) if n in written], [n.meta["val"] for n in results])
     one = pool.setdefault(one.digest, one)
     order = [n for n in graph.nodes if n in inside or n in views]
@@ -228,9 +228,9 @@ def _replace(graph: fx.Graph, stretch: Sequence[fx.Node], pool: dict[str, Fused]
 
 def _is_result(node: fx.Node, inside: set[fx.Node]) -> bool:
     """Whether something outside reads a node's own memory: directly, or through views."""
-    if segments.mutated(node) or (not isinstance(node.meta.get("val"), torch.Tensor)):
+    if fx_nodes.mutated(node) or (not isinstance(node.meta.get("val"), torch.Tensor)):
         return False
-    return any(u not in inside and (not segments.is_view(u) or _is_result(u, inside)) for u in node.users)
+    return any(u not in inside and (not fx_nodes.is_view(u) or _is_result(u, inside)) for u in node.users)
 
 
 def _views_of(stretch: Sequence[fx.Node]) -> set[fx.Node]:
@@ -238,7 +238,7 @@ def _views_of(stretch: Sequence[fx.Node]) -> set[fx.Node]:
     pending = [u for node in stretch for u in node.users]
     while pending:
         node = pending.pop()
-        if segments.is_view(node) and node not in found:
+        if fx_nodes.is_view(node) and node not in found:
             found.add(node)
             pending += node.users
     return found

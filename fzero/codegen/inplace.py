@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero.ir import segments
+from fzero.ir import fx_nodes, fx_values
 from fzero.ir.records import Op
 from fzero.ir.rewrite import Spans
 
 aten = torch.ops.aten
-Home = segments.Value | fx.Node  # a value of the segment, or the placeholder of a destination
+Home = fx_values.Value | fx.Node  # a value of the segment, or the placeholder of a destination
 
 _OVER = frozenset(
     str.split(
@@ -44,13 +44,13 @@ def apart(op: Op) -> frozenset[int]:
 
 
 def homes(
-    gm: fx.GraphModule, found: segments.Values, apart: frozenset[int], cut: Collection[fx.Node] = ()
-) -> dict[segments.Value, Home]:
+    gm: fx.GraphModule, found: fx_values.Values, apart: frozenset[int], cut: Collection[fx.Node] = ()
+) -> dict[fx_values.Value, Home]:
     """{value: the value or the destination in whose memory it lies}, of those that need none of their own. `cut` are
     nodes whose values are never whole."""
-    holders = segments.placeholders(gm.graph)
+    holders = fx_nodes.placeholders(gm.graph)
     free = {holders[i] for i in apart}
-    takes: dict[segments.Value, Home] = {}
+    takes: dict[fx_values.Value, Home] = {}
     for at, node in enumerate(gm.graph.nodes):
         result = _result(node, free)
         if result is None or node in cut:
@@ -69,7 +69,7 @@ def homes(
     return {key: _last(takes, key) for key in takes}
 
 
-def _last(takes: dict[segments.Value, Home], key: segments.Value) -> Home:
+def _last(takes: dict[fx_values.Value, Home], key: fx_values.Value) -> Home:
     home: Home = key
     while not isinstance(home, fx.Node) and home in takes:
         home = takes[home]
@@ -83,54 +83,54 @@ def _result(node: fx.Node, free: set[fx.Node]) -> Home | None:
         return None
     if isinstance(into, fx.Node):
         return into if into in free and set(into.users) == {node} else None
-    return (node, 0) if segments.results(node) else None
+    return (node, 0) if fx_values.results(node) else None
 
 
 def writes_over(node: fx.Node) -> bool:
     """Whether an op may write over an operand: elementwise, or row by row."""
-    return segments.op_name(node) in _OVER or by_rows(node)
+    return fx_nodes.op_name(node) in _OVER or by_rows(node)
 
 
 def by_rows(node: fx.Node) -> bool:
     """Softmax along the last dim on the CPU reads a row before it writes the row."""
-    if segments.op_name(node) not in _OVER_ROWS:
+    if fx_nodes.op_name(node) not in _OVER_ROWS:
         return False
-    value = segments.operand(node).meta["val"]
+    value = fx_nodes.operand(node).meta["val"]
     dims = {arg for arg in node.args[1:3] if isinstance(arg, int) and not isinstance(arg, bool)}
     return value.device.type == "cpu" and bool(dims) and dims <= {-1, value.ndim - 1}
 
 
-def _own(operand: fx.Node, found: segments.Values) -> segments.Value | None:
+def _own(operand: fx.Node, found: fx_values.Values) -> fx_values.Value | None:
     """The one value of the segment's workspace that an operand looks at."""
-    keys = list(segments.memory(operand))
+    keys = list(fx_values.memory(operand))
     return keys[0] if len(keys) == 1 and keys[0] in found.lives and keys[0] not in found.outputs else None
 
 
-def _elementwise(node: fx.Node, key: segments.Value, result: torch.Tensor) -> bool:
+def _elementwise(node: fx.Node, key: fx_values.Value, result: torch.Tensor) -> bool:
     """Whether every operand of this memory has the shape, strides and dtype of the result, and all of the memory.
 
     Strides of dims of size one count too: torch takes an input and an output as one only if they are equal. After an
     `expand` torch's shape rules give them other ones than its kernels (2.13.0).
     """
-    made = dict(segments.results(key[0]))[key[1]]
+    made = dict(fx_values.results(key[0]))[key[1]]
     # a value read as another dtype; complex division rounds differently over its operand (torch 2.13.0)
     if made.dtype != result.dtype or result.dtype.is_complex:
         return False
-    readers = [n for n in node.all_input_nodes if key in segments.memory(n)]
+    readers = [n for n in node.all_input_nodes if key in fx_values.memory(n)]
     if any(map(_expanded, readers)):
         return False
     operands = [n.meta["val"] for n in readers]
     dense = torch.empty(result.shape, device="meta").stride()
-    return segments.extent_bytes(made) == segments.extent_bytes(result) and all(
+    return fx_values.extent_bytes(made) == fx_values.extent_bytes(result) and all(
         x.shape == result.shape and x.dtype == result.dtype and x.stride() == result.stride() == dense for x in operands
     )
 
 
 def _expanded(node: fx.Node) -> bool:
-    while segments.is_view(node):
+    while fx_nodes.is_view(node):
         if node.target is aten.expand.default:
             return True
-        node = segments.operand(node)
+        node = fx_nodes.operand(node)
     return False
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from fzero.codegen.inplace import by_rows
-from fzero.ir import segments
+from fzero.ir import fx_nodes
 
 aten = torch.ops.aten
 BYTES = {0: 1 << 20, 1: 4 << 20}  # of a strip, by the dim that is cut
@@ -66,7 +66,7 @@ class Chain:
         """For each strip what every operand of the chain is. `blocks` are 1-D memory for what lies between."""
         _, head = _HEADS[self.nodes[0].target]
         along = {operand: self.dim for node in self.nodes[1:] for operand in node.all_input_nodes}
-        along |= {segments.operand(self.nodes[0], index): dim for index, dim in head.items()}
+        along |= {fx_nodes.operand(self.nodes[0], index): dim for index, dim in head.items()}
         outer = {n: env[n] for node in self.nodes for n in node.all_input_nodes if n not in self.nodes}
         size = self.nodes[0].meta["val"].shape[self.dim]
         for start in range(0, size, self.step):
@@ -81,7 +81,7 @@ class Chain:
 def chains(gm: fx.GraphModule, apart: frozenset[int]) -> list[Chain]:
     """The chains of a segment that are worth it. `apart` as in `fzero.codegen.inplace`."""
     position = {node: i for i, node in enumerate(gm.graph.nodes)}
-    holders = segments.placeholders(gm.graph)
+    holders = fx_nodes.placeholders(gm.graph)
     free = {holders[i] for i in apart}
     found: list[Chain] = []
     for node in gm.graph.nodes:
@@ -106,7 +106,7 @@ def _chain(head: fx.Node, taken: Collection[fx.Node]) -> Chain | None:
     value = head.meta["val"]
     step = max(1, BYTES[dim] * value.shape[dim] // max(value.numel() * value.element_size(), 1))
     nodes = [head]
-    while not segments.mutated(nodes[-1]) and len(nodes[-1].users) == 1:
+    while not fx_nodes.mutated(nodes[-1]) and len(nodes[-1].users) == 1:
         user = next(iter(nodes[-1].users))
         if user in taken or not _follows(user, nodes[-1], dim):
             break
@@ -126,7 +126,7 @@ def _follows(node: fx.Node, before: fx.Node, dim: int) -> bool:
 
 def _exact(node: fx.Node) -> bool:
     """Not with a factor (`alpha`) of the second operand, either."""
-    name, factor = segments.op_name(node), {"alpha", "rounding_mode"} & set(node.kwargs)
+    name, factor = fx_nodes.op_name(node), {"alpha", "rounding_mode"} & set(node.kwargs)
     return name in _EXACT and not factor and not (name in ("add", "sub") and len(node.args) > 2)
 
 
@@ -134,11 +134,11 @@ def _undisturbed(one: Chain, nodes: list[fx.Node], position: dict[fx.Node, int],
     """Whether nothing writes to what the chain reads: between the head and the last op, for it all runs at the last;
     nor the last op in one strip to what a later one needs, as far as a destination may share memory with operands."""
     operands = [n for node in one.nodes for n in node.all_input_nodes if n not in one.nodes]
-    reads = {segments.base(n) for n in operands}
+    reads = {fx_nodes.base(n) for n in operands}
     between = nodes[position[one.nodes[0]] : position[one.last]]
-    written = [segments.base(w) for node in between if node not in one.nodes for w in segments.mutated(node)]
-    into = {segments.base(w).meta["val"].dtype for w in segments.mutated(one.last) if segments.base(w) not in free}
-    whole = {b.meta["val"].dtype for n in operands if (b := segments.base(n)).op == "placeholder" and not one.is_cut(n)}
+    written = [fx_nodes.base(w) for node in between if node not in one.nodes for w in fx_nodes.mutated(node)]
+    into = {fx_nodes.base(w).meta["val"].dtype for w in fx_nodes.mutated(one.last) if fx_nodes.base(w) not in free}
+    whole = {b.meta["val"].dtype for n in operands if (b := fx_nodes.base(n)).op == "placeholder" and not one.is_cut(n)}
     return all(w in free and w not in reads for w in written) and not into & whole
 
 

@@ -18,7 +18,7 @@ from torch import fx
 
 from fzero._torch_compat import AMX
 from fzero.codegen import matmul
-from fzero.ir import segments
+from fzero.ir import fx_nodes, fx_values
 from fzero.optim._adam8 import BUFFER_BYTES, CHUNK
 
 aten = torch.ops.aten
@@ -28,19 +28,21 @@ fzero_ops = torch.ops.fzero
 def workspace_bytes(node: fx.Node) -> int:
     """Bytes that a node's kernel holds while it runs, on CPU tensors; 0 elsewhere and for ops without a rule."""
     rule = RULES.get(node.target) or (_promoted if _pointwise(node.target) else None)
-    values = segments.tensors(node.meta["val"]) or segments.tensors(segments.operand(node).meta["val"]) if rule else []
+    values = (
+        fx_values.tensors(node.meta["val"]) or fx_values.tensors(fx_nodes.operand(node).meta["val"]) if rule else []
+    )
     if rule is None or not values or values[0].device.type != "cpu":
         return 0
     return rule(node)
 
 
 def _bytes(node: fx.Node, index: int = 0) -> int:
-    value = segments.operand(node, index).meta["val"]
+    value = fx_nodes.operand(node, index).meta["val"]
     return value.numel() * value.element_size()
 
 
 def _result_bytes(node: fx.Node) -> int:
-    return sum(v.numel() * v.element_size() for v in segments.tensors(node.meta["val"]))
+    return sum(v.numel() * v.element_size() for v in fx_values.tensors(node.meta["val"]))
 
 
 BLOCK = 16  # channels in a block of oneDNN's layout (AVX-512)
@@ -59,7 +61,7 @@ def _pointwise(target: object) -> bool:
 def _promoted(node: fx.Node) -> int:
     """A pointwise op computes in one dtype: operands of another are cast first, a complex magnitude is complex first.
     Numbers and 0-d tensors cost nothing."""
-    (result, *_) = segments.tensors(node.meta["val"]) or [segments.operand(node).meta["val"]]
+    (result, *_) = fx_values.tensors(node.meta["val"]) or [fx_nodes.operand(node).meta["val"]]
     values = [a.meta["val"] for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
     if node.target is aten.where.self:
         values = [v for v in values if v.dtype is not torch.bool]
@@ -75,7 +77,7 @@ def _promoted(node: fx.Node) -> int:
 def _convolution(node: fx.Node) -> int:
     """Operands and result in oneDNN's layout; then the result once more, as it is returned. Few channels stay as they
     are."""
-    source, weight, result = *(segments.operand(node, i).meta["val"] for i in (0, 1)), node.meta["val"]
+    source, weight, result = *(fx_nodes.operand(node, i).meta["val"] for i in (0, 1)), node.meta["val"]
     operands = (_blocked(source) if source.shape[1] >= BLOCK else 0) + weight.numel() * weight.element_size()
     return max(_blocked(result), operands + _blocked(result) - _result_bytes(node))
 
@@ -84,25 +86,25 @@ def _convolution_backward(node: fx.Node) -> int:
     """The incoming gradient in oneDNN's layout, and the input (of many channels) or the gradient that goes there."""
     mask = node.args[10]
     wants_input = bool(mask[0]) if isinstance(mask, (list, tuple)) else True
-    incoming, outgoing = (segments.operand(node, i).meta["val"] for i in (0, 1))
+    incoming, outgoing = (fx_nodes.operand(node, i).meta["val"] for i in (0, 1))
     return _blocked(incoming) + (_blocked(outgoing) if wants_input or outgoing.shape[1] >= BLOCK else 0)
 
 
 def _cast_input(node: fx.Node) -> int:
     """A sum or mean in another dtype than its input's."""
-    source, result = segments.operand(node).meta["val"], segments.tensors(node.meta["val"])[0]
+    source, result = fx_nodes.operand(node).meta["val"], fx_values.tensors(node.meta["val"])[0]
     return source.numel() * result.element_size() if source.dtype != result.dtype else 0
 
 
 def _attention(node: fx.Node) -> int:
-    query, key = segments.operand(node, 0).meta["val"], segments.operand(node, 1).meta["val"]
+    query, key = fx_nodes.operand(node, 0).meta["val"], fx_nodes.operand(node, 1).meta["val"]
     rows = _query_rows(query.shape[-2])
     size = max(4, query.element_size())
     return size * rows * (min(key.shape[-2], 512) + 2 + query.shape[-1]) * torch.get_num_threads()
 
 
 def _attention_backward(node: fx.Node) -> int:
-    query, key = segments.operand(node, 1).meta["val"], segments.operand(node, 2).meta["val"]
+    query, key = fx_nodes.operand(node, 1).meta["val"], fx_nodes.operand(node, 2).meta["val"]
     rows = _query_rows(query.shape[-2])
     size = max(4, query.element_size())
     copied = _bytes(node, 1) if query.shape[1] > 1 else 0  # the incoming gradient, where heads lie otherwise than in it
@@ -113,7 +115,7 @@ def _per_matrix(count: int) -> Callable[[fx.Node], int]:
     """LAPACK's work for one matrix of a batch."""
 
     def rule(node: fx.Node) -> int:
-        value = segments.operand(node).meta["val"]
+        value = fx_nodes.operand(node).meta["val"]
         return count * value.shape[-1] * value.shape[-2] * value.element_size()
 
     return rule
@@ -121,7 +123,7 @@ def _per_matrix(count: int) -> Callable[[fx.Node], int]:
 
 def _selection(node: fx.Node) -> int:
     """The operand and its indices, which are moved about."""
-    value = segments.operand(node).meta["val"]
+    value = fx_nodes.operand(node).meta["val"]
     return value.numel() * (value.element_size() + 8)
 
 
@@ -141,12 +143,12 @@ def _query_rows(length: int) -> int:
 
 def _adamw8(node: fx.Node) -> int:
     """Ten-odd buffers of a chunk."""
-    return min(segments.operand(node).meta["val"].numel(), CHUNK["cpu"]) * BUFFER_BYTES
+    return min(fx_nodes.operand(node).meta["val"].numel(), CHUNK["cpu"]) * BUFFER_BYTES
 
 
 def _onednn_product(node: fx.Node) -> int:
     """Blocks of both operands in the order oneDNN reads them; beside an addend, a transposed left one is copied."""
-    left = segments.operand(node, -2).meta["val"]
+    left = fx_nodes.operand(node, -2).meta["val"]
     copied = _bytes(node, -2) if len(node.args) > 2 and not left.is_contiguous() else 0
     return copied + min(_bytes(node, -1) + _bytes(node, -2) + 1024, 545_792) * torch.get_num_threads()
 

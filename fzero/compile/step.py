@@ -23,7 +23,7 @@ from fzero.cost.memory import Account, account
 from fzero.cost.rates import Rates
 from fzero.errors import FzeroError, SpecError, TreeError, at
 from fzero.functional import forward
-from fzero.ir import segments
+from fzero.ir import fx_nodes
 from fzero.ir.program import Program, wire_bytes
 from fzero.lowering.build import build
 from fzero.passes import Options, optimise
@@ -50,7 +50,7 @@ class Lowered:
     @cached_property
     def digest(self) -> str:
         """What every rank must agree on: the program, and the constants that the update reads."""
-        fixed = segments.placeholders(self.graph.gm.graph)[len(self.plan.leaves) + len(self.graph.batch_paths) :]
+        fixed = fx_nodes.placeholders(self.graph.gm.graph)[len(self.plan.leaves) + len(self.graph.batch_paths) :]
         read = [any(u.target is not torch.ops.fzero.region.default for u in node.users) for node in fixed]
         values = [bits(x) for x, used in zip(self.graph.constants.values(), read, strict=True) if used]
         return hashlib.blake2b(" ".join([self.program.digest, *values]).encode(), digest_size=8).hexdigest()

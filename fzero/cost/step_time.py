@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fzero.cost.rates import Rates
-from fzero.ir import segments
+from fzero.ir import fx_nodes
 from fzero.ir.program import Program
 
 aten = torch.ops.aten
@@ -51,11 +51,11 @@ def _advance(wire: dict[str, float], budget: float) -> None:
 
 def _compute(gm: fx.GraphModule, rates: Rates) -> float:
     """Seconds that a segment runs for."""
-    return sum(_node(node, rates) for node in gm.graph.nodes if segments.is_compute(node))
+    return sum(_node(node, rates) for node in gm.graph.nodes if fx_nodes.is_compute(node))
 
 
 def _node(node: fx.Node, rates: Rates) -> float:
-    if segments.is_view(node):
+    if fx_nodes.is_view(node):
         return 0.0
     work = flops(node)
     if work:
@@ -66,7 +66,7 @@ def _node(node: fx.Node, rates: Rates) -> float:
 
 def flops(node: fx.Node) -> int:
     """Operations of a matrix product, a convolution or an attention; 0 for another op."""
-    name = segments.op_name(node)
+    name = fx_nodes.op_name(node)
     if name.removeprefix("onednn_") in ("mm", "bmm", "addmm", "baddbmm"):
         first = _operands(node)[-2 if "out" not in node.kwargs else -3]
         made = node.kwargs["out"].meta["val"] if "out" in node.kwargs else _values(node)[0]  # type: ignore[union-attr]
@@ -89,7 +89,7 @@ def _operands(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _values(node: fx.Node) -> list[torch.Tensor]:
-    return _tensors(node.meta.get("val")) or [x for n in segments.mutated(node) for x in _tensors(n.meta.get("val"))]
+    return _tensors(node.meta.get("val")) or [x for n in fx_nodes.mutated(node) for x in _tensors(n.meta.get("val"))]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

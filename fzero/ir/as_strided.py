@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fzero.errors import CaptureError, VerifyError
-from fzero.ir import segments
+from fzero.ir import fx_nodes, fx_values
 
 aten = torch.ops.aten
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
@@ -86,7 +86,7 @@ def faults(gm: fx.GraphModule) -> Iterator[str]:
         elif node.target in (torch.ops.fzero.strided.default, torch.ops.fzero.strided_scatter.default):
             size, stride, start = node.args[-3:]
             first, last = span((size, stride, start))
-            held = segments.operand(node).meta["val"].numel()
+            held = fx_nodes.operand(node).meta["val"].numel()
             if first < 0 or last > held:
                 yield f"{node.target} reaches elements [{first}, {last}) of a value that has {held}"
 
@@ -104,7 +104,7 @@ def check_view(view: torch.Tensor, owner: torch.Tensor, what: object) -> None:
 def _reach(x: torch.Tensor) -> tuple[int, int]:
     """The bytes of its storage from a tensor's first element to its last."""
     first = int(x.storage_offset()) * x.element_size()
-    return first, first + segments.extent_bytes(x)
+    return first, first + fx_values.extent_bytes(x)
 
 
 def _storage(x: torch.Tensor) -> int:
@@ -115,7 +115,7 @@ def takes_offset(node: fx.Node) -> bool:
     """Whether an op names a place in its operand's storage."""
     if node.target is aten._reshape_alias.default:
         return True
-    found = segments.schema(node)
+    found = fx_nodes.schema(node)
     return found is not None and any(argument.name == "storage_offset" for argument in found.arguments)
 
 
@@ -126,15 +126,15 @@ def rooted(gm: fx.GraphModule) -> fx.GraphModule:
 
     So does what is written through an `unfold` that leaves elements out, which its pure form in torch loses.
     """
-    for node in {n for written in gm.graph.nodes for w in segments.mutated(written) for n in _upwards(w)}:
+    for node in {n for written in gm.graph.nodes for w in fx_nodes.mutated(written) for n in _upwards(w)}:
         if node.target is aten.unfold.default and _leaves_out(node):
             value = node.meta["val"]
             layout = (list(value.shape), list(value.stride()), int(value.storage_offset()))
-            node.target, node.args, node.kwargs = aten.as_strided.default, (segments.operand(node), *layout), {}
+            node.target, node.args, node.kwargs = aten.as_strided.default, (fx_nodes.operand(node), *layout), {}
     for node in gm.graph.nodes:
         if node.target in (aten.as_strided.default, aten._reshape_alias.default):
-            operand = segments.operand(node)
-            root = segments.base(operand)
+            operand = fx_nodes.operand(node)
+            root = fx_nodes.base(operand)
             size, stride, offset = _layout(node)
             if root.op == "get_attr":
                 start = _start_of(getattr(gm, str(root.target)), node)
@@ -146,7 +146,7 @@ def rooted(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _leaves_out(node: fx.Node) -> bool:
     """Whether an `unfold` has elements of its operand in no window."""
-    x: torch.Tensor = segments.operand(node).meta["val"]
+    x: torch.Tensor = fx_nodes.operand(node).meta["val"]
     dim, size, step = (int(n) for n in node.args[1:])  # type: ignore[arg-type]
     length = x.shape[dim] if x.dim() else 1
     return step > size or not size or (length - size) % step != 0
@@ -158,16 +158,16 @@ def check_reach(gm: fx.GraphModule) -> None:
     Eager autograd then makes the view anew from the value that owns the memory; a trace goes back through the view that
     it was taken of, whose gradient has no place for what lies outside."""
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    writes = [(order[n], segments.base(w)) for n in order for w in segments.mutated(n)]
+    writes = [(order[n], fx_nodes.base(w)) for n in order for w in fx_nodes.mutated(n)]
     for node in order if writes else ():
         if node.target is not aten.as_strided.default or node.meta.get("no_grad") or _inside(node):
             continue
         same = {node}
         for later in list(order)[order[node] + 1 :]:
-            if segments.source(later) in same:
+            if fx_nodes.source(later) in same:
                 same.add(later)
         last = max((order[u] for n in same for u in n.users if u not in same), default=-1)
-        if any(order[node] < at < last and root is segments.base(node) for at, root in writes):
+        if any(order[node] < at < last and root is fx_nodes.base(node) for at, root in writes):
             raise CaptureError(
                 f"{node.target} at {_where(node)} reaches beyond the view that it is taken of, and is read after their "
                 "memory was written to: its gradient would be wrong. Take it of the whole tensor"
@@ -176,10 +176,10 @@ def check_reach(gm: fx.GraphModule) -> None:
 
 def _inside(node: fx.Node) -> bool:
     """Whether an `as_strided` looks only at elements of its operand, or at all of a value that is no view."""
-    operand = segments.operand(node)
+    operand = fx_nodes.operand(node)
     value, (first, last) = operand.meta["val"], span(_layout(node))
     held = span((value.shape, value.stride(), int(value.storage_offset())))
-    return not segments.is_view(operand) or (held[0] <= first and last <= held[1] and segments.is_dense(value))
+    return not fx_nodes.is_view(operand) or (held[0] <= first and last <= held[1] and fx_values.is_dense(value))
 
 
 def _start_of(closed_over: torch.Tensor, node: fx.Node) -> int:
@@ -219,8 +219,8 @@ def aligned(gm: fx.GraphModule, parts: Sequence[fx.Node]) -> None:
     Two floats are a complex number, and four bytes an int32, only at a multiple of their size.
     """
     for node in list(gm.graph.nodes):
-        if node.target in (aten.view_as_complex.default, aten.view.dtype) and segments.base(node) in parts:
-            x = segments.operand(node)
+        if node.target in (aten.view_as_complex.default, aten.view.dtype) and fx_nodes.base(node) in parts:
+            x = fx_nodes.operand(node)
             with gm.graph.inserting_before(node):
                 copy = gm.graph.call_function(aten.clone.default, (x,))
             value = x.meta["val"]
@@ -235,7 +235,7 @@ class _Maker:
 
     def __init__(self, node: fx.Node) -> None:
         self.node = node
-        self.mode = segments.tensors(node.meta["val"])[0].fake_mode  # type: ignore[attr-defined]
+        self.mode = fx_values.tensors(node.meta["val"])[0].fake_mode  # type: ignore[attr-defined]
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         made = self.node.graph.call_function(target, args, kwargs)
@@ -288,7 +288,7 @@ def _read_copy(node: fx.Node, make: _Maker) -> fx.Node:
 
 def _write(node: fx.Node, make: _Maker) -> fx.Node:
     """as_strided_scatter as a new value of its operand's layout."""
-    x, values = segments.operand(node), segments.operand(node, 1)
+    x, values = fx_nodes.operand(node), fx_nodes.operand(node, 1)
     size, stride, _ = layout = _layout(node)
     start = _start_in(x.meta["val"], layout)
     if start is None:
@@ -296,7 +296,7 @@ def _write(node: fx.Node, make: _Maker) -> fx.Node:
     like = x.meta["val"]
     if torch.Size(size).numel() > 1 and not _is_apart(size, stride):
         raise CaptureError(f"{node.target} at {_where(node)} writes several values to one element: write to a clone")
-    if start == 0 and torch.Size(size).numel() == like.numel() and segments.dense(size, stride):
+    if start == 0 and torch.Size(size).numel() == like.numel() and fx_values.dense(size, stride):
         return make.shaped(make.flat(values, layout), like)  # nothing is left of the old value
     new = make(torch.ops.fzero.strided_scatter.default, make.flat(x), values, list(size), list(stride), start)
     return make.shaped(new, like)
@@ -315,19 +315,19 @@ def _layout(node: fx.Node) -> Layout:
     named = _named(node)
     offset = named.get("storage_offset")
     if offset is None:
-        offset = segments.operand(node).meta["val"].storage_offset()
+        offset = fx_nodes.operand(node).meta["val"].storage_offset()
     return named["size"], named["stride"], offset
 
 
 def _named(node: fx.Node) -> dict[str, Any]:
     """A node's arguments by the names in its op's schema."""
-    arguments = segments.schema(node).arguments  # type: ignore[union-attr]
+    arguments = fx_nodes.schema(node).arguments  # type: ignore[union-attr]
     return {a.name: v for a, v in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
 
 
 def _owner(node: fx.Node, layout: Layout) -> tuple[fx.Node, int]:
     """The dense value that holds all elements of a layout of the operand's storage, and the layout's start in it."""
-    operand = segments.operand(node)
+    operand = fx_nodes.operand(node)
     for x in reversed(list(_upwards(operand))):
         start = _start_in(x.meta["val"], layout) if _alike(x, operand) else None
         if start is not None:
@@ -341,14 +341,14 @@ def _start_in(value: torch.Tensor, layout: Layout) -> int | None:
     size, stride, offset = layout
     start = offset - int(value.storage_offset())
     first, last = span((size, stride, start))
-    held = segments.is_dense(value) and first >= 0 and last <= value.numel()
+    held = fx_values.is_dense(value) and first >= 0 and last <= value.numel()
     return (start if last else 0) if held else None
 
 
 def _upwards(node: fx.Node) -> Iterator[fx.Node]:
     """A value, what it is a view of, and so on to what owns the memory."""
     yield node
-    while (source := segments.source(node)) is not None:
+    while (source := fx_nodes.source(node)) is not None:
         yield source
         node = source
 
@@ -363,7 +363,7 @@ def _alike(a: fx.Node, b: fx.Node) -> bool:
 
 def _beyond(node: fx.Node, layout: Layout) -> CaptureError:
     first, last = span(layout)
-    value = segments.operand(node).meta["val"]
+    value = fx_nodes.operand(node).meta["val"]
     return CaptureError(
         f"{node.target} at {_where(node)} reaches elements [{first}, {last}) of a storage, of which a value of shape "
         f"{tuple(value.shape)} and strides {value.stride()} from element {value.storage_offset()} holds only some: "

@@ -16,7 +16,7 @@ from torch import fx
 
 from fzero.codegen import bind
 from fzero.comm.protocol import Comm
-from fzero.ir import segments
+from fzero.ir import fx_nodes, fx_values
 from fzero.ir.program import Program, op_text
 from fzero.ir.records import PERSISTENT, Buffer, Op, Ref
 from fzero.kernels import kernel_for
@@ -103,21 +103,21 @@ def as_planned(gm: fx.GraphModule, *given: torch.Tensor) -> list[torch.Tensor]:
     in another order, and a sum round differently."""
     if gm.meta.get("as_planned"):
         return gm.forward(*given)
-    env: dict[fx.Node, Any] = dict(zip(segments.placeholders(gm.graph), given, strict=True))
+    env: dict[fx.Node, Any] = dict(zip(fx_nodes.placeholders(gm.graph), given, strict=True))
     last = {operand: node for node in gm.graph.nodes for operand in node.all_input_nodes}
     plain = True
-    for node in filter(segments.is_compute, gm.graph.nodes):
+    for node in filter(fx_nodes.is_compute, gm.graph.nodes):
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
         kernel = kernel_for(node.target, *args, **kwargs)
         found = (kernel or node.target)(*args, **kwargs)
-        env[node] = found if segments.source(node) is not None else strided(found, node.meta.get("val"))
+        env[node] = found if fx_nodes.source(node) is not None else strided(found, node.meta.get("val"))
         plain = plain and kernel is None and env[node] is found
         for operand in node.all_input_nodes:
             if last[operand] is node:
                 del env[operand]
     if plain and bind.as_sized(gm, given):
         gm.meta["as_planned"] = True
-    return list(fx.node.map_arg(segments.outputs(gm.graph), env.__getitem__))
+    return list(fx.node.map_arg(fx_nodes.outputs(gm.graph), env.__getitem__))
 
 
 def strided(found: Any, planned: Any) -> Any:
@@ -127,7 +127,7 @@ def strided(found: Any, planned: Any) -> Any:
         return found if all(x is y for x, y in zip(found, results, strict=True)) else results
     if not (isinstance(found, torch.Tensor) and isinstance(planned, torch.Tensor) and found.shape == planned.shape):
         return found
-    if not segments.is_dense(planned) or segments.steps(found) == segments.steps(planned):
+    if not fx_values.is_dense(planned) or fx_values.steps(found) == fx_values.steps(planned):
         return found
     return torch.empty_strided(planned.shape, planned.stride(), dtype=found.dtype, device=found.device).copy_(found)
 

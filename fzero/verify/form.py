@@ -13,12 +13,12 @@ import torch
 from torch import fx
 
 from fzero.codegen import bind, inplace
-from fzero.ir import as_strided, segments
+from fzero.ir import as_strided, fx_nodes, fx_values
 from fzero.ir.program import Program
 from fzero.ir.records import ALIGN, DTYPE_NAMES, KINDS, PERSISTENT, Buffer, Op, Ref
 from fzero.ir.rewrite import Spans
+from fzero.ir.traits import BLOCKWISE, IN_PLACE
 from fzero.verify.lifetimes import Fault
-from fzero.verify.terms import BLOCKWISE, IN_PLACE
 
 MOST = 1 << 62  # bytes and elements: what 64-bit integers hold
 NUMBERS = ("at", "divisor", "flat", "fresh", "heap", "microbatch", "peer", "tag", "workspace")  # attributes
@@ -179,19 +179,19 @@ def calls(program: Program) -> Iterator[Fault]:
         if gm is None:
             yield i, f"segment {op.get('segment')} is not in the program: pass segments= to parse"
             continue
-        results, takes = segments.outputs(gm.graph), segments.placeholders(gm.graph)
+        results, takes = fx_nodes.outputs(gm.graph), fx_nodes.placeholders(gm.graph)
         fresh = len(results)
         num_given = len(op.reads) + len(op.writes) - fresh
         if fresh != int(op.get("fresh", 0)) or len(takes) != num_given or fresh > len(op.writes):
             yield i, f"segment {op.get('segment')} takes {len(takes)} and returns {fresh}, the op gives {num_given}"
             continue
-        owners = [segments.base(node) for node in results]
-        values = [value for node in results for value in segments.memory(node)]
+        owners = [fx_nodes.base(node) for node in results]
+        values = [value for node in results for value in fx_values.memory(node)]
         given = any(node.op == "placeholder" for node in owners)
         if given or len(set(owners)) < len(owners) or len(set(values)) < len(values):
             yield i, f"segment {op.get('segment')} returns a tensor that shares its memory with another or an input"
         for ref, node in zip(op.writes[:fresh], results, strict=True):
-            if not segments.is_dense(node.meta["val"]):
+            if not fx_values.is_dense(node.meta["val"]):
                 yield i, f"returns {ref} with strides {node.meta['val'].stride()}: its buffer has no room for the gaps"
             buffer = program.buffers[ref.name]
             if buffer.kind in PERSISTENT:
