@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import fzero
 from fzero import CaptureError, TreeError
 from fzero.capture import trace_step
-from fzero.capture.trace_step import Graph
+from fzero.capture.graph import Graph
 from fzero.ir import fx_nodes
 from fzero.state.state import State
 

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 import fzero
 from fzero import _torch_compat
 from fzero._torch_compat import FakeTensorMode
-from fzero.capture.trace_step import Graph
+from fzero.capture.graph import Graph
 from fzero.codegen import matmul
 from fzero.codegen.matmul import FORMS, OUT_FORMS, Product
 from fzero.codegen.workspace import workspace_bytes

@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import by_onednn
-from fzero.capture.trace_step import Graph
+from fzero.capture.graph import Graph
 from fzero.cost.autotune import Costs, Figures
 from fzero.ir import segments
 

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import graph_module
-from fzero.capture.trace_step import Graph
+from fzero.capture.graph import Graph
 from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from fzero.capture.trace_step import Graph, Region
+from fzero.capture.graph import Graph, Region
 from fzero.ir import fx_nodes, segments
 from fzero.ir.records import DTYPE_NAMES, Buffer, Ref
 from fzero.lowering.emit import Emitter, line_of

@@ -99,8 +99,8 @@ class Runtime:
 
     def _lowered(self, batch: Any, fn: Callable[..., Any] | None) -> Lowered:
         state = fakes_on(self.like, self.device)
-        costs = self.costs if self.spec.products == "fastest" else None
-        lowered = lower_step(self.spec, state, batch, self.plan, self.transport.via, fn, costs, self.transport.rates)
+        costs = self.costs if self.treedef.products == "fastest" else None
+        lowered = lower_step(self.treedef, state, batch, self.plan, self.transport.via, fn, costs, self.transport.rates)
         verify(lowered.program)
         for chosen in lowered.choices.values():
             log.info("fzero: %s", chosen)
@@ -119,7 +119,13 @@ class Runtime:
             memory = {**self.memory, **dict(zip(constants, lowered.graph.constants.values(), strict=True))}
             compiled = self.compiled_segments.get(program.digest, {})
             self.bound[id(lowered)] = Bound(
-                program, self.rank, self.transport.comm, memory, self.arena, compiled, cuda_graph=self.spec.cuda_graph
+                program,
+                self.rank,
+                self.transport.comm,
+                memory,
+                self.arena,
+                compiled,
+                cuda_graph=self.treedef.cuda_graph,
             )
         return self.bound[id(lowered)]
 
@@ -134,7 +140,7 @@ class Runtime:
         try:
             self.compiled_segments[digest] = compile_segments.compiled(
                 lowered.program,
-                how=self.spec.compile,
+                how=self.treedef.compile,
                 device=self.device,
                 rank=self.rank,
                 world_size=self.world_size,
@@ -218,7 +224,7 @@ def execute(state: State, lowered: Lowered, batch: Any, watch: Callable[[int], N
                 "Start again from fzero.init or the last checkpoint"
             )
         raise
-    return tree.unflatten(lowered.graph.metrics_spec, [metrics[name] for name in lowered.graph.metric_names])
+    return tree.unflatten(lowered.graph.metrics_treedef, [metrics[name] for name in lowered.graph.metric_names])
 
 
 def _current(lowered: Lowered) -> Lowered:

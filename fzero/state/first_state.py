@@ -19,9 +19,11 @@ from torch import fx
 
 from fzero import tree
 from fzero._torch_compat import FakeTensorMode
-from fzero.capture import trace_step
+from fzero.capture.context import Tracing
+from fzero.capture.graph import PerRank
+from fzero.capture.leaves import check_leaf, check_names
 from fzero.capture.provenance import describe
-from fzero.capture.tracing import Tracing, check_leaf, check_names, lifted, trace
+from fzero.capture.tracing import lifted, trace
 from fzero.errors import TreeError, at
 from fzero.ir import fx_nodes, segments
 from fzero.plan.layout import Plan
@@ -56,9 +58,7 @@ class Recipe:
 
         def flat(*xs: torch.Tensor) -> list[torch.Tensor]:
             paths, leaves, shown["spec"] = tree.flatten(fn(*xs))
-            shown["per_rank"] = tuple(
-                p for p, x in zip(paths, leaves, strict=True) if isinstance(x, trace_step.PerRank)
-            )
+            shown["per_rank"] = tuple(p for p, x in zip(paths, leaves, strict=True) if isinstance(x, PerRank))
             shown["paths"] = paths
             check_names("state", paths)
             return [_as_tensor(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
@@ -110,7 +110,7 @@ def bits(value: torch.Tensor) -> str:
 
 
 def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
-    leaf = leaf.value if isinstance(leaf, trace_step.PerRank) else leaf
+    leaf = leaf.value if isinstance(leaf, PerRank) else leaf
     if isinstance(leaf, torch.Tensor):
         check_leaf(at("state", path), leaf)
         return leaf.detach() if leaf.requires_grad else leaf

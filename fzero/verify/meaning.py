@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero.capture.trace_step import Graph, Region
+from fzero.capture.graph import Graph, Region
 from fzero.ir import fx_nodes
 from fzero.plan.layout import Plan
 from fzero.verify.terms import Term, apply, digest, evaluate, part, reduced, term
