@@ -99,8 +99,8 @@ class Runtime:
 
     def _lowered(self, batch: Any, fn: Callable[..., Any] | None) -> Lowered:
         state = fakes_on(self.like, self.device)
-        costs = self.costs if self.treedef.products == "fastest" else None
-        lowered = lower_step(self.treedef, state, batch, self.plan, self.transport.via, fn, costs, self.transport.rates)
+        costs = self.costs if self.spec.products == "fastest" else None
+        lowered = lower_step(self.spec, state, batch, self.plan, self.transport.via, fn, costs, self.transport.rates)
         verify(lowered.program)
         for chosen in lowered.choices.values():
             log.info("fzero: %s", chosen)
@@ -119,13 +119,7 @@ class Runtime:
             memory = {**self.memory, **dict(zip(constants, lowered.graph.constants.values(), strict=True))}
             compiled = self.compiled_segments.get(program.digest, {})
             self.bound[id(lowered)] = Bound(
-                program,
-                self.rank,
-                self.transport.comm,
-                memory,
-                self.arena,
-                compiled,
-                cuda_graph=self.treedef.cuda_graph,
+                program, self.rank, self.transport.comm, memory, self.arena, compiled, cuda_graph=self.spec.cuda_graph
             )
         return self.bound[id(lowered)]
 
@@ -140,7 +134,7 @@ class Runtime:
         try:
             self.compiled_segments[digest] = compile_segments.compiled(
                 lowered.program,
-                how=self.treedef.compile,
+                how=self.spec.compile,
                 device=self.device,
                 rank=self.rank,
                 world_size=self.world_size,
