@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero.capture import trace_step
-from fzero.codegen import bind
+from fzero.codegen import bind, segment_memory
 from fzero.ir import fx_nodes
 from fzero.ir.offset_assignment import ALIGN_BYTES, clash, pack
 from fzero.ir.records import PERSISTENT
@@ -94,7 +94,7 @@ def check(gm: Any, given: Sequence[torch.Tensor] = ()) -> None:
     inputs = list(given) or operands(gm, torch.Generator().manual_seed(0))
     plain = [x.clone() for x in inputs]
     expected = gm(*plain)
-    layout = bind.layout(gm)
+    layout = segment_memory.layout(gm)
     block = torch.empty(layout.nbytes, dtype=torch.uint8)
     fresh = [
         torch.empty_strided(n.meta["val"].shape, n.meta["val"].stride(), dtype=n.meta["val"].dtype)

@@ -18,7 +18,7 @@ from torch import fx
 
 import fzero
 from fzero.capture import trace_step
-from fzero.codegen import bind
+from fzero.codegen import bind, segment_memory
 from fzero.codegen.matmul import FORMS, OUT_FORMS
 from fzero.codegen.workspace import RULES, workspace_bytes
 from fzero.cost.allocator import measured_peak
@@ -202,10 +202,10 @@ def test_no_call_of_a_segment_asks_the_allocator_for_more_than_its_heap(kind: st
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         if fx_nodes.is_compute(node) and not fx_nodes.is_view(node) and not fx_nodes.mutated(node):
             into = {i: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for i, v in fx_values.results(node)}
-            calls = list(bind._writing(node, args, kwargs, into))
+            calls = list(bind.calls_of(node, args, kwargs, into))
             _, peak = measured_peak(lambda calls=calls: [call() for call in calls] and None)
-            assert peak <= 1.05 * bind._heap(node) + 8192, (
-                f"{node.target}: planned {bind._heap(node)}, allocator {peak}"
+            assert peak <= 1.05 * segment_memory.heap_bytes(node) + 8192, (
+                f"{node.target}: planned {segment_memory.heap_bytes(node)}, allocator {peak}"
             )
             tried += 1
         values[node] = node.target(*args, **kwargs)

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import below_autograd
-from fzero.codegen import bind, inplace
+from fzero.codegen import bind, inplace, segment_memory
 from fzero.comm.protocol import Comm
 from fzero.ir import fx_nodes
 from fzero.ir.program import Program, op_text
@@ -213,7 +213,7 @@ def _run(bound: Bound, op: Op) -> list[Call]:
     for ref, node in zip(fresh, fx_nodes.outputs(gm.graph), strict=True):
         buffer = bound.program.buffers[ref.name]
         start = buffer.at or 0
-        bound.memory[ref.name] = bind.at(bound.arena[: start + buffer.nbytes], start, node.meta["val"])
+        bound.memory[ref.name] = segment_memory.tensor_at(bound.arena[: start + buffer.nbytes], start, node.meta["val"])
     start, size = int(op.get("at", 0)), int(op.get("workspace", 0))
     given = [bound.tensor(ref) for ref in (*op.reads, *into)]
     made = [bound.memory[ref.name] for ref in fresh]

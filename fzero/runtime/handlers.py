@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero.codegen import bind
+from fzero.codegen import bind, segment_memory
 from fzero.comm.protocol import Comm
 from fzero.ir import fx_nodes, fx_values
 from fzero.ir.program import Program, op_text
@@ -141,7 +141,9 @@ def _run(rank: Rank, op: Op) -> None:
         spoil(rank.arena[int(op.get("at")) :][: int(op.get("workspace"))])
     for ref, value in zip(op.writes, call(*given, *into), strict=False):
         place = rank.program.buffers[ref.name].at
-        rank.memory[ref.name] = value if place is None else bind.at(rank.arena, place, value).copy_(value)
+        rank.memory[ref.name] = (
+            value if place is None else segment_memory.tensor_at(rank.arena, place, value).copy_(value)
+        )
 
 
 def _update(rank: Rank, op: Op) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from fzero.codegen import bind, inplace
+from fzero.codegen import inplace, segment_memory
 from fzero.ir import as_strided, fx_nodes, fx_values
 from fzero.ir.program import Program
 from fzero.ir.records import ALIGN, DTYPE_NAMES, KINDS, PERSISTENT, Buffer, Op, Ref
@@ -205,7 +205,7 @@ def calls(program: Program) -> Iterator[Fault]:
         if cut is not None and op.get("flat") and not any(map(_by_blocks, gm.graph.nodes)):
             yield i, f"{cut} ends off a multiple of {ALIGN} elements: the bits of the last ones depend on that"
         if op.get("at") is not None or "size_workspaces" in program.passes:
-            need, room = bind.layout(gm, inplace.apart(op)).nbytes, int(op.get("workspace", 0))
+            need, room = segment_memory.layout(gm, inplace.apart(op)).nbytes, int(op.get("workspace", 0))
             if need > room:
                 yield i, f"segment {op.get('segment')} works in {need:,} bytes, its workspace has {room:,}"
 
