@@ -97,16 +97,16 @@ class Filled:
 
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
         source, dest = tensors[0].reshape(-1), tensors[len(op.reads)].view(-1)
-        if op.kind == "gather":
+        if op.gathers:
             parts = dest.view(self.world_size, -1)
             for others in (parts[: self.rank], parts[self.rank + 1 :]):  # the own part may be the source itself
                 others.copy_(source.expand_as(others))
             if parts[self.rank].data_ptr() != source.data_ptr():
                 parts[self.rank].copy_(source)
             return
-        own = source.view(self.world_size, -1)[self.rank] if op.get("mode") == "scatter" else source
+        own = source.view(self.world_size, -1)[self.rank] if op.row.scatters else source
         dest.copy_(own)
-        if op.get("op") != "max" and op.get("divisor", 1) == 1:
+        if op.reduction != "max" and op.divisor == 1:
             dest.mul_(self.world_size)  # a sum, not a mean
 
 

@@ -347,7 +347,7 @@ class RngStateMode(TorchDispatchMode):
         with kind._lock:
             kind._inside -= 1
             if not kind._inside:
-                torch.get_rng_state, torch.set_rng_state = kind._torchs
+                torch.get_rng_state, torch.set_rng_state = kind._torchs  # type: ignore[assignment]
 
 
 def _rng_state_mode() -> RngStateMode | None:
@@ -360,9 +360,9 @@ def _get_rng_state() -> Any:
     return RngStateMode._torchs[0]() if mode is None else mode.get_rng_state()
 
 
-def _set_rng_state(state: Any) -> None:
+def _set_rng_state(new_state: Any) -> None:
     mode = _rng_state_mode()
-    return RngStateMode._torchs[1](state) if mode is None else mode.set_rng_state(state)
+    return RngStateMode._torchs[1](new_state) if mode is None else mode.set_rng_state(new_state)
 
 
 def default_store() -> Any:

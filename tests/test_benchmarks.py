@@ -178,17 +178,17 @@ def test_the_chart_is_drawn_from_the_record_and_names_what_is_missing(tmp_path: 
 
 def test_a_filled_transfer_is_what_equal_ranks_would_do() -> None:
     comm, whole = gpu.Filled(1, 3), torch.zeros(6)
-    gather = make_op("gather", [Ref("s")], [Ref("w")])
+    gather = make_op("all_gather", [Ref("s")], [Ref("w")])
     comm.start("w", gather, [torch.tensor([1.0, 2.0]), whole])
     assert whole.tolist() == [1, 2, 1, 2, 1, 2]
     whole = torch.tensor([0.0, 0.0, 5.0, 6.0, 0.0, 0.0])
     comm.start("w", gather, [whole[2:4], whole])  # the own slice in place
     assert whole.tolist() == [5, 6, 5, 6, 5, 6]
     scattered, source = torch.zeros(2), torch.arange(6.0)
-    comm.start("d", make_op("reduce", [Ref("s")], [Ref("d")], mode="scatter", divisor=3), [source, scattered])
+    comm.start("d", make_op("reduce_scatter", [Ref("s")], [Ref("d")], divisor=3), [source, scattered])
     assert scattered.tolist() == [2, 3]
     summed = torch.zeros(())
-    comm.start("d", make_op("reduce", [Ref("s")], [Ref("d")], mode="exchange", op="sum"), [torch.tensor(2.0), summed])
+    comm.start("d", make_op("all_reduce_small", [Ref("s")], [Ref("d")], op="sum"), [torch.tensor(2.0), summed])
     assert float(summed) == 6
 
 

@@ -343,7 +343,7 @@ def test_elementwise_work_on_codes_and_scales_runs_on_slices_too() -> None:
     specs = [fzero.Spec(loss=odd_loss, optimizer=tx, zero=zero) for zero in (0, 1, 3)]
     runs = [run(spec, odd_params(), odd_batch, world=2, steps=3) for spec in specs]
     assert [differing(runs[0].final, op.final) for op in runs] == [[], [], []]
-    gathered = {op.reads[0].name for op in runs[2].lowered.program.ops if op.kind == "gather"}
+    gathered = {op.reads[0].name for op in runs[2].lowered.program.ops if op.gathers}
     assert all(name.startswith("params") for name in gathered)
 
 
@@ -379,12 +379,12 @@ def test_the_update_is_one_op_in_place_for_leaves_without_padding() -> None:
 
     spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw8bit(1e-2), zero=3)
     program = fzero.lower(spec, params, torch.zeros(2, 64), world_size=4).program
-    updates = [op for op in program.ops if op.kind == "update" and op.get("flat")]
+    updates = [op for op in program.ops if op.is_update and op.is_flat]
     assert len(updates) == len(program.buckets) == 2
     for op in updates:
-        nodes = program.segments[str(op.get("segment"))].graph.nodes
+        nodes = program.segments[op.segment].graph.nodes
         assert [n.target for n in nodes if n.op == "call_function"] == [torch.ops.fzero.adamw8_.default]
-    moved = {ref.name for op in program.ops if op.kind in ("gather", "reduce") for ref in op.reads}
+    moved = {ref.name for op in program.ops if op.is_collective for ref in op.reads}
     assert not any("opt_state" in name for name in moved)
 
 
@@ -394,7 +394,7 @@ def test_the_text_form_keeps_the_ratio(good: Program) -> None:
 
 
 def update_of(program: Program, path: str) -> int:
-    return find(program, lambda op: op.kind == "update" and op.why == f"update {path}")[0]
+    return find(program, lambda op: op.is_update and op.why == f"update {path}")[0]
 
 
 def scales(program: Program, at: int) -> list[int]:

@@ -69,7 +69,7 @@ def test_the_arena_is_little_more_than_what_is_alive(zero: int) -> None:
     held = sum(b.nbytes for b in program.buffers.values() if b.kind in PERSISTENT)
     batch = sum(b.nbytes for b in program.buffers.values() if b.kind == "batch")
     alive = max(
-        level - held + int(op.get("workspace", 0))
+        level - held + op.workspace
         for level, op in zip(live_bytes(program.ops, program.buffers), program.ops, strict=True)
     )
     assert alive <= program.arena_bytes <= 1.1 * (alive + batch)
@@ -242,7 +242,7 @@ def test_a_step_keeps_its_addresses_and_allocates_next_to_nothing() -> None:
     assert {name: tensor.data_ptr() for name, tensor in state.runtime.memory.items()} == where
     assert state.runtime.arena.data_ptr() == arena
     program = state.runtime.compiled(batch).program
-    heap = max(int(op.get("heap", 0)) for op in program.ops)
+    heap = max(op.heap for op in program.ops)
     assert extra <= heap + 4096 < program.arena_bytes / 4
 
 
@@ -254,7 +254,7 @@ def test_an_error_names_its_op_and_marks_the_state_where_it_was_written() -> Non
     state = fzero.step(state, batch)
     bound = state.runtime.bind(state.runtime.compiled(batch))
     ops = bound.program.ops
-    update = next(i for i, op in enumerate(ops) if op.kind == "update")
+    update = next(i for i, op in enumerate(ops) if op.is_update)
     assert bound.first_write == update
 
     def fail() -> None:
@@ -291,7 +291,7 @@ def test_why_a_step_is_not_one_cuda_graph() -> None:
     read.meta["val"] = 1.0
     graph.output([])
     gm = torch.fx.GraphModule(torch.nn.Module(), graph)
-    ops = [op.with_attrs(segment="odd") if op.kind == "run" else op for op in program.ops]
+    ops = [op.with_attrs(segment="odd") if op.is_run else op for op in program.ops]
     odd = replace(program, ops=tuple(ops), segments={**program.segments, "odd": gm})
     assert "reads back from the device: aten._local_scalar_dense" in str(cuda_graphs.obstacle(odd, cuda))
 

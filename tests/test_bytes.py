@@ -27,17 +27,17 @@ def itemised(one: Program) -> Counter[str]:
     found: Counter[str] = Counter()
     for op in one.ops:
         what = op.kind
-        if op.kind == "gather":
-            what = "gather" if one.buffers[op.writes[0].name].kind == "gather" else "gather updated"
-        elif op.kind == "reduce":
-            what = f"reduce {op.get('mode')}"
+        if op.gathers:
+            what = "gather" if one.buffers[op.writes[0].name].kind == "gathered" else "gather updated"
+        elif op.reduces:
+            what = op.kind
         found[what] += wire_bytes(one, op)
     return found
 
 
 def gathered(one: Program, world: int) -> list[tuple[int, int]]:
     """(times gathered, bytes sent each time) of every bucket: layers twice, and less where the backward needs none."""
-    times = Counter(op.reads[0].name for op in one.ops if op.kind == "gather")
+    times = Counter(op.reads[0].name for op in one.ops if op.gathers)
     assert {times[f"params:blocks.{i}"] for i in range(12)} == {2}
     assert times["params:wpe"] == 1  # its gradient needs no value of it
     return [
@@ -53,16 +53,16 @@ def test_bytes_per_stage(zero: int, world: int) -> None:
     one, params = program(zero, world)
     share = params * (world - 1) / world
     found = itemised(one)
-    scalars = found["reduce exchange"]
+    scalars = found["all_reduce_small"]
     padding = sum(b.padding for b in one.buckets.values()) * 4
     assert scalars + padding < 0.01 * params, (scalars, padding)
     total = sum(found.values()) - scalars
     if zero == 0:
-        expected = {"reduce all": 2}
+        expected = {"all_reduce": 2}
     elif zero in (1, 2):
-        expected = {"reduce scatter": 1, "gather updated": 1}
+        expected = {"reduce_scatter": 1, "gather updated": 1}
     else:
-        expected = {"reduce scatter": 1}
+        expected = {"reduce_scatter": 1}
         assert found["gather"] == sum(times * size for times, size in gathered(one, world))
         assert 1.9 * share < found["gather"] <= 2 * (share + padding)
     for what, times in expected.items():
@@ -76,4 +76,4 @@ def test_accumulation_reduces_once_at_the_end_or_each_time() -> None:
         spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1), zero=2, microbatches=4, reduce=reduce)
         one = fzero.lower(spec, init, cases.tokens(8, 32, 512), world_size=2).program
         bucket_bytes = sum(b.length for b in one.buckets.values()) * 4
-        assert itemised(one)["reduce scatter"] == times * bucket_bytes // 2
+        assert itemised(one)["reduce_scatter"] == times * bucket_bytes // 2

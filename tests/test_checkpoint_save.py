@@ -193,7 +193,7 @@ def test_every_element_is_written_once(name):
             parts = [held(plan, memory[rank], leaf, rank) for rank in range(world)]
             assert same_bits(torch.cat(parts), value.reshape(-1)), leaf
             spans = [span(plan, leaf, rank) for rank in range(world)]
-            if plan.buffers[leaf.buffer].shard and leaf.slot is not None:
+            if plan.buffers[leaf.buffer].sharded and leaf.slot is not None:
                 cuts = [storage.piece(plan, leaf, rank)[1] for rank in range(world)]
                 assert [s for s in spans if s[0] < s[1]] == [(c.start, c.stop) for c in cuts if c.start < c.stop]
 

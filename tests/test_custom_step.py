@@ -131,9 +131,9 @@ def test_ema_frozen_and_tied_have_equal_bits_under_every_stage() -> None:
 def test_an_ema_is_updated_where_it_lies(zero: int) -> None:
     """One elementwise op a bucket does optimizer and EMA, on the own slices; no moment and no EMA is gathered."""
     program = fzero.lower(tied_spec(zero=zero), tied_state(random.key(3)), tied_batch(0, 0), world_size=4).program
-    gathered = {ref.name.split("/")[0].split(":")[0] for op in program.ops if op.kind == "gather" for ref in op.reads}
+    gathered = {ref.name.split("/")[0].split(":")[0] for op in program.ops if op.gathers for ref in op.reads}
     assert gathered == [set(), {"params", "frozen"}, {"params", "frozen"}, {"params", "frozen"}][zero]
-    updates = [op for op in program.ops if op.kind == "update" and op.get("flat")]
+    updates = [op for op in program.ops if op.is_update and op.is_flat]
     assert len(updates) == 2
     for op in updates:
         assert {ref.name.split(":")[0] for ref in op.writes} == {"params", "opt/mu", "opt/nu", "ema"}
@@ -150,7 +150,7 @@ def test_placements_are_those_of_the_stage(zero: int) -> None:
         buffer = plan.buffers[leaf.buffer]
         is_param = leaf.path.startswith("params/")
         sharded = leaf.path not in whole and (zero == 3 or (zero > 0 and not is_param))
-        assert buffer.shard == sharded, leaf.path
+        assert buffer.sharded == sharded, leaf.path
         if leaf.path not in whole:
             length = plan.buckets[buffer.bucket or ""].length
             assert buffer.shape == (length // world if sharded else length,)

@@ -225,17 +225,17 @@ def evaluation(fn: Callable[..., Any], **options: Any) -> fzero.Lowered:
 
 def test_it_gathers_layer_by_layer() -> None:
     program = evaluation(scores).program
-    order = [op.reads[0].name for op in program.ops if op.kind == "gather"]
+    order = [op.reads[0].name for op in program.ops if op.gathers]
     layers = [name for name in order if "layers" in name]
     assert layers == [f"params:layers.{i}" for i in range(DEPTH)], "each once, in order"
     total = sum(b.length * 4 for name, b in program.buckets.items() if name.startswith("layers"))
     held = gathered_bytes(program.ops, program.buffers)
     assert max(held) < total / 2
     assert max(live_bytes(program.ops, program.buffers)) - evaluation(scores).memory.state < total
-    frees = [i for i, op in enumerate(program.ops) if op.kind == "free"]
-    starts = [i for i, op in enumerate(program.ops) if op.kind == "gather"]
+    frees = [i for i, op in enumerate(program.ops) if op.is_free]
+    starts = [i for i, op in enumerate(program.ops) if op.gathers]
     assert any(a < f < b for a, b in pairwise(starts) for f in frees), "a layer is freed before the next are there"
-    assert not any(op.kind == "update" for op in program.ops)
+    assert not any(op.is_update for op in program.ops)
 
 
 def test_a_frozen_teacher_is_gathered_layer_by_layer() -> None:
@@ -256,7 +256,7 @@ def test_a_frozen_teacher_is_gathered_layer_by_layer() -> None:
         if path.startswith("teacher/"):
             assert same_bits(value, dict(zip(*tree.flatten(start)[:2], strict=True))[path])
     assert relative(runs[1].metrics[0][1]["target"], net(start["teacher"], part(1, 2)["x"])) < 1e-6
-    order = [op.reads[0].name for op in runs[1].lowered.program.ops if op.kind == "gather"]
+    order = [op.reads[0].name for op in runs[1].lowered.program.ops if op.gathers]
     assert [n for n in order if n.startswith("teacher:layers")] == [f"teacher:layers.{i}" for i in range(DEPTH)]
 
 

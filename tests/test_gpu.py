@@ -148,21 +148,21 @@ def test_a_batch_on_the_host_is_told_where_to_go() -> None:
 
 NCCL = """
 import torch, torch.distributed as dist
-from fzero.ir.program import Op, Ref
-from fzero.runtime import collectives, presence
+from fzero.comm import heartbeat, transfers
+from fzero.ir.records import Op, Ref
 dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29533", rank=0, world_size=1)
-comm = collectives.Nccl(0, 1, None, presence.ALONE)
+comm = transfers.Nccl(0, 1, None, heartbeat.ALONE)
 source, dest = torch.arange(8.0, device="cuda"), torch.zeros(8, device="cuda")
-ops = [Op("gather", (Ref("a"),), (Ref("b"),), axis="dp")]
-for mode in ("all", "scatter"):
+ops = [Op("all_gather", (Ref("a"),), (Ref("b"),), axis="dp")]
+for kind in ("all_reduce", "reduce_scatter"):
     for op, divisor in (("sum", 2), ("max", 1)):
-        attrs = (("mode", mode), ("op", op), ("divisor", divisor))
-        ops.append(Op("reduce", (Ref("a"),), (Ref("b"),), axis="dp", attrs=attrs))
+        attrs = (("divisor", divisor), ("op", op))
+        ops.append(Op(kind, (Ref("a"),), (Ref("b"),), axis="dp", attrs=attrs))
 def once(one):
     comm.start("b", one, [source, dest]); comm.wait("b")
 for one in ops:
     dest.zero_(); once(one)
-    wanted = source / one.get("divisor", 1)
+    wanted = source / one.divisor
     assert torch.equal(dest, wanted), (one, dest)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()

@@ -118,7 +118,7 @@ def test_the_rank_that_holds_the_store(how: str, tmp_path: Any) -> None:
 @LONG
 def test_a_failure_after_the_first_write_says_so(tmp_path: Any) -> None:
     """The state of a rank that had begun to write when it lost another is unusable."""
-    outcomes = gloo(2, worker.trouble, "stay", 1, "p2p", TIMEOUT, "gather", str(tmp_path), timeout=300)
+    outcomes = gloo(2, worker.trouble, "stay", 1, "p2p", TIMEOUT, "all_gather", str(tmp_path), timeout=300)
     one = outcomes[0].value
     assert one["missing"] == (1,)
     assert one["ended"].startswith("is unusable: step 3 failed after it began to write (HangError: rank 1 is missing")

@@ -20,6 +20,7 @@ import fzero
 from fzero._torch_compat import FakeTensorMode, inductor_lacks
 from fzero.codegen.fusion import Fused, aliased, fused
 from fzero.ir import fx_nodes, fx_values, segments
+from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref, make_op
 from fzero.runtime import compile_segments, handlers
@@ -139,7 +140,7 @@ def test_segments_whose_ops_alias_differently_are_left_alone() -> None:
 
     def program(*pairs: tuple[Ref, Ref]) -> Program:
         ops = tuple(make_op("update", [read], [write], segment=key, fresh=0) for read, write in pairs)
-        return Program((("dp", 1),), {}, buffers, ops, {}, segments={key: gm})
+        return Program(Mesh((("dp", 1),)), {}, buffers, ops, {}, segments={key: gm})
 
     a, b = Ref("a", 0, 8), Ref("b", 0, 8)
     assert aliased(program((a, b), (b, a))) == {key: {}}
@@ -214,7 +215,7 @@ def test_a_read_that_is_the_written_memory_is_read_before_it_is_written() -> Non
     key, x = segments.digest(gm), torch.randn(64, 64)
     buffers = {"x": Buffer("x", torch.float32, (64, 64), "state"), "s": Buffer("s", torch.float32, (64,), "activation")}
     one = make_op("update", [Ref("x")], [Ref("s"), Ref("x")], segment=key, fresh=1)
-    program = Program((("dp", 1),), {}, buffers, (one,), {}, segments={key: gm})
+    program = Program(Mesh((("dp", 1),)), {}, buffers, (one,), {}, segments={key: gm})
     made = compile_segments.compiled(program, how="inductor")[key]
     given = x.clone()
     (columns,) = made.forward(given, given)
@@ -248,7 +249,7 @@ def test_inputs_of_every_kind(kind: str) -> None:
     key = segments.digest(gm)
     buffers = {name: Buffer(name, torch.float32, (1,), "activation") for name in "xabc"}
     one = make_op("run", [Ref("x")], [Ref("a"), Ref("b"), Ref("c")], segment=key, fresh=3)
-    program = Program((("dp", 1),), {}, buffers, (one,), {}, segments={key: gm})
+    program = Program(Mesh((("dp", 1),)), {}, buffers, (one,), {}, segments={key: gm})
     made = compile_segments.compiled(program, how="inductor")
     assert (key in made) == (kind != "empty")  # nothing to gain there
     if key in made:

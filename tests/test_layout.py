@@ -103,7 +103,7 @@ def test_the_table() -> None:
 
 def test_a_world_of_one_shards_nothing() -> None:
     plan, _ = planned({"w": torch.zeros(100)}, 1, 3)
-    assert not any(b.shard for b in plan.buffers.values())
+    assert not any(b.sharded for b in plan.buffers.values())
 
 
 def test_layers_are_cut_at_their_number_and_at_the_cap() -> None:
@@ -147,7 +147,7 @@ def test_stage_1_of_a_custom_state_needs_to_know_its_parameters() -> None:
     with pytest.raises(SpecError, match="Say which leaves are parameters"):
         layout(paths, values, world_size=2, zero=1)
     plan = layout(paths, values, world_size=2, zero=1, params=("model/**",))
-    assert {name: b.shard for name, b in plan.buffers.items()} == {"ema:small": True, "model:small": False}
+    assert {name: b.sharded for name, b in plan.buffers.items()} == {"ema:small": True, "model:small": False}
 
 
 def test_padding_is_listed() -> None:

@@ -14,6 +14,7 @@ import torch
 
 import fzero
 from fzero.ir import segments
+from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import ALIGN, Op, Ref, Slot, make_op
 from fzero.runtime.interpreter import interpret
@@ -97,7 +98,7 @@ def test_messages_arrive(relayed: Case) -> None:
 @pytest.mark.parametrize("which", ["source", "scratch"])
 def test_poison_finds_memory_of_a_transfer_that_is_freed_in_flight(which: str, sharded: Bench) -> None:
     program = sharded.case.programs[0]
-    at = _first(program, "reduce", mode="scatter")
+    at = _first(program, "reduce_scatter")
     name = program.ops[at].reads[0].name if which == "source" else program.ops[at].writes[1].name
     broken = insert(never_freed(program, name), at + 1, make_op("free", [Ref(name)]))
     assert "HazardError" in str(outcome(sharded.case, {0: broken, 1: broken}).error)
@@ -105,7 +106,7 @@ def test_poison_finds_memory_of_a_transfer_that_is_freed_in_flight(which: str, s
 
 def test_poison_finds_memory_placed_over_what_is_in_use(sharded: Bench) -> None:
     program = sharded.case.programs[0]
-    at = find(program, lambda op: op.kind == "reduce" and op.get("mode") == "scatter")[0]
+    at = find(program, lambda op: op.reduces and op.row.scatters)[0]
     live, taker = (program.buffers[ref.name] for ref in (program.ops[at].reads[0], program.ops[at].writes[1]))
     over = with_buffers(program, replace(taker, at=live.at))
     assert difference(sharded.sound, outcome(sharded.case, {0: over, 1: over})) is not None
@@ -136,22 +137,22 @@ def _first(program: Program, kind: str, **attrs: int | str) -> int:
 
 def _wait(program: Program, at: int) -> int:
     name = program.ops[at].writes[0].name
-    return next(i for i in find(program, lambda op: op.kind == "wait") if program.ops[i].reads[0].name == name)
+    return next(i for i in find(program, lambda op: op.is_wait) if program.ops[i].reads[0].name == name)
 
 
 def _freeing(program: Program, name: str) -> int:
-    return find(program, lambda op: op.kind == "free" and any(ref.name == name for ref in op.reads))[0]
+    return find(program, lambda op: op.is_free and any(ref.name == name for ref in op.reads))[0]
 
 
 def test_a_wait_that_is_missing_or_repeated(good: Program) -> None:
-    wait = _wait(good, _first(good, "gather"))
+    wait = _wait(good, _first(good, "all_gather"))
     name = re.escape(good.ops[wait].reads[0].name)
     _refused(drop(good, wait), "lifetimes", rf"before the transfer into {name} \(op \d+\) is waited for")
     _refused(insert(good, wait, good.ops[wait]), "lifetimes", f"waits for a transfer into {name}, of which none")
 
 
 def test_a_free_that_is_early_missing_or_repeated(good: Program) -> None:
-    at = _first(good, "gather")
+    at = _first(good, "all_gather")
     name = good.ops[at].writes[0].name
     free, shown = _freeing(good, name), re.escape(name)
     early = make_op("free", [Ref(name)])
@@ -164,16 +165,16 @@ def test_a_free_that_is_early_missing_or_repeated(good: Program) -> None:
 
 
 def test_a_state_that_is_read_after_its_update(good: Program) -> None:
-    at = find(good, lambda op: op.kind == "update" and bool(op.get("flat")))[0]
+    at = find(good, lambda op: op.is_update and op.is_flat)[0]
     _refused(insert(good, at + 1, good.ops[at]), "lifetimes", r"which was donated: op \d+ wrote its new value")
 
 
 def test_memory_that_two_have_at_one_time(good: Program) -> None:
-    at = _first(good, "reduce", mode="scatter")
+    at = _first(good, "reduce_scatter")
     grad, room = (good.buffers[ref.name] for ref in (good.ops[at].reads[0], good.ops[at].writes[1]))
     names = "|".join(f"{re.escape(a)} and {re.escape(b)}" for a, b in ((grad.name, room.name), (room.name, grad.name)))
     _refused(with_buffers(good, replace(room, at=grad.at)), "places", f"({names}) share memory of the arena")
-    run = find(good, lambda op: op.get("at") is not None)[0]
+    run = find(good, lambda op: op.offset is not None)[0]
     block = put(good, run, good.ops[run].with_attrs(at=good.buffers[good.ops[run].reads[0].name].at or 0))
     if good.buffers[good.ops[run].reads[0].name].at is not None:
         _refused(block, "places", f"the workspace of op {run} share memory of the arena")
@@ -188,47 +189,47 @@ def test_places_that_are_odd_or_of_the_state(good: Program) -> None:
 
 
 def test_scratch_that_holds_something_else(good: Program) -> None:
-    at = _first(good, "reduce", mode="scatter")
-    held = find(good, lambda op: op.get("phase") == "region" and int(op.get("fresh", 0)) > 0)[0]
+    at = _first(good, "reduce_scatter")
+    held = find(good, lambda op: op.phase == "region" and op.num_outputs > 0)[0]
     broken = put(good, at, replaced(good.ops[at], "writes", 1, good.ops[held].writes[0]))
     _refused(broken, "lifetimes", "receives into .*, which is in use: free it first")
 
 
 def test_a_batch_that_is_written(good: Program) -> None:
     batch = next(name for name, b in good.buffers.items() if b.kind == "batch")
-    at = find(good, lambda op: op.kind == "update" and not op.get("flat"))[0]
+    at = find(good, lambda op: op.is_update and not op.is_flat)[0]
     broken = put(good, at, replaced(good.ops[at], "writes", 0, Ref(batch)))
     _refused(broken, "lifetimes", f"writes {batch}, which is the user's and read-only")
 
 
 def test_bytes_that_move_for_nothing(good: Program) -> None:
-    at = _first(good, "gather")
+    at = _first(good, "all_gather")
     wait, name = _wait(good, at), re.escape(good.ops[at].writes[0].name)
     again = insert(good, wait + 1, good.ops[at], good.ops[wait])
     _refused(again, "needed", f"brings {name} again: nothing read it since op {at}")
 
 
 def test_records_that_say_what_there_is_not(good: Program) -> None:
-    gather, free = _first(good, "gather"), find(good, lambda op: op.kind == "free")[0]
+    gather, free = _first(good, "all_gather"), find(good, lambda op: op.is_free)[0]
     _refused(put(good, gather, replace(good.ops[gather], kind="banana")), "form", "banana is none of run, update,")
     _refused(put(good, free, replace(good.ops[free], reads=())), "form", "reads 0 buffers: a free reads 1 or more")
     _refused(put(good, gather, replace(good.ops[gather], reads=(Ref("no"),))), "form", "there is no buffer no")
     _refused(put(good, free, good.ops[free].with_attrs(microbatch="x")), "form", "microbatch=x is no number")
-    reduce = _first(good, "reduce", mode="scatter")
+    reduce = _first(good, "reduce_scatter")
     _refused(put(good, reduce, good.ops[reduce].with_attrs(divisor=0)), "form", "divides by zero")
-    shard = next(b for b in good.buffers.values() if b.shard)
+    shard = next(b for b in good.buffers.values() if b.sharded)
     _refused(with_buffers(good, replace(shard, bucket=None)), "form", "is in no bucket: it has no own slice")
     _refused(with_buffers(good, replace(shard, bucket="no")), "form", "is of bucket no, which is not there")
     _refused(with_buffers(good, replace(shard, kind="no")), "form", "is of kind no: none of param,")
     _refused(replace(good, trainable=("no:1",)), "form", "trainable no:1 is no slot of a bucket")
     _refused(replace(good, metrics={"loss": "no"}), "form", "metric loss is in no: there is no buffer no")
-    _refused(replace(good, mesh=(("dp", 0),)), "form", "the mesh is dp=0: every axis once")
+    _refused(replace(good, mesh=Mesh((("dp", 0),))), "form", "the mesh is dp=0: every axis once")
     _refused(replace(good, mesh=(("tp", 2),)), "form", "own slices are those of axis dp, which the mesh has not")
 
 
 def test_room_to_work_in_that_is_too_small_or_nowhere(good: Program) -> None:
-    at = find(good, lambda op: int(op.get("workspace", 0)) > 0)[0]
-    op, room = good.ops[at], int(good.ops[at].get("workspace"))
+    at = find(good, lambda op: op.workspace > 0)[0]
+    op, room = good.ops[at], good.ops[at].workspace
     small = put(good, at, op.with_attrs(workspace=room - 1))
     _refused(small, "calls", rf"segment \w+ works in {room:,} bytes, its workspace has {room - 1:,}")
     nowhere = put(good, at, replace(op, attrs=tuple(a for a in op.attrs if a[0] != "at")))
@@ -239,10 +240,10 @@ def test_room_to_work_in_that_is_too_small_or_nowhere(good: Program) -> None:
 
 def test_a_flat_range_that_is_longer_than_its_segment_was_planned_for(good: Program) -> None:
     """The segment of a shorter range computes the same, in memory that is too small for it."""
-    flat = find(good, lambda op: op.kind == "run" and bool(op.get("flat")) and op.why.startswith("add gradients"))
+    flat = find(good, lambda op: op.is_run and op.is_flat and op.why.startswith("add gradients"))
     long, short = sorted(flat, key=lambda i: -(good.ops[i].writes[0].stop or 0))[:: len(flat) - 1]
-    key = str(good.ops[short].get("segment"))
-    assert key != good.ops[long].get("segment")
+    key = good.ops[short].segment
+    assert key != good.ops[long].segment
     broken = put(good, long, good.ops[long].with_attrs(segment=key))
     _refused(broken, "calls", r"has up to \d+ elements: the segment has f32\[\d+\] there")
 
@@ -260,7 +261,7 @@ def test_a_flat_range_that_is_cut_at_its_padding(world: int) -> None:
     ]
     apart = 0
     for bucket, slot, end in slots:
-        for at in find(program, lambda op: op.kind == "update" and bool(op.get("flat"))):
+        for at in find(program, lambda op: op.is_update and op.is_flat):
             op = program.ops[at]
 
             def cut(ref: Ref, bucket: str = bucket, slot: Slot = slot, end: int = end) -> Ref:
@@ -305,25 +306,25 @@ def test_a_leaf_that_lies_elsewhere(good: Program) -> None:
 
 
 def test_a_shard_that_is_too_small(good: Program) -> None:
-    shard = next(b for b in good.buffers.values() if b.kind == "grad" and b.shard)
+    shard = next(b for b in good.buffers.values() if b.kind == "grad" and b.sharded)
     broken = with_buffers(good, replace(shard, shape=(shard.numel // 2,)))
     needed = re.escape(f"{shard.name} has shape ({shard.numel // 2},): a shard has ({shard.numel},)")
     _refused(broken, "partition", needed)
 
 
 def test_a_reference_beyond_its_buffer(good: Program) -> None:
-    at = find(good, lambda op: bool(op.get("flat")) and op.kind == "update")[0]
+    at = find(good, lambda op: op.is_flat and op.is_update)[0]
     ref = good.ops[at].reads[0]
     broken = put(good, at, replaced(good.ops[at], "reads", 0, replace(ref, stop=(ref.stop or 0) + ALIGN)))
     _refused(broken, "partition", "lies outside of")
 
 
 def test_flat_ranges_of_buckets_that_are_cut_otherwise(good: Program) -> None:
-    at = find(good, lambda op: bool(op.get("flat")) and op.kind == "update")[0]
+    at = find(good, lambda op: op.is_flat and op.is_update)[0]
     bucket = next(b for b in good.buckets.values() if len(b.slots) > 1)
     other = replace(bucket, name="other", slots=bucket.slots[:1])
     column = next(b for b in good.buffers.values() if b.bucket == bucket.name and b.kind == "optimizer")
-    at = find(good, lambda op: op.kind == "update" and any(r.name == column.name for r in op.reads))[0]
+    at = find(good, lambda op: op.is_update and any(r.name == column.name for r in op.reads))[0]
     position = next(n for n, r in enumerate(good.ops[at].reads) if r.name == column.name)
     broken = with_buffers(good, replace(column, name="elsewhere", bucket="other"))
     broken = replace(broken, buckets={**good.buckets, "other": other})
@@ -332,7 +333,7 @@ def test_flat_ranges_of_buckets_that_are_cut_otherwise(good: Program) -> None:
 
 
 def test_a_run_that_writes_over_what_it_reads(good: Program) -> None:
-    at = find(good, lambda op: op.kind == "run" and op.why.startswith("add "))[0]
+    at = find(good, lambda op: op.is_run and op.why.startswith("add "))[0]
     op = good.ops[at]
     half = replace(op.writes[0], stop=(op.writes[0].stop or 0) // 2)
     what = re.escape(f"writes {half}, which overlaps {op.reads[0]} that it reads")
@@ -353,14 +354,14 @@ def test_a_segment_that_does_not_fit(good: Program) -> None:
 
 
 def test_a_new_tensor_in_the_place_of_state(good: Program) -> None:
-    at = find(good, lambda op: op.get("phase") == "outer" and int(op.get("fresh", 0)) > 0)[0]
+    at = find(good, lambda op: op.phase == "outer" and op.num_outputs > 0)[0]
     name = good.ops[at].writes[0].name
     kept = with_buffers(never_freed(good, name), replace(good.buffers[name], kind="state"))
     _refused(kept, "calls", f"returns {re.escape(name)} as a new tensor: .* must be written in place")
 
 
 def test_a_collective_of_another_axis_or_size(good: Program) -> None:
-    gather, reduce = _first(good, "gather"), _first(good, "reduce", mode="scatter")
+    gather, reduce = _first(good, "all_gather"), _first(good, "reduce_scatter")
     _refused(
         put(good, gather, replace(good.ops[gather], axis="tp")),
         "transfers",
@@ -370,10 +371,10 @@ def test_a_collective_of_another_axis_or_size(good: Program) -> None:
     other = next(b.name for b in good.buffers.values() if b.kind == "param" and b.numel != good.buffers[source].numel)
     crossed = put(good, gather, replace(good.ops[gather], reads=(Ref(other),)))
     _refused(crossed, "transfers", r"gathers \d+ elements of 2 ranks into \d+")
-    whole = put(good, reduce, good.ops[reduce].with_attrs(mode="all"))
-    _refused(whole, "transfers", r"reduces \d+ elements with mode=all into \d+: needed \d+")
-    unknown = put(good, reduce, good.ops[reduce].with_attrs(mode="some"))
-    _refused(unknown, "transfers", "mode=some is none of scatter, all, exchange")
+    whole = put(good, reduce, replace(good.ops[reduce], kind="all_reduce"))
+    _refused(whole, "transfers", r"reduces \d+ elements into \d+: all_reduce needs \d+")
+    unknown = put(good, reduce, replace(good.ops[reduce], kind="reduce"))
+    _refused(unknown, "form", "reduce is none of run, update, all_gather, reduce_scatter")
     room = good.buffers[good.ops[reduce].writes[1].name]
     small = with_buffers(good, replace(room, shape=(1, 1)))
     _refused(small, "transfers", "elements into scratch of 1")
@@ -381,14 +382,14 @@ def test_a_collective_of_another_axis_or_size(good: Program) -> None:
 
 def test_gradients_that_are_written_twice(good: Program) -> None:
     def writes_gradients(op: Op) -> bool:
-        return op.get("phase") == "region" and any(good.buffers[r.name].kind == "grad" for r in op.writes)
+        return op.phase == "region" and any(good.buffers[r.name].kind == "grad" for r in op.writes)
 
     at = find(good, writes_gradients)[0]
     _refused(insert(good, at + 1, good.ops[at]), "reduced once", r"writes the gradient r0\.grad.* a second time")
 
 
 def test_gradients_that_are_reduced_twice(good: Program) -> None:
-    at = _first(good, "reduce", mode="scatter")
+    at = _first(good, "reduce_scatter")
     result, add = good.ops[at].writes[0].name, find(good, lambda op: op.why.startswith("add gradients"))
     uses = next(i for i in add if any(r.name == result for r in good.ops[i].reads))
     once = replace(good.buffers[result], name="once", at=None)
@@ -406,15 +407,15 @@ def test_gradients_that_are_reduced_twice(good: Program) -> None:
 
 
 def test_a_microbatch_that_runs_less(good: Program) -> None:
-    at = find(good, lambda op: op.get("phase") == "region" and op.get("microbatch") == 1)[0]
+    at = find(good, lambda op: op.phase == "region" and op.microbatch == 1)[0]
     broken = put(good, at, good.ops[at].with_attrs(microbatch=0))
     _refused(broken, "microbatches", r"r0 runs \{0: \d+, 1: \d+\} segments by microbatch: they must be equal")
 
 
 def test_an_update_that_is_missing_or_repeated(good: Program) -> None:
-    at = find(good, lambda op: op.kind == "update" and bool(op.get("flat")))[0]
+    at = find(good, lambda op: op.is_update and op.is_flat)[0]
     _refused(drop(good, at), "updated once", "has a gradient and is never updated")
-    count = find(good, lambda op: op.kind == "update" and not op.get("flat"))[0]
+    count = find(good, lambda op: op.is_update and not op.is_flat)[0]
     again = insert(good, count + 1, good.ops[count])
     _refused(again, "updated once", f"updates {good.ops[count].writes[0]} a second time")
 
@@ -426,7 +427,7 @@ def test_more_gathered_bytes_than_the_cap(good: Program) -> None:
 
 
 def test_a_mean_that_is_no_mean(good: Program) -> None:
-    at = _first(good, "reduce", mode="scatter")
+    at = _first(good, "reduce_scatter")
     broken = put(good, at, good.ops[at].with_attrs(divisor=2))
     _refused(broken, "meaning", rf"computes something else than what was captured \(\w+, not {good.meaning}\)")
 
@@ -440,7 +441,7 @@ def test_more_memory_than_the_budget(good: Program) -> None:
 def test_equal_collectives_in_another_order_on_one_rank() -> None:
     """Each rank's own program is right; together the gather of one layer would meet that of another."""
     program = cases.lowered(zero=1, bucket_bytes=1 << 10).program
-    gathers = find(program, lambda op: op.kind == "gather")
+    gathers = find(program, lambda op: op.gathers)
     size = {i: program.buffers[program.ops[i].writes[0].name].nbytes for i in gathers}
     first, second = next((a, b) for a in gathers for b in gathers if a < b and size[a] == size[b])
     pairs = [(program.ops[i], program.ops[_wait(program, i)]) for i in (second, first)]

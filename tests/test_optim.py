@@ -391,7 +391,7 @@ def test_every_stage_gives_the_same_bits(name: str, world: int, stages: tuple[in
         assert not differing(result.final, oracle.final), f"zero={zero} world={world}"
         assert result.losses() == oracle.losses()
         if case.flat and zero == 3:
-            gathers = [op for op in result.lowered.program.ops if op.kind == "gather"]
+            gathers = [op for op in result.lowered.program.ops if op.gathers]
             assert all(op.why.startswith(("for forward", "for backward")) for op in gathers), "not of the loss"
 
 
@@ -409,4 +409,4 @@ def test_all_leaves_of_a_bucket_are_one_operation(name: str) -> None:
         fzero.Spec(loss=loss, optimizer=OPTIMIZERS[name].tx, zero=3), network(), batch(0, 0), world_size=2
     )
     assert len(lowered.plan.buckets) == 1
-    assert sum(bool(op.get("flat")) for op in lowered.program.ops) == 1
+    assert sum(op.is_flat for op in lowered.program.ops) == 1

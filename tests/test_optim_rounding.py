@@ -206,7 +206,7 @@ def test_seeded_steps_have_equal_bits_under_every_stage(world: int) -> None:
         for z in range(4)
     ]
     assert not any(differing(op.final, runs[0].final) for op in runs)
-    count = sum(op.kind == "gather" for op in runs[3].lowered.program.ops)
+    count = sum(op.gathers for op in runs[3].lowered.program.ops)
     assert count == len(runs[3].lowered.plan.buckets), "only the loss needs whole parameters"
 
 

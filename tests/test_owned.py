@@ -256,7 +256,7 @@ def lowered(world: int, zero: int) -> Program:
 def orthogonalising(program: Program) -> list[tuple[int, Op]]:
     found = []
     for i, op in enumerate(program.ops):
-        gm = program.segments.get(str(op.get("segment")))
+        gm = program.segments.get(op.segment)
         if gm is not None and any(n.target is FLAT for n in gm.graph.nodes):
             found.append((i, op))
     return found
@@ -274,11 +274,11 @@ def test_each_matrix_is_worked_on_by_one_rank_and_nothing_is_gathered_for_it() -
     for zero in (1, 2, 3):
         program = lowered(2, zero)
         assert work(program) == [total // 2, total // 2]
-        gathered = {op.reads[0].name for op in program.ops if op.kind == "gather"}
+        gathered = {op.reads[0].name for op in program.ops if op.gathers}
         assert all(name.startswith("params") for name in gathered)
         columns = [b for n, b in program.buffers.items() if n[0] in "fo" and b.kind == "scratch" and b.bucket]
         assert columns
-        assert all(b.shard for b in columns)  # what comes and goes with the work is a slice long
+        assert all(b.sharded for b in columns)  # what comes and goes with the work is a slice long
     assert work(lowered(3, 1)) == [total // 3] * 3
     assert work(lowered(2, 0)) == [total] * 2
 
@@ -286,7 +286,7 @@ def test_each_matrix_is_worked_on_by_one_rank_and_nothing_is_gathered_for_it() -
 def test_under_stage_3_a_layer_with_too_few_is_gathered_and_worked_on_by_all() -> None:
     program = lowered(3, 3)
     assert work(program) == [3 * 2 * 20 * 24] * 3
-    extra = [op for op in program.ops if op.kind == "gather" and not op.reads[0].name.startswith("params")]
+    extra = [op for op in program.ops if op.gathers and not op.reads[0].name.startswith("params")]
     assert len(extra) == 3  # the momentum of each layer
     assert all(wire_bytes(program, op) for op in extra)
 
@@ -295,7 +295,9 @@ def test_a_part_of_a_matrix_is_refused() -> None:
     program = lowered(3, 3)
     verify(program)
     at, op = orthogonalising(program)[0]
-    gather = find(program, lambda o: o.kind == "gather" and bool(o.writes) and o.writes[0].name == op.reads[0].name)[0]
+    gather = find(program, lambda o: o.kind == "gathered" and bool(o.writes) and o.writes[0].name == op.reads[0].name)[
+        0
+    ]
     alone = replace(op, reads=tuple(replace(r, mine=True) for r in op.reads))
     broken = drop(put(program, at, alone), gather, wait_of(program, gather))
     with pytest.raises(fzero.VerifyError, match=r"\[meaning\] .*a whole leaf, of which a rank boundary leaves each"):
@@ -305,7 +307,7 @@ def test_a_part_of_a_matrix_is_refused() -> None:
 def test_a_matrix_of_another_shape_is_refused() -> None:
     program = lowered(2, 3)
     at, op = orthogonalising(program)[0]
-    graph = segments.copied(program.segments[str(op.get("segment"))].graph)
+    graph = segments.copied(program.segments[op.segment].graph)
     node = next(n for n in graph.nodes if n.target is FLAT)
     node.args = (node.args[0], list(reversed(node.args[1])), *node.args[2:])  # type: ignore[call-overload]
     gm = segments.module(graph)

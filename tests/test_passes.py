@@ -98,7 +98,7 @@ def test_a_full_gradient_bucket_never_outlives_its_reduction_under_2_and_does_un
         most = 0
         for op in program.ops:
             live |= {r.name for r in op.writes if ".grad:layers" in r.name}
-            live -= {r.name for r in op.reads} if op.kind == "free" else set()
+            live -= {r.name for r in op.reads} if op.is_free else set()
             most = max(most, len(live))
         return most
 
@@ -109,11 +109,11 @@ def test_a_full_gradient_bucket_never_outlives_its_reduction_under_2_and_does_un
 def test_a_reduction_under_2_is_waited_for_after_at_most_one_more_segment() -> None:
     program = cases.lowered(zero=2, params=cases.layers(depth=6)).program
     started: dict[str, int] = {}
-    segments_run = list(accumulate(op.get("phase") == "region" for op in program.ops))
+    segments_run = list(accumulate(op.phase == "region" for op in program.ops))
     for i, op in enumerate(program.ops):
-        if op.kind == "reduce":
+        if op.reduces:
             started[op.writes[0].name] = segments_run[i]
-        if op.kind == "wait" and op.reads[0].name in started:
+        if op.is_wait and op.reads[0].name in started:
             assert segments_run[i] - started[op.reads[0].name] <= 1, op
 
 
@@ -122,8 +122,8 @@ def test_equal_layers_have_at_most_six_unique_segments(depth: int) -> None:
     init, loss = cases.gpt(depth=depth)
     spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=3)
     made = fzero.lower(spec, init, cases.tokens(2, 32, 512), world_size=4)
-    runs = [op for op in made.program.ops if op.get("phase") == "region"]
-    assert len({op.get("segment") for op in runs}) <= 6
+    runs = [op for op in made.program.ops if op.phase == "region"]
+    assert len({op.segment for op in runs}) <= 6
     assert len(runs) == 2 * depth + 3
 
 
@@ -163,7 +163,7 @@ def test_a_cap_holds_back_the_prefetch_and_one_too_small_is_refused() -> None:
 
 def test_casts_before_the_gather_halve_what_is_gathered() -> None:
     wide, low = (cases.lowered(loss=loss).program for loss in (cases.layers_loss, cases.bf16_loss))
-    gathered = [sum(wire_bytes(p, op) for op in p.ops if op.kind == "gather") for p in (wide, low)]
+    gathered = [sum(wire_bytes(p, op) for op in p.ops if op.gathers) for p in (wide, low)]
     assert gathered[1] * 2 == gathered[0]
 
 
@@ -172,32 +172,32 @@ def test_a_mixed_use_is_gathered_as_it_is() -> None:
         return cases.bf16_loss(params, x) + sum((p**2).sum() for p in fzero.tree.flatten(params)[1])
 
     program = cases.lowered(loss=loss).program
-    assert all(program.buffers[op.writes[0].name].dtype == torch.float32 for op in program.ops if op.kind == "gather")
+    assert all(program.buffers[op.writes[0].name].dtype == torch.float32 for op in program.ops if op.gathers)
 
 
 def test_the_adamw_update_is_one_in_place_op_a_bucket() -> None:
     init, loss = cases.gpt(depth=3)
     spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=3)
     program = fzero.lower(spec, init, cases.tokens(2, 32, 512), world_size=4).program
-    updates = [op for op in program.ops if op.kind == "update" and op.get("flat")]
+    updates = [op for op in program.ops if op.is_update and op.is_flat]
     assert len(updates) == len(program.buckets)
     for op in updates:
-        graph = program.segments[str(op.get("segment"))].graph
+        graph = program.segments[op.segment].graph
         assert [n.target for n in graph.nodes if n.op == "call_function"] == [torch.ops.fzero.adamw_.default]
-        assert op.get("workspace", 0) == 0
+        assert op.workspace == 0
 
 
 def test_no_overlap_waits_where_it_starts() -> None:
     ops = cases.lowered(overlap=False, params=cases.layers(depth=3)).program.ops
     for i, op in enumerate(ops):
-        if op.kind in ("gather", "reduce"):
-            assert ops[i + 1].kind == "wait"
+        if op.is_collective:
+            assert ops[i + 1].is_wait
             assert ops[i + 1].reads[0].name == op.writes[0].name
 
 
 def test_everything_but_state_and_metrics_is_freed() -> None:
     program = cases.lowered(microbatches=2, clip_norm=1.0).program
-    freed = {r.name for op in program.ops if op.kind == "free" for r in op.reads}
+    freed = {r.name for op in program.ops if op.is_free for r in op.reads}
     kept = {n for n in program.buffers if n not in freed}
     assert kept == {
         n for n, b in program.buffers.items() if b.kind in ("param", "optimizer", "state", "batch", "metric")

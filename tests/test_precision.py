@@ -155,8 +155,8 @@ def lowered(precision: Any, zero: int, **options: Any) -> fzero.Lowered:
 
 
 def travelled(one: fzero.Lowered, kind: str) -> tuple[set[torch.dtype], int]:
-    """The dtypes of what ops of this kind move of buckets, and the bytes."""
-    ops = [op for op in one.program.ops if op.kind == kind and op.get("mode") != "exchange"]
+    """The dtypes of what ops that `gathers` or `reduces` (`kind`) move of buckets, and the bytes."""
+    ops = [op for op in one.program.ops if getattr(op, kind) and not op.row.small]
     return {one.program.buffers[op.writes[0].name].dtype for op in ops}, sum(wire_bytes(one.program, op) for op in ops)
 
 
@@ -171,19 +171,19 @@ def test_what_is_held_and_moved_in_which_dtype(name: str, zero: int) -> None:
     assert {d for p, d in dtypes.items() if p.startswith(("opt_state/mu", "opt_state/nu"))} == {moments}
     region = [b.dtype for n, b in one.program.buffers.items() if b.kind == "grad" and n.startswith("r0.grad:")]
     assert set(region) == {grads}
-    assert travelled(one, "reduce")[0] == {wire}
+    assert travelled(one, "reduces")[0] == {wire}
     if zero == 3:
-        assert travelled(one, "gather")[0] == {gathered}
+        assert travelled(one, "gathers")[0] == {gathered}
     elif zero == 0:
-        assert travelled(one, "gather")[0] == set()
+        assert travelled(one, "gathers")[0] == set()
 
 
 @pytest.mark.acceptance
 def test_the_narrow_gather_halves_the_bytes() -> None:
     for zero in (1, 2, 3):
-        wide, narrow = (travelled(lowered(name, zero), "gather")[1] for name in ("fp32", "bf16"))
+        wide, narrow = (travelled(lowered(name, zero), "gathers")[1] for name in ("fp32", "bf16"))
         assert narrow * 2 == wide, zero
-    wide, narrow = (travelled(lowered(POLICIES[name], 3), "reduce")[1] for name in ("bf16", "bf16, reduced in bf16"))
+    wide, narrow = (travelled(lowered(POLICIES[name], 3), "reduces")[1] for name in ("bf16", "bf16, reduced in bf16"))
     assert narrow * 2 == wide
 
 
@@ -192,7 +192,7 @@ def test_keep_rules_compute_and_gather_norms_in_fp32() -> None:
     program = lowered(kept, 3).program
     found = {}
     for op in program.ops:
-        if op.kind == "gather":
+        if op.gathers:
             bucket = program.buckets[program.buffers[op.reads[0].name].bucket or ""]
             found |= {slot.path: program.buffers[op.writes[0].name].dtype for slot in bucket.slots}
     assert {path for path, dtype in found.items() if dtype == F32} == {
@@ -277,11 +277,11 @@ def test_a_narrow_wire_shards_what_is_reduced_at_any_number_of_microbatches(zero
     """The cast after a reduction does not make its result whole, nor do the sums."""
     for num in (1, 2, 4):
         program = lowered(NARROW_WIRE, zero, microbatches=num, reduce=reduce).program
-        modes = {op.get("mode") for op in program.ops if op.kind == "reduce"}
-        assert modes == {"scatter", "exchange"}, num  # the loss is exchanged
+        kinds = {op.kind for op in program.ops if op.reduces}
+        assert kinds == {"reduce_scatter", "all_reduce_small"}, num  # the loss is small
         reduced = [b for name, b in program.buffers.items() if b.kind == "grad" and name.startswith("r0.red:")]
         assert reduced
-        assert all(buffer.shard for buffer in reduced), num
+        assert all(buffer.sharded for buffer in reduced), num
 
 
 @pytest.mark.parametrize("zero", [2, 3])

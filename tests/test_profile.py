@@ -23,7 +23,7 @@ from fzero.profile.charts import bytes_text, time_text
 from fzero.profile.lanes import Span, rows
 from fzero.profile.trace import merge
 
-STARTS = ("gather", "reduce")
+STARTS = ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_small")
 OUT = 'o<&">t'  # a name that a page must quote
 
 
@@ -105,7 +105,7 @@ def check_against(program: fzero.Program, found: dict[str, Any], numbers: dict[s
         assert (wait.kind, wait.reads[0].name) == ("wait", start.writes[0].name)
         assert event["args"]["wait"] > event["args"]["op"]
         assert event["args"]["wire_bytes"] == wire_bytes(program, start)
-        assert event["args"]["via"] == start.get("via")
+        assert event["args"]["via"] == program.transport
         ended = own[event["args"]["wait"]]
         assert event["ts"] == own[event["args"]["op"]]["ts"]
         assert event["ts"] + event["dur"] == pytest.approx(ended["ts"] + ended["dur"], abs=1e-2)
@@ -137,7 +137,7 @@ def test_memory_planned_and_measured(tmp_path: Path) -> None:
     *_, state = profiled(tmp_path, clip_norm=None, optimizer=fzero.optim.sgd(0.1, momentum=0.9))
     found, numbers, _ = files(tmp_path)
     program, (lowered,) = state.program, state.runtime.programs.values()
-    needs = [int(op.get("workspace", 0)) + int(op.get("heap", 0)) for op in program.ops]
+    needs = [op.workspace + op.heap for op in program.ops]
     levels = [level + need for level, need in zip(live_bytes(program.ops, program.buffers), needs, strict=True)]
     assert [row["planned_bytes"] for row in numbers["ops"]] == levels
     assert numbers["planned_peak_bytes"] == lowered.memory.peak
@@ -146,7 +146,7 @@ def test_memory_planned_and_measured(tmp_path: Path) -> None:
     measured = [row["measured_bytes"] for row in numbers["ops"]]
     assert min(measured) >= numbers["held_bytes"]
     assert max(measured) <= numbers["measured_peak_bytes"] <= 1.05 * lowered.memory.peak
-    heaps = {i: int(op.get("heap", 0)) for i, op in enumerate(program.ops)}
+    heaps = {i: op.heap for i, op in enumerate(program.ops)}
     assert max(heaps.values()) > 10_000
     assert all(abs(measured[i] - numbers["held_bytes"] - heap) < 100 for i, heap in heaps.items())
     counters = [e for e in found["traceEvents"] if e["ph"] == "C"]
@@ -283,7 +283,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     for found, numbers, html in both:
         check_against(program, found, numbers)
         assert numbers["sent_bytes"] > 0
-        assert len(numbers["transfers"]) == sum(op.kind in STARTS for op in program.ops)
+        assert len(numbers["transfers"]) == sum(op.transfers for op in program.ops)
         ET.fromstring(html)
     spans = []
     for found, _, _ in both:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero.ir.liveness import live_bytes
+from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import ALIGN, DTYPES, Bucket, Buffer, Op, Ref, Slot
 from fzero.passes import Options, optimise
@@ -54,11 +55,10 @@ def programs(draw: st.DrawFn) -> Program:
     """Records of every form, not meant to run."""
     shape = draw(st.lists(st.integers(0, 9), max_size=3).map(tuple))
     slots = (Slot(draw(words), 0, 6, (2, 3)), Slot(draw(words), ALIGN, ALIGN + 1, ()))
-    bucket = Bucket(draw(names), 2 * ALIGN, draw(st.integers(0, 3)), slots)
+    flags = draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from(["produced", "end"]))
+    bucket = Bucket(draw(names), 2 * ALIGN, slots, "dp", *flags)
     note = draw(st.from_regex(r"[a-z]( ?[a-z(|#]){0,9}", fullmatch=True))
-    buffer = Buffer(
-        draw(names), draw(st.sampled_from(list(DTYPES.values()))), shape, "scratch", None, False, None, note
-    )
+    buffer = Buffer(draw(names), draw(st.sampled_from(list(DTYPES.values()))), shape, "scratch", None, None, None, note)
     refs = [Ref(buffer.name), Ref(buffer.name, 0, 6, (2, 3)), Ref(buffer.name, 1, 2, ()), Ref(buffer.name, 0, 9)]
     refs.append(Ref(buffer.name, 0, 9, None, True))
     attrs = draw(st.dictionaries(st.sampled_from(["mode", "flat", "peer"]), st.integers(-9, 9) | st.just("all")))
@@ -66,7 +66,7 @@ def programs(draw: st.DrawFn) -> Program:
     reads = tuple(draw(st.lists(st.sampled_from(refs))))
     axis = draw(st.none() | st.just("dp"))
     op = Op(draw(st.sampled_from(["run", "wait"])), reads, (refs[1],), axis, tuple(sorted(attrs.items())), why)
-    return Program((("dp", 2),), {bucket.name: bucket}, {buffer.name: buffer}, (op,), {draw(words): buffer.name})
+    return Program(Mesh((("dp", 2),)), {bucket.name: bucket}, {buffer.name: buffer}, (op,), {draw(words): buffer.name})
 
 
 @settings(max_examples=150, deadline=None)
@@ -80,7 +80,7 @@ def test_any_records_round_trip(program: Program) -> None:
     [
         ("   0 run a[1:2:3:4] -> b", "reference"),
         ("buffer x f31[2] grad", "f31"),
-        ("bucket b length=x stage=1", "invalid literal"),
+        ("bucket b length=x axis=dp updates=whole gathered=kept reduced=end", "invalid literal"),
         ("banana 3", "banana"),
     ],
 )
@@ -95,7 +95,7 @@ def test_an_edited_program_runs_if_it_verifies_and_is_refused_if_not() -> None:
     """A gather moved one op later by hand is accepted; its wait dropped is refused."""
     program = cases.lowered(zero=3, prefetch=1).program
     lines = str(program).splitlines()
-    at = next(i for i, line in enumerate(lines) if " gather params:layers.1" in line)
+    at = next(i for i, line in enumerate(lines) if " all_gather params:layers.1" in line)
     later = [*lines[:at], lines[at + 1], lines[at], *lines[at + 2 :]]
     fzero.verify(fzero.parse("\n".join(later), program.segments))
     wait = next(i for i, line in enumerate(lines) if " wait params:layers.1.full" in line)
@@ -115,10 +115,10 @@ def test_own_slices_partition_a_range(world: int, parts: int, data: st.DataObjec
     length = world * parts * ALIGN
     start = data.draw(st.integers(0, length))
     stop = data.draw(st.integers(start, length))
-    bucket = Bucket("b", length, 3, ())
-    whole = Buffer("w", torch.float32, (length,), "gather", "b")
-    shard = Buffer("s", torch.float32, (length // world,), "param", "b", True)
-    program = Program((("dp", world),), {"b": bucket}, {"w": whole, "s": shard}, (), {})
+    bucket = Bucket("b", length, (), "dp")
+    whole = Buffer("w", torch.float32, (length,), "gathered", "b")
+    shard = Buffer("s", torch.float32, (length // world,), "param", "b", "dp")
+    program = Program(Mesh((("dp", world),)), {"b": bucket}, {"w": whole, "s": shard}, (), {})
     covered = []
     for rank in range(world):
         low, high = program.local_range(Ref("w", start, stop, None, True), rank)

@@ -72,7 +72,7 @@ def activations(program: fzero.ir.program.Program) -> int:
     for op in program.ops:
         live |= {ref.name for ref in op.writes if program.buffers[ref.name].kind == "activation"}
         most = max(most, sum(program.buffers[name].nbytes for name in live))
-        live -= {ref.name for ref in op.reads} if op.kind == "free" else set()
+        live -= {ref.name for ref in op.reads} if op.is_free else set()
     return most
 
 
@@ -81,7 +81,7 @@ def lowered(fn: Any = loss, **options: Any) -> fzero.Lowered:
 
 
 def gathers(one: fzero.Lowered) -> Counter[str]:
-    return Counter(op.reads[0].name for op in one.program.ops if op.kind == "gather")
+    return Counter(op.reads[0].name for op in one.program.ops if op.gathers)
 
 
 SOME: Any = {"blocks/1/**": "full", "blocks/3/**": "none", "blocks/*/up": "full"}

@@ -72,11 +72,11 @@ def test_a_result_with_the_gaps_of_its_operand_stays_in_its_buffer() -> None:
 def test_a_segment_that_returns_gaps_is_refused() -> None:
     spec = fzero.Spec(loss=lambda p, b: (p * b).exp().sum(), optimizer=fzero.optim.sgd(0.1), zero=3)
     program = fzero.lower(spec, W, X).program
-    op = next(op for op in program.ops if int(op.get("fresh", 0)))
-    gm = segments.module(segments.copied(program.segments[str(op.get("segment"))].graph))
+    op = next(op for op in program.ops if op.num_outputs)
+    gm = segments.module(segments.copied(program.segments[op.segment].graph))
     node = fx_nodes.outputs(gm.graph)[0]
     node.meta["val"] = torch.empty_strided((*node.meta["val"].shape, 2), (1,) * node.meta["val"].ndim + (2,))
-    broken = replace(program, segments={**program.segments, str(op.get("segment")): gm})
+    broken = replace(program, segments={**program.segments, op.segment: gm})
     with pytest.raises(fzero.VerifyError, match=r"with strides \(2,\): its buffer has no room for the gaps"):
         fzero.verify(broken)
 

@@ -17,18 +17,20 @@ from fzero import tree
 from fzero.comm.autotune import SIZES, WAYS, Fastest
 from fzero.comm.rendezvous import _apart
 from fzero.errors import VerifyError
+from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref, make_op
-from fzero.runtime.handlers import settlements
+from fzero.passes.settle import settle
 from fzero.runtime.interpreter import HazardError, LocalComm, World, interpret
 from fzero.state import storage
+from fzero.verify.lifetimes import settled
 from fzero.verify.rules import transfers, verify
 
 WORLDS = (2, 3, 4)
 DTYPES = ("float32", "bfloat16", "float64", "int64", "bool", "complex64")
 TRANSFER = st.fixed_dictionaries(
     {
-        "kind": st.sampled_from(("gather", "scatter", "all", "exchange")),
+        "kind": st.sampled_from(("all_gather", "reduce_scatter", "all_reduce", "all_reduce_small")),
         "part": st.sampled_from((0, 1, 3, 64, 1023, 1025, 30_001)),  # elements; inline up to 4,096 bytes
         "dtype": st.sampled_from(DTYPES),
         "op": st.sampled_from(("sum", "max")),
@@ -93,11 +95,11 @@ def test_the_fastest_way_is_the_same_on_all_ranks():
 def test_a_transfer_goes_the_way_of_the_nearest_size():
     table = {(kind, size): f"{kind}{size}" for kind in WAYS for size in SIZES}
     fastest = Fastest({}, table)
-    gather = make_op("gather", [Ref("a")], [Ref("b")])
+    gather = make_op("all_gather", [Ref("a")], [Ref("b")])
     for count, size in ((0, SIZES[0]), (SIZES[0] + 1, SIZES[0]), (SIZES[1] * 3, SIZES[1]), (1 << 30, SIZES[2])):
         whole = torch.empty(count, dtype=torch.uint8, device="meta")
-        assert fastest.way(gather, [whole, whole]) == f"gather{size}"
-    bare = make_op("reduce", [Ref("a")], [Ref("b")])
+        assert fastest.way(gather, [whole, whole]) == f"all_gather{size}"
+    bare = make_op("reduce_scatter", [Ref("a")], [Ref("b")])
     assert fastest.way(bare, [whole, whole]) == "shared"
     assert fastest.way(make_op("send", [Ref("a")]), [whole]) == "p2p"
 
@@ -119,7 +121,7 @@ def test_a_killed_rank_is_named(how):
     assert "Died: rank 1" in outcomes[1].error
     for rank in (0, 2):
         told, took, again = finding(outcomes[rank])
-        assert told.startswith(f"gather into whole: rank {rank} waited for rank 1, which ended")
+        assert told.startswith(f"all_gather into whole: rank {rank} waited for rank 1, which ended")
         assert took < 2.5  # of a timeout of 60; the other rank, if killed, is 3 late
         assert again == f"rank {rank} shares no memory any more: {told}"
 
@@ -128,7 +130,7 @@ def test_a_stopped_rank_is_named_when_the_time_is_up():
     outcomes = gloo(2, worker.stopped_and_killed, "stopped")
     told, _, _ = finding(outcomes[0])
     assert told == (
-        "gather into whole: rank 0 waited for rank 1, which did not come within 1.5 s: it is stopped, or does "
+        "all_gather into whole: rank 0 waited for rank 1, which did not come within 1.5 s: it is stopped, or does "
         "something else"
     )
 
@@ -154,7 +156,7 @@ def test_a_forked_child_has_no_part():
 def test_ranks_that_disagree_on_sizes():
     for rank, outcome in enumerate(gloo(2, worker.of_another_size)):
         needed, given_ = (400_000, 400_004) if rank == 0 else (400_004, 400_000)
-        text = f"DisagreementError: gather into whole: rank {1 - rank} gives {given_} bytes, rank {rank} needs {needed}"
+        text = f"DisagreementError: all_gather into whole: rank {1 - rank} gives {given_} bytes, rank {rank} needs {needed}"
         assert outcome.error.startswith(text)
 
 
@@ -206,8 +208,9 @@ def test_programs_without_receive_buffers(zero):
     for via in ("p2p", "shared"):
         lowered = worker.lowered_via(spec, params, batch(0, 0), 2, via)
         program = lowered.program
-        assert {op.get("via") for op in program.ops if op.kind in ("gather", "reduce")} == {via}
-        assert any(len(op.writes) > 1 for op in program.ops if op.kind == "reduce") == (via == "p2p")
+        assert program.transport == via
+        assert any(op.is_settle for op in program.ops) == (via == "shared")
+        assert any(len(op.writes) > 1 for op in program.ops if op.reduces) == (via == "p2p")
         names = [name for name, b in program.buffers.items() if b.kind == "batch"]
         memory = []
         for rank in range(2):
@@ -220,36 +223,81 @@ def test_programs_without_receive_buffers(zero):
     assert found["shared"][1] <= found["p2p"][1]
 
 
-def program_of(ops, **buffers):
+def program_of(ops, transport="shared", **buffers):
     kept = {name: Buffer(name, torch.float32, (size,), kind) for name, (size, kind) in buffers.items()}
-    return Program(mesh=(("dp", 2),), buckets={}, buffers=kept, ops=tuple(ops), metrics={}, passes=("lower",))
+    return Program(
+        mesh=Mesh((("dp", 2),)),
+        buckets={},
+        buffers=kept,
+        ops=tuple(ops),
+        metrics={},
+        passes=("lower",),
+        transport=transport,
+    )
 
 
 def test_receive_buffers_are_not_for_shared_memory():
-    attrs = {"axis": "dp", "mode": "scatter", "op": "sum", "via": "shared"}
-    ops = [make_op("reduce", [Ref("g")], [Ref("r"), Ref("s")], **attrs), make_op("wait", [Ref("r")])]
+    reduce = make_op("reduce_scatter", [Ref("g")], [Ref("r"), Ref("s")], axis="dp", op="sum")
+    ops = [reduce, make_op("wait", [Ref("r")])]
     program = program_of(ops, g=(128, "state"), r=(64, "grad"), s=(64, "scratch"))
-    with pytest.raises(VerifyError, match=r"\[transfers\] op 0 .*has scratch s: via=shared adds what it reads in"):
+    with pytest.raises(VerifyError, match=r"\[transfers\] op 0 .*has scratch s: transport shared adds"):
         verify(program)
     without = replace(ops[0], writes=ops[0].writes[:1])
     assert list(transfers(replace(program, ops=(without, ops[1])))) == []
 
 
-def test_when_transfers_settle():
-    gather = make_op("gather", [Ref("p")], [Ref("full")], axis="dp")
-    all_ = make_op("reduce", [Ref("g")], [Ref("r")], axis="dp", mode="all")
+def settling():
+    """A column is gathered and written in place, gradients are all-reduced and freed."""
+    gather = make_op("all_gather", [Ref("p")], [Ref("full")], axis="dp")
+    all_ = make_op("all_reduce", [Ref("g")], [Ref("r")], axis="dp")
     run = make_op("run", [Ref("full")], [Ref("g")])
     waits = [make_op("wait", [Ref(name)]) for name in ("full", "r")]
     end = [make_op("free", [Ref("full")]), make_op("update", [Ref("r")], [Ref("p")]), make_op("free", [Ref("r")])]
-    program = program_of([gather, waits[0], run, all_, waits[1], *end])
-    assert settlements(program) == {6: ["full"], 7: ["r"]}  # the column is written, the sums are freed
-    assert settlements(replace(program, ops=program.ops[:5])) == {5: ["full", "r"]}
+    sizes = {"p": (64, "param"), "full": (128, "gathered"), "g": (128, "grad"), "r": (128, "grad")}
+    return program_of([gather, waits[0], run, all_, waits[1], *end], **sizes)
+
+
+def settles(program):
+    return [(i, op.target) for i, op in enumerate(program.ops) if op.is_settle]
+
+
+def test_when_transfers_settle():
+    program = settling()
+    done = settle(program)
+    assert settles(done) == [(6, "full"), (8, "r")]  # the column is written, the sums are freed
+    assert list(settled(done)) == []
+    assert settles(settle(replace(program, ops=program.ops[:5]))) == [(5, "full"), (6, "r")]
+    assert settles(settle(replace(program, transport="p2p"))) == []
+    assert list(settled(program)) == [], "a wait without a settle settles at once"
+
+
+def test_memory_of_the_arena_may_be_read_until_something_is_written_there():
+    program = settling()
+    placed = {
+        name: replace(b, at=at) for (name, b), at in zip(program.buffers.items(), (0, 1024, 2048, 4096), strict=True)
+    }
+    placed["x"] = Buffer("x", torch.float32, (16,), "activation", at=4096)
+    ops = (*program.ops, make_op("run", [Ref("p")], [Ref("x")]))
+    done = settle(replace(program, buffers={**placed, "p": program.buffers["p"]}, ops=ops))
+    assert settles(done) == [(6, "full"), (9, "r")], "the free may come first"
+    assert list(settled(done)) == []
+
+
+def test_a_source_that_is_written_before_its_transfer_settles_is_refused():
+    done = settle(settling())
+    at = settles(done)[0][0]
+    late = (*done.ops[:at], done.ops[at + 1], done.ops[at], *done.ops[at + 2 :])
+    assert (
+        next(iter(settled(replace(done, ops=late))))[1] == "writes or frees p before the transfer into full is settled"
+    )
+    twice = (*done.ops[: at + 1], done.ops[at], *done.ops[at + 1 :])
+    assert "of which none has been waited for" in next(iter(settled(replace(done, ops=twice))))[1]
 
 
 def test_a_source_that_changes_before_it_settles_is_found():
     world = World(2, poison=True)
     comms = [LocalComm(world, rank) for rank in range(2)]
-    gather = make_op("gather", [Ref("p")], [Ref("full")], axis="dp", via="shared")
+    gather = make_op("all_gather", [Ref("p")], [Ref("full")], axis="dp")
     sources = [torch.ones(4), torch.ones(4)]
     for comm, source in zip(comms, sources, strict=True):
         comm.start("full", gather, [source, torch.empty(8)])

@@ -18,8 +18,19 @@ from fzero.cost.rates import Rates
 from fzero.ir import fx_nodes
 from fzero.ir.program import Program
 
-NETWORK = Rates({"gather": 1e-4, "reduce": 1e-4}, {"gather": 1e8, "reduce": 1e8}, 1.0, {2: 1e9, 4: 1e9}, 1e9)
-HERE = Rates({"gather": 0.0, "reduce": 0.0}, {"gather": 1e10, "reduce": 1e10}, 0.0, {2: 1e9, 4: 1e9}, 1e9)
+
+def figures(latency: tuple[float, float], wire_bytes: float, *rest: Any) -> Rates:
+    """Rates of a gather and of a reduction."""
+    kinds = ("all_gather", "reduce_scatter")
+    return Rates(dict(zip(kinds, latency, strict=True)), dict.fromkeys(kinds, wire_bytes), *rest)
+
+
+NETWORK = Rates(
+    {"all_gather": 1e-4, "reduce_scatter": 1e-4}, {"all_gather": 1e8, "reduce_scatter": 1e8}, 1.0, {2: 1e9, 4: 1e9}, 1e9
+)
+HERE = Rates(
+    {"all_gather": 0.0, "reduce_scatter": 0.0}, {"all_gather": 1e10, "reduce_scatter": 1e10}, 0.0, {2: 1e9, 4: 1e9}, 1e9
+)
 
 
 def lowered(**options: Any) -> fzero.Lowered:
@@ -36,14 +47,18 @@ def lowered(**options: Any) -> fzero.Lowered:
 def test_a_gather_passes_beside_a_segment_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every segment takes a second and every transfer a quarter: hidden, exposed, or free."""
     whole = lowered(prefetch=1).program
-    runs = sum(op.kind in ("run", "update") for op in whole.ops)
+    runs = sum(op.computes for op in whole.ops)
     monkeypatch.setattr(step_time, "_compute", lambda gm, rates: 1.0)
-    free = Rates({"gather": 0, "reduce": 0}, {"gather": 1e18, "reduce": 1e18}, 1.0, {}, 1.0)
+    free = figures((0, 0), 1e18, 1.0, {}, 1.0)
     assert step_time.seconds(whole, free) == pytest.approx(runs)
-    transfers = [op for op in whole.ops if op.kind in ("gather", "reduce")]
-    exposed = Rates({"gather": 0.25, "reduce": 0.25}, {"gather": 1e18, "reduce": 1e18}, 0.0, {}, 1.0)
+    transfers = [op for op in whole.ops if op.is_collective]
+    exposed = Rates(
+        {"all_gather": 0.25, "reduce_scatter": 0.25}, {"all_gather": 1e18, "reduce_scatter": 1e18}, 0.0, {}, 1.0
+    )
     assert step_time.seconds(whole, exposed) == pytest.approx(runs + 0.25 * len(transfers))
-    hidden = Rates({"gather": 0.25, "reduce": 0.25}, {"gather": 1e18, "reduce": 1e18}, 1.0, {}, 1.0)
+    hidden = Rates(
+        {"all_gather": 0.25, "reduce_scatter": 0.25}, {"all_gather": 1e18, "reduce_scatter": 1e18}, 1.0, {}, 1.0
+    )
     assert runs < step_time.seconds(whole, hidden) < step_time.seconds(whole, exposed)
 
 
@@ -98,7 +113,9 @@ def test_rates_from_a_busy_machine_stay_rates() -> None:
 def test_buckets_are_as_small_as_latency_lets_them() -> None:
     costs = choose.bucket_costs(NETWORK)
     assert choose.bucket_bytes(costs) == 8 << 20
-    slow_start = Rates({"gather": 2e-3, "reduce": 1e-3}, {"gather": 1e9, "reduce": 1e9}, 0, {}, 1)
+    slow_start = Rates(
+        {"all_gather": 2e-3, "reduce_scatter": 1e-3}, {"all_gather": 1e9, "reduce_scatter": 1e9}, 0, {}, 1
+    )
     assert choose.bucket_bytes(choose.bucket_costs(slow_start)) == 64 << 20
 
 
@@ -106,7 +123,7 @@ def test_the_size_of_buckets_is_kept_for_the_machine(tmp_path: Any, monkeypatch:
     monkeypatch.setenv("FZERO_CACHE", str(tmp_path))
     assert bucket_bytes("p2p", 2) == BUCKET_BYTES, "nothing was measured"
     assert bucket_bytes("p2p", 2, rates=NETWORK) == 8 << 20
-    other = Rates({"gather": 1.0, "reduce": 1.0}, {"gather": 1e9, "reduce": 1e9}, 0, {}, 1)
+    other = figures((1.0, 1.0), 1e9, 0, {}, 1)
     assert bucket_bytes("p2p", 2, rates=other) == 8 << 20, "a later run keeps the layout of the first"
     assert bucket_bytes("p2p", 2) == 8 << 20, "lower plans what init will do"
     assert bucket_bytes("p2p", 4) == BUCKET_BYTES

@@ -54,7 +54,7 @@ def test_stages_1_and_2_gather_narrow_parameters_once_and_3_for_each_use() -> No
     gathers = {}
     for zero in (1, 2, 3):
         lowered, _ = states(zero, precision="bf16")
-        low = [op for op in lowered.program.ops if op.kind == "gather" and ".low" in op.writes[0].name]
+        low = [op for op in lowered.program.ops if op.gathers and ".low" in op.writes[0].name]
         gathers[zero] = len(low)
     buckets = len(lowered.plan.buckets)
     assert gathers[1] == gathers[2] == buckets

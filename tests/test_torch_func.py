@@ -18,6 +18,7 @@ from torch.func import grad, jvp, vmap
 
 import fzero
 from fzero import optim, random, tree
+from fzero.ir.kinds import OPS
 from fzero.ir.program import wire_bytes
 
 worlds = pytest.mark.parametrize("world", [2, 3])
@@ -217,8 +218,8 @@ def test_the_two_pass_form_is_one_region_that_reduces_and_nothing_else(world: in
     def moved(loss: Callable[[Any, Any], Tensor]) -> list[int]:
         spec = fzero.Spec(step=descend(loss), params="**", zero=3, bucket_bytes=400)
         program = fzero.lower(spec, params(), batch(0, 0), world_size=world).program
-        assert {op.kind for op in program.ops} <= {"run", "gather", "reduce", "wait", "update", "free"}
-        return sorted(wire_bytes(program, op) for op in program.ops if op.kind == "reduce")
+        assert {op.kind for op in program.ops} <= set(OPS)
+        return sorted(wire_bytes(program, op) for op in program.ops if op.reduces)
 
     assert moved(two_pass) == moved(halves)
 

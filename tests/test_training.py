@@ -104,10 +104,10 @@ def test_frozen_leaves_are_sharded_and_get_no_gradient_memory() -> None:
     whole = 4 * 32 * 32 * 4  # bytes of the frozen matrices
     assert whole // 4 <= every.memory.state // 3
     assert some.memory.state <= every.memory.state - 2 * whole // 4, "no moments"
-    assert all(some.plan.buffers[leaf.buffer].shard for leaf in some.plan.leaves if leaf.path.startswith("params/"))
+    assert all(some.plan.buffers[leaf.buffer].sharded for leaf in some.plan.leaves if leaf.path.startswith("params/"))
 
     def sent(one: fzero.Lowered) -> int:
-        return sum(one.program.buffers[op.reads[0].name].nbytes for op in one.program.ops if op.kind == "reduce")
+        return sum(one.program.buffers[op.reads[0].name].nbytes for op in one.program.ops if op.reduces)
 
     assert sent(some) < sent(every) / 4, "no gradients on the wire"
 
@@ -250,7 +250,7 @@ def chosen(rows: int, **options: Any) -> fzero.Lowered:
 
 
 def reductions(one: fzero.Lowered) -> int:
-    return sum(op.kind == "reduce" and op.get("mode") == "scatter" for op in one.program.ops)
+    return sum(op.reduces and op.row.scatters for op in one.program.ops)
 
 
 @pytest.mark.acceptance

@@ -18,6 +18,7 @@ from torch import fx
 import fzero
 from fzero._torch_compat import FakeTensorMode
 from fzero.ir import fx_nodes, fx_values, segments
+from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref, make_op
 from fzero.tools.mutate.corpus import relay
@@ -65,7 +66,7 @@ def test_what_differs_between_ranks_is_known_of_batch_rank_and_per_rank_leaves()
         Buffer("drift", torch.float32, (4,), "state", per_rank=True), Buffer("mean", torch.float32, (4,), "state"),
     ]  # fmt: skip
     for world, varying in ((2, {"x", "rank:dp", "drift"}), (1, set())):
-        program = Program((("dp", world),), {}, {b.name: b for b in buffers}, (), {})
+        program = Program(Mesh((("dp", world),)), {}, {b.name: b for b in buffers}, (), {})
         assert fzero.parse(str(program)) == program
         memory = Abstract(program).memory
         assert {name for name, held in memory.items() for t in held.terms.values() if t.varies} == varying
@@ -73,19 +74,19 @@ def test_what_differs_between_ranks_is_known_of_batch_rank_and_per_rank_leaves()
 
 def test_gradients_that_are_gathered_before_they_are_reduced(good: Program) -> None:
     """Every rank would hold slices of all ranks' own gradients, and the sum of those is no sum of gradients."""
-    at = find(good, lambda op: op.kind == "reduce" and op.get("mode") == "scatter")[0]
+    at = find(good, lambda op: op.reduces and op.row.scatters)[0]
     grad = good.ops[at].reads[0].name
     length = good.buckets[good.buffers[grad].bucket or ""].length
-    gather = make_op("gather", [Ref(grad, 0, length, None, True)], [Ref(grad)], axis="dp", via="p2p")
+    gather = make_op("all_gather", [Ref(grad, 0, length, None, True)], [Ref(grad)], axis="dp")
     broken = insert(good, at, gather, make_op("wait", [Ref(grad)]))
     with pytest.raises(
-        fzero.VerifyError, match=rf"\[meaning\] op {at} `gather .*differs from rank to rank: its slices"
+        fzero.VerifyError, match=rf"\[meaning\] op {at} `all_gather .*differs from rank to rank: its slices"
     ):
         verify(broken)
 
 
 def test_slices_of_which_some_differ_between_ranks_are_another_term(good: Program) -> None:
-    at = find(good, lambda op: op.kind == "gather")[0]
+    at = find(good, lambda op: op.gathers)[0]
     source, whole = good.ops[at].reads[0].name, good.ops[at].writes[0].name
     memory = Abstract(good)
     (first, value), *rest = memory.memory[source].terms.items()
@@ -98,12 +99,12 @@ def test_slices_of_which_some_differ_between_ranks_are_another_term(good: Progra
 def test_a_sum_over_own_slices_of_what_differs_between_ranks() -> None:
     """Added over the ranks it is the sum over the whole only of what all ranks have alike."""
     buffers = {name: Buffer(name, torch.float32, (), "activation") for name in ("own", "all")}
-    program = Program((("dp", 2),), {}, buffers, (), {})
+    program = Program(Mesh((("dp", 2),)), {}, buffers, (), {})
     for varies, whole in ((frozenset(), True), (ON_DP, False)):
         total = term("aten::sum", "w").over(varies)
         memory = Abstract(program)
         memory.memory["own"] = Content({(0, 1): Partial(total)})
-        memory.step(make_op("reduce", [Ref("own")], [Ref("all")], axis="dp", mode="exchange", op="sum", divisor=1))
+        memory.step(make_op("all_reduce_small", [Ref("own")], [Ref("all")], axis="dp", op="sum", divisor=1))
         assert (memory.read(Ref("all")) == total) is whole
 
 
@@ -151,7 +152,7 @@ def test_a_part_of_a_live_buffer_that_is_overwritten(good: Program, part: tuple[
 def _living(program: Program) -> tuple[int, str, int]:
     """(the op that makes a whole activation, its name, the next op that reads all of it)."""
     for at, op in enumerate(program.ops):
-        for ref in op.writes[: int(op.get("fresh", 0))] if op.kind == "run" else ():
+        for ref in op.writes[: op.num_outputs] if op.is_run else ():
             whole = Ref(ref.name)
             later = [i for i, o in enumerate(program.ops) if i > at and o.kind == "run" and whole in o.reads]
             if later and program.buffers[ref.name].numel >= 16 and program.buffers[ref.name].dtype is torch.float32:
@@ -178,7 +179,7 @@ def _segment(body: Callable[..., fx.Node], *shapes: tuple[int, ...]) -> fx.Graph
 def test_a_write_into_a_view_inside_a_segment() -> None:
     program = relay(2, torch.Generator().manual_seed(0)).programs[0]
     verify(program)
-    at = find(program, lambda op: op.kind == "update")[0]
+    at = find(program, lambda op: op.is_update)[0]
 
     def halved(graph: fx.Graph, source: fx.Node, into: fx.Node) -> fx.Node:
         half = [graph.call_function(aten.slice.Tensor, (x, 0, 0, 4)) for x in (into, source)]
@@ -229,7 +230,7 @@ def test_a_copy_into_another_dtype_is_a_cast() -> None:
 
 def test_a_whole_tensor_beside_a_flat_range(good: Program) -> None:
     """A vector of the leaf's own shape would be spread over, or refused by, a slice of another length."""
-    at = find(good, lambda op: bool(op.get("flat")) and op.kind == "run" and len(op.reads) == 2)[0]
+    at = find(good, lambda op: op.is_flat and op.is_run and len(op.reads) == 2)[0]
     read = good.ops[at].reads[0]
     size = (read.stop or 0) - (read.start or 0)
     lone = with_buffers(good, Buffer("lone", torch.float32, (size,), "constant"))
@@ -251,7 +252,7 @@ def test_a_batch_of_another_shape(good: Program) -> None:
 
 
 def test_an_op_without_references_has_a_text(good: Program) -> None:
-    at = find(good, lambda op: op.kind == "gather")[0]
+    at = find(good, lambda op: op.gathers)[0]
     program = replace(good, ops=(*good.ops[:at], replace(good.ops[at], writes=()), *good.ops[at + 1 :]))
     assert fzero.parse(str(program)) == program
     with pytest.raises(fzero.VerifyError, match=f"op {at}"):
@@ -260,7 +261,7 @@ def test_an_op_without_references_has_a_text(good: Program) -> None:
 
 def test_an_own_slice_of_a_buffer_without_a_bucket(good: Program) -> None:
     _, name, used = _living(good)
-    sharded = with_buffers(good, replace(good.buffers[name], shard=True))
+    sharded = with_buffers(good, replace(good.buffers[name], sharded="dp"))
     with pytest.raises(fzero.VerifyError, match=rf"\[form\] .*{re.escape(name)} is in no bucket: it has no own slice"):
         verify(sharded)
     place = good.ops[used].reads.index(Ref(name))

@@ -40,7 +40,7 @@ def apart(op: Op) -> frozenset[int]:
 
     They are given as positions of the segment's placeholders.
     """
-    into = op.writes[int(op.get("fresh", 0)) :]
+    into = op.writes[op.num_outputs :]
     spans = Spans((*op.reads, *into))
     return frozenset(i for i, dest in enumerate(into, len(op.reads)) if all(other == i for other in spans.over(dest)))
 

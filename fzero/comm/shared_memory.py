@@ -2,7 +2,7 @@
 
 All-gather: each rank lets the others read its slice, and copies theirs into place. Reduce-scatter: the owner of slice r
 adds slice r of ranks 0..N-1 straight from their memory, in that order, and divides once: the bits of `P2P`, without a
-receive buffer. mode=all gathers the sums as well; mode=exchange, for scalars, adds everyone's whole.
+receive buffer. An all_reduce gathers the sums as well; an all_reduce_small, for scalars, adds everyone's whole.
 
 A source in an arena is read where it is: after `wait` the others may not be done, so it must not change before
 `settle`. Any other source is copied first and settles at once.
@@ -33,7 +33,7 @@ class Shared(P2P):
         self.lent: dict[str, list[int]] = {}  # transfers whose sources the others read in place
 
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
-        if op.kind not in ("gather", "reduce"):
+        if not op.is_collective:
             super().start(name, op, tensors)
             return
         self.settle(name)  # of an earlier transfer into this buffer
@@ -42,7 +42,7 @@ class Shared(P2P):
         source, dest = tensors[0].reshape(-1), tensors[len(op.reads)].view(-1)
         self.started[name] = number
         self._offer(name, number, source)
-        if op.kind == "gather":
+        if op.gathers:
             own = dest.view(self.world, -1)[self.rank]
             if own.data_ptr() != source.data_ptr():
                 own.copy_(source)
@@ -81,13 +81,13 @@ class Shared(P2P):
             self.host.done(number, peer)
 
     def _sum(self, name: str, op: Op, number: int, source: torch.Tensor, dest: torch.Tensor, what: str) -> None:
-        cut = op.get("mode") != "exchange"
+        cut = not op.row.small
         wholes = {peer: self.host.take(number, peer, source, what) for peer in self._others()} | {self.rank: source}
         parts = [wholes[r].view(self.world, -1)[self.rank] if cut else wholes[r] for r in range(self.world)]
-        mine = dest.view(self.world, -1)[self.rank] if op.get("mode") == "all" else dest
+        mine = dest.view(self.world, -1)[self.rank] if op.row.changes_target else dest
         combine(op, parts, mine)
         for peer in self._others():
             self.host.done(number, peer)
-        if op.get("mode") == "all":
+        if op.row.changes_target:
             self._offer(name, number + 1, mine)
             self._collect(number + 1, dest, what)

@@ -4,7 +4,7 @@ p2p (gloo). Every transfer is built from `isend` and `irecv`. All-gather: each r
 straight into place. Reduction: each rank sends slice r to rank r, which adds the slices of ranks 0..N-1 in that order
 and divides once; "all" then gathers the slices. gloo's own reductions do not add in rank order, and cutting a buffer in
 two changes their bits; here no world, bucket size or order of issue does, and it is faster. (N-1)/N of the buffer
-travels per rank and direction. `mode=exchange`, for scalars, sends everything to everyone.
+travels per rank and direction. `all_reduce_small`, for scalars, sends everything to everyone.
 
 shared (`fzero.comm.shared_memory`). The ranks of one machine read one another's memory; the same sums in the same
 order.
@@ -95,16 +95,16 @@ class P2P:
         return True
 
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
-        self.number += 2  # a reduction with mode=all uses two tags
+        self.number += 2  # an all_reduce uses two tags
         read, written = tensors[: len(op.reads)], tensors[len(op.reads) :]
-        if op.kind == "gather":
+        if op.gathers:
             self.pending[name] = Transfer(self._gather(read[0].view(-1), written[0].view(-1), self.number))
-        elif op.kind == "reduce":
+        elif op.reduces:
             self.pending[name] = self._reduce(op, read[0].reshape(-1), written[0].view(-1), written[1])
-        elif op.kind == "send":
-            self.pending[name] = Transfer([self._send(read[0], op.get("peer"), op.get("tag", 0))])
+        elif op.is_send:
+            self.pending[name] = Transfer([self._send(read[0], op.peer, op.tag)])
         else:
-            self.pending[name] = Transfer([self._recv(written[0], op.get("peer"), op.get("tag", 0))])
+            self.pending[name] = Transfer([self._recv(written[0], op.peer, op.tag)])
 
     def wait(self, name: str) -> None:
         transfer = self.pending.pop(name)
@@ -148,19 +148,19 @@ class P2P:
         return requests
 
     def _reduce(self, op: Op, source: torch.Tensor, dest: torch.Tensor, scratch: torch.Tensor) -> Transfer:
-        """Phase 1 moves the parts; `finish` adds them in rank order, and with mode=all gathers the slices."""
-        mode, tag = op.get("mode"), self.number
+        """Phase 1 moves the parts; `finish` adds them in rank order, and for an all_reduce gathers the slices."""
+        kind, tag = op.row, self.number
         others = self._others()
-        parts = [source] * self.world if mode == "exchange" else list(source.view(self.world, -1))
+        parts = [source] * self.world if kind.small else list(source.view(self.world, -1))
         place = {peer: scratch[i].view(-1)[: parts[0].numel()] for i, peer in enumerate(others)}
         requests = [self._recv(place[peer], peer, tag) for peer in others]
         requests += [self._send(parts[peer], peer, tag) for peer in others]
 
         def finish() -> None:
-            mine = dest.view(self.world, -1)[self.rank] if mode == "all" else dest
+            mine = dest.view(self.world, -1)[self.rank] if kind.changes_target else dest
             found = [parts[self.rank] if peer == self.rank else place[peer] for peer in range(self.world)]
             combine(op, found, mine)
-            if mode == "all":
+            if kind.changes_target:
                 for request in self._gather(mine, dest, tag + 1):
                     request.wait()
 
@@ -169,12 +169,12 @@ class P2P:
 
 def combine(op: Op, parts: Sequence[torch.Tensor], dest: torch.Tensor) -> None:
     """`dest` becomes the parts of ranks 0..N-1 added (or the largest taken) in this order, divided once."""
-    join = torch.maximum if op.get("op") == "max" else torch.add
+    join = torch.maximum if op.reduction == "max" else torch.add
     total, *others = parts
     for other in others:
         total = join(total, other, out=dest)
-    if op.get("divisor", 1) != 1:
-        dest.div_(op.get("divisor"))
+    if op.divisor != 1:
+        dest.div_(op.divisor)
 
 
 class Gloo(P2P):
@@ -190,18 +190,18 @@ class Nccl(P2P):
 
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
         read, written = tensors[: len(op.reads)], tensors[len(op.reads) :]
-        if op.kind == "gather":
+        if op.gathers:
             work = all_gather_single(written[0].view(-1), read[0].view(-1), group=self.group, async_op=True)
             self.pending[name] = Transfer([work], keep=read)
-        elif op.kind == "reduce":
-            how = dist.ReduceOp.MAX if op.get("op") == "max" else dist.ReduceOp.SUM
+        elif op.reduces:
+            how = dist.ReduceOp.MAX if op.reduction == "max" else dist.ReduceOp.SUM
             dest = written[0]
-            if op.get("mode") == "scatter":
+            if op.row.scatters:
                 work = dist.reduce_scatter_tensor(dest, read[0], op=how, group=self.group, async_op=True)
             else:
                 dest.view(-1).copy_(read[0].reshape(-1))
                 work = dist.all_reduce(dest, op=how, group=self.group, async_op=True)
-            divisor = op.get("divisor", 1)
+            divisor = op.divisor
 
             def finish() -> None:
                 if divisor != 1:

@@ -290,7 +290,7 @@ def _lower(
         reductions = reductions[:1]
     programs, reasons = {}, {}
     for how in reductions:
-        programs[how] = optimise(build(graph, plan, reduce=how, via=via), options)
+        programs[how] = optimise(build(graph, plan, reduce=how, transport=via), options)
         reasons[how] = dict(ahead)
     how, why = _choice_of_reduce(programs)
     if why:
@@ -307,7 +307,7 @@ def _prefetch(spec: Spec, via: str, rates: Rates | None, why: dict[str, str]) ->
     rule = 0 if via == "shared" else 1
 
     def depth(program: Program) -> int:
-        if not any(op.kind == "gather" and program.buffers[op.writes[0].name].kind == "gather" for op in program.ops):
+        if not any(op.gathers and program.buffers[op.writes[0].name].kind == "gathered" for op in program.ops):
             return rule
         if rates is not None:
             tried = {n: prefetch(program, n, spec.gather_bytes) for n in sorted({rule, *choose.DEPTHS})}

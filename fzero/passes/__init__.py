@@ -20,6 +20,7 @@ from fzero.passes.rematerialise_views import rematerialise_views
 from fzero.passes.schedule_gathers import schedule_gathers
 from fzero.passes.schedule_reductions import schedule_reductions
 from fzero.passes.segment import segment
+from fzero.passes.settle import settle
 from fzero.passes.shard_update import shard_update
 from fzero.passes.size_workspaces import size_workspaces
 from fzero.passes.write_in_place import write_in_place
@@ -52,6 +53,7 @@ PASSES: tuple[tuple[str, Pass, str], ...] = (
     ("free", lambda p, o: free(p), "lifetimes are final now"),
     ("size_workspaces", lambda p, o: size_workspaces(p, o.compile), "the account needs the final segments"),
     ("assign_memory", lambda p, o: assign_memory(p), "lives and sizes are final: all of a step's memory in one arena"),
+    ("settle", lambda p, o: settle(p), "where memory lies is known: until when other ranks may read it"),
 )
 
 

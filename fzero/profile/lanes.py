@@ -13,7 +13,7 @@ from typing import Any
 
 from fzero.ir.program import op_text, wire_bytes
 from fzero.ir.records import Ref
-from fzero.profile.record import COMPUTES, Record, leaves, phase
+from fzero.profile.record import Record, leaves, phase
 
 OWN = ("compute", "waiting", "starts and frees")
 KINDS = ("gather", "reduce", "send/recv")
@@ -41,7 +41,7 @@ class Lane:
 def lanes(record: Record) -> list[Lane]:
     own: dict[str, list[Span]] = {name: [] for name in OWN}
     for i, op in enumerate(record.program.ops):
-        lane = "compute" if op.kind in COMPUTES else "waiting" if op.kind == "wait" else "starts and frees"
+        lane = "compute" if op.computes else "waiting" if op.is_wait else "starts and frees"
         name = op.why if lane != "starts and frees" else f"{op.kind} {op.why}"
         own[lane].append(Span(name or op.kind, record.start[i], record.stop[i], phase(op), op_args(record, i)))
     found = [Lane(name, [spans]) for name, spans in own.items() if spans]
@@ -83,8 +83,8 @@ def op_args(record: Record, index: int) -> dict[str, Any]:
     """What is known of an op."""
     program, op = record.program, record.program.ops[index]
     found: dict[str, Any] = {"op": index, "text": op_text(op)}
-    if op.kind in COMPUTES:
-        found["segment"] = op.get("segment")
+    if op.computes:
+        found["segment"] = op.segment
         found["read_bytes"] = sum(_bytes(record, ref) for ref in op.reads)
         found["written_bytes"] = sum(_bytes(record, ref) for ref in op.writes)
     if (bucket := record.bucket(index)) is not None:

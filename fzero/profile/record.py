@@ -32,8 +32,6 @@ from fzero.ir.records import Op
 from fzero.session.session import execute, runtime_of
 from fzero.state.state import State
 
-COMPUTES = ("run", "update")
-STARTS = ("gather", "reduce", "send", "recv")
 HELD = ("params", "optimizer", "batch", "other")  # kinds of memory, from the bottom of a chart to its top
 LIVE = ("gather buffers", "receive buffers", "gradients", "activations", "workspace")
 
@@ -90,9 +88,9 @@ class Record:
     def shares(self) -> dict[str, int]:
         """ns of the step by what the rank did; the sum is the step."""
         ops = list(enumerate(self.program.ops))
-        computing = sum(self.duration(i) for i, op in ops if op.kind in COMPUTES)
-        waiting = sum(self.asleep(i) for i, op in ops if op.kind == "wait")
-        moving = sum(self.duration(i) for i, op in ops if op.kind in (*STARTS, "wait")) - waiting
+        computing = sum(self.duration(i) for i, op in ops if op.computes)
+        waiting = sum(self.asleep(i) for i, op in ops if op.is_wait)
+        moving = sum(self.duration(i) for i, op in ops if op.transfers or op.is_wait) - waiting
         found = {"computing": computing, "waiting": waiting, "transfers' own work": moving}
         return {**found, "the rest": self.ended - self.began - sum(found.values())}
 
@@ -100,15 +98,15 @@ class Record:
     def transfers(self) -> list[Transfer]:
         found, flight = [], {}
         for i, op in enumerate(self.program.ops):
-            if op.kind in STARTS:
+            if op.transfers:
                 flight[(op.writes or op.reads)[0].name] = i
-            elif op.kind == "wait":
+            elif op.is_wait:
                 name = op.reads[0].name
                 start = flight.pop(name)
                 source = self.program.ops[start]
-                kind = source.kind if source.kind in ("gather", "reduce") else "send/recv"
+                kind = source.kind if source.is_collective else "send/recv"
                 wire = wire_bytes(self.program, source)
-                found.append(Transfer(kind, name, start, i, self.bucket(start), wire, str(source.get("via", ""))))
+                found.append(Transfer(kind, name, start, i, self.bucket(start), wire, self.program.transport))
         return found
 
     def bucket(self, index: int) -> str | None:
@@ -140,15 +138,15 @@ class Record:
 
 def needs(op: Op) -> int:
     """Bytes that an op needs only while it runs."""
-    return int(op.get("workspace", 0)) + int(op.get("heap", 0))
+    return op.workspace + op.heap
 
 
 def phase(op: Op) -> str:
     """What an op is part of, by its reason: forward, backward, recompute, update, or its kind of communication."""
-    if op.kind == "update" or op.kind not in COMPUTES:
+    if op.is_update or not op.computes:
         return op.kind
     for name, word in (("recompute", "again "), ("backward", "backward"), ("forward", "forward")):
-        if op.get("phase") == "region" and word in op.why:
+        if op.phase == "region" and word in op.why:
             return name
     return "other"
 

@@ -173,11 +173,12 @@ class Runtime:
             columns.setdefault(leaf.buffer, []).append(i)
         for name, members in columns.items():
             buffer = self.plan.buffers[name]
-            if buffer.shard or leaves[members[0]].per_rank:
+            if buffer.sharded or leaves[members[0]].per_rank:
                 own = self.memory[name].reshape(-1)
                 whole = own.new_empty(own.numel() * self.world_size)
                 if self.world_size > 1:
-                    self.transport.comm.start("unshard", make_op("gather", [Ref(name)], [Ref("unshard")]), [own, whole])
+                    gather = make_op("all_gather", [Ref(name)], [Ref("unshard")])
+                    self.transport.comm.start("unshard", gather, [own, whole])
                     self.transport.comm.wait("unshard")
                     self.transport.comm.settle("unshard")
                 else:

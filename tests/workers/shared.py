@@ -31,7 +31,7 @@ from fzero.runtime.handlers import Rank, steps
 from fzero.state import storage
 from fzero.verify.rules import verify
 
-GATHER = make_op("gather", [R("own")], [R("whole")], axis="dp", via="shared")
+GATHER = make_op("all_gather", [R("own")], [R("whole")], axis="dp")
 BIG = 100_000  # elements: more than travels in a message
 
 
@@ -50,7 +50,7 @@ def made(spec, rank, world, index, memory):
     """(op, tensors with receive scratch, destination) of one transfer, its values drawn from (rank, index)."""
     draw = torch.Generator().manual_seed(1000 * index + rank)
     dtype, part = getattr(torch, spec["dtype"]), spec["part"]
-    count = part if spec["kind"] == "gather" and not spec["inside"] else part * world
+    count = part if spec["kind"] == "all_gather" and not spec["inside"] else part * world
     value = torch.randn(count, generator=draw) * 50
     value = value > 0 if dtype is torch.bool else value.to(dtype)
 
@@ -60,16 +60,16 @@ def made(spec, rank, world, index, memory):
         return memory(shape * dtype.itemsize).view(dtype) if shape else memory(0).view(dtype)
 
     source = place(count, spec["arena"]).copy_(value)
-    if spec["kind"] == "gather":
+    if spec["kind"] == "all_gather":
         whole = source if spec["inside"] else place(part * world, spec["dest"])
         own = source.view(world, -1)[rank] if spec["inside"] and part else source[:part]
         return GATHER, [own, whole], own, whole
-    mode = spec["kind"]
-    size = part if mode == "scatter" else part * world
+    kind = spec["kind"]
+    size = part if kind == "reduce_scatter" else part * world
     scratch = torch.empty(world - 1, max(part * world, 1), dtype=dtype)
     divisor = spec["divisor"] if dtype.is_floating_point or dtype.is_complex else 1
     how = "sum" if dtype.is_complex else spec["op"]
-    one = make_op("reduce", [R("own")], [R("whole"), R("s")], axis="dp", mode=mode, op=how, divisor=divisor)
+    one = make_op(kind, [R("own")], [R("whole"), R("s")], axis="dp", op=how, divisor=divisor)
     dest = place(size, spec["dest"])
     return one, [source, dest, scratch], source, dest
 
@@ -174,7 +174,7 @@ def in_arena(host, shape, dtype):
 def lowered_via(spec, params, batch, world, via):
     """`fzero.lower` with another `via` than that of the device, and the options' defaults."""
     lowered = fzero.lower(spec, params, batch, world_size=world)
-    program = optimise(build(lowered.graph, lowered.plan, via=via), Options())
+    program = optimise(build(lowered.graph, lowered.plan, transport=via), Options())
     verify(program)
     return replace(lowered, program=program)
 
@@ -184,10 +184,10 @@ def chosen():
     rank, world, host = met()
     comms = {"shared": Shared(host, world), "p2p": P2P(rank, world), "gloo": Gloo(rank, world)}
     table, rates = measured(comms, world, memory=host.allocate)
-    one = make_op("reduce", [R("own")], [R("sum"), R("s")], axis="dp", mode="all", op="sum", divisor=world)
+    one = make_op("all_reduce", [R("own")], [R("sum"), R("s")], axis="dp", op="sum", divisor=world)
     same = []
     for forced in (table, dict.fromkeys(table, "p2p"), dict.fromkeys(table, "shared"), dict.fromkeys(table, "gloo")):
-        fastest = Fastest(comms, {k: v if k[0] == "gather" or v != "gloo" else "p2p" for k, v in forced.items()})
+        fastest = Fastest(comms, {k: v if k[0] == "all_gather" or v != "gloo" else "p2p" for k, v in forced.items()})
         for n in (1, 1000, 400_000):
             source = torch.randn(n * world, generator=torch.Generator().manual_seed(rank))
             total, whole = torch.empty(n * world), torch.empty(n * world)

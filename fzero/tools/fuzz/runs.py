@@ -165,7 +165,7 @@ def _together(ranks: Sequence[Bound]) -> None:
         for r, bound in enumerate(ranks):
             while at[r] < len(bound.calls):
                 op = bound.program.ops[at[r]]
-                if op.kind == "wait" and not bound.comm.ready(op.reads[0].name):
+                if op.is_wait and not bound.comm.ready(op.reads[0].name):
                     break
                 for call in bound.calls[at[r]]:
                     call()
