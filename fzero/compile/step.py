@@ -21,7 +21,7 @@ from fzero.capture.leaves import check_leaf
 from fzero.codegen import matmul
 from fzero.cost import choose
 from fzero.cost.autotune import Costs
-from fzero.cost.memory import Account, account
+from fzero.cost.memory import MemoryAccount, account
 from fzero.cost.rates import Rates
 from fzero.errors import FzeroError, SpecError, TreeError, at
 from fzero.functional import forward
@@ -58,7 +58,7 @@ class Lowered:
         return hashlib.blake2b(" ".join([self.program.digest, *values]).encode(), digest_size=8).hexdigest()
 
     @cached_property
-    def memory(self) -> Account:
+    def memory(self) -> MemoryAccount:
         """Bytes by kind at the planned peak, and the peak: per rank."""
         return account(self.program)
 
