@@ -1,9 +1,9 @@
-"""as_strided: reads and writes at a place in a tensor's storage, said in elements of the value that lies there.
+"""as_strided: offsets into a tensor's storage become offsets into the value that owns the memory.
 
-`as_strided` takes an offset into the storage of its operand. A trace sees every value in a storage of its own; when a
-program runs, values lie side by side in one arena, so the same offset is somebody else's element. Here such an op
+`as_strided` takes an offset into the storage of its operand. A trace sees every value in a storage of its own. When a
+program runs, values lie side by side in one arena, so the same offset is another value's element. Here such an op
 becomes one on the value that owns the memory, seen as 1-D in the order of memory, with an offset from that value's
-first element. What reaches beyond the value is refused: no op of a program reads or writes outside its operands.
+first element. An op that reaches beyond the value is refused: no op of a program reads or writes outside its operands.
 
     y = as_strided(x, size, stride, offset)            y = fzero.strided(view(x, [-1]), size, stride, offset)
     z = as_strided_scatter(x, y, size, stride, offset)  z = view(fzero.strided_scatter(view(x, [-1]), y, ...), ...)
@@ -34,7 +34,7 @@ Layout = tuple[Sequence[int], Sequence[int], int]  # sizes, strides, and the fir
 def strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], start: int) -> torch.Tensor:
     """A view of a contiguous 1-D tensor: the element at index i is x[start + sum(i * stride)].
 
-    Raises IndexError where that is not in `x`.
+    Raises IndexError where `x` does not have all of these elements.
 
     >>> strided(torch.arange(6), [2, 2], [2, 1], 1).tolist()
     [[1, 2], [3, 4]]
@@ -51,7 +51,7 @@ def strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], start: 
 def strided_scatter(
     x: torch.Tensor, values: torch.Tensor, size: Sequence[int], stride: Sequence[int], start: int
 ) -> torch.Tensor:
-    """A contiguous 1-D tensor with `values` in the place of its elements `strided(x, size, stride, start)`.
+    """A copy of the contiguous 1-D tensor `x` whose elements `strided(x, size, stride, start)` are `values`.
 
     >>> strided_scatter(torch.zeros(4), torch.ones(2), [2], [2], 1).tolist()
     [0.0, 1.0, 0.0, 1.0]
@@ -79,7 +79,7 @@ def span(layout: Layout) -> tuple[int, int]:
 
 
 def faults(gm: fx.GraphModule) -> Iterator[str]:
-    """What in a segment would read or write outside its operands."""
+    """A text for each node of a segment that would read or write outside its operands."""
     for node in gm.graph.nodes:
         if takes_offset(node):
             yield f"{node.target} counts from the start of a storage that other values share"
@@ -92,7 +92,7 @@ def faults(gm: fx.GraphModule) -> Iterator[str]:
 
 
 def check_view(view: torch.Tensor, owner: torch.Tensor, what: object) -> None:
-    """Raises VerifyError where a view is not inside the memory of the tensor that it is a view of."""
+    """Raises VerifyError where a view is not inside the memory of `owner`. `what` is the op, for the error."""
     low, high = _reach(view)
     first, last = _reach(owner)
     if low < high and not (first <= low and high <= last and _storage(view) == _storage(owner)):
@@ -102,7 +102,7 @@ def check_view(view: torch.Tensor, owner: torch.Tensor, what: object) -> None:
 
 
 def _reach(x: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage from a tensor's first element to its last."""
+    """[first, last): the bytes of its storage that a tensor spans."""
     first = int(x.storage_offset()) * x.element_size()
     return first, first + fx_values.extent_bytes(x)
 
@@ -112,11 +112,11 @@ def _storage(x: torch.Tensor) -> int:
 
 
 def takes_offset(node: fx.Node) -> bool:
-    """Whether an op names a place in its operand's storage."""
+    """Whether an op takes an offset into its operand's storage."""
     if node.target is aten._reshape_alias.default:
         return True
-    found = fx_nodes.schema(node)
-    return found is not None and any(argument.name == "storage_offset" for argument in found.arguments)
+    schema = fx_nodes.schema(node)
+    return schema is not None and any(argument.name == "storage_offset" for argument in schema.arguments)
 
 
 def rooted(gm: fx.GraphModule) -> fx.GraphModule:
@@ -124,7 +124,7 @@ def rooted(gm: fx.GraphModule) -> fx.GraphModule:
 
     as_strided(slice(x, 0, 1, 3), [2], [1], 0)  becomes  as_strided(x, [2], [1], 0)
 
-    So does what is written through an `unfold` that leaves elements out, which its pure form in torch loses.
+    So does an `unfold` that leaves elements out and is written through: its pure form in torch loses those elements.
     """
     for node in {n for written in gm.graph.nodes for w in fx_nodes.mutated(written) for n in _upwards(w)}:
         if node.target is aten.unfold.default and _leaves_out(node):
@@ -145,7 +145,7 @@ def rooted(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _leaves_out(node: fx.Node) -> bool:
-    """Whether an `unfold` has elements of its operand in no window."""
+    """Whether some elements of its operand are in no window of an `unfold`."""
     x: torch.Tensor = fx_nodes.operand(node).meta["val"]
     dim, size, step = (int(n) for n in node.args[1:])  # type: ignore[arg-type]
     length = x.shape[dim] if x.dim() else 1
@@ -155,8 +155,9 @@ def _leaves_out(node: fx.Node) -> bool:
 def check_reach(gm: fx.GraphModule) -> None:
     """Refuses an `as_strided` that reaches beyond its operand, a view, and is read after their memory was written to.
 
-    Eager autograd then makes the view anew from the value that owns the memory; a trace goes back through the view that
-    it was taken of, whose gradient has no place for what lies outside."""
+    Eager autograd then makes the view anew from the value that owns the memory. A trace goes back through the view that
+    it was taken of, whose gradient has no room for the elements outside.
+    """
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     writes = [(order[n], fx_nodes.base(w)) for n in order for w in fx_nodes.mutated(n)]
     for node in order if writes else ():
@@ -167,7 +168,7 @@ def check_reach(gm: fx.GraphModule) -> None:
             if fx_nodes.source(later) in same:
                 same.add(later)
         last = max((order[u] for n in same for u in n.users if u not in same), default=-1)
-        if any(order[node] < at < last and root is fx_nodes.base(node) for at, root in writes):
+        if any(order[node] < write < last and root is fx_nodes.base(node) for write, root in writes):
             raise CaptureError(
                 f"{node.target} at {_where(node)} reaches beyond the view that it is taken of, and is read after their "
                 "memory was written to: its gradient would be wrong. Take it of the whole tensor"
@@ -183,7 +184,10 @@ def _inside(node: fx.Node) -> bool:
 
 
 def _start_of(closed_over: torch.Tensor, node: fx.Node) -> int:
-    """Where a closed-over tensor lies in its storage; in a trace it is contiguous in a storage of its own."""
+    """The offset of a closed-over tensor in its storage; in a trace it is contiguous in a storage of its own.
+
+    Raises CaptureError for one that is not contiguous.
+    """
     if not closed_over.is_contiguous():
         raise CaptureError(
             f"{node.target} at {_where(node)} takes a closed-over tensor of strides {closed_over.stride()} apart by "
@@ -195,7 +199,7 @@ def _start_of(closed_over: torch.Tensor, node: fx.Node) -> int:
 def rebased(gm: fx.GraphModule) -> fx.GraphModule:
     """Ops at an offset of a storage become ops at an offset of a value. In place; returns its argument.
 
-    Raises CaptureError, with the line, where one reaches beyond the value.
+    Raises CaptureError, with the line, for an op that reaches beyond the value.
     """
     for node in list(gm.graph.nodes):
         if takes_offset(node):
@@ -214,7 +218,9 @@ def rebased(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def aligned(gm: fx.GraphModule, parts: Sequence[fx.Node]) -> None:
-    """Views of `parts`, inputs that may begin anywhere in a buffer, as wider elements become views of a copy. In place.
+    """Views of `parts` as wider elements become views of a copy. In place.
+
+    `parts` are inputs that may begin anywhere in a buffer.
 
     Two floats are a complex number, and four bytes an int32, only at a multiple of their size.
     """
@@ -231,19 +237,19 @@ def aligned(gm: fx.GraphModule, parts: Sequence[fx.Node]) -> None:
 
 
 class _Maker:
-    """Adds nodes before the one that they stand for, with its provenance and their own fake values."""
+    """Adds nodes before `node`, with its provenance and their own fake values."""
 
     def __init__(self, node: fx.Node) -> None:
         self.node = node
         self.mode = fx_values.tensors(node.meta["val"])[0].fake_mode  # type: ignore[attr-defined]
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        made = self.node.graph.call_function(target, args, kwargs)
-        made.meta = dict(self.node.meta)
+        added = self.node.graph.call_function(target, args, kwargs)
+        added.meta = dict(self.node.meta)
         with self.mode:
             values, options = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-            made.meta["val"] = target(*values, **options)
-        return made
+            added.meta["val"] = target(*values, **options)
+        return added
 
     def flat(self, x: fx.Node, layout: Layout | None = None) -> fx.Node:
         """A value's elements in the order of memory, or in that of another dense layout of its dims, in 1-D."""
@@ -260,16 +266,16 @@ class _Maker:
     def shaped(self, flat: fx.Node, like: torch.Tensor) -> fx.Node:
         """The elements of a 1-D value as a dense tensor with the shape and strides of `like`."""
         order = _order((like.shape, like.stride(), 0))
-        made = flat if like.dim() == 1 else self(aten.view.default, flat, [like.shape[d] for d in order])
+        shaped = flat if like.dim() == 1 else self(aten.view.default, flat, [like.shape[d] for d in order])
         return (
-            made
+            shaped
             if order == sorted(order)
-            else self(aten.permute.default, made, [order.index(d) for d in range(like.dim())])
+            else self(aten.permute.default, shaped, [order.index(d) for d in range(like.dim())])
         )
 
 
 def _read(node: fx.Node, make: _Maker) -> fx.Node:
-    """as_strided as a view of the value that holds the elements."""
+    """The node for an as_strided: a view of the value that holds the elements."""
     layout = _layout(node)
     owner, start = _owner(node, layout)
     size, stride, _ = layout
@@ -283,11 +289,12 @@ def _read(node: fx.Node, make: _Maker) -> fx.Node:
 
 
 def _read_copy(node: fx.Node, make: _Maker) -> fx.Node:
+    """The node for an as_strided_copy: a contiguous copy of that view."""
     return make(aten.clone.default, _read(node, make), memory_format=torch.contiguous_format)
 
 
 def _write(node: fx.Node, make: _Maker) -> fx.Node:
-    """as_strided_scatter as a new value of its operand's layout."""
+    """The node for an as_strided_scatter: a new value in its operand's layout."""
     x, values = fx_nodes.operand(node), fx_nodes.operand(node, 1)
     size, stride, _ = layout = _layout(node)
     start = _start_in(x.meta["val"], layout)
@@ -311,7 +318,7 @@ _REWRITES = {
 
 
 def _layout(node: fx.Node) -> Layout:
-    """The layout that a node names, its start counted in the operand's storage."""
+    """The layout in a node's arguments; its start is an offset into the operand's storage."""
     named = _named(node)
     offset = named.get("storage_offset")
     if offset is None:
@@ -336,8 +343,10 @@ def _owner(node: fx.Node, layout: Layout) -> tuple[fx.Node, int]:
 
 
 def _start_in(value: torch.Tensor, layout: Layout) -> int | None:
-    """Where a layout of a storage starts in a value that lies there; None where the value is not dense, or does not
-    hold all of its elements."""
+    """The offset of a layout's start in a value that lies in the same storage.
+
+    None where the value is not dense, or does not hold all elements of the layout.
+    """
     size, stride, offset = layout
     start = offset - int(value.storage_offset())
     first, last = span((size, stride, start))
@@ -346,7 +355,7 @@ def _start_in(value: torch.Tensor, layout: Layout) -> int | None:
 
 
 def _upwards(node: fx.Node) -> Iterator[fx.Node]:
-    """A value, what it is a view of, and so on to what owns the memory."""
+    """A node, then its source, and so on to the node that owns the memory."""
     yield node
     while (source := fx_nodes.source(node)) is not None:
         yield source
@@ -362,6 +371,7 @@ def _alike(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _beyond(node: fx.Node, layout: Layout) -> CaptureError:
+    """The error for an op that reaches beyond its value."""
     first, last = span(layout)
     value = fx_nodes.operand(node).meta["val"]
     return CaptureError(
@@ -393,7 +403,7 @@ def _is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def _is_apart(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether no element occurs twice, as far as nested strides tell."""
+    """Whether no element occurs twice. False also for some layouts without such elements, whose strides do not nest."""
     reach = 0
     for s, n in sorted((s, n) for n, s in zip(size, stride, strict=True) if n > 1):
         if s <= reach:
