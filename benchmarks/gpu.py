@@ -34,7 +34,8 @@ from benchmarks.link import free_port
 from benchmarks.model import Batch, Size, make_batch
 from benchmarks.run import write
 from fzero.comm.transport import Transport, via_of
-from fzero.compile.step import plan_for, recipe_for
+from fzero.compile.first_state import recipe_for
+from fzero.compile.layout import plan_for
 from fzero.ir.records import Op
 from fzero.session.session import Runtime, runtime_of
 from fzero.state import storage

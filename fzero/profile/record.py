@@ -24,7 +24,7 @@ import torch
 from fzero import tree
 from fzero._torch_compat import allocations
 from fzero.capture.provenance import describe
-from fzero.compile.step import Lowered
+from fzero.compile.lowered import Lowered
 from fzero.cost.memory import SHOWN
 from fzero.ir.liveness import live_bytes
 from fzero.ir.program import Program, wire_bytes

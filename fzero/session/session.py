@@ -19,7 +19,8 @@ from fzero.capture.provenance import describe
 from fzero.comm import transfers
 from fzero.comm.heartbeat import ALONE, Presence
 from fzero.comm.transport import Transport
-from fzero.compile.step import Lowered, fakes_on, lower_step
+from fzero.compile.lowered import Lowered
+from fzero.compile.step import fakes_on, lower_step
 from fzero.cost.autotune import Costs
 from fzero.errors import DonatedError, TreeError, at
 from fzero.ir.program import Program

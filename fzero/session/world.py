@@ -22,7 +22,7 @@ from fzero._torch_compat import default_store
 from fzero.capture import ambient
 from fzero.comm import heartbeat, transfers
 from fzero.comm.transport import bucket_bytes, transport_for
-from fzero.compile.step import plan_for
+from fzero.compile.layout import plan_for
 from fzero.errors import SpecError, TreeError
 from fzero.plan.layout import Plan
 from fzero.session.session import Runtime

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fzero
 from fzero import optim, tree
-from fzero.compile.step import Lowered, training_of
+from fzero.compile.lowered import Lowered
 from fzero.errors import FzeroError
 from fzero.ir.program import Program
 from fzero.runtime.executor import Bound
@@ -22,6 +22,7 @@ from fzero.runtime.handlers import spoil
 from fzero.runtime.interpreter import DeadlockError, LocalComm, World, interpret
 from fzero.state import storage
 from fzero.tools.fuzz.case import Case
+from fzero.training import training_of
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,21 @@ def wait_late(rng: random.Random, p: Program) -> Program | None:
     return None if used is None else move(p, at, used)
 
 
+def settle_late(rng: random.Random, p: Program) -> Program | None:
+    """Behind the op that writes over what other ranks may still read, or never in time."""
+    at = pick(rng, find(p, lambda op: op.is_settle))
+    return None if at is None or at + 1 >= len(p.ops) else move(p, at, rng.randint(at + 1, len(p.ops) - 1))
+
+
+def settle_early(rng: random.Random, p: Program) -> Program | None:
+    """Before its transfer is waited for."""
+    at = pick(rng, find(p, lambda op: op.is_settle))
+    if at is None:
+        return None
+    waits = [i for i in range(at) if p.ops[i].is_wait and p.ops[i].target == p.ops[at].target]
+    return move(p, at, rng.randint(0, waits[-1])) if waits else None
+
+
 def _freed(rng: random.Random, p: Program) -> tuple[int, str] | None:
     return pick(rng, [(i, ref.name) for i, op in enumerate(p.ops) if op.is_free for ref in op.reads])
 
