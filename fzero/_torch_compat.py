@@ -47,6 +47,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
+    "RngStateMode",
     "TorchDispatchMode",
     "allocations",
     "ambient_modes",
@@ -310,6 +311,58 @@ def by_onednn(kernel: Callable[..., Any]) -> Callable[..., Any]:
             return kernel(*args, **kwargs)
 
     return call
+
+
+class RngStateMode(TorchDispatchMode):
+    """A mode that has a state of its own in the place of torch's generator's, as `torch.utils.checkpoint` asks for it.
+
+    While such a mode is on, `torch.get_rng_state` and `torch.set_rng_state` are those of the innermost one on the
+    calling thread's stack of modes; on other threads they are torch's. (Checkpoint calls them as attributes of `torch`;
+    autograd's threads take the stack over from the thread that calls backward: 2.11.0, 2.13.0.) The two functions are
+    exchanged by the first mode that is entered in the process, and set back by the last that is left.
+    """
+
+    _lock, _inside = threading.Lock(), 0
+    _torchs: tuple[Callable[[], Any], Callable[[Any], None]]
+
+    def get_rng_state(self) -> Any:
+        raise NotImplementedError
+
+    def set_rng_state(self, state: Any) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        kind = RngStateMode
+        with kind._lock:
+            if not kind._inside:
+                kind._torchs = torch.get_rng_state, torch.set_rng_state
+                torch.get_rng_state = _get_rng_state
+                torch.set_rng_state = _set_rng_state
+            kind._inside += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        kind = RngStateMode
+        super().__exit__(*error)
+        with kind._lock:
+            kind._inside -= 1
+            if not kind._inside:
+                torch.get_rng_state, torch.set_rng_state = kind._torchs  # type: ignore[assignment]
+
+
+def _rng_state_mode() -> RngStateMode | None:
+    modes = reversed(_get_current_dispatch_mode_stack())
+    return next((mode for mode in modes if isinstance(mode, RngStateMode)), None)
+
+
+def _get_rng_state() -> Any:
+    mode = _rng_state_mode()
+    return RngStateMode._torchs[0]() if mode is None else mode.get_rng_state()
+
+
+def _set_rng_state(new_state: Any) -> None:
+    mode = _rng_state_mode()
+    return RngStateMode._torchs[1](new_state) if mode is None else mode.set_rng_state(new_state)
 
 
 def default_store() -> Any:

@@ -9,7 +9,8 @@ import torch
 
 from fzero import tree
 from fzero._torch_compat import untraced_by_dynamo
-from fzero.capture import ambient, tracing
+from fzero.capture import ambient
+from fzero.capture.leaves import check_leaf
 from fzero.capture.provenance import describe
 from fzero.comm import transfers
 from fzero.comm.transport import bucket_bytes, via_of
@@ -152,7 +153,7 @@ def lower(
     state = fakes_on(tree.unflatten(recipe.spec, recipe.values), device)
     for path, leaf in zip(*tree.flatten(batch_like)[:2], strict=True):
         if isinstance(leaf, torch.Tensor):
-            tracing.check_leaf(at("batch", path), leaf)
+            check_leaf(at("batch", path), leaf)
     lowered = lower_step(spec, state, fakes_on(batch_like, device), plan, via)
     verify(lowered.program)
     return lowered
@@ -225,4 +226,4 @@ def _check_batch(batch: Any, device: torch.device) -> None:
             raise TreeError(f"{name} is on {leaf.device}, the state on {device}. Move it there")
         if leaf.requires_grad:
             raise TreeError(f"{name} requires grad, which no step would use. detach() it")
-        tracing.check_leaf(name, leaf)
+        check_leaf(name, leaf)

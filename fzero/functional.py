@@ -16,10 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from fzero import random, tree
 from fzero._torch_compat import in_functorch
 from fzero.capture import ambient
-from fzero.capture import trace_step as _capture
+from fzero.capture.context import Tracing, active
+from fzero.capture.graph import PerRank, Roles
 from fzero.capture.joint import Joint, safe
 from fzero.capture.provenance import describe, user_line
-from fzero.capture.tracing import Tracing, active
+from fzero.capture.region import add_region
 from fzero.errors import CaptureError, at
 from fzero.precision import Precision, policy
 from fzero.random._check import is_key
@@ -116,7 +117,7 @@ def forward(
             elif kind == "value":
                 scalar = value.ndim == 0 and value.dtype.is_floating_point
                 results.append(_reduce(value, "mean") if scalar else value)
-        return tree.unflatten(joint.marks.aux_spec, results)
+        return tree.unflatten(joint.marks.aux_treedef, results)
 
     return _steady_outside(wrapped)
 
@@ -160,7 +161,7 @@ def per_rank(x: Any) -> Any:
     Given to `fzero.init`, every rank starts with this value, and the step sees its own of shape (...). What the step
     returns there may differ between ranks.
     """
-    return tree.map(lambda leaf: leaf if isinstance(leaf, _capture.PerRank) else _capture.PerRank(leaf), x)
+    return tree.map(lambda leaf: leaf if isinstance(leaf, PerRank) else PerRank(leaf), x)
 
 
 def axis_index(axis: str = "dp", device: torch.device | str | None = None) -> torch.Tensor:
@@ -306,13 +307,13 @@ def _region(
         sliced, names = [*sliced, num > 1], [*names, "key"]
     marks = joint.marks
 
-    def shown() -> dict[str, Any]:
+    def roles() -> Roles:
         summed = {0, 1 + len(marks.grad_of)} | set(range(1, 1 + len(marks.grad_of))) if marks.has_count else set()
         summed |= {i for i, kind in enumerate(marks.aux_kinds) if kind != "value"}
         wire = {1 + n: joint.precision.wire_dtype(joint.leaves[i].dtype) for n, i in enumerate(marks.grad_of)}
-        return {"grad_of": marks.grad_of, "summed": frozenset(summed), "wire": wire}
+        return Roles(marks.grad_of, frozenset(summed), wire)
 
-    return _capture.add_region(fn, shown, joint.leaves, names, others, microbatches=num, sliced=sliced)
+    return add_region(fn, roles, joint.leaves, names, others, microbatches=num, sliced=sliced)
 
 
 def _steady_outside(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -366,8 +367,8 @@ def _combined(joint: Joint, outs: list[torch.Tensor], num: int) -> Any:
         held_low = joint.precision.params is not None  # the update is made in fp32 then
         grads.append(g.to(joint.precision.sum_dtype(leaf.dtype) if held_low else leaf.dtype))
     aux = outs[end + marks.has_count :]
-    value = (loss, tree.unflatten(marks.aux_spec, aux)) if joint.has_aux else loss
-    return value, tree.unflatten(joint.spec, grads)
+    value = (loss, tree.unflatten(marks.aux_treedef, aux)) if joint.has_aux else loss
+    return value, tree.unflatten(joint.treedef, grads)
 
 
 def _reduce(x: torch.Tensor, how: str) -> torch.Tensor:

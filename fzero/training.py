@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fzero import optim, random, tree
-from fzero.capture.trace_step import PerRank
+from fzero.capture.graph import PerRank
 from fzero.errors import TreeError, at
 from fzero.functional import value_and_grad
 from fzero.precision import LOW, Precision

@@ -1,6 +1,6 @@
-"""ambient: what torch's settings around a call may do to a step. None of them changes what it computes in silence.
+"""ambient: torch's settings around a call, and their effect on a step. None of them changes its results silently.
 
-| around a call of fzero                                              | what it does                                |
+| around a call of fzero                                              | effect                                      |
 |---------------------------------------------------------------------|---------------------------------------------|
 | autocast of any device                                              | nothing, and a warning says so              |
 | inference mode, no_grad                                             | nothing                                     |
@@ -10,7 +10,7 @@
 |                                                                     | would keep what they change                 |
 | anomaly detection (of a step), torch.func transforms, tracers       | refused                                     |
 
-What the user's own functions enter works in them as anywhere.
+A setting that the user's own functions enter has its usual effect inside them.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ _default_device: ContextVar[torch.device | None] = ContextVar("fzero_default_dev
 
 @contextmanager
 def steady() -> Iterator[None]:
-    """For calls of fzero, as context or decorator: leaves inference mode, autocast and, for what is fzero's own, the
-    default device."""
+    """For calls of fzero, as context or decorator: leaves inference mode, autocast and the default device.
+
+    The user's functions get the default device back by `of_caller`.
+    """
     with torch.inference_mode(False), _without_autocast(), _on_cpu():
         yield
 
 
 def of_caller() -> AbstractContextManager[object]:
-    """For functions of the user within `steady`: the default device that the caller has."""
+    """A context for functions of the user within `steady`: the caller's default device."""
     return _default_device.get() or nullcontext()
 
 
 def settings(device: torch.device) -> tuple[str, ...]:
-    """What a program that is traced now, for a state on this device, depends on."""
+    """The settings on which a program that is traced now depends, as texts. `device` is the state's."""
     attention = torch.backends.cuda
     backends = {
         "flash": attention.flash_sdp_enabled(),
@@ -66,7 +68,10 @@ def settings(device: torch.device) -> tuple[str, ...]:
 
 
 def check(name: str, *, backward: bool = False) -> None:
-    """Refuses what no call of fzero can be made in; with `backward` also what watches a backward."""
+    """Raises CaptureError inside a torch.func transform or a tracer; with `backward` also under anomaly detection.
+
+    `name` is the function of fzero that was called.
+    """
     if in_functorch():
         raise CaptureError(
             f"fzero.{name} was called inside a torch.func transform (vmap, grad, jvp, functionalize): it writes a "
@@ -85,7 +90,7 @@ def check(name: str, *, backward: bool = False) -> None:
 
 
 def check_trace() -> None:
-    """Refuses what would stay in a program that is traced."""
+    """Raises CaptureError for modes and hooks around the call, whose effects would stay in a traced program."""
     modes = ambient_modes()
     if modes:
         raise CaptureError(
@@ -102,7 +107,7 @@ def check_trace() -> None:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Leaves every autocast, whose casts are forgotten; the loss may enter its own."""
+    """Leaves every autocast and forgets its casts; the loss may enter its own."""
     on = tuple(kind for kind in _AUTOCAST if torch.is_autocast_enabled(kind))
     if not on:
         yield
@@ -124,11 +129,12 @@ def _say(on: tuple[str, ...]) -> None:
 
 @contextmanager
 def _on_cpu() -> Iterator[None]:
-    given = torch.get_default_device()
-    if given.type == "cpu":
+    """The CPU as default device; the caller's is kept for `of_caller`."""
+    device = torch.get_default_device()
+    if device.type == "cpu":
         yield
         return
-    token = _default_device.set(given)
+    token = _default_device.set(device)
     try:
         with torch.device("cpu"):
             yield

@@ -1,12 +1,12 @@
 """ambient_rng: random ops of a module (`F.dropout`, `torch.randn_like`, ...) drawn from a key, not from torch's state.
 
-Inside `Keyed(key)` every draw from the ambient generator becomes one from `fold_in(fold_in(key, -1), i)`, i being the
-number of draws before it: a call site each, in the order in which the function runs. So the function's draws are a pure
-function of the key, and what a checkpoint recomputes draws again what the forward drew: "the state of the generator"
-(`torch.get_rng_state`, which `torch.utils.checkpoint` saves and restores) is that number while the mode is on.
+Inside `Keyed(key)` every draw from the ambient generator becomes one from `fold_in(fold_in(key, -1), i)`. Here i is the
+number of draws before it, in the order in which the function runs. So the function's draws are a pure function of the
+key. A checkpoint's recompute draws the same numbers as its forward: `torch.utils.checkpoint` saves and restores
+`torch.get_rng_state()`, and while the mode is on that state is the number of draws so far.
 
-What torch draws inside a fused kernel (attention with dropout on CUDA), an op without a rule here, and draws from a
-`torch.Generator` that is passed in are refused.
+Refused are draws inside a fused kernel of torch (attention with dropout on CUDA), an op without a rule here, and draws
+from a `torch.Generator` that is passed in.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ import torch
 from torch import Tensor
 
 from fzero import random
-from fzero._torch_compat import TorchDispatchMode
+from fzero._torch_compat import RngStateMode
 from fzero.capture.provenance import user_line
 from fzero.errors import CaptureError
 
 aten = torch.ops.aten
-_AMBIENT = -1  # what tells the ambient draws from those a loss makes of its own key
+_AMBIENT = -1  # keeps the ambient draws apart from those that a loss makes from its own key
 
 
-class Keyed(TorchDispatchMode):
-    """While it is on, draws from torch's generator are made from `key` (int64, shape (2,))."""
+class Keyed(RngStateMode):
+    """While it is on, draws from torch's generator are made from `key` (int64, shape (2,)).
+
+    `count`: the draws so far. Only this class writes it.
+    """
 
     def __init__(self, key: Tensor) -> None:
         super().__init__()
@@ -41,10 +44,10 @@ class Keyed(TorchDispatchMode):
         rule = RULES.get(func)
         if torch.Tag.nondeterministic_seeded not in func.tags or no_dropout(func, args, kwargs):
             return func(*args, **kwargs)
-        given = [name for name, x in _named(func, args, kwargs).items() if isinstance(x, torch.Generator)]
-        if rule is None or given:
-            why = "is given a torch.Generator" if given else "has no version that draws from a key"
-            instead = "Leave generator= out" if given else "Use fzero.random"
+        generators = [x for x in _named(func, args, kwargs).values() if isinstance(x, torch.Generator)]
+        if rule is None or generators:
+            why = "is given a torch.Generator" if generators else "has no version that draws from a key"
+            instead = "Leave generator= out" if generators else "Use fzero.random"
             raise CaptureError(
                 f"{func} at {user_line()} {why}: the step would not be a function of its state. {instead}, or draw it "
                 "outside and pass it in the batch"
@@ -59,24 +62,18 @@ class Keyed(TorchDispatchMode):
         self.count += 1
         return random.fold_in(self.base, self.count - 1)
 
-    def __enter__(self) -> Keyed:
-        self.saved = torch.get_rng_state, torch.set_rng_state
-        torch.get_rng_state = lambda: _Count(self.count)  # type: ignore[assignment, return-value]
-        torch.set_rng_state = self._restore  # type: ignore[assignment]
-        super().__enter__()
-        return self
+    def get_rng_state(self) -> Any:
+        """The number of draws so far, as checkpoint's recompute sets it again."""
+        return _Count(self.count)
 
-    def __exit__(self, *error: Any) -> None:
-        torch.get_rng_state, torch.set_rng_state = self.saved
-        super().__exit__(*error)
-
-    def _restore(self, state: Any) -> None:
+    def set_rng_state(self, state: Any) -> None:
+        """Sets the number of draws. A state of torch's generator is ignored."""
         if isinstance(state, _Count):
             self.count = state.number
 
 
 class _Count:
-    """Stands for the generator's state: how many draws there were."""
+    """Stands for the generator's state: the number of draws."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -84,13 +81,16 @@ class _Count:
 
 def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     arguments = func._schema.arguments
-    given = {a.name: x for a, x in zip(arguments, args, strict=False)}
-    return {**{a.name: a.default_value for a in arguments}, **given, **kwargs}
+    positional = {a.name: x for a, x in zip(arguments, args, strict=False)}
+    return {**{a.name: a.default_value for a in arguments}, **positional, **kwargs}
 
 
 def no_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Attention kernels carry the tag for their dropout; with probability 0 they draw nothing. So do layers, for what
-    they do in training alone."""
+    """Whether an op that is tagged as drawing draws nothing with these arguments.
+
+    Attention kernels carry the tag for their dropout, and draw nothing with probability 0. Some layers carry it for
+    training, and draw nothing outside of it.
+    """
     named = _named(func, args, kwargs)
     return bool(named.get("dropout_p", 1.0) == 0.0) or named.get("training") is False
 
@@ -184,9 +184,9 @@ def _exponential_(mode: Keyed, x: Tensor, rate: float = 1.0) -> Tensor:
 def _normal_of(
     mode: Keyed, mean: Any, std: Any, size: Any = None, *, dtype: torch.dtype | None = None, **how: Any
 ) -> Any:
-    given = [x for x in (mean, std) if isinstance(x, Tensor)]
-    shape = tuple(size) if size is not None else torch.broadcast_shapes(*(x.shape for x in given))
-    return mean + std * _normal(mode, shape, dtype or (given[0].dtype if given else torch.get_default_dtype()))
+    tensors = [x for x in (mean, std) if isinstance(x, Tensor)]
+    shape = tuple(size) if size is not None else torch.broadcast_shapes(*(x.shape for x in tensors))
+    return mean + std * _normal(mode, shape, dtype or (tensors[0].dtype if tensors else torch.get_default_dtype()))
 
 
 def _multinomial(mode: Keyed, p: Tensor, num: int, replacement: bool = False) -> Tensor:

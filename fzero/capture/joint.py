@@ -1,4 +1,4 @@
-"""joint: what one region computes: forward and backward of a loss at the shape of one microbatch, as a function.
+"""joint: forward and backward of a loss at the shape of one microbatch, as a function: a region is traced from it.
 
 Inputs are the parameters' leaves, then the tensors of the other arguments, then the loss scale and the key of this part
 of the batch where there are any. Outputs are the loss, a gradient for every leaf that gets one, then aux; of an
@@ -21,15 +21,15 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.capture.ambient_rng import Keyed
+from fzero.capture.leaves import check_leaf
 from fzero.capture.provenance import defined_at, describe
-from fzero.capture.tracing import check_leaf
 from fzero.errors import CaptureError, at
 from fzero.precision import LOW, Precision
 
 
 @dataclass(frozen=True)
 class Mean:
-    """What a loss may return instead of a mean of its own: the sum of its terms, and how many there are.
+    """The sum of a loss's terms, and how many there are. A loss may return it instead of a mean of its own.
 
     `total` is a 0-d floating tensor of at least 32 bits; `count` a 0-d tensor that does not depend on the parameters
     (tokens that are not masked, the sum of the weights). The loss is then sum(total) / sum(count) over all ranks and
@@ -56,17 +56,21 @@ def safe(count: Tensor) -> Tensor:
 
 @dataclass
 class Marks:
-    """What a trace of a region tells about its outputs."""
+    """Facts about a region's outputs that are known once it was traced. `Joint`'s two functions write them."""
 
     grad_of: tuple[int, ...] = ()  # for each gradient, the leaf it belongs to
     has_count: bool = False  # the loss is a total, a count follows the gradients
-    aux_spec: Any = None
+    aux_treedef: Any = None
     aux_kinds: tuple[str, ...] = ()  # of a forward: "value", "total" or "count", for each output
 
 
 @dataclass
 class Joint:
-    """One `value_and_grad` (or forward) of a function, at given arguments. Call it with a region's inputs."""
+    """One `value_and_grad` (or forward) of a function, at given arguments.
+
+    Its methods `value_and_grad` and `forward` are called with a region's inputs, and fill `marks`. Nothing else is
+    written after the constructor.
+    """
 
     fn: Callable[..., Any]
     params: Any
@@ -82,8 +86,8 @@ class Joint:
     marks: Marks = field(default_factory=Marks)
 
     def __post_init__(self) -> None:
-        self.paths, self.leaves, self.spec = tree.flatten(self.params)
-        self.arg_paths, self.arg_leaves, self.arg_spec = tree.flatten((self.args, self.kwargs))
+        self.paths, self.leaves, self.treedef = tree.flatten(self.params)
+        self.arg_paths, self.arg_leaves, self.arg_treedef = tree.flatten((self.args, self.kwargs))
         self.is_tensor = [isinstance(leaf, Tensor) for leaf in self.arg_leaves]
         self.asks_key = asks_key(self.fn) and "key" not in self.kwargs
         if self.asks_key and self.key is None:
@@ -95,41 +99,43 @@ class Joint:
 
     @property
     def others(self) -> list[Tensor]:
-        """The arguments' tensors, and the scale; the key of a part is added by whoever cuts the batch."""
-        found = [leaf for leaf, is_tensor in zip(self.arg_leaves, self.is_tensor, strict=True) if is_tensor]
-        return found if self.scale is None else [*found, self.scale]
+        """The arguments' tensors, then the loss scale. The caller, who cuts the batch, adds the parts' keys."""
+        tensors = [leaf for leaf, is_tensor in zip(self.arg_leaves, self.is_tensor, strict=True) if is_tensor]
+        return tensors if self.scale is None else [*tensors, self.scale]
 
     @property
     def other_paths(self) -> list[str]:
         """Their paths within (args, kwargs)."""
-        found = [path for path, is_tensor in zip(self.arg_paths, self.is_tensor, strict=True) if is_tensor]
-        return found if self.scale is None else [*found, "scale"]
+        paths = [path for path, is_tensor in zip(self.arg_paths, self.is_tensor, strict=True) if is_tensor]
+        return paths if self.scale is None else [*paths, "scale"]
 
     def value_and_grad(self, *xs: Tensor) -> list[Tensor]:
+        """[loss, *gradients, count where the loss is a Mean, *aux]; fills `marks`. `xs`: a region's inputs."""
         own, call, scale = self._inputs(xs, leaf=True)
         with torch.enable_grad(), call:
-            result = self.fn(tree.unflatten(self.spec, own), *call.args, **call.kwargs)
+            result = self.fn(tree.unflatten(self.treedef, own), *call.args, **call.kwargs)
             loss, count, aux = self._checked(result)
             start = loss if scale is None else loss * scale / (1 if count is None else safe(count))
             self.enter("backward")
             grads = torch.autograd.grad(start, own, allow_unused=True) if loss.requires_grad else [None] * len(own)
         self.enter("finish")
         self._check_used(grads)
-        found = [(i, g) for i, g in enumerate(grads) if g is not None]
-        self.marks.grad_of = tuple(i for i, _ in found)
+        present = [(i, g) for i, g in enumerate(grads) if g is not None]
+        self.marks.grad_of = tuple(i for i, _ in present)
         self.marks.has_count = count is not None
         sums = []
-        for i, g in found:
+        for i, g in present:
             g = g.to(self._grad_dtype(self.leaves[i].dtype))
             sums.append(g if scale is None or count is None else g * safe(count))
         counts = [] if count is None else [count]
         return [_wide(loss.detach()), *sums, *counts, *(a.detach() for a in aux)]
 
     def forward(self, *xs: Tensor) -> list[Tensor]:
+        """The leaves of the function's result, two for a Mean; fills `marks`. `xs`: a region's inputs."""
         own, call, _ = self._inputs(xs, leaf=False)
         with torch.no_grad(), call:
-            result = self.fn(tree.unflatten(self.spec, own), *call.args, **call.kwargs)
-        paths, leaves, self.marks.aux_spec = tree.flatten(result)
+            result = self.fn(tree.unflatten(self.treedef, own), *call.args, **call.kwargs)
+        paths, leaves, self.marks.aux_treedef = tree.flatten(result)
         outs: list[Tensor] = []
         kinds: list[str] = []
         for path, leaf in zip(paths, leaves, strict=True):
@@ -156,10 +162,10 @@ class Joint:
         for path, x in zip(self.paths, xs, strict=False):
             x = x.detach().to(self.precision.compute_dtype(path, x.dtype))
             own.append(x.requires_grad_() if leaf else x)
-        full = [next(feed) if t else given for t, given in zip(self.is_tensor, self.arg_leaves, strict=True)]
+        full = [next(feed) if t else leaf for t, leaf in zip(self.is_tensor, self.arg_leaves, strict=True)]
         if self.precision.cast_batch:
             full = [self._cast(path, x) for path, x in zip(self.arg_paths, full, strict=True)]
-        args, kwargs = tree.unflatten(self.arg_spec, full)
+        args, kwargs = tree.unflatten(self.arg_treedef, full)
         scale = None if self.scale is None else next(feed)
         key = None if self.key is None else next(feed)[0]
         if self.asks_key:
@@ -181,7 +187,7 @@ class Joint:
         if isinstance(mean := loss, Mean):
             _check_mean(mean, self.fn)
             loss, count = mean.total, _wide(mean.count)
-        paths, leaves, self.marks.aux_spec = tree.flatten(aux)
+        paths, leaves, self.marks.aux_treedef = tree.flatten(aux)
         for path, leaf in zip(paths, leaves, strict=True):
             if not isinstance(leaf, Tensor):
                 raise CaptureError(

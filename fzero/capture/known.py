@@ -1,11 +1,11 @@
 """known: values in a trace that depend on no input, computed while it is traced.
 
-A mask, an index or a length that is made of numbers and closed-over tensors alone has a value already: `if mask.any()`
-and `mask.nonzero()` ask for it, and nobody has to wait for the program to run. Beside each such fake tensor lies the
-real one, made by the same ops, views of one another like the fakes; what an input is written into is known no more.
+A mask, an index or a length that is made of numbers and closed-over tensors alone has a value already. `if mask.any()`
+and `mask.nonzero()` ask for it, and the trace can answer. Each such fake tensor has a real one beside it, made by the
+same ops. The real ones are views of one another as the fakes are. A value into which an input is written is forgotten.
 
-What was read decides the program. A closed-over tensor that it came from is remembered with its version, so that a
-later change of it in place is an error, not a program of old values.
+A value that was read decides the program. The closed-over tensor that it came from is remembered with its version, so
+that a later change of it in place is an error, and not a program of old values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Sources = frozenset[int]
 
 @dataclass(frozen=True)
 class Baked:
-    """A closed-over tensor whose value has decided a program: which, and its version then."""
+    """A closed-over tensor whose value has decided a program, and its version then."""
 
     tensor: weakref.ref[torch.Tensor]
     version: int
@@ -52,50 +52,52 @@ class Baked:
 
 @dataclass
 class Known:
-    """The real values of one trace."""
+    """The real values of one trace. Only its methods write to it."""
 
-    values: Any = field(default_factory=WeakIdKeyDictionary)  # fake tensor -> (its real value, what it came from)
+    values: Any = field(
+        default_factory=WeakIdKeyDictionary
+    )  # fake tensor -> (its real value, ids of the closed-over tensors it came from)
     closed: dict[int, torch.Tensor] = field(default_factory=dict)  # closed-over tensors, by id
-    read: set[int] = field(default_factory=set)  # those of which a value was asked for
+    read: set[int] = field(default_factory=set)  # ids of those of which a value was asked for
     guarded: set[int] = field(default_factory=set)  # their storages, which no op may write to
-    made: int = 0  # bytes of values so far
+    computed_bytes: int = 0  # of all values so far
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """After an op: keeps the values of its results, or forgets what it has written to."""
-        given = self._given(func, args, kwargs)
+        """After an op: keeps the values of its results, or forgets those that it has written to."""
+        real_args = self._real(func, args, kwargs)
         written = self._written(func, args, kwargs) if func._schema.is_mutable else set()
-        large = any(x.numel() > MOST for x in _tensors(result)) or self.made > IN_ALL
-        if given is None or large or written & self.guarded:
+        large = any(x.numel() > MOST for x in _tensors(result)) or self.computed_bytes > IN_ALL
+        if real_args is None or large or written & self.guarded:
             self._forget(written)
             return
         try:
-            real = _tensors(self._computed(func, *given[:2]))
-        except Exception:  # the program will say so, when it runs or, for what eager refuses too, now
+            real = _tensors(self._computed(func, *real_args[:2]))
+        except Exception:  # the op raises when the program runs, or now, where fake tensors refuse it too
             self._forget(written)
             return
         for fake, value in zip(_tensors(result), real, strict=False):
             if is_fake(fake) and fake.shape == value.shape:
-                self.values[fake] = value, given[2]
-                self.made += value.nbytes
+                self.values[fake] = value, real_args[2]
+                self.computed_bytes += value.nbytes
 
     def value(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
-        """(the result of an op that asks for values), where all of them are known."""
-        given = self._given(func, args, kwargs)
-        if given is None:
+        """(the result of an op that asks for values,), where all of them are known; else None."""
+        real_args = self._real(func, args, kwargs)
+        if real_args is None:
             return None
-        self.read |= given[2]
-        return (self._computed(func, *given[:2]),)
+        self.read |= real_args[2]
+        return (self._computed(func, *real_args[:2]),)
 
     def places(self, indices: Sequence[Any]) -> list[Any]:
-        """The indices of `x[...]` with masks that are known as the places where they are true."""
-        found: list[Any] = []
+        """The indices of `x[...]`, a mask that is known replaced by the indices of its true elements."""
+        replaced: list[Any] = []
         for index in indices:
             mask = isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
             value = self.value(torch.ops.aten.nonzero.default, (index,), {}) if mask else None
             with unwatched():
                 columns = [] if value is None else [column.clone() for column in value[0].unbind(1)]
-            found += [self.literal(column, index.device) for column in columns] or [index]
-        return found
+            replaced += [self.literal(column, index.device) for column in columns] or [index]
+        return replaced
 
     def literal(self, value: Any, device: torch.device) -> Any:
         """A number as it is; a real tensor as a literal of the trace on this device."""
@@ -113,14 +115,17 @@ class Known:
         return tuple(Baked(weakref.ref(x), version(x), name_of(x, fns)) for x in read)
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An op's result on real tensors; no mode sees it."""
         with unwatched(), torch.no_grad():
             if func is torch.ops.aten.lift_fresh.default:  # the copy that a literal's in-place work is done on
                 return args[0].clone()
             return func(*args, **kwargs)
 
-    def _given(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, _Sources] | None:
-        """(args, kwargs, sources) with real tensors for fakes; None where one is not known, or the op's result is not
-        a function of them."""
+    def _real(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, _Sources] | None:
+        """(args, kwargs, sources) with real tensors for fakes.
+
+        None where one is not known, or where the op's result is not a function of them.
+        """
         name = func._schema.name
         if torch.Tag.nondeterministic_seeded in func.tags or not name.startswith("aten::") or _MADE.search(name):
             return None
@@ -129,16 +134,17 @@ class Known:
         sources: _Sources = frozenset()
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                found = self._of(leaf)
-                if found is None:
+                known = self._of(leaf)
+                if known is None:
                     return None
-                leaves[i], sources = found[0], sources | found[1]
+                leaves[i], sources = known[0], sources | known[1]
             elif isinstance(leaf, torch.device):
                 leaves[i] = torch.device("cpu")  # where values are kept, whatever the device of the step
         args, kwargs = spec.unflatten(leaves)
         return args, kwargs, sources
 
     def _of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Sources] | None:
+        """(the real value, sources) of a tensor in the trace; a closed-over one becomes known here."""
         if tensor not in self.values:
             plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
             if is_fake(tensor) or not plain or tensor.numel() > MOST or tensor.is_meta:
@@ -157,6 +163,7 @@ class Known:
         return {_storage(self.values[x][0]) for name in targets for x in _tensors(named.get(name)) if x in self.values}
 
     def _forget(self, written: set[int]) -> None:
+        """Drops the values that lie in these storages."""
         for fake, (value, _) in list(self.values.items()) if written else ():
             if _storage(value) in written:
                 del self.values[fake]

@@ -1,4 +1,4 @@
-"""provenance: where in the user's code something is: a line, a definition, the name of a tensor that is closed over."""
+"""provenance: lines, definitions and names in the user's code, for errors and for the program's text."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fzero.ir.records import DTYPE_NAMES
 
 _OURS = (
     *(f"{path}{os.sep}" for path in (torch.__path__[0], os.path.dirname(tree.__file__), tree.optree.__path__[0])),
-    contextlib.__file__,  # what a decorator of these adds between a caller and fzero
+    contextlib.__file__,  # decorators of these add frames between a caller and fzero
     functools.__file__,
 )
 
 
 @functools.cache
 def is_users(filename: str) -> bool:
-    """Whether a frame is of the user's code: not of torch, fzero or optree, and not generated."""
+    """Whether a file is the user's: not of torch, fzero or optree, and not generated."""
     return not filename.startswith((*_OURS, "<")) or filename.startswith(("<stdin>", "<ipython", "<doctest"))
 
 
@@ -56,13 +56,13 @@ def describe(value: Any) -> str:
 
 
 def name_of(value: Any, fns: Sequence[Callable[..., Any]]) -> str:
-    """A closed-over tensor as messages name it: as the user's code does where that is found."""
+    """A closed-over tensor as messages name it: by the name in the user's code, else by dtype and shape."""
     name = found_name(value, fns)
     return f"tensor {name!r}" if name else f"a tensor {describe(value)}"
 
 
 def found_name(value: Any, fns: Sequence[Callable[..., Any]]) -> str | None:
-    """The name a closed-over tensor goes by in the user's code."""
+    """The name of a closed-over tensor in the user's code, found from `fns` within four levels, or None."""
     seen: set[int] = set()
 
     def look(item: Any, name: str, depth: int) -> str | None:
@@ -82,8 +82,8 @@ def found_name(value: Any, fns: Sequence[Callable[..., Any]]) -> str | None:
         elif isinstance(item, types.FunctionType):
             children = list(_variables(item))
         elif isinstance(item, functools.partial):
-            given = [*enumerate(item.args), *item.keywords.items()]
-            children = [(name, item.func), *((f"{name}({key})", v) for key, v in given)]
+            arguments = [*enumerate(item.args), *item.keywords.items()]
+            children = [(name, item.func), *((f"{name}({key})", v) for key, v in arguments)]
         elif isinstance(item, types.MethodType):
             children = [("self", item.__self__), (name, item.__func__)]
         elif hasattr(item, "__dict__"):
@@ -97,7 +97,8 @@ def found_name(value: Any, fns: Sequence[Callable[..., Any]]) -> str | None:
 
 
 def _variables(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function closes over: free variables, globals (of functions inside it too) and defaults."""
+    """(name, value) of the variables that a function closes over: free ones, globals (of functions inside it too), and
+    defaults."""
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not assigned yet
             yield name, cell.cell_contents

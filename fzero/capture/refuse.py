@@ -1,6 +1,6 @@
-"""refuse: what a trace may not do, and how its errors say so: the user's line, and what to write instead.
+"""refuse: the rules of a trace. Every error has the user's line and a remedy.
 
-`check_graph` looks at a finished trace; `explained` turns what torch raises on the way into errors of fzero.
+`check_graph` looks at a finished trace. `explained` turns errors that torch raises on the way into errors of fzero.
 """
 
 from __future__ import annotations
@@ -23,20 +23,24 @@ from fzero._torch_compat import (
 from fzero.capture.ambient_rng import no_dropout
 from fzero.capture.provenance import describe, is_users, name_of, user_line
 from fzero.errors import CaptureError
-from fzero.ir import segments
+from fzero.ir import fx_nodes
 
 aten = torch.ops.aten
 Fns = tuple[Callable[..., Any], ...]
 
 
 def check_graph(gm: fx.GraphModule, names: Sequence[str], fns: Fns, *, in_region: bool) -> None:
-    """Refuses what a traced graph may not do. `names` say what its inputs are, `fns` whose closures name tensors."""
-    inputs = dict(zip(segments.placeholders(gm.graph), names, strict=False))
+    """Raises CaptureError for the first node of a traced graph that breaks a rule.
+
+    `names` are the inputs' in errors. `fns` are the user's functions, whose closures name tensors. Inside a region
+    (`in_region`) a graph may use fake tensors of the step around it.
+    """
+    inputs = dict(zip(fx_nodes.placeholders(gm.graph), names, strict=False))
     _check_shape_changes(gm)
     for node in gm.graph.nodes:
         where = node.meta.get("source") or "the step"
-        for argument in segments.mutated(node):
-            root = segments.base(argument)
+        for argument in fx_nodes.mutated(node):
+            root = fx_nodes.base(argument)
             if root in inputs:
                 raise CaptureError(
                     f"{inputs[root]} is changed in place by {node.target} at {where}: a step is pure. "
@@ -65,21 +69,23 @@ def check_graph(gm: fx.GraphModule, names: Sequence[str], fns: Fns, *, in_region
 
 
 def _check_shape_changes(gm: fx.GraphModule) -> None:
-    """Refuses `x.transpose_(...)` and kin where x shares memory and the others, or x again, are used in other ways.
+    """Refuses `x.transpose_(...)` and the like on a tensor that shares its memory, where that could spoil gradients.
 
-    Autograd then makes x's views anew, from x as it is now instead of as it was: their gradients would be wrong (on
-    fake tensors; on others it makes them by their place in memory)."""
+    Either an older value with the same memory is read afterwards; or x is a view, and the memory is written to
+    afterwards. Autograd then makes x's views anew, from x as it is now and not as it was, so their gradients would be
+    wrong. (That is so on fake tensors; on real ones it makes them by their place in memory.)
+    """
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     reshaped = [n for n in order if torch.Tag.inplace_view in getattr(n.target, "tags", ())]
-    writes = [n for n in order if n not in reshaped and segments.mutated(n)]
+    writes = [n for n in order if n not in reshaped and fx_nodes.mutated(n)]
     for node in reshaped:
         if node.meta.get("no_grad"):
             continue
-        changed, root = segments.operand(node), segments.base(node)
-        others = [n for n in order if n is not changed and segments.is_compute(n) and segments.base(n) is root]
+        changed, root = fx_nodes.operand(node), fx_nodes.base(node)
+        others = [n for n in order if n is not changed and fx_nodes.is_compute(n) and fx_nodes.base(n) is root]
         read = any(order[n] < order[node] < order[user] for n in others for user in n.users)
-        written = any(order[n] > order[node] and segments.base(n) is root for n in writes)
-        if read or (written and segments.is_view(changed)):
+        written = any(order[n] > order[node] and fx_nodes.base(n) is root for n in writes)
+        if read or (written and fx_nodes.is_view(changed)):
             raise CaptureError(
                 f"{node.target} at {node.meta.get('source') or 'the step'} changes the shape of a tensor in place that "
                 "shares its memory with another one: their gradients would be wrong. Write x = x.transpose(...), not "
@@ -87,11 +93,12 @@ def _check_shape_changes(gm: fx.GraphModule) -> None:
             )
 
 
-# ops that ask for no gradient of what they read; a region's own graph has been looked at
+# ops that ask for no gradient of their operands; a region's own graph has been checked by itself
 _NO_GRAD = ("aten.detach.default", "fzero.region.default")
 
 
 def ambient_draw(op: Any, where: str) -> CaptureError:
+    """The error for a draw from torch's generator."""
     return CaptureError(
         f"{op} at {where} draws from torch's ambient generator: the step would not be a function of its state. "
         "In a loss, give it a key: fzero.init(params, spec, key=fzero.random.key(0)), or value_and_grad(loss, key=key) "
@@ -101,6 +108,7 @@ def ambient_draw(op: Any, where: str) -> CaptureError:
 
 
 def closed_over_write(fns: Fns, value: Any, op: Any, where: str) -> CaptureError:
+    """The error for an in-place change of a tensor that is closed over."""
     return CaptureError(
         f"{name_of(value, fns)} is closed over and changed in place by {op} at {where}: put it in the state "
         "and return its new value"
@@ -108,6 +116,7 @@ def closed_over_write(fns: Fns, value: Any, op: Any, where: str) -> CaptureError
 
 
 def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+    """The value of a `get_attr` node."""
     return getattr(gm, str(node.target))
 
 
@@ -118,8 +127,10 @@ SPARSE = (
 
 
 class Refused(Exception):
-    """A CaptureError on its way out of torch: torch takes a TypeError in an operator for "try the other operand".
-    `written` is the real tensor that it forbids to write to, if that is why."""
+    """A CaptureError on its way out of torch, which takes a TypeError in an operator for "try the other operand".
+
+    written: the real tensor that an op would write to, where that is the reason.
+    """
 
     def __init__(self, text: str, written: torch.Tensor | None = None) -> None:
         super().__init__(text)
@@ -131,8 +142,10 @@ _SETS_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class NoExchange(TorchFunctionMode):
-    """Refuses `x.data = y`, which no op tells a trace of: it would go on with the old value. On CUDA, recurrent layers
-    become the ops that they are made of."""
+    """Refuses `x.data = y`: it is no op, so a trace would go on with the old value.
+
+    On CUDA, recurrent layers become the ops that they are made of.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -252,7 +265,7 @@ def _frames(error: Exception) -> tuple[tuple[str, str], tuple[str, str] | None]:
 
 
 def _library(filename: str) -> str | None:
-    """An installed file from its package on, but for the parts of torch that every op goes through."""
+    """The path of an installed file from its package on; None for a user's file, fzero, optree and most of torch."""
     _, _, inner = filename.rpartition("site-packages/")
     shown = ("torch/distributions", "torch/nn", "torch/functional", "torch/optim", "torch/utils/data")
     if inner == filename or (inner.startswith("torch/") and not inner.startswith(shown)):

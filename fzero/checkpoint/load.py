@@ -23,7 +23,7 @@ import torch
 from fzero import tree
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.capture import ambient
-from fzero.capture.trace_step import PerRank
+from fzero.capture.graph import PerRank
 from fzero.checkpoint.commit import locate
 from fzero.checkpoint.compare import Difference, difference
 from fzero.checkpoint.disk import Disk

@@ -1,4 +1,4 @@
-"""fusion: the stretches of a segment that a compiler makes better than aten, each as one call.
+"""fusion: the stretches of a segment that a compiler makes faster than aten, each as one call.
 
 1. A node is *fusible* where it is a loop over elements: pointwise ops, reductions, norms, softmax, losses, lookups,
    copies. Matrix products, attention, convolutions, draws, scatters and fzero's own kernels stay what they are: they
@@ -15,14 +15,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from fzero._torch_compat import function_schema, inductor_rounds
-from fzero.ir import segments
+from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.program import Program
 from fzero.ir.records import Op, Ref
 
@@ -52,7 +52,9 @@ class Fused:
     """A stretch as something to call: `fused(*inputs)` returns its results in fresh memory, `fused.out(*inputs, *outs)`
     writes them into `outs`, which overlap no input. Inputs numbered in `writes` are written in place.
 
-    `graph` is the stretch with its outs as trailing placeholders; `run` executes it, as aten until it is compiled.
+    graph: the stretch, with its outs as trailing placeholders.
+    like: a fake tensor for each result.
+    run: executes the graph: its aten ops, until `fzero.runtime.compile_segments` sets what it has compiled.
     """
 
     __module__ = namespace = "fzero"
@@ -61,8 +63,8 @@ class Fused:
         self.graph, self.writes, self.like = graph, tuple(writes), tuple(like)
         self.digest = segments.digest(graph)
         self.__name__ = self.__qualname__ = f"fused_{self.digest}"
-        self.num_inputs = len(segments.placeholders(graph.graph)) - len(like)
-        self._made = [(tuple(x.shape), x.stride(), x.dtype) for x in like]
+        self.num_inputs = len(fx_nodes.placeholders(graph.graph)) - len(like)
+        self._layouts = [(tuple(x.shape), x.stride(), x.dtype) for x in like]
         self.run: Callable[..., Any] = graph.forward
         self._schema = function_schema(self.__name__, self.num_inputs, self.writes)  # fx keeps what has effects
 
@@ -71,7 +73,9 @@ class Fused:
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         device = inputs[0].device if inputs else self.like[0].device.type
-        outs = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in self._made]
+        outs = [
+            torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in self._layouts
+        ]
         self.run(*inputs, *outs)
         return outs
 
@@ -84,28 +88,32 @@ def fuse(program: Program, how: str) -> tuple[dict[str, fx.GraphModule], dict[st
 
     how: "none"; "inductor": every stretch; "auto": those that move `AUTO_BYTES` or more.
     """
-    pool: dict[str, Fused] = {}
-    found: dict[str, fx.GraphModule] = {}
+    stretches: dict[str, Fused] = {}
+    with_stretches: dict[str, fx.GraphModule] = {}
     for key, same in aliased(program).items() if how != "none" else ():
-        made = fused(program.segments[key], pool, same, AUTO_BYTES if how == "auto" else 0)
-        if made is not None:
-            found[key] = made
-    return found, pool
+        segment, own = fused(program.segments[key], same, AUTO_BYTES if how == "auto" else 0, known=stretches)
+        if segment is not None:
+            with_stretches[key] = segment
+        stretches |= own
+    return with_stretches, stretches
 
 
 def aliased(program: Program) -> dict[str, dict[int, int]]:
-    """For each segment which destinations are the memory of which reads. Left out are segments whose ops differ in it,
-    where memory overlaps in part, and where a rank's own part may be shorter than another's: shapes are compiled in."""
-    found: dict[str, list[dict[int, int]]] = {}
+    """{segment: {destination: the read that is the same memory}}, both as numbers of placeholders.
+
+    Left out are segments whose ops differ in it, where memory overlaps in part, and where a rank's own part may be
+    shorter than another's: shapes are compiled in.
+    """
+    same_of: dict[str, list[dict[int, int]]] = {}
     uneven: set[str] = set()
     for op in program.ops:
         if op.segment:
-            found.setdefault(op.segment, []).append(_same(op))
+            same_of.setdefault(op.segment, []).append(_same(op))
             if any(_is_part(program, ref) for ref in (*op.reads, *op.writes)):
                 uneven.add(op.segment)
     return {
         key: seen[0]
-        for key, seen in found.items()
+        for key, seen in same_of.items()
         if key not in uneven and all(op == seen[0] for op in seen) and -1 not in seen[0].values()
     }
 
@@ -122,38 +130,41 @@ def _same(op: Op) -> dict[int, int]:
     dests = list(enumerate(op.writes[op.num_outputs :], len(op.reads)))
     over = {d: [i for i, read in enumerate(op.reads) if read.overlaps(dest)] for d, dest in dests}
     equal = {d: [i for i in over[d] if op.reads[i] == dest] for d, dest in dests}
-    return {d: (found[0] if found == over[d] else -1) for d, found in equal.items() if over[d]}
+    return {d: (reads[0] if reads == over[d] else -1) for d, reads in equal.items() if over[d]}
 
 
 def fused(
-    gm: fx.GraphModule, pool: dict[str, Fused], same: dict[int, int], min_bytes: int = 0
-) -> fx.GraphModule | None:
-    """The segment with a `Fused` node for each stretch that moves `min_bytes` or more, or None where it has none.
+    gm: fx.GraphModule, same: Mapping[int, int], min_bytes: int = 0, known: Mapping[str, Fused] | None = None
+) -> tuple[fx.GraphModule | None, dict[str, Fused]]:
+    """(the segment with a `Fused` node for each stretch, or None where it has none; its stretches by hash).
 
-    `same` maps a destination's placeholder number to that of the read that is the very same memory: to the compiler
-    they become one input, or it might write the one before it has read the other. `pool` holds the stretches by hash.
+    same: maps a destination's placeholder number to that of the read that is the very same memory. To the compiler they
+    become one input, or it might write the one before it has read the other.
+    min_bytes: a stretch that moves fewer stays as it is.
+    known: stretches by hash that other segments have; an equal one is used again.
     """
     graph = segments.copied(gm.graph)
-    holders = segments.placeholders(graph)
+    holders = fx_nodes.placeholders(graph)
     for dest, read in same.items():
         holders[read].replace_all_uses_with(holders[dest])
     for node in graph.nodes:
-        if segments.mutated(node) and is_fusible(node):  # its value is the memory that it wrote
-            node.replace_all_uses_with(segments.mutated(node)[0])
-    found = [s for s in _stretches(graph) if _moved(s) >= min_bytes]
-    for stretch in found:
-        _replace(graph, stretch, pool)
-    return segments.module(graph) if found else None
+        if fx_nodes.mutated(node) and is_fusible(node):  # its value is the memory that it wrote
+            node.replace_all_uses_with(fx_nodes.mutated(node)[0])
+    stretches: dict[str, Fused] = {}
+    for stretch in [s for s in _stretches(graph) if _moved(s) >= min_bytes]:
+        call = _replace(graph, stretch, {**(known or {}), **stretches})
+        stretches[call.digest] = call
+    return segments.module(graph) if stretches else None, stretches
 
 
 def is_fusible(node: fx.Node) -> bool:
     """Whether a node is a loop over elements that a compiler may fuse with others."""
     if node.target is operator.getitem:
-        return is_fusible(segments.operand(node))
-    found = segments.schema(node)
-    if found is None or node.target.namespace != "aten":  # type: ignore[union-attr]
+        return is_fusible(fx_nodes.operand(node))
+    schema = fx_nodes.schema(node)
+    if schema is None or node.target.namespace != "aten":  # type: ignore[union-attr]
         return False
-    values = [t for n in (node, *node.all_input_nodes) for t in segments.tensors(n.meta.get("val"))]
+    values = [t for n in (node, *node.all_input_nodes) for t in fx_values.tensors(n.meta.get("val"))]
     devices = {t.device.type for t in values}
     name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
     if len(devices) != 1 or any(t.dtype not in _DTYPES or t.numel() == 0 for t in values):
@@ -163,9 +174,9 @@ def is_fusible(node: fx.Node) -> bool:
     tags = node.target.tags  # type: ignore[union-attr]
     if torch.Tag.nondeterministic_seeded in tags or (devices == {"cpu"} and name in _ERF and not _is_tanh(node)):
         return False
-    if found.is_mutable and any(segments.base(d).op != "placeholder" for d in segments.mutated(node)):
+    if schema.is_mutable and any(fx_nodes.base(d).op != "placeholder" for d in fx_nodes.mutated(node)):
         return False
-    return name in _LOOPS or segments.is_pointwise(node)
+    return name in _LOOPS or fx_nodes.is_pointwise(node)
 
 
 def _is_tanh(node: fx.Node) -> bool:
@@ -176,7 +187,7 @@ def _stretches(graph: fx.Graph) -> list[list[fx.Node]]:
     """Maximal runs of fusible nodes of which two or more compute something."""
     runs: list[list[fx.Node]] = [[]]
     for node in graph.nodes:
-        if not segments.is_compute(node) or _is_aten_view(node):
+        if not fx_nodes.is_compute(node) or _is_aten_view(node):
             continue
         if is_fusible(node):
             runs[-1].append(node)
@@ -187,31 +198,35 @@ def _stretches(graph: fx.Graph) -> list[list[fx.Node]]:
 
 def _is_aten_view(node: fx.Node) -> bool:
     """Whether a node is a view that a compiler knows; `fzero.strided` is not, and ends a stretch."""
-    return segments.is_view(node) and node.target is not torch.ops.fzero.strided.default
+    return fx_nodes.is_view(node) and node.target is not torch.ops.fzero.strided.default
 
 
 def _computes(node: fx.Node) -> bool:
-    """Casts and copies do not count: one stage has them where another has not, and both are to decide alike."""
+    """Whether a node counts as work.
+
+    Casts and copies are not counted: ZeRO stages differ in them, and every stage must make the same fusion decision.
+    """
     return node.target is not operator.getitem and node.target.overloadpacket.__name__ not in _MOVES  # type: ignore
 
 
 def _moved(stretch: Sequence[fx.Node]) -> int:
-    """Bytes that its ops read and write one by one."""
-    values = [t for n in stretch for m in (n, *n.all_input_nodes) for t in segments.tensors(m.meta.get("val"))]
+    """The bytes that the ops of a stretch read and write when they run one by one."""
+    values = [t for n in stretch for m in (n, *n.all_input_nodes) for t in fx_values.tensors(m.meta.get("val"))]
     return sum(t.numel() * t.element_size() for t in values)
 
 
-def _replace(graph: fx.Graph, stretch: Sequence[fx.Node], pool: dict[str, Fused]) -> None:
+def _replace(graph: fx.Graph, stretch: Sequence[fx.Node], known: Mapping[str, Fused]) -> Fused:
+    """Puts one node in the place of a stretch, in place; returns what the node calls, an equal one of `known`."""
     inside, views = set(stretch), _views_of(stretch)
     results = [n for n in stretch if _is_result(n, inside)]
     body, inputs = _body(stretch, results)
-    written = {segments.base(d) for n in stretch for d in segments.mutated(n)}
-    one = Fused(body, [i for i, n in enumerate(inputs) if n in written], [n.meta["val"] for n in results])
-    one = pool.setdefault(one.digest, one)
+    written = {fx_nodes.base(d) for n in stretch for d in fx_nodes.mutated(n)}
+    fused_call = Fused(body, [i for i, n in enumerate(inputs) if n in written], [n.meta["val"] for n in results])
+    fused_call = known.get(fused_call.digest, fused_call)
     order = [n for n in graph.nodes if n in inside or n in views]
     with graph.inserting_after(stretch[-1]):
-        end = call = graph.call_function(one, tuple(inputs))
-    call.meta["val"] = one.like
+        end = call = graph.call_function(fused_call, tuple(inputs))
+    call.meta["val"] = fused_call.like
     for number, node in enumerate(results):
         with graph.inserting_after(end):
             end = graph.call_function(operator.getitem, (call, number))
@@ -224,24 +239,26 @@ def _replace(graph: fx.Graph, stretch: Sequence[fx.Node], pool: dict[str, Fused]
     for node in reversed(order):
         if node in inside or not node.users:
             graph.erase_node(node)
+    return fused_call
 
 
 def _is_result(node: fx.Node, inside: set[fx.Node]) -> bool:
     """Whether something outside reads a node's own memory: directly, or through views."""
-    if segments.mutated(node) or (not isinstance(node.meta.get("val"), torch.Tensor)):
+    if fx_nodes.mutated(node) or (not isinstance(node.meta.get("val"), torch.Tensor)):
         return False
-    return any(u not in inside and (not segments.is_view(u) or _is_result(u, inside)) for u in node.users)
+    return any(u not in inside and (not fx_nodes.is_view(u) or _is_result(u, inside)) for u in node.users)
 
 
 def _views_of(stretch: Sequence[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
+    """The views of a stretch's values, and views of those."""
+    views: set[fx.Node] = set()
     pending = [u for node in stretch for u in node.users]
     while pending:
         node = pending.pop()
-        if segments.is_view(node) and node not in found:
-            found.add(node)
+        if fx_nodes.is_view(node) and node not in views:
+            views.add(node)
             pending += node.users
-    return found
+    return views
 
 
 def _body(stretch: Sequence[fx.Node], results: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:

@@ -1,14 +1,14 @@
 """inplace: values of a segment that need no memory of their own.
 
-An elementwise op may write over an operand that nobody reads afterwards, and a value that is only made to be copied or
-added into a given destination may be made there. So a chain of elementwise work holds one value instead of two, and a
-gradient that is the sum of two terms holds its second term where the sum will lie.
+An elementwise op may write over an operand that no later op reads. A value that is only copied or added into a
+destination may be computed in the destination's memory. So a chain of elementwise work holds one value instead of two,
+and a gradient that is the sum of two terms holds its second term where the sum will lie.
 
     a = mul(x, y); b = exp(a)              b lies where a lay
     t = mm(x, y); add.out(h, t, out=dest)  t lies in dest
 
-Only ops are named here whose kernel reads each element before it writes that element, seen to give the same bits (but
-for the sign and payload of a NaN, which follow how a kernel walks over memory).
+The tables name only ops whose kernel reads each element before it writes that element. They were seen to give the same
+bits, but for the sign and payload of a NaN, which follow how a kernel walks over memory.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero.ir import segments
+from fzero.ir import fx_nodes, fx_values
 from fzero.ir.records import Op
 from fzero.ir.rewrite import Spans
 
 aten = torch.ops.aten
-Home = segments.Value | fx.Node  # a value of the segment, or the placeholder of a destination
+Home = fx_values.Value | fx.Node  # a value of the segment, or the placeholder of a destination
 
 _OVER = frozenset(
     str.split(
@@ -36,40 +36,46 @@ _OVER_ROWS = frozenset(("_log_softmax", "_softmax", "_log_softmax_backward_data"
 
 
 def apart(op: Op) -> frozenset[int]:
-    """The destinations of a run, as positions of its segment's placeholders, that share no memory with what it reads or
-    another one of them."""
+    """The destinations of a run that share no memory with its reads or with one another.
+
+    They are given as positions of the segment's placeholders.
+    """
     into = op.writes[op.num_outputs :]
     spans = Spans((*op.reads, *into))
-    return frozenset(at for at, dest in enumerate(into, len(op.reads)) if all(met == at for met in spans.over(dest)))
+    return frozenset(i for i, dest in enumerate(into, len(op.reads)) if all(other == i for other in spans.over(dest)))
 
 
 def homes(
-    gm: fx.GraphModule, found: segments.Values, apart: frozenset[int], cut: Collection[fx.Node] = ()
-) -> dict[segments.Value, Home]:
-    """{value: the value or the destination in whose memory it lies}, of those that need none of their own. `cut` are
-    nodes whose values are never whole."""
-    holders = segments.placeholders(gm.graph)
+    gm: fx.GraphModule, values: fx_values.Values, apart: frozenset[int], tiled: Collection[fx.Node] = ()
+) -> dict[fx_values.Value, Home]:
+    """{value: the value or the destination in whose memory it lies}, of the values that need no memory of their own.
+
+    values: those of the segment, with their lives. apart: as `apart` gives it. tiled: nodes whose values are never
+    whole (`fzero.codegen.tiling`).
+    """
+    holders = fx_nodes.placeholders(gm.graph)
     free = {holders[i] for i in apart}
-    takes: dict[segments.Value, Home] = {}
-    for at, node in enumerate(gm.graph.nodes):
+    takes: dict[fx_values.Value, Home] = {}
+    for position, node in enumerate(gm.graph.nodes):
         result = _result(node, free)
-        if result is None or node in cut:
+        if result is None or node in tiled:
             continue
         target = result if isinstance(result, fx.Node) else node
         for operand in node.all_input_nodes:
-            key = _own(operand, found)
+            key = _own(operand, values)
             if (
                 key is not None
-                and key[0] not in cut
-                and found.lives[key][1] == at
+                and key[0] not in tiled
+                and values.lives[key][1] == position
                 and _elementwise(node, key, target.meta["val"])
             ):
                 takes[key] = result
                 break
-    return {key: _last(takes, key) for key in takes}
+    return {key: _final(takes, key) for key in takes}
 
 
-def _last(takes: dict[segments.Value, Home], key: segments.Value) -> Home:
+def _final(takes: dict[fx_values.Value, Home], key: fx_values.Value) -> Home:
+    """The home of a value, whose own home may lie in another's memory again."""
     home: Home = key
     while not isinstance(home, fx.Node) and home in takes:
         home = takes[home]
@@ -83,54 +89,54 @@ def _result(node: fx.Node, free: set[fx.Node]) -> Home | None:
         return None
     if isinstance(into, fx.Node):
         return into if into in free and set(into.users) == {node} else None
-    return (node, 0) if segments.results(node) else None
+    return (node, 0) if fx_values.results(node) else None
 
 
 def writes_over(node: fx.Node) -> bool:
     """Whether an op may write over an operand: elementwise, or row by row."""
-    return segments.op_name(node) in _OVER or by_rows(node)
+    return fx_nodes.op_name(node) in _OVER or by_rows(node)
 
 
 def by_rows(node: fx.Node) -> bool:
     """Softmax along the last dim on the CPU reads a row before it writes the row."""
-    if segments.op_name(node) not in _OVER_ROWS:
+    if fx_nodes.op_name(node) not in _OVER_ROWS:
         return False
-    value = segments.operand(node).meta["val"]
+    value = fx_nodes.operand(node).meta["val"]
     dims = {arg for arg in node.args[1:3] if isinstance(arg, int) and not isinstance(arg, bool)}
     return value.device.type == "cpu" and bool(dims) and dims <= {-1, value.ndim - 1}
 
 
-def _own(operand: fx.Node, found: segments.Values) -> segments.Value | None:
-    """The one value of the segment's workspace that an operand looks at."""
-    keys = list(segments.memory(operand))
-    return keys[0] if len(keys) == 1 and keys[0] in found.lives and keys[0] not in found.outputs else None
+def _own(operand: fx.Node, values: fx_values.Values) -> fx_values.Value | None:
+    """The one value of the segment's workspace that an operand is, or is a view of; None for another operand."""
+    keys = list(fx_values.memory(operand))
+    return keys[0] if len(keys) == 1 and keys[0] in values.lives and keys[0] not in values.outputs else None
 
 
-def _elementwise(node: fx.Node, key: segments.Value, result: torch.Tensor) -> bool:
+def _elementwise(node: fx.Node, key: fx_values.Value, result: torch.Tensor) -> bool:
     """Whether every operand of this memory has the shape, strides and dtype of the result, and all of the memory.
 
     Strides of dims of size one count too: torch takes an input and an output as one only if they are equal. After an
     `expand` torch's shape rules give them other ones than its kernels (2.13.0).
     """
-    made = dict(segments.results(key[0]))[key[1]]
+    value = dict(fx_values.results(key[0]))[key[1]]
     # a value read as another dtype; complex division rounds differently over its operand (torch 2.13.0)
-    if made.dtype != result.dtype or result.dtype.is_complex:
+    if value.dtype != result.dtype or result.dtype.is_complex:
         return False
-    readers = [n for n in node.all_input_nodes if key in segments.memory(n)]
+    readers = [n for n in node.all_input_nodes if key in fx_values.memory(n)]
     if any(map(_expanded, readers)):
         return False
     operands = [n.meta["val"] for n in readers]
     dense = torch.empty(result.shape, device="meta").stride()
-    return segments.extent_bytes(made) == segments.extent_bytes(result) and all(
+    return fx_values.extent_bytes(value) == fx_values.extent_bytes(result) and all(
         x.shape == result.shape and x.dtype == result.dtype and x.stride() == result.stride() == dense for x in operands
     )
 
 
 def _expanded(node: fx.Node) -> bool:
-    while segments.is_view(node):
+    while fx_nodes.is_view(node):
         if node.target is aten.expand.default:
             return True
-        node = segments.operand(node)
+        node = fx_nodes.operand(node)
     return False
 
 

@@ -9,8 +9,10 @@ import torch
 
 from fzero import random, tree
 from fzero._torch_compat import is_fake
-from fzero.capture import ambient, trace_step, tracing
+from fzero.capture import ambient
+from fzero.capture.graph import PerRank
 from fzero.capture.joint import asks_key
+from fzero.capture.leaves import check_leaf
 from fzero.compile.collector import collector_paused
 from fzero.errors import TreeError, at
 from fzero.precision import DTYPES, LOW
@@ -49,14 +51,14 @@ def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.
     def whole(*xs: torch.Tensor) -> Any:
         full = list(leaves)
         for i, x in zip(tensors, xs, strict=False):
-            full[i] = trace_step.PerRank(x) if isinstance(leaves[i], trace_step.PerRank) else x
+            full[i] = PerRank(x) if isinstance(leaves[i], PerRank) else x
         return _whole(spec, tree.unflatten(treedef, full), xs[-1] if wants else None)
 
     if spec.loss is not None:
         _check_apart(paths, leaves)
     inputs = [getattr(leaves[i], "value", leaves[i]).detach() for i in tensors]
     for i, value in zip(tensors, inputs, strict=True):
-        tracing.check_leaf(at("params", paths[i]), value)
+        check_leaf(at("params", paths[i]), value)
     inputs = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in inputs]
     recipe = Recipe(whole, [*inputs, start] if wants else inputs, device)
     if source is not None:

@@ -9,9 +9,9 @@ from functools import cached_property
 
 import torch
 
-from fzero.capture import trace_step
-from fzero.cost.memory import Account, account
-from fzero.ir import segments
+from fzero.capture.graph import Graph
+from fzero.cost.memory import MemoryAccount, account
+from fzero.ir import fx_nodes
 from fzero.ir.program import Program
 from fzero.passes import Options, PassRecord, trail
 from fzero.plan.layout import Plan
@@ -22,7 +22,7 @@ from fzero.state.first_state import bits
 class Lowered:
     """A step lowered for a world: what `fzero.lower` returns. Nothing is allocated and nothing has run."""
 
-    graph: trace_step.Graph
+    graph: Graph
     plan: Plan
     program: Program
     choices: Mapping[str, str] = field(default_factory=dict)  # what was chosen, and why
@@ -43,12 +43,12 @@ class Lowered:
     @cached_property
     def digest(self) -> str:
         """What every rank must agree on: the program, and the constants that the update reads."""
-        fixed = segments.placeholders(self.graph.gm.graph)[len(self.plan.leaves) + len(self.graph.batch_paths) :]
+        fixed = fx_nodes.placeholders(self.graph.gm.graph)[len(self.plan.leaves) + len(self.graph.batch_paths) :]
         read = [any(u.target is not torch.ops.fzero.region.default for u in node.users) for node in fixed]
         values = [bits(x) for x, used in zip(self.graph.constants.values(), read, strict=True) if used]
         return hashlib.blake2b(" ".join([self.program.digest, *values]).encode(), digest_size=8).hexdigest()
 
     @cached_property
-    def memory(self) -> Account:
+    def memory(self) -> MemoryAccount:
         """Bytes by kind at the planned peak, and the peak: per rank."""
         return account(self.program)

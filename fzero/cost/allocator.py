@@ -1,7 +1,7 @@
-"""allocator: what the allocator really held, to set beside the account.
+"""allocator: the bytes that torch's allocator really held, to compare with the account.
 
-The figures are the allocator's own: on the CPU the profiler's memory events, one for every allocation and release
-while a function runs; on CUDA the caching allocator's peak. Nothing of fzero's account takes part.
+On the CPU they are from the profiler's memory events: one for every allocation and release while a function runs. On
+CUDA they are the caching allocator's peak. Nothing of fzero's account takes part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def measured_peak(fn: Callable[[], T], device: torch.device | str = "cpu") -> tuple[T, int]:
-    """(`fn()`, the most bytes that tensors on `device` took beyond those already held when it began).
+    """(`fn()`, the peak bytes of tensors on `device` while it ran, beyond those held when it began).
 
     >>> import torch
     >>> _, extra = measured_peak(lambda: torch.ones(1 << 20) + 1)  # the ones, and the sum
@@ -34,7 +34,7 @@ def measured_peak(fn: Callable[[], T], device: torch.device | str = "cpu") -> tu
         result = fn()
         torch.cuda.synchronize(device)
         return result, torch.cuda.max_memory_allocated(device) - start
-    gc.collect()  # a release, while `fn` runs, of what an earlier measurement saw allocated would count for it
+    gc.collect()  # garbage that is released while `fn` runs would count for it
     with allocations() as events:
         result = fn()
     return result, max(itertools.accumulate(nbytes for _, nbytes in events), default=0)

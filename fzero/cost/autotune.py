@@ -1,17 +1,17 @@
-"""autotune: what was measured on this machine, kept between runs and agreed on between ranks.
+"""autotune: figures measured on this machine, kept between runs and agreed on between ranks.
 
-A choice by measurement must not depend on who measures when: ranks that chose differently would run different programs,
-and runs that did would have different bits. So
+A choice by measurement must not depend on who measures when. Ranks that chose differently would run different programs;
+runs that chose differently would have different bits. So
 
 1. a figure is measured once per machine and kept in a file: `$FZERO_CACHE`, else `$XDG_CACHE_HOME/fzero`, else
    `~/.cache/fzero`, one file per kind of figure and machine (CPU, threads, torch). It is written whole, under a lock,
-   and what it already holds stays: of two processes that measure at once, both use what was written first. A file that
-   cannot be read counts as empty; one that cannot be written, or lies in a folder that is not this user's alone
+   and its figures stay: of two processes that measure at once, both use the figures that were written first. A file
+   that cannot be read counts as empty. One that cannot be written, or lies in a folder that is not this user's alone
    (`fzero.private_folder`), costs a measurement per run.
-2. in a world of several ranks, rank 0 puts the figures into the store that the process group was made with, and the
-   others take them from there, whatever their own files say. The first to write wins, with one atomic operation: a rank
-   that hears nothing from rank 0 for `PATIENCE` (a rank 0 that failed, or traces nothing) proposes its own, so
-   nobody waits for ever and two ranks never hold different figures for one question.
+2. in a world of several ranks, rank 0 puts the figures into the store that the process group was made with. The others
+   take them from there, and not from their own files. The first to write wins, with one atomic operation. A rank that
+   finds nothing from rank 0 for `PATIENCE` (rank 0 has failed, or traces nothing) proposes its own. So no rank waits
+   for ever, and two ranks never hold different figures for one question.
 """
 
 from __future__ import annotations
@@ -44,8 +44,12 @@ Figures = dict[str, float]  # by candidate
 
 @dataclass(frozen=True)
 class Costs:
-    """The figures of one `kind` for one process. `store`: that of a world of several ranks. With `measures=False`
-    nothing runs: only what the file holds is known."""
+    """The figures of one `kind` for one process.
+
+    measures: False lets nothing run; only the file's figures are known then.
+    rank, store: of a world of several ranks; the store is that of its process group.
+    known: the figures so far, by question. Only `find` writes it.
+    """
 
     kind: str
     measures: bool = True
@@ -54,21 +58,24 @@ class Costs:
     known: dict[str, Figures] = field(default_factory=dict)
 
     def find(self, questions: Sequence[str], measure: Callable[[str], Figures]) -> dict[str, Figures]:
-        """The figures for each question that has any, the same on every rank that asks the same questions."""
+        """The figures for each question that has any, the same on every rank that asks the same questions.
+
+        `measure` gives the figures of one question; it is called for those that the file does not have.
+        """
         question = f"fzero/{self.kind}/{_digest(repr(sorted(questions)))}"
-        found = self._told(question) if self.rank > 0 else None
-        if found is None:
+        agreed = self._from_store(question) if self.rank > 0 else None
+        if agreed is None:
             self.known.update(read(self.kind))
             new = {q: measure(q) for q in questions if q not in self.known} if self.measures else {}
             if new:
                 self.known.update(remember(self.kind, new))
-            found = {q: self.known[q] for q in questions if q in self.known}
+            agreed = {q: self.known[q] for q in questions if q in self.known}
             if self.store is not None:
-                found = _checked(json.loads(self.store.compare_set(question, "", json.dumps(found))))
-        return found
+                agreed = _checked(json.loads(self.store.compare_set(question, "", json.dumps(agreed))))
+        return agreed
 
-    def _told(self, question: str) -> dict[str, Figures] | None:
-        """What a rank before this one put into the store."""
+    def _from_store(self, question: str) -> dict[str, Figures] | None:
+        """The figures that another rank has put into the store, or None after `PATIENCE`."""
         if self.store is None:
             return None
         try:
@@ -79,7 +86,7 @@ class Costs:
 
 
 def folder() -> Path:
-    """Where figures are kept."""
+    """The folder of the files."""
     if os.environ.get("FZERO_CACHE"):
         return Path(os.environ["FZERO_CACHE"])
     try:
@@ -89,16 +96,17 @@ def folder() -> Path:
 
 
 def machine() -> str:
-    """What figures hold for: the processor, this process's threads, torch, and its precision of fp32 products."""
+    """The machine that figures hold for: processor, this process's threads, torch and its precision of fp32 matmuls."""
     return f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}, {product_precision()}"
 
 
 def path_of(kind: str) -> Path:
+    """The file of this machine for a kind of figures."""
     return folder() / f"{kind}-{_digest(machine())}.json"
 
 
 def read(kind: str) -> dict[str, Figures]:
-    """What the file of this machine holds; nothing where there is none that is whole, and this user's alone."""
+    """The figures in the file of this machine; none where the file is missing, broken or not this user's alone."""
     path = path_of(kind)
     try:
         with private_folder.folder(path.parent) as place:
@@ -111,7 +119,7 @@ def read(kind: str) -> dict[str, Figures]:
 
 
 def remember(kind: str, new: Mapping[str, Figures]) -> dict[str, Figures]:
-    """Adds figures to the file; returns those it then holds, where what was there before stays."""
+    """Adds figures to the file; returns all that it then holds. Figures that it had before stay."""
     path = path_of(kind)
     try:
         with private_folder.folder(path.parent, make=True) as place, private_folder.locked(place, f"{path.stem}.lock"):
@@ -125,7 +133,7 @@ def remember(kind: str, new: Mapping[str, Figures]) -> dict[str, Figures]:
 
 
 def _read(place: int, path: Path) -> dict[str, Figures]:
-    """What a file in an opened folder holds."""
+    """The figures of a file in an opened folder (`place`, its descriptor)."""
     try:
         content = json.loads(private_folder.read(place, path.name, MAX_BYTES))
         if content["machine"] != machine():
@@ -149,28 +157,28 @@ def _unused(path: Path, error: OSError) -> None:
     )
 
 
-def _checked(told: Any) -> dict[str, Figures]:
-    """Figures as they are kept. Raises ValueError for what are none: each is a number from 0 on, not huge."""
-    if not isinstance(told, dict) or not all(isinstance(figures, dict) for figures in told.values()):
+def _checked(content: Any) -> dict[str, Figures]:
+    """Figures from JSON, checked. Raises ValueError unless each is a number from 0 to `MAX_FIGURE`."""
+    if not isinstance(content, dict) or not all(isinstance(figures, dict) for figures in content.values()):
         raise ValueError("no figures by question")
-    for question, figures in told.items():
+    for question, figures in content.items():
         for name, value in figures.items():
             if type(value) not in (int, float) or not 0 <= value < MAX_FIGURE:
                 raise ValueError(f"the figure {value!r:.40} of {name!r:.40} for {question!r:.80}")
-    return {question: {name: float(value) for name, value in figures.items()} for question, figures in told.items()}
+    return {question: {name: float(value) for name, value in figures.items()} for question, figures in content.items()}
 
 
 def _processor() -> str:
-    """The processor's name and a digest of what it can do: virtual machines often hide the model."""
+    """The processor's name and a digest of its model and flags: virtual machines often hide the model."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
     except OSError:
         return f"{platform.machine()} {platform.processor()}".strip()
-    told = dict(line.replace("\t", "").split(":", 1) for line in text.splitlines() if ":" in line)
-    kept = [
-        told.get(name, "").strip() for name in ("vendor_id", "cpu family", "model", "stepping", "flags", "Features")
+    fields = dict(line.replace("\t", "").split(":", 1) for line in text.splitlines() if ":" in line)
+    identity = [
+        fields.get(name, "").strip() for name in ("vendor_id", "cpu family", "model", "stepping", "flags", "Features")
     ]
-    return f"{told.get('model name', platform.machine()).strip()} ({_digest(' '.join(kept))})"
+    return f"{fields.get('model name', platform.machine()).strip()} ({_digest(' '.join(identity))})"
 
 
 def _digest(text: str) -> str:

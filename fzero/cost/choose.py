@@ -28,25 +28,28 @@ class Choice(Generic[T]):
 
 
 def prefetch_depth(programs: Mapping[int, Program], rule: int, rates: Rates) -> Choice[int]:
-    """How many segments ahead gathers start: the fastest of these programs by depth, `rule`'s unless
-    another saves `GAIN`."""
-    found = {depth: seconds(program, rates) for depth, program in programs.items()}
-    best = min(found, key=lambda depth: (found[depth], depth))
-    depth = best if found[best] < (1 - GAIN) * found[rule] else rule
-    shown = ", ".join(f"{n}: {s:.3g} s" for n, s in found.items())
+    """How many segments ahead gathers start.
+
+    programs: one for each depth. The fastest is chosen, but the depth `rule` is kept unless another saves `GAIN`.
+    """
+    predicted = {depth: seconds(program, rates) for depth, program in programs.items()}
+    best = min(predicted, key=lambda depth: (predicted[depth], depth))
+    depth = best if predicted[best] < (1 - GAIN) * predicted[rule] else rule
+    shown = ", ".join(f"{n}: {s:.3g} s" for n, s in predicted.items())
     return Choice(
         depth, f"prefetch={depth} by predicted seconds of a step ({shown}). Spec(prefetch=...) chooses otherwise"
     )
 
 
 def bucket_costs(rates: Rates) -> dict[str, float]:
-    """Seconds a GB of transfers of each of `BUCKETS`, of the kind for which that is most."""
+    """Seconds per GB by bucket size in bytes, for each of `BUCKETS`: of the kind of transfer that is slowest."""
     return {str(size): max(rates.transfer(kind, size) for kind in rates.latency) / size * 1e9 for size in BUCKETS}
 
 
 def bucket_bytes(costs: Mapping[str, float]) -> int:
-    """The smallest bucket that costs at most `LATENCY_SHARE` more a byte than the cheapest: larger ones gain nothing,
-    smaller ones start earlier and are freed sooner.
+    """The smallest bucket that costs at most `LATENCY_SHARE` more a byte than the cheapest.
+
+    Larger ones gain nothing; smaller ones start earlier and are freed sooner. `costs` is by size, as `bucket_costs`.
 
     >>> bucket_bytes({"8388608": 0.5, "33554432": 0.301, "134217728": 0.3})
     33554432

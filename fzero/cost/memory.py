@@ -1,9 +1,11 @@
-"""memory: the account. Peak bytes of a rank, and what they are, read off the program.
+"""memory: the account: the planned peak bytes of a rank by kind, read off the program.
 
-What is held between steps (the state, and the user's batch), the step's arena, and the most that is asked of the
-allocator beside it at one op: buffers without a place, and `heap`, what kernels allocate for themselves
-(`plan.workspace`). Kinds are those of the tables that users read, at the op where most of the arena is in use; padding
-is counted where it lies, what the arena's packing leaves unused under "other".
+The peak is the sum of three parts. The first is held between steps: the state, and the user's batch. The second is the
+step's arena. The third is the most that is asked of the allocator beside it at one op: buffers without an offset, and
+`heap`, the bytes that kernels allocate for themselves (`fzero.codegen.workspace`).
+
+Kinds are those of the tables that users read, at the op where most of the arena is in use. Padding counts for the
+buffer that it lies in; bytes of the arena that no buffer uses there count as "other".
 """
 
 from __future__ import annotations
@@ -27,8 +29,12 @@ SHOWN = {
 
 
 @dataclass(frozen=True)
-class Account(Mapping[str, int]):
-    """Bytes per rank by kind at the moment of the peak; `peak` is their sum, `state` what is held between steps."""
+class MemoryAccount(Mapping[str, int]):
+    """Bytes per rank by kind at the peak.
+
+    peak: the sum of all kinds. state: the bytes held between steps, without the batch. op: the number of the op at the
+    peak, -1 before the first.
+    """
 
     kinds: Mapping[str, int]
     peak: int
@@ -45,18 +51,18 @@ class Account(Mapping[str, int]):
         return len(self.kinds)
 
 
-def account(program: Program) -> Account:
-    """The planned peak of a program and what it is made of."""
+def account(program: Program) -> MemoryAccount:
+    """The planned peak of a program, by kind."""
     levels = live_bytes(program.ops, program.buffers)
     needs = [op.workspace + op.heap for op in program.ops]
     heights = [level + need for level, need in zip(levels, needs, strict=True)]
-    at = max(range(len(heights)), key=heights.__getitem__, default=-1)
+    peak_op = max(range(len(heights)), key=heights.__getitem__, default=-1)
     kinds = dict.fromkeys([*SHOWN.values(), "other"], 0)
-    for name in live_names(program.ops, program.buffers, at):
+    for name in live_names(program.ops, program.buffers, peak_op):
         buffer = program.buffers[name]
         kinds[SHOWN.get(buffer.kind, "other")] += buffer.nbytes
-    if at >= 0:
-        kinds["activations"] += needs[at]
+    if peak_op >= 0:
+        kinds["activations"] += needs[peak_op]
     held = sum(b.nbytes for b in program.buffers.values() if b.kind in PERSISTENT)
     state = held - sum(b.nbytes for b in program.buffers.values() if b.kind in GIVEN)
     loose = live_bytes(program.ops, program.buffers, lambda buffer: buffer.at is None and buffer.kind not in PERSISTENT)
@@ -64,4 +70,4 @@ def account(program: Program) -> Account:
              for level, op in zip(loose, program.ops, strict=True)]  # fmt: skip
     total = held + program.arena_bytes + max(asked, default=0)
     kinds["other"] += total - sum(kinds.values())
-    return Account(kinds, total, state, at)
+    return MemoryAccount(kinds, total, state, peak_op)

@@ -1,10 +1,10 @@
-"""model_states: what a rank holds of the model: by ZeRO's accounting, and by the program.
+"""model_states: the bytes of the model that a rank holds: by ZeRO's accounting, and by the program.
 
 ZeRO (Rajbhandari et al., 2020, figure 1) counts for mixed-precision Adam 2 bytes of 16-bit parameters, 2 of gradients
 and 12 of optimizer state (fp32 master and two moments) per parameter, each whole or a 1/N part by stage, and nothing
-else. fzero keeps no 16-bit copy between steps: the master is the parameter, and what is computed with is gathered from
-it. Its own figure is therefore read off the program: at the op where they are most, every buffer that holds parameters,
-gradients or moments, copies and buffers in flight included, by name.
+else. fzero keeps no 16-bit copy between steps: the master is the parameter, and the copies that it computes with are
+gathered from it. Its own figure is therefore read off the program, at the op where it is largest. It has by name every
+buffer of parameters, gradients or moments, copies and buffers in flight included.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class Held:
 
 @dataclass(frozen=True)
 class ModelStates:
-    """zero: ZeRO's accounting, bytes per rank of params, gradients and optimizer. own: what the program holds."""
+    """zero: bytes per rank of params, gradients and optimizer, by ZeRO's accounting.
+
+    own: the buffers that the program holds at op number `op`, where they are most.
+    """
 
     zero: Mapping[str, int]
     own: tuple[Held, ...]
@@ -43,20 +46,22 @@ class ModelStates:
 
     @property
     def zero_bytes(self) -> int:
+        """The sum by ZeRO's accounting."""
         return sum(self.zero.values())
 
     @property
     def own_bytes(self) -> int:
+        """The sum of the program's own buffers."""
         return sum(held.nbytes for held in self.own)
 
     @property
     def between_steps_bytes(self) -> int:
-        """What of it stays from step to step: parameters and moments."""
+        """The bytes that stay from step to step: parameters and moments."""
         return sum(h.nbytes for h in self.own if h.kind in (KINDS["param"], KINDS["optimizer"]))
 
 
 def model_states(program: Program) -> ModelStates:
-    """What a rank holds of the model in this step: `program` is that of a `fzero.lower`.
+    """The bytes of the model that a rank holds in this step. `program` is that of a `fzero.lower`.
 
     >>> import torch, fzero
     >>> def loss(p, x):
@@ -76,8 +81,8 @@ def _zero(program: Program) -> dict[str, int]:
     """2 + 2 + 12 bytes for every element of a trainable leaf, each whole or a part by its bucket's stage."""
     count = {"params": 0, "gradients": 0, "optimizer": 0}
     n = program.world_size
-    for spot in program.trainable:
-        bucket_name, _, index = spot.rpartition(":")
+    for slot_key in program.trainable:
+        bucket_name, _, index = slot_key.rpartition(":")
         bucket = program.buckets[bucket_name]
         slot = bucket.slots[int(index)]
         size = slot.stop - slot.start
@@ -92,5 +97,5 @@ def _most(program: Program) -> tuple[int, list[str]]:
     """The op at which buffers of the model are most, and their names there."""
     counted = {name for name, b in program.buffers.items() if b.kind in KINDS and (b.bucket or b.kind == "scratch")}
     levels = live_bytes(program.ops, program.buffers, lambda buffer: buffer.name in counted)
-    at = max(range(len(levels)), key=levels.__getitem__, default=-1)
-    return at, sorted(counted & live_names(program.ops, program.buffers, at))
+    op = max(range(len(levels)), key=levels.__getitem__, default=-1)
+    return op, sorted(counted & live_names(program.ops, program.buffers, op))

@@ -1,4 +1,4 @@
-"""rates: how fast this machine moves and computes: the figures that `fzero.cost.step_time` reckons with."""
+"""rates: how fast this machine moves and computes: the figures from which `fzero.cost.step_time` predicts."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ class Rates:
     memory_bytes: float
 
     def transfer(self, kind: str, nbytes: int) -> float:
-        """Seconds that a transfer of a whole buffer takes alone."""
+        """Seconds of one transfer of a whole buffer of `nbytes`, with nothing beside it."""
         return self.latency[kind] + nbytes / self.wire_bytes[kind]
 
 
 def fitted(seconds_by_bytes: Mapping[int, float]) -> tuple[float, float]:
-    """(latency in seconds, bytes a second) of transfers that took so long: what the smallest took, and what the largest
-    took more; on a busy machine the smallest may have taken as long."""
+    """(latency in seconds, bytes a second) of transfers, given their seconds by bytes.
+
+    The latency is the time of the smallest. The rate is of the time that the largest took beyond it, but at least a
+    tenth of the largest's time: on a busy machine the smallest may have taken as long.
+    """
     small, large = min(seconds_by_bytes), max(seconds_by_bytes)
     latency = seconds_by_bytes[small]
     return latency, large / max(seconds_by_bytes[large] - latency, seconds_by_bytes[large] / 10)

@@ -11,7 +11,7 @@ from fzero._torch_compat import TorchDispatchMode
 from fzero.capture.provenance import user_line
 from fzero.capture.refuse import Refused
 from fzero.errors import at
-from fzero.ir import segments
+from fzero.ir import fx_values
 
 
 class Guard(TorchDispatchMode):
@@ -46,7 +46,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
     named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
     for argument in func._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from segments.tensors(named.get(argument.name))
+            yield from fx_values.tensors(named.get(argument.name))
 
 
 def _place(value: Tensor) -> tuple[int, int] | None:

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from fzero import tree
 from fzero._torch_compat import is_fake, version
+from fzero.capture.context import active
 from fzero.capture.provenance import describe
 from fzero.capture.refuse import Refused
-from fzero.capture.tracing import active
 from fzero.errors import CaptureError, TreeError, at
 from fzero.interop import _hf_compat, closures, refuse
 from fzero.interop.guard import Guard

@@ -1,9 +1,9 @@
-"""as_strided: reads and writes at a place in a tensor's storage, said in elements of the value that lies there.
+"""as_strided: offsets into a tensor's storage become offsets into the value that owns the memory.
 
-`as_strided` takes an offset into the storage of its operand. A trace sees every value in a storage of its own; when a
-program runs, values lie side by side in one arena, so the same offset is somebody else's element. Here such an op
+`as_strided` takes an offset into the storage of its operand. A trace sees every value in a storage of its own. When a
+program runs, values lie side by side in one arena, so the same offset is another value's element. Here such an op
 becomes one on the value that owns the memory, seen as 1-D in the order of memory, with an offset from that value's
-first element. What reaches beyond the value is refused: no op of a program reads or writes outside its operands.
+first element. An op that reaches beyond the value is refused: no op of a program reads or writes outside its operands.
 
     y = as_strided(x, size, stride, offset)            y = fzero.strided(view(x, [-1]), size, stride, offset)
     z = as_strided_scatter(x, y, size, stride, offset)  z = view(fzero.strided_scatter(view(x, [-1]), y, ...), ...)
@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fzero.errors import CaptureError, VerifyError
-from fzero.ir import segments
+from fzero.ir import fx_nodes, fx_values
 
 aten = torch.ops.aten
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
@@ -34,7 +34,7 @@ Layout = tuple[Sequence[int], Sequence[int], int]  # sizes, strides, and the fir
 def strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], start: int) -> torch.Tensor:
     """A view of a contiguous 1-D tensor: the element at index i is x[start + sum(i * stride)].
 
-    Raises IndexError where that is not in `x`.
+    Raises IndexError where `x` does not have all of these elements.
 
     >>> strided(torch.arange(6), [2, 2], [2, 1], 1).tolist()
     [[1, 2], [3, 4]]
@@ -51,7 +51,7 @@ def strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], start: 
 def strided_scatter(
     x: torch.Tensor, values: torch.Tensor, size: Sequence[int], stride: Sequence[int], start: int
 ) -> torch.Tensor:
-    """A contiguous 1-D tensor with `values` in the place of its elements `strided(x, size, stride, start)`.
+    """A copy of the contiguous 1-D tensor `x` whose elements `strided(x, size, stride, start)` are `values`.
 
     >>> strided_scatter(torch.zeros(4), torch.ones(2), [2], [2], 1).tolist()
     [0.0, 1.0, 0.0, 1.0]
@@ -79,20 +79,20 @@ def span(layout: Layout) -> tuple[int, int]:
 
 
 def faults(gm: fx.GraphModule) -> Iterator[str]:
-    """What in a segment would read or write outside its operands."""
+    """A text for each node of a segment that would read or write outside its operands."""
     for node in gm.graph.nodes:
         if takes_offset(node):
             yield f"{node.target} counts from the start of a storage that other values share"
         elif node.target in (torch.ops.fzero.strided.default, torch.ops.fzero.strided_scatter.default):
             size, stride, start = node.args[-3:]
             first, last = span((size, stride, start))
-            held = segments.operand(node).meta["val"].numel()
+            held = fx_nodes.operand(node).meta["val"].numel()
             if first < 0 or last > held:
                 yield f"{node.target} reaches elements [{first}, {last}) of a value that has {held}"
 
 
 def check_view(view: torch.Tensor, owner: torch.Tensor, what: object) -> None:
-    """Raises VerifyError where a view is not inside the memory of the tensor that it is a view of."""
+    """Raises VerifyError where a view is not inside the memory of `owner`. `what` is the op, for the error."""
     low, high = _reach(view)
     first, last = _reach(owner)
     if low < high and not (first <= low and high <= last and _storage(view) == _storage(owner)):
@@ -102,9 +102,9 @@ def check_view(view: torch.Tensor, owner: torch.Tensor, what: object) -> None:
 
 
 def _reach(x: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage from a tensor's first element to its last."""
+    """[first, last): the bytes of its storage that a tensor spans."""
     first = int(x.storage_offset()) * x.element_size()
-    return first, first + segments.extent_bytes(x)
+    return first, first + fx_values.extent_bytes(x)
 
 
 def _storage(x: torch.Tensor) -> int:
@@ -112,11 +112,11 @@ def _storage(x: torch.Tensor) -> int:
 
 
 def takes_offset(node: fx.Node) -> bool:
-    """Whether an op names a place in its operand's storage."""
+    """Whether an op takes an offset into its operand's storage."""
     if node.target is aten._reshape_alias.default:
         return True
-    found = segments.schema(node)
-    return found is not None and any(argument.name == "storage_offset" for argument in found.arguments)
+    schema = fx_nodes.schema(node)
+    return schema is not None and any(argument.name == "storage_offset" for argument in schema.arguments)
 
 
 def rooted(gm: fx.GraphModule) -> fx.GraphModule:
@@ -124,17 +124,17 @@ def rooted(gm: fx.GraphModule) -> fx.GraphModule:
 
     as_strided(slice(x, 0, 1, 3), [2], [1], 0)  becomes  as_strided(x, [2], [1], 0)
 
-    So does what is written through an `unfold` that leaves elements out, which its pure form in torch loses.
+    So does an `unfold` that leaves elements out and is written through: its pure form in torch loses those elements.
     """
-    for node in {n for written in gm.graph.nodes for w in segments.mutated(written) for n in _upwards(w)}:
+    for node in {n for written in gm.graph.nodes for w in fx_nodes.mutated(written) for n in _upwards(w)}:
         if node.target is aten.unfold.default and _leaves_out(node):
             value = node.meta["val"]
             layout = (list(value.shape), list(value.stride()), int(value.storage_offset()))
-            node.target, node.args, node.kwargs = aten.as_strided.default, (segments.operand(node), *layout), {}
+            node.target, node.args, node.kwargs = aten.as_strided.default, (fx_nodes.operand(node), *layout), {}
     for node in gm.graph.nodes:
         if node.target in (aten.as_strided.default, aten._reshape_alias.default):
-            operand = segments.operand(node)
-            root = segments.base(operand)
+            operand = fx_nodes.operand(node)
+            root = fx_nodes.base(operand)
             size, stride, offset = _layout(node)
             if root.op == "get_attr":
                 start = _start_of(getattr(gm, str(root.target)), node)
@@ -145,8 +145,8 @@ def rooted(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _leaves_out(node: fx.Node) -> bool:
-    """Whether an `unfold` has elements of its operand in no window."""
-    x: torch.Tensor = segments.operand(node).meta["val"]
+    """Whether some elements of its operand are in no window of an `unfold`."""
+    x: torch.Tensor = fx_nodes.operand(node).meta["val"]
     dim, size, step = (int(n) for n in node.args[1:])  # type: ignore[arg-type]
     length = x.shape[dim] if x.dim() else 1
     return step > size or not size or (length - size) % step != 0
@@ -155,19 +155,20 @@ def _leaves_out(node: fx.Node) -> bool:
 def check_reach(gm: fx.GraphModule) -> None:
     """Refuses an `as_strided` that reaches beyond its operand, a view, and is read after their memory was written to.
 
-    Eager autograd then makes the view anew from the value that owns the memory; a trace goes back through the view that
-    it was taken of, whose gradient has no place for what lies outside."""
+    Eager autograd then makes the view anew from the value that owns the memory. A trace goes back through the view that
+    it was taken of, whose gradient has no room for the elements outside.
+    """
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    writes = [(order[n], segments.base(w)) for n in order for w in segments.mutated(n)]
+    writes = [(order[n], fx_nodes.base(w)) for n in order for w in fx_nodes.mutated(n)]
     for node in order if writes else ():
         if node.target is not aten.as_strided.default or node.meta.get("no_grad") or _inside(node):
             continue
         same = {node}
         for later in list(order)[order[node] + 1 :]:
-            if segments.source(later) in same:
+            if fx_nodes.source(later) in same:
                 same.add(later)
         last = max((order[u] for n in same for u in n.users if u not in same), default=-1)
-        if any(order[node] < at < last and root is segments.base(node) for at, root in writes):
+        if any(order[node] < write < last and root is fx_nodes.base(node) for write, root in writes):
             raise CaptureError(
                 f"{node.target} at {_where(node)} reaches beyond the view that it is taken of, and is read after their "
                 "memory was written to: its gradient would be wrong. Take it of the whole tensor"
@@ -176,14 +177,17 @@ def check_reach(gm: fx.GraphModule) -> None:
 
 def _inside(node: fx.Node) -> bool:
     """Whether an `as_strided` looks only at elements of its operand, or at all of a value that is no view."""
-    operand = segments.operand(node)
+    operand = fx_nodes.operand(node)
     value, (first, last) = operand.meta["val"], span(_layout(node))
     held = span((value.shape, value.stride(), int(value.storage_offset())))
-    return not segments.is_view(operand) or (held[0] <= first and last <= held[1] and segments.is_dense(value))
+    return not fx_nodes.is_view(operand) or (held[0] <= first and last <= held[1] and fx_values.is_dense(value))
 
 
 def _start_of(closed_over: torch.Tensor, node: fx.Node) -> int:
-    """Where a closed-over tensor lies in its storage; in a trace it is contiguous in a storage of its own."""
+    """The offset of a closed-over tensor in its storage; in a trace it is contiguous in a storage of its own.
+
+    Raises CaptureError for one that is not contiguous.
+    """
     if not closed_over.is_contiguous():
         raise CaptureError(
             f"{node.target} at {_where(node)} takes a closed-over tensor of strides {closed_over.stride()} apart by "
@@ -195,7 +199,7 @@ def _start_of(closed_over: torch.Tensor, node: fx.Node) -> int:
 def rebased(gm: fx.GraphModule) -> fx.GraphModule:
     """Ops at an offset of a storage become ops at an offset of a value. In place; returns its argument.
 
-    Raises CaptureError, with the line, where one reaches beyond the value.
+    Raises CaptureError, with the line, for an op that reaches beyond the value.
     """
     for node in list(gm.graph.nodes):
         if takes_offset(node):
@@ -214,13 +218,15 @@ def rebased(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def aligned(gm: fx.GraphModule, parts: Sequence[fx.Node]) -> None:
-    """Views of `parts`, inputs that may begin anywhere in a buffer, as wider elements become views of a copy. In place.
+    """Views of `parts` as wider elements become views of a copy. In place.
+
+    `parts` are inputs that may begin anywhere in a buffer.
 
     Two floats are a complex number, and four bytes an int32, only at a multiple of their size.
     """
     for node in list(gm.graph.nodes):
-        if node.target in (aten.view_as_complex.default, aten.view.dtype) and segments.base(node) in parts:
-            x = segments.operand(node)
+        if node.target in (aten.view_as_complex.default, aten.view.dtype) and fx_nodes.base(node) in parts:
+            x = fx_nodes.operand(node)
             with gm.graph.inserting_before(node):
                 copy = gm.graph.call_function(aten.clone.default, (x,))
             value = x.meta["val"]
@@ -231,19 +237,19 @@ def aligned(gm: fx.GraphModule, parts: Sequence[fx.Node]) -> None:
 
 
 class _Maker:
-    """Adds nodes before the one that they stand for, with its provenance and their own fake values."""
+    """Adds nodes before `node`, with its provenance and their own fake values."""
 
     def __init__(self, node: fx.Node) -> None:
         self.node = node
-        self.mode = segments.tensors(node.meta["val"])[0].fake_mode  # type: ignore[attr-defined]
+        self.mode = fx_values.tensors(node.meta["val"])[0].fake_mode  # type: ignore[attr-defined]
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        made = self.node.graph.call_function(target, args, kwargs)
-        made.meta = dict(self.node.meta)
+        added = self.node.graph.call_function(target, args, kwargs)
+        added.meta = dict(self.node.meta)
         with self.mode:
             values, options = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-            made.meta["val"] = target(*values, **options)
-        return made
+            added.meta["val"] = target(*values, **options)
+        return added
 
     def flat(self, x: fx.Node, layout: Layout | None = None) -> fx.Node:
         """A value's elements in the order of memory, or in that of another dense layout of its dims, in 1-D."""
@@ -260,16 +266,16 @@ class _Maker:
     def shaped(self, flat: fx.Node, like: torch.Tensor) -> fx.Node:
         """The elements of a 1-D value as a dense tensor with the shape and strides of `like`."""
         order = _order((like.shape, like.stride(), 0))
-        made = flat if like.dim() == 1 else self(aten.view.default, flat, [like.shape[d] for d in order])
+        shaped = flat if like.dim() == 1 else self(aten.view.default, flat, [like.shape[d] for d in order])
         return (
-            made
+            shaped
             if order == sorted(order)
-            else self(aten.permute.default, made, [order.index(d) for d in range(like.dim())])
+            else self(aten.permute.default, shaped, [order.index(d) for d in range(like.dim())])
         )
 
 
 def _read(node: fx.Node, make: _Maker) -> fx.Node:
-    """as_strided as a view of the value that holds the elements."""
+    """The node for an as_strided: a view of the value that holds the elements."""
     layout = _layout(node)
     owner, start = _owner(node, layout)
     size, stride, _ = layout
@@ -283,12 +289,13 @@ def _read(node: fx.Node, make: _Maker) -> fx.Node:
 
 
 def _read_copy(node: fx.Node, make: _Maker) -> fx.Node:
+    """The node for an as_strided_copy: a contiguous copy of that view."""
     return make(aten.clone.default, _read(node, make), memory_format=torch.contiguous_format)
 
 
 def _write(node: fx.Node, make: _Maker) -> fx.Node:
-    """as_strided_scatter as a new value of its operand's layout."""
-    x, values = segments.operand(node), segments.operand(node, 1)
+    """The node for an as_strided_scatter: a new value in its operand's layout."""
+    x, values = fx_nodes.operand(node), fx_nodes.operand(node, 1)
     size, stride, _ = layout = _layout(node)
     start = _start_in(x.meta["val"], layout)
     if start is None:
@@ -296,7 +303,7 @@ def _write(node: fx.Node, make: _Maker) -> fx.Node:
     like = x.meta["val"]
     if torch.Size(size).numel() > 1 and not _is_apart(size, stride):
         raise CaptureError(f"{node.target} at {_where(node)} writes several values to one element: write to a clone")
-    if start == 0 and torch.Size(size).numel() == like.numel() and segments.dense(size, stride):
+    if start == 0 and torch.Size(size).numel() == like.numel() and fx_values.dense(size, stride):
         return make.shaped(make.flat(values, layout), like)  # nothing is left of the old value
     new = make(torch.ops.fzero.strided_scatter.default, make.flat(x), values, list(size), list(stride), start)
     return make.shaped(new, like)
@@ -311,23 +318,23 @@ _REWRITES = {
 
 
 def _layout(node: fx.Node) -> Layout:
-    """The layout that a node names, its start counted in the operand's storage."""
+    """The layout in a node's arguments; its start is an offset into the operand's storage."""
     named = _named(node)
     offset = named.get("storage_offset")
     if offset is None:
-        offset = segments.operand(node).meta["val"].storage_offset()
+        offset = fx_nodes.operand(node).meta["val"].storage_offset()
     return named["size"], named["stride"], offset
 
 
 def _named(node: fx.Node) -> dict[str, Any]:
     """A node's arguments by the names in its op's schema."""
-    arguments = segments.schema(node).arguments  # type: ignore[union-attr]
+    arguments = fx_nodes.schema(node).arguments  # type: ignore[union-attr]
     return {a.name: v for a, v in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
 
 
 def _owner(node: fx.Node, layout: Layout) -> tuple[fx.Node, int]:
     """The dense value that holds all elements of a layout of the operand's storage, and the layout's start in it."""
-    operand = segments.operand(node)
+    operand = fx_nodes.operand(node)
     for x in reversed(list(_upwards(operand))):
         start = _start_in(x.meta["val"], layout) if _alike(x, operand) else None
         if start is not None:
@@ -336,19 +343,21 @@ def _owner(node: fx.Node, layout: Layout) -> tuple[fx.Node, int]:
 
 
 def _start_in(value: torch.Tensor, layout: Layout) -> int | None:
-    """Where a layout of a storage starts in a value that lies there; None where the value is not dense, or does not
-    hold all of its elements."""
+    """The offset of a layout's start in a value that lies in the same storage.
+
+    None where the value is not dense, or does not hold all elements of the layout.
+    """
     size, stride, offset = layout
     start = offset - int(value.storage_offset())
     first, last = span((size, stride, start))
-    held = segments.is_dense(value) and first >= 0 and last <= value.numel()
+    held = fx_values.is_dense(value) and first >= 0 and last <= value.numel()
     return (start if last else 0) if held else None
 
 
 def _upwards(node: fx.Node) -> Iterator[fx.Node]:
-    """A value, what it is a view of, and so on to what owns the memory."""
+    """A node, then its source, and so on to the node that owns the memory."""
     yield node
-    while (source := segments.source(node)) is not None:
+    while (source := fx_nodes.source(node)) is not None:
         yield source
         node = source
 
@@ -362,8 +371,9 @@ def _alike(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _beyond(node: fx.Node, layout: Layout) -> CaptureError:
+    """The error for an op that reaches beyond its value."""
     first, last = span(layout)
-    value = segments.operand(node).meta["val"]
+    value = fx_nodes.operand(node).meta["val"]
     return CaptureError(
         f"{node.target} at {_where(node)} reaches elements [{first}, {last}) of a storage, of which a value of shape "
         f"{tuple(value.shape)} and strides {value.stride()} from element {value.storage_offset()} holds only some: "
@@ -393,7 +403,7 @@ def _is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def _is_apart(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether no element occurs twice, as far as nested strides tell."""
+    """Whether no element occurs twice. False also for some layouts without such elements, whose strides do not nest."""
     reach = 0
     for s, n in sorted((s, n) for n, s in zip(size, stride, strict=True) if n > 1):
         if s <= reach:

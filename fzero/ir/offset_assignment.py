@@ -1,9 +1,9 @@
-"""offset_assignment: places in one arena for values that live from one moment to another.
+"""offset_assignment: offsets in one arena for values that live from one moment to another.
 
-The largest first, each at the lowest place that is free during its whole life ("best fit by size", the offline form of
-dynamic storage allocation; Pisarchyk and Lee, *Efficient Memory Management for Deep Neural Net Inference*, 2020). On
-training steps it comes within some percent of the most bytes alive at one moment, below which no placement goes.
-O(n^2) in numpy: a millisecond for a hundred values, a tenth of a second for two thousand.
+The largest value comes first, each at the lowest offset that is free during its whole life ("best fit by size", the
+offline form of dynamic storage allocation; Pisarchyk and Lee, *Efficient Memory Management for Deep Neural Net
+Inference*, 2020). No assignment needs less than the most bytes alive at one moment; on training steps this one comes
+within some percent of it. O(n^2) in numpy: a millisecond for a hundred values, a tenth of a second for two thousand.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ ALIGN_BYTES = 64  # a cache line, and the widest vector load
 
 
 def pack(items: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
-    """(a place in bytes for each item, bytes of the arena). An item is (first moment, last moment, bytes).
+    """(an offset in bytes for each item, bytes of the arena). An item is (first moment, last moment, bytes).
+
+    Offsets are multiples of `ALIGN_BYTES`. Items that are alive at one moment, ends included, share no byte; items of 0
+    bytes have offset 0.
 
     >>> pack([(0, 1, 64), (1, 2, 128), (2, 3, 64)])  # the third lives after the first
     ([128, 0, 128], 192)
     """
-    places = [0] * len(items)
-    table = np.empty((4, len(items)), np.int64)  # offset, end, first and last moment of what is placed, in order
+    offset_of = [0] * len(items)
+    table = np.empty((4, len(items)), np.int64)  # offset, end, first and last moment of the items so far, by offset
     count = total = 0
     for index in sorted(range(len(items)), key=lambda i: (-items[i][2], items[i][0], i)):
         first, last, size = items[index]
@@ -36,29 +39,32 @@ def pack(items: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
         taken = np.maximum.accumulate(ends[beside])
         free = np.concatenate(([0], taken[:-1])) if taken.size else taken
         gaps = np.nonzero(offsets[beside] - free >= size)[0]
-        place = int(free[gaps[0]]) if gaps.size else int(taken[-1]) if taken.size else 0
-        spot = int(np.searchsorted(offsets, place))
-        table[:, spot + 1 : count + 1] = table[:, spot:count]
-        table[:, spot] = place, place + size, first, last
+        offset = int(free[gaps[0]]) if gaps.size else int(taken[-1]) if taken.size else 0
+        row = int(np.searchsorted(offsets, offset))
+        table[:, row + 1 : count + 1] = table[:, row:count]
+        table[:, row] = offset, offset + size, first, last
         count += 1
-        places[index] = place
-        total = max(total, place + size)
-    return places, total
+        offset_of[index] = offset
+        total = max(total, offset + size)
+    return offset_of, total
 
 
 def clash(items: Sequence[tuple[int, int, int, int]]) -> tuple[int, int] | None:
-    """Two items (first moment, last moment, place, bytes) that would share memory at one moment, or None."""
-    alive: list[tuple[int, int, int]] = []  # (place, end, item), in order, apart from one another
+    """The numbers of two items that would share memory at one moment, or None.
+
+    An item is (first moment, last moment, offset, bytes).
+    """
+    alive: list[tuple[int, int, int]] = []  # (offset, end, item), by offset; they share no byte
     ending: list[tuple[int, int]] = []  # (last moment, item), as a heap
     for i in sorted((i for i, item in enumerate(items) if item[3] > 0), key=lambda i: items[i][0]):
         first, last, low, size = items[i]
         while ending and ending[0][0] < first:
-            _, gone = heappop(ending)
-            del alive[bisect_left(alive, (items[gone][2],))]
-        at = bisect_left(alive, (low,))
-        beside = [j for start, end, j in alive[max(at - 1, 0) : at + 1] if start < low + size and low < end]
+            _, ended = heappop(ending)
+            del alive[bisect_left(alive, (items[ended][2],))]
+        index = bisect_left(alive, (low,))
+        beside = [j for start, end, j in alive[max(index - 1, 0) : index + 1] if start < low + size and low < end]
         if beside:
             return min(i, beside[0]), max(i, beside[0])
-        alive.insert(at, (low, low + size, i))
+        alive.insert(index, (low, low + size, i))
         heappush(ending, (last, i))
     return None

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from torch import fx
 
-from fzero.ir import segments
+from fzero.ir import fx_nodes, segments
 from fzero.ir.program import Program
 from fzero.ir.records import PERSISTENT, Buffer, Op, Ref
 
@@ -112,7 +112,7 @@ def run_op(
     reads, writes = tuple(reads), tuple(writes)
     key = segments.digest(gm)
     pool.setdefault(key, gm)
-    fresh = len(writes) - (len(segments.placeholders(gm.graph)) - len(reads))
+    fresh = len(writes) - (len(fx_nodes.placeholders(gm.graph)) - len(reads))
     kept = {k: v for k, v in like.attrs if k not in ("segment", "fresh", "flat")}
     done = replace(like, kind="run", reads=reads, writes=writes, attrs=())
     return done.with_attrs(**kept, segment=key, **({"fresh": fresh} if fresh else {}), **attrs)

@@ -19,8 +19,8 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import graph_module
-from fzero.capture.trace_step import Graph
-from fzero.ir import segments
+from fzero.capture.graph import Graph
+from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref
 from fzero.lowering.emit import Emitter, copy_segment, line_of
@@ -66,13 +66,13 @@ class _Builder(Emitter):
     def run(self) -> None:
         gm = graph_module(segments.copied(self.graph.gm.graph))
         self._own_outputs(gm)
-        self.nodes = segments.placeholders(gm.graph)
+        self.nodes = fx_nodes.placeholders(gm.graph)
         self._inputs()
         for node in gm.graph.nodes:
             if node.target is INDEX:
                 self.where[node] = self._rank(str(node.args[0]))
         levels = _levels(gm.graph)
-        results = segments.outputs(gm.graph)
+        results = fx_nodes.outputs(gm.graph)
         num = len(self.plan.leaves)
         self.new_leaf = {n: i for i, n in enumerate(results[:num]) if n is not self.nodes[i]}
         self.metric_nodes = set(results[num:])
@@ -95,16 +95,16 @@ class _Builder(Emitter):
     def _own_outputs(self, gm: fx.GraphModule) -> None:
         """Every new leaf and metric gets a node of its own that computes it: a copy where it is an input, the result
         of a collective, or another leaf's value."""
-        out = segments.output(gm.graph)
-        inputs = segments.placeholders(gm.graph)
+        out = fx_nodes.output(gm.graph)
+        inputs = fx_nodes.placeholders(gm.graph)
         num = len(self.plan.leaves)
         seen: set[fx.Node] = set()
         results = list(out.args[0])  # type: ignore[arg-type]
         for index, node in enumerate(results):
             unchanged = index < num and node is inputs[index]
-            picked = node.target is REDUCE and segments.operand(node).target is operator.getitem
+            picked = node.target is REDUCE and fx_nodes.operand(node).target is operator.getitem
             metric_of_reduce = index >= num and picked and node.meta["val"].ndim == 0 and node not in seen
-            borrowed = node in seen or node.op == "placeholder" or _is_comm(node) or segments.is_view(node)
+            borrowed = node in seen or node.op == "placeholder" or _is_comm(node) or fx_nodes.is_view(node)
             if borrowed and not unchanged and not metric_of_reduce:
                 with gm.graph.inserting_before(out):
                     copy = gm.graph.call_function(aten.clone.default, (node,))
@@ -179,7 +179,7 @@ class _Builder(Emitter):
             trainable = RegionBuilder(self, self.graph, self.nodes[: len(self.plan.leaves)], self.reduce).run(node)
             self.trainable |= trainable
         elif node.target is REDUCE and node not in self.where:
-            source, how, axis = segments.operand(node), str(node.args[1]), node.args[2]
+            source, how, axis = fx_nodes.operand(node), str(node.args[1]), node.args[2]
             if self.plan.world_size == 1:
                 self.where[node] = self.where[source]
                 return
@@ -211,7 +211,7 @@ def _is_comm(node: fx.Node) -> bool:
     """Regions, reductions, ranks, and the picking of a region's outputs: what is emitted as other ops than one run."""
     if node.op != "call_function":
         return False
-    picks = node.target is operator.getitem and segments.operand(node).target is REGION
+    picks = node.target is operator.getitem and fx_nodes.operand(node).target is REGION
     return node.target in (REGION, REDUCE, INDEX) or picks
 
 
@@ -228,7 +228,7 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
         ready = max((levels[a] for a in node.all_input_nodes), default=0)
         levels[node] = ready + (node.op == "call_function" and node.target in (REGION, REDUCE))
     for node in reversed(graph.nodes):
-        if segments.is_pointwise(node) and any(t.ndim for t in segments.tensors(node.meta["val"])):
+        if fx_nodes.is_pointwise(node) and any(t.ndim for t in fx_values.tensors(node.meta["val"])):
             needed = [levels[u] - (u.target in (REGION, REDUCE)) for u in node.users if u.op != "output"]
             levels[node] = max(levels[node], min(needed, default=0))
     return levels

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import FakeTensorMode, make_fx
-from fzero.ir import segments
+from fzero.ir import fx_nodes, segments
 from fzero.ir.records import Buffer, Op, Ref, buffer_name, make_op
 from fzero.plan.layout import Plan
 
@@ -54,7 +54,7 @@ class Emitter:
     ) -> None:
         key = segments.digest(gm)
         self.segments.setdefault(key, gm)
-        fresh = len(writes) - (len(segments.placeholders(gm.graph)) - len(reads))
+        fresh = len(writes) - (len(fx_nodes.placeholders(gm.graph)) - len(reads))
         done = make_op(kind, reads, writes, why=why).with_attrs(segment=key, **attrs)
         self.ops.append(done.with_attrs(fresh=fresh) if fresh else done)
 
@@ -88,9 +88,9 @@ def _elementwise(
     with FakeTensorMode():
         xs = [torch.empty(like.shape, dtype=like.dtype) for _ in range(arity)]
         gm = make_fx(lambda *xs: fn(*xs, *args))(*xs)
-    inputs = segments.placeholders(gm.graph)
+    inputs = fx_nodes.placeholders(gm.graph)
     body = [n for n in gm.graph.nodes if n.op == "call_function"]
-    result = segments.output(gm.graph).args[0]
+    result = fx_nodes.output(gm.graph).args[0]
     assert isinstance(result, fx.Node)
     return segments.extract(body, inputs, [result], [result] if dest else [])
 

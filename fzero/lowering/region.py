@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from fzero.capture.trace_step import Graph, Region
-from fzero.ir import segments
+from fzero.capture.graph import Graph, Region
+from fzero.ir import fx_nodes, segments
 from fzero.ir.records import DTYPE_NAMES, Buffer, Ref
 from fzero.lowering.emit import Emitter, line_of
 from fzero.verify.meaning import grad_places
@@ -37,7 +37,7 @@ class RegionBuilder:
         region: Region = self.graph.regions[index]
         self.region, self.name, self.k = region, f"r{index}", region.microbatches
         inputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
-        gm_outs = segments.outputs(region.gm.graph)
+        gm_outs = fx_nodes.outputs(region.gm.graph)
         self.getitems = {int(u.args[1]): u for u in node.users}  # type: ignore[arg-type]
         self.place = grad_places(region, inputs, self.leaf_nodes, b.plan)
         self.slots: dict[str, dict[int, int]] = {}  # by bucket, which output is the gradient of which slot
@@ -48,7 +48,7 @@ class RegionBuilder:
         self.summed = bool(self.place) and min(self.place) in region.summed
         dest_of = [i for i in range(len(gm_outs)) if i in self.place]
         fresh_of = [i for i in range(len(gm_outs)) if i not in self.place]
-        holders = segments.placeholders(region.gm.graph)
+        holders = fx_nodes.placeholders(region.gm.graph)
         body = [n for n in region.gm.graph.nodes if n.op == "call_function"]
         dests = [gm_outs[i] for i in dest_of]
         gm = segments.extract(body, holders, [*dests, *(gm_outs[i] for i in fresh_of)], dests)

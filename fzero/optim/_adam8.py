@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.ir import traits
 from fzero.ir.records import ALIGN
 from fzero.optim._ops import _op
 
@@ -128,6 +129,10 @@ def _(*tensors: Any) -> tuple[Tensor, ...]:
     _check(*tensors[:8])
     param, _, *moments = tensors[:6]
     return torch.empty_like(param), *(torch.empty_like(t) for t in moments)
+
+
+traits.register(torch.ops.fzero.adamw8_.default, in_place=(torch.ops.fzero.adamw8.default, (0, 2, 3, 4, 5)))
+traits.register(torch.ops.fzero.adamw8.default, blockwise=((1, 1, 1, BLOCK, 1, BLOCK), (1, 1, BLOCK, 1, BLOCK)))
 
 
 # --- codes ------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import math
 import torch
 from torch import Tensor
 
+from fzero.ir import traits
 from fzero.optim._ops import _op
 
 __test__: dict[str, str] = {}  # doctest does not look inside a CustomOpDef: it finds their examples here
@@ -84,6 +85,9 @@ def _(m: Tensor, shape: list[int], steps: int, a: float, b: float, c: float, eps
 def _(m: Tensor, steps: int, a: float, b: float, c: float, eps: float) -> Tensor:
     _check_matrix(m)
     return torch.empty(m.shape, dtype=torch.bfloat16, device=m.device)
+
+
+traits.register(torch.ops.fzero.orthogonalize.default, whole=torch.ops.fzero.orthogonalize_flat.default)
 
 
 def _check_matrix(m: Tensor) -> None:

@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.library import CustomOpDef, custom_op
 
 from fzero._torch_compat import fused_adam_, fused_adamw_, in_functorch
+from fzero.ir import traits
 from fzero.kernels import kernel_for
 
 _HYPER = "Tensor count, Tensor lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled"
@@ -171,6 +172,8 @@ def sum_squares(x: Tensor) -> Tensor:
         total += torch.dot(wide, wide)
     return total
 
+
+traits.register(torch.ops.fzero.adamw_.default, in_place=(torch.ops.fzero.adamw.default, (0, 2, 3)))
 
 # The shape rules.
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
-from fzero.ir import rewrite, segments
+from fzero.ir import fx_nodes, rewrite, segments
 from fzero.ir.program import Program
 from fzero.ir.records import DTYPE_NAMES, PERSISTENT, Buffer, Op, Ref, make_op
 
@@ -57,7 +57,7 @@ def _common_casts(program: Program, whole: set[str]) -> dict[str, torch.dtype]:
         if op.is_mark or whole.isdisjoint(ref.name for ref in op.reads):
             continue
         region = op.phase == "region"
-        holders = segments.placeholders(program.segments[op.segment].graph) if region else []
+        holders = fx_nodes.placeholders(program.segments[op.segment].graph) if region else []
         for ref, holder in zip_longest(op.reads, holders[: len(op.reads)]):
             if ref.name in casts:
                 casts[ref.name] |= {None} if holder is None else {_cast_to(user) for user in holder.users}
@@ -97,7 +97,7 @@ def _cast_ops(
 def _without_casts(program: Program, op: Op, chosen: dict[str, torch.dtype], pool: dict[str, fx.GraphModule]) -> Op:
     gm = program.segments[op.segment]
     graph = segments.copied(gm.graph)
-    for holder, ref in zip(segments.placeholders(graph), op.reads, strict=False):
+    for holder, ref in zip(fx_nodes.placeholders(graph), op.reads, strict=False):
         if ref.name in chosen:
             for user in list(holder.users):
                 holder.meta["val"] = user.meta["val"]

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fzero import tree
-from fzero.ir import rewrite, segments
+from fzero.ir import fx_nodes, rewrite, segments
 from fzero.ir.program import Program
 from fzero.ir.records import Op, Ref
 
@@ -71,9 +71,9 @@ class _Halves:
 
 def _halves(program: Program, op: Op, again: Sequence[Ref]) -> _Halves:
     gm = program.segments[op.segment]
-    inputs = segments.placeholders(gm.graph)
+    inputs = fx_nodes.placeholders(gm.graph)
     body = [n for n in gm.graph.nodes if n.op == "call_function"]
-    outs = dict(zip(op.writes, segments.outputs(gm.graph), strict=True))
+    outs = dict(zip(op.writes, fx_nodes.outputs(gm.graph), strict=True))
     kept = [ref for ref in op.writes if ref not in again]
     return _Halves(
         segments.extract(body, inputs, [outs[ref] for ref in kept]),
@@ -85,7 +85,7 @@ def _halves(program: Program, op: Op, again: Sequence[Ref]) -> _Halves:
 def _phases(program: Program, op: Op) -> set[str]:
     """Which phases a segment's work is of; views and casts are made anew wherever they are used."""
     nodes = [n for n in program.segments[op.segment].graph.nodes if n.op == "call_function"]
-    work = [n for n in nodes if not segments.is_view(n) and n.target not in ANYWHERE]
+    work = [n for n in nodes if not fx_nodes.is_view(n) and n.target not in ANYWHERE]
     return {n.meta.get("phase") or "forward" for n in work}
 
 

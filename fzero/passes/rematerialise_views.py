@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from fzero.ir import rewrite, segments
+from fzero.ir import fx_nodes, rewrite, segments
 from fzero.ir.program import Program
 from fzero.ir.records import Op
 
@@ -40,18 +40,18 @@ def again(params: set[fx.Node]) -> Callable[[fx.Node], bool]:
     """Which nodes are made anew: views, and casts of the given placeholders or of views of them."""
 
     def made_anew(node: fx.Node) -> bool:
-        if segments.is_view(node):
+        if fx_nodes.is_view(node):
             return True
         if node.target is not torch.ops.aten._to_copy.default:
             return False
         source = node.args[0]
-        return isinstance(source, fx.Node) and segments.base(source) in params
+        return isinstance(source, fx.Node) and fx_nodes.base(source) in params
 
     return made_anew
 
 
 def _sunk(gm: fx.GraphModule, params: set[int]) -> fx.GraphModule:
-    holders = segments.placeholders(gm.graph)
+    holders = fx_nodes.placeholders(gm.graph)
     made_anew = again({holders[i] for i in params if i < len(holders)})
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}

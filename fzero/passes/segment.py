@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fzero.ir import rewrite, segments
+from fzero.ir import fx_nodes, fx_values, rewrite, segments
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Op, Ref
 from fzero.passes.rematerialise_views import again
@@ -63,9 +63,9 @@ def _instantiated(
     where: dict[fx.Node, Ref] = {}
     fresh_count = op.num_outputs
     graph = holders or pieces[0].dests[0].graph
-    inputs = segments.placeholders(graph)
+    inputs = fx_nodes.placeholders(graph)
     where.update(zip(inputs, [*op.reads, *op.writes[fresh_count:]], strict=True))
-    finals = dict(zip(segments.outputs(graph), op.writes[:fresh_count], strict=True))
+    finals = dict(zip(fx_nodes.outputs(graph), op.writes[:fresh_count], strict=True))
     ops = []
     for number, piece in enumerate(pieces):
         for i, node in enumerate(piece.fresh):
@@ -73,7 +73,7 @@ def _instantiated(
                 where[node] = finals[node]
             else:
                 name = f"{region}.h{number}.{i}.{m}"
-                value = segments.tensors(node.meta["val"])[0]
+                value = fx_values.tensors(node.meta["val"])[0]
                 buffers[name] = Buffer(name, value.dtype, tuple(value.shape), "activation")
                 where[node] = Ref(name)
         reads = [where[n] for n in piece.inputs]
@@ -85,7 +85,7 @@ def _instantiated(
 
 def _cut(program: Program, op: Op) -> list[_Piece]:
     gm = program.segments[op.segment]
-    holders = segments.placeholders(gm.graph)
+    holders = fx_nodes.placeholders(gm.graph)
     refs = [*op.reads, *op.writes[op.num_outputs :]]
     bucket_of = {h: b for h, r in zip(holders, refs, strict=True) if (b := program.buffers[r.name].bucket) is not None}
     made_anew = again(set(bucket_of))
@@ -162,7 +162,7 @@ def _uses(
 
     def root(node: fx.Node) -> fx.Node:
         while made_anew(node):
-            node = segments.operand(node)
+            node = fx_nodes.operand(node)
         return node
 
     uses: dict[fx.Node, set[str]] = {}
@@ -233,21 +233,21 @@ def _pieces(
                 at[chain] = target
                 chain = chain.args[0]
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    outs = [n for n in segments.outputs(gm.graph) if isinstance(n, fx.Node)]
+    outs = [n for n in fx_nodes.outputs(gm.graph) if isinstance(n, fx.Node)]
     pieces = []
     for i, group in enumerate(groups):
         group.sort(key=order.__getitem__)
         ends = copies.get(i, [])
         inside = set(group)
-        wanted = [*(a for n in group for a in n.all_input_nodes), *(segments.operand(c, 1) for c in ends)]
+        wanted = [*(a for n in group for a in n.all_input_nodes), *(fx_nodes.operand(c, 1) for c in ends)]
         inputs = [a for a in dict.fromkeys(wanted) if a not in inside]
         fresh = [n for n in group if n in outs or any(at.get(u, i) != i for u in n.users if u.target is not COPY)]
-        results = [*(segments.operand(c, 1) for c in ends), *fresh]
-        piece = segments.extract(group, inputs, results, [segments.operand(c) for c in ends])
-        segments.merge_equal(piece)
+        results = [*(fx_nodes.operand(c, 1) for c in ends), *fresh]
+        piece = segments.extract(group, inputs, results, [fx_nodes.operand(c) for c in ends])
+        piece = segments.merge_equal(piece)
         phases = {n.meta.get("phase") or "forward" for n in group if not made_anew(n)}
         phase = " and ".join(sorted(phases, reverse=True))
         line = next((n.meta["source"] for n in group if n.meta.get("source") and not n.meta.get("phase")), "")
         why = " ".join(filter(None, [phase, *sorted(units[i]), f"({line})" if line else ""]))
-        pieces.append(_Piece(piece, inputs, fresh, [segments.operand(c) for c in ends], why))
+        pieces.append(_Piece(piece, inputs, fresh, [fx_nodes.operand(c) for c in ends], why))
     return pieces

@@ -3,8 +3,8 @@
 After a reduction, an op that is pointwise, whose every full-shaped operand is a leaf of one place (or computed from
 such) and whose others are 0-d, gives the same bits on any slice. Equal chains of neighbouring leaves of a bucket
 become one op on their common range; a chain that differs (another weight decay) gets a range of its own. Work on
-blocks of 64 elements (`meaning.BLOCKWISE`: quantised moments) runs on slices too, which never cut a block; its ranges
-end where padding would join a block. Work on whole leaves (`meaning.WHOLE`: a matrix's orthogonalisation) is done by
+blocks of 64 elements (`traits.BLOCKWISE`: quantised moments) runs on slices too, which never cut a block; its ranges
+end where padding would join a block. Work on whole leaves (`traits.WHOLE`: a matrix's orthogonalisation) is done by
 the rank in whose slice the leaf lies, the others have none of it; a leaf on several ranks is gathered, and all do it.
 A sum over
 a whole leaf becomes a sum over the own slice and one all-reduce of all such scalars; full work that needs a computed
@@ -24,13 +24,13 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
-from fzero.ir import rewrite, segments
+from fzero.ir import fx_nodes, fx_values, rewrite, segments
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Op, Ref, buffer_name, make_op
+from fzero.ir.traits import BLOCKWISE, WHOLE
 from fzero.passes.common.leafwise import Call, leafwise
 from fzero.passes.common.outer_run import Levels, Spot
 from fzero.plan.whole_leaves import is_whole
-from fzero.verify.terms import BLOCKWISE, WHOLE
 
 
 def shard_update(program: Program) -> Program:
@@ -173,7 +173,7 @@ class _Outer(Levels):
                 if self._mine(bucket) and not self.buffers[column].sharded:
                     self.gathers.append(self.dest[node].name)
             elif any(u in self.level and u not in inside for u in node.users):
-                dtype = segments.tensors(node.meta["val"])[0].dtype
+                dtype = fx_values.tensors(node.meta["val"])[0].dtype
                 kind = str(dtype).rsplit(".")[-1]
                 name = buffer_name(f"{letter}{self.index}.{level}.{position}.{kind}:{bucket}")
                 shape = (self.program.buckets[bucket].length // self.per[node],)
@@ -203,7 +203,7 @@ class _Outer(Levels):
             bucket = self.program.buckets[name]
             reads, writes, calls = [], [], []
             for node in sorted(group, key=lambda n: self.spot[n][1]):
-                source, index = segments.operand(node), self.spot[node][1]
+                source, index = fx_nodes.operand(node), self.spot[node][1]
                 start, stop, shape = bucket.place(index)
                 mine = self._mine(name) and is_whole(bucket, index, self.program.mesh.size(bucket.axis))
                 self._store(name, [node], level, "o")
@@ -249,7 +249,7 @@ class _Outer(Levels):
                 value = node.meta["val"]
                 shape = (-(-length // self.per[node]),) if node in self.spot else tuple(value.shape)
                 fakes.append(torch.empty(shape, dtype=value.dtype, device=value.device))
-        segments.propagate(gm, fakes)
+        fx_values.propagate(gm, fakes)
 
         def part(node: fx.Node) -> Ref:
             return Ref(self.stored[node], start, -(-stop // self.per[node]) * self.per[node], None, mine)
@@ -274,7 +274,7 @@ class _Outer(Levels):
             reads, calls = [], []
             distributed = self.program.world_size > 1
             for node in group:
-                source = segments.operand(node)
+                source = fx_nodes.operand(node)
                 bucket, index = self.spot[source]
                 slot = self.program.buckets[bucket].slots[index]
                 reads.append(Ref(self.stored[source], slot.start, slot.stop, None, distributed))
@@ -284,7 +284,7 @@ class _Outer(Levels):
                 )
             writes = [Ref(name, i, i + 1, ()) for i in range(len(group))]
             self._emit(rewrite.run_op(self.one, leafwise(calls), reads, writes, self.pool))
-            axis = self.program.buckets[self.spot[segments.operand(group[0])][0]].axis
+            axis = self.program.buckets[self.spot[fx_nodes.operand(group[0])][0]].axis
             total = self._reduced(name, axis, f"sum of {len(group)} leaves") if distributed else name
             for i, node in enumerate(group):
                 self.where[node] = Ref(total, i, i + 1, ())

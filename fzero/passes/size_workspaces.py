@@ -9,7 +9,7 @@ gets what either needs.
 
 from __future__ import annotations
 
-from fzero.codegen import bind, inplace
+from fzero.codegen import inplace, segment_memory
 from fzero.codegen.fusion import fuse
 from fzero.ir import rewrite
 from fzero.ir.program import Program
@@ -22,7 +22,7 @@ def size_workspaces(program: Program, how: str = "none") -> Program:
     def measured(op: Op) -> Op:
         key = op.segment
         forms = (gm for gm in (program.segments[key], fused.get(key)) if gm is not None)
-        either = [bind.layout(gm, inplace.apart(op)) for gm in forms]
+        either = [segment_memory.layout(gm, inplace.apart(op)) for gm in forms]
         sizes = {"workspace": max(x.nbytes for x in either), "heap": max(x.heap for x in either)}
         return op.with_attrs(**{name: size for name, size in sizes.items() if size})
 

@@ -19,10 +19,10 @@ import torch
 from torch import fx
 
 from fzero.codegen import matmul
-from fzero.ir import rewrite, segments
+from fzero.ir import fx_nodes, rewrite, segments
 from fzero.ir.program import Program
 from fzero.ir.records import Op, Ref
-from fzero.verify.terms import IN_PLACE
+from fzero.ir.traits import IN_PLACE
 
 aten = torch.ops.aten
 COPY = aten.copy_.default
@@ -99,14 +99,14 @@ def _aliases(op: Op, gm: fx.GraphModule) -> dict[int, int]:
 
 def _kernels(gm: fx.GraphModule, num_reads: int, aliases: dict[int, int]) -> fx.GraphModule:
     graph = segments.copied(gm.graph)
-    holders = segments.placeholders(graph)
+    holders = fx_nodes.placeholders(graph)
     same = {holders[d]: (holders[i] if i >= 0 else None) for d, i in aliases.items()}
     _fuse_in_place(graph, same)
     order = {node: i for i, node in enumerate(graph.nodes)}
     for copy in [n for n in graph.nodes if n.target is COPY]:
         dest, value = copy.args
         kernel = _out_kernel(value)
-        if kernel is None or value in segments.outputs(graph) or not _safe(dest, value, same, order):
+        if kernel is None or value in fx_nodes.outputs(graph) or not _safe(dest, value, same, order):
             continue  # a fresh result owns its memory
         with graph.inserting_before(value):
             written = graph.call_function(kernel, value.args, {**value.kwargs, "out": dest})
@@ -126,17 +126,17 @@ def _safe(dest: fx.Node, value: fx.Node, same: dict[fx.Node, fx.Node | None], or
     if dest not in same:
         return True
     held = same[dest]
-    if held is None or not segments.is_pointwise(value):
+    if held is None or not fx_nodes.is_pointwise(value):
         return False
     return all(order[user] <= order[value] for user in held.users)
 
 
 def _out_kernel(value: Any) -> Any:
     """The overload that writes into `out=`, if torch has one that is a kernel and no copy in disguise."""
-    pointwise = segments.is_pointwise(value) and value.target.namespace == "aten"
+    pointwise = fx_nodes.is_pointwise(value) and value.target.namespace == "aten"
     if value.target not in _KERNELS and not pointwise:
         return None
-    form = segments.out_overload(value.target)
+    form = fx_nodes.out_overload(value.target)
     return form if form is not None and form._schema.arguments[-1].name == "out" else None
 
 
@@ -150,9 +150,9 @@ def _fuse_in_place(graph: fx.Graph, same: dict[fx.Node, fx.Node | None]) -> None
         for index, place in enumerate(places):
             pick = picks.get(index)
             users = list(pick.users) if pick is not None else []
-            alone = len(users) == 1 and users[0].target is COPY and len(segments.operand(node, place).users) == 1
-            fits = alone and same.get(segments.operand(users[0])) is node.args[place]
-            dests.append(segments.operand(users[0]) if fits else None)
+            alone = len(users) == 1 and users[0].target is COPY and len(fx_nodes.operand(node, place).users) == 1
+            fits = alone and same.get(fx_nodes.operand(users[0])) is node.args[place]
+            dests.append(fx_nodes.operand(users[0]) if fits else None)
         if any(d is None for d in dests):
             continue
         args = list(node.args)

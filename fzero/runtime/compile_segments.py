@@ -33,7 +33,7 @@ from fzero import private_folder
 from fzero._torch_compat import inductor_cache_dir, inductor_compile, inductor_lacks
 from fzero.codegen.fusion import Fused, fuse
 from fzero.comm.transfers import gathered
-from fzero.ir import segments
+from fzero.ir import fx_nodes
 from fzero.ir.program import Program
 
 log = logging.getLogger("fzero")
@@ -144,7 +144,7 @@ def _compile(one: Fused, device: torch.device, errors: dict[str, str]) -> None:
 
 
 def _inputs(gm: fx.GraphModule, device: torch.device) -> list[torch.Tensor]:
-    vals = [node.meta["val"] for node in segments.placeholders(gm.graph)]
+    vals = [node.meta["val"] for node in fx_nodes.placeholders(gm.graph)]
     return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=device) for v in vals]
 
 

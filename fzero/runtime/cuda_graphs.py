@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fzero.ir import segments
+from fzero.ir import fx_nodes, fx_values
 from fzero.ir.program import Program
 
 log = logging.getLogger("fzero")
@@ -40,9 +40,9 @@ def _waits(node: torch.fx.Node) -> str | None:
     tags = getattr(node.target, "tags", ())
     if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
         return f"reads back from the device: {node.target}"
-    values = segments.tensors(node.meta.get("val"))
-    given = [v for n in node.all_input_nodes for v in segments.tensors(n.meta.get("val"))]
-    if segments.is_compute(node) and given and len({v.device.type for v in (*values, *given) if v.dim()}) > 1:
+    values = fx_values.tensors(node.meta.get("val"))
+    given = [v for n in node.all_input_nodes for v in fx_values.tensors(n.meta.get("val"))]
+    if fx_nodes.is_compute(node) and given and len({v.device.type for v in (*values, *given) if v.dim()}) > 1:
         return f"copies between host and device: {node.target}"
     return None
 

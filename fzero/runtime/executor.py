@@ -22,9 +22,9 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import below_autograd
-from fzero.codegen import bind, inplace
+from fzero.codegen import bind, inplace, segment_memory
 from fzero.comm.protocol import Comm
-from fzero.ir import segments
+from fzero.ir import fx_nodes
 from fzero.ir.liveness import waits_with_settle
 from fzero.ir.program import Program, op_text
 from fzero.ir.records import GIVEN, PERSISTENT, Op, Ref
@@ -178,10 +178,10 @@ def _run(bound: Bound, op: Op) -> list[Call]:
     fresh, into = op.writes[:num_fresh], op.writes[num_fresh:]
     if bound._is_loose((*op.reads, *op.writes)):
         return [partial(_call, bound, gm.forward, op, fresh, (*op.reads, *into))]
-    for ref, node in zip(fresh, segments.outputs(gm.graph), strict=True):
+    for ref, node in zip(fresh, fx_nodes.outputs(gm.graph), strict=True):
         buffer = bound.program.buffers[ref.name]
         start = buffer.at or 0
-        bound.memory[ref.name] = bind.at(bound.arena[: start + buffer.nbytes], start, node.meta["val"])
+        bound.memory[ref.name] = segment_memory.tensor_at(bound.arena[: start + buffer.nbytes], start, node.meta["val"])
     start, size = (op.offset or 0), op.workspace
     given = [bound.tensor(ref) for ref in (*op.reads, *into)]
     made = [bound.memory[ref.name] for ref in fresh]

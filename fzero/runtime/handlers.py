@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero.codegen import bind
+from fzero.codegen import bind, segment_memory
 from fzero.comm.protocol import Comm
-from fzero.ir import segments
+from fzero.ir import fx_nodes, fx_values
 from fzero.ir.liveness import waits_with_settle
 from fzero.ir.program import Program, op_text
 from fzero.ir.records import PERSISTENT, Buffer, Op, Ref
@@ -106,21 +106,21 @@ def as_planned(gm: fx.GraphModule, *given: torch.Tensor) -> list[torch.Tensor]:
     in another order, and a sum round differently."""
     if gm.meta.get("as_planned"):
         return gm.forward(*given)
-    env: dict[fx.Node, Any] = dict(zip(segments.placeholders(gm.graph), given, strict=True))
+    env: dict[fx.Node, Any] = dict(zip(fx_nodes.placeholders(gm.graph), given, strict=True))
     last = {operand: node for node in gm.graph.nodes for operand in node.all_input_nodes}
     plain = True
-    for node in filter(segments.is_compute, gm.graph.nodes):
+    for node in filter(fx_nodes.is_compute, gm.graph.nodes):
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
         kernel = kernel_for(node.target, *args, **kwargs)
         found = (kernel or node.target)(*args, **kwargs)
-        env[node] = found if segments.source(node) is not None else strided(found, node.meta.get("val"))
+        env[node] = found if fx_nodes.source(node) is not None else strided(found, node.meta.get("val"))
         plain = plain and kernel is None and env[node] is found
         for operand in node.all_input_nodes:
             if last[operand] is node:
                 del env[operand]
     if plain and bind.as_sized(gm, given):
         gm.meta["as_planned"] = True
-    return list(fx.node.map_arg(segments.outputs(gm.graph), env.__getitem__))
+    return list(fx.node.map_arg(fx_nodes.outputs(gm.graph), env.__getitem__))
 
 
 def strided(found: Any, planned: Any) -> Any:
@@ -130,7 +130,7 @@ def strided(found: Any, planned: Any) -> Any:
         return found if all(x is y for x, y in zip(found, results, strict=True)) else results
     if not (isinstance(found, torch.Tensor) and isinstance(planned, torch.Tensor) and found.shape == planned.shape):
         return found
-    if not segments.is_dense(planned) or segments.steps(found) == segments.steps(planned):
+    if not fx_values.is_dense(planned) or fx_values.steps(found) == fx_values.steps(planned):
         return found
     return torch.empty_strided(planned.shape, planned.stride(), dtype=found.dtype, device=found.device).copy_(found)
 
@@ -144,7 +144,9 @@ def _run(rank: Rank, op: Op) -> None:
         spoil(rank.arena[op.offset :][: op.workspace])
     for ref, value in zip(op.writes, call(*given, *into), strict=False):
         place = rank.program.buffers[ref.name].at
-        rank.memory[ref.name] = value if place is None else bind.at(rank.arena, place, value).copy_(value)
+        rank.memory[ref.name] = (
+            value if place is None else segment_memory.tensor_at(rank.arena, place, value).copy_(value)
+        )
 
 
 def _update(rank: Rank, op: Op) -> None:

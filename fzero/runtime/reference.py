@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero.capture.trace_step import Graph, Region
-from fzero.ir import segments
+from fzero.capture.graph import Graph, Region
+from fzero.ir import fx_nodes
 
 
 def reference(
@@ -26,7 +26,7 @@ def reference(
     values: list[dict[fx.Node, Any]] = []
     for rank in range(n):
         inputs = [*state[rank], *batches[rank], *constants]
-        values.append(dict(zip(segments.placeholders(graph.gm.graph), inputs, strict=True)))
+        values.append(dict(zip(fx_nodes.placeholders(graph.gm.graph), inputs, strict=True)))
     for node in graph.gm.graph.nodes:
         if node.op != "call_function":
             continue
@@ -41,7 +41,7 @@ def reference(
             results = [node.target(*a[0], **a[1]) for a in args]
         for own, result in zip(values, results, strict=True):
             own[node] = result
-    outs = [[own[node] for node in segments.outputs(graph.gm.graph)] for own in values]
+    outs = [[own[node] for node in fx_nodes.outputs(graph.gm.graph)] for own in values]
     num = len(graph.state_paths)
     metrics = [dict(zip(graph.metric_names, out[num:], strict=True)) for out in outs]
     return [out[:num] for out in outs], metrics

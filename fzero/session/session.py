@@ -220,7 +220,7 @@ def execute(state: State, lowered: Lowered, batch: Any, watch: Callable[[int], N
                 "Start again from fzero.init or the last checkpoint"
             )
         raise
-    return tree.unflatten(lowered.graph.metrics_spec, [metrics[name] for name in lowered.graph.metric_names])
+    return tree.unflatten(lowered.graph.metrics_treedef, [metrics[name] for name in lowered.graph.metric_names])
 
 
 def _current(lowered: Lowered) -> Lowered:

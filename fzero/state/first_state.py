@@ -19,11 +19,13 @@ from torch import fx
 
 from fzero import tree
 from fzero._torch_compat import FakeTensorMode
-from fzero.capture import trace_step
+from fzero.capture.context import Tracing
+from fzero.capture.graph import PerRank
+from fzero.capture.leaves import check_leaf, check_names
 from fzero.capture.provenance import describe
-from fzero.capture.tracing import Tracing, check_leaf, check_names, lifted, trace
+from fzero.capture.tracing import lifted, trace
 from fzero.errors import TreeError, at
-from fzero.ir import segments
+from fzero.ir import fx_nodes, segments
 from fzero.plan.layout import Plan
 from fzero.state import storage
 from fzero.state.source import Source, Want
@@ -56,9 +58,7 @@ class Recipe:
 
         def flat(*xs: torch.Tensor) -> list[torch.Tensor]:
             paths, leaves, shown["spec"] = tree.flatten(fn(*xs))
-            shown["per_rank"] = tuple(
-                p for p, x in zip(paths, leaves, strict=True) if isinstance(x, trace_step.PerRank)
-            )
+            shown["per_rank"] = tuple(p for p, x in zip(paths, leaves, strict=True) if isinstance(x, PerRank))
             shown["paths"] = paths
             check_names("state", paths)
             return [_as_tensor(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
@@ -74,7 +74,7 @@ class Recipe:
         self.paths: list[str] = shown["paths"]
         self.spec = shown["spec"]
         self.per_rank: tuple[str, ...] = shown["per_rank"]
-        self.values = [node.meta["val"] for node in segments.outputs(self.gm.graph)]
+        self.values = [node.meta["val"] for node in fx_nodes.outputs(self.gm.graph)]
 
     def place(
         self, plan: Plan, rank: int, memory: Mapping[str, torch.Tensor], only: Collection[str] | None = None
@@ -82,9 +82,9 @@ class Recipe:
         """Fills this rank's buffers (with `only`, those leaves of them), every leaf computed and cut in turn. Returns a
         digest of the whole leaves, which must be the same on every rank (empty for a world of one)."""
         digests = []
-        given = dict(zip(segments.placeholders(self.gm.graph), self.inputs, strict=True))
+        given = dict(zip(fx_nodes.placeholders(self.gm.graph), self.inputs, strict=True))
         order = {node: i for i, node in enumerate(self.gm.graph.nodes)}
-        for leaf, node in zip(plan.leaves, segments.outputs(self.gm.graph), strict=True):
+        for leaf, node in zip(plan.leaves, fx_nodes.outputs(self.gm.graph), strict=True):
             if only is not None and leaf.path not in only:
                 continue
             if isinstance(first := given.get(node), Deferred) and leaf.slot is not None:
@@ -110,7 +110,7 @@ def bits(value: torch.Tensor) -> str:
 
 
 def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
-    leaf = leaf.value if isinstance(leaf, trace_step.PerRank) else leaf
+    leaf = leaf.value if isinstance(leaf, PerRank) else leaf
     if isinstance(leaf, torch.Tensor):
         check_leaf(at("state", path), leaf)
         return leaf.detach() if leaf.requires_grad else leaf
@@ -168,9 +168,9 @@ def _compute(node: fx.Node, given: dict[fx.Node, Any], order: dict[fx.Node, int]
 def _in_place(one: fx.Node, left: dict[fx.Node, int], given: dict[fx.Node, Any]) -> Any:
     """The in-place form of an elementwise op whose first operand nobody else needs."""
     first = one.args[0] if one.args else None
-    if not (segments.is_pointwise(one) and isinstance(first, fx.Node)) or first in given or left[first] != 1:
+    if not (fx_nodes.is_pointwise(one) and isinstance(first, fx.Node)) or first in given or left[first] != 1:
         return None
-    if segments.is_view(first) or (first.all_input_nodes and segments.base(first) in given):
+    if fx_nodes.is_view(first) or (first.all_input_nodes and fx_nodes.base(first) in given):
         return None
     same = first.meta["val"].shape == one.meta["val"].shape and first.meta["val"].dtype == one.meta["val"].dtype
     packet = getattr(aten, f"{one.target.overloadpacket.__name__}_", None)  # type: ignore[union-attr]

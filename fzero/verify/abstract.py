@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Mapping
 from typing import Any
 
-from fzero.ir import segments
+from fzero.ir import fx_nodes
 from fzero.ir.program import Program
 from fzero.ir.records import GIVEN, PERSISTENT, VARYING, Bucket, Buffer, Op, Ref
 from fzero.plan.whole_leaves import is_whole
@@ -83,7 +83,7 @@ class Abstract:
     def step(self, op: Op) -> None:
         if op.computes:
             gm = self.program.segments[op.segment]
-            num_dest = len(segments.placeholders(gm.graph)) - len(op.reads)
+            num_dest = len(fx_nodes.placeholders(gm.graph)) - len(op.reads)
             dests = op.writes[len(op.writes) - num_dest :]
             values = [self.read(ref) for ref in op.reads]
             first: dict[Ref, int] = {}

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from fzero.codegen import bind, inplace
-from fzero.ir import as_strided, segments
+from fzero.codegen import inplace, segment_memory
+from fzero.ir import as_strided, fx_nodes, fx_values
 from fzero.ir.kinds import ANY, OPS, UNKNOWN
 from fzero.ir.program import Program
 from fzero.ir.records import ALIGN, DTYPE_NAMES, KINDS, PERSISTENT, Buffer, Op, Ref
 from fzero.ir.rewrite import Spans
+from fzero.ir.traits import BLOCKWISE, IN_PLACE
 from fzero.verify.lifetimes import Fault
-from fzero.verify.terms import BLOCKWISE, IN_PLACE
 
 MOST = 1 << 62  # bytes and elements: what 64-bit integers hold
 NUMBERS = ("at", "divisor", "flat", "fresh", "heap", "microbatch", "peer", "tag", "workspace")  # attributes
@@ -170,19 +170,19 @@ def calls(program: Program) -> Iterator[Fault]:
         if gm is None:
             yield i, f"segment {op.get('segment')} is not in the program: pass segments= to parse"
             continue
-        results, takes = segments.outputs(gm.graph), segments.placeholders(gm.graph)
+        results, takes = fx_nodes.outputs(gm.graph), fx_nodes.placeholders(gm.graph)
         fresh = len(results)
         num_given = len(op.reads) + len(op.writes) - fresh
         if fresh != op.num_outputs or len(takes) != num_given or fresh > len(op.writes):
             yield i, f"segment {op.get('segment')} takes {len(takes)} and returns {fresh}, the op gives {num_given}"
             continue
-        owners = [segments.base(node) for node in results]
-        values = [value for node in results for value in segments.memory(node)]
+        owners = [fx_nodes.base(node) for node in results]
+        values = [value for node in results for value in fx_values.memory(node)]
         given = any(node.op == "placeholder" for node in owners)
         if given or len(set(owners)) < len(owners) or len(set(values)) < len(values):
             yield i, f"segment {op.get('segment')} returns a tensor that shares its memory with another or an input"
         for ref, node in zip(op.writes[:fresh], results, strict=True):
-            if not segments.is_dense(node.meta["val"]):
+            if not fx_values.is_dense(node.meta["val"]):
                 yield i, f"returns {ref} with strides {node.meta['val'].stride()}: its buffer has no room for the gaps"
             buffer = program.buffers[ref.name]
             if buffer.kind in PERSISTENT:
@@ -196,7 +196,7 @@ def calls(program: Program) -> Iterator[Fault]:
         if cut is not None and op.is_flat and not any(map(_by_blocks, gm.graph.nodes)):
             yield i, f"{cut} ends off a multiple of {ALIGN} elements: the bits of the last ones depend on that"
         if op.offset is not None or "size_workspaces" in program.passes:
-            need, room = bind.layout(gm, inplace.apart(op)).nbytes, op.workspace
+            need, room = segment_memory.layout(gm, inplace.apart(op)).nbytes, op.workspace
             if need > room:
                 yield i, f"segment {op.get('segment')} works in {need:,} bytes, its workspace has {room:,}"
 

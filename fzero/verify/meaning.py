@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero.capture.trace_step import Graph, Region
-from fzero.ir import segments
+from fzero.capture.graph import Graph, Region
+from fzero.ir import fx_nodes
 from fzero.plan.layout import Plan
 from fzero.verify.terms import Term, apply, digest, evaluate, part, reduced, term
 
@@ -40,7 +40,7 @@ def grad_places(
 
 def graph_meaning(graph: Graph, plan: Plan, reduce: str, names: Sequence[str]) -> str:
     """The meaning of a captured step. `names` are the buffers of its inputs after the state's leaves."""
-    nodes = segments.placeholders(graph.gm.graph)
+    nodes = fx_nodes.placeholders(graph.gm.graph)
     leaf_nodes = nodes[: len(plan.leaves)]
     values: dict[fx.Node, Any] = {}
     for node, leaf in zip(leaf_nodes, plan.leaves, strict=True):
@@ -63,7 +63,7 @@ def graph_meaning(graph: Graph, plan: Plan, reduce: str, names: Sequence[str]) -
         elif node not in values:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: values[a])
             values[node] = apply(node.target, args, kwargs)
-    outs = [values[x] for x in segments.outputs(graph.gm.graph)]
+    outs = [values[x] for x in fx_nodes.outputs(graph.gm.graph)]
     state = {(leaf.buffer, leaf.slot): t for leaf, t in zip(plan.leaves, outs, strict=False)}
     metrics = dict(zip(graph.metric_names, outs[len(plan.leaves) :], strict=True))
     return digest(state, metrics)

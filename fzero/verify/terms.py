@@ -8,9 +8,9 @@ prefetch depth, after every pass: that is what verify checks, so a program that 
 reads a moment from the wrong leaf is refused whatever it looks like.
 
 Flat work is understood: an elementwise op on a range of a bucket is that op on each leaf in the range; so is an op on
-blocks of 64 elements (`BLOCKWISE`) where no padding lies between the leaves; an op that needs all of a leaf (`WHOLE`)
-works on own slices where the leaf lies in one of them; a sum over the own slice is *partial* until it is summed over
-the axis; a buffer of which only the own slice was written is *mine* until it is gathered.
+blocks of 64 elements (`traits.BLOCKWISE`) where no padding lies between the leaves; an op that needs all of a leaf
+(`traits.WHOLE`) works on own slices where the leaf lies in one of them; a sum over the own slice is *partial* until it
+is summed over the axis; a buffer of which only the own slice was written is *mine* until it is gathered.
 Copies, clones and detaches have the term of their operand; a copy into another dtype is a cast.
 
 A term knows over which axes it *varies*: the batch, a rank's place and what every rank keeps for itself differ between
@@ -29,11 +29,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import optim
-from fzero.ir import segments
+from fzero.ir import fx_nodes, traits
 from fzero.ir.records import ALIGN
 
-assert optim  # it registers the ops of IN_PLACE and BLOCKWISE
 aten = torch.ops.aten
 _COPIES = {
     aten.clone.default,
@@ -121,10 +119,10 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
     if not vectors:
         return term(name, *_plain((args, tuple(sorted(kwargs.items()))))) if name != "getitem" else term(name, *args)
     first = vectors[0]
-    if target in FLAT_FORMS:
+    if target in traits.FLAT_FORMS:
         return _leaf(target, args, kwargs)
-    if target in BLOCKWISE:
-        first = replace(_blocks(target, args), per=BLOCKWISE[target][1])
+    if target in traits.BLOCKWISE:
+        first = replace(_blocks(target, args), per=traits.BLOCKWISE[target][1])
     elif len({(v.span, v.mine, v.per) for v in vectors}) > 1:
         raise Undefined(f"{target} works on ranges that do not match")
 
@@ -137,8 +135,7 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
             raise Undefined(f"{target} sums over several leaves at once")
         (only,) = first.slots
         return Partial(at(only)) if first.mine else at(only)
-    elementwise = target in segments._POINTWISE or torch.Tag.pointwise in getattr(target, "tags", ())
-    if not elementwise and target not in BLOCKWISE:
+    if not traits.is_pointwise(target) and target not in traits.BLOCKWISE:
         raise Undefined(f"{target} is not elementwise and works on a flat range")
     return replace(first, slots={slot: at(slot) for slot in first.slots})
 
@@ -146,7 +143,7 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
 def _blocks(target: Any, args: Any) -> Vec:
     """The range of an op on blocks: its operands' columns have the ratios it wants, and no block holds padding between
     leaves. Returns the first operand, a column of whole elements."""
-    wanted, _ = BLOCKWISE[target]
+    wanted, _ = traits.BLOCKWISE[target]
     operands = args[: len(wanted)]
     if not all(isinstance(v, Vec) and v.per == per for v, per in zip(operands, wanted, strict=True)):
         raise Undefined(f"{target} wants columns with an element for each {wanted}")
@@ -169,7 +166,7 @@ def _leaf(target: Any, args: Any, kwargs: Any) -> Vec:
         raise Undefined(f"{target} needs a whole leaf, of which a rank boundary leaves each rank a part")
     if vector.shapes[slot] != tuple(shape):
         raise Undefined(f"{target} takes a leaf of shape {vector.shapes[slot]} for one of shape {tuple(shape)}")
-    return replace(vector, slots={slot: apply(FLAT_FORMS[target], (of, *rest), kwargs)})
+    return replace(vector, slots={slot: apply(traits.FLAT_FORMS[target], (of, *rest), kwargs)})
 
 
 def _ratio(vector: Vec, per: int) -> Vec:
@@ -215,31 +212,11 @@ def part(value: Any, start: int, stop: int, shape: tuple[int, ...]) -> Term:
     return term("part", value, start, stop, tuple(shape))
 
 
-# in-place op -> (its pure form, for each of the pure form's results the argument it goes to)
-IN_PLACE: dict[Any, tuple[Any, tuple[int, ...]]] = {
-    torch.ops.fzero.adamw_.default: (torch.ops.fzero.adamw.default, (0, 2, 3)),
-    torch.ops.fzero.adamw8_.default: (torch.ops.fzero.adamw8.default, (0, 2, 3, 4, 5)),
-}
-
-# op on blocks of 64 elements -> (per operand, elements of the leaf for one of its own; the same per result). Like an
-# elementwise op it runs on slices: a block of the results depends on the same block of the operands alone
-BLOCKWISE: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    torch.ops.fzero.adamw8.default: ((1, 1, 1, ALIGN, 1, ALIGN), (1, 1, ALIGN, 1, ALIGN)),
-}
-
-
-# op that needs all of a leaf -> its form that takes the leaf's elements in 1-D, then its shape; of no elements, none
-WHOLE: dict[Any, Any] = {
-    torch.ops.fzero.orthogonalize.default: torch.ops.fzero.orthogonalize_flat.default,
-}
-FLAT_FORMS = {flat: target for target, flat in WHOLE.items()}
-
-
 class _Memory:
     """The values of a segment's nodes, and which nodes look at the same memory."""
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], shared: Mapping[int, int]) -> None:
-        self.holders = {node: i for i, node in enumerate(segments.placeholders(gm.graph))}
+        self.holders = {node: i for i, node in enumerate(fx_nodes.placeholders(gm.graph))}
         self.values: dict[fx.Node, Any] = dict(zip(self.holders, inputs, strict=False))
         self.written: dict[fx.Node, Any] = {}
         holders = list(self.holders)
@@ -285,7 +262,7 @@ def evaluate(
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
-        targets = segments.mutated(node)
+        targets = fx_nodes.mutated(node)
         if node.target is aten.copy_.default:
             value = _copied(memory.value(node.args[1]), targets[0], node.args[1])
             memory.write(targets[0], value)
@@ -294,11 +271,11 @@ def evaluate(
             continue
         kwargs = {k: v for k, v in node.kwargs.items() if k != "out"}
         args, kwargs = fx.node.map_arg((node.args, kwargs), memory.value)
-        if node.target in IN_PLACE:
-            pure, places = IN_PLACE[node.target]
+        if node.target in traits.IN_PLACE:
+            pure, places = traits.IN_PLACE[node.target]
             result = apply(pure, args, kwargs)
             for index, place in enumerate(places):
-                memory.write(segments.operand(node, place), apply(operator.getitem, (result, index), {}))
+                memory.write(fx_nodes.operand(node, place), apply(operator.getitem, (result, index), {}))
             continue
         if len(targets) > 1:
             raise Undefined(f"{node.target} writes to several tensors: it has no meaning yet")
@@ -307,10 +284,10 @@ def evaluate(
             _only_scalars(node, targets, memory)
         if targets:
             memory.write(targets[0], value)
-        elif segments.is_view(node):
-            memory.look(node, segments.operand(node))
+        elif fx_nodes.is_view(node):
+            memory.look(node, fx_nodes.operand(node))
         memory.values[node] = value
-    outs = [memory.value(n) if isinstance(n, fx.Node) else n for n in segments.outputs(gm.graph)]
+    outs = [memory.value(n) if isinstance(n, fx.Node) else n for n in fx_nodes.outputs(gm.graph)]
     return outs, {memory.holders[n]: v for n, v in memory.written.items()}
 
 

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 import fzero
 from fzero import CaptureError, TreeError
 from fzero.capture import trace_step
-from fzero.capture.trace_step import Graph
-from fzero.ir import segments
+from fzero.capture.graph import Graph
+from fzero.ir import fx_nodes
 from fzero.state.state import State
 
 REGION, REDUCE = torch.ops.fzero.region.default, torch.ops.fzero.reduce.default
@@ -1098,7 +1098,7 @@ def test_nodes_carry_the_users_line_and_the_phase() -> None:
 def test_graphs_are_pure() -> None:
     graph = captured(two_losses)
     for gm in (graph.gm, *(region.gm for region in graph.regions)):
-        assert not [n for n in gm.graph.nodes if segments.mutated(n) or n.op == "get_attr"]
+        assert not [n for n in gm.graph.nodes if fx_nodes.mutated(n) or n.op == "get_attr"]
         assert all("val" in n.meta for n in nodes(gm))
 
 

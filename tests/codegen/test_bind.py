@@ -13,8 +13,8 @@ from helpers import same_bits
 
 import fzero
 from fzero.capture import trace_step
-from fzero.codegen import bind
-from fzero.ir import segments
+from fzero.codegen import bind, segment_memory
+from fzero.ir import fx_nodes
 from fzero.runtime.handlers import spoil
 from fzero.tools.mutate import corpus
 
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 def operands(gm: Any, draw: torch.Generator) -> list[torch.Tensor]:
     """Values for a segment's placeholders: small numbers, valid as indices, probabilities and divisors alike."""
     found = []
-    for node in segments.placeholders(gm.graph):
+    for node in fx_nodes.placeholders(gm.graph):
         like = node.meta["val"]
         value = torch.rand(like.shape, generator=draw) + 0.5 if like.dtype.is_floating_point else torch.ones(like.shape)
         place = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
@@ -37,11 +37,11 @@ def check(gm: Any, given: Sequence[torch.Tensor] = ()) -> None:
     inputs = list(given) or operands(gm, torch.Generator().manual_seed(0))
     plain = [x.clone() for x in inputs]
     expected = gm(*plain)
-    layout = bind.layout(gm)
+    layout = segment_memory.layout(gm)
     block = torch.empty(layout.nbytes, dtype=torch.uint8)
     fresh = [
         torch.empty_strided(n.meta["val"].shape, n.meta["val"].stride(), dtype=n.meta["val"].dtype)
-        for n in segments.outputs(gm.graph)
+        for n in fx_nodes.outputs(gm.graph)
     ]
     memory = [x.clone() for x in inputs]
     calls = bind.bind(gm, memory, fresh, block)
@@ -93,7 +93,7 @@ def test_ops_of_every_form() -> None:
         return state, {"loss": value, "grads": grads}
 
     gm = trace_step.capture(step, params, x).regions[0].gm
-    targets = {node.target for node in gm.graph.nodes if segments.is_compute(node)}
+    targets = {node.target for node in gm.graph.nodes if fx_nodes.is_compute(node)}
     assert {aten.embedding_dense_backward.default, aten.sort.default, aten.native_layer_norm.default} <= targets
     check(gm)
 
@@ -109,7 +109,7 @@ def test_the_gradient_of_an_embedding_is_atens(dtype: torch.dtype) -> None:
     gm = trace_step.capture(step, table, {"x": index, "y": torch.randn(5, 40, 24).to(dtype)}).regions[0].gm
     assert aten.embedding_dense_backward.default in {node.target for node in gm.graph.nodes}
     inputs = {torch.int64: [index], dtype: [table, torch.randn(5, 40, 24).to(dtype)]}
-    takes = [n.meta["val"] for n in segments.placeholders(gm.graph)]
+    takes = [n.meta["val"] for n in fx_nodes.placeholders(gm.graph)]
     check(gm, given=[x for like in takes for x in inputs[like.dtype] if x.shape == like.shape])
 
 

@@ -12,7 +12,7 @@ from torch import fx
 
 import fzero
 from fzero.codegen.fusion import Fused, aliased, fused
-from fzero.ir import segments
+from fzero.ir import fx_nodes, segments
 from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref, make_op
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def names(one: Fused) -> list[str]:
-    return [n.target.__name__ for n in one.graph.graph.nodes if segments.is_compute(n) and not segments.is_view(n)]
+    return [n.target.__name__ for n in one.graph.graph.nodes if fx_nodes.is_compute(n) and not fx_nodes.is_view(n)]
 
 
 @pytest.mark.parametrize("number", range(18))
@@ -41,7 +41,7 @@ def test_a_segment_with_stretches_cut_out_computes_the_same_bits(number: int, mo
     found: dict[str, Any] = {}
     for program in case.programs.values():
         for key, same in aliased(program).items():
-            made = fused(program.segments[key], {}, same)
+            made, _ = fused(program.segments[key], same)
             found.update({key: made.forward} if made is not None else {})
     use(monkeypatch, lambda program: found)
     for ours, theirs in zip(run(), plain, strict=True):
@@ -61,11 +61,10 @@ def test_what_is_no_loop_stays_aten() -> None:
         h = g.call_function(aten.mm.default, (f, w))
         return [h]
 
-    pool: dict[str, Fused] = {}
-    made = fused(graph_of(body, torch.empty(4, 4), torch.empty(4, 4)), pool, {})
+    made, by_hash = fused(graph_of(body, torch.empty(4, 4), torch.empty(4, 4)), {})
     assert made is not None
-    assert [names(one) for one in pool.values()] == [["mul.Tensor", "sin.default", "copy_.default"]]
-    kinds = [getattr(n.target, "__name__", "") for n in made.graph.nodes if segments.is_compute(n)]
+    assert [names(one) for one in by_hash.values()] == [["mul.Tensor", "sin.default", "copy_.default"]]
+    kinds = [getattr(n.target, "__name__", "") for n in made.graph.nodes if fx_nodes.is_compute(n)]
     assert [k for k in kinds if "mm" in k or "gelu" in k or "rand" in k or "add" in k] == [
         "mm.default",
         "gelu.default",
@@ -79,7 +78,7 @@ def test_a_segment_without_a_stretch_is_left_out() -> None:
     def body(g: fx.Graph, x: fx.Node) -> list[fx.Node]:
         return [g.call_function(aten.mm.default, (g.call_function(aten.t.default, (x,)), x))]
 
-    assert fused(graph_of(body, torch.empty(4, 4)), {}, {}) is None
+    assert fused(graph_of(body, torch.empty(4, 4)), {}) == (None, {})
 
 
 def test_depth_adds_nothing_to_compile() -> None:

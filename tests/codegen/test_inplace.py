@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
-from fzero.codegen import bind, inplace, tiling
+from fzero.codegen import bind, inplace, segment_memory, tiling
 from fzero.cost.allocator import measured_peak
 from fzero.ir import segments
 from fzero.ir.records import Ref, make_op
@@ -30,11 +30,11 @@ def graph_of(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule
     return segments.normalised(make_fx(fn, tracing_mode="fake")(*inputs))
 
 
-def check(gm: fx.GraphModule, inputs: Sequence[Tensor], apart: frozenset[int] = frozenset()) -> bind.Layout:
+def check(gm: fx.GraphModule, inputs: Sequence[Tensor], apart: frozenset[int] = frozenset()) -> segment_memory.Layout:
     """The calls, in spoiled memory, twice, beside the graph; every input may be a destination."""
     plain = [x.clone() for x in inputs]
     expected = gm(*plain)
-    layout = bind.layout(gm, apart)
+    layout = segment_memory.layout(gm, apart)
     block = torch.empty(layout.nbytes, dtype=torch.uint8)
     fresh = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in expected]
     memory = [x.clone() for x in inputs]
@@ -270,7 +270,7 @@ def test_a_chain_s_last_op_spares_what_later_strips_read_whole() -> None:
 def test_what_an_embedding_s_gradient_by_columns_allocates(rows: int, columns: int, met: int) -> None:
     g, index = torch.ones(met, columns, dtype=torch.bfloat16), torch.arange(met) % rows
     gm = graph_of(lambda g, index: [aten.embedding_dense_backward(g, index, rows, -1, False)], [g, index])
-    layout, made = bind.layout(gm), torch.empty(rows, columns, dtype=torch.bfloat16)
+    layout, made = segment_memory.layout(gm), torch.empty(rows, columns, dtype=torch.bfloat16)
     calls = bind.bind(gm, [g, index], [made], torch.empty(layout.nbytes, dtype=torch.uint8))
     _, peak = measured_peak(lambda: [call() for call in calls])
     assert peak <= layout.heap <= 1.02 * peak, f"planned {layout.heap}, allocator {peak}"

@@ -20,9 +20,9 @@ from torch import Tensor, fx
 import fzero
 from fzero import _torch_compat
 from fzero._torch_compat import FakeTensorMode
-from fzero.capture.trace_step import Graph
+from fzero.capture.graph import Graph
 from fzero.codegen import matmul
-from fzero.codegen.matmul import FORMS, OUT_FORMS, Product
+from fzero.codegen.matmul import FORMS, OUT_FORMS, Matmul
 from fzero.codegen.workspace import workspace_bytes
 from fzero.cost import autotune
 from fzero.cost.allocator import measured_peak
@@ -195,8 +195,8 @@ def test_the_account_covers_what_onednn_allocates(
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def product(name: str, *like: tuple[int, ...], layout: str = "") -> Product:
-    return Product(name, like, tuple(matmul._strides(shape, layout) for shape in like))
+def product(name: str, *like: tuple[int, ...], layout: str = "") -> Matmul:
+    return Matmul(name, like, tuple(matmul._strides(shape, layout) for shape in like))
 
 
 @pytest.mark.parametrize(
@@ -207,12 +207,12 @@ def product(name: str, *like: tuple[int, ...], layout: str = "") -> Product:
         product("addmm", (48,), (64, 32), (32, 48)),
         product("bmm", (3, 64, 32), (3, 32, 48), layout=":t"),
         product("baddbmm", (3, 64, 48), (3, 64, 32), (3, 32, 48)),
-        Product("mm", ((8, 4), (4, 8)), ((20, 2), (0, 1))),
-        Product("mm", ((1, 4), (4, 1)), ((4, 1), (1, 1))),
+        Matmul("mm", ((8, 4), (4, 8)), ((20, 2), (0, 1))),
+        Matmul("mm", ((1, 4), (4, 1)), ((4, 1), (1, 1))),
     ],
     ids=str,
 )
-def test_both_libraries_are_measured_and_nobodys_random_numbers_change(one: Product) -> None:
+def test_both_libraries_are_measured_and_nobodys_random_numbers_change(one: Matmul) -> None:
     before = torch.get_rng_state()
     figures = matmul.measured(one)
     assert figures.keys() == {"torch", "onednn"}
@@ -242,7 +242,7 @@ def test_a_result_that_is_not_that_of_fp32_rules_onednn_out(monkeypatch: pytest.
     ],
     ids=str,
 )
-def test_a_large_product_is_measured_in_part(one: Product, part: tuple[tuple[int, ...], ...] | None) -> None:
+def test_a_large_product_is_measured_in_part(one: Matmul, part: tuple[tuple[int, ...], ...] | None) -> None:
     cut = matmul._part(one)
     assert cut.multiplications <= matmul.LARGEST + 64 * one.multiplications // max(map(max, one.shapes))
     if part is not None:

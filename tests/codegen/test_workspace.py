@@ -11,11 +11,11 @@ from torch import fx
 
 import fzero
 from fzero.capture import trace_step
-from fzero.codegen import bind
+from fzero.codegen import bind, segment_memory
 from fzero.codegen.matmul import FORMS, OUT_FORMS
 from fzero.codegen.workspace import RULES, workspace_bytes
 from fzero.cost.allocator import measured_peak
-from fzero.ir import segments
+from fzero.ir import fx_nodes, fx_values
 
 aten = torch.ops.aten
 
@@ -54,7 +54,7 @@ def test_a_workspace_rule_is_what_the_kernel_allocates(loss: Any) -> None:
 
     region = trace_step.capture(step, params, x).regions[0]
     _, leaves, _ = fzero.tree.flatten(params)
-    values: dict[fx.Node, Any] = dict(zip(segments.placeholders(region.gm.graph), [*leaves, x], strict=True))
+    values: dict[fx.Node, Any] = dict(zip(fx_nodes.placeholders(region.gm.graph), [*leaves, x], strict=True))
     seen = set()
     for node in region.gm.graph.nodes:
         if node.op != "call_function":
@@ -64,7 +64,7 @@ def test_a_workspace_rule_is_what_the_kernel_allocates(loss: Any) -> None:
         if node.target in RULES:
             seen.add(node.target)
             _, peak = measured_peak(lambda n=node, a=args, k=kwargs: n.target(*a, **k))
-            results = sum(v.untyped_storage().nbytes() for v in segments.tensors(node.meta["val"]))
+            results = sum(v.untyped_storage().nbytes() for v in fx_values.tensors(node.meta["val"]))
             said = results + workspace_bytes(node)
             # narrow channels: oneDNN frees its padded copy before the result exists, the rule counts both
             assert -0.03 * peak - 256 <= said - peak <= 0.1 * peak + 256, f"{node.target}: {said}, allocator {peak}"
@@ -121,7 +121,7 @@ def test_no_call_of_a_segment_asks_the_allocator_for_more_than_its_heap(kind: st
         return state, {"loss": value, "grads": grads}
 
     gm = trace_step.capture(step, params, x).regions[0].gm
-    values: dict[fx.Node, Any] = dict(zip(segments.placeholders(gm.graph), [params, x], strict=True))
+    values: dict[fx.Node, Any] = dict(zip(fx_nodes.placeholders(gm.graph), [params, x], strict=True))
     tried = 0
     for node in gm.graph.nodes:
         if node.op == "get_attr":
@@ -129,12 +129,12 @@ def test_no_call_of_a_segment_asks_the_allocator_for_more_than_its_heap(kind: st
         if node.op != "call_function":
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-        if segments.is_compute(node) and not segments.is_view(node) and not segments.mutated(node):
-            into = {i: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for i, v in segments.results(node)}
-            calls = list(bind._writing(node, args, kwargs, into))
+        if fx_nodes.is_compute(node) and not fx_nodes.is_view(node) and not fx_nodes.mutated(node):
+            into = {i: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for i, v in fx_values.results(node)}
+            calls = list(bind.calls_of(node, args, kwargs, into))
             _, peak = measured_peak(lambda calls=calls: [call() for call in calls] and None)
-            assert peak <= 1.05 * bind._heap(node) + 8192, (
-                f"{node.target}: planned {bind._heap(node)}, allocator {peak}"
+            assert peak <= 1.05 * segment_memory.heap_bytes(node) + 8192, (
+                f"{node.target}: planned {segment_memory.heap_bytes(node)}, allocator {peak}"
             )
             tried += 1
         values[node] = node.target(*args, **kwargs)
@@ -166,7 +166,7 @@ def test_so_is_that_of_an_op_of_fzero(target: Any) -> None:
             holder.meta["val"] = value
     node = graph.call_function(target, tuple(holders))
     node.meta["val"], peak = measured_peak(lambda: target(*operands))
-    results = sum(v.untyped_storage().nbytes() for v in segments.tensors(node.meta["val"]))
+    results = sum(v.untyped_storage().nbytes() for v in fx_values.tensors(node.meta["val"]))
     said = results + workspace_bytes(node)
     assert -0.03 * peak - 256 <= said - peak <= 0.1 * peak + 256, f"{said}, allocator {peak}"
 

@@ -14,7 +14,7 @@ from fzero.comm.transport import bucket_bytes
 from fzero.cost import choose, rates, step_time
 from fzero.cost.autotune import folder, remember
 from fzero.cost.rates import Rates
-from fzero.ir import segments
+from fzero.ir import fx_nodes
 from fzero.ir.program import Program
 from fzero.plan.layout import BUCKET_BYTES
 
@@ -91,7 +91,7 @@ def test_operations_of_products() -> None:
 
     gm = make_fx(fn, tracing_mode="fake")(a, b, c, into)
     found = [
-        step_time.flops(node) for node in gm.graph.nodes if segments.is_compute(node) and not segments.is_view(node)
+        step_time.flops(node) for node in gm.graph.nodes if fx_nodes.is_compute(node) and not fx_nodes.is_view(node)
     ]
     assert sorted(found) == [0, 2 * 4 * 5 * 6, 2 * 4 * 5 * 6, 2 * 3 * 4 * 5 * 6]
 
@@ -99,10 +99,10 @@ def test_operations_of_products() -> None:
 def test_attention_and_convolution_count() -> None:
     q = torch.empty(1, 2, 16, 8)
     gm = make_fx(lambda q: torch.nn.functional.scaled_dot_product_attention(q, q, q), tracing_mode="fake")(q)
-    assert sum(step_time.flops(n) for n in gm.graph.nodes if segments.is_compute(n)) == 4 * q.numel() * 16
+    assert sum(step_time.flops(n) for n in gm.graph.nodes if fx_nodes.is_compute(n)) == 4 * q.numel() * 16
     x, w = torch.empty(1, 3, 8, 8), torch.empty(4, 3, 3, 3)
     gm = make_fx(lambda x, w: torch.nn.functional.conv2d(x, w), tracing_mode="fake")(x, w)
-    assert sum(step_time.flops(n) for n in gm.graph.nodes if segments.is_compute(n)) == 2 * (4 * 6 * 6) * 27
+    assert sum(step_time.flops(n) for n in gm.graph.nodes if fx_nodes.is_compute(n)) == 2 * (4 * 6 * 6) * 27
 
 
 def test_rates_from_a_busy_machine_stay_rates() -> None:

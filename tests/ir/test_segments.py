@@ -11,7 +11,7 @@ from helpers import run, same_bits
 from torch import Tensor, fx
 
 import fzero
-from fzero.ir import segments
+from fzero.ir import fx_nodes, fx_values, segments
 from fzero.tools.fuzz import runs
 from fzero.tools.fuzz.runs import run_bound
 from fzero.verify import form
@@ -44,12 +44,12 @@ def with_aux(loss: Callable[..., Any], after: Callable[[Tensor], Tensor] = lambd
 )
 def test_what_has_gaps_or_meets_itself_is_not_dense(strides: tuple[int, int], dense: bool) -> None:
     value = torch.empty_strided((4, 6), strides, device="meta")
-    assert segments.is_dense(value) == dense
-    held = segments.dense_like(value)
-    assert segments.is_dense(held)
+    assert fx_values.is_dense(value) == dense
+    held = fx_values.dense_like(value)
+    assert fx_values.is_dense(held)
     assert held.stride() == value.clone().stride()
-    assert segments.is_dense(torch.empty_strided((4, 0), strides, device="meta"))
-    assert segments.is_dense(torch.empty_strided((1, 1), strides, device="meta"))
+    assert fx_values.is_dense(torch.empty_strided((4, 0), strides, device="meta"))
+    assert fx_values.is_dense(torch.empty_strided((1, 1), strides, device="meta"))
 
 
 @pytest.mark.parametrize("split", [torch.unsafe_chunk, torch.unsafe_split])
@@ -74,7 +74,7 @@ def test_a_segment_that_returns_gaps_is_refused() -> None:
     program = fzero.lower(spec, W, X).program
     op = next(op for op in program.ops if op.num_outputs)
     gm = segments.module(segments.copied(program.segments[op.segment].graph))
-    node = segments.outputs(gm.graph)[0]
+    node = fx_nodes.outputs(gm.graph)[0]
     node.meta["val"] = torch.empty_strided((*node.meta["val"].shape, 2), (1,) * node.meta["val"].ndim + (2,))
     broken = replace(program, segments={**program.segments, op.segment: gm})
     with pytest.raises(fzero.VerifyError, match=r"with strides \(2,\): its buffer has no room for the gaps"):
@@ -122,9 +122,8 @@ def pooled_twice() -> fx.GraphModule:
 
 
 def test_equal_ops_of_several_results_that_leave_a_segment_stay_apart() -> None:
-    gm = pooled_twice()
-    segments.merge_equal(gm)
-    owners = [value for out in segments.outputs(gm.graph) for value in segments.memory(out)]
+    gm = segments.merge_equal(pooled_twice())
+    owners = [value for out in fx_nodes.outputs(gm.graph) for value in fx_values.memory(out)]
     assert len(set(owners)) == 2, "each output has a buffer of its own, and the executor fills one of each value"
 
 

@@ -17,7 +17,7 @@ from helpers import gloo, values
 import fzero
 from fzero import cli, tree
 from fzero.capture.ambient_rng import Keyed
-from fzero.codegen import bind
+from fzero.codegen import bind, out_forms
 from fzero.errors import FzeroError
 from fzero.random import key
 from fzero.tools.fuzz import Case, Outcome, check, draw, run, runs, shrink
@@ -105,8 +105,8 @@ def test_a_case_is_the_same_whenever_it_is_drawn_and_runs_from_its_script() -> N
 def test_a_kernel_that_is_wrong_is_found_and_shrunk_to_its_line(
     options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    form = bind.out_form
-    monkeypatch.setattr(bind, "out_form", lambda op: form(aten.sigmoid.default if op is aten.tanh.default else op))
+    form = out_forms.out_form
+    monkeypatch.setattr(out_forms, "out_form", lambda op: form(aten.sigmoid.default if op is aten.tanh.default else op))
     outcome = check(replace(CASE, options=options))
     assert (outcome.end, outcome.reason) == ("wrong", "eager")
     small = shrink(replace(CASE, options=options), outcome, tries=60)
@@ -158,8 +158,8 @@ def test_losses_in_one_program_have_the_outcomes_of_each_alone(monkeypatch: pyte
     refused = replace(CASE, body=(*BODY, "v4 = v0 * v0.sum().item()"), terms=("v4.sum()",))
     cases = [CASE, refused, *(case for n in range(8) if not apart(case := draw(7, n)))]
     assert check_together(cases) == [check(case) for case in cases]
-    form = bind.out_form
-    monkeypatch.setattr(bind, "out_form", lambda op: form(aten.sigmoid.default if op is aten.tanh.default else op))
+    form = out_forms.out_form
+    monkeypatch.setattr(out_forms, "out_form", lambda op: form(aten.sigmoid.default if op is aten.tanh.default else op))
     assert [outcome.end for outcome in check_together(cases)][:2] == ["wrong", "refused"]
     other = replace(CASE, body=tuple(line.replace("tanh", "sin") for line in BODY))
     monkeypatch.setattr(sys.modules["fzero.tools.fuzz.check"], "check", lambda case: Outcome("equal"))

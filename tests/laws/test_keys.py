@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fzero
 from fzero import optim, random, tree
+from fzero.capture.ambient_rng import Keyed
 
 KEY = random.key(7)
 ROWS, WIDTH = 8, 16
@@ -113,6 +115,35 @@ def test_torchs_own_generator_is_left_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(4)
     assert train(lambda p, b: fzero.remat(loss)(p, b)).losses() == first, "and has no say"
+
+
+def test_the_mode_s_state_is_seen_by_its_own_thread_alone() -> None:
+    """Two modes on two threads, the first entered left first: the second still counts, and torch's functions return."""
+    own = torch.get_rng_state, torch.set_rng_state
+    entered, left = threading.Event(), threading.Event()
+    counts: list[Any] = []
+
+    def second() -> None:
+        with Keyed(KEY) as mode:
+            entered.set()
+            assert left.wait(60)
+            torch.rand(2)
+            state = torch.get_rng_state()
+            torch.rand(2)
+            counts.append(mode.count)
+            torch.set_rng_state(state)
+            counts.append(mode.count)
+
+    thread = threading.Thread(target=second)
+    with Keyed(KEY):
+        thread.start()
+        assert entered.wait(60)
+        assert not isinstance(torch.get_rng_state(), Tensor)
+    assert isinstance(torch.get_rng_state(), Tensor), "this thread has left its mode"
+    left.set()
+    thread.join()
+    assert counts == [2, 1]
+    assert (torch.get_rng_state, torch.set_rng_state) == own
 
 
 # --- where a part of the batch is computed does not matter ------------------------------------------------------------

@@ -8,16 +8,16 @@ from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
 from fzero.codegen.fusion import Fused, aliased, fused
-from fzero.ir import segments
+from fzero.ir import fx_values, segments
 from fzero.ir.program import Program
 from fzero.runtime import handlers
 
 
 def stretches(program: Program) -> dict[str, Fused]:
-    pool: dict[str, Fused] = {}
+    by_hash: dict[str, Fused] = {}
     for key, same in aliased(program).items():
-        fused(program.segments[key], pool, same)
-    return pool
+        by_hash |= fused(program.segments[key], same, known=by_hash)[1]
+    return by_hash
 
 
 def graph_of(body: Callable[..., list[fx.Node]], *like: torch.Tensor) -> fx.GraphModule:
@@ -25,7 +25,7 @@ def graph_of(body: Callable[..., list[fx.Node]], *like: torch.Tensor) -> fx.Grap
     graph = fx.Graph()
     graph.output(body(graph, *[graph.placeholder(f"x{i}") for i in range(len(like))]))
     with FakeTensorMode() as mode:
-        return segments.propagate(segments.module(graph), [mode.from_tensor(x) for x in like])
+        return fx_values.propagate(segments.module(graph), [mode.from_tensor(x) for x in like])
 
 
 def use(monkeypatch: Any, calls: Callable[[Program], dict[str, Any]]) -> None:

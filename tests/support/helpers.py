@@ -22,7 +22,7 @@ from torch import Tensor
 
 import fzero
 from fzero import tree
-from fzero.capture import trace_step
+from fzero.capture.graph import PerRank
 from fzero.compile.first_state import needs_key
 from fzero.runtime.interpreter import interpret
 from fzero.runtime.reference import reference
@@ -64,7 +64,7 @@ def start(spec: fzero.Spec, params: Any, key: Tensor | None = None) -> tuple[lis
         key = fzero.random.fold_in(fzero.random.key(0) if key is None else key, -2) if wants else None
         state = training_of(spec).init(params, key)
     paths, leaves, _ = tree.flatten(state)
-    leaves = [leaf.value if isinstance(leaf, trace_step.PerRank) else leaf for leaf in leaves]
+    leaves = [leaf.value if isinstance(leaf, PerRank) else leaf for leaf in leaves]
     return paths, [leaf if isinstance(leaf, Tensor) else torch.tensor(leaf) for leaf in leaves]
 
 

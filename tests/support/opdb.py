@@ -35,7 +35,7 @@ from torch.testing._internal.common_methods_invocations import op_db  # 2.11.0, 
 from torch.utils import _pytree as pytree  # 2.11.0, 2.13.0
 
 import fzero
-from fzero.ir import segments
+from fzero.ir import fx_nodes, fx_values
 from fzero.kernels import kernel_for
 from fzero.runtime import handlers
 from fzero.runtime.interpreter import interpret
@@ -231,23 +231,23 @@ def by_fzero(case: Case, low: fzero.Lowered) -> tuple[dict[str, Tensor], dict[st
 
 def _watched(found: set[str], gm: fx.GraphModule, *given: Tensor) -> list[Tensor]:
     """`handlers.as_planned`; `found` receives what is not as the segment's graph says: forms, strides and sharing."""
-    env: dict[fx.Node, Any] = dict(zip(segments.placeholders(gm.graph), given, strict=True))
-    for node in filter(segments.is_compute, gm.graph.nodes):
+    env: dict[fx.Node, Any] = dict(zip(fx_nodes.placeholders(gm.graph), given, strict=True))
+    for node in filter(fx_nodes.is_compute, gm.graph.nodes):
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
         made = (kernel_for(node.target, *args, **kwargs) or node.target)(*args, **kwargs)
-        env[node] = made if segments.source(node) is not None else handlers.strided(made, node.meta.get("val"))
-        if node.target is operator.getitem or segments.mutated(node):
+        env[node] = made if fx_nodes.source(node) is not None else handlers.strided(made, node.meta.get("val"))
+        if node.target is operator.getitem or fx_nodes.mutated(node):
             continue
-        pairs = list(zip(segments.tensors(node.meta.get("val")), segments.tensors(made), strict=True))
+        pairs = list(zip(fx_values.tensors(node.meta.get("val")), fx_values.tensors(made), strict=True))
         if any(planned.shape != real.shape or planned.dtype != real.dtype for planned, real in pairs):
             found.add(f"{node.target} form")
-        elif any(segments.steps(planned) != segments.steps(real) for planned, real in pairs):
+        elif any(fx_values.steps(planned) != fx_values.steps(real) for planned, real in pairs):
             found.add(f"{node.target} strides")
         memory = {x.untyped_storage().data_ptr() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         shares = [real.untyped_storage().data_ptr() in memory for _, real in pairs if real.numel()]
-        if any(shared != segments.is_view(node) for shared in shares):
+        if any(shared != fx_nodes.is_view(node) for shared in shares):
             found.add(f"{node.target} shares")
-    return list(fx.node.map_arg(segments.outputs(gm.graph), env.__getitem__))
+    return list(fx.node.map_arg(fx_nodes.outputs(gm.graph), env.__getitem__))
 
 
 def _cloned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

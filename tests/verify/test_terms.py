@@ -17,7 +17,7 @@ from torch import fx
 
 import fzero
 from fzero._torch_compat import FakeTensorMode
-from fzero.ir import segments
+from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref, make_op
@@ -170,7 +170,7 @@ def _segment(body: Callable[..., fx.Node], *shapes: tuple[int, ...]) -> fx.Graph
     body(graph, *holders)
     graph.output([])
     with FakeTensorMode():
-        return segments.propagate(segments.module(graph), [torch.empty(shape) for shape in shapes])
+        return fx_values.propagate(segments.module(graph), [torch.empty(shape) for shape in shapes])
 
 
 # --- inside a segment -------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_two_references_to_one_place_are_one_memory() -> None:
 
 def test_a_copy_into_another_dtype_is_a_cast() -> None:
     gm = _segment(lambda g, x, into: g.call_function(aten.copy_.default, (into, x)), (8,), (8,))
-    holders = segments.placeholders(gm.graph)
+    holders = fx_nodes.placeholders(gm.graph)
     assert evaluate(gm, [term("a"), None])[1] == {1: term("a")}
     with FakeTensorMode():
         holders[1].meta["val"] = torch.empty(8, dtype=torch.bfloat16)

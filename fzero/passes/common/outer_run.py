@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero.ir import segments
+from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Op, Ref
-from fzero.verify.terms import BLOCKWISE, WHOLE
+from fzero.ir.traits import BLOCKWISE, WHOLE
 
 SUMS = {torch.ops.aten.sum.default}
 COPY = torch.ops.aten.copy_.default
@@ -55,7 +55,7 @@ class Levels:
         """Reads the run and fills the fields; in `nodes`, in order, short chains may appear again."""
         self.gm = segments.module(segments.copied(self.program.segments[str(self.one.segment)].graph))
         self._apart()
-        holders = segments.placeholders(self.gm.graph)
+        holders = fx_nodes.placeholders(self.gm.graph)
         num_reads = len(self.one.reads)
         fresh_count = int(self.one.num_outputs)
         for node, ref in zip(holders, self.one.reads, strict=False):
@@ -67,7 +67,7 @@ class Levels:
         for node in self.gm.graph.nodes:
             if node.target is COPY:
                 self.dest[node.args[1]] = dests[node.args[0]]
-        self.fresh = dict(zip(segments.outputs(self.gm.graph), self.one.writes[:fresh_count], strict=True))
+        self.fresh = dict(zip(fx_nodes.outputs(self.gm.graph), self.one.writes[:fresh_count], strict=True))
         self.nodes = [n for n in self.gm.graph.nodes if n.op == "call_function" and n.target is not COPY]
         self._classify()
         self._place()
@@ -76,7 +76,7 @@ class Levels:
     def _apart(self) -> None:
         """A whole result that is flat work's too (new parameters that a later loss reads) becomes a copy of it, so that
         the work itself may run on slices."""
-        end = segments.output(self.gm.graph)
+        end = fx_nodes.output(self.gm.graph)
         with self.gm.graph.inserting_before(end):
             for node in dict.fromkeys(end.all_input_nodes):
                 if node.op == "call_function" and node.target is operator.getitem:
@@ -99,7 +99,7 @@ class Levels:
                 self.spot[node], self.per[node] = spot, per
                 if node.target in WHOLE:
                     self.owned.add(node)
-            elif is_sum(node) and self.per.get(segments.operand(node)) == 1 and len(node.all_input_nodes) == 1:
+            elif is_sum(node) and self.per.get(fx_nodes.operand(node)) == 1 and len(node.all_input_nodes) == 1:
                 self.partial.add(node)
 
     def _place(self) -> None:
@@ -115,8 +115,8 @@ class Levels:
                 needed = [self.level[u] - self._is_late(node, u) for u in node.users if u in self.level]
                 self.level[node] = max(self.level[node], min(needed, default=0))
         for node in self.nodes:
-            if node.target is operator.getitem and segments.operand(node) in self.level:
-                self.level[node] = self.level[segments.operand(node)]  # a tuple has no column
+            if node.target is operator.getitem and fx_nodes.operand(node) in self.level:
+                self.level[node] = self.level[fx_nodes.operand(node)]  # a tuple has no column
 
     def _is_late(self, node: fx.Node, user: fx.Node) -> bool:
         """Whether `user` cannot be of the level of `node`: in a level full work is first, then flat, leaves, sums."""
@@ -156,7 +156,7 @@ class Levels:
             return self.spot[source], per[index] if isinstance(per, tuple) else per  # type: ignore[index]
         wanted, given = BLOCKWISE.get(node.target, ((), None))
         on_leaf = node.target in WHOLE and len(node.all_input_nodes) == 1
-        if not (segments.is_pointwise(node) or wanted or on_leaf):
+        if not (fx_nodes.is_pointwise(node) or wanted or on_leaf):
             return None
         wide = [a for a in node.all_input_nodes if not _is_scalar(a)]
         spots, pers = {self.spot.get(a) for a in wide}, {self.per.get(a) for a in wide}
@@ -167,7 +167,7 @@ class Levels:
         spot, per = spots.pop(), given or pers.pop()
         assert spot is not None
         bucket = self.program.buckets[spot[0]]
-        results = segments.tensors(node.meta["val"])
+        results = fx_values.tensors(node.meta["val"])
         ratios = per if isinstance(per, tuple) else (per,) * len(results)
         fits = all(tuple(r.shape) == bucket.place(spot[1], n or 1)[2] for r, n in zip(results, ratios, strict=True))
         return (spot, per) if results and fits else None

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fzero.capture.trace_step import Region
+from fzero.capture.graph import Region
 from fzero.errors import FzeroError, VerifyError
 from fzero.tools.fuzz import runs
 from fzero.tools.fuzz.case import Case

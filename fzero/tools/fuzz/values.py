@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fzero.capture import tracing
+from fzero.capture.context import active
 from fzero.interop.module import Functional, from_module
 
 
@@ -64,7 +64,7 @@ def weights(module: Used) -> dict[str, Tensor]:
 def call(module: Used, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
     """The module's output with these parameters: in a step by `from_module`, else by `torch.func.functional_call`."""
     buffers = module.functional.buffers
-    if tracing.active() is not None:
+    if active() is not None:
         return module.functional.apply(params, buffers, *args, **kwargs)[0]
     own = {**params, **{name: value.clone() for name, value in buffers.items()}}
     return torch.func.functional_call(module.module, own, args, kwargs, tie_weights=True)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
-from fzero.ir import segments
+from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.kinds import OPS
 from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
@@ -38,8 +38,8 @@ from fzero.tools.mutate.edits import (
 def _signature(p: Program, op: Op) -> object:
     """What makes one segment able to stand for another: the forms of all that it takes and returns."""
     gm = p.segments[op.segment]
-    vals = [n.meta["val"] for n in (*segments.placeholders(gm.graph), *segments.outputs(gm.graph))]
-    return len(segments.placeholders(gm.graph)), tuple((v.dtype, tuple(v.shape)) for v in vals)
+    vals = [n.meta["val"] for n in (*fx_nodes.placeholders(gm.graph), *fx_nodes.outputs(gm.graph))]
+    return len(fx_nodes.placeholders(gm.graph)), tuple((v.dtype, tuple(v.shape)) for v in vals)
 
 
 def wrong_segment(rng: random.Random, p: Program) -> Program | None:
@@ -373,7 +373,7 @@ def _zeroing(size: int) -> fx.GraphModule:
     )
     graph.output([])
     with FakeTensorMode():
-        return segments.propagate(segments.module(graph), [torch.empty(size)])
+        return fx_values.propagate(segments.module(graph), [torch.empty(size)])
 
 
 def drop_buffer(rng: random.Random, p: Program) -> Program | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from fzero.codegen import bind, inplace
+from fzero.codegen import inplace, segment_memory
 from fzero.ir.liveness import intervals
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Op
@@ -92,7 +92,7 @@ def lost_workspace(rng: random.Random, p: Program) -> Program | None:
 
 def needed(p: Program, op: Op) -> int:
     """Bytes that the executor lays out for a run's own values."""
-    return bind.layout(p.segments[op.segment], inplace.apart(op)).nbytes
+    return segment_memory.layout(p.segments[op.segment], inplace.apart(op)).nbytes
 
 
 def lost_place(rng: random.Random, p: Program) -> Program | None:

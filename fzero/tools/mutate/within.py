@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import quiet_fakes
-from fzero.ir import segments
+from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.program import Program
 from fzero.tools.mutate.edits import Edit, find, pick, put
 
@@ -33,7 +33,7 @@ def inside(change: Change) -> Edit:
             try:
                 gm = segments.module(graph)
                 with quiet_fakes():
-                    segments.propagate(gm, [node.meta["val"] for node in segments.placeholders(graph)])
+                    fx_values.propagate(gm, [node.meta["val"] for node in fx_nodes.placeholders(graph)])
             except Exception:  # its shapes or dtypes do not fit: no segment at all
                 continue
             key = segments.digest(gm)
@@ -55,7 +55,7 @@ def _form(node: Any) -> object:
 
 
 def _single(node: fx.Node) -> bool:
-    return _form(node) is not None and not segments.mutated(node)
+    return _form(node) is not None and not fx_nodes.mutated(node)
 
 
 def _copies(graph: fx.Graph) -> list[fx.Node]:
@@ -94,14 +94,14 @@ def wrong_operand(rng: random.Random, graph: fx.Graph) -> Any:
     node = pick(rng, _nodes(graph, lambda n: n.all_input_nodes))
     if node is None:
         return None
-    old = rng.choice([n for n in node.all_input_nodes if n not in segments.mutated(node)] or [None])
+    old = rng.choice([n for n in node.all_input_nodes if n not in fx_nodes.mutated(node)] or [None])
     others = [n for n in order if order[n] < order[node] and n is not old and _form(n) == _form(old) is not None]
     new = pick(rng, others)
     return None if new is None or old is None else node.replace_input_with(old, new) or node
 
 
 def exchange_branches(rng: random.Random, graph: fx.Graph) -> Any:
-    node = pick(rng, _nodes(graph, lambda n: segments.op_name(n) == "where"))
+    node = pick(rng, _nodes(graph, lambda n: fx_nodes.op_name(n) == "where"))
     if node is None:
         return None
     flag, yes, no = node.args
@@ -164,7 +164,7 @@ def wrong_view(rng: random.Random, graph: fx.Graph) -> Any:
         form = _form(node)
         return form is not None and len(shape := tuple(node.meta["val"].shape)) == 2 and shape[0] == shape[1] > 1
 
-    spots = [(n, a) for n in _nodes(graph) for a in n.all_input_nodes if square(a) and a not in segments.mutated(n)]
+    spots = [(n, a) for n in _nodes(graph) for a in n.all_input_nodes if square(a) and a not in fx_nodes.mutated(n)]
     if (chosen := pick(rng, spots)) is None:
         return None
     node, operand = chosen
@@ -177,7 +177,7 @@ def wrong_view(rng: random.Random, graph: fx.Graph) -> Any:
 
 def drop_cast(rng: random.Random, graph: fx.Graph) -> Any:
     node = pick(rng, _nodes(graph, lambda n: n.target is CAST))
-    return None if node is None else node.replace_all_uses_with(segments.operand(node)) and node
+    return None if node is None else node.replace_all_uses_with(fx_nodes.operand(node)) and node
 
 
 def wrong_cast(rng: random.Random, graph: fx.Graph) -> Any:
@@ -201,7 +201,7 @@ def reorder_cast(rng: random.Random, graph: fx.Graph) -> Any:
 
     def after(n: fx.Node) -> bool:
         return (
-            segments.is_pointwise(n)
+            fx_nodes.is_pointwise(n)
             and n.target is not CAST
             and len(n.all_input_nodes) == 1
             and n.all_input_nodes[0].target is CAST
@@ -210,8 +210,8 @@ def reorder_cast(rng: random.Random, graph: fx.Graph) -> Any:
     def before(n: fx.Node) -> bool:
         if n.target is not CAST:
             return False
-        source = segments.operand(n)
-        return segments.is_pointwise(source) and source.target is not CAST and len(source.all_input_nodes) == 1
+        source = fx_nodes.operand(n)
+        return fx_nodes.is_pointwise(source) and source.target is not CAST and len(source.all_input_nodes) == 1
 
     node = pick(rng, _nodes(graph, lambda n: _single(n) and (after(n) or before(n))))
     if node is None:
@@ -250,7 +250,7 @@ def repeat_node(rng: random.Random, graph: fx.Graph) -> Any:
 
 def constant_value(rng: random.Random, graph: fx.Graph) -> Any:
     """A value becomes zeros or ones of its form."""
-    node = pick(rng, _nodes(graph, lambda n: _single(n) and n.users and not segments.is_view(n)))
+    node = pick(rng, _nodes(graph, lambda n: _single(n) and n.users and not fx_nodes.is_view(n)))
     if node is None:
         return None
     with graph.inserting_after(node):
@@ -264,7 +264,7 @@ def constant_value(rng: random.Random, graph: fx.Graph) -> Any:
 
 def drop_write(rng: random.Random, graph: fx.Graph) -> Any:
     """A destination keeps what it held."""
-    node = pick(rng, _nodes(graph, segments.mutated))
+    node = pick(rng, _nodes(graph, fx_nodes.mutated))
     if node is None or node.users:
         return None
     graph.erase_node(node)
@@ -294,7 +294,7 @@ def write_into_view(rng: random.Random, graph: fx.Graph) -> Any:
     )
     if node is None or node.users:
         return None
-    dest, source = segments.operand(node), segments.operand(node, 1)
+    dest, source = fx_nodes.operand(node), fx_nodes.operand(node, 1)
     half = max(dest.meta["val"].shape[0] // 2, 1)
     node.args = tuple(_new(node, aten.slice.Tensor, whole, 0, 0, half) for whole in (dest, source))
     return node
@@ -309,12 +309,12 @@ def write_again(rng: random.Random, graph: fx.Graph) -> Any:
     value = pick(rng, [n for n in values if n is not node and n is not node.args[0]])
     if value is None:
         return None
-    last = segments.output(graph)
+    last = fx_nodes.output(graph)
     return _new(last, aten.copy_.default, node.args[0], value)
 
 
 def exchange_results(rng: random.Random, graph: fx.Graph) -> Any:
-    results = segments.outputs(graph)
+    results = fx_nodes.outputs(graph)
     pairs = [
         (a, b)
         for a in range(len(results))
@@ -325,13 +325,13 @@ def exchange_results(rng: random.Random, graph: fx.Graph) -> Any:
         return None
     a, b = chosen
     results[a], results[b] = results[b], results[a]
-    segments.output(graph).args = (results,)
+    fx_nodes.output(graph).args = (results,)
     return chosen
 
 
 def wrong_result(rng: random.Random, graph: fx.Graph) -> Any:
     """A segment returns another value of the form: an input, one that it returns already, one on the way."""
-    results = segments.outputs(graph)
+    results = fx_nodes.outputs(graph)
     spots = [
         (i, n)
         for i, r in enumerate(results)
@@ -341,5 +341,5 @@ def wrong_result(rng: random.Random, graph: fx.Graph) -> Any:
     if (chosen := pick(rng, spots)) is None:
         return None
     results[chosen[0]] = chosen[1]
-    segments.output(graph).args = (results,)
+    fx_nodes.output(graph).args = (results,)
     return chosen

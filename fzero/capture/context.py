@@ -1,0 +1,67 @@
+"""context: the trace in progress, for the functions that are called inside a step (`value_and_grad`, reductions).
+
+They are called by the user's code, so nothing can be handed to them. The one ContextVar of a capture is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from fzero._torch_compat import FakeTensorMode
+from fzero.capture.graph import Region
+from fzero.capture.known import Known
+from fzero.precision import Precision
+
+
+@dataclass
+class Tracing:
+    """The state of one trace. Only `fzero.capture` and `fzero.functional` write to it.
+
+    The first six fields are what the caller of the trace asked for; `fns` name closed-over tensors in errors.
+    depth: 0 in the step itself, 1 inside a region; `region.add_region` counts it.
+    phase: of a region ("backward", "finish"), noted on its nodes; None in the forward.
+    regions: those found so far; a `fzero::region` node holds an index into them.
+    watching: the `Watch` modes that are on, innermost last.
+    known: the values that depend on no input.
+    """
+
+    mode: FakeTensorMode
+    fns: tuple[Callable[..., Any], ...]
+    microbatches: int = 1
+    allow_unused: bool = False
+    axis: str = "dp"
+    precision: Precision = field(default_factory=Precision)
+    depth: int = 0
+    phase: str | None = None
+    regions: list[Region] = field(default_factory=list)
+    watching: list[Any] = field(default_factory=list)
+    known: Known = field(default_factory=Known)
+
+
+_active: ContextVar[Tracing | None] = ContextVar("fzero_tracing", default=None)
+
+
+def current() -> Tracing:
+    """The trace in progress, which there must be."""
+    tracing = _active.get()
+    assert tracing is not None, "no step is being captured"
+    return tracing
+
+
+@contextmanager
+def while_active(tracing: Tracing) -> Iterator[None]:
+    """Makes this the trace in progress."""
+    token = _active.set(tracing)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def active() -> Tracing | None:
+    """The trace in progress, or None outside a step."""
+    return _active.get()

@@ -1,0 +1,118 @@
+"""functionalise: in-place work of a traced graph made pure, by running the graph again under torch's functionalization.
+
+An in-place op keeps its tensor's strides; its pure form may give others, of which the graph may take views that they do
+not allow. Such a node is found by running, and the graph is run again with its result copied into the old value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fzero._torch_compat import compiled_functions_traced, make_fx
+from fzero.capture.context import Tracing
+from fzero.capture.refuse import attribute, explained
+from fzero.capture.watch import Watch
+from fzero.errors import CaptureError
+from fzero.ir import as_strided, fx_nodes, fx_values
+
+aten = torch.ops.aten
+_LITERAL = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
+
+
+def functionalised(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The same graph with in-place work on its own intermediates made pure.
+
+    `inputs` are the fake tensors that the graph was traced on. Raises CaptureError, with the line, where a pure form
+    cannot stand for the in-place op.
+    """
+    kept: set[fx.Node] = set()
+    while True:
+        replay = _Replay(gm, frozenset(kept))
+        try:
+            pure = _replayed(tracing, gm, inputs, replay)
+            break
+        except CaptureError:
+            if replay.moved <= kept:
+                raise
+            kept |= replay.moved  # further on there may be more
+    left = [node for node in pure.graph.nodes if fx_nodes.mutated(node)]
+    if left:
+        raise CaptureError(f"{left[0].target} works in place where it cannot be made pure: use its pure form")
+    return pure
+
+
+def _replayed(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch.Tensor], replay: _Replay) -> fx.GraphModule:
+    shared = [n for n in gm.graph.nodes if n.op == "get_attr" and not all(u.target in _LITERAL for u in n.users)]
+    constants = {str(n.target): x for n in shared if isinstance(x := attribute(gm, n), torch.Tensor)}
+
+    def watched(*xs: torch.Tensor) -> Any:
+        with Watch(tracing, lambda: replay.node.meta.get("source", ""), lambda: replay.node.meta.get("phase")):
+            return torch.func.functionalize(replay.with_constants)(constants, *xs)
+
+    with explained(), tracing.mode, compiled_functions_traced():
+        try:
+            return make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+        except (RuntimeError, ValueError) as error:  # a pure form cannot do what the traced op did
+            line, said = replay.node.meta.get("source") or "the step", str(error).partition("\n")[0]
+            raise CaptureError(
+                f"{replay.node.target} at {line} follows in-place work that cannot be made pure ({said}). Write "
+                "x = x.op(...) instead of x.op_(...)"
+            ) from error
+
+
+class _Replay(fx.Interpreter):
+    """Runs a graph; `node` is the one that runs. `functionalize` wraps closed-over tensors only where it is given them.
+
+    kept: in-place nodes whose result is copied into the old value, which keeps its strides.
+    moved: in-place nodes that left their operand with other strides than when it was traced. Views that the graph takes
+    of it may not be possible on those.
+    """
+
+    node: fx.Node
+
+    def __init__(self, gm: fx.GraphModule, kept: Collection[fx.Node]) -> None:
+        super().__init__(gm)
+        self.kept, self.moved = kept, set[fx.Node]()
+
+    def with_constants(self, constants: Mapping[str, torch.Tensor], *xs: torch.Tensor) -> Any:
+        self.constants = constants
+        return self.run(*xs)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self.constants[target] if target in self.constants else super().get_attr(target, args, kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.node = n
+        if as_strided.takes_offset(n):
+            self._check_layout(n)
+        if n in self.kept:
+            target = fx_nodes.operand(n)
+            old, self.env[target] = self.env[target], self.env[target].clone()
+            result = super().run_node(n)
+            self.env[target] = old
+            return old.copy_(result)
+        result = super().run_node(n)
+        if self._moves(n, result):
+            self.moved.add(n)
+        return result
+
+    def _moves(self, n: fx.Node, result: Any) -> bool:
+        """Whether an in-place op on its first operand left it with other strides than when it was traced."""
+        source = None if fx_nodes.is_view(n) else fx_nodes.source(n)
+        if source is None or source is not n.args[0] or not isinstance(result, torch.Tensor):
+            return False
+        return torch.Tag.inplace_view not in n.target.tags and fx_values.steps(result) != fx_values.steps(n.meta["val"])  # type: ignore[union-attr]
+
+    def _check_layout(self, n: fx.Node) -> None:
+        """Refuses an offset into a tensor whose strides changed when a write to it was made pure."""
+        operand = fx_nodes.operand(n)
+        traced, now = operand.meta["val"], self.env[operand]
+        if (traced.stride(), traced.storage_offset()) != (now.stride(), now.storage_offset()):
+            raise CaptureError(
+                f"{n.target} at {n.meta.get('source') or 'the step'} follows an in-place change that makes its tensor "
+                f"one of strides {now.stride()} instead of {traced.stride()}: write x = x.op(...) instead of x.op_(...)"
+            )

@@ -1,0 +1,77 @@
+"""graph: the records of a captured step: `Graph`, its `Region`s, and the mark `PerRank`. No code that traces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fzero.capture.known import Baked
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What a region's outputs are: the loss, one gradient per entry of `grad_of`, then the rest.
+
+    grad_of: for each gradient the index of the input that it belongs to.
+    summed: outputs that are added over microbatches and ranks; others are averaged, integers are the last part's.
+    wire: the dtype in which a gradient travels between ranks, by output index.
+    """
+
+    grad_of: tuple[int, ...]
+    summed: frozenset[int]
+    wire: Mapping[int, torch.dtype]
+
+
+@dataclass(frozen=True)
+class Region:
+    """One `value_and_grad`: its joint graph, and what its inputs and outputs are.
+
+    gm: the graph of one microbatch. Outputs are the loss, the gradients, then the rest.
+    values: the outputs' fake tensors.
+    grad_of, summed, wire: as in `Roles`.
+    sliced: for each input whether it carries the batch in dim 0 and is cut into `microbatches` parts.
+    source: the user's line.
+    """
+
+    gm: fx.GraphModule
+    values: tuple[torch.Tensor, ...]
+    grad_of: tuple[int, ...]
+    summed: frozenset[int]
+    wire: Mapping[int, torch.dtype]
+    sliced: tuple[bool, ...]
+    microbatches: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured step. Nobody changes it: what rewrites it makes a new one.
+
+    gm: its placeholders are the state's leaves, the batch's leaves, then the constants. Its outputs are the new state's
+    leaves, then the metrics.
+    regions: those that the `fzero::region` nodes of `gm` name by index.
+    constants: closed-over tensors, by the names that the user's code has for them.
+    varying_metrics: the names of the metrics that may differ between ranks.
+    baked: closed-over tensors whose values have decided the graph.
+    """
+
+    gm: fx.GraphModule
+    regions: tuple[Region, ...]
+    state_paths: tuple[str, ...]
+    batch_paths: tuple[str, ...]
+    constants: dict[str, torch.Tensor]
+    metric_names: tuple[str, ...]
+    metrics_treedef: Any
+    varying_metrics: tuple[str, ...]
+    baked: tuple[Baked, ...] = ()
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """A leaf of which every rank keeps its own: made by `fzero.per_rank`."""
+
+    value: Any

@@ -1,0 +1,41 @@
+"""leaves: which tensors a state, a batch or the metrics may hold, and the fake tensors that stand for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fzero._torch_compat import FakeTensorMode
+from fzero.capture.refuse import SPARSE
+from fzero.errors import TreeError, at
+from fzero.ir.records import DTYPE_NAMES, buffer_name
+
+
+def fake_like(mode: FakeTensorMode, leaf: torch.Tensor) -> torch.Tensor:
+    """A contiguous fake tensor of this shape, dtype and device."""
+    with mode:
+        return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device=leaf.device)
+
+
+def check_names(what: str, paths: Sequence[str]) -> None:
+    """Raises TreeError for two paths that would have one name in the program. `what` is the tree that they are in."""
+    seen: dict[str, str] = {}
+    for path in paths:
+        name = buffer_name(path)
+        if name in seen:
+            raise TreeError(f"{at(what, seen[name])} and {at(what, path)} have one name in the program: rename a key")
+        seen[name] = path
+
+
+def check_leaf(name: str, value: torch.Tensor) -> None:
+    """Raises TreeError for a tensor that no buffer can hold: a sparse or quantised one, or one of another dtype.
+
+    `value` may be fake; `name` is how the error calls it.
+    """
+    if value.layout is not torch.strided:
+        raise TreeError(f"{name} is a tensor of {value.layout}. {SPARSE}")
+    if value.dtype not in DTYPE_NAMES or value.is_quantized:
+        raise TreeError(
+            f"{name} is a tensor of {value.dtype}: needed one of {', '.join(DTYPE_NAMES.values())}. Convert it first"
+        )

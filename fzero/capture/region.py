@@ -1,0 +1,78 @@
+"""region: one `value_and_grad` of a step, traced as a graph of its own, and its one node in the step's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fzero._torch_compat import disable_proxy_modes_tracing, real_tensors
+from fzero.capture.context import current
+from fzero.capture.graph import Region, Roles
+from fzero.capture.leaves import fake_like
+from fzero.capture.ops import REGION
+from fzero.capture.provenance import user_line
+from fzero.capture.tracing import lifted, trace
+from fzero.ir import as_strided, fx_nodes, fx_values, segments
+
+
+def add_region(
+    fn: Callable[..., Any],
+    roles: Callable[[], Roles],
+    leaves: Sequence[torch.Tensor],
+    names: Sequence[str],
+    others: Sequence[torch.Tensor],
+    *,
+    microbatches: int,
+    sliced: Sequence[bool],
+) -> list[torch.Tensor]:
+    """Traces `fn(*leaves, *others) -> [loss, *grads, *rest]` as a region; returns the outputs of its one new node.
+
+    `names` are those of the inputs in errors. Inputs in `others` that are marked in `sliced` are cut along dim 0 into
+    `microbatches` parts. `roles()` is called after `fn` was traced and says what its outputs are.
+    """
+    tracing = current()
+    inputs = [*leaves, *(x.contiguous() if cut else x for x, cut in zip(others, sliced, strict=True))]
+    tracing.depth += 1
+    try:
+        with disable_proxy_modes_tracing(), tracing.mode:
+            parts = []
+            for x, cut in zip(map(fx_values.dense_like, inputs), (*(False for _ in leaves), *sliced), strict=True):
+                shape = (x.shape[0] // microbatches, *x.shape[1:]) if cut else x.shape
+                parts.append(torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=x.device))
+            gm = trace(tracing, fn, parts, names)
+            with real_tensors():
+                extra = lifted(gm, len(parts))
+    finally:
+        tracing.depth -= 1
+        tracing.phase = None
+    for node in fx_nodes.placeholders(gm.graph)[len(parts) :]:
+        node.meta["val"] = fake_like(tracing.mode, node.meta["val"])
+    segments.normalised(gm)
+    if microbatches > 1:
+        holders = fx_nodes.placeholders(gm.graph)[len(leaves) :]
+        with disable_proxy_modes_tracing():
+            as_strided.aligned(gm, [holder for holder, cut in zip(holders, sliced, strict=False) if cut])
+    _finish_early(gm)
+    values = tuple(node.meta["val"] for node in fx_nodes.outputs(gm.graph))
+    flags = (*(False for _ in leaves), *sliced, *(False for _ in extra))
+    index = len(tracing.regions)
+    of = roles()
+    tracing.regions.append(
+        Region(gm, values, of.grad_of, of.summed, of.wire, sliced=flags, microbatches=microbatches, source=user_line())
+    )
+    return REGION([*inputs, *extra], index)
+
+
+def _finish_early(gm: fx.GraphModule) -> None:
+    """Moves the casts that follow the backward up, each to where its gradient is complete. In place."""
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    for node in list(gm.graph.nodes):
+        if node.meta.get("phase") == "finish":
+            node.meta["phase"] = "backward"
+            latest = max(node.all_input_nodes, key=order.__getitem__)
+            order[node] = order[latest]
+            if latest.op == "call_function":
+                latest.append(node)

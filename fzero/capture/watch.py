@@ -1,0 +1,134 @@
+"""watch: the mode that sees every op of a trace before it is traced.
+
+It refuses the op that a program cannot hold, swaps the few that a trace would record wrongly, gives values that depend
+on no input, and notes on each new node the user's line and the phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+
+from fzero._torch_compat import TorchDispatchMode, in_functorch, is_fake, scatters_keep_overlap, tracing_graph
+from fzero.capture.context import Tracing
+from fzero.capture.known import READS, Known
+from fzero.capture.provenance import describe, name_of, user_line
+from fzero.capture.refuse import SPARSE, Refused, ambient_draw, closed_over_write
+from fzero.ir import fx_values
+
+aten = torch.ops.aten
+
+# scatters that may keep an operand's overlap (scatters_keep_overlap()); they get a contiguous copy, without its gaps
+_SCATTERS = {
+    aten.as_strided_scatter.default,
+    aten.diagonal_scatter.default,
+    aten.select_scatter.default,
+    aten.slice_scatter.default,
+}
+# ops that refuse mixed dtypes when they run, but not on fake tensors
+_ONE_DTYPE = {
+    aten.mm.default,
+    aten.mv.default,
+    aten.addmm.default,
+    aten.addmv.default,
+    aten.convolution.default,
+}
+
+
+class Watch(TorchDispatchMode):
+    """Sees every op before it is traced.
+
+    It refuses writes to real tensors before they happen. Where it is the innermost, it notes on each new node the
+    user's line (`line()`) and, after the forward, the phase (`phase()`). With `known` it follows the values that depend
+    on no input.
+    """
+
+    def __init__(
+        self, tracing: Tracing, line: Callable[[], str], phase: Callable[[], str | None] | None = None,
+        *, known: Known | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.tracing, self.line, self.known = tracing, line, known
+        self.phase = phase or (lambda: tracing.phase)
+
+    def __enter__(self) -> Watch:
+        self.tracing.watching.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.tracing.watching.pop()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is aten.native_batch_norm.default and args[5] and args[3] is not None:
+            func = aten._native_batch_norm_legit.default  # the same, with a schema that tells what it writes
+        if func._schema.is_mutable:
+            self._refuse_real(func, args, kwargs or {})
+        if sparse := [x for x in args if isinstance(x, torch.Tensor) and x.layout is not torch.strided]:
+            name = name_of(sparse[0], self.tracing.fns)
+            raise Refused(f"{func} at {self.line()} reads {name}, of {sparse[0].layout}. {SPARSE}")
+        if func in _ONE_DTYPE and len({value.dtype for value in args if isinstance(value, torch.Tensor)}) > 1:
+            operands = " and ".join(describe(value) for value in args if isinstance(value, torch.Tensor))
+            raise Refused(
+                f"{func} at {self.line()} is given {operands}: it needs one dtype. Cast one, as in x.to(w.dtype)"
+            )
+        if func in _SCATTERS and not fx_values.is_dense(args[0]) and scatters_keep_overlap():
+            args = (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
+        if any(isinstance(value, torch.Generator) for value in (kwargs or {}).values()):
+            raise Refused(str(ambient_draw(func, user_line())))
+        if func is aten._efficientzerotensor.default:
+            func = aten.zeros.default  # forward mode's zero tangents, which have no memory
+        innermost = self is self.tracing.watching[-1]  # a region is traced inside a step
+        result = self._result(func, args, kwargs or {}, self.known if innermost else None)
+        if layouts := [value.layout for value in fx_values.tensors(result) if value.layout is not torch.strided]:
+            raise Refused(f"{func} at {self.line()} makes a tensor of {layouts[0]}. {SPARSE}")
+        graph = tracing_graph()
+        if graph is not None and innermost:
+            line = None
+            for node in reversed(graph.nodes):
+                if "source" in node.meta or node.op in ("placeholder", "root"):
+                    break
+                line = self.line() if line is None else line
+                node.meta["source"] = line
+                node.meta["no_grad"] = not torch.is_grad_enabled() or not _has_gradient(func, args)
+                if phase := self.phase():
+                    node.meta["phase"] = phase
+        return result
+
+    def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known | None) -> Any:
+        """The result of an op; of one that asks for values that depend on no input, a literal."""
+        if known is None:
+            return func(*args, **kwargs)
+        if func is aten.index.Tensor:
+            args = (args[0], known.places(args[1]))
+        elif func is aten.masked_select.default and args[0].shape == args[1].shape:
+            places = known.places([args[1]])
+            func, args = (func, args) if places[0] is args[1] else (aten.index.Tensor, (args[0], places))
+        if READS.intersection(func.tags) and (value := known.value(func, args, kwargs)) is not None:
+            device = next((x.device for x in fx_values.tensors(args)), torch.device("cpu"))
+            return optree.tree_map(lambda x: known.literal(x, device), value[0])
+        result = func(*args, **kwargs)
+        known.follow(func, args, kwargs, result)
+        return result
+
+    def _refuse_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuses an op that would write to a tensor that is closed over."""
+        named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+        for argument in func._schema.arguments:
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            written = named.get(argument.name)
+            for value in written if isinstance(written, (list, tuple)) else [written]:
+                if isinstance(value, torch.Tensor) and not is_fake(value):
+                    raise Refused(str(closed_over_write(self.tracing.fns, value, func, user_line())), written=value)
+
+
+def _has_gradient(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether autograd follows an op that changes its operand's shape in place; it need not be known of others."""
+    return torch.Tag.inplace_view not in func.tags or args[0].requires_grad or in_functorch()

@@ -1,0 +1,209 @@
+"""out_forms: how an op writes its results into given tensors.
+
+Most ops have an `out=` form in torch that runs the same kernel on the same strides (`form_of`). A few have none and are
+written another way (`special_form`). Of the rest the result is computed and copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from fzero._torch_compat import kernel_of
+from fzero.codegen import tiling
+from fzero.ir import as_strided, fx_nodes
+
+aten = torch.ops.aten
+Call = Callable[[], Any]
+
+# a Python number for the tensor of another overload, which has an `out=` form
+_WITH_TENSOR = {
+    aten.add.Scalar: aten.add.out,
+    aten.sub.Scalar: aten.sub.out,
+    aten.mul.Scalar: aten.mul.out,
+    aten.div.Scalar: aten.div.out,
+}
+# beside pointwise ops, those whose `out=` form was seen to write its result there and nothing else: others resize `out`
+# and use it for what lies between (binary_cross_entropy), or need results in memory of their own (linalg.qr)
+_WRITES_OUT = frozenset(
+    str.split(
+        "mm addmm bmm baddbmm sum mean amax amin any all argmax argmin cumsum cat stack index_select gather tril triu "
+        "index _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data "
+        "nll_loss_forward nll_loss_backward "
+        "gelu_backward silu_backward max_pool2d_with_indices onednn_mm onednn_addmm onednn_bmm onednn_baddbmm"
+    )
+)
+
+
+@cache
+def out_form(target: Any) -> Any:
+    """The overload of op `target` that writes its result into `out=` and nothing else, or None."""
+    if target in _WITH_TENSOR:
+        return _WITH_TENSOR[target]
+    if not hasattr(target, "_schema"):
+        return None
+    name = target.overloadpacket.__name__
+    if name not in _WRITES_OUT and torch.Tag.pointwise not in target.tags:
+        return None
+    return fx_nodes.out_overload(target)
+
+
+def form_of(node: fx.Node) -> Any:
+    """The `out=` form of a node's op for the node's arguments, or None.
+
+    The form of `add.Scalar` takes two: its third, `alpha`, is no tensor. A softmax writes its result row by row, so an
+    `out` that is not contiguous would be wrong.
+    """
+    if node.target in _WITH_TENSOR and len(node.args) > 2:
+        return None
+    if "_softmax" in fx_nodes.op_name(node) and "val" in node.meta and not node.meta["val"].is_contiguous():
+        return None
+    return out_form(node.target)
+
+
+def special_form(node: fx.Node) -> Callable[..., Iterator[Call]] | None:
+    """How a node without a usable `out=` form writes into given memory; None where it has no such way.
+
+    The result is called with the result's tensor, then the node's arguments, and gives the calls.
+    """
+    if is_by_columns(node):
+        return _embedding_backward_by_columns
+    form = _SPECIAL.get(node.target)
+    return form if form is not None and _fits(node) else None
+
+
+def is_by_columns(node: fx.Node) -> bool:
+    """Whether a node's result is made some columns at a time: the backward of an embedding, on the CPU."""
+    backward = node.target is aten.embedding_dense_backward.default
+    return backward and not _fits(node) and not node.args[4] and not _on_cuda(node)
+
+
+def columns_bytes(node: fx.Node) -> int:
+    """The most bytes that a node made by columns asks the allocator for: some columns, and rows made contiguous."""
+    (rows, columns), itemsize = node.meta["val"].shape, node.meta["val"].element_size()
+    step = min(_columns_at_once(rows, itemsize), columns)
+    grad, index = (fx_nodes.operand(node, i).meta["val"] for i in (0, 1))
+    copied = index.numel() if step < columns or not grad.is_contiguous() else 0
+    return (rows + copied) * step * itemsize
+
+
+def _fits(node: fx.Node) -> bool:
+    """Whether a node's operands are as its special form needs them.
+
+    On CUDA `index_add_` adds rows in any order; torch's own backward of an embedding sorts them.
+    """
+    if node.target is aten.embedding.default:
+        return bool(node.args[1].meta["val"].is_contiguous())  # type: ignore[union-attr]
+    if node.target is aten.embedding_dense_backward.default:
+        operands = all(fx_nodes.operand(node, i).meta["val"].is_contiguous() for i in (0, 1))
+        wide = node.meta["val"].dtype in (torch.float32, torch.float64)  # narrow ones are added in fp32
+        alone = not _on_cuda(node) and not node.args[4]
+        return bool(operands and wide and node.args[3] < 0 and alone)  # type: ignore[operator]
+    return True
+
+
+def _on_cuda(node: fx.Node) -> bool:
+    return bool(node.meta["val"].is_cuda)
+
+
+def copy_result(compute: Call, into: torch.Tensor) -> None:
+    """Computes a result and copies it into a given tensor."""
+    into.copy_(compute())
+
+
+def copy_results(compute: Call, into: Sequence[tuple[int, torch.Tensor]]) -> None:
+    """Computes several results and copies those numbered in `into`."""
+    results = compute()
+    for index, tensor in into:
+        if results[index].numel() or not tensor.numel():  # some ops leave out a result that is not needed
+            tensor.copy_(results[index])
+
+
+# --- special forms ----------------------------------------------------------------------------------------------------
+
+
+def _copy(into: torch.Tensor, source: torch.Tensor, **_: Any) -> Iterator[Call]:
+    yield partial(into.copy_, source)
+
+
+def _fill(value: float) -> Callable[..., Iterator[Call]]:
+    def form(into: torch.Tensor, *_: Any, **__: Any) -> Iterator[Call]:
+        yield partial(into.fill_, value)
+
+    return form
+
+
+def _leave(*_: Any, **__: Any) -> Iterator[Call]:
+    """Nothing to do: an empty tensor may hold any values."""
+    yield from ()
+
+
+def _full(into: torch.Tensor, _: Any, value: Any, **__: Any) -> Iterator[Call]:
+    yield partial(into.fill_, value)
+
+
+def _scalar(into: torch.Tensor, value: Any, **_: Any) -> Iterator[Call]:
+    yield partial(into.fill_, value)
+
+
+def _strided_scatter(into: torch.Tensor, x: torch.Tensor, values: torch.Tensor, *layout: Any) -> Iterator[Call]:
+    yield partial(into.copy_, x)
+    yield partial(as_strided.strided(into, *layout).copy_, values)
+
+
+def _embedding(into: torch.Tensor, weight: torch.Tensor, index: torch.Tensor, *_: Any) -> Iterator[Call]:
+    rows = into.view(-1, weight.shape[1])
+    yield partial(kernel_of(aten.index_select.out), weight, 0, index.view(-1), out=rows)
+
+
+def _embedding_backward(into: torch.Tensor, grad: torch.Tensor, index: torch.Tensor, *_: Any) -> Iterator[Call]:
+    yield into.zero_
+    yield partial(into.index_add_, 0, index.view(-1), grad.view(-1, into.shape[1]))
+
+
+_COLUMNS_BYTES = tiling.BYTES[1]  # of a result in memory that malloc keeps
+
+
+def _columns_at_once(rows: int, itemsize: int) -> int:
+    return max(1, _COLUMNS_BYTES // max(rows * itemsize, 1))
+
+
+def _embedding_backward_by_columns(
+    into: torch.Tensor, grad: torch.Tensor, index: torch.Tensor, *rest: Any
+) -> Iterator[Call]:
+    """aten's own kernel, which returns a new tensor, on some columns at a time: columns do not meet.
+
+    Not with `scale_grad_by_freq`: rows are then added with a factor, which rounds by the number of columns (`tiling`).
+    """
+    step = _columns_at_once(into.shape[0], into.element_size())
+    kernel = kernel_of(aten.embedding_dense_backward.default)
+    for start in range(0, into.shape[1], step):
+        columns = slice(start, start + step)
+        yield partial(copy_result, partial(kernel, grad[..., columns], index, *rest), into[:, columns])
+
+
+_SPECIAL: dict[Any, Callable[..., Iterator[Call]]] = {
+    aten.clone.default: _copy,
+    aten._to_copy.default: _copy,
+    aten.empty.memory_format: _leave,
+    aten.empty_like.default: _leave,
+    aten.empty_permuted.default: _leave,
+    aten.empty_strided.default: _leave,
+    aten.new_empty.default: _leave,
+    aten.new_empty_strided.default: _leave,
+    aten.zeros.default: _fill(0),
+    aten.zeros_like.default: _fill(0),
+    aten.new_zeros.default: _fill(0),
+    aten.ones.default: _fill(1),
+    aten.ones_like.default: _fill(1),
+    aten.full.default: _full,
+    aten.full_like.default: _full,
+    aten.scalar_tensor.default: _scalar,
+    torch.ops.fzero.strided_scatter.default: _strided_scatter,
+    aten.embedding.default: _embedding,
+    aten.embedding_dense_backward.default: _embedding_backward,
+}

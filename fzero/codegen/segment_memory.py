@@ -1,0 +1,117 @@
+"""segment_memory: where each value of a segment lies in its workspace, and how many bytes that takes.
+
+Shapes are static, so memory can be: every value has an offset in one block, the workspace. Values whose lives do not
+meet share their bytes. The outputs lie in the program's buffers, and values that `inplace` puts into another's memory
+take none of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fzero.codegen import inplace, out_forms, tiling
+from fzero.codegen.fusion import Fused
+from fzero.codegen.workspace import workspace_bytes
+from fzero.errors import VerifyError
+from fzero.ir import fx_nodes, fx_values
+from fzero.ir.offset_assignment import pack
+
+Lives = dict[fx_values.Value, tuple[int, int, int]]  # (first node, last node, bytes), nodes by position
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The memory of a segment's values.
+
+    outputs: the values that are returned; they lie in the program's buffers.
+    homes: values that lie in another value's memory, or in a destination's.
+    offsets: where every other value begins in the workspace, in bytes.
+    nbytes: of the workspace.
+    heap: the most bytes that kernels ask the allocator for at one node.
+    chains: those that run tile by tile, by their last node.
+    tiled: the nodes of chains before the last. Their values are never whole.
+    """
+
+    outputs: tuple[fx_values.Value, ...]
+    homes: Mapping[fx_values.Value, inplace.Home]
+    offsets: Mapping[fx_values.Value, int]
+    nbytes: int
+    heap: int
+    chains: Mapping[fx.Node, tiling.Chain]
+    tiled: Collection[fx.Node]
+
+
+def layout(gm: fx.GraphModule, apart: frozenset[int] = frozenset()) -> Layout:
+    """The layout of a segment. `apart`: its destinations that share no memory with others (`inplace.apart`).
+
+    It is worked out once for each `apart` and kept with the segment, which must not change. (It holds nodes, which hold
+    the segment: in a table by weak references it would keep its own key alive.)
+    """
+    layouts: dict[frozenset[int], Layout] = gm.meta.setdefault("layouts", {})
+    if apart not in layouts:
+        layouts[apart] = _layout(gm, apart)
+    return layouts[apart]
+
+
+def _layout(gm: fx.GraphModule, apart: frozenset[int]) -> Layout:
+    values = fx_values.values(gm)
+    chains = tiling.chains(gm, apart)
+    position = {node: i for i, node in enumerate(gm.graph.nodes)}
+    lives = values.lives
+    for chain in chains:
+        lives = _at_the_last(chain, lives, position)
+    values = fx_values.Values(lives, values.outputs)
+    tiled = {node for chain in chains for node in chain.nodes[:-1]}
+    homes = inplace.homes(gm, values, apart, tiled)
+    held: Lives = {}  # of the values that have memory in the workspace, with those that lie in it
+    for key, (first, last, nbytes) in lives.items():
+        home = homes.get(key, key)
+        if not isinstance(home, fx.Node) and home not in values.outputs:
+            before = held.get(home, (first, last, nbytes))
+            held[home] = (min(first, before[0]), max(last, before[1]), nbytes)
+    offsets, nbytes = pack(list(held.values()))
+    heap = max((heap_bytes(node) for node in gm.graph.nodes if fx_nodes.is_compute(node)), default=0)
+    by_last = {chain.last: chain for chain in chains}
+    return Layout(values.outputs, homes, dict(zip(held, offsets, strict=True)), nbytes, heap, by_last, tiled)
+
+
+def _at_the_last(chain: tiling.Chain, lives: Lives, position: Mapping[fx.Node, int]) -> Lives:
+    """The lives with those that a chain changes.
+
+    A chain executes at its last op: its inputs stay live until then. An input that is not read tile by tile also stays
+    live through the last write, so the write cannot overwrite it. Of the values between its ops there is one tile.
+    """
+    lives, end = dict(lives), position[chain.last]
+    for node in chain.nodes:
+        for operand in node.all_input_nodes:
+            for key in fx_values.memory(operand):
+                first, last, nbytes = lives[key]
+                whole = chain.is_tiled(operand) and fx_values.extent_bytes(operand.meta["val"]) == nbytes
+                lives[key] = (first, max(last, end + (node is not chain.last and not whole)), nbytes)
+    for node, tile in chain.between:
+        lives[node, 0] = (end, end, tile.numel() * tile.element_size())
+    return lives
+
+
+def heap_bytes(node: fx.Node) -> int:
+    """The most bytes that a node's call asks the allocator for: a kernel's own memory, and results to be copied."""
+    if out_forms.is_by_columns(node):
+        return workspace_bytes(node) + out_forms.columns_bytes(node)
+    direct = isinstance(node.target, Fused) or out_forms.special_form(node) or out_forms.form_of(node)
+    own = 0 if direct else sum(value.untyped_storage().nbytes() for _, value in fx_values.results(node))
+    return workspace_bytes(node) + own
+
+
+def tensor_at(block: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """The tensor at a byte offset of `block` (1-D uint8), with the shape, strides and dtype of the fake tensor `like`.
+
+    Raises VerifyError where it does not fit.
+    """
+    nbytes = fx_values.extent_bytes(like)
+    if offset + nbytes > block.numel():
+        raise VerifyError(f"a value of {nbytes} bytes at byte {offset} does not fit into {block.numel()}")
+    return block[offset : offset + nbytes].view(like.dtype).as_strided(like.shape, like.stride())
