@@ -92,7 +92,7 @@ def eager(name: str, model: nn.Module) -> list[float]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_trains_as_torch_does(name: str) -> None:
     case, model = CASES[name], build(name).eval()
     functional = from_module(model)
