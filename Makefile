@@ -7,12 +7,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Test processes at a time. A file stays in one, for what its tests share.
 WORKERS ?= 2
+# What make check runs of: where a step becomes a program, and where that is judged.
+CHECKED := $(addprefix tests/,ir plan passes verify cost capture/test_trace_step.py capture/test_known.py laws/test_errors.py)
 
-.PHONY: help demo test lint format acceptance bench test-gpu bench-gpu clean
+.PHONY: help demo check test lint format acceptance bench test-gpu bench-gpu clean
 
 help:
 	@echo "make demo        train a small GPT on two local ranks with zero=3 (about three minutes);"
 	@echo "                 ARGS='--kill-at 120 --check' kills a rank on the way and compares"
+	@echo "make check       the tests of the compiler that start no process, in under a minute"
 	@echo "make test        the test suite, on the CPU"
 	@echo "make lint        ruff (format, rules), mypy, and import-linter (the order of the folders)"
 	@echo "make format      let ruff rewrite the files"
@@ -41,8 +44,11 @@ $(VENV)/.bench: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/.demo
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
+check: $(VENV)/.dev
+	$(PYTEST) -n $(WORKERS) --dist loadfile -q -m "not gpu and not acceptance and not processes" $(CHECKED) $(ARGS)
+
 test: $(VENV)/.dev
-	$(PYTEST) -n $(WORKERS) --dist loadfile $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile --durations=20 $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

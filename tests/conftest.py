@@ -4,13 +4,17 @@ One thread, because `sum` has other bits on two threads than on one. A golden is
 `tests/golden/<pass>/<case>.txt` that a person can read and edit; `pytest --update-golden` rewrites the files of the
 tests that ran, and without it a missing or different file fails.
 
-Of a test marked `sampled(n)`, n of its cases run in `make test`, drawn by its name, and all in `make acceptance`.
+Of a test marked `sampled(n)`, n of its cases run in `make test`, drawn by its name, and all in `make acceptance`. A
+test that starts processes is found by the names that it uses and marked, so that `make check` can leave it out.
 """
 
+import inspect
 import random
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
 
 import pytest
 import torch
@@ -27,13 +31,55 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """What `sampled` leaves out joins the long checks, before `-m` picks; among the long checks nothing is left out."""
     cases: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if (marker := item.get_closest_marker("sampled")) is not None:
+        if (marker := item.get_closest_marker("sampled")) is not None and not _left_out(item):
             cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
     for (name, count), found in cases.items():
         kept = random.Random(name).sample(range(len(found)), min(count, len(found)))
         for n, item in enumerate(found):
             if n not in kept or config.option.markexpr == "acceptance":
                 item.add_marker("acceptance")
+    for item in items:
+        if isinstance(item, pytest.Function) and _starts_processes(item):
+            item.add_marker("processes")
+
+
+def _left_out(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("gpu", "acceptance"))
+
+
+STARTERS = {"gloo", "start_ranks", "kill_loop", "kills", "subprocess", "multiprocessing", "fork"}
+
+
+def _starts_processes(item: pytest.Function) -> bool:
+    """Whether the test, one of its fixtures, or a function of its file that they call, names what starts processes."""
+    fixtures = [d.func for name in item.fixturenames for d in item._fixtureinfo.name2fixturedefs.get(name, ())]
+    todo = [item.function.__code__, *(f.__code__ for f in fixtures if f.__module__ == item.function.__module__)]
+    known = {name: inspect.unwrap(x) for name, x in vars(item.module).items() if callable(x)}
+    seen: set[CodeType] = set()
+    while todo:
+        code = todo.pop()
+        if code in seen:
+            continue
+        seen.add(code)
+        if STARTERS & set(code.co_names):
+            return True
+        todo += [one for one in code.co_consts if isinstance(one, CodeType)]
+        called = [known[name] for name in code.co_names if isinstance(known.get(name), FunctionType)]
+        todo += [fn.__code__ for fn in called if fn.__module__ == item.module.__name__]
+    return False
+
+
+@pytest.fixture(scope="module")
+def chosen(request: pytest.FixtureRequest) -> Callable[[str, str], list[Any]]:
+    """`chosen("test_on_gloo", "name")`: the values of that parameter in the cases of a test of this file that run."""
+
+    def values(test: str, parameter: str) -> list[Any]:
+        own = [
+            item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)
+        ]
+        return list(dict.fromkeys(item.callspec.params[parameter] for item in own if item.originalname == test))
+
+    return values
 
 
 @pytest.fixture(autouse=True, scope="session")

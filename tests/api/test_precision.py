@@ -246,7 +246,7 @@ def accumulated(precision: Any, world: int, num: int, **options: Any) -> Run:
 
 @pytest.mark.parametrize("reduce", ["each", "end"])
 @pytest.mark.parametrize("name", ["bf16", "fp16", "bf16, reduced in bf16"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_gradients_of_many_microbatches_are_summed_in_fp32(name: str, reduce: str) -> None:
     how = POLICIES[name]
     if name == "fp16":

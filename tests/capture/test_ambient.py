@@ -370,7 +370,8 @@ def trained(number: int) -> list[Any]:
     ]
 
 
-def test_threads_may_trace_and_step_at_one_time() -> None:
+@pytest.mark.parametrize("rounds", [1, pytest.param(4, marks=pytest.mark.acceptance)])
+def test_threads_may_trace_and_step_at_one_time(rounds: int) -> None:
     wanted = [trained(number) for number in range(4)]
     found: dict[int, Any] = {}
     start = threading.Barrier(4)
@@ -382,7 +383,7 @@ def test_threads_may_trace_and_step_at_one_time() -> None:
         except BaseException as error:
             found[number] = error
 
-    for _ in range(2):
+    for _ in range(rounds):
         threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()

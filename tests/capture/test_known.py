@@ -63,7 +63,7 @@ KNOWN: dict[str, Loss] = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 def test_what_no_input_decides_may_be_asked_for(name: str) -> None:
     loss = KNOWN[name]
     spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1))

@@ -78,7 +78,7 @@ layouts = st.tuples(st.sampled_from(WORLDS), st.sampled_from(STAGES))
     layouts,
     layouts,
 )
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_layout_loads_any_other_bit_for_bit(
     tmp_path_factory: pytest.TempPathFactory,
     shapes: list[tuple[int, ...]],

@@ -164,10 +164,28 @@ def test_where_onednn_would_round_the_kernel_is_torchs_own(monkeypatch: pytest.M
 @pytest.mark.parametrize("layouts", ["nn", "nt", "tn"])
 @pytest.mark.parametrize("sizes", [(256, 768, 640), (768, 1024, 256), (100, 101, 103), (33, 2000, 5)])
 @pytest.mark.parametrize("name", matmul.NAMES)
-@pytest.mark.sampled(6)
+@pytest.mark.acceptance
 def test_the_account_covers_what_onednn_allocates(
     name: str, sizes: tuple[int, int, int], layouts: str, form: str
 ) -> None:
+    covers(name, sizes, layouts, form)
+
+
+@given(
+    st.sampled_from(matmul.NAMES),
+    st.tuples(st.integers(1, 400), st.integers(1, 2000), st.integers(1, 700)),
+    st.sampled_from(["nn", "nt", "tn"]),
+    st.sampled_from(["default", "out"]),
+)
+@settings(max_examples=10, deadline=None, derandomize=True, database=None)
+def test_the_account_covers_what_onednn_allocates_at_any_size(
+    name: str, sizes: tuple[int, int, int], layouts: str, form: str
+) -> None:
+    covers(name, sizes, layouts, form)
+
+
+def covers(name: str, sizes: tuple[int, int, int], layouts: str, form: str) -> None:
+    """What the kernel takes beside its operands is within what is planned for it, and that is little more."""
     rows, inner, columns = sizes
     batch = (3,) if "bmm" in name else ()
     generator = torch.Generator().manual_seed(0)

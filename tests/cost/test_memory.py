@@ -16,7 +16,8 @@ import torch
 from fzero.state import storage
 
 aten = torch.ops.aten
-TRAINED = ["gpt", *(pytest.param(model, marks=pytest.mark.acceptance) for model in ("convolutional", "embedding"))]
+LARGE = ("gpt of four layers", "convolutional", "embedding")
+TRAINED = ["gpt", *(pytest.param(model, marks=pytest.mark.acceptance) for model in LARGE)]
 
 
 @cache

@@ -112,9 +112,9 @@ def test_a_deepspeed_checkpoint_runs_no_code(tmp_path: Path) -> None:
         list(_unpickle.torch_files({"files": [str(file)], "allow": ["posix.mkdir"]}))
     assert not (tmp_path / "owned").exists()
     torch.save({**whole, "x": Harmless()}, file)
-    with pytest.raises(_unpickle.Refused, match=rf"it asks for {__name__}\.Harmless"):
+    with pytest.raises(_unpickle.Refused, match=rf"it asks for {Harmless.__module__}\.Harmless"):
         list(_unpickle.torch_files({"files": [str(file)], "allow": []}))
-    assert deepspeed(tmp_path / "ds", allow=[f"{__name__}.Harmless"]).count == 4
+    assert deepspeed(tmp_path / "ds", allow=[f"{Harmless.__module__}.Harmless"]).count == 4
 
 
 def test_the_child_may_hang_or_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

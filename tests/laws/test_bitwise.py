@@ -1,7 +1,7 @@
 """Where and when, never what: a state's bits do not depend on how a step is sharded, cut, ordered or run.
 
 Over real gloo processes at three worlds, then over drawn models and plans through the interpreter. Bits are those of
-the whole state (parameters, moments, count) after twenty steps, and of the loss at each.
+the whole state (parameters, moments, count) after twenty steps (eight in `make test`), and of the loss at each.
 
 What may change them: the world, the number of microbatches and `reduce`, for these are other sums. With clipping also
 the bucket cap, which cuts the sum of the norm.
@@ -22,7 +22,7 @@ from torch import Tensor
 import fzero
 from fzero import tree
 
-STEPS = 20
+STEPS, FEW = 20, 8  # the latter in part
 STAGES = (0, 1, 2, 3)
 CAPS = (256, 800, 32 << 20)  # bytes: a bucket for each leaf of the MLP, one layer cut in two, a bucket for each layer
 TX = {"adamw": fzero.optim.adamw(1e-2), "sgd": fzero.optim.sgd(0.05, momentum=0.9, nesterov=True)}
@@ -72,25 +72,33 @@ def cases(world: int) -> dict[str, Case]:
     return made
 
 
-def train(case: Case) -> tuple[dict[str, Tensor], list[Tensor]]:
+PART = (*(f"one microbatch/zero={zero}" for zero in STAGES), "each/zero=0", "each/zero=2", "end/zero=0", "end/zero=3")
+
+
+def picked(world: int, part: bool) -> dict[str, Case]:
+    return {name: case for name, case in cases(world).items() if not part or name in PART}
+
+
+def train(case: Case, steps: int) -> tuple[dict[str, Tensor], list[Tensor]]:
     """In a rank's process: the whole state after the last step, and the losses."""
     model = MODELS[case.model]
     state = fzero.init(model.init(fzero.random.key(0)), case.spec())
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         state = fzero.step(state, model.batch(torch.distributed.get_rank(), step))
         losses.append(state.metrics["loss"].clone())
     paths, leaves, _ = tree.flatten(fzero.unshard(state.tree))
     return dict(zip(paths, leaves, strict=True)), losses
 
 
-def train_all(world: int) -> dict[str, tuple[dict[str, Tensor], list[Tensor]]]:
-    return {name: train(case) for name, case in cases(world).items()}
+def train_all(world: int, part: bool) -> dict[str, tuple[dict[str, Tensor], list[Tensor]]]:
+    return {name: train(case, FEW if part else STEPS) for name, case in picked(world, part).items()}
 
 
 @dataclass
 class World:
     size: int
+    part: bool
     found: dict[str, tuple[dict[str, Tensor], list[Tensor]]]
 
     def groups(self) -> Iterator[tuple[str, list[str]]]:
@@ -102,16 +110,19 @@ class World:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(2, marks=pytest.mark.acceptance), 3, pytest.param(4, marks=pytest.mark.acceptance)],
-    ids="world={}".format,
+    params=[
+        pytest.param((3, True), id="part of world=3"),
+        *(pytest.param((size, False), marks=pytest.mark.acceptance, id=f"world={size}") for size in (2, 3, 4)),
+    ],
 )
 def world(request: pytest.FixtureRequest) -> World:
-    ranks = values(gloo(request.param, train_all, request.param))
+    size, part = request.param
+    ranks = values(gloo(size, train_all, size, part))
     for other in ranks[1:]:
         for name, (state, losses) in ranks[0].items():
             assert not differing(state, other[name][0]), f"{name}: unshard gives other bits on another rank"
             assert torch.equal(torch.stack(losses), torch.stack(other[name][1])), f"{name}: the ranks' losses differ"
-    return World(request.param, ranks[0])
+    return World(size, part, ranks[0])
 
 
 def test_stages_caps_prefetch_and_overlap_do_not_change_a_bit(world: World) -> None:
@@ -135,9 +146,9 @@ def test_groups_really_differ(world: World) -> None:
 
 
 def test_interpret_gives_the_bits_of_execute(world: World) -> None:
-    for name, case in cases(world.size).items():
-        model = MODELS[case.model]
-        result = run(case.spec(), model.init(fzero.random.key(0)), model.batch, world=world.size, steps=STEPS)
+    for name, case in picked(world.size, world.part).items():
+        model, steps = MODELS[case.model], FEW if world.part else STEPS
+        result = run(case.spec(), model.init(fzero.random.key(0)), model.batch, world=world.size, steps=steps)
         state, losses = world.found[name]
         assert not differing(result.final, state), f"{name}: {differing(result.final, state)}"
         assert result.losses() == [float(loss) for loss in losses], name
@@ -212,9 +223,13 @@ def outcome(
     return result.final, result.losses()
 
 
-@settings(few, max_examples=8)
-@given(shapes=trees, plan=plans, how=sums, world=st.integers(1, 5), seed=st.integers(0, 99))
-def test_any_plan_gives_the_bits_of_the_replicated_program(
+@pytest.mark.parametrize("examples", [4, pytest.param(24, marks=pytest.mark.acceptance)])
+def test_any_plan_gives_the_bits_of_the_replicated_program(examples: int) -> None:
+    drawing = given(shapes=trees, plan=plans, how=sums, world=st.integers(1, 5), seed=st.integers(0, 99))
+    settings(few, max_examples=examples)(drawing(has_the_bits_of_the_replicated_program))()
+
+
+def has_the_bits_of_the_replicated_program(
     shapes: Any, plan: dict[str, Any], how: dict[str, Any], world: int, seed: int
 ) -> None:
     model = drawn(shapes, seed)

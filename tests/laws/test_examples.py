@@ -167,7 +167,7 @@ def printed_by(main: Any, out: Path, capsys: pytest.CaptureFixture[str], *argume
 
 
 @pytest.mark.parametrize("example", [gan, maml, dp_sgd, lora], ids=lambda example: example.__name__)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_recipes_on_two_ranks(example: Any, tmp_path: Path) -> None:
     """As torchrun would start them; `ranks.launch` is tested above."""
     assert values(gloo(2, example.main, ["--steps", "2", "--out", str(tmp_path)])) == [0, 0]

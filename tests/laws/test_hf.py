@@ -6,16 +6,17 @@ docs/models.md: `FZERO_UPDATE_MODELS=1 pytest tests/laws/test_hf.py` writes it, 
 """
 
 import copy
-import importlib
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import hf_models
 import pytest
 import torch
 from helpers import gloo, relative, run, same_bits, values
@@ -25,9 +26,8 @@ import fzero
 from fzero import tree
 from fzero.interop import Functional, from_module
 
-pytest.importorskip("transformers")
-hf_models = importlib.import_module("hf_models")
 CASES = hf_models.CASES
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 WORLD, STEPS, TOLERANCE = 2, 5, 1e-5
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
@@ -92,7 +92,7 @@ def eager(name: str, model: nn.Module) -> list[float]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_trains_as_torch_does(name: str) -> None:
     case, model = CASES[name], build(name).eval()
     functional = from_module(model)

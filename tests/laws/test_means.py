@@ -92,7 +92,7 @@ def train(loss: Any, mask: Any, world: int, num: int, steps: int = 10, **options
 
 @pytest.mark.parametrize("loss", [exact, exact_bool, weighted])
 @pytest.mark.parametrize("mask", [ragged, empty_part, empty_rank])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_the_spread_of_a_batch_does_not_matter(loss: Any, mask: Any) -> None:
     expected, losses = train(loss, mask, 1, 1)
     worst = 0.0

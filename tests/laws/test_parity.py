@@ -120,7 +120,7 @@ def grid(model: str, optimizer: str, world: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize(("model", "optimizer"), CASES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_programs_train_as_torch_does(model: str, optimizer: str, world: int) -> None:
     expected = plain(model, optimizer, world)
     if OPTIMIZERS[optimizer].clip_norm is not None:
@@ -149,7 +149,7 @@ def paths(model: str) -> list[str]:
 
 @pytest.mark.parametrize(("world", "microbatches"), [(1, 4), (3, 2)])
 @pytest.mark.parametrize(("model", "optimizer"), [("gpt", "adamw_clipped"), ("mlp", "sgd"), ("conv", "sgd_clipped")])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_reference_trains_as_torch_does_and_programs_as_reference(
     model: str, optimizer: str, world: int, microbatches: int
 ) -> None:

@@ -283,7 +283,7 @@ def test_twenty_steps_are_those_of_the_reference(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, case in OPTIMIZERS.items() if case.anywhere])
 @given(shapes=pytrees, seed=st.integers(0, 2**31))
 @few
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 def test_so_they_are_for_any_tree(name: str, shapes: Any, seed: int) -> None:
     compare(OPTIMIZERS[name], shapes, seed)
 
@@ -380,7 +380,7 @@ MESHED = [name for name in OPTIMIZERS if not name.endswith(("_fused", "_schedule
     [(3, (3,)), pytest.param(3, (1, 2), marks=ACCEPTANCE), pytest.param(2, (1, 2, 3), marks=ACCEPTANCE)],
 )
 @pytest.mark.parametrize("name", MESHED)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 def test_every_stage_gives_the_same_bits(name: str, world: int, stages: tuple[int, ...]) -> None:
     case = OPTIMIZERS[name]
     dtype = torch.bfloat16 if case.wide else torch.float32

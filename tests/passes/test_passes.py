@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import cases
 import pytest
@@ -25,6 +26,37 @@ GOLDEN_CASES: dict[str, dict[str, Any]] = {
 }
 
 
+class Stage(NamedTuple):
+    """A program as a pass left it, and its text and its segments' from before any later pass ran."""
+
+    program: Program
+    text: str
+    segments: dict[str, str]
+
+
+def segment_texts(program: Program) -> dict[str, str]:
+    return {key: str(gm.graph) for key, gm in program.segments.items()}
+
+
+def stages(program: Program, options: Options) -> dict[str, Stage]:
+    """The program before any pass ("lower") and after each."""
+    found = {"lower": Stage(program, str(program), segment_texts(program))}
+    for name, run, _ in PASSES:
+        program = run(program, options)
+        found[name] = Stage(program, str(program), segment_texts(program))
+    return found
+
+
+@cache
+def golden_stages(case: str) -> dict[str, Stage]:
+    return stages(cases.naive(**GOLDEN_CASES[case]), Options(remat=cases.spec(**GOLDEN_CASES[case]).remat_rules))
+
+
+@cache
+def pure_stages(zero: int) -> dict[str, Stage]:
+    return stages(cases.naive(zero=zero, microbatches=2, clip_norm=1.0), Options())
+
+
 def upto(name: str, program: Program, options: Options | None = None) -> Program:
     """The program after all passes up to and with `name`."""
     options = options or Options()
@@ -38,9 +70,7 @@ def upto(name: str, program: Program, options: Options | None = None) -> Program
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 @pytest.mark.parametrize("name", ["lower", *(name for name, _, _ in PASSES)])
 def test_golden(name: str, case: str, golden: Callable[[str, str], None]) -> None:
-    program = cases.naive(**GOLDEN_CASES[case])
-    options = Options(remat=cases.spec(**GOLDEN_CASES[case]).remat_rules)
-    golden(f"{name}/{case}", str(program if name == "lower" else upto(name, program, options)))
+    golden(f"{name}/{case}", golden_stages(case)[name].text)
 
 
 def test_golden_cast_before_gather(golden: Callable[[str, str], None]) -> None:
@@ -57,22 +87,19 @@ def test_golden_narrow_of_a_narrow_wire(golden: Callable[[str, str], None]) -> N
 @pytest.mark.parametrize("name", [name for name, _, _ in PASSES])
 @pytest.mark.sampled(8)
 def test_a_pass_is_pure_and_its_result_verifies(name: str, zero: int) -> None:
-    program = cases.naive(zero=zero, microbatches=2, clip_norm=1.0)
-    for each, run, _ in PASSES:
-        before, kept = str(program), program.segments.copy()
-        texts = {key: str(gm.graph) for key, gm in kept.items()}
-        after = run(program, Options())
-        assert str(program) == before
-        assert {key: str(gm.graph) for key, gm in program.segments.items()} == texts
-        verify(after)
-        program = after
-        if each == name:
-            return
+    found = pure_stages(zero)
+    names = list(found)
+    before = found[names[names.index(name) - 1]]
+    after = next(run for each, run, _ in PASSES if each == name)(before.program, Options())
+    assert str(before.program) == before.text
+    assert segment_texts(before.program) == before.segments
+    assert str(after) == found[name].text, "the same again"
+    verify(after)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3, {"layers/1/**": 3, "**": 1}])
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 def test_every_pass_keeps_the_meaning(zero: Any, world: int) -> None:
     meanings = set()
 
@@ -118,7 +145,7 @@ def test_a_reduction_under_2_is_waited_for_after_at_most_one_more_segment() -> N
             assert segments_run[i] - started[op.reads[0].name] <= 1, op
 
 
-@pytest.mark.parametrize("depth", [12, pytest.param(24, marks=pytest.mark.acceptance)])
+@pytest.mark.parametrize("depth", [6, *(pytest.param(depth, marks=pytest.mark.acceptance) for depth in (12, 24))])
 def test_equal_layers_have_at_most_six_unique_segments(depth: int) -> None:
     init, loss = cases.gpt(depth=depth)
     spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=3)

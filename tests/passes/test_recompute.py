@@ -89,7 +89,7 @@ SOME: Any = {"blocks/1/**": "full", "blocks/3/**": "none", "blocks/*/up": "full"
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("how", [{"remat": "full"}, {"remat": SOME}, {"fn": wrapped}], ids=["full", "rules", "fn"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_bits_and_metrics_are_the_same(zero: int, how: dict[str, Any]) -> None:
     plain, again = train(zero=zero), train(zero=zero, **how)
     assert not differing(again.final, plain.final)

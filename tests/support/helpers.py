@@ -168,7 +168,8 @@ def gloo(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 600.0)
 def start_ranks(world: int, fn: Callable[..., Any], *args: Any) -> tuple[list[Any], list[Connection]]:
     """The processes of `gloo`, and by rank the pipe on which each sends its pickled Outcome before it ends."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "fzero"])  # capture needs it, and it takes a second
+    # capture needs the first, test files the last: together they take two seconds, which no rank has to wait for
+    context.set_forkserver_preload(["torch._dynamo", "fzero", "pytest", "hypothesis", "hypothesis.strategies"])
     port = _free_port()
     processes, pipes = [], []
     for rank in range(world):

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 
 VOCAB, LENGTH, ROWS = 64, 12, 2
@@ -144,6 +143,8 @@ EXPERTS = {**DECODER, "num_experts_per_tok": 2}
 
 def made(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
+        import transformers  # seconds, which collecting the tests need not wait for
+
         transformers.logging.set_verbosity_error()
         given = getattr(transformers, config)(**{**SPECIAL, **options})
         return getattr(transformers, model)(given)

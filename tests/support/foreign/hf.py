@@ -9,7 +9,6 @@ from typing import Any
 import hf_models
 import torch
 import torch.nn.functional as F
-import transformers
 from hf_models import DECODER, ENCODER, SPECIAL, VOCAB, WORDS
 from torch import Tensor, nn
 
@@ -344,6 +343,8 @@ def case(name: str) -> Case:
     model, kind, options = FAMILIES[name]
 
     def make() -> nn.Module:
+        import transformers  # seconds, which collecting the tests need not wait for
+
         transformers.logging.set_verbosity_error()
         cls = getattr(transformers, model)
         return cls(cls.config_class(**{**SPECIAL, **options})).eval()

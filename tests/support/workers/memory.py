@@ -51,7 +51,8 @@ def images(rank):
 
 
 MODELS = {
-    "gpt": (*cases.gpt(512, 128, 4), lambda rank: cases.tokens(4, 128, 512, rank)),
+    "gpt": (*cases.gpt(512, 128, 2), lambda rank: cases.tokens(4, 128, 512, rank)),
+    "gpt of four layers": (*cases.gpt(512, 128, 4), lambda rank: cases.tokens(4, 128, 512, rank)),
     "convolutional": (convolutional, convolutional_loss, images),
     "embedding": (embedding, embedding_loss, lambda rank: cases.tokens(2, 64, 20000, rank)),
 }

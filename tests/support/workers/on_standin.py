@@ -89,15 +89,18 @@ def a_transformer() -> None:
     assert all(abs(a - b) < 1e-4 for a, b in zip(*losses.values(), strict=True)), losses
 
 
+LAYERS = 1 if STANDIN else 2  # on the stand-in each costs seconds
+
+
 @scenario(1)
 def recurrent_layers() -> None:
     from fzero.interop import from_module
 
     found = []
     for where in ("cpu", HERE):
-        params, buffers, apply = from_module(torch.nn.LSTM(3, 2, 2, bidirectional=True))
+        params, buffers, apply = from_module(torch.nn.LSTM(3, 2, LAYERS, bidirectional=True))
         params = {name: torch.linspace(-1, 1, value.numel()).view(value.shape) for name, value in params.items()}
-        x = torch.linspace(0, 1, 24).view(4, 2, 3).to(where)
+        x = torch.linspace(0, 1, 24).view(4, 2, 3)[: 2 * LAYERS].to(where)
         its_loss = lambda p, b, f=apply, s=buffers: f(p, s, b)[0].square().mean()  # noqa: E731
         state = fzero.init(params, fzero.Spec(loss=its_loss, optimizer=optim.sgd(0.1), device=where))
         state = fzero.step(fzero.step(state, x), x)
