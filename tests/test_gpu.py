@@ -148,10 +148,10 @@ def test_a_batch_on_the_host_is_told_where_to_go() -> None:
 
 NCCL = """
 import torch, torch.distributed as dist
-from fzero.ir.program import Op, Ref
-from fzero.runtime import collectives, presence
+from fzero.ir.records import Op, Ref
+from fzero.comm import heartbeat, transfers
 dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29533", rank=0, world_size=1)
-comm = collectives.Nccl(0, 1, None, presence.ALONE)
+comm = transfers.Nccl(0, 1, None, heartbeat.ALONE)
 source, dest = torch.arange(8.0, device="cuda"), torch.zeros(8, device="cuda")
 ops = [Op("gather", (Ref("a"),), (Ref("b"),), axis="dp")]
 for mode in ("all", "scatter"):

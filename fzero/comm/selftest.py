@@ -53,7 +53,7 @@ def run(seconds: float = SECONDS) -> dict[str, Found]:
     env = {**os.environ, "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    command = [sys.executable, "-c", "from fzero.runtime import loopback; loopback.rank()"]
+    command = [sys.executable, "-c", "from fzero.comm import selftest; selftest.rank()"]
     pipe = subprocess.PIPE
     ranks = [
         subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=pipe, stderr=pipe)
