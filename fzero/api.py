@@ -11,7 +11,7 @@ from fzero import tree
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.capture import ambient, tracing
 from fzero.capture.provenance import describe
-from fzero.comm import transfers
+from fzero.comm.agree import agree
 from fzero.comm.transport import bucket_bytes, via_of
 from fzero.compile.step import (
     Lowered,
@@ -186,8 +186,8 @@ def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any]
             digest += f", threads={torch.get_num_threads()}"
     except Exception as error:
         failure, digest = error, ""
-    runtime.heard = transfers.agree(
-        runtime.rank, runtime.world_size, what, digest, runtime.group, failure, runtime.says(), lambda: _shown(batch)
+    runtime.any_rank_flags = agree(
+        runtime.rank, runtime.world_size, what, digest, runtime.group, failure, runtime.flags(), lambda: _shown(batch)
     )
     assert lowered is not None
     return lowered, batch

@@ -1,17 +1,17 @@
-"""checkpointer: saving while training goes on, stopping at a signal, and going on where the last save was.
+"""checkpointer: saves while training goes on, stops at a signal, and resumes from the last save.
 
-A save in the background. `after` copies this rank's part of the state to host memory (all that training waits for); a
-thread writes it, over a gloo group of its own. One is in flight: where the next is due before all ranks have ended the
-last, it is late, at the first step at which they have. So a slow disk makes saves rarer, not steps slower, and a rank
-holds at most one copy.
+A save in the background. `after` copies this rank's part of the state to host memory. Training waits for this copy
+only. A thread then writes the copy, over a gloo group of its own. One save is in flight at most. If the next save is
+due before all ranks have ended the last one, it is late: it begins at the first step at which all have. So a slow disk
+makes saves rarer, not steps slower, and a rank holds at most one copy.
 
-What ranks must agree on. Threads end, fail and are told to stop at other instants on each rank, but all ranks must act
-after one step, or they would wait for one another in different places. So each tells four bits in the note that opens
-every `fzero.step` anyway (`Runtime.says`, `Runtime.heard`): my save runs, it failed, I got SIGTERM, I got SIGINT. What
-any rank told before step k, all ranks act on after step k. No further message is sent.
+How ranks agree. Each rank's thread ends or fails at another instant, and so do signals arrive. But all ranks must act
+after the same step, or they would wait for one another in different places. So each rank sends four flags in the note
+that opens every `fzero.step` (`Runtime.flags`, `Runtime.any_rank_flags`): my save runs, my save failed, I got SIGTERM,
+I got SIGINT. All ranks act after step k on the flags that any rank sent before step k. No further message is sent.
 
-A signal. SIGTERM or SIGINT is told with the next step; after it all ranks save and exit with status 143 or 130. A
-second one of its kind, and one before there is a state to save, does what it does without a Checkpointer.
+A signal. SIGTERM or SIGINT is sent as a flag with the next step. After that step all ranks save and exit with status
+143 or 130. A second signal of the same kind, or one before there is a state to save, acts as without a Checkpointer.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ log = logging.getLogger("fzero")
 PATIENCE_SECONDS = 30.0  # for a save in flight once an error has ended the loop: the rank it waits for may be gone
 
 
-class Says(IntFlag):
-    """What a rank tells the others with every step."""
+class RankFlags(IntFlag):
+    """The bits that a rank sends to the others with every step."""
 
     SAVING = 1
     FAILED = 2
@@ -99,7 +99,7 @@ class Checkpointer:
         self._taken: Snapshot | None = None  # its memory serves the next
         self._runtime: Runtime | None = None
         self._group: Any = None
-        self._signals = Says(0)
+        self._signals = RankFlags(0)
         self._handlers: dict[int, Any] = {}  # those that were there before
         self._inside = False
 
@@ -128,9 +128,9 @@ class Checkpointer:
         next save is tried. Raises SystemExit after a signal, also where the last save fails, which is logged.
         """
         runtime = self._join(runtime_of(state))
-        heard = Says(runtime.heard)
-        if stop := heard & (Says.SIGTERM | Says.SIGINT):
-            number = signal.SIGTERM if Says.SIGTERM in stop else signal.SIGINT
+        any_rank = RankFlags(runtime.any_rank_flags)
+        if stop := any_rank & (RankFlags.SIGTERM | RankFlags.SIGINT):
+            number = signal.SIGTERM if RankFlags.SIGTERM in stop else signal.SIGINT
             try:
                 self.save(state, extra)
                 log.info("fzero: %s: step %d is saved in %s", number.name, state.step, self.dir)
@@ -139,8 +139,8 @@ class Checkpointer:
             raise SystemExit(128 + number)
         if self._due or (self.every is not None and state.step % self.every == 0 and self.saved != state.step):
             self._due = (state, extra() if callable(extra) else extra)  # now: later it would tell of a later position
-        if self._writing is not None and Says.SAVING not in heard:
-            self._finish(others_failed=Says.FAILED in heard)
+        if self._writing is not None and RankFlags.SAVING not in any_rank:
+            self._finish(others_failed=RankFlags.FAILED in any_rank)
         if self._due and self._writing is None:
             self._begin(*self._due)
 
@@ -163,7 +163,7 @@ class Checkpointer:
             self.save(*self._due)
 
     def __enter__(self) -> Checkpointer:
-        self._inside, self._signals = True, Says(0)
+        self._inside, self._signals = True, RankFlags(0)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -181,12 +181,12 @@ class Checkpointer:
                 self._restore(number)
             self._inside = False
             if self._runtime is not None:
-                self._runtime.says = lambda: 0
+                self._runtime.flags = lambda: 0
                 self._runtime = None
             if kind is None:  # no step came any more that would have told of it
-                for one in Says.SIGTERM, Says.SIGINT:
-                    if one in self._signals:
-                        signal.raise_signal(signal.Signals[str(one.name)])
+                for flag in RankFlags.SIGTERM, RankFlags.SIGINT:
+                    if flag in self._signals:
+                        signal.raise_signal(signal.Signals[str(flag.name)])
 
     # --- pieces
 
@@ -194,17 +194,17 @@ class Checkpointer:
         if self._inside and not self._handlers and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):  # which no other thread may do
                 self._handlers[number] = signal.getsignal(number)
-                signal.signal(number, self._heard)
+                signal.signal(number, self._on_signal)
 
-    def _heard(self, number: int, frame: types.FrameType | None) -> None:
-        self._signals |= Says.SIGTERM if number == signal.SIGTERM else Says.SIGINT
+    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
+        self._signals |= RankFlags.SIGTERM if number == signal.SIGTERM else RankFlags.SIGINT
         self._restore(number)
 
     def _restore(self, number: int) -> None:
         signal.signal(number, self._handlers.pop(number) or signal.SIG_DFL)
 
-    def _says(self) -> int:
-        return self._signals | (Says(0) if self._writing is None else self._writing.says)
+    def _flags(self) -> int:
+        return self._signals | (RankFlags(0) if self._writing is None else self._writing.flags)
 
     def _join(self, runtime: Runtime) -> Runtime:
         """Speaks with this runtime's steps from now on. The first time, all ranks make the group that writes."""
@@ -212,7 +212,7 @@ class Checkpointer:
             if self._group is None and runtime.world_size > 1:
                 self._group = dist.new_group(backend="gloo")
             self._runtime = runtime
-            runtime.says = self._says
+            runtime.flags = self._flags
             self._listen()
         return runtime
 
@@ -221,7 +221,7 @@ class Checkpointer:
         taken = self._taken
         self.saved, self._due = state.step, None
         self._writing = _Writing(lambda: self._write(taken))
-        runtime_of(state).heard |= Says.SAVING  # until the next step tells
+        runtime_of(state).any_rank_flags |= RankFlags.SAVING  # until the next step sends them
         if not self.background:
             self._finish()
 
@@ -247,7 +247,7 @@ class _Writing(threading.Thread):
 
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__(name="fzero-save", daemon=True)  # a process that ends does not wait for a lost peer
-        self.work, self.says = work, Says.SAVING
+        self.work, self.flags = work, RankFlags.SAVING
         self.error: BaseException | None = None
         self.start()
 
@@ -256,4 +256,4 @@ class _Writing(threading.Thread):
             self.work()
         except BaseException as error:
             self.error = error
-        self.says = Says(0) if self.error is None else Says.FAILED
+        self.flags = RankFlags(0) if self.error is None else RankFlags.FAILED

@@ -29,7 +29,7 @@ from fzero.checkpoint.compare import Difference, difference
 from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.manifest import LeafRecord
 from fzero.checkpoint.reader import Checkpoint
-from fzero.comm import transfers
+from fzero.comm.agree import tell
 from fzero.compile.step import recipe_for
 from fzero.errors import CheckpointError, CorruptError, DisagreementError, DonatedError, MismatchError, SpecError
 from fzero.plan.layout import Plan
@@ -195,7 +195,7 @@ def _chosen(dir: Path, world: World, disk: Disk) -> Path:
         failure = error
     world.agree("load", "", failure)
     if world.size > 1:
-        name = transfers.tell(name, world.size, world.group)[0]
+        name = tell(name, world.size, world.group)[0]
     return dir / name.decode() if name else dir
 
 

@@ -31,7 +31,8 @@ from fzero.checkpoint.manifest import LeafRecord, Manifest, Piece, ShardRecord, 
 from fzero.checkpoint.ranks import Ranks
 from fzero.checkpoint.shards import Part
 from fzero.checkpoint.strict import Invalid, check_json, check_text, dump, parse
-from fzero.comm import heartbeat, transfers
+from fzero.comm import heartbeat
+from fzero.comm.agree import agree
 from fzero.errors import CheckpointError, DonatedError, TreeError
 from fzero.plan.layout import Leaf, Plan
 from fzero.session.session import runtime_of
@@ -90,7 +91,7 @@ def save(
         raise TreeError(f"fzero.save needs a State, got {type(state).__name__}: call fzero.save(state, directory)")
     runtime = runtime_of(state)
     on_host = runtime.device.type == "cpu"
-    transfers.agree(runtime.rank, runtime.world_size, "save", "", runtime.group)  # and none of them steps
+    agree(runtime.rank, runtime.world_size, "save", "", runtime.group)  # and none of them steps
     try:
         return _write(
             runtime.rank,

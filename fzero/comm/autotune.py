@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from fzero.comm.agree import tell
 from fzero.comm.protocol import Comm
-from fzero.comm.transfers import tell
 from fzero.cost.rates import Rates, fitted
 from fzero.ir.records import Op, Ref, make_op
 

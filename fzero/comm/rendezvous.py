@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from fzero.comm import heartbeat
+from fzero.comm.agree import tell
 from fzero.comm.peers import Host
-from fzero.comm.transfers import tell
 from fzero.errors import FzeroError, PeerError
 
 MEET_SECONDS = 30.0

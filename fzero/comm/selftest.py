@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fzero.comm.group import open_world
 from fzero.comm.rendezvous import meet
 from fzero.comm.shared_memory import Shared
-from fzero.comm.transfers import P2P, Gloo, open_world
+from fzero.comm.transfers import P2P, gloo
 from fzero.errors import FzeroError
 from fzero.ir.records import Ref, make_op
 
@@ -81,7 +82,7 @@ def rank() -> None:
     plain = partial(torch.empty, dtype=torch.uint8)
     ways: dict[str, tuple[Any, Callable[[int], torch.Tensor]]] = {
         "p2p": (P2P(number, world), plain),
-        "gloo": (Gloo(number, world), plain),
+        "gloo": (gloo(number, world), plain),
     }
     if host is not None:
         ways["shared"] = (Shared(host, world), host.allocate)

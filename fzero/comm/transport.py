@@ -17,7 +17,7 @@ import torch
 from fzero.comm import autotune, heartbeat
 from fzero.comm.rendezvous import meet
 from fzero.comm.shared_memory import Shared
-from fzero.comm.transfers import P2P, Alone, Gloo, Nccl
+from fzero.comm.transfers import P2P, Alone, Nccl, gloo
 from fzero.cost import choose
 from fzero.cost.autotune import Costs
 from fzero.cost.rates import Rates
@@ -46,7 +46,7 @@ def via_of(device: torch.device, transfers: str) -> str:
 
 
 def transport_for(
-    rank: int, world_size: int, device: torch.device, transfers: str, here: heartbeat.Presence | None = None
+    rank: int, world_size: int, device: torch.device, transfers: str, presence: heartbeat.Presence | None = None
 ) -> Transport:
     """The transport of this run. Collective where there are several ranks. `transfers` is the spec's field, `here` the
     presence of the group over which ranks agree."""
@@ -55,7 +55,7 @@ def transport_for(
     if world_size == 1:
         return Transport(Alone(), via, block)
     if device.type == "cuda":
-        return Transport(Nccl(rank, world_size, None, here), via, block, "NCCL")
+        return Transport(Nccl(rank, world_size, None, presence), via, block, "NCCL")
     p2p = P2P(rank, world_size)
     if transfers == "p2p":
         _, rates = autotune.measured({"p2p": p2p}, world_size)
@@ -64,10 +64,10 @@ def transport_for(
     if host is None:
         if transfers == "shared":
             raise SpecError(f"Spec(transfers='shared'): the ranks share no memory ({why}). Use 'auto' or 'p2p'")
-        ways: dict[str, Any] = {"p2p": p2p, "gloo": Gloo(rank, world_size)}
+        ways: dict[str, Any] = {"p2p": p2p, "gloo": gloo(rank, world_size)}
         table, rates = autotune.measured(ways, world_size)
         return Transport(autotune.Fastest(ways, table), "p2p", block, _shown(table, f"no shared memory: {why}"), rates)
-    ways = {"shared": Shared(host, world_size), "p2p": p2p, "gloo": Gloo(rank, world_size)}
+    ways = {"shared": Shared(host, world_size), "p2p": p2p, "gloo": gloo(rank, world_size)}
     ways = {"shared": ways["shared"]} if transfers == "shared" else ways
     block = host.allocate
     table, rates = autotune.measured(ways, world_size, memory=block)

@@ -21,7 +21,7 @@ from fzero import tree
 from fzero.checkpoint.commit import locate
 from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.reader import Checkpoint
-from fzero.comm import transfers
+from fzero.comm.agree import agree
 from fzero.errors import TreeError
 from fzero.interop.places import directory
 from fzero.plan.layout import Leaf
@@ -113,7 +113,7 @@ class Live:
         self._agree(f"the end of the export to {folder}", asked, failure)
 
     def _agree(self, what: str, digest: str, failure: Exception | None) -> None:
-        transfers.agree(self.runtime.rank, self.runtime.world_size, what, digest, self.runtime.group, failure)
+        agree(self.runtime.rank, self.runtime.world_size, what, digest, self.runtime.group, failure)
 
     def _whole(self, leaf: Leaf) -> torch.Tensor:
         """On rank 0 the leaf in host memory (not a copy where it is whole there); elsewhere this rank's part, sent."""

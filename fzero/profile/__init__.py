@@ -17,7 +17,7 @@ from typing import Any
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.api import _agreed, advanced
 from fzero.capture import ambient
-from fzero.comm import transfers
+from fzero.comm.agree import agree
 from fzero.errors import FzeroError
 from fzero.profile.lanes import op_args
 from fzero.profile.page import page
@@ -57,7 +57,7 @@ def profile(state: State, batch: Any, folder: str | Path = "runs/profile") -> St
 
     def ready() -> None:
         """All ranks begin at one time, or none does."""
-        transfers.agree(runtime.rank, runtime.world_size, f"the start of {what}", "", runtime.group, failure)
+        agree(runtime.rank, runtime.world_size, f"the start of {what}", "", runtime.group, failure)
 
     metrics, found = record(state, lowered, batch, ready)
     new = advanced(state, lowered, metrics)
