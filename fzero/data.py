@@ -197,13 +197,13 @@ def _number(x: int) -> np.uint64:
     return np.uint64(x)
 
 
-def _opened(given: Any, dtype: str | None) -> tuple[Any, str]:
+def _opened(source: Any, dtype: str | None) -> tuple[Any, str]:
     """The array, memory-mapped where it is a file, and its name in messages."""
-    if isinstance(given, torch.Tensor):
-        given = given.detach().cpu().numpy()
-    if isinstance(given, np.ndarray):
-        return _checked(given, "the array"), "the array"
-    path = Path(given)
+    if isinstance(source, torch.Tensor):
+        source = source.detach().cpu().numpy()
+    if isinstance(source, np.ndarray):
+        return _checked(source, "the array"), "the array"
+    path = Path(source)
     if dtype is not None and dtype not in DTYPES:
         raise DataError(f"Tokens(dtype={dtype!r}): needed one of {', '.join(DTYPES)}")
     try:
@@ -214,9 +214,9 @@ def _opened(given: Any, dtype: str | None) -> tuple[Any, str]:
             return _checked(array, str(path)), str(path)
         if dtype is None:
             raise DataError(f"{path} does not say what its tokens are: give Tokens(dtype='uint16'), or a .npy file")
-        size, one = path.stat().st_size, np.dtype(dtype).itemsize
-        if size % one or not size:
-            raise DataError(f"{path} has {size} bytes, no whole number of {dtype} ({one} bytes each) above 0")
+        size, item_bytes = path.stat().st_size, np.dtype(dtype).itemsize
+        if size % item_bytes or not size:
+            raise DataError(f"{path} has {size} bytes, no whole number of {dtype} ({item_bytes} bytes each) above 0")
         return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r"), str(path)
     except DataError:
         raise

@@ -127,17 +127,17 @@ def prepare(run: Path, step: int, nbytes: int, token: str, disk: Disk) -> tuple[
 def make_directories(path: Path, disk: Disk) -> None:
     """The directory and those above it, where they are missing."""
     missing = []
-    for one in (path, *path.parents):
-        if disk.names(one) is not None:
+    for folder in (path, *path.parents):
+        if disk.names(folder) is not None:
             break
-        missing.append(one)
-    for one in reversed(missing):
+        missing.append(folder)
+    for folder in reversed(missing):
         try:
-            disk.mkdir(one)
+            disk.mkdir(folder)
         except CheckpointError as error:
-            if disk.names(one) is None:  # else somebody else has just made it
+            if disk.names(folder) is None:  # else somebody else has just made it
                 raise error
-        disk.sync_directory(one.parent)
+        disk.sync_directory(folder.parent)
 
 
 def clean(run: Path, disk: Disk) -> None:
@@ -216,10 +216,10 @@ def check_shards(directory: Path, manifest: Manifest, disk: Disk) -> None:
 def _is_whole(directory: Path, disk: Disk) -> bool:
     """Whether a step can be believed, as far as can be seen without reading its tensors."""
     try:
-        found = records.read(directory, disk).shards
+        shards = records.read(directory, disk).shards
     except CorruptError:
         return False
-    return all(disk.size(directory / records.shard_name(i)) == shard.bytes for i, shard in enumerate(found))
+    return all(disk.size(directory / records.shard_name(i)) == shard.bytes for i, shard in enumerate(shards))
 
 
 def _check_same(final: Path, data: bytes, disk: Disk) -> None:

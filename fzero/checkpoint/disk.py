@@ -129,10 +129,10 @@ class Disk:
 
         def call() -> int | None:
             try:
-                found = os.lstat(path)
+                status = os.lstat(path)
             except FileNotFoundError:
                 return None
-            return found.st_size if stat.S_ISREG(found.st_mode) else None
+            return status.st_size if stat.S_ISREG(status.st_mode) else None
 
         return self.do("size", path, call)
 
@@ -189,8 +189,8 @@ class Disk:
 
     def free(self, path: Path) -> int | None:
         """Bytes that this user may still write to the file system of a directory; None where that is not known."""
-        found = self.do("free", path, lambda: os.statvfs(path))
-        return found.f_bavail * found.f_frsize if found.f_blocks else None
+        status = self.do("free", path, lambda: os.statvfs(path))
+        return status.f_bavail * status.f_frsize if status.f_blocks else None
 
 
 class File:

@@ -90,9 +90,9 @@ def load(
 
         def filler() -> Filling:
             saved = Checkpoint(chosen, disk)
-            given = _tree(saved, spec) if like is None else like
+            params_like = _tree(saved, spec) if like is None else like
             wanted = first_key(0) if key is None and spec.loss is not None and "key" in saved.leaves else key
-            recipe = recipe_for(spec, given, wanted, world.device)
+            recipe = recipe_for(spec, params_like, wanted, world.device)
             return Filling(saved, recipe, world.size, strict)
 
         state = world.state("load", spec, filler)
@@ -134,12 +134,12 @@ def entry(shape: tuple[int, ...], dtype: torch.dtype, per_rank: bool, world_size
 
 def wanted(plan: Plan, rank: int, memory: Mapping[str, torch.Tensor], kept: set[str]) -> list[Want]:
     """What a rank's buffers hold of every leaf but those to be kept."""
-    found = []
+    wants = []
     for leaf in plan.leaves:
         out, start = storage.flat(plan, memory, leaf, rank)
         if len(out) and leaf.path not in kept:
-            found.append(Want(leaf.path, start, out))
-    return found
+            wants.append(Want(leaf.path, start, out))
+    return wants
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
@@ -189,8 +189,8 @@ def _chosen(dir: Path, world: World, disk: Disk) -> Path:
     rank may see an older list, or a newer one."""
     failure, name = world.failure, b""
     try:
-        if failure is None and world.rank == 0 and (found := locate(dir, disk)) != dir:
-            name = found.name.encode()
+        if failure is None and world.rank == 0 and (step := locate(dir, disk)) != dir:
+            name = step.name.encode()
     except Exception as error:
         failure = error
     world.agree("load", "", failure)
@@ -200,28 +200,28 @@ def _chosen(dir: Path, world: World, disk: Disk) -> Path:
 
 
 def _compared(here: Mapping[str, Entry], saved: Checkpoint, strict: bool) -> Difference:
-    found = difference(here, saved.leaves)
-    if found and strict:
+    differences = difference(here, saved.leaves)
+    if differences and strict:
         raise MismatchError(
             saved.directory,
-            f"does not have the leaves of this state. Nothing was loaded.\n{found}\n"
+            f"does not have the leaves of this state. Nothing was loaded.\n{differences}\n"
             "Give fzero.load the spec and tree that were saved, or strict=False, which loads what fits",
         )
-    if here.keys() <= found.unfit:
+    if here.keys() <= differences.unfit:
         raise MismatchError(
-            saved.directory, f"has no leaf of this state that fits: strict=False would load nothing.\n{found}"
+            saved.directory, f"has no leaf of this state that fits: strict=False would load nothing.\n{differences}"
         )
-    if found:
-        log.warning("fzero: strict=False: of %s these leaves were not loaded:\n%s", saved.directory, found)
-    return found
+    if differences:
+        log.warning("fzero: strict=False: of %s these leaves were not loaded:\n%s", saved.directory, differences)
+    return differences
 
 
 def _tree(saved: Checkpoint, spec: Spec) -> Any:
     """What `fzero.init` would be given, with shapes alone, from the containers that the manifest describes."""
 
-    def leaf(one: LeafRecord) -> Any:
-        value = torch.empty(one.shape[1:] if one.per_rank else one.shape, dtype=one.dtype, device="meta")
-        return PerRank(value) if one.per_rank else value
+    def leaf(record: LeafRecord) -> Any:
+        value = torch.empty(record.shape[1:] if record.per_rank else record.shape, dtype=record.dtype, device="meta")
+        return PerRank(value) if record.per_rank else value
 
     manifest = saved.manifest
     whole, structure, where = manifest.tree([leaf(one) for one in manifest.leaves]), manifest.structure, "the state"

@@ -170,8 +170,8 @@ def step_name(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """The step of a directory of this name; None for any other name."""
-    found = STEP.fullmatch(name)
-    return int(found[1]) if found and step_name(int(found[1])) == name else None
+    match = STEP.fullmatch(name)
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
 def read(directory: Path, disk: Disk | None = None) -> Manifest:
@@ -220,7 +220,7 @@ def _manifest(value: Any) -> Manifest:
     if len(shards) != math.prod(mesh.values()):
         raise Invalid(f"it has {len(shards)} shards for the mesh {mesh}")
     fields = ("path", "shape", "dtype", "placement", "kind", "per_rank", "pieces")
-    leaves = tuple(_leaf(one, len(shards)) for one in top.objects("leaves", fields))
+    leaves = tuple(_leaf(leaf, len(shards)) for leaf in top.objects("leaves", fields))
     _check_bytes(leaves, shards)
     if structure.count(top.value["structure"]) != len(leaves):
         raise Invalid(f"it.structure does not have a place for each of {len(leaves)} leaves")
@@ -231,10 +231,10 @@ def _manifest(value: Any) -> Manifest:
 
 def _check_version(value: Any, file: Path | str) -> None:
     """A newer format is not damage: it has a message of its own."""
-    found = value.get("version") if type(value) is dict and value.get("format") == FORMAT else None
-    if type(found) is int and found > VERSION:
+    version = value.get("version") if type(value) is dict and value.get("format") == FORMAT else None
+    if type(version) is int and version > VERSION:
         raise CheckpointError(
-            file, f"is of format version {found:.6g}, this fzero reads up to {VERSION}: install a newer fzero"
+            file, f"is of format version {version:.6g}, this fzero reads up to {VERSION}: install a newer fzero"
         )
 
 
@@ -244,47 +244,47 @@ def _size(top: Reader, name: str, value: Any) -> int:
     return int(value)
 
 
-def _shard(number: int, one: Reader) -> ShardRecord:
-    one.text("file", re.escape(shard_name(number)))
-    size = one.integer("bytes", 8, MAX_SHARD)
-    blocks = one.items("blocks")
+def _shard(number: int, shard: Reader) -> ShardRecord:
+    shard.text("file", re.escape(shard_name(number)))
+    size = shard.integer("bytes", 8, MAX_SHARD)
+    blocks = shard.items("blocks")
     if len(blocks) != -(-size // BLOCK):
-        one.fail(f"{-(-size // BLOCK)} digests for {size:,} bytes", blocks, "blocks")
+        shard.fail(f"{-(-size // BLOCK)} digests for {size:,} bytes", blocks, "blocks")
     if not all(type(block) is str and re.fullmatch(HEX, block) for block in blocks):
-        one.fail("SHA-256 digests in hex", blocks, "blocks")
-    if one.text("sha256", HEX) != root([bytes.fromhex(block) for block in blocks]):
-        one.fail("the SHA-256 of its blocks' digests", one.value["sha256"], "sha256")
-    return ShardRecord(size, one.value["sha256"], tuple(blocks))
+        shard.fail("SHA-256 digests in hex", blocks, "blocks")
+    if shard.text("sha256", HEX) != root([bytes.fromhex(block) for block in blocks]):
+        shard.fail("the SHA-256 of its blocks' digests", shard.value["sha256"], "sha256")
+    return ShardRecord(size, shard.value["sha256"], tuple(blocks))
 
 
-def _leaf(one: Reader, num_shards: int) -> LeafRecord:
-    shape = one.items("shape")
+def _leaf(leaf: Reader, num_shards: int) -> LeafRecord:
+    shape = leaf.items("shape")
     if len(shape) > 64 or any(type(d) is not int or not 0 <= d < 1 << 48 for d in shape):
-        one.fail("at most 64 sizes below 2**48", shape, "shape")
-    name = one.text("dtype")
+        leaf.fail("at most 64 sizes below 2**48", shape, "shape")
+    name = leaf.text("dtype")
     if name not in DTYPES:
-        one.fail(f"one of {', '.join(DTYPES)}", name, "dtype")
+        leaf.fail(f"one of {', '.join(DTYPES)}", name, "dtype")
     if math.prod(max(d, 1) for d in shape) * DTYPES[name].itemsize >= MAX_INT:
-        one.fail("a tensor below 2**63 bytes", shape, "shape")
+        leaf.fail("a tensor below 2**63 bytes", shape, "shape")
     numel, end, pieces, used = math.prod(shape), 0, [], set()
-    for piece in one.objects("pieces", ("shard", "start", "stop")):
-        found = Piece(piece.integer("shard", 0, num_shards - 1), piece.integer("start"), piece.integer("stop"))
-        if found.start != end or not found.start < found.stop <= numel:
-            raise Invalid(f"{piece.where} holds [{found.start}, {found.stop}): needed a part from {end} to {numel} on")
-        if found.shard in used:
-            raise Invalid(f"{piece.where} is the second piece in shard {found.shard}")
-        end = found.stop
-        used.add(found.shard)
-        pieces.append(found)
+    for row in leaf.objects("pieces", ("shard", "start", "stop")):
+        piece = Piece(row.integer("shard", 0, num_shards - 1), row.integer("start"), row.integer("stop"))
+        if piece.start != end or not piece.start < piece.stop <= numel:
+            raise Invalid(f"{row.where} holds [{piece.start}, {piece.stop}): needed a part from {end} to {numel} on")
+        if piece.shard in used:
+            raise Invalid(f"{row.where} is the second piece in shard {piece.shard}")
+        end = piece.stop
+        used.add(piece.shard)
+        pieces.append(piece)
     if end != numel:
-        raise Invalid(f"{one.where}.pieces end at element {end} of {numel}")
+        raise Invalid(f"{leaf.where}.pieces end at element {end} of {numel}")
     return LeafRecord(
-        one.text("path"),
+        leaf.text("path"),
         tuple(shape),
         DTYPES[name],
-        one.text("placement"),
-        one.text("kind"),
-        one.boolean("per_rank"),
+        leaf.text("placement"),
+        leaf.text("kind"),
+        leaf.boolean("per_rank"),
         tuple(pieces),
     )
 

@@ -137,12 +137,12 @@ class Checkpoint(Source):
             )
             for index in range(1, -(-base // BLOCK)):
                 _verified(self.disk, file, shard, index, [head[index * BLOCK : (index + 1) * BLOCK]])
-        found = shards.places(head[8:base].numpy().tobytes(), shard.bytes, file)
-        if len(found) != len(self._pieces[number]):
-            raise CorruptError(file, f"holds {len(found)} tensors, the manifest says {len(self._pieces[number])}")
+        tensors = shards.places(head[8:base].numpy().tobytes(), shard.bytes, file)
+        if len(tensors) != len(self._pieces[number]):
+            raise CorruptError(file, f"holds {len(tensors)} tensors, the manifest says {len(self._pieces[number])}")
         starts = {}
         for path, (dtype, numel) in self._pieces[number].items():
-            place = found.get(shards.key_of(path))
+            place = tensors.get(shards.key_of(path))
             if (
                 place is None
                 or place.dtype != shards.NAMES[dtype]
@@ -157,21 +157,21 @@ class Checkpoint(Source):
     @cached_property
     def _pieces(self) -> list[dict[str, tuple[torch.dtype, int]]]:
         """By shard: the dtype and number of elements of every piece that the manifest says it holds."""
-        found: list[dict[str, tuple[torch.dtype, int]]] = [{} for _ in self.manifest.shards]
+        by_shard: list[dict[str, tuple[torch.dtype, int]]] = [{} for _ in self.manifest.shards]
         for leaf in self.manifest.leaves:
             for piece in leaf.pieces:
-                found[piece.shard][leaf.path] = leaf.dtype, piece.stop - piece.start
-        return found
+                by_shard[piece.shard][leaf.path] = leaf.dtype, piece.stop - piece.start
+        return by_shard
 
 
 def _by_block(parts: Iterable[Part]) -> dict[int, list[tuple[Part, int, int]]]:
     """By block: the parts that reach into it, with the bytes [start, stop) of the file that they take from it."""
-    found: dict[int, list[tuple[Part, int, int]]] = {}
+    by_block: dict[int, list[tuple[Part, int, int]]] = {}
     for part in parts:
         for index in range(part.start // BLOCK, -(-part.stop // BLOCK)):
             start, stop = max(part.start, index * BLOCK), min(part.stop, (index + 1) * BLOCK)
-            found.setdefault(index, []).append((part, start, stop))
-    return found
+            by_block.setdefault(index, []).append((part, start, stop))
+    return by_block
 
 
 def _block(

@@ -140,11 +140,11 @@ def _of(state: State, extra: Any, *, copy: bool, reuse: Snapshot | None) -> Snap
     if state.life.ended:
         raise DonatedError(f"this state cannot be saved: it {state.life.ended}")
     program = runtime.last_program.digest if runtime.last_program is not None else None
-    found = take(
+    taken = take(
         runtime.plan, runtime.memory, runtime.rank, treedef=runtime.treedef, step=state.step, zero=runtime.spec.zero,
         program=program, extra=extra,
     )  # fmt: skip
-    return _copied(found, reuse) if copy else found
+    return _copied(taken, reuse) if copy else taken
 
 
 def take(
@@ -217,14 +217,14 @@ def _record(plan: Plan, leaf: Leaf) -> LeafRecord:
     return LeafRecord(leaf.path, tuple(shape), leaf.dtype, placement, buffer.kind, leaf.per_rank, pieces)
 
 
-def _copied(found: Snapshot, reuse: Snapshot | None) -> Snapshot:
+def _copied(taken: Snapshot, reuse: Snapshot | None) -> Snapshot:
     """With the parts copied, one after the other, into one block of host memory."""
     block = torch.empty(0) if reuse is None else reuse.block
-    source = found.parts[0].data.device if found.parts else torch.device("cpu")
-    if block.numel() != found.nbytes or block.dtype != torch.uint8:
-        block = torch.empty(found.nbytes, dtype=torch.uint8, pin_memory=source.type == "cuda")
+    source = taken.parts[0].data.device if taken.parts else torch.device("cpu")
+    if block.numel() != taken.nbytes or block.dtype != torch.uint8:
+        block = torch.empty(taken.nbytes, dtype=torch.uint8, pin_memory=source.type == "cuda")
     parts, place = [], 0
-    for part in found.parts:
+    for part in taken.parts:
         size = part.data.numel() * part.data.dtype.itemsize
         to = block[place : place + size].view(part.data.dtype)
         to.copy_(part.data, non_blocking=True)
@@ -232,7 +232,7 @@ def _copied(found: Snapshot, reuse: Snapshot | None) -> Snapshot:
         place += size
     if source.type == "cuda":
         torch.cuda.current_stream(source).synchronize()
-    return replace(found, parts=tuple(parts), block=block)
+    return replace(taken, parts=tuple(parts), block=block)
 
 
 # --- the protocol -----------------------------------------------------------------------------------------------------
@@ -248,13 +248,13 @@ def _write(
     disk: Disk,
 ) -> Path:
     ranks = Ranks(rank, world_size, group, str(run))
-    made: list[Snapshot] = []
+    snapshots: list[Snapshot] = []
 
     def agreed() -> dict[str, str]:
         if keep is not None and (type(keep) is not int or keep < 1):
             raise CheckpointError(run, f"keep={keep!r}: needed a positive int, or None to keep all")
-        made.append(make())
-        manifest = made[0].manifest
+        snapshots.append(make())
+        manifest = snapshots[0].manifest
         layout = _digest(replace(manifest, extra=None, step=0, program=None).to_bytes())
         return {
             "step": str(manifest.step),
@@ -264,14 +264,14 @@ def _write(
         }
 
     ranks.same("beginning a save", agreed)
-    one = made[0]
+    taken = snapshots[0]
     release: Callable[[], None] = lambda: None  # noqa: E731
 
     def prepared() -> str:
         nonlocal release
         if rank != 0:
             return ""
-        temporary, release = commit.prepare(run, one.step, one.manifest.nbytes, os.urandom(4).hex(), disk)
+        temporary, release = commit.prepare(run, taken.step, taken.manifest.nbytes, os.urandom(4).hex(), disk)
         return temporary.name
 
     def written() -> list[Any]:
@@ -281,13 +281,13 @@ def _write(
                 "rank 0 has made this directory, and it is not here: save to a directory on a file system "
                 "that all machines share",
             )
-        record = shards.write(disk, temporary / shard_name(rank), one.parts)
+        record = shards.write(disk, temporary / shard_name(rank), taken.parts)
         return [record.bytes, record.sha256, list(record.blocks)]
 
     def committed() -> str:
         if rank != 0:
             return ""
-        manifest = replace(one.manifest, shards=tuple(ShardRecord(n, h, tuple(b)) for n, h, b in found))
+        manifest = replace(taken.manifest, shards=tuple(ShardRecord(n, h, tuple(b)) for n, h, b in shard_rows))
         final = commit.commit(run, temporary, manifest, disk)
         commit.finish(run, final, keep, disk)
         return final.name
@@ -295,11 +295,11 @@ def _write(
     try:
         temporary = run / ranks.round("preparing a save", prepared)[0]
         try:
-            found = ranks.round("writing its shard", written)
+            shard_rows = ranks.round("writing its shard", written)
             return run / ranks.round("committing", committed)[0]
         except BaseException:
             if rank == 0:
-                commit.undo(run, one.step, temporary, disk)
+                commit.undo(run, taken.step, temporary, disk)
             raise
     finally:
         release()

@@ -145,10 +145,10 @@ def _bytes(data: torch.Tensor) -> memoryview:
 
 
 def _digest(block: Sequence[memoryview]) -> bytes:
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for view in block:
-        found.update(view)
-    return found.digest()
+        hasher.update(view)
+    return hasher.digest()
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -196,25 +196,27 @@ def _places(header: bytes, size: int) -> dict[str, Place]:
     if type(notes) is not dict or any(type(v) is not str for v in notes.values()):
         raise Invalid(f"{METADATA} is no object of texts")
     base = 8 + len(header)
-    found = {}
+    by_key = {}
     for key, row in value.items():
-        one = Reader(repr(key)[:80], row, ("dtype", "shape", "data_offsets"))
-        dtype, shape, offsets = one.text("dtype"), one.items("shape"), one.items("data_offsets")
+        reader = Reader(repr(key)[:80], row, ("dtype", "shape", "data_offsets"))
+        dtype, shape, offsets = reader.text("dtype"), reader.items("shape"), reader.items("data_offsets")
         if dtype not in BYTES:
-            one.fail(f"one of {', '.join(BYTES)}", dtype, "dtype")
+            reader.fail(f"one of {', '.join(BYTES)}", dtype, "dtype")
         if len(shape) > 64 or any(type(d) is not int or not 0 <= d < 1 << 48 for d in shape):
-            one.fail("at most 64 sizes below 2**48", shape, "shape")
+            reader.fail("at most 64 sizes below 2**48", shape, "shape")
         if len(offsets) != 2 or any(type(o) is not int or not 0 <= o < MAX_INT for o in offsets):
-            one.fail("two offsets", offsets, "data_offsets")
+            reader.fail("two offsets", offsets, "data_offsets")
         start, stop = offsets
         if stop - start != math.prod(shape) * BYTES[dtype] or base + stop > size:
-            raise Invalid(f"{one.where} has bytes [{start}, {stop}) for {dtype} of {shape} in a file of {size:,} bytes")
-        found[key] = Place(dtype, tuple(shape), base + start, base + stop)
+            raise Invalid(
+                f"{reader.where} has bytes [{start}, {stop}) for {dtype} of {shape} in a file of {size:,} bytes"
+            )
+        by_key[key] = Place(dtype, tuple(shape), base + start, base + stop)
     end = base
-    for place in sorted(found.values(), key=lambda p: (p.start, p.stop)):
+    for place in sorted(by_key.values(), key=lambda p: (p.start, p.stop)):
         if place.start != end:
             raise Invalid(f"its tensors overlap or leave a gap at byte {min(end, place.start):,}")
         end = place.stop
     if end != size:
         raise Invalid(f"its tensors end at byte {end:,} of a file of {size:,}")
-    return found
+    return by_key

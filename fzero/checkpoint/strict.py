@@ -102,38 +102,38 @@ class Reader:
         raise Invalid(f"{self.where}{f'.{name}' if name else ''} is {_short(given)}: needed {needed}")
 
     def text(self, name: str, pattern: str | None = None) -> str:
-        found = self.value[name]
-        if type(found) is not str or (pattern is not None and re.fullmatch(pattern, found) is None):
-            self.fail("text" if pattern is None else f"text of the form {pattern}", found, name)
-        return str(found)
+        field = self.value[name]
+        if type(field) is not str or (pattern is not None and re.fullmatch(pattern, field) is None):
+            self.fail("text" if pattern is None else f"text of the form {pattern}", field, name)
+        return str(field)
 
     def integer(self, name: str, low: int = 0, high: int = MAX_INT - 1) -> int:
-        found = self.value[name]
-        if type(found) is not int or not low <= found <= high:
-            self.fail(f"an integer from {low} to {high}", found, name)
-        return int(found)
+        field = self.value[name]
+        if type(field) is not int or not low <= field <= high:
+            self.fail(f"an integer from {low} to {high}", field, name)
+        return int(field)
 
     def boolean(self, name: str) -> bool:
-        found = self.value[name]
-        if type(found) is not bool:
-            self.fail("true or false", found, name)
-        return bool(found)
+        field = self.value[name]
+        if type(field) is not bool:
+            self.fail("true or false", field, name)
+        return bool(field)
 
     def items(self, name: str) -> list[Any]:
-        found = self.value[name]
-        if type(found) is not list:
-            self.fail("a list", found, name)
-        return list(found)
+        field = self.value[name]
+        if type(field) is not list:
+            self.fail("a list", field, name)
+        return list(field)
 
     def objects(self, name: str, fields: tuple[str, ...]) -> Iterator[Reader]:
         for i, inner in enumerate(self.items(name)):
             yield Reader(f"{self.where}.{name}[{i}]", inner, fields)
 
     def table(self, name: str) -> dict[str, Any]:
-        found = self.value[name]
-        if type(found) is not dict:
-            self.fail("an object", found, name)
-        return dict(found)
+        field = self.value[name]
+        if type(field) is not dict:
+            self.fail("an object", field, name)
+        return dict(field)
 
 
 def _short(value: Any) -> str:
@@ -143,12 +143,12 @@ def _short(value: Any) -> str:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    table = dict(pairs)
+    if len(table) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise Invalid(f"the key {twice!r:.80} is there twice")
-    return found
+    return table
 
 
 def _no_constant(text: str) -> NoReturn:

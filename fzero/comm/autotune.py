@@ -46,14 +46,14 @@ def measured(
         key: {way: _least(partial(moves[key].run, comms[way]), TIMES[key[1]]) for way in WAYS[key[0]] if way in comms}
         for key in keys
     }
-    mine = [min(costs[key], key=costs[key].__getitem__) for key in keys]
-    table = dict(zip(keys, _told(mine, world_size, group), strict=True))
+    fastest = [min(costs[key], key=costs[key].__getitem__) for key in keys]
+    table = dict(zip(keys, _from_rank_0(fastest, world_size, group), strict=True))
     took = {key: costs[key][table[key]] for key in keys}
     largest = ("gather", SIZES[-1])
     beside = _hidden(moves[largest], comms[table[largest]])
     speeds = [_flops(torch.bfloat16), _flops(torch.float32), _memory()]
     figures = [float(f"{value:.3g}") for value in (*took.values(), beside, *speeds)]
-    *spent, hidden, low, full, memory_bytes = _told(figures, world_size, group)
+    *spent, hidden, low, full, memory_bytes = _from_rank_0(figures, world_size, group)
     took = dict(zip(keys, spent, strict=True))
     fits = {kind: fitted({size: took[kind, size] for size in SIZES}) for kind in WAYS}
     rates = Rates(
@@ -66,10 +66,10 @@ def measured(
     return table, rates
 
 
-def _told(mine: Sequence[Any], world_size: int, group: Any) -> list[Any]:
+def _from_rank_0(local: Sequence[Any], world_size: int, group: Any) -> list[Any]:
     """Rank 0's list, on every rank."""
-    found: list[Any] = json.loads(tell(json.dumps(mine).encode(), world_size, group)[0])
-    return found
+    values: list[Any] = json.loads(tell(json.dumps(local).encode(), world_size, group)[0])
+    return values
 
 
 class _Move:
@@ -79,13 +79,13 @@ class _Move:
         part = size // world_size // 4
         whole, own, scratch = (memory(4 * n).view(torch.float32) for n in (part * world_size, part, part * world_size))
         if kind == "gather":
-            self.one, self.tensors = make_op("gather", [Ref("own")], [Ref("whole")]), [own, whole]
+            self.op, self.tensors = make_op("gather", [Ref("own")], [Ref("whole")]), [own, whole]
         else:
             self.one = make_op("reduce", [Ref("whole")], [Ref("own"), Ref("scratch")], mode="scatter", op="sum")
             self.tensors = [whole, own, scratch.view(world_size, -1)]
 
     def run(self, comm: Comm, meanwhile: Callable[[], object] = lambda: None) -> None:
-        comm.start("measured", self.one, self.tensors)
+        comm.start("measured", self.op, self.tensors)
         meanwhile()
         comm.wait("measured")
         comm.settle("measured")
@@ -121,12 +121,12 @@ def _memory() -> float:
 
 def _least(run: Callable[[], object], times: int = 4) -> float:
     """Seconds of the fastest of a few runs."""
-    found = math.inf
+    least = math.inf
     for _ in range(times):
         began = time.perf_counter()
         run()
-        found = min(found, time.perf_counter() - began)
-    return max(found, 1e-9)
+        least = min(least, time.perf_counter() - began)
+    return max(least, 1e-9)
 
 
 class Fastest:

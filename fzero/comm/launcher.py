@@ -53,7 +53,7 @@ def check(environ: Mapping[str, str]) -> None:
             )
     for launcher in LAUNCHERS:
         if _number(environ, launcher.size) > 1:
-            raise SpecError(_told(launcher, environ))
+            raise SpecError(_refusal(launcher, environ))
     if _number(environ, "PMIX_RANK") > 0:  # which knows no size
         raise SpecError(
             f"PMIX_RANK={environ['PMIX_RANK']}: this is one task of several, and RANK is not set: each would train a "
@@ -71,10 +71,10 @@ def line(launcher: Launcher, size: int, host: str, command: str) -> str:
     return f"{launcher.command} -n {size} bash -c {shlex.quote(f'{place} exec {command}')}"
 
 
-def _told(launcher: Launcher, environ: Mapping[str, str]) -> str:
+def _refusal(launcher: Launcher, environ: Mapping[str, str]) -> str:
     script, size = shlex.join(sys.argv), _number(environ, launcher.size)
-    one = _number(environ, launcher.local_size) == size
-    host = launcher.first_host or ("127.0.0.1" if one else "FIRST_HOST")
+    one_machine = _number(environ, launcher.local_size) == size
+    host = launcher.first_host or ("127.0.0.1" if one_machine else "FIRST_HOST")
     where = "" if host != "FIRST_HOST" else " (for FIRST_HOST the first host of the hostfile, on one machine 127.0.0.1)"
     return (
         f"{launcher.size}={size}: {launcher.command} started {size} tasks, and none was told its RANK: each would "

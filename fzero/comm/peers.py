@@ -103,9 +103,13 @@ class Host:
 
     def place(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """(arena, offset in bytes) of a tensor's first element; None where it lies in no arena."""
-        at = tensor.data_ptr()
-        found = ((number, at - first) for number, (first, size) in self.arenas.items() if first <= at < first + size)
-        return next(found, None)
+        address = tensor.data_ptr()
+        places = (
+            (number, address - first)
+            for number, (first, size) in self.arenas.items()
+            if first <= address < first + size
+        )
+        return next(places, None)
 
     def _staged(self, number: int, data: torch.Tensor) -> torch.Tensor:
         """A copy of `data` in a block that no peer reads any more."""
@@ -300,10 +304,10 @@ def _drop(arenas: dict[int, tuple[int, int]], dropped: deque[int], number: int) 
 
 
 def _say_bye(sockets: list[socket.socket]) -> None:
-    for one in sockets:
+    for connection in sockets:
         with suppress(OSError):
-            one.send(HEAD.pack(BYE, 0, 0, 0, 0))
-        one.close()
+            connection.send(HEAD.pack(BYE, 0, 0, 0, 0))
+        connection.close()
 
 
 _HOSTS: weakref.WeakSet[Host] = weakref.WeakSet()  # for forks alone: a child that kept the sockets would hide a death

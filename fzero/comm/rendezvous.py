@@ -108,7 +108,7 @@ def _connected(rank: int, listener: socket.socket, notes: list[str]) -> dict[int
                     _let_in(listener, silent, poll)
                 elif guest := silent.pop(number, None):
                     poll.unregister(guest)
-                    other = _told(guest, notes[rank].split()[3])
+                    other = _rank_of(guest, notes[rank].split()[3])
                     if other in awaited:
                         awaited.remove(other)
                         sockets[other] = guest
@@ -123,24 +123,24 @@ def _connected(rank: int, listener: socket.socket, notes: list[str]) -> dict[int
 def _visit(rank: int, other: int, note: str, deadline: float) -> socket.socket:
     """A socket to a lower rank that has been shown its token; strangers may keep its queue full for a while."""
     _, _, name, token = note.split()
-    host = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        host.settimeout(MEET_SECONDS)
+        connection.settimeout(MEET_SECONDS)
         while True:
             try:
-                host.connect(b"\0" + name.encode())
+                connection.connect(b"\0" + name.encode())
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise PeerError(f"rank {other} let nobody in within {MEET_SECONDS:g} s") from None
                 time.sleep(0.001)
-        if _user(host) != os.geteuid():
-            raise PeerError(f"who answers for rank {other} is user {_user(host)}, not {os.geteuid()}")
-        host.send(f"{token} {rank}".encode())
+        if _user(connection) != os.geteuid():
+            raise PeerError(f"who answers for rank {other} is user {_user(connection)}, not {os.geteuid()}")
+        connection.send(f"{token} {rank}".encode())
     except BaseException:
-        host.close()
+        connection.close()
         raise
-    return host
+    return connection
 
 
 def _user(peer: socket.socket) -> int:
@@ -167,23 +167,23 @@ def _let_in(listener: socket.socket, silent: dict[int, socket.socket], poll: sel
         first.close()
 
 
-def _told(guest: socket.socket, token: str) -> int | None:
+def _rank_of(guest: socket.socket, token: str) -> int | None:
     """The rank that a guest says it is, with the right token. What descriptors it sends along the kernel closes."""
     try:
-        said = guest.recv(256)
+        message = guest.recv(256)
     except OSError:
         return None
-    known, _, number = said.partition(b" ")
-    return int(number) if secrets.compare_digest(known, token.encode()) and re.fullmatch(rb"\d{1,6}", number) else None
+    shown, _, number = message.partition(b" ")
+    return int(number) if secrets.compare_digest(shown, token.encode()) and re.fullmatch(rb"\d{1,6}", number) else None
 
 
 def _probe(host: Host, notes: list[str]) -> None:
     """Reads the token that each rank told over gloo in that rank's memory."""
     pages = [torch.tensor(list(note.split()[3].encode() * 256), dtype=torch.uint8) for note in notes]
-    mine = host.allocate(pages[0].numel()).copy_(pages[host.rank])
-    host.offer(0, mine)
+    local = host.allocate(pages[0].numel()).copy_(pages[host.rank])
+    host.offer(0, local)
     for rank in host.peers:
-        if not torch.equal(host.take(0, rank, mine, "the probe"), pages[rank]):
+        if not torch.equal(host.take(0, rank, local, "the probe"), pages[rank]):
             raise PeerError(f"rank {rank} wrote into its memory what rank {host.rank} does not find there")
         host.done(0, rank)
     host.settle(0, "the probe")

@@ -38,7 +38,7 @@ class LoopbackError(FzeroError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Found:
+class TransportResult:
     """Whether a transport's bits were right, and how fast it was by kind of transfer; or what it `lack`s here."""
 
     right: bool
@@ -46,7 +46,7 @@ class Found:
     lack: str = ""
 
 
-def run(seconds: float = SECONDS) -> dict[str, Found]:
+def run(seconds: float = SECONDS) -> dict[str, TransportResult]:
     """What the transports did, by name. Raises LoopbackError."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -62,17 +62,19 @@ def run(seconds: float = SECONDS) -> dict[str, Found]:
     ]
     until = time.monotonic() + seconds
     try:
-        said = [one.communicate(timeout=max(until - time.monotonic(), 0.1)) for one in ranks]
+        outputs = [process.communicate(timeout=max(until - time.monotonic(), 0.1)) for process in ranks]
     except subprocess.TimeoutExpired:
         raise LoopbackError(f"two ranks did not end within {seconds:g} s") from None
     finally:
-        for one in ranks:
-            one.kill()
-            one.wait()
-    for r, one in enumerate(ranks):
-        if one.returncode:
-            raise LoopbackError(f"rank {r}: {' '.join(said[r][1].decode(errors='replace').strip().splitlines()[-1:])}")
-    return {name: Found(**found) for name, found in json.loads(said[0][0].splitlines()[-1]).items()}
+        for process in ranks:
+            process.kill()
+            process.wait()
+    for r, process in enumerate(ranks):
+        if process.returncode:
+            raise LoopbackError(
+                f"rank {r}: {' '.join(outputs[r][1].decode(errors='replace').strip().splitlines()[-1:])}"
+            )
+    return {name: TransportResult(**result) for name, result in json.loads(outputs[0][0].splitlines()[-1]).items()}
 
 
 def rank() -> None:
@@ -88,12 +90,12 @@ def rank() -> None:
         ways["shared"] = (Shared(host, world), host.allocate)
     found = {name: vars(tried(comm, memory, number, world)) for name, (comm, memory) in ways.items()}
     if host is None:
-        found["shared"] = vars(Found(False, lack=f"not possible: {why}"))
+        found["shared"] = vars(TransportResult(False, lack=f"not possible: {why}"))
     dist.destroy_process_group()
     print(json.dumps(found), flush=True)
 
 
-def tried(comm: Any, memory: Callable[[int], torch.Tensor], number: int, world: int) -> Found:
+def tried(comm: Any, memory: Callable[[int], torch.Tensor], number: int, world: int) -> TransportResult:
     """Gathers everyone's part, and reduces what was gathered, which is the same on all ranks."""
     part = BUFFER_BYTES // 4 // world
     own, whole, total = (memory(4 * n).view(torch.float32) for n in (part, part * world, part))
@@ -108,16 +110,16 @@ def tried(comm: Any, memory: Callable[[int], torch.Tensor], number: int, world: 
     best: dict[str, float] = {}
     right = True
     for _ in range(TIMES):
-        for name, one, tensors in (
+        for name, op, tensors in (
             ("all-gather", gather, [own, whole]),
             ("reduce-scatter", reduce, [whole, total, scratch]),
         ):
             dist.barrier()
             began = time.perf_counter()
-            comm.start("x", one, tensors)
+            comm.start("x", op, tensors)
             comm.wait("x")
             comm.settle("x")
             best[name] = min(best.get(name, float("inf")), time.perf_counter() - began)
         right = right and torch.equal(whole, torch.cat(values)) and torch.equal(total, expected)
     moved = BUFFER_BYTES * (world - 1) / world / (1 << 20)
-    return Found(right, {name: moved / seconds for name, seconds in best.items()})
+    return TransportResult(right, {name: moved / seconds for name, seconds in best.items()})

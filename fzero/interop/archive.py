@@ -38,7 +38,7 @@ def members(file: Any) -> Mapping[str, Member]:
         directory = zipfile.ZipFile(file)
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
         raise Damaged(f"it is no whole zip archive, as torch.save has written since 1.6: {error}") from error
-    found: dict[str, Member] = {}
+    members_of: dict[str, Member] = {}
     end, last = 0, ""
     for info in sorted(directory.infolist(), key=lambda info: info.header_offset):
         name = info.orig_filename
@@ -49,17 +49,17 @@ def members(file: Any) -> Mapping[str, Member]:
                 f"its member {name!r:.200} is {how}: needed one that is stored as it is. Write the archive again as "
                 "torch.save does, without compression (unpacked, with `zip -0 -r`)"
             )
-        if name in found:
+        if name in members_of:
             raise Damaged(f"it has two members {name!r:.200}")
         if info.header_offset < end:
             raise Damaged(f"its member {name!r:.200} lies in {last!r:.200}")
-        found[name] = _placed(file, info)
-        end, last = found[name].start + found[name].size, name
+        members_of[name] = _placed(file, info)
+        end, last = members_of[name].start + members_of[name].size, name
         if end > directory.start_dir:
             raise Damaged(
                 f"its member {name!r:.200} ends at byte {end:,}, beyond what the file has before its directory"
             )
-    return found
+    return members_of
 
 
 def _placed(file: Any, info: zipfile.ZipInfo) -> Member:

@@ -26,7 +26,7 @@ from fzero.errors import CheckpointError, CorruptError
 from fzero.interop import pickled
 from fzero.interop.fitted import Fitted, Names, Tied, fitted, renamed, tied_names
 from fzero.interop.outgoing import Given, outgoing
-from fzero.interop.pickled import Record
+from fzero.interop.pickled import MetadataObject
 from fzero.interop.places import Place, inside
 from fzero.state.source import Entry, Source
 
@@ -52,10 +52,10 @@ class Chunk:
         strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
         corner = sum(o * s for o, s in zip(self.offsets, strides, strict=True))
         for number, index in enumerate(itertools.product(*(range(n) for n in self.sizes[:cut]))):
-            at = corner + sum(i * s for i, s in zip(index, strides[:cut], strict=True))
-            first, last = max(at, start), min(at + length, stop)
+            position = corner + sum(i * s for i, s in zip(index, strides[:cut], strict=True))
+            first, last = max(position, start), min(position + length, stop)
             if first < last:
-                yield first, number * length + first - at, last - first
+                yield first, number * length + first - position, last - first
 
 
 class Folder(Source):
@@ -77,7 +77,7 @@ class Folder(Source):
 
     def read(self, path: str, start: int, stop: int) -> torch.Tensor:
         entry, chunks = self.tensors[path]
-        found = torch.empty(stop - start, dtype=entry.dtype)
+        values = torch.empty(stop - start, dtype=entry.dtype)
         spans: list[tuple[int, int]] = []
         for chunk in chunks:
             runs = list(chunk.runs(entry.shape, start, stop))
@@ -85,32 +85,32 @@ class Folder(Source):
                 continue
             low, high = runs[0][1], runs[-1][1] + runs[-1][2]
             if len(runs) == 1:
-                at, _, count = runs[0]
-                found[at - start : at - start + count] = chunk.place.read(low, high)
+                position, _, count = runs[0]
+                values[position - start : position - start + count] = chunk.place.read(low, high)
             else:
                 held = chunk.place.read(low, high)
-                for at, here, count in runs:
-                    found[at - start : at - start + count] = held[here - low : here - low + count]
-            spans += [(at, at + count) for at, _, count in runs]
+                for position, in_chunk, count in runs:
+                    values[position - start : position - start + count] = held[in_chunk - low : in_chunk - low + count]
+            spans += [(position, position + count) for position, _, count in runs]
         ends = [start, *(last for _, last in sorted(spans))]
         if [first for first, _ in sorted(spans)] != ends[:-1] or ends[-1] != stop:
             raise CorruptError(self.path / METADATA, f"the chunks of {path!r} do not cover it once")
-        return found
+        return values
 
-    def _tensors(self, metadata: Record, timeout: float) -> dict[str, tuple[Entry, list[Chunk]]]:
+    def _tensors(self, metadata: MetadataObject, timeout: float) -> dict[str, tuple[Entry, list[Chunk]]]:
         entries = metadata.field("state_dict_metadata")
-        stored = {_index(key): one for key, one in metadata.field("storage_data")}
+        stored = {_index(key): item for key, item in metadata.field("storage_data")}
         wanted: list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[Path, int, int]]] = []
-        found: dict[str, tuple[Entry, list[Chunk]]] = {}
-        for name, one in entries.items():
-            if not one.name.endswith(".TensorStorageMetadata"):
+        tensors: dict[str, tuple[Entry, list[Chunk]]] = {}
+        for name, item in entries.items():
+            if not item.name.endswith(".TensorStorageMetadata"):
                 self.others.append(name)
                 continue
-            shape, dtype = _size(one.field("size")), one.field("properties").state[0]
+            shape, dtype = _size(item.field("size")), item.field("properties").state[0]
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"{name!r} has no dtype")
-            found[name] = (Entry(shape, dtype), [])
-            for chunk in one.field("chunks"):
+            tensors[name] = (Entry(shape, dtype), [])
+            for chunk in item.field("chunks"):
                 offsets, sizes = _size(chunk.field("offsets")), _size(chunk.field("sizes"))
                 boxed = zip(offsets, sizes, shape, strict=True)
                 if any(o + n > whole for o, n, whole in boxed):
@@ -119,16 +119,16 @@ class Folder(Source):
                     wanted.append((name, offsets, sizes, self._stored(stored[name, offsets])))
         places = pickled.dcp_chunks([part for *_, part in wanted], timeout)
         for (name, offsets, sizes, (file, *_)), place in zip(wanted, places, strict=True):
-            entry, chunks = found[name]
+            entry, chunks = tensors[name]
             if not isinstance(place, Place) or place.shape != sizes or place.dtype != entry.dtype:
                 raise CorruptError(file, f"does not hold the chunk of {name!r} that {METADATA} says")
             chunks.append(Chunk(offsets, sizes, place))
-        for name, (entry, chunks) in found.items():
+        for name, (entry, chunks) in tensors.items():
             if sum(chunk.place.numel for chunk in chunks) != math.prod(entry.shape):
                 raise ValueError(f"the chunks of {name!r} do not cover it once")
-        return found
+        return tensors
 
-    def _stored(self, info: Record) -> tuple[Path, int, int]:
+    def _stored(self, info: MetadataObject) -> tuple[Path, int, int]:
         if info.field("transform_descriptors"):
             raise CheckpointError(self.path, "is compressed or otherwise transformed, which is not supported")
         file = inside(self.path, info.field("relative_path"), ".distcp")
@@ -140,13 +140,13 @@ class Folder(Source):
         return file, start, size
 
 
-def _index(key: Record) -> tuple[str, tuple[int, ...]]:
+def _index(key: MetadataObject) -> tuple[str, tuple[int, ...]]:
     """(name, offsets) of a MetadataIndex."""
     offset = key.field("offset")
     return key.field("fqn"), () if offset is None else _size(offset)
 
 
-def _size(shown: Record) -> tuple[int, ...]:
+def _size(shown: MetadataObject) -> tuple[int, ...]:
     """A torch.Size."""
     (sizes,) = shown.args
     if not all(type(n) is int and 0 <= n < 1 << 48 for n in sizes):

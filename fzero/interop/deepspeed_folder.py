@@ -61,15 +61,15 @@ class DeepSpeed(Source):
     def __init__(self, path: str | Path, *, moments: bool, allow: Sequence[str], timeout: float) -> None:
         self.path = _tagged(Path(path))
         optim, model = _files(self.path)
-        found = pickled.torch_files([*optim, *model], [*ALLOWED, *allow], timeout)
+        contents = pickled.torch_files([*optim, *model], [*ALLOWED, *allow], timeout)
         try:
-            self._fill(found[: len(optim)], found[len(optim) :], moments)
+            self._fill(contents[: len(optim)], contents[len(optim) :], moments)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             text = f"is not a ZeRO checkpoint as DeepSpeed 0.19 writes it ({type(error).__name__}: {error})"
             raise CorruptError(self.path, text) from error
 
     def _fill(self, optim: Sequence[Any], model: Sequence[Any], moments: bool) -> None:
-        states = [one["optimizer_state_dict"] for one in optim]
+        states = [content["optimizer_state_dict"] for content in optim]
         shapes = [{name: _shape(s) for name, s in group.items()} for group in model[0]["param_shapes"]]
         stage3 = "fp32_flat_groups" in states[0]
         _check_world(self.path, states, len(model) if stage3 else len(states))
@@ -124,13 +124,13 @@ class DeepSpeed(Source):
     def read(self, path: str, start: int, stop: int) -> torch.Tensor:
         if path == "opt_state/count":
             return torch.tensor([self.count], dtype=torch.int64)[start:stop]
-        found = torch.empty(stop - start)
+        values = torch.empty(stop - start)
         for part in self.tensors[path][1]:
             low, high = max(start, part.start), min(stop, part.start + part.count)
             if low < high:
                 shift = part.first - part.start
-                found[low - start : high - start] = part.place.read(low + shift, high + shift)
-        return found
+                values[low - start : high - start] = part.place.read(low + shift, high + shift)
+        return values
 
 
 def deepspeed(
@@ -173,14 +173,16 @@ def _files(path: Path) -> tuple[list[Path], list[Path]]:
     optim = {int(m[1]): path / m[0] for name in names if (m := OPTIM.fullmatch(name))}
     model = {int(m[1] or 0): path / m[0] for name in names if (m := MODEL.fullmatch(name))}
     parallel = [n for n in names if (m := OPTIM.fullmatch(n) or MODEL.fullmatch(n)) and int(m[2])]
-    for found, what in (
+    for unsupported, what in (
         (parallel, "was written with tensor parallelism"),
         ([n for n in names if "expert" in n], "holds experts that are spread over the ranks"),
         ([n for n in names if n.startswith("layer_")], "was written with pipeline parallelism"),
         ([n for n in names if n == "zero"], "is a universal checkpoint"),
     ):
-        if found:
-            raise CheckpointError(path, f"{what} ({found[0]}), which is not supported: export it to Hugging Face files")
+        if unsupported:
+            raise CheckpointError(
+                path, f"{what} ({unsupported[0]}), which is not supported: export it to Hugging Face files"
+            )
     if not optim or not model:
         raise CheckpointError(
             path, "has no *_optim_states.pt with *_model_states.pt: needed what DeepSpeed saves with ZeRO stages 1 to 3"
@@ -207,7 +209,7 @@ def _check_world(path: Path, states: Sequence[Any], files: int) -> None:
 
 def _stage12(states: Sequence[Any], shapes: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[Stretch]]:
     """Of each trained parameter the stretches of its masters (`key` empty) or of a moment."""
-    found: dict[str, list[Stretch]] = {}
+    stretches_of: dict[str, list[Stretch]] = {}
     for g, group in enumerate(shapes):
         paddings = (states[0].get("param_alignment_paddings") or [[0] * len(group)] * len(shapes))[g]
         masters = [state["single_partition_of_fp32_groups"][g] for state in states]
@@ -220,16 +222,16 @@ def _stage12(states: Sequence[Any], shapes: Sequence[Mapping[str, Any]], key: st
                 low, high = max(start, rank * size), min(start + n, (rank + 1) * size if len(parts) > 1 else start + n)
                 if low < high:
                     stretches.append(_stretch(low - start, part, low - rank * size, high - low))
-            found[name] = _whole(name, n, stretches)
+            stretches_of[name] = _whole(name, n, stretches)
             start += n + padding
         aligned = -(-start // (2 * len(states))) * 2
         if len(states) > 1 and aligned != size:
             raise ValueError(f"group {g} needs parts of {aligned} elements, rank 0 has {size}")
-    return found
+    return stretches_of
 
 
 def _stage3(states: Sequence[Any], shapes: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[Stretch]]:
-    found: dict[str, list[Stretch]] = {name: [] for group in shapes for name in group}
+    stretches_of: dict[str, list[Stretch]] = {name: [] for group in shapes for name in group}
     for rank, state in enumerate(states):
         groups = state["fp32_flat_groups"]
         if key:
@@ -245,47 +247,47 @@ def _stage3(states: Sequence[Any], shapes: Sequence[Mapping[str, Any]], key: str
             for g, group in enumerate(groups):
                 first, last = max(start, ends[g]), min(start + high - low, ends[g + 1])
                 if first < last:
-                    found[name].append(_stretch(low + first - start, group, first - ends[g], last - first))
+                    stretches_of[name].append(_stretch(low + first - start, group, first - ends[g], last - first))
             start += part
         if start != ends[-1]:
             raise ValueError(f"rank {rank} has {ends[-1]} elements, its parameters {start} (offloaded to NVMe?)")
-    return {name: _whole(name, math.prod(s), found[name]) for group in shapes for name, s in group.items()}
+    return {name: _whole(name, math.prod(s), stretches_of[name]) for group in shapes for name, s in group.items()}
 
 
 def _moments(state: Any, group: int, key: str) -> Place:
     """A moment of a flat group, from `optimizer.state_dict()` or (elastic) a list of states."""
-    one = state[group] if isinstance(state, list) else state["state"][group]
-    if not isinstance(one.get(key), Place):
+    kept = state[group] if isinstance(state, list) else state["state"][group]
+    if not isinstance(kept.get(key), Place):
         raise CheckpointError(
-            "the optimizer's state", f"has {', '.join(map(str, one))} and no {key!r}: needed one of the Adam family. "
+            "the optimizer's state", f"has {', '.join(map(str, kept))} and no {key!r}: needed one of the Adam family. "
             "moments=False (--params-only) leaves the moments out"
         )  # fmt: skip
-    found: Place = one[key]
-    return found
+    moment: Place = kept[key]
+    return moment
 
 
 def _frozen(
     model: Sequence[Any], shapes: Sequence[Mapping[str, Any]], stage3: bool
 ) -> dict[str, tuple[tuple[int, ...], list[Stretch]]]:
     """(shape, stretches) of the parameters that the optimizer does not know."""
-    found = {}
+    frozen = {}
     if stage3:
         for name, size in (model[0].get("frozen_param_shapes") or {}).items():
             shape = _shape(size)
             n = math.prod(shape)
             part, stretches = -(-n // len(model)), []
-            for rank, one in enumerate(model):
+            for rank, rank_model in enumerate(model):
                 low, high = rank * part, min((rank + 1) * part, n)
                 if low < high:
-                    stretches.append(_stretch(low, one["frozen_param_fragments"][name], 0, high - low))
-            found[name] = (shape, _whole(name, n, stretches))
-        return found
+                    stretches.append(_stretch(low, rank_model["frozen_param_fragments"][name], 0, high - low))
+            frozen[name] = (shape, _whole(name, n, stretches))
+        return frozen
     known = {name for group in shapes for name in group} | set(model[0]["buffer_names"] or ())
     known |= set(model[0].get("shared_params") or ())
     for name, place in model[0]["module"].items():
         if name not in known and isinstance(place, Place):
-            found[name] = (place.shape, [_stretch(0, place, 0, place.numel)] if place.numel else [])
-    return found
+            frozen[name] = (place.shape, [_stretch(0, place, 0, place.numel)] if place.numel else [])
+    return frozen
 
 
 def _stretch(start: int, place: Place, first: int, count: int) -> Stretch:
@@ -296,10 +298,10 @@ def _stretch(start: int, place: Place, first: int, count: int) -> Stretch:
 
 def _whole(name: str, n: int, stretches: list[Stretch]) -> list[Stretch]:
     end = 0
-    for one in stretches:
-        if one.start != end:
+    for stretch in stretches:
+        if stretch.start != end:
             raise ValueError(f"{name!r} has a gap at element {end}")
-        end += one.count
+        end += stretch.count
     if end != n:
         raise ValueError(f"{name!r} has {end} of its {n} elements")
     return stretches
@@ -315,11 +317,11 @@ def _count(states: Sequence[Any]) -> int:
     """The updates that the moments have seen: the same in every group."""
     whole = states[0].get("base_optimizer_state", states[0].get("optimizer_state_dict"))
     groups = whole if isinstance(whole, list) else list(whole["state"].values())
-    found = [group["step"] for group in groups if "step" in group]
-    if not found:
-        found = [group["step"] for group in ([] if isinstance(whole, list) else whole["param_groups"])]
-        found = found or [states[0]["base_optimizer_state_step"]]
-    counts = {int(one.read(0, 1)) if isinstance(one, Place) else int(one) for one in found}
+    steps = [group["step"] for group in groups if "step" in group]
+    if not steps:
+        steps = [group["step"] for group in ([] if isinstance(whole, list) else whole["param_groups"])]
+        steps = steps or [states[0]["base_optimizer_state_step"]]
+    counts = {int(step.read(0, 1)) if isinstance(step, Place) else int(step) for step in steps}
     if len(counts) != 1:
         raise ValueError(f"the groups have made {sorted(counts)} updates: needed one number")
     return counts.pop()
@@ -328,7 +330,7 @@ def _count(states: Sequence[Any]) -> int:
 def _plain(value: Any) -> bool:
     """Whether a value is JSON as it is."""
     if isinstance(value, dict):
-        return all(isinstance(name, str) and _plain(one) for name, one in value.items())
+        return all(isinstance(name, str) and _plain(inner) for name, inner in value.items())
     if isinstance(value, list):
         return all(map(_plain, value))
     return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))

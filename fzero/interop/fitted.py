@@ -98,7 +98,7 @@ def fitted(
 
 def renamed(paths: Iterable[str], names: Names) -> dict[str, str]:
     """The name of each path. Raises TreeError where two get one."""
-    found: dict[str, str] = {}
+    name_of: dict[str, str] = {}
     for path in paths:
         if isinstance(names, Mapping):
             name = names.get(path, dotted(path))
@@ -106,12 +106,12 @@ def renamed(paths: Iterable[str], names: Names) -> dict[str, str]:
             name = dotted(path) if names is None else names(path)
         if not isinstance(name, str) or not name:
             raise TreeError(f"names({path!r}) is {name!r}: needed the tensor's name, a string")
-        found[path] = name
+        name_of[path] = name
     by_name: dict[str, str] = {}
-    for path, name in found.items():
+    for path, name in name_of.items():
         if by_name.setdefault(name, path) != path:
             raise TreeError(f"leaves {by_name[name]!r} and {path!r} both get the name {name!r}: needed one each")
-    return found
+    return name_of
 
 
 def dotted(path: str) -> str:
@@ -133,11 +133,11 @@ def tied_names(tied: Tied) -> dict[str, str]:
     if not isinstance(module, torch.nn.Module):
         raise TreeError(f"tied is {type(tied).__name__}: needed a dict of names, a module, or from_module's apply")
     first: dict[int, str] = {}
-    found: dict[str, str] = {}
+    name_of_other: dict[str, str] = {}
     for name, value in module.named_parameters(remove_duplicate=False):
         if first.setdefault(id(value), name) != name:
-            found[name] = first[id(value)]
-    return found
+            name_of_other[name] = first[id(value)]
+    return name_of_other
 
 
 def _meta(path: str, leaf: Any) -> torch.Tensor:
@@ -195,15 +195,15 @@ def _hint(missing: list[str], extra: list[str]) -> str:
 def _same(source: Source, group: list[str], where: str) -> None:
     """Raises MismatchError unless tensors under tied names are equal bit for bit."""
     for other in group[1:]:
-        one, entry = group[0], source.leaves[group[0]]
+        first, entry = group[0], source.leaves[group[0]]
         total = math.prod(entry.shape)
         same = source.leaves[other] == entry and all(
-            _bits(source, one, low, total).equal(_bits(source, other, low, total)) for low in range(0, total, PIECE)
+            _bits(source, first, low, total).equal(_bits(source, other, low, total)) for low in range(0, total, PIECE)
         )
         if not same:
             raise MismatchError(
                 where,
-                f"{one!r} and {other!r} are one tied weight, but hold different tensors: nothing was read. Say which "
+                f"{first!r} and {other!r} are one tied weight, but hold different tensors: nothing was read. Say which "
                 "of them counts by leaving the other out of the file, or untie them: tied=None",
             )
 

@@ -73,8 +73,8 @@ def _shard(source: Source, parts: list[shards.Part], file: Path, disk: Disk) -> 
         yield memoryview(shards.header_of(parts))
         for part in parts:
             step = BLOCK // part.data.dtype.itemsize
-            for at in range(0, part.data.numel(), step):
-                yield raw(source.read(part.path, at, min(at + step, part.data.numel())))
+            for start in range(0, part.data.numel(), step):
+                yield raw(source.read(part.path, start, min(start + step, part.data.numel())))
 
     digests, size = [], 0
     with disk.create(file) as out:

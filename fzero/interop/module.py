@@ -68,18 +68,18 @@ class Apply:
         memo: dict[int, Any] = {id(value): value for value in self._kept}
         memo |= self._placed("params", self._module.named_parameters(), params)
         traced = active() is not None or any(map(is_fake, params.values()))
-        given = buffers
+        placed = buffers
         if (self.mutable or not traced) and isinstance(buffers, Mapping):  # traced writes are refused as they happen
-            given = {name: _writable(value, traced) for name, value in buffers.items()}
-        memo |= self._placed("buffers", self._module.named_buffers(), given)
+            placed = {name: _writable(value, traced) for name, value in buffers.items()}
+        memo |= self._placed("buffers", self._module.named_buffers(), placed)
         module = closures.copied(self._module, self._bound, memo)[0]
-        versions = {name: version(value) for name, value in given.items()}
+        versions = {name: version(value) for name, value in placed.items()}
         before = [version(value) for value in self._kept]
         try:
             with _hf_compat.capturing(module) if traced else Guard(self.name, params):
                 output = module(*args, **kwargs)
         except Refused as error:
-            for name, value in given.items():
+            for name, value in placed.items():
                 if error.written is value:
                     raise self._writes(name) from None
             if traced:
@@ -87,11 +87,11 @@ class Apply:
             raise CaptureError(str(error)) from None
         if before != [version(value) for value in self._kept]:
             raise CaptureError(f"{self.name} writes to a tensor that is no buffer: register it with register_buffer")
-        found = dict(module.named_buffers())
+        buffers_after = dict(module.named_buffers())
         if self.mutable:
-            return output, {name: found[name] for name in buffers}
-        for name, value in given.items():
-            if found.get(name) is not value or version(value) != versions[name]:
+            return output, {name: buffers_after[name] for name in buffers}
+        for name, value in placed.items():
+            if buffers_after.get(name) is not value or version(value) != versions[name]:
                 raise self._writes(name)
         return output
 

@@ -28,7 +28,7 @@ TIMEOUT = 600.0  # seconds
 
 
 @dataclass(frozen=True)
-class Record:
+class MetadataObject:
     """An object of torch's checkpoint metadata: its class's name, what it was made from, and its fields."""
 
     name: str
@@ -120,7 +120,7 @@ def _value(shown: Any, file: Path) -> Any:
         return getattr(torch, inner)
     if kind == "record":
         name, args, state = inner
-        return Record(name, tuple(_value(args, file)), _value(state, file))
+        return MetadataObject(name, tuple(_value(args, file)), _value(state, file))
     if kind == "tensor":
         return _place(inner, file)
     return Other(str(inner))

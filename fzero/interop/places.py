@@ -44,22 +44,22 @@ class Place:
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of the flattened tensor, 1-D. Raises CorruptError where the file ends before."""
-        found = torch.empty(stop - start, dtype=self.dtype)
-        if len(found):
-            Disk().read_into(self.file, self.start + start * self.dtype.itemsize, raw(found))
-        return found
+        values = torch.empty(stop - start, dtype=self.dtype)
+        if len(values):
+            Disk().read_into(self.file, self.start + start * self.dtype.itemsize, raw(values))
+        return values
 
 
 def safetensors_places(file: Path) -> dict[str, Place]:
     """The tensors of a safetensors file by name. Raises CorruptError. Links are followed, as the cache of
     huggingface_hub is made of them."""
     file = file.resolve()
-    found = {}
-    for name, one in shards.header(file).items():
-        if one.dtype not in DTYPES:
-            raise CheckpointError(file, f"{name!r} has dtype {one.dtype}, which torch or fzero does not know")
-        found[name] = Place(file, one.start, one.shape, DTYPES[one.dtype])
-    return found
+    places = {}
+    for name, tensor in shards.header(file).items():
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(file, f"{name!r} has dtype {tensor.dtype}, which torch or fzero does not know")
+        places[name] = Place(file, tensor.start, tensor.shape, DTYPES[tensor.dtype])
+    return places
 
 
 def safetensors_header(tensors: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:

@@ -66,9 +66,9 @@ def multi_transform(rules: Mapping[str, GradientTransformation]) -> GradientTran
         groups, structure = grouped(params), tree.flatten(params)[2]
         states, results = [], []
         for i, (tx, part) in enumerate(zip(transformations, state, strict=True)):
-            mine = [g == i for g in groups]
-            held = _with_holes(params, mine)
-            inner, part = tx.update(_with_holes(grads, mine), part, held)
+            chosen = [g == i for g in groups]
+            held = _with_holes(params, chosen)
+            inner, part = tx.update(_with_holes(grads, chosen), part, held)
             results.append(iter(_check.alike(where, "updates", inner, held, dtypes=False)))
             states.append(part)
         return tree.unflatten(structure, [next(results[g]) for g in groups]), tuple(states)

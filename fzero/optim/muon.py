@@ -177,10 +177,10 @@ def _matrices(mask: Mask | None, others: GradientTransformation | None, params: 
     return flags
 
 
-def _coefficients(given: Any) -> tuple[float, float, float]:
-    if not isinstance(given, (tuple, list)) or len(given) != 3:
-        raise SpecError(f"muon: coefficients is {given!r}, but it must be three numbers: (3.4445, -4.775, 2.0315)")
-    a, b, c = (_check.number(f"muon: coefficients[{i}]", x, low=-math.inf, above=True) for i, x in enumerate(given))
+def _coefficients(values: Any) -> tuple[float, float, float]:
+    if not isinstance(values, (tuple, list)) or len(values) != 3:
+        raise SpecError(f"muon: coefficients is {values!r}, but it must be three numbers: (3.4445, -4.775, 2.0315)")
+    a, b, c = (_check.number(f"muon: coefficients[{i}]", x, low=-math.inf, above=True) for i, x in enumerate(values))
     return a, b, c
 
 

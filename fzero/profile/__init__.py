@@ -21,7 +21,7 @@ from fzero.comm.agree import agree
 from fzero.errors import FzeroError
 from fzero.profile.lanes import op_args
 from fzero.profile.page import page
-from fzero.profile.record import Record, record
+from fzero.profile.record import StepRecord, record
 from fzero.profile.trace import trace
 from fzero.session.session import runtime_of
 from fzero.state.state import State
@@ -59,46 +59,47 @@ def profile(state: State, batch: Any, folder: str | Path = "runs/profile") -> St
         """All ranks begin at one time, or none does."""
         agree(runtime.rank, runtime.world_size, f"the start of {what}", "", runtime.group, failure)
 
-    metrics, found = record(state, lowered, batch, ready)
+    metrics, step_record = record(state, lowered, batch, ready)
     new = advanced(state, lowered, metrics)
     try:
-        _write(found, Path(folder))
+        _write(step_record, Path(folder))
     except Exception:  # the old state is donated: the new one must not be lost with it
         log.warning("fzero: %s was not written to %s", what, folder, exc_info=True)
     return new
 
 
-def summary(found: Record) -> dict[str, Any]:
+def summary(record: StepRecord) -> dict[str, Any]:
     """The numbers of a record, for JSON: `docs/profile.md` says what each is."""
     return {
         "format": 1,
-        "step": found.step,
-        "rank": found.rank,
-        "mesh": dict(found.program.mesh),
-        "zero": found.stage,
-        "batch": list(found.batch),
-        "machine": found.machine,
-        "program": found.program.digest,
-        "clock_ns": found.began,
-        "step_us": (found.ended - found.began) / 1e3,
-        "shares_us": {name: ns / 1e3 for name, ns in found.shares.items()},
-        "sent_bytes": found.sent_bytes,
-        "held_bytes": found.held_bytes,
-        "planned_peak_bytes": found.lowered.memory.peak,
-        "measured_peak_bytes": found.measured_peak,
-        "page_faults": found.page_faults,
+        "step": record.step,
+        "rank": record.rank,
+        "mesh": dict(record.program.mesh),
+        "zero": record.stage,
+        "batch": list(record.batch),
+        "machine": record.machine,
+        "program": record.program.digest,
+        "clock_ns": record.began,
+        "step_us": (record.ended - record.began) / 1e3,
+        "shares_us": {name: ns / 1e3 for name, ns in record.shares.items()},
+        "sent_bytes": record.sent_bytes,
+        "held_bytes": record.held_bytes,
+        "planned_peak_bytes": record.lowered.memory.peak,
+        "measured_peak_bytes": record.measured_peak,
+        "page_faults": record.page_faults,
         "transfers": [
-            {**asdict(op), "in_flight_us": (found.stop[op.wait] - found.start[op.op]) / 1e3} for op in found.transfers
+            {**asdict(op), "in_flight_us": (record.stop[op.wait] - record.start[op.op]) / 1e3}
+            for op in record.transfers
         ],
         "ops": [
             {
-                **{name: value for name, value in op_args(found, i).items() if name not in ("text", "leaves")},
+                **{name: value for name, value in op_args(record, i).items() if name not in ("text", "leaves")},
                 "kind": op.kind,
                 "why": op.why,
-                "start_us": (found.start[i] - found.began) / 1e3,
-                "duration_us": found.duration(i) / 1e3,
+                "start_us": (record.start[i] - record.began) / 1e3,
+                "duration_us": record.duration(i) / 1e3,
             }
-            for i, op in enumerate(found.program.ops)
+            for i, op in enumerate(record.program.ops)
         ],
     }
 
@@ -116,10 +117,10 @@ def _unwritable(folder: str | Path) -> FzeroError | None:
         )
 
 
-def _write(found: Record, folder: Path) -> None:
+def _write(record: StepRecord, folder: Path) -> None:
     for name, text in (
-        ("trace.json", json.dumps(trace(found))),
-        ("json", json.dumps(summary(found), indent=1)),
-        ("html", page(found)),
+        ("trace.json", json.dumps(trace(record))),
+        ("json", json.dumps(summary(record), indent=1)),
+        ("html", page(record)),
     ):
-        (folder / f"rank{found.rank}.{name}").write_text(text, encoding="utf-8")
+        (folder / f"rank{record.rank}.{name}").write_text(text, encoding="utf-8")

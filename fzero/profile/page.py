@@ -13,12 +13,12 @@ from importlib.resources import files
 
 from fzero.profile import charts, tables
 from fzero.profile.charts import bytes_text, time_text
-from fzero.profile.record import COMPUTES, HELD, LIVE, Record
+from fzero.profile.record import COMPUTES, HELD, LIVE, StepRecord
 
 SHARES = {"computing": "forward", "waiting": "wait", "transfers' own work": "own", "the rest": "free"}
 
 
-def page(record: Record) -> str:
+def page(record: StepRecord) -> str:
     """The page."""
     title = f"step {record.step} on rank {record.rank} of {record.program.world_size}"
     names, strips = charts.timeline(record)
@@ -62,7 +62,7 @@ def _document(title: str, body: str) -> str:
 # --- what the step was ----------------------------------------------------------------------------------------------
 
 
-def facts(record: Record) -> str:
+def facts(record: StepRecord) -> str:
     """The header's figures."""
     program, account = record.program, record.lowered.memory
     measured = "not measured: another profiler was at work"
@@ -86,7 +86,7 @@ def facts(record: Record) -> str:
     return f"<dl>{body}</dl>"
 
 
-def shares(record: Record) -> str:
+def shares(record: StepRecord) -> str:
     """A bar of what the rank did with the step's time, and each part in words."""
     whole = sum(record.shares.values())
     bars, keys = [], []

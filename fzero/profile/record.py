@@ -52,7 +52,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Record:
+class StepRecord:
     """One step on one rank. Times are ns of one clock for all processes of a machine; lists have an entry per op.
 
     `cpu_ns` is this thread's processor time (None on CUDA). `measured` is the most bytes while each op ran (on CUDA:
@@ -93,12 +93,12 @@ class Record:
         computing = sum(self.duration(i) for i, op in ops if op.kind in COMPUTES)
         waiting = sum(self.asleep(i) for i, op in ops if op.kind == "wait")
         moving = sum(self.duration(i) for i, op in ops if op.kind in (*STARTS, "wait")) - waiting
-        found = {"computing": computing, "waiting": waiting, "transfers' own work": moving}
-        return {**found, "the rest": self.ended - self.began - sum(found.values())}
+        named = {"computing": computing, "waiting": waiting, "transfers' own work": moving}
+        return {**named, "the rest": self.ended - self.began - sum(named.values())}
 
     @cached_property
     def transfers(self) -> list[Transfer]:
-        found, flight = [], {}
+        transfers, flight = [], {}
         for i, op in enumerate(self.program.ops):
             if op.kind in STARTS:
                 flight[(op.writes or op.reads)[0].name] = i
@@ -108,8 +108,8 @@ class Record:
                 source = self.program.ops[start]
                 kind = source.kind if source.kind in ("gather", "reduce") else "send/recv"
                 wire = wire_bytes(self.program, source)
-                found.append(Transfer(kind, name, start, i, self.bucket(start), wire, str(source.get("via", ""))))
-        return found
+                transfers.append(Transfer(kind, name, start, i, self.bucket(start), wire, str(source.get("via", ""))))
+        return transfers
 
     def bucket(self, index: int) -> str | None:
         """The buckets that an op touches, in order; of a wait, that of its transfer."""
@@ -119,7 +119,7 @@ class Record:
 
     @cached_property
     def sent_bytes(self) -> int:
-        return sum(one.wire_bytes for one in self.transfers)
+        return sum(transfer.wire_bytes for transfer in self.transfers)
 
     @cached_property
     def planned(self) -> list[int]:
@@ -134,8 +134,8 @@ class Record:
         def level(kind: str) -> list[int]:
             return live_bytes(ops, buffers, lambda buffer: SHOWN.get(buffer.kind, "other") == kind)
 
-        found = {kind: level(kind) for kind in (*HELD, *LIVE[:-1])}
-        return {**found, "workspace": [needs(one) for one in self.program.ops]}
+        levels_of = {kind: level(kind) for kind in (*HELD, *LIVE[:-1])}
+        return {**levels_of, "workspace": [needs(op) for op in self.program.ops]}
 
 
 def needs(op: Op) -> int:
@@ -155,24 +155,24 @@ def phase(op: Op) -> str:
 
 def leaves(program: Program, op: Op) -> list[str]:
     """The paths of the leaves whose elements an op reads or writes."""
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     for ref in (*op.reads, *op.writes):
         bucket = program.buckets.get(program.buffers[ref.name].bucket or "")
         for slot in bucket.slots if bucket is not None else ():
             if ref.start is None or (slot.start < (ref.stop or 0) and ref.start < slot.stop):
-                found[slot.path] = None
-    return list(found)
+                paths[slot.path] = None
+    return list(paths)
 
 
 # --- measuring ----------------------------------------------------------------------------------------------------
 
 
-def record(state: State, lowered: Lowered, batch: Any, ready: Callable[[], None]) -> tuple[Any, Record]:
+def record(state: State, lowered: Lowered, batch: Any, ready: Callable[[], None]) -> tuple[Any, StepRecord]:
     """Runs a step and watches it; (its metrics, the record). `ready` is called when all is, right before the step."""
     runtime = runtime_of(state)
     bound = runtime.bind(lowered)  # so that it is not part of the time
-    given = [x for x in tree.flatten(batch)[1] if isinstance(x, torch.Tensor)]
-    held = _held([*bound.memory.values(), bound.arena, *given])
+    tensors = [x for x in tree.flatten(batch)[1] if isinstance(x, torch.Tensor)]
+    held = _held([*bound.memory.values(), bound.arena, *tensors])
     clock = _Device(runtime.device) if runtime.device.type == "cuda" else _Host()
     with clock.watching():
         ready()
@@ -183,11 +183,11 @@ def record(state: State, lowered: Lowered, batch: Any, ready: Callable[[], None]
         faults = _faults() - faults
     starts, stops, cpu_ns = clock.spans()
     measured, peak = clock.memory(stops, held)
-    found = Record(
+    step_record = StepRecord(
         lowered, state.step + 1, runtime.rank, _stage(runtime.spec.zero), _shapes(batch), _machine(runtime.device),
         began, ended, starts, stops, cpu_ns, held, measured, peak, faults,
     )  # fmt: skip
-    return metrics, found
+    return metrics, step_record
 
 
 class _Host:
@@ -205,17 +205,19 @@ class _Host:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        found = None
+        recorded = None
         with ExitStack() as stack:
             with suppress(RuntimeError):  # another profiler is at work: times without memory
-                found = stack.enter_context(allocations())
+                recorded = stack.enter_context(allocations())
             yield
-        if found is not None:
-            self.events = [(when + self.offset, nbytes) for when, nbytes in found]
+        if recorded is not None:
+            self.events = [(when + self.offset, nbytes) for when, nbytes in recorded]
 
     def begin(self) -> int:
         readings = [(time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()) for _ in range(5)]
-        before, wall, after = min(readings, key=lambda one: one[2] - one[0])  # the one that nothing came between
+        before, wall, after = min(
+            readings, key=lambda reading: reading[2] - reading[0]
+        )  # the one that nothing came between
         self.offset = (before + after) // 2 - wall  # of the clock of the allocator's events from the one read here
         return time.perf_counter_ns()
 
@@ -246,7 +248,7 @@ def levels(events: Iterable[tuple[int, int]], stops: Sequence[int], held: int) -
         live, last = live + nbytes, index
         most[index], top = max(most[index], live), max(top, live)
     most[last + 1 :] = [live] * (len(stops) - last)
-    return [held + one for one in most[:-1]], held + top
+    return [held + level for level in most[:-1]], held + top
 
 
 class _Device:
@@ -290,7 +292,7 @@ class _Device:
 
     def memory(self, stops: Sequence[int], held: int) -> tuple[list[int] | None, int | None]:
         peak = torch.cuda.max_memory_allocated(self.device)
-        return [held - self.before + one for one in self.allocated], held - self.before + peak
+        return [held - self.before + allocated for allocated in self.allocated], held - self.before + peak
 
 
 def _held(tensors: Iterable[torch.Tensor]) -> int:

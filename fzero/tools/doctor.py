@@ -217,20 +217,20 @@ def shared_memory() -> Iterator[Finding]:
 def transfers() -> Iterator[Finding]:
     """Two ranks: an all-gather and a reduce-scatter each way, with the bits that they must have."""
     try:
-        told = selftest.run()
+        results = selftest.run()
     except selftest.LoopbackError as error:
         fix = "set GLOO_SOCKET_IFNAME (as to lo), and see that a firewall lets this machine talk to itself"
         yield Finding("loopback", "missing", str(error), fix, True)
         return
-    for name, found in told.items():
-        figures = {f"{kind}_mb_per_s": speed for kind, speed in found.mb_per_s.items()}
-        if found.lack:
-            yield Finding(f"loopback {name}", "warning", found.lack, "nothing needs it: messages are slower")
+    for name, result in results.items():
+        figures = {f"{kind}_mb_per_s": speed for kind, speed in result.mb_per_s.items()}
+        if result.lack:
+            yield Finding(f"loopback {name}", "warning", result.lack, "nothing needs it: messages are slower")
             continue
-        speeds = ", ".join(f"{speed:,.0f} MB/s {kind}" for kind, speed in found.mb_per_s.items())
-        status = "ok" if found.right else "missing"
+        speeds = ", ".join(f"{speed:,.0f} MB/s {kind}" for kind, speed in result.mb_per_s.items())
+        status = "ok" if result.right else "missing"
         yield Finding(
-            f"loopback {name}", status, speeds + ("" if found.right else ", with wrong bits"), "", True, figures
+            f"loopback {name}", status, speeds + ("" if result.right else ", with wrong bits"), "", True, figures
         )
 
 
