@@ -57,11 +57,15 @@ class RankFlags(IntFlag):
 
 
 class Checkpointer:
-    """Saves a state every so many steps, while training goes on, and starts again from the last save.
+    """Saves a state every so many steps while training goes on, and resumes from the last save.
 
-    dir: where a run's checkpoints lie, the same on all ranks. every: steps between saves; None saves when asked to.
-    keep: how many to keep; None keeps all. background: False writes in the loop. All ranks make the same calls. Within
-    `with`, SIGTERM and the first Ctrl-C save once after the next step and raise SystemExit (143, 130) on all ranks.
+    dir: the directory of the run's checkpoints, the same on all ranks. every: steps between saves; None saves only on
+    request. keep: how many checkpoints to keep; None keeps all. background: False writes in the training loop. All
+    ranks make the same calls. Within `with`, SIGTERM and the first Ctrl-C save once after the next step and raise
+    SystemExit (143, 130) on all ranks.
+
+    The main thread writes all fields. The writing thread (`_Writing`) writes its own `error` and `flags` alone. A
+    signal handler, which runs on the main thread, writes `_signals`.
 
     >>> import tempfile, fzero
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.sgd(0.1))
@@ -105,10 +109,10 @@ class Checkpointer:
 
     @untraced_by_dynamo
     def resume(self, params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
-        """The newest committed state in `dir`, or `fzero.init(params, spec, key=key)` where there is none yet.
+        """Returns the newest committed state in `dir`, or `fzero.init(params, spec, key=key)` if there is none yet.
 
-        `extra` is then what was saved with it, {} for a new run. Raises CorruptError where all checkpoints are damaged:
-        a new run would hide that.
+        `extra` then holds the values that were saved with the state; it is {} for a new run. Raises CorruptError if all
+        checkpoints are damaged: a new run would hide that.
         """
         if begun(self.dir, self.disk):
             state = load(self.dir, spec, like=params, key=key, disk=self.disk)
@@ -121,11 +125,12 @@ class Checkpointer:
 
     @untraced_by_dynamo
     def after(self, state: State, extra: Extra = None) -> None:
-        """To be called after each step: begins a save where one is due, and acts on signals.
+        """Begins a save if one is due, and acts on signals. To be called after each step.
 
-        `extra` is JSON to save along, such as the data's position, or a function that makes it for a save. Raises
-        CheckpointError, on all ranks after the same step, where an earlier save failed: the state is unharmed, and the
-        next save is tried. Raises SystemExit after a signal, also where the last save fails, which is logged.
+        extra: JSON to save along, such as the position in the data, or a function that returns it. Raises
+        CheckpointError, on all ranks after the same step, if an earlier save failed. The state is unharmed then, and
+        the next save is tried. Raises SystemExit after a signal. If the save before it fails, that is logged, and
+        SystemExit is raised all the same.
         """
         runtime = self._join(runtime_of(state))
         any_rank = RankFlags(runtime.any_rank_flags)
@@ -146,7 +151,7 @@ class Checkpointer:
 
     @untraced_by_dynamo
     def save(self, state: State, extra: Extra = None) -> None:
-        """Saves now, and returns when it is committed. Raises CheckpointError on all ranks."""
+        """Saves now, and returns when the checkpoint is committed. Raises CheckpointError on all ranks."""
         self._join(runtime_of(state))
         try:
             self._finish()
@@ -157,7 +162,7 @@ class Checkpointer:
             self._finish()
 
     def close(self) -> None:
-        """Waits for the save in flight, and makes one that is late. Raises CheckpointError on all ranks."""
+        """Waits for the save in flight, and makes a save that is late. Raises CheckpointError on all ranks."""
         self._finish()
         if self._due and not self._due[0].life.ended:
             self.save(*self._due)
@@ -207,7 +212,7 @@ class Checkpointer:
         return self._signals | (RankFlags(0) if self._writing is None else self._writing.flags)
 
     def _join(self, runtime: Runtime) -> Runtime:
-        """Speaks with this runtime's steps from now on. The first time, all ranks make the group that writes."""
+        """Joins the flags of this runtime's steps. The first time, all ranks make the group that writes."""
         if self._runtime is not runtime:
             if self._group is None and runtime.world_size > 1:
                 self._group = dist.new_group(backend="gloo")
@@ -243,7 +248,8 @@ class Checkpointer:
 
 
 class _Writing(threading.Thread):
-    """A save in flight. `error` is what it raised."""
+    """A save in flight, on a thread of its own. That thread writes `error`, the error that the save raised, and then
+    `flags`."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__(name="fzero-save", daemon=True)  # a process that ends does not wait for a lost peer

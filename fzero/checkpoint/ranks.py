@@ -1,4 +1,4 @@
-"""ranks: what the ranks of a save tell one another. Bytes over gloo; every round ends alike on all of them."""
+"""ranks: how the ranks of a save exchange notes. Bytes over gloo; every round ends in the same way on all ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from fzero.errors import CheckpointError, DisagreementError
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among those of `group` (gloo; None: the default one). `place` is the directory that errors name when
-    they know no better."""
+    """This rank among those of `group` (gloo; None: the default group).
+
+    place: the directory that errors name if they know no other.
+    """
 
     rank: int
     world_size: int
@@ -24,10 +26,10 @@ class Ranks:
     place: str
 
     def round(self, doing: str, call: Callable[[], Any]) -> list[Any]:
-        """What `call` returned (JSON) on every rank, by rank; it runs on this one.
+        """Runs `call` on this rank, and returns its results (JSON) on all ranks, by rank. Collective.
 
-        Where it failed on some rank, every rank raises CheckpointError naming the ranks and the file; the failing one
-        raises its own error if that is another.
+        If it failed on some rank, every rank raises CheckpointError that names the ranks and the file. A rank whose own
+        error is not a CheckpointError raises that error.
         """
         failure: BaseException | None = None
         try:
@@ -51,7 +53,7 @@ class Ranks:
         return [result for _, result in notes]
 
     def _tell_of(self, failure: BaseException, doing: str, note: list[Any]) -> None:
-        """Tells the others, and raises an error that is not the checkpoint's as it is."""
+        """Sends a failure to the others, and raises it as it is: it is no CheckpointError."""
         try:
             self.exchange(doing, dump(note))
         except CheckpointError:
@@ -59,7 +61,7 @@ class Ranks:
         raise failure
 
     def same(self, doing: str, call: Callable[[], dict[str, str]]) -> None:
-        """Raises DisagreementError on every rank where the values of `call` differ, naming the ranks."""
+        """Raises DisagreementError on every rank if the values of `call` differ; it names the ranks. Collective."""
         notes = self.round(doing, call)
         for name in notes[0]:
             if len({note[name] for note in notes}) > 1:
@@ -70,7 +72,7 @@ class Ranks:
                 )
 
     def exchange(self, doing: str, local: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank."""
+        """Returns the bytes of all ranks, by rank. Collective. Raises CheckpointError if a rank is lost."""
         try:
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
             dist.all_gather(sizes, torch.tensor([len(local)]), group=self.group)

@@ -1,15 +1,17 @@
-"""save: a state to a directory, each rank writing its part once.
+"""save: a state to a directory; each rank writes its part once.
 
-`snapshot` takes what this rank writes: of a bucket of length L its slice [r L/N, (r+1) L/N), whether the bucket is
-sharded or replicated, so that a replicated state is written once, by all ranks in parallel; whole leaves on rank 0;
-per-rank leaves from each rank. Padding is left out. `write` is the protocol (`fzero.checkpoint.commit`) in four rounds:
+`snapshot` takes the part that this rank writes. Of a bucket of length L it is the slice [r L/N, (r+1) L/N), whether the
+bucket is sharded or replicated. So a replicated state is written once, by all ranks in parallel. Whole leaves are
+written by rank 0, per-rank leaves by each rank. Padding is left out. `write` is the protocol
+(`fzero.checkpoint.commit`) in four rounds:
 
     1. the ranks agree on what they save     step, layout, extra
     2. rank 0 prepares the directory
     3. every rank writes, hashes and syncs its shard; the hashes go to rank 0
     4. rank 0 commits
 
-A rank that fails says so in its round, and all raise. Cost: each byte of the state is written once and hashed once.
+A rank that fails reports it in its round, and all ranks raise. Cost: each byte of the state is written once and hashed
+once.
 """
 
 from __future__ import annotations
@@ -41,9 +43,10 @@ from fzero.state.state import State
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank saves, in host memory: `parts` are its pieces as 1-D tensors, `manifest` lacks the shards alone.
+    """The part of a state that one rank saves, in host memory.
 
-    Its memory is its own: steps may go on while it is written.
+    parts: its pieces as 1-D tensors. manifest: complete but for the shards. block: the memory of the parts, if they
+    were copied. A copied snapshot owns its memory, so steps may go on while it is written.
     """
 
     rank: int
@@ -53,11 +56,12 @@ class Snapshot:
 
     @property
     def step(self) -> int:
+        """The step of the state."""
         return self.manifest.step
 
     @property
     def nbytes(self) -> int:
-        """That this rank writes, but for the header."""
+        """The bytes that this rank writes, without the header."""
         return sum(part.data.numel() * part.data.dtype.itemsize for part in self.parts)
 
 
@@ -69,15 +73,17 @@ def save(
     keep: int | None = None,
     disk: Disk | None = None,
 ) -> Path:
-    """Writes a checkpoint of `state` into a directory of its own, `directory/step-00000120`, which it returns.
+    """Writes a checkpoint of `state` into a new directory, `directory/step-00000120`, and returns its path. Collective.
 
-    extra: anything in JSON (dict, list, str, int, float, bool, None), as the position in the data; the same on every
-    rank.
+    extra: any JSON (dict, list, str, int, float, bool, None), such as the position in the data; the same on every rank.
+
     keep: how many checkpoints to keep, this one and the newest of the others. None: all of them.
-    A collective: every rank calls it, and `directory` must be on a file system that all of them share. What was
-    committed before stays as it is until this one is. Raises CheckpointError on every rank where one of them fails,
-    DonatedError for a state that a step consumed, DisagreementError where other ranks do something else, HangError
-    where one does not come. The same step with the same contents again is no error.
+
+    Every rank calls it, and `directory` must be on a file system that all of them share. Older checkpoints stay as they
+    are until this one is committed. The same step with the same contents again is no error.
+
+    Raises CheckpointError on every rank if one of them fails. Raises DonatedError for a state that a step consumed,
+    DisagreementError if other ranks do something else, HangError if a rank does not come.
 
     >>> import fzero, tempfile
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.sgd(0.1))
@@ -107,11 +113,11 @@ def save(
 
 
 def snapshot(state: State, *, extra: Any = None, reuse: Snapshot | None = None) -> Snapshot:
-    """This rank's parts of a state, copied to host memory, to be written by `write` while training goes on.
+    """Returns this rank's parts of a state, copied to host memory, for `write` to write while training goes on.
 
-    No collective: a rank that fails raises alone. reuse: an earlier snapshot that is not needed any more, whose memory
-    is taken (touching new memory costs more than copying). Raises DonatedError, and CheckpointError for an `extra` that
-    is no JSON.
+    It is no collective: a rank that fails raises alone. reuse: an earlier snapshot that is not needed any more. Its
+    memory is taken, since touching new memory costs more than copying. Raises DonatedError, and CheckpointError for an
+    `extra` that is no JSON.
     """
     if not isinstance(state, State):
         raise TreeError(f"fzero.checkpoint.snapshot needs a State, got {type(state).__name__}")
@@ -126,8 +132,10 @@ def write(
     group: Any = None,
     disk: Disk | None = None,
 ) -> Path:
-    """Writes a snapshot, as `fzero.save` does; in any thread, all ranks with a gloo `group` that nothing else uses
-    meanwhile (None: the default group). Returns the checkpoint's directory."""
+    """Writes a snapshot, as `fzero.save` does, and returns the checkpoint's directory. Collective.
+
+    It may run in any thread. group: a gloo group that nothing else uses meanwhile; None: the default group.
+    """
     world_size = len(snapshot.manifest.shards)
     return _write(snapshot.rank, world_size, lambda: snapshot, Path(directory), keep, group, disk or Disk())
 
@@ -158,7 +166,10 @@ def take(
     program: str | None = None,
     extra: Any = None,
 ) -> Snapshot:
-    """A rank's snapshot from its buffers, without a copy: its parts are views of `memory`."""
+    """Returns a rank's snapshot from its buffers, without a copy: its parts are views of `memory`.
+
+    Raises CheckpointError if `extra` is no JSON, or a path is no text.
+    """
     try:
         check_json("extra", extra)
         for leaf in plan.leaves:
@@ -177,7 +188,7 @@ def take(
 
 
 def span(plan: Plan, leaf: Leaf, rank: int) -> tuple[int, int]:
-    """Elements [start, stop) of the flattened logical leaf that a rank writes."""
+    """Returns the elements [start, stop) of the flattened logical leaf that a rank writes."""
     numel = torch.Size(leaf.shape).numel()
     if leaf.per_rank:
         return rank * numel, (rank + 1) * numel
@@ -192,7 +203,7 @@ def span(plan: Plan, leaf: Leaf, rank: int) -> tuple[int, int]:
 
 
 def held(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> torch.Tensor:
-    """Those elements, 1-D: a view of the rank's buffer."""
+    """Returns those elements, 1-D: a view of the rank's buffer."""
     start, stop = span(plan, leaf, rank)
     flat = memory[leaf.buffer].reshape(-1)
     if leaf.slot is None:
@@ -218,7 +229,7 @@ def _record(plan: Plan, leaf: Leaf) -> LeafRecord:
 
 
 def _copied(taken: Snapshot, reuse: Snapshot | None) -> Snapshot:
-    """With the parts copied, one after the other, into one block of host memory."""
+    """Returns the snapshot with its parts copied, one after the other, into one block of host memory."""
     block = torch.empty(0) if reuse is None else reuse.block
     source = taken.parts[0].data.device if taken.parts else torch.device("cpu")
     if block.numel() != taken.nbytes or block.dtype != torch.uint8:

@@ -1,8 +1,9 @@
-"""rendezvous: whether the ranks of a process group share memory, found out once, by all of them.
+"""rendezvous: finds out, once and on all ranks alike, whether the ranks of a process group share memory.
 
-All ranks tell over gloo which machine (boot id) and network namespace they are in and where they listen; a rank in
-another namespace counts as another machine, so that a link made slow stays slow. Each pair connects by a Unix socket,
-and every rank reads a random token in every other's memory. One rank's no is everybody's. 5 ms for two ranks.
+Each rank sends over gloo its machine (boot id), its network namespace and the address where it listens. A rank in
+another namespace counts as on another machine, so that a link that was made slow stays slow. Each pair of ranks
+connects by a Unix socket, and every rank reads a random token in every other rank's memory. If one rank fails, the
+answer is no on all ranks. Two ranks need 5 ms.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ MAX_SILENT = 256  # guests that have shown nothing yet; beyond, the one that cam
 def meet(
     rank: int, world_size: int, group: Any = None, *, timeout_seconds: float | None = None
 ) -> tuple[Host | None, str]:
-    """(the ranks' Host, or None where they do not share memory; why not). Collective over `group` (gloo).
+    """Returns (the ranks' Host, "") or (None, the reason why they share no memory). Collective over `group` (gloo).
 
-    `timeout_seconds` is how long a rank is waited for from then on (None: the group's timeout). What goes wrong is an
-    answer, not an error.
+    timeout_seconds: how long a rank is waited for from then on; None is the group's timeout. A failure is an answer
+    here, not an error.
     """
     here = heartbeat.of(group)
     listener, note = _listen(world_size)
@@ -59,7 +60,7 @@ def meet(
 
 
 def _listen(backlog: int) -> tuple[socket.socket | None, str]:
-    """A listening socket without a file, and the note for the others: machine, network namespace, address, token."""
+    """A listening socket without a file, and this rank's note: machine, network namespace, address, token."""
     if not hasattr(os, "memfd_create"):
         return None, "! this system has no memfd_create"
     name = f"fzero-{secrets.token_hex(16)}"
@@ -76,7 +77,7 @@ def _listen(backlog: int) -> tuple[socket.socket | None, str]:
 
 
 def _apart(notes: list[str]) -> str:
-    """Why ranks with these notes share no memory; the same on every rank."""
+    """The reason why ranks with these notes share no memory, or "". It is the same on every rank."""
     for rank, note in enumerate(notes):
         if note.startswith("!"):
             return f"rank {rank}: {note[2:]}"
@@ -87,9 +88,10 @@ def _apart(notes: list[str]) -> str:
 
 
 def _connected(rank: int, listener: socket.socket, notes: list[str]) -> dict[int, socket.socket]:
-    """A socket to every other rank: to lower ones this one connects, and shows the token that they told over gloo.
+    """Returns a socket to every other rank.
 
-    Anyone on this machine may find an address. A guest of another user is sent away; one that shows no token, or shows
+    This rank connects to lower ranks and shows each the token that it sent over gloo. Higher ranks connect here. Any
+    process on this machine may find the address. A process of another user is sent away. One that shows no token, or
     nothing yet, costs the others nothing.
     """
     deadline = time.monotonic() + MEET_SECONDS
@@ -121,7 +123,7 @@ def _connected(rank: int, listener: socket.socket, notes: list[str]) -> dict[int
 
 
 def _visit(rank: int, other: int, note: str, deadline: float) -> socket.socket:
-    """A socket to a lower rank that has been shown its token; strangers may keep its queue full for a while."""
+    """A socket to a lower rank, which has been shown its token. Strangers may fill that rank's queue for a while."""
     _, _, name, token = note.split()
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -144,13 +146,13 @@ def _visit(rank: int, other: int, note: str, deadline: float) -> socket.socket:
 
 
 def _user(peer: socket.socket) -> int:
-    """The user of the process at the other end, as the kernel knows it."""
+    """The user id of the process at the other end, as the kernel knows it."""
     _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return int(user)
 
 
 def _let_in(listener: socket.socket, silent: dict[int, socket.socket], poll: select.poll) -> None:
-    """Takes in a guest of this user, which is to show its token."""
+    """Accepts a connection of this user; its token is still to come."""
     try:
         guest, _ = listener.accept()
     except (BlockingIOError, ConnectionAbortedError):
@@ -168,7 +170,8 @@ def _let_in(listener: socket.socket, silent: dict[int, socket.socket], poll: sel
 
 
 def _rank_of(guest: socket.socket, token: str) -> int | None:
-    """The rank that a guest says it is, with the right token. What descriptors it sends along the kernel closes."""
+    """The rank that a guest says it is; None without the right token. The kernel closes descriptors that it sends
+    along."""
     try:
         message = guest.recv(256)
     except OSError:
@@ -178,7 +181,7 @@ def _rank_of(guest: socket.socket, token: str) -> int | None:
 
 
 def _probe(host: Host, notes: list[str]) -> None:
-    """Reads the token that each rank told over gloo in that rank's memory."""
+    """Reads in each rank's memory the token that this rank sent over gloo. Raises PeerError if it is not there."""
     pages = [torch.tensor(list(note.split()[3].encode() * 256), dtype=torch.uint8) for note in notes]
     local = host.allocate(pages[0].numel()).copy_(pages[host.rank])
     host.offer(0, local)

@@ -1,7 +1,7 @@
-"""selftest: two ranks on this machine, and what each transport between them does: for `fzero doctor`.
+"""selftest: starts two ranks on this machine and tries each transport between them, for `fzero doctor`.
 
-Each rank is a process. Every way gathers and reduces the same buffers a few times: the bits must be those of the sum
-made here, and the best time gives the bytes that a rank receives a second.
+Each rank is a process. Every transport gathers and reduces the same buffers a few times. The bits must be those of the
+sum that is made here. The best time gives the bytes that a rank receives per second.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ class LoopbackError(FzeroError, RuntimeError):
 
 @dataclass(frozen=True)
 class TransportResult:
-    """Whether a transport's bits were right, and how fast it was by kind of transfer; or what it `lack`s here."""
+    """The result of one transport: whether its bits were right, and its speed by kind of transfer.
+
+    mb_per_s: MiB per second that a rank receives. lack: the reason why this transport does not work here; "" if it
+    works.
+    """
 
     right: bool
     mb_per_s: dict[str, float] = field(default_factory=dict)
@@ -47,7 +51,7 @@ class TransportResult:
 
 
 def run(seconds: float = SECONDS) -> dict[str, TransportResult]:
-    """What the transports did, by name. Raises LoopbackError."""
+    """Returns the result of each transport, by name. Raises LoopbackError if two ranks cannot run within `seconds`."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
@@ -78,7 +82,7 @@ def run(seconds: float = SECONDS) -> dict[str, TransportResult]:
 
 
 def rank() -> None:
-    """One of the two: prints, as JSON, what each transport did."""
+    """Runs in each of the two processes: prints the result of each transport, as JSON."""
     number, world = open_world("cpu", SECONDS / 2)
     host, why = meet(number, world)
     plain = partial(torch.empty, dtype=torch.uint8)
@@ -96,7 +100,7 @@ def rank() -> None:
 
 
 def tried(comm: Any, memory: Callable[[int], torch.Tensor], number: int, world: int) -> TransportResult:
-    """Gathers everyone's part, and reduces what was gathered, which is the same on all ranks."""
+    """Returns the result of one transport, which gathers all parts and reduces that buffer, equal on all ranks."""
     part = BUFFER_BYTES // 4 // world
     own, whole, total = (memory(4 * n).view(torch.float32) for n in (part, part * world, part))
     scratch = memory(4 * part * (world - 1)).view(torch.float32).view(world - 1, part)

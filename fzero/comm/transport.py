@@ -1,8 +1,8 @@
-"""transport: how the ranks of a run move bytes, decided once at `init`, alike on all of them.
+"""transport: chooses how the ranks of a run move bytes, once, at `init`, alike on all ranks.
 
-CUDA: NCCL. CPU: ranks of one machine read one another's memory (`shared`), and state and arena lie where the others can
-read them; else point-to-point messages over gloo (`p2p`). Among the ways that the ranks have, each gather goes the one
-that was measured to be the fastest for its size (`fzero.comm.autotune`); reductions go a way that adds in rank order.
+CUDA: NCCL. CPU: the ranks of one machine read one another's memory (`shared`); state and arena then lie in memory that
+the others can read. Otherwise the ranks send point-to-point messages over gloo (`p2p`). Each gather goes the way that
+was measured to be the fastest for its size (`fzero.comm.autotune`). Reductions go a way that adds in rank order.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ log = logging.getLogger("fzero")
 
 @dataclass(frozen=True)
 class Transport:
-    """`comm` runs transfers (`handlers.Comm`), `via` is its name in programs, `block` makes memory it can use; `why`
-    says what was chosen."""
+    """How a run moves bytes. Fixed once it is made.
+
+    comm: runs transfers. via: its name in programs. block: makes memory that it can use, as uint8 of a number of bytes.
+    why: the choice in words. rates: the measured rates; None if none were measured.
+    """
 
     comm: Any
     via: str
@@ -41,15 +44,18 @@ class Transport:
 
 
 def via_of(device: torch.device, transfers: str) -> str:
-    """The name in programs, where the ranks are not there to be asked whether they share a machine."""
+    """Returns the transport's name in programs, for callers without ranks that could be asked about shared memory."""
     return "nccl" if device.type == "cuda" else "shared" if transfers == "shared" else "p2p"
 
 
 def transport_for(
     rank: int, world_size: int, device: torch.device, transfers: str, presence: heartbeat.Presence | None = None
 ) -> Transport:
-    """The transport of this run. Collective where there are several ranks. `transfers` is the spec's field, `here` the
-    presence of the group over which ranks agree."""
+    """Returns the transport of this run. Collective if there are several ranks.
+
+    transfers: the field of the spec. presence: that of the group over which ranks agree. Raises SpecError if the spec
+    asks for shared memory and the ranks have none.
+    """
     block: Callable[[int], torch.Tensor]
     block, via = storage.block_of(device), via_of(device, transfers)
     if world_size == 1:
@@ -75,9 +81,11 @@ def transport_for(
 
 
 def bucket_bytes(via: str, world_size: int, rank: int = 0, rates: Rates | None = None, store: Any = None) -> int:
-    """Where buckets are cut if the spec does not say: by what transfers cost when this machine first had such a world
-    (kept, so that runs have one layout and so one order of sums), by `store` the same on every rank; else
-    BUCKET_BYTES."""
+    """Returns the bytes at which buckets are cut if the spec does not say: BUCKET_BYTES if nothing was measured.
+
+    The choice rests on the costs of transfers when this machine first had such a world. They are kept, so that all runs
+    have one layout, and so one order of sums. `store` makes the choice the same on every rank.
+    """
     costs = Costs("buckets", measures=rates is not None, rank=rank, store=store)
     question = f"{via}, {world_size} ranks"
     found = costs.find([question], lambda _: choose.bucket_costs(rates) if rates is not None else {})

@@ -1,4 +1,4 @@
-"""How an optimizer keeps its moments: in the parameter's dtype, in float32, or in bfloat16 with stochastic rounding.
+"""The dtypes in which an optimizer keeps its moments: the parameter's, float32, or bfloat16 rounded at random.
 
 | `moments=`   | moments are              | a step computes in, and gives updates in |
 |--------------|--------------------------|------------------------------------------|
@@ -6,9 +6,9 @@
 | `"float32"`  | float32                  | float32, or the parameter's if wider     |
 | `"bfloat16"` | bfloat16                 | float32, or the parameter's if wider     |
 
-bfloat16 moments are widened, stepped and rounded up or down at random (`fzero.optim.stochastic_round`), or an average
-with a long memory would stand still. The seed is the step's number and a constant for each moment, so no key is needed
-and equal runs have equal bits.
+bfloat16 moments are widened, stepped and rounded up or down at random (`fzero.optim.stochastic_round`). With rounding
+to nearest, an average with a long memory would stand still. The seed is the step's number and a constant for each
+moment. So no key is needed, and equal runs have equal bits.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
 """`fzero::stochastic_round`: float32 to bfloat16, up or down at random, so that the error is 0 on average.
 
-bfloat16 is the upper half of float32. Adding a number drawn from 0 .. 65535 to the lower half and then cutting it off
-rounds away from zero with the probability of the part cut off: the mean over draws is the number itself. A moment that
-changes by less than half a unit of its last place would never move under rounding to nearest; here it does, on average
-at the right pace.
+bfloat16 is the upper half of float32. The op adds a number from 0 .. 65535 to the lower half and then cuts the lower
+half off. This rounds away from zero with the probability of the part cut off: the mean over all random numbers is the
+number itself. A moment that changes by less than half a unit of its last place would never move under rounding to
+nearest. Here it moves, on average at the right pace.
 
-The draw (the dither) is murmur3's 32-bit finaliser of the element's own bits, keyed by the seed before each of its two
-multiplications:
+The random number (the dither) is murmur3's 32-bit finaliser of the element's own bits, keyed by the seed before each of
+its two multiplications:
 
     h <- bits ^ key1;  h <- (h ^ h >> 16) * 0x85ebca6b;  h <- (h ^ key2);  h <- (h ^ h >> 13) * 0xc2b2ae35;  h >> 16
 
-so the op is a function of the element and a 0-d tensor alone: it is pointwise, and a buffer's bits do not depend on how
-it is sliced, nor on the device. Elements of equal value round alike under one seed; another seed, another draw.
+So the op is a function of the element and a 0-d tensor alone. It is pointwise, and a buffer's bits depend neither on
+its slices nor on the device. Elements of equal value round alike under one seed; another seed gives other numbers.
 
-Exact numbers stay what they are, zeros and infinities among them; a NaN stays a NaN; a finite number never becomes
-infinite: beyond bfloat16's largest it is that.
+Exact numbers stay as they are, zeros and infinities among them. A NaN stays a NaN. A finite number never becomes
+infinite: a number beyond bfloat16's largest becomes that.
 
-Cost: one read of float32 and one write of bfloat16, through two buffers of 256 KiB on the CPU, where every step of the
-formula is a pass over them (1.3 ns an element on one AVX2 core, and 70 us a call); elsewhere each step is a launch.
+Cost: one read of float32 and one write of bfloat16, through two buffers of 256 KiB on the CPU. There every step of the
+formula is a pass over them (1.3 ns an element on one AVX2 core, and 70 us a call). Elsewhere each step is a launch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""AdamW with both moments in 8 bits: 2.125 bytes of optimizer state a parameter instead of 8.
+"""AdamW with both moments in 8 bits: 2.125 bytes of optimizer state per parameter instead of 8.
 
-The update is AdamW's (see `fzero.optim.adam`), in float32; between steps a moment is 8-bit codes with one fp32 scale
-for each 64 elements. `fzero.optim._adam8` has the codes, the reasons for them and what they cost in accuracy.
+The update is that of AdamW (see `fzero.optim.adam`), in float32. Between steps a moment is 8-bit codes with one fp32
+scale for each 64 elements. `fzero.optim._adam8` describes the codes, the reasons for them and their accuracy.
 
-In a compiled step the codes and scales lie beside their parameter: they are sharded like fp32 moments, the update runs
+In a compiled step the codes and scales lie beside their parameter. They are sharded like fp32 moments, the update runs
 on slices, and every ZeRO stage gives the same bits.
 """
 
