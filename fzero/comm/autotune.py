@@ -85,7 +85,7 @@ class _Move:
         if kind == "gather":
             self.op, self.tensors = make_op("gather", [Ref("own")], [Ref("whole")]), [own, whole]
         else:
-            self.one = make_op("reduce", [Ref("whole")], [Ref("own"), Ref("scratch")], mode="scatter", op="sum")
+            self.op = make_op("reduce", [Ref("whole")], [Ref("own"), Ref("scratch")], mode="scatter", op="sum")
             self.tensors = [whole, own, scratch.view(world_size, -1)]
 
     def run(self, comm: Comm, meanwhile: Callable[[], object] = lambda: None) -> None:

@@ -1,8 +1,8 @@
-"""archive: where the members of an uncompressed zip archive lie, which is what `torch.save` writes.
+"""archive: the places of the members of an uncompressed zip archive, the format of `torch.save`.
 
-Tensors are read from the archive by their place, so a place must be right. The directory at the end says where each
-member begins and how long it is. It is believed only where each member's own header agrees, and where no two members
-share a byte. A compressed or encrypted member has no place: it is refused. Nothing of the members is read here.
+Tensors are read from the archive by their place, so a place must be right. The directory at the end gives the start and
+length of each member. It is believed only if each member's own header agrees, and if no two members share a byte. A
+compressed or encrypted member has no place: it is refused. Nothing of the members is read here.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """dcp_folder: checkpoints of torch.distributed.checkpoint (DCP), read and written.
 
-A DCP directory holds `.metadata` (a pickle: every tensor's name, shape and chunks, and where each chunk lies) and data
-files (each chunk as `torch.save` writes it). torch unpickles `.metadata` without any limit. Here a child process looks
-into it that knows nothing but the classes of torch's metadata, and makes none of them (`fzero.interop.pickled`); it
-also finds out where in the data files the plain bytes of each chunk begin. From then on a chunk is read as bytes: of a
-chunk that torch would load whole, just the elements that a rank holds, and no pickle is loaded here.
+A DCP directory holds `.metadata` and data files. `.metadata` is a pickle: every tensor's name, shape and chunks, and
+the place of each chunk. A data file holds each chunk as `torch.save` writes it. torch unpickles `.metadata` without any
+limit. Here a child process looks into it. It knows nothing but the classes of torch's metadata, and makes none of them
+(`fzero.interop.pickled`). It also finds the byte at which the plain bytes of each chunk begin.
 
-Written is with torch's own writer, which is handed one leaf at a time, whole, by rank 0.
+From then on a chunk is read as bytes. torch would load a chunk whole; here just the elements that a rank holds are
+read, and no pickle is loaded. Checkpoints are written with torch's own writer, which rank 0 hands one whole leaf at a
+time.
 """
 
 from __future__ import annotations
@@ -35,15 +36,18 @@ METADATA = ".metadata"
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor: its first corner, its sizes, and where its bytes lie (row by row)."""
+    """A box of a tensor: its first corner, its sizes, and the place of its bytes (row by row)."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     place: Place
 
     def runs(self, shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(first element in the flattened tensor, first in the chunk, how many) of the stretches of [start, stop) that
-        the chunk holds: it lies in the tensor as runs of equal length."""
+        """Yields (first element in the flattened tensor, first in the chunk, count) of the stretches of [start, stop)
+        in it.
+
+        The chunk lies in the tensor as runs of equal length.
+        """
         whole = len(shape)
         while whole and self.sizes[whole - 1] == shape[whole - 1]:
             whole -= 1  # dimensions from here on are whole in the chunk
@@ -59,7 +63,8 @@ class Chunk:
 
 
 class Folder(Source):
-    """The tensors of a DCP directory by name. What is no tensor (numbers, text) is in `others`, and is not read."""
+    """The tensors of a DCP directory by name. `others` names the rest (numbers, text), which is not read. Written by
+    `__init__` alone."""
 
     def __init__(self, path: str | Path, timeout: float = pickled.TIMEOUT) -> None:
         self.path, self.others = Path(path), list[str]()
@@ -73,9 +78,11 @@ class Folder(Source):
 
     @property
     def leaves(self) -> Mapping[str, Entry]:
+        """See `Source`."""
         return {name: entry for name, (entry, _) in self.tensors.items()}
 
     def read(self, path: str, start: int, stop: int) -> torch.Tensor:
+        """See `Source`. Raises CorruptError if the chunks do not cover the range once."""
         entry, chunks = self.tensors[path]
         values = torch.empty(stop - start, dtype=entry.dtype)
         spans: list[tuple[int, int]] = []
@@ -165,17 +172,18 @@ def dcp(
     strict: bool = True,
     timeout: float = pickled.TIMEOUT,
 ) -> Fitted:
-    """The tensors of a torch.distributed.checkpoint directory for `fzero.init`, which reads of each what a rank holds.
+    """Returns the tensors of a torch.distributed.checkpoint directory for `fzero.init`, which reads a rank's part of
+    each.
 
-    part: where in the saved state dict they are, as `model` in `{"model": ..., "optim": ...}`. like, names, tied,
-    dtype and strict: see `fzero.interop.fitted`. timeout: seconds that the child process has that looks into the
-    pickles. Raises CorruptError (also where `.metadata` holds anything but torch's metadata) and MismatchError.
+    part: their place in the saved state dict, as `model` in `{"model": ..., "optim": ...}`. like, names, tied, dtype
+    and strict: see `fzero.interop.fitted`. timeout: seconds for the child process that looks into the pickles. Raises
+    MismatchError, and CorruptError, also if `.metadata` holds anything but torch's metadata.
     """
     return fitted(Part(Folder(folder, timeout), part), like, names=names, tied=tied, dtype=dtype, strict=strict)
 
 
 class Part(Source):
-    """The tensors of a source whose names begin with `part` and a dot, without it."""
+    """The tensors of a source whose names begin with `part` and a dot, without it. Nothing in it changes."""
 
     def __init__(self, source: Folder, part: str) -> None:
         self.source, self.prefix, self.path = source, f"{part}." if part else "", source.path
@@ -185,10 +193,12 @@ class Part(Source):
 
     @property
     def leaves(self) -> Mapping[str, Entry]:
+        """See `Source`."""
         held = self.source.leaves.items()
         return {name.removeprefix(self.prefix): entry for name, entry in held if name.startswith(self.prefix)}
 
     def read(self, path: str, start: int, stop: int) -> torch.Tensor:
+        """See `Source`."""
         return self.source.read(self.prefix + path, start, stop)
 
 

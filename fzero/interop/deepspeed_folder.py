@@ -1,17 +1,17 @@
 """deepspeed_folder: the fp32 masters and Adam moments of a DeepSpeed ZeRO checkpoint, by parameter name.
 
-Ranks 0..N-1 each wrote a pickle with their part of every flat buffer; a child process looks into the pickles
+Ranks 0..N-1 each wrote a pickle with their part of every flat buffer. A child process looks into the pickles
 (`fzero.interop.pickled`), and the tensors are read as bytes. DeepSpeed's own partition rules (0.19.8; those of its
-`zero_to_fp32.py`) say which bytes are whose:
+`zero_to_fp32.py`) decide which bytes belong to which parameter:
 
-- stages 1 and 2: per parameter group one buffer, the parameters in the order of `param_shapes` with
-  `param_alignment_paddings` behind them, the end padded to a multiple of 2N. Rank r has the r-th of N equal parts, and
-  leaves out the padding at the end of the masters (of the moments it does not, unless `elastic_checkpoint` is set);
-- stage 3: of each parameter of n elements rank r has elements [r p, (r+1) p) with p = ceil(n / N), and its parts lie
-  one behind the other in flat groups, in the order of `param_shapes`. Frozen parameters are cut alike.
+- stages 1 and 2: per parameter group one buffer. It holds the parameters in the order of `param_shapes`, each followed
+  by its `param_alignment_paddings`, and is padded to a multiple of 2N at its end. Rank r has the r-th of N equal parts.
+  It leaves out the padding at the end of the masters; of the moments it does so only if `elastic_checkpoint` is set.
+- stage 3: of each parameter of n elements rank r has elements [r p, (r+1) p) with p = ceil(n / N). Its parts lie one
+  behind the other in flat groups, in the order of `param_shapes`. Frozen parameters are cut alike.
 
-Frozen parameters come from the model's states; those and everything else are float32 here. Tied parameters are there
-once, under the name that the optimizer knew them by.
+Frozen parameters come from the model's states. They and everything else are float32 here. Tied parameters are there
+once, under the name that the optimizer used.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MASTER, MOMENTS = "master", {"mu": "exp_avg", "nu": "exp_avg_sq"}
 
 @dataclass(frozen=True)
 class Stretch:
-    """Elements [start, start + count) of a flattened tensor: those of `place` from `first` on."""
+    """Elements [start, start + count) of a flattened tensor: those of `place` from element `first` on."""
 
     start: int
     place: Place
@@ -56,7 +56,8 @@ class Stretch:
 
 
 class DeepSpeed(Source):
-    """A state as the `fzero.Spec(optimizer=adamw(...))` of these parameters has it: `params`, and `opt_state`."""
+    """The state of `fzero.Spec(optimizer=adamw(...))` with these parameters: `params` and `opt_state`. Written by
+    `__init__` alone."""
 
     def __init__(self, path: str | Path, *, moments: bool, allow: Sequence[str], timeout: float) -> None:
         self.path = _tagged(Path(path))
@@ -118,10 +119,12 @@ class DeepSpeed(Source):
 
     @property
     def leaves(self) -> Mapping[str, Entry]:
+        """See `Source`."""
         held = {path: entry for path, (entry, _) in self.tensors.items()}
         return held if self.count is None else {**held, "opt_state/count": Entry((), torch.int64)}
 
     def read(self, path: str, start: int, stop: int) -> torch.Tensor:
+        """See `Source`."""
         if path == "opt_state/count":
             return torch.tensor([self.count], dtype=torch.int64)[start:stop]
         values = torch.empty(stop - start)
@@ -140,14 +143,17 @@ def deepspeed(
     allow: Sequence[str] = (),
     timeout: float = pickled.TIMEOUT,
 ) -> DeepSpeed:
-    """A DeepSpeed checkpoint (stages 1 to 3) as leaves of a state: fp32 `params/NAME`, `opt_state/mu/NAME`,
-    `opt_state/nu/NAME` and `opt_state/count`, as `fzero.optim.adamw` has them.
+    """Returns a DeepSpeed checkpoint (stages 1 to 3) as leaves of a state, as `fzero.optim.adamw` has them.
 
-    folder: what `save_checkpoint` was given (its `latest` names the tag), or the tag's directory. moments=False: the
-    parameters alone. allow: further names of classes that the pickles may refer to, as those of a client state; their
-    objects are dropped. timeout: seconds for the child process that looks into the pickles. `step` and `extra` (what of
-    the client state is plain JSON) come along. Raises CorruptError for damaged or malicious files, CheckpointError for
-    what is not supported: tensor, pipeline and expert parallelism, universal checkpoints, optimizers that are no Adam.
+    The leaves are fp32 `params/NAME`, `opt_state/mu/NAME`, `opt_state/nu/NAME`, and `opt_state/count`. `step` comes
+    along, and so does `extra`, the plain JSON in the client state.
+
+    folder: the argument of `save_checkpoint` (its `latest` names the tag), or the tag's directory. moments=False: the
+    parameters alone. allow: further names of classes to which the pickles may refer, as those of a client state; their
+    objects are dropped. timeout: seconds for the child process that looks into the pickles.
+
+    Raises CorruptError for damaged or malicious files. Raises CheckpointError for a checkpoint that is not supported:
+    tensor, pipeline and expert parallelism, universal checkpoints, optimizers that are no Adam.
     """
     return DeepSpeed(folder, moments=moments, allow=allow, timeout=timeout)
 
@@ -208,7 +214,7 @@ def _check_world(path: Path, states: Sequence[Any], files: int) -> None:
 
 
 def _stage12(states: Sequence[Any], shapes: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[Stretch]]:
-    """Of each trained parameter the stretches of its masters (`key` empty) or of a moment."""
+    """By parameter, the stretches of its masters (`key` empty) or of a moment."""
     stretches_of: dict[str, list[Stretch]] = {}
     for g, group in enumerate(shapes):
         paddings = (states[0].get("param_alignment_paddings") or [[0] * len(group)] * len(shapes))[g]
@@ -314,7 +320,7 @@ def _shape(size: Any) -> tuple[int, ...]:
 
 
 def _count(states: Sequence[Any]) -> int:
-    """The updates that the moments have seen: the same in every group."""
+    """The number of updates that the moments have seen: the same in every group."""
     whole = states[0].get("base_optimizer_state", states[0].get("optimizer_state_dict"))
     groups = whole if isinstance(whole, list) else list(whole["state"].values())
     steps = [group["step"] for group in groups if "step" in group]

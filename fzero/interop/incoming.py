@@ -1,7 +1,7 @@
-"""incoming: a source written as a checkpoint of fzero, by one process and a piece at a time.
+"""incoming: writes a source as a checkpoint of fzero, in one process, one piece at a time.
 
-The file is what a world of one would save: one shard, hashed in blocks as it is written, committed by the protocol of
-`fzero.checkpoint.commit`. `fzero.load` then takes it to any world and layout.
+The file is the one that a world of one would save: one shard, hashed in blocks as it is written, committed by the
+protocol of `fzero.checkpoint.commit`. `fzero.load` then loads it into any world and layout.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def decode_nu(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def encode_mu(mu: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of `mu` (blocks, 64) float32: to nearest. What is not finite makes its block not a number.
+    """Returns (codes, scales) of `mu` (blocks, 64) float32, to nearest. A value that is not finite makes its block NaN.
 
     >>> encode_mu(torch.tensor([[1.0, -0.25, 0.0]]))
     (tensor([[127, -64,   0]], dtype=torch.int8), tensor([1.]))

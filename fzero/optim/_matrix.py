@@ -56,8 +56,8 @@ def orthogonalize(m: Tensor, steps: int, a: float, b: float, c: float, eps: floa
 def orthogonalize_flat(m: Tensor, shape: list[int], steps: int, a: float, b: float, c: float, eps: float) -> Tensor:
     """`orthogonalize` of the (rows, cols) = `shape` matrix whose elements `m` holds in 1-D; as flat as `m`, bfloat16.
 
-    Of an empty `m`, which is what a rank sees of a leaf that lies on another, the result is empty. Raises `ValueError`
-    for another number of elements; the rest as in `orthogonalize`.
+    If `m` is empty, the result is empty: a rank sees a leaf that lies on another rank as empty. Raises `ValueError` for
+    another number of elements, and the errors of `orthogonalize`.
 
     >>> flat = torch.tensor([3.0, 0.0, 0.0, 0.1])
     >>> orthogonalize_flat(flat, [2, 2], 5, 3.4445, -4.775, 2.0315, 1e-7).float().round()

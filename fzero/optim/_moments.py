@@ -27,7 +27,7 @@ _DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Moments(NamedTuple):
-    """The dtype that moments are kept in; None: their parameter's.
+    """The dtype in which moments are kept; None: that of their parameter. Immutable.
 
     >>> moments("adamw", "bfloat16").zeros(torch.ones(2))
     tensor([0., 0.], dtype=torch.bfloat16)
@@ -36,21 +36,23 @@ class Moments(NamedTuple):
     dtype: torch.dtype | None
 
     def zeros(self, param: Tensor) -> Tensor:
+        """Returns the first moment of a parameter: zeros of its shape, in the kept dtype."""
         return torch.zeros_like(param, dtype=self.dtype)
 
     def work(self, param: Tensor) -> torch.dtype:
-        """What a step of this parameter computes in."""
+        """Returns the dtype in which a step of this parameter computes."""
         return param.dtype if self.dtype is None else torch.promote_types(param.dtype, torch.float32)
 
     def wide(self, tensors: list[Tensor], params: list[Tensor]) -> list[Tensor]:
+        """Returns moments or gradients in the dtypes in which their parameters' steps compute."""
         return [t.to(self.work(p)) for t, p in zip(tensors, params, strict=True)]
 
     def held(self, where: str, name: str, given: Any, params: Any) -> list[Tensor]:
-        """The leaves of a moment's pytree, as they are kept. Raises `TreeError` where they are unlike `params`."""
+        """Returns the leaves of a moment's pytree, as they are kept. Raises `TreeError` if they are unlike `params`."""
         return _check.alike(where, name, given, params, dtypes=self.dtype or True)
 
     def kept(self, values: list[Tensor], seed: Tensor) -> list[Tensor]:
-        """New moments as they are kept; `seed` is 0-d int64."""
+        """Returns new moments in the dtype in which they are kept; `seed` is 0-d int64."""
         if self.dtype is None:
             return values
         if self.dtype == torch.bfloat16:
@@ -59,7 +61,7 @@ class Moments(NamedTuple):
 
 
 def moments(where: str, value: Any) -> Moments:
-    """The `Moments` of an argument `moments=`. Raises `SpecError` for another value.
+    """Returns the `Moments` of an argument `moments=`. Raises `SpecError` for another value.
 
     >>> moments("adamw", "bf16")
     Traceback (most recent call last):

@@ -49,9 +49,9 @@ def adamw8bit(
     weight_decay: float | Tensor = 0.01,
     mask: Mask | None = None,
 ) -> GradientTransformation:
-    """AdamW whose moments take a byte an element each; arguments and errors as in `fzero.optim.adamw`.
+    """AdamW whose moments take one byte per element each; arguments and errors as in `fzero.optim.adamw`.
 
-    Steps are computed in float32, and updates are of that dtype, or the parameter's where it is wider.
+    Steps are computed in float32. Updates are float32 too, or of the parameter's dtype if that is wider.
 
     >>> tx, params = adamw8bit(0.1), {"w": torch.tensor([1.0, -1.0])}
     >>> updates, opt_state = tx.update({"w": torch.tensor([2.0, -3.0])}, tx.init(params), params)
