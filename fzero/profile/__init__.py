@@ -1,8 +1,8 @@
-"""profile: one real step, and where its time and memory went.
+"""profile: one real step, with the place of its time and memory.
 
-A step is watched while it runs (`record`), seen as lanes of spans (`lanes`), and written three times: as a trace for
-Perfetto (`trace`), as a page to read (`page`, `charts`, `tables`), and as numbers for programs (`summary`). What is
-watched is the program that every other step runs too: between its ops the clock is read, and nothing else differs.
+A step is watched while it runs (`record`) and seen as lanes of spans (`lanes`). It is written three times: as a trace
+for Perfetto (`trace`), as a page to read (`page`, `charts`, `tables`), and as numbers for programs (`summary`). The
+watched program is the one that every other step runs too. Between its ops the clock is read, and nothing else differs.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def profile(state: State, batch: Any, folder: str | Path = "runs/profile") -> St
     """`fzero.step(state, batch)`, watched: the same bits, the same donation, the same checks, and three files per rank.
 
     `rank<k>.html` is a page to read, `rank<k>.trace.json` a trace for ui.perfetto.dev, `rank<k>.json` the numbers (see
-    docs/profile.md). Every rank must call it, each with a folder it can write. Profile a step after the first, which
-    also touches its memory for the first time. Watching costs about a microsecond for each op, in no op's time.
+    docs/profile.md). Every rank must call it, each with a folder it can write. Do not profile the first step: it also
+    touches its memory for the first time. Watching costs about a microsecond per op, which counts in no op's time.
 
-    Raises FzeroError, with the state unchanged, where the folder cannot be written.
+    Raises FzeroError, with the state unchanged, if the folder cannot be written.
 
     >>> import fzero, tempfile
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.sgd(0.1))
@@ -69,7 +69,7 @@ def profile(state: State, batch: Any, folder: str | Path = "runs/profile") -> St
 
 
 def summary(record: StepRecord) -> dict[str, Any]:
-    """The numbers of a record, for JSON: `docs/profile.md` says what each is."""
+    """Returns the numbers of a record, for JSON; `docs/profile.md` describes each."""
     return {
         "format": 1,
         "step": record.step,
@@ -105,7 +105,7 @@ def summary(record: StepRecord) -> dict[str, Any]:
 
 
 def _unwritable(folder: str | Path) -> FzeroError | None:
-    """The error to raise where a folder cannot be made or written."""
+    """The error to raise if a folder cannot be made or written; None if it can."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

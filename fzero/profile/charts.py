@@ -62,7 +62,7 @@ def attribute(text: str) -> str:
 
 
 def describe(span: Span) -> str:
-    """What is shown of a span: its name, how long it took, and what is known of it."""
+    """The text shown of a span: its name, its duration, and its known facts."""
     lines = [f"{span.name}: {time_text(span.stop - span.start)}"]
     for name, value in span.args.items():
         if name == "text":
@@ -138,7 +138,7 @@ def _steps(record: StepRecord, values: Sequence[float], top: float) -> list[str]
 
 
 def _hits(record: StepRecord) -> Iterator[str]:
-    """What the mouse meets over the chart: the memory of each op."""
+    """The areas of the chart that react to the mouse: the memory of each op."""
     whole = record.ended - record.began
     for i, op in enumerate(record.program.ops):
         lines = [f"op {i}: {op.kind} {op.why}", f"planned {bytes_text(record.planned[i])}"]

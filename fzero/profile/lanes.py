@@ -1,8 +1,8 @@
-"""lanes: a record as the eye reads it: what goes on beside what, one row of spans for each.
+"""lanes: a record as rows of spans: the things that go on beside one another.
 
-The rank's own thread does one thing at a time: it computes, it waits, or it starts transfers and gives memory back.
-Every op is one span of one of these three lanes. A transfer is a span of a lane for its kind, from the start of the op
-that starts it to the end of the wait that ends it; where two are in flight at one time, it gets another row.
+The rank's own thread does one thing at a time: it computes, it waits, or it starts transfers and frees memory. Every op
+is one span of one of these three lanes. A transfer is a span of a lane for its kind. It lasts from the start of the op
+that starts it to the end of the wait that ends it. If two transfers are in flight at one time, one gets another row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KINDS = ("gather", "reduce", "send/recv")
 
 @dataclass(frozen=True)
 class Span:
-    """Something from `start` to `stop` (ns); `phase` says how it is coloured, `args` what is shown beside it."""
+    """A stretch of time from `start` to `stop` (ns). `phase` selects its colour, `args` are shown beside it."""
 
     name: str
     start: int
@@ -39,6 +39,7 @@ class Lane:
 
 
 def lanes(record: StepRecord) -> list[Lane]:
+    """Returns the lanes of a record: the rank's own three, then one for each kind of transfer."""
     own: dict[str, list[Span]] = {name: [] for name in OWN}
     for i, op in enumerate(record.program.ops):
         lane = "compute" if op.kind in COMPUTES else "waiting" if op.kind == "wait" else "starts and frees"
@@ -68,6 +69,7 @@ def rows(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def transfer_span(record: StepRecord, index: int) -> Span:
+    """Returns the span of transfer number `index`."""
     op = record.transfers[index]
     args = {
         "why": record.program.ops[op.op].why,
@@ -80,7 +82,7 @@ def transfer_span(record: StepRecord, index: int) -> Span:
 
 
 def op_args(record: StepRecord, index: int) -> dict[str, Any]:
-    """What is known of an op."""
+    """Returns the known facts of an op, by name."""
     program, op = record.program, record.program.ops[index]
     args: dict[str, Any] = {"op": index, "text": op_text(op)}
     if op.kind in COMPUTES:

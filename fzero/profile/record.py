@@ -1,11 +1,12 @@
-"""record: what one step did on one rank, op by op: when, and with how much memory.
+"""record: the times and the memory of one step on one rank, op by op.
 
-Times are read between ops, with the machine's monotonic clock: an op lasts from the end of the reading before it to the
-beginning of the one after it, so what the reading costs is in no op. With it goes the processor time of this thread: an
-op that waits has slept for the rest. On CUDA an event is recorded after each op instead, and times are the device's.
+Times are read between ops, with the machine's monotonic clock. An op lasts from the end of the reading before it to the
+beginning of the reading after it, so the cost of reading is in no op. The processor time of this thread is read too: an
+op that waits sleeps for the rest. On CUDA an event is recorded after each op instead, and times are the device's.
 
-Memory is what is held (the tensors of state, constants, batch and arena) and what the allocator gave and took back on
-top, by its own account: on the CPU each allocation with its time, on CUDA the bytes allocated after each op.
+Memory is the sum of two parts. One is held through the step: the tensors of state, constants, batch and arena. The
+other is allocated and freed on top, by the allocator's own account. On the CPU this is each allocation with its time,
+on CUDA the bytes allocated after each op.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ LIVE = ("gather buffers", "receive buffers", "gradients", "activations", "worksp
 
 @dataclass(frozen=True)
 class Transfer:
-    """A transfer: `op` starts it and `wait` ends it; `kind` is `send/recv` for both of those."""
+    """A transfer: op number `op` starts it and `wait` ends it. `kind` is `send/recv` for both of those."""
 
     kind: str
     name: str
@@ -53,10 +54,12 @@ class Transfer:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step on one rank. Times are ns of one clock for all processes of a machine; lists have an entry per op.
+    """One step on one rank. Immutable; made by `record`.
 
-    `cpu_ns` is this thread's processor time (None on CUDA). `measured` is the most bytes while each op ran (on CUDA:
-    after it), None where another profiler was at work; `measured_peak` the most at any time.
+    Times are ns of one clock for all processes of a machine; lists have an entry per op. began, ended: the step. start,
+    stop: each op. cpu_ns: this thread's processor time (None on CUDA). held_bytes: held through the step. measured: the
+    most bytes while each op ran (on CUDA: after it); None if another profiler was at work. measured_peak: the most at
+    any time.
     """
 
     lowered: Lowered
@@ -77,9 +80,11 @@ class StepRecord:
 
     @property
     def program(self) -> Program:
+        """The program that ran."""
         return self.lowered.program
 
     def duration(self, index: int) -> int:
+        """The ns of an op."""
         return self.stop[index] - self.start[index]
 
     def asleep(self, index: int) -> int:
@@ -88,7 +93,7 @@ class StepRecord:
 
     @cached_property
     def shares(self) -> dict[str, int]:
-        """ns of the step by what the rank did; the sum is the step."""
+        """The ns of the step by the rank's activity; the sum is the step."""
         ops = list(enumerate(self.program.ops))
         computing = sum(self.duration(i) for i, op in ops if op.kind in COMPUTES)
         waiting = sum(self.asleep(i) for i, op in ops if op.kind == "wait")
@@ -98,6 +103,7 @@ class StepRecord:
 
     @cached_property
     def transfers(self) -> list[Transfer]:
+        """The transfers of the program, in the order of their ends."""
         transfers, flight = [], {}
         for i, op in enumerate(self.program.ops):
             if op.kind in STARTS:
@@ -112,13 +118,14 @@ class StepRecord:
         return transfers
 
     def bucket(self, index: int) -> str | None:
-        """The buckets that an op touches, in order; of a wait, that of its transfer."""
+        """The buckets that an op touches, in order; for a wait, those of its transfer."""
         op = self.program.ops[index]
         names = [self.program.buffers[ref.name].bucket for ref in (*op.reads, *op.writes)]
         return " ".join(dict.fromkeys(name for name in names if name)) or None
 
     @cached_property
     def sent_bytes(self) -> int:
+        """The bytes on the wire of all transfers."""
         return sum(transfer.wire_bytes for transfer in self.transfers)
 
     @cached_property
@@ -139,12 +146,12 @@ class StepRecord:
 
 
 def needs(op: Op) -> int:
-    """Bytes that an op needs only while it runs."""
+    """Returns the bytes that an op needs only while it runs."""
     return int(op.get("workspace", 0)) + int(op.get("heap", 0))
 
 
 def phase(op: Op) -> str:
-    """What an op is part of, by its reason: forward, backward, recompute, update, or its kind of communication."""
+    """Returns the part of the step to which an op belongs: forward, backward, recompute, update, or its kind."""
     if op.kind == "update" or op.kind not in COMPUTES:
         return op.kind
     for name, word in (("recompute", "again "), ("backward", "backward"), ("forward", "forward")):
@@ -154,7 +161,7 @@ def phase(op: Op) -> str:
 
 
 def leaves(program: Program, op: Op) -> list[str]:
-    """The paths of the leaves whose elements an op reads or writes."""
+    """Returns the paths of the leaves whose elements an op reads or writes."""
     paths: dict[str, None] = {}
     for ref in (*op.reads, *op.writes):
         bucket = program.buckets.get(program.buffers[ref.name].bucket or "")
@@ -168,7 +175,10 @@ def leaves(program: Program, op: Op) -> list[str]:
 
 
 def record(state: State, lowered: Lowered, batch: Any, ready: Callable[[], None]) -> tuple[Any, StepRecord]:
-    """Runs a step and watches it; (its metrics, the record). `ready` is called when all is, right before the step."""
+    """Runs a step and watches it; returns (its metrics, the record).
+
+    `ready` is called right before the step, when all preparations are done.
+    """
     runtime = runtime_of(state)
     bound = runtime.bind(lowered)  # so that it is not part of the time
     tensors = [x for x in tree.flatten(batch)[1] if isinstance(x, torch.Tensor)]
@@ -191,7 +201,7 @@ def record(state: State, lowered: Lowered, batch: Any, ready: Callable[[], None]
 
 
 class _Host:
-    """Watches a step on the CPU."""
+    """Watches a step on the CPU. Called after each op; the thread that runs the step writes all fields."""
 
     def __init__(self) -> None:
         self.marks: list[
@@ -234,8 +244,9 @@ class _Host:
 
 
 def levels(events: Iterable[tuple[int, int]], stops: Sequence[int], held: int) -> tuple[list[int], int]:
-    """From (time, bytes) of allocations and releases: the most bytes held up to each of some times since the one
-    before, and at all.
+    """Returns the most bytes held up to each stop since the stop before, and the most of all.
+
+    events: (time, bytes) of allocations and releases. stops: times in order. held: bytes held throughout.
 
     >>> levels([(1, 10), (2, -10), (5, 4)], [3, 4, 6], 100)
     ([110, 100, 104], 110)
@@ -252,7 +263,8 @@ def levels(events: Iterable[tuple[int, int]], stops: Sequence[int], held: int) -
 
 
 class _Device:
-    """Watches a step on CUDA: events on the stream that computes, and what the caching allocator has given out."""
+    """Watches a step on CUDA: events on the computing stream, and the bytes given out by the caching allocator. Called
+    after each op."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,4 +1,4 @@
-"""tables: what took longest, and what lies in memory at its planned peak."""
+"""tables: the longest ops, segments and buckets, and the memory at its planned peak."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def at_peak(record: StepRecord) -> str:
 
 
 def peak_rows(record: StepRecord, most: int = 12) -> Iterator[tuple[str, str, int]]:
-    """(name, kind, bytes) of what is largest where the planned memory is most; a column of the state is one row."""
+    """Yields (name, kind, bytes) of the largest buffers at the planned peak; a column of the state is one row."""
     program, peak_op = record.program, record.lowered.memory.op
     sizes: dict[tuple[str, str], int] = {}
     for name in live_names(program.ops, program.buffers, peak_op):
@@ -52,6 +52,7 @@ def peak_rows(record: StepRecord, most: int = 12) -> Iterator[tuple[str, str, in
 
 
 def longest(record: StepRecord) -> str:
+    """The ops that took longest."""
     whole = record.ended - record.began
     rows = []
     for i in sorted(range(len(record.program.ops)), key=lambda i: -record.duration(i))[:LONGEST]:

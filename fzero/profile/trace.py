@@ -47,7 +47,7 @@ def _slice(record: StepRecord, span: Span, tid: int, lane: str) -> dict[str, Any
 
 
 def _counters(record: StepRecord) -> list[dict[str, Any]]:
-    """Planned live bytes, while an op runs and after it; measured bytes; each where it changes."""
+    """Counter events: planned live bytes while an op runs and after it, and measured bytes, at each change."""
     events = []
     planned: list[tuple[int, int]] = []
     for start, stop, during, after in zip(
@@ -67,7 +67,8 @@ def _counters(record: StepRecord) -> list[dict[str, Any]]:
 
 
 def merge(folder: str | Path) -> Path:
-    """One file with the traces of all ranks that lie in a folder. Raises ValueError where there is none."""
+    """Writes one file with the traces of all ranks in a folder, and returns its path. Raises ValueError if there is
+    none."""
     paths = sorted(Path(folder).glob("rank*.trace.json"))
     if not paths:
         raise ValueError(f"{folder} holds no rank*.trace.json: call fzero.profile(state, batch, {str(folder)!r})")

@@ -1,8 +1,8 @@
-"""doctor: what this machine has of what fzero needs, found out by trying: `python -m fzero.cli doctor`.
+"""doctor: tries on this machine each thing that fzero needs, and reports it: `python -m fzero.cli doctor`.
 
-A probe is a function that returns findings; `PROBES` is the list. Each runs in a thread of its own, for so many seconds
-at most; one that raises or does not end is a finding too. Figures are measured here and now: transfers between two
-processes of this machine, and a file written, synced and read in the directory that is asked about.
+A probe is a function that yields findings; `PROBES` is the list. Each runs in a thread of its own, for a limited number
+of seconds. A probe that raises or does not end is a finding too. Figures are measured here and now: transfers between
+two processes of this machine, and a file written, synced and read in the given directory.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ LEAST_FILES = 1024  # descriptors: gloo and the arenas take some for each rank o
 
 @dataclass(frozen=True)
 class Finding:
-    """`status` is "ok", "warning" or "missing"; with `needed`, what is missing makes fzero unusable here. `fix` is what
-    gets it; `figures` are measured, with units in their names."""
+    """The result of one probe about one thing.
+
+    status: "ok", "warning" or "missing". needed: if true, "missing" makes fzero unusable here. fix: the remedy.
+    figures: measured numbers, with units in their names.
+    """
 
     name: str
     status: str
@@ -188,7 +191,7 @@ def compilers() -> Iterator[Finding]:
 
 
 def names() -> Iterator[Finding]:
-    """gloo listens where the host's name leads."""
+    """Whether gloo can listen at the address of the host's name."""
     host = socket.gethostname()
     try:
         addresses = sorted({str(one[4][0]) for one in socket.getaddrinfo(host, None)})
@@ -321,7 +324,7 @@ def probes(folder: Path, megabytes: int) -> list[tuple[str, float, Probe]]:
 
 
 def guarded(name: str, seconds: float, probe: Probe) -> list[Finding]:
-    """What a probe found; where it raised or did not end, a finding that says so."""
+    """Returns the findings of a probe; if it raised or did not end, a finding that reports this."""
     found: list[Finding] = []
 
     def work() -> None:
@@ -354,13 +357,14 @@ def healthy(findings: Sequence[Finding]) -> bool:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `fzero doctor`."""
     parser.add_argument("--dir", type=Path, default=Path(), help="whose disk is tried (default: this directory)")
     parser.add_argument("--disk-mb", type=int, default=64, help="how much is written there, at most (default: 64)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Exit status 0 where all that fzero needs works, else 1."""
+    """Prints the findings. Returns exit status 0 if all that fzero needs works, else 1."""
     findings: list[Finding] = []
     for name, seconds, probe in probes(arguments.dir.resolve(), max(arguments.disk_mb, 1)):
         new = guarded(name, seconds, probe)

@@ -1,6 +1,6 @@
 """runs: a case through fzero: lowered, bound on every rank of this process, and interpreted; memory is poisoned.
 
-What comes back is by name: the loss, and either the gradients or the state after the step.
+Results are returned by name: the loss, and either the gradients or the state after the step.
 """
 
 from __future__ import annotations
@@ -70,8 +70,11 @@ def _gradients(loss: Any, keyed: bool) -> Any:
 
 
 def joined(made: Sequence[Prepared], refused: set[int]) -> Prepared:
-    """The steps of cases that return gradients as one step on all their states; its metrics begin with a case's index
-    and a stroke. What is refused while it is captured is left out, and its index put into `refused`."""
+    """Returns the steps of cases that return gradients as one step on all their states.
+
+    A metric's name begins with the index of its case and a stroke. A case that is refused while it is captured is left
+    out, and its index is put into `refused`.
+    """
 
     def step(state: Any, batch: Any) -> Any:
         metrics = {}
@@ -88,6 +91,7 @@ def joined(made: Sequence[Prepared], refused: set[int]) -> Prepared:
 
 
 def lowered(made: Prepared, **changed: Any) -> Lowered:
+    """Returns the case lowered."""
     spec = fzero.Spec(**{**made.fields, **changed})
     state, key = made.state, None
     if spec.step is None:
@@ -96,7 +100,7 @@ def lowered(made: Prepared, **changed: Any) -> Lowered:
 
 
 def memory_of(made: Prepared, low: Lowered) -> list[dict[str, Tensor]]:
-    """By rank what its buffers hold before the step."""
+    """Returns the contents of a rank's buffers before the step, by rank."""
     program = low.program
     inputs = [name for name, b in program.buffers.items() if b.kind == "batch"]
     fixed = [name for name, b in program.buffers.items() if b.kind == "constant"]
@@ -112,7 +116,7 @@ def memory_of(made: Prepared, low: Lowered) -> list[dict[str, Tensor]]:
 def results(
     low: Lowered, memory: Sequence[Mapping[str, Tensor]], metrics: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """The state's leaves and the metrics, by path. Raises AssertionError where ranks differ in a metric."""
+    """Returns the state's leaves and the metrics, by path. Raises AssertionError if ranks differ in a metric."""
     found = {leaf.path: storage.join(low.plan, leaf, memory) for leaf in low.plan.leaves}
     for name, value in metrics[0].items():
         assert name in low.graph.varying_metrics or all(same_bits(m[name], value) for m in metrics), (
@@ -122,6 +126,7 @@ def results(
 
 
 def interpreted(made: Prepared, low: Lowered) -> dict[str, Tensor]:
+    """Returns the results of the interpreter."""
     memory = memory_of(made, low)
     with torch.no_grad():
         ranks = interpret(dict.fromkeys(range(len(memory)), low.program), memory, poison=True)
@@ -130,6 +135,7 @@ def interpreted(made: Prepared, low: Lowered) -> dict[str, Tensor]:
 
 
 def bound(made: Prepared, low: Lowered) -> dict[str, Tensor]:
+    """Returns the results of the executor."""
     memory = memory_of(made, low)
     metrics = run_bound(dict.fromkeys(range(len(memory)), low.program), memory, steps=1)
     return results(low, memory, metrics)

@@ -32,7 +32,7 @@ from fzero.tools.mutate.corpus import Case
 
 @dataclass(frozen=True)
 class Outcome:
-    """What running `{rank: program}` gives. `error` is set where it cannot be run to its end."""
+    """The result of running `{rank: program}`. `error` is set if it cannot be run to its end."""
 
     error: str | None
     state: tuple[torch.Tensor, ...] = ()
@@ -77,7 +77,7 @@ def outcome(case: Case, programs: Mapping[int, Program]) -> Outcome:
 
 
 def _left(rank: Rank) -> frozenset[str]:
-    """What a rank still holds or waits for at the end, beside the state, the batch and the metrics."""
+    """The buffers and transfers that a rank still holds at the end, beside the state, the batch and the metrics."""
     named = {name for name, b in rank.program.buffers.items() if b.kind in PERSISTENT}
     named |= set(rank.program.metrics.values())
     comm: Any = rank.comm
@@ -136,7 +136,7 @@ def _order(program: Program) -> tuple[str, ...]:
 
 
 def difference(sound: Outcome, broken: Outcome) -> str | None:
-    """What a mutant changes, in a few words; None where it changes nothing."""
+    """Returns the change that a mutant makes, in a few words; None if it makes none."""
     if broken.error is not None:
         return f"fails: {broken.error}"
     for name in ("state", "metrics"):

@@ -1,4 +1,4 @@
-"""records: edits of what the ops and the buffers say. References, segments, attributes, names, forms of buffers."""
+"""records: edits of the fields of ops and buffers: references, segments, attributes, names, forms of buffers."""
 
 from __future__ import annotations
 
