@@ -32,7 +32,8 @@ class Spec:
     microbatches: parts the batch is cut into along dim 0. Must divide it.
     reduce: "each" microbatch's gradients, or their sum at the "end". None: "end", which sends least, unless it would
     raise the planned peak by more than a tenth; `lowered.choices` gives the choice and its reason.
-    precision: "fp32", "bf16", "fp16", "bf16_params" or an `fzero.Precision`: the dtypes of the computation and of transfers.
+    precision: "fp32", "bf16", "fp16", "bf16_params" or an `fzero.Precision`: the dtypes of the computation and of
+    transfers.
     trainable: with `loss`, path rules of the parameters that train. The others get no gradient and no moments, and are
     sharded all the same. None: if only some of the given tensors require grad, those train; otherwise all do.
     clip_norm: with `loss`, the largest global gradient norm: g * min(1, clip_norm / (norm + 1e-6)). The norm is then
@@ -48,9 +49,9 @@ class Spec:
     overlap: False waits for every transfer at its start (same bits, slower).
     remat: "none", "full" (a layer keeps its input and computes the rest again in the backward), or path rules of
     parameters to them, as {"blocks/**": "full"}. Same bits, less memory, up to a third more compute.
-    products: the library for fp32 matrix products on CPU. "default": torch's own choice. "fastest": the faster of torch's
-    two libraries for each shape, measured once per machine and kept in a file (`fzero.codegen.matmul`): the same
-    accuracy. Another machine may choose otherwise, so the bits hold for this machine only.
+    products: the library for fp32 matrix products on CPU. "default": torch's own choice. "fastest": the faster of
+    torch's two libraries for each shape, measured once per machine and kept in a file (`fzero.codegen.matmul`): the
+    same accuracy. Another machine may choose otherwise, so the bits hold for this machine only.
     allow_unused: parameters without a gradient get a zero one instead of an error.
     compile: "inductor" compiles the stretches of loops in each segment, "none" runs plain aten, "auto" compiles if
     that was measured to gain (docs/compile.md). Without a compiler both run plain aten, and log it.
@@ -205,24 +206,29 @@ class Spec:
 
     @property
     def policy(self) -> Precision:
+        """The precision policy of `precision`."""
         return policy(self.precision)
 
     @property
     def remat_rules(self) -> dict[str, str]:
+        """`remat` as path rules, in order."""
         return dict(self.remat) if isinstance(self.remat, Mapping) else {"**": str(self.remat)}
 
     @property
     def nonfinite_policy(self) -> str:
+        """`nonfinite` with its default filled in."""
         return self.nonfinite or ("ignore" if self.policy.loss_scale is None else "skip")
 
     @property
     def trainable_rules(self) -> tuple[str, ...] | None:
+        """`trainable` as a tuple of path rules; None if it was not given."""
         if self.trainable is None:
             return None
         return (self.trainable,) if isinstance(self.trainable, str) else tuple(self.trainable)
 
     @property
     def param_rules(self) -> tuple[str, ...]:
+        """`params` as a tuple of path rules."""
         return (self.params,) if isinstance(self.params, str) else tuple(self.params)
 
 

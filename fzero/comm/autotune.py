@@ -42,7 +42,7 @@ def measured(
     """Returns ({(kind, bytes): the fastest way}, rates), both as rank 0 measured them. Collective.
 
     comms: a comm by name, of the names in WAYS. memory: makes the buffers that are moved, as uint8 of a number of
-    bytes; it is `Host.allocate` if steps run in shared arenas.
+    bytes; it is `SharedMemoryPeers.allocate` if steps run in shared arenas.
     """
     keys = [(kind, size) for kind in WAYS for size in SIZES]
     moves = {key: _Move(*key, world_size, memory) for key in keys}

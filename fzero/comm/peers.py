@@ -1,8 +1,8 @@
 """peers: the ranks of one machine: memory that each may read of the others, and signals between them.
 
-Memory. An arena (`Host.allocate`) is an anonymous file (`memfd_create`, not bounded by /dev/shm). Every peer maps it;
-its descriptor travels over the sockets. A source outside of all arenas is copied into a staging block, or, up to
-INLINE_BYTES, sent in the message itself.
+Memory. An arena (`SharedMemoryPeers.allocate`) is an anonymous file (`memfd_create`, not bounded by /dev/shm). Every
+peer maps it; its descriptor travels over the sockets. A source outside of all arenas is copied into a staging block,
+or, up to INLINE_BYTES, sent in the message itself.
 
 Signals. `offer` sends each peer the place of a source. `take` waits for that and returns the peer's memory. `done`
 tells the peer that it was read. `settle` waits until all peers have read. A message carries the transfer's number and
@@ -44,7 +44,8 @@ DESCRIPTOR_BYTES = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
 
 @dataclass
 class _Peer:
-    """Another rank: its socket, its arenas as mapped here, and its signals. Written by the methods of `Host` alone.
+    """Another rank: its socket, its arenas as mapped here, and its signals. Written by the methods of
+    `SharedMemoryPeers` alone.
 
     offers: by transfer, the bytes, and whether the peer waits for `READ`. read: transfers of ours that it has read.
     end: "closed" after a goodbye, "died" without one.
@@ -58,7 +59,7 @@ class _Peer:
     end: str = ""  # "closed" when it said goodbye, "died" when it did not
 
 
-class Host:
+class SharedMemoryPeers:
     """The ranks of one process group, all on this machine. Made by `fzero.comm.rendezvous`.
 
     A failure of a peer is a PeerError that names the peer and the transfer; the host is closed then. A rank that waits
@@ -83,7 +84,7 @@ class Host:
         self.staged: dict[int, torch.Tensor] = {}  # by transfer
         self.blocks: list[torch.Tensor] = []
         self._bye = weakref.finalize(self, _say_bye, [peer.socket for peer in self.peers.values()])
-        _HOSTS.add(self)
+        _INSTANCES.add(self)
 
     # --- memory
 
@@ -324,11 +325,13 @@ def _say_bye(sockets: list[socket.socket]) -> None:
         connection.close()
 
 
-_HOSTS: weakref.WeakSet[Host] = weakref.WeakSet()  # for forks alone: a child that kept the sockets would hide a death
+_INSTANCES: weakref.WeakSet[SharedMemoryPeers] = (
+    weakref.WeakSet()
+)  # for forks alone: a child that kept the sockets would hide a death
 
 
 def _forked() -> None:
-    for host in _HOSTS:
+    for host in _INSTANCES:
         host._bye.detach()
         host.failure = "it was forked, and its parent is the rank"
         for peer in host.peers.values():

@@ -23,7 +23,7 @@ import torch
 
 from fzero.comm import heartbeat
 from fzero.comm.agree import tell
-from fzero.comm.peers import Host
+from fzero.comm.peers import SharedMemoryPeers
 from fzero.errors import FzeroError, PeerError
 
 MEET_SECONDS = 30.0
@@ -32,8 +32,9 @@ MAX_SILENT = 256  # guests that have shown nothing yet; beyond, the one that cam
 
 def meet(
     rank: int, world_size: int, group: Any = None, *, timeout_seconds: float | None = None
-) -> tuple[Host | None, str]:
-    """Returns (the ranks' Host, "") or (None, the reason why they share no memory). Collective over `group` (gloo).
+) -> tuple[SharedMemoryPeers | None, str]:
+    """Returns (the SharedMemoryPeers of the ranks, "") or (None, the reason why they share no memory). Collective over
+    `group` (gloo).
 
     timeout_seconds: how long a rank is waited for from then on; None is the group's timeout. A failure is an answer
     here, not an error.
@@ -45,7 +46,7 @@ def meet(
         why, host = _apart(notes), None
         if listener is not None and not why:
             try:
-                host = Host(rank, _connected(rank, listener, notes), MEET_SECONDS)
+                host = SharedMemoryPeers(rank, _connected(rank, listener, notes), MEET_SECONDS)
                 _probe(host, notes)
                 host.timeout_seconds = here.timeout_seconds if timeout_seconds is None else timeout_seconds
                 host.halted = lambda: here.halted
@@ -180,7 +181,7 @@ def _rank_of(guest: socket.socket, token: str) -> int | None:
     return int(number) if secrets.compare_digest(shown, token.encode()) and re.fullmatch(rb"\d{1,6}", number) else None
 
 
-def _probe(host: Host, notes: list[str]) -> None:
+def _probe(host: SharedMemoryPeers, notes: list[str]) -> None:
     """Reads in each rank's memory the token that this rank sent over gloo. Raises PeerError if it is not there."""
     pages = [torch.tensor(list(note.split()[3].encode() * 256), dtype=torch.uint8) for note in notes]
     local = host.allocate(pages[0].numel()).copy_(pages[host.rank])

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from fzero.comm import heartbeat
-from fzero.comm.peers import Host
+from fzero.comm.peers import SharedMemoryPeers
 from fzero.comm.transfers import Messages, Pending, combine, drain, finish
 from fzero.ir.records import Op
 
 
 class Shared:
-    """`Comm` on a Host. `send` and `recv` go point-to-point over the process group.
+    """`Comm` on SharedMemoryPeers. `send` and `recv` go point-to-point over the process group.
 
     Invariants: `pending` and `started` (the transfer's number) hold the gathers and reductions that were not waited
     for, by the name of the buffer written; `pending` also holds messages. `lent` holds the numbers of transfers whose
@@ -33,7 +33,7 @@ class Shared:
     because mode=all uses two numbers. Only the methods here write these, on the thread that runs the program.
     """
 
-    def __init__(self, host: Host, world_size: int, group: Any = None) -> None:
+    def __init__(self, host: SharedMemoryPeers, world_size: int, group: Any = None) -> None:
         self.host, self.rank, self.world, self.number = host, host.rank, world_size, 0
         self.messages = Messages(host.rank, world_size, group)
         self.presence = heartbeat.of(group)
@@ -86,7 +86,7 @@ class Shared:
         drain(self, list(self.pending))
 
     def close(self) -> None:
-        """Closes the host; see `Host.close`."""
+        """Closes the host; see `SharedMemoryPeers.close`."""
         self.host.close()
 
     def _offer(self, name: str, number: int, source: torch.Tensor) -> None:

@@ -68,6 +68,7 @@ PACKAGES = (
 
 
 def versions() -> Iterator[Finding]:
+    """The versions of Python and of the packages that fzero uses."""
     python = sys.version_info[:2]
     right = (3, 11) <= python < (3, 14)
     fix = "" if right else "use Python 3.11, 3.12 or 3.13"
@@ -99,6 +100,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def processor() -> Iterator[Finding]:
+    """The cores, threads and memory of this machine."""
     usable, all_cores = len(_affinity()), os.cpu_count() or 1
     pinned = f", of {all_cores}: this process is pinned to {_spans(_affinity())}" if usable < all_cores else ""
     threads = torch.get_num_threads()
@@ -135,6 +137,7 @@ def _cgroup_limit() -> int | None:
 
 
 def cuda() -> Iterator[Finding]:
+    """The CUDA devices that torch sees."""
     if not torch.cuda.is_available():
         why = "this torch is built without CUDA" if torch.version.cuda is None else "this torch sees none"
         yield Finding("cuda", "ok", f"no device ({why}): steps run on the processor")
@@ -152,6 +155,7 @@ def cuda() -> Iterator[Finding]:
 
 
 def backends() -> Iterator[Finding]:
+    """The backends of torch.distributed: gloo, and nccl if there is a CUDA device."""
     if not dist.is_available():
         fix = "install a torch with torch.distributed"
         yield Finding("gloo", "warning", "this torch has no torch.distributed: one process only", fix)
@@ -171,6 +175,7 @@ def backends() -> Iterator[Finding]:
 
 
 def compilers() -> Iterator[Finding]:
+    """The compilers that fzero can use."""
     lack = inductor_lacks("cpu")
     yield Finding("c++", "warning" if lack else "ok", lack or "Spec(compile=) can compile for the processor",
                   "apt install g++" if lack else "")  # fmt: skip
@@ -203,6 +208,7 @@ def names() -> Iterator[Finding]:
 
 
 def shared_memory() -> Iterator[Finding]:
+    """Whether ranks of this machine can share memory, and the free bytes of /dev/shm."""
     lacks = [] if hasattr(os, "memfd_create") else ["memfd_create"]
     lacks += [path for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net") if not os.path.exists(path)]
     text = (
@@ -241,6 +247,7 @@ def transfers() -> Iterator[Finding]:
 
 
 def disk(folder: Path, megabytes: int) -> Iterator[Finding]:
+    """The speed of the disk of `folder`, and its free bytes; writes at most `megabytes`."""
     name = f"disk {folder}"
     free = shutil.disk_usage(folder).free
     size = min(megabytes * MB, free // 10) // MB * MB
@@ -278,6 +285,7 @@ def disk(folder: Path, megabytes: int) -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
+    """The limits of this process: open files, locked memory, and the clock's resolution."""
     try:
         import resource
     except ImportError:
