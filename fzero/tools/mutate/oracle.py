@@ -66,7 +66,7 @@ def outcome(case: Case, programs: Mapping[int, Program]) -> Outcome:
             read_only,
             tuple(map(_left, ranks)),
             frozenset(map(_order, every)),
-            tuple(sum(wire_bytes(p, one) for one in p.ops) for p in every),
+            tuple(sum(wire_bytes(p, op) for op in p.ops) for p in every),
             tuple(sum(b.nbytes for b in p.buffers.values()) for p in every),
             tuple(account(p).peak for p in every),
             tuple(max(0, max(gathered_bytes(p.ops, p.buffers), default=0) - p.gather_cap_bytes) for p in every),
@@ -103,7 +103,7 @@ def executed(case: Case, programs: Mapping[int, Program]) -> Outcome:
             ranks = [_bound(programs[r], r, LocalComm(world, r), memory[r]) for r in sorted(programs)]
         running = [_calls(bound) for bound in ranks]
         for _ in range(1 + sum(len(p.ops) for p in programs.values())):
-            running = [one for one in running if next(one, None) is not None]
+            running = [rank for rank in running if next(rank, None) is not None]
         state = tuple(storage.local(case.plan, own, x, r) for r, own in enumerate(memory) for x in case.plan.leaves)
         metrics = tuple(bound.memory[buffer] for bound in ranks for _, buffer in sorted(bound.metrics))
         return Outcome("ranks wait for one another" if running else None, state, metrics)

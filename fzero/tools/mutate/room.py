@@ -54,7 +54,7 @@ def exchange_places(rng: random.Random, p: Program) -> Program | None:
 
 
 def _blocks(p: Program) -> list[int]:
-    return find(p, lambda one: one.get("at") is not None and int(one.get("workspace", 0)) > 0)
+    return find(p, lambda op: op.get("at") is not None and int(op.get("workspace", 0)) > 0)
 
 
 def grow_workspace(rng: random.Random, p: Program) -> Program | None:
