@@ -125,7 +125,7 @@ def good() -> Program:
 def _refused(broken: Program, rule: str, what: str, **options: int) -> None:
     """verify names the rule, an op or the end, and what is wrong."""
     with pytest.raises(
-        fzero.VerifyError, match=rf"^\[{rule}\] (op \d+( `.*`)?|the end): .*{what}.* \(after pass place\)$"
+        fzero.VerifyError, match=rf"^\[{rule}\] (op \d+( `.*`)?|the end): .*{what}.* \(after pass assign_memory\)$"
     ):
         verify(broken, **options)
 
