@@ -34,7 +34,8 @@ from benchmarks.link import free_port
 from benchmarks.model import Batch, Size, make_batch
 from benchmarks.run import write
 from fzero.comm.transport import Transport, via_of
-from fzero.compile.step import plan_for, recipe_for
+from fzero.compile.first_state import recipe_for
+from fzero.compile.layout import plan_for
 from fzero.ir.records import Op
 from fzero.session.session import Runtime, runtime_of
 from fzero.state import storage
@@ -97,16 +98,16 @@ class Filled:
 
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
         source, dest = tensors[0].reshape(-1), tensors[len(op.reads)].view(-1)
-        if op.kind == "gather":
+        if op.gathers:
             parts = dest.view(self.world_size, -1)
             for others in (parts[: self.rank], parts[self.rank + 1 :]):  # the own part may be the source itself
                 others.copy_(source.expand_as(others))
             if parts[self.rank].data_ptr() != source.data_ptr():
                 parts[self.rank].copy_(source)
             return
-        own = source.view(self.world_size, -1)[self.rank] if op.get("mode") == "scatter" else source
+        own = source.view(self.world_size, -1)[self.rank] if op.row.scatters else source
         dest.copy_(own)
-        if op.get("op") != "max" and op.get("divisor", 1) == 1:
+        if op.reduction != "max" and op.divisor == 1:
             dest.mul_(self.world_size)  # a sum, not a mean
 
 

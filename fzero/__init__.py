@@ -11,7 +11,7 @@ from fzero.capture.joint import Mean
 from fzero.checkpoint import Manifest, save
 from fzero.checkpoint.checkpointer import Checkpointer
 from fzero.checkpoint.load import load
-from fzero.compile.step import Lowered
+from fzero.compile.lowered import Lowered
 from fzero.errors import (
     CaptureError,
     CheckpointError,

@@ -13,16 +13,12 @@ from fzero.capture import ambient, tracing
 from fzero.capture.provenance import describe
 from fzero.comm.agree import agree
 from fzero.comm.transport import bucket_bytes, via_of
-from fzero.compile.step import (
-    Lowered,
-    by_flags,
-    check_key,
-    collector_paused,
-    fakes_on,
-    lower_step,
-    plan_for,
-    recipe_for,
-)
+from fzero.compile.collector import collector_paused
+from fzero.compile.first_state import check_key, recipe_for
+from fzero.compile.layout import plan_for
+from fzero.compile.lowered import Lowered
+from fzero.compile.resolve import by_flags
+from fzero.compile.step import fakes_on, lower_step
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, at
 from fzero.session.session import execute, runtime_of
 from fzero.session.world import World, check_mesh, check_spec

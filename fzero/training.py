@@ -21,6 +21,7 @@ from fzero.capture.trace_step import PerRank
 from fzero.errors import TreeError, at
 from fzero.functional import value_and_grad
 from fzero.precision import LOW, Precision
+from fzero.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -153,3 +154,18 @@ def _counts(leaf: Any) -> bool:
 
 def _device(params: Any) -> torch.device:
     return next((x.device for x in tree.flatten(params)[1]), torch.device("cpu"))
+
+
+def training_of(spec: Spec) -> Training:
+    """The step that a spec's `loss` and `optimizer` stand for."""
+    assert spec.loss is not None
+    assert spec.optimizer is not None
+    return Training(
+        spec.loss,
+        spec.optimizer,
+        precision=spec.policy,
+        trainable=spec.trainable_rules,
+        clip_norm=spec.clip_norm,
+        clip_value=spec.clip_value,
+        nonfinite=spec.nonfinite_policy,
+    )

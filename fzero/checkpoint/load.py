@@ -30,7 +30,7 @@ from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.manifest import LeafRecord
 from fzero.checkpoint.reader import Checkpoint
 from fzero.comm.agree import tell
-from fzero.compile.step import recipe_for
+from fzero.compile.first_state import recipe_for
 from fzero.errors import CheckpointError, CorruptError, DisagreementError, DonatedError, MismatchError, SpecError
 from fzero.plan.layout import Plan
 from fzero.random import key as first_key

@@ -212,7 +212,7 @@ def held(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) 
         return flat[:0]
     buffer = plan.buffers[leaf.buffer]
     bucket = plan.buckets[buffer.bucket or ""]
-    begin = rank * (bucket.length // plan.world_size) if buffer.shard else 0  # of this buffer, in the bucket
+    begin = rank * (bucket.length // plan.world_size) if buffer.sharded else 0  # of this buffer, in the bucket
     zero = (bucket.place(leaf.slot, buffer.per)[0] - begin) // buffer.per  # where the leaf's element 0 lies, or would
     return flat[zero + start : zero + stop]
 
@@ -220,7 +220,7 @@ def held(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) 
 def _record(plan: Plan, leaf: Leaf) -> LeafRecord:
     buffer = plan.buffers[leaf.buffer]
     placement = "per_rank" if leaf.per_rank else "replicate"
-    if buffer.shard and leaf.slot is not None:
+    if buffer.sharded and leaf.slot is not None:
         placement = f"flat({buffer.bucket}, {plan.buckets[buffer.bucket or ''].slots[leaf.slot].start})"
     spans = [span(plan, leaf, rank) for rank in range(plan.world_size)]
     pieces = tuple(Piece(rank, start, stop) for rank, (start, stop) in enumerate(spans) if stop > start)

@@ -99,10 +99,10 @@ def aliased(program: Program) -> dict[str, dict[int, int]]:
     found: dict[str, list[dict[int, int]]] = {}
     uneven: set[str] = set()
     for op in program.ops:
-        if op.get("segment") is not None:
-            found.setdefault(str(op.get("segment")), []).append(_same(op))
+        if op.segment:
+            found.setdefault(op.segment, []).append(_same(op))
             if any(_is_part(program, ref) for ref in (*op.reads, *op.writes)):
-                uneven.add(str(op.get("segment")))
+                uneven.add(op.segment)
     return {
         key: seen[0]
         for key, seen in found.items()
@@ -113,13 +113,13 @@ def aliased(program: Program) -> dict[str, dict[int, int]]:
 def _is_part(program: Program, ref: Ref) -> bool:
     """Whether a reference is a rank's slice of some of a bucket: of all of it, slices are equal."""
     buffer = program.buffers[ref.name]
-    cut = ref.start is not None and (ref.mine or buffer.shard) and program.world_size > 1
+    cut = ref.start is not None and (ref.mine or buffer.sharded is not None) and program.world_size > 1
     return cut and (ref.start, ref.stop) != (0, program.buckets[buffer.bucket or ""].length)
 
 
 def _same(op: Op) -> dict[int, int]:
     """For each destination placeholder, by number, the read that is the same memory, or -1 if it only overlaps."""
-    dests = list(enumerate(op.writes[int(op.get("fresh", 0)) :], len(op.reads)))
+    dests = list(enumerate(op.writes[op.num_outputs :], len(op.reads)))
     over = {d: [i for i, read in enumerate(op.reads) if read.overlaps(dest)] for d, dest in dests}
     equal = {d: [i for i in over[d] if op.reads[i] == dest] for d, dest in dests}
     return {d: (found[0] if found == over[d] else -1) for d, found in equal.items() if over[d]}

@@ -38,7 +38,7 @@ _OVER_ROWS = frozenset(("_log_softmax", "_softmax", "_log_softmax_backward_data"
 def apart(op: Op) -> frozenset[int]:
     """The destinations of a run, as positions of its segment's placeholders, that share no memory with what it reads or
     another one of them."""
-    into = op.writes[int(op.get("fresh", 0)) :]
+    into = op.writes[op.num_outputs :]
     spans = Spans((*op.reads, *into))
     return frozenset(at for at, dest in enumerate(into, len(op.reads)) if all(met == at for met in spans.over(dest)))
 

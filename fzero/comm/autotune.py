@@ -27,7 +27,7 @@ from fzero.ir.records import Op, Ref, make_op
 
 SIZES = (1 << 12, 1 << 18, 1 << 22)  # bytes of the whole buffer
 TIMES = dict(zip(SIZES, (20, 10, 4), strict=True))  # alike on every rank
-WAYS = {"gather": ("shared", "p2p", "gloo"), "reduce": ("shared", "p2p")}
+WAYS = {"all_gather": ("shared", "p2p", "gloo"), "reduce_scatter": ("shared", "p2p")}
 
 Table = Mapping[tuple[str, int], str]
 
@@ -53,7 +53,7 @@ def measured(
     fastest = [min(costs[key], key=costs[key].__getitem__) for key in keys]
     table = dict(zip(keys, _from_rank_0(fastest, world_size, group), strict=True))
     took = {key: costs[key][table[key]] for key in keys}
-    largest = ("gather", SIZES[-1])
+    largest = ("all_gather", SIZES[-1])
     beside = _hidden(moves[largest], comms[table[largest]])
     speeds = [_flops(torch.bfloat16), _flops(torch.float32), _memory()]
     figures = [float(f"{value:.3g}") for value in (*took.values(), beside, *speeds)]
@@ -82,10 +82,10 @@ class _Move:
     def __init__(self, kind: str, size: int, world_size: int, memory: Callable[[int], torch.Tensor]) -> None:
         part = size // world_size // 4
         whole, own, scratch = (memory(4 * n).view(torch.float32) for n in (part * world_size, part, part * world_size))
-        if kind == "gather":
-            self.op, self.tensors = make_op("gather", [Ref("own")], [Ref("whole")]), [own, whole]
+        if kind == "all_gather":
+            self.op, self.tensors = make_op("all_gather", [Ref("own")], [Ref("whole")]), [own, whole]
         else:
-            self.op = make_op("reduce", [Ref("whole")], [Ref("own"), Ref("scratch")], mode="scatter", op="sum")
+            self.op = make_op("reduce_scatter", [Ref("whole")], [Ref("own"), Ref("scratch")], op="sum")
             self.tensors = [whole, own, scratch.view(world_size, -1)]
 
     def run(self, comm: Comm, meanwhile: Callable[[], object] = lambda: None) -> None:
@@ -149,9 +149,9 @@ class Fastest:
         """The name of the comm for this transfer."""
         if op.kind not in WAYS:
             return "p2p"
-        if op.kind == "reduce" and len(op.writes) == 1:
+        if op.reduces and len(op.writes) == 1:
             return "shared"  # the program has no receive buffer for another
-        whole = tensors[-1] if op.kind == "gather" else tensors[0]
+        whole = tensors[-1] if op.gathers else tensors[0]
         size = max(whole.numel() * whole.element_size(), 1)
         return self.table[op.kind, min(SIZES, key=lambda known: abs(math.log(known / size)))]
 

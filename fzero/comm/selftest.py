@@ -104,8 +104,8 @@ def tried(comm: Any, memory: Callable[[int], torch.Tensor], number: int, world: 
     part = BUFFER_BYTES // 4 // world
     own, whole, total = (memory(4 * n).view(torch.float32) for n in (part, part * world, part))
     scratch = memory(4 * part * (world - 1)).view(torch.float32).view(world - 1, part)
-    gather = make_op("gather", [Ref("own")], [Ref("whole")])
-    reduce = make_op("reduce", [Ref("whole")], [Ref("total"), Ref("scratch")], mode="scatter", op="sum")
+    gather = make_op("all_gather", [Ref("own")], [Ref("whole")])
+    reduce = make_op("reduce_scatter", [Ref("whole")], [Ref("total"), Ref("scratch")], op="sum")
     values = [torch.randn(part, generator=torch.Generator().manual_seed(r)) for r in range(world)]
     expected = values[number].clone()
     for _ in range(1, world):

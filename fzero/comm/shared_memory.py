@@ -2,7 +2,8 @@
 
 All-gather: each rank lets the others read its slice, and copies their slices into place. Reduce-scatter: the owner of
 slice r adds slice r of ranks 0..N-1 straight from their memory, in that order, and divides once. These are the bits of
-`P2P`, without a receive buffer. mode=all gathers the sums as well. mode=exchange, for scalars, adds the whole buffers.
+`P2P`, without a receive buffer. An all_reduce gathers the sums as well. An all_reduce_small, for scalars, adds the
+whole buffers.
 
 A source in an arena is read where it is. The other ranks may still read it after `wait`, so it must not change before
 `settle`. Any other source is copied first and settles at once.
@@ -30,7 +31,7 @@ class Shared:
     Invariants: `pending` and `started` (the transfer's number) hold the gathers and reductions that were not waited
     for, by the name of the buffer written; `pending` also holds messages. `lent` holds the numbers of transfers whose
     sources the others may still read in place, by the same name, until `settle`. `number` grows by 2 with every start,
-    because mode=all uses two numbers. Only the methods here write these, on the thread that runs the program.
+    because an all_reduce uses two numbers. Only the methods here write these, on the thread that runs the program.
     """
 
     def __init__(self, host: SharedMemoryPeers, world_size: int, group: Any = None) -> None:
@@ -43,7 +44,7 @@ class Shared:
 
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
         """Starts a transfer; see `Comm.start`. Settles an earlier transfer into the same buffer first."""
-        if op.kind not in ("gather", "reduce"):
+        if not op.is_collective:
             self.number += 2
             self.pending[name] = self.messages.start(op, tensors)
             return
@@ -53,7 +54,7 @@ class Shared:
         source, dest = tensors[0].reshape(-1), tensors[len(op.reads)].view(-1)
         self.started[name] = number
         self._offer(name, number, source)
-        if op.kind == "gather":
+        if op.gathers:
             own = dest.view(self.world, -1)[self.rank]
             if own.data_ptr() != source.data_ptr():
                 own.copy_(source)
@@ -102,16 +103,16 @@ class Shared:
             self.host.done(number, peer)
 
     def _sum(self, name: str, op: Op, number: int, source: torch.Tensor, dest: torch.Tensor, what: str) -> None:
-        """Adds the ranks' slices in rank order; with mode=all gathers the sums."""
-        cut = op.get("mode") != "exchange"
+        """Adds the ranks' slices in rank order; an all_reduce gathers the sums too."""
+        cut = not op.row.small
         wholes = {peer: self.host.take(number, peer, source, what) for peer in self.messages.others()} | {
             self.rank: source
         }
         parts = [wholes[r].view(self.world, -1)[self.rank] if cut else wholes[r] for r in range(self.world)]
-        local = dest.view(self.world, -1)[self.rank] if op.get("mode") == "all" else dest
+        local = dest.view(self.world, -1)[self.rank] if op.row.changes_target else dest
         combine(op, parts, local)
         for peer in self.messages.others():
             self.host.done(number, peer)
-        if op.get("mode") == "all":
+        if op.row.changes_target:
             self._offer(name, number + 1, local)
             self._collect(number + 1, dest, what)

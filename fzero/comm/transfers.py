@@ -2,8 +2,8 @@
 
 p2p (gloo). `P2P` builds every transfer from `isend` and `irecv`. All-gather: each rank sends its slice to every other
 rank, straight into place. Reduction: each rank sends slice r to rank r. Rank r adds the slices of ranks 0..N-1 in that
-order and divides once. mode=all then gathers the slices. mode=exchange, for scalars, sends everything to everyone.
-(N-1)/N of the buffer travels per rank and direction.
+order and divides once. An all_reduce then gathers the slices. An all_reduce_small, for scalars, sends everything to
+everyone. (N-1)/N of the buffer travels per rank and direction.
 
 gloo's own reductions are not used. They do not add in rank order, and cutting a buffer in two changes their bits. Here
 no world size, bucket size or order of issue changes the bits, and it is faster. `gloo` is `P2P` with gloo's all-gather.
@@ -69,8 +69,8 @@ class Messages:
 
     def start(self, op: Op, tensors: Sequence[torch.Tensor]) -> Pending:
         """Starts a send or recv op; its one tensor is sent or written."""
-        run = self.send if op.kind == "send" else self.recv
-        return Pending([run(tensors[0], op.get("peer"), op.get("tag", 0))])
+        run = self.send if op.is_send else self.recv
+        return Pending([run(tensors[0], op.peer, op.tag)])
 
 
 AllGather = Callable[[Messages, torch.Tensor, torch.Tensor, int], list[Any]]
@@ -118,7 +118,7 @@ class P2P:
     """`Comm` from point-to-point messages on a process group.
 
     Invariant: `pending` holds the transfers that were started and not waited for, by the name of the buffer that they
-    write. `number` grows by 2 with every start, because a reduction with mode=all uses two tags. Only the methods here
+    write. `number` grows by 2 with every start, because an all_reduce uses two tags. Only the methods here
     write these two, on the thread that runs the program.
     """
 
@@ -139,10 +139,10 @@ class P2P:
         """Starts a transfer; see `Comm.start`."""
         self.number += 2
         reads, writes = tensors[: len(op.reads)], tensors[len(op.reads) :]
-        if op.kind == "gather":
+        if op.gathers:
             requests = self.all_gather(self.messages, reads[0].view(-1), writes[0].view(-1), self.number)
             self.pending[name] = Pending(requests)
-        elif op.kind == "reduce":
+        elif op.reduces:
             self.pending[name] = self._reduce(op, reads[0].reshape(-1), writes[0].view(-1), writes[1])
         else:
             self.pending[name] = self.messages.start(op, tensors)
@@ -159,19 +159,19 @@ class P2P:
         drain(self, list(self.pending))
 
     def _reduce(self, op: Op, source: torch.Tensor, dest: torch.Tensor, scratch: torch.Tensor) -> Pending:
-        """Moves the parts into `scratch` ((N-1) rows). `Pending.finish` adds them in rank order; mode=all then
-        gathers the slices."""
-        mode, tag, others = op.get("mode"), self.number, self.messages.others()
-        parts = [source] * self.world if mode == "exchange" else list(source.view(self.world, -1))
+        """Moves the parts into `scratch` ((N-1) rows). `Pending.finish` adds them in rank order; an all_reduce
+        then gathers the slices."""
+        kind, tag, others = op.row, self.number, self.messages.others()
+        parts = [source] * self.world if kind.small else list(source.view(self.world, -1))
         received = {peer: scratch[i].view(-1)[: parts[0].numel()] for i, peer in enumerate(others)}
         requests = [self.messages.recv(received[peer], peer, tag) for peer in others]
         requests += [self.messages.send(parts[peer], peer, tag) for peer in others]
 
         def add() -> None:
-            local = dest.view(self.world, -1)[self.rank] if mode == "all" else dest
+            local = dest.view(self.world, -1)[self.rank] if kind.changes_target else dest
             in_order = [parts[self.rank] if r == self.rank else received[r] for r in range(self.world)]
             combine(op, in_order, local)
-            if mode == "all":
+            if kind.changes_target:
                 for request in self.all_gather(self.messages, local, dest, tag + 1):
                     request.wait()
 
@@ -184,13 +184,13 @@ def gloo(rank: int, world_size: int, group: Any = None) -> P2P:
 
 
 def combine(op: Op, parts: Sequence[torch.Tensor], dest: torch.Tensor) -> None:
-    """Writes to `dest` the sum (op=max: the maximum) of the parts of ranks 0..N-1, in this order, divided once."""
-    join = torch.maximum if op.get("op") == "max" else torch.add
+    """Writes to `dest` the sum (or the maximum) of the parts of ranks 0..N-1, in this order, divided once."""
+    join = torch.maximum if op.reduction == "max" else torch.add
     total, *others = parts
     for other in others:
         total = join(total, other, out=dest)
-    if op.get("divisor", 1) != 1:
-        dest.div_(op.get("divisor"))
+    if op.divisor != 1:
+        dest.div_(op.divisor)
 
 
 class Nccl:
@@ -215,10 +215,10 @@ class Nccl:
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
         """Starts a transfer; see `Comm.start`."""
         reads, writes = tensors[: len(op.reads)], tensors[len(op.reads) :]
-        if op.kind == "gather":
+        if op.gathers:
             work = all_gather_single(writes[0].view(-1), reads[0].view(-1), group=self.group, async_op=True)
             self.pending[name] = Pending([work], keep=reads)
-        elif op.kind == "reduce":
+        elif op.reduces:
             self.pending[name] = self._reduce(op, reads, writes[0])
         else:
             self.number += 2
@@ -236,13 +236,13 @@ class Nccl:
         drain(self, list(self.pending))
 
     def _reduce(self, op: Op, reads: list[torch.Tensor], dest: torch.Tensor) -> Pending:
-        how = dist.ReduceOp.MAX if op.get("op") == "max" else dist.ReduceOp.SUM
-        if op.get("mode") == "scatter":
+        how = dist.ReduceOp.MAX if op.reduction == "max" else dist.ReduceOp.SUM
+        if op.row.scatters:
             work = dist.reduce_scatter_tensor(dest, reads[0], op=how, group=self.group, async_op=True)
         else:
             dest.view(-1).copy_(reads[0].reshape(-1))
             work = dist.all_reduce(dest, op=how, group=self.group, async_op=True)
-        divisor = op.get("divisor", 1)
+        divisor = op.divisor
 
         def divide() -> None:
             if divisor != 1:

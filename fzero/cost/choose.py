@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from fzero.cost.rates import Rates
 from fzero.cost.step_time import seconds
@@ -14,14 +16,27 @@ BUCKETS = tuple(n << 20 for n in (8, 16, 32, 64, 128))
 LATENCY_SHARE = 0.02
 
 
-def prefetch_depth(programs: Mapping[int, Program], rule: int, rates: Rates) -> tuple[int, str]:
-    """(how many segments ahead gathers start, the reason): the fastest of these programs by depth, `rule`'s unless
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Choice(Generic[T]):
+    """A decision and its reason in words; "" where there was nothing to choose."""
+
+    value: T
+    reason: str = ""
+
+
+def prefetch_depth(programs: Mapping[int, Program], rule: int, rates: Rates) -> Choice[int]:
+    """How many segments ahead gathers start: the fastest of these programs by depth, `rule`'s unless
     another saves `GAIN`."""
     found = {depth: seconds(program, rates) for depth, program in programs.items()}
     best = min(found, key=lambda depth: (found[depth], depth))
     depth = best if found[best] < (1 - GAIN) * found[rule] else rule
     shown = ", ".join(f"{n}: {s:.3g} s" for n, s in found.items())
-    return depth, f"prefetch={depth} by predicted seconds of a step ({shown}). Spec(prefetch=...) chooses otherwise"
+    return Choice(
+        depth, f"prefetch={depth} by predicted seconds of a step ({shown}). Spec(prefetch=...) chooses otherwise"
+    )
 
 
 def bucket_costs(rates: Rates) -> dict[str, float]:

@@ -20,7 +20,7 @@ SHOWN = {
     "grad": "gradients",
     "optimizer": "optimizer",
     "activation": "activations",
-    "gather": "gather buffers",
+    "gathered": "gather buffers",
     "scratch": "receive buffers",
     "batch": "batch",
 }
@@ -48,7 +48,7 @@ class Account(Mapping[str, int]):
 def account(program: Program) -> Account:
     """The planned peak of a program and what it is made of."""
     levels = live_bytes(program.ops, program.buffers)
-    needs = [int(op.get("workspace", 0)) + int(op.get("heap", 0)) for op in program.ops]
+    needs = [op.workspace + op.heap for op in program.ops]
     heights = [level + need for level, need in zip(levels, needs, strict=True)]
     at = max(range(len(heights)), key=heights.__getitem__, default=-1)
     kinds = dict.fromkeys([*SHOWN.values(), "other"], 0)
@@ -60,7 +60,7 @@ def account(program: Program) -> Account:
     held = sum(b.nbytes for b in program.buffers.values() if b.kind in PERSISTENT)
     state = held - sum(b.nbytes for b in program.buffers.values() if b.kind in GIVEN)
     loose = live_bytes(program.ops, program.buffers, lambda buffer: buffer.at is None and buffer.kind not in PERSISTENT)
-    asked = [level + int(op.get("heap", 0)) + (int(op.get("workspace", 0)) if op.get("at") is None else 0)
+    asked = [level + op.heap + (op.workspace if op.offset is None else 0)
              for level, op in zip(loose, program.ops, strict=True)]  # fmt: skip
     total = held + program.arena_bytes + max(asked, default=0)
     kinds["other"] += total - sum(kinds.values())

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 
 from fzero.ir.liveness import live_bytes, live_names
 from fzero.ir.program import Program
-from fzero.plan.layout import TABLE
 
 KINDS = {
     "param": "fp32 parameters",
     "optimizer": "moments",
-    "gather": "gathered parameters",
+    "gathered": "gathered parameters",
     "grad": "gradients",
     "scratch": "casts and receive buffers",
 }
@@ -80,12 +79,12 @@ def _zero(program: Program) -> dict[str, int]:
     for spot in program.trainable:
         bucket_name, _, index = spot.rpartition(":")
         bucket = program.buckets[bucket_name]
-        row, slot = TABLE[bucket.stage], bucket.slots[int(index)]
+        slot = bucket.slots[int(index)]
         size = slot.stop - slot.start
-        scattered = row.optimizer and row.reduce_when == "produced"
-        count["params"] += 2 * (size // n if row.params else size)
+        scattered = bucket.updates_slices and bucket.reduce_when == "produced"
+        count["params"] += 2 * (size if bucket.keeps_gathered else size // n)
         count["gradients"] += 2 * (size // n if scattered else size)
-        count["optimizer"] += 12 * (size // n if row.optimizer else size)
+        count["optimizer"] += 12 * (size // n if bucket.updates_slices else size)
     return count
 
 

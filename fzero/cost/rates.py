@@ -8,9 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rates:
-    """What was measured. `latency` in seconds and `wire_bytes` a second of the whole buffer, by kind ("gather",
-    "reduce"); `hidden`: the part of a transfer that passes beside compute, 0..1; `flops` of products of two and of four
-    bytes an element, and `memory_bytes` of other ops, a second."""
+    """Figures that were measured on this machine.
+
+    latency (seconds) and wire_bytes (bytes a second, of the whole buffer): by kind, "all_gather" and "reduce_scatter".
+    hidden: the part of a transfer that passes beside compute, 0 to 1.
+    flops: operations a second of matrix products, by the bytes of an element (2 or 4).
+    memory_bytes: bytes a second that other ops read and write.
+    """
 
     latency: Mapping[str, float]
     wire_bytes: Mapping[str, float]

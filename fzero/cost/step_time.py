@@ -28,15 +28,18 @@ def seconds(program: Program, rates: Rates) -> float:
     wire: dict[str, float] = {}  # seconds left of each transfer, by what it writes, in order
     known: dict[str, float] = {}  # seconds by segment
     for op in program.ops:
-        if op.kind in ("run", "update"):
-            key = str(op.get("segment"))
+        if op.computes:
+            key = op.segment
             taken = known[key] if key in known else known.setdefault(key, _compute(program.segments[key], rates))
             clock += taken
             _advance(wire, rates.hidden * taken)
-        elif op.kind in ("gather", "reduce"):
-            whole = op.writes[0] if op.kind == "gather" else op.reads[0]
-            wire[op.writes[0].name] = rates.transfer(op.kind, program.buffers[whole.name].nbytes)
-        elif op.kind == "wait" and op.reads[0].name in wire:
+        elif op.row.runs is not None:
+            moved = sum(program.buffers[ref.name].nbytes for ref in (*op.reads, *op.writes))
+            clock += moved / rates.memory_bytes
+        elif op.is_collective:
+            whole = op.writes[0] if op.gathers else op.reads[0]
+            wire[op.target] = rates.transfer(op.row.rate, program.buffers[whole.name].nbytes)
+        elif op.is_wait and op.reads[0].name in wire:
             names = list(wire)
             for name in names[: names.index(op.reads[0].name) + 1]:
                 clock += wire.pop(name)

@@ -122,7 +122,7 @@ class Live:
         """On rank 0 the leaf in host memory (no copy if it is whole there). Other ranks send and return their part."""
         here = self.runtime
         own = storage.local(here.plan, here.memory, leaf, here.rank).detach().cpu()
-        if leaf.slot is None or not here.plan.buffers[leaf.buffer].shard:
+        if leaf.slot is None or not here.plan.buffers[leaf.buffer].sharded:
             return own
         if here.rank:
             if own.numel():

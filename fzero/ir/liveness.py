@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from fzero.ir.records import PERSISTENT, Buffer, Op
+from fzero.ir.records import PERSISTENT, Buffer, Op, Ref
+
+
+def uses(op: Op) -> tuple[Ref, ...]:
+    """The references whose memory an op needs. A `settle` names a transfer, which may have ended long ago: none."""
+    return () if op.is_settle else (*op.reads, *op.writes)
 
 
 def live_names(ops: Sequence[Op], buffers: Mapping[str, Buffer], at: int) -> set[str]:
@@ -16,7 +21,7 @@ def live_names(ops: Sequence[Op], buffers: Mapping[str, Buffer], at: int) -> set
     live = {name for name, b in buffers.items() if b.kind in PERSISTENT}
     for op in ops[: at + 1]:
         live.update(ref.name for ref in op.writes if ref.name in buffers)
-        if op.kind == "free":
+        if op.is_free:
             live.difference_update(ref.name for ref in op.reads)
     return live
 
@@ -34,7 +39,7 @@ def live_bytes(
             if ref.name in size and ref.name not in held:
                 held.add(ref.name)
                 live += size[ref.name]
-        if op.kind == "free":
+        if op.is_free:
             for ref in op.reads:
                 if ref.name in held:
                     held.discard(ref.name)
@@ -48,11 +53,11 @@ def last_uses(ops: Sequence[Op]) -> dict[str, int]:
     last: dict[str, int] = {}
     pending: dict[str, tuple[str, ...]] = {}
     for index, op in enumerate(ops):
-        for ref in (*op.reads, *op.writes):
+        for ref in uses(op):
             last[ref.name] = index
-        if op.kind in ("gather", "reduce", "send", "recv"):
-            pending[(op.writes or op.reads)[0].name] = tuple(r.name for r in (*op.reads, *op.writes))
-        if op.kind == "wait":
+        if op.transfers:
+            pending[op.target] = tuple(r.name for r in (*op.reads, *op.writes))
+        if op.is_wait:
             for name in pending.pop(op.reads[0].name, ()):
                 last[name] = max(last[name], index)
     return last
@@ -63,7 +68,7 @@ def intervals(ops: Sequence[Op], buffers: Mapping[str, Buffer], kept: Iterable[s
     from before the first op. `kept` (metrics) live beyond the last op."""
     found: dict[str, tuple[int, int]] = {}
     for i, op in enumerate(ops):
-        for ref in (*op.reads, *op.writes):
+        for ref in uses(op):
             kind = buffers[ref.name].kind
             if kind == "batch":
                 found[ref.name] = (-1, i)
@@ -79,8 +84,8 @@ def gathered_bytes(ops: Sequence[Op], buffers: Mapping[str, Buffer]) -> list[int
     """Bytes of gathered parameters alive at each op: from the gather's start to the last use (or the free)."""
     last: dict[str, int] = {}
     for index, op in enumerate(ops):
-        for ref in (*op.reads, *op.writes):
-            if ref.name in buffers and buffers[ref.name].kind == "gather":
+        for ref in uses(op):
+            if ref.name in buffers and buffers[ref.name].kind == "gathered":
                 last[ref.name] = index
     live: set[str] = set()
     held, levels = 0, []
@@ -89,7 +94,23 @@ def gathered_bytes(ops: Sequence[Op], buffers: Mapping[str, Buffer]) -> list[int
         live |= begins
         held += sum(buffers[n].nbytes for n in begins)
         levels.append(held)
-        ends = {r.name for r in (*op.reads, *op.writes) if last.get(r.name) == index} & live
+        ends = {r.name for r in uses(op) if last.get(r.name) == index} & live
         live -= ends
         held -= sum(buffers[n].nbytes for n in ends)
     return levels
+
+
+def waits_with_settle(ops: Sequence[Op]) -> set[int]:
+    """The waits after which a `settle` of the same transfer follows. Any other wait settles its transfer at once."""
+    found: set[int] = set()
+    open_: set[str] = set()  # targets whose settle lies ahead
+    for index in range(len(ops) - 1, -1, -1):
+        op = ops[index]
+        if op.is_settle:
+            open_.add(op.target)
+        elif op.is_wait and op.target in open_:
+            found.add(index)
+            open_.discard(op.target)
+        elif op.transfers:
+            open_.discard(op.target)
+    return found

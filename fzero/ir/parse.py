@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import DTYPES, Bucket, Buffer, Op, Ref, Slot
 
@@ -36,7 +37,9 @@ def _parse_line(line: str, found: dict[str, Any]) -> None:
     if head.isdigit():
         found["ops"].append(_parse_op(rest, comment))
     elif head == "mesh":
-        found["mesh"] = tuple((axis, int(size)) for axis, size in (word.split("=") for word in rest))
+        found["mesh"] = Mesh(tuple((axis, int(size)) for axis, size in (word.split("=") for word in rest)))
+    elif head == "transport":
+        found["transport"] = rest[0]
     elif head == "meaning":
         found["meaning"] = "" if rest[0] == "-" else rest[0]
     elif head in ("gather_cap_bytes", "microbatches"):
@@ -44,15 +47,22 @@ def _parse_line(line: str, found: dict[str, Any]) -> None:
     elif head in ("passes", "trainable"):
         found[head] = () if rest == ["-"] else tuple(rest)
     elif head == "bucket":
-        length, stage = (int(word.split("=")[1]) for word in rest[1:3])
-        slots = tuple(Slot(unquote(r.name), r.start or 0, r.stop or 0, r.shape or ()) for r in map(_ref, rest[3:]))
-        found["buckets"][rest[0]] = Bucket(rest[0], length, stage, slots)
+        found["buckets"][rest[0]] = _parse_bucket(rest)
     elif head == "buffer":
         found["buffers"][rest[0]] = _parse_buffer(rest, comment)
     elif head == "metric":
         found["metrics"][unquote(rest[0])] = rest[1]
     else:
         raise ValueError(f"unknown record {head!r}")
+
+
+def _parse_bucket(words: list[str]) -> Bucket:
+    name, *rest = words
+    facts = dict(word.split("=") for word in rest[:5])
+    slots = tuple(Slot(unquote(r.name), r.start or 0, r.stop or 0, r.shape or ()) for r in map(_ref, rest[5:]))
+    whether = {"slices": True, "whole": False, "kept": True, "dropped": False}
+    updates, kept = whether[facts["updates"]], whether[facts["gathered"]]
+    return Bucket(name, int(facts["length"]), slots, facts["axis"], updates, kept, facts["reduced"])
 
 
 def _parse_buffer(words: list[str], note: str) -> Buffer:
@@ -64,9 +74,8 @@ def _parse_buffer(words: list[str], note: str) -> Buffer:
     shape = _shape(match[2])
     at = int(options["at"]) if "at" in options else None
     per = int(options.get("per", 1))
-    return Buffer(
-        name, DTYPES[match[1]], shape, kind, options.get("bucket"), "shard" in extra, at, note, per, "per_rank" in extra
-    )
+    bucket, sharded = options.get("bucket"), options.get("sharded")
+    return Buffer(name, DTYPES[match[1]], shape, kind, bucket, sharded, at, note, per, "per_rank" in extra)
 
 
 def _parse_op(words: list[str], comment: str) -> Op:

@@ -13,7 +13,6 @@ wire, live bytes after the op) and why the op is there; only the why is read bac
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +20,7 @@ from typing import Any
 from urllib.parse import quote
 
 from fzero.ir.liveness import live_bytes
+from fzero.ir.mesh import Mesh
 from fzero.ir.records import ALIGN, DTYPE_NAMES, Bucket, Buffer, Op, Ref, shape_text
 
 
@@ -28,13 +28,14 @@ from fzero.ir.records import ALIGN, DTYPE_NAMES, Bucket, Buffer, Op, Ref, shape_
 class Program:
     """A step for one role.
 
-    `metrics` maps a metric's name to the buffer that holds it at the end. `meaning` is the digest of what the captured
-    step computes; verify recomputes it from the ops. `trainable` are the slots ("bucket:index") that the step must
-    reduce and update once. `segments` maps a hash to its `torch.fx.GraphModule` and takes no part in equality: the hash
-    in the op does.
+    metrics: by a metric's name, the buffer that holds it at the end.
+    meaning: the digest of what the captured step computes; verify recomputes it from the ops.
+    trainable: the slots ("bucket:index") that the step must reduce and update once.
+    transport: how bytes move between ranks: "p2p" (messages), "shared" (one memory) or "nccl".
+    segments: by hash, the `torch.fx.GraphModule`s. They take no part in equality: the hash in the op does.
     """
 
-    mesh: tuple[tuple[str, int], ...]
+    mesh: Mesh
     buckets: Mapping[str, Bucket]
     buffers: Mapping[str, Buffer]
     ops: tuple[Op, ...]
@@ -44,20 +45,22 @@ class Program:
     microbatches: int = 1
     trainable: tuple[str, ...] = ()
     passes: tuple[str, ...] = ()
+    transport: str = "p2p"
     segments: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-
-    def axis_size(self, axis: str | None) -> int:
-        return dict(self.mesh)[axis] if axis is not None else 1
 
     @property
     def world_size(self) -> int:
-        return math.prod(size for _, size in self.mesh)
+        return self.mesh.world_size
+
+    def slice_length(self, bucket: Bucket) -> int:
+        """The elements of a bucket that each rank owns."""
+        return bucket.length // self.mesh.size(bucket.axis)
 
     @cached_property
     def arena_bytes(self) -> int:
         """Bytes of the one piece of memory that placed buffers and workspaces lie in."""
         ends = [b.at + b.nbytes for b in self.buffers.values() if b.at is not None]
-        ends += [int(op.get("at")) + int(op.get("workspace", 0)) for op in self.ops if op.get("at") is not None]
+        ends += [op.offset + op.workspace for op in self.ops if op.offset is not None]
         return -(-max(ends, default=0) // ALIGN) * ALIGN  # whole elements of every dtype
 
     @cached_property
@@ -71,17 +74,18 @@ class Program:
         buffer = self.buffers[ref.name]
         start, stop = (0, self.extent(buffer)) if ref.start is None else (ref.start, ref.stop or 0)
         base = 0
-        if buffer.shard or ref.mine:
+        if buffer.sharded or ref.mine:
             assert buffer.bucket is not None, f"{ref} has no slice of its own: {buffer.name} is in no bucket"
-            size = self.buckets[buffer.bucket].length // self.axis_size("dp")
-            low, high = rank * size, (rank + 1) * size
+            bucket = self.buckets[buffer.bucket]
+            size, place = self.slice_length(bucket), self.mesh.coordinate(rank, bucket.axis)
+            low, high = place * size, (place + 1) * size
             start, stop = min(max(start, low), high), min(max(stop, low), high)
-            base = low if buffer.shard else 0
+            base = low if buffer.sharded else 0
         return (start - base) // buffer.per, (stop - base) // buffer.per
 
     def extent(self, buffer: Buffer) -> int:
         """The elements a whole reference spans, in the coordinates references use: the bucket's for a shard."""
-        sharded = buffer.shard and buffer.bucket is not None
+        sharded = buffer.sharded and buffer.bucket is not None
         return self.buckets[buffer.bucket or ""].length if sharded else buffer.numel * buffer.per
 
     def __str__(self) -> str:
@@ -91,7 +95,8 @@ class Program:
 def to_text(program: Program, live: Iterable[int]) -> str:
     """The text form; `live` gives the live bytes after each op, or nothing."""
     lines = ["fzero program 1"]
-    lines.append("mesh " + " ".join(f"{axis}={size}" for axis, size in program.mesh))
+    lines.append(f"mesh {program.mesh}")
+    lines.append(f"transport {program.transport}")
     lines.append(f"meaning {program.meaning or '-'}")
     lines.append(f"gather_cap_bytes {program.gather_cap_bytes}")
     lines.append(f"microbatches {program.microbatches}")
@@ -99,10 +104,12 @@ def to_text(program: Program, live: Iterable[int]) -> str:
     lines.append("trainable " + (" ".join(program.trainable) or "-"))
     for bucket in program.buckets.values():
         slots = " ".join(f"{_quote(s.path)}[{s.start}:{s.stop}:{shape_text(s.shape)}]" for s in bucket.slots)
-        lines.append(f"bucket {bucket.name} length={bucket.length} stage={bucket.stage} {slots}")
+        facts = f"axis={bucket.axis} updates={'slices' if bucket.updates_slices else 'whole'} "
+        facts += f"gathered={'kept' if bucket.keeps_gathered else 'dropped'} reduced={bucket.reduce_when}"
+        lines.append(f"bucket {bucket.name} length={bucket.length} {facts} {slots}")
     for b in program.buffers.values():
         extra = f" bucket={b.bucket}" if b.bucket else ""
-        extra += (" shard" if b.shard else "") + (" per_rank" if b.per_rank else "")
+        extra += (f" sharded={b.sharded}" if b.sharded else "") + (" per_rank" if b.per_rank else "")
         extra += f" per={b.per}" if b.per != 1 else ""
         extra += f" at={b.at}" if b.at is not None else ""
         extra += f"  # {b.note}" if b.note else ""
@@ -136,19 +143,12 @@ def _quote(text: str) -> str:
 
 
 def wire_bytes(program: Program, op: Op) -> int:
-    """Bytes that one rank sends for `one`: (N-1)/N of the whole for a gather or a scatter, twice that for both."""
+    """Bytes that one rank sends for `op`; 0 where it sends none, or where the op does not fit its program."""
     if any(ref.name not in program.buffers for ref in (*op.reads, *op.writes)):
         return 0  # verify refuses it, and prints it
-    if op.kind == "send":
+    if op.is_send:
         return sum(program.buffers[ref.name].nbytes for ref in op.reads)
-    n = dict(program.mesh).get(op.axis or "", 1)
-    if op.kind not in ("gather", "reduce") or n == 1:
+    refs = op.writes if op.gathers else op.reads
+    if not op.is_collective or op.axis not in program.mesh or not refs:
         return 0
-    refs = op.writes if op.kind == "gather" else op.reads
-    if not refs:
-        return 0
-    whole = program.buffers[refs[0].name].nbytes
-    if op.get("mode") == "exchange":
-        return whole * (n - 1)
-    passes = 1 if op.kind == "gather" or op.get("mode") == "scatter" else 2
-    return passes * whole * (n - 1) // n
+    return op.row.wire_bytes(program.buffers[refs[0].name].nbytes, program.mesh.size(str(op.axis)))

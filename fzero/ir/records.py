@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from fzero.ir import kinds
+
 ALIGN = 64  # elements; under every stage, so that elementwise kernels give equal bits however a bucket is cut
 
 DTYPES: dict[str, torch.dtype] = {
@@ -45,7 +47,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 GIVEN = ("batch", "constant", "rank")  # inputs of a step that it never changes; "rank": this rank's place on an axis
 PERSISTENT = ("param", "optimizer", "state", *GIVEN)  # live before and after the step
 VARYING = ("batch", "rank")  # they differ from rank to rank
-KINDS = (*PERSISTENT, "gather", "grad", "scratch", "activation", "metric")
+KINDS = (*PERSISTENT, "gathered", "grad", "scratch", "activation", "metric")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +62,22 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The geometry that a parameter, its gradient and its moments share: `length` is a multiple of world x ALIGN."""
+    """The geometry that a parameter, its gradient and its moments share.
+
+    length: elements, a multiple of ALIGN times the ranks of `axis`: each owns an equal slice of them, in rank order.
+    axis: the mesh axis whose ranks own the slices.
+    updates_slices: whether a rank updates its own slice alone. Else every rank updates all of it.
+    keeps_gathered: whether a gathered parameter stays whole until the step ends. Else each use gathers it anew.
+    reduce_when: when its gradient is reduced: as soon as it is "produced", or at the "end" of the backward.
+    """
 
     name: str
     length: int
-    stage: int
     slots: tuple[Slot, ...]
+    axis: str
+    updates_slices: bool = False
+    keeps_gathered: bool = True
+    reduce_when: str = "produced"
 
     def end(self, index: int) -> int:
         """Where the padding after slot `index` ends: the next slot's start, or the bucket's length."""
@@ -104,16 +116,20 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory by name. `shape` is this rank's; `at` is its place in the step's arena, in bytes (None: memory of its own,
-    from the allocator); of a bucket's geometry it has one element for each `per`. Of a leaf that is `per_rank` every
-    rank keeps its own."""
+    """Memory by name.
+
+    shape: this rank's. kind: one of `KINDS`. bucket: the bucket whose geometry it has, if any.
+    sharded: the axis along which it is the own slice of the bucket; None for all of it.
+    at: its place in the step's arena, in bytes; None: memory of its own, from the allocator.
+    per: elements of the bucket for each of its own. per_rank: every rank keeps a leaf of its own.
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     kind: str
     bucket: str | None = None
-    shard: bool = False
+    sharded: str | None = None
     at: int | None = None
     note: str = ""
     per: int = 1
@@ -155,7 +171,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One line of a program. `attrs` are sorted (name, value) pairs of int and str."""
+    """One line of a program. `attrs` are sorted (name, value) pairs of int and str; read them by the properties."""
 
     kind: str
     reads: tuple[Ref, ...] = ()
@@ -165,13 +181,154 @@ class Op:
     why: str = ""
 
     def get(self, name: str, default: Any = None) -> Any:
+        """An attribute by its name in the text."""
         for key, value in self.attrs:
             if key == name:
                 return value
         return default
 
     def with_attrs(self, **attrs: int | str) -> Op:
+        """The op with these attributes added or changed."""
         return replace(self, attrs=tuple(sorted({**dict(self.attrs), **attrs}.items())))
+
+    # --- what its kind says
+
+    @property
+    def row(self) -> kinds.OpKind:
+        """The row of its kind."""
+        return kinds.of(self.kind)
+
+    @property
+    def computes(self) -> bool:
+        """Whether it executes a segment."""
+        return self.row.computes
+
+    @property
+    def transfers(self) -> bool:
+        """Whether it starts a transfer, which a `wait` on `target` ends."""
+        return self.row.transfers
+
+    @property
+    def is_collective(self) -> bool:
+        return self.row.collective
+
+    @property
+    def is_message(self) -> bool:
+        return self.is_send or self.is_recv
+
+    @property
+    def gathers(self) -> bool:
+        return self.row.gathers
+
+    @property
+    def reduces(self) -> bool:
+        return self.row.reduces
+
+    @property
+    def is_run(self) -> bool:
+        return self.kind == "run"
+
+    @property
+    def is_update(self) -> bool:
+        return self.kind == "update"
+
+    @property
+    def is_send(self) -> bool:
+        return self.kind == "send"
+
+    @property
+    def is_recv(self) -> bool:
+        return self.kind == "recv"
+
+    @property
+    def is_wait(self) -> bool:
+        return self.kind == "wait"
+
+    @property
+    def is_settle(self) -> bool:
+        return self.kind == "settle"
+
+    @property
+    def is_free(self) -> bool:
+        return self.kind == "free"
+
+    @property
+    def is_mark(self) -> bool:
+        """Whether it only says when memory may be used again: it reads and writes no element."""
+        return self.kind in ("wait", "settle", "free")
+
+    @property
+    def target(self) -> str:
+        """The buffer that a transfer fills (of a send: that it reads), or that a wait or a settle is about."""
+        return (self.writes or self.reads)[0].name
+
+    @property
+    def sources(self) -> set[str]:
+        """The buffers that other ranks may read after this rank has waited for the transfer."""
+        return {self.reads[0].name, *([self.target] if self.row.changes_target else [])}
+
+    # --- what its attributes say
+
+    @property
+    def segment(self) -> str:
+        """The hash of the segment that it executes; "" where it executes none."""
+        return str(self.get("segment", ""))
+
+    @property
+    def num_outputs(self) -> int:
+        """How many of its first writes are new tensors that the segment returns; the others are destinations."""
+        return int(self.get("fresh", 0))
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether it works elementwise on flat ranges of buckets, so that any slice gives the same bits."""
+        return bool(self.get("flat"))
+
+    @property
+    def phase(self) -> str | None:
+        """ "region" in a `value_and_grad`, "outer" in the rest of the step."""
+        return self.get("phase")
+
+    @property
+    def region(self) -> str | None:
+        return self.get("region")
+
+    @property
+    def microbatch(self) -> int:
+        return int(self.get("microbatch", 0))
+
+    @property
+    def offset(self) -> int | None:
+        """Where its workspace lies in the arena, in bytes; None before memory is assigned."""
+        return self.get("at")
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of the segment's own values."""
+        return int(self.get("workspace", 0))
+
+    @property
+    def heap(self) -> int:
+        """Bytes that its kernels ask of the allocator."""
+        return int(self.get("heap", 0))
+
+    @property
+    def reduction(self) -> str:
+        """ "sum" or "max"."""
+        return str(self.get("op", "sum"))
+
+    @property
+    def divisor(self) -> int:
+        return int(self.get("divisor", 1))
+
+    @property
+    def peer(self) -> Any:
+        """The rank on the other end of a message."""
+        return self.get("peer")
+
+    @property
+    def tag(self) -> int:
+        return int(self.get("tag", 0))
 
 
 def make_op(

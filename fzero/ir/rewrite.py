@@ -28,7 +28,7 @@ def finish(
     named = {ref.name for op in ops for ref in (*op.reads, *op.writes)} | set(program.metrics.values())
     every = program.buffers if buffers is None else buffers
     kept = {n: b for n, b in every.items() if n in named or b.kind in PERSISTENT}
-    used = {str(op.get("segment")) for op in ops if op.get("segment") is not None}
+    used = {op.segment for op in ops if op.segment}
     pool = {**program.segments, **(new_segments or {})}
     return replace(
         program,
@@ -41,7 +41,7 @@ def finish(
 
 def reads_of(ops: Iterable[Op]) -> dict[str, list[tuple[int, Ref]]]:
     """(op number, reference) of every real read of a buffer, by its name: a wait or a free of it is none."""
-    return _by_name((i, ref) for i, op in enumerate(ops) if op.kind not in ("wait", "free") for ref in op.reads)
+    return _by_name((i, ref) for i, op in enumerate(ops) if not op.is_mark for ref in op.reads)
 
 
 def writes_of(ops: Iterable[Op]) -> dict[str, list[tuple[int, Ref]]]:

@@ -34,12 +34,12 @@ REGION = torch.ops.fzero.region.default
 INDEX = torch.ops.fzero.axis_index.default
 
 
-def build(graph: Graph, plan: Plan, *, reduce: str = "end", via: str = "p2p") -> Program:
-    """The naive program. `reduce` is "each" or "end"; `via` names how bytes move: "p2p", "nccl" or "shared"."""
-    builder = _Builder(plan, via, graph=graph, reduce=reduce)
+def build(graph: Graph, plan: Plan, *, reduce: str = "end", transport: str = "p2p") -> Program:
+    """The naive program. `reduce` is "each" or "end"; `transport` is "p2p", "nccl" or "shared"."""
+    builder = _Builder(plan, transport, graph=graph, reduce=reduce)
     builder.run()
     return Program(
-        mesh=((plan.axis, plan.world_size),),
+        mesh=plan.mesh,
         buckets=plan.buckets,
         buffers=builder.buffers,
         ops=tuple(builder.ops),
@@ -48,6 +48,7 @@ def build(graph: Graph, plan: Plan, *, reduce: str = "end", via: str = "p2p") ->
         microbatches=max((region.microbatches for region in graph.regions), default=1),
         trainable=tuple(sorted(builder.trainable)),
         passes=("lower",),
+        transport=transport,
         segments=builder.segments,
     )
 
@@ -117,7 +118,7 @@ class _Builder(Emitter):
         self.buffers.update(self.plan.buffers)
         for node, leaf in zip(self.nodes, self.plan.leaves, strict=False):
             ref = self.plan.ref(leaf)
-            if self.plan.buffers[leaf.buffer].shard:
+            if self.plan.buffers[leaf.buffer].sharded:
                 ref = Ref(self._gathered(leaf.buffer), ref.start, ref.stop, ref.shape)
             self.where[node] = ref
         names = [*(f"batch:{p}" for p in self.graph.batch_paths), *(f"const:{n}" for n in self.graph.constants)]
@@ -132,9 +133,9 @@ class _Builder(Emitter):
             source = self.buffers[column]
             bucket = self.plan.buckets[source.bucket or ""]
             shape = (bucket.length // source.per,)
-            self.buffers[name] = Buffer(name, source.dtype, shape, "gather", bucket.name, per=source.per)
+            self.buffers[name] = Buffer(name, source.dtype, shape, "gathered", bucket.name, per=source.per)
             why = f"whole {bucket.name}"
-            self.emit("gather", [Ref(column)], [Ref(name)], axis=self.plan.axis, via=self.via, why=why)
+            self.emit("all_gather", [Ref(column)], [Ref(name)], axis=bucket.axis, why=why)
             self.emit("wait", [Ref(name)], why=why)
         return name
 
@@ -202,7 +203,7 @@ class _Builder(Emitter):
             for first, last in _ranges(sorted(s for s in slots if s is not None)):
                 start, stop = bucket.slots[first].start, bucket.end(last)
                 gm = copy_segment(torch.empty((stop - start) // buffer.per, dtype=buffer.dtype, device="meta"))
-                old, new = (Ref(b, start, stop, None, buffer.shard) for b in (name, f"{name}.new"))
+                old, new = (Ref(b, start, stop, None, buffer.sharded is not None) for b in (name, f"{name}.new"))
                 self.segment("update", gm, [new], [old], why=f"keep {name}", flat=1)
 
 

@@ -22,7 +22,7 @@ class Emitter:
     """Collects records; `where` says which reference holds the value of a node of the outer graph."""
 
     plan: Plan
-    via: str
+    transport: str
     buffers: dict[str, Buffer] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
     segments: dict[str, fx.GraphModule] = field(default_factory=dict)
@@ -72,12 +72,11 @@ class Emitter:
         n = self.plan.world_size
         result = self.new(name, like, "activation")
         room = like.new_empty((n - 1, max(like.numel(), 1)))
-        writes = [result, *([self.new(f"{name}.scratch", room, "scratch")] if self.via != "shared" else [])]
+        writes = [result, *([self.new(f"{name}.scratch", room, "scratch")] if self.transport != "shared" else [])]
         divisor = n * parts if how == "mean" else 1
         operation = "sum" if how == "mean" else how
         self.emit(
-            "reduce", [source], writes, axis=self.plan.axis, why=why,
-            mode="exchange", op=operation, divisor=divisor, via=self.via,
+            "all_reduce_small", [source], writes, axis=self.plan.axis, why=why, op=operation, divisor=divisor,
         )  # fmt: skip
         self.emit("wait", [result], why=why)
         return result

@@ -119,13 +119,12 @@ class RegionBuilder:
         moved = f"{name}.low" if narrow else name
         b.buffers[moved] = Buffer(moved, wire, source.shape, "grad", source.bucket)
         writes = [Ref(moved)]
-        if b.via == "p2p":
+        if b.transport == "p2p":
             scratch = f"{name}.scratch"
             b.buffers[scratch] = Buffer(scratch, wire, (n - 1, bucket.length // n), "scratch")
             writes.append(Ref(scratch))
         b.emit(
-            "reduce", [Ref(grad)], writes, axis=b.plan.axis, why=why,
-            mode="all", op="sum", divisor=divisor, via=b.via, microbatch=m,
+            "all_reduce", [Ref(grad)], writes, axis=bucket.axis, why=why, op="sum", divisor=divisor, microbatch=m,
         )  # fmt: skip
         b.emit("wait", [Ref(moved)], why=why)
         return self._flat(torch.Tensor.to, source.dtype, moved, name, why, source.dtype) if narrow else name

@@ -6,7 +6,8 @@ collectives, bf16 reductions) will be a second list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fzero.ir.program import Program
@@ -20,6 +21,7 @@ from fzero.passes.rematerialise_views import rematerialise_views
 from fzero.passes.schedule_gathers import schedule_gathers
 from fzero.passes.schedule_reductions import schedule_reductions
 from fzero.passes.segment import segment
+from fzero.passes.settle import settle
 from fzero.passes.shard_update import shard_update
 from fzero.passes.size_workspaces import size_workspaces
 from fzero.passes.write_in_place import write_in_place
@@ -27,9 +29,9 @@ from fzero.passes.write_in_place import write_in_place
 
 @dataclass(frozen=True)
 class Options:
-    """What the passes may choose: see the fields of the same names in `fzero.Spec`."""
+    """The options of the passes: see the fields of the same names in `fzero.Spec`."""
 
-    prefetch: int | Callable[[Program], int] = 1
+    prefetch: int = 1
     gather_bytes: int | None = None
     overlap: bool = True
     remat: Mapping[str, str] = field(default_factory=dict)
@@ -37,8 +39,9 @@ class Options:
 
 
 Pass = Callable[[Program, Options], Program]
+Passes = Sequence[tuple[str, Pass, str]]
 
-PASSES: tuple[tuple[str, Pass, str], ...] = (
+UNTIL_PREFETCH: Passes = (
     ("shard_update", lambda p, o: shard_update(p), "elementwise work on slices, while new leaves still have names"),
     ("narrow", lambda p, o: narrow(p), "then what only slices are read of need not be gathered or all-reduced"),
     ("cast_before_gather", lambda p, o: cast_before_gather(p), "fewer bytes travel; before segments hide the casts"),
@@ -48,23 +51,44 @@ PASSES: tuple[tuple[str, Pass, str], ...] = (
     ("schedule_gathers", lambda p, o: schedule_gathers(p), "whole parameters only around their uses"),
     ("schedule_reductions", lambda p, o: schedule_reductions(p, o.overlap), "reductions where gradients are complete"),
     ("write_in_place", lambda p, o: write_in_place(p), "after all moves, so that what reads old values is known"),
-    ("prefetch", lambda p, o: prefetch(p, _depth(p, o), o.gather_bytes), "hide gathers, under a cap"),
+)
+
+FROM_PREFETCH: Passes = (
+    ("prefetch", lambda p, o: prefetch(p, o.prefetch if o.overlap else 0, o.gather_bytes), "hide gathers, under a cap"),
     ("free", lambda p, o: free(p), "lifetimes are final now"),
     ("size_workspaces", lambda p, o: size_workspaces(p, o.compile), "the account needs the final segments"),
     ("assign_memory", lambda p, o: assign_memory(p), "lives and sizes are final: all of a step's memory in one arena"),
+    ("settle", lambda p, o: settle(p), "where memory lies is known: until when other ranks may read it"),
 )
 
 
-def _depth(program: Program, options: Options) -> int:
-    if not options.overlap:
-        return 0
-    return options.prefetch(program) if callable(options.prefetch) else options.prefetch
+PASSES = (*UNTIL_PREFETCH, *FROM_PREFETCH)  # between the two, how far ahead gathers start is decided
 
 
-def optimise(program: Program, options: Options, check: Callable[[Program], None] | None = None) -> Program:
-    """All passes in order; `check` (verify, in tests) sees the program after each."""
-    for _, run, _ in PASSES:
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass changed: ops by kind, before and after, and why the pass comes where it does."""
+
+    name: str
+    why: str
+    before: Mapping[str, int]
+    after: Mapping[str, int]
+
+    def __str__(self) -> str:
+        kinds = [kind for kind in {**self.before, **self.after} if self.before.get(kind, 0) != self.after.get(kind, 0)]
+        changed = ", ".join(f"{kind} {self.before.get(kind, 0)} -> {self.after.get(kind, 0)}" for kind in kinds)
+        return f"{self.name}: {changed or 'as many ops of each kind'}  # {self.why}"
+
+
+def trail(program: Program, options: Options, passes: Passes = PASSES) -> Iterator[tuple[PassRecord, Program]]:
+    """Runs passes in order; yields the record of each and the program after it."""
+    for name, run, why in passes:
+        before = Counter(op.kind for op in program.ops)
         program = run(program, options)
-        if check is not None:
-            check(program)
-    return program
+        yield PassRecord(name, why, before, Counter(op.kind for op in program.ops)), program
+
+
+def optimise(program: Program, options: Options, passes: Passes = PASSES) -> tuple[Program, tuple[PassRecord, ...]]:
+    """The program after all of these passes, and the record of each."""
+    steps = list(trail(program, options, passes))
+    return steps[-1][1], tuple(record for record, _ in steps)

@@ -20,9 +20,9 @@ from fzero.ir.program import Program
 
 def assign_memory(program: Program) -> Program:
     lives = intervals(program.ops, program.buffers, program.metrics.values())
-    blocks = [i for i, op in enumerate(program.ops) if op.get("workspace")]
+    blocks = [i for i, op in enumerate(program.ops) if op.workspace]
     items = [(*life, program.buffers[name].nbytes) for name, life in lives.items()]
-    items += [(i, i, int(program.ops[i].get("workspace"))) for i in blocks]
+    items += [(i, i, program.ops[i].workspace) for i in blocks]
     places, _ = pack(items)
     at = dict(zip([*lives, *blocks], places, strict=True))
     ops = [op.with_attrs(at=at[i]) if i in at else op for i, op in enumerate(program.ops)]

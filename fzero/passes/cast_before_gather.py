@@ -28,7 +28,7 @@ def cast_before_gather(program: Program) -> Program:
     source = {
         op.writes[0].name: op
         for op in program.ops
-        if op.kind == "gather" and program.buffers[op.reads[0].name].shard
+        if op.gathers and program.buffers[op.reads[0].name].sharded
         and program.buffers[op.reads[0].name].kind in PERSISTENT
     }  # fmt: skip
     chosen = _common_casts(program, set(source))
@@ -38,13 +38,13 @@ def cast_before_gather(program: Program) -> Program:
     pool: dict[str, fx.GraphModule] = {}
     ops: list[Op] = []
     for op in program.ops:
-        name = (*op.writes, *op.reads)[0].name if op.kind in ("gather", "wait") else ""
-        if name in chosen and op.kind == "gather":
+        name = op.target if op.gathers or op.is_wait else ""
+        if name in chosen and op.gathers:
             ops += _cast_ops(program, op, chosen[name], buffers, pool)
             op = replace(op, reads=(Ref(f"{name}.cast"),), writes=(Ref(f"{name}.low"),))
         elif name in chosen:
             op = replace(op, reads=(Ref(f"{name}.low"),))
-        elif op.kind == "run" and any(ref.name in chosen for ref in op.reads):
+        elif op.is_run and any(ref.name in chosen for ref in op.reads):
             op = _without_casts(program, op, chosen, pool)
         ops.append(op)
     return rewrite.finish(program, "cast_before_gather", ops=ops, buffers=buffers, new_segments=pool)
@@ -54,10 +54,10 @@ def _common_casts(program: Program, whole: set[str]) -> dict[str, torch.dtype]:
     """Of these buffers, those whose leaves every use casts to one smaller dtype, and that dtype."""
     casts: dict[str, set[torch.dtype | None]] = {name: set() for name in whole}
     for op in program.ops:
-        if op.kind in ("wait", "free") or whole.isdisjoint(ref.name for ref in op.reads):
+        if op.is_mark or whole.isdisjoint(ref.name for ref in op.reads):
             continue
-        region = op.get("phase") == "region"
-        holders = segments.placeholders(program.segments[str(op.get("segment"))].graph) if region else []
+        region = op.phase == "region"
+        holders = segments.placeholders(program.segments[op.segment].graph) if region else []
         for ref, holder in zip_longest(op.reads, holders[: len(op.reads)]):
             if ref.name in casts:
                 casts[ref.name] |= {None} if holder is None else {_cast_to(user) for user in holder.users}
@@ -95,7 +95,7 @@ def _cast_ops(
 
 
 def _without_casts(program: Program, op: Op, chosen: dict[str, torch.dtype], pool: dict[str, fx.GraphModule]) -> Op:
-    gm = program.segments[str(op.get("segment"))]
+    gm = program.segments[op.segment]
     graph = segments.copied(gm.graph)
     for holder, ref in zip(segments.placeholders(graph), op.reads, strict=False):
         if ref.name in chosen:

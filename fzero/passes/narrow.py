@@ -4,12 +4,11 @@ A `mine` reference to a gathered column is read from the shard; a gather that no
 all-reduce whose result is read so becomes a reduce-scatter: half the bytes, 1/N of the memory. Elementwise ops on whole
 ranges between them (a cast after the reduction, the sum over microbatches) make and work on the own slice then.
 
-    gather mu -> mu.full;  run mu.full[0:L:mine] ...            becomes   run mu[0:L:mine] ...
-    reduce g -> r mode=all;  run r[0:L:mine] ...
-    becomes   reduce g -> r mode=scatter;  run r[0:L:mine] ...
+    all_gather mu -> mu.full;  run mu.full[0:L:mine] ...            becomes   run mu[0:L:mine] ...
+    all_reduce g -> r;  run r[0:L:mine] ...           becomes   reduce_scatter g -> r;  run r[0:L:mine] ...
 
-    reduce g.low -> r.low mode=all;  run r.low[0:L] -> r[0:L] flat;  run r[0:L:mine] ...
-    becomes   reduce g.low -> r.low mode=scatter;  run r.low[0:L:mine] -> r[0:L:mine] flat;  run r[0:L:mine] ...
+    all_reduce g.low -> r.low;  run r.low[0:L] -> r[0:L] flat;  run r[0:L:mine] ...
+    becomes   reduce_scatter g.low -> r.low;  run r.low[0:L:mine] -> r[0:L:mine] flat;  run r[0:L:mine] ...
 """
 
 from __future__ import annotations
@@ -26,20 +25,22 @@ def narrow(program: Program) -> Program:
     source = {
         op.writes[0].name: op.reads[0].name
         for op in program.ops
-        if op.kind == "gather" and op.reads[0].name != op.writes[0].name
+        if op.gathers and op.reads[0].name != op.writes[0].name
     }
     buffers = dict(program.buffers)
     for name in slim - source.keys():
         buffer = buffers[name]
-        buffers[name] = replace(buffer, shard=True, shape=(buffer.numel // program.world_size,))
+        bucket = program.buckets[buffer.bucket or ""]
+        shape = (program.slice_length(bucket) // buffer.per,)
+        buffers[name] = replace(buffer, sharded=bucket.axis, shape=shape)
     ops: list[Op] = []
     for op in program.ops:
-        if op.kind in ("gather", "wait") and (*op.writes, *op.reads)[0].name in slim & source.keys():
+        if (op.gathers or op.is_wait) and op.target in slim & source.keys():
             continue
-        if op.kind == "reduce" and op.get("mode") == "all" and op.writes[0].name in slim:
-            ops.append(op.with_attrs(mode="scatter"))
+        if op.kind == "all_reduce" and op.writes[0].name in slim:
+            ops.append(replace(op, kind="reduce_scatter"))
             continue
-        whole_range = op.get("flat") and all(ref.name in slim for ref in op.writes)
+        whole_range = op.is_flat and all(ref.name in slim for ref in op.writes)
 
         def change(ref: Ref, whole_range: bool = bool(whole_range)) -> Ref:
             flat = whole_range and ref.start is not None and buffers[ref.name].bucket
@@ -58,8 +59,7 @@ def _slim(program: Program) -> set[str]:
     moved = {
         op.writes[0].name
         for op in program.ops
-        if (op.kind == "gather" and op.reads[0].name != op.writes[0].name)
-        or (op.kind == "reduce" and op.get("mode") == "all")
+        if (op.gathers and op.reads[0].name != op.writes[0].name) or (op.kind == "all_reduce")
     }
     makers: dict[str, list[Op]] = {}
     for op in program.ops:
@@ -78,8 +78,8 @@ def _slim(program: Program) -> set[str]:
 
 def _whole_range(program: Program, op: Op) -> bool:
     """Whether an op works elementwise on a whole bucket of gradients: what lowering emits around reductions."""
-    return bool(op.get("flat")) and all(program.buffers[ref.name].kind == "grad" for ref in op.writes)
+    return op.is_flat and all(program.buffers[ref.name].kind == "grad" for ref in op.writes)
 
 
 def _own(op: Op, ref: Ref, slim: set[str]) -> bool:
-    return ref.mine or bool(op.get("flat") and all(w.name in slim for w in op.writes))
+    return ref.mine or bool(op.is_flat and all(w.name in slim for w in op.writes))

@@ -29,7 +29,7 @@ def prefetch(program: Program, depth: int = 1, cap: int | None = None) -> Progra
             f"gather_bytes={cap} is less than one segment needs: op {at} ({ops[at].why}) has {least} bytes gathered at "
             f"once. The smallest cap is {least}"
         )
-    for at in [i for i, op in enumerate(ops) if op.kind == "gather" and _parameter(program, op)]:
+    for at in [i for i, op in enumerate(ops) if op.gathers and _parameter(program, op)]:
         to = _earlier(ops, at, depth, None if cap is None else cap - _size(program, ops[at]), levels)
         ops[to : at + 1] = [ops[at], *ops[to:at]]  # those after it stay where they are
         higher = [level + _size(program, ops[to]) for level in levels[to:at]]
@@ -40,7 +40,7 @@ def prefetch(program: Program, depth: int = 1, cap: int | None = None) -> Progra
 
 
 def _parameter(program: Program, op: Op) -> bool:
-    return program.buffers[op.writes[0].name].kind == "gather"
+    return program.buffers[op.writes[0].name].kind == "gathered"
 
 
 def _size(program: Program, gather: Op) -> int:
@@ -55,6 +55,6 @@ def _earlier(ops: list[Op], at: int, depth: int, room: int | None, levels: list[
         full = room is not None and levels[target] > room
         if passed >= depth or full or any(ref.name == source for ref in ops[target].writes):
             break
-        if ops[target].kind in ("run", "update"):
+        if ops[target].computes:
             best, passed = target, passed + 1
     return best

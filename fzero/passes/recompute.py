@@ -33,7 +33,7 @@ def recompute(program: Program, rules: Rules) -> Program:
     pool: dict[str, fx.GraphModule] = {}
     buffers = dict(program.buffers)
     readers = rewrite.reads_of(program.ops)
-    phases = [_phases(program, op) if op.get("phase") == "region" else set() for op in program.ops]
+    phases = [_phases(program, op) if op.phase == "region" else set() for op in program.ops]
     backward = [found == {"backward"} for found in phases]
     before: dict[int, list[Op]] = {}
     changed: dict[int, Op] = {}
@@ -70,7 +70,7 @@ class _Halves:
 
 
 def _halves(program: Program, op: Op, again: Sequence[Ref]) -> _Halves:
-    gm = program.segments[str(op.get("segment"))]
+    gm = program.segments[op.segment]
     inputs = segments.placeholders(gm.graph)
     body = [n for n in gm.graph.nodes if n.op == "call_function"]
     outs = dict(zip(op.writes, segments.outputs(gm.graph), strict=True))
@@ -84,7 +84,7 @@ def _halves(program: Program, op: Op, again: Sequence[Ref]) -> _Halves:
 
 def _phases(program: Program, op: Op) -> set[str]:
     """Which phases a segment's work is of; views and casts are made anew wherever they are used."""
-    nodes = [n for n in program.segments[str(op.get("segment"))].graph.nodes if n.op == "call_function"]
+    nodes = [n for n in program.segments[op.segment].graph.nodes if n.op == "call_function"]
     work = [n for n in nodes if not segments.is_view(n) and n.target not in ANYWHERE]
     return {n.meta.get("phase") or "forward" for n in work}
 

@@ -26,8 +26,8 @@ def rematerialise_views(program: Program) -> Program:
     done: dict[str, fx.GraphModule] = {}
     ops: list[Op] = []
     for op in program.ops:
-        if op.get("phase") == "region":
-            key = str(op.get("segment"))
+        if op.phase == "region":
+            key = op.segment
             if key not in done:
                 params = {i for i, ref in enumerate(op.reads) if program.buffers[ref.name].bucket is not None}
                 done[key] = _sunk(program.segments[key], params)

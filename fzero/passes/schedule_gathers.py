@@ -25,11 +25,11 @@ def schedule_gathers(program: Program) -> Program:
     names: dict[tuple[int, str], str] = {}
     moved: set[str] = set()
     for op in program.ops:
-        if op.kind != "gather" or program.buffers[op.writes[0].name].kind != "gather":
+        if not op.gathers or program.buffers[op.writes[0].name].kind != "gathered":
             continue
         full = op.writes[0].name
         moved.add(full)
-        kept = program.buckets[program.buffers[full].bucket or ""].stage < 3
+        kept = program.buckets[program.buffers[full].bucket or ""].keeps_gathered
         stretches: list[list[int]] = []
         for index in sorted({i for i, _ in reads.get(full, [])}):
             if stretches and (kept or turn[index] - turn[stretches[-1][-1]] <= 1):
@@ -46,7 +46,7 @@ def schedule_gathers(program: Program) -> Program:
             names.update({(index, full): name for index in stretch})
     ops: list[Op] = []
     for index, op in enumerate(program.ops):
-        target = (*op.writes, *op.reads)[0].name if op.kind in ("gather", "wait") else ""
+        target = op.target if op.gathers or op.is_wait else ""
         if target in moved:
             continue
         ops += before.get(index, [])
@@ -60,5 +60,5 @@ def _turns(ops: tuple[Op, ...]) -> list[int]:
     turns, count = [], 0
     for op in ops:
         turns.append(count)
-        count += op.kind in ("run", "update")
+        count += op.computes
     return turns

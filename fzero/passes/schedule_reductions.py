@@ -16,18 +16,17 @@ from itertools import pairwise
 from fzero.ir import rewrite
 from fzero.ir.program import Program
 from fzero.ir.records import Op
-from fzero.plan.layout import TABLE
 
 
 def schedule_reductions(program: Program, overlap: bool = True) -> Program:
     ops = _sums_early(list(program.ops))
     pairs: dict[str, tuple[Op, Op]] = {}
     rest: list[Op] = []
-    waits = {op.reads[0].name: op for op in ops if op.kind == "wait"}
+    waits = {op.reads[0].name: op for op in ops if op.is_wait}
     for op in ops:
         if _movable(program, op):
             pairs[op.writes[0].name] = (op, waits[op.writes[0].name])
-        elif not (op.kind == "wait" and op.reads[0].name in pairs):
+        elif not (op.is_wait and op.reads[0].name in pairs):
             rest.append(op)
     rest = _placed(rest, list(pairs.values()), overlap)
     if overlap:
@@ -36,16 +35,16 @@ def schedule_reductions(program: Program, overlap: bool = True) -> Program:
 
 
 def _movable(program: Program, op: Op) -> bool:
-    if op.kind != "reduce" or op.get("mode") == "exchange":
+    if not op.reduces or op.row.small:
         return False
     bucket = program.buckets[program.buffers[op.reads[0].name].bucket or ""]
-    return TABLE[bucket.stage].reduce_when == "produced"
+    return bucket.reduce_when == "produced"
 
 
 def _placed(ops: list[Op], pairs: list[tuple[Op, Op]], overlap: bool) -> list[Op]:
     """With each reduction behind the last write to its bucket, and its wait behind the next segment."""
     reads, writes = rewrite.reads_of(ops), rewrite.writes_of(ops)
-    segments = [i for i, one in enumerate(ops) if one.get("phase") == "region"]
+    segments = [i for i, one in enumerate(ops) if one.phase == "region"]
     behind: dict[int, list[Op]] = {}
     for start, wait in pairs:
         complete = writes[start.reads[0].name][-1][0]
@@ -79,8 +78,8 @@ def _staggered(program: Program, ops: list[Op]) -> list[Op]:
 
 
 def _end_pair(program: Program, op: Op, after: Op) -> bool:
-    whole = op.kind == "reduce" and op.get("mode") != "exchange" and not _movable(program, op)
-    return whole and after.kind == "wait" and after.reads[0].name == op.writes[0].name
+    whole = op.reduces and not op.row.small and not _movable(program, op)
+    return whole and after.is_wait and after.reads[0].name == op.writes[0].name
 
 
 def _sums_early(ops: list[Op]) -> list[Op]:
@@ -90,7 +89,7 @@ def _sums_early(ops: list[Op]) -> list[Op]:
     for index, op in enumerate(ops):
         names = {ref.name for ref in (*op.reads, *op.writes)}
         place: tuple[int, ...] = (index,)
-        if op.kind == "run" and op.get("flat") and op.get("phase") is None:
+        if op.is_run and op.is_flat and op.phase is None:
             place = (*max((last[name] for name in names if name in last), default=(-1,)), -index)
         places.append(place)
         last.update({name: max(place, last.get(name, place)) for name in names})

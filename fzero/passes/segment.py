@@ -34,10 +34,10 @@ def segment(program: Program) -> Program:
     cuts: dict[tuple[object, ...], list[_Piece]] = {}
     ops: list[Op] = []
     for op in program.ops:
-        if op.get("phase") != "region":
+        if op.phase != "region":
             ops.append(op)
             continue
-        key = (op.get("segment"), tuple(program.buffers[r.name].bucket for r in (*op.reads, *op.writes)))
+        key = (op.segment, tuple(program.buffers[r.name].bucket for r in (*op.reads, *op.writes)))
         if key not in cuts:
             cuts[key] = _cut(program, op)
         ops += _instantiated(op, cuts[key], buffers, pool)
@@ -58,10 +58,10 @@ class _Piece:
 def _instantiated(
     op: Op, pieces: list[_Piece], buffers: dict[str, Buffer], pool: dict[str, fx.GraphModule]
 ) -> list[Op]:
-    region, m = str(op.get("region")), int(op.get("microbatch", 0))
+    region, m = op.region, op.microbatch
     holders = pieces[0].inputs[0].graph if pieces and pieces[0].inputs else None
     where: dict[fx.Node, Ref] = {}
-    fresh_count = int(op.get("fresh", 0))
+    fresh_count = op.num_outputs
     graph = holders or pieces[0].dests[0].graph
     inputs = segments.placeholders(graph)
     where.update(zip(inputs, [*op.reads, *op.writes[fresh_count:]], strict=True))
@@ -84,9 +84,9 @@ def _instantiated(
 
 
 def _cut(program: Program, op: Op) -> list[_Piece]:
-    gm = program.segments[str(op.get("segment"))]
+    gm = program.segments[op.segment]
     holders = segments.placeholders(gm.graph)
-    refs = [*op.reads, *op.writes[int(op.get("fresh", 0)) :]]
+    refs = [*op.reads, *op.writes[op.num_outputs :]]
     bucket_of = {h: b for h, r in zip(holders, refs, strict=True) if (b := program.buffers[r.name].bucket) is not None}
     made_anew = again(set(bucket_of))
     nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not COPY]

@@ -19,7 +19,6 @@ and 2) are gathered after their update. With the state sharded, what is updated 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 from torch import fx
@@ -39,7 +38,7 @@ def shard_update(program: Program) -> Program:
     buffers = dict(program.buffers)
     ops: list[Op] = []
     for index, op in enumerate(program.ops):
-        if op.kind == "run" and op.get("phase") == "outer":
+        if op.is_run and op.phase == "outer":
             ops += _Outer(program, op, buffers, index=index, pool=pool).rewritten()
         else:
             ops.append(op)
@@ -52,13 +51,13 @@ def _without_unread(ops: list[Op]) -> list[Op]:
     dropped: set[int] = set()
     last: dict[str, int] = {}
     for i, op in enumerate(ops):
-        if op.kind == "gather":
+        if op.gathers:
             name = op.writes[0].name
             if name in last:
-                dropped |= {last[name], next(j for j in range(last[name], i) if ops[j].kind == "wait" and
+                dropped |= {last[name], next(j for j in range(last[name], i) if ops[j].is_wait and
                                              ops[j].reads[0].name == name)}  # fmt: skip
             last[name] = i
-        elif op.kind != "wait":
+        elif not op.is_wait:
             for ref in op.reads:
                 if not ref.mine:
                     last.pop(ref.name, None)
@@ -94,15 +93,11 @@ class _Outer(Levels):
     def _emit(self, op: Op) -> None:
         self.ops.append(op)
         names = {ref.name for ref in op.writes}
-        (self.whole.update if op.kind == "gather" else self.whole.difference_update)(names)
-
-    @cached_property
-    def _via(self) -> str:
-        """How bytes move in this program."""
-        return next((str(op.get("via")) for op in self.program.ops if op.get("via")), "p2p")
+        (self.whole.update if op.gathers else self.whole.difference_update)(names)
 
     def _mine(self, bucket: str) -> bool:
-        return self.program.world_size > 1 and self.program.buckets[bucket].stage > 0
+        """Whether each rank updates its own slice of a bucket."""
+        return self.program.world_size > 1 and self.program.buckets[bucket].updates_slices
 
     # --- full work
 
@@ -135,8 +130,8 @@ class _Outer(Levels):
         if name in self.whole:
             return
         length, why = self.program.extent(self.buffers[name]), f"whole {name}"
-        axis, via = self.program.mesh[0][0], self._via
-        self._emit(make_op("gather", [Ref(name, 0, length, None, True)], [Ref(name)], axis=axis, via=via, why=why))
+        axis = self.program.buckets[self.buffers[name].bucket or ""].axis
+        self._emit(make_op("all_gather", [Ref(name, 0, length, None, True)], [Ref(name)], axis=axis, why=why))
         self._emit(make_op("wait", [Ref(name)], why=why))
 
     def _new(self, name: str, like: torch.Tensor) -> Ref:
@@ -175,7 +170,7 @@ class _Outer(Levels):
             if node in self.dest:
                 self.stored[node] = self.dest[node].name
                 column = self.dest[node].name.removesuffix(".new")
-                if self._mine(bucket) and not self.buffers[column].shard:
+                if self._mine(bucket) and not self.buffers[column].sharded:
                     self.gathers.append(self.dest[node].name)
             elif any(u in self.level and u not in inside for u in node.users):
                 dtype = segments.tensors(node.meta["val"])[0].dtype
@@ -193,7 +188,9 @@ class _Outer(Levels):
             refs[ref.name].append(ref)
         for name in (name for name, found in refs.items() if all(ref.mine for ref in found)):
             buffer = self.buffers[name]
-            self.buffers[name] = replace(buffer, shard=True, shape=(buffer.numel // self.program.world_size,))
+            bucket = self.program.buckets[buffer.bucket or ""]
+            shape = (self.program.slice_length(bucket) // buffer.per,)
+            self.buffers[name] = replace(buffer, sharded=bucket.axis, shape=shape)
 
     # --- whole leaves
 
@@ -208,7 +205,7 @@ class _Outer(Levels):
             for node in sorted(group, key=lambda n: self.spot[n][1]):
                 source, index = segments.operand(node), self.spot[node][1]
                 start, stop, shape = bucket.place(index)
-                mine = self._mine(name) and is_whole(bucket, index, self.program.world_size)
+                mine = self._mine(name) and is_whole(bucket, index, self.program.mesh.size(bucket.axis))
                 self._store(name, [node], level, "o")
                 if self._mine(name) and not mine and source not in self.where:
                     self._gather(self.stored[source])
@@ -245,7 +242,7 @@ class _Outer(Levels):
         inputs = list(dict.fromkeys(a for n in chain for a in n.all_input_nodes if a not in inside))
         results = [n for n in chain if n in self.stored]
         gm = segments.extract(chain, inputs, results, results)
-        length = min(stop - start, bucket.length // self.program.world_size) if mine else stop - start
+        length = min(stop - start, self.program.slice_length(bucket)) if mine else stop - start
         with FakeTensorMode():
             fakes = []
             for node in [*inputs, *results]:
@@ -287,24 +284,22 @@ class _Outer(Levels):
                 )
             writes = [Ref(name, i, i + 1, ()) for i in range(len(group))]
             self._emit(rewrite.run_op(self.one, leafwise(calls), reads, writes, self.pool))
-            total = self._reduced(name, f"sum of {len(group)} leaves") if distributed else name
+            axis = self.program.buckets[self.spot[segments.operand(group[0])][0]].axis
+            total = self._reduced(name, axis, f"sum of {len(group)} leaves") if distributed else name
             for i, node in enumerate(group):
                 self.where[node] = Ref(total, i, i + 1, ())
                 if node in self.fresh:  # someone outside knows it by a name of its own
                     gm = segments.extract([], [node], [node])
                     self._emit(rewrite.run_op(self.one, gm, [self.where[node]], [self.fresh[node]], self.pool))
 
-    def _reduced(self, name: str, why: str) -> str:
+    def _reduced(self, name: str, axis: str, why: str) -> str:
         source = self.buffers[name]
         total, scratch = f"{name}.all", f"{name}.scratch"
-        n, refs, via = self.program.world_size, [Ref(total)], self._via
+        n, refs = self.program.mesh.size(axis), [Ref(total)]
         self.buffers[total] = Buffer(total, source.dtype, source.shape, "activation")
-        if via != "shared":  # whose ranks add what they read in one another's memory
+        if self.program.transport != "shared":  # whose ranks add what they read in one another's memory
             self.buffers[scratch] = Buffer(scratch, source.dtype, (n - 1, source.numel), "scratch")
             refs.append(Ref(scratch))
-        axis = self.program.mesh[0][0]
-        self._emit(
-            make_op("reduce", [Ref(name)], refs, axis=axis, why=why, mode="exchange", op="sum", divisor=1, via=via)
-        )
+        self._emit(make_op("all_reduce_small", [Ref(name)], refs, axis=axis, why=why, op="sum", divisor=1))
         self._emit(make_op("wait", [Ref(total)], why=why))
         return total

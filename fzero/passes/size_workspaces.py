@@ -20,11 +20,11 @@ def size_workspaces(program: Program, how: str = "none") -> Program:
     fused, _ = fuse(program, how)
 
     def measured(op: Op) -> Op:
-        key = str(op.get("segment"))
+        key = op.segment
         forms = (gm for gm in (program.segments[key], fused.get(key)) if gm is not None)
         either = [bind.layout(gm, inplace.apart(op)) for gm in forms]
         sizes = {"workspace": max(x.nbytes for x in either), "heap": max(x.heap for x in either)}
         return op.with_attrs(**{name: size for name, size in sizes.items() if size})
 
-    ops = [measured(op) if op.kind in ("run", "update") else op for op in program.ops]
+    ops = [measured(op) if op.computes else op for op in program.ops]
     return rewrite.finish(program, "size_workspaces", ops=ops)

@@ -35,13 +35,13 @@ def write_in_place(program: Program) -> Program:
     done: dict[tuple[object, ...], fx.GraphModule] = {}
     result: list[Op] = []
     for op in ops:
-        if op.kind in ("run", "update"):
-            aliases = _aliases(op, program.segments[str(op.get("segment"))])
-            key = (op.get("segment"), tuple(sorted(aliases.items())))
+        if op.computes:
+            aliases = _aliases(op, program.segments[op.segment])
+            key = (op.segment, tuple(sorted(aliases.items())))
             if key not in done:
-                done[key] = _kernels(program.segments[str(op.get("segment"))], len(op.reads), aliases)
+                done[key] = _kernels(program.segments[op.segment], len(op.reads), aliases)
             new = rewrite.run_op(op, done[key], op.reads, op.writes, pool)
-            op = replace(new.with_attrs(flat=1) if op.get("flat") else new, kind=op.kind)
+            op = replace(new.with_attrs(flat=1) if op.is_flat else new, kind=op.kind)
         result.append(op)
     return rewrite.finish(program, "write_in_place", ops=result, new_segments=pool)
 
@@ -51,27 +51,27 @@ def write_in_place(program: Program) -> Program:
 
 def _into_state(program: Program) -> list[Op]:
     ops = list(program.ops)
-    last_loss = max((i for i, op in enumerate(ops) if op.get("phase") == "region"), default=-1)
+    last_loss = max((i for i, op in enumerate(ops) if op.phase == "region"), default=-1)
     keeps: dict[str, list[Op]] = {}
     for op in ops:
-        if op.kind == "update":
+        if op.is_update:
             keeps.setdefault(op.reads[0].name, []).append(op)
     into: dict[str, str] = {}
     reads, writes = rewrite.reads_of(ops), rewrite.writes_of(ops)
     for new, copies in keeps.items():
         old = copies[0].writes[0].name
-        writers = [(i, ref) for i, ref in writes.get(new, ()) if ops[i].kind == "run"]
+        writers = [(i, ref) for i, ref in writes.get(new, ()) if ops[i].is_run]
         own_only = all(ref.mine for _, ref in writers)
         late = bool(writers) and writers[0][0] >= last_loss
-        read = any(ops[i].kind not in ("gather", "update") for i, _ in reads[new])  # as the new value, by its name
-        if (own_only or not program.buffers[old].shard) and late and not read and _dead(old, writers, reads):
+        read = any(not (ops[i].gathers or ops[i].is_update) for i, _ in reads[new])  # as the new value, by its name
+        if (own_only or not program.buffers[old].sharded) and late and not read and _dead(old, writers, reads):
             into[new] = old
     dropped = {id(op) for new in into for op in keeps[new]}
     result = []
     for op in ops:
         if id(op) in dropped:
             continue
-        writes_state = op.kind == "run" and any(ref.name in into for ref in op.writes)
+        writes_state = op.is_run and any(ref.name in into for ref in op.writes)
         op = rewrite.moved(op, into)
         result.append(replace(op, kind="update") if writes_state else op)
     return result
@@ -89,7 +89,7 @@ def _dead(old: str, writers: list[tuple[int, Ref]], reads: dict[str, list[tuple[
 def _aliases(op: Op, gm: fx.GraphModule) -> dict[int, int]:
     """For each destination placeholder (by position) the input that is the same memory, or -1 if it only overlaps."""
     found: dict[int, int] = {}
-    dests = op.writes[int(op.get("fresh", 0)) :]
+    dests = op.writes[op.num_outputs :]
     spans, same = rewrite.Spans(op.reads), {ref: [i] for i, ref in enumerate(op.reads)}
     for d, dest in enumerate(dests):
         for i in spans.over(dest) or same.get(dest, []):  # no element of an empty one is shared

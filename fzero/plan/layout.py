@@ -27,6 +27,7 @@ import torch
 
 from fzero import tree
 from fzero.errors import SpecError
+from fzero.ir.mesh import Mesh
 from fzero.ir.records import ALIGN, Bucket, Buffer, Ref, Slot, buffer_name
 from fzero.plan import whole_leaves
 from fzero.plan.block_scales import CODES, Class, scales, with_scales
@@ -73,6 +74,10 @@ class Plan:
     buckets: Mapping[str, Bucket]
     buffers: Mapping[str, Buffer]
     leaves: tuple[Leaf, ...]
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(((self.axis, self.world_size),))
 
     def ref(self, leaf: Leaf) -> Ref:
         """The reference to a leaf within its own buffer (whole leaves: the buffer)."""
@@ -128,18 +133,19 @@ def layout(
     buckets: dict[str, Bucket] = {}
     buffers: dict[str, Buffer] = {}
     places: dict[int, Leaf] = {}
-    for bucket, members in _buckets(groups, classes, leaves, bucket_bytes, world_size):
-        name, stage = bucket.name, bucket.stage
+    for stage, bucket, members in _buckets(groups, classes, leaves, bucket_bytes, world_size, axis):
+        name = bucket.name
         buckets[name] = bucket
         for column, (prefix, first) in enumerate(classes[members[0]].members):
             row = TABLE[stage]
             narrow = stage > 0 and casts[members[0]].itemsize < leaves[first].dtype.itemsize
-            shard = world_size > 1 and (row.params or narrow if is_param[first] else row.optimizer)
+            cut = row.params or narrow if is_param[first] else row.optimizer
+            sharded = axis if world_size > 1 and cut else None
             kind = "param" if is_param[first] else "optimizer"
             per = ALIGN if first in codes_of else 1
-            length = (bucket.length // world_size if shard else bucket.length) // per
+            length = (bucket.length // world_size if sharded else bucket.length) // per
             column_name = _unused(buffer_name(f"{prefix}:{name}" if prefix else name), buffers)
-            buffers[column_name] = Buffer(column_name, leaves[first].dtype, (length,), kind, name, shard, per=per)
+            buffers[column_name] = Buffer(column_name, leaves[first].dtype, (length,), kind, name, sharded, per=per)
             for index, c in enumerate(members):
                 i = classes[c].members[column][1]
                 places[i] = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, column_name, index)
@@ -261,8 +267,9 @@ def _buckets(
     leaves: Sequence[torch.Tensor],
     bucket_bytes: int,
     world_size: int,
-) -> Iterator[tuple[Bucket, list[int]]]:
-    """The buckets, each with the classes of its slots: those packed whole onto ranks, then the others."""
+    axis: str,
+) -> Iterator[tuple[int, Bucket, list[int]]]:
+    """(stage, bucket, the classes of its slots) of every bucket: those packed whole onto ranks, then the others."""
     lead = [leaves[one.members[0][1]] for one in classes]
     ordinary, packed = whole_leaves.separate(
         groups,
@@ -278,7 +285,9 @@ def _buckets(
         slots = [
             Slot("/".join(classes[c].key), start, start + lead[c].numel(), tuple(lead[c].shape)) for start, c in placed
         ]
-        yield Bucket(name, length, stage, tuple(slots)), [c for _, c in placed]
+        row = TABLE[stage]
+        bucket = Bucket(name, length, tuple(slots), axis, row.optimizer, not row.params, row.reduce_when)
+        yield stage, bucket, [c for _, c in placed]
 
 
 def _cut(

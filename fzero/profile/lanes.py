@@ -13,7 +13,7 @@ from typing import Any
 
 from fzero.ir.program import op_text, wire_bytes
 from fzero.ir.records import Ref
-from fzero.profile.record import COMPUTES, StepRecord, leaves, phase
+from fzero.profile.record import StepRecord, leaves, phase
 
 OWN = ("compute", "waiting", "starts and frees")
 KINDS = ("gather", "reduce", "send/recv")
@@ -42,7 +42,7 @@ def lanes(record: StepRecord) -> list[Lane]:
     """Returns the lanes of a record: the rank's own three, then one for each kind of transfer."""
     own: dict[str, list[Span]] = {name: [] for name in OWN}
     for i, op in enumerate(record.program.ops):
-        lane = "compute" if op.kind in COMPUTES else "waiting" if op.kind == "wait" else "starts and frees"
+        lane = "compute" if op.computes else "waiting" if op.is_wait else "starts and frees"
         name = op.why if lane != "starts and frees" else f"{op.kind} {op.why}"
         own[lane].append(Span(name or op.kind, record.start[i], record.stop[i], phase(op), op_args(record, i)))
     all_lanes = [Lane(name, [spans]) for name, spans in own.items() if spans]
@@ -85,8 +85,8 @@ def op_args(record: StepRecord, index: int) -> dict[str, Any]:
     """Returns the known facts of an op, by name."""
     program, op = record.program, record.program.ops[index]
     args: dict[str, Any] = {"op": index, "text": op_text(op)}
-    if op.kind in COMPUTES:
-        args["segment"] = op.get("segment")
+    if op.computes:
+        args["segment"] = op.segment
         args["read_bytes"] = sum(_bytes(record, ref) for ref in op.reads)
         args["written_bytes"] = sum(_bytes(record, ref) for ref in op.writes)
     if (bucket := record.bucket(index)) is not None:

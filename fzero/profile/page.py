@@ -13,7 +13,7 @@ from importlib.resources import files
 
 from fzero.profile import charts, tables
 from fzero.profile.charts import bytes_text, time_text
-from fzero.profile.record import COMPUTES, HELD, LIVE, StepRecord
+from fzero.profile.record import HELD, LIVE, StepRecord
 
 SHARES = {"computing": "forward", "waiting": "wait", "transfers' own work": "own", "the rest": "free"}
 
@@ -71,7 +71,7 @@ def facts(record: StepRecord) -> str:
     parts = f"the state {bytes_text(account.state)}, the arena {bytes_text(program.arena_bytes)}"
     rows = {
         "step time": time_text(record.ended - record.began),
-        "mesh": " ".join(f"{axis}={size}" for axis, size in program.mesh),
+        "mesh": str(program.mesh),
         "zero": record.stage,
         "batch": ", ".join(record.batch),
         "microbatches": str(program.microbatches),
@@ -102,8 +102,8 @@ def shares(record: StepRecord) -> str:
     else:
         lost = {"computing": 0, "transfers": 0}
         for i, op in enumerate(record.program.ops):
-            if op.kind != "wait":
-                lost["computing" if op.kind in COMPUTES else "transfers"] += record.asleep(i)
+            if not op.is_wait:
+                lost["computing" if op.computes else "transfers"] += record.asleep(i)
         notes.append(
             f"Of the computing this thread was off its core for {time_text(lost['computing'])}, and of starting"
         )

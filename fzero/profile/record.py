@@ -25,7 +25,7 @@ import torch
 from fzero import tree
 from fzero._torch_compat import allocations
 from fzero.capture.provenance import describe
-from fzero.compile.step import Lowered
+from fzero.compile.lowered import Lowered
 from fzero.cost.memory import SHOWN
 from fzero.ir.liveness import live_bytes
 from fzero.ir.program import Program, wire_bytes
@@ -33,8 +33,6 @@ from fzero.ir.records import Op
 from fzero.session.session import execute, runtime_of
 from fzero.state.state import State
 
-COMPUTES = ("run", "update")
-STARTS = ("gather", "reduce", "send", "recv")
 HELD = ("params", "optimizer", "batch", "other")  # kinds of memory, from the bottom of a chart to its top
 LIVE = ("gather buffers", "receive buffers", "gradients", "activations", "workspace")
 
@@ -95,9 +93,9 @@ class StepRecord:
     def shares(self) -> dict[str, int]:
         """The ns of the step by the rank's activity; the sum is the step."""
         ops = list(enumerate(self.program.ops))
-        computing = sum(self.duration(i) for i, op in ops if op.kind in COMPUTES)
-        waiting = sum(self.asleep(i) for i, op in ops if op.kind == "wait")
-        moving = sum(self.duration(i) for i, op in ops if op.kind in (*STARTS, "wait")) - waiting
+        computing = sum(self.duration(i) for i, op in ops if op.computes)
+        waiting = sum(self.asleep(i) for i, op in ops if op.is_wait)
+        moving = sum(self.duration(i) for i, op in ops if op.transfers or op.is_wait) - waiting
         named = {"computing": computing, "waiting": waiting, "transfers' own work": moving}
         return {**named, "the rest": self.ended - self.began - sum(named.values())}
 
@@ -106,15 +104,15 @@ class StepRecord:
         """The transfers of the program, in the order of their ends."""
         transfers, flight = [], {}
         for i, op in enumerate(self.program.ops):
-            if op.kind in STARTS:
+            if op.transfers:
                 flight[(op.writes or op.reads)[0].name] = i
-            elif op.kind == "wait":
+            elif op.is_wait:
                 name = op.reads[0].name
                 start = flight.pop(name)
                 source = self.program.ops[start]
-                kind = source.kind if source.kind in ("gather", "reduce") else "send/recv"
+                kind = source.kind if source.is_collective else "send/recv"
                 wire = wire_bytes(self.program, source)
-                transfers.append(Transfer(kind, name, start, i, self.bucket(start), wire, str(source.get("via", ""))))
+                transfers.append(Transfer(kind, name, start, i, self.bucket(start), wire, self.program.transport))
         return transfers
 
     def bucket(self, index: int) -> str | None:
@@ -147,15 +145,15 @@ class StepRecord:
 
 def needs(op: Op) -> int:
     """Returns the bytes that an op needs only while it runs."""
-    return int(op.get("workspace", 0)) + int(op.get("heap", 0))
+    return op.workspace + op.heap
 
 
 def phase(op: Op) -> str:
     """Returns the part of the step to which an op belongs: forward, backward, recompute, update, or its kind."""
-    if op.kind == "update" or op.kind not in COMPUTES:
+    if op.is_update or not op.computes:
         return op.kind
     for name, word in (("recompute", "again "), ("backward", "backward"), ("forward", "forward")):
-        if op.get("phase") == "region" and word in op.why:
+        if op.phase == "region" and word in op.why:
             return name
     return "other"
 

@@ -10,7 +10,7 @@ from fzero.ir.liveness import live_names
 from fzero.ir.program import op_text
 from fzero.ir.records import PERSISTENT
 from fzero.profile.charts import bytes_text, time_text
-from fzero.profile.record import COMPUTES, StepRecord, Transfer, needs, phase
+from fzero.profile.record import StepRecord, Transfer, needs, phase
 
 LONGEST = 20
 
@@ -67,8 +67,8 @@ def by_segment(record: StepRecord) -> str:
     """Compute: equal layers share a segment, so a row has as many ops as there are such layers."""
     groups: dict[str, list[int]] = {}
     for i, op in enumerate(record.program.ops):
-        if op.kind in COMPUTES:
-            groups.setdefault(str(op.get("segment")), []).append(i)
+        if op.computes:
+            groups.setdefault(op.segment, []).append(i)
     whole = record.ended - record.began
     rows = []
     for key, members in sorted(groups.items(), key=lambda item: -sum(map(record.duration, item[1]))):

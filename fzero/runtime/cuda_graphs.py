@@ -26,11 +26,10 @@ def obstacle(program: Program, device: torch.device) -> str | None:
     """Why this program cannot be one CUDA graph on `device`; None where nothing is known against it."""
     if device.type != "cuda":
         return f"the state is on {device.type}"
-    transfers = {str(op.get("via")) for op in program.ops if op.kind in ("gather", "reduce", "send", "recv")}
-    if transfers - {"nccl"}:
-        return f"transfers via {', '.join(sorted(transfers - {'nccl'}))} run on the host"
+    if program.transport != "nccl" and any(op.transfers for op in program.ops):
+        return f"transfers via {program.transport} run on the host"
     for i, op in enumerate(program.ops):
-        for node in program.segments[str(op.get("segment"))].graph.nodes if op.get("segment") else ():
+        for node in program.segments[op.segment].graph.nodes if op.segment else ():
             if (why := _waits(node)) is not None:
                 return f"op {i} ({op.why}) {why}"
     return None

@@ -8,8 +8,8 @@ out of it.
 A buffer without a place (in a program written by hand, or not through all passes) comes to life when it is written: ops
 that touch one look it up when they run.
 
-A transfer may still be read by other ranks after this rank has what it waited for (`Comm.settle`). Whatever overwrites
-or frees the source settles it first.
+Other ranks may still read the source of a transfer after this rank has waited for it. A `settle` op says when they must
+be done; a wait without one settles at once.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from fzero._torch_compat import below_autograd
 from fzero.codegen import bind, inplace
 from fzero.comm.protocol import Comm
 from fzero.ir import segments
+from fzero.ir.liveness import waits_with_settle
 from fzero.ir.program import Program, op_text
 from fzero.ir.records import GIVEN, PERSISTENT, Op, Ref
 from fzero.runtime import cuda_graphs
-from fzero.runtime.handlers import padding, part, settlements
+from fzero.runtime.handlers import padding, part
 
 Call = Callable[[], Any]
 
@@ -126,21 +127,21 @@ class Bound:
 
     def _bind(self) -> list[list[Call]]:
         """The calls of each op, and before them what they must wait for."""
-        due = _settle_points(self.program)
+        deferred = waits_with_settle(self.program.ops)
         started: set[str] = set()
         found: list[list[Call]] = []
         for index, op in enumerate(self.program.ops):
-            calls: list[Call] = [partial(self.comm.settle, name) for name in due.get(index, ())]
+            calls: list[Call] = []
             for ref in op.writes:
-                if ref.name not in started and op.kind in ("run", "update"):
+                if ref.name not in started and op.computes:
                     calls += self._zeroed(ref)
                 started.add(ref.name)
-            calls += BINDERS[op.kind](self, op)
-            if op.kind == "free":
+            calls += binder(op)(self, op)
+            if op.is_wait and index not in deferred:
+                calls.append(partial(self.comm.settle, op.target))
+            if op.is_free:
                 started -= {ref.name for ref in op.reads}
             found.append(calls)
-        if found:
-            found[-1] += [partial(self.comm.settle, name) for name in due.get(len(found), ())]
         return found
 
     def _zeroed(self, ref: Ref) -> Iterator[Call]:
@@ -166,46 +167,13 @@ class Bound:
         return any(ref.name in self.loose for ref in refs)
 
 
-def _settle_points(program: Program) -> dict[int, list[str]]:
-    """Which transfers must settle before an op: `handlers.settlements`, but memory of the arena that was freed may be
-    read on by others until an op writes there."""
-    found: dict[int, list[str]] = {}
-    freed: list[tuple[int, int, str]] = []  # (first byte, last byte, transfer) that others may still read
-    started = {op.writes[0].name: op for op in program.ops if op.kind in ("gather", "reduce")}
-    due = settlements(program)
-    for index, op in enumerate(program.ops):
-        now = [name for low, high, name in freed if any(a < high and low < b for a, b in _written(program, op))]
-        for name in due.get(index, ()):
-            transfer = started[name]
-            sources = [program.buffers[ref.name] for ref in (*transfer.reads, *transfer.writes[:1])]
-            if op.kind == "free" and all(b.at is not None for b in sources):
-                freed += [(b.at or 0, (b.at or 0) + b.nbytes, name) for b in sources]
-            else:
-                now.append(name)
-        if now:
-            found[index] = list(dict.fromkeys(now))
-            freed = [entry for entry in freed if entry[2] not in now]
-    last = [*due.get(len(program.ops), ()), *(name for _, _, name in freed)]
-    return {**found, len(program.ops): list(dict.fromkeys(last))}
-
-
-def _written(program: Program, op: Op) -> Iterator[tuple[int, int]]:
-    """The bytes of the arena that an op may write."""
-    if op.get("at") is not None:
-        yield int(op.get("at")), int(op.get("at")) + int(op.get("workspace", 0))
-    for ref in op.writes:
-        buffer = program.buffers[ref.name]
-        if buffer.at is not None:
-            yield buffer.at, buffer.at + buffer.nbytes
-
-
 def _writes_state(program: Program, op: Op) -> bool:
     held = (ref for ref in op.writes if program.buffers[ref.name].kind in PERSISTENT)
-    return op.kind != "wait" and any(program.buffers[ref.name].kind not in GIVEN for ref in held)
+    return not op.is_mark and any(program.buffers[ref.name].kind not in GIVEN for ref in held)
 
 
 def _run(bound: Bound, op: Op) -> list[Call]:
-    key, num_fresh = str(op.get("segment")), int(op.get("fresh", 0))
+    key, num_fresh = op.segment, op.num_outputs
     gm = bound.compiled.get(key, bound.program.segments[key])
     fresh, into = op.writes[:num_fresh], op.writes[num_fresh:]
     if bound._is_loose((*op.reads, *op.writes)):
@@ -214,7 +182,7 @@ def _run(bound: Bound, op: Op) -> list[Call]:
         buffer = bound.program.buffers[ref.name]
         start = buffer.at or 0
         bound.memory[ref.name] = bind.at(bound.arena[: start + buffer.nbytes], start, node.meta["val"])
-    start, size = int(op.get("at", 0)), int(op.get("workspace", 0))
+    start, size = (op.offset or 0), op.workspace
     given = [bound.tensor(ref) for ref in (*op.reads, *into)]
     made = [bound.memory[ref.name] for ref in fresh]
     return bind.bind(gm, given, made, bound.arena[start : start + size], inplace.apart(op))
@@ -229,16 +197,29 @@ def _call(bound: Bound, fn: Callable[..., Any], op: Op, fresh: Sequence[Ref], gi
             bound.memory[ref.name].copy_(value)
 
 
+def _local(bound: Bound, op: Op) -> list[Call]:
+    runs = op.row.runs
+    assert runs is not None
+    if bound._is_loose((*op.reads, *op.writes)):
+        reads, writes = op.reads, op.writes
+        return [lambda: runs([*map(bound.tensor, reads)], [*map(bound.destination, writes)])]
+    return [partial(runs, [bound.tensor(ref) for ref in op.reads], [bound.tensor(ref) for ref in op.writes])]
+
+
 def _start(bound: Bound, op: Op) -> list[Call]:
-    refs, name = (*op.reads, *op.writes), (op.writes or op.reads)[0].name
+    refs = (*op.reads, *op.writes)
     if bound._is_loose(refs):
         reads, writes = op.reads, op.writes
-        return [lambda: bound.comm.start(name, op, [*map(bound.tensor, reads), *map(bound.destination, writes)])]
-    return [partial(bound.comm.start, name, op, [bound.tensor(ref) for ref in refs])]
+        return [lambda: bound.comm.start(op.target, op, [*map(bound.tensor, reads), *map(bound.destination, writes)])]
+    return [partial(bound.comm.start, op.target, op, [bound.tensor(ref) for ref in refs])]
 
 
 def _wait(bound: Bound, op: Op) -> list[Call]:
-    return [partial(bound.comm.wait, op.reads[0].name)]
+    return [partial(bound.comm.wait, op.target)]
+
+
+def _settle(bound: Bound, op: Op) -> list[Call]:
+    return [partial(bound.comm.settle, op.target)]
 
 
 def _free(bound: Bound, op: Op) -> list[Call]:
@@ -248,10 +229,12 @@ def _free(bound: Bound, op: Op) -> list[Call]:
 BINDERS: dict[str, Callable[[Bound, Op], list[Call]]] = {
     "run": _run,
     "update": _run,
-    "gather": _start,
-    "reduce": _start,
-    "send": _start,
-    "recv": _start,
     "wait": _wait,
+    "settle": _settle,
     "free": _free,
 }
+
+
+def binder(op: Op) -> Callable[[Bound, Op], list[Call]]:
+    """What binds an op. Raises KeyError for a kind that nobody knows."""
+    return _start if op.transfers else _local if op.row.runs is not None else BINDERS[op.kind]

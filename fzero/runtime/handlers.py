@@ -17,6 +17,7 @@ from torch import fx
 from fzero.codegen import bind
 from fzero.comm.protocol import Comm
 from fzero.ir import segments
+from fzero.ir.liveness import waits_with_settle
 from fzero.ir.program import Program, op_text
 from fzero.ir.records import PERSISTENT, Buffer, Op, Ref
 from fzero.kernels import kernel_for
@@ -42,6 +43,8 @@ class Rank:
                 self.memory[buffer.name] = torch.full((), rank, dtype=buffer.dtype, device=device)
         self.arena = torch.empty(program.arena_bytes, dtype=torch.uint8, device=device)
         self.calls = {key: partial(as_planned, gm) for key, gm in program.segments.items()}
+        self.deferred = waits_with_settle(program.ops)
+        self.lent: dict[str, set[str]] = {}  # by target: the sources of a transfer that has not settled
         self.wrote_state = False
 
     def tensor(self, ref: Ref) -> torch.Tensor:
@@ -78,7 +81,7 @@ def part(program: Program, rank: int, whole: torch.Tensor, ref: Ref) -> torch.Te
 
 def padding(program: Program, rank: int, buffer: Buffer) -> Iterator[tuple[int, int]]:
     """The elements of a bucket's buffer that belong to no leaf. They are zero: sums and norms may run over them."""
-    if buffer.bucket is not None and (not buffer.shard or buffer.kind == "scratch"):
+    if buffer.bucket is not None and (not buffer.sharded or buffer.kind == "scratch"):
         bucket = program.buckets[buffer.bucket]
         for index in range(len(bucket.slots)):
             end = bucket.place(index, buffer.per)[1]
@@ -133,12 +136,12 @@ def strided(found: Any, planned: Any) -> Any:
 
 
 def _run(rank: Rank, op: Op) -> None:
-    call = rank.calls[str(op.get("segment"))]
+    call = rank.calls[op.segment]
     given = [rank.tensor(ref) for ref in op.reads]
-    num_out = int(op.get("fresh", 0))
+    num_out = op.num_outputs
     into = [rank.destination(ref) for ref in op.writes[num_out:]]
-    if rank.poison and op.get("at") is not None:
-        spoil(rank.arena[int(op.get("at")) :][: int(op.get("workspace"))])
+    if rank.poison and op.offset is not None:
+        spoil(rank.arena[op.offset :][: op.workspace])
     for ref, value in zip(op.writes, call(*given, *into), strict=False):
         place = rank.program.buffers[ref.name].at
         rank.memory[ref.name] = value if place is None else bind.at(rank.arena, place, value).copy_(value)
@@ -149,73 +152,63 @@ def _update(rank: Rank, op: Op) -> None:
     _run(rank, op)
 
 
+def _local(rank: Rank, op: Op) -> None:
+    assert op.row.runs is not None
+    if any(rank.program.buffers[ref.name].kind in PERSISTENT for ref in op.writes):
+        rank.wrote_state = True
+    op.row.runs([rank.tensor(ref) for ref in op.reads], [rank.destination(ref) for ref in op.writes])
+
+
 def _start(rank: Rank, op: Op) -> None:
     reads = [rank.tensor(ref) for ref in op.reads]
     writes = [rank.destination(ref) for ref in op.writes]
-    if op.kind == "gather" and rank.program.buffers[op.writes[0].name].kind in PERSISTENT:
+    if op.gathers and rank.program.buffers[op.writes[0].name].kind in PERSISTENT:
         rank.wrote_state = True
-    rank.comm.start((op.writes or op.reads)[0].name, op, [*reads, *writes])
+    rank.lent[op.target] = op.sources if op.is_collective else set()
+    rank.comm.start(op.target, op, [*reads, *writes])
 
 
 def _wait(rank: Rank, op: Op) -> None:
-    rank.comm.wait(op.reads[0].name)
+    rank.comm.wait(op.target)
+
+
+def _settle(rank: Rank, op: Op) -> None:
+    rank.comm.settle(op.target)
+    rank.lent.pop(op.target, None)
 
 
 def _free(rank: Rank, op: Op) -> None:
+    """What is lent is still read by other ranks: it keeps its values until the transfer settles."""
+    lent = set().union(*rank.lent.values())
     for ref in op.reads:
         gone = rank.memory.pop(ref.name)
-        if rank.poison:
+        if rank.poison and ref.name not in lent:
             spoil(gone)
 
 
 HANDLERS: dict[str, Callable[[Rank, Op], None]] = {
     "run": _run,
     "update": _update,
-    "gather": _start,
-    "reduce": _start,
-    "send": _start,
-    "recv": _start,
     "wait": _wait,
+    "settle": _settle,
     "free": _free,
 }
 
 
-def settlements(program: Program) -> dict[int, list[str]]:
-    """Which transfers must settle before an op: those whose sources it overwrites or frees.
-
-    Of a reduction with mode=all the result is a source too: it is gathered. What is left settles at len(program.ops).
-    """
-    started: dict[str, set[str]] = {}
-    waited: dict[str, set[str]] = {}
-    found: dict[int, list[str]] = {}
-    for index, op in enumerate(program.ops):
-        changed = {ref.name for ref in (op.reads if op.kind == "free" else op.writes)}
-        due = [name for name, sources in waited.items() if sources & changed]
-        if due:
-            found[index] = due
-            waited = {name: sources for name, sources in waited.items() if name not in due}
-        if op.kind in ("gather", "reduce"):
-            sources = {op.reads[0].name} | ({op.writes[0].name} if op.get("mode") == "all" else set())
-            started[op.writes[0].name] = sources
-        elif op.kind == "wait" and op.reads[0].name in started:
-            waited[op.reads[0].name] = started.pop(op.reads[0].name)
-    if waited:
-        found[len(program.ops)] = list(waited)
-    return found
+def handler(op: Op) -> Callable[[Rank, Op], None]:
+    """What runs an op. Raises KeyError for a kind that nobody knows."""
+    return _start if op.transfers else _local if op.row.runs is not None else HANDLERS[op.kind]
 
 
 def steps(rank: Rank) -> Iterator[int]:
     """Runs the program op by op; yields the op's number whenever a wait is not ready (and may be asked again)."""
-    due = settlements(rank.program)
     for index, op in enumerate(rank.program.ops):
-        while op.kind == "wait" and not rank.comm.ready(op.reads[0].name):
+        while op.is_wait and not rank.comm.ready(op.target):
             yield index
         try:
-            for name in due.get(index, ()):
-                rank.comm.settle(name)
-            HANDLERS[op.kind](rank, op)
+            handler(op)(rank, op)
+            if op.is_wait and index not in rank.deferred:
+                _settle(rank, op)
         except Exception as error:
             error.add_note(f"in op {index}: {op_text(op)} | {op.why}")
             raise
-    for name in due.get(len(rank.program.ops), ()):
-        rank.comm.settle(name)

@@ -85,12 +85,12 @@ class LocalComm:
         if self.world.poison:
             self._poison(op, tensors)
             self.before[name] = [(tensor, tensor.clone()) for tensor in tensors]
-        if op.kind == "send":
-            key = (axis, self.rank, op.get("peer"), op.get("tag", 0))
+        if op.is_send:
+            key = (axis, self.rank, op.peer, op.tag)
             self.outbox[name] = _Letter(tensors[0])
             self.world.mail.setdefault(key, deque()).append(self.outbox[name])
-        elif op.kind == "recv":
-            self.inbox[name] = ((axis, op.get("peer"), self.rank, op.get("tag", 0)), tensors[len(op.reads)])
+        elif op.is_recv:
+            self.inbox[name] = ((axis, op.peer, self.rank, op.tag), tensors[len(op.reads)])
         else:
             issued = self.world.of_axis(axis)[self.rank]
             issued.append(_Transfer(op, tensors))
@@ -100,7 +100,7 @@ class LocalComm:
         """The target holds NaN until the wait; scratch holds zeros, which a free of it would spoil."""
         source, targets = tensors[0], tensors[len(op.reads) :]
         for target in targets[:1]:
-            inside = op.kind == "gather" and source.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
+            inside = op.gathers and source.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
             kept = source.clone() if inside else None
             spoil(target)
             if kept is not None:
@@ -149,7 +149,7 @@ class LocalComm:
         for room in scratch if self.world.poison else ():
             spoil(room)
         if self.world.poison:
-            lent = [mine.tensors[0], *([target] if mine.one.get("mode") == "all" else [])]
+            lent = [mine.tensors[0], *([target] if mine.one.row.changes_target else [])]
             self.lent[name] = [(tensor, tensor.clone()) for tensor in lent]
 
 
@@ -159,20 +159,20 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _complete(parts: Sequence[_Transfer]) -> None:
     kinds = {(p.one.kind, p.one.axis, p.one.attrs, p.tensors[0].numel() * len(parts)) for p in parts}
-    if len({(k, a) for k, a, *_ in kinds}) > 1 or len({(p.one.get("mode"), p.one.get("op")) for p in parts}) > 1:
+    if len({(k, a) for k, a, *_ in kinds}) > 1 or len({p.one.reduction for p in parts}) > 1:
         raise DeadlockError(f"ranks meet in different collectives: {sorted(str(k[:3]) for k in kinds)}")
     sources = [p.tensors[0].reshape(-1) for p in parts]
     first = parts[0].one
-    if first.kind == "gather":
+    if first.gathers:
         whole = torch.cat(sources)
         results = [whole] * len(parts)
     else:
         total = sources[0].clone()
         for source in sources[1:]:
-            total = torch.maximum(total, source) if first.get("op") == "max" else total.add_(source)
-        if first.get("divisor", 1) != 1:
-            total.div_(first.get("divisor"))
-        scatter = first.get("mode") == "scatter"
+            total = torch.maximum(total, source) if first.reduction == "max" else total.add_(source)
+        if first.divisor != 1:
+            total.div_(first.divisor)
+        scatter = first.row.scatters
         results = list(total.chunk(len(parts))) if scatter else [total] * len(parts)
     for p, result in zip(parts, results, strict=True):
         target = p.tensors[len(p.one.reads)]

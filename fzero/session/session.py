@@ -19,7 +19,8 @@ from fzero.capture.provenance import describe
 from fzero.comm.agree import agree
 from fzero.comm.heartbeat import ALONE, Presence
 from fzero.comm.transport import Transport
-from fzero.compile.step import Lowered, fakes_on, lower_step
+from fzero.compile.lowered import Lowered
+from fzero.compile.step import fakes_on, lower_step
 from fzero.cost.autotune import Costs
 from fzero.errors import DonatedError, TreeError, at
 from fzero.ir.program import Program
@@ -173,11 +174,12 @@ class Runtime:
             columns.setdefault(leaf.buffer, []).append(i)
         for name, members in columns.items():
             buffer = self.plan.buffers[name]
-            if buffer.shard or leaves[members[0]].per_rank:
+            if buffer.sharded or leaves[members[0]].per_rank:
                 own = self.memory[name].reshape(-1)
                 whole = own.new_empty(own.numel() * self.world_size)
                 if self.world_size > 1:
-                    self.transport.comm.start("unshard", make_op("gather", [Ref(name)], [Ref("unshard")]), [own, whole])
+                    gather = make_op("all_gather", [Ref(name)], [Ref("unshard")])
+                    self.transport.comm.start("unshard", gather, [own, whole])
                     self.transport.comm.wait("unshard")
                     self.transport.comm.settle("unshard")
                 else:

@@ -24,7 +24,7 @@ from fzero.comm import group as process_group
 from fzero.comm import heartbeat
 from fzero.comm.agree import agree
 from fzero.comm.transport import bucket_bytes, transport_for
-from fzero.compile.step import plan_for
+from fzero.compile.layout import plan_for
 from fzero.errors import SpecError, TreeError
 from fzero.plan.layout import Plan
 from fzero.session.session import Runtime

@@ -90,7 +90,7 @@ class Recipe:
             if isinstance(first := given.get(node), Deferred) and leaf.slot is not None:
                 value, start = storage.flat(plan, memory, leaf, rank)
                 first.source.fill([Want(first.path, start, value)])
-                if plan.buffers[leaf.buffer].shard:  # no two ranks read the same
+                if plan.buffers[leaf.buffer].sharded:  # no two ranks read the same
                     continue
             else:
                 value = _compute(node, given, order)

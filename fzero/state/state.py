@@ -90,7 +90,7 @@ class ShardedTensor:
         buffer = self.runtime.plan.buffers[self.leaf.buffer]
         if self.leaf.per_rank:
             return "per_rank"
-        if not buffer.shard or self.leaf.slot is None:
+        if not buffer.sharded or self.leaf.slot is None:
             return "replicate"
         return f"flat({buffer.bucket}, {self.runtime.plan.buckets[buffer.bucket or ''].slots[self.leaf.slot].start})"
 

@@ -49,7 +49,7 @@ def piece(plan: Plan, leaf: Leaf, rank: int) -> tuple[slice, slice]:
     bucket = plan.buckets[buffer.bucket or ""]
     first, last, _ = bucket.place(leaf.slot or 0, buffer.per)
     low, high = 0, bucket.length
-    if buffer.shard:
+    if buffer.sharded:
         size = bucket.length // plan.world_size
         low, high = rank * size, (rank + 1) * size
     start, stop = max(first, low), min(last, high)
@@ -86,14 +86,14 @@ def local(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int)
         return held
     here, _ = piece(plan, leaf, rank)
     part = held[here]
-    return part if plan.buffers[leaf.buffer].shard else part.view(leaf.shape)
+    return part if plan.buffers[leaf.buffer].sharded else part.view(leaf.shape)
 
 
 def join(plan: Plan, leaf: Leaf, parts: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
     """A logical leaf from every rank's buffers (per-rank leaves: stacked)."""
     if leaf.per_rank:
         return torch.stack([memory[leaf.buffer] for memory in parts])
-    if leaf.slot is None or not plan.buffers[leaf.buffer].shard:
+    if leaf.slot is None or not plan.buffers[leaf.buffer].sharded:
         return local(plan, parts[0], leaf, 0).clone()
     flat = torch.cat([local(plan, memory, leaf, rank) for rank, memory in enumerate(parts)])
     return flat.view(leaf.shape)

@@ -74,15 +74,15 @@ class Abstract:
             if buffer.kind in PERSISTENT and buffer.kind not in GIVEN:
                 content = self._content(name)
                 for slot, key in self._keys(buffer):
-                    if not buffer.shard and key in content.mine:
+                    if not buffer.sharded and key in content.mine:
                         raise Undefined(f"{name} keeps only one rank's slice of {key}: it was not gathered")
                     state[(name, slot)] = self._term(content, key, Ref(name))
         metrics = {name: self.read(Ref(buffer)) for name, buffer in self.program.metrics.items()}
         return digest(state, metrics)
 
     def step(self, op: Op) -> None:
-        if op.kind in ("run", "update"):
-            gm = self.program.segments[str(op.get("segment"))]
+        if op.computes:
+            gm = self.program.segments[op.segment]
             num_dest = len(segments.placeholders(gm.graph)) - len(op.reads)
             dests = op.writes[len(op.writes) - num_dest :]
             values = [self.read(ref) for ref in op.reads]
@@ -94,16 +94,21 @@ class Abstract:
             for position, value in written.items():
                 reads_too = position < len(op.reads)
                 self.write(op.reads[position] if reads_too else dests[position - len(op.reads)], value)
-        elif op.kind == "gather":
+        elif op.row.copies:
+            self.write(op.writes[0], self.read(op.reads[0]))
+        elif op.row.runs is not None:
+            for i, ref in enumerate(op.writes):
+                self.write(ref, term(op.kind, i, op.attrs, *map(self.read, op.reads)))
+        elif op.gathers:
             self.gather(op.reads[0], op.writes[0], op.axis)
-        elif op.kind == "reduce":
+        elif op.reduces:
             self.reduce(op)
-        elif op.kind == "free":
+        elif op.is_free:
             for ref in op.reads:
                 self.memory.pop(ref.name, None)
-        elif op.kind == "recv":
+        elif op.is_recv:
             over = frozenset((str(op.axis),))
-            self.write(op.writes[0], term("recv", op.axis, op.get("peer"), op.get("tag", 0)).over(over))
+            self.write(op.writes[0], term("recv", op.axis, op.peer, op.tag).over(over))
 
     def _held(self, ref: Ref) -> Any:
         """What a destination holds before it is written, for ops that work in place on it; nothing is `Undefined`."""
@@ -113,12 +118,12 @@ class Abstract:
             return error
 
     def gather(self, source: Ref, dest: Ref, axis: str | None) -> None:
-        if axis is None or axis not in dict(self.program.mesh):
+        if axis is None or axis not in self.program.mesh:
             raise Undefined(f"there is no axis {axis!r}")
         origin, buffer = self.program.buffers[source.name], self.program.buffers[dest.name]
         bucket = self._bucket(origin)
         whole = source.start is None or (source.start, source.stop) == (0, bucket.length)
-        if not whole or not (origin.shard or source.mine) or buffer.shard or dest.start is not None:
+        if not whole or not (origin.sharded or source.mine) or buffer.sharded or dest.start is not None:
             raise Undefined(f"a gather takes a whole slice to a whole bucket, not {source} to {dest}")
         if (buffer.bucket, buffer.per) != (origin.bucket, origin.per):
             raise Undefined(f"{source.name} and {dest.name} are of different buckets")
@@ -129,14 +134,14 @@ class Abstract:
 
     def reduce(self, op: Op) -> None:
         source, dest = op.reads[0], op.writes[0]
-        if op.axis is None or op.axis not in dict(self.program.mesh):
+        if op.axis is None or op.axis not in self.program.mesh:
             raise Undefined(f"there is no axis {op.axis!r}")
-        world = self.program.axis_size(op.axis)
+        world = self.program.mesh.size(op.axis)
         for scratch in op.writes[1:]:
             self.memory.pop(scratch.name, None)
 
         def over(value: Any) -> Any:
-            how, divisor = str(op.get("op", "sum")), int(op.get("divisor", 1))
+            how, divisor = op.reduction, op.divisor
             if isinstance(value, Partial):
                 if (how, divisor) != ("sum", 1):
                     raise Undefined("a sum over slices must be summed over the ranks, once")
@@ -144,7 +149,7 @@ class Abstract:
             return reduced(value, how, op.axis or "", world, divisor)
 
         buffer, target = self.program.buffers[source.name], self.program.buffers[dest.name]
-        if op.get("mode") == "exchange":
+        if op.row.small:
             if source.start is not None:
                 self.write(dest, over(self.read(source)))
                 return
@@ -152,10 +157,10 @@ class Abstract:
             self.memory[dest.name] = Content({k: over(v) for k, v in content.terms.items()})
             return
         content = self._content(source.name)
-        if source.start is not None or dest.start is not None or buffer.shard or content.mine:
+        if source.start is not None or dest.start is not None or buffer.sharded or content.mine:
             raise Undefined(f"a reduction takes a whole bucket, not {source} to {dest}")
-        if buffer.bucket != target.bucket or target.shard != (op.get("mode") == "scatter"):
-            raise Undefined(f"{source} and {dest} do not fit a reduction with mode={op.get('mode')}")
+        if buffer.bucket != target.bucket or bool(target.sharded) != op.row.scatters:
+            raise Undefined(f"{source} and {dest} do not fit: {op.kind}")
         self.memory[dest.name] = Content({k: over(v) for k, v in content.terms.items()})
 
     def read(self, ref: Ref) -> Any:
@@ -172,16 +177,16 @@ class Abstract:
         if ref.shape is not None:
             if bucket.find((start, stop, ref.shape), buffer.per) is None:
                 raise Undefined(f"{ref} is no leaf of {bucket.name}")
-            if buffer.shard or (start, stop) in content.mine:
+            if buffer.sharded or (start, stop) in content.mine:
                 raise Undefined(f"{ref} reads a whole leaf of which only one rank's slice is there")
             return self._term(content, (start, stop), ref)
         keys = {i: bucket.place(i, buffer.per)[:2] for i in self._slots(bucket, start, stop, ref)}
-        mine = ref.mine or buffer.shard
+        mine = ref.mine or buffer.sharded is not None
         terms = {i: self._term(content, key, ref) for i, key in keys.items()}
         if not mine and any(key in content.mine for key in keys.values()):
             raise Undefined(f"{ref} reads beyond the own slice, which is all that was written")
         tight = sum(last - first for first, last in keys.values()) == stop - start
-        ranks = self.program.axis_size("dp") if mine else 1
+        ranks = self.program.mesh.size(bucket.axis) if mine else 1
         shapes = {i: bucket.slots[i].shape for i in keys if buffer.per == 1 and is_whole(bucket, i, ranks)}
         return Vec(terms, mine, (start, stop), buffer.per, tight, shapes)
 
@@ -197,16 +202,16 @@ class Abstract:
         start, stop = (0, bucket.length) if ref.start is None else (ref.start, ref.stop or 0)
         if not isinstance(value, Vec):
             slot = bucket.find((start, stop, ref.shape), buffer.per)
-            if slot is None or buffer.shard or isinstance(value, Partial):
+            if slot is None or buffer.sharded or isinstance(value, Partial):
                 raise Undefined(f"{ref} cannot hold a whole leaf's value")
             content.put((start, stop), value)
             return
-        mine = ref.mine or buffer.shard
+        mine = ref.mine or buffer.sharded is not None
         if (value.mine, value.span, value.per) != (mine, (start, stop), buffer.per):
             blocks = "" if value.per == buffer.per else f", one element for each {value.per}"
             raise Undefined(f"{ref} gets the range {value.span}{' of the own slice' if value.mine else ''}{blocks}")
         for index, one in value.slots.items():
-            content.put(bucket.place(index, buffer.per)[:2], one, mine=mine and not buffer.shard)
+            content.put(bucket.place(index, buffer.per)[:2], one, mine=mine and buffer.sharded is None)
 
     def _part(self, ref: Ref, buffer: Buffer, content: Content) -> Any:
         key = (ref.start or 0, ref.stop or 0)

@@ -14,6 +14,7 @@ from torch import fx
 
 from fzero.codegen import bind, inplace
 from fzero.ir import as_strided, segments
+from fzero.ir.kinds import ANY, OPS, UNKNOWN
 from fzero.ir.program import Program
 from fzero.ir.records import ALIGN, DTYPE_NAMES, KINDS, PERSISTENT, Buffer, Op, Ref
 from fzero.ir.rewrite import Spans
@@ -22,18 +23,6 @@ from fzero.verify.terms import BLOCKWISE, IN_PLACE
 
 MOST = 1 << 62  # bytes and elements: what 64-bit integers hold
 NUMBERS = ("at", "divisor", "flat", "fresh", "heap", "microbatch", "peer", "tag", "workspace")  # attributes
-ANY = 1 << 30
-# kind -> the least and the most references that it reads, and that it writes
-OPS: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
-    "run": ((0, ANY), (0, ANY)),
-    "update": ((0, ANY), (0, ANY)),
-    "gather": ((1, 1), (1, 1)),
-    "reduce": ((1, 1), (1, 2)),  # into a result, with scratch
-    "wait": ((1, 1), (0, 0)),
-    "free": ((1, ANY), (0, 0)),
-    "send": ((1, 1), (0, 0)),
-    "recv": ((0, 0), (1, 1)),
-}
 
 
 def form(program: Program) -> Iterator[Fault]:
@@ -57,13 +46,12 @@ def form(program: Program) -> Iterator[Fault]:
 
 
 def _mesh(program: Program) -> Iterator[str]:
-    sizes = dict(program.mesh)
-    if len(sizes) < len(program.mesh) or min(sizes.values(), default=1) < 1 or program.world_size > MOST:
-        text = " ".join(f"{axis}={size}" for axis, size in program.mesh)
-        yield f"the mesh is {text}: every axis once, of one rank or more"
-    cut = any(b.shard for b in program.buffers.values())
-    if "dp" not in sizes and (cut or any(ref.mine for op in program.ops for ref in (*op.reads, *op.writes))):
-        yield "own slices are those of axis dp, which the mesh has not"
+    names, sizes = program.mesh.names, [size for _, size in program.mesh]
+    if len(set(names)) < len(names) or min(sizes, default=1) < 1 or program.world_size > MOST:
+        yield f"the mesh is {program.mesh}: every axis once, of one rank or more"
+    for bucket in program.buckets.values():
+        if bucket.axis not in program.mesh:
+            yield f"bucket {bucket.name} is cut along axis {bucket.axis}, which the mesh has not"
 
 
 def _buffer(program: Program, buffer: Buffer) -> Iterator[str]:
@@ -71,8 +59,11 @@ def _buffer(program: Program, buffer: Buffer) -> Iterator[str]:
         yield f"is of kind {buffer.kind}: none of {', '.join(KINDS)}"
     if buffer.bucket is not None and buffer.bucket not in program.buckets:
         yield f"is of bucket {buffer.bucket}, which is not there"
-    if buffer.bucket is None and (buffer.shard or buffer.per != 1):
-        yield "is in no bucket: it has no own slice (shard) and no blocks (per)"
+    if buffer.bucket is None and (buffer.sharded or buffer.per != 1):
+        yield "is in no bucket: it has no own slice (sharded) and no blocks (per)"
+    bucket = program.buckets.get(buffer.bucket or "")
+    if buffer.sharded and bucket is not None and buffer.sharded != bucket.axis:
+        yield f"is sharded along {buffer.sharded}: its bucket is cut along {bucket.axis}"
     if buffer.per < 1:
         yield f"has one element for each {buffer.per}"
     if buffer.nbytes >= MOST or abs(buffer.at or 0) >= MOST:
@@ -80,10 +71,11 @@ def _buffer(program: Program, buffer: Buffer) -> Iterator[str]:
 
 
 def _op(program: Program, op: Op) -> Iterator[str]:
-    if op.kind not in OPS:
+    if op.row is UNKNOWN:
         yield f"{op.kind} is none of {', '.join(OPS)}"
         return
-    for side, refs, (least, most) in zip(("reads", "writes"), (op.reads, op.writes), OPS[op.kind], strict=True):
+    counts = (("reads", op.reads, op.row.num_reads), ("writes", op.writes, op.row.num_writes))
+    for side, refs, (least, most) in counts:
         if not least <= len(refs) <= most:
             needed = f"{least} or more" if most == ANY else str(least) if least == most else f"{least} to {most}"
             yield f"{side} {len(refs)} buffers: a {op.kind} {side} {needed}"
@@ -94,17 +86,16 @@ def _op(program: Program, op: Op) -> Iterator[str]:
         value = op.get(name, 0)
         if not isinstance(value, int) or not 0 <= value < MOST:
             yield f"{name}={value} is no number of zero or more"
-    if op.get("divisor") == 0:
+    if op.divisor == 0:
         yield "divides by zero"
-    if op.kind in ("send", "recv") and op.get("peer") is None:
+    if op.is_message and op.peer is None:
         yield f"names no peer to {op.kind} with"
 
 
 def partition(program: Program) -> Iterator[Fault]:
     """Slots are aligned and apart; shards of a bucket are its length over the ranks; references stay inside."""
-    n = program.world_size
     for bucket in program.buckets.values():
-        end = 0
+        n, end = program.mesh.size(bucket.axis), 0
         for slot in bucket.slots:
             if slot.start < end or slot.start % ALIGN or slot.stop > bucket.length:
                 place = f"[{slot.start}:{slot.stop}] of {bucket.name}"
@@ -116,14 +107,14 @@ def partition(program: Program) -> Iterator[Fault]:
             yield -1, f"bucket {bucket.name} has {bucket.length} elements: not a multiple of {n} ranks x {ALIGN}"
     for buffer in program.buffers.values():
         if buffer.bucket is not None:
-            length = program.buckets[buffer.bucket].length
-            needed = ((length // n if buffer.shard else length) // buffer.per,)
+            bucket = program.buckets[buffer.bucket]
+            needed = ((program.slice_length(bucket) if buffer.sharded else bucket.length) // buffer.per,)
             if ALIGN % buffer.per:
                 yield -1, f"{buffer.name} has one element for each {buffer.per}: they do not part {ALIGN} evenly"
             if buffer.shape != needed:
                 yield (
                     -1,
-                    f"{buffer.name} has shape {buffer.shape}: a {'shard' if buffer.shard else 'whole'} has {needed}",
+                    f"{buffer.name} has shape {buffer.shape}: a {'shard' if buffer.sharded else 'whole'} has {needed}",
                 )
     for i, op in enumerate(program.ops):
         for ref in (*op.reads, *op.writes):
@@ -158,7 +149,7 @@ def _cut_alike(program: Program, i: int, op: Op) -> Iterator[Fault]:
 def aliasing(program: Program) -> Iterator[Fault]:
     """What a run writes is exactly what it reads, or apart from it; its writes are apart from one another."""
     for i, op in enumerate(program.ops):
-        if op.kind not in ("run", "update"):
+        if not op.computes:
             continue
         refs = (*op.reads, *op.writes)
         spans = Spans(refs)
@@ -173,16 +164,16 @@ def aliasing(program: Program) -> Iterator[Fault]:
 def calls(program: Program) -> Iterator[Fault]:
     """A run names a segment that is there, gives it the tensors that it takes and returns, and room to work in."""
     for i, op in enumerate(program.ops):
-        if op.kind not in ("run", "update"):
+        if not op.computes:
             continue
-        gm = program.segments.get(str(op.get("segment")))
+        gm = program.segments.get(op.segment)
         if gm is None:
             yield i, f"segment {op.get('segment')} is not in the program: pass segments= to parse"
             continue
         results, takes = segments.outputs(gm.graph), segments.placeholders(gm.graph)
         fresh = len(results)
         num_given = len(op.reads) + len(op.writes) - fresh
-        if fresh != int(op.get("fresh", 0)) or len(takes) != num_given or fresh > len(op.writes):
+        if fresh != op.num_outputs or len(takes) != num_given or fresh > len(op.writes):
             yield i, f"segment {op.get('segment')} takes {len(takes)} and returns {fresh}, the op gives {num_given}"
             continue
         owners = [segments.base(node) for node in results]
@@ -202,10 +193,10 @@ def calls(program: Program) -> Iterator[Fault]:
             if (what := _unfit(program, ref, node.meta["val"])) is not None:
                 yield i, what
         cut = next((ref for ref in (*op.reads, *op.writes) if ref.shape is None and (ref.stop or 0) % ALIGN), None)
-        if cut is not None and op.get("flat") and not any(map(_by_blocks, gm.graph.nodes)):
+        if cut is not None and op.is_flat and not any(map(_by_blocks, gm.graph.nodes)):
             yield i, f"{cut} ends off a multiple of {ALIGN} elements: the bits of the last ones depend on that"
-        if op.get("at") is not None or "size_workspaces" in program.passes:
-            need, room = bind.layout(gm, inplace.apart(op)).nbytes, int(op.get("workspace", 0))
+        if op.offset is not None or "size_workspaces" in program.passes:
+            need, room = bind.layout(gm, inplace.apart(op)).nbytes, op.workspace
             if need > room:
                 yield i, f"segment {op.get('segment')} works in {need:,} bytes, its workspace has {room:,}"
 
@@ -224,8 +215,8 @@ def _unfit(program: Program, ref: Ref, value: torch.Tensor) -> str | None:
         return f"{ref} is {DTYPE_NAMES[buffer.dtype]}{list(shape or ())}: {wanted}"
     if shape is None:
         bucket = program.buckets.get(buffer.bucket or "")
-        own = bucket is not None and (ref.mine or buffer.shard)
-        most = min(length(program, ref), bucket.length // program.axis_size("dp") if own and bucket else MOST)
+        own = bucket is not None and (ref.mine or buffer.sharded)
+        most = min(length(program, ref), program.slice_length(bucket) if own and bucket else MOST)
         if value.ndim != 1 or most // buffer.per > value.numel():
             return f"{ref} has up to {most // buffer.per} elements: {wanted}"
     return None
@@ -239,7 +230,7 @@ def inside(program: Program) -> Iterator[Fault]:
     """No op of a segment reads or writes outside its operands' memory."""
     checked: set[str] = set()
     for i, op in enumerate(program.ops):
-        key = str(op.get("segment"))
+        key = op.segment
         if key in program.segments and key not in checked:
             checked.add(key)
             for what in as_strided.faults(program.segments[key]):

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from fzero.ir.liveness import intervals
+from fzero.ir.liveness import intervals, waits_with_settle
 from fzero.ir.offset_assignment import ALIGN_BYTES, clash
 from fzero.ir.program import Program
-from fzero.ir.records import GIVEN, PERSISTENT, Op, Ref
+from fzero.ir.records import GIVEN, PERSISTENT, Buffer, Op, Ref
 from fzero.ir.rewrite import Spans
 
 Fault = tuple[int, str]
-TRANSFERS = ("gather", "reduce", "send", "recv")
 
 
 @dataclass
@@ -27,16 +26,16 @@ class _Walk:
 
     def faults(self) -> Iterator[Fault]:
         p = self.program
-        written = [(i, ref) for i, op in enumerate(p.ops) if op.kind == "update" for ref in op.writes]
+        written = [(i, ref) for i, op in enumerate(p.ops) if op.is_update for ref in op.writes]
         self.written = [(i, ref) for i, ref in written if p.buffers[ref.name].kind in PERSISTENT]
         self.spans = Spans(ref for _, ref in self.written)
         self.live = {name for name, b in p.buffers.items() if b.kind in PERSISTENT}
         for i, op in enumerate(p.ops):
-            if op.kind == "wait":
+            if op.is_wait:
                 yield from self._wait(i, op)
-            elif op.kind == "free":
+            elif op.is_free:
                 yield from self._free(i, op)
-            else:
+            elif not op.is_settle:
                 yield from self._ordinary(i, op)
         for name, (i, _) in self.flight.items():
             yield i, f"the transfer into {name} is started and never waited for"
@@ -74,18 +73,18 @@ class _Walk:
                 started, other = self.flight[name]
                 if any(ref.overlaps(w) for w in other.writes):
                     yield i, f"reads {ref} before the transfer into {name} (op {started}) is waited for"
-            if op.kind != "gather" or ref.name != op.writes[0].name:
+            if not op.gathers or ref.name != op.writes[0].name:
                 for written in (self.written[w][0] for w in self.spans.over(ref)):
                     if written < i:
                         yield i, f"reads {ref}, which was donated: op {written} wrote its new value"
         for ref in op.writes:
             yield from self._busy(i, ref, "writes")
-            if op.kind == "reduce" and ref is not op.writes[0] and ref.name in self.live:
+            if op.reduces and ref is not op.writes[0] and ref.name in self.live:
                 yield i, f"receives into {ref.name}, which is in use: free it first"
             if self.program.buffers[ref.name].kind in GIVEN:
                 yield i, f"writes {ref}, which is the user's and read-only"
             self.live.add(ref.name)
-        if op.kind in TRANSFERS:
+        if op.transfers:
             name = (op.writes or op.reads)[0].name
             if name in self.flight:
                 yield i, f"starts a transfer into {name} while another is in flight"
@@ -122,10 +121,10 @@ def places(program: Program) -> Iterator[Fault]:
             names.append(name)
             items.append((*lives[name], buffer.at, buffer.nbytes))
     for i, op in enumerate(program.ops):
-        if op.get("at") is not None:
+        if op.offset is not None:
             names.append(f"the workspace of op {i}")
-            items.append((i, i, int(op.get("at")), int(op.get("workspace", 0))))
-        elif op.get("workspace") and "assign_memory" in program.passes:
+            items.append((i, i, (op.offset or 0), op.workspace))
+        elif op.workspace and "assign_memory" in program.passes:
             yield i, "its workspace has no place in the step's arena"
     for name, (_, _, low, _) in zip(names, items, strict=True):
         if low < 0 or low % ALIGN_BYTES:
@@ -135,13 +134,47 @@ def places(program: Program) -> Iterator[Fault]:
         yield max(items[a][0], items[b][0]), f"{names[a]} and {names[b]} share memory of the arena while both are alive"
 
 
+def settled(program: Program) -> Iterator[Fault]:
+    """No op writes into the source of a transfer between its `wait` and its `settle`: other ranks may read it still."""
+    started: dict[str, Op] = {}
+    deferred = waits_with_settle(program.ops)
+    lent: dict[str, list[Buffer]] = {}  # by target: the sources that other ranks may read
+    for i, op in enumerate(program.ops):
+        if op.is_settle:
+            if op.target not in lent:
+                yield i, f"settles a transfer into {op.target}, of which none has been waited for"
+            lent.pop(op.target, None)
+            continue
+        names, places = _written(program, op)
+        for target, sources in lent.items():
+            for buffer in sources:
+                loose = buffer.at is None and op.is_free and any(ref.name == buffer.name for ref in op.reads)
+                if buffer.name in names or loose or _meets(buffer, places):
+                    yield i, f"writes or frees {buffer.name} before the transfer into {target} is settled"
+        if op.transfers:
+            started[op.target] = op
+        elif i in deferred and op.target in started:
+            lent[op.target] = [program.buffers[name] for name in sorted(started[op.target].sources)]
+
+
+def _written(program: Program, op: Op) -> tuple[set[str], list[tuple[int, int]]]:
+    """What an op may write: the names of buffers, and ranges of bytes of the arena."""
+    names = {ref.name for ref in op.writes}
+    found = [(b.at, b.at + b.nbytes) for b in map(program.buffers.__getitem__, names) if b.at is not None]
+    return names, [*found, *([(op.offset, op.offset + op.workspace)] if op.offset is not None else [])]
+
+
+def _meets(buffer: Buffer, places: list[tuple[int, int]]) -> bool:
+    return buffer.at is not None and any(a < buffer.at + buffer.nbytes and buffer.at < b for a, b in places)
+
+
 def needed(program: Program) -> Iterator[Fault]:
     """Nothing brings again what nobody has read since it was brought."""
     unread: dict[str, int] = {}
     for i, op in enumerate(program.ops):
-        target = op.writes[0].name if op.kind in TRANSFERS and op.writes else None
+        target = op.writes[0].name if op.transfers and op.writes else None
         for ref in op.reads:
-            if op.kind != "wait" and ref.name != target:
+            if not op.is_wait and ref.name != target:
                 unread.pop(ref.name, None)
         if target is not None:
             if target in unread:

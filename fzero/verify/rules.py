@@ -22,7 +22,7 @@ from fzero.ir.program import Program, op_text
 from fzero.ir.records import DTYPE_NAMES, PERSISTENT, Op
 from fzero.verify.abstract import Abstract
 from fzero.verify.form import MOST, aliasing, calls, form, inside, length, partition
-from fzero.verify.lifetimes import TRANSFERS, Fault, lifetimes, needed, places
+from fzero.verify.lifetimes import Fault, lifetimes, needed, places, settled
 from fzero.verify.terms import Undefined, term
 
 Rule = Callable[[Program], Iterator[Fault]]
@@ -70,18 +70,18 @@ def _message(rule: str, rank: int, program: Program, at: int, what: str, several
 def transfers(program: Program) -> Iterator[Fault]:
     """Collectives run over an axis of the mesh, on whole buffers of sizes that fit."""
     for i, op in enumerate(program.ops):
-        if op.kind not in TRANSFERS:
+        if not op.transfers:
             continue
-        if op.axis not in dict(program.mesh):
-            yield i, f"runs over axis {op.axis!r}: the mesh has {[axis for axis, _ in program.mesh]}"
+        if op.axis not in program.mesh:
+            yield i, f"runs over axis {op.axis!r}: the mesh has {list(program.mesh.names)}"
             continue
-        n = program.axis_size(op.axis)
+        n = program.mesh.size(str(op.axis))
         source, target = (program.buffers[ref.name] for ref in ((op.reads or op.writes)[0], (op.writes or op.reads)[0]))
-        if op.kind == "gather":
-            part = source.numel if source.shard else source.numel // n
+        if op.gathers:
+            part = source.numel if source.sharded else source.numel // n
             if part * n != target.numel:
                 yield i, f"gathers {part} elements of {n} ranks into {target.numel}"
-        elif op.kind == "reduce":
+        elif op.reduces:
             yield from _reduction(program, i, op, n)
         dtypes = {ref.name: DTYPE_NAMES[program.buffers[ref.name].dtype] for ref in (*op.reads, *op.writes)}
         if len(set(dtypes.values())) > 1:
@@ -90,21 +90,18 @@ def transfers(program: Program) -> Iterator[Fault]:
 
 def _reduction(program: Program, i: int, op: Op, n: int) -> Iterator[Fault]:
     size, room = length(program, op.reads[0]), length(program, op.writes[0])
-    mode = op.get("mode")
-    needed_room = size // n if mode == "scatter" else size
-    if mode not in ("scatter", "all", "exchange"):
-        yield i, f"mode={mode} is none of scatter, all, exchange"
-    elif mode != "exchange" and size % n:
-        yield i, f"reduces {size} elements with mode={mode}: {n} ranks have no equal slices of them"
+    needed_room = size // n if op.row.scatters else size
+    if not op.row.small and size % n:
+        yield i, f"reduces {size} elements: {n} ranks have no equal slices of them"
     elif room != needed_room:
-        yield i, f"reduces {size} elements with mode={mode} into {room}: needed {needed_room}"
-    elif op.get("via") == "p2p":
+        yield i, f"reduces {size} elements into {room}: {op.kind} needs {needed_room}"
+    elif program.transport == "p2p":
         scratch = length(program, op.writes[1]) if len(op.writes) > 1 else 0
-        part = size if mode == "exchange" else size // n
+        part = size if op.row.small else size // n
         if scratch < (n - 1) * part:
             yield i, f"receives {(n - 1) * part} elements into scratch of {scratch}"
-    elif op.get("via") == "shared" and len(op.writes) > 1:
-        yield i, f"has scratch {op.writes[1]}: via=shared adds what it reads in the other ranks' memory"
+    elif program.transport == "shared" and len(op.writes) > 1:
+        yield i, f"has scratch {op.writes[1]}: transport shared adds what it reads in the other ranks' memory"
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -118,14 +115,14 @@ def reduced_once(program: Program) -> Iterator[Fault]:
     reductions: Counter[str] = Counter()
     wrote: Counter[tuple[str, int | None, int | None]] = Counter()
     for i, op in enumerate(program.ops):
-        if op.kind == "reduce" and program.buffers[op.reads[0].name].kind == "grad":
+        if op.reduces and program.buffers[op.reads[0].name].kind == "grad":
             reductions[op.reads[0].name] += 1
             if reductions[op.reads[0].name] > 1:
                 yield i, f"reduces {op.reads[0].name} a second time"
-        elif op.kind == "run" and op.writes and op.get("flat") and program.buffers[op.writes[0].name].kind == "grad":
+        elif op.is_run and op.writes and op.is_flat and program.buffers[op.writes[0].name].kind == "grad":
             total = op.writes[0].name
             into.update({ref.name: total for ref in op.reads if ref.name != total})
-        elif op.kind == "run":
+        elif op.is_run:
             for ref in op.writes:
                 if program.buffers[ref.name].kind == "grad":
                     key = (ref.name, ref.start, ref.stop)
@@ -144,8 +141,8 @@ def microbatches(program: Program) -> Iterator[Fault]:
     """Every region runs all its segments for every microbatch."""
     runs: dict[str, Counter[int]] = {}
     for op in program.ops:
-        if op.get("phase") == "region":
-            runs.setdefault(str(op.get("region")), Counter())[int(op.get("microbatch", 0))] += 1
+        if op.phase == "region":
+            runs.setdefault(str(op.region), Counter())[op.microbatch] += 1
     for region, found in runs.items():
         if len(set(found.values())) > 1 or sorted(found) != list(range(max(found) + 1)):
             yield -1, f"{region} runs {dict(sorted(found.items()))} segments by microbatch: they must be equal"
@@ -155,7 +152,7 @@ def updated_once(program: Program) -> Iterator[Fault]:
     """Every trainable slot of a parameter is written by exactly one update; no state is written twice."""
     count: Counter[tuple[str, int]] = Counter()
     for i, op in enumerate(program.ops):
-        if op.kind != "update":
+        if not op.is_update:
             continue
         for ref in op.writes:
             buffer = program.buffers[ref.name]
@@ -169,7 +166,7 @@ def updated_once(program: Program) -> Iterator[Fault]:
     for name, buffer in program.buffers.items():
         if buffer.kind in PERSISTENT:
             columns.setdefault(buffer.bucket, []).append(name)
-    if any(op.kind == "update" for op in program.ops):
+    if any(op.is_update for op in program.ops):
         for spot in program.trainable:
             bucket_name, _, slot_text = spot.rpartition(":")
             own = columns.get(bucket_name, [])
@@ -199,7 +196,7 @@ class _Speaking(Abstract):
         return term(state, sorted(self.sent, key=str)) if self.sent else state
 
     def step(self, op: Op) -> None:
-        if op.kind == "send":
+        if op.is_send:
             self.sent.append((f"{op.axis} {op.get('peer')} {op.get('tag', 0)}", self.read(op.reads[0])))
         super().step(op)
 
@@ -234,6 +231,7 @@ RULES: dict[str, Rule] = {
     "updated once": updated_once,
     "cap": cap,
     "places": places,
+    "settled": settled,
     "meaning": meaning,
 }
 
@@ -259,14 +257,14 @@ def _together(programs: Mapping[int, Program]) -> None:
                 what = f"{len(theirs)} collectives over {axis}, rank {first} has {len(ours)}"
                 raise VerifyError(_message("same order", rank, programs[rank], len(programs[rank].ops), what, True))
     sent: Counter[tuple[str | None, int, int, int, int]] = Counter()
-    messages = {id(p): [op for op in p.ops if op.kind in ("send", "recv")] for p in programs.values()}
+    messages = {id(p): [op for op in p.ops if op.is_message] for p in programs.values()}
     for rank, program in programs.items():
         for op in messages[id(program)]:
-            peer = int(op.get("peer"))
-            ends = (rank, peer) if op.kind == "send" else (peer, rank)
+            peer = op.peer
+            ends = (rank, peer) if op.is_send else (peer, rank)
             ref = (op.reads or op.writes)[0]
             size = length(program, ref) * program.buffers[ref.name].dtype.itemsize
-            sent[(op.axis, *ends, int(op.get("tag", 0)), size)] += 1 if op.kind == "send" else -1
+            sent[(op.axis, *ends, op.tag, size)] += 1 if op.is_send else -1
     for (over, sender, receiver, tag, size), count in sent.items():
         if count:
             more = "sent and not received" if count > 0 else "received and not sent"
@@ -275,7 +273,7 @@ def _together(programs: Mapping[int, Program]) -> None:
             )
     for rank, program in programs.items():
         if program.mesh != programs[first].mesh:
-            what = f"its mesh is {dict(program.mesh)}, rank {first}'s is {dict(programs[first].mesh)}"
+            what = f"its mesh is {program.mesh}, rank {first}'s is {programs[first].mesh}"
             raise VerifyError(_message("same order", rank, program, -1, what, True))
 
 
@@ -283,6 +281,6 @@ def _collectives(program: Program) -> dict[str, list[tuple[int, str]]]:
     """By axis, each collective as text, buffers named: two of one size must not meet each other."""
     found: dict[str, list[tuple[int, str]]] = {}
     for i, op in enumerate(program.ops):
-        if op.kind in ("gather", "reduce"):
+        if op.is_collective:
             found.setdefault(str(op.axis), []).append((i, op_text(op)))
     return found

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from exchanged import same
 from safetensors.torch import load_file
-from test_exchange import same
 
 import fzero
 from fzero import cli
 from fzero.interop import from_module
 
-WORKER = Path(__file__).parent.parent / "workers" / "deepspeed_checkpoint.py"
+WORKER = Path(__file__).parents[1] / "support" / "workers" / "deepspeed_checkpoint.py"
 
 
 @pytest.mark.acceptance

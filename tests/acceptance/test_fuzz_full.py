@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from test_fuzz import differing_transports
 
 from fzero import cli
 from fzero.tools.fuzz.report import read
+from tests.laws.test_fuzz import differing_transports
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(6 * 3600)]
 

@@ -32,7 +32,9 @@ def test_torchrun_brings_a_killed_rank_back(tmp_path: Path) -> None:
     script.write_text(JOB)
     environment = {n: v for n, v in os.environ.items() if n not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     tests = Path(__file__).parents[1]
-    environment["PYTHONPATH"] = os.pathsep.join([str(tests.parent), str(tests), environment.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(tests.parent), str(tests / "support"), environment.get("PYTHONPATH", "")]
+    )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ends = []
     for name, restarts in (("disturbed", TORCHRUN_KILLS), ("undisturbed", 0)):

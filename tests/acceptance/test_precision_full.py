@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import run
-from test_precision import NARROW, text_of
 from torch import Tensor
 
 import fzero
 import gpt
 from fzero.precision import PRESETS
+from tests.api.test_precision import NARROW, text_of
 
 STEPS, SEQUENCE = 200, 32
 BOUNDS = {"bf16": (0.006, 0.0015), "fp16": (0.001, 0.0002), "bf16_params": (0.012, 0.003)}  # (largest, mean) of a loss

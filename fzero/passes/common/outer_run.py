@@ -53,11 +53,11 @@ class Levels:
 
     def sort_out(self) -> None:
         """Reads the run and fills the fields; in `nodes`, in order, short chains may appear again."""
-        self.gm = segments.module(segments.copied(self.program.segments[str(self.one.get("segment"))].graph))
+        self.gm = segments.module(segments.copied(self.program.segments[str(self.one.segment)].graph))
         self._apart()
         holders = segments.placeholders(self.gm.graph)
         num_reads = len(self.one.reads)
-        fresh_count = int(self.one.get("fresh", 0))
+        fresh_count = int(self.one.num_outputs)
         for node, ref in zip(holders, self.one.reads, strict=False):
             self.where[node] = ref
             spot = self._spot_of(ref)

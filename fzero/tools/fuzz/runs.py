@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fzero
 from fzero import optim, tree
-from fzero.compile.step import Lowered, training_of
+from fzero.compile.lowered import Lowered
 from fzero.errors import FzeroError
 from fzero.ir.program import Program
 from fzero.runtime.executor import Bound
@@ -22,6 +22,7 @@ from fzero.runtime.handlers import spoil
 from fzero.runtime.interpreter import DeadlockError, LocalComm, World, interpret
 from fzero.state import storage
 from fzero.tools.fuzz.case import Case
+from fzero.training import training_of
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def _together(ranks: Sequence[Bound]) -> None:
         for r, bound in enumerate(ranks):
             while positions[r] < len(bound.calls):
                 op = bound.program.ops[positions[r]]
-                if op.kind == "wait" and not bound.comm.ready(op.reads[0].name):
+                if op.is_wait and not bound.comm.ready(op.reads[0].name):
                     break
                 for call in bound.calls[positions[r]]:
                     call()

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from fzero import api, functional, optim, tree
 from fzero._torch_compat import FakeTensorMode
 from fzero.ir import segments
+from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Op, Ref, make_op
 from fzero.plan.layout import Leaf, Plan
@@ -250,6 +251,7 @@ def draw(rng: random.Random, number: int) -> Case:
         "overlap": rng.random() < 0.8,
         "remat": rng.choice(("none", "none", "full")),
         "precision": rng.choice(("fp32", "fp32", "bf16")),
+        "transfers": rng.choice(("auto", "auto", "shared")),
     }
     if model.loss is not None and rng.random() < 0.5:
         placed["clip_norm"] = 0.5
@@ -324,7 +326,7 @@ def relay(world: int, generator: torch.Generator) -> Case:
             ops.append(make_op("free", [Ref(f"{n}.in")]))
             ops += [make_op("update", [Ref(f"{n}.sum")], [Ref(n)], segment=keep), make_op("free", [Ref(f"{n}.sum")])]
         program = Program(
-            (("dp", world),), {}, buffers, tuple(ops), {}, passes=("lower", "prefetch", "free"), segments=pool
+            Mesh((("dp", world),)), {}, buffers, tuple(ops), {}, passes=("lower", "prefetch", "free"), segments=pool
         )
         programs[rank] = replace(program, meaning=meaning_of(program))
     plan = Plan("dp", world, {}, {n: buffers[n] for n in ("x", "y")},

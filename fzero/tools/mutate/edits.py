@@ -13,7 +13,6 @@ from fzero.ir.records import PERSISTENT, Buffer, Op, Ref
 Programs = Mapping[int, Program]
 Mutation = Callable[[random.Random, Programs], dict[int, Program] | None]
 Edit = Callable[[random.Random, Program], Program | None]
-TRANSFERS = ("gather", "reduce", "send", "recv")
 T = TypeVar("T")
 
 
@@ -55,14 +54,14 @@ def names(refs: Iterable[Ref]) -> set[str]:
 
 def touching(program: Program, name: str) -> list[int]:
     """Returns the numbers of the ops that use a buffer or wait for it; frees do not count."""
-    return find(program, lambda op: op.kind != "free" and name in names((*op.reads, *op.writes)))
+    return find(program, lambda op: not op.is_free and name in names((*op.reads, *op.writes)))
 
 
 def wait_of(program: Program, index: int) -> int | None:
     """Returns the number of the wait for the transfer that op `index` starts; None if there is none."""
     op = program.ops[index]
     name = (op.writes or op.reads)[0].name
-    waits = find(program, lambda other: other.kind == "wait" and other.reads[0].name == name)
+    waits = find(program, lambda other: other.is_wait and other.reads[0].name == name)
     return next((i for i in waits if i > index), None)
 
 
@@ -79,7 +78,7 @@ def spots(program: Program, side: str, test: Callable[[Op, Ref], Any]) -> list[t
     return [
         (i, n)
         for i, op in enumerate(program.ops)
-        if op.kind not in ("wait", "free")
+        if not op.is_mark
         for n, ref in enumerate(getattr(op, side))
         if test(op, ref)
     ]
@@ -90,7 +89,7 @@ def form(program: Program, ref: Ref) -> tuple[object, ...]:
     range."""
     buffer = program.buffers[ref.name]
     shape = buffer.shape if ref.start is None and buffer.bucket is None else ref.shape
-    span = (ref.start, ref.stop, ref.mine or buffer.shard, buffer.per) if shape is None else ()
+    span = (ref.start, ref.stop, ref.mine or buffer.sharded, buffer.per) if shape is None else ()
     return buffer.dtype, shape, span
 
 
@@ -157,5 +156,5 @@ def unfreed(program: Program, index: int, name: str) -> Program:
 
 def never_freed(program: Program, name: str) -> Program:
     """Returns the program with a buffer that is never freed."""
-    frees = find(program, lambda op: op.kind == "free" and name in names(op.reads))
+    frees = find(program, lambda op: op.is_free and name in names(op.reads))
     return unfreed(program, frees[0], name) if frees else program

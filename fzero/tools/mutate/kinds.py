@@ -14,6 +14,8 @@ KINDS: dict[str, Mutation] = {
     "drop a wait": on(timing.drop_wait),
     "repeat a wait": on(timing.repeat_wait),
     "wait late": on(timing.wait_late),
+    "settle late": on(timing.settle_late),
+    "settle early": on(timing.settle_early),
     "free early": on(timing.free_early),
     "free never": on(timing.free_never),
     "free twice": on(timing.free_twice),

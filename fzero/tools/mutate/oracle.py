@@ -88,10 +88,8 @@ def _left(rank: Rank) -> frozenset[str]:
 
 def _cramped(program: Program) -> frozenset[int]:
     """The runs that would write beyond their workspace, in a program that has been measured."""
-    runs = [
-        i for i, op in enumerate(program.ops) if op.kind in ("run", "update") and "size_workspaces" in program.passes
-    ]
-    return frozenset(i for i in runs if room.needed(program, program.ops[i]) > int(program.ops[i].get("workspace", 0)))
+    runs = [i for i, op in enumerate(program.ops) if op.computes and "size_workspaces" in program.passes]
+    return frozenset(i for i in runs if room.needed(program, program.ops[i]) > program.ops[i].workspace)
 
 
 def executed(case: Case, programs: Mapping[int, Program]) -> Outcome:
@@ -124,7 +122,7 @@ def _bound(program: Program, rank: int, comm: LocalComm, memory: Mapping[str, to
 def _calls(bound: Bound) -> Iterator[int]:
     """Runs a rank; yields the number of an op whose transfer is not there yet."""
     for index, (op, calls) in enumerate(zip(bound.program.ops, bound.calls, strict=True)):
-        while op.kind == "wait" and not bound.comm.ready(op.reads[0].name):
+        while op.is_wait and not bound.comm.ready(op.reads[0].name):
             yield index
         with torch.no_grad():
             for call in calls:
@@ -132,7 +130,7 @@ def _calls(bound: Bound) -> Iterator[int]:
 
 
 def _order(program: Program) -> tuple[str, ...]:
-    return tuple(op_text(op) for op in program.ops if op.kind in ("gather", "reduce"))
+    return tuple(op_text(op) for op in program.ops if op.is_collective)
 
 
 def difference(sound: Outcome, broken: Outcome) -> str | None:

@@ -11,6 +11,8 @@ from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
 from fzero.ir import segments
+from fzero.ir.kinds import OPS
+from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import ALIGN, KINDS, Bucket, Op, Ref, make_op
 from fzero.tools.mutate.edits import (
@@ -30,33 +32,31 @@ from fzero.tools.mutate.edits import (
     with_buffers,
 )
 
-RUNS = ("run", "update")
-
 # --- which segment, and what it is given ------------------------------------------------------------------------------
 
 
 def _signature(p: Program, op: Op) -> object:
     """What makes one segment able to stand for another: the forms of all that it takes and returns."""
-    gm = p.segments[str(op.get("segment"))]
+    gm = p.segments[op.segment]
     vals = [n.meta["val"] for n in (*segments.placeholders(gm.graph), *segments.outputs(gm.graph))]
     return len(segments.placeholders(gm.graph)), tuple((v.dtype, tuple(v.shape)) for v in vals)
 
 
 def wrong_segment(rng: random.Random, p: Program) -> Program | None:
     """A run works with another one's segment of equal signature, or the two exchange theirs."""
-    runs = [(i, _signature(p, p.ops[i])) for i in find(p, lambda op: op.kind in RUNS)]
-    pairs = [(i, j) for i, a in runs for j, b in runs if a == b and p.ops[i].get("segment") != p.ops[j].get("segment")]
+    runs = [(i, _signature(p, p.ops[i])) for i in find(p, lambda op: op.computes)]
+    pairs = [(i, j) for i, a in runs for j, b in runs if a == b and p.ops[i].segment != p.ops[j].segment]
     if (chosen := pick(rng, pairs)) is None:
         return None
     i, j = chosen
-    mine, other = (str(p.ops[at].get("segment")) for at in chosen)
+    mine, other = (p.ops[at].segment for at in chosen)
     broken = put(p, i, p.ops[i].with_attrs(segment=other))
     return broken if rng.random() < 0.5 else put(broken, j, p.ops[j].with_attrs(segment=mine))
 
 
 def exchange_writes(rng: random.Random, p: Program) -> Program | None:
     """Two results of a run go to each other's place."""
-    spots_ = [(i, a, b) for i, op in enumerate(p.ops) if op.kind in RUNS for a in range(len(op.writes))
+    spots_ = [(i, a, b) for i, op in enumerate(p.ops) if op.computes for a in range(len(op.writes))
               for b in range(a) if form(p, op.writes[a]) == form(p, op.writes[b])]  # fmt: skip
     if (chosen := pick(rng, spots_)) is None:
         return None
@@ -68,7 +68,7 @@ def exchange_writes(rng: random.Random, p: Program) -> Program | None:
 def exchange_reads_of_two(rng: random.Random, p: Program) -> Program | None:
     """Two ops of a kind read what the other one should."""
     pairs = [(i, j, n) for i, a in enumerate(p.ops) for j, b in enumerate(p.ops[:i]) if a.kind == b.kind
-             and a.kind not in ("wait", "free") for n in range(min(len(a.reads), len(b.reads)))
+             and not a.is_mark for n in range(min(len(a.reads), len(b.reads)))
              if a.reads[n] != b.reads[n] and form(p, a.reads[n]) == form(p, b.reads[n])]  # fmt: skip
     if (chosen := pick(rng, pairs)) is None:
         return None
@@ -130,7 +130,7 @@ def cut_padding(rng: random.Random, p: Program) -> Program | None:
                 return slot.stop, bucket.end(i)
         return None
 
-    at = pick(rng, find(p, lambda op: op.get("flat") and ends(op)))
+    at = pick(rng, find(p, lambda op: op.is_flat and ends(op)))
     if at is None:
         return None
     op, both = p.ops[at], ends(p.ops[at])
@@ -144,7 +144,7 @@ def cut_padding(rng: random.Random, p: Program) -> Program | None:
 
 def cut_leaf(rng: random.Random, p: Program) -> Program | None:
     """All of a flat run ends within a leaf, some elements before or behind its end."""
-    at = pick(rng, find(p, lambda op: op.get("flat")))
+    at = pick(rng, find(p, lambda op: op.is_flat))
     if at is None:
         return None
     by = rng.choice((-ALIGN, ALIGN, -1, -8, 1))
@@ -183,7 +183,7 @@ def other_shape(rng: random.Random, p: Program) -> Program | None:
 
 def gather_another(rng: random.Random, p: Program) -> Program | None:
     """A gather brings another bucket of equal length, or brings it to another one's place."""
-    at = pick(rng, find(p, lambda op: op.kind == "gather"))
+    at = pick(rng, find(p, lambda op: op.gathers))
     if at is None:
         return None
     side = rng.choice(("reads", "writes"))
@@ -197,28 +197,29 @@ def gather_another(rng: random.Random, p: Program) -> Program | None:
 def gather_varying(rng: random.Random, p: Program) -> Program | None:
     """Own slices of gradients that are not reduced yet are gathered."""
     n = p.world_size
-    reduced = find(p, lambda op: op.kind == "reduce" and p.buffers[op.reads[0].name].bucket is not None)
+    reduced = find(p, lambda op: op.reduces and p.buffers[op.reads[0].name].bucket is not None)
     at = pick(rng, reduced) if n > 1 else None
     if at is None:
         return None
     grad = p.buffers[p.ops[at].reads[0].name]
-    if grad.shard:
+    if grad.sharded:
         return None
-    gather = make_op("gather", [Ref(grad.name, 0, p.extent(grad), None, True)], [Ref(grad.name)], axis="dp", via="p2p")
+    own = Ref(grad.name, 0, p.extent(grad), None, True)
+    gather = make_op("all_gather", [own], [Ref(grad.name)], axis=p.mesh.names[0])
     return insert(p, at, gather, make_op("wait", [Ref(grad.name)]))
 
 
 def wrong_mode(rng: random.Random, p: Program) -> Program | None:
-    at = pick(rng, find(p, lambda op: op.kind == "reduce"))
+    at = pick(rng, find(p, lambda op: op.reduces))
     if at is None:
         return None
-    mode = rng.choice([m for m in ("all", "scatter", "exchange") if m != p.ops[at].get("mode")])
-    return put(p, at, p.ops[at].with_attrs(mode=mode))
+    others = [kind.name for kind in OPS.values() if kind.reduces and kind.name != p.ops[at].kind]
+    return put(p, at, replace(p.ops[at], kind=rng.choice(others)))
 
 
 def reduce_another(rng: random.Random, p: Program) -> Program | None:
     """A reduction reads, or writes, another buffer of the form."""
-    at = pick(rng, find(p, lambda op: op.kind == "reduce"))
+    at = pick(rng, find(p, lambda op: op.reduces))
     if at is None:
         return None
     side = rng.choice(("reads", "writes"))
@@ -234,8 +235,8 @@ def reduce_another(rng: random.Random, p: Program) -> Program | None:
 
 def norm_late(rng: random.Random, p: Program) -> Program | None:
     """What reads updated state, or gradients for a norm, moves behind an update."""
-    updates = find(p, lambda op: op.kind == "update")
-    reads = [i for i in find(p, lambda op: op.kind in (*RUNS, "gather")) if updates and i < updates[-1]]
+    updates = find(p, lambda op: op.is_update)
+    reads = [i for i in find(p, lambda op: op.computes or op.gathers) if updates and i < updates[-1]]
     at = pick(rng, reads)
     return None if at is None else move(p, at, rng.choice([u for u in updates if u > at]))
 
@@ -257,7 +258,7 @@ def move_op(rng: random.Random, p: Program) -> Program | None:
 
 def wrong_free(rng: random.Random, p: Program) -> Program | None:
     """A free, or a wait, is of another buffer."""
-    at = pick(rng, find(p, lambda op: op.kind in ("free", "wait")))
+    at = pick(rng, find(p, lambda op: op.is_mark))
     if at is None:
         return None
     n = rng.randrange(len(p.ops[at].reads))
@@ -325,13 +326,13 @@ def toggle_shard(rng: random.Random, p: Program) -> Program | None:
         return with_buffers(p, replace(buffer, bucket=rng.choice([None, *p.buckets])))
     if way == "per":
         return with_buffers(p, replace(buffer, per=1 if buffer.per != 1 else ALIGN))
-    return with_buffers(p, replace(buffer, shard=not buffer.shard))
+    return with_buffers(p, replace(buffer, sharded=None if buffer.sharded else p.mesh.names[0]))
 
 
 def wrong_world(rng: random.Random, p: Program) -> Program | None:
     """The mesh has another size, or another axis."""
-    (axis, size), *rest = p.mesh
-    return replace(p, mesh=((rng.choice((axis, "tp")), max(size + rng.choice((-1, 0, 1)), 1)), *rest))
+    (axis, size), *rest = p.mesh.axes
+    return replace(p, mesh=Mesh(((rng.choice((axis, "tp")), max(size + rng.choice((-1, 0, 1)), 1)), *rest)))
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------
@@ -351,7 +352,7 @@ def another_ranks_program(rng: random.Random, programs: Programs) -> dict[int, P
 def overwrite_part(rng: random.Random, p: Program) -> Program | None:
     """A run writes zeros over a part of a buffer that is in use."""
     at = rng.randrange(1, len(p.ops))
-    kinds = ("activation", "grad", "metric", "scratch", "gather", "param", "optimizer")
+    kinds = ("activation", "grad", "metric", "scratch", "gathered", "param", "optimizer")
     floats = [b for b in p.buffers.values() if b.dtype is torch.float32 and b.kind in kinds and b.numel > 1]
     buffer = pick(rng, [b for b in floats if alive(p, b.name, at)])
     if buffer is None:
@@ -385,8 +386,8 @@ def drop_buffer(rng: random.Random, p: Program) -> Program | None:
 
 def drop_chain(rng: random.Random, p: Program) -> Program | None:
     """What makes a buffer and all that reads it are left out."""
-    at = pick(rng, find(p, lambda op: op.kind == "run" and op.writes))
+    at = pick(rng, find(p, lambda op: op.is_run and op.writes))
     if at is None:
         return None
     made: Any = names(p.ops[at].writes)
-    return drop(p, at, *find(p, lambda op: op.kind in RUNS and names(op.reads) & made))
+    return drop(p, at, *find(p, lambda op: op.computes and names(op.reads) & made))

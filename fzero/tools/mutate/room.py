@@ -54,7 +54,7 @@ def exchange_places(rng: random.Random, p: Program) -> Program | None:
 
 
 def _blocks(p: Program) -> list[int]:
-    return find(p, lambda op: op.get("at") is not None and int(op.get("workspace", 0)) > 0)
+    return find(p, lambda op: op.offset is not None and op.workspace > 0)
 
 
 def grow_workspace(rng: random.Random, p: Program) -> Program | None:
@@ -62,10 +62,10 @@ def grow_workspace(rng: random.Random, p: Program) -> Program | None:
     if (at := pick(rng, _blocks(p))) is None:
         return None
     op = p.ops[at]
-    end = int(op.get("at")) + int(op.get("workspace"))
+    end = (op.offset or 0) + op.workspace
     behind = [b.at for b in p.buffers.values() if b.at is not None and b.at >= end]
     to = rng.choice([*behind, p.arena_bytes]) + rng.choice((4, 64, 256))
-    return put(p, at, op.with_attrs(workspace=to - int(op.get("at"))))
+    return put(p, at, op.with_attrs(workspace=to - (op.offset or 0)))
 
 
 def small_workspace(rng: random.Random, p: Program) -> Program | None:
@@ -86,13 +86,13 @@ def lost_workspace(rng: random.Random, p: Program) -> Program | None:
     if rng.random() < 0.3:
         return put(p, at, replace(op, attrs=tuple(a for a in op.attrs if a[0] != "at")))
     used = [p.buffers[ref.name].at for ref in (*op.reads, *op.writes)]
-    places = [place for place in used if place is not None and place != op.get("at")]
-    return put(p, at, op.with_attrs(at=rng.choice([*places, 0, int(op.get("at")) + 64])))
+    places = [place for place in used if place is not None and place != op.offset]
+    return put(p, at, op.with_attrs(at=rng.choice([*places, 0, (op.offset or 0) + 64])))
 
 
 def needed(p: Program, op: Op) -> int:
     """Bytes that the executor lays out for a run's own values."""
-    return bind.layout(p.segments[str(op.get("segment"))], inplace.apart(op)).nbytes
+    return bind.layout(p.segments[op.segment], inplace.apart(op)).nbytes
 
 
 def lost_place(rng: random.Random, p: Program) -> Program | None:

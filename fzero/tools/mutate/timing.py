@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 from fzero.ir.program import Program
-from fzero.ir.records import Ref, make_op
+from fzero.ir.records import Op, Ref, make_op
 from fzero.tools.mutate.edits import (
-    TRANSFERS,
     alive,
     drop,
     find,
@@ -30,26 +30,41 @@ from fzero.tools.mutate.edits import (
 
 
 def drop_wait(rng: random.Random, p: Program) -> Program | None:
-    at = pick(rng, find(p, lambda op: op.kind == "wait"))
+    at = pick(rng, find(p, lambda op: op.is_wait))
     return None if at is None else drop(p, at)
 
 
 def repeat_wait(rng: random.Random, p: Program) -> Program | None:
-    at = pick(rng, find(p, lambda op: op.kind == "wait"))
+    at = pick(rng, find(p, lambda op: op.is_wait))
     return None if at is None else insert(p, min(at + rng.randint(1, 6), len(p.ops)), p.ops[at])
 
 
 def wait_late(rng: random.Random, p: Program) -> Program | None:
     """Behind the first use of what arrives."""
-    at = pick(rng, find(p, lambda op: op.kind == "wait"))
+    at = pick(rng, find(p, lambda op: op.is_wait))
     if at is None:
         return None
     used = next((i for i in touching(p, p.ops[at].reads[0].name) if i > at), None)
     return None if used is None else move(p, at, used)
 
 
+def settle_late(rng: random.Random, p: Program) -> Program | None:
+    """Behind the op that writes over what other ranks may still read, or never in time."""
+    at = pick(rng, find(p, lambda op: op.is_settle))
+    return None if at is None or at + 1 >= len(p.ops) else move(p, at, rng.randint(at + 1, len(p.ops) - 1))
+
+
+def settle_early(rng: random.Random, p: Program) -> Program | None:
+    """Before its transfer is waited for."""
+    at = pick(rng, find(p, lambda op: op.is_settle))
+    if at is None:
+        return None
+    waits = [i for i in range(at) if p.ops[i].is_wait and p.ops[i].target == p.ops[at].target]
+    return move(p, at, rng.randint(0, waits[-1])) if waits else None
+
+
 def _freed(rng: random.Random, p: Program) -> tuple[int, str] | None:
-    return pick(rng, [(i, ref.name) for i, op in enumerate(p.ops) if op.kind == "free" for ref in op.reads])
+    return pick(rng, [(i, ref.name) for i, op in enumerate(p.ops) if op.is_free for ref in op.reads])
 
 
 def free_early(rng: random.Random, p: Program) -> Program | None:
@@ -76,7 +91,7 @@ def free_twice(rng: random.Random, p: Program) -> Program | None:
 def wrong_place(rng: random.Random, p: Program) -> Program | None:
     """A buffer, or a run's workspace, lies where something else does, or a little beside its place."""
     placed = [b for b in p.buffers.values() if b.at is not None]
-    blocks = find(p, lambda op: op.get("at") is not None)
+    blocks = find(p, lambda op: op.offset is not None)
     target, other = pick(rng, range(len(placed) + len(blocks))), pick(rng, placed)
     if target is None or other is None:
         return None
@@ -92,7 +107,7 @@ def wrong_place(rng: random.Random, p: Program) -> Program | None:
 
 def swap_collectives(rng: random.Random, p: Program) -> Program | None:
     """Of two collectives one after the other the later starts first, or they change places."""
-    starts = find(p, lambda op: op.kind in ("gather", "reduce"))
+    starts = find(p, lambda op: op.is_collective)
     number = pick(rng, range(len(starts) - 1))
     if number is None:
         return None
@@ -103,35 +118,35 @@ def swap_collectives(rng: random.Random, p: Program) -> Program | None:
 
 
 def wrong_axis(rng: random.Random, p: Program) -> Program | None:
-    at = pick(rng, find(p, lambda op: op.kind in TRANSFERS))
+    at = pick(rng, find(p, lambda op: op.transfers))
     return None if at is None else put(p, at, replace(p.ops[at], axis=rng.choice(("tp", "pp", None))))
 
 
-def again(rng: random.Random, p: Program, kind: str) -> Program | None:
+def again(rng: random.Random, p: Program, wanted: Callable[[Op], bool]) -> Program | None:
     """A transfer and its wait once more, right after it."""
-    at = pick(rng, find(p, lambda op: op.kind == kind))
+    at = pick(rng, find(p, wanted))
     wait = None if at is None else wait_of(p, at)
     return None if at is None or wait is None else insert(p, wait + 1, p.ops[at], p.ops[wait])
 
 
 def gather_twice(rng: random.Random, p: Program) -> Program | None:
-    return again(rng, p, "gather")
+    return again(rng, p, lambda op: op.gathers)
 
 
 def exceed_cap(rng: random.Random, p: Program) -> Program | None:
     """A gather starts some segments earlier, into the place that was meant for it or into memory of its own."""
-    starts = find(p, lambda op: op.kind == "gather" and p.buffers[op.writes[0].name].kind == "gather")
-    at = pick(rng, [i for i in starts if any(op.kind == "run" for op in p.ops[:i])])
+    starts = find(p, lambda op: op.gathers and p.buffers[op.writes[0].name].kind == "gathered")
+    at = pick(rng, [i for i in starts if any(op.is_run for op in p.ops[:i])])
     if at is None:
         return None
-    moved = move(p, at, rng.choice([i for i in range(at) if p.ops[i].kind == "run"]))
+    moved = move(p, at, rng.choice([i for i in range(at) if p.ops[i].is_run]))
     buffer = p.buffers[p.ops[at].writes[0].name]
     return moved if rng.random() < 0.3 else with_buffers(moved, replace(buffer, at=None))
 
 
 def busy_scratch(rng: random.Random, p: Program) -> Program | None:
     """A reduction receives into memory that holds something else."""
-    at = pick(rng, find(p, lambda op: op.kind == "reduce" and len(op.writes) > 1))
+    at = pick(rng, find(p, lambda op: op.reduces and len(op.writes) > 1))
     if at is None:
         return None
     op = p.ops[at]
@@ -143,20 +158,20 @@ def busy_scratch(rng: random.Random, p: Program) -> Program | None:
 
 def unmatched_message(rng: random.Random, p: Program) -> Program | None:
     """A send or a receive is dropped, or goes to another rank or under another tag."""
-    at = pick(rng, find(p, lambda op: op.kind in ("send", "recv")))
+    at = pick(rng, find(p, lambda op: op.is_message))
     if at is None:
         return None
     op, way = p.ops[at], rng.choice(("drop", "peer", "tag"))
     if way == "drop":
         return drop(p, at, wait_of(p, at))
     if way == "tag":
-        return put(p, at, op.with_attrs(tag=int(op.get("tag", 0)) + rng.randint(1, 3)))
-    return put(p, at, op.with_attrs(peer=(int(op.get("peer")) + rng.randint(1, 3)) % p.world_size))
+        return put(p, at, op.with_attrs(tag=op.tag + rng.randint(1, 3)))
+    return put(p, at, op.with_attrs(peer=(op.peer + rng.randint(1, 3)) % p.world_size))
 
 
 def reduce_early(rng: random.Random, p: Program) -> Program | None:
     """Before the last of the gradients is written."""
-    at = pick(rng, find(p, lambda op: op.kind == "reduce" and op.reads[0].start is None))
+    at = pick(rng, find(p, lambda op: op.reduces and op.reads[0].start is None))
     if at is None:
         return None
     name = p.ops[at].reads[0].name
@@ -167,8 +182,8 @@ def reduce_early(rng: random.Random, p: Program) -> Program | None:
 def reduce_twice(rng: random.Random, p: Program) -> Program | None:
     """The same gradients once more, or the result of a reduction again."""
     if rng.random() < 0.5:
-        return again(rng, p, "reduce")
-    at = pick(rng, find(p, lambda op: op.kind == "reduce" and op.get("mode") != "scatter"))
+        return again(rng, p, lambda op: op.reduces)
+    at = pick(rng, find(p, lambda op: op.reduces and not op.row.scatters))
     wait = None if at is None else wait_of(p, at)
     if at is None or wait is None:
         return None

@@ -12,7 +12,6 @@ from fzero.ir import segments
 from fzero.ir.program import Program
 from fzero.ir.records import PERSISTENT, Ref
 from fzero.tools.mutate.edits import (
-    TRANSFERS,
     alike,
     alive,
     drop,
@@ -34,25 +33,25 @@ from fzero.tools.mutate.edits import (
 
 
 def wrong_divisor(rng: random.Random, p: Program) -> Program | None:
-    at = pick(rng, find(p, lambda op: op.get("divisor") is not None))
+    at = pick(rng, find(p, lambda op: op.divisor is not None))
     if at is None:
         return None
-    right = int(p.ops[at].get("divisor"))
+    right = int(p.ops[at].divisor)
     wrong = rng.choice([d for d in (1, right * 2, right + 1, p.world_size) if d != right])
     return put(p, at, p.ops[at].with_attrs(divisor=wrong))
 
 
 def wrong_operation(rng: random.Random, p: Program) -> Program | None:
-    at = pick(rng, find(p, lambda op: op.get("op") is not None))
-    return None if at is None else put(p, at, p.ops[at].with_attrs(op="sum" if p.ops[at].get("op") == "max" else "max"))
+    at = pick(rng, find(p, lambda op: op.reduction is not None))
+    return None if at is None else put(p, at, p.ops[at].with_attrs(op="sum" if p.ops[at].reduction == "max" else "max"))
 
 
 def skip_microbatch(rng: random.Random, p: Program) -> Program | None:
     """A part's run, reduction or addition is left out, or another part is added in its place."""
     if p.microbatches == 1:
         return None
-    adds = find(p, lambda op: op.kind == "run" and len(op.reads) == 2 and op.why.startswith("add "))
-    parts = find(p, lambda op: op.get("microbatch") is not None)
+    adds = find(p, lambda op: op.is_run and len(op.reads) == 2 and op.why.startswith("add "))
+    parts = find(p, lambda op: op.microbatch is not None)
     at = pick(rng, rng.choice([found for found in (adds, parts) if found] or [[]]))
     if at is None:
         return None
@@ -60,7 +59,7 @@ def skip_microbatch(rng: random.Random, p: Program) -> Program | None:
     others = [r for r in alike(p, op.reads[1]) if alive(p, r.name, at)] if at in adds else []
     if others and rng.random() < 0.5:
         return put(p, at, replaced(op, "reads", 1, rng.choice(others)))
-    return drop(p, at, wait_of(p, at) if op.kind in TRANSFERS else None)
+    return drop(p, at, wait_of(p, at) if op.transfers else None)
 
 
 def wrong_microbatch(rng: random.Random, p: Program) -> Program | None:
@@ -78,20 +77,20 @@ def wrong_microbatch(rng: random.Random, p: Program) -> Program | None:
 
 
 def update_twice(rng: random.Random, p: Program) -> Program | None:
-    at = pick(rng, find(p, lambda op: op.kind == "update"))
+    at = pick(rng, find(p, lambda op: op.is_update))
     return None if at is None else insert(p, at + 1, p.ops[at])
 
 
 def update_early(rng: random.Random, p: Program) -> Program | None:
     """Before the reduction of its gradients is waited for, or from gradients that are not reduced."""
-    source = {op.writes[0].name: op.reads[0].name for op in p.ops if op.kind == "reduce"}
-    spot = pick(rng, spots(p, "reads", lambda op, ref: op.kind == "update" and ref.name in source))
+    source = {op.writes[0].name: op.reads[0].name for op in p.ops if op.reduces}
+    spot = pick(rng, spots(p, "reads", lambda op, ref: op.is_update and ref.name in source))
     if spot is None:
         return None
     at, n = spot
     op = p.ops[at]
     ref = op.reads[n]
-    before = [i for i in touching(p, ref.name) if i < at and p.ops[i].kind in ("reduce", "wait")]
+    before = [i for i in touching(p, ref.name) if i < at and (p.ops[i].reduces or p.ops[i].is_wait)]
     if not before:
         return None
     if rng.random() < 0.5:
@@ -101,7 +100,7 @@ def update_early(rng: random.Random, p: Program) -> Program | None:
 
 def use_donated(rng: random.Random, p: Program) -> Program | None:
     """What reads the state goes after the update, or reads what an update has written in the place of its own."""
-    spot = pick(rng, spots(p, "writes", lambda op, _: op.kind == "update"))
+    spot = pick(rng, spots(p, "writes", lambda op, _: op.is_update))
     if spot is None:
         return None
     at = spot[0]
@@ -124,7 +123,7 @@ def shrink(rng: random.Random, p: Program) -> Program | None:
 
 def _shorter_transfer(rng: random.Random, p: Program) -> Program | None:
     side = rng.choice(("reads", "writes"))
-    spot = pick(rng, spots(p, side, lambda op, ref: op.kind in TRANSFERS and p.extent(p.buffers[ref.name]) > 1))
+    spot = pick(rng, spots(p, side, lambda op, ref: op.transfers and p.extent(p.buffers[ref.name]) > 1))
     if spot is None:
         return None
     at, n = spot
@@ -137,7 +136,7 @@ def _shorter_transfer(rng: random.Random, p: Program) -> Program | None:
 
 
 def _shorter_range(rng: random.Random, p: Program) -> Program | None:
-    at = pick(rng, find(p, lambda op: op.get("flat")))
+    at = pick(rng, find(p, lambda op: op.is_flat))
     if at is None:
         return None
 
@@ -198,7 +197,7 @@ def swap_reads(rng: random.Random, p: Program) -> Program | None:
     pairs = [
         (i, a, b)
         for i, op in enumerate(p.ops)
-        if op.kind in ("run", "update")
+        if op.computes
         for a in range(len(op.reads))
         for b in range(a)
         if op.reads[a] != op.reads[b] and form(p, op.reads[a]) == form(p, op.reads[b])
@@ -212,7 +211,7 @@ def swap_reads(rng: random.Random, p: Program) -> Program | None:
 
 
 def drop_op(rng: random.Random, p: Program) -> Program | None:
-    at = pick(rng, find(p, lambda op: op.kind not in ("wait", "free")))
+    at = pick(rng, find(p, lambda op: not op.is_mark))
     return None if at is None else drop(p, at)
 
 
@@ -223,10 +222,10 @@ INSTEAD = {"add": "sub", "sub": "add", "mul": "div", "div": "mul", "tanh": "sigm
 
 def wrong_arithmetic(rng: random.Random, p: Program) -> Program | None:
     """One node of a run's segment computes with another number, or another function."""
-    at = pick(rng, find(p, lambda op: op.kind in ("run", "update")))
+    at = pick(rng, find(p, lambda op: op.computes))
     if at is None:
         return None
-    graph = segments.copied(p.segments[str(p.ops[at].get("segment"))].graph)
+    graph = segments.copied(p.segments[p.ops[at].segment].graph)
     node = pick(rng, [n for n in graph.nodes if n.op == "call_function" and (_numbers(n) or _other(n) is not None)])
     if node is None:
         return None

@@ -25,9 +25,9 @@ def inside(change: Change) -> Edit:
     """The edit that makes a change, of something the first time, to a copy of one run's segment."""
 
     def edit(rng: random.Random, p: Program) -> Program | None:
-        runs = find(p, lambda op: op.kind in ("run", "update"))
+        runs = find(p, lambda op: op.computes)
         for at in rng.sample(runs, min(len(runs), 6)):
-            graph = segments.copied(p.segments[str(p.ops[at].get("segment"))].graph)
+            graph = segments.copied(p.segments[p.ops[at].segment].graph)
             if change(rng, graph) is None:
                 continue
             try:
@@ -37,7 +37,7 @@ def inside(change: Change) -> Edit:
             except Exception:  # its shapes or dtypes do not fit: no segment at all
                 continue
             key = segments.digest(gm)
-            if key != p.ops[at].get("segment"):
+            if key != p.ops[at].segment:
                 return replace(put(p, at, p.ops[at].with_attrs(segment=key)), segments={**p.segments, key: gm})
         return None
 

@@ -1,0 +1,53 @@
+"""layout: the plan of a spec's state: rules checked against the leaves that there are, then `fzero.plan.layout`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from fzero import tree
+from fzero.compile.resolve import layout_rules
+from fzero.errors import SpecError
+from fzero.plan.layout import BUCKET_BYTES, Plan, layout
+from fzero.spec import Spec
+
+
+def plan_for(
+    spec: Spec,
+    paths: Sequence[str],
+    values: Sequence[torch.Tensor],
+    per_rank: Sequence[str],
+    world_size: int,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Plan:
+    """The layout of a state's leaves. `bucket_bytes` holds where the spec names none.
+
+    Raises SpecError for a path rule that matches no leaf.
+    """
+    rules = layout_rules(spec)
+    if rules.params_given:
+        check_rules("Spec(params=...)", rules.params, paths)
+    of_params = [path.removeprefix("params/") for path in paths if path.startswith("params/")]
+    check_rules("Spec(trainable=...)", rules.trainable, of_params)
+    plan = layout(
+        paths,
+        values,
+        world_size=world_size,
+        zero=rules.zero,
+        bucket_bytes=rules.bucket_bytes or bucket_bytes,
+        params=rules.params,
+        per_rank=per_rank,
+        compute=rules.compute_dtype,
+    )
+    check_rules("Spec(remat=...)", rules.remat, [*paths, *(s.path for b in plan.buckets.values() for s in b.slots)])
+    return plan
+
+
+def check_rules(what: str, rules: Iterable[str], paths: Iterable[str]) -> None:
+    """A rule that matches nothing is a mistake in it, which would otherwise pass in silence."""
+    paths = list(paths)
+    for rule in rules:
+        if rule != "**" and not any(tree.matches(rule, path) for path in paths):
+            known = {path.rpartition("/")[0] + "/**" for path in paths if "/" in path} | set(paths)
+            raise SpecError(f"{what}: the rule {rule!r} matches no leaf.{tree.suggest(rule, known)}")

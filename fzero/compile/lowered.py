@@ -1,0 +1,54 @@
+"""lowered: a step lowered for a world: the program, the graph it came from, and how it became what it is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from fzero.capture import trace_step
+from fzero.cost.memory import Account, account
+from fzero.ir import segments
+from fzero.ir.program import Program
+from fzero.passes import Options, PassRecord, trail
+from fzero.plan.layout import Plan
+from fzero.state.first_state import bits
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A step lowered for a world: what `fzero.lower` returns. Nothing is allocated and nothing has run."""
+
+    graph: trace_step.Graph
+    plan: Plan
+    program: Program
+    choices: Mapping[str, str] = field(default_factory=dict)  # what was chosen, and why
+    passes: tuple[PassRecord, ...] = ()  # one line each: print(*lowered.passes, sep="\n")
+    naive: Program | None = field(default=None, repr=False)
+    options: Options = field(default_factory=Options, repr=False)
+
+    def after(self, name: str) -> Program:
+        """The program as pass `name` left it; "lower" for the one before all passes. The passes run again for it.
+
+        Raises KeyError for a pass that there is none of.
+        """
+        if self.naive is None or name == "lower":
+            return self.naive or self.program
+        programs = {record.name: program for record, program in trail(self.naive, self.options)}
+        return programs[name]
+
+    @cached_property
+    def digest(self) -> str:
+        """What every rank must agree on: the program, and the constants that the update reads."""
+        fixed = segments.placeholders(self.graph.gm.graph)[len(self.plan.leaves) + len(self.graph.batch_paths) :]
+        read = [any(u.target is not torch.ops.fzero.region.default for u in node.users) for node in fixed]
+        values = [bits(x) for x, used in zip(self.graph.constants.values(), read, strict=True) if used]
+        return hashlib.blake2b(" ".join([self.program.digest, *values]).encode(), digest_size=8).hexdigest()
+
+    @cached_property
+    def memory(self) -> Account:
+        """Bytes by kind at the planned peak, and the peak: per rank."""
+        return account(self.program)

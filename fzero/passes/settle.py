@@ -1,0 +1,64 @@
+"""settle: where ranks read one another's memory, says until when a source must stay as it is.
+
+A wait ends a transfer for the rank that waits; other ranks may read its source for longer (`transport shared`). The
+transfer settles before the first op that writes where the source lies. Freed memory of the arena stays readable until
+something else is written there, so a settle comes as late as it can and seldom waits. With the other transports every
+source has been sent when the wait returns, and no op is placed.
+
+    wait full; free own; ...; run -> x (in the bytes of own)
+    becomes   wait full; free own; ...; settle full; run -> x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fzero.ir import rewrite
+from fzero.ir.program import Program
+from fzero.ir.records import Op, Ref, make_op
+
+
+def settle(program: Program) -> Program:
+    """The program with a `settle` for every transfer whose source other ranks read in place."""
+    if program.transport != "shared":
+        return rewrite.finish(program, "settle", ops=program.ops)
+    started: dict[str, Op] = {}
+    lent: dict[str, Op] = {}  # by target: the waited-for transfers whose sources may still be read
+    ops: list[Op] = []
+    for op in program.ops:
+        due = [target for target, transfer in lent.items() if _touches(program, op, transfer)]
+        due += [op.target] if op.is_collective and op.target in lent and op.target not in due else []
+        ops += [make_op("settle", [Ref(target)], why=f"before {op.kind} {op.why}".rstrip()) for target in due]
+        ops.append(op)
+        for target in due:
+            del lent[target]
+        if op.is_collective:
+            started[op.target] = op
+        elif op.is_wait and op.target in started:
+            lent[op.target] = started.pop(op.target)
+    ops += [make_op("settle", [Ref(target)], why="the end of the step") for target in lent]
+    return rewrite.finish(program, "settle", ops=ops)
+
+
+def _touches(program: Program, op: Op, transfer: Op) -> bool:
+    """Whether an op writes into a source of a transfer, or gives one without a place in the arena back."""
+    sources = [program.buffers[name] for name in sorted(transfer.sources)]
+    if op.is_free:
+        freed = {ref.name for ref in op.reads}
+        return any(buffer.name in freed for buffer in sources) and any(buffer.at is None for buffer in sources)
+    written = list(_written(program, op))
+    names = {ref.name for ref in op.writes}
+    return any(
+        b.name in names or (b.at is not None and any(low < b.at + b.nbytes and b.at < high for low, high in written))
+        for b in sources
+    )
+
+
+def _written(program: Program, op: Op) -> Iterator[tuple[int, int]]:
+    """The bytes of the arena that an op may write."""
+    if op.offset is not None:
+        yield op.offset, op.offset + op.workspace
+    for ref in op.writes:
+        buffer = program.buffers[ref.name]
+        if buffer.at is not None:
+            yield buffer.at, buffer.at + buffer.nbytes

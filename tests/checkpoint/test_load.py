@@ -1,0 +1,467 @@
+"""Loading: any layout from any other, bit for bit, reading only what is needed; differences, damage, resuming.
+
+Ranks of any world are saved and loaded in this process: `take` and `shards.write` are what one rank of `fzero.save`
+does, `wanted` and `Checkpoint.fill` what one rank of `fzero.load` does. What needs messages runs in gloo processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import namedtuple
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import same_bits, start
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from loading import OPTIMIZERS, STAGES, WORLDS, Quick, flat, noise, read, same, write
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fzero
+from fzero import tree
+from fzero.checkpoint import reader
+from fzero.checkpoint.compare import SHOWN
+from fzero.checkpoint.load import entry, wanted
+from fzero.checkpoint.manifest import BLOCK, shard_name
+from fzero.checkpoint.reader import Checkpoint
+from fzero.compile.layout import plan_for
+from fzero.errors import CheckpointError, CorruptError, DonatedError, MismatchError, SpecError
+from fzero.state import storage
+from fzero.state.source import Entry, Source, Want
+from fzero.training import training_of
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def never(params: Any, batch: Any) -> Tensor:
+    raise AssertionError("a loss that no layout calls")
+
+
+def params_of(shapes: Sequence[tuple[int, ...]], width: int) -> Any:
+    """Layers of equal matrices, then leaves of the given shapes; a 0-d one, integers, and an empty one."""
+    block = {"w": torch.zeros(width, 2 * width), "v": torch.zeros(2 * width, width), "b": torch.zeros(width)}
+    extra = {f"x{i}": torch.zeros(shape) for i, shape in enumerate(shapes)}
+    plain = {"scale": torch.zeros(()), "mask": torch.zeros(5, dtype=torch.int32), "none": torch.zeros(0, 3)}
+    return {"blocks": [dict(block) for _ in range(2)], **extra, **plain, "emb": torch.zeros(3 * width + 1, width)}
+
+
+def check(params: Any, options: dict[str, Any], one: tuple[int, int], two: tuple[int, int], run: Path) -> None:
+    """What (world, stage) `one` saves, `two` loads: all buffers bit for bit, padding included."""
+    spec = fzero.Spec(loss=never, zero=one[1], **options)
+    paths, leaves = start(spec, params)
+    treedef = tree.flatten(training_of(spec).init(params, None))[2]
+    leaves = [noise(leaf, i) for i, leaf in enumerate(leaves)]
+    plans = [plan_for(replace(spec, zero=zero), paths, leaves, (), world) for world, zero in (one, two)]
+    memory = [storage.shards(plans[0], leaves, rank) for rank in range(one[0])]
+    found = read(write(run, plans[0], memory, treedef), plans[1])
+    for rank, buffers in enumerate(found):
+        wanted_buffers = storage.shards(plans[1], leaves, rank)
+        for name, tensor in buffers.items():
+            assert same_bits(tensor, wanted_buffers[name]), (name, rank)
+
+
+layouts = st.tuples(st.sampled_from(WORLDS), st.sampled_from(STAGES))
+
+
+@given(
+    st.lists(st.sampled_from([(1,), (63,), (65,), (7, 11), (130, 3), (0,), (2, 0), (4097,)]), max_size=3),
+    st.sampled_from([8, 13, 64]),
+    st.sampled_from(sorted(OPTIMIZERS)),
+    st.sampled_from([None, "blocks/0/**", ("blocks/**", "emb")]),
+    st.sampled_from([1 << 10, 1 << 14, 32 << 20]),
+    layouts,
+    layouts,
+)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_layout_loads_any_other_bit_for_bit(
+    tmp_path_factory: pytest.TempPathFactory,
+    shapes: list[tuple[int, ...]],
+    width: int,
+    optimizer: str,
+    trainable: Any,
+    bucket_bytes: int,
+    one: tuple[int, int],
+    two: tuple[int, int],
+) -> None:
+    options = {"optimizer": OPTIMIZERS[optimizer], "trainable": trainable, "bucket_bytes": bucket_bytes}
+    check(params_of(shapes, width), options, one, two, tmp_path_factory.mktemp("run"))
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+def test_every_pair_of_layouts(optimizer: str, tmp_path: Path) -> None:
+    options = {"optimizer": OPTIMIZERS[optimizer], "trainable": ("blocks/**", "emb"), "bucket_bytes": 1 << 14}
+    params = params_of([(65,), (7, 11), (0,)], 64)
+    pairs = [(w, z) for w in WORLDS for z in STAGES]
+    for n, (one, two) in enumerate((one, two) for one in pairs for two in pairs):
+        check(params, options, one, two, tmp_path / str(n))
+
+
+DTYPES = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("worlds", [(2, 3), (3, 1), (1, 4)])
+def test_leaves_of_every_dtype(worlds: tuple[int, int], tmp_path: Path) -> None:
+    known = [d for d in DTYPES if d in fzero.ir.records.DTYPE_NAMES]
+    assert len(known) >= 10
+    leaves = {
+        str(d): {f"{shape}": torch.zeros(shape, dtype=d) for shape in ((), (3,), (0,), (65, 3))} for d in known
+    }  # fmt: skip
+    paths, tensors, treedef = tree.flatten(leaves)
+    tensors = [noise(x, i) for i, x in enumerate(tensors)]
+    spec = fzero.Spec(step=lambda s, b: (s, {}), zero=3)
+    plans = [plan_for(spec, paths, tensors, (), world) for world in worlds]
+    memory = [storage.shards(plans[0], tensors, rank) for rank in range(worlds[0])]
+    found = read(write(tmp_path, plans[0], memory, treedef), plans[1])
+    for leaf, value in zip(plans[1].leaves, tensors, strict=True):
+        assert same_bits(storage.join(plans[1], leaf, found), value), leaf.path
+
+
+# --- only what is needed ----------------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that was allocated."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in given:
+            self.most = max(self.most, result.numel() * result.itemsize)
+        return result
+
+
+@pytest.mark.parametrize(("world", "zero"), [(1, 3), (3, 3), (4, 1), (8, 3)])
+@pytest.mark.sampled(2)
+def test_a_rank_reads_the_blocks_it_needs_once_and_holds_few(
+    world: int, zero: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = {"w": torch.zeros(5200, 1024), "b": torch.zeros(77)}
+    spec = fzero.Spec(loss=never, optimizer=fzero.optim.adamw(1e-3), zero=3)
+    paths, leaves = start(spec, params)
+    leaves = [noise(leaf, i) for i, leaf in enumerate(leaves)]
+    treedef = tree.flatten(training_of(spec).init(params, None))[2]
+    plan = plan_for(spec, paths, leaves, (), 2)
+    saved = write(tmp_path, plan, [storage.shards(plan, leaves, rank) for rank in range(2)], treedef)
+    sizes = {path.name: path.stat().st_size for path in saved.glob("*.safetensors")}
+    plan = plan_for(replace(spec, zero=zero), paths, leaves, (), world)
+    monkeypatch.setattr(reader, "_num_threads", lambda: 1)  # in this thread, where allocations are seen
+    for rank in range(world):
+        disk = Quick()
+        memory = storage.allocate(plan, storage.block_of("cpu"), rank)
+        wants = wanted(plan, rank, memory, set())
+        source = Checkpoint(saved, disk)
+        with Largest() as seen:
+            source.fill(wants)
+        assert seen.most <= BLOCK
+        read_bytes = sum(disk.read_bytes.values())
+        needs = source._needs(wants)
+        assert set(disk.read_bytes) == {shard_name(number) for number in needs}
+        assert all(count <= sizes[name] for name, count in disk.read_bytes.items()), "a block was read twice"
+        needed = sum(want.out.numel() * want.out.itemsize for want in wants)
+        assert read_bytes <= needed + (2 * sum(map(len, needs.values())) + len(needs)) * BLOCK
+        if world == 8:
+            assert read_bytes < 0.6 * sum(sizes.values())
+        assert all(same_bits(x, storage.shards(plan, leaves, rank)[n]) for n, x in memory.items())
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_read_gives_any_range(big: tuple[Path, Tensor], data: st.DataObject) -> None:
+    saved, whole = big
+    low = data.draw(st.integers(0, whole.numel()))
+    high = data.draw(st.integers(low, min(whole.numel(), low + 3_000_000)))
+    disk = Quick()
+    found = Checkpoint(saved, disk).read("w", low, high)
+    assert same_bits(found, whole.view(-1)[low:high])
+    touched = -(-(high - low) * 4 // BLOCK) + 1
+    assert sum(disk.read_bytes.values()) <= (touched + 2 + 2) * BLOCK
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
+    """A leaf of 12 MB on three ranks, and a small one before it."""
+    whole = noise(torch.zeros(3000, 1001), 1)
+    spec = fzero.Spec(step=lambda s, b: (s, {}), zero=3)
+    paths, leaves, treedef = tree.flatten({"a": noise(torch.zeros(101), 2), "w": whole})
+    plan = plan_for(spec, paths, leaves, (), 3)
+    run = tmp_path_factory.mktemp("big")
+    return write(run, plan, [storage.shards(plan, leaves, rank) for rank in range(3)], treedef), whole
+
+
+class Tensors(Source):
+    """Leaves in memory: a source without a way of its own to fill."""
+
+    def __init__(self, held: dict[str, Tensor]) -> None:
+        self.held = held
+
+    @property
+    def leaves(self) -> dict[str, Entry]:
+        return {path: Entry(tuple(x.shape), x.dtype) for path, x in self.held.items()}
+
+    def read(self, path: str, start: int, stop: int) -> Tensor:
+        assert (stop - start) * self.held[path].itemsize <= 4 << 20
+        return self.held[path].reshape(-1)[start:stop].clone()
+
+
+def test_a_source_that_only_reads_fills_in_chunks(big: tuple[Path, Tensor]) -> None:
+    out = torch.zeros(2_500_000)
+    Tensors({"w": big[1]}).fill([Want("w", 300_000, out)])
+    assert same_bits(out, big[1].view(-1)[300_000:2_800_000])
+
+
+# --- differences ------------------------------------------------------------------------------------------------------
+
+
+def sgd_spec(**options: Any) -> fzero.Spec:
+    return fzero.Spec(loss=lambda p, b: (b @ p["w"]).square().mean(), optimizer=fzero.optim.sgd(0.1), **options)
+
+
+def adam_spec(**options: Any) -> fzero.Spec:
+    return replace(sgd_spec(**options), optimizer=fzero.optim.adamw(0.1))
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> tuple[fzero.State, Path]:
+    """A state of one rank after two steps, and where it is saved."""
+    state = fzero.init({"w": torch.arange(1.0, 4.0), "x": torch.ones(2, 2)}, adam_spec(allow_unused=True))
+    for _ in range(2):
+        state = fzero.step(state, torch.eye(3))
+    fzero.save(state, tmp_path)
+    return state, tmp_path
+
+
+def test_the_three_ways_to_ask(trained: tuple[fzero.State, Path], caplog: pytest.LogCaptureFixture) -> None:
+    state, run = trained
+    spec = adam_spec(allow_unused=True)
+    like = {"w": torch.empty(3, device="meta"), "x": torch.full((2, 2), torch.nan)}
+    with caplog.at_level(logging.INFO, "fzero"):
+        for found in (
+            fzero.load(run, spec),
+            fzero.load(run / "step-00000002", spec),
+            fzero.load(str(run), spec, like=like),
+            fzero.load(run, spec, like=lambda key: {"w": torch.zeros(3), "x": torch.zeros(2, 2)}),
+            fzero.load(run, spec, like=state.params),
+            fzero.load(run, like=fzero.init(like | {"w": torch.zeros(3)}, spec)),
+        ):
+            assert found.step == 2
+            assert found.metrics == {}
+            assert same(found, state)
+    assert caplog.text.count(f"loaded step 2 from {run / 'step-00000002'}") == 6
+
+
+def test_a_state_given_as_like_is_donated_and_its_programs_stay(trained: tuple[fzero.State, Path]) -> None:
+    state, run = trained
+    old = fzero.step(state, torch.eye(3))
+    program = old.program
+    found = fzero.load(run, like=old)
+    with pytest.raises(DonatedError, match=r"donated to fzero\.load: use the state that it returned"):
+        old.params["w"].full()
+    with pytest.raises(DonatedError, match=r"fzero.load\(like=state\)"):
+        fzero.load(run, like=old)
+    assert found.runtime is old.runtime
+    assert fzero.step(found, torch.eye(3)).program is program
+
+
+def test_a_load_at_the_same_layout_runs_the_same_program(trained: tuple[fzero.State, Path]) -> None:
+    state, run = trained
+    found = fzero.load(run, adam_spec(allow_unused=True))
+    one, two = fzero.step(found, torch.eye(3)), fzero.step(state, torch.eye(3))
+    assert one.program.digest == two.program.digest == fzero.checkpoint.manifest(run).program
+    assert same(one, two)
+    assert one.step == 3
+
+
+def test_a_run_gives_its_newest_committed_step(trained: tuple[fzero.State, Path]) -> None:
+    state, run = trained
+    state = fzero.step(state, torch.eye(3))
+    newest = fzero.save(state, run)
+    assert fzero.load(run, adam_spec(allow_unused=True)).step == 3
+    (newest / "COMMITTED").write_text("0" * 64 + "\n")
+    (run / "latest").write_text("step-00000003\n")
+    assert fzero.load(run, adam_spec(allow_unused=True)).step == 2
+    with pytest.raises(CorruptError, match="step-00000003/COMMITTED"):
+        fzero.load(newest, adam_spec(allow_unused=True))
+    with pytest.raises(CheckpointError, match="no committed checkpoint"):
+        fzero.load(run / "step-00000002" / "..", like=fzero.init({"w": torch.ones(3)}, sgd_spec())) if (
+            (run / "step-00000002" / "COMMITTED").unlink() is None
+        ) else None
+
+
+def test_every_difference_is_shown_and_nothing_is_loaded(trained: tuple[fzero.State, Path]) -> None:
+    _, run = trained
+    like = {"w": torch.zeros(4), "x": torch.zeros(2, 2, dtype=torch.float64), "xx": torch.zeros(1)}
+    state = fzero.init(like, adam_spec(allow_unused=True))
+    before = {path: x.clone() for path, x in flat(state).items()}
+    for ask in (lambda: fzero.load(run, like=state), lambda: fzero.load(run, adam_spec(), like=like)):
+        with pytest.raises(MismatchError) as caught:
+            ask()
+        assert caught.value.file == str(run / "step-00000002")
+        assert str(caught.value) == (
+            f"{run / 'step-00000002'}: does not have the leaves of this state. Nothing was loaded.\n"
+            "  3 missing (this state has them, the checkpoint does not):\n"
+            "    state['opt_state/mu/xx']\n"
+            "    state['opt_state/nu/xx']\n"
+            "    state['params/xx']\n"
+            "  3 of another shape:\n"
+            "    state['opt_state/mu/w'] is [3] there, [4] here\n"
+            "    state['opt_state/nu/w'] is [3] there, [4] here\n"
+            "    state['params/w'] is [3] there, [4] here\n"
+            "  3 of another dtype:\n"
+            "    state['opt_state/mu/x'] is f32 there, f64 here\n"
+            "    state['opt_state/nu/x'] is f32 there, f64 here\n"
+            "    state['params/x'] is f32 there, f64 here\n"
+            "Give fzero.load the spec and tree that were saved, or strict=False, which loads what fits"
+        )
+    assert all(same_bits(x, before[path]) for path, x in flat(state).items())
+
+
+def test_another_optimizer_and_a_renamed_leaf(trained: tuple[fzero.State, Path]) -> None:
+    _, run = trained
+    with pytest.raises(MismatchError, match=r"extra \(the checkpoint has them.*\n    state\['opt_state/mu/w'\]"):
+        fzero.load(run, sgd_spec())
+    renamed = {"w": torch.zeros(3), "x2": torch.zeros(2, 2)}
+    with pytest.raises(MismatchError, match=r"state\['params/x2'\] Did you mean 'params/x'\?"):
+        fzero.load(run, adam_spec(), like=renamed)
+
+
+def test_a_long_difference_is_cut(tmp_path: Path) -> None:
+    names = [f"w{i}" for i in range(SHOWN + 5)]
+    spec = fzero.Spec(loss=never, optimizer=fzero.optim.sgd(0.1))
+    fzero.save(fzero.init({name: torch.zeros(2) for name in names} | {"w": torch.zeros(3)}, spec), tmp_path)
+    with pytest.raises(MismatchError) as caught:
+        fzero.load(tmp_path, spec, like={"w": torch.zeros(3)})
+    assert f"{SHOWN + 5} extra" in str(caught.value)
+    assert str(caught.value).count("state['params/w") == SHOWN
+    assert "    and 5 more\n" in str(caught.value)
+
+
+def test_not_strict_loads_what_fits_and_says_what_it_skipped(
+    trained: tuple[fzero.State, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    state, run = trained
+    like = {"w": torch.full((3,), 7.0), "x": torch.full((4,), 8.0), "y": torch.full((2,), 9.0)}
+    spec = adam_spec(allow_unused=True)
+    given = fzero.step(fzero.init(like, spec), torch.eye(3))
+    moved = flat(given)
+    for found, kept in (
+        (fzero.load(run, spec, like=like, strict=False), flat(fzero.init(like, spec))),
+        (fzero.load(run, like=given, strict=False), moved),
+    ):
+        leaves, saved = flat(found), flat(state)
+        for path, value in leaves.items():
+            fits = path in saved and saved[path].shape == value.shape
+            assert fits == (path[-1] in "wt"), path
+            assert same_bits(value, saved[path] if fits else kept[path]), path
+        assert found.step == 2
+        assert fzero.step(found, torch.eye(3)).step == 3
+    assert caplog.text.count("these leaves were not loaded") == 2
+    assert "state['params/y']" in caplog.text
+    assert "state['params/x'] is [2, 2] there, [4] here" in caplog.text
+
+
+def test_a_kept_leaf_needs_values(tmp_path: Path) -> None:
+    fzero.save(fzero.init({"w": torch.ones(3)}, sgd_spec()), tmp_path)
+    with pytest.raises(MismatchError, match="'params/x', whose first value depends on values that are not there"):
+        fzero.load(
+            tmp_path, sgd_spec(), like={k: torch.empty(3, device="meta") for k in "wx"}, strict=False
+        )  # fmt: skip
+
+
+def test_what_cannot_be_asked(trained: tuple[fzero.State, Path]) -> None:
+    state, run = trained
+    with pytest.raises(SpecError, match=r"fzero.load\(dir, spec\) or fzero.load\(dir, like=state\)"):
+        fzero.load(run)
+    with pytest.raises(SpecError, match="leave spec out"):
+        fzero.load(run, adam_spec(), like=state)
+    with pytest.raises(SpecError, match="needs 2 ranks"):
+        fzero.load(run, adam_spec(mesh={"dp": 2}))
+    with pytest.raises(CheckpointError, match=re.escape(f"{run / 'nowhere'}: there is no such directory")):
+        fzero.load(run / "nowhere", adam_spec())
+    with pytest.raises(fzero.TreeError, match="needed a key"):
+        fzero.load(run, adam_spec(), key=torch.zeros(3))
+
+
+# --- keys, custom steps, per-rank leaves ------------------------------------------------------------------------------
+
+
+def noisy(params: Any, batch: Tensor, key: Tensor) -> Tensor:
+    return (fzero.random.dropout(key, batch @ params["w"], 0.5) ** 2).mean()
+
+
+def test_a_key_in_the_checkpoint_is_loaded(tmp_path: Path) -> None:
+    spec = fzero.Spec(loss=noisy, optimizer=fzero.optim.sgd(0.1))
+    state = fzero.init({"w": torch.ones(3)}, spec, key=fzero.random.key(5))
+    state = fzero.step(state, torch.eye(3))
+    fzero.save(state, tmp_path)
+    for found in (fzero.load(tmp_path, spec), fzero.load(tmp_path, spec, key=fzero.random.key(9))):
+        assert same(found, state)
+    quiet = sgd_spec()  # its loss asks for no key: the state holds one because the checkpoint does
+    assert same(fzero.load(tmp_path, quiet), state)
+    fzero.save(fzero.init({"w": torch.ones(3)}, quiet), tmp_path / "without")
+    with pytest.raises(MismatchError, match=r"1 missing .*\n    state\['key'\]"):
+        fzero.load(tmp_path / "without", quiet, key=fzero.random.key(3))
+    found = fzero.load(tmp_path / "without", quiet, key=fzero.random.key(3), strict=False)
+    assert same(found, fzero.init({"w": torch.ones(3)}, quiet, key=fzero.random.key(3)))
+
+
+Pair = namedtuple("Pair", "fast slow")
+
+
+def ema_step(state: Any, batch: Tensor) -> tuple[Any, Any]:
+    nets = state["nets"]
+    loss, grads = fzero.value_and_grad(lambda p, b: ((b @ p["w"]) ** 2).mean())(nets[0], batch)
+    fast = tree.map(lambda p, g: p - 0.1 * g, nets[0], grads)
+    slow = tree.map(lambda s, p: 0.9 * s + 0.1 * p, nets[1], fast)
+    new = {**state, "nets": Pair(fast, slow) if isinstance(nets, Pair) else [fast, slow], "n": state["n"] + 1}
+    return new, {"loss": loss}
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_state_of_ones_own(named: bool, tmp_path: Path) -> None:
+    def make() -> Any:
+        nets = [{"w": torch.ones(3)}, {"w": torch.ones(3)}]
+        return {"nets": Pair(*nets) if named else nets, "n": 0, "z": (torch.ones(2, dtype=torch.complex64), None)}
+
+    spec = fzero.Spec(step=ema_step)
+    state = fzero.step(fzero.init(make(), spec), torch.eye(3))
+    fzero.save(state, tmp_path)
+    if named:
+        with pytest.raises(MismatchError, match=r"has a Pair at the state/nets, which no file can make.*like=params"):
+            fzero.load(tmp_path, spec)
+    found = fzero.load(tmp_path, spec, like=make() if named else None)
+    assert tree.flatten(found.tree)[2] == tree.flatten(state.tree)[2]
+    assert same(found, state)
+    assert same(fzero.step(found, torch.eye(3)), fzero.step(state, torch.eye(3)))
+    with pytest.raises(MismatchError, match=r"has no 'params'"):
+        fzero.load(tmp_path, sgd_spec())
+
+
+def test_what_each_rank_keeps_needs_as_many_ranks(tmp_path: Path) -> None:
+    paths, leaves, treedef = tree.flatten({"error": torch.zeros(5), "w": torch.ones(7)})
+    spec = fzero.Spec(step=lambda s, b: (s, {}), zero=3)
+    plan = plan_for(spec, paths, leaves, ("error",), 2)
+    memory = [storage.shards(plan, [torch.full((5,), float(rank)), leaves[1]], rank) for rank in range(2)]
+    saved = write(tmp_path, plan, memory, treedef)
+    found = read(saved, plan)
+    assert [m["error"].tolist() for m in found] == [[0.0] * 5, [1.0] * 5]
+    given = {"error": fzero.per_rank(torch.full((5,), 3.0)), "w": torch.zeros(7)}
+    one_per_rank = r"state\['error'\] is \[2, 5\] \(one per rank\) there, \[1, 5\] \(one per rank\) here.*load it on 2"
+    for like in (None, given):
+        with pytest.raises(MismatchError, match=one_per_rank):
+            fzero.load(tmp_path, spec, like=like)
+    found_one = fzero.load(tmp_path, spec, like=given, strict=False)
+    assert found_one.tree["error"].full().tolist() == [[3.0] * 5]
+    assert found_one.tree["w"].full().tolist() == [1.0] * 7
+    assert entry((5,), torch.float32, True, 2) == Checkpoint(saved).leaves["error"]

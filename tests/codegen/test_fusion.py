@@ -1,0 +1,113 @@
+"""Stretches of pointwise ops, cut out of a segment: the same bits, nothing that is no loop, one for equal layers."""
+
+import random
+from typing import Any
+
+import cases
+import helpers
+import pytest
+import torch
+from fusing import graph_of, stretches, use
+from torch import fx
+
+import fzero
+from fzero.codegen.fusion import Fused, aliased, fused
+from fzero.ir import segments
+from fzero.ir.mesh import Mesh
+from fzero.ir.program import Program
+from fzero.ir.records import Buffer, Ref, make_op
+from fzero.runtime import handlers
+from fzero.runtime.interpreter import interpret
+from fzero.tools.mutate import corpus
+
+aten = torch.ops.aten
+
+
+def names(one: Fused) -> list[str]:
+    return [n.target.__name__ for n in one.graph.graph.nodes if segments.is_compute(n) and not segments.is_view(n)]
+
+
+@pytest.mark.parametrize("number", range(18))
+@pytest.mark.sampled(3)
+def test_a_segment_with_stretches_cut_out_computes_the_same_bits(number: int, monkeypatch: Any) -> None:
+    case = corpus.draw(random.Random(number), number)
+
+    def run() -> list[handlers.Rank]:
+        memory = [{name: x.clone() for name, x in held.items()} for held in case.memory]
+        with torch.no_grad():
+            return interpret(case.programs, memory, poison=True)
+
+    plain = run()
+    found: dict[str, Any] = {}
+    for program in case.programs.values():
+        for key, same in aliased(program).items():
+            made = fused(program.segments[key], {}, same)
+            found.update({key: made.forward} if made is not None else {})
+    use(monkeypatch, lambda program: found)
+    for ours, theirs in zip(run(), plain, strict=True):
+        assert ours.memory.keys() == theirs.memory.keys()
+        assert all(helpers.same_bits(ours.memory[name], x) for name, x in theirs.memory.items())
+        assert all(ours.memory[name].stride() == x.stride() for name, x in theirs.memory.items())
+
+
+def test_what_is_no_loop_stays_aten() -> None:
+    def body(g: fx.Graph, x: fx.Node, w: fx.Node) -> list[fx.Node]:
+        a = g.call_function(aten.mul.Tensor, (x, 2.0))
+        b = g.call_function(aten.sin.default, (a,))
+        c = g.call_function(aten.mm.default, (b, w))
+        d = g.call_function(aten.gelu.default, (c,))  # by erf: aten's is twice as fast on the CPU
+        e = g.call_function(aten.rand_like.default, (d,))
+        f = g.call_function(aten.add.Tensor, (e, d))  # alone between two borders
+        h = g.call_function(aten.mm.default, (f, w))
+        return [h]
+
+    pool: dict[str, Fused] = {}
+    made = fused(graph_of(body, torch.empty(4, 4), torch.empty(4, 4)), pool, {})
+    assert made is not None
+    assert [names(one) for one in pool.values()] == [["mul.Tensor", "sin.default", "copy_.default"]]
+    kinds = [getattr(n.target, "__name__", "") for n in made.graph.nodes if segments.is_compute(n)]
+    assert [k for k in kinds if "mm" in k or "gelu" in k or "rand" in k or "add" in k] == [
+        "mm.default",
+        "gelu.default",
+        "rand_like.default",
+        "add.Tensor",
+        "mm.default",
+    ]
+
+
+def test_a_segment_without_a_stretch_is_left_out() -> None:
+    def body(g: fx.Graph, x: fx.Node) -> list[fx.Node]:
+        return [g.call_function(aten.mm.default, (g.call_function(aten.t.default, (x,)), x))]
+
+    assert fused(graph_of(body, torch.empty(4, 4)), {}, {}) is None
+
+
+def test_depth_adds_nothing_to_compile() -> None:
+    found = []
+    for depth in (3, 9):
+        init, loss = cases.gpt(64, 16, depth, 2)
+        spec = fzero.Spec(loss=loss, optimizer=fzero.optim.lion(1e-3), zero=3, precision="bf16")
+        batch = {name: torch.empty(2, 8, dtype=torch.int64, device="meta") for name in "xy"}
+        found.append(stretches(fzero.lower(spec, init, batch, world_size=2).program))
+    assert found[0].keys() == found[1].keys()
+    assert len(found[0]) >= 4
+
+
+def test_segments_whose_ops_alias_differently_are_left_alone() -> None:
+    def body(g: fx.Graph, x: fx.Node, into: fx.Node) -> list[fx.Node]:
+        g.call_function(aten.copy_.default, (into, g.call_function(aten.mul.Tensor, (x, 2.0))))
+        return []
+
+    gm = graph_of(body, torch.empty(8), torch.empty(8))
+    key = segments.digest(gm)
+    buffers = {name: Buffer(name, torch.float32, (16,), "state") for name in "ab"}
+
+    def program(*pairs: tuple[Ref, Ref]) -> Program:
+        ops = tuple(make_op("update", [read], [write], segment=key, fresh=0) for read, write in pairs)
+        return Program(Mesh((("dp", 1),)), {}, buffers, ops, {}, segments={key: gm})
+
+    a, b = Ref("a", 0, 8), Ref("b", 0, 8)
+    assert aliased(program((a, b), (b, a))) == {key: {}}
+    assert aliased(program((a, a), (b, b))) == {key: {1: 0}}
+    assert aliased(program((a, a), (b, a))) == {}
+    assert aliased(program((Ref("a", 4, 12), a))) == {}

@@ -1,0 +1,130 @@
+"""Ahead of time: a 124M-parameter GPT for 64 ranks, without its parameters, a device or a process group."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import cases
+import pytest
+import torch
+
+import fzero
+from fzero.ir.program import Program
+from fzero.passes import PASSES, Options
+from fzero.verify.rules import RULES
+
+
+def test_lower_of_124m_parameters_for_64_ranks_allocates_nothing() -> None:
+    """In a process of its own, so that its peak memory can be read: far below the 498 MB of the parameters alone."""
+    script = """
+        import json, resource, sys, time
+        import torch, torch.distributed as dist
+        torch.set_num_threads(1)
+        import cases, fzero
+        init, loss = cases.gpt(50304, 768, 12, 12)
+        spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(3e-4), zero=3, clip_norm=1.0)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        start = time.perf_counter()
+        lowered = fzero.lower(spec, init, cases.tokens(1, 256, 50304), world_size=64)
+        seconds = time.perf_counter() - start
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        params = sum(torch.Size(l.shape).numel() for l in lowered.plan.leaves if l.path.startswith("params/"))
+        print(json.dumps({"seconds": seconds, "grown_kb": grown, "params": params, "state": lowered.memory.state,
+                          "group": dist.is_initialized(), "peak": lowered.memory.peak}))
+    """
+    here = Path(__file__).parents[1] / "support"
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True, text=True, timeout=600, cwd=here, check=False,
+        env={"PYTHONPATH": f"{here}:{here.parents[1]}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    row = json.loads(done.stdout.splitlines()[-1])
+    assert 123e6 < row["params"] < 126e6
+    assert row["seconds"] < 300, "a hang"
+    assert not row["group"]
+    assert row["grown_kb"] * 1024 < 0.5 * 4 * row["params"], row
+    assert row["state"] < 4 * 3 * row["params"] / 64 * 1.01
+
+
+def test_lower_reads_shapes_only() -> None:
+    init, loss = cases.gpt(depth=2)
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=3)
+    real = init(fzero.random.key(0))
+    like = fzero.tree.map(lambda x: torch.empty_like(x, device="meta"), real)
+    batch = cases.tokens(2, 32, 512)
+    texts = {
+        str(fzero.lower(spec, params, batch, world_size=4).program)
+        for params in (real, like, init)
+    }  # fmt: skip
+    assert len(texts) == 1
+
+
+def test_the_program_says_why_in_leaf_paths_phase_and_source_line() -> None:
+    program = cases.lowered(zero=3).program
+    text = str(program)
+    line = cases.layers_loss.__code__.co_firstlineno + 3
+    assert f"forward layers.0 (cases.py:{line})" in text
+    assert "backward layers.1" in text
+    assert "update layers/0/w .. layers/0/b" in text
+    assert "live " in text
+    assert "wire " in text
+
+
+def lines_run(work: Callable[[], Any]) -> tuple[int, Any]:
+    """(how many lines of fzero's code `work()` runs, what it returns): the same on every machine, however loaded."""
+    ours, count, before = str(Path(fzero.__file__).parent), 0, sys.gettrace()
+
+    def line(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return line
+
+    sys.settrace(lambda frame, event, argument: line if frame.f_code.co_filename.startswith(ours) else None)
+    try:
+        result = work()
+    finally:
+        sys.settrace(before)
+    return count, result
+
+
+def work_by_pass_and_rule(program: Program, options: Options) -> dict[str, int]:
+    """The lines that each pass runs on what the ones before it left, and each rule of verify on the last; but for what
+    is made once for each segment and kept."""
+    found: dict[str, int] = {}
+    for name, run, _ in PASSES:
+        run(program, options)
+        found[name], program = lines_run(lambda run=run, program=program: run(program, options))
+    for name, rule in RULES.items():
+        found[f"verify: {name}"], faults = lines_run(lambda rule=rule: list(rule(program)))
+        assert not faults
+    return found
+
+
+LINEAR: dict[str, dict[str, Any]] = {
+    "layers of a bucket each, computed again": {"zero": 3, "remat": "full", "bucket_bytes": 1 << 12},
+    "layers in one bucket": {"zero": 1, "loss": cases.bf16_loss, "bucket_bytes": 1 << 30},
+    "microbatches": {"zero": 3, "clip_norm": 1.0, "bucket_bytes": 1 << 12},
+}
+
+
+@pytest.mark.parametrize("case", LINEAR)
+def test_the_work_of_passes_and_rules_is_linear(case: str) -> None:
+    """Of three sizes, each twice the one before, the second step is twice the first, whatever all have in common. What
+    looks at each op for each op makes it up to four times."""
+    found = []
+    for size in (2, 4, 8):
+        depth, microbatches = (1, size) if case == "microbatches" else (size, 2)
+        options = {"reduce": "each", "microbatches": microbatches, **LINEAR[case]}
+        program = cases.naive(params=cases.layers(8, depth), **options)
+        found.append(work_by_pass_and_rule(program, Options(remat=cases.spec(**options).remat_rules)))
+    small, middle, large = found
+    growth = {name: (large[name] - middle[name]) / max(middle[name] - small[name], 1) for name in small}
+    assert all(times < 2.1 for times in growth.values()), growth

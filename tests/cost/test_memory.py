@@ -1,0 +1,78 @@
+"""What the account says is what the allocator does: state to the byte, the peak within 5 %."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import cases
+import pytest
+import torch
+
+from fzero.state import storage
+
+aten = torch.ops.aten
+TRAINED = ["gpt", *(pytest.param(model, marks=pytest.mark.acceptance) for model in ("convolutional", "embedding"))]
+
+
+@cache
+def measured(model: str) -> list[dict[str, int]]:
+    """One step of a model under each stage on two gloo ranks: rank 0's planned and measured bytes, by stage."""
+    worker = Path(__file__).parents[1] / "support" / "workers" / "memory.py"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(worker),
+        model,
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(worker.parents[1]), *sys.path])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("model", TRAINED)
+@pytest.mark.sampled(2)
+def test_the_planned_peak_is_within_5_percent_of_the_measured(model: str, zero: int) -> None:
+    row = measured(model)[zero]
+    assert abs(row["planned"] - row["measured"]) <= 0.05 * row["measured"], row
+
+
+@pytest.mark.parametrize("model", TRAINED)
+def test_state_bytes_equal_the_plan_and_fall_with_the_stage(model: str) -> None:
+    rows = measured(model)
+    assert all(row["state_held"] == row["state_planned"] for row in rows)
+    held = [row["state_held"] for row in rows]
+    assert held[0] > held[1] == held[2] > held[3]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 64])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.sampled(4)
+def test_the_plan_lists_every_byte_of_state(world: int, zero: int) -> None:
+    plan = cases.lowered(world, zero=zero).plan
+    memory = storage.allocate(plan, storage.block_of("cpu"))
+    assert sum(t.numel() * t.element_size() for t in memory.values()) == plan.state_bytes
+    logical = sum(leaf.dtype.itemsize * torch.Size(leaf.shape).numel() for leaf in plan.leaves)
+    padding = sum(plan.padding_bytes().values())
+    whole = sum(
+        (plan.buckets[b.bucket].length if b.bucket else b.numel) * b.dtype.itemsize for b in plan.buffers.values()
+    )
+    assert whole == logical + padding  # padding is all that is not a leaf
+
+
+def test_the_account_is_of_the_peak_and_sums_to_it() -> None:
+    for zero in (0, 1, 2, 3):
+        memory = cases.lowered(zero=zero, microbatches=2).memory
+        assert sum(memory.values()) == memory.peak
+        assert memory.state == cases.lowered(zero=zero, microbatches=2).plan.state_bytes

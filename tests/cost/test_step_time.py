@@ -1,0 +1,144 @@
+"""The two-lane model: figures that can be worked out by hand, and choices that follow from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fzero
+from fzero.comm.transport import bucket_bytes
+from fzero.cost import choose, rates, step_time
+from fzero.cost.autotune import folder, remember
+from fzero.cost.rates import Rates
+from fzero.ir import segments
+from fzero.ir.program import Program
+from fzero.plan.layout import BUCKET_BYTES
+
+
+def figures(latency: tuple[float, float], wire_bytes: float, *rest: Any) -> Rates:
+    """Rates of a gather and of a reduction."""
+    kinds = ("all_gather", "reduce_scatter")
+    return Rates(dict(zip(kinds, latency, strict=True)), dict.fromkeys(kinds, wire_bytes), *rest)
+
+
+NETWORK = Rates(
+    {"all_gather": 1e-4, "reduce_scatter": 1e-4}, {"all_gather": 1e8, "reduce_scatter": 1e8}, 1.0, {2: 1e9, 4: 1e9}, 1e9
+)
+HERE = Rates(
+    {"all_gather": 0.0, "reduce_scatter": 0.0}, {"all_gather": 1e10, "reduce_scatter": 1e10}, 0.0, {2: 1e9, 4: 1e9}, 1e9
+)
+
+
+def lowered(**options: Any) -> fzero.Lowered:
+    def loss(p: Any, b: torch.Tensor) -> torch.Tensor:
+        for layer in p["layers"]:
+            b = torch.tanh(b @ layer["w"])
+        return b.square().mean()
+
+    params = {"layers": [{"w": torch.empty(128, 128, device="meta")} for _ in range(6)]}
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=3, **options)
+    return fzero.lower(spec, params, torch.empty(64, 128), world_size=2)
+
+
+def test_a_gather_passes_beside_a_segment_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every segment takes a second and every transfer a quarter: hidden, exposed, or free."""
+    whole = lowered(prefetch=1).program
+    runs = sum(op.computes for op in whole.ops)
+    monkeypatch.setattr(step_time, "_compute", lambda gm, rates: 1.0)
+    free = figures((0, 0), 1e18, 1.0, {}, 1.0)
+    assert step_time.seconds(whole, free) == pytest.approx(runs)
+    transfers = [op for op in whole.ops if op.is_collective]
+    exposed = Rates(
+        {"all_gather": 0.25, "reduce_scatter": 0.25}, {"all_gather": 1e18, "reduce_scatter": 1e18}, 0.0, {}, 1.0
+    )
+    assert step_time.seconds(whole, exposed) == pytest.approx(runs + 0.25 * len(transfers))
+    hidden = Rates(
+        {"all_gather": 0.25, "reduce_scatter": 0.25}, {"all_gather": 1e18, "reduce_scatter": 1e18}, 1.0, {}, 1.0
+    )
+    assert runs < step_time.seconds(whole, hidden) < step_time.seconds(whole, exposed)
+
+
+@pytest.mark.acceptance
+def test_one_ahead_is_predicted_to_gain_over_a_network_and_not_in_one_memory() -> None:
+    programs: dict[int, Program] = {depth: lowered(prefetch=depth).program for depth in choose.DEPTHS}
+    picked = choose.prefetch_depth(programs, 1, NETWORK)
+    depth, why = picked.value, picked.reason
+    assert depth >= 1
+    assert "predicted seconds" in why
+    assert "0: " in why, "what was not taken is shown too"
+    seconds = {n: step_time.seconds(program, NETWORK) for n, program in programs.items()}
+    assert seconds[1] < 0.95 * seconds[0]
+    assert choose.prefetch_depth(programs, 0, HERE).value == 0
+
+
+def test_a_choice_needs_a_gain() -> None:
+    one = lowered(prefetch=1).program
+    assert choose.prefetch_depth({1: one, 2: one}, 1, NETWORK).value == 1
+    assert choose.prefetch_depth({1: one, 2: one}, 2, NETWORK).value == 2
+
+
+def test_operations_of_products() -> None:
+    a, b, c = torch.empty(3, 4, 5), torch.empty(3, 5, 6), torch.empty(4, 6)
+    into = torch.empty(4, 6)
+
+    def fn(a: Any, b: Any, c: Any, into: Any) -> list[Any]:
+        torch.ops.aten.mm.out(a[0], b[0], out=into)
+        return [torch.bmm(a, b), torch.addmm(c, a[0], b[0]), torch.exp(a)]
+
+    gm = make_fx(fn, tracing_mode="fake")(a, b, c, into)
+    found = [
+        step_time.flops(node) for node in gm.graph.nodes if segments.is_compute(node) and not segments.is_view(node)
+    ]
+    assert sorted(found) == [0, 2 * 4 * 5 * 6, 2 * 4 * 5 * 6, 2 * 3 * 4 * 5 * 6]
+
+
+def test_attention_and_convolution_count() -> None:
+    q = torch.empty(1, 2, 16, 8)
+    gm = make_fx(lambda q: torch.nn.functional.scaled_dot_product_attention(q, q, q), tracing_mode="fake")(q)
+    assert sum(step_time.flops(n) for n in gm.graph.nodes if segments.is_compute(n)) == 4 * q.numel() * 16
+    x, w = torch.empty(1, 3, 8, 8), torch.empty(4, 3, 3, 3)
+    gm = make_fx(lambda x, w: torch.nn.functional.conv2d(x, w), tracing_mode="fake")(x, w)
+    assert sum(step_time.flops(n) for n in gm.graph.nodes if segments.is_compute(n)) == 2 * (4 * 6 * 6) * 27
+
+
+def test_rates_from_a_busy_machine_stay_rates() -> None:
+    assert rates.fitted({4096: 1e-4, 4 << 20: 1e-2}) == (1e-4, pytest.approx((4 << 20) / 9.9e-3))
+    latency, rate = rates.fitted({4096: 4e-3, 4 << 20: 4e-3})
+    assert (latency, rate) == (4e-3, pytest.approx((4 << 20) / 4e-4))
+
+
+def test_buckets_are_as_small_as_latency_lets_them() -> None:
+    costs = choose.bucket_costs(NETWORK)
+    assert choose.bucket_bytes(costs) == 8 << 20
+    slow_start = Rates(
+        {"all_gather": 2e-3, "reduce_scatter": 1e-3}, {"all_gather": 1e9, "reduce_scatter": 1e9}, 0, {}, 1
+    )
+    assert choose.bucket_bytes(choose.bucket_costs(slow_start)) == 64 << 20
+
+
+def test_the_size_of_buckets_is_kept_for_the_machine(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FZERO_CACHE", str(tmp_path))
+    assert bucket_bytes("p2p", 2) == BUCKET_BYTES, "nothing was measured"
+    assert bucket_bytes("p2p", 2, rates=NETWORK) == 8 << 20
+    other = figures((1.0, 1.0), 1e9, 0, {}, 1)
+    assert bucket_bytes("p2p", 2, rates=other) == 8 << 20, "a later run keeps the layout of the first"
+    assert bucket_bytes("p2p", 2) == 8 << 20, "lower plans what init will do"
+    assert bucket_bytes("p2p", 4) == BUCKET_BYTES
+    remember("buckets", {"shared, 2 ranks": {str(64 << 20): 1.0}})
+    assert bucket_bytes("shared", 2) == 64 << 20
+    remember("buckets", {"p2p, 8 ranks": {"huge": 1.0, "-8": 0.1}})
+    assert bucket_bytes("p2p", 8) == BUCKET_BYTES, "what is no size of a bucket is none"
+
+
+def test_a_user_without_a_home_has_a_folder_for_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("FZERO_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert folder().is_absolute()

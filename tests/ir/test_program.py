@@ -1,0 +1,134 @@
+"""The text form round-trips, and says where it is not understood."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fzero
+from fzero.ir.liveness import live_bytes
+from fzero.ir.mesh import Mesh
+from fzero.ir.program import Program
+from fzero.ir.records import ALIGN, DTYPES, Bucket, Buffer, Op, Ref, Slot
+from fzero.passes import Options, optimise
+
+specs = st.fixed_dictionaries(
+    {
+        "zero": st.sampled_from([0, 1, 2, 3, {"layers/**": 3, "**": 2}]),
+        "microbatches": st.integers(1, 3),
+        "reduce": st.sampled_from([None, "each", "end"]),
+        "clip_norm": st.sampled_from([None, 1.0]),
+        "prefetch": st.integers(0, 3),
+        "overlap": st.booleans(),
+        "bucket_bytes": st.sampled_from([256, 1 << 14, 1 << 25]),
+    }
+)
+
+
+@settings(max_examples=8, deadline=None)
+@given(specs, st.integers(1, 5))
+def test_parse_of_the_text_is_the_program_and_verifies(options: dict[str, Any], world: int) -> None:
+    program = cases.lowered(world, **options).program
+    again = fzero.parse(str(program), program.segments)
+    assert again == program
+    assert str(again) == str(program)
+    assert again.digest == program.digest
+    fzero.verify(again)
+
+
+def test_the_naive_program_round_trips_too() -> None:
+    program = cases.naive(microbatches=2, clip_norm=1.0)
+    assert fzero.parse(str(program)) == program
+
+
+words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=12)
+names = st.from_regex(r"[a-z][\w./:~@-]{0,8}", fullmatch=True)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    """Records of every form, not meant to run."""
+    shape = draw(st.lists(st.integers(0, 9), max_size=3).map(tuple))
+    slots = (Slot(draw(words), 0, 6, (2, 3)), Slot(draw(words), ALIGN, ALIGN + 1, ()))
+    flags = draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from(["produced", "end"]))
+    bucket = Bucket(draw(names), 2 * ALIGN, slots, "dp", *flags)
+    note = draw(st.from_regex(r"[a-z]( ?[a-z(|#]){0,9}", fullmatch=True))
+    buffer = Buffer(draw(names), draw(st.sampled_from(list(DTYPES.values()))), shape, "scratch", None, None, None, note)
+    refs = [Ref(buffer.name), Ref(buffer.name, 0, 6, (2, 3)), Ref(buffer.name, 1, 2, ()), Ref(buffer.name, 0, 9)]
+    refs.append(Ref(buffer.name, 0, 9, None, True))
+    attrs = draw(st.dictionaries(st.sampled_from(["mode", "flat", "peer"]), st.integers(-9, 9) | st.just("all")))
+    why = draw(st.just("") | words.map(str.split).map(" ".join))
+    reads = tuple(draw(st.lists(st.sampled_from(refs))))
+    axis = draw(st.none() | st.just("dp"))
+    op = Op(draw(st.sampled_from(["run", "wait"])), reads, (refs[1],), axis, tuple(sorted(attrs.items())), why)
+    return Program(Mesh((("dp", 2),)), {bucket.name: bucket}, {buffer.name: buffer}, (op,), {draw(words): buffer.name})
+
+
+@settings(max_examples=150, deadline=None)
+@given(programs())
+def test_any_records_round_trip(program: Program) -> None:
+    assert fzero.parse(str(program)) == program
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("   0 run a[1:2:3:4] -> b", "reference"),
+        ("buffer x f31[2] grad", "f31"),
+        ("bucket b length=x axis=dp updates=whole gathered=kept reduced=end", "invalid literal"),
+        ("banana 3", "banana"),
+    ],
+)
+def test_a_line_that_is_not_understood_is_named(line: str, what: str) -> None:
+    text = f"fzero program 1\nmesh dp=2\n{line}\n"
+    with pytest.raises(ValueError, match="line 3 of the program is not understood") as error:
+        fzero.parse(text)
+    assert what in str(error.value)
+
+
+def test_an_edited_program_runs_if_it_verifies_and_is_refused_if_not() -> None:
+    """A gather moved one op later by hand is accepted; its wait dropped is refused."""
+    program = cases.lowered(zero=3, prefetch=1).program
+    lines = str(program).splitlines()
+    at = next(i for i, line in enumerate(lines) if " all_gather params:layers.1" in line)
+    later = [*lines[:at], lines[at + 1], lines[at], *lines[at + 2 :]]
+    fzero.verify(fzero.parse("\n".join(later), program.segments))
+    wait = next(i for i, line in enumerate(lines) if " wait params:layers.1.full" in line)
+    with pytest.raises(fzero.VerifyError, match="before the transfer into"):
+        fzero.verify(fzero.parse("\n".join([*lines[:wait], *lines[wait + 1 :]]), program.segments))
+
+
+def test_live_bytes_end_with_the_state_the_batch_and_the_metrics() -> None:
+    program = cases.lowered(clip_norm=1.0).program
+    kept = [b for b in program.buffers.values() if b.kind in ("param", "optimizer", "state", "batch", "metric")]
+    assert live_bytes(program.ops, program.buffers)[-1] == sum(b.nbytes for b in kept)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 5), st.data())
+def test_own_slices_partition_a_range(world: int, parts: int, data: st.DataObject) -> None:
+    length = world * parts * ALIGN
+    start = data.draw(st.integers(0, length))
+    stop = data.draw(st.integers(start, length))
+    bucket = Bucket("b", length, (), "dp")
+    whole = Buffer("w", torch.float32, (length,), "gathered", "b")
+    shard = Buffer("s", torch.float32, (length // world,), "param", "b", "dp")
+    program = Program(Mesh((("dp", world),)), {"b": bucket}, {"w": whole, "s": shard}, (), {})
+    covered = []
+    for rank in range(world):
+        low, high = program.local_range(Ref("w", start, stop, None, True), rank)
+        covered += range(low, high)
+        own = program.local_range(Ref("s", start, stop, None, True), rank)
+        assert own[1] - own[0] == high - low
+        assert high == low or own[0] + rank * length // world == low
+    assert covered == list(range(start, stop))
+
+
+def test_optimise_notes_its_passes() -> None:
+    program, _ = optimise(cases.naive(), Options())
+    assert program.passes == ("lower", *(name for name, _, _ in fzero.passes.PASSES))

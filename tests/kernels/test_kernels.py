@@ -1,0 +1,277 @@
+"""The Triton kernels without a GPU: numbers in Triton's interpreter, and cubins that keep everything in registers.
+
+What is compiled is what the launchers launch: they run here with a recorder in place of the launch. Whether registers
+are spilled, Triton's own run of ptxas says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fzero.kernels
+from fzero.kernels import _triton, adam8, adamw, cast, kernel_for, norms, philox, quantize, signs
+from fzero.kernels import round as rounding
+
+WORKERS = Path(__file__).parents[1] / "support" / "workers"
+ROOT = Path(__file__).parents[2]
+BF16, F16, F32, F64, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64
+STEP: Any = (0.9, 0.999, 1e-8, 0.1)
+TYPES = {
+    F32: "fp32", BF16: "bf16", F16: "fp16", F64: "fp64", torch.bool: "i1",
+    torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", INT64: "i64",
+}  # fmt: skip
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (pip install triton)")
+compiles = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 compiles nothing")
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.parametrize("file", ["interpreted_kernels.py", "interpreted_adam8.py"])
+@pytest.mark.sampled(1)
+def test_numbers_in_the_interpreter(file: str) -> None:
+    """In a process of its own, for Triton reads TRITON_INTERPRET when it is imported."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-W",
+        "ignore::RuntimeWarning",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+    ]
+    done = subprocess.run([*command, str(WORKERS / file)], env=env, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+@needs_triton
+@pytest.mark.acceptance
+def test_the_cases_of_the_benchmark_run() -> None:
+    """The kernel and its counterpart in PyTorch, small and in the interpreter: what is timed on a GPU is no typing
+    error."""
+    script = (
+        "import sys; sys.path.insert(0, 'benchmarks'); import kernels\n"
+        "for case in kernels.cases(1500, 'cpu'):\n"
+        "    case.run(); case.other and case.other(); print(case.name, case.floor_bytes / 1500)\n"
+    )
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "adamw fp32 28.0" in done.stdout.splitlines()
+    assert "adamw bf16 at random 14.0" in done.stdout.splitlines()
+
+
+# ---- cubins ----------------------------------------------------------------------------------------------------------
+
+
+def launches(first: int) -> Iterator[Any]:
+    """Calls of every launcher, in the dtypes that programs use, on buffers that start `first` elements late."""
+    size = 4096 + first
+
+    def buffer(dtype: torch.dtype = F32, num: int = size) -> Tensor:
+        return torch.zeros(num + first, dtype=dtype)[first:]
+
+    def scalar(dtype: torch.dtype = F64) -> Tensor:
+        return torch.zeros((), dtype=dtype)
+
+    step: tuple[Any, ...] = (scalar(INT64), scalar(), *STEP)
+    seed, flag = scalar(INT64), scalar(torch.bool)
+    for p, g, m in [(F32, F32, F32), (F32, BF16, F32), (F32, F32, BF16), (BF16, BF16, BF16), (F16, F16, F16)]:
+        run = partial(adamw.adamw_, buffer(p), buffer(g), buffer(m), buffer(m), *step)
+        yield run
+        yield partial(run, False)
+        options: dict[str, Any] = {"scale": scalar(F32), "clip": scalar(), "skip": flag, "copy": buffer(BF16)}
+        yield partial(run, **options, seeds=adamw.Seeds(*(seed if t == BF16 else None for t in (p, m, m))))
+    for p in (F32, BF16, F16):
+        blocks = -(-size // 64)
+        moments = buffer(torch.int8), buffer(F32, blocks), buffer(torch.uint8), buffer(F32, blocks)
+        yield partial(adam8.adamw8_, buffer(p), buffer(p), *moments, *step)
+    yield partial(rounding.stochastic_round, buffer(), seed, out=buffer(BF16))
+    for source, target in [(F32, BF16), (BF16, F32), (F32, F16), (F16, F32), (BF16, BF16)]:
+        yield partial(cast.cast, buffer(target), buffer(source), scalar(F32))
+        yield partial(cast.cast, buffer(target), buffer(source))
+    for dtype in (F32, BF16, F16):
+        yield partial(norms.sum_squares, buffer(dtype), nonfinite=flag)
+        for bits in (8, 4):
+            for block in (64, 4096):
+                num_codes, num_scales = quantize.sizes(size, bits, block)
+                codes = buffer(torch.int8 if bits == 8 else torch.uint8, num_codes), buffer(F32, num_scales)
+                yield partial(quantize.quantize, *codes, buffer(dtype), bits=bits, block=block)
+                yield partial(quantize.dequantize, buffer(dtype), *codes, bits=bits, block=block)
+        for block in (64, 1024, 4096):
+            num_signs, num_scales = signs.sizes(size, block)
+            packed = buffer(torch.uint8, num_signs), buffer(F32, num_scales)
+            yield partial(signs.pack, *packed, buffer(dtype), buffer(), block=block)
+            yield partial(signs.unpack, buffer(dtype), *packed, block=block)
+    keys = torch.zeros(3, 2, dtype=INT64)
+    for dtype, normal in ((F32, True), (F32, False), (F64, True), (BF16, False), (F16, True)):
+        yield partial(philox.fill, torch.empty(3, size, dtype=dtype), keys, normal=normal)
+    yield partial(philox.derive, torch.empty(3, 5, 2, dtype=INT64), keys, None, domain=1)
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, first: int) -> dict[str, tuple[Any, ...]]:
+    """The different kernels launched: name and types to (kernel, signature, constants, attributes, options)."""
+    found: dict[str, tuple[Any, ...]] = {}
+
+    def record(kernel: Any, programs: int, device: torch.device, *args: Any, **constants: Any) -> None:
+        defaults = {"enable_fp_fusion": True, "num_warps": 4}
+        options = {name: constants.pop(name, default) for name, default in defaults.items()}
+        one = _source(kernel, args, constants)
+        found[f"{kernel.__name__} {one} {options}"] = (kernel, *one, options)
+
+    monkeypatch.setattr(_triton, "launch", record)
+    monkeypatch.setattr(philox, "launch", record)
+    for call in launches(first):
+        call()
+    return found
+
+
+def _source(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """(signature, constants, attributes): what Triton specialises a launch on."""
+    signature, constants, attributes = {}, dict(constants), {}
+    for place, (name, arg) in enumerate(zip(kernel.arg_names, args, strict=False)):
+        if arg is None or (type(arg) is int and arg == 1):
+            constants[name] = arg
+        elif isinstance(arg, Tensor):
+            signature[name] = "*" + TYPES[arg.dtype]
+        else:
+            signature[name] = "fp32" if isinstance(arg, float) else "i32" if abs(arg) < 2**31 else "i64"
+        number = arg.data_ptr() if isinstance(arg, Tensor) else arg
+        if isinstance(number, int) and number % 16 == 0:
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    return {n: signature.get(n, "constexpr") for n in kernel.arg_names}, constants, attributes
+
+
+def assembled(one: tuple[Any, ...], capability: int, **more: Any) -> tuple[Any, int]:
+    """The compiled kernel, and the bytes of registers that its assembler spilled: what Triton's own ptxas said."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, signature, constants, attributes, options = one
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    with contextlib.redirect_stdout(io.StringIO()) as log:
+        result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={**options, **more})
+    said = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
+    assert said, log.getvalue()
+    return result, sum(int(num) for function in said for num in function)
+
+
+@pytest.fixture
+def _told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton assembles anew, and prints what ptxas says."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
+
+
+@needs_triton
+@compiles
+@pytest.mark.usefixtures("_told")
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.acceptance)], ids=["aligned", "unaligned"])
+@pytest.mark.sampled(1)
+def test_every_kernel_becomes_a_cubin_without_spills(
+    capability: int, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = recorded(monkeypatch, first)
+    assert {one[0].__name__ for one in found.values()} == set(_kernels()), "every kernel is launched above"
+    for name, one in found.items():
+        result, spilled = assembled(one, capability)
+        assert result.asm["cubin"]
+        assert spilled == 0, f"{name} spills {spilled} bytes on sm_{capability}"
+        if not one[-1]["enable_fp_fusion"]:
+            assert "fma.rn" not in result.asm["ptx"], f"{name} fuses products into sums"
+
+
+def _kernels() -> Iterator[str]:
+    for module in pkgutil.iter_modules(fzero.kernels.__path__):
+        names = vars(importlib.import_module(f"fzero.kernels.{module.name}"))
+        yield from (name for name in names if name.endswith("_kernel"))
+
+
+@needs_triton
+@compiles
+@pytest.mark.usefixtures("_told")
+def test_a_spill_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same kernel in 24 registers, which are too few."""
+    one = next(one for one in recorded(monkeypatch, 0).values() if one[0] is adamw._adamw_kernel)
+    assert assembled(one, 90)[1] == 0
+    assert assembled(one, 90, maxnreg=24)[1] > 0
+
+
+# ---- the table and the errors ----------------------------------------------------------------------------------------
+
+
+@needs_triton
+def test_the_table_takes_what_it_can() -> None:
+    """Signatures are the operators'; operands that no kernel reads go to the operator."""
+    for name, row in fzero.kernels.KERNELS.items():
+        namespace, packet, overload = name.split(".")
+        schema = getattr(getattr(getattr(torch.ops, namespace), packet), overload)._schema
+        assert callable(row.launch), schema
+    op = torch.ops.fzero.adamw_.default
+    with FakeTensorMode():
+        p, low, cpu = (torch.empty(64, 4, dtype=t, device=d) for t, d in ((F32, "cuda"), (F64, "cuda"), (F32, "cpu")))
+        step = torch.empty((), dtype=INT64, device="cuda"), torch.empty((), dtype=F64, device="cuda"), *STEP
+        assert kernel_for(op, p, p, p, p, *step, True) is adamw.adamw_
+        assert kernel_for(op, low, low, low, low, *step, True) is None
+        assert kernel_for(op, cpu, cpu, cpu, cpu, *step, True) is None
+        assert kernel_for(op, p.t(), p.t(), p.t(), p.t(), *step, True) is None
+        assert kernel_for(torch.ops.fzero.sum_squares.default, p) is norms.sum_squares
+        assert kernel_for(torch.ops.aten.add.Tensor, p, p) is None
+        fused = torch.ops.aten._fused_adamw_.default
+        options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "maximize": False}
+        lists = [[p]] * 4
+        assert kernel_for(fused, *lists, [], [step[0]], **options, amsgrad=False) is adamw.fused_adamw_
+        assert kernel_for(fused, *lists, [[p]], [step[0]], **options, amsgrad=True) is None
+
+
+F, U8, I8 = torch.zeros(128), torch.zeros(128, dtype=torch.uint8), torch.zeros(128, dtype=torch.int8)
+ONE = torch.tensor(1)
+ERRORS = [
+    (lambda: cast.cast(F, F.double()), TypeError, "cast: x is torch.float64, needed torch.float32 or"),
+    (lambda: cast.cast(F, torch.ones(3)), ValueError, "cast: out has 128 elements, needed 3"),
+    (lambda: cast.cast(F, torch.ones(64, 2).t()), ValueError, r"cast: x has strides \(1, 2\), but it must be contig"),
+    (lambda: quantize.quantize(I8, F[:2], F, bits=3), ValueError, "quantize: bits is 3, but it must be 8 or 4"),
+    (lambda: quantize.quantize(I8, F[:2], F, block=48), ValueError, "block is 48, .* power of two from 16 to 4096"),
+    (lambda: quantize.quantize(I8, F[:3], F), ValueError, "quantize: scales has 3 elements, needed 2"),
+    (lambda: quantize.dequantize(F, I8, F[:2], bits=4), TypeError, "codes is torch.int8, needed torch.uint8"),
+    (lambda: signs.pack(U8[:16], F[:1], F, F.bfloat16()), TypeError, "error is torch.bfloat16, needed torch.float32"),
+    (lambda: signs.unpack(F, U8[:15], F[:1]), ValueError, "unpack: signs has 15 elements, needed 16"),
+    (lambda: adamw.adamw_(F, F, F, F[:5], ONE, ONE, *STEP), ValueError, "adamw: nu has 5 elements, needed 128"),
+    (lambda: adamw.adamw_(F, F, F, F, F, ONE, *STEP), ValueError, r"count has shape \(128,\), but it must be 0-d"),
+    (
+        lambda: adamw.adamw_(F, F, F, F, ONE, ONE, *STEP, seeds=adamw.Seeds(mu=ONE)),
+        TypeError,
+        "mu is torch.float32 and has a seed: only bfloat16",
+    ),
+    (lambda: adam8.adamw8_(F, F, I8, F, U8, F, ONE, ONE, *STEP), ValueError, "mu_scales has 128 elements, needed 2"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), ERRORS)
+def test_errors_teach(call: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        call()

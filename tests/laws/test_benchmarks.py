@@ -1,0 +1,228 @@
+"""The measuring side: what it counts and decides, without a measurement (`make bench` measures)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import chart, gpu, launch, link, run, summary, worker
+from benchmarks.contenders import CONTENDERS, Setup
+from benchmarks.model import SIZES, Size, empty_model, make_batch, make_model
+from benchmarks.ratios import TABLE, ratios
+from fzero.ir.records import Ref, make_op
+
+TINY = SIZES["tiny"]
+
+
+def records(*times: list[float], losses: list[float] | None = None) -> list[dict]:
+    common = {"first_step_s": 9.0, "minor_faults_per_step": 5.0, "others_cores": 0.0, "losses": losses or [1.0]}
+    return [{**common, "step_s": list(one)} for one in times]
+
+
+def test_the_named_sizes_have_the_parameters_they_are_called_after() -> None:
+    sizes = {name: round(size.num_parameters / 1e6, 1) for name, size in {**SIZES, **gpu.SIZES}.items()}
+    assert sizes["small"] == 3.7
+    assert sizes["gpt2"] == 123.8
+    assert (sizes["gpt2_large"], sizes["gpt2_xl"], sizes["llama_1b"]) == (774.0, 1557.6, 1345.4)
+
+
+def test_flops_count_every_product_once() -> None:
+    size = gpu.TINY["llama_tiny"]
+    block = 4 * size.width**2 + 3 * size.width * size.inner + 2 * size.width
+    worked = size.layers * block + size.width + size.vocabulary * size.width  # the output layer, not the lookup
+    attention = 12 * size.layers * size.sequence * size.width
+    assert size.flops == (6 * worked + attention) * size.batch * size.sequence
+
+
+@pytest.mark.parametrize("size", [TINY, gpu.TINY["llama_tiny"]])
+def test_every_process_makes_the_same_model_and_each_rank_its_own_batch(size: Size) -> None:
+    first, second = make_model(size), make_model(size)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert {p.device.type for p in empty_model(size).parameters()} == {"meta"}
+    one, other = make_batch(size, 3, 0), make_batch(size, 3, 1)
+    assert torch.equal(one["x"][:, 1:], one["y"][:, :-1])
+    assert not torch.equal(one["x"], other["x"])
+    assert torch.equal(one["x"], make_batch(size, 3, 0)["x"])
+
+
+def test_the_step_of_fzero_is_the_step_of_the_plain_loop() -> None:
+    steps = [CONTENDERS[name].make(Setup(TINY, "fp32")) for name in ("alone", "fzero3")]
+    batches = [make_batch(TINY, number, 0) for number in range(3)]
+    plain, ours = ([float(step(batch)) for batch in batches] for step in steps)
+    assert ours == pytest.approx(plain, rel=1e-5)
+    assert plain[2] < plain[0]
+
+
+def test_a_step_counts_for_its_slowest_rank_and_a_contender_for_its_median_round() -> None:
+    rounds = [records([1.0, 2.0, 3.0], [4.0, 1.0, 1.0]), records([7.0, 7.0, 7.0], [1.0, 1.0, 1.0])]
+    assert summary.step_times(rounds[0]) == [4.0, 2.0, 3.0]
+    found = summary.figures("ddp", "tiny", rounds)
+    assert found["step_s_rounds"] == [3.0, 7.0]
+    assert found["step_s"] == 5.0
+    assert found["tokens_per_s"] == 2 * TINY.tokens / 5.0
+    assert "live_peak_bytes" not in found  # measured, or absent
+
+
+def test_a_loss_curve_that_is_off_stops_the_run_and_the_floor_does_not() -> None:
+    reference = [2.0, 1.0]
+    good, bad = records([1.0], losses=[2.0, 1.00001]), records([1.0], losses=[2.0, 1.01])
+    found = run.compared("fp32", {"ddp": [good], "floor": [bad]}, reference)
+    assert found["gaps"]["floor"] == pytest.approx(0.01)
+    assert summary.gap_line(found) == (
+        "Losses agree with the reference's to 1e-05 (allowed 0.0001; without communication 0.01)"
+    )
+    with pytest.raises(SystemExit, match=r"loss curves disagree by more than 0\.0001.*\nfsdp: 0\.01"):
+        run.compared("fp32", {"ddp": [good], "fsdp": [good, bad]}, reference)
+    with pytest.raises(SystemExit, match="disagree"):
+        run.compared("fp32", {"ddp": [records([1.0], losses=[2.0, float("nan")])]}, reference)
+
+
+def test_ratios_are_taken_where_both_were_measured() -> None:
+    case = {"size": "gpt2", "dtype": "fp32", "link": "loopback", "malloc": "default"}
+    figures = {
+        "fzero3": {"step_s": 2.0, "live_peak_bytes": 95},
+        "fsdp": {"step_s": 3.0, "live_peak_bytes": 100},
+        "floor": {"step_s": 1.8},
+    }
+    found = {(one["theirs"], one["figure"]): one for one in ratios(case, figures)}
+    assert set(found) == {("fsdp", "step_s"), ("floor", "step_s"), ("fsdp", "live_peak_bytes")}
+    speed = found["fsdp", "step_s"]
+    assert (speed["ratio"], speed["wanted"], speed["reached"]) == (1.5, 1.6, False)
+    assert found["floor", "step_s"]["reached"]
+    assert not found["fsdp", "live_peak_bytes"]["reached"]
+    other = ratios({**case, "malloc": "keep"}, figures)
+    assert next((one["wanted"], one["reached"]) for one in other if one["theirs"] == "fsdp") == (1.25, True)
+    assert summary.ratio_lines([speed]) == ["fzero zero=3 / FSDP2, resharding: 1.50x, wanted 1.6x: NO"]
+
+
+def test_every_row_of_the_ratios_names_contenders() -> None:
+    assert {name for row in TABLE for name in (row.ours, row.theirs)} <= set(CONTENDERS)
+
+
+@pytest.mark.acceptance
+def test_held_bytes_are_those_of_every_storage_once() -> None:
+    before = worker.held_bytes()
+    kept = torch.zeros(1000)
+    views = [kept[:10], kept.view(10, 100), torch.nn.Parameter(torch.zeros(50))]
+    assert worker.held_bytes() - before == 4000 + 200
+    del views, kept
+    assert worker.held_bytes() == before
+
+
+@pytest.mark.acceptance
+def test_the_memory_of_a_plain_step_is_parameters_moments_and_gradients() -> None:
+    step = CONTENDERS["alone"].make(Setup(TINY, "fp32"))
+    before, batch = worker.held_bytes(), make_batch(TINY, 0, 0)
+    step(batch)
+    found = worker.live_peak(lambda: step(batch))
+    each = 4 * TINY.num_parameters
+    assert 2 * each <= found["held_bytes"] - before < 2.1 * each  # the moments came with the first step
+    assert found["live_peak_bytes"] - found["held_bytes"] > each  # the gradients, at least
+
+
+def test_options_are_checked_and_cross_to_cases() -> None:
+    plan, out = run.parsed(
+        ["--size", "tiny", "--malloc", "default,keep", "--only", "fzero0,fzero1,floor", "--out", "x"]
+    )
+    assert [case.malloc for case in plan.cases] == ["default", "keep"]
+    assert plan.names == ("fzero0", "fzero1", "floor")
+    assert out == "x"
+    with pytest.raises(SystemExit, match="--only foo: known are alone"):
+        run.parsed(["--only", "foo"])
+    with pytest.raises(SystemExit):
+        run.parsed(["--size", "huge"])
+
+
+def test_every_process_gets_one_thread_and_the_same_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    with link.loopback() as wire:
+        found = [
+            launch.environment(launch.Job("fsdp", "tiny", "fp32", malloc, 1, 1), wire, rank, 1234)
+            for malloc, rank in (("default", 0), ("keep", 1))
+        ]
+    assert [env["OMP_NUM_THREADS"] for env in found] == ["1", "1"]
+    assert [(env["RANK"], env["WORLD_SIZE"]) for env in found] == [("0", "2"), ("1", "2")]
+    assert not [key for key in found[0] if key.startswith("MALLOC_")]
+    assert float(found[1]["MALLOC_TRIM_THRESHOLD_"]) == float(found[1]["MALLOC_MMAP_THRESHOLD_"]) == 1e11
+
+
+def test_a_slow_link_without_rights_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(link.shutil, "which", lambda tool: f"/usr/sbin/{tool}")
+    with pytest.raises(SystemExit, match="needs root and iproute2: not root"), link.gigabit():
+        pass
+
+
+def test_the_chart_is_drawn_from_the_record_and_names_what_is_missing(tmp_path: Path) -> None:
+    one = {"step_s": 2.0, "step_s_rounds": [1.5, 2.5], "rss_peak_bytes": 2e9}
+    rows = {"fzero3": {"title": "fzero zero=3", **one}, "floor": {"title": "floor", **one}, "fsdp": {"failed": "x"}}
+    case = {"size": "tiny", "dtype": "fp32", "link": "loopback", "malloc": "default", "rounds": 2, "contenders": rows}
+    case["model"] = {"parameters": 1e6, "batch": 2, "sequence": 32}
+    record = {"cases": [case], "machine": {"cpu": {"model": "a CPU"}, "packages": {"torch": "2"}, "date": "2026-01-01"}}
+    (tmp_path / "r.json").write_text(json.dumps(record))
+    for name in ("a.svg", "b.svg"):
+        chart.main([str(tmp_path / "r.json"), "--size", "tiny", "--out", str(tmp_path / name)])
+    drawn = (tmp_path / "a.svg").read_text()
+    assert "fzero zero=3" in drawn
+    assert "2.00" in drawn
+    assert drawn == (tmp_path / "b.svg").read_text()
+    with pytest.raises(SystemExit, match=r"no case gpt2, fp32.*there are: tiny, fp32"):
+        chart.main([str(tmp_path / "r.json"), "--out", str(tmp_path / "c.svg")])
+
+
+# --- one rank's share of a larger world ---------------------------------------------------------------------------
+
+
+def test_a_filled_transfer_is_what_equal_ranks_would_do() -> None:
+    comm, whole = gpu.Filled(1, 3), torch.zeros(6)
+    gather = make_op("all_gather", [Ref("s")], [Ref("w")])
+    comm.start("w", gather, [torch.tensor([1.0, 2.0]), whole])
+    assert whole.tolist() == [1, 2, 1, 2, 1, 2]
+    whole = torch.tensor([0.0, 0.0, 5.0, 6.0, 0.0, 0.0])
+    comm.start("w", gather, [whole[2:4], whole])  # the own slice in place
+    assert whole.tolist() == [5, 6, 5, 6, 5, 6]
+    scattered, source = torch.zeros(2), torch.arange(6.0)
+    comm.start("d", make_op("reduce_scatter", [Ref("s")], [Ref("d")], divisor=3), [source, scattered])
+    assert scattered.tolist() == [2, 3]
+    summed = torch.zeros(())
+    comm.start("d", make_op("all_reduce_small", [Ref("s")], [Ref("d")], op="sum"), [torch.tensor(2.0), summed])
+    assert float(summed) == 6
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.sampled(1)
+def test_a_share_holds_a_rank_s_part_and_trains(zero: int) -> None:
+    setup = Setup(gpu.TINY["llama_tiny"], "fp32")
+    state = gpu.share_of(setup, zero, 8)
+    held = sum(x.numel() * x.element_size() for x in state.runtime.memory.values())
+    whole = 3 * 4 * setup.size.num_parameters
+    assert held == pytest.approx(whole if zero == 0 else whole / 8, rel=0.1)
+    before = {name: x.clone() for name, x in state.runtime.memory.items()}
+    step = gpu.share(setup, zero, 8)
+    assert torch.isfinite(step(make_batch(setup.size, 0, 0)))
+    assert before.keys() == state.runtime.memory.keys()
+
+
+def test_mfu_needs_a_known_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu.peak_flops("cpu", None) is None
+    assert gpu.peak_flops("cpu", 0.5) == 5e11
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 PCIe")
+    assert gpu.peak_flops("cuda", None) == 756e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "something new")
+    assert gpu.peak_flops("cuda", None) is None
+
+
+def test_gpu_arguments_are_checked() -> None:
+    assert gpu.parsed(["--device", "cpu", "--tiny", "--size", "llama_tiny"]).sizes is gpu.TINY
+    for wrong in (["--size", "gpt2_xl"], ["--only", "fzero3@7"], ["--steps", "0"]):
+        with pytest.raises(SystemExit):
+            gpu.parsed(["--device", "cpu", "--tiny", *wrong])
+
+
+def test_losses_that_differ_are_found_on_the_device_too() -> None:
+    rows = {"a": {"losses": [1.0]}, "b": {"losses": [1.001]}, "c": {"losses": [1.5]}, "d": {"failed": "out of memory"}}
+    assert list(gpu.disagreeing(rows, "bf16")) == ["c"]
+    assert json.dumps(gpu.disagreeing(rows, "fp32"))

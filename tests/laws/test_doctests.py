@@ -1,0 +1,50 @@
+"""Every example in a docstring runs, and every one in docs/."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import fzero
+
+HOW = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+DOCS = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
+MODULES = sorted(m.name for m in pkgutil.walk_packages(fzero.__path__, "fzero.") if "__main__" not in m.name)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_run(name: str) -> None:
+    module = importlib.import_module(name)
+    failed, _ = doctest.testmod(module, optionflags=HOW, extraglobs={"torch": __import__("torch")})
+    assert failed == 0
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.stem)
+def test_documents_run(path: Path) -> None:
+    failed, _ = doctest.testfile(str(path), module_relative=False, optionflags=HOW, encoding="utf-8")
+    assert failed == 0
+
+
+def test_import_fzero_alone_gives_what_the_documents_name_without_triton() -> None:
+    named = {
+        name
+        for path in [*DOCS, DOCS[0].parents[1] / "README.md"]
+        for name in re.findall(r"(?<!ops\.)\bfzero\.([a-z_]+)\b(?!\.(?:py|md|toml))", path.read_text(encoding="utf-8"))
+    }
+    script = f"""
+        import sys, fzero
+        assert "triton" not in sys.modules
+        missing = [name for name in {sorted(named)} if not hasattr(fzero, name)]
+        assert not missing, missing
+        assert set(fzero.__all__) <= set(dir(fzero))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,230 @@
+"""The main job runs, as a user runs it: a process of its own, tiny size, a few steps."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import gloo, values
+
+import dp_sgd
+import fzero
+import gan
+import lora
+import maml
+import memory
+import ranks
+import text
+from fzero.cost.allocator import measured_peak
+
+TRAIN_GPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+STEPS = 12
+
+
+def train_gpt(out: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
+    """What it prints, and its report."""
+    outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [sys.executable, str(TRAIN_GPT), "--size", "tiny", "--steps", str(STEPS), "--out", str(out), *arguments]
+    done = subprocess.run(
+        command, env={**outside, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout, json.loads((out / "report.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("one_rank")
+    return out, *train_gpt(out, "--world", "1", "--zero", "0")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("two_ranks")
+    return out, *train_gpt(out, "--world", "2", "--zero", "3", "--checkpoint-every", "5", "--kill-at", "8")
+
+
+def test_it_learns_and_leaves_what_it_promises(one_rank: tuple[Path, str, dict[str, Any]]) -> None:
+    out, printed, report = one_rank
+    assert len(report["train"]) == STEPS
+    assert report["held_out"][0][0] == 0
+    assert report["held_out"][-1][0] == STEPS
+    assert report["held_out"][-1][1] < 0.8 * report["held_out"][0][1], "twelve steps should learn byte frequencies"
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "sample.txt").read_text().startswith("def ")
+    program = (out / "program.txt").read_text()
+    assert str(fzero.parse(program)) == program
+    assert f"digest of the parameters: {report['digest']}" in printed
+    for line in ("planned", "measured", "held-out loss", "tokens/s"):
+        assert line in printed
+
+
+@pytest.mark.acceptance
+def test_two_ranks_with_zero_3_do_the_same_and_hold_half(
+    one_rank: tuple[Path, str, dict[str, Any]], two_ranks: tuple[Path, str, dict[str, Any]]
+) -> None:
+    """One of the two is killed on the way, and what it had trained since the last save is trained again."""
+    whole, half = one_rank[2], two_ranks[2]
+    assert "going on after step 5, saved in " in two_ranks[1]
+    assert half["train"] == pytest.approx(whole["train"], rel=1e-4), "the global batch is the same"
+    assert half["held_out"][-1][1] == pytest.approx(whole["held_out"][-1][1], rel=1e-4)
+    for rank in half["measured"]:
+        assert rank["params"] + rank["optimizer"] == half["planned"]["state"], "held bytes equal the plan"
+        for kind in ("params", "optimizer"):
+            assert rank[kind] < 0.6 * whole["measured"][0][kind]
+        assert rank["batch"] == whole["measured"][0]["batch"] / 2
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(TRAIN_GPT),
+        "--world",
+        "2",
+        "--batch",
+        "6",
+        "--microbatches",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 2
+    assert "--batch 6 cannot be cut into 2 ranks x 2 microbatches: needed a multiple of 4" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    program = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('no luck'); time.sleep(1000)"
+    start = time.monotonic()
+    assert ranks.launch([sys.executable, "-c", program], 3, tmp_path) == 1
+    assert time.monotonic() - start < 500, "a hang"
+    error = capfd.readouterr().err
+    assert "rank 1 ended with exit status 1" in error
+    assert "no luck" in error
+    assert "all 3 ranks have ended" in error
+
+
+def test_ranks_start_again_as_often_as_they_may(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    program = """if True:
+        import os, signal
+        os.environ["RANK"] == "0" and print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+        if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] < "2":
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+    assert ranks.launch([sys.executable, "-c", program], 2, tmp_path, restarts=1) == 1
+    assert ranks.launch([sys.executable, "-c", program], 2, tmp_path, restarts=3) == 0
+    printed, error = capfd.readouterr()
+    assert error.count("rank 1 was killed by SIGKILL") == 4
+    assert "all 2 ranks start again (2 of at most 3 times)" in error
+    assert printed.splitlines()[-1] == "attempt 2"
+
+
+def test_measured_peak_is_the_allocators() -> None:
+    mb = 1 << 20
+
+    def fn() -> int:
+        first = torch.empty(3 * mb, dtype=torch.uint8)
+        del first
+        second, third = torch.empty(mb, dtype=torch.uint8), torch.empty(4 * mb, dtype=torch.uint8)
+        return second.numel() + third.numel()
+
+    assert measured_peak(fn) == (5 * mb, 5 * mb)
+
+
+def test_held_bytes_counts_a_storage_once() -> None:
+    x = torch.empty(100)
+    assert memory.held_bytes([x[:10], x[10:], torch.empty(1, dtype=torch.int64)]) == 408
+
+
+def test_held_out_text_is_whole_files_that_training_never_sees(tmp_path: Path) -> None:
+    for i in range(40):
+        (tmp_path / f"{i}.py").write_text(f"file {i}: " + "x" * 90)
+    corpus = text.load(tmp_path, sequence=16)
+    train, held_out = bytes(corpus.train.tolist()).splitlines(), bytes(corpus.held_out.tolist()).splitlines()
+    assert sorted(train + held_out) == sorted(p.read_bytes() for p in tmp_path.iterdir())
+    assert 0.05 * 40 <= len(held_out) <= 0.1 * 40
+
+
+def test_too_little_text_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    with pytest.raises(text.TextError, match="give more text with --data, or a shorter --seq"):
+        text.load(tmp_path / "short.txt", sequence=64)
+
+
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
+
+def printed_by(main: Any, out: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What an example prints, run here as one rank."""
+    assert main(["--world", "1", "--out", str(out), *arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("example", [gan, maml, dp_sgd, lora], ids=lambda example: example.__name__)
+@pytest.mark.sampled(2)
+def test_recipes_on_two_ranks(example: Any, tmp_path: Path) -> None:
+    """As torchrun would start them; `ranks.launch` is tested above."""
+    assert values(gloo(2, example.main, ["--steps", "2", "--out", str(tmp_path)])) == [0, 0]
+
+
+@pytest.mark.acceptance
+def test_the_gan_moves_towards_its_clusters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed_by(gan.main, tmp_path, capsys, "--steps", "120").splitlines()[-2]
+    before, after = (float(word.rstrip("%")) for word in shown.split() if word.endswith("%"))
+    assert after > before
+
+
+@pytest.mark.acceptance
+def test_maml_adapts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed_by(maml.main, tmp_path, capsys, "--steps", "300").splitlines()
+    at_first, trained = ([float(x) for x in line.split() if "." in x] for line in shown[-3:-1])
+    assert trained[2] < 0.8 * trained[0], "two steps on ten points help"
+    assert trained[2] < 0.8 * at_first[2], "and they did not before"
+
+
+def test_private_training_learns_and_counts_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed_by(dp_sgd.main, tmp_path, capsys, "--steps", "60", "--noise", "0.3")
+    assert shown.endswith("good\n")
+    assert f"step    60  epsilon {dp_sgd.epsilon(0.3, 60):.2f}" in shown
+
+
+def test_private_gradients_are_clipped() -> None:
+    data = dp_sgd.data_set(fzero.random.key(3), 30)
+    batch = {**data, "weight": torch.ones(30)}
+    params = fzero.optim.apply_updates(*[dp_sgd.init(fzero.random.key(4))["params"]] * 2)  # twice: longer gradients
+    norms = dp_sgd.gradient_norms(params, batch)
+    assert norms.max() > dp_sgd.NORM
+    for i in range(30):
+        _, grads = fzero.value_and_grad(dp_sgd.clipped_loss)(params, {k: x[i : i + 1] for k, x in batch.items()})
+        size = float(fzero.optim.global_norm(grads))
+        assert size == pytest.approx(min(float(norms[i]), dp_sgd.NORM), rel=1e-4)
+
+
+def test_epsilon_is_that_of_published_accountants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings and values of the MNIST tutorial of TensorFlow Privacy: batches of 256 of 60,000, delta 1e-5."""
+    monkeypatch.setattr(dp_sgd, "RATE", 256 / 60_000)
+    for noise, epochs, published in ((1.3, 15, 1.19), (1.1, 60, 3.01), (0.7, 45, 7.10)):
+        assert dp_sgd.epsilon(noise, epochs * 60_000 // 256) == pytest.approx(published, rel=0.005)
+
+
+def test_a_sampled_batch_is_shared_among_ranks() -> None:
+    data = dp_sgd.data_set(fzero.random.key(0), dp_sgd.NUM_EXAMPLES)
+    key = fzero.random.key(1)
+    whole = dp_sgd.sampled(data, key, 0, 1)
+    parts = [dp_sgd.sampled(data, key, rank, 2) for rank in range(2)]
+    assert sum(float(part["weight"].sum()) for part in parts) == float(whole["weight"].sum())
+    assert torch.equal(torch.stack([part["x"] for part in parts], 1).flatten(0, 1), whole["x"])
+
+
+@pytest.mark.acceptance
+def test_lora_trains_adapters_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed_by(lora.main, tmp_path, capsys, "--steps", "30", "--seq", "32")
+    assert "the base has the bits it had" in shown
+    alone, adapted = (float(x) for x in shown.splitlines()[-2].replace(",", "").split() if "." in x)
+    assert adapted < alone

@@ -1,0 +1,205 @@
+"""A rank that does not come is named on every other one, with where all of them were; within a bound, and for good."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+from helpers import gloo, values
+from workers import hangs as worker
+
+import fzero
+from fzero.comm.hang_report import Phase, RankStatus, hang_error, no_store
+
+TIMEOUT = 3.0
+
+
+def trouble(world: int, how: str, wrong: int, via: str, kind: str, tmp_path: Any, timeout: float = TIMEOUT) -> Any:
+    """What each rank but `wrong` found out; the same rank is named on all of them, and they can end."""
+    outcomes = gloo(world, worker.trouble, how, wrong, via, timeout, kind, str(tmp_path), timeout=300)
+    others = [r for r in range(world) if r != wrong]
+    found = dict(zip(others, values([outcomes[r] for r in others]), strict=True))
+    for rank, one in found.items():
+        assert one["missing"] == (wrong,), one["message"]
+        assert re.search(rf"ranks? [0-9, -]*{rank}.*this rank", one["message"]), one["message"]
+        assert one["seconds"] < TIMEOUT + 12, one  # a tick, two seconds and a half of asking, and a busy machine
+        assert one["teardown"] < 5
+        assert one["again"].startswith("HangError: step 3: this process group was lost before (rank")
+        assert one["ended"] == ""
+        assert one["readable"]
+    return outcomes, [one["message"] for one in found.values()], found
+
+
+def waiting_op(message: str, lines: list[str]) -> None:
+    """The op that this rank waits in is shown as the program shows it."""
+    place = re.search(r"waiting in step 3, (op (\d+): wait [^\n]*?)( \(this rank is one\))?\n", message)
+    assert place, message
+    assert place[1] == lines[int(place[2])]
+
+
+LONG = pytest.mark.acceptance
+P2P_IS_LONG = pytest.mark.parametrize("transfers", ["shared", pytest.param("p2p", marks=LONG)])
+SHARED_IS_LONG = pytest.mark.parametrize("transfers", ["p2p", pytest.param("shared", marks=LONG)])
+
+
+@P2P_IS_LONG
+def test_a_rank_that_is_stopped_between_steps(transfers: str, tmp_path: Any) -> None:
+    _, messages, _ = trouble(3, "stop", 1, transfers, "", tmp_path)
+    for message in messages:
+        assert message.startswith("rank 1 is missing: it does not answer, so it is stopped, or its process or machine")
+        assert "last heard of" in message
+        assert "ranks 0, 2: waiting in step 3, for all ranks to agree on it (this rank is one)" in message
+        assert "A rank is waited for 3 s (Spec(timeout=))" in message
+
+
+@SHARED_IS_LONG
+def test_a_rank_that_is_stopped_in_a_step(transfers: str, tmp_path: Any) -> None:
+    _, messages, found = trouble(2, "stop", 1, transfers, "run", tmp_path)
+    for message, one in zip(messages, found.values(), strict=True):
+        assert message.startswith("rank 1 is missing: it does not answer")
+        waiting_op(message, one["lines"])
+
+
+def test_a_rank_that_is_killed_in_a_step(tmp_path: Any) -> None:
+    outcomes, messages, found = trouble(2, "kill", 1, "p2p", "run", tmp_path, timeout=60.0)
+    assert outcomes[1].error.startswith("Died: rank 1")
+    assert messages[0].startswith("rank 1 is missing: it does not answer")
+    waiting_op(messages[0], found[0]["lines"])
+
+
+def test_a_rank_that_stays_in_the_programs_own_code(tmp_path: Any) -> None:
+    _, messages, _ = trouble(2, "stay", 1, "p2p", "", tmp_path)
+    for message in messages:
+        first = message.partition("\n")[0]
+        assert re.fullmatch(
+            r"rank 1 is missing: it answers, but has been for [\d.]+ s in the program's own code, after step 2", first
+        )
+
+
+@P2P_IS_LONG
+def test_a_rank_that_stays_in_a_segment(transfers: str, tmp_path: Any) -> None:
+    _, messages, found = trouble(2, "stay", 1, transfers, "run", tmp_path)
+    first = messages[0].partition("\n")[0]
+    place = re.fullmatch(r"rank 1 is missing: it answers, but has been for \S+ s in step 3, (op (\d+): run .*)", first)
+    assert place, first
+    assert place[1] == found[0]["lines"][int(place[2])]
+    waiting_op(messages[0], found[0]["lines"])
+
+
+def test_a_rank_whose_program_ends(tmp_path: Any) -> None:
+    _, messages, _ = trouble(2, "end", 1, "shared", "", tmp_path, timeout=60.0)
+    for message in messages:
+        assert message.startswith("rank 1 is missing: its program ended, in the program's own code, after step 2")
+
+
+@SHARED_IS_LONG
+def test_a_rank_that_fails_alone_in_a_step(transfers: str, tmp_path: Any) -> None:
+    """It goes on living, and no connection breaks: the others hear of it all the same, long before the time is up."""
+    outcomes, messages, found = trouble(3, "raise", 1, transfers, "run", tmp_path, timeout=60.0)
+    assert outcomes[1].value["own"] == "only here"
+    for message, one in zip(messages, found.values(), strict=True):
+        place = re.match(r"rank 1 failed alone, in step 3, (op (\d+): run .*): ValueError: only here\n", message)
+        assert place, message
+        assert place[1] == one["lines"][int(place[2])]
+        waiting_op(message, one["lines"])
+
+
+@pytest.mark.parametrize("how", ["stop", pytest.param("kill", marks=LONG), pytest.param("end", marks=LONG)])
+def test_the_rank_that_holds_the_store(how: str, tmp_path: Any) -> None:
+    """Without torchrun that is rank 0: then nobody can ask where the others are, but who is gone is known."""
+    _, messages, _ = trouble(2, how, 0, "p2p", "", tmp_path)
+    for message in messages:
+        gone = "rank 0 is missing: its program ended" if how == "end" else "rank 0 does not answer, nor does the store"
+        assert message.startswith(gone), message
+
+
+@LONG
+def test_a_failure_after_the_first_write_says_so(tmp_path: Any) -> None:
+    """The state of a rank that had begun to write when it lost another is unusable."""
+    outcomes = gloo(2, worker.trouble, "stay", 1, "p2p", TIMEOUT, "all_gather", str(tmp_path), timeout=300)
+    one = outcomes[0].value
+    assert one["missing"] == (1,)
+    assert one["ended"].startswith("is unusable: step 3 failed after it began to write (HangError: rank 1 is missing")
+    assert "\n" not in one["ended"]
+
+
+@SHARED_IS_LONG
+def test_a_step_that_failed_on_all_ranks_can_be_taken_again(transfers: str) -> None:
+    """Though one rank failed later than the others: nobody waited in that call."""
+    for ended, again, calls in values(gloo(2, worker.retried, transfers)):
+        assert (ended, again) == ("", "")
+        assert calls > 4
+
+
+@LONG
+def test_a_new_process_group_hears_nothing_of_the_old_one() -> None:
+    first, second = values(gloo(2, worker.restarted))
+    assert first == second
+    assert len(set(first)) == 1
+
+
+@LONG
+def test_a_store_in_a_file(tmp_path: Any) -> None:
+    (tmp_path / "done").mkdir()
+    found, _ = values(gloo(2, worker.stored_in_a_file, str(tmp_path / "store"), str(tmp_path / "done")))
+    assert found["missing"] == (1,)
+    assert found["message"].startswith("rank 1 is missing: it answers, but has been for")
+    assert "rank 0: waiting in the whole of 'params/a' and 1 more leaves, for all ranks" in found["message"]
+
+
+# --- the text ---------------------------------------------------------------------------------------------------------
+
+
+def record(**given: Any) -> RankStatus:
+    plain = {"beat": 1, "time": time.time(), "call": 5, "at": "waiting in step 4, op 2: wait x", "seconds": 3.0}
+    rest = {"waits": True, "end": Phase.GOING, "why": "", "told": False, "agreed": "step 4"}
+    return RankStatus(**{**plain, **rest, **given})
+
+
+def test_who_is_missing_comes_in_an_order() -> None:
+    """A failure is the cause of a silence, and a silence that of a rank that is busy with neither."""
+    records: dict[int, RankStatus | None] = {
+        0: record(),
+        1: record(waits=False, at="in step 4, op 1: run s"),
+        2: record(beat=9, agreed="step 3"),
+        3: record(end=Phase.FAILED, waits=False, at="in step 4, op 1: run s", why="ValueError: x"),
+    }
+    assert hang_error(0, records, {2}, "closed", 3.0).missing == (3,)
+    records[3] = record(end=Phase.ENDED, waits=False)
+    silent = hang_error(0, records, {2}, "closed", 3.0)
+    assert silent.missing == (2, 3)
+    assert "; it has agreed on step 4 since" in str(silent)
+    assert hang_error(0, {r: records[r] for r in (0, 1)}, set(), "closed", 3.0).missing == (1,)
+    assert "it has not called fzero yet" in str(hang_error(0, {0: record(), 1: None}, {1}, "closed", 3.0))
+    everyone = hang_error(0, dict.fromkeys(range(12), record()), set(), "closed", 3.0)
+    assert everyone.missing == ()
+    assert "every rank waits for another" in str(everyone)
+    assert "ranks 0-11: waiting in step 4, op 2: wait x (this rank is one)" in str(everyone)
+    gave_up = hang_error(0, {0: record(call=6), 1: record(end=Phase.LOST)}, set(), "closed", 3.0)
+    assert str(gave_up).startswith("rank 1 waited in vain in an earlier call")
+    assert no_store(1, None, "waiting", "closed").missing == ()
+
+
+def test_what_ends_a_wait() -> None:
+    assert record(end=Phase.FAILED).stops(5)
+    assert not record(end=Phase.FAILED).stops(6)  # it may come again
+    assert record(end=Phase.LOST).stops(5)
+    assert record(end=Phase.LOST).stops(6)
+    assert not record(end=Phase.ENDED).stops(5)  # what it had to send in its last call is sent
+    assert record(end=Phase.ENDED).stops(6)
+    assert not record().stops(5)
+
+
+def test_a_record_survives_the_store_and_nothing_else_does() -> None:
+    one = record(at='a "quoted" wait\n| é')
+    assert RankStatus.from_json(one.to_json().encode()) == one
+    for text in (b"", b"{}", b"[1]", b"7", b"\xff\xfe", one.to_json()[:-3]):
+        assert RankStatus.from_json(text) is None
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, "3", float("inf"), float("nan"), True])
+def test_a_timeout_that_is_none(timeout: Any) -> None:
+    with pytest.raises(fzero.errors.SpecError, match=r"timeout.*needed seconds > 0"):
+        fzero.Spec(loss=worker.loss, optimizer=fzero.optim.sgd(0.1), timeout=timeout)

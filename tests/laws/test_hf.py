@@ -1,0 +1,349 @@
+"""Hugging Face models, unmodified, train as plain PyTorch trains them.
+
+Every architecture of `hf_models`, five steps, zero=3 on two ranks of this process, beside autograd and torch.optim on
+the whole batch. Text is ragged and padded, so the loss is an `fzero.Mean`. What was measured is the table in
+docs/models.md: `FZERO_UPDATE_MODELS=1 pytest tests/laws/test_hf.py` writes it, a plain run compares the names.
+"""
+
+import copy
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import gloo, relative, run, same_bits, values
+from torch import Tensor, nn
+
+import fzero
+from fzero import tree
+from fzero.interop import Functional, from_module
+
+pytest.importorskip("transformers")
+hf_models = importlib.import_module("hf_models")
+CASES = hf_models.CASES
+
+WORLD, STEPS, TOLERANCE = 2, 5, 1e-5
+DOCS = Path(__file__).parents[2] / "docs" / "models.md"
+UPDATE = "FZERO_UPDATE_MODELS" in os.environ
+HEAD = "| model | class | task | parameters | optimizer | loss | parameters' norm | not compared |"
+
+OPTIMIZERS: dict[str, tuple[fzero.optim.GradientTransformation, Callable[..., torch.optim.Optimizer]]] = {
+    "AdamW": (fzero.optim.adamw(1e-3, weight_decay=0.01), lambda params: torch.optim.AdamW(params, lr=1e-3)),
+    "SGD": (fzero.optim.sgd(0.05, momentum=0.9), lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured: the largest gap of a loss, and that of all compared parameters, both relative."""
+
+    model: str
+    parameters: int
+    loss: float
+    norm: float
+    left_out: tuple[str, ...]
+
+
+rows: dict[str, Row] = {}
+
+
+def build(name: str) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return CASES[name].make()
+
+
+def arguments(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value for key, value in batch.items() if key != "labels"}
+
+
+def spec_of(name: str, functional: Functional, **options: Any) -> fzero.Spec:
+    _, buffers, apply = functional
+
+    def loss(params: dict[str, Tensor], batch: dict[str, Tensor]) -> fzero.Mean:
+        return fzero.Mean(*CASES[name].loss(apply(params, buffers, **arguments(batch)), batch))
+
+    given = {"optimizer": OPTIMIZERS[CASES[name].optimizer][0], "zero": 3, "bucket_bytes": 8192, **options}
+    if apply.frozen:
+        given["trainable"] = apply.trainable
+    return fzero.Spec(loss=loss, **given)
+
+
+def eager(name: str, model: nn.Module) -> list[float]:
+    """Trains `model` on the whole batch; the losses."""
+    case = CASES[name]
+    stepper = OPTIMIZERS[case.optimizer][1]([p for p in model.parameters() if p.requires_grad])
+    losses = []
+    for step in range(STEPS):
+        whole = tree.map(lambda *parts: torch.cat(parts), *(case.batch(rank, step) for rank in range(WORLD)))
+        stepper.zero_grad()
+        total, count = case.loss(model(**arguments(whole)), whole)
+        (total / count).backward()
+        stepper.step()
+        losses.append((total / count).item())
+    return losses
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(2)
+def test_trains_as_torch_does(name: str) -> None:
+    case, model = CASES[name], build(name).eval()
+    functional = from_module(model)
+    result = run(spec_of(name, functional), functional.params, case.batch, world=WORLD, steps=STEPS)
+    start = {path: value.clone() for path, value in functional.params.items()}
+    losses = eager(name, model)
+    assert len({round(loss, 6) for loss in losses}) == STEPS, "the batches must differ"
+    gap = max(abs(a - b) / abs(b) for a, b in zip(result.losses(), losses, strict=True))
+    assert gap <= TOLERANCE, f"the loss differs by {gap:.1e}"
+    known = {path: value.detach() for path, value in model.named_parameters()}
+    frozen = functional.apply.frozen
+    assert all(same_bits(result.final[f"params/{path}"], start[path]) for path in frozen)
+    left_out = [path for path in known if any(tree.matches(rule, path) for rule in case.zero_gradient)]
+    assert bool(left_out) == bool(case.zero_gradient), "a rule of a leaf that does not exist"
+    compared = [path for path in known if path not in left_out and path not in frozen]
+    assert all(relative(known[path], start[path]) > 1e-6 for path in compared), "every compared leaf must have moved"
+    both = [torch.cat([of[path].flatten() for path in compared]) for of in (by_path(result.final), known)]
+    norm = relative(*both)
+    assert norm <= TOLERANCE, f"the parameters differ by {norm:.1e}"
+    size = sum(value.numel() for value in known.values())
+    rows[name] = Row(type(model).__name__, size, gap, norm, (*case.zero_gradient, *frozen))
+
+
+def by_path(final: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {path.removeprefix("params/"): value for path, value in final.items() if path.startswith("params/")}
+
+
+def test_the_docs_list_what_is_tested() -> None:
+    before, _, rest = DOCS.read_text().partition(HEAD)
+    lines = rest.strip().splitlines()
+    end = next(i for i, line in enumerate([*lines, ""]) if not line.startswith("|"))
+    if UPDATE:
+        assert rows.keys() == CASES.keys(), "to write the table, run the whole file"
+        table = [HEAD, "|---" * HEAD.count(" | ") + "|---|", *(_line(name, rows[name]) for name in CASES)]
+        DOCS.write_text(before + "\n".join([*table, *lines[end:]]) + "\n")
+        return
+    listed = [line.split("|")[1].strip() for line in lines[1:end]]
+    assert listed == list(CASES), f"{DOCS.name} is out of date: FZERO_UPDATE_MODELS=1 pytest {__file__}"
+
+
+def _line(name: str, row: Row) -> str:
+    case = CASES[name]
+    left_out = ", ".join(f"`{rule}`" for rule in row.left_out)
+    cells = [name, f"`{row.model}`", case.task, f"{row.parameters:,}", case.optimizer]
+    return "| " + " | ".join([*cells, f"{row.loss:.0e}", f"{row.norm:.0e}", left_out]) + " |"
+
+
+# --- what else a model may do -----------------------------------------------------------------------------------------
+
+
+def dropout_model(checkpointing: bool = False) -> nn.Module:
+    """A Llama with dropout in its attention, in training mode."""
+    model = build("Llama")
+    model.config.attention_dropout = 0.2
+    for part in model.modules():
+        if hasattr(part, "attention_dropout"):
+            part.attention_dropout = 0.2
+    model.set_attn_implementation("eager")
+    if checkpointing:
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # before 5.20
+    return model.train()
+
+
+def trained(model: nn.Module, key: int | None = None, **options: Any) -> Any:
+    functional = from_module(model)
+    spec = spec_of("Llama", functional, **options)
+    own = None if key is None else fzero.random.key(key)
+    return run(spec, functional.params, CASES["Llama"].batch, world=WORLD, steps=2, key=own)
+
+
+@pytest.mark.acceptance
+def test_dropout_is_a_function_of_the_key() -> None:
+    first, again, other = (trained(dropout_model(), key) for key in (3, 3, 4))
+    assert all(same_bits(first.final[path], again.final[path]) for path in first.final)
+    assert first.losses() == again.losses()
+    assert first.losses()[0] != other.losses()[0]
+    without = trained(build("Llama").eval())
+    assert first.losses()[0] != without.losses()[0], "dropout must be on"
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    """The backward of a checkpoint runs the layer again, after `apply` has returned, and with dropout."""
+    plain, again = trained(dropout_model(), 3), trained(dropout_model(checkpointing=True), 3)
+    assert plain.losses() == pytest.approx(again.losses(), rel=1e-6)
+    for path, value in plain.final.items():
+        assert relative(again.final[path].float(), value.float()) <= 1e-5, path
+
+
+def test_bf16_compute_is_near() -> None:
+    low, full = trained(build("Llama").eval(), precision="bf16"), trained(build("Llama").eval())
+    assert low.losses() == pytest.approx(full.losses(), rel=1e-2)
+    assert low.losses() != full.losses()
+
+
+def test_a_loop_over_experts_is_refused_with_what_to_do() -> None:
+    model = build("Mixtral")
+    model.set_experts_implementation("eager")
+    functional = from_module(model.eval())
+    with pytest.raises(fzero.CaptureError, match=r"loop.*set_experts_implementation\('grouped_mm'\)"):
+        fzero.lower(spec_of("Mixtral", functional), functional.params, CASES["Mixtral"].batch(0, 0))
+
+
+@pytest.mark.acceptance
+def test_experts_by_gathered_weights_are_the_same() -> None:
+    case = CASES["Mixtral"]
+    found = []
+    for implementation in ("grouped_mm", "batched_mm"):
+        model = build("Mixtral").eval()
+        model.set_experts_implementation(implementation)
+        functional = from_module(model)
+        spec = spec_of("Mixtral", functional)
+        found.append(run(spec, functional.params, case.batch, world=WORLD, steps=2).losses())
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_a_model_without_memory_is_planned_for_a_thousand_ranks() -> None:
+    with torch.device("meta"):
+        model = build("Llama")
+    with pytest.raises(fzero.TreeError, match=r"buffer 'model.rotary_emb.inv_freq' .* is on the meta device"):
+        from_module(model)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    functional = from_module(model.eval())
+    lowered = fzero.lower(spec_of("Llama", functional), functional.params, CASES["Llama"].batch(0, 0), world_size=1024)
+    assert {"model/layers/0", "model/layers/1"} <= {bucket.replace(".", "/") for bucket in lowered.plan.buckets}
+
+
+# --- BatchNorm in training, and real processes ------------------------------------------------------------------------
+
+TX = fzero.optim.sgd(0.05, momentum=0.9)
+
+
+def resnet() -> tuple[fzero.Spec, dict[str, Any]]:
+    """Running statistics in the state: of each rank's own part, averaged, as a step of one's own says it."""
+    params, buffers, apply = from_module(build("ResNet").train(), mutable=True)
+
+    def loss(params: Any, batch: Any, buffers: Any) -> Any:
+        output, buffers = apply(params, buffers, **arguments(batch))
+        return fzero.Mean(*CASES["ResNet"].loss(output, batch)), buffers
+
+    def step(state: Any, batch: Any) -> Any:
+        (value, new), grads = fzero.value_and_grad(loss, has_aux=True)(state["params"], batch, state["buffers"])
+        new = tree.map(lambda b: fzero.pmean(b) if b.is_floating_point() else fzero.pmax(b), new)
+        updates, opt = TX.update(grads, state["opt"], state["params"])
+        params = fzero.optim.apply_updates(state["params"], updates)
+        return {"params": params, "buffers": new, "opt": opt}, {"loss": value}
+
+    return fzero.Spec(step=step, zero=3), {"params": params, "buffers": buffers, "opt": TX.init(params)}
+
+
+def eager_resnet() -> tuple[list[float], nn.Module]:
+    """Each rank's part through its own BatchNorm, statistics averaged after it: what data parallelism means."""
+    case, model = CASES["ResNet"], build("ResNet").train()
+    stepper = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for number in range(STEPS):
+        stepper.zero_grad()
+        before, after, value = copy.deepcopy(dict(model.named_buffers())), [], 0.0
+        for rank in range(WORLD):
+            model.load_state_dict(before, strict=False)
+            batch = case.batch(rank, number)
+            total, count = case.loss(model(**arguments(batch)), batch)
+            loss = total / (count * WORLD)
+            loss.backward()
+            value += loss.item()
+            after.append(copy.deepcopy(dict(model.named_buffers())))
+        stepper.step()
+        model.load_state_dict({n: (after[0][n] + after[1][n]) / 2 for n in before}, strict=False)
+        losses.append(value)
+    return losses, model
+
+
+def test_batch_norm_trains_and_its_statistics_are_state() -> None:
+    spec, state = resnet()
+    result = run(spec, state, CASES["ResNet"].batch, world=WORLD, steps=STEPS)
+    losses, model = eager_resnet()
+    assert result.losses() == pytest.approx(losses, rel=TOLERANCE)
+    buffers = dict(model.named_buffers())
+    for path, value in {**buffers, **dict(model.named_parameters())}.items():
+        kind = "buffers" if path in buffers else "params"
+        gap = relative(result.final[f"{kind}/{path}"].float(), value.detach().float())
+        assert gap <= TOLERANCE, f"{path} differs by {gap:.1e}"
+    assert int(result.final["buffers/resnet.embedder.embedder.normalization.num_batches_tracked"]) == STEPS
+
+
+def prepared(name: str) -> tuple[fzero.Spec, Any]:
+    """A spec and what `fzero.init` starts from: with BatchNorm in training, or a padded language model."""
+    if name == "ResNet":
+        return resnet()
+    functional = from_module(build(name).eval())
+    return spec_of(name, functional), functional.params
+
+
+REAL = ("Llama", "ResNet")
+
+
+def rank_trains() -> dict[str, list[float]]:
+    """The losses on one rank of a real world."""
+    losses: dict[str, list[float]] = {}
+    for name in REAL:
+        spec, start = prepared(name)
+        state = fzero.init(start, spec)
+        for number in range(STEPS):
+            state = fzero.step(state, CASES[name].batch(int(os.environ["RANK"]), number))
+            losses.setdefault(name, []).append(float(state.metrics["loss"]))
+    return losses
+
+
+@pytest.mark.acceptance
+def test_real_ranks_do_the_same() -> None:
+    found = values(gloo(WORLD, rank_trains))
+    assert found[0] == found[1]
+    for name in REAL:
+        spec, start = prepared(name)
+        result = run(spec, start, CASES[name].batch, world=WORLD, steps=STEPS)
+        assert found[0][name] == pytest.approx(result.losses(), rel=1e-6)
+
+
+# --- the example ------------------------------------------------------------------------------------------------------
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_hf.py"
+
+
+def example(*arguments: str) -> subprocess.CompletedProcess[str]:
+    outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**outside, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+@pytest.mark.acceptance
+def test_the_example_trains_saves_and_continues(tmp_path: Path) -> None:
+    data = tmp_path / "text.py"
+    data.write_text("def add(first, second):\n    return first + second\n\n\n" * 40)
+    small = ["--steps", "10", "--batch", "4", "--seq", "32", "--data", str(data), "--out", str(tmp_path / "model")]
+    done = example(str(EXAMPLE), *small, "--dropout", "0.1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, last = (float(x) for x in re.findall(r"held-out loss (\d+\.\d+)", done.stdout))
+    assert last < 0.8 * first
+    assert (tmp_path / "model" / "program.txt").read_text().startswith("fzero program")
+    again = example(str(EXAMPLE), *small, "--model", str(tmp_path / "model"), "--world", "1")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert float(re.findall(r"held-out loss (\d+\.\d+)", again.stdout)[0]) == pytest.approx(last, abs=2e-3)
+
+
+def test_the_example_says_how_to_get_transformers() -> None:
+    without = "import sys; sys.modules['transformers'] = None; sys.path.insert(0, sys.argv[1]); import finetune_hf"
+    done = example("-c", without, str(EXAMPLE.parent))
+    assert done.returncode == 1
+    assert "needs transformers: pip install 'fzero[hf]'" in done.stderr

@@ -1,0 +1,205 @@
+"""Each pass by its effect, as text a person can read (tests/golden/<pass>/), and by what it promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import cases
+import pytest
+import torch
+
+import fzero
+from fzero.ir.liveness import gathered_bytes
+from fzero.ir.program import Program, wire_bytes
+from fzero.passes import PASSES, Options, trail
+from fzero.verify import abstract
+from fzero.verify.rules import verify
+
+GOLDEN_CASES: dict[str, dict[str, Any]] = {
+    "zero3": {"zero": 3},
+    "zero1_clip": {"zero": 1, "clip_norm": 1.0, "optimizer": fzero.optim.adamw(1e-3)},
+    "zero2_accumulate": {"zero": 2, "microbatches": 2, "reduce": "each"},
+    "zero3_remat": {"zero": 3, "remat": {"layers/**": "full"}},
+}
+
+
+def upto(name: str, program: Program, options: Options | None = None) -> Program:
+    """The program after all passes up to and with `name`."""
+    options = options or Options()
+    for each, run, _ in PASSES:
+        program = run(program, options)
+        if each == name:
+            break
+    return program
+
+
+@pytest.mark.parametrize("case", GOLDEN_CASES)
+@pytest.mark.parametrize("name", ["lower", *(name for name, _, _ in PASSES)])
+def test_golden(name: str, case: str, golden: Callable[[str, str], None]) -> None:
+    program = cases.naive(**GOLDEN_CASES[case])
+    options = Options(remat=cases.spec(**GOLDEN_CASES[case]).remat_rules)
+    golden(f"{name}/{case}", str(program if name == "lower" else upto(name, program, options)))
+
+
+def test_golden_cast_before_gather(golden: Callable[[str, str], None]) -> None:
+    program = cases.naive(loss=cases.bf16_loss, zero=3)
+    golden("cast_before_gather/bf16", str(upto("cast_before_gather", program)))
+
+
+def test_golden_narrow_of_a_narrow_wire(golden: Callable[[str, str], None]) -> None:
+    how = fzero.Precision(compute="bf16", reduce="bf16")
+    golden("narrow/zero3_wire", str(upto("narrow", cases.naive(zero=3, microbatches=2, reduce="each", precision=how))))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", [name for name, _, _ in PASSES])
+@pytest.mark.sampled(8)
+def test_a_pass_is_pure_and_its_result_verifies(name: str, zero: int) -> None:
+    program = cases.naive(zero=zero, microbatches=2, clip_norm=1.0)
+    for each, run, _ in PASSES:
+        before, kept = str(program), program.segments.copy()
+        texts = {key: str(gm.graph) for key, gm in kept.items()}
+        after = run(program, Options())
+        assert str(program) == before
+        assert {key: str(gm.graph) for key, gm in program.segments.items()} == texts
+        verify(after)
+        program = after
+        if each == name:
+            return
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3, {"layers/1/**": 3, "**": 1}])
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.sampled(6)
+def test_every_pass_keeps_the_meaning(zero: Any, world: int) -> None:
+    meanings = set()
+
+    def check(program: Program) -> None:
+        meanings.add(abstract.program_meaning(program))
+
+    program = cases.naive(world, zero=zero, optimizer=fzero.optim.adamw(1e-3, mask="**/w"), clip_norm=1.0)
+    for _, after in trail(program, Options()):
+        check(after)
+    assert meanings == {program.meaning}
+
+
+def test_stages_share_one_meaning_but_for_the_reduction_of_microbatches() -> None:
+    """Without microbatches the four stages compute the same thing, and verify knows it before anything runs."""
+    paths = [cases.lowered(zero=zero).program.meaning for zero in (0, 1, 2, 3)]
+    # buffers are named by place, which the stages share, so the digests are comparable
+    assert len(set(paths)) == 1
+
+
+def test_a_full_gradient_bucket_never_outlives_its_reduction_under_2_and_does_under_1() -> None:
+    def most_grads(zero: int) -> int:
+        program = cases.lowered(zero=zero, params=cases.layers(depth=6), prefetch=0).program
+        live: set[str] = set()
+        most = 0
+        for op in program.ops:
+            live |= {r.name for r in op.writes if ".grad:layers" in r.name}
+            live -= {r.name for r in op.reads} if op.is_free else set()
+            most = max(most, len(live))
+        return most
+
+    assert most_grads(1) == 6
+    assert most_grads(2) <= 2  # the one being reduced and the one being filled
+
+
+def test_a_reduction_under_2_is_waited_for_after_at_most_one_more_segment() -> None:
+    program = cases.lowered(zero=2, params=cases.layers(depth=6)).program
+    started: dict[str, int] = {}
+    segments_run = list(accumulate(op.phase == "region" for op in program.ops))
+    for i, op in enumerate(program.ops):
+        if op.reduces:
+            started[op.writes[0].name] = segments_run[i]
+        if op.is_wait and op.reads[0].name in started:
+            assert segments_run[i] - started[op.reads[0].name] <= 1, op
+
+
+@pytest.mark.parametrize("depth", [12, pytest.param(24, marks=pytest.mark.acceptance)])
+def test_equal_layers_have_at_most_six_unique_segments(depth: int) -> None:
+    init, loss = cases.gpt(depth=depth)
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=3)
+    made = fzero.lower(spec, init, cases.tokens(2, 32, 512), world_size=4)
+    runs = [op for op in made.program.ops if op.phase == "region"]
+    assert len({op.segment for op in runs}) <= 6
+    assert len(runs) == 2 * depth + 3
+
+
+def test_identical_layers_get_identical_buckets() -> None:
+    init, loss = cases.gpt(depth=3)
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=3)
+    buckets = fzero.lower(spec, init, cases.tokens(2, 32, 512), world_size=4).plan.buckets
+    geometry = {
+        tuple((slot.start, slot.stop, slot.shape) for slot in b.slots)
+        for n, b in buckets.items()
+        if n.startswith("blocks")
+    }
+    assert len(geometry) == 1
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 4])
+def test_gathered_bytes_stay_under_the_cap_and_more_depth_needs_more(depth: int) -> None:
+    program = cases.lowered(params=cases.layers(depth=8), prefetch=depth).program
+    held = max(gathered_bytes(program.ops, program.buffers))
+    layer = program.buckets["layers.0"].length * 4
+    assert held <= program.gather_cap_bytes
+    assert held <= (depth + 1) * layer + sum(
+        b.length * 4 for n, b in program.buckets.items() if not n.startswith("layers")
+    )
+    if depth:
+        assert held > layer
+
+
+def test_a_cap_holds_back_the_prefetch_and_one_too_small_is_refused() -> None:
+    wide = cases.lowered(params=cases.layers(depth=8), prefetch=4).program
+    least = cases.lowered(params=cases.layers(depth=8), prefetch=0).program.gather_cap_bytes
+    capped = cases.lowered(params=cases.layers(depth=8), prefetch=4, gather_bytes=least).program
+    assert max(gathered_bytes(capped.ops, capped.buffers)) <= least < max(gathered_bytes(wide.ops, wide.buffers))
+    with pytest.raises(fzero.SpecError, match=f"The smallest cap is {least}"):
+        cases.lowered(params=cases.layers(depth=8), gather_bytes=least - 1)
+
+
+def test_casts_before_the_gather_halve_what_is_gathered() -> None:
+    wide, low = (cases.lowered(loss=loss).program for loss in (cases.layers_loss, cases.bf16_loss))
+    gathered = [sum(wire_bytes(p, op) for op in p.ops if op.gathers) for p in (wide, low)]
+    assert gathered[1] * 2 == gathered[0]
+
+
+def test_a_mixed_use_is_gathered_as_it_is() -> None:
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return cases.bf16_loss(params, x) + sum((p**2).sum() for p in fzero.tree.flatten(params)[1])
+
+    program = cases.lowered(loss=loss).program
+    assert all(program.buffers[op.writes[0].name].dtype == torch.float32 for op in program.ops if op.gathers)
+
+
+def test_the_adamw_update_is_one_in_place_op_a_bucket() -> None:
+    init, loss = cases.gpt(depth=3)
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=3)
+    program = fzero.lower(spec, init, cases.tokens(2, 32, 512), world_size=4).program
+    updates = [op for op in program.ops if op.is_update and op.is_flat]
+    assert len(updates) == len(program.buckets)
+    for op in updates:
+        graph = program.segments[op.segment].graph
+        assert [n.target for n in graph.nodes if n.op == "call_function"] == [torch.ops.fzero.adamw_.default]
+        assert op.workspace == 0
+
+
+def test_no_overlap_waits_where_it_starts() -> None:
+    ops = cases.lowered(overlap=False, params=cases.layers(depth=3)).program.ops
+    for i, op in enumerate(ops):
+        if op.is_collective:
+            assert ops[i + 1].is_wait
+            assert ops[i + 1].reads[0].name == op.writes[0].name
+
+
+def test_everything_but_state_and_metrics_is_freed() -> None:
+    program = cases.lowered(microbatches=2, clip_norm=1.0).program
+    freed = {r.name for op in program.ops if op.is_free for r in op.reads}
+    kept = {n for n in program.buffers if n not in freed}
+    assert kept == {
+        n for n, b in program.buffers.items() if b.kind in ("param", "optimizer", "state", "batch", "metric")
+    }

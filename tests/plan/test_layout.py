@@ -1,0 +1,183 @@
+"""Where leaves lie: properties of the layout over random trees, worlds, stages and caps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fzero
+from fzero import tree
+from fzero.errors import SpecError
+from fzero.ir.records import ALIGN
+from fzero.plan.layout import Plan, layout
+from fzero.state import storage
+
+shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64])
+leaves = st.builds(lambda shape, dtype: torch.ones(shape).to(dtype), shapes, dtypes)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, min_size=1, max_size=3) | st.dictionaries(st.sampled_from("abcd"), inner, min_size=1),
+    max_leaves=8,
+)
+worlds = st.integers(1, 5)
+
+
+def planned(params: Any, world: int, zero: int, cap: int = 1 << 20) -> tuple[Plan, list[torch.Tensor]]:
+    """The layout of {params, moments} for parameters of any structure."""
+    state = {"params": params, "opt_state": {"mu": params, "nu": params, "count": torch.zeros((), dtype=torch.int64)}}
+    paths, values, _ = tree.flatten(state)
+    return layout(paths, values, world_size=world, zero=zero, bucket_bytes=cap), values
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees, worlds, st.sampled_from([0, 1, 3]), st.sampled_from([64, 4096, 1 << 20]))
+def test_every_leaf_has_one_aligned_place_and_comes_back(params: Any, world: int, zero: int, cap: int) -> None:
+    has_flat = any(x.is_floating_point() and x.ndim and x.numel() for x in tree.flatten(params)[1])
+    if not has_flat:
+        return
+    plan, values = planned(params, world, zero, cap)
+    taken: set[tuple[str, int | None]] = set()
+    for leaf, value in zip(plan.leaves, values, strict=True):
+        assert (leaf.buffer, leaf.slot) not in taken
+        taken.add((leaf.buffer, leaf.slot))
+        flat = value.is_floating_point() and value.ndim > 0 and value.numel() > 0
+        assert (leaf.slot is not None) == flat
+    for bucket in plan.buckets.values():
+        assert bucket.length % (world * ALIGN) == 0
+        ends = [0, *(slot.stop for slot in bucket.slots)]
+        for end, slot in zip(ends, bucket.slots, strict=False):
+            assert slot.start >= end
+            assert slot.start % ALIGN == 0
+            assert slot.stop - slot.start == math.prod(slot.shape)
+    values = [torch.randn(v.shape).to(v.dtype) if v.is_floating_point() else v for v in values]
+    parts = [storage.shards(plan, values, rank) for rank in range(world)]
+    for leaf, value in zip(plan.leaves, values, strict=True):
+        assert torch.equal(storage.join(plan, leaf, parts), value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees, worlds, st.sampled_from([64, 4096, 1 << 20]))
+def test_a_parameter_and_its_moments_share_a_place(params: Any, world: int, cap: int) -> None:
+    if not isinstance(params, (list, dict)):
+        return
+    plan, _ = planned(params, world, 3, cap)
+    by_path = {leaf.path: leaf for leaf in plan.leaves}
+    for path, leaf in by_path.items():
+        if path.startswith("params/") and leaf.slot is not None:
+            for moment in ("mu", "nu"):
+                other = by_path[path.replace("params/", f"opt_state/{moment}/", 1)]
+                assert plan.buffers[other.buffer].bucket == plan.buffers[leaf.buffer].bucket
+                assert other.slot == leaf.slot
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees, worlds)
+def test_the_layout_does_not_depend_on_the_stage(params: Any, world: int) -> None:
+    if not any(x.is_floating_point() and x.ndim and x.numel() for x in tree.flatten(params)[1]):
+        return
+    geometry = {
+        tuple((b.name, b.length, b.slots) for b in planned(params, world, zero)[0].buckets.values())
+        for zero in (0, 1, 2, 3)
+    }
+    assert len(geometry) == 1
+
+
+def test_the_table() -> None:
+    """Stage by stage: what of 4,096 parameters with Adam a rank of four holds, in elements."""
+    params = {"w": torch.zeros(4096)}
+    held = {}
+    for zero in (0, 1, 2, 3):
+        plan, _ = planned(params, 4, zero)
+        held[zero] = {name.split(":")[0]: b.numel for name, b in plan.buffers.items() if b.bucket}
+    whole, shard = 4096, 1024
+    assert held[0] == {"params": whole, "opt_state/mu": whole, "opt_state/nu": whole}
+    assert held[1] == held[2] == {"params": whole, "opt_state/mu": shard, "opt_state/nu": shard}
+    assert held[3] == {"params": shard, "opt_state/mu": shard, "opt_state/nu": shard}
+
+
+def test_a_world_of_one_shards_nothing() -> None:
+    plan, _ = planned({"w": torch.zeros(100)}, 1, 3)
+    assert not any(b.sharded for b in plan.buffers.values())
+
+
+def test_layers_are_cut_at_their_number_and_at_the_cap() -> None:
+    params = {"h": [{"w": torch.zeros(64, 64), "b": torch.zeros(64)} for _ in range(3)], "emb": torch.zeros(1000, 64)}
+    plan, _ = planned(params, 2, 3)
+    assert list(plan.buckets) == ["emb", "h.0", "h.1", "h.2"]
+    plan, _ = planned(params, 2, 3, cap=64 * 64 * 4)
+    assert list(plan.buckets) == ["emb", "h.0", "h.0~2", "h.1", "h.1~2", "h.2", "h.2~2"]
+    assert [s.path for s in plan.buckets["h.0"].slots] == ["h/0/w"]  # matrices before vectors
+
+
+def test_dotted_names_are_layers_too() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    plan, _ = planned(dict(module.named_parameters()), 2, 3)
+    assert list(plan.buckets) == ["0", "1"]
+
+
+def test_stages_by_path_are_per_leaf_and_the_first_rule_wins() -> None:
+    params = {"blocks": [{"w": torch.zeros(64, 64)}] * 2, "head": torch.zeros(64, 64)}
+    paths, values, _ = tree.flatten({"params": params})
+    plan = layout(paths, values, world_size=2, zero={"blocks/1/**": 0, "blocks/**": 3, "**": 1})
+    assert {name: b.stage for name, b in plan.buckets.items()} == {"blocks.0": 3, "blocks.1": 0, "small": 1}
+
+
+@pytest.mark.parametrize(
+    ("zero", "message"),
+    [
+        ({"block/**": 3, "**": 1}, r"zero rule 'block/\*\*' matches no leaf. Did you mean 'blocks/\*\*'\?"),
+        ({"blocks/**": 3}, "zero has no rule for 'params/head'"),
+    ],
+)
+def test_rules_that_miss_are_refused(zero: dict[str, int], message: str) -> None:
+    params = {"blocks": [{"w": torch.zeros(64, 64)}], "head": torch.zeros(64, 64)}
+    paths, values, _ = tree.flatten({"params": params})
+    with pytest.raises(SpecError, match=message):
+        layout(paths, values, world_size=2, zero=zero)
+
+
+def test_stage_1_of_a_custom_state_needs_to_know_its_parameters() -> None:
+    paths, values, _ = tree.flatten({"model": {"w": torch.zeros(64)}, "ema": {"w": torch.zeros(64)}})
+    with pytest.raises(SpecError, match="Say which leaves are parameters"):
+        layout(paths, values, world_size=2, zero=1)
+    plan = layout(paths, values, world_size=2, zero=1, params=("model/**",))
+    assert {name: b.sharded for name, b in plan.buffers.items()} == {"ema:small": True, "model:small": False}
+
+
+def test_padding_is_listed() -> None:
+    plan, _ = planned({"w": torch.zeros(100)}, 2, 3)
+    assert plan.padding_bytes() == {name: (128 - 100) * 4 for name in plan.buffers if ":" in name}
+
+
+def test_tree_paths_name_fields_keys_and_indices() -> None:
+    state = fzero.optim.adamw(1e-3).init({"a": [torch.zeros(1)], "b.c": torch.zeros(2)})
+    assert tree.flatten(state)[0] == ["count", "mu/a/0", "mu/b.c", "nu/a/0", "nu/b.c"]
+
+
+def test_leaves_whose_names_look_alike_keep_buffers_of_their_own() -> None:
+    state = {
+        "a b": torch.ones(64), "a_b": torch.ones(64) * 2, "": {"w": torch.ones(3) * 3}, "w": torch.ones(3) * 4,
+        "n m": torch.tensor(5), "n_m": torch.tensor(6),
+    }  # fmt: skip
+    paths, leaves, _ = tree.flatten(state)
+    plan = layout(paths, leaves, world_size=2, zero=3, params=("**",))
+    assert len({(leaf.buffer, leaf.slot) for leaf in plan.leaves}) == len(leaves)
+    memory = [storage.shards(plan, leaves, rank) for rank in range(2)]
+    for leaf, value in zip(plan.leaves, leaves, strict=True):
+        assert torch.equal(storage.join(plan, leaf, memory), value), leaf.path
+
+
+def test_a_zero_rule_may_name_a_leaf_that_lies_in_no_bucket() -> None:
+    spec = fzero.Spec(
+        loss=lambda p, b: (p["w"].sum() * p["scale"] * b).mean(),
+        optimizer=fzero.optim.sgd(0.1),
+        zero={"**/scale": 1, "**": 3},
+    )
+    lowered = fzero.lower(spec, {"w": torch.ones(3), "scale": torch.ones(())}, torch.ones(2), world_size=2)
+    assert {leaf.path for leaf in lowered.plan.leaves} >= {"params/scale", "params/w"}

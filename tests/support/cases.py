@@ -1,0 +1,123 @@
+"""Small specs for tests of the compiler: nothing here is run on real data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import fzero
+from fzero.capture import trace_step
+from fzero.compile.first_state import recipe_for
+from fzero.compile.layout import plan_for
+from fzero.compile.lowered import Lowered
+from fzero.compile.step import fakes_on
+from fzero.ir.program import Program
+from fzero.lowering.build import build
+from fzero.training import training_of
+
+Params = dict[str, Any]
+
+
+def layers(width: int = 64, depth: int = 2) -> Params:
+    """A list of equal layers between two unnumbered leaves."""
+    block = {"w": torch.empty(width, width, device="meta"), "b": torch.empty(width, device="meta")}
+    return {
+        "first": torch.empty(8, width, device="meta"),
+        "layers": [block] * depth,
+        "z": torch.empty(width, device="meta"),
+    }
+
+
+def layers_loss(params: Params, batch: torch.Tensor) -> torch.Tensor:
+    h = batch @ params["first"]
+    for block in params["layers"]:
+        h = torch.tanh(h @ block["w"] + block["b"])
+    return (h * params["z"]).mean()
+
+
+def batch(rows: int = 4) -> torch.Tensor:
+    return torch.empty(rows, 8, device="meta")
+
+
+def spec(**options: Any) -> fzero.Spec:
+    given = {"loss": layers_loss, "optimizer": fzero.optim.sgd(0.1, momentum=0.9), **options}
+    return fzero.Spec(**given)
+
+
+def lowered(world: int = 2, params: Params | None = None, **options: Any) -> Lowered:
+    return fzero.lower(spec(**options), params or layers(), batch(options.get("microbatches", 1) * 4), world_size=world)
+
+
+def naive(world: int = 2, params: Params | None = None, **options: Any) -> Program:
+    """The program before any pass."""
+    one = spec(**options)
+    recipe = recipe_for(one, params or layers(), None, torch.device("cpu"))
+    plan = plan_for(one, recipe.paths, recipe.values, recipe.per_rank, world)
+    assert one.loss is not None
+    assert one.optimizer is not None
+    graph = trace_step.capture(
+        training_of(one).step,
+        fzero.tree.unflatten(recipe.spec, recipe.values),
+        fakes_on(batch(one.microbatches * 4), torch.device("cpu")),
+        microbatches=one.microbatches,
+        fns=(one.loss,),
+    )
+    return build(graph, plan, reduce=one.reduce or "end")
+
+
+def bf16_loss(params: Params, x: torch.Tensor) -> torch.Tensor:
+    """`layers_loss` with its own casts: every use of a parameter begins with one."""
+    low = fzero.tree.map(lambda p: p.to(torch.bfloat16), params)
+    return layers_loss(low, x.to(torch.bfloat16)).float()
+
+
+def gpt(
+    vocab: int = 512, width: int = 128, depth: int = 12, heads: int = 4
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(init(key), loss) of a GPT with a tied embedding and `depth` equal blocks."""
+
+    def init(key: torch.Tensor) -> Params:
+        def normal(number: int, *shape: int) -> torch.Tensor:
+            return fzero.random.normal(fzero.random.fold_in(key, number), shape) * 0.02
+
+        def block(i: int) -> Params:
+            return {
+                "norm1": {"g": torch.ones(width), "b": torch.zeros(width)},
+                "qkv": normal(4 * i + 2, width, 3 * width),
+                "out": normal(4 * i + 3, width, width),
+                "norm2": {"g": torch.ones(width), "b": torch.zeros(width)},
+                "up": normal(4 * i + 4, width, 4 * width),
+                "down": normal(4 * i + 5, 4 * width, width),
+            }
+
+        blocks = [block(i) for i in range(depth)]
+        norm = {"g": torch.ones(width), "b": torch.zeros(width)}
+        return {"wte": normal(0, vocab, width), "wpe": normal(1, 1024, width), "blocks": blocks, "norm": norm}
+
+    def norm(p: Params, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (width,), p["g"], p["b"])
+
+    def loss(params: Params, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
+        x = tokens["x"]
+        b, t = x.shape
+        h = F.embedding(x, params["wte"]) + params["wpe"][:t]
+        for p in params["blocks"]:
+            q, k, v = (norm(p["norm1"], h) @ p["qkv"]).view(b, t, 3, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+            h = (
+                h
+                + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, width)
+                @ p["out"]
+            )
+            h = h + F.gelu(norm(p["norm2"], h) @ p["up"]) @ p["down"]
+        logits = norm(params["norm"], h) @ params["wte"].T
+        return F.cross_entropy(logits.flatten(0, 1), tokens["y"].flatten())
+
+    return init, loss
+
+
+def tokens(rows: int, length: int, vocab: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    drawn = torch.randint(0, vocab, (rows, length + 1), generator=torch.Generator().manual_seed(seed))
+    return {"x": drawn[:, :-1].contiguous(), "y": drawn[:, 1:].contiguous()}

@@ -1,0 +1,385 @@
+"""Programs broken by hand, one for each of verify's rules: the rule, the op and what is wrong are named."""
+
+import re
+from dataclasses import replace
+
+import cases
+import pytest
+import torch
+
+import fzero
+from fzero.ir import segments
+from fzero.ir.mesh import Mesh
+from fzero.ir.program import Program
+from fzero.ir.records import ALIGN, Op, Ref, Slot, make_op
+from fzero.tools.mutate import Bench
+from fzero.tools.mutate.corpus import MODELS, OPTIMIZERS, Case, lowered, relay
+from fzero.tools.mutate.edits import drop, find, insert, never_freed, put, replaced, with_buffers, with_ops
+from fzero.tools.mutate.oracle import difference, outcome
+from fzero.verify.rules import RULES, verify
+
+# --- by hand, one for each rule ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def relayed() -> Case:
+    return relay(2, torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def good() -> Program:
+    """zero=3 on two ranks, two microbatches, momentum, a global norm: every kind of op but messages."""
+    program = cases.lowered(zero=3, microbatches=2, reduce="each", clip_norm=1.0).program
+    verify({0: program, 1: program})
+    return program
+
+
+def _refused(broken: Program, rule: str, what: str, **options: int) -> None:
+    """verify names the rule, an op or the end, and what is wrong."""
+    with pytest.raises(
+        fzero.VerifyError, match=rf"^\[{rule}\] (op \d+( `.*`)?|the end): .*{what}.* \(after pass assign_memory\)$"
+    ):
+        verify(broken, **options)
+
+
+def _first(program: Program, kind: str, **attrs: int | str) -> int:
+    return find(program, lambda op: op.kind == kind and all(op.get(k) == v for k, v in attrs.items()))[0]
+
+
+def _wait(program: Program, at: int) -> int:
+    name = program.ops[at].writes[0].name
+    return next(i for i in find(program, lambda op: op.is_wait) if program.ops[i].reads[0].name == name)
+
+
+def _freeing(program: Program, name: str) -> int:
+    return find(program, lambda op: op.is_free and any(ref.name == name for ref in op.reads))[0]
+
+
+def test_a_wait_that_is_missing_or_repeated(good: Program) -> None:
+    wait = _wait(good, _first(good, "all_gather"))
+    name = re.escape(good.ops[wait].reads[0].name)
+    _refused(drop(good, wait), "lifetimes", rf"before the transfer into {name} \(op \d+\) is waited for")
+    _refused(insert(good, wait, good.ops[wait]), "lifetimes", f"waits for a transfer into {name}, of which none")
+
+
+def test_a_free_that_is_early_missing_or_repeated(good: Program) -> None:
+    at = _first(good, "all_gather")
+    name = good.ops[at].writes[0].name
+    free, shown = _freeing(good, name), re.escape(name)
+    early = make_op("free", [Ref(name)])
+    _refused(insert(good, at + 1, early), "lifetimes", f"frees {shown} while the transfer into {shown}")
+    _refused(
+        insert(good, _wait(good, at) + 1, early), "lifetimes", rf"reads {shown}\[.*\], which is not live: freed at op"
+    )
+    _refused(drop(good, free), "lifetimes", f"{shown} (is never freed|takes over|.*which is not free)|{shown}")
+    _refused(insert(good, free + 1, early), "lifetimes", f"frees {shown}, which is not live")
+
+
+def test_a_state_that_is_read_after_its_update(good: Program) -> None:
+    at = find(good, lambda op: op.is_update and op.is_flat)[0]
+    _refused(insert(good, at + 1, good.ops[at]), "lifetimes", r"which was donated: op \d+ wrote its new value")
+
+
+def test_memory_that_two_have_at_one_time(good: Program) -> None:
+    at = _first(good, "reduce_scatter")
+    grad, room = (good.buffers[ref.name] for ref in (good.ops[at].reads[0], good.ops[at].writes[1]))
+    names = "|".join(f"{re.escape(a)} and {re.escape(b)}" for a, b in ((grad.name, room.name), (room.name, grad.name)))
+    _refused(with_buffers(good, replace(room, at=grad.at)), "places", f"({names}) share memory of the arena")
+    run = find(good, lambda op: op.offset is not None)[0]
+    block = put(good, run, good.ops[run].with_attrs(at=good.buffers[good.ops[run].reads[0].name].at or 0))
+    if good.buffers[good.ops[run].reads[0].name].at is not None:
+        _refused(block, "places", f"the workspace of op {run} share memory of the arena")
+
+
+def test_places_that_are_odd_or_of_the_state(good: Program) -> None:
+    grad = next(b for b in good.buffers.values() if b.kind == "grad")
+    _refused(with_buffers(good, replace(grad, at=(grad.at or 0) + 4)), "places", "not a multiple of 64")
+    held = next(b for b in good.buffers.values() if b.kind == "param")
+    held = replace(held, at=0)
+    _refused(with_buffers(good, held), "places", f"{re.escape(held.name)} has a place in the step's arena")
+
+
+def test_scratch_that_holds_something_else(good: Program) -> None:
+    at = _first(good, "reduce_scatter")
+    held = find(good, lambda op: op.phase == "region" and op.num_outputs > 0)[0]
+    broken = put(good, at, replaced(good.ops[at], "writes", 1, good.ops[held].writes[0]))
+    _refused(broken, "lifetimes", "receives into .*, which is in use: free it first")
+
+
+def test_a_batch_that_is_written(good: Program) -> None:
+    batch = next(name for name, b in good.buffers.items() if b.kind == "batch")
+    at = find(good, lambda op: op.is_update and not op.is_flat)[0]
+    broken = put(good, at, replaced(good.ops[at], "writes", 0, Ref(batch)))
+    _refused(broken, "lifetimes", f"writes {batch}, which is the user's and read-only")
+
+
+def test_bytes_that_move_for_nothing(good: Program) -> None:
+    at = _first(good, "all_gather")
+    wait, name = _wait(good, at), re.escape(good.ops[at].writes[0].name)
+    again = insert(good, wait + 1, good.ops[at], good.ops[wait])
+    _refused(again, "needed", f"brings {name} again: nothing read it since op {at}")
+
+
+def test_records_that_say_what_there_is_not(good: Program) -> None:
+    gather, free = _first(good, "all_gather"), find(good, lambda op: op.is_free)[0]
+    _refused(put(good, gather, replace(good.ops[gather], kind="banana")), "form", "banana is none of run, update,")
+    _refused(put(good, free, replace(good.ops[free], reads=())), "form", "reads 0 buffers: a free reads 1 or more")
+    _refused(put(good, gather, replace(good.ops[gather], reads=(Ref("no"),))), "form", "there is no buffer no")
+    _refused(put(good, free, good.ops[free].with_attrs(microbatch="x")), "form", "microbatch=x is no number")
+    reduce = _first(good, "reduce_scatter")
+    _refused(put(good, reduce, good.ops[reduce].with_attrs(divisor=0)), "form", "divides by zero")
+    shard = next(b for b in good.buffers.values() if b.sharded)
+    _refused(with_buffers(good, replace(shard, bucket=None)), "form", "is in no bucket: it has no own slice")
+    _refused(with_buffers(good, replace(shard, bucket="no")), "form", "is of bucket no, which is not there")
+    _refused(with_buffers(good, replace(shard, kind="no")), "form", "is of kind no: none of param,")
+    _refused(replace(good, trainable=("no:1",)), "form", "trainable no:1 is no slot of a bucket")
+    _refused(replace(good, metrics={"loss": "no"}), "form", "metric loss is in no: there is no buffer no")
+    _refused(replace(good, mesh=Mesh((("dp", 0),))), "form", "the mesh is dp=0: every axis once")
+    _refused(replace(good, mesh=(("tp", 2),)), "form", "own slices are those of axis dp, which the mesh has not")
+
+
+def test_room_to_work_in_that_is_too_small_or_nowhere(good: Program) -> None:
+    at = find(good, lambda op: op.workspace > 0)[0]
+    op, room = good.ops[at], good.ops[at].workspace
+    small = put(good, at, op.with_attrs(workspace=room - 1))
+    _refused(small, "calls", rf"segment \w+ works in {room:,} bytes, its workspace has {room - 1:,}")
+    nowhere = put(good, at, replace(op, attrs=tuple(a for a in op.attrs if a[0] != "at")))
+    _refused(nowhere, "places", "its workspace has no place in the step's arena")
+    batch = next(b for b in good.buffers.values() if b.kind == "batch")
+    _refused(with_buffers(good, replace(batch, at=None)), "places", "has no place in the step's arena: the batch is")
+
+
+def test_a_flat_range_that_is_longer_than_its_segment_was_planned_for(good: Program) -> None:
+    """The segment of a shorter range computes the same, in memory that is too small for it."""
+    flat = find(good, lambda op: op.is_run and op.is_flat and op.why.startswith("add gradients"))
+    long, short = sorted(flat, key=lambda i: -(good.ops[i].writes[0].stop or 0))[:: len(flat) - 1]
+    key = good.ops[short].segment
+    assert key != good.ops[long].segment
+    broken = put(good, long, good.ops[long].with_attrs(segment=key))
+    _refused(broken, "calls", r"has up to \d+ elements: the segment has f32\[\d+\] there")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_flat_range_that_is_cut_at_its_padding(world: int) -> None:
+    """The padding itself is nobody's: the step is the same but for its rounding. Elementwise kernels work on 8 or 16
+    elements at a time and round those that are left over otherwise, so a range that ends with the leaf gives other
+    bits than the one that ends with its padding, which every stage and every cut of a bucket share."""
+    placed = {"zero": 1, "bucket_bytes": 1024}
+    case = lowered("conv", MODELS["conv"], OPTIMIZERS["adamw"](), placed, world, torch.Generator().manual_seed(0))
+    bench, program = Bench(case), case.programs[0]
+    slots = [
+        (b.name, s, b.end(i)) for b in program.buckets.values() for i, s in enumerate(b.slots) if s.stop < b.end(i)
+    ]
+    apart = 0
+    for bucket, slot, end in slots:
+        for at in find(program, lambda op: op.is_update and op.is_flat):
+            op = program.ops[at]
+
+            def cut(ref: Ref, bucket: str = bucket, slot: Slot = slot, end: int = end) -> Ref:
+                mine = program.buffers[ref.name].bucket == bucket
+                return replace(ref, stop=slot.stop) if mine and (ref.start, ref.stop) == (slot.start, end) else ref
+
+            broken = put(program, at, replace(op, reads=tuple(map(cut, op.reads)), writes=tuple(map(cut, op.writes))))
+            if broken == program:
+                continue
+            ran = outcome(case, dict.fromkeys(range(world), broken))
+            apart += difference(bench.sound, ran) is not None
+            for x, y in zip(bench.sound.state, ran.state, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+            _refused(broken, "calls", r"ends off a multiple of 64 elements: the bits of the last ones depend on that")
+    assert apart
+
+
+def test_an_op_that_counts_from_the_start_of_a_storage(good: Program) -> None:
+    """A traced offset is one into a storage of its own; in a program many values share one (see test_as_strided.py)."""
+    for key, gm in good.segments.items():
+        graph = segments.copied(gm.graph)
+        views = [n for n in graph.nodes if n.target is torch.ops.aten.t.default]
+        for node in views[:1]:
+            value = node.meta["val"]
+            node.target = torch.ops.aten.as_strided.default
+            node.args = (node.args[0], list(value.shape), list(value.stride()), 0)
+        if views:
+            broken = replace(good, segments={**good.segments, key: segments.module(graph)})
+            _refused(broken, "inside", "aten.as_strided.default counts from the start of a storage that other values")
+            return
+    pytest.fail("no segment has a view")
+
+
+def test_a_leaf_that_lies_elsewhere(good: Program) -> None:
+    bucket = next(b for b in good.buckets.values() if len(b.slots) > 1)
+    moved = replace(bucket.slots[1], start=bucket.slots[1].start - ALIGN)
+    broken = replace(bucket, slots=(bucket.slots[0], moved, *bucket.slots[2:]))
+    _refused(replace(good, buckets={**good.buckets, bucket.name: broken}), "partition", "overlapping, unaligned or out")
+    short = replace(bucket, length=bucket.length - ALIGN)
+    uneven = replace(good, buckets={**good.buckets, bucket.name: short})
+    _refused(uneven, "partition", rf"bucket {bucket.name} has {short.length} elements: not a multiple of 2 ranks x 64")
+
+
+def test_a_shard_that_is_too_small(good: Program) -> None:
+    shard = next(b for b in good.buffers.values() if b.kind == "grad" and b.sharded)
+    broken = with_buffers(good, replace(shard, shape=(shard.numel // 2,)))
+    needed = re.escape(f"{shard.name} has shape ({shard.numel // 2},): a shard has ({shard.numel},)")
+    _refused(broken, "partition", needed)
+
+
+def test_a_reference_beyond_its_buffer(good: Program) -> None:
+    at = find(good, lambda op: op.is_flat and op.is_update)[0]
+    ref = good.ops[at].reads[0]
+    broken = put(good, at, replaced(good.ops[at], "reads", 0, replace(ref, stop=(ref.stop or 0) + ALIGN)))
+    _refused(broken, "partition", "lies outside of")
+
+
+def test_flat_ranges_of_buckets_that_are_cut_otherwise(good: Program) -> None:
+    at = find(good, lambda op: op.is_flat and op.is_update)[0]
+    bucket = next(b for b in good.buckets.values() if len(b.slots) > 1)
+    other = replace(bucket, name="other", slots=bucket.slots[:1])
+    column = next(b for b in good.buffers.values() if b.bucket == bucket.name and b.kind == "optimizer")
+    at = find(good, lambda op: op.is_update and any(r.name == column.name for r in op.reads))[0]
+    position = next(n for n, r in enumerate(good.ops[at].reads) if r.name == column.name)
+    broken = with_buffers(good, replace(column, name="elsewhere", bucket="other"))
+    broken = replace(broken, buckets={**good.buckets, "other": other})
+    ref = replace(good.ops[at].reads[position], name="elsewhere")
+    _refused(put(broken, at, replaced(good.ops[at], "reads", position, ref)), "partition", "holds leaves at")
+
+
+def test_a_run_that_writes_over_what_it_reads(good: Program) -> None:
+    at = find(good, lambda op: op.is_run and op.why.startswith("add "))[0]
+    op = good.ops[at]
+    half = replace(op.writes[0], stop=(op.writes[0].stop or 0) // 2)
+    what = re.escape(f"writes {half}, which overlaps {op.reads[0]} that it reads")
+    _refused(put(good, at, replace(op, writes=(half,))), "aliasing", what)
+
+
+def test_a_segment_that_does_not_fit(good: Program) -> None:
+    at = _first(good, "run", phase="region")
+    op = good.ops[at]
+    _refused(replace(good, segments={}), "calls", r"segment \w+ is not in the program: pass segments= to parse")
+    fewer = tuple(ref for ref in op.reads if good.buffers[ref.name].kind != "batch")
+    _refused(put(good, at, replace(op, reads=fewer)), "calls", r"takes \d+ and returns \d+, the op gives \d+")
+    result = good.buffers[op.writes[0].name]
+    part = replaced(op, "writes", 0, Ref(result.name, 0, result.numel, result.shape))
+    _refused(put(good, at, part), "calls", "as a new tensor: only a whole buffer that is in no bucket can become one")
+    shrunk = with_buffers(good, replace(result, shape=(1, *result.shape[1:])))
+    _refused(shrunk, "calls", rf"{result.name} is f32\[1.*\]: the segment has f32\[4.*\] there")
+
+
+def test_a_new_tensor_in_the_place_of_state(good: Program) -> None:
+    at = find(good, lambda op: op.phase == "outer" and op.num_outputs > 0)[0]
+    name = good.ops[at].writes[0].name
+    kept = with_buffers(never_freed(good, name), replace(good.buffers[name], kind="state"))
+    _refused(kept, "calls", f"returns {re.escape(name)} as a new tensor: .* must be written in place")
+
+
+def test_a_collective_of_another_axis_or_size(good: Program) -> None:
+    gather, reduce = _first(good, "all_gather"), _first(good, "reduce_scatter")
+    _refused(
+        put(good, gather, replace(good.ops[gather], axis="tp")),
+        "transfers",
+        r"runs over axis 'tp': the mesh has \['dp'\]",
+    )
+    source = good.ops[gather].reads[0].name
+    other = next(b.name for b in good.buffers.values() if b.kind == "param" and b.numel != good.buffers[source].numel)
+    crossed = put(good, gather, replace(good.ops[gather], reads=(Ref(other),)))
+    _refused(crossed, "transfers", r"gathers \d+ elements of 2 ranks into \d+")
+    whole = put(good, reduce, replace(good.ops[reduce], kind="all_reduce"))
+    _refused(whole, "transfers", r"reduces \d+ elements into \d+: all_reduce needs \d+")
+    unknown = put(good, reduce, replace(good.ops[reduce], kind="reduce"))
+    _refused(unknown, "form", "reduce is none of run, update, all_gather, reduce_scatter")
+    room = good.buffers[good.ops[reduce].writes[1].name]
+    small = with_buffers(good, replace(room, shape=(1, 1)))
+    _refused(small, "transfers", "elements into scratch of 1")
+
+
+def test_gradients_that_are_written_twice(good: Program) -> None:
+    def writes_gradients(op: Op) -> bool:
+        return op.phase == "region" and any(good.buffers[r.name].kind == "grad" for r in op.writes)
+
+    at = find(good, writes_gradients)[0]
+    _refused(insert(good, at + 1, good.ops[at]), "reduced once", r"writes the gradient r0\.grad.* a second time")
+
+
+def test_gradients_that_are_reduced_twice(good: Program) -> None:
+    at = _first(good, "reduce_scatter")
+    result, add = good.ops[at].writes[0].name, find(good, lambda op: op.why.startswith("add gradients"))
+    uses = next(i for i in add if any(r.name == result for r in good.ops[i].reads))
+    once = replace(good.buffers[result], name="once", at=None)
+    start = replace(good.ops[at], writes=(Ref("once"), good.ops[at].writes[1]))
+    op = good.ops[uses]
+    mixed = replace(op, reads=tuple(replace(r, name="once") if r.name != result else r for r in op.reads))
+    wait = _wait(good, at)
+    ops = [*good.ops[: wait + 1]]
+    room = replace(good.buffers[good.ops[at].writes[1].name], name="room", at=None)
+    start = replace(start, writes=(Ref("once"), Ref("room")))
+    ops += [start, make_op("wait", [Ref("once")]), make_op("free", [Ref("room")])]
+    ops += [*good.ops[wait + 1 : uses], good.ops[uses], mixed, make_op("free", [Ref("once")]), *good.ops[uses + 1 :]]
+    broken = with_buffers(with_ops(good, ops), once, room)
+    _refused(broken, "reduced once", rf"reduces {re.escape(good.ops[at].reads[0].name)} a second time")
+
+
+def test_a_microbatch_that_runs_less(good: Program) -> None:
+    at = find(good, lambda op: op.phase == "region" and op.microbatch == 1)[0]
+    broken = put(good, at, good.ops[at].with_attrs(microbatch=0))
+    _refused(broken, "microbatches", r"r0 runs \{0: \d+, 1: \d+\} segments by microbatch: they must be equal")
+
+
+def test_an_update_that_is_missing_or_repeated(good: Program) -> None:
+    at = find(good, lambda op: op.is_update and op.is_flat)[0]
+    _refused(drop(good, at), "updated once", "has a gradient and is never updated")
+    count = find(good, lambda op: op.is_update and not op.is_flat)[0]
+    again = insert(good, count + 1, good.ops[count])
+    _refused(again, "updated once", f"updates {good.ops[count].writes[0]} a second time")
+
+
+def test_more_gathered_bytes_than_the_cap(good: Program) -> None:
+    broken = replace(good, gather_cap_bytes=good.gather_cap_bytes - 1)
+    figures = f"{good.gather_cap_bytes:,} bytes are gathered at once, the cap is {good.gather_cap_bytes - 1:,}"
+    _refused(broken, "cap", figures)
+
+
+def test_a_mean_that_is_no_mean(good: Program) -> None:
+    at = _first(good, "reduce_scatter")
+    broken = put(good, at, good.ops[at].with_attrs(divisor=2))
+    _refused(broken, "meaning", rf"computes something else than what was captured \(\w+, not {good.meaning}\)")
+
+
+def test_more_memory_than_the_budget(good: Program) -> None:
+    peak = fzero.cost.memory.account(good).peak
+    verify(good, budget_bytes=peak)
+    _refused(good, "budget", f"{peak:,} bytes live, the budget is {peak - 1:,}", budget_bytes=peak - 1)
+
+
+def test_equal_collectives_in_another_order_on_one_rank() -> None:
+    """Each rank's own program is right; together the gather of one layer would meet that of another."""
+    program = cases.lowered(zero=1, bucket_bytes=1 << 10).program
+    gathers = find(program, lambda op: op.gathers)
+    size = {i: program.buffers[program.ops[i].writes[0].name].nbytes for i in gathers}
+    first, second = next((a, b) for a in gathers for b in gathers if a < b and size[a] == size[b])
+    pairs = [(program.ops[i], program.ops[_wait(program, i)]) for i in (second, first)]
+    rest = [op for op in program.ops if not any(op is other for pair in pairs for other in pair)]
+    swapped = with_ops(program, [*rest, *(op for pair in pairs for op in pair)])
+    moved = with_ops(program, [*rest, *(op for pair in reversed(pairs) for op in pair)])
+    verify({0: moved, 1: moved})
+    verify({0: swapped, 1: swapped})
+    crossed = r"^\[same order\] op \d+ of rank 1 `gather .*`: collective \d+ over dp differs from rank 0's, `gather .*`"
+    with pytest.raises(fzero.VerifyError, match=crossed):
+        verify({0: moved, 1: swapped})
+
+
+def test_a_collective_that_one_rank_does_not_issue(good: Program) -> None:
+    other = cases.lowered(zero=3, microbatches=2, reduce="each").program  # it has no norm to sum
+    with pytest.raises(fzero.VerifyError, match=r"^\[same order\] .* of rank 1.*over dp"):
+        verify({0: good, 1: other})
+
+
+def test_a_message_that_nobody_receives(relayed: Case) -> None:
+    ring = relay(3, torch.Generator().manual_seed(0))
+    verify(relayed.programs)
+    unheard = r"^\[sends\] 32 bytes from rank 1 to 0 over dp \(tag 0\) are received and not sent$"
+    with pytest.raises(fzero.VerifyError, match=unheard):
+        verify({0: relayed.programs[0], 1: ring.programs[1]})
+
+
+def test_every_rule_is_broken_by_some_program_here(request: pytest.FixtureRequest) -> None:
+    text = request.path.read_text(encoding="utf-8")
+    assert [rule for rule in (*RULES, "budget") if f'"{rule}", ' not in text] == []
