@@ -38,10 +38,10 @@ def restart_peak() -> None:
 def held_bytes() -> int:
     """Bytes of all CPU tensors that Python can reach, each storage once, less the other ranks' memory that is mapped
     here. Between two steps nothing else holds any but DDP, whose step keeps views of its buckets for us."""
-    from fzero.comm.peers import Host
+    from fzero.comm.peers import SharedMemoryPeers
 
     gc.collect()
-    hosts = [found for found in gc.get_objects() if type(found) is Host]
+    hosts = [found for found in gc.get_objects() if type(found) is SharedMemoryPeers]
     theirs = {arena.data_ptr() for host in hosts for peer in host.peers.values() for arena in peer.arenas.values()}
     storages: dict[int, int] = {}
     for found in gc.get_objects():

@@ -30,7 +30,7 @@ import memory
 import ranks
 import text
 from fzero import tree
-from fzero.comm.transfers import open_world
+from fzero.comm.group import open_world
 from fzero.cost.allocator import measured_peak
 from fzero.cost.memory import account
 from gpt import Batch, Params, generate, init_gpt, loss_fn, sizes

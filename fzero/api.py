@@ -12,7 +12,7 @@ from fzero._torch_compat import untraced_by_dynamo
 from fzero.capture import ambient
 from fzero.capture.leaves import check_leaf
 from fzero.capture.provenance import describe
-from fzero.comm import transfers
+from fzero.comm.agree import agree
 from fzero.comm.transport import bucket_bytes, via_of
 from fzero.compile.collector import collector_paused
 from fzero.compile.first_state import check_key, recipe_for
@@ -183,8 +183,8 @@ def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any]
             digest += f", threads={torch.get_num_threads()}"
     except Exception as error:
         failure, digest = error, ""
-    runtime.heard = transfers.agree(
-        runtime.rank, runtime.world_size, what, digest, runtime.group, failure, runtime.says(), lambda: _shown(batch)
+    runtime.any_rank_flags = agree(
+        runtime.rank, runtime.world_size, what, digest, runtime.group, failure, runtime.flags(), lambda: _shown(batch)
     )
     assert lowered is not None
     return lowered, batch

@@ -1,7 +1,7 @@
 """data: batches as a function of a position, so that a run that stops loses no sample and repeats none.
 
-A sample is `sequence` tokens and the one after them. Which one stands at position p depends on (seed, p) alone, so the
-whole state of a stream is one integer, the samples handed out so far, whatever the batch size and the world were:
+A sample is `sequence` tokens and the one after them. The sample at position p depends on (seed, p) alone. So the whole
+state of a stream is one integer, the number of samples handed out so far, for any batch size and world:
 
     order="shuffled"   position p is sample permute(p mod n) of epoch p div n: the file cut into n windows, each once an
                        epoch. The permutation is a function (a Feistel network over the next power of two, applied again
@@ -109,9 +109,10 @@ class Tokens:
         return index.astype(np.int64) * self.sequence
 
     def batch(self, position: int, *, size: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """`x` and `y`, int64 of shape (size / world_size, sequence): rank's part of the `size` samples at `position`.
+        """Returns `x` and `y`, int64 of shape (size / world_size, sequence): the rank's part of `size` samples at
+        `position`.
 
-        Raises DataError where `size` is no multiple of `world_size`.
+        Raises DataError if `size` is no multiple of `world_size`.
         """
         part = _part(size, rank, world_size)
         starts = self.starts(position + rank * part, part)
@@ -197,13 +198,13 @@ def _number(x: int) -> np.uint64:
     return np.uint64(x)
 
 
-def _opened(given: Any, dtype: str | None) -> tuple[Any, str]:
-    """The array, memory-mapped where it is a file, and its name in messages."""
-    if isinstance(given, torch.Tensor):
-        given = given.detach().cpu().numpy()
-    if isinstance(given, np.ndarray):
-        return _checked(given, "the array"), "the array"
-    path = Path(given)
+def _opened(source: Any, dtype: str | None) -> tuple[Any, str]:
+    """The array, memory-mapped if it is a file, and its name in messages."""
+    if isinstance(source, torch.Tensor):
+        source = source.detach().cpu().numpy()
+    if isinstance(source, np.ndarray):
+        return _checked(source, "the array"), "the array"
+    path = Path(source)
     if dtype is not None and dtype not in DTYPES:
         raise DataError(f"Tokens(dtype={dtype!r}): needed one of {', '.join(DTYPES)}")
     try:
@@ -214,9 +215,9 @@ def _opened(given: Any, dtype: str | None) -> tuple[Any, str]:
             return _checked(array, str(path)), str(path)
         if dtype is None:
             raise DataError(f"{path} does not say what its tokens are: give Tokens(dtype='uint16'), or a .npy file")
-        size, one = path.stat().st_size, np.dtype(dtype).itemsize
-        if size % one or not size:
-            raise DataError(f"{path} has {size} bytes, no whole number of {dtype} ({one} bytes each) above 0")
+        size, item_bytes = path.stat().st_size, np.dtype(dtype).itemsize
+        if size % item_bytes or not size:
+            raise DataError(f"{path} has {size} bytes, no whole number of {dtype} ({item_bytes} bytes each) above 0")
         return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r"), str(path)
     except DataError:
         raise

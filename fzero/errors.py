@@ -1,4 +1,4 @@
-"""What fzero raises. Each message names the leaf, what was given, what was needed, and the smallest fix."""
+"""The errors that fzero raises. Each message names the leaf, the given value, the needed one, and the smallest fix."""
 
 from __future__ import annotations
 
@@ -46,8 +46,11 @@ class PeerError(FzeroError, RuntimeError):
 
 
 class HangError(DisagreementError):
-    """This rank waited for another in vain. Says who is `missing` (ranks) and where every rank was; the process group
-    cannot be used any more. The state that was given stays usable unless it says that it is not."""
+    """This rank waited for another in vain. `missing` holds the ranks that did not come; the message says where every
+    rank was.
+
+    The process group cannot be used any more. The given state stays usable unless it says that it is not.
+    """
 
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -55,8 +58,11 @@ class HangError(DisagreementError):
 
 
 class CheckpointError(FzeroError):
-    """A checkpoint that cannot be written or read. `file` is the file or directory that it is about, which the message
-    begins with; `errno` what the operating system said, if it did."""
+    """A checkpoint that cannot be written or read.
+
+    file: the file or directory that it is about; the message begins with it. errno: the operating system's number, if
+    it reported one.
+    """
 
     def __init__(self, file: object, text: str, errno: int | None = None) -> None:
         self.file, self.text, self.errno = str(file), text, errno

@@ -1,6 +1,6 @@
-"""What a user's step may call: gradients that arrive reduced, reductions over the mesh, leaves that differ per rank.
+"""The functions that a user's step may call: gradients that arrive reduced, reductions over the mesh, per-rank leaves.
 
-`value_and_grad` belongs to the step, not to the loss: inside a loss use `torch.func.grad`, `vmap`, `jvp`, `hessian` or
+`value_and_grad` belongs to the step, not to the loss. Inside a loss use `torch.func.grad`, `vmap`, `jvp`, `hessian` or
 `torch.autograd.grad` as always.
 """
 
@@ -251,7 +251,7 @@ def _check_slices(num: int, sliced: list[bool], paths: list[str], leaves: list[t
 
 
 def _argument(path: str, prefix: str) -> str:
-    """How messages name a leaf of what a loss is called with after the parameters."""
+    """The name in messages of a leaf of a loss's arguments after the parameters."""
     if path == prefix or path.startswith(prefix + "/"):
         return at("batch", path.removeprefix(prefix).lstrip("/"))
     return at("arguments", path.partition("/")[2])
@@ -340,7 +340,7 @@ def _usable(*given: Any) -> Any:
 
 
 def _part_keys(key: torch.Tensor, num: int) -> torch.Tensor:
-    """(num, 2): the keys of this rank's parts of the batch; part j of all has fold_in(key, j), on whatever rank."""
+    """Returns (num, 2): the keys of this rank's parts of the batch. Part j of all has fold_in(key, j) on every rank."""
     first = axis_index(device=key.device) * num
     parts = first + torch.arange(num, device=key.device)
     keys: torch.Tensor = torch.vmap(lambda j: random.fold_in(key, j))(parts)

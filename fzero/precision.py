@@ -1,8 +1,8 @@
-"""precision: which dtype is held, which is computed in, which travels; and the loss scale of fp16.
+"""precision: the dtypes that are held, computed in, and sent; and the loss scale of fp16.
 
-A policy is data. `value_and_grad` reads it where it makes a region: parameters are cast inside the region, so the
+A policy is data. `value_and_grad` reads it where it makes a region. Parameters are cast inside the region, so the
 gather moves the narrow copy (`passes/cast_before_gather`) and the gradient arrives at the held leaf. Nothing persistent
-is added but what a line of the table says:
+is added beyond a line of this table:
 
 | precision       | held            | gathered, computed | gradients reduced | summed over microbatches | moments |
 |-----------------|-----------------|--------------------|-------------------|--------------------------|---------|
@@ -11,7 +11,7 @@ is added but what a line of the table says:
 | "fp16"          | as given (fp32) | fp16, loss scaled  | fp32              | fp32                     | fp32    |
 | "bf16_params"   | bf16            | bf16               | fp32              | fp32                     | fp32    |
 
-Gradients may travel in 16 bits instead (`reduce="bf16"`); they are summed over microbatches in fp32 all the same.
+Gradients may be sent in 16 bits instead (`reduce="bf16"`). They are summed over microbatches in fp32 all the same.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LossScale:
     below `minimum`, and at `minimum` it ends the run: `fzero.step` raises NonFiniteError. A first step without an
     overflow and `window` more in a row double the scale and give the hysteresis back; so does every `window` after
     that. With `consecutive_hysteresis` every step without one gives it back. These are DeepSpeed's rules and defaults.
-    With `dynamic=False` the scale stays what it is.
+    With `dynamic=False` the scale does not change.
 
     >>> scaler = LossScale(hysteresis=1)
     >>> held = scaler.update(scaler.init(), torch.tensor(False))  # an overflow
@@ -108,9 +108,9 @@ def _dtype(where: str, given: Any, close: str, *, none: bool) -> None:
 class Precision:
     """A policy. Each dtype is "fp32", "bf16", "fp16", "fp64" or None (as given).
 
-    params: what the state holds. With "bf16" the update is made in fp32 and rounded stochastically.
-    compute: what parameters and the floating leaves of a loss's other arguments are cast to inside the loss.
-    reduce: what gradients travel in. None: what is held, and at least fp32.
+    params: the dtype that the state holds. With "bf16" the update is made in fp32 and rounded stochastically.
+    compute: the dtype inside the loss, to which parameters and floating leaves of its other arguments are cast.
+    reduce: the dtype in which gradients are sent. None: the held one, and at least fp32.
     keep: path rules to dtypes: leaves that are computed in another dtype, as {"**/norm*/**": "fp32"}. First match wins.
     loss_scale: for fp16, in the `loss=` form.
     cast_batch: False leaves the loss's other arguments as they are.
@@ -142,14 +142,15 @@ class Precision:
             raise SpecError(f"Precision(loss_scale={self.loss_scale!r}): needed an fzero.LossScale")
 
     def held_dtype(self, path: str, given: torch.dtype) -> torch.dtype:
-        """What the state holds of a leaf given in this dtype; one that is kept wider in the loss is held so too."""
+        """Returns the dtype in which the state holds a leaf given in this dtype; a leaf kept wider in the loss is held
+        so too."""
         if not (self.params and given.is_floating_point):
             return given
         kept = self.compute_dtype(path, given) if self._rule(path) else DTYPES[self.params]
         return kept if kept.itemsize > DTYPES[self.params].itemsize else DTYPES[self.params]
 
     def compute_dtype(self, path: str, held: torch.dtype) -> torch.dtype:
-        """What a leaf is computed in. Rules are matched against its path within the parameters."""
+        """Returns the dtype in which a leaf is computed. Rules are matched against its path within the parameters."""
         if not held.is_floating_point:
             return held
         name = self._rule(path) or self.compute
@@ -159,11 +160,11 @@ class Precision:
         return next((name for rule, name in self.keep.items() if tree.matches(rule, path)), None)
 
     def wire_dtype(self, held: torch.dtype) -> torch.dtype:
-        """What the gradient of a leaf travels in."""
+        """Returns the dtype in which the gradient of a leaf is sent."""
         return DTYPES[self.reduce] if self.reduce else torch.float32 if held in LOW else held
 
     def sum_dtype(self, held: torch.dtype) -> torch.dtype:
-        """What its gradients are summed over microbatches in."""
+        """Returns the dtype in which its gradients are summed over microbatches."""
         wire = self.wire_dtype(held)
         return torch.float32 if wire in LOW else wire
 

@@ -1,8 +1,9 @@
 """private_folder: a folder that this user alone can write to, and small files in it.
 
-Other users of a machine may plant a folder, a file or a link where a cache is to be: under the temporary directory
-anyone can. So a folder is opened once, is believed only where it is this user's and nobody else may write to it, and
-all that follows goes through its descriptor. No link is followed, nothing is truncated: files are made new and renamed.
+Other users of a machine may plant a folder, a file or a link at the place of a cache: under the temporary directory
+anyone can. So a folder is opened once. It is trusted only if it belongs to this user and nobody else may write to it.
+All later operations go through its descriptor. No link is followed, and nothing is truncated: files are made new and
+renamed.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def folder(path: Path, *, make: bool = False) -> Iterator[int]:
-    """A descriptor of the folder; with `make` it is made where it is missing, for this user alone. Raises OSError where
-    it is another's, or others may write to it. An empty one that a group may write to, as a umask of 0002 leaves it, is
-    made this user's alone."""
+    """Returns a descriptor of the folder. With `make`, a missing folder is made, for this user alone.
+
+    Raises OSError if it belongs to another user, or others may write to it. An empty folder that a group may write to,
+    as with a umask of 0002, is made this user's alone.
+    """
     if make:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -45,7 +48,8 @@ def folder(path: Path, *, make: bool = False) -> Iterator[int]:
 
 
 def read(within: int, name: str, limit: int) -> bytes:
-    """The bytes of a file of a folder. Raises OSError, also where it is a link, another's, or longer than `limit`."""
+    """Returns the bytes of a file of a folder. Raises OSError, also if it is a link, another user's, or longer than
+    `limit`."""
     descriptor = os.open(name, os.O_RDONLY | SAFE, dir_fd=within)
     with os.fdopen(descriptor, "rb") as file:
         _ours(descriptor, plain=True)
@@ -56,7 +60,7 @@ def read(within: int, name: str, limit: int) -> bytes:
 
 
 def replace(within: int, name: str, data: bytes) -> None:
-    """Makes a file of a folder have these bytes, at once. Raises OSError; then what was there before is there still."""
+    """Gives a file of a folder these bytes, atomically. Raises OSError; then the old file is still there."""
     fresh = f".{name}.{secrets.token_hex(8)}"
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFE, 0o600, dir_fd=within)
     try:
@@ -82,7 +86,7 @@ def locked(within: int, name: str) -> Iterator[None]:
 
 
 def refused(path: Path) -> str:
-    """Why a folder is not this user's alone; "" where it is, or is not there yet."""
+    """Returns the reason why a folder is not this user's alone; "" if it is, or is not there yet."""
     try:
         with folder(path):
             return ""
@@ -112,8 +116,10 @@ def _close(descriptor: int) -> None:
 
 
 def _own_group(descriptor: int, gid: int) -> bool:
-    """Whether a file's group is this user alone, as where a umask is 0002: named as the user, and nobody else in it.
-    Not root's, which other accounts have too, and not where an access list says who else may write."""
+    """Whether a file's group is this user alone, as with a umask of 0002: named as the user, and nobody else in it.
+
+    False for root's group, which other accounts have too, and if an access list gives others the right to write.
+    """
     import grp
     import pwd
 

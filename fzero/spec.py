@@ -1,4 +1,4 @@
-"""Spec: everything a step is made from, checked when it is written."""
+"""Spec: all the parts of a step, checked when it is written."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ DEFAULT_PARAMS = ("params/**",)
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What to train and how to place it. Give `loss` and `optimizer`, or `step`.
+    """The training step and its placement. Give `loss` and `optimizer`, or `step`. Immutable.
 
-    Functions are traced when a batch of a new kind is first seen: Python values that they close over are read then.
+    Functions are traced when a batch of a new kind is first seen. Python values that they close over are read then.
 
     loss: `(params, batch) -> 0-d floating tensor`, pure; params are whole tensors there, batch this rank's part.
     optimizer: an `fzero.optim` transformation (optax's `init` and `update`).
@@ -31,36 +31,37 @@ class Spec:
     zero: the ZeRO stage 0..3, or path rules to stages, first match wins: `{"blocks/**": 3, "**": 1}`.
     microbatches: parts the batch is cut into along dim 0. Must divide it.
     reduce: "each" microbatch's gradients, or their sum at the "end". None: "end", which sends least, unless it would
-    raise the planned peak by more than a tenth; `lowered.choices` says which and why.
-    precision: "fp32", "bf16", "fp16", "bf16_params" or an `fzero.Precision`: what is computed in and what travels.
+    raise the planned peak by more than a tenth; `lowered.choices` gives the choice and its reason.
+    precision: "fp32", "bf16", "fp16", "bf16_params" or an `fzero.Precision`: the dtypes of the computation and of
+    transfers.
     trainable: with `loss`, path rules of the parameters that train. The others get no gradient and no moments, and are
-    sharded all the same. None: those that require grad where some tensors do and others do not, else all.
+    sharded all the same. None: if only some of the given tensors require grad, those train; otherwise all do.
     clip_norm: with `loss`, the largest global gradient norm: g * min(1, clip_norm / (norm + 1e-6)). The norm is then
     a metric, `grad_norm`; with math.inf it is measured and nothing clipped.
     clip_value: with `loss`, instead of clip_norm: the largest absolute value of an element of a gradient.
-    nonfinite: with `loss`, a step whose gradients are not finite: "ignore", "skip" (the state keeps its bits) or
+    nonfinite: with `loss`, the action if gradients are not finite: "ignore", "skip" (the state keeps its bits) or
     "raise" (NonFiniteError, and the state stays usable). None: skip with a loss scale, else ignore.
-    bucket_bytes: where a layer's bucket is cut. A larger leaf has a bucket to itself. None: by the measured cost of
-    transfers, once per machine and way; 32 MiB where nothing was measured (docs/performance.md).
+    bucket_bytes: the size at which a layer's bucket is cut. A larger leaf has a bucket to itself. None: by the measured
+    cost of transfers, once per machine and way; 32 MiB if nothing was measured (docs/performance.md).
     prefetch: how many segments ahead a gather starts. 0: when it is needed. None: 0, 1, 2 or 4 by the seconds that
-    measured rates predict for the program (docs/performance.md); `lowered.choices` says why.
-    gather_bytes: the most bytes of gathered buffers at one time. None: what `prefetch` needs.
-    overlap: False waits for every transfer where it starts (same bits, slower).
+    measured rates predict for the program (docs/performance.md); `lowered.choices` gives the reason.
+    gather_bytes: the most bytes of gathered buffers at one time. None: as many as `prefetch` needs.
+    overlap: False waits for every transfer at its start (same bits, slower).
     remat: "none", "full" (a layer keeps its input and computes the rest again in the backward), or path rules of
     parameters to them, as {"blocks/**": "full"}. Same bits, less memory, up to a third more compute.
-    products: who computes fp32 matrix products on CPU. "default": torch's own choice. "fastest": the faster of torch's
-    two libraries for each shape, measured once per machine and kept in a file (`fzero.codegen.matmul`): the same
-    accuracy and, as another machine may choose otherwise, bits that hold for this one.
+    products: the library for fp32 matrix products on CPU. "default": torch's own choice. "fastest": the faster of
+    torch's two libraries for each shape, measured once per machine and kept in a file (`fzero.codegen.matmul`): the
+    same accuracy. Another machine may choose otherwise, so the bits hold for this machine only.
     allow_unused: parameters without a gradient get a zero one instead of an error.
-    compile: "inductor" compiles the stretches of loops in each segment, "none" runs plain aten, "auto" compiles where
-    that was measured to gain (docs/compile.md). Without a compiler both run plain aten, and say so.
+    compile: "inductor" compiles the stretches of loops in each segment, "none" runs plain aten, "auto" compiles if
+    that was measured to gain (docs/compile.md). Without a compiler both run plain aten, and log it.
     params: with `step` and stage 1 or 2, path rules of the leaves that stay whole.
     transfers: on the CPU, "shared" (ranks of one machine read one another's memory), "p2p" (messages over gloo), or
-    "auto": shared where it can be, each gather by measured cost. Same bits.
-    cuda_graph: on CUDA, launch a step as one graph where it allows that (`lowered.choices` says why not).
-    timeout: seconds that a rank waits for another before HangError names who is missing (docs/hangs.md), in the process
-    groups that fzero starts. None: 600. One that you started has its own: init_process_group(timeout=).
-    device: where the state lives, as "cuda" (under torchrun: this rank's). None: where the given tensors are, else
+    "auto": shared if possible, each gather by measured cost. Same bits.
+    cuda_graph: on CUDA, launch a step as one graph if the step allows it (`lowered.choices` gives the reason if not).
+    timeout: seconds that a rank waits for another before HangError names the missing ranks (docs/hangs.md), in process
+    groups that fzero starts. None: 600. A group that you started has its own: init_process_group(timeout=).
+    device: the device of the state, as "cuda" (under torchrun: this rank's). None: that of the given tensors, else
     "cpu".
 
     >>> import fzero
@@ -205,24 +206,29 @@ class Spec:
 
     @property
     def policy(self) -> Precision:
+        """The precision policy of `precision`."""
         return policy(self.precision)
 
     @property
     def remat_rules(self) -> dict[str, str]:
+        """`remat` as path rules, in order."""
         return dict(self.remat) if isinstance(self.remat, Mapping) else {"**": str(self.remat)}
 
     @property
     def nonfinite_policy(self) -> str:
+        """`nonfinite` with its default filled in."""
         return self.nonfinite or ("ignore" if self.policy.loss_scale is None else "skip")
 
     @property
     def trainable_rules(self) -> tuple[str, ...] | None:
+        """`trainable` as a tuple of path rules; None if it was not given."""
         if self.trainable is None:
             return None
         return (self.trainable,) if isinstance(self.trainable, str) else tuple(self.trainable)
 
     @property
     def param_rules(self) -> tuple[str, ...]:
+        """`params` as a tuple of path rules."""
         return (self.params,) if isinstance(self.params, str) else tuple(self.params)
 
 

@@ -1,9 +1,9 @@
-"""training: the step that `Spec(loss=..., optimizer=...)` stands for. An ordinary pure function; write your own like
-it.
+"""training: the step that `Spec(loss=..., optimizer=...)` stands for. It is an ordinary pure function; write your own
+like it.
 
-The state is {"params", "opt_state"}; "key" where randomness is asked for, "loss_scale" with fp16. What the optimizer
-sees are fp32 parameters, the trainable ones alone. A step whose gradients are not finite may be skipped: every leaf
-then keeps its bits, on every rank, because the flag is computed from reduced gradients.
+The state is {"params", "opt_state"}, with "key" if randomness is asked for, and "loss_scale" with fp16. The optimizer
+sees fp32 parameters, and only the trainable ones. A step whose gradients are not finite may be skipped. Every leaf then
+keeps its bits, on every rank, because the flag is computed from reduced gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fzero.spec import Spec
 
 @dataclass(frozen=True)
 class Training:
-    """What the step is made from; the fields are those of `fzero.Spec`."""
+    """The parts of the step; the fields are those of `fzero.Spec`. Immutable."""
 
     loss: Callable[..., Any]
     optimizer: optim.GradientTransformation
@@ -37,7 +37,7 @@ class Training:
     nonfinite: str = "ignore"
 
     def init(self, params: Any, key: torch.Tensor | None = None) -> dict[str, Any]:
-        """The first state. Raises TreeError where nothing that is to train can."""
+        """Returns the first state. Raises TreeError if no leaf that is to train can train."""
         self._check(params)
         params = tree.map_with_path(self._held, params)
         state = {"params": params, "opt_state": self.optimizer.init(self._master(self._split(params)[0]))}
@@ -78,7 +78,7 @@ class Training:
     # --- pieces
 
     def _split(self, params: Any) -> tuple[Any, Any]:
-        """(what trains, the rest or None): leaves under the rules, and floating ones only."""
+        """Returns (the leaves that train, the rest or None): leaves under the rules, and floating ones only."""
         rules = self.trainable or ("**",)
 
         def trains(path: str, leaf: torch.Tensor) -> bool:
@@ -147,7 +147,8 @@ def _where(finite: torch.Tensor, new: dict[str, Any], old: Any) -> dict[str, Any
 
 
 def _counts(leaf: Any) -> bool:
-    """Whether a leaf holds integers or bools, which never train. (What is no tensor, or complex, is refused later.)"""
+    """Whether a leaf holds integers or bools, which never train. (A leaf that is no tensor, or complex, is refused
+    later.)"""
     return isinstance(leaf, torch.Tensor) and not leaf.dtype.is_floating_point and not leaf.dtype.is_complex
 
 

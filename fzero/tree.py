@@ -60,7 +60,7 @@ def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def partition(tree: Any, wanted: Iterable[str] | Callable[[str, Any], bool]) -> tuple[Any, Any]:
-    """(the wanted leaves, the others): each of the tree's structure, with None for what it lacks.
+    """Returns (the wanted leaves, the others). Each has the tree's structure, with None for the leaves of the other.
 
     `wanted` is path rules, or a function `(path, leaf) -> bool`.
 
@@ -78,7 +78,7 @@ def partition(tree: Any, wanted: Iterable[str] | Callable[[str, Any], bool]) -> 
 
 
 def merge(tree: Any, rest: Any) -> Any:
-    """What `partition` took apart.
+    """Joins the two trees that `partition` returned.
 
     >>> merge(*partition({"a": 1, "b": 2}, ["a"]))
     {'a': 1, 'b': 2}

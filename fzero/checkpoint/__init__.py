@@ -1,4 +1,4 @@
-"""Checkpoints: a directory per step, of safetensors and JSON, committed as a whole or not at all. See
+"""Checkpoints: a directory per step, of safetensors and JSON, committed as a whole or not at all. See README.md and
 docs/checkpoints.md."""
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""checkpointer: saving while training goes on, stopping at a signal, and going on where the last save was.
+"""checkpointer: saves while training goes on, stops at a signal, and resumes from the last save.
 
-A save in the background. `after` copies this rank's part of the state to host memory (all that training waits for); a
-thread writes it, over a gloo group of its own. One is in flight: where the next is due before all ranks have ended the
-last, it is late, at the first step at which they have. So a slow disk makes saves rarer, not steps slower, and a rank
-holds at most one copy.
+A save in the background. `after` copies this rank's part of the state to host memory. Training waits for this copy
+only. A thread then writes the copy, over a gloo group of its own. One save is in flight at most. If the next save is
+due before all ranks have ended the last one, it is late: it begins at the first step at which all have. So a slow disk
+makes saves rarer, not steps slower, and a rank holds at most one copy.
 
-What ranks must agree on. Threads end, fail and are told to stop at other instants on each rank, but all ranks must act
-after one step, or they would wait for one another in different places. So each tells four bits in the note that opens
-every `fzero.step` anyway (`Runtime.says`, `Runtime.heard`): my save runs, it failed, I got SIGTERM, I got SIGINT. What
-any rank told before step k, all ranks act on after step k. No further message is sent.
+How ranks agree. Each rank's thread ends or fails at another instant, and so do signals arrive. But all ranks must act
+after the same step, or they would wait for one another in different places. So each rank sends four flags in the note
+that opens every `fzero.step` (`Runtime.flags`, `Runtime.any_rank_flags`): my save runs, my save failed, I got SIGTERM,
+I got SIGINT. All ranks act after step k on the flags that any rank sent before step k. No further message is sent.
 
-A signal. SIGTERM or SIGINT is told with the next step; after it all ranks save and exit with status 143 or 130. A
-second one of its kind, and one before there is a state to save, does what it does without a Checkpointer.
+A signal. SIGTERM or SIGINT is sent as a flag with the next step. After that step all ranks save and exit with status
+143 or 130. A second signal of the same kind, or one before there is a state to save, acts as without a Checkpointer.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ log = logging.getLogger("fzero")
 PATIENCE_SECONDS = 30.0  # for a save in flight once an error has ended the loop: the rank it waits for may be gone
 
 
-class Says(IntFlag):
-    """What a rank tells the others with every step."""
+class RankFlags(IntFlag):
+    """The bits that a rank sends to the others with every step."""
 
     SAVING = 1
     FAILED = 2
@@ -57,11 +57,15 @@ class Says(IntFlag):
 
 
 class Checkpointer:
-    """Saves a state every so many steps, while training goes on, and starts again from the last save.
+    """Saves a state every so many steps while training goes on, and resumes from the last save.
 
-    dir: where a run's checkpoints lie, the same on all ranks. every: steps between saves; None saves when asked to.
-    keep: how many to keep; None keeps all. background: False writes in the loop. All ranks make the same calls. Within
-    `with`, SIGTERM and the first Ctrl-C save once after the next step and raise SystemExit (143, 130) on all ranks.
+    dir: the directory of the run's checkpoints, the same on all ranks. every: steps between saves; None saves only on
+    request. keep: how many checkpoints to keep; None keeps all. background: False writes in the training loop. All
+    ranks make the same calls. Within `with`, SIGTERM and the first Ctrl-C save once after the next step and raise
+    SystemExit (143, 130) on all ranks.
+
+    The main thread writes all fields. The writing thread (`_Writing`) writes its own `error` and `flags` alone. A
+    signal handler, which runs on the main thread, writes `_signals`.
 
     >>> import tempfile, fzero
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.sgd(0.1))
@@ -99,16 +103,16 @@ class Checkpointer:
         self._taken: Snapshot | None = None  # its memory serves the next
         self._runtime: Runtime | None = None
         self._group: Any = None
-        self._signals = Says(0)
+        self._signals = RankFlags(0)
         self._handlers: dict[int, Any] = {}  # those that were there before
         self._inside = False
 
     @untraced_by_dynamo
     def resume(self, params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
-        """The newest committed state in `dir`, or `fzero.init(params, spec, key=key)` where there is none yet.
+        """Returns the newest committed state in `dir`, or `fzero.init(params, spec, key=key)` if there is none yet.
 
-        `extra` is then what was saved with it, {} for a new run. Raises CorruptError where all checkpoints are damaged:
-        a new run would hide that.
+        `extra` then holds the values that were saved with the state; it is {} for a new run. Raises CorruptError if all
+        checkpoints are damaged: a new run would hide that.
         """
         if begun(self.dir, self.disk):
             state = load(self.dir, spec, like=params, key=key, disk=self.disk)
@@ -121,16 +125,17 @@ class Checkpointer:
 
     @untraced_by_dynamo
     def after(self, state: State, extra: Extra = None) -> None:
-        """To be called after each step: begins a save where one is due, and acts on signals.
+        """Begins a save if one is due, and acts on signals. To be called after each step.
 
-        `extra` is JSON to save along, such as the data's position, or a function that makes it for a save. Raises
-        CheckpointError, on all ranks after the same step, where an earlier save failed: the state is unharmed, and the
-        next save is tried. Raises SystemExit after a signal, also where the last save fails, which is logged.
+        extra: JSON to save along, such as the position in the data, or a function that returns it. Raises
+        CheckpointError, on all ranks after the same step, if an earlier save failed. The state is unharmed then, and
+        the next save is tried. Raises SystemExit after a signal. If the save before it fails, that is logged, and
+        SystemExit is raised all the same.
         """
         runtime = self._join(runtime_of(state))
-        heard = Says(runtime.heard)
-        if stop := heard & (Says.SIGTERM | Says.SIGINT):
-            number = signal.SIGTERM if Says.SIGTERM in stop else signal.SIGINT
+        any_rank = RankFlags(runtime.any_rank_flags)
+        if stop := any_rank & (RankFlags.SIGTERM | RankFlags.SIGINT):
+            number = signal.SIGTERM if RankFlags.SIGTERM in stop else signal.SIGINT
             try:
                 self.save(state, extra)
                 log.info("fzero: %s: step %d is saved in %s", number.name, state.step, self.dir)
@@ -139,14 +144,14 @@ class Checkpointer:
             raise SystemExit(128 + number)
         if self._due or (self.every is not None and state.step % self.every == 0 and self.saved != state.step):
             self._due = (state, extra() if callable(extra) else extra)  # now: later it would tell of a later position
-        if self._writing is not None and Says.SAVING not in heard:
-            self._finish(others_failed=Says.FAILED in heard)
+        if self._writing is not None and RankFlags.SAVING not in any_rank:
+            self._finish(others_failed=RankFlags.FAILED in any_rank)
         if self._due and self._writing is None:
             self._begin(*self._due)
 
     @untraced_by_dynamo
     def save(self, state: State, extra: Extra = None) -> None:
-        """Saves now, and returns when it is committed. Raises CheckpointError on all ranks."""
+        """Saves now, and returns when the checkpoint is committed. Raises CheckpointError on all ranks."""
         self._join(runtime_of(state))
         try:
             self._finish()
@@ -157,13 +162,13 @@ class Checkpointer:
             self._finish()
 
     def close(self) -> None:
-        """Waits for the save in flight, and makes one that is late. Raises CheckpointError on all ranks."""
+        """Waits for the save in flight, and makes a save that is late. Raises CheckpointError on all ranks."""
         self._finish()
         if self._due and not self._due[0].life.ended:
             self.save(*self._due)
 
     def __enter__(self) -> Checkpointer:
-        self._inside, self._signals = True, Says(0)
+        self._inside, self._signals = True, RankFlags(0)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -181,12 +186,12 @@ class Checkpointer:
                 self._restore(number)
             self._inside = False
             if self._runtime is not None:
-                self._runtime.says = lambda: 0
+                self._runtime.flags = lambda: 0
                 self._runtime = None
             if kind is None:  # no step came any more that would have told of it
-                for one in Says.SIGTERM, Says.SIGINT:
-                    if one in self._signals:
-                        signal.raise_signal(signal.Signals[str(one.name)])
+                for flag in RankFlags.SIGTERM, RankFlags.SIGINT:
+                    if flag in self._signals:
+                        signal.raise_signal(signal.Signals[str(flag.name)])
 
     # --- pieces
 
@@ -194,25 +199,25 @@ class Checkpointer:
         if self._inside and not self._handlers and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):  # which no other thread may do
                 self._handlers[number] = signal.getsignal(number)
-                signal.signal(number, self._heard)
+                signal.signal(number, self._on_signal)
 
-    def _heard(self, number: int, frame: types.FrameType | None) -> None:
-        self._signals |= Says.SIGTERM if number == signal.SIGTERM else Says.SIGINT
+    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
+        self._signals |= RankFlags.SIGTERM if number == signal.SIGTERM else RankFlags.SIGINT
         self._restore(number)
 
     def _restore(self, number: int) -> None:
         signal.signal(number, self._handlers.pop(number) or signal.SIG_DFL)
 
-    def _says(self) -> int:
-        return self._signals | (Says(0) if self._writing is None else self._writing.says)
+    def _flags(self) -> int:
+        return self._signals | (RankFlags(0) if self._writing is None else self._writing.flags)
 
     def _join(self, runtime: Runtime) -> Runtime:
-        """Speaks with this runtime's steps from now on. The first time, all ranks make the group that writes."""
+        """Joins the flags of this runtime's steps. The first time, all ranks make the group that writes."""
         if self._runtime is not runtime:
             if self._group is None and runtime.world_size > 1:
                 self._group = dist.new_group(backend="gloo")
             self._runtime = runtime
-            runtime.says = self._says
+            runtime.flags = self._flags
             self._listen()
         return runtime
 
@@ -221,7 +226,7 @@ class Checkpointer:
         taken = self._taken
         self.saved, self._due = state.step, None
         self._writing = _Writing(lambda: self._write(taken))
-        runtime_of(state).heard |= Says.SAVING  # until the next step tells
+        runtime_of(state).any_rank_flags |= RankFlags.SAVING  # until the next step sends them
         if not self.background:
             self._finish()
 
@@ -243,11 +248,12 @@ class Checkpointer:
 
 
 class _Writing(threading.Thread):
-    """A save in flight. `error` is what it raised."""
+    """A save in flight, on a thread of its own. That thread writes `error`, the error that the save raised, and then
+    `flags`."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__(name="fzero-save", daemon=True)  # a process that ends does not wait for a lost peer
-        self.work, self.says = work, Says.SAVING
+        self.work, self.flags = work, RankFlags.SAVING
         self.error: BaseException | None = None
         self.start()
 
@@ -256,4 +262,4 @@ class _Writing(threading.Thread):
             self.work()
         except BaseException as error:
             self.error = error
-        self.says = Says(0) if self.error is None else Says.FAILED
+        self.flags = RankFlags(0) if self.error is None else RankFlags.FAILED

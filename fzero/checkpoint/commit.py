@@ -9,9 +9,9 @@
               5. `latest`, in the same way; a hint only
     prune     of all but the last `keep`: the marker first, synced, then the files
 
-A process may die between any two of these: before 4 there is no checkpoint, after it there is one. What dead saves and
-dead prunes leave has no marker, and the next save removes it, if every file in it is one that a save makes. The lock
-(flock, which dies with its process) keeps a second job from taking a living save for a dead one.
+A process may die between any two of these. Before 4 there is no checkpoint; after 4 there is one. The leftovers of dead
+saves and dead prunes have no marker. The next save removes them, if every file in them is one that a save makes. The
+lock (flock, which dies with its process) keeps a second job from taking a living save for a dead one.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ OURS = re.compile(rf"shard-[0-9]{{5,7}}\.safetensors|{re.escape(MANIFEST)}|{MARK
 
 
 def committed(run: Path, disk: Disk | None = None) -> Iterator[tuple[int, Path]]:
-    """(step, directory) of every committed checkpoint of a run, the newest first: those whose marker is their
-    manifest's. One whose marker is not is logged and passed over."""
+    """Yields (step, directory) of every committed checkpoint of a run, the newest first.
+
+    A checkpoint is committed if its marker fits its manifest. Others with a marker are logged and passed over.
+    """
     disk = disk or Disk()
     for step, path in sorted(_steps(run, disk), reverse=True):
         if disk.size(path / MARKER) is None:
@@ -56,7 +58,7 @@ def committed(run: Path, disk: Disk | None = None) -> Iterator[tuple[int, Path]]
 
 
 def begun(run: Path, disk: Disk) -> bool:
-    """Whether a run has a checkpoint to go on from. Raises CorruptError where it had some, and all are damaged."""
+    """Whether a run has a checkpoint to resume from. Raises CorruptError if it had some, and all are damaged."""
     if any(committed(run, disk)):
         return True
     for _, path in _steps(run, disk):
@@ -68,7 +70,7 @@ def begun(run: Path, disk: Disk) -> bool:
 
 
 def _steps(run: Path, disk: Disk) -> Iterator[tuple[int, Path]]:
-    """Directories with the name of a step: real ones, no links."""
+    """Yields (step, path) of the directories with the name of a step: real ones, no links."""
     for name in disk.names(run) or []:
         step = records.step_of(name)
         if step is not None and disk.is_directory(run / name):
@@ -76,9 +78,10 @@ def _steps(run: Path, disk: Disk) -> Iterator[tuple[int, Path]]:
 
 
 def locate(directory: str | os.PathLike[str], disk: Disk | None = None) -> Path:
-    """The checkpoint meant by a directory: itself, where it holds a manifest, or the newest committed one of a run.
+    """Returns the checkpoint that a directory stands for: itself if it holds a manifest, or the newest committed one of
+    a run.
 
-    Raises CheckpointError where there is none.
+    Raises CheckpointError if there is none.
     """
     disk = disk or Disk()
     path = Path(directory)
@@ -99,7 +102,7 @@ def locate(directory: str | os.PathLike[str], disk: Disk | None = None) -> Path:
 
 
 def prepare(run: Path, step: int, nbytes: int, token: str, disk: Disk) -> tuple[Path, Callable[[], None]]:
-    """(the empty directory for the shards, what gives back the lock). Raises CheckpointError."""
+    """Returns (the empty directory for the shards, the function that releases the lock). Raises CheckpointError."""
     make_directories(run, disk)
     release = disk.lock(run / LOCK)
     if release is None:
@@ -125,24 +128,26 @@ def prepare(run: Path, step: int, nbytes: int, token: str, disk: Disk) -> tuple[
 
 
 def make_directories(path: Path, disk: Disk) -> None:
-    """The directory and those above it, where they are missing."""
+    """Makes a directory and those above it, as far as they are missing."""
     missing = []
-    for one in (path, *path.parents):
-        if disk.names(one) is not None:
+    for folder in (path, *path.parents):
+        if disk.names(folder) is not None:
             break
-        missing.append(one)
-    for one in reversed(missing):
+        missing.append(folder)
+    for folder in reversed(missing):
         try:
-            disk.mkdir(one)
+            disk.mkdir(folder)
         except CheckpointError as error:
-            if disk.names(one) is None:  # else somebody else has just made it
+            if disk.names(folder) is None:  # else somebody else has just made it
                 raise error
-        disk.sync_directory(one.parent)
+        disk.sync_directory(folder.parent)
 
 
 def clean(run: Path, disk: Disk) -> None:
-    """Removes what dead saves left: temporary directories, and steps without a marker. What cannot be removed is
-    logged."""
+    """Removes the leftovers of dead saves: temporary directories, and steps without a marker.
+
+    A leftover that cannot be removed is logged.
+    """
     dead = [run / name for name in disk.names(run) or [] if TEMPORARY.fullmatch(name) and disk.is_directory(run / name)]
     dead += [path for _, path in _steps(run, disk) if disk.size(path / MARKER) is None]
     for path in dead:
@@ -155,7 +160,7 @@ def clean(run: Path, disk: Disk) -> None:
 
 
 def remove(directory: Path, disk: Disk) -> None:
-    """A checkpoint's directory, its marker first. One that holds a file no save makes is left alone."""
+    """Removes a checkpoint's directory, its marker first. A directory with a file that no save makes is left alone."""
     names = disk.names(directory) or []
     if not all(OURS.fullmatch(name) for name in names):
         return
@@ -171,8 +176,8 @@ def remove(directory: Path, disk: Disk) -> None:
 def commit(run: Path, temporary: Path, manifest: Manifest, disk: Disk) -> Path:
     """Makes the shards in `temporary` the checkpoint of `manifest`. Returns its directory; raises CheckpointError.
 
-    A step that is there already is left as it is: the same bytes are the same checkpoint, others an error. A damaged
-    one is moved out of the way.
+    A step that is there already is left as it is: the same bytes are the same checkpoint, other bytes are an error. A
+    damaged step is moved out of the way.
     """
     check_shards(temporary, manifest, disk)
     data = manifest.to_bytes()
@@ -199,7 +204,7 @@ def commit(run: Path, temporary: Path, manifest: Manifest, disk: Disk) -> Path:
 
 
 def check_shards(directory: Path, manifest: Manifest, disk: Disk) -> None:
-    """Every shard can be seen from here, and is as long as the rank that wrote it said."""
+    """Raises CheckpointError unless every shard is visible here, and as long as the rank that wrote it said."""
     for number, shard in enumerate(manifest.shards):
         file = directory / records.shard_name(number)
         size = disk.size(file)
@@ -214,12 +219,12 @@ def check_shards(directory: Path, manifest: Manifest, disk: Disk) -> None:
 
 
 def _is_whole(directory: Path, disk: Disk) -> bool:
-    """Whether a step can be believed, as far as can be seen without reading its tensors."""
+    """Whether a step is complete, as far as can be seen without reading its tensors."""
     try:
-        found = records.read(directory, disk).shards
+        shards = records.read(directory, disk).shards
     except CorruptError:
         return False
-    return all(disk.size(directory / records.shard_name(i)) == shard.bytes for i, shard in enumerate(found))
+    return all(disk.size(directory / records.shard_name(i)) == shard.bytes for i, shard in enumerate(shards))
 
 
 def _check_same(final: Path, data: bytes, disk: Disk) -> None:
@@ -232,15 +237,17 @@ def _check_same(final: Path, data: bytes, disk: Disk) -> None:
 
 
 def replace(directory: Path, name: str, data: bytes, disk: Disk) -> None:
-    """A file of this name and content, atomically: as it was, or all of it and on the disk."""
+    """Writes a file of this name and content, atomically: it is as it was, or whole and on the disk."""
     disk.write(directory / f".{name}", data)
     disk.rename(directory / f".{name}", directory / name)
     disk.sync_directory(directory)
 
 
 def finish(run: Path, final: Path, keep: int | None, disk: Disk) -> None:
-    """`latest`, and all but the newest `keep` removed; this one always stays. The checkpoint is safe by now, so that
-    what fails here is logged: the next save does it again."""
+    """Writes `latest`, and removes all but the newest `keep` checkpoints; this one always stays.
+
+    The checkpoint is safe by now. So a failure here is logged, and the next save tries again.
+    """
     try:
         replace(run, LATEST, f"{final.name}\n".encode(), disk)
         newest = next(committed(run, disk), (0, final))[1]  # of an earlier run in the same directory?
@@ -255,7 +262,7 @@ def finish(run: Path, final: Path, keep: int | None, disk: Disk) -> None:
 
 
 def undo(run: Path, step: int, temporary: Path, disk: Disk) -> None:
-    """After a failure that all ranks know of: frees the space, as far as the disk still works."""
+    """Frees the space after a failure that all ranks know of, as far as the disk still works."""
     for path in (temporary, run / records.step_name(step)):
         try:
             if disk.names(path) is not None and disk.size(path / MARKER) is None:

@@ -1,4 +1,4 @@
-"""compare: the leaves that a source holds beside those that a state has."""
+"""compare: the leaves of a source compared with those of a state."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ SHOWN = 8  # leaves of each kind that a message names
 
 @dataclass(frozen=True)
 class Difference:
-    """Paths of leaves: missing in the source, extra there, of another shape or dtype. Leaves of another shape or dtype
-    come with what they are there and here."""
+    """The differences between a source and a state, by leaf path. Empty, and then false, if there are none.
+
+    missing: not in the source. extra: in the source alone. reshaped, retyped: of another shape or dtype, with both in
+    words. near: for a missing path, the suggestion of the closest extra one.
+    """
 
     missing: tuple[str, ...]
     extra: tuple[str, ...]
@@ -29,11 +32,11 @@ class Difference:
 
     @property
     def unfit(self) -> set[str]:
-        """The state's leaves that cannot be loaded."""
+        """The paths of the state's leaves that cannot be loaded."""
         return {*self.missing, *self.reshaped, *self.retyped}
 
     def __str__(self) -> str:
-        """A line for each kind, then one for each leaf."""
+        """One line for each kind, then one for each leaf."""
         return "\n".join(
             [
                 *_lines("missing (this state has them, the checkpoint does not)", self.missing, self.near),
@@ -45,31 +48,31 @@ class Difference:
 
 
 def difference(here: Mapping[str, Entry], there: Mapping[str, Entry]) -> Difference:
-    """What keeps the leaves `there`, of a source, from being those `here`, of a state."""
+    """Returns the differences between the leaves `here`, of a state, and `there`, of a source."""
     missing = tuple(path for path in here if path not in there)
     extra = tuple(path for path in there if path not in here)
-    both = [(path, one, there[path]) for path, one in here.items() if path in there]
+    both = [(path, ours, there[path]) for path, ours in here.items() if path in there]
     near = {path: tree.suggest(path, extra) for path in missing[:SHOWN]}
     reshaped = {
-        path: f" is {_shape(found)} there, {_shape(one)} here{_ranks(found, one)}"
-        for path, one, found in both
-        if (found.shape, found.per_rank) != (one.shape, one.per_rank)
+        path: f" is {_shape(theirs)} there, {_shape(ours)} here{_ranks(theirs, ours)}"
+        for path, ours, theirs in both
+        if (theirs.shape, theirs.per_rank) != (ours.shape, ours.per_rank)
     }
     retyped = {
-        path: f" is {DTYPE_NAMES.get(found.dtype, found.dtype)} there, {DTYPE_NAMES[one.dtype]} here"
-        for path, one, found in both
-        if path not in reshaped and found.dtype is not one.dtype
+        path: f" is {DTYPE_NAMES.get(theirs.dtype, theirs.dtype)} there, {DTYPE_NAMES[ours.dtype]} here"
+        for path, ours, theirs in both
+        if path not in reshaped and theirs.dtype is not ours.dtype
     }
     return Difference(missing, extra, reshaped, retyped, near)
 
 
-def _shape(one: Entry) -> str:
-    return f"{list(one.shape)}{' (one per rank)' if one.per_rank else ''}"
+def _shape(entry: Entry) -> str:
+    return f"{list(entry.shape)}{' (one per rank)' if entry.per_rank else ''}"
 
 
-def _ranks(found: Entry, one: Entry) -> str:
-    if found.per_rank and one.per_rank and found.shape[1:] == one.shape[1:]:
-        return f": what each rank keeps for itself has no meaning for other ranks; load it on {found.shape[0]}"
+def _ranks(theirs: Entry, ours: Entry) -> str:
+    if theirs.per_rank and ours.per_rank and theirs.shape[1:] == ours.shape[1:]:
+        return f": what each rank keeps for itself has no meaning for other ranks; load it on {theirs.shape[0]}"
     return ""
 
 

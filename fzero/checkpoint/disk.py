@@ -1,9 +1,9 @@
 """disk: every file operation of a save or a load goes through one small object.
 
-Each operation has a kind and a path and passes `Disk.run`, so that a test can kill a process before or after it, make
-it fail, slow it down or write it down. What the operating system refuses becomes a `CheckpointError` that names the
-file and says what to do. Nothing here follows a symbolic link, or waits for a pipe: a file of a checkpoint is a plain
-file in its directory.
+Each operation has a kind and a path and passes `Disk.run`. So a test can kill a process before or after it, make it
+fail, slow it down or record it. An error of the operating system becomes a `CheckpointError` that names the file and
+the remedy. Nothing here follows a symbolic link or waits for a pipe: a file of a checkpoint is a plain file in its
+directory.
 """
 
 from __future__ import annotations
@@ -40,13 +40,17 @@ ADVICE = {
 
 
 class Disk:
-    """The file system. Raises CheckpointError; `kind` is the name of the method that `run` is called for."""
+    """The file system. It has no state. Its methods raise CheckpointError.
+
+    `kind` is the name of the method that `run` is called for.
+    """
 
     def run(self, kind: str, path: Path, call: Callable[[], T]) -> T:
-        """One operation: what tests override. `call` does it."""
+        """Runs one operation, `call`. Tests override this."""
         return call()
 
     def do(self, kind: str, path: Path, call: Callable[[], T]) -> T:
+        """Runs one operation, and turns OSError into CheckpointError."""
         try:
             return self.run(kind, path, call)
         except OSError as error:
@@ -55,22 +59,22 @@ class Disk:
     # --- writing
 
     def mkdir(self, path: Path) -> None:
-        """A new directory; its parent exists. One that is there already is an error."""
+        """Makes a directory in a parent that exists. Raises CheckpointError if it is there already."""
         self.do("mkdir", path, lambda: os.mkdir(path))
 
     def create(self, path: Path) -> File:
-        """A new file to write to. One that is there already is an error."""
+        """Makes a file to write to. Raises CheckpointError if it is there already."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return File(self, path, self.do("create", path, lambda: os.open(path, flags, 0o666)))
 
     def write(self, path: Path, data: bytes) -> None:
-        """A new file with these bytes, on the disk when this returns."""
+        """Makes a file with these bytes; it is on the disk when this returns."""
         with self.create(path) as file:
             file.write([memoryview(data)])
             file.sync()
 
     def sync_directory(self, path: Path) -> None:
-        """The names in a directory are on the disk when this returns."""
+        """Syncs a directory: its names are on the disk when this returns."""
 
         def call() -> None:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -85,7 +89,7 @@ class Disk:
         self.do("sync_directory", path, call)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Atomic. A file at `new` is replaced, a directory that holds anything is an error."""
+        """Renames atomically. A file at `new` is replaced; a directory there that is not empty is an error."""
         self.do("rename", new, lambda: os.rename(old, new))
 
     def unlink(self, path: Path) -> None:
@@ -95,8 +99,11 @@ class Disk:
         self.do("rmdir", path, lambda: os.rmdir(path))
 
     def lock(self, path: Path) -> Callable[[], None] | None:
-        """Takes the lock that a file is, made where it is missing; returns what gives it back. The kernel does so when
-        the process dies. None: another process has it. Where the file system knows no locks, nothing is locked."""
+        """Takes the lock of a file, which is made if it is missing. Returns the function that releases it.
+
+        The kernel releases it when the process dies. Returns None if another process holds it. If the file system has
+        no locks, nothing is locked.
+        """
 
         def call() -> Callable[[], None] | None:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -125,14 +132,14 @@ class Disk:
     # --- reading
 
     def size(self, path: Path) -> int | None:
-        """Bytes of a plain file. None: there is none of this name."""
+        """Returns the bytes of a plain file; None if there is none of this name."""
 
         def call() -> int | None:
             try:
-                found = os.lstat(path)
+                status = os.lstat(path)
             except FileNotFoundError:
                 return None
-            return found.st_size if stat.S_ISREG(found.st_mode) else None
+            return status.st_size if stat.S_ISREG(status.st_mode) else None
 
         return self.do("size", path, call)
 
@@ -148,7 +155,7 @@ class Disk:
         return self.do("is_directory", path, call)
 
     def names(self, path: Path) -> list[str] | None:
-        """The names in a directory, in order. None: there is no such directory."""
+        """Returns the names in a directory, sorted; None if there is no such directory."""
 
         def call() -> list[str] | None:
             try:
@@ -159,7 +166,8 @@ class Disk:
         return self.do("names", path, call)
 
     def read(self, path: Path, *, limit: int) -> bytes:
-        """All of a file. CorruptError where it is missing, no plain file, or has more than `limit` bytes."""
+        """Returns all bytes of a file. Raises CorruptError if it is missing, no plain file, or longer than `limit`
+        bytes."""
 
         def call() -> bytes:
             fd = _open(path)
@@ -176,7 +184,7 @@ class Disk:
         return self.do("read", path, call)
 
     def read_into(self, path: Path, start: int, view: memoryview) -> None:
-        """Fills `view` (bytes) from byte `start` of a file on. CorruptError where the file ends before."""
+        """Fills `view` (bytes) from byte `start` of a file. Raises CorruptError if the file ends before."""
 
         def call() -> None:
             fd = _open(path)
@@ -188,20 +196,24 @@ class Disk:
         self.do("read", path, call)
 
     def free(self, path: Path) -> int | None:
-        """Bytes that this user may still write to the file system of a directory; None where that is not known."""
-        found = self.do("free", path, lambda: os.statvfs(path))
-        return found.f_bavail * found.f_frsize if found.f_blocks else None
+        """Returns the bytes that this user may still write to a directory's file system; None if that is not known."""
+        status = self.do("free", path, lambda: os.statvfs(path))
+        return status.f_bavail * status.f_frsize if status.f_blocks else None
 
 
 class File:
-    """A new file that is being written."""
+    """A new file that is being written.
+
+    Only the methods here write its fields, on one thread. written: bytes that the kernel has accepted. started: bytes
+    that it was asked to send to the disk. fd: -1 after the file was closed.
+    """
 
     def __init__(self, disk: Disk, path: Path, fd: int) -> None:
         self.disk, self.path, self.fd = disk, path, fd
         self.written = self.started = 0  # bytes: accepted by the kernel, and told to go to the disk
 
     def write(self, views: Sequence[memoryview]) -> None:
-        """Appends all of these bytes, at most MAX_VIEWS parts at a time."""
+        """Appends these bytes, at most MAX_VIEWS parts at a time."""
         left = [view.cast("B") for view in views if view.nbytes]
         while left:
             part = left[:MAX_VIEWS]
@@ -215,14 +227,14 @@ class File:
             self._start_write_back()
 
     def _start_write_back(self) -> None:
-        """Linux begins to write out a range that it is told will not be needed; waiting for it is `sync`'s."""
+        """Advises Linux that the range will not be needed, which starts its write-out. `sync` waits for it."""
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self.fd, self.started, self.written - self.started, os.POSIX_FADV_DONTNEED)
         self.started = self.written
 
     def sync(self) -> None:
-        """What was written is on the disk when this returns."""
+        """Syncs the file: the written bytes are on the disk when this returns."""
         self.disk.do("sync", self.path, lambda: os.fsync(self.fd))
 
     def __enter__(self) -> File:
@@ -237,7 +249,7 @@ class File:
 
 
 def _open(path: Path) -> int:
-    """For reading: a plain file, never a link, a pipe or a device (opening those could wait for ever)."""
+    """Opens a plain file for reading; never a link, a pipe or a device, since opening those could wait for ever."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -264,7 +276,7 @@ def _fill(fd: int, path: Path, start: int, view: memoryview) -> None:
 
 
 def refused(kind: str, path: Path, error: OSError) -> CheckpointError:
-    """What the operating system said, with the file and what to do."""
+    """Returns the error for an operation that the operating system refused, with the file and the remedy."""
     said = f"{kind.replace('_', ' ')} failed: {os.strerror(error.errno) if error.errno else error}"
     advice = ADVICE.get(error.errno or 0)
     return CheckpointError(path, f"{said}; {advice}" if advice else said, error.errno)

@@ -1,11 +1,11 @@
 """load: a state from a checkpoint, at any world size and under any layout.
 
-1. Rank 0 says which step it is: the newest committed one of a run. All ranks read its manifest.
-2. The leaves that the state is to have (those of `spec` and `like`, laid out for this world) are compared with those of
-   the checkpoint. Every difference is in one MismatchError, and nothing has been touched.
-3. Each rank asks the checkpoint for the ranges of elements that it holds, and these are read, verified and written
-   straight into the state's buffers (`fzero.checkpoint.reader`). No leaf is whole anywhere that the plan does not keep
-   it whole, and nothing travels between ranks.
+1. Rank 0 chooses the step: the newest committed one of a run. All ranks read its manifest.
+2. The leaves of the state (those of `spec` and `like`, laid out for this world) are compared with those of the
+   checkpoint. Every difference is in one MismatchError, and nothing has been touched.
+3. Each rank asks the checkpoint for the ranges of elements that it holds. These are read, verified and written straight
+   into the state's buffers (`fzero.checkpoint.reader`). No leaf is whole anywhere unless the plan keeps it whole, and
+   nothing travels between ranks.
 
 The ranks agree before memory is taken and after it is filled: an error on one is an error on all.
 """
@@ -29,7 +29,7 @@ from fzero.checkpoint.compare import Difference, difference
 from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.manifest import LeafRecord
 from fzero.checkpoint.reader import Checkpoint
-from fzero.comm import transfers
+from fzero.comm.agree import tell
 from fzero.compile.first_state import recipe_for
 from fzero.errors import CheckpointError, CorruptError, DisagreementError, DonatedError, MismatchError, SpecError
 from fzero.plan.layout import Plan
@@ -56,15 +56,20 @@ def load(
     strict: bool = True,
     disk: Disk | None = None,
 ) -> State:
-    """The state that `fzero.save` wrote to `dir`: a run's directory (its newest committed step) or one step's.
+    """Returns the state that `fzero.save` wrote to `dir`: a run's directory (its newest committed step) or one step's.
 
-    spec: what to train from here on. World, ZeRO stage, buckets, microbatches may differ from those of the save.
-    like: a State (its spec is used, and its memory: it is donated), or what `fzero.init` would be given, of which only
-    the shapes are read. Without it the tree is made from the checkpoint, which knows dicts, lists, tuples and None.
+    spec: the spec to train with from here on. World, ZeRO stage, buckets and microbatches may differ from those of the
+    save.
+
+    like: a State, or the params that `fzero.init` would get. A State is donated: its spec and its memory are used. Of
+    params only the shapes are read. Without `like` the tree is made from the checkpoint, which knows dicts, lists,
+    tuples and None.
+
     key: as in `init`, for a state whose checkpoint holds none. A key in the checkpoint is loaded like every leaf.
+
     strict: any difference between the leaves is a MismatchError that shows all of it, and nothing is loaded. With
-    False what fits is loaded, other leaves keep what `init` (or the state `like`) gave them, and the log says which;
-    where nothing at all fits it is an error too.
+    False, the leaves that fit are loaded. Other leaves keep the values from `init` (or from the state `like`), and the
+    log names them. If no leaf fits, it is an error too.
 
     Every rank must call it. Raises CheckpointError: CorruptError for damaged files, MismatchError for other leaves. A
     state given as `like` stays usable unless reading fails after writing began; then it is marked unusable.
@@ -90,9 +95,9 @@ def load(
 
         def filler() -> Filling:
             saved = Checkpoint(chosen, disk)
-            given = _tree(saved, spec) if like is None else like
+            params_like = _tree(saved, spec) if like is None else like
             wanted = first_key(0) if key is None and spec.loss is not None and "key" in saved.leaves else key
-            recipe = recipe_for(spec, given, wanted, world.device)
+            recipe = recipe_for(spec, params_like, wanted, world.device)
             return Filling(saved, recipe, world.size, strict)
 
         state = world.state("load", spec, filler)
@@ -101,7 +106,10 @@ def load(
 
 
 class Filling:
-    """A `fzero.session.world.Filler`: the leaves of a recipe, with the values of a checkpoint."""
+    """A `fzero.session.world.Filler`: the leaves of a recipe, with the values of a checkpoint.
+
+    Nothing changes after it is made. kept: the paths of leaves that keep the recipe's value.
+    """
 
     def __init__(self, saved: Checkpoint, recipe: Recipe, world_size: int, strict: bool) -> None:
         self.paths, self.values, self.per_rank, self.spec = recipe.paths, recipe.values, recipe.per_rank, recipe.spec
@@ -113,6 +121,7 @@ class Filling:
         self.kept = _compared(here, saved, strict).unfit
 
     def place(self, plan: Plan, rank: int, memory: Mapping[str, torch.Tensor]) -> str:
+        """Fills this rank's buffers; returns the checkpoint's digest. Raises MismatchError and CorruptError."""
         wants = wanted(plan, rank, memory, self.kept)
         self.saved.check(wants)
         try:
@@ -128,25 +137,25 @@ class Filling:
 
 
 def entry(shape: tuple[int, ...], dtype: torch.dtype, per_rank: bool, world_size: int) -> Entry:
-    """A state's leaf of this shape on one rank, as a source describes it."""
+    """Returns a state's leaf of this shape on one rank, as a source describes it."""
     return Entry((world_size, *shape) if per_rank else shape, dtype, per_rank)
 
 
 def wanted(plan: Plan, rank: int, memory: Mapping[str, torch.Tensor], kept: set[str]) -> list[Want]:
-    """What a rank's buffers hold of every leaf but those to be kept."""
-    found = []
+    """Returns the ranges that a rank's buffers hold of every leaf, without the leaves in `kept`."""
+    wants = []
     for leaf in plan.leaves:
         out, start = storage.flat(plan, memory, leaf, rank)
         if len(out) and leaf.path not in kept:
-            found.append(Want(leaf.path, start, out))
-    return found
+            wants.append(Want(leaf.path, start, out))
+    return wants
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
 
 
 def _into(state: State, dir: Path, strict: bool, disk: Disk) -> State:
-    """A checkpoint in the memory of a state."""
+    """Loads a checkpoint into the memory of a state."""
     runtime = runtime_of(state)
     plan = runtime.plan
     world = World(runtime.rank, runtime.world_size, runtime.device, runtime.group)
@@ -185,43 +194,45 @@ def _into(state: State, dir: Path, strict: bool, disk: Disk) -> State:
 
 
 def _chosen(dir: Path, world: World, disk: Disk) -> Path:
-    """The directory of a step: `dir`, or where that is a run's, its newest committed one, which rank 0 finds: another
-    rank may see an older list, or a newer one."""
+    """Returns the directory of a step: `dir`, or the newest committed step of the run in `dir`.
+
+    Rank 0 looks it up, since another rank may see an older or a newer list.
+    """
     failure, name = world.failure, b""
     try:
-        if failure is None and world.rank == 0 and (found := locate(dir, disk)) != dir:
-            name = found.name.encode()
+        if failure is None and world.rank == 0 and (step := locate(dir, disk)) != dir:
+            name = step.name.encode()
     except Exception as error:
         failure = error
     world.agree("load", "", failure)
     if world.size > 1:
-        name = transfers.tell(name, world.size, world.group)[0]
+        name = tell(name, world.size, world.group)[0]
     return dir / name.decode() if name else dir
 
 
 def _compared(here: Mapping[str, Entry], saved: Checkpoint, strict: bool) -> Difference:
-    found = difference(here, saved.leaves)
-    if found and strict:
+    differences = difference(here, saved.leaves)
+    if differences and strict:
         raise MismatchError(
             saved.directory,
-            f"does not have the leaves of this state. Nothing was loaded.\n{found}\n"
+            f"does not have the leaves of this state. Nothing was loaded.\n{differences}\n"
             "Give fzero.load the spec and tree that were saved, or strict=False, which loads what fits",
         )
-    if here.keys() <= found.unfit:
+    if here.keys() <= differences.unfit:
         raise MismatchError(
-            saved.directory, f"has no leaf of this state that fits: strict=False would load nothing.\n{found}"
+            saved.directory, f"has no leaf of this state that fits: strict=False would load nothing.\n{differences}"
         )
-    if found:
-        log.warning("fzero: strict=False: of %s these leaves were not loaded:\n%s", saved.directory, found)
-    return found
+    if differences:
+        log.warning("fzero: strict=False: of %s these leaves were not loaded:\n%s", saved.directory, differences)
+    return differences
 
 
 def _tree(saved: Checkpoint, spec: Spec) -> Any:
-    """What `fzero.init` would be given, with shapes alone, from the containers that the manifest describes."""
+    """Returns the params that `fzero.init` would get, with shapes alone, from the containers in the manifest."""
 
-    def leaf(one: LeafRecord) -> Any:
-        value = torch.empty(one.shape[1:] if one.per_rank else one.shape, dtype=one.dtype, device="meta")
-        return PerRank(value) if one.per_rank else value
+    def leaf(record: LeafRecord) -> Any:
+        value = torch.empty(record.shape[1:] if record.per_rank else record.shape, dtype=record.dtype, device="meta")
+        return PerRank(value) if record.per_rank else value
 
     manifest = saved.manifest
     whole, structure, where = manifest.tree([leaf(one) for one in manifest.leaves]), manifest.structure, "the state"
@@ -242,7 +253,7 @@ def _tree(saved: Checkpoint, spec: Spec) -> Any:
 
 
 def _foreign(structure: Any, path: str) -> Iterator[tuple[str, str]]:
-    """(path, type's name) of the containers that are not dict, list, tuple or None."""
+    """Yields (path, type's name) of the containers that are not dict, list, tuple or None."""
     if not isinstance(structure, dict):
         return
     ((kind, inner),) = structure.items()
@@ -260,7 +271,7 @@ def _shape_of(leaf: Any) -> Any:
 
 @contextmanager
 def _typed(dir: object) -> Iterator[None]:
-    """Where another rank found a checkpoint damaged, this one raises the same error."""
+    """If another rank found a checkpoint damaged, raises the same error here."""
     try:
         yield
     except DisagreementError as error:

@@ -1,17 +1,19 @@
-"""manifest: what a checkpoint says about itself, in JSON, and the strict way to read it.
+"""manifest: the description of a checkpoint, in JSON, and the strict way to read it.
 
     run/
       latest                                  "step-00000120\\n": a hint, never more
       step-00000120/
         COMMITTED                             the SHA-256 of manifest.json, in hex, and a newline; written last
         manifest.json
-        shard-00000.safetensors               what rank 0 wrote; file names are numbers, never names of leaves
+        shard-00000.safetensors               written by rank 0; file names are numbers, never names of leaves
 
-Every leaf is cut into *pieces*: elements [start, stop) of the flattened logical leaf, which lie 1-D in a shard under
-the leaf's path. The pieces of a leaf are in order and cover it exactly. A shard is hashed in blocks of 4 MiB; its
-`sha256` is that of the digests of its blocks, one after the other (a hash tree of depth one), so that a reader verifies
-exactly the blocks it reads. Nothing read is believed before it is checked: sizes and types, duplicate and unknown keys,
-the partition of every leaf, bytes against shards. A manifest that cannot be believed is a CorruptError that names it.
+Every leaf is cut into *pieces*: elements [start, stop) of the flattened logical leaf. They lie 1-D in a shard under the
+leaf's path. The pieces of a leaf are in order and cover it exactly. A shard is hashed in blocks of 4 MiB. Its `sha256`
+is that of the digests of its blocks, one after the other (a hash tree of depth one). So a reader verifies exactly the
+blocks it reads.
+
+Nothing read is believed before it is checked: sizes and types, duplicate and unknown keys, the partition of every leaf,
+bytes against shards. A manifest that cannot be believed is a CorruptError that names it.
 """
 
 from __future__ import annotations
@@ -53,8 +55,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class LeafRecord:
-    """A leaf of the saved state: its logical shape (of a per-rank leaf with the ranks in front), how it lay when it was
-    saved (`placement`, for people), and its pieces in order."""
+    """A leaf of the saved state.
+
+    shape: the logical shape; a per-rank leaf has the ranks as first dimension. placement: how the leaf lay when it was
+    saved, for people. pieces: in order; they cover the leaf exactly.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -66,16 +71,18 @@ class LeafRecord:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all elements."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """A file: its bytes, the SHA-256 of each block of 4 MiB, and that of these digests."""
+    """A file: its bytes, the SHA-256 of these digests, and the SHA-256 digest of each block of 4 MiB (`blocks`)."""
 
     bytes: int
     sha256: str
@@ -84,7 +91,10 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's description: `step`, `extra` (what the user saved with it) and `leaves` are what most need."""
+    """The description of a checkpoint. Most users need `step`, `extra` (saved along by the user) and `leaves`.
+
+    Invariant: `leaves` fill the places of `structure` in order, and their pieces fit into `shards`.
+    """
 
     step: int
     mesh: Mapping[str, int]
@@ -98,19 +108,23 @@ class Manifest:
 
     @cached_property
     def by_path(self) -> dict[str, LeafRecord]:
+        """The leaves by path."""
         return {leaf.path: leaf for leaf in self.leaves}
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """The bytes of all tensors."""
         return sum(leaf.nbytes for leaf in self.leaves)
 
     def tree(self, values: Sequence[Any]) -> Any:
-        """The pytree of these leaves (in the order of `leaves`) in dicts, lists, tuples and None; what was a named
-        tuple or another container is a dict by field."""
+        """Returns `values`, in the order of `leaves`, as a pytree of dicts, lists, tuples and None.
+
+        A named tuple or another container comes back as a dict by field.
+        """
         return structure.build(self.structure, values)
 
     def to_bytes(self) -> bytes:
+        """Returns the text of manifest.json."""
         leaves = [
             {
                 "path": leaf.path,
@@ -144,7 +158,10 @@ class Manifest:
 
     @staticmethod
     def from_bytes(data: bytes, file: Path | str = MANIFEST) -> Manifest:
-        """Raises CorruptError, naming `file`, and CheckpointError for a format that this version does not know."""
+        """Returns the manifest in `data`.
+
+        Raises CorruptError, which names `file`, and CheckpointError for a format that this version does not know.
+        """
         try:
             if len(data) > MAX_MANIFEST:
                 raise Invalid(f"it has {len(data):,} bytes: at most {MAX_MANIFEST:,} are allowed")
@@ -156,26 +173,28 @@ class Manifest:
 
 
 def root(blocks: Sequence[bytes]) -> str:
-    """The `sha256` of a shard, from its blocks' digests."""
+    """Returns the `sha256` of a shard, from the digests of its blocks."""
     return hashlib.sha256(b"".join(blocks)).hexdigest()
 
 
 def shard_name(number: int) -> str:
+    """Returns the file name of a shard."""
     return f"shard-{number:05d}.safetensors"
 
 
 def step_name(step: int) -> str:
+    """Returns the name of a step's directory."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step of a directory of this name; None for any other name."""
-    found = STEP.fullmatch(name)
-    return int(found[1]) if found and step_name(int(found[1])) == name else None
+    """Returns the step of a directory of this name; None for any other name."""
+    match = STEP.fullmatch(name)
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
 def read(directory: Path, disk: Disk | None = None) -> Manifest:
-    """The manifest of a committed step directory, its marker checked. Raises CorruptError."""
+    """Returns the manifest of a committed step directory, after checking its marker. Raises CorruptError."""
     disk = disk or Disk()
     file = directory / MANIFEST
     data = disk.read(file, limit=MAX_MANIFEST)
@@ -192,7 +211,7 @@ def read(directory: Path, disk: Disk | None = None) -> Manifest:
 
 
 def marker_of(manifest: bytes) -> bytes:
-    """What COMMITTED holds."""
+    """Returns the content of COMMITTED."""
     return hashlib.sha256(manifest).hexdigest().encode() + b"\n"
 
 
@@ -220,7 +239,7 @@ def _manifest(value: Any) -> Manifest:
     if len(shards) != math.prod(mesh.values()):
         raise Invalid(f"it has {len(shards)} shards for the mesh {mesh}")
     fields = ("path", "shape", "dtype", "placement", "kind", "per_rank", "pieces")
-    leaves = tuple(_leaf(one, len(shards)) for one in top.objects("leaves", fields))
+    leaves = tuple(_leaf(leaf, len(shards)) for leaf in top.objects("leaves", fields))
     _check_bytes(leaves, shards)
     if structure.count(top.value["structure"]) != len(leaves):
         raise Invalid(f"it.structure does not have a place for each of {len(leaves)} leaves")
@@ -230,11 +249,11 @@ def _manifest(value: Any) -> Manifest:
 
 
 def _check_version(value: Any, file: Path | str) -> None:
-    """A newer format is not damage: it has a message of its own."""
-    found = value.get("version") if type(value) is dict and value.get("format") == FORMAT else None
-    if type(found) is int and found > VERSION:
+    """Raises CheckpointError for a newer format, which is no damage."""
+    version = value.get("version") if type(value) is dict and value.get("format") == FORMAT else None
+    if type(version) is int and version > VERSION:
         raise CheckpointError(
-            file, f"is of format version {found:.6g}, this fzero reads up to {VERSION}: install a newer fzero"
+            file, f"is of format version {version:.6g}, this fzero reads up to {VERSION}: install a newer fzero"
         )
 
 
@@ -244,53 +263,53 @@ def _size(top: Reader, name: str, value: Any) -> int:
     return int(value)
 
 
-def _shard(number: int, one: Reader) -> ShardRecord:
-    one.text("file", re.escape(shard_name(number)))
-    size = one.integer("bytes", 8, MAX_SHARD)
-    blocks = one.items("blocks")
+def _shard(number: int, shard: Reader) -> ShardRecord:
+    shard.text("file", re.escape(shard_name(number)))
+    size = shard.integer("bytes", 8, MAX_SHARD)
+    blocks = shard.items("blocks")
     if len(blocks) != -(-size // BLOCK):
-        one.fail(f"{-(-size // BLOCK)} digests for {size:,} bytes", blocks, "blocks")
+        shard.fail(f"{-(-size // BLOCK)} digests for {size:,} bytes", blocks, "blocks")
     if not all(type(block) is str and re.fullmatch(HEX, block) for block in blocks):
-        one.fail("SHA-256 digests in hex", blocks, "blocks")
-    if one.text("sha256", HEX) != root([bytes.fromhex(block) for block in blocks]):
-        one.fail("the SHA-256 of its blocks' digests", one.value["sha256"], "sha256")
-    return ShardRecord(size, one.value["sha256"], tuple(blocks))
+        shard.fail("SHA-256 digests in hex", blocks, "blocks")
+    if shard.text("sha256", HEX) != root([bytes.fromhex(block) for block in blocks]):
+        shard.fail("the SHA-256 of its blocks' digests", shard.value["sha256"], "sha256")
+    return ShardRecord(size, shard.value["sha256"], tuple(blocks))
 
 
-def _leaf(one: Reader, num_shards: int) -> LeafRecord:
-    shape = one.items("shape")
+def _leaf(leaf: Reader, num_shards: int) -> LeafRecord:
+    shape = leaf.items("shape")
     if len(shape) > 64 or any(type(d) is not int or not 0 <= d < 1 << 48 for d in shape):
-        one.fail("at most 64 sizes below 2**48", shape, "shape")
-    name = one.text("dtype")
+        leaf.fail("at most 64 sizes below 2**48", shape, "shape")
+    name = leaf.text("dtype")
     if name not in DTYPES:
-        one.fail(f"one of {', '.join(DTYPES)}", name, "dtype")
+        leaf.fail(f"one of {', '.join(DTYPES)}", name, "dtype")
     if math.prod(max(d, 1) for d in shape) * DTYPES[name].itemsize >= MAX_INT:
-        one.fail("a tensor below 2**63 bytes", shape, "shape")
+        leaf.fail("a tensor below 2**63 bytes", shape, "shape")
     numel, end, pieces, used = math.prod(shape), 0, [], set()
-    for piece in one.objects("pieces", ("shard", "start", "stop")):
-        found = Piece(piece.integer("shard", 0, num_shards - 1), piece.integer("start"), piece.integer("stop"))
-        if found.start != end or not found.start < found.stop <= numel:
-            raise Invalid(f"{piece.where} holds [{found.start}, {found.stop}): needed a part from {end} to {numel} on")
-        if found.shard in used:
-            raise Invalid(f"{piece.where} is the second piece in shard {found.shard}")
-        end = found.stop
-        used.add(found.shard)
-        pieces.append(found)
+    for row in leaf.objects("pieces", ("shard", "start", "stop")):
+        piece = Piece(row.integer("shard", 0, num_shards - 1), row.integer("start"), row.integer("stop"))
+        if piece.start != end or not piece.start < piece.stop <= numel:
+            raise Invalid(f"{row.where} holds [{piece.start}, {piece.stop}): needed a part from {end} to {numel} on")
+        if piece.shard in used:
+            raise Invalid(f"{row.where} is the second piece in shard {piece.shard}")
+        end = piece.stop
+        used.add(piece.shard)
+        pieces.append(piece)
     if end != numel:
-        raise Invalid(f"{one.where}.pieces end at element {end} of {numel}")
+        raise Invalid(f"{leaf.where}.pieces end at element {end} of {numel}")
     return LeafRecord(
-        one.text("path"),
+        leaf.text("path"),
         tuple(shape),
         DTYPES[name],
-        one.text("placement"),
-        one.text("kind"),
-        one.boolean("per_rank"),
+        leaf.text("placement"),
+        leaf.text("kind"),
+        leaf.boolean("per_rank"),
         tuple(pieces),
     )
 
 
 def _check_bytes(leaves: Sequence[LeafRecord], shards: Sequence[ShardRecord]) -> None:
-    """Paths are distinct, and no shard is too short for the pieces it is said to hold."""
+    """Raises Invalid unless paths are distinct and no shard is too short for its pieces."""
     if len({leaf.path for leaf in leaves}) != len(leaves):
         raise Invalid("it.leaves has a path twice")
     needed = [0] * len(shards)

@@ -1,4 +1,4 @@
-"""ranks: what the ranks of a save tell one another. Bytes over gloo; every round ends alike on all of them."""
+"""ranks: how the ranks of a save exchange notes. Bytes over gloo; every round ends in the same way on all ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from fzero.errors import CheckpointError, DisagreementError
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among those of `group` (gloo; None: the default one). `place` is the directory that errors name when
-    they know no better."""
+    """This rank among those of `group` (gloo; None: the default group).
+
+    place: the directory that errors name if they know no other.
+    """
 
     rank: int
     world_size: int
@@ -24,15 +26,15 @@ class Ranks:
     place: str
 
     def round(self, doing: str, call: Callable[[], Any]) -> list[Any]:
-        """What `call` returned (JSON) on every rank, by rank; it runs on this one.
+        """Runs `call` on this rank, and returns its results (JSON) on all ranks, by rank. Collective.
 
-        Where it failed on some rank, every rank raises CheckpointError naming the ranks and the file; the failing one
-        raises its own error if that is another.
+        If it failed on some rank, every rank raises CheckpointError that names the ranks and the file. A rank whose own
+        error is not a CheckpointError raises that error.
         """
         failure: BaseException | None = None
         try:
             note = [True, call()]
-        except BaseException as error:  # the others are told before it is raised here
+        except BaseException as error:  # sent to the others before it is raised here
             failure = error
             known = isinstance(error, CheckpointError)
             file, text = (error.file, error.text) if known else (self.place, f"{type(error).__name__}: {error}")  # type: ignore[attr-defined]
@@ -43,15 +45,15 @@ class Ranks:
             return [note[1]]
         if failure is not None and not isinstance(failure, CheckpointError):
             self._tell_of(failure, doing, note)
-        notes = [parse(told) for told in self.exchange(doing, dump(note))]
-        failed = [(rank, told[1], told[2]) for rank, told in enumerate(notes) if not told[0]]
+        notes = [parse(data) for data in self.exchange(doing, dump(note))]
+        failed = [(rank, other[1], other[2]) for rank, other in enumerate(notes) if not other[0]]
         if failed:
             text = "; ".join(f"rank {rank} failed while {doing}: {said}" for rank, _, said in failed)
             raise CheckpointError(failed[0][1], text, getattr(failure, "errno", None)) from failure
-        return [told[1] for told in notes]
+        return [result for _, result in notes]
 
     def _tell_of(self, failure: BaseException, doing: str, note: list[Any]) -> None:
-        """Tells the others, and raises an error that is not the checkpoint's as it is."""
+        """Sends a failure to the others, and raises it as it is: it is no CheckpointError."""
         try:
             self.exchange(doing, dump(note))
         except CheckpointError:
@@ -59,7 +61,7 @@ class Ranks:
         raise failure
 
     def same(self, doing: str, call: Callable[[], dict[str, str]]) -> None:
-        """Raises DisagreementError on every rank where the values of `call` differ, naming the ranks."""
+        """Raises DisagreementError on every rank if the values of `call` differ; it names the ranks. Collective."""
         notes = self.round(doing, call)
         for name in notes[0]:
             if len({note[name] for note in notes}) > 1:
@@ -69,17 +71,17 @@ class Ranks:
                     "on all of them after the same step, with the same arguments"
                 )
 
-    def exchange(self, doing: str, mine: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank."""
+    def exchange(self, doing: str, local: bytes) -> list[bytes]:
+        """Returns the bytes of all ranks, by rank. Collective. Raises CheckpointError if a rank is lost."""
         try:
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-            dist.all_gather(sizes, torch.tensor([len(mine)]), group=self.group)
+            dist.all_gather(sizes, torch.tensor([len(local)]), group=self.group)
             longest = max(int(size) for size in sizes)
             padded = torch.zeros(longest, dtype=torch.uint8)
-            padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-            theirs = [torch.empty_like(padded) for _ in range(self.world_size)]
-            dist.all_gather(theirs, padded, group=self.group)
+            padded[: len(local)] = torch.frombuffer(bytearray(local), dtype=torch.uint8)
+            rows = [torch.empty_like(padded) for _ in range(self.world_size)]
+            dist.all_gather(rows, padded, group=self.group)
         except RuntimeError as error:
             said = str(error).split("\n", 1)[0]
             raise CheckpointError(self.place, f"a rank was lost while {doing}: {said}") from error
-        return [told[: int(size)].numpy().tobytes() for told, size in zip(theirs, sizes, strict=True)]
+        return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]

@@ -1,9 +1,9 @@
 """reader: a committed checkpoint as a source.
 
-What is wanted of a shard is sorted by the blocks of 4 MiB that it is hashed in. Each block that is needed is read once,
-verified, and its bytes are put where they belong: straight into place where a few wants make up all of it, else by way
-of 4 MiB of scratch. A few threads do so at a time (reading and hashing release the interpreter), so the memory
-that a load takes beside the state is 4 MiB for each of them, and the header of one shard.
+The wanted bytes of a shard are sorted by the blocks of 4 MiB in which it is hashed. Each block that is needed is read
+once and verified. Its bytes go straight into place if a few wants make up all of it, otherwise by way of 4 MiB of
+scratch. A few threads do this at a time, since reading and hashing release the interpreter. So a load takes, beside the
+state, 4 MiB for each of them and the header of one shard.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_VIEWS = 8  # reads of one block; more are slower than one read and the copie
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes of a shard from `start` on, and where they belong: `out`, 1-D uint8."""
+    """Bytes of a shard from `start` on, and their destination `out`, 1-D uint8."""
 
     start: int
     out: torch.Tensor
@@ -46,7 +46,10 @@ Need = tuple[str, int, torch.Tensor]  # of one shard: a leaf's path, the first e
 
 
 class Checkpoint(Source):
-    """One step's directory. Raises CorruptError, which names the file, here or while reading."""
+    """One step's directory as a source. Nothing changes after it is made.
+
+    Raises CorruptError, which names the file, when it is made or while it is read.
+    """
 
     def __init__(self, directory: Path, disk: Disk | None = None) -> None:
         self.directory, self.disk = directory, disk or Disk()
@@ -54,25 +57,28 @@ class Checkpoint(Source):
 
     @property
     def step(self) -> int:
+        """The step that was saved."""
         return self.manifest.step
 
     @cached_property
     def digest(self) -> str:
-        """What tells this checkpoint from another."""
+        """A text that differs between checkpoints with different content."""
         text = repr((self.manifest.leaves, [shard.sha256 for shard in self.manifest.shards]))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @cached_property
     def leaves(self) -> Mapping[str, Entry]:
+        """The leaves by path; see `Source`."""
         return {leaf.path: Entry(leaf.shape, leaf.dtype, leaf.per_rank) for leaf in self.manifest.leaves}
 
     def read(self, path: str, start: int, stop: int) -> torch.Tensor:
+        """Returns elements [start, stop) of a flattened leaf, 1-D."""
         out = torch.empty(stop - start, dtype=self.leaves[path].dtype)
         self.fill([Want(path, start, out)])
         return out
 
     def check(self, wants: Sequence[Want]) -> None:
-        """Every shard that is needed is there and as long as it was when it was committed."""
+        """Raises CorruptError unless every shard that is needed is there, and as long as when it was committed."""
         for number in self._needs(wants):
             shard, file = self.manifest.shards[number], self.file(number)
             size = self.disk.size(file)
@@ -84,6 +90,7 @@ class Checkpoint(Source):
                 )
 
     def fill(self, wants: Iterable[Want]) -> None:
+        """Reads, verifies and writes every wanted range into its tensor. Raises CorruptError."""
         needs = self._needs(wants)
         scratch: SimpleQueue[torch.Tensor] = SimpleQueue()
         threads = _num_threads()
@@ -94,10 +101,11 @@ class Checkpoint(Source):
                 _run(pool if threads > 1 else None, self._jobs(number, needs[number], scratch))
 
     def file(self, shard: int) -> Path:
+        """Returns the path of a shard."""
         return self.directory / shard_name(shard)
 
     def _needs(self, wants: Iterable[Want]) -> dict[int, list[Need]]:
-        """By shard: the ranges of pieces that are wanted."""
+        """By shard: the wanted ranges of its pieces."""
         needs: dict[int, list[Need]] = {}
         for want in wants:
             stop = want.start + len(want.out)
@@ -111,7 +119,7 @@ class Checkpoint(Source):
     # --- one shard
 
     def _jobs(self, number: int, needs: Sequence[Need], scratch: SimpleQueue[torch.Tensor]) -> list[Callable[[], None]]:
-        """One call for each block that is needed. What the header's blocks hold is done on the way."""
+        """Returns one call for each block that is needed. The ranges in the header's blocks are filled here."""
         file, shard = self.file(number), self.manifest.shards[number]
         head, places = self._header(number)
         parts: list[Part] = []
@@ -127,7 +135,7 @@ class Checkpoint(Source):
         return jobs
 
     def _header(self, number: int) -> tuple[torch.Tensor, dict[str, int]]:
-        """(the blocks that the header lies in, the byte at which each tensor starts)."""
+        """Returns (the blocks that hold the header, the byte at which each tensor starts)."""
         file, shard = self.file(number), self.manifest.shards[number]
         head = _verified(self.disk, file, shard, 0, [torch.empty(min(BLOCK, shard.bytes), dtype=torch.uint8)])
         base = shards.header_bytes(bytes(head[:8].tolist()), shard.bytes, file)
@@ -137,12 +145,12 @@ class Checkpoint(Source):
             )
             for index in range(1, -(-base // BLOCK)):
                 _verified(self.disk, file, shard, index, [head[index * BLOCK : (index + 1) * BLOCK]])
-        found = shards.places(head[8:base].numpy().tobytes(), shard.bytes, file)
-        if len(found) != len(self._pieces[number]):
-            raise CorruptError(file, f"holds {len(found)} tensors, the manifest says {len(self._pieces[number])}")
+        tensors = shards.places(head[8:base].numpy().tobytes(), shard.bytes, file)
+        if len(tensors) != len(self._pieces[number]):
+            raise CorruptError(file, f"holds {len(tensors)} tensors, the manifest says {len(self._pieces[number])}")
         starts = {}
         for path, (dtype, numel) in self._pieces[number].items():
-            place = found.get(shards.key_of(path))
+            place = tensors.get(shards.key_of(path))
             if (
                 place is None
                 or place.dtype != shards.NAMES[dtype]
@@ -156,22 +164,22 @@ class Checkpoint(Source):
 
     @cached_property
     def _pieces(self) -> list[dict[str, tuple[torch.dtype, int]]]:
-        """By shard: the dtype and number of elements of every piece that the manifest says it holds."""
-        found: list[dict[str, tuple[torch.dtype, int]]] = [{} for _ in self.manifest.shards]
+        """By shard: the dtype and number of elements of every piece that the manifest lists."""
+        by_shard: list[dict[str, tuple[torch.dtype, int]]] = [{} for _ in self.manifest.shards]
         for leaf in self.manifest.leaves:
             for piece in leaf.pieces:
-                found[piece.shard][leaf.path] = leaf.dtype, piece.stop - piece.start
-        return found
+                by_shard[piece.shard][leaf.path] = leaf.dtype, piece.stop - piece.start
+        return by_shard
 
 
 def _by_block(parts: Iterable[Part]) -> dict[int, list[tuple[Part, int, int]]]:
-    """By block: the parts that reach into it, with the bytes [start, stop) of the file that they take from it."""
-    found: dict[int, list[tuple[Part, int, int]]] = {}
+    """By block: the parts that reach into it, with the bytes [start, stop) of the file that each takes from it."""
+    by_block: dict[int, list[tuple[Part, int, int]]] = {}
     for part in parts:
         for index in range(part.start // BLOCK, -(-part.stop // BLOCK)):
             start, stop = max(part.start, index * BLOCK), min(part.stop, (index + 1) * BLOCK)
-            found.setdefault(index, []).append((part, start, stop))
-    return found
+            by_block.setdefault(index, []).append((part, start, stop))
+    return by_block
 
 
 def _block(
@@ -182,7 +190,7 @@ def _block(
     inside: Sequence[tuple[Part, int, int]],
     scratch: SimpleQueue[torch.Tensor],
 ) -> None:
-    """Reads a block and puts its bytes where they belong."""
+    """Reads a block and copies its bytes to their destinations."""
     low, high = index * BLOCK, min((index + 1) * BLOCK, shard.bytes)
     inside = sorted(inside, key=lambda one: one[1])
     outs = [part.out[start - part.start : stop - part.start] for part, start, stop in inside]
@@ -199,7 +207,7 @@ def _block(
 
 
 def _verified(disk: Disk, file: Path, shard: ShardRecord, index: int, outs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A block whose digest is the manifest's, read into `outs` one after the other. Returns the first."""
+    """Reads a block into `outs`, one after the other, and checks its digest. Returns the first of `outs`."""
     digest = hashlib.sha256()
     start = place = index * BLOCK
     for out in outs:
@@ -222,7 +230,7 @@ def _num_threads() -> int:
 
 
 def _run(pool: ThreadPoolExecutor | None, jobs: Sequence[Callable[[], None]]) -> None:
-    """Does the jobs; the first error stops those that have not begun."""
+    """Runs the jobs. The first error stops those that have not begun."""
     if pool is None:
         for job in jobs:
             job()

@@ -1,15 +1,17 @@
-"""save: a state to a directory, each rank writing its part once.
+"""save: a state to a directory; each rank writes its part once.
 
-`snapshot` takes what this rank writes: of a bucket of length L its slice [r L/N, (r+1) L/N), whether the bucket is
-sharded or replicated, so that a replicated state is written once, by all ranks in parallel; whole leaves on rank 0;
-per-rank leaves from each rank. Padding is left out. `write` is the protocol (`fzero.checkpoint.commit`) in four rounds:
+`snapshot` takes the part that this rank writes. Of a bucket of length L it is the slice [r L/N, (r+1) L/N), whether the
+bucket is sharded or replicated. So a replicated state is written once, by all ranks in parallel. Whole leaves are
+written by rank 0, per-rank leaves by each rank. Padding is left out. `write` is the protocol
+(`fzero.checkpoint.commit`) in four rounds:
 
     1. the ranks agree on what they save     step, layout, extra
     2. rank 0 prepares the directory
     3. every rank writes, hashes and syncs its shard; the hashes go to rank 0
     4. rank 0 commits
 
-A rank that fails says so in its round, and all raise. Cost: each byte of the state is written once and hashed once.
+A rank that fails reports it in its round, and all ranks raise. Cost: each byte of the state is written once and hashed
+once.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from fzero.checkpoint.manifest import LeafRecord, Manifest, Piece, ShardRecord, 
 from fzero.checkpoint.ranks import Ranks
 from fzero.checkpoint.shards import Part
 from fzero.checkpoint.strict import Invalid, check_json, check_text, dump, parse
-from fzero.comm import heartbeat, transfers
+from fzero.comm import heartbeat
+from fzero.comm.agree import agree
 from fzero.errors import CheckpointError, DonatedError, TreeError
 from fzero.plan.layout import Leaf, Plan
 from fzero.session.session import runtime_of
@@ -40,9 +43,10 @@ from fzero.state.state import State
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank saves, in host memory: `parts` are its pieces as 1-D tensors, `manifest` lacks the shards alone.
+    """The part of a state that one rank saves, in host memory.
 
-    Its memory is its own: steps may go on while it is written.
+    parts: its pieces as 1-D tensors. manifest: complete but for the shards. block: the memory of the parts, if they
+    were copied. A copied snapshot owns its memory, so steps may go on while it is written.
     """
 
     rank: int
@@ -52,11 +56,12 @@ class Snapshot:
 
     @property
     def step(self) -> int:
+        """The step of the state."""
         return self.manifest.step
 
     @property
     def nbytes(self) -> int:
-        """That this rank writes, but for the header."""
+        """The bytes that this rank writes, without the header."""
         return sum(part.data.numel() * part.data.dtype.itemsize for part in self.parts)
 
 
@@ -68,15 +73,17 @@ def save(
     keep: int | None = None,
     disk: Disk | None = None,
 ) -> Path:
-    """Writes a checkpoint of `state` into a directory of its own, `directory/step-00000120`, which it returns.
+    """Writes a checkpoint of `state` into a new directory, `directory/step-00000120`, and returns its path. Collective.
 
-    extra: anything in JSON (dict, list, str, int, float, bool, None), as the position in the data; the same on every
-    rank.
+    extra: any JSON (dict, list, str, int, float, bool, None), such as the position in the data; the same on every rank.
+
     keep: how many checkpoints to keep, this one and the newest of the others. None: all of them.
-    A collective: every rank calls it, and `directory` must be on a file system that all of them share. What was
-    committed before stays as it is until this one is. Raises CheckpointError on every rank where one of them fails,
-    DonatedError for a state that a step consumed, DisagreementError where other ranks do something else, HangError
-    where one does not come. The same step with the same contents again is no error.
+
+    Every rank calls it, and `directory` must be on a file system that all of them share. Older checkpoints stay as they
+    are until this one is committed. The same step with the same contents again is no error.
+
+    Raises CheckpointError on every rank if one of them fails. Raises DonatedError for a state that a step consumed,
+    DisagreementError if other ranks do something else, HangError if a rank does not come.
 
     >>> import fzero, tempfile
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.sgd(0.1))
@@ -90,7 +97,7 @@ def save(
         raise TreeError(f"fzero.save needs a State, got {type(state).__name__}: call fzero.save(state, directory)")
     runtime = runtime_of(state)
     on_host = runtime.device.type == "cpu"
-    transfers.agree(runtime.rank, runtime.world_size, "save", "", runtime.group)  # and none of them steps
+    agree(runtime.rank, runtime.world_size, "save", "", runtime.group)  # and none of them steps
     try:
         return _write(
             runtime.rank,
@@ -106,11 +113,11 @@ def save(
 
 
 def snapshot(state: State, *, extra: Any = None, reuse: Snapshot | None = None) -> Snapshot:
-    """This rank's parts of a state, copied to host memory, to be written by `write` while training goes on.
+    """Returns this rank's parts of a state, copied to host memory, for `write` to write while training goes on.
 
-    No collective: a rank that fails raises alone. reuse: an earlier snapshot that is not needed any more, whose memory
-    is taken (touching new memory costs more than copying). Raises DonatedError, and CheckpointError for an `extra` that
-    is no JSON.
+    It is no collective: a rank that fails raises alone. reuse: an earlier snapshot that is not needed any more. Its
+    memory is taken, since touching new memory costs more than copying. Raises DonatedError, and CheckpointError for an
+    `extra` that is no JSON.
     """
     if not isinstance(state, State):
         raise TreeError(f"fzero.checkpoint.snapshot needs a State, got {type(state).__name__}")
@@ -125,8 +132,10 @@ def write(
     group: Any = None,
     disk: Disk | None = None,
 ) -> Path:
-    """Writes a snapshot, as `fzero.save` does; in any thread, all ranks with a gloo `group` that nothing else uses
-    meanwhile (None: the default group). Returns the checkpoint's directory."""
+    """Writes a snapshot, as `fzero.save` does, and returns the checkpoint's directory. Collective.
+
+    It may run in any thread. group: a gloo group that nothing else uses meanwhile; None: the default group.
+    """
     world_size = len(snapshot.manifest.shards)
     return _write(snapshot.rank, world_size, lambda: snapshot, Path(directory), keep, group, disk or Disk())
 
@@ -139,11 +148,11 @@ def _of(state: State, extra: Any, *, copy: bool, reuse: Snapshot | None) -> Snap
     if state.life.ended:
         raise DonatedError(f"this state cannot be saved: it {state.life.ended}")
     program = runtime.last_program.digest if runtime.last_program is not None else None
-    found = take(
+    taken = take(
         runtime.plan, runtime.memory, runtime.rank, treedef=runtime.treedef, step=state.step, zero=runtime.spec.zero,
         program=program, extra=extra,
     )  # fmt: skip
-    return _copied(found, reuse) if copy else found
+    return _copied(taken, reuse) if copy else taken
 
 
 def take(
@@ -157,7 +166,10 @@ def take(
     program: str | None = None,
     extra: Any = None,
 ) -> Snapshot:
-    """A rank's snapshot from its buffers, without a copy: its parts are views of `memory`."""
+    """Returns a rank's snapshot from its buffers, without a copy: its parts are views of `memory`.
+
+    Raises CheckpointError if `extra` is no JSON, or a path is no text.
+    """
     try:
         check_json("extra", extra)
         for leaf in plan.leaves:
@@ -176,7 +188,7 @@ def take(
 
 
 def span(plan: Plan, leaf: Leaf, rank: int) -> tuple[int, int]:
-    """Elements [start, stop) of the flattened logical leaf that a rank writes."""
+    """Returns the elements [start, stop) of the flattened logical leaf that a rank writes."""
     numel = torch.Size(leaf.shape).numel()
     if leaf.per_rank:
         return rank * numel, (rank + 1) * numel
@@ -191,7 +203,7 @@ def span(plan: Plan, leaf: Leaf, rank: int) -> tuple[int, int]:
 
 
 def held(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> torch.Tensor:
-    """Those elements, 1-D: a view of the rank's buffer."""
+    """Returns those elements, 1-D: a view of the rank's buffer."""
     start, stop = span(plan, leaf, rank)
     flat = memory[leaf.buffer].reshape(-1)
     if leaf.slot is None:
@@ -216,14 +228,14 @@ def _record(plan: Plan, leaf: Leaf) -> LeafRecord:
     return LeafRecord(leaf.path, tuple(shape), leaf.dtype, placement, buffer.kind, leaf.per_rank, pieces)
 
 
-def _copied(found: Snapshot, reuse: Snapshot | None) -> Snapshot:
-    """With the parts copied, one after the other, into one block of host memory."""
+def _copied(taken: Snapshot, reuse: Snapshot | None) -> Snapshot:
+    """Returns the snapshot with its parts copied, one after the other, into one block of host memory."""
     block = torch.empty(0) if reuse is None else reuse.block
-    source = found.parts[0].data.device if found.parts else torch.device("cpu")
-    if block.numel() != found.nbytes or block.dtype != torch.uint8:
-        block = torch.empty(found.nbytes, dtype=torch.uint8, pin_memory=source.type == "cuda")
+    source = taken.parts[0].data.device if taken.parts else torch.device("cpu")
+    if block.numel() != taken.nbytes or block.dtype != torch.uint8:
+        block = torch.empty(taken.nbytes, dtype=torch.uint8, pin_memory=source.type == "cuda")
     parts, place = [], 0
-    for part in found.parts:
+    for part in taken.parts:
         size = part.data.numel() * part.data.dtype.itemsize
         to = block[place : place + size].view(part.data.dtype)
         to.copy_(part.data, non_blocking=True)
@@ -231,7 +243,7 @@ def _copied(found: Snapshot, reuse: Snapshot | None) -> Snapshot:
         place += size
     if source.type == "cuda":
         torch.cuda.current_stream(source).synchronize()
-    return replace(found, parts=tuple(parts), block=block)
+    return replace(taken, parts=tuple(parts), block=block)
 
 
 # --- the protocol -----------------------------------------------------------------------------------------------------
@@ -247,13 +259,13 @@ def _write(
     disk: Disk,
 ) -> Path:
     ranks = Ranks(rank, world_size, group, str(run))
-    made: list[Snapshot] = []
+    snapshots: list[Snapshot] = []
 
     def agreed() -> dict[str, str]:
         if keep is not None and (type(keep) is not int or keep < 1):
             raise CheckpointError(run, f"keep={keep!r}: needed a positive int, or None to keep all")
-        made.append(make())
-        manifest = made[0].manifest
+        snapshots.append(make())
+        manifest = snapshots[0].manifest
         layout = _digest(replace(manifest, extra=None, step=0, program=None).to_bytes())
         return {
             "step": str(manifest.step),
@@ -263,14 +275,14 @@ def _write(
         }
 
     ranks.same("beginning a save", agreed)
-    one = made[0]
+    taken = snapshots[0]
     release: Callable[[], None] = lambda: None  # noqa: E731
 
     def prepared() -> str:
         nonlocal release
         if rank != 0:
             return ""
-        temporary, release = commit.prepare(run, one.step, one.manifest.nbytes, os.urandom(4).hex(), disk)
+        temporary, release = commit.prepare(run, taken.step, taken.manifest.nbytes, os.urandom(4).hex(), disk)
         return temporary.name
 
     def written() -> list[Any]:
@@ -280,13 +292,13 @@ def _write(
                 "rank 0 has made this directory, and it is not here: save to a directory on a file system "
                 "that all machines share",
             )
-        record = shards.write(disk, temporary / shard_name(rank), one.parts)
+        record = shards.write(disk, temporary / shard_name(rank), taken.parts)
         return [record.bytes, record.sha256, list(record.blocks)]
 
     def committed() -> str:
         if rank != 0:
             return ""
-        manifest = replace(one.manifest, shards=tuple(ShardRecord(n, h, tuple(b)) for n, h, b in found))
+        manifest = replace(taken.manifest, shards=tuple(ShardRecord(n, h, tuple(b)) for n, h, b in shard_rows))
         final = commit.commit(run, temporary, manifest, disk)
         commit.finish(run, final, keep, disk)
         return final.name
@@ -294,11 +306,11 @@ def _write(
     try:
         temporary = run / ranks.round("preparing a save", prepared)[0]
         try:
-            found = ranks.round("writing its shard", written)
+            shard_rows = ranks.round("writing its shard", written)
             return run / ranks.round("committing", committed)[0]
         except BaseException:
             if rank == 0:
-                commit.undo(run, one.step, temporary, disk)
+                commit.undo(run, taken.step, temporary, disk)
             raise
     finally:
         release()

@@ -4,13 +4,13 @@
     header        JSON: {path: {"dtype", "shape", "data_offsets": [start, stop)}, ...}, padded with spaces
     data          every piece, 1-D, one after the other without gaps, the widest dtypes first (so that all are aligned)
 
-Blocks of 4 MiB are hashed by two threads while they are written, and the kernel is told to send them to the disk as
-they come, so that the sync at the end finds little to do. What was written is not read back: that would come from the
-page cache and say nothing of the disk (docs/checkpoints.md has the figures).
+Two threads hash blocks of 4 MiB while they are written. The kernel is asked to send them to the disk as they come, so
+that the sync at the end finds little to do. The file is not read back: the bytes would come from the page cache and
+prove nothing about the disk (docs/checkpoints.md has the figures).
 
-The header is checked against the file before anything in it is used. (The safetensors library maps the whole file by
-its name and does not say where in it a tensor lies; to verify just the blocks that are read, that must be known. It
-reads these files, and this reads its files: the tests do both.)
+The header is checked against the file before anything in it is used. The safetensors library is not used for reading.
+It maps the whole file by its name and does not say where in the file a tensor lies; verifying single blocks needs that.
+The library reads these files, and this module reads the library's: the tests do both.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ class Place:
 
 
 def key_of(path: str) -> str:
-    """What a leaf is called in a shard: its path. (Only "__metadata__" is taken: it, and what it would become, gets one
-    more slash in front.)
+    """Returns the key of a leaf in a shard: its path.
+
+    Only "__metadata__" is taken by the format. That path, with any slashes in front, gets one more slash in front.
 
     >>> key_of("params/w"), key_of("__metadata__"), key_of("/__metadata__")
     ('params/w', '/__metadata__', '//__metadata__')
@@ -85,12 +86,12 @@ def key_of(path: str) -> str:
 
 
 def in_order(parts: Sequence[Part]) -> list[Part]:
-    """As they lie in the file."""
+    """Returns the parts in the order of the file, without empty ones."""
     return sorted((p for p in parts if p.data.numel()), key=lambda p: -p.data.dtype.itemsize)
 
 
 def header_of(parts: Sequence[Part]) -> bytes:
-    """The length and the header of a file with these parts, in this order."""
+    """Returns the length and the header of a file with these parts, in this order."""
     rows, place = {}, 0
     for part in parts:
         size = part.data.numel() * part.data.dtype.itemsize
@@ -104,7 +105,7 @@ def header_of(parts: Sequence[Part]) -> bytes:
 
 
 def write(disk: Disk, path: Path, parts: Sequence[Part]) -> ShardRecord:
-    """Writes the file, on the disk when this returns. Raises CheckpointError."""
+    """Writes the file; it is on the disk when this returns. Raises CheckpointError."""
     parts = in_order(parts)
     first = header_of(parts)
     if len(first) > MAX_HEADER:
@@ -125,7 +126,7 @@ def write(disk: Disk, path: Path, parts: Sequence[Part]) -> ShardRecord:
 
 
 def blocks(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The bytes of the views in groups of BLOCK bytes (the last one may be shorter)."""
+    """Yields the bytes of the views in groups of BLOCK bytes (the last group may be shorter)."""
     group: list[memoryview] = []
     room = BLOCK
     for view in views:
@@ -145,17 +146,17 @@ def _bytes(data: torch.Tensor) -> memoryview:
 
 
 def _digest(block: Sequence[memoryview]) -> bytes:
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for view in block:
-        found.update(view)
-    return found.digest()
+        hasher.update(view)
+    return hasher.digest()
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
 def header_bytes(first: bytes, size: int, file: Path | str) -> int:
-    """From a file's first 8 bytes and its size: where its data begins. Raises CorruptError."""
+    """Returns the byte at which a file's data begins, from its first 8 bytes and its size. Raises CorruptError."""
     length = int.from_bytes(first, "little")
     if len(first) != 8 or length > min(MAX_HEADER, size - 8):
         raise CorruptError(
@@ -165,9 +166,10 @@ def header_bytes(first: bytes, size: int, file: Path | str) -> int:
 
 
 def places(header: bytes, size: int, file: Path | str) -> dict[str, Place]:
-    """The tensors of a safetensors file of `size` bytes by key, `header` being its JSON alone.
+    """Returns the tensors of a safetensors file of `size` bytes, by key. `header` is its JSON alone.
 
-    Any file of the format, whoever wrote it. The tensors fill the file without gap or overlap. Raises CorruptError.
+    It takes any file of the format, from any writer. The tensors must fill the file without gap or overlap. Raises
+    CorruptError.
     """
     try:
         return _places(header, size)
@@ -176,7 +178,7 @@ def places(header: bytes, size: int, file: Path | str) -> dict[str, Place]:
 
 
 def header(path: Path, disk: Disk | None = None) -> dict[str, Place]:
-    """`places` of a file that nothing is known of. Raises CorruptError."""
+    """Returns `places` of a file of which nothing is known yet. Raises CorruptError."""
     disk = disk or Disk()
     size = disk.size(path)
     if size is None or size < 8:
@@ -196,25 +198,27 @@ def _places(header: bytes, size: int) -> dict[str, Place]:
     if type(notes) is not dict or any(type(v) is not str for v in notes.values()):
         raise Invalid(f"{METADATA} is no object of texts")
     base = 8 + len(header)
-    found = {}
+    by_key = {}
     for key, row in value.items():
-        one = Reader(repr(key)[:80], row, ("dtype", "shape", "data_offsets"))
-        dtype, shape, offsets = one.text("dtype"), one.items("shape"), one.items("data_offsets")
+        reader = Reader(repr(key)[:80], row, ("dtype", "shape", "data_offsets"))
+        dtype, shape, offsets = reader.text("dtype"), reader.items("shape"), reader.items("data_offsets")
         if dtype not in BYTES:
-            one.fail(f"one of {', '.join(BYTES)}", dtype, "dtype")
+            reader.fail(f"one of {', '.join(BYTES)}", dtype, "dtype")
         if len(shape) > 64 or any(type(d) is not int or not 0 <= d < 1 << 48 for d in shape):
-            one.fail("at most 64 sizes below 2**48", shape, "shape")
+            reader.fail("at most 64 sizes below 2**48", shape, "shape")
         if len(offsets) != 2 or any(type(o) is not int or not 0 <= o < MAX_INT for o in offsets):
-            one.fail("two offsets", offsets, "data_offsets")
+            reader.fail("two offsets", offsets, "data_offsets")
         start, stop = offsets
         if stop - start != math.prod(shape) * BYTES[dtype] or base + stop > size:
-            raise Invalid(f"{one.where} has bytes [{start}, {stop}) for {dtype} of {shape} in a file of {size:,} bytes")
-        found[key] = Place(dtype, tuple(shape), base + start, base + stop)
+            raise Invalid(
+                f"{reader.where} has bytes [{start}, {stop}) for {dtype} of {shape} in a file of {size:,} bytes"
+            )
+        by_key[key] = Place(dtype, tuple(shape), base + start, base + stop)
     end = base
-    for place in sorted(found.values(), key=lambda p: (p.start, p.stop)):
+    for place in sorted(by_key.values(), key=lambda p: (p.start, p.stop)):
         if place.start != end:
             raise Invalid(f"its tensors overlap or leave a gap at byte {min(end, place.start):,}")
         end = place.stop
     if end != size:
         raise Invalid(f"its tensors end at byte {end:,} of a file of {size:,}")
-    return found
+    return by_key

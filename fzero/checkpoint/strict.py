@@ -1,7 +1,7 @@
 """strict: JSON that can be trusted after reading, or an error that names the place.
 
-`parse` takes bytes of bounded size and refuses what JSON leaves open: duplicate keys, NaN and infinities, numbers that
-overflow, text that is no text (lone surrogates). `Reader` then takes a value apart: every key known, every type exact.
+`parse` takes bytes of bounded size. It refuses the things that JSON leaves open: duplicate keys, NaN and infinities,
+numbers that overflow, invalid text (lone surrogates). `Reader` then checks a value: every key known, every type exact.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ MAX_INT = 1 << 63
 
 
 class Invalid(ValueError):
-    """What is wrong and where; the caller names the file."""
+    """The fault and its place; the caller names the file."""
 
 
 def parse(data: bytes) -> Any:
-    """The value that is written in `data`. Raises Invalid."""
+    """Returns the value that is written in `data`. Raises Invalid."""
     try:
         text = data.decode("utf-8")
         value = json.loads(
@@ -39,12 +39,12 @@ def parse(data: bytes) -> Any:
 
 
 def dump(value: Any) -> bytes:
-    """The one way to write a value: no spaces, UTF-8, keys in the order given."""
+    """Returns the one spelling of a value: no spaces, UTF-8, keys in the order given."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
 
 
 def check_json(where: str, value: Any, depth: int = 0) -> None:
-    """Refuses what would not come back from JSON as it is, naming the place. Raises Invalid."""
+    """Raises Invalid, which names the place, for a value that would not come back from JSON as it is."""
     if depth > MAX_DEPTH:
         raise Invalid(f"{where} is nested deeper than {MAX_DEPTH}")
     if type(value) is dict:
@@ -70,7 +70,7 @@ def check_json(where: str, value: Any, depth: int = 0) -> None:
 
 
 def check_text(value: Any, where: str = "a text") -> None:
-    """Refuses text with lone surrogates, which has no bytes. Raises Invalid."""
+    """Raises Invalid for text with lone surrogates, which has no bytes."""
     if isinstance(value, str):
         try:
             value.encode("utf-8")
@@ -86,7 +86,10 @@ def check_text(value: Any, where: str = "a text") -> None:
 
 
 class Reader:
-    """A JSON object at a place, `fields` being exactly its keys; each method checks and returns one field."""
+    """A JSON object at a place in a file. `fields` are exactly its keys.
+
+    Each method checks one field and returns it, or raises Invalid.
+    """
 
     def __init__(self, where: str, value: Any, fields: tuple[str, ...]) -> None:
         self.where = where
@@ -99,41 +102,48 @@ class Reader:
         self.value = value
 
     def fail(self, needed: str, given: Any, name: str = "") -> NoReturn:
+        """Raises Invalid: the place, the value, and the kind of value that was needed."""
         raise Invalid(f"{self.where}{f'.{name}' if name else ''} is {_short(given)}: needed {needed}")
 
     def text(self, name: str, pattern: str | None = None) -> str:
-        found = self.value[name]
-        if type(found) is not str or (pattern is not None and re.fullmatch(pattern, found) is None):
-            self.fail("text" if pattern is None else f"text of the form {pattern}", found, name)
-        return str(found)
+        """Returns a text; it matches all of `pattern`, if there is one."""
+        field = self.value[name]
+        if type(field) is not str or (pattern is not None and re.fullmatch(pattern, field) is None):
+            self.fail("text" if pattern is None else f"text of the form {pattern}", field, name)
+        return str(field)
 
     def integer(self, name: str, low: int = 0, high: int = MAX_INT - 1) -> int:
-        found = self.value[name]
-        if type(found) is not int or not low <= found <= high:
-            self.fail(f"an integer from {low} to {high}", found, name)
-        return int(found)
+        """Returns an integer from `low` to `high`."""
+        field = self.value[name]
+        if type(field) is not int or not low <= field <= high:
+            self.fail(f"an integer from {low} to {high}", field, name)
+        return int(field)
 
     def boolean(self, name: str) -> bool:
-        found = self.value[name]
-        if type(found) is not bool:
-            self.fail("true or false", found, name)
-        return bool(found)
+        """Returns true or false."""
+        field = self.value[name]
+        if type(field) is not bool:
+            self.fail("true or false", field, name)
+        return bool(field)
 
     def items(self, name: str) -> list[Any]:
-        found = self.value[name]
-        if type(found) is not list:
-            self.fail("a list", found, name)
-        return list(found)
+        """Returns a list."""
+        field = self.value[name]
+        if type(field) is not list:
+            self.fail("a list", field, name)
+        return list(field)
 
     def objects(self, name: str, fields: tuple[str, ...]) -> Iterator[Reader]:
+        """Yields a Reader for each object of a list."""
         for i, inner in enumerate(self.items(name)):
             yield Reader(f"{self.where}.{name}[{i}]", inner, fields)
 
     def table(self, name: str) -> dict[str, Any]:
-        found = self.value[name]
-        if type(found) is not dict:
-            self.fail("an object", found, name)
-        return dict(found)
+        """Returns an object as a dict."""
+        field = self.value[name]
+        if type(field) is not dict:
+            self.fail("an object", field, name)
+        return dict(field)
 
 
 def _short(value: Any) -> str:
@@ -143,12 +153,12 @@ def _short(value: Any) -> str:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    table = dict(pairs)
+    if len(table) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise Invalid(f"the key {twice!r:.80} is there twice")
-    return found
+    return table
 
 
 def _no_constant(text: str) -> NoReturn:

@@ -1,9 +1,9 @@
 """structure: the containers of a pytree as JSON, so that a checkpoint gives back its tree without any code.
 
-A leaf is "*", None is null, the rest one key each: {"dict": [[key, node], ...]}, {"list": [node, ...]},
+A leaf is "*" and None is null. Every other node has one key: {"dict": [[key, node], ...]}, {"list": [node, ...]},
 {"tuple": [node, ...]}, {"other": [type's name, [[field, node], ...]]}. Keys are text or integers. A named tuple or any
-other container is "other", which comes back as a dict by field: its class is code, and the paths of its leaves are the
-same. Leaves are counted off in the order they are met.
+other container is "other". It comes back as a dict by field, since its class is code; the paths of its leaves are the
+same. Leaves are counted in the order in which they are met.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEAF = "*"
 
 
 def describe(treedef: optree.PyTreeSpec, depth: int = 0) -> Any:
-    """The structure of a flattened pytree. Raises Invalid where it is nested too deep."""
+    """Returns the structure of a flattened pytree, as JSON. Raises Invalid if it is nested too deep."""
     if depth > MAX_DEPTH:
         raise Invalid(f"the state's pytree is nested deeper than {MAX_DEPTH}")
     kind, children = treedef.type, [describe(child, depth + 1) for child in treedef.children()]
@@ -39,7 +39,7 @@ def describe(treedef: optree.PyTreeSpec, depth: int = 0) -> Any:
 
 
 def build(node: Any, values: Sequence[Any]) -> Any:
-    """The pytree with these leaves."""
+    """Returns the pytree of this structure with these leaves."""
     return _build(node, iter(values))
 
 
@@ -57,7 +57,7 @@ def _build(node: Any, values: Iterator[Any]) -> Any:
 
 
 def count(node: Any, depth: int = 0) -> int:
-    """The leaves of a structure that was read, every node of it checked. Raises Invalid."""
+    """Returns the number of leaves of a structure that was read, and checks every node. Raises Invalid."""
     if depth > MAX_DEPTH:
         raise Invalid(f"it.structure is nested deeper than {MAX_DEPTH}")
     if node is None:

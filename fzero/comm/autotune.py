@@ -1,9 +1,12 @@
-"""autotune: which of several ways each transfer goes, and what it costs, by measurement.
+"""autotune: measures each way of a transfer, and chooses the fastest way by size.
 
-At set-up every way moves SIZES bytes a few times, and the rank computes beside the largest gather (some 100 ms in all
-over loopback); rank 0 picks the fastest way for each kind and size and tells the others its figures, so that all ranks
-go the same way and expect the same (`fzero.cost.rates.Rates`). A transfer goes the way of the nearest size measured.
-Candidates for a reduction are the ways that add in rank order, which give one another's bits; gloo's is none of them.
+At set-up every way moves buffers of SIZES bytes a few times, and the rank computes beside the largest gather. This
+takes some 100 ms in all over loopback. Rank 0 picks the fastest way for each kind and size, and sends its choice and
+its figures to the others. So all ranks go the same way and expect the same costs (`fzero.cost.rates.Rates`). A transfer
+goes the way of the nearest measured size.
+
+The candidates for a reduction are the ways that add in rank order: they give the same bits. gloo's own reduction does
+not, so it is no candidate.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ from typing import Any
 
 import torch
 
+from fzero.comm.agree import tell
 from fzero.comm.protocol import Comm
-from fzero.comm.transfers import tell
 from fzero.cost.rates import Rates, fitted
 from fzero.ir.records import Op, Ref, make_op
 
@@ -36,9 +39,10 @@ def _bytes(number: int) -> torch.Tensor:
 def measured(
     comms: Mapping[str, Comm], world_size: int, group: Any = None, memory: Callable[[int], torch.Tensor] = _bytes
 ) -> tuple[dict[tuple[str, int], str], Rates]:
-    """({(kind, size): the way that rank 0 found fastest}, rank 0's rates). Collective; `comms` by the names in WAYS.
+    """Returns ({(kind, bytes): the fastest way}, rates), both as rank 0 measured them. Collective.
 
-    `memory` makes the buffers (uint8) that are moved: `Host.allocate` where steps run in arenas.
+    comms: a comm by name, of the names in WAYS. memory: makes the buffers that are moved, as uint8 of a number of
+    bytes; it is `SharedMemoryPeers.allocate` if steps run in shared arenas.
     """
     keys = [(kind, size) for kind in WAYS for size in SIZES]
     moves = {key: _Move(*key, world_size, memory) for key in keys}
@@ -46,14 +50,14 @@ def measured(
         key: {way: _least(partial(moves[key].run, comms[way]), TIMES[key[1]]) for way in WAYS[key[0]] if way in comms}
         for key in keys
     }
-    mine = [min(costs[key], key=costs[key].__getitem__) for key in keys]
-    table = dict(zip(keys, _told(mine, world_size, group), strict=True))
+    fastest = [min(costs[key], key=costs[key].__getitem__) for key in keys]
+    table = dict(zip(keys, _from_rank_0(fastest, world_size, group), strict=True))
     took = {key: costs[key][table[key]] for key in keys}
     largest = ("all_gather", SIZES[-1])
     beside = _hidden(moves[largest], comms[table[largest]])
     speeds = [_flops(torch.bfloat16), _flops(torch.float32), _memory()]
     figures = [float(f"{value:.3g}") for value in (*took.values(), beside, *speeds)]
-    *spent, hidden, low, full, memory_bytes = _told(figures, world_size, group)
+    *spent, hidden, low, full, memory_bytes = _from_rank_0(figures, world_size, group)
     took = dict(zip(keys, spent, strict=True))
     fits = {kind: fitted({size: took[kind, size] for size in SIZES}) for kind in WAYS}
     rates = Rates(
@@ -66,33 +70,33 @@ def measured(
     return table, rates
 
 
-def _told(mine: Sequence[Any], world_size: int, group: Any) -> list[Any]:
+def _from_rank_0(local: Sequence[Any], world_size: int, group: Any) -> list[Any]:
     """Rank 0's list, on every rank."""
-    found: list[Any] = json.loads(tell(json.dumps(mine).encode(), world_size, group)[0])
-    return found
+    values: list[Any] = json.loads(tell(json.dumps(local).encode(), world_size, group)[0])
+    return values
 
 
 class _Move:
-    """One transfer of `size` bytes, to be run over a comm."""
+    """One transfer of `size` bytes, to be run over a comm. Nothing in it changes after it is made."""
 
     def __init__(self, kind: str, size: int, world_size: int, memory: Callable[[int], torch.Tensor]) -> None:
         part = size // world_size // 4
         whole, own, scratch = (memory(4 * n).view(torch.float32) for n in (part * world_size, part, part * world_size))
         if kind == "all_gather":
-            self.one, self.tensors = make_op("all_gather", [Ref("own")], [Ref("whole")]), [own, whole]
+            self.op, self.tensors = make_op("all_gather", [Ref("own")], [Ref("whole")]), [own, whole]
         else:
-            self.one = make_op("reduce_scatter", [Ref("whole")], [Ref("own"), Ref("scratch")], op="sum")
+            self.op = make_op("reduce_scatter", [Ref("whole")], [Ref("own"), Ref("scratch")], op="sum")
             self.tensors = [whole, own, scratch.view(world_size, -1)]
 
     def run(self, comm: Comm, meanwhile: Callable[[], object] = lambda: None) -> None:
-        comm.start("measured", self.one, self.tensors)
+        comm.start("measured", self.op, self.tensors)
         meanwhile()
         comm.wait("measured")
         comm.settle("measured")
 
 
 def _hidden(move: _Move, comm: Comm) -> float:
-    """The part of a transfer that passes while this rank computes for as long as it takes."""
+    """The fraction of a transfer that passes while this rank computes for as long as the transfer takes."""
     a, b, out = (torch.ones(256, 256, dtype=torch.float32) for _ in range(3))
     product = _least(lambda: torch.mm(a, b, out=out))
     alone = _least(lambda: move.run(comm))
@@ -114,23 +118,27 @@ def _flops(dtype: torch.dtype) -> float:
 
 
 def _memory() -> float:
-    """Bytes a second of an elementwise op that reads two values and writes one, larger than most caches."""
+    """Bytes per second of an elementwise op that reads two values and writes one; the tensors exceed most caches."""
     a, b = (torch.ones(1 << 22, dtype=torch.float32) for _ in range(2))
     return 3 * a.numel() * 4 / _least(lambda: torch.add(a, b, out=a))
 
 
 def _least(run: Callable[[], object], times: int = 4) -> float:
     """Seconds of the fastest of a few runs."""
-    found = math.inf
+    least = math.inf
     for _ in range(times):
         began = time.perf_counter()
         run()
-        found = min(found, time.perf_counter() - began)
-    return max(found, 1e-9)
+        least = min(least, time.perf_counter() - began)
+    return max(least, 1e-9)
 
 
 class Fastest:
-    """`handlers.Comm` that sends each transfer the way of a `measured` table."""
+    """`Comm` that sends each transfer the way that a `measured` table names.
+
+    `by_name` holds the comm of each transfer that was started, by the buffer that it writes. `number` counts the
+    starts. Only the methods here write these two, on the thread that runs the program.
+    """
 
     def __init__(self, comms: Mapping[str, Comm], table: Table) -> None:
         self.comms, self.table = dict(comms), dict(table)
@@ -148,21 +156,26 @@ class Fastest:
         return self.table[op.row.rate, min(SIZES, key=lambda known: abs(math.log(known / size)))]
 
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
+        """Starts a transfer on its way's comm; settles an earlier transfer into the same buffer first."""
         self.settle(name)
         self.number += 1
         self.by_name[name] = self.comms[self.way(op, tensors)]
         self.by_name[name].start(name, op, tensors)
 
     def ready(self, name: str) -> bool:
+        """See `Comm.ready`."""
         return name not in self.by_name or self.by_name[name].ready(name)
 
     def wait(self, name: str) -> None:
+        """See `Comm.wait`."""
         self.by_name[name].wait(name)
 
     def settle(self, name: str) -> None:
+        """See `Comm.settle`."""
         if name in self.by_name:
             self.by_name[name].settle(name)
 
     def drain(self) -> None:
+        """Drains every way."""
         for comm in self.comms.values():
             comm.drain()

@@ -1,13 +1,14 @@
-"""hang_report: what ranks that waited in vain know of one another, and the error that names who did not come.
+"""hang_report: the error that names the rank that did not come, from the records of all ranks.
 
-Each rank tells a `Record` of itself (`fzero.comm.heartbeat`). Whoever waited in vain reads those of all ranks twice
-and calls a rank silent whose record stood still in between. Then, in this order, those are missing that
+Each rank writes a `RankStatus` of itself (`fzero.comm.heartbeat`). A rank that waited in vain reads the records of all
+ranks twice. It calls a rank silent if that rank's record did not change in between. Then the missing ranks are the
+first of these groups that is not empty:
 
-1. failed alone in the middle of a call, for that error is the cause of all that follows;
-2. are silent (stopped, killed, unreachable), ended their program, or left the process group;
-3. answer but do not wait for anyone: stuck in a segment, or in the program's own code.
+1. ranks that failed alone in the middle of a call, for that error is the cause of all that follows;
+2. ranks that are silent (stopped, killed, unreachable), that ended their program, or that left the process group;
+3. ranks that answer but do not wait for anyone: they are stuck in a segment, or in the program's own code.
 
-Where every rank waits none is missing: they wait in different places, and all of these are shown.
+If every rank waits, none is missing: they wait in different places, and the error shows all of these places.
 """
 
 from __future__ import annotations
@@ -16,16 +17,30 @@ import json
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 
 from fzero.errors import HangError
 
 
+class Phase(StrEnum):
+    """How far a rank's part in the process group has come. The values are those in the store."""
+
+    GOING = ""
+    FAILED = "failed"  # alone, in the middle of a call; its next call makes it GOING again
+    LOST = "lost"  # it waited in vain and raised
+    ENDED = "ended"  # its program ended
+    LEFT = "left"  # the process group is gone from its process
+
+
 @dataclass(frozen=True)
-class Record:
-    """What a rank told last. `beat` counts its records, `time` is its clock, `call` counts its collective calls. `at`
-    is where it is, for `seconds`. `end` is "" while it goes on, "failed" (alone, in this call), "lost" (it waited in
-    vain and raised), "ended" (its program) or "left" (the process group), with `why`; `told`: others need not answer
-    it any more. `agreed` is the last call that all ranks agreed on, as far as it knows."""
+class RankStatus:
+    """The last record that a rank wrote of itself. The field names are those in the store.
+
+    beat: how many records it has written. time: its clock, in seconds since 1970. call: how many collective calls have
+    begun. at: where it is, in words; seconds: for how long. waits: whether it waits for another rank. end: its Phase;
+    why: the reason, if it ended. told: others need not answer it any more. agreed: the last call that all ranks agreed
+    on, as far as it knows.
+    """
 
     beat: int
     time: float
@@ -33,92 +48,111 @@ class Record:
     at: str
     seconds: float
     waits: bool
-    end: str
+    end: Phase
     why: str
     told: bool
     agreed: str
 
     def to_json(self) -> str:
+        """The text for the store."""
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: bytes | str) -> Record | None:
-        """None where the text is no record."""
+    def from_json(text: bytes | str) -> RankStatus | None:
+        """The inverse of `to_json`; None if the text is no record."""
         try:
-            return Record(**json.loads(text))
-        except (ValueError, TypeError):
+            fields = json.loads(text)
+            return RankStatus(**{**fields, "end": Phase(fields["end"])})
+        except (ValueError, TypeError, KeyError):
             return None
 
     def stops(self, call: int) -> bool:
-        """Whether a rank that waits in `call` waits in vain for the rank of this record. A rank that failed alone may
-        come to a later call, one whose program ended has done what it had to in its last."""
-        if self.end == "failed":
+        """Whether a rank that waits in `call` waits in vain for this rank.
+
+        A rank that failed alone may still come to a later call. A rank whose program ended has done its part in its
+        last call.
+        """
+        if self.end == Phase.FAILED:
             return self.call == call
-        return self.call <= call if self.end == "lost" else self.call < call and self.end != ""
+        return self.call <= call if self.end == Phase.LOST else self.call < call and self.end != Phase.GOING
 
 
 def hang_error(
-    rank: int, records: Mapping[int, Record | None], silent: Collection[int], cause: str, timeout_seconds: float
+    rank: int, statuses: Mapping[int, RankStatus | None], silent: Collection[int], cause: str, timeout_seconds: float
 ) -> HangError:
-    """The error of `rank`, from what all ranks told last (None: nothing, ever). `cause` is what the transport said."""
-    missing = _missing(records, silent)
-    newest = max((record for record in records.values() if record is not None), key=lambda record: record.call)
-    lines = [sentence(r, records[r], r in silent, newest) for r in missing]
-    gave_up = [r for r, record in records.items() if record and record.end == "lost" and r != rank]
-    if not missing and any(record.call < newest.call for record in records.values() if record and record.end == "lost"):
+    """Returns the error of `rank`, made from the last records of all ranks.
+
+    statuses: None for a rank that never wrote one. silent: ranks whose record did not change. cause: the transport's
+    message.
+    """
+    missing = _missing(statuses, silent)
+    newest = max((status for status in statuses.values() if status is not None), key=lambda status: status.call)
+    lines = [sentence(r, statuses[r], r in silent, newest) for r in missing]
+    lost = {r: status for r, status in statuses.items() if status and status.end == Phase.LOST}
+    if not missing and any(status.call < newest.call for status in lost.values()):
+        gave_up = [r for r in lost if r != rank]
         lines = [f"{_ranks(gave_up)} waited in vain in an earlier call, and gave this process group up"]
     elif not missing:
         lines = ["every rank waits for another: they do not make the same calls, or one of them lost a message"]
-    shown: dict[str, list[int]] = {}
-    for r, record in records.items():
-        if r not in missing and record is not None:
-            shown.setdefault(record.at, []).append(r)
-    lines += [f"{_ranks(who)}: {at}{' (this rank is one)' if rank in who else ''}" for at, who in shown.items()]
+    ranks_at: dict[str, list[int]] = {}
+    for r, status in statuses.items():
+        if r not in missing and status is not None:
+            ranks_at.setdefault(status.at, []).append(r)
+    lines += [
+        f"{_ranks(ranks)}: {at}{' (this rank is one)' if rank in ranks else ''}" for at, ranks in ranks_at.items()
+    ]
     lines.append(f"The transport said: {cause}. A rank is waited for {timeout_seconds:g} s (Spec(timeout=)).")
     lines.append("This process group cannot be used any more: start all ranks again, from the last checkpoint.")
     return HangError("\n  ".join(lines), missing)
 
 
 def no_store(rank: int, holder: int | None, at: str, cause: str, known: str = "") -> HangError:
-    """The error where the process group's store, through which ranks tell where they are, does not answer. `known`:
-    what was heard before."""
+    """Returns the error of a rank whose store, in which all ranks write where they are, does not answer.
+
+    holder: the rank whose process holds the store, if any. at: where this rank is. known: a reason that was learned
+    before the store fell silent.
+    """
+    missing = () if holder is None else (holder,)
     if known:
-        who, lines = (() if holder is None else (holder,)), [known]
+        lines = [known]
     elif holder is None:
-        who, lines = (), ["the store of the process group does not answer: its process or machine is stopped or gone"]
+        lines = ["the store of the process group does not answer: its process or machine is stopped or gone"]
     else:
-        who, lines = (holder,), [f"rank {holder} does not answer, nor does the store that its process keeps: it is "
-                                 "stopped, or its process or machine is gone"]  # fmt: skip
+        lines = [
+            f"rank {holder} does not answer, nor does the store that its process keeps: it is stopped, or its process "
+            "or machine is gone"
+        ]
     lines += [f"rank {rank}: {at} (this rank)", f"The transport said: {cause}. Where other ranks are is not known."]
     lines.append("This process group cannot be used any more: start all ranks again, from the last checkpoint.")
-    return HangError("\n  ".join(lines), who)
+    return HangError("\n  ".join(lines), missing)
 
 
-def _missing(records: Mapping[int, Record | None], silent: Collection[int]) -> tuple[int, ...]:
-    failed = [r for r, record in records.items() if record is not None and record.end == "failed"]
-    gone = [r for r, record in records.items() if r in silent or (record and record.end in ("ended", "left"))]
-    busy = [r for r, record in records.items() if record and not record.end and not record.waits]
+def _missing(statuses: Mapping[int, RankStatus | None], silent: Collection[int]) -> tuple[int, ...]:
+    ended = (Phase.ENDED, Phase.LEFT)
+    failed = [r for r, status in statuses.items() if status is not None and status.end == Phase.FAILED]
+    gone = [r for r, status in statuses.items() if r in silent or (status and status.end in ended)]
+    busy = [r for r, status in statuses.items() if status and status.end == Phase.GOING and not status.waits]
     return tuple(failed or gone or busy)
 
 
-def sentence(rank: int, record: Record | None, silent: bool = False, newest: Record | None = None) -> str:
-    """Why others wait in vain for a rank. `newest`: the record of the rank that is furthest."""
-    if record is None:
+def sentence(rank: int, status: RankStatus | None, silent: bool = False, newest: RankStatus | None = None) -> str:
+    """Returns why others wait in vain for a rank. `newest`: the status of the rank that has made the most calls."""
+    if status is None:
         return f"rank {rank} is missing: it has not called fzero yet"
-    if record.end == "failed":
-        return f"rank {rank} failed alone, {record.at}: {record.why}"
-    if record.end:
-        what = "its program ended" if record.end == "ended" else "it left the process group"
-        return f"rank {rank} is missing: {what}{f' ({record.why})' if record.why else ''}, {record.at}"
+    if status.end == Phase.FAILED:
+        return f"rank {rank} failed alone, {status.at}: {status.why}"
+    if status.end != Phase.GOING:
+        what = "its program ended" if status.end == Phase.ENDED else "it left the process group"
+        return f"rank {rank} is missing: {what}{f' ({status.why})' if status.why else ''}, {status.at}"
     if silent:
-        ago = max(time.time() - record.time, 0)
-        later = newest.agreed if newest is not None and newest.agreed != record.agreed else ""
+        ago = max(time.time() - status.time, 0)
+        later = newest.agreed if newest is not None and newest.agreed != status.agreed else ""
         since = f"; it has agreed on {later} since" if later else ""
         return (
             f"rank {rank} is missing: it does not answer, so it is stopped, or its process or machine is gone; "
-            f"last heard of {ago:.1f} s ago, {record.at}{since}"
+            f"last heard of {ago:.1f} s ago, {status.at}{since}"
         )
-    return f"rank {rank} is missing: it answers, but has been for {record.seconds:.1f} s {record.at}"
+    return f"rank {rank} is missing: it answers, but has been for {status.seconds:.1f} s {status.at}"
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -1,17 +1,26 @@
-"""heartbeat: where every rank is, told through the process group's store, so that a rank that waits can say for whom.
+"""heartbeat: every rank writes where it is into the process group's store, so that a rank that waits can name another.
 
-A thread of each rank sleeps, and once a tick (a second; longer in large worlds) writes one `Record` into the store
-(`fzero.comm.hang_report`): the call that the rank is in, the op, whether it waits. It reads that from integers that the
-step writes anyway: an op costs nothing, a tick 0.03 to 0.1 ms of one core.
+A thread of each rank sleeps. Once a tick (one second; longer in large worlds) it writes one `RankStatus` into the store
+(`fzero.comm.hang_report`): the call that the rank is in, the op, whether the rank waits. It reads these from values
+that the step writes anyway. So an op costs nothing, and a tick costs 0.03 to 0.1 ms of one core.
 
-A rank that is not stopped keeps telling, whatever its main thread does. So a rank whose wait ended badly (time up,
-connection closed) tells "lost", reads all records twice, two seconds apart, and raises `HangError` with what it found.
-Others learn of a rank that failed or gave up at their next tick: if they wait in that call, in vain, their wait is
-ended: the thread lets a receive on the group time out, which with gloo ends all of that group on this rank; over
-shared memory the waiting rank looks at `halted` itself.
+A rank whose process is not stopped keeps writing, even if its main thread is stuck. A rank whose wait ended badly (time
+is up, a connection closed) does three things: it writes "lost", it reads the records of all ranks twice, two seconds
+apart, and it raises `HangError` with the result. Other ranks learn at their next tick that a rank failed or gave up. If
+they wait for it in that call, in vain, their wait is ended. Over messages the thread lets a receive on the group time
+out, and with gloo this ends all transfers of that group on this rank. Over shared memory the waiting rank looks at
+`halted` itself.
 
-The store must answer: torchrun's agent holds it, or rank 0's process where no torchrun is; then a stopped rank 0 is
-named by its store's silence, and rank 0 lets the others read before it raises.
+The store must answer. torchrun's agent holds it; without torchrun, rank 0's process holds it. In that case a stopped
+rank 0 is named because its store is silent, and rank 0 lets the others read before it raises.
+
+Two threads, one writer for each field:
+
+    Presence     the rank's main thread: `where`, `waits`, `ending`, `hang`
+    Heartbeat    its own thread: `beat`, `halted`, `statuses`, `answered_at` and the rest
+
+Each reads the fields of the other. `Where` and `Ending` are frozen and replaced as a whole, so a reader sees one
+moment. Events carry requests and answers between the two.
 """
 
 from __future__ import annotations
@@ -25,6 +34,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -32,66 +42,119 @@ import torch
 import torch.distributed as dist
 
 from fzero._torch_compat import default_store, gloo_timeout, store_holder
-from fzero.comm.hang_report import Record, hang_error, no_store, sentence
+from fzero.comm.hang_report import Phase, RankStatus, hang_error, no_store, sentence
 from fzero.errors import FzeroError, HangError, PeerError
 
 TICK_SECONDS = 1.0
-ANSWER_SECONDS = 2.0  # a rank that tells nothing for so long, and for two ticks and a half, is silent
+ANSWER_SECONDS = 2.0  # a rank that writes nothing for so long, and for two ticks and a half, is silent
 WRITES_PER_SECOND = 256  # of all ranks, at most
 POISON_TAG = 0x7FFFFFF1
 TEXT_CHARS = 400
-SOURCE = re.compile(r"^\[[^]]*\.cc:\d+\] ")  # before what gloo says
+SOURCE = re.compile(r"^\[[^]]*\.cc:\d+\] ")  # gloo's messages begin with it
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where the main thread of a rank is. Only the main thread makes a new one.
+
+    call: how many collective calls have begun. what: the name of the last one. inside: whether it goes on. agreed: the
+    last call that all ranks agreed on, as far as this rank knows. position, op: return the number and the text of the
+    op that runs; outside of an op loop they return 0 and "".
+    """
+
+    call: int = 0
+    what: str = ""
+    inside: bool = False
+    agreed: str = ""
+    position: Callable[[], int] = int
+    op: Callable[[], str] = str
+
+    def text(self, waits: bool) -> str:
+        """The place in words, at most TEXT_CHARS long if it names an op."""
+        if not self.inside:
+            return f"in the program's own code, after {self.what}" if self.what else "at the beginning"
+        op = self.op()
+        if waits and not op:
+            return f"waiting in {self.what}, for all ranks to agree on it"
+        return f"{'waiting ' if waits else ''}in {self.what}, {op or 'before its first op'}"[:TEXT_CHARS]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the rank's part in the group ended: `why`, and `at` which place. Phase.GOING: it has not ended."""
+
+    phase: Phase = Phase.GOING
+    why: str = ""
+    at: str = ""
 
 
 class Presence:
-    """This rank's presence in one process group. `enter` and `leave` frame a collective call, `running` its op loop;
-    transports set `waits` while they wait for another rank."""
+    """This rank's part in one process group, as the main thread writes it.
+
+    `enter` and `leave` frame a collective call; `running` frames its op loop. Transports set `waits` while they wait
+    for another rank; it is a field of its own because a new `Where` per wait would cost microseconds.
+
+    Only the main thread writes the fields here; the heartbeat's thread reads `where`, `waits` and `ending`. Once `hang`
+    is set, every later `enter` raises.
+    """
 
     def __init__(
         self, rank: int, world_size: int, group: Any = None, store: Any = None, timeout: float = 1800.0
     ) -> None:
-        self.rank, self.world_size, self.store, self.timeout_seconds = rank, world_size, store, timeout
-        self.group: Callable[[], Any] = weakref.ref(group) if group is not None else lambda: None
-        self.tick = max(min(TICK_SECONDS, timeout / 10), world_size / WRITES_PER_SECOND)
-        self.holder = store_holder(store) if store is not None else None
-        self.call, self.what, self.agreed, self.inside, self.waits = 0, "", "", False, False
-        self.where: Callable[[], str] = str  # the op that runs, as text
-        self.position: Callable[[], int] = int
-        self.end = self.why = self.at = self.halted = ""
-        self.told = self.asked = False
+        self.rank, self.world_size, self.timeout_seconds = rank, world_size, timeout
+        self.where, self.waits, self.ending = Where(), False, Ending()
         self.hang: HangError | None = None
-        self.thread: threading.Thread | None = None
-        self.wake, self.published, self.answered = threading.Event(), threading.Event(), threading.Event()
-        self.stop, self.beat, self.heard, self.pid = False, 0, time.monotonic(), os.getpid()
-        self.last: Any = None
-        self.since = time.monotonic()
-        self.found: tuple[dict[int, Record | None], set[int]] | None = None
+        self.pid = os.getpid()
+        self.heartbeat = Heartbeat(self, group, store)
 
-    # --- the rank's own thread
+    @property
+    def call(self) -> int:
+        """The number of collective calls that have begun."""
+        return self.where.call
+
+    @property
+    def what(self) -> str:
+        """The name of the last collective call."""
+        return self.where.what
+
+    @property
+    def halted(self) -> str:
+        """Why this rank waits in vain, in words; "" if no reason is known."""
+        return self.heartbeat.halted
 
     def enter(self, what: str) -> None:
-        """A collective call begins. Raises HangError where this group was lost before."""
+        """Begins a collective call. Raises HangError if this group was lost before."""
         if self.hang is not None:
             first = str(self.hang).partition("\n")[0]
             raise HangError(
                 f"{what}: this process group was lost before ({first}). Start all ranks again", self.hang.missing
             )
-        if self.end in ("", "failed"):
-            self.end = self.why = self.at = ""
-        self.call, self.what, self.inside = self.call + 1, what, True
-        if self.thread is None and self.store is not None and self.world_size > 1:
-            self.thread = threading.Thread(target=self._live, name="fzero presence", daemon=True)
-            self.thread.start()
+        if self.ending.phase in (Phase.GOING, Phase.FAILED):
+            self.ending = Ending()
+        self.where = replace(self.where, call=self.where.call + 1, what=what, inside=True)
+        if self.heartbeat.store is not None and self.world_size > 1:
+            self.heartbeat.start()
 
     def leave(self) -> None:
-        """The call is over: what comes is the program's own code."""
-        self.inside = False
+        """Ends the call: the program's own code comes next."""
+        self.where = replace(self.where, inside=False)
+
+    def rename(self, what: str) -> None:
+        """Gives the call that goes on another name."""
+        self.where = replace(self.where, what=what)
+
+    def set_agreed(self, what: str) -> None:
+        """Records that all ranks agreed on a call."""
+        self.where = replace(self.where, agreed=what)
 
     @contextmanager
     def running(self, position: Callable[[], int] = int, where: Callable[[], str] = str) -> Iterator[None]:
-        """The transfers of a call; `position` and `where` give the op. A peer that does not come becomes HangError; any
-        other error of this rank is told to those who wait for it."""
-        self.position, self.where = position, where
+        """Frames the transfers of a call, and ends the call. `position` and `where` return the op's number and text.
+
+        If a peer does not come, the error becomes HangError. Any other error of this rank is written for the ranks that
+        wait for it, and raised again.
+        """
+        self.where = replace(self.where, position=position, op=where)
         try:
             yield
         except PeerError as error:
@@ -100,151 +163,198 @@ class Presence:
             self.failed(error)
             raise
         finally:
-            self.position, self.where, self.inside = int, str, False
+            self.where = replace(self.where, position=int, op=str, inside=False)
 
     def lost(self, error: BaseException) -> FzeroError:
-        """The error to raise where a wait ended badly; tells the others that this rank is out, and asks where they are.
-        Takes some ticks."""
+        """Returns the error to raise after a wait ended badly. Takes some ticks.
+
+        Writes that this rank is out, and asks where the other ranks are.
+        """
         if self.hang is None:
             cause = SOURCE.sub("", str(error).strip()).partition("\n")[0].partition(". ")[0][:TEXT_CHARS]
             cause = "this wait was ended" if self.halted else cause
-            self.at = self._text(waits=True)
-            self.why, self.end, self.asked = cause, "lost", True
-            if self._alive():
-                self.wake.set()
-                while not self.answered.wait(self.tick) and time.monotonic() < self.heard + self._patience + self.tick:
-                    pass
-            if self.found is not None:
-                self.hang = hang_error(self.rank, *self.found, cause, self.timeout_seconds)
+            self.ending = Ending(Phase.LOST, cause, self.where.text(waits=True))
+            statuses = self.heartbeat.call_roll() if self._alive() else None
+            if statuses is not None:
+                self.hang = hang_error(self.rank, *statuses, cause, self.timeout_seconds)
             else:
-                self.hang = no_store(self.rank, self.holder, self.at, cause, self.halted)
+                self.hang = no_store(self.rank, self.heartbeat.holder, self.ending.at, cause, self.halted)
         return self.hang
 
     def failed(self, error: BaseException) -> None:
-        """This rank alone, as far as it knows, failed in the middle of a call."""
-        if self.end or not self._alive():
-            return
-        self.at = self._text(waits=False)
-        self.why = f"{type(error).__name__}: {error}"[:TEXT_CHARS]
-        self._publish("failed")
+        """Writes that this rank failed in the middle of a call, alone as far as it knows."""
+        if self.ending.phase is Phase.GOING and self._alive():
+            self._publish(Phase.FAILED, error)
 
     def close(self) -> None:
-        """The program ends."""
-        if self._alive() and os.getpid() == self.pid:
-            if not self.end:
-                error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-                self.at = self._text(waits=False)
-                self.why = f"{type(error).__name__}: {error}"[:TEXT_CHARS] if error is not None else ""
-                self._publish("ended")
-            self.stop = True
-            self.wake.set()
-            self.thread.join(self._patience + ANSWER_SECONDS if self.hang is None else 1.0)  # type: ignore[union-attr]
+        """Writes that the program ends, and stops the thread."""
+        if self._alive():
+            if self.ending.phase is Phase.GOING:
+                self._publish(Phase.ENDED, getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))
+            self.heartbeat.stop(self.heartbeat.patience + ANSWER_SECONDS if self.hang is None else 1.0)
 
-    def _publish(self, end: str) -> None:
+    def _publish(self, phase: Phase, error: BaseException | None) -> None:
+        why = f"{type(error).__name__}: {error}"[:TEXT_CHARS] if error is not None else ""
+        self.ending = Ending(phase, why, self.where.text(waits=False))
+        self.heartbeat.publish()
+
+    def _alive(self) -> bool:
+        return self.heartbeat.alive() and os.getpid() == self.pid
+
+
+Statuses = tuple[dict[int, RankStatus | None], set[int]]  # the last record of each rank; the ranks that were silent
+
+
+class Heartbeat:
+    """The thread that writes this rank's record each tick, reads those of the other ranks, and ends waits in vain.
+
+    The main thread calls the public methods. Only the heartbeat's own thread, which runs the private ones, writes
+    `beat` (records written), `answered_at` (when the store last answered, in seconds of time.monotonic), `halted` (why
+    a wait was ended), `statuses` (the result of the roll call), `left` (set when the group is gone), `told` (the others
+    need not answer this rank any more), and `last` and `since` (the place last seen, and since when). `wake` and
+    `stopped` are set by the main thread; `published` and `answered` by this one.
+    """
+
+    def __init__(self, presence: Presence, group: Any, store: Any) -> None:
+        self.presence, self.store = presence, store
+        self.group: Callable[[], Any] = weakref.ref(group) if group is not None else lambda: None
+        self.tick = max(min(TICK_SECONDS, presence.timeout_seconds / 10), presence.world_size / WRITES_PER_SECOND)
+        self.patience = max(2.5 * self.tick, ANSWER_SECONDS)
+        self.holder = store_holder(store) if store is not None else None
+        self.thread: threading.Thread | None = None
+        self.wake, self.stopped = threading.Event(), threading.Event()
+        self.published, self.answered = threading.Event(), threading.Event()
+        self.beat, self.told, self.halted = 0, False, ""
+        self.answered_at = self.since = time.monotonic()
+        self.last: tuple[int, bool, int, bool] | None = None
+        self.left: Ending | None = None
+        self.statuses: Statuses | None = None
+
+    # --- for the main thread
+
+    def start(self) -> None:
+        """Starts the thread, once."""
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._live, name="fzero presence", daemon=True)
+            self.thread.start()
+
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self.thread is not None and self.thread.is_alive()
+
+    def publish(self) -> None:
+        """Has the presence's ending written; waits at most ANSWER_SECONDS for it."""
         self.published.clear()
-        self.end = end
         self.wake.set()
         self.published.wait(ANSWER_SECONDS)
 
-    def _alive(self) -> bool:
-        return self.thread is not None and self.thread.is_alive() and os.getpid() == self.pid
+    def call_roll(self) -> Statuses | None:
+        """Returns the statuses of all ranks, read after this rank was lost; None if the store does not answer."""
+        self.wake.set()
+        while not self.answered.wait(self.tick) and time.monotonic() < self.answered_at + self.patience + self.tick:
+            pass
+        return self.statuses
 
-    @property
-    def _patience(self) -> float:
-        return max(2.5 * self.tick, ANSWER_SECONDS)
+    def stop(self, seconds: float) -> None:
+        """Ends the thread; waits for it at most `seconds`."""
+        self.stopped.set()
+        self.wake.set()
+        if self.thread is not None:
+            self.thread.join(seconds)
 
-    def _text(self, waits: bool) -> str:
-        """Where this rank is."""
-        if not self.inside:
-            return f"in the program's own code, after {self.what}" if self.what else "at the beginning"
-        op = self.where()
-        if waits and not op:
-            return f"waiting in {self.what}, for all ranks to agree on it"
-        return f"{'waiting ' if waits else ''}in {self.what}, {op or 'before its first op'}"[:TEXT_CHARS]
-
-    # --- the thread
+    # --- in the thread
 
     def _live(self) -> None:
         try:
-            while not self.stop:
-                if self.group() is None and not self.end:
-                    self.at, self.end, self.stop = self._text(waits=False), "left", True
+            while not self.stopped.is_set() and self.left is None:
+                if self.group() is None and self.presence.ending.phase is Phase.GOING:
+                    self.left = Ending(Phase.LEFT, at=self.presence.where.text(waits=False))
                 self._tell()
-                if self.asked and self.found is None:
-                    self.found = self._roll_call()
+                if self.presence.ending.phase is Phase.LOST and self.statuses is None:
+                    self.statuses = self._roll_call()
                     self.answered.set()
-                if not self.stop:
+                if not self.stopped.is_set() and self.left is None:
                     self.wake.wait(self.tick)
                     self.wake.clear()
-            if self.end in ("failed", "ended"):
-                self._let_read(set(range(self.world_size)))
-        except Exception:  # the store is gone: who asks finds no answer
+            if self.presence.ending.phase in (Phase.FAILED, Phase.ENDED):
+                self._let_read(set(range(self.presence.world_size)))
+        except Exception:  # the store is gone: the main thread finds no answer
             self.answered.set()
             self.published.set()
 
+    def _place(self, where: Where, waits: bool) -> tuple[int, bool, int, bool]:
+        return (where.call, where.inside, where.position(), waits)
+
     def _tell(self) -> None:
-        """Writes this rank's record; looks whether it waits for a rank that will not come."""
-        end, waits = self.end, self.waits
-        place = (self.call, self.inside, self.position(), waits)
+        """Writes this rank's record. Ends this rank's wait if it waits for a rank that will not come."""
+        presence = self.presence
+        ending, waits, where = self.left or presence.ending, presence.waits, presence.where
+        place = self._place(where, waits)
         now = time.monotonic()
         stays = place == self.last
         if not stays:
             self.last, self.since = place, now
         self.beat += 1
-        at = (self.at if end else "") or self._text(waits)
-        record = Record(
-            beat=self.beat, time=time.time(), call=self.call, at=at, seconds=now - self.since,
-            waits=waits or end == "lost", end=end, why=self.why, told=self.told, agreed=self.agreed,
+        status = RankStatus(
+            beat=self.beat, time=time.time(), call=where.call, at=ending.at or where.text(waits),
+            seconds=now - self.since, waits=waits or ending.phase is Phase.LOST, end=ending.phase, why=ending.why,
+            told=self.told, agreed=where.agreed,
         )  # fmt: skip
-        self.store.set(str(self.rank), record.to_json())
-        if end:
+        self.store.set(str(presence.rank), status.to_json())
+        if ending.phase is not Phase.GOING:
             self.store.set("over", "1")
             self.published.set()
         elif waits and stays and not self.halted and self.store.check(["over"]):
-            records = self._records(set(range(self.world_size)) - {self.rank})
-            ended = [r for r, found in records.items() if found is not None and found.stops(place[0])]
-            if ended and place == (self.call, self.inside, self.position(), self.waits):
-                self.halted = sentence(ended[0], records[ended[0]])
+            statuses = self._read(set(range(presence.world_size)) - {presence.rank})
+            ended = [r for r, other in statuses.items() if other is not None and other.stops(where.call)]
+            if ended and place == self._place(presence.where, presence.waits):
+                self.halted = sentence(ended[0], statuses[ended[0]])
                 self._poison()
-        self.heard = time.monotonic()
+        self.answered_at = time.monotonic()
 
-    def _records(self, ranks: set[int]) -> dict[int, Record | None]:
-        found = {r: self.store.get(str(r)) if self.store.check([str(r)]) else "" for r in sorted(ranks)}
-        self.heard = time.monotonic()
-        return {r: Record.from_json(text) for r, text in found.items()}
+    def _read(self, ranks: set[int]) -> dict[int, RankStatus | None]:
+        """The last record of each of these ranks; None if it never wrote one."""
+        texts = {r: self.store.get(str(r)) if self.store.check([str(r)]) else "" for r in sorted(ranks)}
+        self.answered_at = time.monotonic()
+        return {r: RankStatus.from_json(text) for r, text in texts.items()}
 
-    def _roll_call(self) -> tuple[dict[int, Record | None], set[int]]:
-        """Everyone's last record, and who was silent."""
-        first = self._records(set(range(self.world_size)))
-        records, silent = dict(first), set(first) - {self.rank}
-        until = time.monotonic() + self._patience
-        while silent and time.monotonic() < until and not self.stop:
+    def _roll_call(self) -> Statuses:
+        """The last record of every rank, and the ranks that were silent. Takes at most `patience` and a read."""
+        first = self._read(set(range(self.presence.world_size)))
+        statuses, silent = dict(first), set(first) - {self.presence.rank}
+        until = time.monotonic() + self.patience
+        while silent and time.monotonic() < until and not self.stopped.is_set():
             time.sleep(self.tick / 4)
             self._tell()
-            for r, now in self._records(silent).items():
+            for r, now in self._read(silent).items():
                 before = first[r]
                 if now is not None and (now.end or before is None or now.beat > before.beat):
-                    records[r] = now
+                    statuses[r] = now
                     silent.discard(r)
         self.told = True
         self._tell()
-        self._let_read({r for r, record in records.items() if record is not None and record.waits} - silent)
-        return records, silent
+        self._let_read({r for r, status in statuses.items() if status is not None and status.waits} - silent)
+        return statuses, silent
 
     def _let_read(self, ranks: set[int]) -> None:
-        """Where this process holds the store: waits a little until these ranks have read what they need, or ended."""
-        ranks = ranks - {self.rank} if self.holder == self.rank else set()
-        until = time.monotonic() + self._patience
+        """If this process holds the store: waits until these ranks have read what they need, or ended; `patience` at
+        most."""
+        ranks = ranks - {self.presence.rank} if self.holder == self.presence.rank else set()
+        until = time.monotonic() + self.patience
         while ranks and time.monotonic() < until:
             time.sleep(self.tick / 4)
-            ended = self._records(ranks)
-            ranks = {r for r in ranks if (now := ended[r]) is not None and not now.told and now.end in ("", "lost")}
+            statuses = self._read(ranks)
+            ranks = {
+                r
+                for r in ranks
+                if (now := statuses[r]) is not None and not now.told and now.end in (Phase.GOING, Phase.LOST)
+            }
 
     def _poison(self) -> None:
-        """Ends what this rank waits for in the group: a receive that nobody sends to times out, and gloo with it."""
+        """Ends the waits of this rank in the group. A receive that nobody sends to times out, and gloo with it."""
         group = self.group()
-        for peer in range(self.world_size):
-            if group is not None and peer != self.rank:
+        for peer in range(self.presence.world_size):
+            if group is not None and peer != self.presence.rank:
                 with suppress(RuntimeError, ValueError):
                     work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=POISON_TAG)
                     if work is not None:
@@ -252,28 +362,33 @@ class Presence:
 
 
 ALONE = Presence(0, 1)
-_KNOWN: weakref.WeakKeyDictionary[Any, Presence] = weakref.WeakKeyDictionary()  # torch keeps its groups the same way
-_MADE: dict[str, int] = {}
+_PRESENCES: weakref.WeakKeyDictionary[Any, Presence] = (
+    weakref.WeakKeyDictionary()
+)  # torch keeps its groups the same way
+_NUM_MADE: dict[str, int] = {}  # presences by group name: a name may come again after its group was destroyed
 
 
 def of(group: Any = None) -> Presence:
-    """The presence of this rank in a process group (None: the default one). All ranks make it at the same call."""
+    """Returns this rank's presence in a process group (None: the default group); `ALONE` if there is no group.
+
+    The first call for a group makes it. All ranks do that at the same call.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return ALONE
     group = dist.group.WORLD if group is None else group
-    if group not in _KNOWN:
+    if group not in _PRESENCES:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        number = _MADE[group.group_name] = _MADE.get(group.group_name, 0) + 1
+        number = _NUM_MADE[group.group_name] = _NUM_MADE.get(group.group_name, 0) + 1
         store = default_store()
         if store is not None:  # a connection of its own: the other one may be in use for long
             store = dist.PrefixStore(f"fzero/presence/{group.group_name}/{number}", store.clone())
-        _KNOWN[group] = Presence(rank, world_size, group, store, gloo_timeout(group))
-    return _KNOWN[group]
+        _PRESENCES[group] = Presence(rank, world_size, group, store, gloo_timeout(group))
+    return _PRESENCES[group]
 
 
 def _ended() -> None:
-    for one in list(_KNOWN.values()):
-        one.close()
+    for presence in list(_PRESENCES.values()):
+        presence.close()
 
 
 atexit.register(_ended)

@@ -1,11 +1,12 @@
-"""launcher: whether a launcher other than torchrun started this process as one task of several.
+"""launcher: finds out whether a launcher other than torchrun started this process as one task of several.
 
-`srun python train.py` and `mpirun python train.py` start it once for each task, without RANK and WORLD_SIZE. Each would
-be a world of one, and train a model of its own. A task knows the tasks of its own step (`LAUNCHERS`).
+`srun python train.py` and `mpirun python train.py` start one process per task, without RANK and WORLD_SIZE. Each
+process would be a world of one and train a model of its own. A task can see how many tasks its own step has
+(`LAUNCHERS`).
 
-A batch script and a shell of salloc are one process in an allocation for many: SLURM_NTASKS, which they have too, says
-what an srun within would start. SLURM_STEP_NUM_TASKS is srun's, of the step it started. WORLD_SIZE=1, which torchrun
-sets for one process, says that a world of one is meant.
+A batch script and a shell of salloc are one process in an allocation for many. They have SLURM_NTASKS too: it says how
+many tasks an srun within would start. SLURM_STEP_NUM_TASKS is set by srun, for the step that it started. WORLD_SIZE=1,
+which torchrun sets for one process, says that a world of one is meant.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from fzero.errors import SpecError
 
 
 class Launcher(NamedTuple):
-    """How tasks are started, the variables that tell a task its place, and what a shell makes the first host of."""
+    """A launcher: its command, and the variables that give a task its place.
+
+    first_host: the shell text that names the first host; "" if the shell cannot find it.
+    """
 
     command: str
     size: str
@@ -40,7 +44,7 @@ LAUNCHERS = (
 
 
 def check(environ: Mapping[str, str]) -> None:
-    """Raises SpecError where this process is one of several tasks and was not told its RANK."""
+    """Raises SpecError if this process is one of several tasks and has no RANK."""
     if _number(environ, "WORLD_SIZE") == 1:
         return
     for variable, least in (("WORLD_SIZE", 2), ("RANK", 1)):
@@ -53,7 +57,7 @@ def check(environ: Mapping[str, str]) -> None:
             )
     for launcher in LAUNCHERS:
         if _number(environ, launcher.size) > 1:
-            raise SpecError(_told(launcher, environ))
+            raise SpecError(_refusal(launcher, environ))
     if _number(environ, "PMIX_RANK") > 0:  # which knows no size
         raise SpecError(
             f"PMIX_RANK={environ['PMIX_RANK']}: this is one task of several, and RANK is not set: each would train a "
@@ -63,7 +67,7 @@ def check(environ: Mapping[str, str]) -> None:
 
 
 def line(launcher: Launcher, size: int, host: str, command: str) -> str:
-    """The line that starts the same tasks as ranks."""
+    """Returns the shell line that starts the same tasks as ranks."""
     place = (
         f"RANK=${launcher.rank} WORLD_SIZE=${launcher.size} LOCAL_RANK=${launcher.local_rank} "
         f"MASTER_ADDR={host} MASTER_PORT=29500"
@@ -71,10 +75,11 @@ def line(launcher: Launcher, size: int, host: str, command: str) -> str:
     return f"{launcher.command} -n {size} bash -c {shlex.quote(f'{place} exec {command}')}"
 
 
-def _told(launcher: Launcher, environ: Mapping[str, str]) -> str:
+def _refusal(launcher: Launcher, environ: Mapping[str, str]) -> str:
+    """The message for a task of `launcher` without a rank."""
     script, size = shlex.join(sys.argv), _number(environ, launcher.size)
-    one = _number(environ, launcher.local_size) == size
-    host = launcher.first_host or ("127.0.0.1" if one else "FIRST_HOST")
+    one_machine = _number(environ, launcher.local_size) == size
+    host = launcher.first_host or ("127.0.0.1" if one_machine else "FIRST_HOST")
     where = "" if host != "FIRST_HOST" else " (for FIRST_HOST the first host of the hostfile, on one machine 127.0.0.1)"
     return (
         f"{launcher.size}={size}: {launcher.command} started {size} tasks, and none was told its RANK: each would "
@@ -85,6 +90,6 @@ def _told(launcher: Launcher, environ: Mapping[str, str]) -> str:
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
-    """What a variable says, 0 where it is not set or no number."""
+    """A variable as a number; 0 if it is not set or is no number."""
     text = environ.get(name, "")
     return int(text) if text.isascii() and text.isdigit() else 0

@@ -1,17 +1,18 @@
 """peers: the ranks of one machine: memory that each may read of the others, and signals between them.
 
-Memory. An arena (`Host.allocate`) is an anonymous file (`memfd_create`, not bounded by /dev/shm) that every peer maps:
-its descriptor travels over the sockets. What lies in no arena is copied into a staging block, or, up to INLINE_BYTES,
-sent in the message itself.
+Memory. An arena (`SharedMemoryPeers.allocate`) is an anonymous file (`memfd_create`, not bounded by /dev/shm). Every
+peer maps it; its descriptor travels over the sockets. A source outside of all arenas is copied into a staging block,
+or, up to INLINE_BYTES, sent in the message itself.
 
-Signals. `offer` tells each peer where a source lies; `take` waits for that and returns the peer's memory; `done` says
-that it was read; `settle` waits until all have. A message carries the transfer's number and the source's place, so
-ranks need not agree on where a source lies or on the order in which they wait; it is a system call, hence a memory
-barrier. A rank that waits tries for SPIN_SECONDS and then sleeps (a round trip between two ranks: 5 microseconds tried,
-55 slept). A peer that is gone shows as the end of its socket; one that has nothing more to do says so first.
+Signals. `offer` sends each peer the place of a source. `take` waits for that and returns the peer's memory. `done`
+tells the peer that it was read. `settle` waits until all peers have read. A message carries the transfer's number and
+the source's place. So ranks need not agree on where a source lies or in which order they wait. A message is a system
+call, hence a memory barrier. A rank that waits spins for SPIN_SECONDS and then sleeps. A round trip between two ranks
+takes 5 microseconds spinning, 55 sleeping. A dead peer shows as the end of its socket; a peer that has nothing more to
+do says goodbye first.
 
-Given up: peers' pages count in each rank's resident size, though they are there once; and huge pages, which on shared
-memory made 512 times fewer faults and a slower first touch. That touch costs 0.6 ms a MB: keep arenas.
+Given up: peers' pages count in each rank's resident size, though they exist once. Huge pages are not used: on shared
+memory they made 512 times fewer faults and a slower first touch. The first touch costs 0.6 ms per MB: keep arenas.
 """
 
 from __future__ import annotations
@@ -43,7 +44,12 @@ DESCRIPTOR_BYTES = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
 
 @dataclass
 class _Peer:
-    """Another rank: its arenas as mapped here, what it offered by transfer, and which of ours it has read."""
+    """Another rank: its socket, its arenas as mapped here, and its signals. Written by the methods of
+    `SharedMemoryPeers` alone.
+
+    offers: by transfer, the bytes, and whether the peer waits for `READ`. read: transfers of ours that it has read.
+    end: "closed" after a goodbye, "died" without one.
+    """
 
     rank: int
     socket: socket.socket
@@ -53,12 +59,14 @@ class _Peer:
     end: str = ""  # "closed" when it said goodbye, "died" when it did not
 
 
-class Host:
+class SharedMemoryPeers:
     """The ranks of one process group, all on this machine. Made by `fzero.comm.rendezvous`.
 
-    What goes wrong with a peer is a PeerError that names it and the transfer; the host is closed then. `halted` is
-    asked by a rank that waits: text where it waits in vain. Not for several threads at once. A process forked from a
-    rank has no part in it.
+    A failure of a peer is a PeerError that names the peer and the transfer; the host is closed then. A rank that waits
+    calls `halted`: it returns text if the wait is in vain.
+
+    Only the methods here write the fields, and only one thread may call them; `rendezvous` sets `timeout_seconds` and
+    `halted` once. A process that was forked from a rank has no part in the host.
     """
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout_seconds: float) -> None:
@@ -76,14 +84,15 @@ class Host:
         self.staged: dict[int, torch.Tensor] = {}  # by transfer
         self.blocks: list[torch.Tensor] = []
         self._bye = weakref.finalize(self, _say_bye, [peer.socket for peer in self.peers.values()])
-        _HOSTS.add(self)
+        _INSTANCES.add(self)
 
     # --- memory
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Zeroed bytes (uint8, 1-D, page-aligned) that every peer can read; freed when the last tensor on them dies.
+        """Returns zeroed bytes (uint8, 1-D, page-aligned) that every peer can read.
 
-        Other ranks map them when they next wait, so not all ranks need to allocate, nor in one order.
+        They are freed when the last tensor on them dies. Other ranks map them when they next wait. So not all ranks
+        need to allocate, nor in one order. Raises PeerError if the host is closed.
         """
         self._check()
         size = -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -102,13 +111,17 @@ class Host:
         return arena[:num_bytes]
 
     def place(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """(arena, offset in bytes) of a tensor's first element; None where it lies in no arena."""
-        at = tensor.data_ptr()
-        found = ((number, at - first) for number, (first, size) in self.arenas.items() if first <= at < first + size)
-        return next(found, None)
+        """Returns (arena, offset in bytes) of a tensor's first element; None if it lies in no arena."""
+        address = tensor.data_ptr()
+        places = (
+            (number, address - first)
+            for number, (first, size) in self.arenas.items()
+            if first <= address < first + size
+        )
+        return next(places, None)
 
     def _staged(self, number: int, data: torch.Tensor) -> torch.Tensor:
-        """A copy of `data` in a block that no peer reads any more."""
+        """Returns a copy of `data` in a block that no peer reads any more."""
         for peer in self.peers.values():
             while self._receive(peer):
                 pass
@@ -128,7 +141,7 @@ class Host:
     def offer(self, number: int, source: torch.Tensor) -> bool:
         """Lets every peer read `source` (1-D, contiguous) as transfer `number`.
 
-        Returns whether they read it where it is: then it must not change before `settle`.
+        Returns whether peers read it in place: then it must not change before `settle`.
         """
         self._check()
         while self.dropped:
@@ -151,7 +164,11 @@ class Host:
         return all(number in peer.offers for peer in self.peers.values())
 
     def take(self, number: int, rank: int, like: torch.Tensor, what: str) -> torch.Tensor:
-        """The peer's memory that it offered, seen as `like` (1-D): valid until `done`. `what` is for messages."""
+        """Returns the memory that a peer offered, seen as `like` (1-D). It is valid until `done`.
+
+        `what` names the transfer in messages. Raises DisagreementError if the sizes differ, PeerError if the peer does
+        not come.
+        """
         peer = self.peers[rank]
         self._until(peer, lambda: number in peer.offers, what)
         data, _ = peer.offers[number]
@@ -161,19 +178,19 @@ class Host:
         return data.view(like.dtype)
 
     def done(self, number: int, rank: int) -> None:
-        """Says that this rank has read what it took."""
+        """Tells the peer that this rank has read the memory it took."""
         peer = self.peers[rank]
         if peer.offers.pop(number)[1]:
             self._send(peer, HEAD.pack(READ, number, 0, 0, 0))
 
     def settle(self, number: int, what: str) -> None:
-        """Waits until every peer has read what was offered in place."""
+        """Returns when every peer has read a source that was offered in place. Raises PeerError."""
         for peer in self.peers.values():
             self._until(peer, lambda peer=peer: number in peer.read or peer.end == "closed", what)  # type: ignore[misc]
         self._forget(number)
 
     def close(self) -> None:
-        """Says goodbye and lets go of the peers' memory. Tensors of `allocate` stay, for this rank alone."""
+        """Says goodbye and releases the peers' memory. Tensors from `allocate` stay, for this rank alone."""
         self.failure = self.failure or "it was closed"
         self._bye()
         for peer in self.peers.values():
@@ -207,7 +224,7 @@ class Host:
             self._send(peer, message)
 
     def _send(self, peer: _Peer, message: bytes, descriptor: int | None = None) -> None:
-        """To a peer that is gone nothing is sent: whoever waits for it finds out."""
+        """Sends a message. A peer that is gone gets none: a rank that waits for it finds out."""
         attached = (
             [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))] if descriptor is not None else []
         )
@@ -228,7 +245,7 @@ class Host:
                 return
 
     def _receive(self, peer: _Peer) -> bool:
-        """Takes in one message; False where there is none."""
+        """Handles one message; returns False if there is none."""
         if peer.end:
             return False
         try:
@@ -262,6 +279,8 @@ class Host:
         return True
 
     def _until(self, peer: _Peer, arrived: Callable[[], bool], what: str) -> None:
+        """Handles messages until `arrived()`. Raises PeerError at the timeout, if a peer died, or if `halted` returns
+        text."""
         self._check()
         deadline = spin = 0.0
         while not arrived():
@@ -283,7 +302,7 @@ class Host:
                 raise self._fail(peer, what)
 
     def _slept(self, seconds: float) -> bool:
-        """Sleeps until a message comes and takes in what there is; False where none came."""
+        """Sleeps until a message comes and handles all there are; returns False if none came."""
         events = self.polled.poll(max(seconds, 0) * 1000)
         numbers = {number for number, _ in events}
         for peer in self.peers.values():
@@ -294,23 +313,25 @@ class Host:
 
 
 def _drop(arenas: dict[int, tuple[int, int]], dropped: deque[int], number: int) -> None:
-    """The last tensor on an arena died: its addresses may soon be someone else's, and peers may unmap it."""
+    """The last tensor on an arena died. Its addresses may soon belong to other memory, and peers may unmap it."""
     arenas.pop(number, None)
     dropped.append(number)
 
 
 def _say_bye(sockets: list[socket.socket]) -> None:
-    for one in sockets:
+    for connection in sockets:
         with suppress(OSError):
-            one.send(HEAD.pack(BYE, 0, 0, 0, 0))
-        one.close()
+            connection.send(HEAD.pack(BYE, 0, 0, 0, 0))
+        connection.close()
 
 
-_HOSTS: weakref.WeakSet[Host] = weakref.WeakSet()  # for forks alone: a child that kept the sockets would hide a death
+_INSTANCES: weakref.WeakSet[SharedMemoryPeers] = (
+    weakref.WeakSet()
+)  # for forks alone: a child that kept the sockets would hide a death
 
 
 def _forked() -> None:
-    for host in _HOSTS:
+    for host in _INSTANCES:
         host._bye.detach()
         host.failure = "it was forked, and its parent is the rank"
         for peer in host.peers.values():

@@ -1,4 +1,4 @@
-"""protocol: what the executor and the interpreter ask of whatever moves bytes."""
+"""protocol: the interface of an object that moves bytes between ranks, as the executor and the interpreter use it."""
 
 from __future__ import annotations
 
@@ -10,25 +10,29 @@ from fzero.ir.records import Op
 
 
 class Comm(Protocol):
-    """How bytes move between ranks. `start` returns at once; `name` (the buffer written) identifies the transfer.
+    """Moves bytes between ranks. `name`, the buffer that a transfer writes, identifies the transfer.
 
-    `number` counts what was started: ranks that differ in it are not at one place.
+    `number` counts the transfers that were started. Ranks whose numbers differ are not at the same place of the
+    program.
     """
 
     number: int
 
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
-        """Starts a gather, reduce, send or recv; `tensors` are the op's reads, then its writes."""
+        """Starts a gather, reduce, send or recv, and returns at once. `tensors`: the op's reads, then its writes."""
 
     def ready(self, name: str) -> bool:
-        """Whether `wait` would return without another rank's help."""
+        """Whether `wait` would return without the help of another rank."""
 
     def wait(self, name: str) -> None:
-        """Returns when the transfer that writes `name` is done. Raises KeyError where none was started."""
+        """Returns when the transfer that writes `name` is done. Raises KeyError if none was started."""
 
     def settle(self, name: str) -> None:
-        """Returns when every other rank has read what it needs of the waited-for transfer's sources: they may be
-        overwritten and freed. Only where ranks read one another's memory is that later than the wait."""
+        """Returns when every other rank has read what it needs of the transfer's sources.
+
+        The transfer was waited for before. From then on the sources may be overwritten and freed. Over messages this is
+        so at once; over shared memory it can be later than the wait.
+        """
 
     def drain(self) -> None:
-        """Ends every transfer that is in flight, whatever it brings. Collective, like the step that failed."""
+        """Ends every transfer in flight, whatever it brings. Collective, like the step that failed."""

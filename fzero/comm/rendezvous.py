@@ -1,8 +1,9 @@
-"""rendezvous: whether the ranks of a process group share memory, found out once, by all of them.
+"""rendezvous: finds out, once and on all ranks alike, whether the ranks of a process group share memory.
 
-All ranks tell over gloo which machine (boot id) and network namespace they are in and where they listen; a rank in
-another namespace counts as another machine, so that a link made slow stays slow. Each pair connects by a Unix socket,
-and every rank reads a random token in every other's memory. One rank's no is everybody's. 5 ms for two ranks.
+Each rank sends over gloo its machine (boot id), its network namespace and the address where it listens. A rank in
+another namespace counts as on another machine, so that a link that was made slow stays slow. Each pair of ranks
+connects by a Unix socket, and every rank reads a random token in every other rank's memory. If one rank fails, the
+answer is no on all ranks. Two ranks need 5 ms.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any
 import torch
 
 from fzero.comm import heartbeat
-from fzero.comm.peers import Host
-from fzero.comm.transfers import tell
+from fzero.comm.agree import tell
+from fzero.comm.peers import SharedMemoryPeers
 from fzero.errors import FzeroError, PeerError
 
 MEET_SECONDS = 30.0
@@ -31,11 +32,12 @@ MAX_SILENT = 256  # guests that have shown nothing yet; beyond, the one that cam
 
 def meet(
     rank: int, world_size: int, group: Any = None, *, timeout_seconds: float | None = None
-) -> tuple[Host | None, str]:
-    """(the ranks' Host, or None where they do not share memory; why not). Collective over `group` (gloo).
+) -> tuple[SharedMemoryPeers | None, str]:
+    """Returns (the SharedMemoryPeers of the ranks, "") or (None, the reason why they share no memory). Collective over
+    `group` (gloo).
 
-    `timeout_seconds` is how long a rank is waited for from then on (None: the group's timeout). What goes wrong is an
-    answer, not an error.
+    timeout_seconds: how long a rank is waited for from then on; None is the group's timeout. A failure is an answer
+    here, not an error.
     """
     here = heartbeat.of(group)
     listener, note = _listen(world_size)
@@ -44,7 +46,7 @@ def meet(
         why, host = _apart(notes), None
         if listener is not None and not why:
             try:
-                host = Host(rank, _connected(rank, listener, notes), MEET_SECONDS)
+                host = SharedMemoryPeers(rank, _connected(rank, listener, notes), MEET_SECONDS)
                 _probe(host, notes)
                 host.timeout_seconds = here.timeout_seconds if timeout_seconds is None else timeout_seconds
                 host.halted = lambda: here.halted
@@ -59,7 +61,7 @@ def meet(
 
 
 def _listen(backlog: int) -> tuple[socket.socket | None, str]:
-    """A listening socket without a file, and the note for the others: machine, network namespace, address, token."""
+    """A listening socket without a file, and this rank's note: machine, network namespace, address, token."""
     if not hasattr(os, "memfd_create"):
         return None, "! this system has no memfd_create"
     name = f"fzero-{secrets.token_hex(16)}"
@@ -76,7 +78,7 @@ def _listen(backlog: int) -> tuple[socket.socket | None, str]:
 
 
 def _apart(notes: list[str]) -> str:
-    """Why ranks with these notes share no memory; the same on every rank."""
+    """The reason why ranks with these notes share no memory, or "". It is the same on every rank."""
     for rank, note in enumerate(notes):
         if note.startswith("!"):
             return f"rank {rank}: {note[2:]}"
@@ -87,9 +89,10 @@ def _apart(notes: list[str]) -> str:
 
 
 def _connected(rank: int, listener: socket.socket, notes: list[str]) -> dict[int, socket.socket]:
-    """A socket to every other rank: to lower ones this one connects, and shows the token that they told over gloo.
+    """Returns a socket to every other rank.
 
-    Anyone on this machine may find an address. A guest of another user is sent away; one that shows no token, or shows
+    This rank connects to lower ranks and shows each the token that it sent over gloo. Higher ranks connect here. Any
+    process on this machine may find the address. A process of another user is sent away. One that shows no token, or
     nothing yet, costs the others nothing.
     """
     deadline = time.monotonic() + MEET_SECONDS
@@ -108,7 +111,7 @@ def _connected(rank: int, listener: socket.socket, notes: list[str]) -> dict[int
                     _let_in(listener, silent, poll)
                 elif guest := silent.pop(number, None):
                     poll.unregister(guest)
-                    other = _told(guest, notes[rank].split()[3])
+                    other = _rank_of(guest, notes[rank].split()[3])
                     if other in awaited:
                         awaited.remove(other)
                         sockets[other] = guest
@@ -121,36 +124,36 @@ def _connected(rank: int, listener: socket.socket, notes: list[str]) -> dict[int
 
 
 def _visit(rank: int, other: int, note: str, deadline: float) -> socket.socket:
-    """A socket to a lower rank that has been shown its token; strangers may keep its queue full for a while."""
+    """A socket to a lower rank, which has been shown its token. Strangers may fill that rank's queue for a while."""
     _, _, name, token = note.split()
-    host = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        host.settimeout(MEET_SECONDS)
+        connection.settimeout(MEET_SECONDS)
         while True:
             try:
-                host.connect(b"\0" + name.encode())
+                connection.connect(b"\0" + name.encode())
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise PeerError(f"rank {other} let nobody in within {MEET_SECONDS:g} s") from None
                 time.sleep(0.001)
-        if _user(host) != os.geteuid():
-            raise PeerError(f"who answers for rank {other} is user {_user(host)}, not {os.geteuid()}")
-        host.send(f"{token} {rank}".encode())
+        if _user(connection) != os.geteuid():
+            raise PeerError(f"who answers for rank {other} is user {_user(connection)}, not {os.geteuid()}")
+        connection.send(f"{token} {rank}".encode())
     except BaseException:
-        host.close()
+        connection.close()
         raise
-    return host
+    return connection
 
 
 def _user(peer: socket.socket) -> int:
-    """The user of the process at the other end, as the kernel knows it."""
+    """The user id of the process at the other end, as the kernel knows it."""
     _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return int(user)
 
 
 def _let_in(listener: socket.socket, silent: dict[int, socket.socket], poll: select.poll) -> None:
-    """Takes in a guest of this user, which is to show its token."""
+    """Accepts a connection of this user; its token is still to come."""
     try:
         guest, _ = listener.accept()
     except (BlockingIOError, ConnectionAbortedError):
@@ -167,23 +170,24 @@ def _let_in(listener: socket.socket, silent: dict[int, socket.socket], poll: sel
         first.close()
 
 
-def _told(guest: socket.socket, token: str) -> int | None:
-    """The rank that a guest says it is, with the right token. What descriptors it sends along the kernel closes."""
+def _rank_of(guest: socket.socket, token: str) -> int | None:
+    """The rank that a guest says it is; None without the right token. The kernel closes descriptors that it sends
+    along."""
     try:
-        said = guest.recv(256)
+        message = guest.recv(256)
     except OSError:
         return None
-    known, _, number = said.partition(b" ")
-    return int(number) if secrets.compare_digest(known, token.encode()) and re.fullmatch(rb"\d{1,6}", number) else None
+    shown, _, number = message.partition(b" ")
+    return int(number) if secrets.compare_digest(shown, token.encode()) and re.fullmatch(rb"\d{1,6}", number) else None
 
 
-def _probe(host: Host, notes: list[str]) -> None:
-    """Reads the token that each rank told over gloo in that rank's memory."""
+def _probe(host: SharedMemoryPeers, notes: list[str]) -> None:
+    """Reads in each rank's memory the token that this rank sent over gloo. Raises PeerError if it is not there."""
     pages = [torch.tensor(list(note.split()[3].encode() * 256), dtype=torch.uint8) for note in notes]
-    mine = host.allocate(pages[0].numel()).copy_(pages[host.rank])
-    host.offer(0, mine)
+    local = host.allocate(pages[0].numel()).copy_(pages[host.rank])
+    host.offer(0, local)
     for rank in host.peers:
-        if not torch.equal(host.take(0, rank, mine, "the probe"), pages[rank]):
+        if not torch.equal(host.take(0, rank, local, "the probe"), pages[rank]):
             raise PeerError(f"rank {rank} wrote into its memory what rank {host.rank} does not find there")
         host.done(0, rank)
     host.settle(0, "the probe")

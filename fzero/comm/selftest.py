@@ -1,7 +1,7 @@
-"""selftest: two ranks on this machine, and what each transport between them does: for `fzero doctor`.
+"""selftest: starts two ranks on this machine and tries each transport between them, for `fzero doctor`.
 
-Each rank is a process. Every way gathers and reduces the same buffers a few times: the bits must be those of the sum
-made here, and the best time gives the bytes that a rank receives a second.
+Each rank is a process. Every transport gathers and reduces the same buffers a few times. The bits must be those of the
+sum that is made here. The best time gives the bytes that a rank receives per second.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fzero.comm.group import open_world
 from fzero.comm.rendezvous import meet
 from fzero.comm.shared_memory import Shared
-from fzero.comm.transfers import P2P, Gloo, open_world
+from fzero.comm.transfers import P2P, gloo
 from fzero.errors import FzeroError
 from fzero.ir.records import Ref, make_op
 
@@ -37,23 +38,27 @@ class LoopbackError(FzeroError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Found:
-    """Whether a transport's bits were right, and how fast it was by kind of transfer; or what it `lack`s here."""
+class TransportResult:
+    """The result of one transport: whether its bits were right, and its speed by kind of transfer.
+
+    mb_per_s: MiB per second that a rank receives. lack: the reason why this transport does not work here; "" if it
+    works.
+    """
 
     right: bool
     mb_per_s: dict[str, float] = field(default_factory=dict)
     lack: str = ""
 
 
-def run(seconds: float = SECONDS) -> dict[str, Found]:
-    """What the transports did, by name. Raises LoopbackError."""
+def run(seconds: float = SECONDS) -> dict[str, TransportResult]:
+    """Returns the result of each transport, by name. Raises LoopbackError if two ranks cannot run within `seconds`."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
     env = {**os.environ, "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    command = [sys.executable, "-c", "from fzero.runtime import loopback; loopback.rank()"]
+    command = [sys.executable, "-c", "from fzero.comm import selftest; selftest.rank()"]
     pipe = subprocess.PIPE
     ranks = [
         subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=pipe, stderr=pipe)
@@ -61,39 +66,41 @@ def run(seconds: float = SECONDS) -> dict[str, Found]:
     ]
     until = time.monotonic() + seconds
     try:
-        said = [one.communicate(timeout=max(until - time.monotonic(), 0.1)) for one in ranks]
+        outputs = [process.communicate(timeout=max(until - time.monotonic(), 0.1)) for process in ranks]
     except subprocess.TimeoutExpired:
         raise LoopbackError(f"two ranks did not end within {seconds:g} s") from None
     finally:
-        for one in ranks:
-            one.kill()
-            one.wait()
-    for r, one in enumerate(ranks):
-        if one.returncode:
-            raise LoopbackError(f"rank {r}: {' '.join(said[r][1].decode(errors='replace').strip().splitlines()[-1:])}")
-    return {name: Found(**found) for name, found in json.loads(said[0][0].splitlines()[-1]).items()}
+        for process in ranks:
+            process.kill()
+            process.wait()
+    for r, process in enumerate(ranks):
+        if process.returncode:
+            raise LoopbackError(
+                f"rank {r}: {' '.join(outputs[r][1].decode(errors='replace').strip().splitlines()[-1:])}"
+            )
+    return {name: TransportResult(**result) for name, result in json.loads(outputs[0][0].splitlines()[-1]).items()}
 
 
 def rank() -> None:
-    """One of the two: prints, as JSON, what each transport did."""
+    """Runs in each of the two processes: prints the result of each transport, as JSON."""
     number, world = open_world("cpu", SECONDS / 2)
     host, why = meet(number, world)
     plain = partial(torch.empty, dtype=torch.uint8)
     ways: dict[str, tuple[Any, Callable[[int], torch.Tensor]]] = {
         "p2p": (P2P(number, world), plain),
-        "gloo": (Gloo(number, world), plain),
+        "gloo": (gloo(number, world), plain),
     }
     if host is not None:
         ways["shared"] = (Shared(host, world), host.allocate)
     found = {name: vars(tried(comm, memory, number, world)) for name, (comm, memory) in ways.items()}
     if host is None:
-        found["shared"] = vars(Found(False, lack=f"not possible: {why}"))
+        found["shared"] = vars(TransportResult(False, lack=f"not possible: {why}"))
     dist.destroy_process_group()
     print(json.dumps(found), flush=True)
 
 
-def tried(comm: Any, memory: Callable[[int], torch.Tensor], number: int, world: int) -> Found:
-    """Gathers everyone's part, and reduces what was gathered, which is the same on all ranks."""
+def tried(comm: Any, memory: Callable[[int], torch.Tensor], number: int, world: int) -> TransportResult:
+    """Returns the result of one transport, which gathers all parts and reduces that buffer, equal on all ranks."""
     part = BUFFER_BYTES // 4 // world
     own, whole, total = (memory(4 * n).view(torch.float32) for n in (part, part * world, part))
     scratch = memory(4 * part * (world - 1)).view(torch.float32).view(world - 1, part)
@@ -107,16 +114,16 @@ def tried(comm: Any, memory: Callable[[int], torch.Tensor], number: int, world: 
     best: dict[str, float] = {}
     right = True
     for _ in range(TIMES):
-        for name, one, tensors in (
+        for name, op, tensors in (
             ("all-gather", gather, [own, whole]),
             ("reduce-scatter", reduce, [whole, total, scratch]),
         ):
             dist.barrier()
             began = time.perf_counter()
-            comm.start("x", one, tensors)
+            comm.start("x", op, tensors)
             comm.wait("x")
             comm.settle("x")
             best[name] = min(best.get(name, float("inf")), time.perf_counter() - began)
         right = right and torch.equal(whole, torch.cat(values)) and torch.equal(total, expected)
     moved = BUFFER_BYTES * (world - 1) / world / (1 << 20)
-    return Found(right, {name: moved / seconds for name, seconds in best.items()})
+    return TransportResult(right, {name: moved / seconds for name, seconds in best.items()})

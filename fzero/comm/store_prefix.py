@@ -1,15 +1,15 @@
 """store_prefix: a part of the store for each start of the ranks.
 
-torchrun's agent keeps one store over all restarts of a job, and what a dead start wrote lies there still (torch 2.11.0
-to 2.13.0): a rank that starts again finds the address where a dead one listened, and connects to nobody. So before the
-process group is made the ranks agree on a name that no earlier start had:
+torchrun's agent keeps one store over all restarts of a job. The keys of a dead start are still there (torch 2.11.0 to
+2.13.0). A rank that starts again would find the address of a dead rank, and connect to nobody. So before the process
+group is made, the ranks agree on a name that no earlier start had:
 
     each rank   writes a random token under its rank
-    rank 0      offers the tokens that it finds, and again whenever one has changed: it may have been a dead rank's
-    each rank   accepts an offer that has its own token
+    rank 0      offers the tokens that it finds, again whenever one has changed: it may have been a dead rank's
+    each rank   accepts an offer that holds its own token
     rank 0      lets the offer go that all ranks have accepted
 
-What an earlier start wrote has no token of this one, so nobody can take it for new. Some milliseconds.
+The keys of an earlier start hold no token of this one, so no rank can take them for new. This takes some milliseconds.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ POLL_SECONDS = 0.005
 
 
 def fresh(store: Any, rank: int, world_size: int, timeout_seconds: float) -> Any:
-    """`store` under a prefix that only the ranks of this start have. Collective; raises DisagreementError where not all
-    ranks come within `timeout_seconds`."""
+    """Returns `store` under a prefix that only the ranks of this start have. Collective.
+
+    Raises DisagreementError if not all ranks come within `timeout_seconds`.
+    """
     token, deadline = secrets.token_hex(8), time.monotonic() + timeout_seconds
     everyone = range(world_size)
     store = dist.PrefixStore("fzero/rounds", store)

@@ -1,8 +1,8 @@
-"""transport: how the ranks of a run move bytes, decided once at `init`, alike on all of them.
+"""transport: chooses how the ranks of a run move bytes, once, at `init`, alike on all ranks.
 
-CUDA: NCCL. CPU: ranks of one machine read one another's memory (`shared`), and state and arena lie where the others can
-read them; else point-to-point messages over gloo (`p2p`). Among the ways that the ranks have, each gather goes the one
-that was measured to be the fastest for its size (`fzero.comm.autotune`); reductions go a way that adds in rank order.
+CUDA: NCCL. CPU: the ranks of one machine read one another's memory (`shared`); state and arena then lie in memory that
+the others can read. Otherwise the ranks send point-to-point messages over gloo (`p2p`). Each gather goes the way that
+was measured to be the fastest for its size (`fzero.comm.autotune`). Reductions go a way that adds in rank order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from fzero.comm import autotune, heartbeat
 from fzero.comm.rendezvous import meet
 from fzero.comm.shared_memory import Shared
-from fzero.comm.transfers import P2P, Alone, Gloo, Nccl
+from fzero.comm.transfers import P2P, Alone, Nccl, gloo
 from fzero.cost import choose
 from fzero.cost.autotune import Costs
 from fzero.cost.rates import Rates
@@ -30,8 +30,11 @@ log = logging.getLogger("fzero")
 
 @dataclass(frozen=True)
 class Transport:
-    """`comm` runs transfers (`handlers.Comm`), `via` is its name in programs, `block` makes memory it can use; `why`
-    says what was chosen."""
+    """How a run moves bytes. Fixed once it is made.
+
+    comm: runs transfers. via: its name in programs. block: makes memory that it can use, as uint8 of a number of bytes.
+    why: the choice in words. rates: the measured rates; None if none were measured.
+    """
 
     comm: Any
     via: str
@@ -41,21 +44,24 @@ class Transport:
 
 
 def via_of(device: torch.device, transfers: str) -> str:
-    """The name in programs, where the ranks are not there to be asked whether they share a machine."""
+    """Returns the transport's name in programs, for callers without ranks that could be asked about shared memory."""
     return "nccl" if device.type == "cuda" else "shared" if transfers == "shared" else "p2p"
 
 
 def transport_for(
-    rank: int, world_size: int, device: torch.device, transfers: str, here: heartbeat.Presence | None = None
+    rank: int, world_size: int, device: torch.device, transfers: str, presence: heartbeat.Presence | None = None
 ) -> Transport:
-    """The transport of this run. Collective where there are several ranks. `transfers` is the spec's field, `here` the
-    presence of the group over which ranks agree."""
+    """Returns the transport of this run. Collective if there are several ranks.
+
+    transfers: the field of the spec. presence: that of the group over which ranks agree. Raises SpecError if the spec
+    asks for shared memory and the ranks have none.
+    """
     block: Callable[[int], torch.Tensor]
     block, via = storage.block_of(device), via_of(device, transfers)
     if world_size == 1:
         return Transport(Alone(), via, block)
     if device.type == "cuda":
-        return Transport(Nccl(rank, world_size, None, here), via, block, "NCCL")
+        return Transport(Nccl(rank, world_size, None, presence), via, block, "NCCL")
     p2p = P2P(rank, world_size)
     if transfers == "p2p":
         _, rates = autotune.measured({"p2p": p2p}, world_size)
@@ -64,10 +70,10 @@ def transport_for(
     if host is None:
         if transfers == "shared":
             raise SpecError(f"Spec(transfers='shared'): the ranks share no memory ({why}). Use 'auto' or 'p2p'")
-        ways: dict[str, Any] = {"p2p": p2p, "gloo": Gloo(rank, world_size)}
+        ways: dict[str, Any] = {"p2p": p2p, "gloo": gloo(rank, world_size)}
         table, rates = autotune.measured(ways, world_size)
         return Transport(autotune.Fastest(ways, table), "p2p", block, _shown(table, f"no shared memory: {why}"), rates)
-    ways = {"shared": Shared(host, world_size), "p2p": p2p, "gloo": Gloo(rank, world_size)}
+    ways = {"shared": Shared(host, world_size), "p2p": p2p, "gloo": gloo(rank, world_size)}
     ways = {"shared": ways["shared"]} if transfers == "shared" else ways
     block = host.allocate
     table, rates = autotune.measured(ways, world_size, memory=block)
@@ -75,9 +81,11 @@ def transport_for(
 
 
 def bucket_bytes(via: str, world_size: int, rank: int = 0, rates: Rates | None = None, store: Any = None) -> int:
-    """Where buckets are cut if the spec does not say: by what transfers cost when this machine first had such a world
-    (kept, so that runs have one layout and so one order of sums), by `store` the same on every rank; else
-    BUCKET_BYTES."""
+    """Returns the bytes at which buckets are cut if the spec does not say: BUCKET_BYTES if nothing was measured.
+
+    The choice rests on the costs of transfers when this machine first had such a world. They are kept, so that all runs
+    have one layout, and so one order of sums. `store` makes the choice the same on every rank.
+    """
     costs = Costs("buckets", measures=rates is not None, rank=rank, store=store)
     question = f"{via}, {world_size} ranks"
     found = costs.find([question], lambda _: choose.bucket_costs(rates) if rates is not None else {})

@@ -1,5 +1,5 @@
-"""interop: a `torch.nn.Module`, Hugging Face's among them, as plain values and a pure function of them; and the
-checkpoints of others, read and written a tensor at a time."""
+"""interop: a `torch.nn.Module` (Hugging Face's too) as plain values and a pure function of them; and checkpoints of
+other libraries, read and written one tensor at a time. See README.md."""
 
 from fzero.interop.dcp_folder import dcp, export_dcp
 from fzero.interop.deepspeed_folder import deepspeed

@@ -9,7 +9,7 @@ and answer is bounded by its length:
   unpickler of `torch.load(weights_only=True)`. The further names that are allowed stand for `Inert`, which
   keeps nothing;
 - the `.metadata` of torch.distributed.checkpoint (an ordinary pickle, which torch itself loads without any limit) goes
-  through an unpickler that knows the names in `DCP`, each of which stands for `Record`, and refuses all others.
+  through an unpickler that knows the names in `DCP`, each of which stands for `MetadataStub`, and refuses all others.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Inert:
         pass
 
 
-class Record:
+class MetadataStub:
     """Stands for a class of torch's metadata: keeps what it is given, and does nothing with it."""
 
     name = ""
@@ -87,7 +87,7 @@ class Record:
         self.args = args
         self.state: Any = None
 
-    def __new__(cls, *_: Any) -> Record:
+    def __new__(cls, *_: Any) -> MetadataStub:
         made = object.__new__(cls)
         made.args, made.state = (), None
         return made
@@ -105,7 +105,7 @@ class Metadata(pickle.Unpickler):
             return getattr(torch, name)
         if full not in DCP:
             raise Refused(f"it asks for {full}, which is no part of torch's checkpoint metadata: nothing was executed")
-        return type("Record", (Record,), {"name": full})
+        return type("MetadataStub", (MetadataStub,), {"name": full})
 
     def persistent_load(self, pid: Any) -> Any:
         raise Refused("it refers to something outside itself")
@@ -205,7 +205,7 @@ class _Shown:
             return {"dict": [[self.value(k, depth + 1), self.value(v, depth + 1)] for k, v in value.items()]}
         if isinstance(value, (list, tuple)):
             return [self.value(one, depth + 1) for one in value]
-        if isinstance(value, Record):
+        if isinstance(value, MetadataStub):
             self.takes(len(value.name))
             return {"record": [value.name, self.value(value.args, depth + 1), self.value(value.state, depth + 1)]}
         return {"other": type(value).__name__}

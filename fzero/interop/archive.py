@@ -1,8 +1,8 @@
-"""archive: where the members of an uncompressed zip archive lie, which is what `torch.save` writes.
+"""archive: the places of the members of an uncompressed zip archive, the format of `torch.save`.
 
-Tensors are read from the archive by their place, so a place must be right. The directory at the end says where each
-member begins and how long it is. It is believed only where each member's own header agrees, and where no two members
-share a byte. A compressed or encrypted member has no place: it is refused. Nothing of the members is read here.
+Tensors are read from the archive by their place, so a place must be right. The directory at the end gives the start and
+length of each member. It is believed only if each member's own header agrees, and if no two members share a byte. A
+compressed or encrypted member has no place: it is refused. Nothing of the members is read here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def members(file: Any) -> Mapping[str, Member]:
         directory = zipfile.ZipFile(file)
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
         raise Damaged(f"it is no whole zip archive, as torch.save has written since 1.6: {error}") from error
-    found: dict[str, Member] = {}
+    members_of: dict[str, Member] = {}
     end, last = 0, ""
     for info in sorted(directory.infolist(), key=lambda info: info.header_offset):
         name = info.orig_filename
@@ -49,17 +49,17 @@ def members(file: Any) -> Mapping[str, Member]:
                 f"its member {name!r:.200} is {how}: needed one that is stored as it is. Write the archive again as "
                 "torch.save does, without compression (unpacked, with `zip -0 -r`)"
             )
-        if name in found:
+        if name in members_of:
             raise Damaged(f"it has two members {name!r:.200}")
         if info.header_offset < end:
             raise Damaged(f"its member {name!r:.200} lies in {last!r:.200}")
-        found[name] = _placed(file, info)
-        end, last = found[name].start + found[name].size, name
+        members_of[name] = _placed(file, info)
+        end, last = members_of[name].start + members_of[name].size, name
         if end > directory.start_dir:
             raise Damaged(
                 f"its member {name!r:.200} ends at byte {end:,}, beyond what the file has before its directory"
             )
-    return found
+    return members_of
 
 
 def _placed(file: Any, info: zipfile.ZipInfo) -> Member:

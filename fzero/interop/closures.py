@@ -1,9 +1,9 @@
-"""closures: copies of a module whose functions see the copy.
+"""closures: copies of a module whose functions refer to the copy.
 
-`copy.deepcopy` takes a function as it is, so that a lambda on a module (`self.mlpf = lambda x: m.c_fc(x)`), a hook or a
-default argument goes on seeing the module that was copied, and its weights; so does a weak reference. `bound` finds
-those, and `copied` makes each anew over what is copied. `leak` looks at a finished copy for any way that still leads
-from a forward to the original: through a class, a global, or an object that copies itself as itself.
+`copy.deepcopy` does not copy functions. So a lambda on a module (`self.mlpf = lambda x: m.c_fc(x)`), a hook or a
+default argument would still refer to the original module and its weights; so would a weak reference. `bound` finds
+those, and `copied` makes each anew over the copies. `leak` looks in a finished copy for any way that still leads from a
+forward to the original: through a class, a global, or an object that copies itself as itself.
 """
 
 from __future__ import annotations

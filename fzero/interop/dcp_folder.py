@@ -1,12 +1,13 @@
 """dcp_folder: checkpoints of torch.distributed.checkpoint (DCP), read and written.
 
-A DCP directory holds `.metadata` (a pickle: every tensor's name, shape and chunks, and where each chunk lies) and data
-files (each chunk as `torch.save` writes it). torch unpickles `.metadata` without any limit. Here a child process looks
-into it that knows nothing but the classes of torch's metadata, and makes none of them (`fzero.interop.pickled`); it
-also finds out where in the data files the plain bytes of each chunk begin. From then on a chunk is read as bytes: of a
-chunk that torch would load whole, just the elements that a rank holds, and no pickle is loaded here.
+A DCP directory holds `.metadata` and data files. `.metadata` is a pickle: every tensor's name, shape and chunks, and
+the place of each chunk. A data file holds each chunk as `torch.save` writes it. torch unpickles `.metadata` without any
+limit. Here a child process looks into it. It knows nothing but the classes of torch's metadata, and makes none of them
+(`fzero.interop.pickled`). It also finds the byte at which the plain bytes of each chunk begin.
 
-Written is with torch's own writer, which is handed one leaf at a time, whole, by rank 0.
+From then on a chunk is read as bytes. torch would load a chunk whole; here just the elements that a rank holds are
+read, and no pickle is loaded. Checkpoints are written with torch's own writer, which rank 0 hands one whole leaf at a
+time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fzero.errors import CheckpointError, CorruptError
 from fzero.interop import pickled
 from fzero.interop.fitted import Fitted, Names, Tied, fitted, renamed, tied_names
 from fzero.interop.outgoing import Given, outgoing
-from fzero.interop.pickled import Record
+from fzero.interop.pickled import MetadataObject
 from fzero.interop.places import Place, inside
 from fzero.state.source import Entry, Source
 
@@ -35,15 +36,18 @@ METADATA = ".metadata"
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor: its first corner, its sizes, and where its bytes lie (row by row)."""
+    """A box of a tensor: its first corner, its sizes, and the place of its bytes (row by row)."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     place: Place
 
     def runs(self, shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(first element in the flattened tensor, first in the chunk, how many) of the stretches of [start, stop) that
-        the chunk holds: it lies in the tensor as runs of equal length."""
+        """Yields (first element in the flattened tensor, first in the chunk, count) of the stretches of [start, stop)
+        in it.
+
+        The chunk lies in the tensor as runs of equal length.
+        """
         whole = len(shape)
         while whole and self.sizes[whole - 1] == shape[whole - 1]:
             whole -= 1  # dimensions from here on are whole in the chunk
@@ -52,14 +56,15 @@ class Chunk:
         strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
         corner = sum(o * s for o, s in zip(self.offsets, strides, strict=True))
         for number, index in enumerate(itertools.product(*(range(n) for n in self.sizes[:cut]))):
-            at = corner + sum(i * s for i, s in zip(index, strides[:cut], strict=True))
-            first, last = max(at, start), min(at + length, stop)
+            position = corner + sum(i * s for i, s in zip(index, strides[:cut], strict=True))
+            first, last = max(position, start), min(position + length, stop)
             if first < last:
-                yield first, number * length + first - at, last - first
+                yield first, number * length + first - position, last - first
 
 
 class Folder(Source):
-    """The tensors of a DCP directory by name. What is no tensor (numbers, text) is in `others`, and is not read."""
+    """The tensors of a DCP directory by name. `others` names the rest (numbers, text), which is not read. Written by
+    `__init__` alone."""
 
     def __init__(self, path: str | Path, timeout: float = pickled.TIMEOUT) -> None:
         self.path, self.others = Path(path), list[str]()
@@ -73,11 +78,13 @@ class Folder(Source):
 
     @property
     def leaves(self) -> Mapping[str, Entry]:
+        """See `Source`."""
         return {name: entry for name, (entry, _) in self.tensors.items()}
 
     def read(self, path: str, start: int, stop: int) -> torch.Tensor:
+        """See `Source`. Raises CorruptError if the chunks do not cover the range once."""
         entry, chunks = self.tensors[path]
-        found = torch.empty(stop - start, dtype=entry.dtype)
+        values = torch.empty(stop - start, dtype=entry.dtype)
         spans: list[tuple[int, int]] = []
         for chunk in chunks:
             runs = list(chunk.runs(entry.shape, start, stop))
@@ -85,32 +92,32 @@ class Folder(Source):
                 continue
             low, high = runs[0][1], runs[-1][1] + runs[-1][2]
             if len(runs) == 1:
-                at, _, count = runs[0]
-                found[at - start : at - start + count] = chunk.place.read(low, high)
+                position, _, count = runs[0]
+                values[position - start : position - start + count] = chunk.place.read(low, high)
             else:
                 held = chunk.place.read(low, high)
-                for at, here, count in runs:
-                    found[at - start : at - start + count] = held[here - low : here - low + count]
-            spans += [(at, at + count) for at, _, count in runs]
+                for position, in_chunk, count in runs:
+                    values[position - start : position - start + count] = held[in_chunk - low : in_chunk - low + count]
+            spans += [(position, position + count) for position, _, count in runs]
         ends = [start, *(last for _, last in sorted(spans))]
         if [first for first, _ in sorted(spans)] != ends[:-1] or ends[-1] != stop:
             raise CorruptError(self.path / METADATA, f"the chunks of {path!r} do not cover it once")
-        return found
+        return values
 
-    def _tensors(self, metadata: Record, timeout: float) -> dict[str, tuple[Entry, list[Chunk]]]:
+    def _tensors(self, metadata: MetadataObject, timeout: float) -> dict[str, tuple[Entry, list[Chunk]]]:
         entries = metadata.field("state_dict_metadata")
-        stored = {_index(key): one for key, one in metadata.field("storage_data")}
+        stored = {_index(key): item for key, item in metadata.field("storage_data")}
         wanted: list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[Path, int, int]]] = []
-        found: dict[str, tuple[Entry, list[Chunk]]] = {}
-        for name, one in entries.items():
-            if not one.name.endswith(".TensorStorageMetadata"):
+        tensors: dict[str, tuple[Entry, list[Chunk]]] = {}
+        for name, item in entries.items():
+            if not item.name.endswith(".TensorStorageMetadata"):
                 self.others.append(name)
                 continue
-            shape, dtype = _size(one.field("size")), one.field("properties").state[0]
+            shape, dtype = _size(item.field("size")), item.field("properties").state[0]
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"{name!r} has no dtype")
-            found[name] = (Entry(shape, dtype), [])
-            for chunk in one.field("chunks"):
+            tensors[name] = (Entry(shape, dtype), [])
+            for chunk in item.field("chunks"):
                 offsets, sizes = _size(chunk.field("offsets")), _size(chunk.field("sizes"))
                 boxed = zip(offsets, sizes, shape, strict=True)
                 if any(o + n > whole for o, n, whole in boxed):
@@ -119,16 +126,16 @@ class Folder(Source):
                     wanted.append((name, offsets, sizes, self._stored(stored[name, offsets])))
         places = pickled.dcp_chunks([part for *_, part in wanted], timeout)
         for (name, offsets, sizes, (file, *_)), place in zip(wanted, places, strict=True):
-            entry, chunks = found[name]
+            entry, chunks = tensors[name]
             if not isinstance(place, Place) or place.shape != sizes or place.dtype != entry.dtype:
                 raise CorruptError(file, f"does not hold the chunk of {name!r} that {METADATA} says")
             chunks.append(Chunk(offsets, sizes, place))
-        for name, (entry, chunks) in found.items():
+        for name, (entry, chunks) in tensors.items():
             if sum(chunk.place.numel for chunk in chunks) != math.prod(entry.shape):
                 raise ValueError(f"the chunks of {name!r} do not cover it once")
-        return found
+        return tensors
 
-    def _stored(self, info: Record) -> tuple[Path, int, int]:
+    def _stored(self, info: MetadataObject) -> tuple[Path, int, int]:
         if info.field("transform_descriptors"):
             raise CheckpointError(self.path, "is compressed or otherwise transformed, which is not supported")
         file = inside(self.path, info.field("relative_path"), ".distcp")
@@ -140,13 +147,13 @@ class Folder(Source):
         return file, start, size
 
 
-def _index(key: Record) -> tuple[str, tuple[int, ...]]:
+def _index(key: MetadataObject) -> tuple[str, tuple[int, ...]]:
     """(name, offsets) of a MetadataIndex."""
     offset = key.field("offset")
     return key.field("fqn"), () if offset is None else _size(offset)
 
 
-def _size(shown: Record) -> tuple[int, ...]:
+def _size(shown: MetadataObject) -> tuple[int, ...]:
     """A torch.Size."""
     (sizes,) = shown.args
     if not all(type(n) is int and 0 <= n < 1 << 48 for n in sizes):
@@ -165,17 +172,18 @@ def dcp(
     strict: bool = True,
     timeout: float = pickled.TIMEOUT,
 ) -> Fitted:
-    """The tensors of a torch.distributed.checkpoint directory for `fzero.init`, which reads of each what a rank holds.
+    """Returns the tensors of a torch.distributed.checkpoint directory for `fzero.init`, which reads a rank's part of
+    each.
 
-    part: where in the saved state dict they are, as `model` in `{"model": ..., "optim": ...}`. like, names, tied,
-    dtype and strict: see `fzero.interop.fitted`. timeout: seconds that the child process has that looks into the
-    pickles. Raises CorruptError (also where `.metadata` holds anything but torch's metadata) and MismatchError.
+    part: their place in the saved state dict, as `model` in `{"model": ..., "optim": ...}`. like, names, tied, dtype
+    and strict: see `fzero.interop.fitted`. timeout: seconds for the child process that looks into the pickles. Raises
+    MismatchError, and CorruptError, also if `.metadata` holds anything but torch's metadata.
     """
     return fitted(Part(Folder(folder, timeout), part), like, names=names, tied=tied, dtype=dtype, strict=strict)
 
 
 class Part(Source):
-    """The tensors of a source whose names begin with `part` and a dot, without it."""
+    """The tensors of a source whose names begin with `part` and a dot, without it. Nothing in it changes."""
 
     def __init__(self, source: Folder, part: str) -> None:
         self.source, self.prefix, self.path = source, f"{part}." if part else "", source.path
@@ -185,10 +193,12 @@ class Part(Source):
 
     @property
     def leaves(self) -> Mapping[str, Entry]:
+        """See `Source`."""
         held = self.source.leaves.items()
         return {name.removeprefix(self.prefix): entry for name, entry in held if name.startswith(self.prefix)}
 
     def read(self, path: str, start: int, stop: int) -> torch.Tensor:
+        """See `Source`."""
         return self.source.read(self.prefix + path, start, stop)
 
 

@@ -1,17 +1,17 @@
 """deepspeed_folder: the fp32 masters and Adam moments of a DeepSpeed ZeRO checkpoint, by parameter name.
 
-Ranks 0..N-1 each wrote a pickle with their part of every flat buffer; a child process looks into the pickles
+Ranks 0..N-1 each wrote a pickle with their part of every flat buffer. A child process looks into the pickles
 (`fzero.interop.pickled`), and the tensors are read as bytes. DeepSpeed's own partition rules (0.19.8; those of its
-`zero_to_fp32.py`) say which bytes are whose:
+`zero_to_fp32.py`) decide which bytes belong to which parameter:
 
-- stages 1 and 2: per parameter group one buffer, the parameters in the order of `param_shapes` with
-  `param_alignment_paddings` behind them, the end padded to a multiple of 2N. Rank r has the r-th of N equal parts, and
-  leaves out the padding at the end of the masters (of the moments it does not, unless `elastic_checkpoint` is set);
-- stage 3: of each parameter of n elements rank r has elements [r p, (r+1) p) with p = ceil(n / N), and its parts lie
-  one behind the other in flat groups, in the order of `param_shapes`. Frozen parameters are cut alike.
+- stages 1 and 2: per parameter group one buffer. It holds the parameters in the order of `param_shapes`, each followed
+  by its `param_alignment_paddings`, and is padded to a multiple of 2N at its end. Rank r has the r-th of N equal parts.
+  It leaves out the padding at the end of the masters; of the moments it does so only if `elastic_checkpoint` is set.
+- stage 3: of each parameter of n elements rank r has elements [r p, (r+1) p) with p = ceil(n / N). Its parts lie one
+  behind the other in flat groups, in the order of `param_shapes`. Frozen parameters are cut alike.
 
-Frozen parameters come from the model's states; those and everything else are float32 here. Tied parameters are there
-once, under the name that the optimizer knew them by.
+Frozen parameters come from the model's states. They and everything else are float32 here. Tied parameters are there
+once, under the name that the optimizer used.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MASTER, MOMENTS = "master", {"mu": "exp_avg", "nu": "exp_avg_sq"}
 
 @dataclass(frozen=True)
 class Stretch:
-    """Elements [start, start + count) of a flattened tensor: those of `place` from `first` on."""
+    """Elements [start, start + count) of a flattened tensor: those of `place` from element `first` on."""
 
     start: int
     place: Place
@@ -56,20 +56,21 @@ class Stretch:
 
 
 class DeepSpeed(Source):
-    """A state as the `fzero.Spec(optimizer=adamw(...))` of these parameters has it: `params`, and `opt_state`."""
+    """The state of `fzero.Spec(optimizer=adamw(...))` with these parameters: `params` and `opt_state`. Written by
+    `__init__` alone."""
 
     def __init__(self, path: str | Path, *, moments: bool, allow: Sequence[str], timeout: float) -> None:
         self.path = _tagged(Path(path))
         optim, model = _files(self.path)
-        found = pickled.torch_files([*optim, *model], [*ALLOWED, *allow], timeout)
+        contents = pickled.torch_files([*optim, *model], [*ALLOWED, *allow], timeout)
         try:
-            self._fill(found[: len(optim)], found[len(optim) :], moments)
+            self._fill(contents[: len(optim)], contents[len(optim) :], moments)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             text = f"is not a ZeRO checkpoint as DeepSpeed 0.19 writes it ({type(error).__name__}: {error})"
             raise CorruptError(self.path, text) from error
 
     def _fill(self, optim: Sequence[Any], model: Sequence[Any], moments: bool) -> None:
-        states = [one["optimizer_state_dict"] for one in optim]
+        states = [content["optimizer_state_dict"] for content in optim]
         shapes = [{name: _shape(s) for name, s in group.items()} for group in model[0]["param_shapes"]]
         stage3 = "fp32_flat_groups" in states[0]
         _check_world(self.path, states, len(model) if stage3 else len(states))
@@ -118,19 +119,21 @@ class DeepSpeed(Source):
 
     @property
     def leaves(self) -> Mapping[str, Entry]:
+        """See `Source`."""
         held = {path: entry for path, (entry, _) in self.tensors.items()}
         return held if self.count is None else {**held, "opt_state/count": Entry((), torch.int64)}
 
     def read(self, path: str, start: int, stop: int) -> torch.Tensor:
+        """See `Source`."""
         if path == "opt_state/count":
             return torch.tensor([self.count], dtype=torch.int64)[start:stop]
-        found = torch.empty(stop - start)
+        values = torch.empty(stop - start)
         for part in self.tensors[path][1]:
             low, high = max(start, part.start), min(stop, part.start + part.count)
             if low < high:
                 shift = part.first - part.start
-                found[low - start : high - start] = part.place.read(low + shift, high + shift)
-        return found
+                values[low - start : high - start] = part.place.read(low + shift, high + shift)
+        return values
 
 
 def deepspeed(
@@ -140,14 +143,17 @@ def deepspeed(
     allow: Sequence[str] = (),
     timeout: float = pickled.TIMEOUT,
 ) -> DeepSpeed:
-    """A DeepSpeed checkpoint (stages 1 to 3) as leaves of a state: fp32 `params/NAME`, `opt_state/mu/NAME`,
-    `opt_state/nu/NAME` and `opt_state/count`, as `fzero.optim.adamw` has them.
+    """Returns a DeepSpeed checkpoint (stages 1 to 3) as leaves of a state, as `fzero.optim.adamw` has them.
 
-    folder: what `save_checkpoint` was given (its `latest` names the tag), or the tag's directory. moments=False: the
-    parameters alone. allow: further names of classes that the pickles may refer to, as those of a client state; their
-    objects are dropped. timeout: seconds for the child process that looks into the pickles. `step` and `extra` (what of
-    the client state is plain JSON) come along. Raises CorruptError for damaged or malicious files, CheckpointError for
-    what is not supported: tensor, pipeline and expert parallelism, universal checkpoints, optimizers that are no Adam.
+    The leaves are fp32 `params/NAME`, `opt_state/mu/NAME`, `opt_state/nu/NAME`, and `opt_state/count`. `step` comes
+    along, and so does `extra`, the plain JSON in the client state.
+
+    folder: the argument of `save_checkpoint` (its `latest` names the tag), or the tag's directory. moments=False: the
+    parameters alone. allow: further names of classes to which the pickles may refer, as those of a client state; their
+    objects are dropped. timeout: seconds for the child process that looks into the pickles.
+
+    Raises CorruptError for damaged or malicious files. Raises CheckpointError for a checkpoint that is not supported:
+    tensor, pipeline and expert parallelism, universal checkpoints, optimizers that are no Adam.
     """
     return DeepSpeed(folder, moments=moments, allow=allow, timeout=timeout)
 
@@ -173,14 +179,16 @@ def _files(path: Path) -> tuple[list[Path], list[Path]]:
     optim = {int(m[1]): path / m[0] for name in names if (m := OPTIM.fullmatch(name))}
     model = {int(m[1] or 0): path / m[0] for name in names if (m := MODEL.fullmatch(name))}
     parallel = [n for n in names if (m := OPTIM.fullmatch(n) or MODEL.fullmatch(n)) and int(m[2])]
-    for found, what in (
+    for unsupported, what in (
         (parallel, "was written with tensor parallelism"),
         ([n for n in names if "expert" in n], "holds experts that are spread over the ranks"),
         ([n for n in names if n.startswith("layer_")], "was written with pipeline parallelism"),
         ([n for n in names if n == "zero"], "is a universal checkpoint"),
     ):
-        if found:
-            raise CheckpointError(path, f"{what} ({found[0]}), which is not supported: export it to Hugging Face files")
+        if unsupported:
+            raise CheckpointError(
+                path, f"{what} ({unsupported[0]}), which is not supported: export it to Hugging Face files"
+            )
     if not optim or not model:
         raise CheckpointError(
             path, "has no *_optim_states.pt with *_model_states.pt: needed what DeepSpeed saves with ZeRO stages 1 to 3"
@@ -206,8 +214,8 @@ def _check_world(path: Path, states: Sequence[Any], files: int) -> None:
 
 
 def _stage12(states: Sequence[Any], shapes: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[Stretch]]:
-    """Of each trained parameter the stretches of its masters (`key` empty) or of a moment."""
-    found: dict[str, list[Stretch]] = {}
+    """By parameter, the stretches of its masters (`key` empty) or of a moment."""
+    stretches_of: dict[str, list[Stretch]] = {}
     for g, group in enumerate(shapes):
         paddings = (states[0].get("param_alignment_paddings") or [[0] * len(group)] * len(shapes))[g]
         masters = [state["single_partition_of_fp32_groups"][g] for state in states]
@@ -220,16 +228,16 @@ def _stage12(states: Sequence[Any], shapes: Sequence[Mapping[str, Any]], key: st
                 low, high = max(start, rank * size), min(start + n, (rank + 1) * size if len(parts) > 1 else start + n)
                 if low < high:
                     stretches.append(_stretch(low - start, part, low - rank * size, high - low))
-            found[name] = _whole(name, n, stretches)
+            stretches_of[name] = _whole(name, n, stretches)
             start += n + padding
         aligned = -(-start // (2 * len(states))) * 2
         if len(states) > 1 and aligned != size:
             raise ValueError(f"group {g} needs parts of {aligned} elements, rank 0 has {size}")
-    return found
+    return stretches_of
 
 
 def _stage3(states: Sequence[Any], shapes: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[Stretch]]:
-    found: dict[str, list[Stretch]] = {name: [] for group in shapes for name in group}
+    stretches_of: dict[str, list[Stretch]] = {name: [] for group in shapes for name in group}
     for rank, state in enumerate(states):
         groups = state["fp32_flat_groups"]
         if key:
@@ -245,47 +253,47 @@ def _stage3(states: Sequence[Any], shapes: Sequence[Mapping[str, Any]], key: str
             for g, group in enumerate(groups):
                 first, last = max(start, ends[g]), min(start + high - low, ends[g + 1])
                 if first < last:
-                    found[name].append(_stretch(low + first - start, group, first - ends[g], last - first))
+                    stretches_of[name].append(_stretch(low + first - start, group, first - ends[g], last - first))
             start += part
         if start != ends[-1]:
             raise ValueError(f"rank {rank} has {ends[-1]} elements, its parameters {start} (offloaded to NVMe?)")
-    return {name: _whole(name, math.prod(s), found[name]) for group in shapes for name, s in group.items()}
+    return {name: _whole(name, math.prod(s), stretches_of[name]) for group in shapes for name, s in group.items()}
 
 
 def _moments(state: Any, group: int, key: str) -> Place:
     """A moment of a flat group, from `optimizer.state_dict()` or (elastic) a list of states."""
-    one = state[group] if isinstance(state, list) else state["state"][group]
-    if not isinstance(one.get(key), Place):
+    kept = state[group] if isinstance(state, list) else state["state"][group]
+    if not isinstance(kept.get(key), Place):
         raise CheckpointError(
-            "the optimizer's state", f"has {', '.join(map(str, one))} and no {key!r}: needed one of the Adam family. "
+            "the optimizer's state", f"has {', '.join(map(str, kept))} and no {key!r}: needed one of the Adam family. "
             "moments=False (--params-only) leaves the moments out"
         )  # fmt: skip
-    found: Place = one[key]
-    return found
+    moment: Place = kept[key]
+    return moment
 
 
 def _frozen(
     model: Sequence[Any], shapes: Sequence[Mapping[str, Any]], stage3: bool
 ) -> dict[str, tuple[tuple[int, ...], list[Stretch]]]:
     """(shape, stretches) of the parameters that the optimizer does not know."""
-    found = {}
+    frozen = {}
     if stage3:
         for name, size in (model[0].get("frozen_param_shapes") or {}).items():
             shape = _shape(size)
             n = math.prod(shape)
             part, stretches = -(-n // len(model)), []
-            for rank, one in enumerate(model):
+            for rank, rank_model in enumerate(model):
                 low, high = rank * part, min((rank + 1) * part, n)
                 if low < high:
-                    stretches.append(_stretch(low, one["frozen_param_fragments"][name], 0, high - low))
-            found[name] = (shape, _whole(name, n, stretches))
-        return found
+                    stretches.append(_stretch(low, rank_model["frozen_param_fragments"][name], 0, high - low))
+            frozen[name] = (shape, _whole(name, n, stretches))
+        return frozen
     known = {name for group in shapes for name in group} | set(model[0]["buffer_names"] or ())
     known |= set(model[0].get("shared_params") or ())
     for name, place in model[0]["module"].items():
         if name not in known and isinstance(place, Place):
-            found[name] = (place.shape, [_stretch(0, place, 0, place.numel)] if place.numel else [])
-    return found
+            frozen[name] = (place.shape, [_stretch(0, place, 0, place.numel)] if place.numel else [])
+    return frozen
 
 
 def _stretch(start: int, place: Place, first: int, count: int) -> Stretch:
@@ -296,10 +304,10 @@ def _stretch(start: int, place: Place, first: int, count: int) -> Stretch:
 
 def _whole(name: str, n: int, stretches: list[Stretch]) -> list[Stretch]:
     end = 0
-    for one in stretches:
-        if one.start != end:
+    for stretch in stretches:
+        if stretch.start != end:
             raise ValueError(f"{name!r} has a gap at element {end}")
-        end += one.count
+        end += stretch.count
     if end != n:
         raise ValueError(f"{name!r} has {end} of its {n} elements")
     return stretches
@@ -312,14 +320,14 @@ def _shape(size: Any) -> tuple[int, ...]:
 
 
 def _count(states: Sequence[Any]) -> int:
-    """The updates that the moments have seen: the same in every group."""
+    """The number of updates that the moments have seen: the same in every group."""
     whole = states[0].get("base_optimizer_state", states[0].get("optimizer_state_dict"))
     groups = whole if isinstance(whole, list) else list(whole["state"].values())
-    found = [group["step"] for group in groups if "step" in group]
-    if not found:
-        found = [group["step"] for group in ([] if isinstance(whole, list) else whole["param_groups"])]
-        found = found or [states[0]["base_optimizer_state_step"]]
-    counts = {int(one.read(0, 1)) if isinstance(one, Place) else int(one) for one in found}
+    steps = [group["step"] for group in groups if "step" in group]
+    if not steps:
+        steps = [group["step"] for group in ([] if isinstance(whole, list) else whole["param_groups"])]
+        steps = steps or [states[0]["base_optimizer_state_step"]]
+    counts = {int(step.read(0, 1)) if isinstance(step, Place) else int(step) for step in steps}
     if len(counts) != 1:
         raise ValueError(f"the groups have made {sorted(counts)} updates: needed one number")
     return counts.pop()
@@ -328,7 +336,7 @@ def _count(states: Sequence[Any]) -> int:
 def _plain(value: Any) -> bool:
     """Whether a value is JSON as it is."""
     if isinstance(value, dict):
-        return all(isinstance(name, str) and _plain(one) for name, one in value.items())
+        return all(isinstance(name, str) and _plain(inner) for name, inner in value.items())
     if isinstance(value, list):
         return all(map(_plain, value))
     return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))

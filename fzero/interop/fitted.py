@@ -1,11 +1,11 @@
 """fitted: the tensors of a source under the leaf paths of a pytree.
 
-A foreign checkpoint names its tensors, a pytree has paths. `names` leads from a path to a name; by default the parts
-of the path are joined with dots, so that the trees of `fzero.interop.from_module` map by themselves. Everything is
-compared before anything is read: missing, extra, reshaped and retyped tensors are in one error.
+A foreign checkpoint names its tensors; a pytree has paths. `names` maps a path to a name. By default the parts of the
+path are joined with dots, so that the trees of `fzero.interop.from_module` map by themselves. Everything is compared
+before anything is read: missing, extra, reshaped and retyped tensors are in one error.
 
-Tied weights are one leaf. A file may hold them under any of their names, or under several: then they must be equal,
-bit for bit, which is compared piece by piece.
+Tied weights are one leaf. A file may hold them under any of their names, or under several. Then they must be equal, bit
+for bit; they are compared piece by piece.
 """
 
 from __future__ import annotations
@@ -61,12 +61,13 @@ def fitted(
     dtype: torch.dtype | None = None,
     strict: bool = True,
 ) -> Fitted:
-    """The source's tensors as the leaves of `like`, a pytree of tensors of which only shapes and dtypes are read.
+    """Returns the source's tensors as the leaves of `like`, a pytree of tensors of which only shapes and dtypes are
+    read.
 
     Without `like` every name is a leaf of a flat dict. names: from a leaf's path to the tensor's name, a dict or a
-    function (default: `/` becomes `.`). tied: further names of tensors by the name of their leaf, or the module, or
-    what `from_module` returned as `apply`. dtype: what floating tensors become as they are read. strict=False leaves
-    out tensors that `like` has no place for, and logs them.
+    function (default: `/` becomes `.`). tied: a dict from each further name of a tied tensor to the name of its leaf,
+    or the module, or the `apply` of `from_module`. dtype: the dtype to which floating tensors are converted as they are
+    read. strict=False leaves out tensors that `like` has no place for, and logs them.
 
     Raises MismatchError with every missing, extra, reshaped and retyped tensor, and for tied names whose tensors
     differ.
@@ -97,8 +98,8 @@ def fitted(
 
 
 def renamed(paths: Iterable[str], names: Names) -> dict[str, str]:
-    """The name of each path. Raises TreeError where two get one."""
-    found: dict[str, str] = {}
+    """Returns the name of each path. Raises TreeError if two paths get one name."""
+    name_of: dict[str, str] = {}
     for path in paths:
         if isinstance(names, Mapping):
             name = names.get(path, dotted(path))
@@ -106,12 +107,12 @@ def renamed(paths: Iterable[str], names: Names) -> dict[str, str]:
             name = dotted(path) if names is None else names(path)
         if not isinstance(name, str) or not name:
             raise TreeError(f"names({path!r}) is {name!r}: needed the tensor's name, a string")
-        found[path] = name
+        name_of[path] = name
     by_name: dict[str, str] = {}
-    for path, name in found.items():
+    for path, name in name_of.items():
         if by_name.setdefault(name, path) != path:
             raise TreeError(f"leaves {by_name[name]!r} and {path!r} both get the name {name!r}: needed one each")
-    return found
+    return name_of
 
 
 def dotted(path: str) -> str:
@@ -124,7 +125,7 @@ def dotted(path: str) -> str:
 
 
 def tied_names(tied: Tied) -> dict[str, str]:
-    """The further names of tied tensors: {other name: the leaf's name}."""
+    """Returns the further names of tied tensors: {other name: the leaf's name}."""
     if tied is None:
         return {}
     if isinstance(tied, Mapping):
@@ -133,11 +134,11 @@ def tied_names(tied: Tied) -> dict[str, str]:
     if not isinstance(module, torch.nn.Module):
         raise TreeError(f"tied is {type(tied).__name__}: needed a dict of names, a module, or from_module's apply")
     first: dict[int, str] = {}
-    found: dict[str, str] = {}
+    name_of_other: dict[str, str] = {}
     for name, value in module.named_parameters(remove_duplicate=False):
         if first.setdefault(id(value), name) != name:
-            found[name] = first[id(value)]
-    return found
+            name_of_other[name] = first[id(value)]
+    return name_of_other
 
 
 def _meta(path: str, leaf: Any) -> torch.Tensor:
@@ -181,7 +182,7 @@ def _compare(
 
 
 def _hint(missing: list[str], extra: list[str]) -> str:
-    """What `names=` would help, where all missing names differ from extra ones by one prefix."""
+    """The `names=` that would help, if all missing names differ from extra ones by one prefix."""
     for less, more, fix in ((extra, missing, "path.removeprefix({!r})"), (missing, extra, "{!r} + path")):
         pairs = [(a, b) for b in more for a in less if b.endswith("." + a)][:1]
         prefix = pairs[0][1].removesuffix(pairs[0][0]) if pairs else ""
@@ -195,15 +196,15 @@ def _hint(missing: list[str], extra: list[str]) -> str:
 def _same(source: Source, group: list[str], where: str) -> None:
     """Raises MismatchError unless tensors under tied names are equal bit for bit."""
     for other in group[1:]:
-        one, entry = group[0], source.leaves[group[0]]
+        first, entry = group[0], source.leaves[group[0]]
         total = math.prod(entry.shape)
         same = source.leaves[other] == entry and all(
-            _bits(source, one, low, total).equal(_bits(source, other, low, total)) for low in range(0, total, PIECE)
+            _bits(source, first, low, total).equal(_bits(source, other, low, total)) for low in range(0, total, PIECE)
         )
         if not same:
             raise MismatchError(
                 where,
-                f"{one!r} and {other!r} are one tied weight, but hold different tensors: nothing was read. Say which "
+                f"{first!r} and {other!r} are one tied weight, but hold different tensors: nothing was read. Say which "
                 "of them counts by leaving the other out of the file, or untie them: tied=None",
             )
 

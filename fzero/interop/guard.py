@@ -1,4 +1,4 @@
-"""guard: what an eager call of `apply` is given stays as it is."""
+"""guard: keeps an eager call of `apply` from changing its arguments."""
 
 from __future__ import annotations
 

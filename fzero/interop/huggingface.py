@@ -1,8 +1,9 @@
 """huggingface: safetensors files as transformers writes and reads them.
 
-A folder holds `model.safetensors`, or shards `model-00001-of-00003.safetensors` and `model.safetensors.index.json`,
-which says what tensor is in which. Both are read in pieces (one tensor at a time at most, whatever the model's size)
-and written leaf by leaf: the headers need shapes only, so they are written first, and the bytes follow as they come.
+A folder holds `model.safetensors`, or shards `model-00001-of-00003.safetensors` and `model.safetensors.index.json`. The
+index names the file of each tensor. Both are read in pieces: one tensor at a time at most, for a model of any size.
+They are written leaf by leaf: the headers need only shapes, so they are written first, and the bytes follow as they
+come.
 
 An export is a directory that appears whole: it is written beside its place, made durable, and renamed.
 """
@@ -31,7 +32,7 @@ MAX_SHARD_BYTES = 50_000_000_000  # transformers' own default
 
 
 class Folder(Source):
-    """The tensors of a Hugging Face folder, or of one safetensors file, by their names there."""
+    """The tensors of a Hugging Face folder, or of one safetensors file, by their names there. Nothing in it changes."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -45,13 +46,15 @@ class Folder(Source):
 
     @property
     def leaves(self) -> Mapping[str, Entry]:
+        """See `Source`."""
         return {name: Entry(place.shape, place.dtype) for name, place in self.places.items()}
 
     def read(self, path: str, start: int, stop: int) -> torch.Tensor:
+        """See `Source`."""
         return self.places[path].read(start, stop)
 
     def _files(self) -> dict[Path, set[str] | None]:
-        """The files, each with the names that the index says are in it (None: there is no index)."""
+        """The files, each with the names that the index lists for it (None: there is no index)."""
         if self.path.is_file():
             return {self.path: None}
         if (
@@ -117,12 +120,16 @@ def export_safetensors(
 ) -> Path:
     """Writes leaves as a folder that transformers' `from_pretrained` loads. Returns its path.
 
-    given: a live State (a collective: every rank calls it; leaves travel to rank 0 one by one, and rank 0 writes), or
-    a checkpoint's directory or another Source (no process group needed). part: whose leaves, `params` by default.
-    names: from a path below `part` to a name (default: `/` becomes `.`). tied: as in `fitted`; a tied weight is
-    written under its first name, which is how transformers does it, or with `write_tied` under all. dtype: what
-    floating leaves become. config: a model's configuration, written as config.json. Rank 0 holds one leaf, and its
-    converted copy, at a time. `folder` must not exist, or be empty: it appears whole, or not at all.
+    given: a live State, a checkpoint's directory or another Source. A State makes it a collective: every rank calls it,
+    leaves travel to rank 0 one by one, and rank 0 writes. The others need no process group.
+
+    part: the part of the state to export, by default `params`. names: from a path below `part` to a name (default: `/`
+    becomes `.`). tied: as in `fitted`; a tied weight is written under its first name, as transformers does, or with
+    `write_tied` under all names. dtype: the dtype to which floating leaves are converted. config: a model's
+    configuration, written as config.json.
+
+    Rank 0 holds one leaf, and its converted copy, at a time. `folder` must not exist, or be empty: it appears whole, or
+    not at all.
     """
     disk = disk or Disk()
     stream = outgoing(given, part)

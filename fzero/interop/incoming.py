@@ -1,7 +1,7 @@
-"""incoming: a source written as a checkpoint of fzero, by one process and a piece at a time.
+"""incoming: writes a source as a checkpoint of fzero, in one process, one piece at a time.
 
-The file is what a world of one would save: one shard, hashed in blocks as it is written, committed by the protocol of
-`fzero.checkpoint.commit`. `fzero.load` then takes it to any world and layout.
+The file is the one that a world of one would save: one shard, hashed in blocks as it is written, committed by the
+protocol of `fzero.checkpoint.commit`. `fzero.load` then loads it into any world and layout.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def _shard(source: Source, parts: list[shards.Part], file: Path, disk: Disk) -> 
         yield memoryview(shards.header_of(parts))
         for part in parts:
             step = BLOCK // part.data.dtype.itemsize
-            for at in range(0, part.data.numel(), step):
-                yield raw(source.read(part.path, at, min(at + step, part.data.numel())))
+            for start in range(0, part.data.numel(), step):
+                yield raw(source.read(part.path, start, min(start + step, part.data.numel())))
 
     digests, size = [], 0
     with disk.create(file) as out:

@@ -1,13 +1,15 @@
 """module: an `nn.Module` as `(params, buffers, apply)`.
 
-`from_module` copies the module once, without its parameters and buffers (they become meta tensors), and each call of
-`apply` copies that again with the tensors it is given in their place: wherever the module refers to a parameter (twice
-where weights are tied, in a list as `nn.LSTM` does, in a hook or a lambda: `fzero.interop.closures`) the copy refers to
-the given tensor. The module itself is never touched, nothing has to be put back, and what runs later, as the
-recomputation of `torch.utils.checkpoint` in a backward, still finds what the forward saw. A copy costs no tensor memory
-and some milliseconds for a large model; a captured step pays it once, when it is traced.
+`from_module` copies the module once, without its parameters and buffers: these become meta tensors. Each call of
+`apply` copies that again, with the given tensors in their place. The module may refer to a parameter in several places:
+twice if weights are tied, in a list as `nn.LSTM` does, in a hook or a lambda (`fzero.interop.closures`). The copy
+refers to the given tensor in all of them.
 
-What a forward writes: to a buffer, see `mutable`; to other attributes of the module, is dropped with the copy.
+The module itself is never touched, and nothing has to be put back. Code that runs later, such as the recomputation of
+`torch.utils.checkpoint` in a backward, still finds the tensors that the forward saw. A copy costs no tensor memory, and
+some milliseconds for a large model. A captured step pays that once, when it is traced.
+
+A write of the forward to a buffer: see `mutable`. A write to another attribute of the module is dropped with the copy.
 """
 
 from __future__ import annotations
@@ -33,8 +35,11 @@ log = logging.getLogger("fzero")
 
 
 class Functional(NamedTuple):
-    """What `from_module` returns. `params` and `buffers` are dicts of detached tensors by dotted name, as in
-    `module.named_parameters()`. Parameters share the module's memory (`fzero.init` copies them); buffers are copies."""
+    """The result of `from_module`: dicts of detached tensors, and the forward as a function.
+
+    `params` and `buffers` are keyed by dotted name, as in `module.named_parameters()`. Parameters share the module's
+    memory (`fzero.init` copies them); buffers are copies.
+    """
 
     params: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -43,11 +48,11 @@ class Functional(NamedTuple):
 
 @dataclass(frozen=True)
 class Apply:
-    """`apply(params, buffers, *args, **kwargs)`: the module's forward as a pure function.
+    """`apply(params, buffers, *args, **kwargs)`: the module's forward as a pure function. Nothing in it changes.
 
-    Returns the module's output, or with `mutable` `(output, new_buffers)`. `frozen` names the parameters that did not
-    require grad, `trainable` the others. Raises TreeError where a name is missing, unknown or of another shape; dtypes
-    are free, so that parameters cast to bfloat16 run in bfloat16.
+    Returns the module's output, or `(output, new_buffers)` with `mutable`. `frozen` names the parameters that did not
+    require grad, `trainable` the others. Raises TreeError for a name that is missing or unknown, and for another shape.
+    dtypes are free: parameters cast to bfloat16 run in bfloat16.
     """
 
     name: str
@@ -59,7 +64,7 @@ class Apply:
 
     @property
     def trainable(self) -> tuple[str, ...]:
-        """The parameters that required grad: what `Spec(trainable=...)` takes to leave the frozen ones alone."""
+        """The parameters that required grad. `Spec(trainable=...)` takes them to leave the frozen ones alone."""
         return tuple(name for name, _ in self._module.named_parameters() if name not in self.frozen)
 
     def __call__(
@@ -68,18 +73,18 @@ class Apply:
         memo: dict[int, Any] = {id(value): value for value in self._kept}
         memo |= self._placed("params", self._module.named_parameters(), params)
         traced = active() is not None or any(map(is_fake, params.values()))
-        given = buffers
+        placed = buffers
         if (self.mutable or not traced) and isinstance(buffers, Mapping):  # traced writes are refused as they happen
-            given = {name: _writable(value, traced) for name, value in buffers.items()}
-        memo |= self._placed("buffers", self._module.named_buffers(), given)
+            placed = {name: _writable(value, traced) for name, value in buffers.items()}
+        memo |= self._placed("buffers", self._module.named_buffers(), placed)
         module = closures.copied(self._module, self._bound, memo)[0]
-        versions = {name: version(value) for name, value in given.items()}
+        versions = {name: version(value) for name, value in placed.items()}
         before = [version(value) for value in self._kept]
         try:
             with _hf_compat.capturing(module) if traced else Guard(self.name, params):
                 output = module(*args, **kwargs)
         except Refused as error:
-            for name, value in given.items():
+            for name, value in placed.items():
                 if error.written is value:
                     raise self._writes(name) from None
             if traced:
@@ -87,11 +92,11 @@ class Apply:
             raise CaptureError(str(error)) from None
         if before != [version(value) for value in self._kept]:
             raise CaptureError(f"{self.name} writes to a tensor that is no buffer: register it with register_buffer")
-        found = dict(module.named_buffers())
+        buffers_after = dict(module.named_buffers())
         if self.mutable:
-            return output, {name: found[name] for name in buffers}
-        for name, value in given.items():
-            if found.get(name) is not value or version(value) != versions[name]:
+            return output, {name: buffers_after[name] for name in buffers}
+        for name, value in placed.items():
+            if buffers_after.get(name) is not value or version(value) != versions[name]:
                 raise self._writes(name)
         return output
 
@@ -103,7 +108,7 @@ class Apply:
         )
 
     def _placed(self, what: str, own: Iterable[tuple[str, Tensor]], given: Mapping[str, Tensor]) -> dict[int, Tensor]:
-        """The given tensors by the identity of the meta tensor they replace."""
+        """The given tensors by the identity of the meta tensor that each replaces."""
         known = dict(own)
         if not isinstance(given, Mapping):
             raise TreeError(
@@ -120,20 +125,23 @@ class Apply:
 
 
 def from_module(module: nn.Module, *, train: bool | None = None, mutable: bool = False) -> Functional:
-    """`(params, buffers, apply)` of a module, which stays as it is: modes, parameters, gradients, buffers, hooks.
+    """Returns `(params, buffers, apply)` of a module. Its modes, parameters, gradients, buffers and hooks stay as they
+    are.
 
     `apply(params, buffers, *args, **kwargs)` is `module(*args, **kwargs)` with these tensors in the place of its own.
-    It runs in the mode (training or evaluation, per submodule) that the module is in now, or with `train=` in that
-    one. Tied parameters appear once, under their first name, and stay tied.
+    It runs in the mode (training or evaluation, per submodule) that the module is in now, or in the mode `train=`. Tied
+    parameters appear once, under their first name, and stay tied.
 
-    mutable: whether `apply` returns `(output, new_buffers)` instead of the output. It says so here, and not in what
-    the forward happens to write, so that a call has one type; needed by modules that write to their buffers, as
-    BatchNorm does in training (otherwise that is an error). The buffers given are never written to.
+    mutable: whether `apply` returns `(output, new_buffers)` instead of the output. The argument alone decides that, so
+    that a call has one type. Modules that write to their buffers, as BatchNorm does in training, need it; without it
+    that is an error. The given buffers are never written to.
 
-    Parameters that do not require grad are among `params` and named in `apply.frozen`; the others then require grad, by
-    which `fzero.init` knows which train unless `Spec(trainable=)` says it. Raises TreeError for what a pure function
-    cannot hold: lazy or quantised parameters, buffers on the meta device, wrapped modules (DDP, `torch.compile`), state
-    outside parameters and buffers. Parameters on the meta device are enough for `fzero.lower`.
+    Parameters that do not require grad are among `params` and named in `apply.frozen`. The others then require grad,
+    and `fzero.init` reads from that which ones train, unless `Spec(trainable=)` says it.
+
+    Raises TreeError for a module that a pure function cannot express: lazy or quantised parameters, buffers on the meta
+    device, wrapped modules (DDP, `torch.compile`), state outside parameters and buffers. Parameters on the meta device
+    are enough for `fzero.lower`.
 
     >>> linear = torch.nn.Linear(2, 1)
     >>> params, buffers, apply = from_module(linear)
@@ -168,8 +176,8 @@ def from_module(module: nn.Module, *, train: bool | None = None, mutable: bool =
 
 
 def _without_tensors(module: nn.Module) -> tuple[nn.Module, tuple[Tensor, ...], tuple[closures.Bound, ...]]:
-    """A copy with meta tensors for parameters and buffers, the copies of all other tensors in it, and those of what is
-    bound to it."""
+    """Returns a copy with meta tensors for parameters and buffers, copies of all other tensors in it, and the copied
+    closures."""
     memo: dict[int, Any] = {}
     for value in module.parameters():
         memo[id(value)] = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=value.requires_grad)

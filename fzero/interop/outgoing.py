@@ -1,9 +1,9 @@
-"""outgoing: the leaves of a state or a checkpoint on their way into files of others.
+"""outgoing: reads the leaves of a state or a checkpoint, one at a time, to write them to files of other formats.
 
-One leaf at a time. Of a live state every rank sends its part of the leaf to rank 0, straight into place; beside its
-shards no rank holds more than that leaf. A checkpoint's directory, or another `Source`, is read by this process alone.
-What rank 0 fails at (a full disk) is told to all at the end: until then it takes what the others send, so that none of
-them waits for ever.
+Of a live state every rank sends its part of the leaf to rank 0, straight into place. Beside its shards no rank holds
+more than that leaf. A checkpoint's directory, or another `Source`, is read by this process alone. If rank 0 fails (a
+full disk), all ranks learn it at the end. Until then rank 0 receives the parts of the others, so that none of them
+waits for ever.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fzero import tree
 from fzero.checkpoint.commit import locate
 from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.reader import Checkpoint
-from fzero.comm import transfers
+from fzero.comm.agree import agree
 from fzero.errors import TreeError
 from fzero.interop.places import directory
 from fzero.plan.layout import Leaf
@@ -46,7 +46,8 @@ class Outgoing(Protocol):
 
 
 def outgoing(given: Given, part: str) -> Outgoing:
-    """What is given, a leaf at a time. Raises TreeError where `part` has no leaves."""
+    """Returns the leaves of a state, a directory or a source, to be read one at a time. Raises TreeError if `part` has
+    no leaves."""
     if isinstance(given, State):
         return Live(given, part)
     if isinstance(given, (str, Path)):
@@ -59,13 +60,14 @@ def outgoing(given: Given, part: str) -> Outgoing:
 
 
 class Stored:
-    """The leaves of a source."""
+    """The leaves of a source, read by this process alone. Nothing in it changes."""
 
     def __init__(self, source: Source, part: str) -> None:
         self.source, self.paths = source, _below(list(source.leaves), part)
         self.entries = {short: source.leaves[path] for short, path in self.paths.items()}
 
     def write(self, order: Sequence[str], folder: Path, body: Body, disk: Disk) -> None:
+        """See `Outgoing.write`."""
         with directory(folder, disk) as place:
             body(place, self._whole)
 
@@ -75,7 +77,7 @@ class Stored:
 
 
 class Live:
-    """The leaves of a state: a collective."""
+    """The leaves of a state. Every method is a collective. Nothing in it changes."""
 
     def __init__(self, state: State, part: str) -> None:
         self.runtime = runtime_of(state)
@@ -86,6 +88,7 @@ class Live:
         self.entries = {short: Entry(tuple(leaf.shape), leaf.dtype) for short, leaf in self.leaves.items()}
 
     def write(self, order: Sequence[str], folder: Path, body: Body, disk: Disk) -> None:
+        """See `Outgoing.write`. Raises the error of rank 0 on all ranks."""
         failure: Exception | None = None
         try:
             for path in order:
@@ -113,10 +116,10 @@ class Live:
         self._agree(f"the end of the export to {folder}", asked, failure)
 
     def _agree(self, what: str, digest: str, failure: Exception | None) -> None:
-        transfers.agree(self.runtime.rank, self.runtime.world_size, what, digest, self.runtime.group, failure)
+        agree(self.runtime.rank, self.runtime.world_size, what, digest, self.runtime.group, failure)
 
     def _whole(self, leaf: Leaf) -> torch.Tensor:
-        """On rank 0 the leaf in host memory (not a copy where it is whole there); elsewhere this rank's part, sent."""
+        """On rank 0 the leaf in host memory (no copy if it is whole there). Other ranks send and return their part."""
         here = self.runtime
         own = storage.local(here.plan, here.memory, leaf, here.rank).detach().cpu()
         if leaf.slot is None or not here.plan.buffers[leaf.buffer].sharded:

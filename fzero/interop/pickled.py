@@ -1,8 +1,8 @@
-"""pickled: what is in the pickles of others, found out by a child process.
+"""pickled: the contents of other libraries' pickles, as a child process reports them.
 
-Some checkpoints are pickles. fzero never unpickles: a child process does (`fzero.interop._unpickle` says how it is
-limited), and answers in JSON, which is checked here. Of a tensor it tells where its bytes lie; they are read from
-there, as from a safetensors file. A child that is refused something, crashes, hangs or talks nonsense is a
+Some checkpoints are pickles. fzero never unpickles: a child process does (`fzero.interop._unpickle` describes its
+limits). It answers in JSON, which is checked here. For a tensor it reports the place of its bytes. They are read from
+there, as from a safetensors file. If the child is refused something, crashes, hangs or answers nonsense, that is a
 CorruptError.
 """
 
@@ -28,40 +28,43 @@ TIMEOUT = 600.0  # seconds
 
 
 @dataclass(frozen=True)
-class Record:
-    """An object of torch's checkpoint metadata: its class's name, what it was made from, and its fields."""
+class MetadataObject:
+    """An object of torch's checkpoint metadata: its class's name, its constructor's arguments, and its fields."""
 
     name: str
     args: tuple[Any, ...]
     state: Any
 
     def field(self, name: str, default: Any = None) -> Any:
+        """Returns a field, or `default` if there is none."""
         return self.state.get(name, default) if isinstance(self.state, dict) else default
 
 
 @dataclass(frozen=True)
 class Other:
-    """Something that was not kept."""
+    """A value that was not kept."""
 
     kind: str
 
 
 def torch_files(files: Sequence[Path], allow: Sequence[str] = (), timeout: float = TIMEOUT) -> list[Any]:
-    """What `torch.save` wrote to each file, with a `Place` for each tensor. `allow` are names of classes that the files
-    may refer to; their objects are not kept."""
+    """Returns the object that `torch.save` wrote to each file, with a `Place` for each tensor.
+
+    allow: names of classes to which the files may refer; their objects are not kept.
+    """
     request = {"kind": "torch", "files": [str(file.absolute()) for file in files], "allow": list(allow)}
     found = _asked(request, files[0].parent, len(files), timeout)
     return [_value(one, file) for one, file in zip(found, files, strict=True)]
 
 
 def dcp_metadata(file: Path, timeout: float = TIMEOUT) -> Any:
-    """The metadata of a torch.distributed.checkpoint, as records."""
+    """Returns the metadata of a torch.distributed.checkpoint, made of MetadataObjects."""
     (found,) = _asked({"kind": "dcp metadata", "files": [str(file.absolute())]}, file, 1, timeout)
     return _value(found, file)
 
 
 def dcp_chunks(chunks: Sequence[tuple[Path, int, int]], timeout: float = TIMEOUT) -> list[Any]:
-    """What `torch.save` wrote to parts (file, start, size) of files: places."""
+    """Returns the objects that `torch.save` wrote to parts (file, start, size) of files: places."""
     if not chunks:
         return []
     request = {"kind": "dcp chunks", "chunks": [[str(file.absolute()), start, size] for file, start, size in chunks]}
@@ -120,7 +123,7 @@ def _value(shown: Any, file: Path) -> Any:
         return getattr(torch, inner)
     if kind == "record":
         name, args, state = inner
-        return Record(name, tuple(_value(args, file)), _value(state, file))
+        return MetadataObject(name, tuple(_value(args, file)), _value(state, file))
     if kind == "tensor":
         return _place(inner, file)
     return Other(str(inner))

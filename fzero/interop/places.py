@@ -1,8 +1,8 @@
 """places: tensors that lie as plain bytes in files, and new files and directories of them.
 
-A safetensors file, a checkpoint of torch or of DeepSpeed: once it is known where a tensor's bytes begin, they are read
-from there, no more of them than asked for. What is written appears whole: in a directory beside its place, durable,
-then renamed.
+This serves safetensors files and the checkpoints of torch and of DeepSpeed. As soon as the first byte of a tensor is
+known, elements are read from there, and no more of them than asked for. Output appears whole: it is written in a
+directory beside its place, made durable, then renamed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DTYPES = {name: dtype for dtype, name in shards.NAMES.items() if dtype != torch.
 
 @dataclass(frozen=True)
 class Place:
-    """Where the bytes of a contiguous tensor lie: `file`, from byte `start` on."""
+    """The place of a contiguous tensor's bytes: `file`, from byte `start` on."""
 
     file: Path
     start: int
@@ -36,34 +36,38 @@ class Place:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """The number of bytes."""
         return self.numel * self.dtype.itemsize
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of the flattened tensor, 1-D. Raises CorruptError where the file ends before."""
-        found = torch.empty(stop - start, dtype=self.dtype)
-        if len(found):
-            Disk().read_into(self.file, self.start + start * self.dtype.itemsize, raw(found))
-        return found
+        """Returns elements [start, stop) of the flattened tensor, 1-D. Raises CorruptError if the file ends before."""
+        values = torch.empty(stop - start, dtype=self.dtype)
+        if len(values):
+            Disk().read_into(self.file, self.start + start * self.dtype.itemsize, raw(values))
+        return values
 
 
 def safetensors_places(file: Path) -> dict[str, Place]:
-    """The tensors of a safetensors file by name. Raises CorruptError. Links are followed, as the cache of
-    huggingface_hub is made of them."""
+    """Returns the tensors of a safetensors file by name. Raises CorruptError.
+
+    Links are followed, since the cache of huggingface_hub is made of them.
+    """
     file = file.resolve()
-    found = {}
-    for name, one in shards.header(file).items():
-        if one.dtype not in DTYPES:
-            raise CheckpointError(file, f"{name!r} has dtype {one.dtype}, which torch or fzero does not know")
-        found[name] = Place(file, one.start, one.shape, DTYPES[one.dtype])
-    return found
+    places = {}
+    for name, tensor in shards.header(file).items():
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(file, f"{name!r} has dtype {tensor.dtype}, which torch or fzero does not know")
+        places[name] = Place(file, tensor.start, tensor.shape, DTYPES[tensor.dtype])
+    return places
 
 
 def safetensors_header(tensors: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
-    """What a file begins with whose tensors follow in this order, padded so that they start on a multiple of 8."""
+    """Returns the header of a file whose tensors follow in this order, padded so that they start on a multiple of 8."""
     rows: dict[str, object] = {shards.METADATA: dict(metadata)}
     end = 0
     for name, entry in tensors.items():
@@ -77,14 +81,16 @@ def safetensors_header(tensors: Mapping[str, Entry], metadata: Mapping[str, str]
 
 
 def raw(value: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, not copied."""
+    """Returns the bytes of a contiguous tensor in host memory, without a copy."""
     return value.reshape(-1).view(torch.uint8).numpy().data if value.numel() else memoryview(b"")
 
 
 @contextmanager
 def directory(folder: Path, disk: Disk) -> Iterator[Path]:
-    """A new directory beside `folder` that becomes it at the end, once the names in it are durable; removed after an
-    error. Raises CheckpointError where `folder` is there and holds anything."""
+    """Yields a new directory beside `folder` that becomes it at the end, once the names in it are durable.
+
+    It is removed after an error. Raises CheckpointError if `folder` exists and is not empty.
+    """
     folder = folder.absolute()
     if disk.names(folder):
         raise CheckpointError(folder, "is not empty: an export makes a new directory. Give another name, or remove it")
@@ -105,12 +111,12 @@ def directory(folder: Path, disk: Disk) -> Iterator[Path]:
 
 
 def read_all(file: Path, limit: int) -> bytes:
-    """The bytes of a small file. Raises CorruptError for a larger one."""
+    """Returns the bytes of a small file. Raises CorruptError for one with more than `limit` bytes."""
     return Disk().read(file.resolve(), limit=limit)
 
 
 def inside(folder: Path, name: object, suffix: str) -> Path:
-    """A file of a folder that an index names. Raises CorruptError for anything but a plain name."""
+    """Returns the path of a file of `folder` that an index names. Raises CorruptError unless it is a plain name."""
     if not isinstance(name, str) or Path(name).name != name or not name.endswith(suffix) or "\0" in name:
         raise CorruptError(folder, f"its index names the file {name!r:.80}: needed the plain name of a *{suffix}")
     return folder / name

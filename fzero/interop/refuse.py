@@ -1,4 +1,4 @@
-"""refuse: modules that no pure function stands for, each with what to do about it."""
+"""refuse: the modules that cannot become a pure function, each with its remedy."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def _check_shared(module: nn.Module, name: str) -> None:
 
 
 def _check_extra(module: nn.Module, name: str) -> None:
-    """What `state_dict` holds beside parameters and buffers, as packed weights and `get_extra_state` do."""
+    """Raises TreeError if `state_dict` holds more than parameters and buffers, as packed weights and `get_extra_state`
+    do."""
     known = {path for path, _ in module.named_parameters(remove_duplicate=False)}
     known |= {path for path, _ in module.named_buffers(remove_duplicate=False)}
     for path, value in module.state_dict().items():

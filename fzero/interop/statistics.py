@@ -15,11 +15,11 @@ from fzero.optim import GradientTransformation
 def with_buffers(
     loss: Callable[..., tuple[Tensor, Any]], params: Any, buffers: Any, optimizer: GradientTransformation
 ) -> tuple[dict[str, Any], Callable[[Any, Any], Any]]:
-    """(the first state, the step) of `loss(params, buffers, batch) -> (value, new buffers)`, for `fzero.init(state,
-    fzero.Spec(step=step))`.
+    """Returns (the first state, the step) of `loss(params, buffers, batch) -> (value, new buffers)`.
 
-    The state is {"params", "buffers", "opt"}. Each rank normalises by its own part of the batch; what the buffers
-    become is the mean over the ranks (of integers, as counts of batches, the largest), so that all hold the same.
+    They are for `fzero.init(state, fzero.Spec(step=step))`. The state is {"params", "buffers", "opt"}. Each rank
+    normalises by its own part of the batch. The new buffers are means over the ranks, so that all ranks hold the same.
+    Integers, such as counts of batches, become the largest over the ranks.
 
     >>> import torch, fzero
     >>> from fzero.interop import from_module

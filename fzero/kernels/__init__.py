@@ -40,10 +40,10 @@ class Kernel(NamedTuple):
 
 
 def kernel_for(op: Any, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
-    """What to call instead of `op` (an OpOverload) with these arguments, or None where there is no kernel for them.
+    """Returns the function to call instead of `op` (an OpOverload) with these arguments; None if no kernel fits them.
 
-    The arguments may be fake tensors: dtypes, devices and strides decide. Results agree to rounding; which bits are the
-    operator's, each kernel's file says. It is a plain function: torch.fx must be told that it has effects, so swap
+    The arguments may be fake tensors: dtypes, devices and strides decide. Results agree to rounding; each kernel's file
+    says which bits are the operator's. The result is a plain function. torch.fx must know that it has effects, so swap
     after the last elimination of dead code.
 
     >>> kernel_for(torch.ops.aten.add.Tensor, torch.ones(2), torch.ones(2))

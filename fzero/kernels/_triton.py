@@ -1,9 +1,9 @@
-"""What every kernel file takes from here: Triton where there is one, a launch, and device functions on bits.
+"""The shared parts of the kernel files: the import of Triton, a launch, and device functions on bits.
 
 Kernels are launched without fused multiply-adds, and divide and take roots by IEEE's rules (`div_rn`, `sqrt_rn`). So
-each operation rounds on its own, and one element's bits are the same in every slice of a buffer, on every GPU, in
-Triton's interpreter and in PyTorch operators that do the same one after the other. What that costs is hidden: these
-kernels wait for memory.
+each operation rounds on its own. One element's bits are the same in every slice of a buffer, on every GPU, in Triton's
+interpreter, and in PyTorch operators that do the same one after the other. The cost is hidden: these kernels wait for
+memory.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ jit: Callable[[Callable[..., Any]], Any] = triton.jit if triton is not None else
 def launch(
     kernel: Any, programs: int, device: torch.device, *args: Any, enable_fp_fusion: bool = True, **constants: Any
 ) -> None:
-    """Runs `programs` programs of a kernel on `device`. Raises ImportError where Triton is missing.
+    """Runs `programs` programs of a kernel on `device`. Raises ImportError if Triton is missing.
 
-    Whether products are fused into sums is always said: Triton's default changes between its versions.
+    The fusion of products into sums is always set: Triton's default changes between its versions.
     """
     if triton is None:
         name = kernel.__name__.strip("_")

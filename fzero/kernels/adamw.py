@@ -137,13 +137,13 @@ def adamw_(
     seeds: Seeds = NEAREST,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
-    """One step in place on `param`, `mu` and `nu` (or into `out`).
+    """Does one step in place on `param`, `mu` and `nu` (or into `out`).
 
     The four tensors are contiguous, of one size, each of float32, bfloat16 or float16; `out` has their dtypes. `count`
     (this step's number, from 1) and `lr` are 0-d (`lr` may be a number). `scale` divides and `clip` multiplies the
-    gradient; where `skip` is not zero nothing changes: 0-d, on the device, so nothing synchronises. `copy` (bfloat16 or
-    float16) gets the new parameter. `seeds` round what is bfloat16 at random. Raises ValueError and TypeError for what
-    does not fit.
+    gradient. If `skip` is not zero, nothing changes. These three are 0-d and on the device, so nothing synchronises.
+    `copy` (bfloat16 or float16) gets the new parameter. `seeds` round bfloat16 tensors at random. Raises ValueError and
+    TypeError for arguments that do not fit.
     """
     new = (param, mu, nu) if out is None else out
     size, where = param.numel(), "adamw"

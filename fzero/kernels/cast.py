@@ -38,8 +38,10 @@ def _cast_kernel(out, x, scale, size, BLOCK: tl.constexpr):  # type: ignore[no-u
 
 
 def cast(out: Tensor, x: Tensor, scale: Tensor | None = None) -> None:
-    """Writes `x` times `scale` (0-d, floating, or None for 1) into `out`. Both are contiguous, of one size, each of
-    float32, bfloat16 or float16; they may be one buffer where the dtypes agree."""
+    """Writes `x` times `scale` (0-d, floating, or None for 1) into `out`.
+
+    Both are contiguous, of one size, each of float32, bfloat16 or float16. They may be one buffer if the dtypes agree.
+    """
     check("cast", "x", x, x, FLOATS, x.numel())
     check("cast", "out", out, x, FLOATS, x.numel())
     if scale is not None:

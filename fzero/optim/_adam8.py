@@ -1,18 +1,19 @@
 """`fzero::adamw8`: one AdamW step with both moments in 8 bits.
 
-A moment is `codes`, 8-bit integers of the parameter's shape, and `scales`, one fp32 number for each block of 64
-elements of the flattened parameter: the largest magnitude in the block. The codes are powers of what is left:
+A moment is `codes` and `scales`. `codes` are 8-bit integers of the parameter's shape. `scales` holds one fp32 number
+for each block of 64 elements of the flattened parameter: the largest magnitude in the block. The codes are powers of
+the remaining factor:
 
     mu = s * sign(c) * (c / 127)^2        c in -127 .. 127, rounded to nearest
     nu = s * (c / 255)^4                  c in 0 .. 255, rounded up or down at random with the mean at nu
 
-so small elements beside a large one keep their digits, without a table and without a transcendental function: the
-roots are square roots, which every device rounds alike. A nonzero nu never becomes code 0, for a moment that vanished
-would make a step of mu / eps. Rounding nu to nearest would freeze it: of 0.999 nu + 0.001 g^2 little is new, and less
-than half a code is lost again at every step.
+So small elements beside a large one keep their digits, without a table and without a transcendental function: the roots
+are square roots, which every device rounds alike. A nonzero nu never becomes code 0, for a moment that vanished would
+make a step of mu / eps. Rounding nu to nearest would freeze it: of 0.999 nu + 0.001 g^2 little is new, and less than
+half a code is lost again at every step.
 
-Measured against fp32 AdamW (distance to its parameters over the distance that they moved; loss over its loss - 1), on
-a regression whose blocks mix gradients of sizes 1 to 18, after 1,000 steps:
+Measured against fp32 AdamW (distance to its parameters over the distance that they moved; loss over its loss - 1), on a
+regression whose blocks mix gradients of sizes 1 to 18, after 1,000 steps:
 
     codes (mu, nu)              distance    loss
     linear, (c/255)^2 nearest     0.046    -0.082
@@ -20,15 +21,15 @@ a regression whose blocks mix gradients of sizes 1 to 18, after 1,000 steps:
     (c/127)^2, (c/255)^4 nearest  0.034    -0.083    (nu alone)
     (c/127)^2, (c/255)^4 random   0.027    -0.002    this one
 
-The draw is a hash of the element's own bits (parameter and gradient), its place in the block and the step's number: no
-state, and the same bits however a bucket is cut into slices on 64-element boundaries.
+The random number is a hash of the element's own bits (parameter and gradient), its place in the block and the step's
+number. So there is no state, and the bits are the same however a bucket is cut into slices on 64-element boundaries.
 
-The arithmetic is that of `fzero::adamw` in float32, operation by operation, each one rounded on its own, so a step has
-the same bits in every slice. The parameter is updated from the moments before they are rounded to codes.
+The arithmetic is that of `fzero::adamw` in float32, operation by operation. Each operation rounds on its own, so a step
+has the same bits in every slice. The parameter is updated from the moments before they are rounded to codes.
 
-Cost: reads 10 bytes and writes 6 an element of a float32 parameter, through some ten buffers of 128 KiB on the CPU
-(16 MiB on CUDA, where every operation is a launch). On one core an element takes 10 to 17 ns (aten's fused AdamW: 0.5):
-half a hundred passes over a chunk, for want of a kernel.
+Cost: reads 10 bytes and writes 6 per element of a float32 parameter, through some ten buffers of 128 KiB on the CPU (16
+MiB on CUDA, where every operation is a launch). On one core an element takes 10 to 17 ns (aten's fused AdamW: 0.5): it
+makes half a hundred passes over a chunk, for want of a kernel.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def decode_nu(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def encode_mu(mu: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of `mu` (blocks, 64) float32: to nearest. What is not finite makes its block not a number.
+    """Returns (codes, scales) of `mu` (blocks, 64) float32, to nearest. A value that is not finite makes its block NaN.
 
     >>> encode_mu(torch.tensor([[1.0, -0.25, 0.0]]))
     (tensor([[127, -64,   0]], dtype=torch.int8), tensor([1.]))

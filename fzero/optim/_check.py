@@ -1,6 +1,6 @@
-"""What the optimizers refuse, each with what was given, what was needed and the smallest fix.
+"""The checks of the optimizers. Each error gives the value, the kind that was needed, and the smallest fix.
 
-Numbers are checked once, when an optimizer or a schedule is made. Trees are checked at every `init` and `update`; that
+Numbers are checked once, when an optimizer or a schedule is made. Trees are checked at every `init` and `update`. That
 reads only paths, shapes and dtypes, so it costs nothing in a captured step.
 """
 

@@ -3,14 +3,14 @@
     x <- m / max(|m|, eps)                      (Frobenius norm, so no singular value exceeds 1)
     steps times:  g = x x^T,   x <- a x + (b g + c g g) x
 
-with the shorter side of the matrix on the left. It is one op per matrix, and not pointwise: an element of the result
-depends on all of the matrix, so a layout may place the op whole on one rank: there, `fzero::orthogonalize_flat` is the
-same of a matrix in its flat place in a bucket, and nothing on the ranks that hold none of it. Operations and their
-order are those of `torch.optim.Muon` (torch 2.13), after Keller Jordan's Muon
+The shorter side of the matrix is on the left. It is one op per matrix, and not pointwise: an element of the result
+depends on all of the matrix. So a layout may place the op whole on one rank. There, `fzero::orthogonalize_flat` does
+the same for a matrix in its flat place in a bucket; on ranks that hold none of it, it does nothing. Operations and
+their order are those of `torch.optim.Muon` (torch 2.13), after Keller Jordan's Muon
 (https://kellerjordan.github.io/posts/muon/).
 
-Cost for an (r, c) matrix, r <= c: `steps * (4 r^2 c + 2 r^3)` flops, and `(3 r c + 2 r^2) * 2` bytes beside operand
-and result.
+Cost for an (r, c) matrix, r <= c: `steps * (4 r^2 c + 2 r^3)` flops, and `(3 r c + 2 r^2) * 2` bytes beside operand and
+result.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def orthogonalize(m: Tensor, steps: int, a: float, b: float, c: float, eps: floa
 def orthogonalize_flat(m: Tensor, shape: list[int], steps: int, a: float, b: float, c: float, eps: float) -> Tensor:
     """`orthogonalize` of the (rows, cols) = `shape` matrix whose elements `m` holds in 1-D; as flat as `m`, bfloat16.
 
-    Of an empty `m`, which is what a rank sees of a leaf that lies on another, the result is empty. Raises `ValueError`
-    for another number of elements; the rest as in `orthogonalize`.
+    If `m` is empty, the result is empty: a rank sees a leaf that lies on another rank as empty. Raises `ValueError` for
+    another number of elements, and the errors of `orthogonalize`.
 
     >>> flat = torch.tensor([3.0, 0.0, 0.0, 0.1])
     >>> orthogonalize_flat(flat, [2, 2], 5, 3.4445, -4.775, 2.0315, 1e-7).float().round()

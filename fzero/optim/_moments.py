@@ -1,4 +1,4 @@
-"""How an optimizer keeps its moments: in the parameter's dtype, in float32, or in bfloat16 with stochastic rounding.
+"""The dtypes in which an optimizer keeps its moments: the parameter's, float32, or bfloat16 rounded at random.
 
 | `moments=`   | moments are              | a step computes in, and gives updates in |
 |--------------|--------------------------|------------------------------------------|
@@ -6,9 +6,9 @@
 | `"float32"`  | float32                  | float32, or the parameter's if wider     |
 | `"bfloat16"` | bfloat16                 | float32, or the parameter's if wider     |
 
-bfloat16 moments are widened, stepped and rounded up or down at random (`fzero.optim.stochastic_round`), or an average
-with a long memory would stand still. The seed is the step's number and a constant for each moment, so no key is needed
-and equal runs have equal bits.
+bfloat16 moments are widened, stepped and rounded up or down at random (`fzero.optim.stochastic_round`). With rounding
+to nearest, an average with a long memory would stand still. The seed is the step's number and a constant for each
+moment. So no key is needed, and equal runs have equal bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Moments(NamedTuple):
-    """The dtype that moments are kept in; None: their parameter's.
+    """The dtype in which moments are kept; None: that of their parameter. Immutable.
 
     >>> moments("adamw", "bfloat16").zeros(torch.ones(2))
     tensor([0., 0.], dtype=torch.bfloat16)
@@ -36,21 +36,23 @@ class Moments(NamedTuple):
     dtype: torch.dtype | None
 
     def zeros(self, param: Tensor) -> Tensor:
+        """Returns the first moment of a parameter: zeros of its shape, in the kept dtype."""
         return torch.zeros_like(param, dtype=self.dtype)
 
     def work(self, param: Tensor) -> torch.dtype:
-        """What a step of this parameter computes in."""
+        """Returns the dtype in which a step of this parameter computes."""
         return param.dtype if self.dtype is None else torch.promote_types(param.dtype, torch.float32)
 
     def wide(self, tensors: list[Tensor], params: list[Tensor]) -> list[Tensor]:
+        """Returns moments or gradients in the dtypes in which their parameters' steps compute."""
         return [t.to(self.work(p)) for t, p in zip(tensors, params, strict=True)]
 
     def held(self, where: str, name: str, given: Any, params: Any) -> list[Tensor]:
-        """The leaves of a moment's pytree, as they are kept. Raises `TreeError` where they are unlike `params`."""
+        """Returns the leaves of a moment's pytree, as they are kept. Raises `TreeError` if they are unlike `params`."""
         return _check.alike(where, name, given, params, dtypes=self.dtype or True)
 
     def kept(self, values: list[Tensor], seed: Tensor) -> list[Tensor]:
-        """New moments as they are kept; `seed` is 0-d int64."""
+        """Returns new moments in the dtype in which they are kept; `seed` is 0-d int64."""
         if self.dtype is None:
             return values
         if self.dtype == torch.bfloat16:
@@ -59,7 +61,7 @@ class Moments(NamedTuple):
 
 
 def moments(where: str, value: Any) -> Moments:
-    """The `Moments` of an argument `moments=`. Raises `SpecError` for another value.
+    """Returns the `Moments` of an argument `moments=`. Raises `SpecError` for another value.
 
     >>> moments("adamw", "bf16")
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""The optimizers' operators: what a captured step holds of them, one node each.
+"""The optimizers' operators, each one node in a captured step.
 
 | op | does | tag |
 |---|---|---|
@@ -8,20 +8,20 @@
 | `fzero::apply_delta` | `old + delta`                                                 | pointwise |
 | `fzero::sum_squares` | sum of squares, accumulated in float64                        |           |
 
-`pointwise` says that an element of the outputs depends on the same element of the inputs and on 0-d tensors alone, so
-the op may run on a flat slice of a bucket instead of on a leaf. On slices that start and end on 64-element boundaries
-the bits are those of the whole, too: aten's kernel treats full vectors and a remainder differently, and a remainder
-then appears only at the end of the whole.
+`pointwise` means: an element of the outputs depends on the same element of the inputs and on 0-d tensors alone. So the
+op may run on a flat slice of a bucket instead of on a leaf. On slices that start and end on 64-element boundaries the
+bits are those of the whole, too. (aten's kernel treats full vectors and a remainder differently; a remainder then
+appears only at the end of the whole.)
 
-`delta` and `apply_delta` exist because a transformation returns *updates* while the fused kernel makes *parameters*.
-Adam emits `new, mu, nu = adamw(p, ...)` and returns `delta(new, p)`; `apply_updates` emits `apply_delta(p, u)`.
-fzero's capture folds `apply_delta(p, delta(new, p))` to `new`, so a compiled step has one op and no rounding. Run
-eagerly the pair rounds: the result is within one unit in the last place of the larger of `new` and `p`.
+`delta` and `apply_delta` exist because a transformation returns *updates*, while the fused kernel makes *parameters*.
+Adam emits `new, mu, nu = adamw(p, ...)` and returns `delta(new, p)`. `apply_updates` emits `apply_delta(p, u)`. fzero's
+capture folds `apply_delta(p, delta(new, p))` to `new`, so a compiled step has one op and no rounding. Run eagerly, the
+pair rounds: the result is within one unit in the last place of the larger of `new` and `p`.
 
 The step number and the learning rate are 0-d tensors, never Python numbers, so one trace serves every step. On CUDA
-nothing synchronises; the learning rate is rounded to float32 there, as in `torch.optim` with a tensor learning rate.
+nothing synchronises. The learning rate is rounded to float32 there, as in `torch.optim` with a tensor learning rate.
 
-Cost: `adamw_` reads four tensors and writes three; `adamw` first clones three; `sum_squares` reads one, through a
+Cost: `adamw_` reads four tensors and writes three. `adamw` first clones three. `sum_squares` reads one, through a
 buffer of 512 KiB (32 MiB on CUDA).
 """
 

@@ -1,23 +1,23 @@
 """`fzero::stochastic_round`: float32 to bfloat16, up or down at random, so that the error is 0 on average.
 
-bfloat16 is the upper half of float32. Adding a number drawn from 0 .. 65535 to the lower half and then cutting it off
-rounds away from zero with the probability of the part cut off: the mean over draws is the number itself. A moment that
-changes by less than half a unit of its last place would never move under rounding to nearest; here it does, on average
-at the right pace.
+bfloat16 is the upper half of float32. The op adds a number from 0 .. 65535 to the lower half and then cuts the lower
+half off. This rounds away from zero with the probability of the part cut off: the mean over all random numbers is the
+number itself. A moment that changes by less than half a unit of its last place would never move under rounding to
+nearest. Here it moves, on average at the right pace.
 
-The draw (the dither) is murmur3's 32-bit finaliser of the element's own bits, keyed by the seed before each of its two
-multiplications:
+The random number (the dither) is murmur3's 32-bit finaliser of the element's own bits, keyed by the seed before each of
+its two multiplications:
 
     h <- bits ^ key1;  h <- (h ^ h >> 16) * 0x85ebca6b;  h <- (h ^ key2);  h <- (h ^ h >> 13) * 0xc2b2ae35;  h >> 16
 
-so the op is a function of the element and a 0-d tensor alone: it is pointwise, and a buffer's bits do not depend on how
-it is sliced, nor on the device. Elements of equal value round alike under one seed; another seed, another draw.
+So the op is a function of the element and a 0-d tensor alone. It is pointwise, and a buffer's bits depend neither on
+its slices nor on the device. Elements of equal value round alike under one seed; another seed gives other numbers.
 
-Exact numbers stay what they are, zeros and infinities among them; a NaN stays a NaN; a finite number never becomes
-infinite: beyond bfloat16's largest it is that.
+Exact numbers stay as they are, zeros and infinities among them. A NaN stays a NaN. A finite number never becomes
+infinite: a number beyond bfloat16's largest becomes that.
 
-Cost: one read of float32 and one write of bfloat16, through two buffers of 256 KiB on the CPU, where every step of the
-formula is a pass over them (1.3 ns an element on one AVX2 core, and 70 us a call); elsewhere each step is a launch.
+Cost: one read of float32 and one write of bfloat16, through two buffers of 256 KiB on the CPU. There every step of the
+formula is a pass over them (1.3 ns an element on one AVX2 core, and 70 us a call). Elsewhere each step is a launch.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __test__: dict[str, str] = {}  # doctest does not look inside a CustomOpDef: it 
 
 
 def stochastic_round(x: Tensor, seed: Tensor) -> Tensor:
-    """`x` (float32, any shape) in bfloat16, each element rounded up or down so that its mean over seeds is `x`.
+    """Returns `x` (float32, any shape) in bfloat16, each element rounded up or down so that its mean over seeds is `x`.
 
-    `seed` is a 0-d int64 tensor, and the only source of chance: equal seeds give equal bits. In a step, use something
-    that changes with every step, such as a count. Raises `TypeError` for other dtypes and where a derivative would have
-    to pass through, `ValueError` for a seed that is not 0-d.
+    `seed` is a 0-d int64 tensor, and the only source of chance: equal seeds give equal bits. In a step, use a seed that
+    changes with every step, such as a count. Raises `TypeError` for other dtypes, and if a derivative would have to
+    pass through; `ValueError` for a seed that is not 0-d.
 
     >>> x = torch.full((1000,), 1.0) + torch.arange(1000) * 2**-20    # bfloat16 has 1.0 and 1.0078125 here
     >>> rounded = stochastic_round(x, torch.tensor(7))

@@ -1,7 +1,7 @@
-"""Adafactor: second moments kept as one number a row and one a column, as `torch.optim.Adafactor` computes it.
+"""Adafactor: second moments kept as one number per row and one per column, as `torch.optim.Adafactor` computes it.
 
-With step number t = 1, 2, ..., for a leaf of two or more dimensions (the last two are rows and columns; means are over
-the others' axis) and with b = t^beta2_decay, the weight of the newest gradient:
+The step number is t = 1, 2, ..., and b = t^beta2_decay is the weight of the newest gradient. For a leaf of two or more
+dimensions (the last two are rows and columns; each mean is over the other one's axis):
 
     rho <- min(learning_rate, 1 / sqrt(t));   alpha <- max(eps[1], rms(p)) * rho
     row <- (1 - b) row + b mean_columns(g^2);   col <- (1 - b) col + b mean_rows(g^2)
@@ -10,10 +10,10 @@ the others' axis) and with b = t^beta2_decay, the weight of the newest gradient:
     p   <- p - learning_rate * weight_decay * p - alpha * u / max(1, rms(u) / threshold)
 
 (Shazeer & Stern 2018; the use of eps is torch's, which its documentation explains.) `row` and `col` of an (r, c) leaf
-have shapes (r,) and (c,); they, `nu` and the step are in float32 at least, for they cost next to nothing.
+have shapes (r,) and (c,). They, `nu` and the step are in float32 at least, since they cost next to nothing.
 
-On a mesh: the factored estimate of a matrix needs all of its gradient, which is gathered under stages 2 and 3; the norm
-of a parameter is a sum over slices. Vectors and scalars stay flat but for two norms.
+On a mesh the factored estimate of a matrix needs all of its gradient, which is gathered under stages 2 and 3. The norm
+of a parameter is a sum over slices. Vectors and scalars stay flat, except for two norms.
 """
 
 from __future__ import annotations

@@ -7,14 +7,14 @@ With gradient g, step number t = 1, 2, ... and learning rate a (Kingma & Ba 2015
     nu <- beta2 * nu + (1 - beta2) * g^2
     p  <- p - a * (mu / (1 - beta1^t)) / (sqrt(nu / (1 - beta2^t)) + eps)
 
-The order of operations and the defaults are `torch.optim`'s with `fused=True`, whose kernel this is; parameters that a
-captured step makes are bit for bit the same. Moments have the dtype of their parameter, or the one that `moments=`
-says (`fzero.optim._moments`); then the step is computed in float32 at least. Per step and leaf the kernel reads four
-tensors and writes three.
+The order of operations and the defaults are those of `torch.optim` with `fused=True`, whose kernel this is. The
+parameters of a captured step are bit for bit the same. Moments have the dtype of their parameter, or the dtype that
+`moments=` names (`fzero.optim._moments`); then the step is computed in float32 at least. Per step and leaf the kernel
+reads four tensors and writes three.
 
-`update` returns `delta(new, p)`: see `fzero.optim._ops` for how `apply_updates` turns it into `new` without rounding.
-Anything that changes the updates after Adam (a `scale`, say) keeps its meaning and costs that folding.
-The kernel has no derivative and no batching rule: a loss that differentiates through an optimizer step needs `sgd`.
+`update` returns `delta(new, p)`. `fzero.optim._ops` explains how `apply_updates` turns it into `new` without rounding.
+A transformation after Adam that changes the updates (a `scale`, say) keeps its meaning and costs that folding. The
+kernel has no derivative and no batching rule: a loss that differentiates through an optimizer step needs `sgd`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""AdamW with both moments in 8 bits: 2.125 bytes of optimizer state a parameter instead of 8.
+"""AdamW with both moments in 8 bits: 2.125 bytes of optimizer state per parameter instead of 8.
 
-The update is AdamW's (see `fzero.optim.adam`), in float32; between steps a moment is 8-bit codes with one fp32 scale
-for each 64 elements. `fzero.optim._adam8` has the codes, the reasons for them and what they cost in accuracy.
+The update is that of AdamW (see `fzero.optim.adam`), in float32. Between steps a moment is 8-bit codes with one fp32
+scale for each 64 elements. `fzero.optim._adam8` describes the codes, the reasons for them and their accuracy.
 
-In a compiled step the codes and scales lie beside their parameter: they are sharded like fp32 moments, the update runs
+In a compiled step the codes and scales lie beside their parameter. They are sharded like fp32 moments, the update runs
 on slices, and every ZeRO stage gives the same bits.
 """
 
@@ -49,9 +49,9 @@ def adamw8bit(
     weight_decay: float | Tensor = 0.01,
     mask: Mask | None = None,
 ) -> GradientTransformation:
-    """AdamW whose moments take a byte an element each; arguments and errors as in `fzero.optim.adamw`.
+    """AdamW whose moments take one byte per element each; arguments and errors as in `fzero.optim.adamw`.
 
-    Steps are computed in float32, and updates are of that dtype, or the parameter's where it is wider.
+    Steps are computed in float32. Updates are float32 too, or of the parameter's dtype if that is wider.
 
     >>> tx, params = adamw8bit(0.1), {"w": torch.tensor([1.0, -1.0])}
     >>> updates, opt_state = tx.update({"w": torch.tensor([2.0, -3.0])}, tx.init(params), params)

@@ -1,7 +1,7 @@
 """Parameter groups by path: another optimizer, or another learning rate, for the leaves that a rule names.
 
-Rules are path patterns on the paths within params (`fzero.tree.matches`); the first that matches a leaf decides. A rule
-that decides for no leaf is an error: it is misspelt, or a rule before it takes all its leaves.
+Rules are path patterns on the paths within params (`fzero.tree.matches`). The first rule that matches a leaf decides. A
+rule that decides for no leaf is an error: it is misspelt, or a rule before it takes all its leaves.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from fzero.optim.transform import GradientTransformation, PyTree, _with_holes
 
 
 def multi_transform(rules: Mapping[str, GradientTransformation]) -> GradientTransformation:
-    """A transformation for each group of leaves; every leaf needs a rule, and `"**"` is one for all that are left.
+    """Returns a transformation that treats each group of leaves with the transformation of its rule.
 
-    The state is the tuple of the transformations' states in the order of the rules, each over params with `None` for
-    the leaves of others, which therefore take no memory. A norm in one of them is that of its own leaves.
+    Every leaf needs a rule; `"**"` is a rule for all leaves that are left. The state is the tuple of the
+    transformations' states in the order of the rules. Each is over params with `None` for the leaves of other rules, so
+    these take no memory. A norm in one of them is that of its own leaves.
 
-    Raises `SpecError` for a leaf without a rule, for a rule that decides for no leaf and for what is not a
-    transformation, `TreeError` for gradients unlike params and for a state of another length.
+    Raises `SpecError` for a leaf without a rule, for a rule that decides for no leaf, and for a value that is no
+    transformation. Raises `TreeError` for gradients unlike params and for a state of another length.
 
     >>> from fzero.optim import adamw, sgd
     >>> tx = multi_transform({"**/bias": sgd(0.5), "**": adamw(0.1)})
@@ -66,9 +67,9 @@ def multi_transform(rules: Mapping[str, GradientTransformation]) -> GradientTran
         groups, structure = grouped(params), tree.flatten(params)[2]
         states, results = [], []
         for i, (tx, part) in enumerate(zip(transformations, state, strict=True)):
-            mine = [g == i for g in groups]
-            held = _with_holes(params, mine)
-            inner, part = tx.update(_with_holes(grads, mine), part, held)
+            chosen = [g == i for g in groups]
+            held = _with_holes(params, chosen)
+            inner, part = tx.update(_with_holes(grads, chosen), part, held)
             results.append(iter(_check.alike(where, "updates", inner, held, dtypes=False)))
             states.append(part)
         return tree.unflatten(structure, [next(results[g]) for g in groups]), tuple(states)
@@ -77,8 +78,10 @@ def multi_transform(rules: Mapping[str, GradientTransformation]) -> GradientTran
 
 
 def scale_by_path(rules: Mapping[str, float]) -> GradientTransformation:
-    """Multiplies the updates of the leaves that a rule names; all others pass. Learning-rate multipliers, at the end of
-    a chain: weight decay is part of an update, so it is multiplied too. 0 keeps a leaf as it is (its moments move on).
+    """Returns a transformation that multiplies the updates of the leaves that a rule names; all others pass.
+
+    The numbers are learning-rate multipliers if it stands at the end of a chain. Weight decay is part of an update, so
+    it is multiplied too. 0 keeps a leaf as it is; its moments move on.
 
     Raises `SpecError` for a multiplier that is no finite number and for a rule that decides for no leaf, `TreeError`
     for gradients unlike params.

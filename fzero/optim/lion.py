@@ -4,8 +4,8 @@
     p  <- p - learning_rate * (sign(c) + weight_decay * p)
     mu <- beta2 * mu + (1 - beta2) * g
 
-Every element moves by the learning rate, so take a third to a tenth of AdamW's, and as much more weight decay. One
-moment a parameter. All of it is pointwise arithmetic: it stays flat under every stage.
+Every element moves by the learning rate. So use a third to a tenth of AdamW's learning rate, and as much more weight
+decay. There is one moment per parameter. All of it is pointwise arithmetic: it stays flat under every stage.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Muon: momentum, orthogonalised, for matrices; another optimizer for all else. As `torch.optim.Muon` computes it.
+"""Muon: orthogonalised momentum for matrices, another optimizer for all else. As `torch.optim.Muon` computes it.
 
     mu <- momentum * mu + (1 - momentum) * g
     d  =  momentum * mu + (1 - momentum) * g  if nesterov,  mu  otherwise
     o  =  orthogonalize(d)                                      (Newton-Schulz in bfloat16: fzero.optim._matrix)
     p  <- p - learning_rate * weight_decay * p - learning_rate * r * o
 
-with r, for an (rows, cols) matrix, sqrt(max(1, rows / cols)) for adjust="original", 0.2 sqrt(max(rows, cols)) for
-"match_rms_adamw" (whose learning rates are AdamW's). Source: Keller Jordan's Muon; Liu et al. 2025, "Muon is Scalable
-for LLM Training".
+For a (rows, cols) matrix, r is sqrt(max(1, rows / cols)) with adjust="original". With "match_rms_adamw", whose learning
+rates are AdamW's, r is 0.2 sqrt(max(rows, cols)). Source: Keller Jordan's Muon; Liu et al. 2025, "Muon is Scalable for
+LLM Training".
 
-All but `fzero::orthogonalize` is pointwise, and that is one op a matrix, which needs all of the matrix: a layout that
-keeps a matrix whole on one rank has nothing to gather. One moment a parameter.
+All operations are pointwise, except `fzero::orthogonalize`. That is one op per matrix, and it needs all of the matrix.
+A layout that keeps a matrix whole on one rank has nothing to gather. There is one moment per parameter.
 """
 
 from __future__ import annotations
@@ -177,10 +177,10 @@ def _matrices(mask: Mask | None, others: GradientTransformation | None, params: 
     return flags
 
 
-def _coefficients(given: Any) -> tuple[float, float, float]:
-    if not isinstance(given, (tuple, list)) or len(given) != 3:
-        raise SpecError(f"muon: coefficients is {given!r}, but it must be three numbers: (3.4445, -4.775, 2.0315)")
-    a, b, c = (_check.number(f"muon: coefficients[{i}]", x, low=-math.inf, above=True) for i, x in enumerate(given))
+def _coefficients(values: Any) -> tuple[float, float, float]:
+    if not isinstance(values, (tuple, list)) or len(values) != 3:
+        raise SpecError(f"muon: coefficients is {values!r}, but it must be three numbers: (3.4445, -4.775, 2.0315)")
+    a, b, c = (_check.number(f"muon: coefficients[{i}]", x, low=-math.inf, above=True) for i, x in enumerate(values))
     return a, b, c
 
 

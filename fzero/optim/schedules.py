@@ -45,7 +45,7 @@ def constant(value: float) -> Schedule:
 def linear_warmup(peak: float, steps: int) -> Schedule:
     """From 0 at count 0 to `peak` at count `steps`, and `peak` from there on. With `steps=0` it is `constant(peak)`.
 
-    Raises `SpecError` (a `ValueError`) for a negative `peak` or `steps`, and for what is not a number.
+    Raises `SpecError` (a `ValueError`) for a negative `peak` or `steps`, and for a value that is no number.
 
     >>> [linear_warmup(1.0, 4)(torch.tensor(c)).item() for c in (0, 1, 4, 9)]
     [0.0, 0.25, 1.0, 1.0]
@@ -58,7 +58,8 @@ def linear_warmup(peak: float, steps: int) -> Schedule:
 def cosine(peak: float, steps: int, end: float = 0.0) -> Schedule:
     """Half a cosine from `peak` at count 0 to `end` at count `steps` (at least 1), and `end` from there on.
 
-    Raises `SpecError` (a `ValueError`) for a negative `peak` or `end` or for `steps < 1`, and for what is not a number.
+    Raises `SpecError` (a `ValueError`) for a negative `peak` or `end`, for `steps < 1`, and for a value that is no
+    number.
 
     >>> [round(cosine(1.0, 4, end=0.2)(torch.tensor(c)).item(), 6) for c in (0, 2, 4, 9)]
     [1.0, 0.6, 0.2, 0.2]
@@ -71,8 +72,8 @@ def cosine(peak: float, steps: int, end: float = 0.0) -> Schedule:
 def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float = 0.0) -> Schedule:
     """`linear_warmup(peak, warmup_steps)`, then half a cosine that reaches `end` at count `total_steps`.
 
-    Raises `SpecError` (a `ValueError`) for a negative value, for `warmup_steps > total_steps`, and for what is not a
-    number.
+    Raises `SpecError` (a `ValueError`) for a negative value, for `warmup_steps > total_steps`, and for a value that is
+    no number.
 
     >>> [round(warmup_cosine(1.0, 2, 6)(torch.tensor(c)).item(), 6) for c in (0, 1, 2, 4, 6, 9)]
     [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
@@ -95,9 +96,9 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
 
 
 def as_schedule(where: str, learning_rate: float | Tensor | Schedule, name: str = "learning_rate") -> Schedule:
-    """The schedule that an optimizer's `learning_rate` stands for; `where` begins its error messages.
+    """Returns the schedule that an optimizer's `learning_rate` stands for; `where` begins its error messages.
 
-    A 0-d tensor stands for itself, whatever the count: `inject_hyperparams` gives such a tensor, a leaf of its state.
+    A 0-d tensor stands for itself at every count: `inject_hyperparams` gives such a tensor, a leaf of its state.
 
     >>> as_schedule("sgd", -0.1)
     Traceback (most recent call last):

@@ -20,7 +20,7 @@ from fzero.optim.transform import GradientTransformation, Mask, PyTree, plus_sca
 
 
 def clip_by_value(limit: float | Tensor) -> GradientTransformation:
-    """Every element into `[-limit, limit]`; `limit` is above 0. dtypes are kept; what is not a number stays so.
+    """Limits every element to `[-limit, limit]`; `limit` is above 0. dtypes are kept, and a NaN stays a NaN.
 
     >>> clip_by_value(1.0).update([torch.tensor([-3.0, 0.5])], (), None)[0]
     [tensor([-1.0000,  0.5000])]

@@ -4,12 +4,12 @@
     update(grads, opt_state, params) -> (updates, opt_state)
     apply_updates(params, updates) -> params
 
-A transformation holds no state: all of it is in `opt_state`, a pytree of tensors whose leaf paths end with the path of
-the parameter they belong to, so that a placement or a rule for a parameter finds its moments. `None` is an empty
-subtree, in parameters and gradients as everywhere.
+A transformation holds no state. All state is in `opt_state`, a pytree of tensors. The path of each of its leaves ends
+with the path of the parameter that it belongs to. So a placement or a rule for a parameter finds its moments. `None` is
+an empty subtree, in parameters and gradients as everywhere.
 
-Every rule here is pointwise but the one norm in `clip_by_global_norm`, and no rule reads a value back from the device.
-Under `torch.func` transforms and on tensors that require grad all of it is plain arithmetic, so a loss may
+Every rule here is pointwise, except the norm in `clip_by_global_norm`. No rule reads a value back from the device.
+Under `torch.func` transforms, and on tensors that require grad, all of it is plain arithmetic. So a loss may
 differentiate through a chain, and `vmap` over it.
 
 >>> tx = chain(clip_by_global_norm(1.0), scale(-0.1))
@@ -39,7 +39,7 @@ Mask: TypeAlias = str | Sequence[str] | Callable[[str, Tensor], bool] | PyTree
 
 
 class GradientTransformation(NamedTuple):
-    """`init(params) -> opt_state` and `update(grads, opt_state, params) -> (updates, opt_state)`, both pure.
+    """Two pure functions: `init(params) -> opt_state` and `update(grads, opt_state, params) -> (updates, opt_state)`.
 
     >>> sign = GradientTransformation(lambda params: (), lambda g, state, p: (tree.map(torch.sign, g), state))
     >>> sign.update([torch.tensor(-3.0)], sign.init([]), [])
@@ -51,7 +51,7 @@ class GradientTransformation(NamedTuple):
 
 
 def identity() -> GradientTransformation:
-    """Updates are the gradients.
+    """Returns a transformation whose updates are the gradients.
 
     >>> identity().update([1], (), [0])
     ([1], ())
@@ -60,7 +60,7 @@ def identity() -> GradientTransformation:
 
 
 def scale(factor: float | Tensor) -> GradientTransformation:
-    """Multiplies every leaf by a finite number or a 0-d tensor; dtypes are kept.
+    """Returns a transformation that multiplies every leaf by a finite number or a 0-d tensor; dtypes are kept.
 
     >>> scale(-2.0).update([torch.tensor(3.0)], (), None)
     ([tensor(-6.)], ())
@@ -72,9 +72,10 @@ def scale(factor: float | Tensor) -> GradientTransformation:
 
 
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
-    """The transformations one after another; the state is the tuple of their states. An empty chain is the identity.
+    """Returns a transformation that applies the given ones one after another; its state is the tuple of their states.
 
-    Raises `SpecError` for what is not a transformation and `TreeError` for a state of another length.
+    An empty chain is the identity. Raises `SpecError` for an argument that is no transformation, and `TreeError` for a
+    state of another length.
 
     >>> chain(scale(2.0), scale(5.0)).update([torch.tensor(1.0)], ((), ()), None)
     ([tensor(10.)], ((), ()))
@@ -106,9 +107,9 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 
 
 def global_norm(values: PyTree) -> Tensor:
-    """The L2 norm of all leaves together: 0-d float32, summed in float64 leaf by leaf in the tree's order.
+    """Returns the L2 norm of all leaves together: 0-d float32, summed in float64 leaf by leaf in the tree's order.
 
-    Leaves are floating-point tensors of any shape on one device; a tree without leaves has norm 0.
+    Leaves are floating-point tensors of any shape on one device. A tree without leaves has norm 0.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
     tensor(5.)
@@ -119,7 +120,7 @@ def global_norm(values: PyTree) -> Tensor:
 def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
     """Scales all leaves by `min(1, max_norm / (global_norm + 1e-6))`, as `torch.nn.utils.clip_grad_norm_` does.
 
-    `max_norm` is greater than 0. dtypes are kept; a norm that is not a number makes every leaf so.
+    `max_norm` is greater than 0. dtypes are kept. If the norm is NaN, every leaf becomes NaN.
 
     >>> clip_by_global_norm(1.0).update([torch.tensor([3.0, 4.0])], (), None)
     ([tensor([0.6000, 0.8000])], ())
@@ -135,14 +136,15 @@ def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
 
 
 def apply_updates(params: PyTree, updates: PyTree, seed: Tensor | None = None) -> PyTree:
-    """`params + updates`, leaf by leaf, in each parameter's dtype.
+    """Returns `params + updates`, leaf by leaf, in each parameter's dtype.
 
-    bfloat16 leaves are rounded to nearest; with a `seed` (0-d int64, another at every step, such as a count) the sum is
-    computed in float32 and rounded up or down at random by `stochastic_round`, so that small updates are not lost.
-    In a captured step `apply_delta(p, delta(new, p))`, which is what Adam's updates come to, is folded to `new`.
+    bfloat16 leaves are rounded to nearest without a `seed`. With a `seed` the sum is computed in float32 and rounded up
+    or down at random by `stochastic_round`, so that small updates are not lost. The seed is 0-d int64 and differs at
+    every step; a count will do. Adam's updates come to `delta(new, p)`: in a captured step `apply_delta(p, delta(new,
+    p))` is folded to `new`.
 
-    Raises `TreeError` when `updates` has another structure or a leaf of another shape than `params`, and
-    `stochastic_round`'s errors.
+    Raises `TreeError` if `updates` has another structure or a leaf of another shape than `params`, and the errors of
+    `stochastic_round`.
 
     >>> apply_updates({"w": torch.tensor([1.0])}, {"w": torch.tensor([-0.5])})
     {'w': tensor([0.5000])}
@@ -164,11 +166,11 @@ def _moved(p: Tensor, update: Tensor, seed: Tensor | None) -> Tensor:
 
 
 def masked(tx: GradientTransformation, mask: Mask) -> GradientTransformation:
-    """`tx` on the selected leaves alone; the updates of all others pass through unchanged.
+    """Returns a transformation that applies `tx` to the selected leaves; other updates pass unchanged.
 
     `mask` is a path rule or a list of them (`fzero.tree.matches`, on paths within `params`), a pytree of bools with the
-    structure of `params`, or a function `(path, leaf) -> bool`. The state is `tx`'s own, over `params` with `None` for
-    the leaves left out, which therefore take no memory.
+    structure of `params`, or a function `(path, leaf) -> bool`. The state is that of `tx`, over `params` with `None`
+    for the other leaves. So the other leaves take no memory.
 
     Raises `SpecError` for a rule that matches no leaf and for a mask of another structure, `TreeError` for gradients
     unlike `params`.
@@ -197,7 +199,10 @@ def masked(tx: GradientTransformation, mask: Mask) -> GradientTransformation:
 
 
 def selected(where: str, mask: Mask | None, params: PyTree) -> list[bool]:
-    """Which leaves of `params` a mask selects, in `tree.flatten`'s order; `None` selects all. Errors as in `masked`.
+    """Returns a flag for each leaf of `params`, in `tree.flatten`'s order: whether the mask selects it; `None` selects
+    all.
+
+    Raises the errors of `masked`.
 
     >>> selected("masked", ["**/w", "b"], {"a": {"w": 1}, "b": 2, "c": 3})
     [True, True, False]
@@ -242,7 +247,7 @@ def _by_rules(where: str, rules: Sequence[str], paths: list[str]) -> list[bool]:
 
 
 def plus_scaled(x: Tensor, y: Tensor, factor: float | Tensor) -> Tensor:
-    """`x + factor * y` in x's dtype; x itself where factor is the number 0.
+    """Returns `x + factor * y` in x's dtype; x itself if factor is the number 0.
 
     >>> plus_scaled(torch.ones(2), torch.ones(2), torch.tensor(0.5))
     tensor([1.5000, 1.5000])
@@ -253,7 +258,7 @@ def plus_scaled(x: Tensor, y: Tensor, factor: float | Tensor) -> Tensor:
 
 
 def _wide_norm(values: PyTree) -> Tensor:
-    """The norm in float64, which squares of float32 do not overflow."""
+    """The norm in float64, in which squares of float32 do not overflow."""
     sums = [_sum_squares(leaf) for leaf in tree.flatten(values)[1]]
     return torch.sqrt(functools.reduce(operator.add, sums)) if sums else torch.zeros((), dtype=torch.float64)
 
@@ -271,5 +276,6 @@ def _apply_delta(old: Tensor, delta: Tensor) -> Tensor:
 
 
 def _with_holes(values: PyTree, chosen: list[bool]) -> PyTree:
+    """The tree with `None` in place of each leaf that is not chosen."""
     _, leaves, structure = tree.flatten(values)
     return tree.unflatten(structure, [leaf if c else None for leaf, c in zip(leaves, chosen, strict=True)])

@@ -17,8 +17,11 @@ from fzero.optim.transform import GradientTransformation, PyTree, _wide_norm
 
 
 class InjectState(NamedTuple):
-    """`count`: updates made so far, 0-d int64. `hyper`: the hyperparameters by name, 0-d float64: those of the last
-    update, and of the next where no schedule sets them. `inner`: the transformation's own state.
+    """The state of `inject_hyperparams`. The transformation makes a new one at each update.
+
+    count: updates made so far, 0-d int64. hyper: the hyperparameters by name, 0-d float64. They are those of the last
+    update, and of the next one unless a schedule sets them; the owner of the state may replace them between steps.
+    inner: the transformation's own state.
 
     >>> from fzero.optim import sgd
     >>> inject_hyperparams(sgd)(learning_rate=0.1).init([]).hyper
@@ -33,15 +36,15 @@ class InjectState(NamedTuple):
 def inject_hyperparams(
     fn: Callable[..., GradientTransformation], static: Collection[str] = ()
 ) -> Callable[..., GradientTransformation]:
-    """`inject_hyperparams(fn)(**hyper)` is `fn(**hyper)` with its numbers and schedules as 0-d tensors in the state.
+    """Returns a function that makes `fn(**hyper)` with its numbers and schedules as 0-d tensors in the state.
 
-    Numbers may be changed between steps by whoever holds the state; a schedule, a function of one argument, sets its
-    hyperparameter anew at every step. Names in `static`, and whatever is neither, are given to `fn` as they are. Where
-    a tensor may not be, `fn` says so: in `adamw`, for instance, `learning_rate` and `weight_decay` may be tensors,
-    `betas` and `eps` may not.
+    The owner of the state may change numbers between steps. A schedule, a function of one argument, sets its
+    hyperparameter anew at every step. Names in `static`, and arguments that are neither number nor schedule, are given
+    to `fn` as they are. If an argument may not be a tensor, `fn` raises: in `adamw`, for instance, `learning_rate` and
+    `weight_decay` may be tensors, `betas` and `eps` may not.
 
-    Raises `SpecError` for positional arguments, for a name in `static` that is not given, and what `fn` raises;
-    `TreeError` for a state with other hyperparameters.
+    Raises `SpecError` for positional arguments and for a name in `static` that is not given, and the errors of `fn`.
+    Raises `TreeError` for a state with other hyperparameters.
 
     >>> from fzero.optim import sgd
     >>> tx = inject_hyperparams(sgd, static=["momentum"])(learning_rate=0.1, momentum=0.9)
@@ -120,7 +123,9 @@ def _injected(
 
 
 class IfFiniteState(NamedTuple):
-    """`skipped`: updates left out so far, 0-d int64. `inner`: the transformation's own state.
+    """The state of `apply_if_finite`. The transformation makes a new one at each update.
+
+    skipped: updates left out so far, 0-d int64. inner: the transformation's own state.
 
     >>> from fzero.optim import scale
     >>> apply_if_finite(scale(1.0)).init([])
@@ -132,13 +137,14 @@ class IfFiniteState(NamedTuple):
 
 
 def apply_if_finite(tx: GradientTransformation) -> GradientTransformation:
-    """`tx`, but where any gradient is infinite or not a number: then updates are zero and `tx`'s state stays as it was.
+    """Returns `tx`, except that a step with an infinite or NaN gradient changes nothing.
 
-    The choice is made on the device, element by element, by one flag computed from the global norm: nothing is read
-    back, and every rank chooses alike. `skipped` counts the steps left out. The old state is needed for the choice, so
-    moments are not updated in place: while a bucket is updated there are two of each.
+    In such a step updates are zero, and `tx`'s state stays as it was. The choice is made on the device, element by
+    element, by one flag computed from the global norm. So nothing is read back, and every rank chooses alike. `skipped`
+    counts the steps left out. The choice needs the old state, so moments are not updated in place: while a bucket is
+    updated, there are two of each.
 
-    Raises `SpecError` for what is not a transformation, `TreeError` where `tx` changes its state's structure.
+    Raises `SpecError` if `tx` is no transformation, `TreeError` if `tx` changes its state's structure.
 
     >>> from fzero.optim import sgd
     >>> tx, params = apply_if_finite(sgd(0.1, momentum=0.9)), [torch.ones(2)]

@@ -1,8 +1,8 @@
-"""profile: one real step, and where its time and memory went.
+"""profile: one real step, with the place of its time and memory.
 
-A step is watched while it runs (`record`), seen as lanes of spans (`lanes`), and written three times: as a trace for
-Perfetto (`trace`), as a page to read (`page`, `charts`, `tables`), and as numbers for programs (`summary`). What is
-watched is the program that every other step runs too: between its ops the clock is read, and nothing else differs.
+A step is watched while it runs (`record`) and seen as lanes of spans (`lanes`). It is written three times: as a trace
+for Perfetto (`trace`), as a page to read (`page`, `charts`, `tables`), and as numbers for programs (`summary`). The
+watched program is the one that every other step runs too. Between its ops the clock is read, and nothing else differs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.api import _agreed, advanced
 from fzero.capture import ambient
-from fzero.comm import transfers
+from fzero.comm.agree import agree
 from fzero.errors import FzeroError
 from fzero.profile.lanes import op_args
 from fzero.profile.page import page
-from fzero.profile.record import Record, record
+from fzero.profile.record import StepRecord, record
 from fzero.profile.trace import trace
 from fzero.session.session import runtime_of
 from fzero.state.state import State
@@ -35,10 +35,10 @@ def profile(state: State, batch: Any, folder: str | Path = "runs/profile") -> St
     """`fzero.step(state, batch)`, watched: the same bits, the same donation, the same checks, and three files per rank.
 
     `rank<k>.html` is a page to read, `rank<k>.trace.json` a trace for ui.perfetto.dev, `rank<k>.json` the numbers (see
-    docs/profile.md). Every rank must call it, each with a folder it can write. Profile a step after the first, which
-    also touches its memory for the first time. Watching costs about a microsecond for each op, in no op's time.
+    docs/profile.md). Every rank must call it, each with a folder it can write. Do not profile the first step: it also
+    touches its memory for the first time. Watching costs about a microsecond per op, which counts in no op's time.
 
-    Raises FzeroError, with the state unchanged, where the folder cannot be written.
+    Raises FzeroError, with the state unchanged, if the folder cannot be written.
 
     >>> import fzero, tempfile
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.sgd(0.1))
@@ -57,54 +57,55 @@ def profile(state: State, batch: Any, folder: str | Path = "runs/profile") -> St
 
     def ready() -> None:
         """All ranks begin at one time, or none does."""
-        transfers.agree(runtime.rank, runtime.world_size, f"the start of {what}", "", runtime.group, failure)
+        agree(runtime.rank, runtime.world_size, f"the start of {what}", "", runtime.group, failure)
 
-    metrics, found = record(state, lowered, batch, ready)
+    metrics, step_record = record(state, lowered, batch, ready)
     new = advanced(state, lowered, metrics)
     try:
-        _write(found, Path(folder))
+        _write(step_record, Path(folder))
     except Exception:  # the old state is donated: the new one must not be lost with it
         log.warning("fzero: %s was not written to %s", what, folder, exc_info=True)
     return new
 
 
-def summary(found: Record) -> dict[str, Any]:
-    """The numbers of a record, for JSON: `docs/profile.md` says what each is."""
+def summary(record: StepRecord) -> dict[str, Any]:
+    """Returns the numbers of a record, for JSON; `docs/profile.md` describes each."""
     return {
         "format": 1,
-        "step": found.step,
-        "rank": found.rank,
-        "mesh": dict(found.program.mesh),
-        "zero": found.stage,
-        "batch": list(found.batch),
-        "machine": found.machine,
-        "program": found.program.digest,
-        "clock_ns": found.began,
-        "step_us": (found.ended - found.began) / 1e3,
-        "shares_us": {name: ns / 1e3 for name, ns in found.shares.items()},
-        "sent_bytes": found.sent_bytes,
-        "held_bytes": found.held_bytes,
-        "planned_peak_bytes": found.lowered.memory.peak,
-        "measured_peak_bytes": found.measured_peak,
-        "page_faults": found.page_faults,
+        "step": record.step,
+        "rank": record.rank,
+        "mesh": dict(record.program.mesh),
+        "zero": record.stage,
+        "batch": list(record.batch),
+        "machine": record.machine,
+        "program": record.program.digest,
+        "clock_ns": record.began,
+        "step_us": (record.ended - record.began) / 1e3,
+        "shares_us": {name: ns / 1e3 for name, ns in record.shares.items()},
+        "sent_bytes": record.sent_bytes,
+        "held_bytes": record.held_bytes,
+        "planned_peak_bytes": record.lowered.memory.peak,
+        "measured_peak_bytes": record.measured_peak,
+        "page_faults": record.page_faults,
         "transfers": [
-            {**asdict(op), "in_flight_us": (found.stop[op.wait] - found.start[op.op]) / 1e3} for op in found.transfers
+            {**asdict(op), "in_flight_us": (record.stop[op.wait] - record.start[op.op]) / 1e3}
+            for op in record.transfers
         ],
         "ops": [
             {
-                **{name: value for name, value in op_args(found, i).items() if name not in ("text", "leaves")},
+                **{name: value for name, value in op_args(record, i).items() if name not in ("text", "leaves")},
                 "kind": op.kind,
                 "why": op.why,
-                "start_us": (found.start[i] - found.began) / 1e3,
-                "duration_us": found.duration(i) / 1e3,
+                "start_us": (record.start[i] - record.began) / 1e3,
+                "duration_us": record.duration(i) / 1e3,
             }
-            for i, op in enumerate(found.program.ops)
+            for i, op in enumerate(record.program.ops)
         ],
     }
 
 
 def _unwritable(folder: str | Path) -> FzeroError | None:
-    """The error to raise where a folder cannot be made or written."""
+    """The error to raise if a folder cannot be made or written; None if it can."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -116,10 +117,10 @@ def _unwritable(folder: str | Path) -> FzeroError | None:
         )
 
 
-def _write(found: Record, folder: Path) -> None:
+def _write(record: StepRecord, folder: Path) -> None:
     for name, text in (
-        ("trace.json", json.dumps(trace(found))),
-        ("json", json.dumps(summary(found), indent=1)),
-        ("html", page(found)),
+        ("trace.json", json.dumps(trace(record))),
+        ("json", json.dumps(summary(record), indent=1)),
+        ("html", page(record)),
     ):
-        (folder / f"rank{found.rank}.{name}").write_text(text, encoding="utf-8")
+        (folder / f"rank{record.rank}.{name}").write_text(text, encoding="utf-8")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from fzero.profile.lanes import Lane, Span, lanes
-from fzero.profile.record import HELD, LIVE, Record
+from fzero.profile.record import HELD, LIVE, StepRecord
 
 ROW, CHART = 24, 260  # pixels
 
@@ -34,7 +34,7 @@ def time_text(ns: float) -> str:
     return f"{ns / 1e9:.3f} s" if ns >= 1e9 else f"{ns / 1e6:.2f} ms" if ns >= 1e6 else f"{ns / 1e3:.1f} µs"
 
 
-def timeline(record: Record) -> tuple[str, str]:
+def timeline(record: StepRecord) -> tuple[str, str]:
     """(the lanes' names, their strips): HTML for the column beside the plot, and for the plot."""
     names, strips = [], []
     for lane in lanes(record):
@@ -45,7 +45,7 @@ def timeline(record: Record) -> tuple[str, str]:
     return "\n".join(names), "\n".join(strips)
 
 
-def _boxes(record: Record, lane: Lane) -> Iterator[str]:
+def _boxes(record: StepRecord, lane: Lane) -> Iterator[str]:
     whole = record.ended - record.began
     for row, spans in enumerate(lane.rows):
         for span in spans:
@@ -62,7 +62,7 @@ def attribute(text: str) -> str:
 
 
 def describe(span: Span) -> str:
-    """What is shown of a span: its name, how long it took, and what is known of it."""
+    """The text shown of a span: its name, its duration, and its known facts."""
     lines = [f"{span.name}: {time_text(span.stop - span.start)}"]
     for name, value in span.args.items():
         if name == "text":
@@ -76,17 +76,17 @@ def describe(span: Span) -> str:
     return "\n".join(lines)
 
 
-def axis(record: Record, ticks: int = 10) -> str:
+def axis(record: StepRecord, ticks: int = 10) -> str:
     """The time axis: round times from the start of the step, in ms."""
     whole = record.ended - record.began
-    marks = (f'<span style="left:{at / whole:.4%}">{at / 1e6:g} ms</span>' for at in _round(whole, ticks))
+    marks = (f'<span style="left:{time / whole:.4%}">{time / 1e6:g} ms</span>' for time in _round(whole, ticks))
     return f'<div class="axis" data-ns="{whole}">{"".join(marks)}</div>'
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
 
 
-def memory(record: Record) -> tuple[str, str]:
+def memory(record: StepRecord) -> tuple[str, str]:
     """(the scale, the chart): HTML for the column beside the plot, and for the plot."""
     reserved = record.held_bytes if record.measured is None else max(record.measured)
     top = 1.08 * max(record.lowered.memory.peak, reserved, record.measured_peak or 0, 1)
@@ -116,7 +116,7 @@ def memory(record: Record) -> tuple[str, str]:
     return scale, f'<div class="lane chart" style="height:{CHART}px">{svg}{rules}{"".join(_hits(record))}</div>'
 
 
-def heights(record: Record, kind: str) -> list[int]:
+def heights(record: StepRecord, kind: str) -> list[int]:
     """Planned bytes of a kind before the first op, at the start and the end of each op, and at the step's end."""
     of = record.planned_kinds[kind]
     freed = [0 if kind == "workspace" else level for level in of]
@@ -124,7 +124,7 @@ def heights(record: Record, kind: str) -> list[int]:
     return [first, *(level for pair in zip(of, freed, strict=True) for level in pair), freed[-1]]
 
 
-def _steps(record: Record, values: Sequence[float], top: float) -> list[str]:
+def _steps(record: StepRecord, values: Sequence[float], top: float) -> list[str]:
     """Points of a line through values at the step's start, each op's start and end, and the step's end."""
     times = [t for pair in zip(record.start, record.stop, strict=True) for t in pair]
     x = [(t - record.began) / 1e3 for t in (record.began, *times, record.ended)]
@@ -137,8 +137,8 @@ def _steps(record: Record, values: Sequence[float], top: float) -> list[str]:
     return points
 
 
-def _hits(record: Record) -> Iterator[str]:
-    """What the mouse meets over the chart: the memory of each op."""
+def _hits(record: StepRecord) -> Iterator[str]:
+    """The areas of the chart that react to the mouse: the memory of each op."""
     whole = record.ended - record.began
     for i, op in enumerate(record.program.ops):
         lines = [f"op {i}: {op.kind} {op.why}", f"planned {bytes_text(record.planned[i])}"]

@@ -1,8 +1,8 @@
-"""lanes: a record as the eye reads it: what goes on beside what, one row of spans for each.
+"""lanes: a record as rows of spans: the things that go on beside one another.
 
-The rank's own thread does one thing at a time: it computes, it waits, or it starts transfers and gives memory back.
-Every op is one span of one of these three lanes. A transfer is a span of a lane for its kind, from the start of the op
-that starts it to the end of the wait that ends it; where two are in flight at one time, it gets another row.
+The rank's own thread does one thing at a time: it computes, it waits, or it starts transfers and frees memory. Every op
+is one span of one of these three lanes. A transfer is a span of a lane for its kind. It lasts from the start of the op
+that starts it to the end of the wait that ends it. If two transfers are in flight at one time, one gets another row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from fzero.ir.program import op_text, wire_bytes
 from fzero.ir.records import Ref
-from fzero.profile.record import Record, leaves, phase
+from fzero.profile.record import StepRecord, leaves, phase
 
 OWN = ("compute", "waiting", "starts and frees")
 KINDS = ("gather", "reduce", "send/recv")
@@ -21,7 +21,7 @@ KINDS = ("gather", "reduce", "send/recv")
 
 @dataclass(frozen=True)
 class Span:
-    """Something from `start` to `stop` (ns); `phase` says how it is coloured, `args` what is shown beside it."""
+    """A stretch of time from `start` to `stop` (ns). `phase` selects its colour, `args` are shown beside it."""
 
     name: str
     start: int
@@ -38,18 +38,19 @@ class Lane:
     rows: Sequence[Sequence[Span]]
 
 
-def lanes(record: Record) -> list[Lane]:
+def lanes(record: StepRecord) -> list[Lane]:
+    """Returns the lanes of a record: the rank's own three, then one for each kind of transfer."""
     own: dict[str, list[Span]] = {name: [] for name in OWN}
     for i, op in enumerate(record.program.ops):
         lane = "compute" if op.computes else "waiting" if op.is_wait else "starts and frees"
         name = op.why if lane != "starts and frees" else f"{op.kind} {op.why}"
         own[lane].append(Span(name or op.kind, record.start[i], record.stop[i], phase(op), op_args(record, i)))
-    found = [Lane(name, [spans]) for name, spans in own.items() if spans]
+    all_lanes = [Lane(name, [spans]) for name, spans in own.items() if spans]
     for kind in KINDS:
         spans = [transfer_span(record, i) for i, op in enumerate(record.transfers) if op.kind == kind]
         if spans:
-            found.append(Lane(kind, rows(spans)))
-    return found
+            all_lanes.append(Lane(kind, rows(spans)))
+    return all_lanes
 
 
 def rows(spans: Sequence[Span]) -> list[list[Span]]:
@@ -67,7 +68,8 @@ def rows(spans: Sequence[Span]) -> list[list[Span]]:
     return found
 
 
-def transfer_span(record: Record, index: int) -> Span:
+def transfer_span(record: StepRecord, index: int) -> Span:
+    """Returns the span of transfer number `index`."""
     op = record.transfers[index]
     args = {
         "why": record.program.ops[op.op].why,
@@ -79,27 +81,27 @@ def transfer_span(record: Record, index: int) -> Span:
     return Span(op.bucket or op.name, record.start[op.op], record.stop[op.wait], op.kind, args)
 
 
-def op_args(record: Record, index: int) -> dict[str, Any]:
-    """What is known of an op."""
+def op_args(record: StepRecord, index: int) -> dict[str, Any]:
+    """Returns the known facts of an op, by name."""
     program, op = record.program, record.program.ops[index]
-    found: dict[str, Any] = {"op": index, "text": op_text(op)}
+    args: dict[str, Any] = {"op": index, "text": op_text(op)}
     if op.computes:
-        found["segment"] = op.segment
-        found["read_bytes"] = sum(_bytes(record, ref) for ref in op.reads)
-        found["written_bytes"] = sum(_bytes(record, ref) for ref in op.writes)
+        args["segment"] = op.segment
+        args["read_bytes"] = sum(_bytes(record, ref) for ref in op.reads)
+        args["written_bytes"] = sum(_bytes(record, ref) for ref in op.writes)
     if (bucket := record.bucket(index)) is not None:
-        found["bucket"], found["leaves"] = bucket, _listed(leaves(program, op))
+        args["bucket"], args["leaves"] = bucket, _listed(leaves(program, op))
     if wire := wire_bytes(program, op):
-        found["wire_bytes"] = wire
-    found["planned_bytes"] = record.planned[index]
+        args["wire_bytes"] = wire
+    args["planned_bytes"] = record.planned[index]
     if record.measured is not None:
-        found["measured_bytes"] = record.measured[index]
+        args["measured_bytes"] = record.measured[index]
     if record.cpu_ns is not None:
-        found["asleep_us"] = record.asleep(index) / 1e3
-    return found
+        args["asleep_us"] = record.asleep(index) / 1e3
+    return args
 
 
-def _bytes(record: Record, ref: Ref) -> int:
+def _bytes(record: StepRecord, ref: Ref) -> int:
     start, stop = record.program.local_range(ref, record.rank)
     return (stop - start) * record.program.buffers[ref.name].dtype.itemsize
 

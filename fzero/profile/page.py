@@ -1,8 +1,8 @@
-"""page: a record as one HTML file, which needs nothing but itself: no network, light and dark, fit to be printed.
+"""page: a record as one HTML file that needs no other file and no network. It has a dark mode and can be printed.
 
-From the top: what the step was and what its time went into; the timeline and the memory over one axis of time; what
-lies in memory at its planned peak; what took longest, by op, by segment and by bucket; the program. The file is
-well-formed XML, so that other programs can read it too.
+From the top: the step and its shares of time; the timeline and the memory over one axis of time; the memory at its
+planned peak; the longest ops, segments and buckets; the program. The file is well-formed XML, so that other programs
+can read it too.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from importlib.resources import files
 
 from fzero.profile import charts, tables
 from fzero.profile.charts import bytes_text, time_text
-from fzero.profile.record import HELD, LIVE, Record
+from fzero.profile.record import HELD, LIVE, StepRecord
 
 SHARES = {"computing": "forward", "waiting": "wait", "transfers' own work": "own", "the rest": "free"}
 
 
-def page(record: Record) -> str:
+def page(record: StepRecord) -> str:
     """The page."""
     title = f"step {record.step} on rank {record.rank} of {record.program.world_size}"
     names, strips = charts.timeline(record)
@@ -62,7 +62,7 @@ def _document(title: str, body: str) -> str:
 # --- what the step was ----------------------------------------------------------------------------------------------
 
 
-def facts(record: Record) -> str:
+def facts(record: StepRecord) -> str:
     """The header's figures."""
     program, account = record.program, record.lowered.memory
     measured = "not measured: another profiler was at work"
@@ -86,8 +86,8 @@ def facts(record: Record) -> str:
     return f"<dl>{body}</dl>"
 
 
-def shares(record: Record) -> str:
-    """A bar of what the rank did with the step's time, and each part in words."""
+def shares(record: StepRecord) -> str:
+    """A bar of the rank's activities over the step's time, and each part in words."""
     whole = sum(record.shares.values())
     bars, keys = [], []
     for name, ns in record.shares.items():
@@ -112,4 +112,5 @@ def shares(record: Record) -> str:
 
 
 def legend(names: Iterable[str]) -> str:
+    """The colours and their names."""
     return " ".join(f'<span class="key {name.replace(" ", "-")}">{name}</span>' for name in names)

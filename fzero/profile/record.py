@@ -1,11 +1,12 @@
-"""record: what one step did on one rank, op by op: when, and with how much memory.
+"""record: the times and the memory of one step on one rank, op by op.
 
-Times are read between ops, with the machine's monotonic clock: an op lasts from the end of the reading before it to the
-beginning of the one after it, so what the reading costs is in no op. With it goes the processor time of this thread: an
-op that waits has slept for the rest. On CUDA an event is recorded after each op instead, and times are the device's.
+Times are read between ops, with the machine's monotonic clock. An op lasts from the end of the reading before it to the
+beginning of the reading after it, so the cost of reading is in no op. The processor time of this thread is read too: an
+op that waits sleeps for the rest. On CUDA an event is recorded after each op instead, and times are the device's.
 
-Memory is what is held (the tensors of state, constants, batch and arena) and what the allocator gave and took back on
-top, by its own account: on the CPU each allocation with its time, on CUDA the bytes allocated after each op.
+Memory is the sum of two parts. One is held through the step: the tensors of state, constants, batch and arena. The
+other is allocated and freed on top, by the allocator's own account. On the CPU this is each allocation with its time,
+on CUDA the bytes allocated after each op.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LIVE = ("gather buffers", "receive buffers", "gradients", "activations", "worksp
 
 @dataclass(frozen=True)
 class Transfer:
-    """A transfer: `op` starts it and `wait` ends it; `kind` is `send/recv` for both of those."""
+    """A transfer: op number `op` starts it and `wait` ends it. `kind` is `send/recv` for both of those."""
 
     kind: str
     name: str
@@ -50,11 +51,13 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Record:
-    """One step on one rank. Times are ns of one clock for all processes of a machine; lists have an entry per op.
+class StepRecord:
+    """One step on one rank. Immutable; made by `record`.
 
-    `cpu_ns` is this thread's processor time (None on CUDA). `measured` is the most bytes while each op ran (on CUDA:
-    after it), None where another profiler was at work; `measured_peak` the most at any time.
+    Times are ns of one clock for all processes of a machine; lists have an entry per op. began, ended: the step. start,
+    stop: each op. cpu_ns: this thread's processor time (None on CUDA). held_bytes: held through the step. measured: the
+    most bytes while each op ran (on CUDA: after it); None if another profiler was at work. measured_peak: the most at
+    any time.
     """
 
     lowered: Lowered
@@ -75,9 +78,11 @@ class Record:
 
     @property
     def program(self) -> Program:
+        """The program that ran."""
         return self.lowered.program
 
     def duration(self, index: int) -> int:
+        """The ns of an op."""
         return self.stop[index] - self.start[index]
 
     def asleep(self, index: int) -> int:
@@ -86,17 +91,18 @@ class Record:
 
     @cached_property
     def shares(self) -> dict[str, int]:
-        """ns of the step by what the rank did; the sum is the step."""
+        """The ns of the step by the rank's activity; the sum is the step."""
         ops = list(enumerate(self.program.ops))
         computing = sum(self.duration(i) for i, op in ops if op.computes)
         waiting = sum(self.asleep(i) for i, op in ops if op.is_wait)
         moving = sum(self.duration(i) for i, op in ops if op.transfers or op.is_wait) - waiting
-        found = {"computing": computing, "waiting": waiting, "transfers' own work": moving}
-        return {**found, "the rest": self.ended - self.began - sum(found.values())}
+        named = {"computing": computing, "waiting": waiting, "transfers' own work": moving}
+        return {**named, "the rest": self.ended - self.began - sum(named.values())}
 
     @cached_property
     def transfers(self) -> list[Transfer]:
-        found, flight = [], {}
+        """The transfers of the program, in the order of their ends."""
+        transfers, flight = [], {}
         for i, op in enumerate(self.program.ops):
             if op.transfers:
                 flight[(op.writes or op.reads)[0].name] = i
@@ -106,18 +112,19 @@ class Record:
                 source = self.program.ops[start]
                 kind = source.kind if source.is_collective else "send/recv"
                 wire = wire_bytes(self.program, source)
-                found.append(Transfer(kind, name, start, i, self.bucket(start), wire, self.program.transport))
-        return found
+                transfers.append(Transfer(kind, name, start, i, self.bucket(start), wire, self.program.transport))
+        return transfers
 
     def bucket(self, index: int) -> str | None:
-        """The buckets that an op touches, in order; of a wait, that of its transfer."""
+        """The buckets that an op touches, in order; for a wait, those of its transfer."""
         op = self.program.ops[index]
         names = [self.program.buffers[ref.name].bucket for ref in (*op.reads, *op.writes)]
         return " ".join(dict.fromkeys(name for name in names if name)) or None
 
     @cached_property
     def sent_bytes(self) -> int:
-        return sum(one.wire_bytes for one in self.transfers)
+        """The bytes on the wire of all transfers."""
+        return sum(transfer.wire_bytes for transfer in self.transfers)
 
     @cached_property
     def planned(self) -> list[int]:
@@ -132,17 +139,17 @@ class Record:
         def level(kind: str) -> list[int]:
             return live_bytes(ops, buffers, lambda buffer: SHOWN.get(buffer.kind, "other") == kind)
 
-        found = {kind: level(kind) for kind in (*HELD, *LIVE[:-1])}
-        return {**found, "workspace": [needs(one) for one in self.program.ops]}
+        levels_of = {kind: level(kind) for kind in (*HELD, *LIVE[:-1])}
+        return {**levels_of, "workspace": [needs(op) for op in self.program.ops]}
 
 
 def needs(op: Op) -> int:
-    """Bytes that an op needs only while it runs."""
+    """Returns the bytes that an op needs only while it runs."""
     return op.workspace + op.heap
 
 
 def phase(op: Op) -> str:
-    """What an op is part of, by its reason: forward, backward, recompute, update, or its kind of communication."""
+    """Returns the part of the step to which an op belongs: forward, backward, recompute, update, or its kind."""
     if op.is_update or not op.computes:
         return op.kind
     for name, word in (("recompute", "again "), ("backward", "backward"), ("forward", "forward")):
@@ -152,25 +159,28 @@ def phase(op: Op) -> str:
 
 
 def leaves(program: Program, op: Op) -> list[str]:
-    """The paths of the leaves whose elements an op reads or writes."""
-    found: dict[str, None] = {}
+    """Returns the paths of the leaves whose elements an op reads or writes."""
+    paths: dict[str, None] = {}
     for ref in (*op.reads, *op.writes):
         bucket = program.buckets.get(program.buffers[ref.name].bucket or "")
         for slot in bucket.slots if bucket is not None else ():
             if ref.start is None or (slot.start < (ref.stop or 0) and ref.start < slot.stop):
-                found[slot.path] = None
-    return list(found)
+                paths[slot.path] = None
+    return list(paths)
 
 
 # --- measuring ----------------------------------------------------------------------------------------------------
 
 
-def record(state: State, lowered: Lowered, batch: Any, ready: Callable[[], None]) -> tuple[Any, Record]:
-    """Runs a step and watches it; (its metrics, the record). `ready` is called when all is, right before the step."""
+def record(state: State, lowered: Lowered, batch: Any, ready: Callable[[], None]) -> tuple[Any, StepRecord]:
+    """Runs a step and watches it; returns (its metrics, the record).
+
+    `ready` is called right before the step, when all preparations are done.
+    """
     runtime = runtime_of(state)
     bound = runtime.bind(lowered)  # so that it is not part of the time
-    given = [x for x in tree.flatten(batch)[1] if isinstance(x, torch.Tensor)]
-    held = _held([*bound.memory.values(), bound.arena, *given])
+    tensors = [x for x in tree.flatten(batch)[1] if isinstance(x, torch.Tensor)]
+    held = _held([*bound.memory.values(), bound.arena, *tensors])
     clock = _Device(runtime.device) if runtime.device.type == "cuda" else _Host()
     with clock.watching():
         ready()
@@ -181,15 +191,15 @@ def record(state: State, lowered: Lowered, batch: Any, ready: Callable[[], None]
         faults = _faults() - faults
     starts, stops, cpu_ns = clock.spans()
     measured, peak = clock.memory(stops, held)
-    found = Record(
+    step_record = StepRecord(
         lowered, state.step + 1, runtime.rank, _stage(runtime.spec.zero), _shapes(batch), _machine(runtime.device),
         began, ended, starts, stops, cpu_ns, held, measured, peak, faults,
     )  # fmt: skip
-    return metrics, found
+    return metrics, step_record
 
 
 class _Host:
-    """Watches a step on the CPU."""
+    """Watches a step on the CPU. Called after each op; the thread that runs the step writes all fields."""
 
     def __init__(self) -> None:
         self.marks: list[
@@ -203,17 +213,19 @@ class _Host:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        found = None
+        recorded = None
         with ExitStack() as stack:
             with suppress(RuntimeError):  # another profiler is at work: times without memory
-                found = stack.enter_context(allocations())
+                recorded = stack.enter_context(allocations())
             yield
-        if found is not None:
-            self.events = [(when + self.offset, nbytes) for when, nbytes in found]
+        if recorded is not None:
+            self.events = [(when + self.offset, nbytes) for when, nbytes in recorded]
 
     def begin(self) -> int:
         readings = [(time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()) for _ in range(5)]
-        before, wall, after = min(readings, key=lambda one: one[2] - one[0])  # the one that nothing came between
+        before, wall, after = min(
+            readings, key=lambda reading: reading[2] - reading[0]
+        )  # the one that nothing came between
         self.offset = (before + after) // 2 - wall  # of the clock of the allocator's events from the one read here
         return time.perf_counter_ns()
 
@@ -230,8 +242,9 @@ class _Host:
 
 
 def levels(events: Iterable[tuple[int, int]], stops: Sequence[int], held: int) -> tuple[list[int], int]:
-    """From (time, bytes) of allocations and releases: the most bytes held up to each of some times since the one
-    before, and at all.
+    """Returns the most bytes held up to each stop since the stop before, and the most of all.
+
+    events: (time, bytes) of allocations and releases. stops: times in order. held: bytes held throughout.
 
     >>> levels([(1, 10), (2, -10), (5, 4)], [3, 4, 6], 100)
     ([110, 100, 104], 110)
@@ -244,11 +257,12 @@ def levels(events: Iterable[tuple[int, int]], stops: Sequence[int], held: int) -
         live, last = live + nbytes, index
         most[index], top = max(most[index], live), max(top, live)
     most[last + 1 :] = [live] * (len(stops) - last)
-    return [held + one for one in most[:-1]], held + top
+    return [held + level for level in most[:-1]], held + top
 
 
 class _Device:
-    """Watches a step on CUDA: events on the stream that computes, and what the caching allocator has given out."""
+    """Watches a step on CUDA: events on the computing stream, and the bytes given out by the caching allocator. Called
+    after each op."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -288,7 +302,7 @@ class _Device:
 
     def memory(self, stops: Sequence[int], held: int) -> tuple[list[int] | None, int | None]:
         peak = torch.cuda.max_memory_allocated(self.device)
-        return [held - self.before + one for one in self.allocated], held - self.before + peak
+        return [held - self.before + allocated for allocated in self.allocated], held - self.before + peak
 
 
 def _held(tensors: Iterable[torch.Tensor]) -> int:

@@ -1,4 +1,4 @@
-"""tables: what took longest, and what lies in memory at its planned peak."""
+"""tables: the longest ops, segments and buckets, and the memory at its planned peak."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fzero.ir.liveness import live_names
 from fzero.ir.program import op_text
 from fzero.ir.records import PERSISTENT
 from fzero.profile.charts import bytes_text, time_text
-from fzero.profile.record import Record, Transfer, needs, phase
+from fzero.profile.record import StepRecord, Transfer, needs, phase
 
 LONGEST = 20
 
@@ -26,32 +26,33 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def at_peak(record: Record) -> str:
+def at_peak(record: StepRecord) -> str:
     """The largest buffers at the planned peak."""
     op = record.lowered.memory.op
-    one = record.program.ops[op]
+    peak_op = record.program.ops[op]
     rows = [(name, kind, bytes_text(nbytes)) for name, kind, nbytes in peak_rows(record)]
-    title = f"<p>Planned to be most at op {op}: {escape(f'{one.kind} {one.why}')}. Alive there:</p>"
+    title = f"<p>Planned to be most at op {op}: {escape(f'{peak_op.kind} {peak_op.why}')}. Alive there:</p>"
     return title + table(["buffer", "kind", "#bytes"], rows)
 
 
-def peak_rows(record: Record, most: int = 12) -> Iterator[tuple[str, str, int]]:
-    """(name, kind, bytes) of what is largest where the planned memory is most; a column of the state is one row."""
-    program, at = record.program, record.lowered.memory.op
-    found: dict[tuple[str, str], int] = {}
-    for name in live_names(program.ops, program.buffers, at):
+def peak_rows(record: StepRecord, most: int = 12) -> Iterator[tuple[str, str, int]]:
+    """Yields (name, kind, bytes) of the largest buffers at the planned peak; a column of the state is one row."""
+    program, peak_op = record.program, record.lowered.memory.op
+    sizes: dict[tuple[str, str], int] = {}
+    for name in live_names(program.ops, program.buffers, peak_op):
         buffer = program.buffers[name]
         name = f"{name.partition(':')[0]} (held)" if buffer.kind in PERSISTENT else name
         key = (name, SHOWN.get(buffer.kind, "other"))
-        found[key] = found.get(key, 0) + buffer.nbytes
-    found[f"while op {at} runs", "workspace"] = needs(program.ops[at])
-    order = sorted(found.items(), key=lambda item: (-item[1], item[0]))
+        sizes[key] = sizes.get(key, 0) + buffer.nbytes
+    sizes[f"while op {peak_op} runs", "workspace"] = needs(program.ops[peak_op])
+    order = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
     yield from ((*key, nbytes) for key, nbytes in order[:most])
     if len(order) > most:
         yield f"{len(order) - most} more", "", sum(nbytes for _, nbytes in order[most:])
 
 
-def longest(record: Record) -> str:
+def longest(record: StepRecord) -> str:
+    """The ops that took longest."""
     whole = record.ended - record.began
     rows = []
     for i in sorted(range(len(record.program.ops)), key=lambda i: -record.duration(i))[:LONGEST]:
@@ -62,7 +63,7 @@ def longest(record: Record) -> str:
     return table(["#op", "kind", "why", "bucket", "#time", "#of the step", "text"], rows)
 
 
-def by_segment(record: Record) -> str:
+def by_segment(record: StepRecord) -> str:
     """Compute: equal layers share a segment, so a row has as many ops as there are such layers."""
     groups: dict[str, list[int]] = {}
     for i, op in enumerate(record.program.ops):
@@ -81,21 +82,21 @@ def by_segment(record: Record) -> str:
     return table(["segment", "part", "for", "#ops", "#time", "#each", "#off its core", "#of the step"], rows)
 
 
-def by_bucket(record: Record) -> str:
+def by_bucket(record: StepRecord) -> str:
     """Transfers: how long those of a bucket were in flight, and how much of that the rank stood waiting."""
     groups: dict[tuple[str, str, str], list[Transfer]] = {}
     for op in record.transfers:
         groups.setdefault((op.bucket or op.name, op.kind, op.via), []).append(op)
     rows = []
-    for names, found in sorted(groups.items(), key=lambda item: -_waited(record, item[1])):
-        flight = sum(record.stop[op.wait] - record.start[op.op] for op in found)
-        sent = sum(op.wire_bytes for op in found)
-        own = sum(record.duration(op.op) + record.duration(op.wait) - record.asleep(op.wait) for op in found)
-        times = (time_text(flight), time_text(own), time_text(_waited(record, found)))
-        rows.append((*names, str(len(found)), bytes_text(sent), *times))
+    for names, members in sorted(groups.items(), key=lambda item: -_waited(record, item[1])):
+        flight = sum(record.stop[op.wait] - record.start[op.op] for op in members)
+        sent = sum(op.wire_bytes for op in members)
+        own = sum(record.duration(op.op) + record.duration(op.wait) - record.asleep(op.wait) for op in members)
+        times = (time_text(flight), time_text(own), time_text(_waited(record, members)))
+        rows.append((*names, str(len(members)), bytes_text(sent), *times))
     head = ["bucket", "kind", "via", "#transfers", "#sent", "#in flight", "#own work", "#waited for"]
     return table(head, rows) if rows else "<p>No transfers: a world of one.</p>"
 
 
-def _waited(record: Record, transfers: Iterable[Transfer]) -> int:
-    return sum(record.asleep(one.wait) for one in transfers)
+def _waited(record: StepRecord, transfers: Iterable[Transfer]) -> int:
+    return sum(record.asleep(transfer.wait) for transfer in transfers)

@@ -12,43 +12,43 @@ from typing import Any
 
 from fzero.ir.liveness import live_bytes
 from fzero.profile.lanes import Lane, Span, lanes
-from fzero.profile.record import Record
+from fzero.profile.record import StepRecord
 
 MERGED = "all.trace.json"
 
 
-def trace(record: Record) -> dict[str, Any]:
+def trace(record: StepRecord) -> dict[str, Any]:
     """The trace: a dict to be written as JSON."""
     whole = Span(f"step {record.step}", record.began, record.ended, "step", {"program": record.program.digest})
     inside = [
         Span("batch", record.began, record.start[0], "step"),
         Span("metrics", record.stop[-1], record.ended, "step"),
     ]
-    found = [_event(record, "M", "process_name", args={"name": f"rank {record.rank}"})]
-    found.append(_event(record, "M", "process_sort_index", args={"sort_index": record.rank}))
+    events = [_event(record, "M", "process_name", args={"name": f"rank {record.rank}"})]
+    events.append(_event(record, "M", "process_sort_index", args={"sort_index": record.rank}))
     number = 0
     for lane in [Lane("step", [[whole, *inside]]), *lanes(record)]:
         for i, row in enumerate(lane.rows):
             number += 1
             name = lane.name if i == 0 else f"{lane.name} {i + 1}"
-            found.append(_event(record, "M", "thread_name", tid=number, args={"name": name}))
-            found.append(_event(record, "M", "thread_sort_index", tid=number, args={"sort_index": number}))
-            found += [_slice(record, span, number, lane.name) for span in row]
-    return {"traceEvents": [*found, *_counters(record)], "displayTimeUnit": "ms"}
+            events.append(_event(record, "M", "thread_name", tid=number, args={"name": name}))
+            events.append(_event(record, "M", "thread_sort_index", tid=number, args={"sort_index": number}))
+            events += [_slice(record, span, number, lane.name) for span in row]
+    return {"traceEvents": [*events, *_counters(record)], "displayTimeUnit": "ms"}
 
 
-def _event(record: Record, ph: str, name: str, **more: Any) -> dict[str, Any]:
+def _event(record: StepRecord, ph: str, name: str, **more: Any) -> dict[str, Any]:
     return {"ph": ph, "name": name, "pid": record.rank, "tid": 0, **more}
 
 
-def _slice(record: Record, span: Span, tid: int, lane: str) -> dict[str, Any]:
+def _slice(record: StepRecord, span: Span, tid: int, lane: str) -> dict[str, Any]:
     times = {"ts": span.start / 1e3, "dur": (span.stop - span.start) / 1e3}
     return _event(record, "X", span.name, tid=tid, cat=lane, **times, args=span.args)
 
 
-def _counters(record: Record) -> list[dict[str, Any]]:
-    """Planned live bytes, while an op runs and after it; measured bytes; each where it changes."""
-    found = []
+def _counters(record: StepRecord) -> list[dict[str, Any]]:
+    """Counter events: planned live bytes while an op runs and after it, and measured bytes, at each change."""
+    events = []
     planned: list[tuple[int, int]] = []
     for start, stop, during, after in zip(
         record.start, record.stop, record.planned, live_bytes(record.program.ops, record.program.buffers), strict=True
@@ -61,13 +61,14 @@ def _counters(record: Record) -> list[dict[str, Any]]:
         last = None
         for when, nbytes in points:
             if nbytes != last:
-                found.append(_event(record, "C", name, ts=when / 1e3, args={"bytes": nbytes}))
+                events.append(_event(record, "C", name, ts=when / 1e3, args={"bytes": nbytes}))
             last = nbytes
-    return found
+    return events
 
 
 def merge(folder: str | Path) -> Path:
-    """One file with the traces of all ranks that lie in a folder. Raises ValueError where there is none."""
+    """Writes one file with the traces of all ranks in a folder, and returns its path. Raises ValueError if there is
+    none."""
     paths = sorted(Path(folder).glob("rank*.trace.json"))
     if not paths:
         raise ValueError(f"{folder} holds no rank*.trace.json: call fzero.profile(state, batch, {str(folder)!r})")

@@ -1,4 +1,4 @@
-"""What keys, shapes, dtypes and bounds must be, and the errors that say so."""
+"""The rules for keys, shapes, dtypes and bounds, and their errors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def describe(value: object) -> str:
+    """Returns a value in words, for a message."""
     if isinstance(value, torch.Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     return f"{type(value).__name__} {value!r}"
@@ -22,6 +23,7 @@ def is_key(value: object) -> bool:
 
 
 def key_of(function: str, key: torch.Tensor) -> None:
+    """Raises TypeError or ValueError unless `key` is a key."""
     if is_key(key):
         return
     hint = "Write fzero.random.key(0)"
@@ -34,6 +36,7 @@ def key_of(function: str, key: torch.Tensor) -> None:
 
 
 def float_dtype(function: str, dtype: torch.dtype) -> None:
+    """Raises TypeError unless numbers of this dtype can be made."""
     if dtype in DTYPES:
         return
     raise TypeError(
@@ -43,6 +46,7 @@ def float_dtype(function: str, dtype: torch.dtype) -> None:
 
 
 def as_shape(function: str, shape: int | Sequence[int]) -> list[int]:
+    """Returns a shape as a list. Raises TypeError or ValueError for a wrong one."""
     sizes = [shape] if isinstance(shape, (int, torch.SymInt)) else shape
     if not isinstance(sizes, Sequence) or not all(isinstance(size, (int, torch.SymInt)) for size in sizes):
         raise TypeError(f"fzero.random.{function}: shape must be an int or a sequence of ints, given {describe(shape)}")
@@ -52,7 +56,10 @@ def as_shape(function: str, shape: int | Sequence[int]) -> list[int]:
 
 
 def bounds(dtype: torch.dtype, low: float, high: float) -> tuple[float, float]:
-    """The bounds rounded to `dtype`, or an error. The shape rule calls it too, so plain Python: no tensor is made."""
+    """Returns the bounds rounded to `dtype`, or raises ValueError.
+
+    The shape rule calls it too, so it is plain Python: no tensor is made.
+    """
     rounded_low, rounded_high = rounded(low, dtype), rounded(high, dtype)
     if not rounded_low < rounded_high:
         raise ValueError(
@@ -68,6 +75,7 @@ def bounds(dtype: torch.dtype, low: float, high: float) -> tuple[float, float]:
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
+    """Returns a number rounded to the nearest of `dtype`, computed in plain Python."""
     if dtype == torch.float64 or value == 0 or not math.isfinite(value):
         return value
     info = torch.finfo(dtype)
@@ -76,6 +84,7 @@ def rounded(value: float, dtype: torch.dtype) -> float:
 
 
 def probability(function: str, p: float) -> float:
+    """Returns `p` as a float. Raises TypeError or ValueError unless it is a Python number in [0, 1]."""
     if isinstance(p, bool) or not isinstance(p, (int, float)):
         raise TypeError(
             f"fzero.random.{function}: p must be a Python number in [0, 1], given {describe(p)}. For a tensor "
@@ -87,6 +96,7 @@ def probability(function: str, p: float) -> float:
 
 
 def same_device(function: str, name: str, value: torch.Tensor, key: torch.Tensor) -> None:
+    """Raises ValueError unless a tensor is on the key's device."""
     if value.device != key.device:
         raise ValueError(
             f"fzero.random.{function}: {name} is on {value.device}, the key on {key.device}. "
@@ -95,6 +105,7 @@ def same_device(function: str, name: str, value: torch.Tensor, key: torch.Tensor
 
 
 def integer_range(low: int, high: int) -> None:
+    """Raises TypeError or ValueError unless `low` and `high` bound a range that `randint` can draw from."""
     for name, bound in (("low", low), ("high", high)):
         if isinstance(bound, bool) or not isinstance(bound, int):
             raise TypeError(f"fzero.random.randint: {name} must be a Python int, given {describe(bound)}")

@@ -1,7 +1,7 @@
-"""The ops behind `fzero.random`: what torch sees (a name, a shape rule, a vmap rule) and what runs.
+"""The ops behind `fzero.random`: a name, a shape rule and a vmap rule for torch, and the computation.
 
-Below the public functions a key may carry leading batch dimensions, (*B, 2), and a result leads with the same ones: the
-vmap rules then only move the mapped dimension to the front, and nesting needs nothing more.
+Below the public functions a key may carry leading batch dimensions, (*B, 2); a result has the same leading dimensions.
+So a vmap rule only moves the mapped dimension to the front, and nesting needs nothing more.
 
 Memory: the result and, for 16-bit types and bits on CPU, under 2 MiB of scratch.
 """
@@ -33,16 +33,19 @@ def _op(name: str, schema: str) -> Callable[[Callable[..., torch.Tensor]], Any]:
 
 @_op("random_split", "(Tensor key, SymInt num) -> Tensor")
 def split(key: torch.Tensor, num: int) -> torch.Tensor:
+    """Keys (*B, num, 2) made of keys (*B, 2)."""
     return _derived(key, num, None, _SPLIT)
 
 
 @_op("random_fold_in", "(Tensor key, SymInt data) -> Tensor")
 def fold_in(key: torch.Tensor, data: int) -> torch.Tensor:
+    """Keys (*B, 2) made of keys (*B, 2) and one number."""
     return _derived(key, 1, key.new_full(key.shape[:-1], data), _FOLD).squeeze(-2)
 
 
 @_op("random_fold_in_tensor", "(Tensor key, Tensor data) -> Tensor")
 def fold_in_tensor(key: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """Keys made of keys (*B, 2) and an integer tensor whose shape broadcasts with B."""
     batch = torch.broadcast_shapes(key.shape[:-1], data.shape)
     data = data.to(torch.int64).expand(batch)
     return _derived(key.expand(*batch, 2), 1, data, _FOLD).squeeze(-2)
@@ -50,16 +53,19 @@ def fold_in_tensor(key: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 @_op("uniform", "(Tensor key, SymInt[] shape, ScalarType dtype, float low, float high) -> Tensor")
 def uniform(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, low: float, high: float) -> torch.Tensor:
+    """Numbers (*B, *shape) over [low, high) of `dtype`."""
     return _filled(key, shape, dtype, _UNIFORM, *_check.bounds(dtype, low, high))
 
 
 @_op("normal", "(Tensor key, SymInt[] shape, ScalarType dtype) -> Tensor")
 def normal(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Normal numbers (*B, *shape) of `dtype`."""
     return _filled(key, shape, dtype, _NORMAL)
 
 
 @_op("random_bits", "(Tensor key, SymInt[] shape) -> Tensor")
 def bits(key: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Random 64-bit integers (*B, *shape), int64."""
     return _raw(key, shape)
 
 
@@ -148,7 +154,7 @@ def _raw(key: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _kernels() -> Any:
-    """`fzero.kernels.philox`, which needs Triton: imported where it is used."""
+    """`fzero.kernels.philox`, which needs Triton: imported at its first use."""
     return importlib.import_module("fzero.kernels.philox")
 
 

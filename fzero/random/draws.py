@@ -1,7 +1,7 @@
-"""Numbers made of a key: `uniform` and `normal`, and what follows from them and from plain bits.
+"""Numbers made of a key: `uniform` and `normal`, and the functions built on them and on plain bits.
 
-`bernoulli`, `dropout` and `categorical` read the stream of `uniform`, `randint` and `permutation` that of the key's
-bits: one key for two of them gives draws that depend on each other. Give each its own.
+`bernoulli`, `dropout` and `categorical` read the stream of `uniform`; `randint` and `permutation` read that of the
+key's bits. If two of them share a key, their results depend on each other. Give each its own key.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def uniform(
     """Numbers spread evenly over [low, high), of this shape and dtype, on the key's device.
 
     `dtype` is float32 (24 random bits), float64 (53), bfloat16 or float16. The bounds are rounded to it first; `high`
-    itself never comes. Raises TypeError for another dtype or a bound that is a tensor, ValueError when the rounded
-    bounds are equal, swapped or not finite, and TypeError or ValueError for a wrong key or shape.
+    itself never comes. Raises TypeError for another dtype or a bound that is a tensor, ValueError if the rounded bounds
+    are equal, swapped or not finite, and TypeError or ValueError for a wrong key or shape.
 
     >>> from fzero.random import key
     >>> x = uniform(key(0), (2, 3), low=-1, high=1)
@@ -94,8 +94,8 @@ def dropout(key: torch.Tensor, x: torch.Tensor, p: float = 0.5) -> torch.Tensor:
     """`x / (1 - p)` with each element zeroed with probability `p`; of x's shape and dtype, and differentiable in x.
 
     `p` is a Python number in [0, 1]: 0 gives `x` itself, 1 gives zeros. The mask is `bernoulli(key, 1 - p, x.shape)`,
-    so it does not depend on x's dtype. Under `torch.vmap` over x alone every example has the same mask: map over
-    `split(key, n)` too where each is to have its own. Raises TypeError or ValueError for another p, x or key.
+    so it does not depend on x's dtype. Under `torch.vmap` over x alone every example has the same mask. To give each
+    its own, map over `split(key, n)` too. Raises TypeError or ValueError for another p, x or key.
 
     >>> from fzero.random import key, split
     >>> dropout(key(0), torch.ones(4, dtype=torch.bfloat16), 0.5)

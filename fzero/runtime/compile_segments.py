@@ -32,7 +32,7 @@ from torch import fx
 from fzero import private_folder
 from fzero._torch_compat import inductor_cache_dir, inductor_compile, inductor_lacks
 from fzero.codegen.fusion import Fused, fuse
-from fzero.comm.transfers import gathered
+from fzero.comm.agree import gathered
 from fzero.ir import fx_nodes
 from fzero.ir.program import Program
 

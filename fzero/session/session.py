@@ -16,7 +16,7 @@ from fzero import tree
 from fzero._torch_compat import default_store
 from fzero.capture import ambient
 from fzero.capture.provenance import describe
-from fzero.comm import transfers
+from fzero.comm.agree import agree
 from fzero.comm.heartbeat import ALONE, Presence
 from fzero.comm.transport import Transport
 from fzero.compile.lowered import Lowered
@@ -56,8 +56,8 @@ class Runtime:
     bound: dict[int, Bound] = field(default_factory=dict)
     compiled_segments: dict[str, Any] = field(default_factory=dict)
     arena: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))  # of the programs' buffers
-    says: Callable[[], int] = lambda: 0  # bits that this rank tells the others with every step
-    heard: int = 0  # the bits that any rank told with the last one
+    flags: Callable[[], int] = lambda: 0  # bits that this rank sends to the others with every step
+    any_rank_flags: int = 0  # the bits that any rank sent with the last one
     exhausted: torch.Tensor | None = None  # whether the loss scale came to its end since someone looked
     last_key: Any = None
     last_program: Program | None = None
@@ -145,11 +145,11 @@ class Runtime:
         except Exception as error:
             failure = error
         try:
-            transfers.agree(self.rank, self.world_size, "a new program's memory", digest, self.group, failure)
+            agree(self.rank, self.world_size, "a new program's memory", digest, self.group, failure)
         except Exception:
             self.compiled_segments.pop(digest, None)  # on every rank: it is new again to all of them
             raise
-        self.presence.what = what
+        self.presence.rename(what)
         return self.bind(lowered)
 
     def whole(self, leaves: Sequence[ShardedTensor]) -> list[torch.Tensor]:
@@ -162,7 +162,7 @@ class Runtime:
             failure = error
         asked = hashlib.blake2b(repr([leaf.path for leaf in leaves]).encode(), digest_size=8).hexdigest()
         what = f"the whole of {leaves[0].path!r}{f' and {len(leaves) - 1} more leaves' if len(leaves) > 1 else ''}"
-        transfers.agree(self.rank, self.world_size, what, asked, self.group, failure)
+        agree(self.rank, self.world_size, what, asked, self.group, failure)
         with self.presence.running(where=lambda: "gathering it"):
             return self.gather_leaves([leaf.leaf for leaf in leaves])
 

@@ -20,7 +20,9 @@ import torch.distributed as dist
 from fzero import tree
 from fzero._torch_compat import default_store
 from fzero.capture import ambient
-from fzero.comm import heartbeat, transfers
+from fzero.comm import group as process_group
+from fzero.comm import heartbeat
+from fzero.comm.agree import agree
 from fzero.comm.transport import bucket_bytes, transport_for
 from fzero.compile.layout import plan_for
 from fzero.errors import SpecError, TreeError
@@ -73,10 +75,10 @@ class World:
         except Exception as error:
             failure = error
         seconds = getattr(spec, "timeout", None)
-        rank, size = transfers.open_world(device.type, seconds)
+        rank, size = process_group.open_world(device.type, seconds)
         group = None
         if device.type == "cuda" and size > 1:  # digests go over gloo, so that the device never waits for them
-            patience = timedelta(seconds=seconds or transfers.TIMEOUT_SECONDS)
+            patience = timedelta(seconds=seconds or process_group.TIMEOUT_SECONDS)
             group = dist.new_group(backend="gloo", timeout=patience)
         try:
             if failure is None:
@@ -86,7 +88,7 @@ class World:
         return cls(rank, size, device, group, failure)
 
     def agree(self, what: str, digest: str, failure: BaseException | None = None) -> None:
-        transfers.agree(self.rank, self.size, what, digest, self.group, failure)
+        agree(self.rank, self.size, what, digest, self.group, failure)
 
     def state(self, name: str, spec: Spec, filler: Callable[[], Filler]) -> State:
         """A new state, filled. `filler` may fail on one rank alone: all are told."""

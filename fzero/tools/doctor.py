@@ -1,8 +1,8 @@
-"""doctor: what this machine has of what fzero needs, found out by trying: `python -m fzero.cli doctor`.
+"""doctor: tries on this machine each thing that fzero needs, and reports it: `python -m fzero.cli doctor`.
 
-A probe is a function that returns findings; `PROBES` is the list. Each runs in a thread of its own, for so many seconds
-at most; one that raises or does not end is a finding too. Figures are measured here and now: transfers between two
-processes of this machine, and a file written, synced and read in the directory that is asked about.
+A probe is a function that yields findings; `PROBES` is the list. Each runs in a thread of its own, for a limited number
+of seconds. A probe that raises or does not end is a finding too. Figures are measured here and now: transfers between
+two processes of this machine, and a file written, synced and read in the given directory.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ LEAST_FILES = 1024  # descriptors: gloo and the arenas take some for each rank o
 
 @dataclass(frozen=True)
 class Finding:
-    """`status` is "ok", "warning" or "missing"; with `needed`, what is missing makes fzero unusable here. `fix` is what
-    gets it; `figures` are measured, with units in their names."""
+    """The result of one probe about one thing.
+
+    status: "ok", "warning" or "missing". needed: if true, "missing" makes fzero unusable here. fix: the remedy.
+    figures: measured numbers, with units in their names.
+    """
 
     name: str
     status: str
@@ -65,6 +68,7 @@ PACKAGES = (
 
 
 def versions() -> Iterator[Finding]:
+    """The versions of Python and of the packages that fzero uses."""
     python = sys.version_info[:2]
     right = (3, 11) <= python < (3, 14)
     fix = "" if right else "use Python 3.11, 3.12 or 3.13"
@@ -96,6 +100,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def processor() -> Iterator[Finding]:
+    """The cores, threads and memory of this machine."""
     usable, all_cores = len(_affinity()), os.cpu_count() or 1
     pinned = f", of {all_cores}: this process is pinned to {_spans(_affinity())}" if usable < all_cores else ""
     threads = torch.get_num_threads()
@@ -132,6 +137,7 @@ def _cgroup_limit() -> int | None:
 
 
 def cuda() -> Iterator[Finding]:
+    """The CUDA devices that torch sees."""
     if not torch.cuda.is_available():
         why = "this torch is built without CUDA" if torch.version.cuda is None else "this torch sees none"
         yield Finding("cuda", "ok", f"no device ({why}): steps run on the processor")
@@ -149,6 +155,7 @@ def cuda() -> Iterator[Finding]:
 
 
 def backends() -> Iterator[Finding]:
+    """The backends of torch.distributed: gloo, and nccl if there is a CUDA device."""
     if not dist.is_available():
         fix = "install a torch with torch.distributed"
         yield Finding("gloo", "warning", "this torch has no torch.distributed: one process only", fix)
@@ -168,6 +175,7 @@ def backends() -> Iterator[Finding]:
 
 
 def compilers() -> Iterator[Finding]:
+    """The compilers that fzero can use."""
     lack = inductor_lacks("cpu")
     yield Finding("c++", "warning" if lack else "ok", lack or "Spec(compile=) can compile for the processor",
                   "apt install g++" if lack else "")  # fmt: skip
@@ -188,7 +196,7 @@ def compilers() -> Iterator[Finding]:
 
 
 def names() -> Iterator[Finding]:
-    """gloo listens where the host's name leads."""
+    """Whether gloo can listen at the address of the host's name."""
     host = socket.gethostname()
     try:
         addresses = sorted({str(one[4][0]) for one in socket.getaddrinfo(host, None)})
@@ -200,6 +208,7 @@ def names() -> Iterator[Finding]:
 
 
 def shared_memory() -> Iterator[Finding]:
+    """Whether ranks of this machine can share memory, and the free bytes of /dev/shm."""
     lacks = [] if hasattr(os, "memfd_create") else ["memfd_create"]
     lacks += [path for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net") if not os.path.exists(path)]
     text = (
@@ -217,20 +226,20 @@ def shared_memory() -> Iterator[Finding]:
 def transfers() -> Iterator[Finding]:
     """Two ranks: an all-gather and a reduce-scatter each way, with the bits that they must have."""
     try:
-        told = selftest.run()
+        results = selftest.run()
     except selftest.LoopbackError as error:
         fix = "set GLOO_SOCKET_IFNAME (as to lo), and see that a firewall lets this machine talk to itself"
         yield Finding("loopback", "missing", str(error), fix, True)
         return
-    for name, found in told.items():
-        figures = {f"{kind}_mb_per_s": speed for kind, speed in found.mb_per_s.items()}
-        if found.lack:
-            yield Finding(f"loopback {name}", "warning", found.lack, "nothing needs it: messages are slower")
+    for name, result in results.items():
+        figures = {f"{kind}_mb_per_s": speed for kind, speed in result.mb_per_s.items()}
+        if result.lack:
+            yield Finding(f"loopback {name}", "warning", result.lack, "nothing needs it: messages are slower")
             continue
-        speeds = ", ".join(f"{speed:,.0f} MB/s {kind}" for kind, speed in found.mb_per_s.items())
-        status = "ok" if found.right else "missing"
+        speeds = ", ".join(f"{speed:,.0f} MB/s {kind}" for kind, speed in result.mb_per_s.items())
+        status = "ok" if result.right else "missing"
         yield Finding(
-            f"loopback {name}", status, speeds + ("" if found.right else ", with wrong bits"), "", True, figures
+            f"loopback {name}", status, speeds + ("" if result.right else ", with wrong bits"), "", True, figures
         )
 
 
@@ -238,6 +247,7 @@ def transfers() -> Iterator[Finding]:
 
 
 def disk(folder: Path, megabytes: int) -> Iterator[Finding]:
+    """The speed of the disk of `folder`, and its free bytes; writes at most `megabytes`."""
     name = f"disk {folder}"
     free = shutil.disk_usage(folder).free
     size = min(megabytes * MB, free // 10) // MB * MB
@@ -275,6 +285,7 @@ def disk(folder: Path, megabytes: int) -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
+    """The limits of this process: open files, locked memory, and the clock's resolution."""
     try:
         import resource
     except ImportError:
@@ -321,7 +332,7 @@ def probes(folder: Path, megabytes: int) -> list[tuple[str, float, Probe]]:
 
 
 def guarded(name: str, seconds: float, probe: Probe) -> list[Finding]:
-    """What a probe found; where it raised or did not end, a finding that says so."""
+    """Returns the findings of a probe; if it raised or did not end, a finding that reports this."""
     found: list[Finding] = []
 
     def work() -> None:
@@ -354,13 +365,14 @@ def healthy(findings: Sequence[Finding]) -> bool:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `fzero doctor`."""
     parser.add_argument("--dir", type=Path, default=Path(), help="whose disk is tried (default: this directory)")
     parser.add_argument("--disk-mb", type=int, default=64, help="how much is written there, at most (default: 64)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Exit status 0 where all that fzero needs works, else 1."""
+    """Prints the findings. Returns exit status 0 if all that fzero needs works, else 1."""
     findings: list[Finding] = []
     for name, seconds, probe in probes(arguments.dir.resolve(), max(arguments.disk_mb, 1)):
         new = guarded(name, seconds, probe)

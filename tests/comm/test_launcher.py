@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fzero
-from fzero.comm import launcher, transfers
+from fzero.comm import group, launcher
 
 # what a job's processes find in their environment, by how they were started
 SBATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NPROCS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
@@ -64,7 +64,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def started(environ: dict[str, str], alone: pytest.MonkeyPatch) -> tuple[int, int]:
     for name, value in environ.items():
         alone.setenv(name, value)
-    return transfers.open_world("cpu")
+    return group.open_world("cpu")
 
 
 @pytest.mark.parametrize("how", REFUSED)
@@ -82,8 +82,8 @@ def test_who_is_alone_is_not_refused(how: str, alone: pytest.MonkeyPatch) -> Non
 
 
 def test_a_rank_within_srun_joins_its_world(alone: pytest.MonkeyPatch) -> None:
-    alone.setattr(transfers, "_start", lambda backend, seconds: None)
-    alone.setattr(transfers, "_here", lambda: (3, 8))
+    alone.setattr(group, "_start", lambda backend, seconds: None)
+    alone.setattr(group, "_here", lambda: (3, 8))
     assert started({**SRUN, "RANK": "3", "WORLD_SIZE": "8"}, alone) == (3, 8)
 
 

@@ -11,7 +11,7 @@ from helpers import gloo, values
 from workers import hangs as worker
 
 import fzero
-from fzero.comm.hang_report import Record, hang_error, no_store
+from fzero.comm.hang_report import Phase, RankStatus, hang_error, no_store
 
 TIMEOUT = 3.0
 
@@ -152,22 +152,22 @@ def test_a_store_in_a_file(tmp_path: Any) -> None:
 # --- the text ---------------------------------------------------------------------------------------------------------
 
 
-def record(**given: Any) -> Record:
+def record(**given: Any) -> RankStatus:
     plain = {"beat": 1, "time": time.time(), "call": 5, "at": "waiting in step 4, op 2: wait x", "seconds": 3.0}
-    rest = {"waits": True, "end": "", "why": "", "told": False, "agreed": "step 4"}
-    return Record(**{**plain, **rest, **given})
+    rest = {"waits": True, "end": Phase.GOING, "why": "", "told": False, "agreed": "step 4"}
+    return RankStatus(**{**plain, **rest, **given})
 
 
 def test_who_is_missing_comes_in_an_order() -> None:
     """A failure is the cause of a silence, and a silence that of a rank that is busy with neither."""
-    records: dict[int, Record | None] = {
+    records: dict[int, RankStatus | None] = {
         0: record(),
         1: record(waits=False, at="in step 4, op 1: run s"),
         2: record(beat=9, agreed="step 3"),
-        3: record(end="failed", waits=False, at="in step 4, op 1: run s", why="ValueError: x"),
+        3: record(end=Phase.FAILED, waits=False, at="in step 4, op 1: run s", why="ValueError: x"),
     }
     assert hang_error(0, records, {2}, "closed", 3.0).missing == (3,)
-    records[3] = record(end="ended", waits=False)
+    records[3] = record(end=Phase.ENDED, waits=False)
     silent = hang_error(0, records, {2}, "closed", 3.0)
     assert silent.missing == (2, 3)
     assert "; it has agreed on step 4 since" in str(silent)
@@ -177,26 +177,26 @@ def test_who_is_missing_comes_in_an_order() -> None:
     assert everyone.missing == ()
     assert "every rank waits for another" in str(everyone)
     assert "ranks 0-11: waiting in step 4, op 2: wait x (this rank is one)" in str(everyone)
-    gave_up = hang_error(0, {0: record(call=6), 1: record(end="lost")}, set(), "closed", 3.0)
+    gave_up = hang_error(0, {0: record(call=6), 1: record(end=Phase.LOST)}, set(), "closed", 3.0)
     assert str(gave_up).startswith("rank 1 waited in vain in an earlier call")
     assert no_store(1, None, "waiting", "closed").missing == ()
 
 
 def test_what_ends_a_wait() -> None:
-    assert record(end="failed").stops(5)
-    assert not record(end="failed").stops(6)  # it may come again
-    assert record(end="lost").stops(5)
-    assert record(end="lost").stops(6)
-    assert not record(end="ended").stops(5)  # what it had to send in its last call is sent
-    assert record(end="ended").stops(6)
+    assert record(end=Phase.FAILED).stops(5)
+    assert not record(end=Phase.FAILED).stops(6)  # it may come again
+    assert record(end=Phase.LOST).stops(5)
+    assert record(end=Phase.LOST).stops(6)
+    assert not record(end=Phase.ENDED).stops(5)  # what it had to send in its last call is sent
+    assert record(end=Phase.ENDED).stops(6)
     assert not record().stops(5)
 
 
 def test_a_record_survives_the_store_and_nothing_else_does() -> None:
     one = record(at='a "quoted" wait\n| é')
-    assert Record.from_json(one.to_json().encode()) == one
+    assert RankStatus.from_json(one.to_json().encode()) == one
     for text in (b"", b"{}", b"[1]", b"7", b"\xff\xfe", one.to_json()[:-3]):
-        assert Record.from_json(text) is None
+        assert RankStatus.from_json(text) is None
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, "3", float("inf"), float("nan"), True])

@@ -237,7 +237,7 @@ def fail_for(digest: str, monkeypatch: Any) -> None:
 
 
 def one_rank(bad: str, failing: int) -> list[str]:
-    rank, world = fzero.comm.transfers.open_world("cpu")
+    rank, world = fzero.comm.group.open_world("cpu")
     with pytest.MonkeyPatch.context() as patch:
         if rank == failing:
             fail_for(bad, patch)

@@ -15,7 +15,7 @@ import torch
 
 from fzero import cli
 from fzero.comm import selftest
-from fzero.comm.selftest import Found, LoopbackError
+from fzero.comm.selftest import LoopbackError, TransportResult
 from fzero.tools import doctor
 from fzero.tools.doctor import Finding, guarded, healthy, line
 
@@ -45,7 +45,9 @@ def test_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        selftest, "run", lambda: {"p2p": Found(False, {"all-gather": 1.0}), "shared": Found(False, lack="no")}
+        selftest,
+        "run",
+        lambda: {"p2p": TransportResult(False, {"all-gather": 1.0}), "shared": TransportResult(False, lack="no")},
     )
     assert cli.main(["doctor", "--dir", str(tmp_path), "--disk-mb", "1"]) == 1
     text = capsys.readouterr().out

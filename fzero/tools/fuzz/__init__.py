@@ -34,9 +34,10 @@ TOGETHER = 16  # losses in one program
 
 
 def run(numbers: Iterable[int], seed: int = 0, out: Path | None = None) -> Report:
-    """Checks these cases of a seed, but those that the file `out` has, to which it appends. What it adds up to.
+    """Checks these cases of a seed and appends the outcomes to `out`; returns the report.
 
-    A case that ends the process is found when the next one starts: a file beside `out` says what was done last.
+    Cases that the file `out` already has are left out. A case that ends the process is found when the next run starts:
+    a file beside `out` holds the last action.
     """
     report = Report() if out is None else read(out)
     with nullcontext() if out is None else out.open("a", encoding="utf-8") as file:
@@ -78,6 +79,7 @@ def _checked(cases: list[Case], report: Report, out: Path | None, file: TextIO |
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `fzero fuzz`."""
     parser.add_argument("--count", type=int, default=1000, help="cases (default 1000)")
     parser.add_argument("--start", type=int, default=0, help="the first case's number (default 0)")
     parser.add_argument("--seed", type=int, default=0, help="of everything drawn (default 0)")
@@ -91,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Prints what was counted; 1 where a case was wrong or crashed."""
+    """Runs `fzero fuzz` and prints the counts. Returns 1 if a case was wrong or crashed."""
     torch.set_num_threads(1)
     if arguments.device != "cpu":
         torch.set_default_device(arguments.device)

@@ -1,4 +1,4 @@
-"""check: one case, through eager PyTorch and through fzero, and how that ended.
+"""check: runs one case through eager PyTorch and through fzero, and classifies the end.
 
 Ends: `equal`; `refused` by an FzeroError, with a reason that leaves out names and numbers; `wrong`, other numbers than
 eager's or other bits from another stage, schedule or executor; `crashed`, any other error.
@@ -21,7 +21,10 @@ from fzero.tools.fuzz.oracle import difference
 
 @dataclass(frozen=True)
 class Outcome:
-    """`what` says more about an `end` that is not equal, `reason` is its class; `aten` the ops that were captured."""
+    """The end of a case. Immutable.
+
+    what: details if it is not equal. reason: its class. aten: the ops that were captured.
+    """
 
     end: str
     reason: str = ""
@@ -54,8 +57,11 @@ def apart(case: Case) -> bool:
 
 
 def check_together(cases: Sequence[Case]) -> list[Outcome]:
-    """The outcomes of cases that need no program of their own, from one program that has all their losses; where that
-    is not what eager PyTorch does, each case alone says why. A capture costs more than what it captures."""
+    """Returns the outcomes of cases that need no program of their own, from one program with all their losses.
+
+    If that program differs from eager PyTorch, each case is run alone to find the reason. A capture costs more than the
+    run of the captured program.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made = [runs.prepared(case) for case in cases]
@@ -106,7 +112,7 @@ def _bits(a: Any, b: Any) -> str | None:
 
 
 def _class(error: BaseException) -> str:
-    """An error's text without what differs from case to case."""
+    """An error's text without the parts that differ from case to case."""
     text = str(error).split("\n")[0]
     for pattern, kept in (
         (r"<\d+:\d+>:\d+|\w+\.py:\d+|the step", "LINE"),

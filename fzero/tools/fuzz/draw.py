@@ -39,31 +39,31 @@ def draw(seed: int, number: int) -> Case:
 
 
 def _try(rng: random.Random, name: str, options: Options) -> Case | None:
-    made = Draw(rng, options)
-    _leaves(made)
+    drawn = Draw(rng, options)
+    _leaves(drawn)
     wanted = rng.randint(2, 8)
     here = key(0, torch.get_default_device())
     with Keyed(here) if options.keyed else nullcontext():  # so that what draws is known to draw from a key
         for _ in range(4 * wanted):
-            if len(made.body) >= wanted:
+            if len(drawn.body) >= wanted:
                 break
-            before = len(made.body), made.number, len(made.setup), len(made.params)
+            before = len(drawn.body), drawn.number, len(drawn.setup), len(drawn.params)
             used, build = row(rng, options)
-            made.wrote = False
+            drawn.wrote = False
             try:
-                for line in build(made).split("\n"):
-                    made.add(line)
-                made.uses.add(used)
+                for line in build(drawn).split("\n"):
+                    drawn.add(line)
+                drawn.uses.add(used)
             except Exception:
-                if made.wrote:
+                if drawn.wrote:
                     return None  # values that were changed are no good now
-                _undo(made, *before)
-        if not made.body:
+                _undo(drawn, *before)
+        if not drawn.body:
             return None
-        terms = _terms(made)
+        terms = _terms(drawn)
         try:
-            total = eval(" + ".join(terms), made.names)
-            leaves = [x for x in _floats(made.names["p"]) if x.requires_grad]
+            total = eval(" + ".join(terms), drawn.names)
+            leaves = [x for x in _floats(drawn.names["p"]) if x.requires_grad]
             if not total.requires_grad or not math.isfinite(float(total.detach())) or abs(float(total)) > 1e4:
                 return None
             grads = [g for g in torch.autograd.grad(total, leaves, allow_unused=True) if g is not None]
@@ -75,8 +75,9 @@ def _try(rng: random.Random, name: str, options: Options) -> Case | None:
     if options.form == "gradients" and rng.random() < 0.08:
         count = '(b["i0"] + 1).sum()'
     return Case(
-        name, tuple(made.setup), tuple(made.params), tuple(made.batch), tuple(made.body), tuple(terms), count, options,
-        frozenset(made.uses),
+        name, tuple(drawn.setup), tuple(drawn.params), tuple(drawn.batch),
+        tuple(drawn.body), tuple(terms), count, options,
+        frozenset(drawn.uses),
     )  # fmt: skip
 
 
@@ -84,11 +85,11 @@ def _largest(x: Tensor) -> float:
     return float(x.abs().max()) if x.numel() else 0.0
 
 
-def _undo(made: Draw, lines: int, number: int, setup: int, params: int) -> None:
-    for n in range(number, made.number):
-        made.values.pop(f"v{n}", None)
-    del made.body[lines:], made.setup[setup:], made.params[params:]
-    made.number = number
+def _undo(drawn: Draw, lines: int, number: int, setup: int, params: int) -> None:
+    for n in range(number, drawn.number):
+        drawn.values.pop(f"v{n}", None)
+    del drawn.body[lines:], drawn.setup[setup:], drawn.params[params:]
+    drawn.number = number
 
 
 def _floats(tree: Any) -> list[Tensor]:
@@ -97,14 +98,14 @@ def _floats(tree: Any) -> list[Tensor]:
     return [tree] if tree.dtype.is_floating_point else []
 
 
-def _leaves(made: Draw) -> None:
-    rng = made.rng
+def _leaves(drawn: Draw) -> None:
+    rng = drawn.rng
     rows = rng.randint(1, 3)
 
     def shape(least: int = 1) -> tuple[int, ...]:
         return tuple(rng.randint(1, 5) for _ in range(rng.randint(least, 3)))
 
-    made.names["p"], made.names["b"] = {}, {}
+    drawn.names["p"], drawn.names["b"] = {}, {}
     for n in range(rng.randint(2, 4)):
         chance = rng.random()
         text = f"normal({n}, {shape()})"
@@ -116,35 +117,35 @@ def _leaves(made: Draw) -> None:
             text = f"normal({n}, {shape()}, torch.bfloat16)"
         elif chance < 0.21:
             text = f"normal({n}, {rng.choice(((0,), (0, 3), (2, 0)))})"
-        made.leaf("p", f"w{n}", text)
+        drawn.leaf("p", f"w{n}", text)
     if rng.random() < 0.12:
-        made.leaf("p", "n0", f"integers(50, {shape()})")
+        drawn.leaf("p", "n0", f"integers(50, {shape()})")
     text = ", ".join(map(str, ("{parts}" if rows == 1 else f"{{parts}} * {rows}", *shape())))
-    made.leaf("b", "x0", f"normal(100 + rank, ({text}))")
+    drawn.leaf("b", "x0", f"normal(100 + rank, ({text}))")
     if rng.random() < 0.5:
         text = ", ".join(map(str, ("{parts}" if rows == 1 else f"{{parts}} * {rows}", *shape())))
-        made.leaf("b", "x1", f"normal(200 + rank, ({text}))")
-    made.leaf("b", "i0", f"integers(300 + rank, ({{parts}} * {rows}, {rng.randint(1, 4)}))")
+        drawn.leaf("b", "x1", f"normal(200 + rank, ({text}))")
+    drawn.leaf("b", "i0", f"integers(300 + rank, ({{parts}} * {rows}, {rng.randint(1, 4)}))")
     if rng.random() < 0.2:
-        made.constant(f"normal(400, {shape()})")
+        drawn.constant(f"normal(400, {shape()})")
 
 
-def _terms(made: Draw) -> list[str]:
+def _terms(drawn: Draw) -> list[str]:
     """Summands of the loss from what no later line has used, and from a few others."""
-    rng = made.rng
-    later = " ".join(line.partition(" = ")[2] or line for line in made.body)
-    names = [n for n in made.values if n.startswith("v")]
+    rng = drawn.rng
+    later = " ".join(line.partition(" = ")[2] or line for line in drawn.body)
+    names = [n for n in drawn.values if n.startswith("v")]
     chosen = [n for n in names if not re.search(rf"\b{n}\b", later) or rng.random() < 0.1]
-    chosen += [n for n in made.values if n.startswith('p["w') and n not in later and rng.random() < 0.7]
-    return [_term(made, n) for n in chosen[:6]] or ['p["w0"].sum()']
+    chosen += [n for n in drawn.values if n.startswith('p["w') and n not in later and rng.random() < 0.7]
+    return [_term(drawn, n) for n in chosen[:6]] or ['p["w0"].sum()']
 
 
-def _term(made: Draw, name: str) -> str:
-    x = made.values[name]
+def _term(drawn: Draw, name: str) -> str:
+    x = drawn.values[name]
     if x.is_complex():
         name, x = f"torch.view_as_real({name}.resolve_conj())", torch.view_as_real(x.resolve_conj())
     if x.dtype not in FLOATS:
         name = f"{name}.to(torch.float32)"
     ways = ["({x} * wave({x})).sum()", "{x}.sum()"]
     ways += ["{x}.mean()", "{x}.square().mean()"] if x.numel() else []
-    return made.some(*ways).format(x=name)
+    return drawn.some(*ways).format(x=name)

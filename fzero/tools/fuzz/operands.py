@@ -235,7 +235,7 @@ class Draw:
         exec(line, self.names)
 
     def add(self, text: str) -> None:
-        """One line more: an expression, whose result gets a name, or after "!" work in place. Raises where that is no
+        """Adds one line: an expression, whose result gets a name, or after "!" work in place. Raises if the line is no
         good."""
         if text.startswith("!"):
             self.wrote = True

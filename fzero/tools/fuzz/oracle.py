@@ -1,8 +1,8 @@
-"""oracle: what eager PyTorch makes of a case, and whether fzero made the same.
+"""oracle: the result of a case in eager PyTorch, and whether fzero's result is the same.
 
-The reference runs the script's loss by `torch.autograd.grad`, part of the batch by part, rank by rank, takes means, and
-lets the optimizer's functions run on the result. It does so in fp32 and, where that is not bit for bit fzero's, in
-fp64: a difference may be a few times the error that eager PyTorch itself has there.
+The reference runs the script's loss by `torch.autograd.grad`, part of the batch by part, rank by rank. It takes means,
+and lets the optimizer's functions run on the result. It does so in fp32. If that is not bit for bit fzero's result, it
+does so in fp64 too: a difference may be a few times the error that eager PyTorch itself has there.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _double_loss(case: Case, made: Prepared) -> Any:
 
 
 def difference(case: Case, made: Prepared, found: Mapping[str, Tensor]) -> str | None:
-    """What of fzero's result is not eager PyTorch's, in a few words; None where all is."""
+    """Returns the difference of fzero's result from eager PyTorch's, in a few words; None if there is none."""
     reference = eager(case, made)
     if not case.options.exact:
         reference = {"loss": reference["loss"]}

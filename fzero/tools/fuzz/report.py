@@ -1,4 +1,4 @@
-"""report: outcomes in a file, one JSON line a case, and what they add up to."""
+"""report: outcomes in a file, one JSON line per case, and their totals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ ENDS = ("equal", "refused", "undrawn", "wrong", "crashed")
 
 @dataclass
 class Report:
-    """Counts of ends, of refusals and failures by reason, and what has been seen of aten and of the tables."""
+    """Counts of ends, of refusals and failures by reason, and the ops of aten and rows of tables seen.
+
+    Only `add` writes the counts.
+    """
 
     ends: Counter[str] = field(default_factory=Counter)
     reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -56,7 +59,7 @@ class Report:
 
 
 def line_of(case: Case, outcome: Outcome, seconds: float, report: Report) -> dict[str, Any]:
-    """A case as a line of the file. Ops and rows are told where the report has not seen them."""
+    """Returns a case as a line of the file. It lists ops and rows that the report has not seen."""
     line: dict[str, Any] = {"case": case.name, "end": outcome.end, "seconds": round(seconds, 3)}
     if outcome.end != "equal":
         line |= {"reason": outcome.reason, "what": outcome.what[:600], "form": case.options.form}
@@ -65,7 +68,7 @@ def line_of(case: Case, outcome: Outcome, seconds: float, report: Report) -> dic
 
 
 def read(*paths: Path) -> Report:
-    """What files of outcomes say; a last line that was cut off is left out."""
+    """Returns the outcomes in files; a last line that was cut off is left out."""
     report = Report()
     for path in paths:
         for line in lines(path.read_text(encoding="utf-8").splitlines() if path.exists() else ()):
@@ -92,15 +95,16 @@ def _beside(out: Path) -> Path:
 
 
 def note(out: Path | None, text: str) -> None:
-    """Writes down what is done now: "drawn" or "checked", and the names of cases."""
+    """Records the present action: "drawn" or "checked", and the names of cases."""
     if out is not None:
         _beside(out).write_text(text, encoding="utf-8")
 
 
 def lost(out: Path, report: Report) -> tuple[list[dict[str, Any]], set[str]]:
-    """(the case that ended the process before, as a line; or cases of which one did, to be checked apart).
+    """Returns (the case that ended the process before, as a line; or cases of which one did, to be checked apart).
 
-    It was ended by eager PyTorch alone where the case was being drawn, which is no fault."""
+    If the case was still being drawn, eager PyTorch alone ended the process; that is no fault.
+    """
     what, *names = (_beside(out).read_text(encoding="utf-8") if _beside(out).exists() else "none").split()
     names = [name for name in names if name not in report.done]
     if len(names) != 1:

@@ -1,6 +1,6 @@
 """runs: a case through fzero: lowered, bound on every rank of this process, and interpreted; memory is poisoned.
 
-What comes back is by name: the loss, and either the gradients or the state after the step.
+Results are returned by name: the loss, and either the gradients or the state after the step.
 """
 
 from __future__ import annotations
@@ -70,68 +70,74 @@ def _gradients(loss: Any, keyed: bool) -> Any:
     return step
 
 
-def joined(made: Sequence[Prepared], refused: set[int]) -> Prepared:
-    """The steps of cases that return gradients as one step on all their states; its metrics begin with a case's index
-    and a stroke. What is refused while it is captured is left out, and its index put into `refused`."""
+def joined(prepared: Sequence[Prepared], refused: set[int]) -> Prepared:
+    """Returns the steps of cases that return gradients as one step on all their states.
+
+    A metric's name begins with the index of its case and a stroke. A case that is refused while it is captured is left
+    out, and its index is put into `refused`.
+    """
 
     def step(state: Any, batch: Any) -> Any:
         metrics = {}
-        for n, one in enumerate(made):
+        for n, case in enumerate(prepared):
             try:
-                metrics[str(n)] = one.fields["step"](state[n], batch[n])[1]
+                metrics[str(n)] = case.fields["step"](state[n], batch[n])[1]
             except FzeroError:
                 refused.add(n)
         return state, metrics
 
-    batches = [[one.batches[0] for one in made]]
-    fields = {"step": step, "allow_unused": True, "zero": 0, "device": made[0].fields["device"]}
-    return Prepared({}, [one.state for one in made], batches, fields)
+    batches = [[case.batches[0] for case in prepared]]
+    fields = {"step": step, "allow_unused": True, "zero": 0, "device": prepared[0].fields["device"]}
+    return Prepared({}, [case.state for case in prepared], batches, fields)
 
 
-def lowered(made: Prepared, **changed: Any) -> Lowered:
-    spec = fzero.Spec(**{**made.fields, **changed})
-    state, key = made.state, None
+def lowered(prepared: Prepared, **changed: Any) -> Lowered:
+    """Returns the case lowered."""
+    spec = fzero.Spec(**{**prepared.fields, **changed})
+    state, key = prepared.state, None
     if spec.step is None:
-        state, key = made.names["params"], made.state["key"] if "key" in state else None
-    return fzero.lower(spec, state, made.batches[0], world_size=len(made.batches), key=key)
+        state, key = prepared.names["params"], prepared.state["key"] if "key" in state else None
+    return fzero.lower(spec, state, prepared.batches[0], world_size=len(prepared.batches), key=key)
 
 
-def memory_of(made: Prepared, low: Lowered) -> list[dict[str, Tensor]]:
-    """By rank what its buffers hold before the step."""
+def memory_of(prepared: Prepared, low: Lowered) -> list[dict[str, Tensor]]:
+    """Returns the contents of a rank's buffers before the step, by rank."""
     program = low.program
     inputs = [name for name, b in program.buffers.items() if b.kind == "batch"]
     fixed = [name for name, b in program.buffers.items() if b.kind == "constant"]
     constants = dict(zip(fixed, low.graph.constants.values(), strict=True))
-    leaves = [x if isinstance(x, Tensor) else torch.tensor(x) for x in tree.flatten(made.state)[1]]
-    found = []
-    for rank, batch in enumerate(made.batches):
+    leaves = [x if isinstance(x, Tensor) else torch.tensor(x) for x in tree.flatten(prepared.state)[1]]
+    memory = []
+    for rank, batch in enumerate(prepared.batches):
         given = dict(zip(inputs, (x.clone() for x in tree.flatten(batch)[1]), strict=True))
-        found.append({**storage.shards(low.plan, leaves, rank), **constants, **given})
-    return found
+        memory.append({**storage.shards(low.plan, leaves, rank), **constants, **given})
+    return memory
 
 
 def results(
     low: Lowered, memory: Sequence[Mapping[str, Tensor]], metrics: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """The state's leaves and the metrics, by path. Raises AssertionError where ranks differ in a metric."""
-    found = {leaf.path: storage.join(low.plan, leaf, memory) for leaf in low.plan.leaves}
+    """Returns the state's leaves and the metrics, by path. Raises AssertionError if ranks differ in a metric."""
+    leaves = {leaf.path: storage.join(low.plan, leaf, memory) for leaf in low.plan.leaves}
     for name, value in metrics[0].items():
         assert name in low.graph.varying_metrics or all(same_bits(m[name], value) for m in metrics), (
             f"ranks differ in {name}"
         )
-    return {**found, **metrics[0]}
+    return {**leaves, **metrics[0]}
 
 
-def interpreted(made: Prepared, low: Lowered) -> dict[str, Tensor]:
-    memory = memory_of(made, low)
+def interpreted(prepared: Prepared, low: Lowered) -> dict[str, Tensor]:
+    """Returns the results of the interpreter."""
+    memory = memory_of(prepared, low)
     with torch.no_grad():
         ranks = interpret(dict.fromkeys(range(len(memory)), low.program), memory, poison=True)
     metrics = [{n: rank.memory[b].clone() for n, b in low.program.metrics.items()} for rank in ranks]
     return results(low, [rank.memory for rank in ranks], metrics)
 
 
-def bound(made: Prepared, low: Lowered) -> dict[str, Tensor]:
-    memory = memory_of(made, low)
+def bound(prepared: Prepared, low: Lowered) -> dict[str, Tensor]:
+    """Returns the results of the executor."""
+    memory = memory_of(prepared, low)
     metrics = run_bound(dict.fromkeys(range(len(memory)), low.program), memory, steps=1)
     return results(low, memory, metrics)
 
@@ -160,19 +166,19 @@ def run_bound(
 
 def _together(ranks: Sequence[Bound]) -> None:
     """Each rank as far as it comes, in turn, until all have ended."""
-    at = [0] * len(ranks)
-    while any(i < len(bound.calls) for i, bound in zip(at, ranks, strict=True)):
-        before = list(at)
+    positions = [0] * len(ranks)
+    while any(i < len(bound.calls) for i, bound in zip(positions, ranks, strict=True)):
+        before = list(positions)
         for r, bound in enumerate(ranks):
-            while at[r] < len(bound.calls):
-                op = bound.program.ops[at[r]]
+            while positions[r] < len(bound.calls):
+                op = bound.program.ops[positions[r]]
                 if op.is_wait and not bound.comm.ready(op.reads[0].name):
                     break
-                for call in bound.calls[at[r]]:
+                for call in bound.calls[positions[r]]:
                     call()
-                at[r] += 1
-        if at == before:
-            raise DeadlockError(f"every rank waits for another, at ops {at}")
+                positions[r] += 1
+        if positions == before:
+            raise DeadlockError(f"every rank waits for another, at ops {positions}")
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

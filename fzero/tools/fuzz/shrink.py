@@ -1,8 +1,7 @@
-"""shrink: a failing case, smaller, until nothing more can be left out and it still fails in the same way.
+"""shrink: makes a failing case smaller, until nothing more can be left out and it still fails in the same way.
 
-Options go back to their defaults, summands and lines are left out, and what a line computes is replaced by a tensor
-that is there already or by a constant. A change stays if the case still runs in eager PyTorch and `check` ends as it
-did.
+Options go back to their defaults. Summands and lines are left out. The result of a line is replaced by a tensor that is
+there already, or by a constant. A change stays if the case still runs in eager PyTorch and `check` ends as it did.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def _needed(options: Options) -> dict[str, str]:
 
 
 def _without(case: Case, n: int) -> Iterator[Case]:
-    """Line n left out, with what needs it; or what it computes replaced."""
+    """Line n left out, with the lines that need it; or its result replaced."""
     line, rest = case.body[n], (*case.body[:n], *case.body[n + 1 :])
     names = defines(line)
     if not names:
@@ -107,7 +106,7 @@ def _without(case: Case, n: int) -> Iterator[Case]:
 
 
 def _renamed(case: Case, n: int, name: str, other: str) -> Case:
-    """Line n left out, and what it computed read from another name."""
+    """Line n left out, and its result read from another name."""
 
     def put(text: str) -> str:
         return re.sub(rf"\b{name}\b", other, text)

@@ -1,6 +1,6 @@
-"""values: what a drawn script imports. Tensors by number, adapters of shapes, and the call of a module.
+"""values: the names that a drawn script imports: tensors by number, adapters of shapes, and the call of a module.
 
-Values are small, distinct and the same on every machine, so that a script says all that a case is.
+Values are small, distinct and the same on every machine, so that a script holds all that a case is.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ __all__ = ["KINDS", "Bench", "Case", "Mutant", "Report", "draw", "run"]
 
 @dataclass(frozen=True)
 class Mutant:
-    """A broken program of a case, what it changes (None: nothing), and verify's message (None: not refused)."""
+    """A broken program of a case, the change in meaning (None: no change), and verify's message (None: not refused)."""
 
     kind: str
     case: Case
@@ -64,7 +64,7 @@ class Bench:
             yield Mutant(kind, self.case, programs, changes, refused)
 
     def refusal(self, programs: Mapping[int, Program]) -> str | None:
-        """What verify says against these programs, under the case's own planned peak; None where it accepts them."""
+        """Returns verify's message for these programs, under the case's own planned peak; None if it accepts them."""
         try:
             verify(programs, budget_bytes=self.budget)
         except VerifyError as error:
@@ -84,7 +84,8 @@ class Bench:
 
 @dataclass
 class Report:
-    """What `run` counted: by kind the mutants made, those that change meaning and those of them caught."""
+    """The counts of `run`. By kind: the mutants made, those that change meaning, and those of them that were caught.
+    `add` writes it."""
 
     made: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     changing: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
@@ -139,6 +140,7 @@ def run(count: int = 1000, seed: int = 0, *, each: int = 50, unbroken: int = 240
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `fzero mutate`."""
     parser.add_argument("--count", type=int, default=1000, help="mutants that change meaning, at least (default 1000)")
     parser.add_argument("--seed", type=int, default=0, help="of everything drawn (default 0)")
     parser.add_argument("--each", type=int, default=50, help="of every kind, at least (default 50)")
@@ -146,7 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Prints the table; 1 where a mutant was missed or an unbroken program refused."""
+    """Runs `fzero mutate` and prints the table. Returns 1 if a mutant was missed or an unbroken program refused."""
     report = run(arguments.count, arguments.seed, each=arguments.each, unbroken=arguments.unbroken)
     print(report)
     return 0 if report.good else 1

@@ -33,7 +33,7 @@ Tx = optim.GradientTransformation
 
 @dataclass(frozen=True)
 class Case:
-    """A program for every rank, and what each rank's buffers hold before the step."""
+    """A program for every rank, and the contents of each rank's buffers before the step."""
 
     name: str
     plan: Plan
@@ -299,7 +299,10 @@ def _value(leaf: Leaf, generator: torch.Generator) -> Tensor:
 
 
 def relay(world: int, generator: torch.Generator) -> Case:
-    """x and y go round the ring of ranks, each scaled on the way; every rank adds what it gets to its own."""
+    """A program in which x and y go round the ring of ranks, each scaled on the way.
+
+    Every rank adds the values that arrive to its own.
+    """
     scaled, added, kept = _segment(_scale, 1), _segment(_add, 2), _segment(_keep, 1, fresh=0)
     pool = {segments.digest(gm): gm for gm in (scaled, added, kept)}
     scale, add, keep = pool

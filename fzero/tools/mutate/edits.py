@@ -1,4 +1,4 @@
-"""edits: what mutations share. Finding a place in a program, and the program with one thing changed there."""
+"""edits: helpers of the mutations. They find a place in a program, and return the program with one change there."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def on(edit: Edit, *, alone: bool = False) -> Mutation:
 
 
 def pick(rng: random.Random, items: Iterable[T]) -> T | None:
+    """Returns a random one of the choices; None if there is none."""
     items = list(items)
     return rng.choice(items) if items else None
 
@@ -42,32 +43,34 @@ def pick(rng: random.Random, items: Iterable[T]) -> T | None:
 
 
 def find(program: Program, test: Callable[[Op], Any]) -> list[int]:
-    return [i for i, one in enumerate(program.ops) if test(one)]
+    """Returns the numbers of the ops that fit."""
+    return [i for i, op in enumerate(program.ops) if test(op)]
 
 
 def names(refs: Iterable[Ref]) -> set[str]:
+    """Returns the buffer names of references."""
     return {ref.name for ref in refs}
 
 
 def touching(program: Program, name: str) -> list[int]:
-    """Where a buffer is used, waits for it included, frees not."""
+    """Returns the numbers of the ops that use a buffer or wait for it; frees do not count."""
     return find(program, lambda op: not op.is_free and name in names((*op.reads, *op.writes)))
 
 
-def wait_of(program: Program, at: int) -> int | None:
-    """The wait for the transfer that op `at` starts."""
-    op = program.ops[at]
+def wait_of(program: Program, index: int) -> int | None:
+    """Returns the number of the wait for the transfer that op `index` starts; None if there is none."""
+    op = program.ops[index]
     name = (op.writes or op.reads)[0].name
     waits = find(program, lambda other: other.is_wait and other.reads[0].name == name)
-    return next((i for i in waits if i > at), None)
+    return next((i for i in waits if i > index), None)
 
 
-def alive(program: Program, name: str, at: int) -> bool:
-    """Whether a buffer holds something that op `at` finds and a later op uses."""
+def alive(program: Program, name: str, index: int) -> bool:
+    """Whether a buffer holds a value that op `index` can read and a later op uses."""
     if program.buffers[name].kind in PERSISTENT:
         return True
     uses = touching(program, name)
-    return bool(uses) and uses[0] < at < uses[-1]
+    return bool(uses) and uses[0] < index < uses[-1]
 
 
 def spots(program: Program, side: str, test: Callable[[Op, Ref], Any]) -> list[tuple[int, int]]:
@@ -82,7 +85,8 @@ def spots(program: Program, side: str, test: Callable[[Op, Ref], Any]) -> list[t
 
 
 def form(program: Program, ref: Ref) -> tuple[object, ...]:
-    """What makes one reference able to stand for another: dtype, and the shape a segment sees or the flat range."""
+    """Returns the facts that must agree for one reference to stand for another: dtype, and shape in the segment or flat
+    range."""
     buffer = program.buffers[ref.name]
     shape = buffer.shape if ref.start is None and buffer.bucket is None else ref.shape
     span = (ref.start, ref.stop, ref.mine or buffer.sharded, buffer.per) if shape is None else ()
@@ -91,45 +95,50 @@ def form(program: Program, ref: Ref) -> tuple[object, ...]:
 
 def alike(program: Program, ref: Ref) -> list[Ref]:
     """The other references of a reference's form: leaves, flat ranges, buffers without a bucket."""
-    found = []
+    refs = []
     for name, buffer in program.buffers.items():
         if buffer.bucket is None:
-            found.append(Ref(name))
+            refs.append(Ref(name))
         elif ref.shape is None:
-            found.append(replace(ref, name=name))
+            refs.append(replace(ref, name=name))
         else:
             bucket = program.buckets[buffer.bucket]
-            found += [Ref(name, *bucket.place(i, buffer.per)) for i in range(len(bucket.slots))]
-    return [other for other in found if other != ref and form(program, other) == form(program, ref)]
+            refs += [Ref(name, *bucket.place(i, buffer.per)) for i in range(len(bucket.slots))]
+    return [other for other in refs if other != ref and form(program, other) == form(program, ref)]
 
 
 # --- a program with one thing changed ---------------------------------------------------------------------------------
 
 
 def with_ops(program: Program, ops: Sequence[Op]) -> Program:
+    """Returns the program with other ops."""
     return replace(program, ops=tuple(ops))
 
 
 def with_buffers(program: Program, *buffers: Buffer) -> Program:
+    """Returns the program with these buffers replaced."""
     return replace(program, buffers={**program.buffers, **{b.name: b for b in buffers}})
 
 
-def put(program: Program, at: int, op: Op) -> Program:
-    return with_ops(program, [*program.ops[:at], op, *program.ops[at + 1 :]])
+def put(program: Program, index: int, op: Op) -> Program:
+    """Returns the program with op `index` replaced."""
+    return with_ops(program, [*program.ops[:index], op, *program.ops[index + 1 :]])
 
 
-def insert(program: Program, at: int, *ops: Op) -> Program:
-    return with_ops(program, [*program.ops[:at], *ops, *program.ops[at:]])
+def insert(program: Program, index: int, *ops: Op) -> Program:
+    """Returns the program with ops inserted before op `index`."""
+    return with_ops(program, [*program.ops[:index], *ops, *program.ops[index:]])
 
 
-def drop(program: Program, *at: int | None) -> Program:
-    return with_ops(program, [one for i, one in enumerate(program.ops) if i not in at])
+def drop(program: Program, *indices: int | None) -> Program:
+    """Returns the program without these ops (None: nothing to drop)."""
+    return with_ops(program, [op for i, op in enumerate(program.ops) if i not in indices])
 
 
-def move(program: Program, at: int, to: int) -> Program:
-    """Op `at` to where op `to` is, which then follows it (moved up) or goes before it (moved down)."""
-    rest = [*program.ops[:at], *program.ops[at + 1 :]]
-    return with_ops(program, [*rest[:to], program.ops[at], *rest[to:]])
+def move(program: Program, index: int, to: int) -> Program:
+    """Returns the program with op `index` moved to op `to`: before that op if moved up, after it if moved down."""
+    rest = [*program.ops[:index], *program.ops[index + 1 :]]
+    return with_ops(program, [*rest[:to], program.ops[index], *rest[to:]])
 
 
 def replaced(op: Op, side: str, index: int, ref: Ref) -> Op:
@@ -139,12 +148,13 @@ def replaced(op: Op, side: str, index: int, ref: Ref) -> Op:
     return replace(op, reads=tuple(refs)) if side == "reads" else replace(op, writes=tuple(refs))
 
 
-def unfreed(program: Program, at: int, name: str) -> Program:
-    """Without the free of one buffer at op `at`."""
-    left = tuple(ref for ref in program.ops[at].reads if ref.name != name)
-    return put(program, at, replace(program.ops[at], reads=left)) if left else drop(program, at)
+def unfreed(program: Program, index: int, name: str) -> Program:
+    """Returns the program without the free of one buffer at op `index`."""
+    left = tuple(ref for ref in program.ops[index].reads if ref.name != name)
+    return put(program, index, replace(program.ops[index], reads=left)) if left else drop(program, index)
 
 
 def never_freed(program: Program, name: str) -> Program:
-    at = find(program, lambda op: op.is_free and name in names(op.reads))
-    return unfreed(program, at[0], name) if at else program
+    """Returns the program with a buffer that is never freed."""
+    frees = find(program, lambda op: op.is_free and name in names(op.reads))
+    return unfreed(program, frees[0], name) if frees else program

@@ -32,7 +32,7 @@ from fzero.tools.mutate.corpus import Case
 
 @dataclass(frozen=True)
 class Outcome:
-    """What running `{rank: program}` gives. `error` is set where it cannot be run to its end."""
+    """The result of running `{rank: program}`. `error` is set if it cannot be run to its end."""
 
     error: str | None
     state: tuple[torch.Tensor, ...] = ()
@@ -66,7 +66,7 @@ def outcome(case: Case, programs: Mapping[int, Program]) -> Outcome:
             read_only,
             tuple(map(_left, ranks)),
             frozenset(map(_order, every)),
-            tuple(sum(wire_bytes(p, one) for one in p.ops) for p in every),
+            tuple(sum(wire_bytes(p, op) for op in p.ops) for p in every),
             tuple(sum(b.nbytes for b in p.buffers.values()) for p in every),
             tuple(account(p).peak for p in every),
             tuple(max(0, max(gathered_bytes(p.ops, p.buffers), default=0) - p.gather_cap_bytes) for p in every),
@@ -77,7 +77,7 @@ def outcome(case: Case, programs: Mapping[int, Program]) -> Outcome:
 
 
 def _left(rank: Rank) -> frozenset[str]:
-    """What a rank still holds or waits for at the end, beside the state, the batch and the metrics."""
+    """The buffers and transfers that a rank still holds at the end, beside the state, the batch and the metrics."""
     named = {name for name, b in rank.program.buffers.items() if b.kind in PERSISTENT}
     named |= set(rank.program.metrics.values())
     comm: Any = rank.comm
@@ -101,7 +101,7 @@ def executed(case: Case, programs: Mapping[int, Program]) -> Outcome:
             ranks = [_bound(programs[r], r, LocalComm(world, r), memory[r]) for r in sorted(programs)]
         running = [_calls(bound) for bound in ranks]
         for _ in range(1 + sum(len(p.ops) for p in programs.values())):
-            running = [one for one in running if next(one, None) is not None]
+            running = [rank for rank in running if next(rank, None) is not None]
         state = tuple(storage.local(case.plan, own, x, r) for r, own in enumerate(memory) for x in case.plan.leaves)
         metrics = tuple(bound.memory[buffer] for bound in ranks for _, buffer in sorted(bound.metrics))
         return Outcome("ranks wait for one another" if running else None, state, metrics)
@@ -134,7 +134,7 @@ def _order(program: Program) -> tuple[str, ...]:
 
 
 def difference(sound: Outcome, broken: Outcome) -> str | None:
-    """What a mutant changes, in a few words; None where it changes nothing."""
+    """Returns the change that a mutant makes, in a few words; None if it makes none."""
     if broken.error is not None:
         return f"fails: {broken.error}"
     for name in ("state", "metrics"):

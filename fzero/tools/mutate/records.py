@@ -1,4 +1,4 @@
-"""records: edits of what the ops and the buffers say. References, segments, attributes, names, forms of buffers."""
+"""records: edits of the fields of ops and buffers: references, segments, attributes, names, forms of buffers."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def exchange_reads_of_two(rng: random.Random, p: Program) -> Program | None:
 def drop_reference(rng: random.Random, p: Program) -> Program | None:
     """An op has a read or a write less, or one twice."""
     side = rng.choice(("reads", "writes"))
-    if (spot := pick(rng, spots(p, side, lambda one, ref: True))) is None:
+    if (spot := pick(rng, spots(p, side, lambda op, ref: True))) is None:
         return None
     at, n = spot
     refs = list(getattr(p.ops[at], side))
     refs[n : n + 1] = [] if rng.random() < 0.5 else [refs[n], refs[n]]
-    one = p.ops[at]
-    return put(p, at, replace(one, reads=tuple(refs)) if side == "reads" else replace(one, writes=tuple(refs)))
+    op = p.ops[at]
+    return put(p, at, replace(op, reads=tuple(refs)) if side == "reads" else replace(op, writes=tuple(refs)))
 
 
 # --- ranges -----------------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def exchange_places(rng: random.Random, p: Program) -> Program | None:
 
 
 def _blocks(p: Program) -> list[int]:
-    return find(p, lambda one: one.offset is not None and one.workspace > 0)
+    return find(p, lambda op: op.offset is not None and op.workspace > 0)
 
 
 def grow_workspace(rng: random.Random, p: Program) -> Program | None:

@@ -183,7 +183,7 @@ def wrong_write(rng: random.Random, p: Program) -> Program | None:
 
 def _elsewhere(rng: random.Random, p: Program, side: str) -> Program | None:
     """A reference becomes one to another leaf, column or buffer of its form, mostly one that is in use."""
-    spot = pick(rng, spots(p, side, lambda one, ref: True))
+    spot = pick(rng, spots(p, side, lambda op, ref: True))
     if spot is None:
         return None
     at, n = spot

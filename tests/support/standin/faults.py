@@ -29,7 +29,7 @@ def a_missing_wait_is_a_race() -> None:
     def wait(self: Any, name: str) -> None:
         self.pending.pop(name).finish()
 
-    with changed(transfers.P2P, "wait", wait), fails(order.RaceError, "nccl"):
+    with changed(transfers.Nccl, "wait", wait), fails(order.RaceError, "nccl"):
         trained(cuda_graph=False, optimizer=optim.sgd(0.1))
     gc.collect()
     order.VIOLATIONS.clear()  # that the memory of the transfers went back too early
@@ -43,7 +43,7 @@ def a_missing_wait_fails_a_capture() -> None:
             transfer.requests[0].wait()
         transfer.finish()
 
-    with logged() as said, changed(transfers.P2P, "wait", wait):
+    with logged() as said, changed(transfers.Nccl, "wait", wait):
         trained(optimizer=optim.sgd(0.1))
     assert any("would not record" in line for line in said), said
     gc.collect()

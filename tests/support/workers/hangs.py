@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import fzero
-from fzero.comm.transfers import tell
+from fzero.comm.agree import tell
 from fzero.ir.program import op_text
 from fzero.runtime.executor import Bound
 

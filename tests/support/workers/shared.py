@@ -18,11 +18,13 @@ from models import MODELS
 import fzero
 from fzero import tree
 from fzero.comm import peers as host_module
+from fzero.comm.agree import tell
 from fzero.comm.autotune import Fastest, measured
+from fzero.comm.group import open_world
 from fzero.comm.peers import PeerError
 from fzero.comm.rendezvous import meet
 from fzero.comm.shared_memory import Shared
-from fzero.comm.transfers import P2P, Gloo, open_world, tell
+from fzero.comm.transfers import P2P, gloo
 from fzero.ir.records import Ref as R
 from fzero.ir.records import make_op
 from fzero.lowering.build import build
@@ -182,7 +184,7 @@ def lowered_via(spec, params, batch, world, via):
 def chosen():
     """The measured table, and whether transfers the fastest way have the bits of P2P."""
     rank, world, host = met()
-    comms = {"shared": Shared(host, world), "p2p": P2P(rank, world), "gloo": Gloo(rank, world)}
+    comms = {"shared": Shared(host, world), "p2p": P2P(rank, world), "gloo": gloo(rank, world)}
     table, rates = measured(comms, world, memory=host.allocate)
     one = make_op("all_reduce", [R("own")], [R("sum"), R("s")], axis="dp", op="sum", divisor=world)
     same = []

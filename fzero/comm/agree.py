@@ -1,0 +1,141 @@
+"""agree: small all-gathers by which ranks compare notes before any data moves.
+
+`gathered` moves one small tensor per rank, `tell` one short note per rank, and `agree` checks that all ranks make the
+same call on the same program. All of them go over gloo, on the CPU. Bytes and JSON only: nothing is pickled.
+
+A collective call of the user begins in `agree`: it tells the heartbeat (`fzero.comm.heartbeat`) the name of the call.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fzero.comm import heartbeat
+from fzero.errors import DisagreementError
+
+NOTE_BYTES = 512
+
+
+def tell(note: bytes, world_size: int, group: Any) -> list[bytes]:
+    """Returns the notes of all ranks, by rank. Collective.
+
+    Each note is cut at NOTE_BYTES, and zero bytes at its end are lost. The cost is one small all-gather over gloo.
+    Raises HangError if a rank does not come.
+    """
+    note = note[:NOTE_BYTES]
+    local = torch.zeros(NOTE_BYTES, dtype=torch.uint8, device="cpu")
+    local[: len(note)] = torch.tensor(list(note), dtype=torch.uint8)
+    return [bytes(t.tolist()).rstrip(b"\0") for t in gathered(local, world_size, group)]
+
+
+def gathered(local: torch.Tensor, world_size: int, group: Any) -> list[torch.Tensor]:
+    """Returns the small CPU tensors of all ranks, by rank, over gloo. Collective.
+
+    `local` has the same shape and dtype on every rank. Raises HangError if a rank does not come.
+    """
+    presence = heartbeat.of(group)
+    tensors = [torch.empty_like(local) for _ in range(world_size)]
+    presence.waits = True
+    try:
+        dist.all_gather(tensors, local, group=group)
+    except RuntimeError as error:
+        raise presence.lost(error) from error
+    finally:
+        presence.waits = False
+    return tensors
+
+
+def agree(
+    rank: int,
+    world_size: int,
+    call: str,
+    digest: str,
+    group: Any,
+    failure: BaseException | None = None,
+    flags: int = 0,
+    inputs: Callable[[], Mapping[str, str]] = dict,
+) -> int:
+    """Checks that all ranks make the same call, and returns the union of their `flags`. Collective.
+
+    call: the name of the call, for messages. digest: identifies the program that this rank is about to run. failure:
+    the error that this rank met before the call, if any. flags: bits that this rank sends to the others. inputs:
+    returns the inputs of the call by name, as text; it is used only if the digests differ, so that the error can name
+    the input that differs.
+
+    Raises `failure` if there is one. Raises DisagreementError on every rank if calls or digests differ, and on the
+    ranks that did not fail if another rank failed. Raises HangError if a rank does not come.
+
+    The cost is one small all-gather of fixed size. The collective call begins here. The caller ends it with
+    `heartbeat.of(group).leave()`; the next call ends it too.
+    """
+    presence, any_rank_flags = heartbeat.of(group), flags
+    try:
+        if world_size > 1:
+            presence.enter(call)
+            text = f"{type(failure).__name__}: {failure}" if failure is not None else ""
+            note = f"{'!' if failure is not None else '='}{int(flags)}\n{call}\n{digest}\n{text}"
+            notes = tell(note.encode(), world_size, group)
+            presence.set_agreed(call)
+            if failure is None:
+                parts = [note.decode(errors="replace").split("\n", 3) for note in notes]
+                if len({part[1] for part in parts}) == 1 < len({part[2] for part in parts}) and not any(
+                    part[0].startswith("!") for part in parts
+                ):
+                    _compare_inputs([_table(note) for note in tell(_text(inputs()), world_size, group)])
+                _compare(rank, parts)
+                any_rank_flags = functools.reduce(operator.or_, (int(part[0][1:]) for part in parts))
+        if failure is not None:
+            raise failure
+    except BaseException:
+        presence.leave()
+        raise
+    return any_rank_flags
+
+
+def _text(inputs: Mapping[str, str]) -> bytes:
+    return "".join(f"{name}\t{value}\n" for name, value in inputs.items()).encode()
+
+
+def _table(note: bytes) -> dict[str, str]:
+    """The inverse of `_text`. A note may have been cut, so text after the last line end is dropped."""
+    lines = note.decode(errors="replace").split("\n")[:-1]
+    return dict(line.split("\t", 1) for line in lines)
+
+
+def _compare_inputs(tables: list[dict[str, str]]) -> None:
+    """Raises DisagreementError for the first input of rank 0 that differs on another rank."""
+    for name, first in tables[0].items():
+        for rank, table in enumerate(tables):
+            other = table.get(name, first)
+            if other == first:
+                continue
+            remedy = "Pad to a multiple that holds them all, or to the longest of all ranks (an all_reduce of the "
+            remedy += (
+                "length with MAX, before the step), and leave the padding out of the loss: fzero.Mean(total, count)"
+            )
+            shapes = first.partition("[")[0] == other.partition("[")[0] and "[" in first
+            raise DisagreementError(
+                f"{name} is {first} on rank 0, {other} on rank {rank}: a step needs batches of the same shapes, dtypes "
+                f"and static values on all ranks{f'. {remedy}' if shapes else ''}"
+            )
+
+
+def _compare(rank: int, notes: list[list[str]]) -> None:
+    """Raises DisagreementError if a rank failed, or if calls or digests differ. A note is [mark and flags, call,
+    digest, error text]."""
+    failed = [(r, note[-1]) for r, note in enumerate(notes) if note[0].startswith("!")]
+    if failed:
+        raise DisagreementError("; ".join(f"rank {r} failed before {notes[rank][1]}: {text}" for r, text in failed))
+    if len({(note[1], note[2]) for note in notes}) > 1:
+        shown = "; ".join(f"rank {r}: {note[1]} of {note[2]}" for r, note in enumerate(notes))
+        raise DisagreementError(
+            f"the ranks do not run the same program ({shown}): give every rank the same spec, the same params and "
+            "batches of one shape, as many threads (OMP_NUM_THREADS: sums round by them), and make the same calls on "
+            "all of them (no .full() inside `if rank == 0`)"
+        )
