@@ -36,29 +36,31 @@ INDEX = torch.ops.fzero.axis_index.default
 
 def build(graph: Graph, plan: Plan, *, reduce: str = "end", transport: str = "p2p") -> Program:
     """The naive program. `reduce` is "each" or "end"; `transport` is "p2p", "nccl" or "shared"."""
-    builder = _Builder(plan, transport, graph=graph, reduce=reduce)
+    to = Emitter(plan, transport)
+    builder = _Builder(to, graph, reduce)
     builder.run()
     return Program(
         mesh=plan.mesh,
         buckets=plan.buckets,
-        buffers=builder.buffers,
-        ops=tuple(builder.ops),
+        buffers=to.buffers,
+        ops=tuple(to.ops),
         metrics=builder.metrics,
         meaning=graph_meaning(graph, plan, reduce, builder.input_names),
         microbatches=max((region.microbatches for region in graph.regions), default=1),
         trainable=tuple(sorted(builder.trainable)),
         passes=("lower",),
         transport=transport,
-        segments=builder.segments,
+        segments=to.segments,
     )
 
 
 @dataclass
-class _Builder(Emitter):
-    """The naive program of one captured step, being written."""
+class _Builder:
+    """The naive program of one captured step, being written: its records go `to` the emitter."""
 
-    graph: Graph = field(kw_only=True)
-    reduce: str = field(kw_only=True)
+    to: Emitter
+    graph: Graph
+    reduce: str
     metrics: dict[str, str] = field(default_factory=dict)
     trainable: set[str] = field(default_factory=set)
     input_names: list[str] = field(default_factory=list)
@@ -70,10 +72,10 @@ class _Builder(Emitter):
         self._inputs()
         for node in gm.graph.nodes:
             if node.target is INDEX:
-                self.where[node] = self._rank(str(node.args[0]))
+                self.to.where[node] = self._rank(str(node.args[0]))
         levels = _levels(gm.graph)
         results = fx_nodes.outputs(gm.graph)
-        num = len(self.plan.leaves)
+        num = len(self.to.plan.leaves)
         self.new_leaf = {n: i for i, n in enumerate(results[:num]) if n is not self.nodes[i]}
         self.metric_nodes = set(results[num:])
         for level in range(max(levels.values(), default=0) + 1):
@@ -83,12 +85,14 @@ class _Builder(Emitter):
                 if _is_comm(node) and levels[node] == level + 1:
                     self._comm(node)
         self._updates()
-        changed = [self.plan.leaves[i] for i in self.new_leaf.values()]
-        self.trainable &= {f"{self.buffers[x.buffer].bucket}:{x.slot}" for x in changed}  # a step may leave some alone
+        changed = [self.to.plan.leaves[i] for i in self.new_leaf.values()]
+        self.trainable &= {
+            f"{self.to.buffers[x.buffer].bucket}:{x.slot}" for x in changed
+        }  # a step may leave some alone
         for name, node in zip(self.graph.metric_names, results[num:], strict=True):
-            ref = self.where[node]
+            ref = self.to.where[node]
             self.metrics[name] = ref.name
-            self.buffers[ref.name] = _with_kind(self.buffers[ref.name], "metric")
+            self.to.buffers[ref.name] = _with_kind(self.to.buffers[ref.name], "metric")
 
     # --- pieces
 
@@ -97,7 +101,7 @@ class _Builder(Emitter):
         of a collective, or another leaf's value."""
         out = fx_nodes.output(gm.graph)
         inputs = fx_nodes.placeholders(gm.graph)
-        num = len(self.plan.leaves)
+        num = len(self.to.plan.leaves)
         seen: set[fx.Node] = set()
         results = list(out.args[0])  # type: ignore[arg-type]
         for index, node in enumerate(results):
@@ -114,34 +118,34 @@ class _Builder(Emitter):
         out.args = (results,)
 
     def _inputs(self) -> None:
-        num = len(self.plan.leaves)
-        self.buffers.update(self.plan.buffers)
-        for node, leaf in zip(self.nodes, self.plan.leaves, strict=False):
-            ref = self.plan.ref(leaf)
-            if self.plan.buffers[leaf.buffer].sharded:
+        num = len(self.to.plan.leaves)
+        self.to.buffers.update(self.to.plan.buffers)
+        for node, leaf in zip(self.nodes, self.to.plan.leaves, strict=False):
+            ref = self.to.plan.ref(leaf)
+            if self.to.plan.buffers[leaf.buffer].sharded:
                 ref = Ref(self._gathered(leaf.buffer), ref.start, ref.stop, ref.shape)
-            self.where[node] = ref
+            self.to.where[node] = ref
         names = [*(f"batch:{p}" for p in self.graph.batch_paths), *(f"const:{n}" for n in self.graph.constants)]
         for node, name in zip(self.nodes[num:], names, strict=True):
             kind = "batch" if name.startswith("batch:") else "constant"
-            self.where[node] = self.new(name, node.meta["val"], kind)
-            self.input_names.append(self.where[node].name)
+            self.to.where[node] = self.to.new(name, node.meta["val"], kind)
+            self.input_names.append(self.to.where[node].name)
 
     def _gathered(self, column: str) -> str:
         name = f"{column}.full"
-        if name not in self.buffers:
-            source = self.buffers[column]
-            bucket = self.plan.buckets[source.bucket or ""]
+        if name not in self.to.buffers:
+            source = self.to.buffers[column]
+            bucket = self.to.plan.buckets[source.bucket or ""]
             shape = (bucket.length // source.per,)
-            self.buffers[name] = Buffer(name, source.dtype, shape, "gathered", bucket.name, per=source.per)
+            self.to.buffers[name] = Buffer(name, source.dtype, shape, "gathered", bucket.name, per=source.per)
             why = f"whole {bucket.name}"
-            self.emit("all_gather", [Ref(column)], [Ref(name)], axis=bucket.axis, why=why)
-            self.emit("wait", [Ref(name)], why=why)
+            self.to.emit("all_gather", [Ref(column)], [Ref(name)], axis=bucket.axis, why=why)
+            self.to.emit("wait", [Ref(name)], why=why)
         return name
 
     def _rank(self, axis: str) -> Ref:
         name = f"rank:{axis}"
-        self.buffers[name] = Buffer(name, torch.int64, (), "rank", note="this rank's place")
+        self.to.buffers[name] = Buffer(name, torch.int64, (), "rank", note="this rank's place")
         return Ref(name)
 
     def _outer(self, nodes: list[fx.Node], level: int) -> None:
@@ -159,52 +163,54 @@ class _Builder(Emitter):
             return
         refs = []
         for node in dests:
-            leaf = self.plan.leaves[self.new_leaf[node]]
-            ref = self.plan.ref(leaf)
+            leaf = self.to.plan.leaves[self.new_leaf[node]]
+            ref = self.to.plan.ref(leaf)
             new = f"{leaf.buffer}.new"
-            if new not in self.buffers:
-                old = self.buffers[leaf.buffer]
-                shape = (self.plan.buckets[old.bucket].length // old.per,) if old.bucket else old.shape
-                self.buffers[new] = Buffer(new, old.dtype, shape, "scratch", old.bucket, per=old.per)
+            if new not in self.to.buffers:
+                old = self.to.buffers[leaf.buffer]
+                shape = (self.to.plan.buckets[old.bucket].length // old.per,) if old.bucket else old.shape
+                self.to.buffers[new] = Buffer(new, old.dtype, shape, "scratch", old.bucket, per=old.per)
             refs.append(Ref(new, ref.start, ref.stop, ref.shape))
         gm = segments.extract(nodes, inputs, [*dests, *fresh], dests)
-        outs = [self.new(f"u{level}.{node.name}", node.meta["val"], "activation") for node in fresh]
-        self.where.update(zip(fresh, outs, strict=True))
-        reads = [self.where[n] for n in inputs]
+        outs = [self.to.new(f"u{level}.{node.name}", node.meta["val"], "activation") for node in fresh]
+        self.to.where.update(zip(fresh, outs, strict=True))
+        reads = [self.to.where[n] for n in inputs]
         lines = _unique(n.meta["source"] for n in nodes if n.meta.get("source"))
-        self.segment("run", gm, reads, [*outs, *refs], why=f"outer {' '.join(lines[:3])}".strip(), phase="outer")
+        self.to.segment("run", gm, reads, [*outs, *refs], why=f"outer {' '.join(lines[:3])}".strip(), phase="outer")
 
     def _comm(self, node: fx.Node) -> None:
         if node.target is REGION:
-            trainable = RegionBuilder(self, self.graph, self.nodes[: len(self.plan.leaves)], self.reduce).run(node)
+            trainable = RegionBuilder(self.to, self.graph, self.nodes[: len(self.to.plan.leaves)], self.reduce).run(
+                node
+            )
             self.trainable |= trainable
-        elif node.target is REDUCE and node not in self.where:
+        elif node.target is REDUCE and node not in self.to.where:
             source, how, axis = fx_nodes.operand(node), str(node.args[1]), node.args[2]
-            if self.plan.world_size == 1:
-                self.where[node] = self.where[source]
+            if self.to.plan.world_size == 1:
+                self.to.where[node] = self.to.where[source]
                 return
-            self.where[node] = self.exchange(
-                self.where[source], node.meta["val"], f"{node.name}", how, 1, f"{how} over {axis} {line_of(node)}"
+            self.to.where[node] = self.to.exchange(
+                self.to.where[source], node.meta["val"], f"{node.name}", how, 1, f"{how} over {axis} {line_of(node)}"
             )
 
     def _updates(self) -> None:
         """Keeps the own part of every new leaf: one copy per run of changed leaves in a column."""
         changed: dict[str, set[int | None]] = {}
         for index in self.new_leaf.values():
-            leaf = self.plan.leaves[index]
+            leaf = self.to.plan.leaves[index]
             changed.setdefault(leaf.buffer, set()).add(leaf.slot)
         for name, slots in changed.items():
-            buffer = self.buffers[name]
+            buffer = self.to.buffers[name]
             if None in slots:
                 gm = copy_segment(torch.empty(buffer.shape, dtype=buffer.dtype, device="meta"))
-                self.segment("update", gm, [Ref(f"{name}.new")], [Ref(name)], why=f"keep {name}")
+                self.to.segment("update", gm, [Ref(f"{name}.new")], [Ref(name)], why=f"keep {name}")
                 continue
-            bucket = self.plan.buckets[buffer.bucket or ""]
+            bucket = self.to.plan.buckets[buffer.bucket or ""]
             for first, last in _ranges(sorted(s for s in slots if s is not None)):
                 start, stop = bucket.slots[first].start, bucket.end(last)
                 gm = copy_segment(torch.empty((stop - start) // buffer.per, dtype=buffer.dtype, device="meta"))
                 old, new = (Ref(b, start, stop, None, buffer.sharded is not None) for b in (name, f"{name}.new"))
-                self.segment("update", gm, [new], [old], why=f"keep {name}", flat=1)
+                self.to.segment("update", gm, [new], [old], why=f"keep {name}", flat=1)
 
 
 def _is_comm(node: fx.Node) -> bool:

@@ -29,7 +29,7 @@ from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Op, Ref, buffer_name, make_op
 from fzero.ir.traits import BLOCKWISE, WHOLE
 from fzero.passes.common.leafwise import Call, leafwise
-from fzero.passes.common.outer_run import Levels, Spot
+from fzero.passes.common.outer_run import OuterRun, Spot
 from fzero.plan.whole_leaves import is_whole
 
 
@@ -39,7 +39,7 @@ def shard_update(program: Program) -> Program:
     ops: list[Op] = []
     for index, op in enumerate(program.ops):
         if op.is_run and op.phase == "outer":
-            ops += _Outer(program, op, buffers, index=index, pool=pool).rewritten()
+            ops += _Outer(OuterRun(program, op, buffers), index, pool).rewritten()
         else:
             ops.append(op)
     ops = _without_unread(ops)
@@ -65,26 +65,27 @@ def _without_unread(ops: list[Op]) -> list[Op]:
 
 
 @dataclass
-class _Outer(Levels):
-    """One outer run on full tensors, being rewritten."""
+class _Outer:
+    """One outer run on full tensors, being rewritten. `pool` and the run's buffers take in what is made."""
 
-    index: int = field(kw_only=True)
-    pool: dict[str, fx.GraphModule] = field(kw_only=True)
+    run: OuterRun
+    index: int
+    pool: dict[str, fx.GraphModule]
     ops: list[Op] = field(default_factory=list)
     gathers: list[str] = field(default_factory=list)
     columns: set[str] = field(default_factory=set)  # made here
     whole: set[str] = field(default_factory=set)  # gathered here, and not written since
 
     def rewritten(self) -> list[Op]:
-        self.sort_out()
-        if not any(n in self.spot for n in self.nodes) and not self.partial:
-            return [self.one]
-        for level in range(max(self.level.values(), default=0) + 1):
-            here = [n for n in self.nodes if self.level[n] == level]
-            self._full([n for n in here if n not in self.spot and n not in self.partial], level)
-            self._flat([n for n in here if n in self.spot and n not in self.owned], level)
-            self._owned([n for n in here if n in self.owned], level)
-            self._sums([n for n in here if n in self.partial], level)
+        self.run.sort_out()
+        if not any(n in self.run.spot for n in self.run.nodes) and not self.run.partial:
+            return [self.run.one]
+        for level in range(max(self.run.level.values(), default=0) + 1):
+            here = [n for n in self.run.nodes if self.run.level[n] == level]
+            self._full([n for n in here if n not in self.run.spot and n not in self.run.partial], level)
+            self._flat([n for n in here if n in self.run.spot and n not in self.run.owned], level)
+            self._owned([n for n in here if n in self.run.owned], level)
+            self._sums([n for n in here if n in self.run.partial], level)
         for name in dict.fromkeys(self.gathers):
             self._gather(name)
         self._narrow_columns()
@@ -97,46 +98,48 @@ class _Outer(Levels):
 
     def _mine(self, bucket: str) -> bool:
         """Whether each rank updates its own slice of a bucket."""
-        return self.program.world_size > 1 and self.program.buckets[bucket].updates_slices
+        return self.run.program.world_size > 1 and self.run.program.buckets[bucket].updates_slices
 
     # --- full work
 
     def _full(self, nodes: list[fx.Node], level: int) -> None:
         """What is not flat, as one run; the flat values it needs are gathered before."""
-        nodes = [n for n in nodes if n.users or n in self.fresh]
+        nodes = [n for n in nodes if n.users or n in self.run.fresh]
         if not nodes:
             return
         inside = set(nodes)
         inputs = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
-        dests = [n for n in nodes if n in self.dest]
-        fresh = [n for n in nodes if n in self.fresh or any(u in self.level and u not in inside for u in n.users)]
+        dests = [n for n in nodes if n in self.run.dest]
+        fresh = [
+            n for n in nodes if n in self.run.fresh or any(u in self.run.level and u not in inside for u in n.users)
+        ]
         gm = segments.extract(nodes, inputs, [*dests, *fresh], dests)
         for node in fresh:
-            self.where[node] = self.fresh.get(node) or self._new(f"u{self.index}.{node.name}", node.meta["val"])
-        writes = [*(self.where[n] for n in fresh), *(self.dest[n] for n in dests)]
-        self._emit(rewrite.run_op(self.one, gm, [self._whole(n) for n in inputs], writes, self.pool))
+            self.run.where[node] = self.run.fresh.get(node) or self._new(f"u{self.index}.{node.name}", node.meta["val"])
+        writes = [*(self.run.where[n] for n in fresh), *(self.run.dest[n] for n in dests)]
+        self._emit(rewrite.run_op(self.run.one, gm, [self._whole(n) for n in inputs], writes, self.pool))
 
     def _whole(self, node: fx.Node) -> Ref:
         """Where all of a value is; a stored flat value is gathered into place for it."""
-        if node not in self.where:
-            name = self.stored[node]
-            bucket, index = self.spot[node]
-            self.where[node] = Ref(name, *self.program.buckets[bucket].place(index, self.per[node]))
+        if node not in self.run.where:
+            name = self.run.stored[node]
+            bucket, index = self.run.spot[node]
+            self.run.where[node] = Ref(name, *self.run.program.buckets[bucket].place(index, self.run.per[node]))
             if self._mine(bucket):
                 self._gather(name)
-        return self.where[node]
+        return self.run.where[node]
 
     def _gather(self, name: str) -> None:
         if name in self.whole:
             return
-        length, why = self.program.extent(self.buffers[name]), f"whole {name}"
-        axis = self.program.buckets[self.buffers[name].bucket or ""].axis
+        length, why = self.run.program.extent(self.run.buffers[name]), f"whole {name}"
+        axis = self.run.program.buckets[self.run.buffers[name].bucket or ""].axis
         self._emit(make_op("all_gather", [Ref(name, 0, length, None, True)], [Ref(name)], axis=axis, why=why))
         self._emit(make_op("wait", [Ref(name)], why=why))
 
     def _new(self, name: str, like: torch.Tensor) -> Ref:
         name = buffer_name(name)
-        self.buffers[name] = Buffer(name, like.dtype, tuple(like.shape), "activation")
+        self.run.buffers[name] = Buffer(name, like.dtype, tuple(like.shape), "activation")
         return Ref(name)
 
     # --- flat work
@@ -144,7 +147,7 @@ class _Outer(Levels):
     def _flat(self, nodes: list[fx.Node], level: int) -> None:
         by_spot: dict[Spot, list[fx.Node]] = {}
         for node in nodes:
-            by_spot.setdefault(self.spot[node], []).append(node)
+            by_spot.setdefault(self.run.spot[node], []).append(node)
         buckets = list(dict.fromkeys(bucket for bucket, _ in by_spot))
         for bucket in buckets:
             slots = sorted(slot for name, slot in by_spot if name == bucket)
@@ -154,7 +157,7 @@ class _Outer(Levels):
             signs = {slot: self._signature(by_spot[(bucket, slot)]) for slot in slots}
             for slot in slots:
                 alike = runs and runs[-1][-1] == slot - 1 and signs[runs[-1][-1]] == signs[slot]
-                slots_of = self.program.buckets[bucket].slots
+                slots_of = self.run.program.buckets[bucket].slots
                 apart = slot and slots_of[slot - 1].stop < slots_of[slot].start  # padding, which no block may take in
                 if alike and not (apart and any(n.target in BLOCKWISE for n in by_spot[(bucket, slot)])):
                     runs[-1].append(slot)
@@ -167,18 +170,18 @@ class _Outer(Levels):
         """Gives a column to every value of a leaf's chain that someone outside the chain needs."""
         inside = set(chain)
         for position, node in enumerate(chain):
-            if node in self.dest:
-                self.stored[node] = self.dest[node].name
-                column = self.dest[node].name.removesuffix(".new")
-                if self._mine(bucket) and not self.buffers[column].sharded:
-                    self.gathers.append(self.dest[node].name)
-            elif any(u in self.level and u not in inside for u in node.users):
+            if node in self.run.dest:
+                self.run.stored[node] = self.run.dest[node].name
+                column = self.run.dest[node].name.removesuffix(".new")
+                if self._mine(bucket) and not self.run.buffers[column].sharded:
+                    self.gathers.append(self.run.dest[node].name)
+            elif any(u in self.run.level and u not in inside for u in node.users):
                 dtype = fx_values.tensors(node.meta["val"])[0].dtype
                 kind = str(dtype).rsplit(".")[-1]
                 name = buffer_name(f"{letter}{self.index}.{level}.{position}.{kind}:{bucket}")
-                shape = (self.program.buckets[bucket].length // self.per[node],)
-                self.buffers.setdefault(name, Buffer(name, dtype, shape, "scratch", bucket, per=self.per[node]))
-                self.stored[node] = name
+                shape = (self.run.program.buckets[bucket].length // self.run.per[node],)
+                self.run.buffers.setdefault(name, Buffer(name, dtype, shape, "scratch", bucket, per=self.run.per[node]))
+                self.run.stored[node] = name
                 self.columns.add(name)
 
     def _narrow_columns(self) -> None:
@@ -187,10 +190,10 @@ class _Outer(Levels):
         for ref in (r for op in self.ops for r in (*op.reads, *op.writes) if r.name in refs):
             refs[ref.name].append(ref)
         for name in (name for name, found in refs.items() if all(ref.mine for ref in found)):
-            buffer = self.buffers[name]
-            bucket = self.program.buckets[buffer.bucket or ""]
-            shape = (self.program.slice_length(bucket) // buffer.per,)
-            self.buffers[name] = replace(buffer, sharded=bucket.axis, shape=shape)
+            buffer = self.run.buffers[name]
+            bucket = self.run.program.buckets[buffer.bucket or ""]
+            shape = (self.run.program.slice_length(bucket) // buffer.per,)
+            self.run.buffers[name] = replace(buffer, sharded=bucket.axis, shape=shape)
 
     # --- whole leaves
 
@@ -198,24 +201,24 @@ class _Outer(Levels):
         """Per bucket, one run that works on the leaves in the own slice; what is cut is gathered, for all to do."""
         by_bucket: dict[str, list[fx.Node]] = {}
         for node in nodes:
-            by_bucket.setdefault(self.spot[node][0], []).append(node)
+            by_bucket.setdefault(self.run.spot[node][0], []).append(node)
         for name, group in by_bucket.items():
-            bucket = self.program.buckets[name]
+            bucket = self.run.program.buckets[name]
             reads, writes, calls = [], [], []
-            for node in sorted(group, key=lambda n: self.spot[n][1]):
-                source, index = fx_nodes.operand(node), self.spot[node][1]
+            for node in sorted(group, key=lambda n: self.run.spot[n][1]):
+                source, index = fx_nodes.operand(node), self.run.spot[node][1]
                 start, stop, shape = bucket.place(index)
-                mine = self._mine(name) and is_whole(bucket, index, self.program.mesh.size(bucket.axis))
+                mine = self._mine(name) and is_whole(bucket, index, self.run.program.mesh.size(bucket.axis))
                 self._store(name, [node], level, "o")
-                if self._mine(name) and not mine and source not in self.where:
-                    self._gather(self.stored[source])
-                reads.append(Ref(self.stored[source], start, stop, None, mine))
-                writes.append(Ref(self.stored[node], start, stop, None, mine))
+                if self._mine(name) and not mine and source not in self.run.where:
+                    self._gather(self.run.stored[source])
+                reads.append(Ref(self.run.stored[source], start, stop, None, mine))
+                writes.append(Ref(self.run.stored[node], start, stop, None, mine))
                 args = (list(shape), *node.args[1:])
                 target, value = WHOLE[node.target], node.meta["val"]
                 calls.append(Call(target, source.meta["val"], value, stop - start, args, flat=True))
-            done = rewrite.run_op(self.one, leafwise(calls), reads, writes, self.pool)
-            names = [bucket.slots[self.spot[n][1]].path for n in group]
+            done = rewrite.run_op(self.run.one, leafwise(calls), reads, writes, self.pool)
+            names = [bucket.slots[self.run.spot[n][1]].path for n in group]
             self._emit(replace(done, why=f"whole {names[0]}" + (f" .. {names[-1]}" if len(names) > 1 else "")))
 
     def _signature(self, chain: list[fx.Node]) -> tuple[object, ...]:
@@ -225,40 +228,40 @@ class _Outer(Levels):
         def name(node: fx.Node) -> str:
             if node in number:
                 return f"%{number[node]}"
-            return f"column {self.stored[node]}" if node in self.spot else f"scalar {node.name}"
+            return f"column {self.run.stored[node]}" if node in self.run.spot else f"scalar {node.name}"
 
         return tuple(
-            (str(node.target), repr(fx.node.map_arg((node.args, node.kwargs), name)), self.stored.get(node))
+            (str(node.target), repr(fx.node.map_arg((node.args, node.kwargs), name)), self.run.stored.get(node))
             for node in chain
         )
 
     def _emit_flat(self, bucket_name: str, slots: list[int], chain: list[fx.Node]) -> None:
-        bucket = self.program.buckets[bucket_name]
+        bucket = self.run.program.buckets[bucket_name]
         start, stop = bucket.slots[slots[0]].start, bucket.end(slots[-1])
         if any(n.target in BLOCKWISE for n in chain):
             stop = bucket.slots[slots[-1]].stop
         mine = self._mine(bucket_name)
         inside = set(chain)
         inputs = list(dict.fromkeys(a for n in chain for a in n.all_input_nodes if a not in inside))
-        results = [n for n in chain if n in self.stored]
+        results = [n for n in chain if n in self.run.stored]
         gm = segments.extract(chain, inputs, results, results)
-        length = min(stop - start, self.program.slice_length(bucket)) if mine else stop - start
+        length = min(stop - start, self.run.program.slice_length(bucket)) if mine else stop - start
         with FakeTensorMode():
             fakes = []
             for node in [*inputs, *results]:
                 value = node.meta["val"]
-                shape = (-(-length // self.per[node]),) if node in self.spot else tuple(value.shape)
+                shape = (-(-length // self.run.per[node]),) if node in self.run.spot else tuple(value.shape)
                 fakes.append(torch.empty(shape, dtype=value.dtype, device=value.device))
         fx_values.propagate(gm, fakes)
 
         def part(node: fx.Node) -> Ref:
-            return Ref(self.stored[node], start, -(-stop // self.per[node]) * self.per[node], None, mine)
+            return Ref(self.run.stored[node], start, -(-stop // self.run.per[node]) * self.run.per[node], None, mine)
 
-        reads = [part(n) if n in self.spot else self.where[n] for n in inputs]
+        reads = [part(n) if n in self.run.spot else self.run.where[n] for n in inputs]
         writes = [part(n) for n in results]
         names = [bucket.slots[i].path for i in slots]
         why = f"update {names[0]}" + (f" .. {names[-1]}" if len(names) > 1 else "")
-        done = rewrite.run_op(self.one, gm, reads, writes, self.pool, flat=1)
+        done = rewrite.run_op(self.run.one, gm, reads, writes, self.pool, flat=1)
         self._emit(replace(done, why=why))
 
     # --- sums
@@ -270,35 +273,37 @@ class _Outer(Levels):
             by_dtype.setdefault(node.meta["val"].dtype, []).append(node)
         for dtype, group in by_dtype.items():
             name = f"s{self.index}.{level}.{str(dtype).rsplit('.')[-1]}"
-            self.buffers[name] = Buffer(name, dtype, (len(group),), "activation")
+            self.run.buffers[name] = Buffer(name, dtype, (len(group),), "activation")
             reads, calls = [], []
-            distributed = self.program.world_size > 1
+            distributed = self.run.program.world_size > 1
             for node in group:
                 source = fx_nodes.operand(node)
-                bucket, index = self.spot[source]
-                slot = self.program.buckets[bucket].slots[index]
-                reads.append(Ref(self.stored[source], slot.start, slot.stop, None, distributed))
+                bucket, index = self.run.spot[source]
+                slot = self.run.program.buckets[bucket].slots[index]
+                reads.append(Ref(self.run.stored[source], slot.start, slot.stop, None, distributed))
                 kwargs = tuple(node.kwargs.items())
                 calls.append(
                     Call(node.target, source.meta["val"], node.meta["val"], slot.stop - slot.start, kwargs=kwargs)
                 )
             writes = [Ref(name, i, i + 1, ()) for i in range(len(group))]
-            self._emit(rewrite.run_op(self.one, leafwise(calls), reads, writes, self.pool))
-            axis = self.program.buckets[self.spot[fx_nodes.operand(group[0])][0]].axis
+            self._emit(rewrite.run_op(self.run.one, leafwise(calls), reads, writes, self.pool))
+            axis = self.run.program.buckets[self.run.spot[fx_nodes.operand(group[0])][0]].axis
             total = self._reduced(name, axis, f"sum of {len(group)} leaves") if distributed else name
             for i, node in enumerate(group):
-                self.where[node] = Ref(total, i, i + 1, ())
-                if node in self.fresh:  # someone outside knows it by a name of its own
+                self.run.where[node] = Ref(total, i, i + 1, ())
+                if node in self.run.fresh:  # someone outside knows it by a name of its own
                     gm = segments.extract([], [node], [node])
-                    self._emit(rewrite.run_op(self.one, gm, [self.where[node]], [self.fresh[node]], self.pool))
+                    self._emit(
+                        rewrite.run_op(self.run.one, gm, [self.run.where[node]], [self.run.fresh[node]], self.pool)
+                    )
 
     def _reduced(self, name: str, axis: str, why: str) -> str:
-        source = self.buffers[name]
+        source = self.run.buffers[name]
         total, scratch = f"{name}.all", f"{name}.scratch"
-        n, refs = self.program.mesh.size(axis), [Ref(total)]
-        self.buffers[total] = Buffer(total, source.dtype, source.shape, "activation")
-        if self.program.transport != "shared":  # whose ranks add what they read in one another's memory
-            self.buffers[scratch] = Buffer(scratch, source.dtype, (n - 1, source.numel), "scratch")
+        n, refs = self.run.program.mesh.size(axis), [Ref(total)]
+        self.run.buffers[total] = Buffer(total, source.dtype, source.shape, "activation")
+        if self.run.program.transport != "shared":  # whose ranks add what they read in one another's memory
+            self.run.buffers[scratch] = Buffer(scratch, source.dtype, (n - 1, source.numel), "scratch")
             refs.append(Ref(scratch))
         self._emit(make_op("all_reduce_small", [Ref(name)], refs, axis=axis, why=why, op="sum", divisor=1))
         self._emit(make_op("wait", [Ref(total)], why=why))

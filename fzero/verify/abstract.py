@@ -54,6 +54,7 @@ class Abstract:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.memory: dict[str, Content] = {}
+        self.sent: list[tuple[str, object]] = []  # messages: other ranks compute with them, so they are meant too
         everywhere = frozenset(axis for axis, size in program.mesh if size > 1)
         for name, buffer in program.buffers.items():
             if buffer.kind in PERSISTENT:
@@ -78,7 +79,8 @@ class Abstract:
                         raise Undefined(f"{name} keeps only one rank's slice of {key}: it was not gathered")
                     state[(name, slot)] = self._term(content, key, Ref(name))
         metrics = {name: self.read(Ref(buffer)) for name, buffer in self.program.metrics.items()}
-        return digest(state, metrics)
+        kept = digest(state, metrics)
+        return term(kept, sorted(self.sent, key=str)) if self.sent else kept
 
     def step(self, op: Op) -> None:
         if op.computes:
@@ -106,6 +108,8 @@ class Abstract:
         elif op.is_free:
             for ref in op.reads:
                 self.memory.pop(ref.name, None)
+        elif op.is_send:
+            self.sent.append((f"{op.axis} {op.peer} {op.tag}", self.read(op.reads[0])))
         elif op.is_recv:
             over = frozenset((str(op.axis),))
             self.write(op.writes[0], term("recv", op.axis, op.peer, op.tag).over(over))
@@ -253,5 +257,8 @@ class Abstract:
 
 
 def program_meaning(program: Program) -> str:
-    """The meaning of a program; raises `Undefined` where it has none."""
+    """The meaning of the state that a program leaves behind, and of the messages it sends.
+
+    Raises `Undefined` where it has none.
+    """
     return Abstract(program).run()

@@ -20,10 +20,10 @@ from fzero.errors import VerifyError
 from fzero.ir.liveness import gathered_bytes
 from fzero.ir.program import Program, op_text
 from fzero.ir.records import DTYPE_NAMES, PERSISTENT, Op
-from fzero.verify.abstract import Abstract
+from fzero.verify.abstract import program_meaning
 from fzero.verify.form import MOST, aliasing, calls, form, inside, length, partition
 from fzero.verify.lifetimes import Fault, lifetimes, needed, places, settled
-from fzero.verify.terms import Undefined, term
+from fzero.verify.terms import Undefined
 
 Rule = Callable[[Program], Iterator[Fault]]
 
@@ -187,29 +187,10 @@ def cap(program: Program) -> Iterator[Fault]:
             yield i, f"{held:,} bytes are gathered at once, the cap is {program.gather_cap_bytes:,}"
 
 
-class _Speaking(Abstract):
-    """What a rank sends is part of its meaning: others compute with it."""
-
-    def run(self) -> str:
-        self.sent: list[tuple[str, object]] = []
-        state = super().run()
-        return term(state, sorted(self.sent, key=str)) if self.sent else state
-
-    def step(self, op: Op) -> None:
-        if op.is_send:
-            self.sent.append((f"{op.axis} {op.get('peer')} {op.get('tag', 0)}", self.read(op.reads[0])))
-        super().step(op)
-
-
-def meaning_of(program: Program) -> str:
-    """The meaning of the state that a program leaves behind and of what it sends; raises `Undefined` where none is."""
-    return _Speaking(program).run()
-
-
 def meaning(program: Program) -> Iterator[Fault]:
     """The state it leaves behind is what the captured step computes."""
     try:
-        found = meaning_of(program)
+        found = program_meaning(program)
     except Undefined as error:
         yield error.op, str(error)
         return

@@ -35,7 +35,7 @@ def _is_scalar(node: fx.Node) -> bool:
 
 
 @dataclass
-class Levels:
+class OuterRun:
     """The nodes of one outer run on full tensors, sorted out."""
 
     program: Program

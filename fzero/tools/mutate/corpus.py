@@ -25,7 +25,7 @@ from fzero.ir.records import Buffer, Op, Ref, make_op
 from fzero.plan.layout import Leaf, Plan
 from fzero.spec import Spec
 from fzero.state import storage
-from fzero.verify.rules import meaning_of
+from fzero.verify.abstract import program_meaning
 
 ROWS = 6  # of a rank's batch: one, two or three microbatches divide it
 Tx = optim.GradientTransformation
@@ -328,7 +328,7 @@ def relay(world: int, generator: torch.Generator) -> Case:
         program = Program(
             Mesh((("dp", world),)), {}, buffers, tuple(ops), {}, passes=("lower", "prefetch", "free"), segments=pool
         )
-        programs[rank] = replace(program, meaning=meaning_of(program))
+        programs[rank] = replace(program, meaning=program_meaning(program))
     plan = Plan("dp", world, {}, {n: buffers[n] for n in ("x", "y")},
                 tuple(Leaf(n, (8,), torch.float32, n) for n in ("x", "y")))  # fmt: skip
     memory = [{n: torch.randn(8, generator=generator) for n in ("x", "y")} for _ in range(world)]
