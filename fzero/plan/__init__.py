@@ -1,2 +1,1 @@
-"""plan: a placement for every leaf of the state, as data. See `layout` for where leaves lie, `memory` for the
-account."""
+"""plan: see README.md."""
