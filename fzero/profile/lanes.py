@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fzero.ir.kinds import OPS
 from fzero.ir.program import op_text, wire_bytes
 from fzero.ir.records import Ref
 from fzero.profile.record import StepRecord, leaves, phase
 
 OWN = ("compute", "waiting", "starts and frees")
-KINDS = ("gather", "reduce", "send/recv")
+KINDS = (*(name for name, row in OPS.items() if row.collective), "send/recv")  # a lane each
 
 
 @dataclass(frozen=True)

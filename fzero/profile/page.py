@@ -15,6 +15,8 @@ from fzero.profile import charts, tables
 from fzero.profile.charts import bytes_text, time_text
 from fzero.profile.record import HELD, LIVE, StepRecord
 
+PHASES = ("forward", "backward", "recompute", "update", "other")  # of computing ops
+
 SHARES = {"computing": "forward", "waiting": "wait", "transfers' own work": "own", "the rest": "free"}
 
 
@@ -29,7 +31,7 @@ def page(record: StepRecord) -> str:
         "<h2>Where the time goes</h2>",
         shares(record),
         '<p class="tools"><label>zoom <input id="zoom" type="range" min="0" max="8" step="0.1" value="0"/></label>'
-        f" {legend(('forward', 'backward', 'recompute', 'update', 'other', 'wait', 'gather', 'reduce'))}</p>",
+        f" {legend((*PHASES, 'wait', 'all_gather', 'reduce_scatter', 'all_reduce'))}</p>",
         f'<div class="plots"><div class="side">{names}<div class="axis"></div>{scale}</div>',
         f'<div class="scroll"><div id="plot">{strips}{charts.axis(record)}{curve}</div></div></div>',
         '<pre id="shown">Point at a box, or at the memory below it.</pre>',
