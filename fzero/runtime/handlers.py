@@ -44,7 +44,8 @@ class Rank:
         self.arena = torch.empty(program.arena_bytes, dtype=torch.uint8, device=device)
         self.calls = {key: partial(as_planned, gm) for key, gm in program.segments.items()}
         self.deferred = waits_with_settle(program.ops)
-        self.lent: dict[str, set[str]] = {}  # by target: the sources of a transfer that has not settled
+        self.started: dict[str, set[str]] = {}  # by target: the sources of a transfer
+        self.lent: dict[str, set[str]] = {}  # those of a transfer that was waited for and has not settled
         self.wrote_state = False
 
     def tensor(self, ref: Ref) -> torch.Tensor:
@@ -166,7 +167,7 @@ def _start(rank: Rank, op: Op) -> None:
     writes = [rank.destination(ref) for ref in op.writes]
     if op.gathers and rank.program.buffers[op.writes[0].name].kind in PERSISTENT:
         rank.wrote_state = True
-    rank.lent[op.target] = op.sources if op.is_collective else set()
+    rank.started[op.target] = op.sources if op.is_collective else set()
     rank.comm.start(op.target, op, [*reads, *writes])
 
 
@@ -209,7 +210,9 @@ def steps(rank: Rank) -> Iterator[int]:
             yield index
         try:
             handler(op)(rank, op)
-            if op.is_wait and index not in rank.deferred:
+            if op.is_wait and index in rank.deferred:
+                rank.lent[op.target] = rank.started.pop(op.target, set())
+            elif op.is_wait:
                 _settle(rank, op)
         except Exception as error:
             error.add_note(f"in op {index}: {op_text(op)} | {op.why}")

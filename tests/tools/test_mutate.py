@@ -27,7 +27,8 @@ UNBROKEN, EACH = 14, 3
 @pytest.fixture(scope="module")
 def benches() -> list[Bench]:
     rng = random.Random(0)
-    return [Bench(draw(rng, number)) for number in range(UNBROKEN)]
+    drawn = [Bench(draw(rng, number)) for number in range(UNBROKEN)]
+    return [*drawn, Bench(relay(3, torch.Generator().manual_seed(0)))]  # ranks whose programs differ, more than two
 
 
 def test_no_unbroken_program_is_refused(benches: list[Bench]) -> None:
