@@ -7,8 +7,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Test processes at a time. A file stays in one, for what its tests share.
 WORKERS ?= 2
-# What make check runs of: where a step becomes a program, and where that is judged.
+# What make check runs: where a step becomes a program and where that is judged, but for what trains long.
 CHECKED := $(addprefix tests/,ir plan passes verify cost capture/test_trace_step.py capture/test_known.py laws/test_errors.py)
+TRAINING := $(addprefix --ignore=tests/,plan/test_whole_leaves.py passes/test_recompute.py cost/test_memory.py)
 
 .PHONY: help demo check test lint format acceptance bench test-gpu bench-gpu clean
 
@@ -45,7 +46,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 check: $(VENV)/.dev
-	$(PYTEST) -n $(WORKERS) --dist loadfile -q -m "not gpu and not acceptance and not processes" $(CHECKED) $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile -q -m "not gpu and not acceptance and not processes" $(CHECKED) $(TRAINING) $(ARGS)
 
 test: $(VENV)/.dev
 	$(PYTEST) -n $(WORKERS) --dist loadfile --durations=20 $(ARGS)
