@@ -37,7 +37,7 @@ from fzero.comm.transport import Transport, via_of
 from fzero.compile.first_state import recipe_for
 from fzero.compile.layout import plan_for
 from fzero.ir.records import Op
-from fzero.session.session import Runtime, runtime_of
+from fzero.session.session import Session, session_of
 from fzero.state import storage
 from fzero.state.state import Life, State
 
@@ -121,7 +121,7 @@ def share_of(setup: Setup, zero: int, world_size: int) -> State:
     memory = storage.allocate(plan, block)
     recipe.place(plan, 0, memory)
     transport = Transport(Filled(0, world_size), via_of(device, spec.transfers), block, "filled by this rank alone")
-    runtime = Runtime(spec, 0, world_size, device, plan, recipe.spec, memory, transport, None)
+    runtime = Session(spec, 0, world_size, device, plan, recipe.spec, memory, transport, None)
     life = Life()
     return State(runtime.sharded(life), 0, {}, runtime, life)
 
@@ -131,7 +131,7 @@ def share(setup: Setup, zero: int, world_size: int) -> Step:
     state = share_of(setup, zero, world_size)
 
     def step(batch: Batch) -> torch.Tensor:
-        bound = runtime_of(state).bind(runtime_of(state).compiled(batch))
+        bound = session_of(state).bind(session_of(state).compiled(batch))
         return bound.run(list(batch.values()))["loss"]
 
     return step

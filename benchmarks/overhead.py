@@ -24,7 +24,7 @@ from benchmarks.contenders import Setup
 from benchmarks.gpu import share_of
 from benchmarks.model import SIZES, make_batch
 from benchmarks.run import write
-from fzero.session.session import runtime_of
+from fzero.session.session import session_of
 
 WANTED_US = 15.0
 
@@ -34,9 +34,9 @@ def stubbed(zero: int, size: str, dtype: str) -> tuple[Any, Callable[[], None], 
     knows the executor."""
     setup = Setup(SIZES[size], dtype)
     state = share_of(setup, zero, 2)
-    lowered = runtime_of(state).compiled(make_batch(setup.size, 0, 0))
+    lowered = session_of(state).compiled(make_batch(setup.size, 0, 0))
     began = time.perf_counter()
-    bound = runtime_of(state).bind(lowered)
+    bound = session_of(state).bind(lowered)
     seconds = time.perf_counter() - began
     bound.calls = [[_nothing] * len(calls) for calls in bound.calls]
     return lowered.program, bound.issue, seconds

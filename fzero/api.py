@@ -21,7 +21,7 @@ from fzero.compile.lowered import Lowered
 from fzero.compile.resolve import by_flags
 from fzero.compile.step import fakes_on, lower_step
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, at
-from fzero.session.session import execute, runtime_of
+from fzero.session.session import execute, session_of
 from fzero.session.world import World, check_mesh, check_spec
 from fzero.spec import Spec
 from fzero.state.state import Life, State
@@ -75,7 +75,7 @@ def step(state: State, batch: Any) -> State:
 
 def advanced(state: State, lowered: Lowered, metrics: Any) -> State:
     """The state after a step that ran; the one that was given is donated."""
-    runtime = runtime_of(state)
+    runtime = session_of(state)
     runtime.last_program = lowered.program
     if runtime.spec.nonfinite == "raise" and not metrics["finite"]:
         raise NonFiniteError(
@@ -166,7 +166,7 @@ def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any]
     """(the program to run, the batch as plain dicts), once every rank has the same one and no rank failed before."""
     if not isinstance(state, State):
         raise TreeError(f"fzero.{name} needs the State that fzero.init returned, got {type(state).__name__}")
-    runtime = runtime_of(state)
+    runtime = session_of(state)
     failure: BaseException | None = None
     lowered: Lowered | None = None
     try:
@@ -198,7 +198,7 @@ def _shown(batch: Any) -> dict[str, str]:
 def _check_scale(state: State) -> None:
     """Ends a run that overflowed at the least loss scale, at the next look. All ranks hold the same scale, so all of
     them raise."""
-    runtime = runtime_of(state)
+    runtime = session_of(state)
     scaler = runtime.spec.policy.loss_scale if runtime.spec.loss is not None else None
     if scaler is None or not scaler.dynamic:
         return

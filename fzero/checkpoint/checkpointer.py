@@ -7,7 +7,7 @@ makes saves rarer, not steps slower, and a rank holds at most one copy.
 
 How ranks agree. Each rank's thread ends or fails at another instant, and so do signals arrive. But all ranks must act
 after the same step, or they would wait for one another in different places. So each rank sends four flags in the note
-that opens every `fzero.step` (`Runtime.flags`, `Runtime.any_rank_flags`): my save runs, my save failed, I got SIGTERM,
+that opens every `fzero.step` (`Session.flags`, `Session.any_rank_flags`): my save runs, my save failed, I got SIGTERM,
 I got SIGINT. All ranks act after step k on the flags that any rank sent before step k. No further message is sent.
 
 A signal. SIGTERM or SIGINT is sent as a flag with the next step. After that step all ranks save and exit with status
@@ -37,7 +37,7 @@ from fzero.checkpoint.load import load
 from fzero.checkpoint.manifest import read, step_name
 from fzero.checkpoint.save import Snapshot, snapshot, write
 from fzero.errors import CheckpointError
-from fzero.session.session import Runtime, runtime_of
+from fzero.session.session import Session, session_of
 from fzero.spec import Spec
 from fzero.state.state import State
 
@@ -101,7 +101,7 @@ class Checkpointer:
         self._due: tuple[State, Extra] | None = None  # a save that is due, or late
         self._writing: _Writing | None = None
         self._taken: Snapshot | None = None  # its memory serves the next
-        self._runtime: Runtime | None = None
+        self._runtime: Session | None = None
         self._group: Any = None
         self._signals = RankFlags(0)
         self._handlers: dict[int, Any] = {}  # those that were there before
@@ -120,7 +120,7 @@ class Checkpointer:
             self.saved = state.step
         else:
             state = api.init(params, spec, key=key)
-        self._join(runtime_of(state))
+        self._join(session_of(state))
         return state
 
     @untraced_by_dynamo
@@ -132,7 +132,7 @@ class Checkpointer:
         the next save is tried. Raises SystemExit after a signal. If the save before it fails, that is logged, and
         SystemExit is raised all the same.
         """
-        runtime = self._join(runtime_of(state))
+        runtime = self._join(session_of(state))
         any_rank = RankFlags(runtime.any_rank_flags)
         if stop := any_rank & (RankFlags.SIGTERM | RankFlags.SIGINT):
             number = signal.SIGTERM if RankFlags.SIGTERM in stop else signal.SIGINT
@@ -152,7 +152,7 @@ class Checkpointer:
     @untraced_by_dynamo
     def save(self, state: State, extra: Extra = None) -> None:
         """Saves now, and returns when the checkpoint is committed. Raises CheckpointError on all ranks."""
-        self._join(runtime_of(state))
+        self._join(session_of(state))
         try:
             self._finish()
         except Exception as error:
@@ -211,7 +211,7 @@ class Checkpointer:
     def _flags(self) -> int:
         return self._signals | (RankFlags(0) if self._writing is None else self._writing.flags)
 
-    def _join(self, runtime: Runtime) -> Runtime:
+    def _join(self, runtime: Session) -> Session:
         """Joins the flags of this runtime's steps. The first time, all ranks make the group that writes."""
         if self._runtime is not runtime:
             if self._group is None and runtime.world_size > 1:
@@ -226,7 +226,7 @@ class Checkpointer:
         taken = self._taken
         self.saved, self._due = state.step, None
         self._writing = _Writing(lambda: self._write(taken))
-        runtime_of(state).any_rank_flags |= RankFlags.SAVING  # until the next step sends them
+        session_of(state).any_rank_flags |= RankFlags.SAVING  # until the next step sends them
         if not self.background:
             self._finish()
 

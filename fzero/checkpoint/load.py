@@ -34,7 +34,7 @@ from fzero.compile.first_state import recipe_for
 from fzero.errors import CheckpointError, CorruptError, DisagreementError, DonatedError, MismatchError, SpecError
 from fzero.plan.layout import Plan
 from fzero.random import key as first_key
-from fzero.session.session import runtime_of
+from fzero.session.session import session_of
 from fzero.session.world import World
 from fzero.spec import Spec
 from fzero.state import storage
@@ -156,7 +156,7 @@ def wanted(plan: Plan, rank: int, memory: Mapping[str, torch.Tensor], kept: set[
 
 def _into(state: State, dir: Path, strict: bool, disk: Disk) -> State:
     """Loads a checkpoint into the memory of a state."""
-    runtime = runtime_of(state)
+    runtime = session_of(state)
     plan = runtime.plan
     world = World(runtime.rank, runtime.world_size, runtime.device, runtime.group)
     with _typed(dir):

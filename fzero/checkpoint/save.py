@@ -37,7 +37,7 @@ from fzero.comm import heartbeat
 from fzero.comm.agree import agree
 from fzero.errors import CheckpointError, DonatedError, TreeError
 from fzero.plan.layout import Leaf, Plan
-from fzero.session.session import runtime_of
+from fzero.session.session import session_of
 from fzero.state.state import State
 
 
@@ -95,7 +95,7 @@ def save(
     """
     if not isinstance(state, State):
         raise TreeError(f"fzero.save needs a State, got {type(state).__name__}: call fzero.save(state, directory)")
-    runtime = runtime_of(state)
+    runtime = session_of(state)
     on_host = runtime.device.type == "cpu"
     agree(runtime.rank, runtime.world_size, "save", "", runtime.group)  # and none of them steps
     try:
@@ -144,7 +144,7 @@ def write(
 
 
 def _of(state: State, extra: Any, *, copy: bool, reuse: Snapshot | None) -> Snapshot:
-    runtime = runtime_of(state)
+    runtime = session_of(state)
     if state.life.ended:
         raise DonatedError(f"this state cannot be saved: it {state.life.ended}")
     program = runtime.last_program.digest if runtime.last_program is not None else None

@@ -15,7 +15,7 @@ from fzero.ir import fx_nodes
 from fzero.ir.program import Program
 from fzero.passes import Options, PassRecord, trail
 from fzero.plan.layout import Plan
-from fzero.state.first_state import bits
+from fzero.state.first_state import fingerprint
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Lowered:
         """What every rank must agree on: the program, and the constants that the update reads."""
         fixed = fx_nodes.placeholders(self.graph.gm.graph)[len(self.plan.leaves) + len(self.graph.batch_paths) :]
         read = [any(u.target is not torch.ops.fzero.region.default for u in node.users) for node in fixed]
-        values = [bits(x) for x, used in zip(self.graph.constants.values(), read, strict=True) if used]
+        values = [fingerprint(x) for x, used in zip(self.graph.constants.values(), read, strict=True) if used]
         return hashlib.blake2b(" ".join([self.program.digest, *values]).encode(), digest_size=8).hexdigest()
 
     @cached_property

@@ -25,7 +25,7 @@ from fzero.comm.agree import agree
 from fzero.errors import TreeError
 from fzero.interop.places import directory
 from fzero.plan.layout import Leaf
-from fzero.session.session import runtime_of
+from fzero.session.session import session_of
 from fzero.state import storage
 from fzero.state.source import Entry, Source
 from fzero.state.state import ShardedTensor, State
@@ -80,7 +80,7 @@ class Live:
     """The leaves of a state. Every method is a collective. Nothing in it changes."""
 
     def __init__(self, state: State, part: str) -> None:
-        self.runtime = runtime_of(state)
+        self.runtime = session_of(state)
         by_path: dict[str, ShardedTensor] = {
             leaf.leaf.path: leaf for leaf in tree.flatten(state.tree)[1] if isinstance(leaf, ShardedTensor)
         }

@@ -23,7 +23,7 @@ from fzero.profile.lanes import op_args
 from fzero.profile.page import page
 from fzero.profile.record import StepRecord, record
 from fzero.profile.trace import trace
-from fzero.session.session import runtime_of
+from fzero.session.session import session_of
 from fzero.state.state import State
 
 log = logging.getLogger("fzero")
@@ -53,7 +53,7 @@ def profile(state: State, batch: Any, folder: str | Path = "runs/profile") -> St
     failure = _unwritable(folder)
     what = f"a profile of step {state.step + 1}" if isinstance(state, State) else ""
     lowered, batch = _agreed("profile", what, state, batch)
-    runtime = runtime_of(state)
+    runtime = session_of(state)
 
     def ready() -> None:
         """All ranks begin at one time, or none does."""

@@ -30,7 +30,7 @@ from fzero.cost.memory import SHOWN
 from fzero.ir.liveness import live_bytes
 from fzero.ir.program import Program, wire_bytes
 from fzero.ir.records import Op
-from fzero.session.session import execute, runtime_of
+from fzero.session.session import execute, session_of
 from fzero.state.state import State
 
 HELD = ("params", "optimizer", "batch", "other")  # kinds of memory, from the bottom of a chart to its top
@@ -177,7 +177,7 @@ def record(state: State, lowered: Lowered, batch: Any, ready: Callable[[], None]
 
     `ready` is called right before the step, when all preparations are done.
     """
-    runtime = runtime_of(state)
+    runtime = session_of(state)
     bound = runtime.bind(lowered)  # so that it is not part of the time
     tensors = [x for x in tree.flatten(batch)[1] if isinstance(x, torch.Tensor)]
     held = _held([*bound.memory.values(), bound.arena, *tensors])

@@ -34,7 +34,7 @@ from fzero.runtime.handlers import padding, part
 Call = Callable[[], Any]
 
 
-class Bound:
+class Executor:
     """A program on this rank. `memory` holds the state's buffers and the constants by name, `arena` at least
     `program.arena_bytes`; `compiled` stand for some segments, by hash. On CUDA the steps after the first are
     one graph where the program allows it (`fzero.runtime.cuda_graphs`)."""
@@ -172,7 +172,7 @@ def _writes_state(program: Program, op: Op) -> bool:
     return not op.is_mark and any(program.buffers[ref.name].kind not in GIVEN for ref in held)
 
 
-def _run(bound: Bound, op: Op) -> list[Call]:
+def _run(bound: Executor, op: Op) -> list[Call]:
     key, num_fresh = op.segment, op.num_outputs
     gm = bound.compiled.get(key, bound.program.segments[key])
     fresh, into = op.writes[:num_fresh], op.writes[num_fresh:]
@@ -188,7 +188,7 @@ def _run(bound: Bound, op: Op) -> list[Call]:
     return bind.bind(gm, given, made, bound.arena[start : start + size], inplace.apart(op))
 
 
-def _call(bound: Bound, fn: Callable[..., Any], op: Op, fresh: Sequence[Ref], given: Sequence[Ref]) -> None:
+def _call(bound: Executor, fn: Callable[..., Any], op: Op, fresh: Sequence[Ref], given: Sequence[Ref]) -> None:
     tensors = [bound.destination(ref) if n >= len(op.reads) else bound.tensor(ref) for n, ref in enumerate(given)]
     for ref, value in zip(fresh, fn(*tensors), strict=True):
         if ref.name in bound.loose:
@@ -197,7 +197,7 @@ def _call(bound: Bound, fn: Callable[..., Any], op: Op, fresh: Sequence[Ref], gi
             bound.memory[ref.name].copy_(value)
 
 
-def _local(bound: Bound, op: Op) -> list[Call]:
+def _local(bound: Executor, op: Op) -> list[Call]:
     runs = op.row.runs
     assert runs is not None
     if bound._is_loose((*op.reads, *op.writes)):
@@ -206,7 +206,7 @@ def _local(bound: Bound, op: Op) -> list[Call]:
     return [partial(runs, [bound.tensor(ref) for ref in op.reads], [bound.tensor(ref) for ref in op.writes])]
 
 
-def _start(bound: Bound, op: Op) -> list[Call]:
+def _start(bound: Executor, op: Op) -> list[Call]:
     refs = (*op.reads, *op.writes)
     if bound._is_loose(refs):
         reads, writes = op.reads, op.writes
@@ -214,19 +214,19 @@ def _start(bound: Bound, op: Op) -> list[Call]:
     return [partial(bound.comm.start, op.target, op, [bound.tensor(ref) for ref in refs])]
 
 
-def _wait(bound: Bound, op: Op) -> list[Call]:
+def _wait(bound: Executor, op: Op) -> list[Call]:
     return [partial(bound.comm.wait, op.target)]
 
 
-def _settle(bound: Bound, op: Op) -> list[Call]:
+def _settle(bound: Executor, op: Op) -> list[Call]:
     return [partial(bound.comm.settle, op.target)]
 
 
-def _free(bound: Bound, op: Op) -> list[Call]:
+def _free(bound: Executor, op: Op) -> list[Call]:
     return [partial(bound.memory.pop, ref.name) for ref in op.reads if ref.name in bound.loose]
 
 
-BINDERS: dict[str, Callable[[Bound, Op], list[Call]]] = {
+BINDERS: dict[str, Callable[[Executor, Op], list[Call]]] = {
     "run": _run,
     "update": _run,
     "wait": _wait,
@@ -235,6 +235,6 @@ BINDERS: dict[str, Callable[[Bound, Op], list[Call]]] = {
 }
 
 
-def binder(op: Op) -> Callable[[Bound, Op], list[Call]]:
+def binder(op: Op) -> Callable[[Executor, Op], list[Call]]:
     """What binds an op. Raises KeyError for a kind that nobody knows."""
     return _start if op.transfers else _local if op.row.runs is not None else BINDERS[op.kind]

@@ -55,7 +55,7 @@ class _Transfer:
 
 
 @dataclass
-class World:
+class Mailbox:
     """What the ranks of one process share: per axis and rank the collectives issued, and messages in flight."""
 
     size: int
@@ -72,7 +72,7 @@ class LocalComm:
 
     number = 0
 
-    def __init__(self, world: World, rank: int) -> None:
+    def __init__(self, world: Mailbox, rank: int) -> None:
         self.world, self.rank = world, rank
         self.pending: dict[str, tuple[str, int]] = {}
         self.inbox: dict[str, tuple[tuple[object, ...], torch.Tensor]] = {}
@@ -188,7 +188,7 @@ def interpret(
 
     Returns the ranks with what they hold at the end. Raises DeadlockError where they cannot go on.
     """
-    world = World(len(programs), poison)
+    world = Mailbox(len(programs), poison)
     ranks = [
         Rank(programs[r], r, LocalComm(world, r), memory[r], device=_device(memory[r]), poison=poison)
         for r in range(len(programs))

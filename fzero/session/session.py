@@ -27,7 +27,7 @@ from fzero.ir.program import Program
 from fzero.ir.records import Ref, make_op
 from fzero.plan.layout import Leaf, Plan
 from fzero.runtime import compile_segments
-from fzero.runtime.executor import Bound
+from fzero.runtime.executor import Executor
 from fzero.spec import Spec
 from fzero.state import storage
 from fzero.state.state import Life, ShardedTensor, State
@@ -38,7 +38,7 @@ MAX_EVALUATIONS = 16  # programs kept of functions evaluated: one made anew for 
 
 
 @dataclass
-class Runtime:
+class Session:
     """What the states of one `init` share: the spec, the world, the layout, the memory, and the programs by batch."""
 
     spec: Spec
@@ -53,7 +53,7 @@ class Runtime:
     presence: Presence = ALONE
     programs: dict[Any, Lowered] = field(default_factory=dict)
     evaluations: dict[Any, Lowered] = field(default_factory=dict)
-    bound: dict[int, Bound] = field(default_factory=dict)
+    bound: dict[int, Executor] = field(default_factory=dict)
     compiled_segments: dict[str, Any] = field(default_factory=dict)
     arena: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))  # of the programs' buffers
     flags: Callable[[], int] = lambda: 0  # bits that this rank sends to the others with every step
@@ -107,7 +107,7 @@ class Runtime:
             log.info("fzero: %s", chosen)
         return lowered
 
-    def bind(self, lowered: Lowered) -> Bound:
+    def bind(self, lowered: Lowered) -> Executor:
         """The program on this rank's memory. All programs of a runtime share one arena, as large as the largest needs:
         they never run at one time."""
         program = lowered.program
@@ -119,12 +119,12 @@ class Runtime:
             constants = [name for name, b in program.buffers.items() if b.kind == "constant"]
             memory = {**self.memory, **dict(zip(constants, lowered.graph.constants.values(), strict=True))}
             compiled = self.compiled_segments.get(program.digest, {})
-            self.bound[id(lowered)] = Bound(
+            self.bound[id(lowered)] = Executor(
                 program, self.rank, self.transport.comm, memory, self.arena, compiled, cuda_graph=self.spec.cuda_graph
             )
         return self.bound[id(lowered)]
 
-    def ready(self, lowered: Lowered) -> Bound:
+    def ready(self, lowered: Lowered) -> Executor:
         """The program bound. For one that is new, which it is on all ranks or on none, its segments are compiled, and
         the ranks agree that all of them can go on."""
         digest = lowered.program.digest
@@ -199,18 +199,18 @@ class Runtime:
         return whole[start // buffer.per : stop // buffer.per].view(leaf.shape).clone()
 
 
-def runtime_of(state: State) -> Runtime:
+def session_of(state: State) -> Session:
     """The session that a state belongs to."""
-    assert isinstance(state.runtime, Runtime)
+    assert isinstance(state.runtime, Session)
     return state.runtime
 
 
 def execute(state: State, lowered: Lowered, batch: Any, watch: Callable[[int], None] | None = None) -> Any:
-    """Runs a step's program, or an evaluation's, on the state's memory. Returns its metrics; `watch` as in `Bound`."""
-    bound = runtime_of(state).ready(lowered)
+    """Runs a step's program, or an evaluation's, on the state's memory. Returns its metrics."""
+    bound = session_of(state).ready(lowered)
     tensors = [x.detach() for x in tree.flatten(batch)[1] if isinstance(x, torch.Tensor)]
     try:
-        with runtime_of(state).presence.running(lambda: bound.position, bound.where):
+        with session_of(state).presence.running(lambda: bound.position, bound.where):
             metrics = bound.run(tensors, watch)
     except BaseException as error:
         if bound.wrote_state:

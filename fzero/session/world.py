@@ -27,7 +27,7 @@ from fzero.comm.transport import bucket_bytes, transport_for
 from fzero.compile.layout import plan_for
 from fzero.errors import SpecError, TreeError
 from fzero.plan.layout import Plan
-from fzero.session.session import Runtime
+from fzero.session.session import Session
 from fzero.spec import Spec
 from fzero.state import storage
 from fzero.state.state import Life, State
@@ -117,7 +117,7 @@ class World:
             failure, values = error, ""
         self.agree(f"the values of {'params' if name == 'init' else 'the checkpoint'}", values, failure)
         here.leave()
-        runtime = Runtime(
+        runtime = Session(
             spec, self.rank, self.size, self.device, plan, made.spec, memory, transport, self.group, here
         )  # fmt: skip
         life = Life()

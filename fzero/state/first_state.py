@@ -96,12 +96,12 @@ class Recipe:
                 value = _compute(node, given, order)
                 storage.store(plan, memory, leaf, value, rank)
             if plan.world_size > 1 and not leaf.per_rank:
-                digests.append(bits(value))
+                digests.append(fingerprint(value))
             del value  # before the next leaf is made
         return hashlib.blake2b(" ".join(digests).encode(), digest_size=8).hexdigest() if digests else ""
 
 
-def bits(value: torch.Tensor) -> str:
+def fingerprint(value: torch.Tensor) -> str:
     """A digest of a tensor's bits: of their sums as integers, piece by piece, so that it needs little memory."""
     value = torch.view_as_real(value) if value.is_complex() else value
     pieces = value.detach().reshape(-1).view(torch.uint8).split(1 << 15)

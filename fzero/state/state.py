@@ -19,8 +19,8 @@ from fzero.plan.layout import Leaf, Plan
 from fzero.state import storage
 
 
-class Runtime(Protocol):
-    """What a leaf asks of the session it lives in (`fzero.session.session.Runtime`): where its memory is."""
+class Home(Protocol):
+    """What a leaf asks of the session it lives in (`fzero.session.session.Session`): where its memory is."""
 
     @property
     def plan(self) -> Plan: ...
@@ -60,7 +60,7 @@ class ShardedTensor:
     """
 
     leaf: Leaf
-    runtime: Runtime = field(repr=False)
+    runtime: Home = field(repr=False)
     life: Life = field(repr=False)
 
     @property
@@ -125,7 +125,7 @@ class State:
     tree: Any
     step: int
     metrics: Mapping[str, Any]
-    runtime: Runtime = field(repr=False)
+    runtime: Home = field(repr=False)
     life: Life = field(repr=False)
 
     @property

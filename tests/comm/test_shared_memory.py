@@ -21,7 +21,7 @@ from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref, make_op
 from fzero.passes.settle import settle
-from fzero.runtime.interpreter import HazardError, LocalComm, World, interpret
+from fzero.runtime.interpreter import HazardError, LocalComm, Mailbox, interpret
 from fzero.state import storage
 from fzero.verify.lifetimes import settled
 from fzero.verify.rules import transfers, verify
@@ -296,7 +296,7 @@ def test_a_source_that_is_written_before_its_transfer_settles_is_refused():
 
 
 def test_a_source_that_changes_before_it_settles_is_found():
-    world = World(2, poison=True)
+    world = Mailbox(2, poison=True)
     comms = [LocalComm(world, rank) for rank in range(2)]
     gather = make_op("all_gather", [Ref("p")], [Ref("full")], axis="dp")
     sources = [torch.ones(4), torch.ones(4)]

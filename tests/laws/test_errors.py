@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fzero
 from fzero import CaptureError, DisagreementError, DonatedError, FzeroError, SpecError, TreeError
-from fzero.runtime.executor import Bound
+from fzero.runtime.executor import Executor
 from fzero.state.state import State
 
 SGD = fzero.optim.sgd(0.001, momentum=0.9)
@@ -388,12 +388,12 @@ def test_what_a_state_does_not_have() -> None:
 
 def failing(monkeypatch: pytest.MonkeyPatch, kind: str, *, before: bool, error: BaseException | None = None) -> None:
     """The first op of a kind raises, before it does its work or after."""
-    real = Bound.issue
+    real = Executor.issue
 
     def fail() -> None:
         raise error or MemoryError("no memory left")
 
-    def broken(self: Bound, watch: Any = None) -> None:
+    def broken(self: Executor, watch: Any = None) -> None:
         at = next(i for i, op in enumerate(self.program.ops) if op.kind == kind)
         calls = self.calls
         self.calls = [*calls[:at], [fail] if before else [*calls[at], fail], *calls[at + 1 :]]
@@ -402,7 +402,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, kind: str, *, before: bool, error: 
         finally:
             self.calls = calls
 
-    monkeypatch.setattr(Bound, "issue", broken)
+    monkeypatch.setattr(Executor, "issue", broken)
 
 
 @pytest.mark.parametrize("zero", [0, 3])

@@ -17,9 +17,9 @@ from fzero import optim, tree
 from fzero.compile.lowered import Lowered
 from fzero.errors import FzeroError
 from fzero.ir.program import Program
-from fzero.runtime.executor import Bound
+from fzero.runtime.executor import Executor
 from fzero.runtime.handlers import spoil
-from fzero.runtime.interpreter import DeadlockError, LocalComm, World, interpret
+from fzero.runtime.interpreter import DeadlockError, LocalComm, Mailbox, interpret
 from fzero.state import storage
 from fzero.tools.fuzz.case import Case
 from fzero.training import training_of
@@ -146,12 +146,12 @@ def run_bound(
     programs: Mapping[int, Program], memory: Sequence[Mapping[str, Tensor]], steps: int
 ) -> list[dict[str, Tensor]]:
     """Every rank bound, in one process, one op at a time, the arena poisoned before each step; each rank's metrics."""
-    world = World(len(programs))
+    world = Mailbox(len(programs))
     ranks = []
     for r, program in programs.items():
         device = next((x.device for x in memory[r].values()), None)
         arena = torch.empty(program.arena_bytes, dtype=torch.uint8, device=device)
-        ranks.append(Bound(program, r, LocalComm(world, r), memory[r], arena))
+        ranks.append(Executor(program, r, LocalComm(world, r), memory[r], arena))
     for _ in range(steps):
         for bound, own in zip(ranks, memory, strict=True):
             spoil(bound.arena)
@@ -164,7 +164,7 @@ def run_bound(
     return [{name: bound.memory[buffer].clone() for name, buffer in bound.metrics} for bound in ranks]
 
 
-def _together(ranks: Sequence[Bound]) -> None:
+def _together(ranks: Sequence[Executor]) -> None:
     """Each rank as far as it comes, in turn, until all have ended."""
     positions = [0] * len(ranks)
     while any(i < len(bound.calls) for i, bound in zip(positions, ranks, strict=True)):

@@ -22,9 +22,9 @@ from fzero.cost.memory import account
 from fzero.ir.liveness import gathered_bytes
 from fzero.ir.program import Program, op_text, wire_bytes
 from fzero.ir.records import PERSISTENT
-from fzero.runtime.executor import Bound
+from fzero.runtime.executor import Executor
 from fzero.runtime.handlers import Rank
-from fzero.runtime.interpreter import LocalComm, World, interpret
+from fzero.runtime.interpreter import LocalComm, Mailbox, interpret
 from fzero.state import storage
 from fzero.tools.mutate import room
 from fzero.tools.mutate.corpus import Case
@@ -94,7 +94,7 @@ def _cramped(program: Program) -> frozenset[int]:
 
 def executed(case: Case, programs: Mapping[int, Program]) -> Outcome:
     """The state and the metrics that the executor leaves behind, all ranks in one process, in arenas full of NaN."""
-    world = World(len(programs))
+    world = Mailbox(len(programs))
     memory = [{name: tensor.clone() for name, tensor in own.items()} for own in case.memory]
     try:
         with quiet_fakes():
@@ -109,17 +109,17 @@ def executed(case: Case, programs: Mapping[int, Program]) -> Outcome:
         return Outcome(f"{type(error).__name__}: {error}".splitlines()[0])
 
 
-def _bound(program: Program, rank: int, comm: LocalComm, memory: Mapping[str, torch.Tensor]) -> Bound:
+def _bound(program: Program, rank: int, comm: LocalComm, memory: Mapping[str, torch.Tensor]) -> Executor:
     arena = torch.full((program.arena_bytes,), 255, dtype=torch.uint8)
     batch = {name for name, b in program.buffers.items() if b.kind == "batch"}
-    bound = Bound(program, rank, comm, {name: t for name, t in memory.items() if name not in batch}, arena)
+    bound = Executor(program, rank, comm, {name: t for name, t in memory.items() if name not in batch}, arena)
     for name, place in zip((n for n, b in program.buffers.items() if b.kind == "batch"), bound.batch, strict=True):
         if place is not None:
             place.copy_(memory[name])
     return bound
 
 
-def _calls(bound: Bound) -> Iterator[int]:
+def _calls(bound: Executor) -> Iterator[int]:
     """Runs a rank; yields the number of an op whose transfer is not there yet."""
     for index, (op, calls) in enumerate(zip(bound.program.ops, bound.calls, strict=True)):
         while op.is_wait and not bound.comm.ready(op.reads[0].name):

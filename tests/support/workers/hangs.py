@@ -17,7 +17,7 @@ import torch.distributed as dist
 import fzero
 from fzero.comm.agree import tell
 from fzero.ir.program import op_text
-from fzero.runtime.executor import Bound
+from fzero.runtime.executor import Executor
 
 STEPS = 2  # that go well
 
@@ -73,14 +73,14 @@ def trouble(how: str, wrong: int, transfers: str, timeout: float, kind: str, fol
 
 def before_first(kind: str, act: Callable[[], None]) -> None:
     """The next step does `act` before its first op of a kind."""
-    real = Bound.issue
+    real = Executor.issue
 
-    def issue(self: Bound, watch: Any = None) -> None:
+    def issue(self: Executor, watch: Any = None) -> None:
         at = next(i for i, op in enumerate(self.program.ops) if op.kind == kind)
         self.calls = [*self.calls[:at], [act, *self.calls[at]], *self.calls[at + 1 :]]
         real(self, watch)
 
-    Bound.issue = issue  # type: ignore[method-assign]
+    Executor.issue = issue  # type: ignore[method-assign]
 
 
 def fail() -> None:
@@ -112,7 +112,7 @@ def retried(transfers: str) -> tuple[str, str, int]:
     spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(1e-3), transfers=transfers, timeout=10)
     state = fzero.init({"a": torch.ones(8, 8), "b": torch.ones(8, 8)}, spec)
     state = fzero.step(state, torch.ones(2, 8))
-    real = Bound.issue
+    real = Executor.issue
 
     def late() -> None:
         time.sleep(1.5 * (rank == 1))  # more than a tick
@@ -121,7 +121,7 @@ def retried(transfers: str) -> tuple[str, str, int]:
     before_first("run", late)
     with contextlib.suppress(ValueError):
         fzero.step(state, torch.ones(2, 8))
-    Bound.issue = real  # type: ignore[method-assign]
+    Executor.issue = real  # type: ignore[method-assign]
     state.runtime.bound.clear()
     ended = state.life.ended
     again = said(lambda: fzero.step(state, torch.ones(2, 8)))

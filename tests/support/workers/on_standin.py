@@ -57,7 +57,7 @@ from fzero.kernels import round as rounding
 from fzero.optim import _adam8
 from fzero.random import _ops
 from fzero.runtime import compile_segments, cuda_graphs
-from fzero.runtime.executor import Bound
+from fzero.runtime.executor import Executor
 from fzero.tools import doctor
 
 # --- one process ------------------------------------------------------------------------------------------------------
@@ -272,13 +272,13 @@ def programs_that_are_no_graph() -> None:
 @scenario(1)
 def a_graph_that_cuda_refuses() -> None:
     before = torch.cuda.current_stream(HERE)
-    plain = Bound.issue
+    plain = Executor.issue
 
-    def waits(self: Bound, watch: Any = None) -> None:
+    def waits(self: Executor, watch: Any = None) -> None:
         plain(self, watch)
         torch.cuda.current_stream(HERE).synchronize()
 
-    with logged() as said, mock.patch.object(Bound, "issue", waits):
+    with logged() as said, mock.patch.object(Executor, "issue", waits):
         found = trained()
     assert any("would not record one graph" in line for line in said), said
     assert bound_of(found[2]).recording is None
