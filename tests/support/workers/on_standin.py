@@ -362,6 +362,7 @@ def messages() -> None:
     kind = "send" if RANK == 0 else "recv"
     refs = {"reads": (Ref("x"),), "writes": ()} if RANK == 0 else {"reads": (), "writes": (Ref("x"),)}
     comm.start("x", Op(kind, **refs, attrs=(("peer", 1 - RANK),)), [x])  # type: ignore[arg-type]
+    assert comm.ready("x"), "the host never waits for another rank"
     comm.wait("x")
     assert x.tolist() == [0.0] * 4
 
