@@ -48,7 +48,8 @@ INDEXING: dict[str, Row] = {
     ),
     "index": lambda g: f"{(x := g.full(1))}[{g.index(g.size(0, x))}]",
     "index_two": lambda g: (
-        f"{(x := g.full(2))}[{g.index(g.size(0, x))}, {g.some(':', '...')}, {g.index(g.size(-1, x))}]"
+        f"{(x := g.full(2))}[{g.index(g.size(0, x))}, {(between := g.some(':', '...'))}, "
+        f"{g.index(g.size(min(2, g.value(x).ndim - 1) if between == ':' else -1, x))}]"
     ),
     "index_both": lambda g: f"{(x := g.full(2))}[{(i := g.ints())} % {g.size(0, x)}, {i} % {g.size(1, x)}]",
     "index_list": lambda g: f"{g.full(1)}[[0, -1, 0]]",
