@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import stage_of
 from helpers import relative, run, same_bits
 from torch import Tensor, nn
 
@@ -168,7 +169,7 @@ def test_dotted_names_make_layers_and_take_rules() -> None:
         bucket_bytes=4096,
     )
     plan = fzero.lower(spec, params, words(), world_size=2).plan
-    stages = {bucket.stage: bucket.name for bucket in plan.buckets.values() if bucket.stage == 3}
+    stages = {stage_of(bucket): bucket.name for bucket in plan.buckets.values() if stage_of(bucket) == 3}
     assert list(stages.values()) == ["layers.0"]
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from cases import stage_of
 from helpers import relative, run, run_reference
 from models import MODELS
 from torch import Tensor
@@ -139,7 +140,7 @@ def test_path_rules_train_as_torch_does(model: str) -> None:
     rules = {r: stage for r, stage in MIXED.items() if r == "**" or any(tree.matches(r, p) for p in paths(model))}
     assert len(rules) > 1
     result = run(spec(model, "sgd", rules, 4), start(model), MODELS[model].batch, world=4, steps=STEPS)
-    assert {bucket.stage for bucket in result.lowered.plan.buckets.values()} == set(rules.values())
+    assert {stage_of(bucket) for bucket in result.lowered.plan.buckets.values()} == set(rules.values())
     check(plain(model, "sgd", 4), result.losses(), result.final, True, str(rules))
 
 

@@ -295,9 +295,7 @@ def test_a_part_of_a_matrix_is_refused() -> None:
     program = lowered(3, 3)
     verify(program)
     at, op = orthogonalising(program)[0]
-    gather = find(program, lambda o: o.kind == "gathered" and bool(o.writes) and o.writes[0].name == op.reads[0].name)[
-        0
-    ]
+    gather = find(program, lambda other: other.gathers and other.target == op.reads[0].name)[0]
     alone = replace(op, reads=tuple(replace(r, mine=True) for r in op.reads))
     broken = drop(put(program, at, alone), gather, wait_of(program, gather))
     with pytest.raises(fzero.VerifyError, match=r"\[meaning\] .*a whole leaf, of which a rank boundary leaves each"):

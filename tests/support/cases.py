@@ -15,7 +15,9 @@ from fzero.compile.layout import plan_for
 from fzero.compile.lowered import Lowered
 from fzero.compile.step import fakes_on
 from fzero.ir.program import Program
+from fzero.ir.records import Bucket
 from fzero.lowering.build import build
+from fzero.plan.layout import TABLE
 from fzero.training import training_of
 
 Params = dict[str, Any]
@@ -121,3 +123,9 @@ def gpt(
 def tokens(rows: int, length: int, vocab: int, seed: int = 0) -> dict[str, torch.Tensor]:
     drawn = torch.randint(0, vocab, (rows, length + 1), generator=torch.Generator().manual_seed(seed))
     return {"x": drawn[:, :-1].contiguous(), "y": drawn[:, 1:].contiguous()}
+
+
+def stage_of(bucket: Bucket) -> int:
+    """The ZeRO stage whose row of the plan's table a bucket has."""
+    facts = bucket.updates_slices, not bucket.keeps_gathered, bucket.reduce_when
+    return next(n for n, row in TABLE.items() if (row.optimizer, row.params, row.reduce_when) == facts)
