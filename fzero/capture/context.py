@@ -33,7 +33,7 @@ class Tracing:
     fns: tuple[Callable[..., Any], ...]
     microbatches: int = 1
     allow_unused: bool = False
-    axis: str = "dp"
+    axis: str = ""
     precision: Precision = field(default_factory=Precision)
     depth: int = 0
     phase: str | None = None

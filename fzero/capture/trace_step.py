@@ -37,10 +37,10 @@ def capture(
     state: Any,
     batch: Any,
     *,
+    axis: str,
     microbatches: int = 1,
     allow_unused: bool = False,
     precision: Precision | None = None,
-    axis: str = "dp",
     per_rank: Sequence[str] = (),
     fns: Sequence[Callable[..., Any]] = (),
 ) -> Graph:

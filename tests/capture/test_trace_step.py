@@ -95,7 +95,9 @@ def agrees(loss: Loss) -> State:
 
 
 def captured(step: Loss, state: Any = None, b: Any = None, **options: Any) -> Graph:
-    return trace_step.capture(step, {"p": params()} if state is None else state, batch() if b is None else b, **options)
+    return trace_step.capture(
+        step, {"p": params()} if state is None else state, batch() if b is None else b, **{"axis": "dp", **options}
+    )
 
 
 def nodes(gm: torch.fx.GraphModule, target: Any = None) -> list[torch.fx.Node]:

@@ -92,7 +92,7 @@ def test_ops_of_every_form() -> None:
         value, grads = fzero.value_and_grad(_every_form)(state, batch)
         return state, {"loss": value, "grads": grads}
 
-    gm = trace_step.capture(step, params, x).regions[0].gm
+    gm = trace_step.capture(step, params, x, axis="dp").regions[0].gm
     targets = {node.target for node in gm.graph.nodes if fx_nodes.is_compute(node)}
     assert {aten.embedding_dense_backward.default, aten.sort.default, aten.native_layer_norm.default} <= targets
     check(gm)
@@ -106,7 +106,7 @@ def test_the_gradient_of_an_embedding_is_atens(dtype: torch.dtype) -> None:
     def step(state: Any, batch: Any) -> Any:
         return state, fzero.grad(lambda p, b: (F.embedding(b["x"], p) * b["y"]).float().sum())(state, batch)
 
-    gm = trace_step.capture(step, table, {"x": index, "y": torch.randn(5, 40, 24).to(dtype)}).regions[0].gm
+    gm = trace_step.capture(step, table, {"x": index, "y": torch.randn(5, 40, 24).to(dtype)}, axis="dp").regions[0].gm
     assert aten.embedding_dense_backward.default in {node.target for node in gm.graph.nodes}
     inputs = {torch.int64: [index], dtype: [table, torch.randn(5, 40, 24).to(dtype)]}
     takes = [n.meta["val"] for n in fx_nodes.placeholders(gm.graph)]

@@ -52,7 +52,7 @@ def test_a_workspace_rule_is_what_the_kernel_allocates(loss: Any) -> None:
         value, grads = fzero.value_and_grad(loss, allow_unused=True)(state, batch)
         return state, {"loss": value, "grads": grads}
 
-    region = trace_step.capture(step, params, x).regions[0]
+    region = trace_step.capture(step, params, x, axis="dp").regions[0]
     _, leaves, _ = fzero.tree.flatten(params)
     values: dict[fx.Node, Any] = dict(zip(fx_nodes.placeholders(region.gm.graph), [*leaves, x], strict=True))
     seen = set()
@@ -120,7 +120,7 @@ def test_no_call_of_a_segment_asks_the_allocator_for_more_than_its_heap(kind: st
         value, grads = fzero.value_and_grad(loss)(state, batch)
         return state, {"loss": value, "grads": grads}
 
-    gm = trace_step.capture(step, params, x).regions[0].gm
+    gm = trace_step.capture(step, params, x, axis="dp").regions[0].gm
     values: dict[fx.Node, Any] = dict(zip(fx_nodes.placeholders(gm.graph), [params, x], strict=True))
     tried = 0
     for node in gm.graph.nodes:

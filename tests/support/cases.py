@@ -64,6 +64,7 @@ def naive(world: int = 2, params: Params | None = None, **options: Any) -> Progr
         training_of(one).step,
         fzero.tree.unflatten(recipe.spec, recipe.values),
         fakes_on(batch(one.microbatches * 4), torch.device("cpu")),
+        axis=plan.axis,
         microbatches=one.microbatches,
         fns=(one.loss,),
     )
