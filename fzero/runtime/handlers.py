@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import fx
@@ -21,6 +22,9 @@ from fzero.ir.liveness import waits_with_settle
 from fzero.ir.program import Program, op_text
 from fzero.ir.records import PERSISTENT, Buffer, Op, Ref
 from fzero.kernels import kernel_for
+
+
+_AS_PLANNED: WeakSet[fx.GraphModule] = WeakSet()  # segments whose values were seen to have the planned strides
 
 
 class Rank:
@@ -105,7 +109,7 @@ def as_planned(gm: fx.GraphModule, *given: torch.Tensor) -> list[torch.Tensor]:
     """A segment's outputs, every value with the strides that its graph says, and made by the kernels that the executor
     takes. A kernel of torch may return other strides than its shape rule says; what comes next would walk over memory
     in another order, and a sum round differently."""
-    if gm.meta.get("as_planned"):
+    if gm in _AS_PLANNED:
         return gm.forward(*given)
     env: dict[fx.Node, Any] = dict(zip(fx_nodes.placeholders(gm.graph), given, strict=True))
     last = {operand: node for node in gm.graph.nodes for operand in node.all_input_nodes}
@@ -120,7 +124,7 @@ def as_planned(gm: fx.GraphModule, *given: torch.Tensor) -> list[torch.Tensor]:
             if last[operand] is node:
                 del env[operand]
     if plain and bind.as_sized(gm, given):
-        gm.meta["as_planned"] = True
+        _AS_PLANNED.add(gm)
     return list(fx.node.map_arg(fx_nodes.outputs(gm.graph), env.__getitem__))
 
 
