@@ -23,7 +23,6 @@ from fzero.ir.program import Program, op_text
 from fzero.ir.records import PERSISTENT, Buffer, Op, Ref
 from fzero.kernels import kernel_for
 
-
 _AS_PLANNED: WeakSet[fx.GraphModule] = WeakSet()  # segments whose values were seen to have the planned strides
 
 
