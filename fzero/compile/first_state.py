@@ -67,6 +67,7 @@ def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.
 
 
 def check_key(name: str, key: Any) -> None:
+    """Raises TreeError for what is no key of `fzero.random`; None is fine."""
     if key is not None and not is_key(key):
         raise TreeError(f"fzero.{name}(key={key!r}): needed a key, as fzero.random.key(0)")
 

@@ -70,6 +70,7 @@ def train_step(spec: Spec, fn: Callable[..., Any] | None = None) -> TrainStep:
 
 
 def layout_rules(spec: Spec) -> LayoutRules:
+    """What a spec says of the layout."""
     return LayoutRules(
         zero=spec.zero,
         params=spec.param_rules,
@@ -82,6 +83,7 @@ def layout_rules(spec: Spec) -> LayoutRules:
 
 
 def lowering_options(spec: Spec) -> LoweringOptions:
+    """What a spec says of the program."""
     return LoweringOptions(
         reduce=spec.reduce,
         prefetch=spec.prefetch,

@@ -25,6 +25,7 @@ class Mesh:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of the axes, the slowest first."""
         return tuple(name for name, _ in self.axes)
 
     @property

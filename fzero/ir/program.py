@@ -50,6 +50,7 @@ class Program:
 
     @property
     def world_size(self) -> int:
+        """All ranks of the mesh."""
         return self.mesh.world_size
 
     def slice_length(self, bucket: Bucket) -> int:

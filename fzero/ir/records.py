@@ -111,6 +111,7 @@ class Bucket:
 
     @property
     def padding(self) -> int:
+        """The elements that belong to no leaf."""
         return self.length - sum(slot.stop - slot.start for slot in self.slots)
 
 
@@ -210,18 +211,22 @@ class Op:
 
     @property
     def is_collective(self) -> bool:
+        """Whether all ranks of its axis take part."""
         return self.row.collective
 
     @property
     def is_message(self) -> bool:
+        """Whether it sends to, or receives from, one rank."""
         return self.is_send or self.is_recv
 
     @property
     def gathers(self) -> bool:
+        """Whether its target becomes every rank's slice."""
         return self.row.gathers
 
     @property
     def reduces(self) -> bool:
+        """Whether it adds over ranks, or takes the largest."""
         return self.row.reduces
 
     @property
@@ -291,10 +296,12 @@ class Op:
 
     @property
     def region(self) -> str | None:
+        """The name of the region that it is of."""
         return self.get("region")
 
     @property
     def microbatch(self) -> int:
+        """The number of its microbatch."""
         return int(self.get("microbatch", 0))
 
     @property
@@ -319,6 +326,7 @@ class Op:
 
     @property
     def divisor(self) -> int:
+        """What a sum over ranks is divided by, once."""
         return int(self.get("divisor", 1))
 
     @property
@@ -328,6 +336,7 @@ class Op:
 
     @property
     def tag(self) -> int:
+        """Which of the messages between two ranks it is."""
         return int(self.get("tag", 0))
 
 
@@ -345,6 +354,7 @@ def make_op(
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
+    """A shape as the text form has it: `8x64`, and nothing for a scalar."""
     return "x".join(map(str, shape))
 
 

@@ -30,6 +30,7 @@ class Emitter:
     where: dict[fx.Node, Ref] = field(default_factory=dict)
 
     def new(self, name: str, like: torch.Tensor, kind: str) -> Ref:
+        """A reference to a new buffer of the shape and dtype of `like`, of this name or the next free one."""
         name = buffer_name(name)
         while name in self.buffers:
             name += "_"
@@ -40,6 +41,7 @@ class Emitter:
         self, kind: str, reads: Sequence[Ref], writes: Sequence[Ref] = (), *, axis: str | None = None, why: str = "",
         **attrs: int | str,
     ) -> None:  # fmt: skip
+        """Adds an op to the end of the program."""
         self.ops.append(make_op(kind, reads, writes, axis=axis, why=why, **attrs))
 
     def segment(
@@ -52,6 +54,7 @@ class Emitter:
         why: str,
         **attrs: int | str,
     ) -> None:
+        """Adds an op that executes `gm`, which joins the program's segments; `kind` is "run" or "update"."""
         key = segments.digest(gm)
         self.segments.setdefault(key, gm)
         fresh = len(writes) - (len(fx_nodes.placeholders(gm.graph)) - len(reads))

@@ -19,6 +19,7 @@ from fzero.ir.program import Program
 
 
 def assign_memory(program: Program) -> Program:
+    """The program with a place in one arena for every buffer that the step makes and for every workspace."""
     lives = intervals(program.ops, program.buffers, program.metrics.values())
     blocks = [i for i, op in enumerate(program.ops) if op.workspace]
     items = [(*life, program.buffers[name].nbytes) for name, life in lives.items()]

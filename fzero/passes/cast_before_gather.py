@@ -25,6 +25,7 @@ CAST = torch.ops.aten._to_copy.default
 
 
 def cast_before_gather(program: Program) -> Program:
+    """The program with casts of whole sharded parameters moved onto the shards, where every use has the same cast."""
     source = {
         op.writes[0].name: op
         for op in program.ops

@@ -12,6 +12,7 @@ from fzero.ir.records import PERSISTENT, Op, Ref, make_op
 
 
 def free(program: Program) -> Program:
+    """The program with a `free` after the last use of every buffer that the step made."""
     kept = set(program.metrics.values()) | {n for n, b in program.buffers.items() if b.kind in PERSISTENT}
     dying: dict[int, list[str]] = {}
     for name, index in last_uses(program.ops).items():

@@ -21,6 +21,7 @@ from fzero.ir.records import Op, Ref
 
 
 def narrow(program: Program) -> Program:
+    """The program without gathers and all-reduces of values of which only the own slice is read."""
     slim = _slim(program)
     source = {
         op.writes[0].name: op.reads[0].name

@@ -20,6 +20,10 @@ from fzero.ir.records import Op
 
 
 def prefetch(program: Program, depth: int = 1, cap: int | None = None) -> Program:
+    """The program with gathers of parameters up to `depth` segments earlier, under `cap` bytes gathered at once.
+
+    Raises SpecError where one segment alone needs more than `cap`.
+    """
     ops = list(program.ops)
     levels = gathered_bytes(ops, program.buffers)
     least = max(levels, default=0)

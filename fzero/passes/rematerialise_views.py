@@ -22,6 +22,7 @@ from fzero.ir.records import Op
 
 
 def rematerialise_views(program: Program) -> Program:
+    """The program with views and casts made again before each use, so that none crosses a cut."""
     pool: dict[str, fx.GraphModule] = {}
     done: dict[str, fx.GraphModule] = {}
     ops: list[Op] = []

@@ -18,6 +18,7 @@ from fzero.ir.records import Op, Ref
 
 
 def schedule_gathers(program: Program) -> Program:
+    """The program with each parameter gathered before the stretch of segments that uses it."""
     buffers = dict(program.buffers)
     reads = rewrite.reads_of(program.ops)
     turn = _turns(program.ops)

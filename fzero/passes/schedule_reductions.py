@@ -19,6 +19,7 @@ from fzero.ir.records import Op
 
 
 def schedule_reductions(program: Program, overlap: bool = True) -> Program:
+    """The program with each gradient bucket reduced as its `reduce_when` says; with `overlap`, beside compute."""
     ops = _sums_early(list(program.ops))
     pairs: dict[str, tuple[Op, Op]] = {}
     rest: list[Op] = []

@@ -29,6 +29,7 @@ MadeAnew = Callable[[fx.Node], bool]
 
 
 def segment(program: Program) -> Program:
+    """The program with each region's one run cut into segments, where the parameters in use change."""
     pool: dict[str, fx.GraphModule] = {}
     buffers = dict(program.buffers)
     cuts: dict[tuple[object, ...], list[_Piece]] = {}

@@ -34,6 +34,7 @@ from fzero.plan.whole_leaves import is_whole
 
 
 def shard_update(program: Program) -> Program:
+    """The program with elementwise work of the step on slices of buckets instead of full tensors."""
     pool: dict[str, fx.GraphModule] = {}
     buffers = dict(program.buffers)
     ops: list[Op] = []

@@ -17,6 +17,7 @@ from fzero.ir.records import Op
 
 
 def size_workspaces(program: Program, how: str = "none") -> Program:
+    """The program with `workspace` and `heap` bytes on every run; `how` is `Options.compile`."""
     fused, _ = fuse(program, how)
 
     def measured(op: Op) -> Op:

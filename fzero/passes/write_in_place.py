@@ -30,6 +30,7 @@ _KERNELS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.sum.dim_
 
 
 def write_in_place(program: Program) -> Program:
+    """The program with results written where they belong, without copies that nothing needs."""
     ops = _into_state(program)
     pool: dict[str, fx.GraphModule] = {}
     done: dict[tuple[object, ...], fx.GraphModule] = {}

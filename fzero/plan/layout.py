@@ -77,6 +77,7 @@ class Plan:
 
     @property
     def mesh(self) -> Mesh:
+        """The mesh of the state's ranks."""
         return Mesh(((self.axis, self.world_size),))
 
     def ref(self, leaf: Leaf) -> Ref:

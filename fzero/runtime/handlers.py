@@ -62,6 +62,7 @@ class Rank:
         return self.tensor(ref)
 
     def allocate(self, buffer: Buffer) -> torch.Tensor:
+        """Memory for a buffer: its place in the arena, or new. Padding is zero; the rest is NaN under `poison`."""
         if buffer.at is None:
             fresh = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
         else:

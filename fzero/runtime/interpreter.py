@@ -64,6 +64,7 @@ class Mailbox:
     mail: dict[tuple[object, ...], deque[_Letter]] = field(default_factory=dict)
 
     def of_axis(self, axis: str) -> list[list[_Transfer]]:
+        """By rank, the collectives that it has issued over an axis."""
         return self.issued.setdefault(axis, [[] for _ in range(self.size)])
 
 
@@ -81,6 +82,7 @@ class LocalComm:
         self.lent: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # what other ranks may still read
 
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
+        """Joins a transfer: nothing moves before the wait."""
         axis = op.axis or ""
         if self.world.poison:
             self._poison(op, tensors)
@@ -114,6 +116,7 @@ class LocalComm:
                 raise HazardError(f"rank {self.rank}: memory of the transfer into {name} changed before its wait")
 
     def settle(self, name: str) -> None:
+        """Raises HazardError where a source changed since the wait."""
         for tensor, was in self.lent.pop(name, ()):
             if not _same_bits(tensor, was):
                 raise HazardError(f"rank {self.rank}: a source of the transfer into {name} changed before it settled")
@@ -122,6 +125,7 @@ class LocalComm:
         """A program that fails here is not run again."""
 
     def ready(self, name: str) -> bool:
+        """Whether every rank that takes part has joined the transfer."""
         if name in self.inbox:
             return bool(self.world.mail.get(self.inbox[name][0]))
         if name not in self.pending:
@@ -130,6 +134,7 @@ class LocalComm:
         return all(len(issued) > index for issued in self.world.of_axis(axis))
 
     def wait(self, name: str) -> None:
+        """Fills the target. Raises HazardError where memory of the transfer changed since its start."""
         self._check(name)
         if name in self.inbox:
             key, target = self.inbox.pop(name)

@@ -74,6 +74,7 @@ class Session:
         return tree.unflatten(self.treedef, leaves)
 
     def sharded(self, life: Life) -> Any:
+        """The state's pytree, with a `ShardedTensor` for each leaf."""
         return tree.unflatten(self.treedef, [ShardedTensor(leaf, self, life) for leaf in self.plan.leaves])
 
     def compiled(self, batch: Any, fn: Callable[..., Any] | None = None) -> Lowered:

@@ -125,6 +125,7 @@ class World:
 
 
 def check_spec(name: str, spec: Any) -> None:
+    """Raises SpecError where `spec` is no Spec."""
     if not isinstance(spec, Spec):
         calls = {
             "init": "fzero.init(params, spec)",
@@ -135,6 +136,7 @@ def check_spec(name: str, spec: Any) -> None:
 
 
 def check_mesh(spec: Spec, world_size: int) -> None:
+    """Raises SpecError where the spec's mesh has another size than the world."""
     size = (spec.mesh or {}).get("dp", world_size)
     if size != world_size:
         raise SpecError(

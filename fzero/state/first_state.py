@@ -41,6 +41,7 @@ class Deferred:
     path: str
 
     def to(self, device: torch.device) -> torch.Tensor:
+        """The whole leaf on a device: named as a tensor's method, for both are inputs of a recipe."""
         shape = self.source.leaves[self.path].shape
         return self.source.read(self.path, 0, math.prod(shape)).view(shape).to(device)
 

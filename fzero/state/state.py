@@ -48,6 +48,7 @@ class Life:
     ended: str = ""
 
     def check(self, path: str) -> None:
+        """Raises DonatedError, naming the leaf, where the memory is another state's by now."""
         if self.ended:
             raise DonatedError(f"state[{path!r}] {self.ended}")
 
@@ -65,10 +66,12 @@ class ShardedTensor:
 
     @property
     def path(self) -> str:
+        """The leaf's name, as `params/blocks/0/w`."""
         return self.leaf.path
 
     @property
     def shape(self) -> torch.Size:
+        """The logical shape; of a leaf per rank, the ranks come first."""
         lead = (self.runtime.world_size,) if self.leaf.per_rank else ()
         return torch.Size((*lead, *self.leaf.shape))
 
@@ -82,6 +85,7 @@ class ShardedTensor:
 
     @property
     def mesh(self) -> dict[str, int]:
+        """The ranks that the leaf lives on, by axis."""
         return {self.runtime.plan.axis: self.runtime.world_size}
 
     @property
@@ -96,6 +100,7 @@ class ShardedTensor:
 
     @property
     def local(self) -> torch.Tensor:
+        """This rank's part, a view of the state's memory: 1-D where the leaf is sharded."""
         self.life.check(self.path)
         return storage.local(self.runtime.plan, self.runtime.memory, self.leaf, self.runtime.rank)
 
@@ -130,10 +135,12 @@ class State:
 
     @property
     def params(self) -> Any:
+        """The parameters' part of `tree`. Raises AttributeError for a state of the step= form without one."""
         return self._part("params")
 
     @property
     def opt_state(self) -> Any:
+        """The optimizer's part of `tree`. Raises AttributeError for a state of the step= form without one."""
         return self._part("opt_state")
 
     def _part(self, name: str) -> Any:

@@ -83,6 +83,7 @@ class Abstract:
         return term(kept, sorted(self.sent, key=str)) if self.sent else kept
 
     def step(self, op: Op) -> None:
+        """Runs one op on terms: changes `memory`. Raises `Undefined` where the op has no meaning."""
         if op.computes:
             gm = self.program.segments[op.segment]
             num_dest = len(fx_nodes.placeholders(gm.graph)) - len(op.reads)
@@ -122,6 +123,11 @@ class Abstract:
             return error
 
     def gather(self, source: Ref, dest: Ref, axis: str | None) -> None:
+        """`dest` becomes all of the bucket whose own slice `source` is.
+
+        Raises `Undefined` for anything but a whole slice, and for a value that differs between ranks: its slices,
+        gathered, are no rank's value.
+        """
         if axis is None or axis not in self.program.mesh:
             raise Undefined(f"there is no axis {axis!r}")
         origin, buffer = self.program.buffers[source.name], self.program.buffers[dest.name]
@@ -137,6 +143,10 @@ class Abstract:
         self.memory[dest.name] = Content({key: gathered(value, axis) for key, value in held.items()})
 
     def reduce(self, op: Op) -> None:
+        """The target becomes the sum over the ranks of the source, or the largest; whole, or the own slice of it.
+
+        Raises `Undefined` where source and target do not fit the kind.
+        """
         source, dest = op.reads[0], op.writes[0]
         if op.axis is None or op.axis not in self.program.mesh:
             raise Undefined(f"there is no axis {op.axis!r}")
@@ -168,6 +178,11 @@ class Abstract:
         self.memory[dest.name] = Content({k: over(v) for k, v in content.terms.items()})
 
     def read(self, ref: Ref) -> Any:
+        """The term that a reference reads: of one leaf or buffer, or a `Vec` of a flat range of leaves.
+
+        Raises `Undefined` where a part was never computed, where the range cuts through a leaf, and where only the own
+        slice is there and more is read.
+        """
         buffer, content = self.program.buffers[ref.name], self._content(ref.name)
         if ref.start is None and not buffer.bucket:
             key = (0, buffer.numel)
@@ -195,6 +210,10 @@ class Abstract:
         return Vec(terms, mine, (start, stop), buffer.per, tight, shapes)
 
     def write(self, ref: Ref, value: Any) -> None:
+        """Puts a term, or a `Vec` of them, where a reference points. What it overlaps is gone.
+
+        Raises `Undefined` where the value and the reference do not fit.
+        """
         buffer = self.program.buffers[ref.name]
         content = self.memory.setdefault(ref.name, Content())
         if buffer.bucket is None:

@@ -223,6 +223,7 @@ def _unfit(program: Program, ref: Ref, value: torch.Tensor) -> str | None:
 
 
 def length(program: Program, ref: Ref) -> int:
+    """The elements that a reference names, in the coordinates of its bucket."""
     return program.buffers[ref.name].numel if ref.start is None else (ref.stop or 0) - ref.start
 
 

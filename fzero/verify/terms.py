@@ -204,6 +204,7 @@ def gathered(value: Any, axis: str) -> Any:
 
 
 def digest(state: Mapping[tuple[str, int | None], Any], metrics: Mapping[str, Any]) -> str:
+    """The meaning of a state and its metrics, as text of a term."""
     return str(term(sorted(state.items(), key=str), sorted(metrics.items())))
 
 

@@ -26,6 +26,7 @@ Spot = tuple[str, int]  # bucket, slot
 
 
 def is_sum(node: fx.Node) -> bool:
+    """Whether a node adds a whole tensor up, to a scalar."""
     return node.target in SUMS or node.target is getattr(torch.ops.fzero.sum_squares, "default", None)
 
 
