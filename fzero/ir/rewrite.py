@@ -105,13 +105,11 @@ def run_op(
     gm: fx.GraphModule,
     reads: Iterable[Ref],
     writes: Iterable[Ref],
-    pool: dict[str, fx.GraphModule],
     **attrs: int | str,
 ) -> Op:
-    """A run of a segment in the place of `like`; the segment joins `pool`."""
+    """A run of a segment in the place of `like`: its `segment` is the digest of `gm`."""
     reads, writes = tuple(reads), tuple(writes)
     key = segments.digest(gm)
-    pool.setdefault(key, gm)
     fresh = len(writes) - (len(fx_nodes.placeholders(gm.graph)) - len(reads))
     kept = {k: v for k, v in like.attrs if k not in ("segment", "fresh", "flat")}
     done = replace(like, kind="run", reads=reads, writes=writes, attrs=())

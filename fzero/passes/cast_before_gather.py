@@ -89,9 +89,9 @@ def _cast_ops(
     graph.output([])
     span = (0, program.buckets[shard.bucket or ""].length, None, True)
     why = f"{DTYPE_NAMES[dtype]} before the gather"
-    run = rewrite.run_op(
-        make_op("run", why=why), segments.module(graph), [Ref(shard.name, *span)], [Ref(cast, *span)], pool, flat=1
-    )
+    gm = segments.module(graph)
+    run = rewrite.run_op(make_op("run", why=why), gm, [Ref(shard.name, *span)], [Ref(cast, *span)], flat=1)
+    pool.setdefault(run.segment, gm)
     return [run]
 
 
@@ -105,4 +105,7 @@ def _without_casts(program: Program, op: Op, chosen: dict[str, torch.dtype], poo
                 user.replace_all_uses_with(holder)
                 graph.erase_node(user)
     reads = [replace(r, name=f"{r.name}.low") if r.name in chosen else r for r in op.reads]
-    return rewrite.run_op(op, segments.module(graph), reads, op.writes, pool)
+    without = segments.module(graph)
+    done = rewrite.run_op(op, without, reads, op.writes)
+    pool.setdefault(done.segment, without)
+    return done

@@ -45,12 +45,14 @@ def recompute(program: Program, rules: Rules) -> Program:
         if not again or len(again) == len(op.writes):
             continue
         halves = _halves(program, op, again)
-        changed[index] = rewrite.run_op(op, halves.kept, op.reads, halves.kept_refs, pool)
+        changed[index] = rewrite.run_op(op, halves.kept, op.reads, halves.kept_refs)
+        pool.setdefault(changed[index].segment, halves.kept)
         for ref in again:
             renames[ref.name] = f"{ref.name}.again"
             buffers[renames[ref.name]] = replace(buffers[ref.name], name=renames[ref.name])
         writes = [replace(ref, name=renames[ref.name]) for ref in again]
-        repeated = rewrite.run_op(op, halves.again, op.reads, writes, pool)
+        repeated = rewrite.run_op(op, halves.again, op.reads, writes)
+        pool.setdefault(repeated.segment, halves.again)
         first = min(i for ref in again for i, _ in readers[ref.name])
         before.setdefault(first, []).append(replace(repeated, why=f"again {op.why}"))
     ops: list[Op] = []

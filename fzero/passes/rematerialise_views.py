@@ -32,7 +32,8 @@ def rematerialise_views(program: Program) -> Program:
             if key not in done:
                 params = {i for i, ref in enumerate(op.reads) if program.buffers[ref.name].bucket is not None}
                 done[key] = _sunk(program.segments[key], params)
-            op = rewrite.run_op(op, done[key], op.reads, op.writes, pool)
+            op = rewrite.run_op(op, done[key], op.reads, op.writes)
+            pool.setdefault(op.segment, done[key])
         ops.append(op)
     return rewrite.finish(program, "rematerialise_views", ops=ops, new_segments=pool)
 

@@ -79,7 +79,8 @@ def _instantiated(
                 where[node] = Ref(name)
         reads = [where[n] for n in piece.inputs]
         writes = [*(where[n] for n in piece.fresh), *(where[n] for n in piece.dests)]
-        done = rewrite.run_op(op, piece.gm, reads, writes, pool)
+        done = rewrite.run_op(op, piece.gm, reads, writes)
+        pool.setdefault(done.segment, piece.gm)
         ops.append(Op(done.kind, done.reads, done.writes, None, done.attrs, piece.why))
     return ops
 

@@ -92,6 +92,12 @@ class _Outer:
         self._narrow_columns()
         return self.ops
 
+    def _run_of(self, gm: fx.GraphModule, reads: list[Ref], writes: list[Ref], **attrs: int | str) -> Op:
+        """A run of a new segment in the place of the outer run."""
+        done = rewrite.run_op(self.run.one, gm, reads, writes, **attrs)
+        self.pool.setdefault(done.segment, gm)
+        return done
+
     def _emit(self, op: Op) -> None:
         self.ops.append(op)
         names = {ref.name for ref in op.writes}
@@ -118,7 +124,7 @@ class _Outer:
         for node in fresh:
             self.run.where[node] = self.run.fresh.get(node) or self._new(f"u{self.index}.{node.name}", node.meta["val"])
         writes = [*(self.run.where[n] for n in fresh), *(self.run.dest[n] for n in dests)]
-        self._emit(rewrite.run_op(self.run.one, gm, [self._whole(n) for n in inputs], writes, self.pool))
+        self._emit(self._run_of(gm, [self._whole(n) for n in inputs], writes))
 
     def _whole(self, node: fx.Node) -> Ref:
         """Where all of a value is; a stored flat value is gathered into place for it."""
@@ -218,7 +224,7 @@ class _Outer:
                 args = (list(shape), *node.args[1:])
                 target, value = WHOLE[node.target], node.meta["val"]
                 calls.append(Call(target, source.meta["val"], value, stop - start, args, flat=True))
-            done = rewrite.run_op(self.run.one, leafwise(calls), reads, writes, self.pool)
+            done = self._run_of(leafwise(calls), reads, writes)
             names = [bucket.slots[self.run.spot[n][1]].path for n in group]
             self._emit(replace(done, why=f"whole {names[0]}" + (f" .. {names[-1]}" if len(names) > 1 else "")))
 
@@ -262,7 +268,7 @@ class _Outer:
         writes = [part(n) for n in results]
         names = [bucket.slots[i].path for i in slots]
         why = f"update {names[0]}" + (f" .. {names[-1]}" if len(names) > 1 else "")
-        done = rewrite.run_op(self.run.one, gm, reads, writes, self.pool, flat=1)
+        done = self._run_of(gm, reads, writes, flat=1)
         self._emit(replace(done, why=why))
 
     # --- sums
@@ -287,16 +293,14 @@ class _Outer:
                     Call(node.target, source.meta["val"], node.meta["val"], slot.stop - slot.start, kwargs=kwargs)
                 )
             writes = [Ref(name, i, i + 1, ()) for i in range(len(group))]
-            self._emit(rewrite.run_op(self.run.one, leafwise(calls), reads, writes, self.pool))
+            self._emit(self._run_of(leafwise(calls), reads, writes))
             axis = self.run.program.buckets[self.run.spot[fx_nodes.operand(group[0])][0]].axis
             total = self._reduced(name, axis, f"sum of {len(group)} leaves") if distributed else name
             for i, node in enumerate(group):
                 self.run.where[node] = Ref(total, i, i + 1, ())
                 if node in self.run.fresh:  # someone outside knows it by a name of its own
                     gm = segments.extract([], [node], [node])
-                    self._emit(
-                        rewrite.run_op(self.run.one, gm, [self.run.where[node]], [self.run.fresh[node]], self.pool)
-                    )
+                    self._emit(self._run_of(gm, [self.run.where[node]], [self.run.fresh[node]]))
 
     def _reduced(self, name: str, axis: str, why: str) -> str:
         source = self.run.buffers[name]

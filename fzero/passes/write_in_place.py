@@ -41,7 +41,8 @@ def write_in_place(program: Program) -> Program:
             key = (op.segment, tuple(sorted(aliases.items())))
             if key not in done:
                 done[key] = _kernels(program.segments[op.segment], len(op.reads), aliases)
-            new = rewrite.run_op(op, done[key], op.reads, op.writes, pool)
+            new = rewrite.run_op(op, done[key], op.reads, op.writes)
+            pool.setdefault(new.segment, done[key])
             op = replace(new.with_attrs(flat=1) if op.is_flat else new, kind=op.kind)
         result.append(op)
     return rewrite.finish(program, "write_in_place", ops=result, new_segments=pool)

@@ -69,7 +69,7 @@ class Mailbox:
 
 
 class LocalComm:
-    """`handlers.Comm` among ranks of one process."""
+    """`Comm` among ranks of one process."""
 
     number = 0
 
