@@ -121,7 +121,7 @@ def share_of(setup: Setup, zero: int, world_size: int) -> State:
     memory = storage.allocate(plan, block)
     recipe.place(plan, 0, memory)
     transport = Transport(Filled(0, world_size), via_of(device, spec.transfers), block, "filled by this rank alone")
-    runtime = Session(spec, 0, world_size, device, plan, recipe.spec, memory, transport, None)
+    runtime = Session(spec, 0, world_size, device, plan, recipe.treedef, memory, transport, None)
     life = Life()
     return State(runtime.sharded(life), 0, {}, runtime, life)
 

@@ -150,7 +150,7 @@ def lower(
     device = device if torch.cuda.is_available() else torch.device("cpu")  # shapes do not need the device
     recipe = recipe_for(spec, params_like, key, device)
     plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, size, bucket_bytes(via, size))
-    state = fakes_on(tree.unflatten(recipe.spec, recipe.values), device)
+    state = fakes_on(tree.unflatten(recipe.treedef, recipe.values), device)
     for path, leaf in zip(*tree.flatten(batch_like)[:2], strict=True):
         if isinstance(leaf, torch.Tensor):
             check_leaf(at("batch", path), leaf)

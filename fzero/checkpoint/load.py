@@ -112,7 +112,12 @@ class Filling:
     """
 
     def __init__(self, saved: Checkpoint, recipe: Recipe, world_size: int, strict: bool) -> None:
-        self.paths, self.values, self.per_rank, self.spec = recipe.paths, recipe.values, recipe.per_rank, recipe.spec
+        self.paths, self.values, self.per_rank, self.treedef = (
+            recipe.paths,
+            recipe.values,
+            recipe.per_rank,
+            recipe.treedef,
+        )
         self.saved, self.recipe, self.step = saved, recipe, saved.step
         here = {
             path: entry(tuple(value.shape), value.dtype, path in recipe.per_rank, world_size)

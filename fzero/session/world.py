@@ -43,7 +43,7 @@ class Filler(Protocol):
     @property
     def per_rank(self) -> Sequence[str]: ...
     @property
-    def spec(self) -> Any: ...  # the structure of the pytree
+    def treedef(self) -> Any: ...
     @property
     def step(self) -> int: ...
 
@@ -118,7 +118,7 @@ class World:
         self.agree(f"the values of {'params' if name == 'init' else 'the checkpoint'}", values, failure)
         here.leave()
         runtime = Session(
-            spec, self.rank, self.size, self.device, plan, made.spec, memory, transport, self.group, here
+            spec, self.rank, self.size, self.device, plan, made.treedef, memory, transport, self.group, here
         )  # fmt: skip
         life = Life()
         return State(runtime.sharded(life), made.step, {}, runtime, life)

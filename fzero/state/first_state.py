@@ -58,7 +58,7 @@ class Recipe:
         shown: dict[str, Any] = {}
 
         def flat(*xs: torch.Tensor) -> list[torch.Tensor]:
-            paths, leaves, shown["spec"] = tree.flatten(fn(*xs))
+            paths, leaves, shown["treedef"] = tree.flatten(fn(*xs))
             shown["per_rank"] = tuple(p for p, x in zip(paths, leaves, strict=True) if isinstance(x, PerRank))
             shown["paths"] = paths
             check_names("state", paths)
@@ -73,7 +73,7 @@ class Recipe:
         _shapes_only(self.gm)
         segments.normalised(self.gm)
         self.paths: list[str] = shown["paths"]
-        self.spec = shown["spec"]
+        self.treedef = shown["treedef"]
         self.per_rank: tuple[str, ...] = shown["per_rank"]
         self.values = [node.meta["val"] for node in fx_nodes.outputs(self.gm.graph)]
 

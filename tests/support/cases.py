@@ -62,7 +62,7 @@ def naive(world: int = 2, params: Params | None = None, **options: Any) -> Progr
     assert one.optimizer is not None
     graph = trace_step.capture(
         training_of(one).step,
-        fzero.tree.unflatten(recipe.spec, recipe.values),
+        fzero.tree.unflatten(recipe.treedef, recipe.values),
         fakes_on(batch(one.microbatches * 4), torch.device("cpu")),
         axis=plan.axis,
         microbatches=one.microbatches,
