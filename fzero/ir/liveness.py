@@ -114,3 +114,23 @@ def waits_with_settle(ops: Sequence[Op]) -> set[int]:
         elif op.transfers:
             open_.discard(op.target)
     return found
+
+
+def endangered(op: Op, buffers: Mapping[str, Buffer], sources: Iterable[str]) -> list[str]:
+    """Which of these buffers an op writes into, by name or where they lie in the arena, or gives back to the allocator.
+
+    A `free` of a buffer with a place in the arena gives nothing back: its bytes stay until an op writes there.
+    """
+    written = {ref.name for ref in op.writes}
+    places = [(b.at, b.at + b.nbytes) for b in map(buffers.__getitem__, written) if b.at is not None]
+    if op.offset is not None:
+        places.append((op.offset, op.offset + op.workspace))
+    freed = {ref.name for ref in op.reads} if op.is_free else set()
+
+    def is_lost(name: str) -> bool:
+        low, nbytes = buffers[name].at, buffers[name].nbytes
+        if low is None:
+            return name in written or name in freed
+        return name in written or any(first < low + nbytes and low < last for first, last in places)
+
+    return [name for name in sorted(sources) if is_lost(name)]

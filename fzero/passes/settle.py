@@ -11,9 +11,8 @@ source has been sent when the wait returns, and no op is placed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from fzero.ir import rewrite
+from fzero.ir.liveness import endangered
 from fzero.ir.program import Program
 from fzero.ir.records import Op, Ref, make_op
 
@@ -26,7 +25,7 @@ def settle(program: Program) -> Program:
     lent: dict[str, Op] = {}  # by target: the waited-for transfers whose sources may still be read
     ops: list[Op] = []
     for op in program.ops:
-        due = [target for target, transfer in lent.items() if _touches(program, op, transfer)]
+        due = [target for target, transfer in lent.items() if endangered(op, program.buffers, transfer.sources)]
         due += [op.target] if op.is_collective and op.target in lent and op.target not in due else []
         ops += [make_op("settle", [Ref(target)], why=f"before {op.kind} {op.why}".rstrip()) for target in due]
         ops.append(op)
@@ -38,27 +37,3 @@ def settle(program: Program) -> Program:
             lent[op.target] = started.pop(op.target)
     ops += [make_op("settle", [Ref(target)], why="the end of the step") for target in lent]
     return rewrite.finish(program, "settle", ops=ops)
-
-
-def _touches(program: Program, op: Op, transfer: Op) -> bool:
-    """Whether an op writes into a source of a transfer, or gives one without a place in the arena back."""
-    sources = [program.buffers[name] for name in sorted(transfer.sources)]
-    if op.is_free:
-        freed = {ref.name for ref in op.reads}
-        return any(buffer.name in freed for buffer in sources) and any(buffer.at is None for buffer in sources)
-    written = list(_written(program, op))
-    names = {ref.name for ref in op.writes}
-    return any(
-        b.name in names or (b.at is not None and any(low < b.at + b.nbytes and b.at < high for low, high in written))
-        for b in sources
-    )
-
-
-def _written(program: Program, op: Op) -> Iterator[tuple[int, int]]:
-    """The bytes of the arena that an op may write."""
-    if op.offset is not None:
-        yield op.offset, op.offset + op.workspace
-    for ref in op.writes:
-        buffer = program.buffers[ref.name]
-        if buffer.at is not None:
-            yield buffer.at, buffer.at + buffer.nbytes

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from fzero.ir.liveness import intervals, waits_with_settle
+from fzero.ir.liveness import endangered, intervals, waits_with_settle
 from fzero.ir.offset_assignment import ALIGN_BYTES, clash
 from fzero.ir.program import Program
-from fzero.ir.records import GIVEN, PERSISTENT, Buffer, Op, Ref
+from fzero.ir.records import GIVEN, PERSISTENT, Op, Ref
 from fzero.ir.rewrite import Spans
 
 Fault = tuple[int, str]
@@ -138,34 +138,20 @@ def settled(program: Program) -> Iterator[Fault]:
     """No op writes into the source of a transfer between its `wait` and its `settle`: other ranks may read it still."""
     started: dict[str, Op] = {}
     deferred = waits_with_settle(program.ops)
-    lent: dict[str, list[Buffer]] = {}  # by target: the sources that other ranks may read
+    lent: dict[str, set[str]] = {}  # by target: the sources that other ranks may read
     for i, op in enumerate(program.ops):
         if op.is_settle:
             if op.target not in lent:
                 yield i, f"settles a transfer into {op.target}, of which none has been waited for"
             lent.pop(op.target, None)
             continue
-        names, places = _written(program, op)
         for target, sources in lent.items():
-            for buffer in sources:
-                loose = buffer.at is None and op.is_free and any(ref.name == buffer.name for ref in op.reads)
-                if buffer.name in names or loose or _meets(buffer, places):
-                    yield i, f"writes or frees {buffer.name} before the transfer into {target} is settled"
+            for name in endangered(op, program.buffers, sources):
+                yield i, f"writes or frees {name} before the transfer into {target} is settled"
         if op.transfers:
             started[op.target] = op
         elif i in deferred and op.target in started:
-            lent[op.target] = [program.buffers[name] for name in sorted(started[op.target].sources)]
-
-
-def _written(program: Program, op: Op) -> tuple[set[str], list[tuple[int, int]]]:
-    """What an op may write: the names of buffers, and ranges of bytes of the arena."""
-    names = {ref.name for ref in op.writes}
-    found = [(b.at, b.at + b.nbytes) for b in map(program.buffers.__getitem__, names) if b.at is not None]
-    return names, [*found, *([(op.offset, op.offset + op.workspace)] if op.offset is not None else [])]
-
-
-def _meets(buffer: Buffer, places: list[tuple[int, int]]) -> bool:
-    return buffer.at is not None and any(a < buffer.at + buffer.nbytes and buffer.at < b for a, b in places)
+            lent[op.target] = started[op.target].sources
 
 
 def needed(program: Program) -> Iterator[Fault]:
