@@ -1,0 +1,178 @@
+"""The loss of a region: what it may return, its aux, its microbatches."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from capturing import (
+    Loss,
+    after_one_step,
+    batch,
+    captured,
+    defined,
+    here,
+    mean_square,
+    params,
+    refused,
+    refused_step,
+    said,
+    sgd_step,
+)
+from torch import Tensor
+
+import fzero
+from fzero import CaptureError
+
+
+def _vector(p: Any, b: Tensor) -> Any:
+    return b @ p["w"]
+
+
+def _one_element(p: Any, b: Tensor) -> Any:
+    return (b @ p["w"]).sum(0, keepdim=True)
+
+
+def _integer(p: Any, b: Tensor) -> Any:
+    return mean_square(p, b).long()
+
+
+def _complex(p: Any, b: Tensor) -> Any:
+    return mean_square(p, b) * 1j
+
+
+def _number(p: Any, b: Tensor) -> Any:
+    return 1.0
+
+
+def _nothing(p: Any, b: Tensor) -> Any:
+    return None
+
+
+def _dict(p: Any, b: Tensor) -> Any:
+    return {"loss": mean_square(p, b)}
+
+
+def _tuple(p: Any, b: Tensor) -> Any:
+    return mean_square(p, b), {}
+
+
+@pytest.mark.parametrize(
+    ("loss", "given"),
+    [
+        (_vector, "f32[4]"),
+        (_one_element, "f32[1]"),
+        (_integer, "i64[]"),
+        (_complex, "c64[]"),
+        (_number, "float 1.0"),
+        (_nothing, "NoneType None"),
+        (_dict, "dict"),
+    ],
+)
+def test_a_loss_is_a_floating_scalar(loss: Loss, given: str) -> None:
+    refused(loss, "a loss is a floating 0-d tensor", defined(loss), f"returned {given}", ".mean() or .sum()")
+
+
+def test_a_loss_that_returns_a_tuple_is_told_about_aux() -> None:
+    refused(_tuple, "returned a tuple", defined(_tuple), "has_aux=True")
+    refused_step(sgd_step(_vector, has_aux=True), "with has_aux=True a loss returns (loss, aux)", defined(_vector))
+
+
+def test_aux() -> None:
+    def loss(p: Any, b: Tensor) -> Any:
+        y = b @ p["w"]
+        return (y**2).mean(), {"y": y, "none": None, "list": [y.sum()]}
+
+    state = fzero.step(fzero.init({"p": params()}, fzero.Spec(step=sgd_step(loss, has_aux=True))), batch())
+    value, aux = state.metrics["value"]
+    assert value == mean_square(params(), batch())
+    assert torch.equal(aux["y"], batch() @ params()["w"])
+    assert aux["none"] is None
+    assert aux["list"][0] == aux["y"].sum()
+
+
+def test_aux_of_microbatches_is_averaged_and_integers_are_the_last_ones() -> None:
+    def floating(p: Any, b: Tensor) -> Any:
+        return mean_square(p, b), (b @ p["w"]).sum()
+
+    def counting(p: Any, b: Tensor) -> Any:
+        return mean_square(p, b), (b > 0).sum()
+
+    spec = fzero.Spec(step=sgd_step(floating, has_aux=True), microbatches=2)
+    state = fzero.step(fzero.init({"p": params()}, spec), batch())
+    torch.testing.assert_close(state.metrics["value"][1], (batch() @ params()["w"]).sum() / 2)
+    spec = fzero.Spec(step=sgd_step(counting, has_aux=True), microbatches=2)
+    state = fzero.step(fzero.init({"p": params()}, spec), batch())
+    assert int(state.metrics["value"][1]) == int((batch().chunk(2)[1] > 0).sum())
+
+
+def test_aux_that_is_a_python_value_is_refused() -> None:
+    def loss(p: Any, b: Tensor) -> Any:
+        return mean_square(p, b), {"lr": 0.1}
+
+    refused_step(sgd_step(loss, has_aux=True), "aux['lr']", defined(loss), "is the Python value 0.1")
+
+
+def test_values_smuggled_out_of_a_loss_are_refused() -> None:
+    kept: dict[str, Tensor] = {}
+
+    def loss(p: Any, b: Tensor) -> Tensor:
+        kept["accuracy"] = (b > 0).float().mean()
+        return mean_square(p, b)
+
+    def step(s: Any, b: Tensor) -> Any:
+        value, _ = fzero.value_and_grad(loss)(s["p"], b)
+        return s, {"value": value, "accuracy": kept["accuracy"]}
+
+    def later(s: Any, b: Tensor) -> Any:
+        return s, {"m": b.sum() + kept["accuracy"]}  # here
+
+    refused_step(step, "was made inside a loss", "as aux (has_aux=True)")
+    refused_step(later, "in another trace", here(later))
+
+
+def test_a_parameter_without_a_gradient_is_named() -> None:
+    given = {"w": torch.ones(3), "u": torch.full((2,), 5.0), "deep": [{"v": torch.ones(2)}]}
+    refused(mean_square, "'deep/0/v', 'u' get no gradient", defined(mean_square), "allow_unused=True", p=given)
+    refused(lambda p, b: mean_square(p, b).detach(), "'w' get no gradient")
+    state = after_one_step(mean_square, given, allow_unused=True)
+    assert state.params["u"].full().tolist() == [5.0, 5.0]
+    assert state.params["w"].full().tolist() != [1.0, 1.0, 1.0]
+    refused_step(sgd_step(mean_square), "'u' get no gradient", state={"p": {"w": torch.ones(3), "u": torch.ones(2)}})
+    graph = captured(sgd_step(mean_square, allow_unused=True), {"p": {"u": torch.ones(2), "w": torch.ones(3)}})
+    assert graph.regions[0].grad_of == (1,)
+
+
+def test_parameters_must_be_floating() -> None:
+    state = {"p": {"w": torch.ones(3), "n": torch.ones(2, dtype=torch.int64)}}
+    refused_step(sgd_step(mean_square), "params['n'] is i64[2]", "gradients need floating", state=state)
+    refused_step(lambda s, b: (s, {"v": fzero.grad(lambda p: b.sum())({})}), "its first argument has no leaves")
+
+
+def test_arguments_of_value_and_grad_are_checked() -> None:
+    said(CaptureError, lambda: fzero.value_and_grad(3), "value_and_grad of int 3: needed a function")
+    said(CaptureError, lambda: fzero.value_and_grad(mean_square, microbatches=0), "microbatches=0", "positive int")
+    said(CaptureError, lambda: fzero.grad(mean_square, batch_argnum=0)(params(), batch()), "batch_argnum=0")
+
+
+def test_microbatches_need_a_batch_that_they_can_cut() -> None:
+    def keyword(s: Any, b: Tensor) -> Any:
+        return s, {"v": fzero.value_and_grad(lambda p, rows: mean_square(p, rows))(s["p"], rows=b)[0]}
+
+    def closed_over(s: Any, b: Tensor) -> Any:
+        return s, {"v": fzero.value_and_grad(lambda p: mean_square(p, b))(s["p"])[0]}
+
+    advice = "pass the batch as an argument (not by closure), or set batch_argnum"
+    refused_step(keyword, "microbatches=2 cuts the batch along dim 0", advice, microbatches=2)
+    refused_step(closed_over, "microbatches=2 cuts the batch along dim 0", advice, microbatches=2)
+    refused_step(sgd_step(mean_square), "batch is f32[4, 3]: dim 0 must be divisible by microbatches=3", microbatches=3)
+
+
+def test_errors_of_the_users_own_code_arrive_as_they_are() -> None:
+    def own(p: Any, b: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    said(KeyError, lambda: after_one_step(own), "mine")
+    with pytest.raises(RuntimeError, match=r"reduction dim|size|shape") as caught:
+        after_one_step(lambda p, b: (b @ torch.ones(4, 4)).sum() * p["w"].sum())
+    assert any(entry.path == Path(__file__) for entry in caught.traceback)
