@@ -57,16 +57,7 @@ def value_and_grad(
     >>> float(loss), grads["w"].tolist()
     (4.0, [1.0, 3.0])
     """
-
-    if not callable(fn):
-        raise CaptureError(f"value_and_grad of {describe(fn)}: needed a function (params, *args) -> loss")
-    for name, number in (("microbatches", microbatches), ("batch_argnum", batch_argnum)):
-        if not (number is None and name == "microbatches") and (type(number) is not int or number < 1):
-            raise CaptureError(f"value_and_grad({name}={number!r}): needed a positive int")
-
-    _check_key("value_and_grad", key)
-    if scale is not None and not (isinstance(scale, torch.Tensor) and scale.ndim == 0 and scale.is_floating_point()):
-        raise CaptureError(f"value_and_grad(scale={describe(scale)}): needed a floating 0-d tensor")
+    _check_options(fn, batch_argnum, microbatches, key, scale)
 
     def wrapped(params: Any, *args: Any, **kwargs: Any) -> Any:
         tracing = active()
@@ -263,6 +254,18 @@ def _check_outer(name: str, tracing: Tracing | None) -> None:
             f"fzero.{name} was called inside a loss or a torch.func transform at {user_line()}: "
             "it belongs to the step and reduces over the ranks. Inside a loss use torch.func.grad"
         )
+
+
+def _check_options(fn: Any, batch_argnum: Any, microbatches: Any, key: Any, scale: Any) -> None:
+    """Raises CaptureError for an argument of `value_and_grad` that it cannot use."""
+    if not callable(fn):
+        raise CaptureError(f"value_and_grad of {describe(fn)}: needed a function (params, *args) -> loss")
+    for name, number in (("microbatches", microbatches), ("batch_argnum", batch_argnum)):
+        if not (number is None and name == "microbatches") and (type(number) is not int or number < 1):
+            raise CaptureError(f"value_and_grad({name}={number!r}): needed a positive int")
+    _check_key("value_and_grad", key)
+    if scale is not None and not (isinstance(scale, torch.Tensor) and scale.ndim == 0 and scale.is_floating_point()):
+        raise CaptureError(f"value_and_grad(scale={describe(scale)}): needed a floating 0-d tensor")
 
 
 def _check_key(name: str, key: Any) -> None:

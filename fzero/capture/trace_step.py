@@ -68,14 +68,7 @@ def capture(
         )
         new_leaves = _check_result(result, state_paths, state_leaves, per_rank)
         paths, metrics, metrics_treedef = tree.flatten(result[1])
-        check_names("metrics", paths)
-        for name, value in zip(paths, metrics, strict=True):
-            if not isinstance(value, torch.Tensor):
-                raise CaptureError(
-                    f"metric {name!r} is the Python value {value!r}: it would stay what it was at the first step. "
-                    "Return a tensor computed from the state or the batch, or keep it out of the metrics"
-                )
-            check_leaf(at("metrics", name), value)
+        _check_metrics(paths, metrics)
         metric_names = tuple(paths)
         return [*new_leaves, *metrics]
 
@@ -141,6 +134,18 @@ def _check_result(result: Any, paths: list[str], leaves: list[Any], per_rank: Se
                 "a step keeps devices and layouts"
             )
     return [new.value if isinstance(new, PerRank) else new for new in new_leaves]
+
+
+def _check_metrics(paths: list[str], metrics: list[Any]) -> None:
+    """Raises CaptureError for a metric that is no tensor, TreeError for one that no buffer can hold."""
+    check_names("metrics", paths)
+    for name, value in zip(paths, metrics, strict=True):
+        if not isinstance(value, torch.Tensor):
+            raise CaptureError(
+                f"metric {name!r} is the Python value {value!r}: it would stay what it was at the first step. "
+                "Return a tensor computed from the state or the batch, or keep it out of the metrics"
+            )
+        check_leaf(at("metrics", name), value)
 
 
 def _back(old: torch.Tensor, new: torch.Tensor) -> str:

@@ -238,8 +238,7 @@ class Checkpointer:
         if self._writing is None:
             return
         writing, self._writing, step = self._writing, None, self.saved
-        writing.join(patience)
-        if writing.is_alive():
+        if not writing.wait(patience):
             self._taken = None  # the thread may still write that memory
             raise CheckpointError(self.dir, f"step {step} was not written within {patience:g} s: it is given up")
         if writing.error is not None or others_failed:
@@ -247,19 +246,27 @@ class Checkpointer:
             raise writing.error or CheckpointError(self.dir, f"another rank could not save step {step}: see its error")
 
 
-class _Writing(threading.Thread):
-    """A save in flight, on a thread of its own. That thread writes `error`, the error that the save raised, and then
-    `flags`."""
+class _Writing:
+    """A save in flight, on a thread of its own: `save` runs there from the constructor on.
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        super().__init__(name="fzero-save", daemon=True)  # a process that ends does not wait for a lost peer
-        self.work, self.flags = work, RankFlags.SAVING
+    That thread writes `error`, the error that the save raised, and then `flags`. Nobody writes the other fields.
+    """
+
+    def __init__(self, save: Callable[[], None]) -> None:
+        self.save, self.flags = save, RankFlags.SAVING
         self.error: BaseException | None = None
-        self.start()
+        # a daemon: a process that ends does not wait for a lost peer
+        self.thread = threading.Thread(target=self._run, name="fzero-save", daemon=True)
+        self.thread.start()
 
-    def run(self) -> None:
+    def wait(self, seconds: float | None = None) -> bool:
+        """Waits until the save has ended, or for so many seconds. Returns whether it has ended."""
+        self.thread.join(seconds)
+        return not self.thread.is_alive()
+
+    def _run(self) -> None:
         try:
-            self.work()
+            self.save()
         except BaseException as error:
             self.error = error
         self.flags = RankFlags(0) if self.error is None else RankFlags.FAILED

@@ -258,24 +258,12 @@ def _write(
     group: Any,
     disk: Disk,
 ) -> Path:
+    """The four rounds of a save (see the module's docstring). Returns the checkpoint's directory. Collective.
+
+    If a round fails, rank 0 removes what the save has written so far, and every rank raises.
+    """
     ranks = Ranks(rank, world_size, group, str(run))
-    snapshots: list[Snapshot] = []
-
-    def agreed() -> dict[str, str]:
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise CheckpointError(run, f"keep={keep!r}: needed a positive int, or None to keep all")
-        snapshots.append(make())
-        manifest = snapshots[0].manifest
-        layout = _digest(replace(manifest, extra=None, step=0, program=None).to_bytes())
-        return {
-            "step": str(manifest.step),
-            "the layout": layout,
-            "extra": _digest(dump(manifest.extra)),
-            "keep": f"{keep}",
-        }
-
-    ranks.same("beginning a save", agreed)
-    taken = snapshots[0]
+    taken = _agreed(ranks, make, run, keep)
     release: Callable[[], None] = lambda: None  # noqa: E731
 
     def prepared() -> str:
@@ -314,6 +302,27 @@ def _write(
             raise
     finally:
         release()
+
+
+def _agreed(ranks: Ranks, make: Callable[[], Snapshot], run: Path, keep: int | None) -> Snapshot:
+    """The first round: this rank's snapshot, once all ranks save the same step, layout and extra with one `keep`."""
+    snapshots: list[Snapshot] = []
+
+    def facts() -> dict[str, str]:
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise CheckpointError(run, f"keep={keep!r}: needed a positive int, or None to keep all")
+        snapshots.append(make())
+        manifest = snapshots[0].manifest
+        layout = _digest(replace(manifest, extra=None, step=0, program=None).to_bytes())
+        return {
+            "step": str(manifest.step),
+            "the layout": layout,
+            "extra": _digest(dump(manifest.extra)),
+            "keep": f"{keep}",
+        }
+
+    ranks.same("beginning a save", facts)
+    return snapshots[0]
 
 
 def _digest(data: bytes) -> str:
