@@ -17,7 +17,7 @@ fused_adamw_ = torch._fused_adamw_
 
 
 def kernel_of(target: Any) -> Any:
-    """What an `OpOverload` calls, one Python frame nearer to the kernel (2.11.0, 2.13.0)."""
+    """The callable of an `OpOverload`, one Python frame nearer to the kernel (2.11.0, 2.13.0)."""
     return getattr(target, "_op", target)
 
 
@@ -32,20 +32,24 @@ def function_schema(name: str, num_inputs: int, writes: Sequence[int]) -> torch.
     return torch._C.parse_schema(f"fzero::{name}({', '.join(inputs)}) -> Tensor[]")
 
 
-# Allowed bfloat16 inside an fp32 product, oneDNN makes use of it with AMX (and on ARM) alone: elsewhere its fp32 kernel
-# runs (3.10.2 in torch 2.11.0, 3.12.0 in 2.13.0)
+# If bfloat16 is allowed inside an fp32 product, oneDNN uses it only with AMX (and on ARM). Elsewhere its fp32 kernel
+# runs (3.10.2 in torch 2.11.0, 3.12.0 in 2.13.0).
 AMX = torch.cpu._is_amx_tile_supported()
 _KEEPS_FP32 = platform.machine() in ("x86_64", "AMD64") and not AMX
 
 
 def product_precision() -> str:
-    """What torch may round fp32 products on CPU to: "none" unless the user changed it (2.11.0, 2.13.0)."""
+    """The dtype to which torch may round fp32 products on CPU: "none" unless the user changed it (2.11.0, 2.13.0)."""
     return _BF16_ALLOWED.before or str(torch._C._get_fp32_precision_getter("mkldnn", "matmul"))
 
 
 class _Bf16Allowed:
-    """oneDNN's permission to use bfloat16 in fp32 products: given by the first thread that enters, and set back to what
-    it was by the last that leaves (private setters seen in 2.11.0 and 2.13.0)."""
+    """oneDNN's permission to use bfloat16 in fp32 products. The first thread that enters gives it, and the last that
+    leaves sets the old value back (private setters seen in 2.11.0 and 2.13.0).
+
+    inside: the threads within. before: the old value; "" if no thread is within. Only the methods here write both,
+    under the lock.
+    """
 
     def __init__(self) -> None:
         self.lock, self.inside, self.before = threading.Lock(), 0, ""
@@ -69,10 +73,11 @@ _BF16_ALLOWED = _Bf16Allowed()
 
 
 def by_onednn(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """aten's matrix product computed by oneDNN, in full fp32; on a processor where that would round, as it is.
+    """aten's matrix product computed by oneDNN, in full fp32. On a processor where oneDNN would round, the kernel
+    itself.
 
-    torch asks oneDNN where bfloat16 is allowed inside fp32 products on CPU: a setting of the process, which is changed
-    for this call alone.
+    torch uses oneDNN if bfloat16 is allowed inside fp32 products on CPU. This is a setting of the process; it is
+    changed for this call alone.
     """
     if not _KEEPS_FP32:
         return kernel
@@ -88,14 +93,15 @@ def by_onednn(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inductor_cache_dir() -> str:
-    """Where Inductor keeps what it compiled: TORCHINDUCTOR_CACHE_DIR, or this user's folder in the temporary one."""
+    """The folder in which Inductor keeps compiled code: TORCHINDUCTOR_CACHE_DIR, or this user's folder in the temporary
+    one."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
 
 
 def inductor_lacks(device_type: str) -> str:
-    """What Inductor needs for a device and does not find, and how to get it; "" where nothing is missing."""
+    """The reason why Inductor cannot compile for a device, and the remedy; "" if nothing is missing."""
     if device_type == "cuda":
         from torch.utils._triton import has_triton
 
@@ -112,7 +118,8 @@ def inductor_lacks(device_type: str) -> str:
 
 
 def inductor_rounds(device_type: str) -> bool:
-    """Whether compiled code can round to 16 bits wherever its graph does: on the CPU not in 2.11, but in 2.13."""
+    """Whether compiled code can round to 16 bits at every place where its graph does. On the CPU it cannot in 2.11, and
+    can in 2.13."""
     return device_type != "cpu" or tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
@@ -124,7 +131,7 @@ def inductor_compile(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -
     from torch._inductor import standalone_compile
 
     options = {
-        "cpp.threads": torch.get_num_threads(),  # is in the code that is made, so it belongs into the cache's key
+        "cpp.threads": torch.get_num_threads(),  # it is part of the compiled code, so it belongs into the cache's key
         "cpp.vec_isa_ok": True,  # trust the CPU's flags: trying each set of instructions out takes five seconds
         "compile_threads": 1,  # one kernel or two in a graph: a pool of processes costs more than it saves
         "emulate_precision_casts": True,  # rounds to bf16 where the graph does: with the next line stages stay equal

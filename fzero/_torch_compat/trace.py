@@ -104,7 +104,7 @@ def make_fx(fn: Callable[..., Any], **how: Any) -> Callable[..., torch.fx.GraphM
 
 
 def graph_module(graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """A graph as something to call, whose Python is written at the first call: most graphs of a lowering are only
+    """A graph as something to call. Its Python is written at the first call: most graphs of a lowering are only
     rewritten."""
     return _lazy_graph_module._LazyGraphModule(torch.nn.Module(), graph)
 
@@ -121,8 +121,8 @@ def compiled_functions_traced() -> Iterator[None]:
 
 @contextmanager
 def distributions_unchecked() -> Iterator[None]:
-    """`torch.distributions` does not look at the values of its arguments unless told to. Within `make_fx`, so in one
-    thread at a time (2.11.0, 2.13.0)."""
+    """`torch.distributions` does not look at the values of its arguments, unless they ask for it. Within `make_fx`, so
+    in one thread at a time (2.11.0, 2.13.0)."""
     kind = torch.distributions.Distribution
     before = kind._validate_args
     kind.set_default_validate_args(False)
@@ -134,8 +134,8 @@ def distributions_unchecked() -> Iterator[None]:
 
 @contextmanager
 def jiterator_refused(error: Callable[[], Exception]) -> Iterator[None]:
-    """`torch.cuda.jiterator` launches a kernel on the memory that a fake tensor has not. Within `make_fx`, so in one
-    thread at a time (2.11.0)."""
+    """`torch.cuda.jiterator` raises `error()`: it would launch a kernel on memory that a fake tensor does not have.
+    Within `make_fx`, so in one thread at a time (2.11.0)."""
     name = "_cuda_jiterator_compile_and_launch_kernel"
     before = getattr(torch._C, name, None)
 
@@ -152,8 +152,8 @@ def jiterator_refused(error: Callable[[], Exception]) -> Iterator[None]:
 
 
 def ambient_modes() -> list[Any]:
-    """The modes around the caller that see torch functions or dispatched ops, but for the one that stands for a default
-    device (2.11.0, 2.13.0)."""
+    """The modes around the caller that see torch functions or dispatched ops, without the mode of a default device
+    (2.11.0, 2.13.0)."""
     functions = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
     return [*functions, *_get_current_dispatch_mode_stack()]
 
@@ -165,11 +165,11 @@ def saved_tensor_hooks() -> bool:
 
 @contextmanager
 def autocast_left(kinds: Sequence[str]) -> Iterator[None]:
-    """As outside of the autocasts that are on for these device types, which come back afterwards.
+    """Leaves the autocasts that are on for these device types; they come back afterwards.
 
-    An autocast within is the outermost then, as it would be there: at its end the weights that it has cast are
-    forgotten, and only so may the next one cast them under another grad mode. `torch.autocast(enabled=False)` would
-    not do that (2.11.0, 2.13.0).
+    An autocast that is entered within is then the outermost one. At its end the casts of its weights are forgotten, and
+    only so may the next autocast cast them under another grad mode. `torch.autocast(enabled=False)` would not do that
+    (2.11.0, 2.13.0).
     """
     caches, depth = torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting() - 1
     for _ in range(depth + 1):
@@ -195,29 +195,33 @@ def in_functorch() -> bool:
 
 @functools.cache
 def scatters_keep_overlap() -> bool:
-    """Whether torch's shape rules give the result of `select_scatter` and kin an expanded operand's strides (2.11.0).
-    Its kernels, and the rules of 2.13.0, give it memory of its own."""
+    """Whether torch's shape rules give the result of `select_scatter` and kin the strides of an expanded operand
+    (2.11.0). Its kernels, and the rules of 2.13.0, give it memory of its own."""
     with unwatched():
         expanded, value = torch.empty(1, device="meta").expand(2), torch.empty((), device="meta")
         return torch.ops.aten.select_scatter(expanded, value, 0, 0).stride() == (0,)
 
 
 class RngStateMode(TorchDispatchMode):
-    """A mode that has a state of its own in the place of torch's generator's, as `torch.utils.checkpoint` asks for it.
+    """A mode that has a state of its own in place of the state of torch's generator, as `torch.utils.checkpoint` needs
+    it.
 
     While such a mode is on, `torch.get_rng_state` and `torch.set_rng_state` are those of the innermost one on the
-    calling thread's stack of modes; on other threads they are torch's. (Checkpoint calls them as attributes of `torch`;
-    autograd's threads take the stack over from the thread that calls backward: 2.11.0, 2.13.0.) The two functions are
-    exchanged by the first mode that is entered in the process, and set back by the last that is left.
+    calling thread's stack of modes. On other threads they are torch's. (Checkpoint calls them as attributes of `torch`.
+    Autograd's threads take the stack over from the thread that calls backward: 2.11.0, 2.13.0.) The first mode that is
+    entered in the process exchanges the two functions, and the last that is left sets them back; only these two methods
+    write `_inside` and `_torchs`.
     """
 
     _lock, _inside = threading.Lock(), 0
     _torchs: tuple[Callable[[], Any], Callable[[Any], None]]
 
     def get_rng_state(self) -> Any:
+        """Returns the mode's state."""
         raise NotImplementedError
 
     def set_rng_state(self, state: Any) -> None:
+        """Sets the mode's state."""
         raise NotImplementedError
 
     def __enter__(self) -> Any:

@@ -139,7 +139,7 @@ class Known:
                     return None
                 leaves[i], sources = known[0], sources | known[1]
             elif isinstance(leaf, torch.device):
-                leaves[i] = torch.device("cpu")  # where values are kept, whatever the device of the step
+                leaves[i] = torch.device("cpu")  # values are kept on the CPU, for a step on any device
         args, kwargs = spec.unflatten(leaves)
         return args, kwargs, sources
 

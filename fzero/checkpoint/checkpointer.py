@@ -91,6 +91,7 @@ class Checkpointer:
         background: bool = True,
         disk: Disk | None = None,
     ) -> None:
+        """Raises CheckpointError for an option out of range."""
         self.dir, self.every, self.keep, self.background = Path(dir), every, keep, background
         for name, number in (("every", every), ("keep", keep)):
             if number is not None and (type(number) is not int or number < 1):
@@ -139,7 +140,7 @@ class Checkpointer:
             try:
                 self.save(state, extra)
                 log.info("fzero: %s: step %d is saved in %s", number.name, state.step, self.dir)
-            except CheckpointError as error:  # whoever trains on without a save is to stop all the same
+            except CheckpointError as error:  # training stops without a save too
                 log.error("fzero: %s: step %d is not saved: %s", number.name, state.step, error)
             raise SystemExit(128 + number)
         if self._due or (self.every is not None and state.step % self.every == 0 and self.saved != state.step):
@@ -172,6 +173,8 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Ends the save in flight, and gives signals and flags back. Raises the save's error only if nothing else was
+        raised."""
         try:
             if kind is None:
                 self.close()
@@ -188,7 +191,7 @@ class Checkpointer:
             if self._runtime is not None:
                 self._runtime.flags = lambda: 0
                 self._runtime = None
-            if kind is None:  # no step came any more that would have told of it
+            if kind is None:  # no later step sent it to the other ranks
                 for flag in RankFlags.SIGTERM, RankFlags.SIGINT:
                     if flag in self._signals:
                         signal.raise_signal(signal.Signals[str(flag.name)])

@@ -140,7 +140,7 @@ def write(
     return _write(snapshot.rank, world_size, lambda: snapshot, Path(directory), keep, group, disk or Disk())
 
 
-# --- what a rank saves ------------------------------------------------------------------------------------------------
+# --- a rank's part ----------------------------------------------------------------------------------------------------
 
 
 def _of(state: State, extra: Any, *, copy: bool, reuse: Snapshot | None) -> Snapshot:
@@ -174,7 +174,7 @@ def take(
         check_json("extra", extra)
         for leaf in plan.leaves:
             check_text(leaf.path, "a leaf's path")
-        kept = parse(dump(extra))  # a copy: what the caller's objects become later is not saved
+        extra_copy = parse(dump(extra))  # a copy: later changes of the caller's objects are not saved
         tree = structure.describe(treedef)
     except Invalid as error:
         raise CheckpointError("the state to save", str(error)) from None
@@ -182,7 +182,7 @@ def take(
     empty = (ShardRecord(0, "", ()),) * plan.world_size
     leaves = tuple(_record(plan, leaf) for leaf in plan.leaves)
     mesh, stages = {plan.axis: plan.world_size}, dict(zero) if isinstance(zero, Mapping) else zero
-    manifest = Manifest(step, mesh, stages, versions, program, kept, tree, leaves, empty)
+    manifest = Manifest(step, mesh, stages, versions, program, extra_copy, tree, leaves, empty)
     parts = [Part(leaf.path, held(plan, memory, leaf, rank)) for leaf in plan.leaves]
     return Snapshot(rank, manifest, tuple(shards.in_order(parts)), torch.empty(0, dtype=torch.uint8))
 

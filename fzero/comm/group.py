@@ -53,7 +53,7 @@ def _start(backend: str, seconds: float) -> None:
         dist.init_process_group(backend, timeout=timeout)
         return
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    store = store_prefix.fresh(store, rank, world_size, seconds)
+    store = store_prefix.prefixed(store, rank, world_size, seconds)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
 
 

@@ -14,7 +14,7 @@ from fzero.capture.graph import PerRank
 from fzero.capture.joint import asks_key
 from fzero.capture.leaves import check_leaf
 from fzero.compile.collector import collector_paused
-from fzero.errors import TreeError, at
+from fzero.errors import TreeError, leaf_name
 from fzero.precision import DTYPES, LOW
 from fzero.random._check import is_key
 from fzero.spec import Spec
@@ -58,7 +58,7 @@ def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.
         _check_apart(paths, leaves)
     inputs = [getattr(leaves[i], "value", leaves[i]).detach() for i in tensors]
     for i, value in zip(tensors, inputs, strict=True):
-        check_leaf(at("params", paths[i]), value)
+        check_leaf(leaf_name("params", paths[i]), value)
     inputs = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in inputs]
     recipe = Recipe(whole, [*inputs, start] if wants else inputs, device)
     if source is not None:
@@ -87,8 +87,8 @@ def _check_apart(paths: Sequence[str], leaves: Sequence[Any]) -> None:
             continue
         if id(leaf) in path_of:
             raise TreeError(
-                f"{at('params', path_of[id(leaf)])} and {at('params', path)} are one tensor: as two leaves they would "
-                "drift apart. Keep one and use it twice in the loss, or clone() it"
+                f"{leaf_name('params', path_of[id(leaf)])} and {leaf_name('params', path)} are one tensor: as two "
+                "leaves they would drift apart. Keep one and use it twice in the loss, or clone() it"
             )
         path_of[id(leaf)] = path
 

@@ -83,7 +83,7 @@ def _shard(source: Source, parts: list[shards.Part], file: Path, disk: Disk) -> 
             digests.append(hashlib.sha256(block).digest())
             size += len(block)
         out.sync()
-    return ShardRecord(size, root(digests), tuple(one.hex() for one in digests))
+    return ShardRecord(size, root(digests), tuple(digest.hex() for digest in digests))
 
 
 def _blocks(views: Iterator[memoryview]) -> Iterator[memoryview]:

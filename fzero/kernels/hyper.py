@@ -46,6 +46,7 @@ def _put(out, place, value):  # type: ignore[no-untyped-def]
 def _hyper_kernel(  # type: ignore[no-untyped-def]
     out, count, lr, scale, clip, seed0, seed1, seed2, BETA1: tl.constexpr, BETA2: tl.constexpr, DECAY: tl.constexpr
 ):
+    """Computes and stores all the numbers; one program."""
     t = tl.load(count).to(tl.int64)
     rate = tl.load(lr).to(tl.float64)
     one = tl.full((), 1.0, tl.float64)
@@ -105,7 +106,7 @@ def hyper(
 ) -> Tensor:
     """The numbers as (16,) int32 on `device`. All tensors are 0-d, of any integer or floating dtype; seeds int64.
 
-    Raises ValueError and TypeError for what is not.
+    Raises ValueError and TypeError otherwise.
     """
     if not isinstance(lr, Tensor):
         lr = torch.full((), lr, dtype=torch.float64, device=device)

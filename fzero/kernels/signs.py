@@ -1,7 +1,7 @@
-"""Signs with error feedback: a buffer in a bit an element, and what the bits lost, in one pass. (1-bit Adam: Tang et
-al. 2021; the compensation: Seide et al. 2014.)
+"""Signs with error feedback: a buffer in one bit an element, and the error of these bits, in one pass. (1-bit Adam:
+Tang et al. 2021; the compensation: Seide et al. 2014.)
 
-Formula, for each block of the flattened buffer (the last one may be short), with what was lost before as `error`:
+Formula, for each block of the flattened buffer (the last one may be short), with the loss of earlier passes as `error`:
 
     value = x + error;   scale = mean |value|;   x' = scale if value >= 0 else -scale;   error <- value - x'
 
@@ -63,6 +63,7 @@ def unpack_reference(signs: Tensor, scales: Tensor, size: int, block: int = 1024
 def _pack_kernel(  # type: ignore[no-untyped-def]
     signs, scales, new_error, x, error, size, num_signs, num_scales, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
+    """Writes signs, scales and new errors of ROWS blocks."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     index = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = index < size
@@ -110,7 +111,7 @@ def pack(signs: Tensor, scales: Tensor, x: Tensor, error: Tensor | None = None, 
     over `error` (float32, like `x`), or nowhere if it is None.
 
     All are flat and contiguous; `x` is float32, bfloat16 or float16; `block` is a power of two from 16 to 4,096. Raises
-    ValueError and TypeError for what does not fit.
+    ValueError and TypeError.
     """
     _check("pack", signs, scales, "x", x, block)
     if error is not None:

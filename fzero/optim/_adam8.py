@@ -253,6 +253,7 @@ def _blocks(flat: Tensor) -> Tensor:
 def _check(
     param: Tensor, grad: Tensor, mu: Tensor, mu_scales: Tensor, nu: Tensor, nu_scales: Tensor, count: Tensor, lr: Tensor
 ) -> None:
+    """Raises TypeError or ValueError for tensors that the op cannot step."""
     if not param.is_floating_point():
         raise TypeError(f"fzero::adamw8: param is {param.dtype}, but it must be a floating-point tensor")
     blocks = (-(-param.numel() // BLOCK),)

@@ -207,7 +207,7 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.float64)
 
 
-# What the ops do not do.
+# Checks: the cases that the ops do not handle.
 
 
 def watched(*tensors: Tensor) -> bool:

@@ -24,7 +24,7 @@ from fzero.comm.transport import Transport
 from fzero.compile.lowered import Lowered
 from fzero.compile.step import fakes_on, lower_step
 from fzero.cost.autotune import Costs
-from fzero.errors import DonatedError, TreeError, at
+from fzero.errors import DonatedError, TreeError, leaf_name
 from fzero.ir.program import Program
 from fzero.ir.records import Ref, make_op
 from fzero.plan.layout import Leaf, Plan
@@ -117,7 +117,7 @@ class Session:
     def _lowered(self, batch: Any, fn: Callable[..., Any] | None) -> Lowered:
         state = fakes_on(self.like, self.device)
         costs = self.costs if self.spec.products == "fastest" else None
-        lowered = lower_step(self.spec, state, batch, self.plan, self.transport.via, fn, costs, self.transport.rates)
+        lowered = lower_step(self.spec, state, batch, self.plan, self.transport.name, fn, costs, self.transport.rates)
         verify(lowered.program)
         for chosen in lowered.choices.values():
             log.info("fzero: %s", chosen)
@@ -149,7 +149,7 @@ class Session:
         if digest in self.compiled_segments:
             return self.bind(lowered)
         failure: Exception | None = None
-        call = self.presence.what
+        call = self.presence.call_name
         try:
             self.compiled_segments[digest] = compile_segments.compiled(
                 lowered.program,
@@ -255,7 +255,7 @@ def _current(lowered: Lowered) -> Lowered:
 def _batch_key(batch: Any, device: torch.device) -> tuple[Any, ...]:
     paths, leaves, treedef = tree.flatten(batch)
     shown = [
-        (path, describe(leaf) if isinstance(leaf, torch.Tensor) else _static(at("batch", path), leaf))
+        (path, describe(leaf) if isinstance(leaf, torch.Tensor) else _static(leaf_name("batch", path), leaf))
         for path, leaf in zip(paths, leaves, strict=True)
     ]
     return (tuple(shown), str(treedef), *ambient.settings(device))
@@ -285,7 +285,7 @@ def _static(name: str, leaf: Any) -> Any:
 def _difference(old: Any, new: Any) -> str:
     """The difference of two batch keys, in words."""
     before, after = (
-        {at("batch", p): v if isinstance(v, str) else describe(v[1]) for p, v in key[0]} for key in (old, new)
+        {leaf_name("batch", p): v if isinstance(v, str) else describe(v[1]) for p, v in key[0]} for key in (old, new)
     )
     changed = [f"{p} was {before[p]}, is {v}" for p, v in after.items() if p in before and before[p] != v]
     changed += [f"{p} is new" for p in after if p not in before]

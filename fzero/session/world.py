@@ -126,7 +126,7 @@ class World:
             transport = transport_for(self.rank, self.size, self.device, spec.transfers, here)
         try:
             store = default_store() if self.size > 1 else None
-            bytes_of_buckets = bucket_bytes(transport.via, self.size, self.rank, transport.rates, store)
+            bytes_of_buckets = bucket_bytes(transport.name, self.size, self.rank, transport.rates, store)
             plan = plan_for(spec, filling.paths, filling.values, filling.per_rank, self.size, bytes_of_buckets)
             memory = storage.allocate(plan, transport.block, self.rank)
             values = f"{bytes_of_buckets} {filling.place(plan, self.rank, memory)}"

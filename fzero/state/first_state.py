@@ -24,7 +24,7 @@ from fzero.capture.graph import PerRank
 from fzero.capture.leaves import check_leaf, check_names
 from fzero.capture.provenance import describe
 from fzero.capture.tracing import lifted, trace
-from fzero.errors import TreeError, at
+from fzero.errors import TreeError, leaf_name
 from fzero.ir import fx_nodes, segments
 from fzero.plan.layout import Plan
 from fzero.state import storage
@@ -122,13 +122,13 @@ def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
     """A leaf of the first state as a tensor; a plain number becomes a 0-d tensor. Raises TreeError otherwise."""
     leaf = leaf.value if isinstance(leaf, PerRank) else leaf
     if isinstance(leaf, torch.Tensor):
-        check_leaf(at("state", path), leaf)
+        check_leaf(leaf_name("state", path), leaf)
         return leaf.detach() if leaf.requires_grad else leaf
     if type(leaf) is float or (type(leaf) is int and -(1 << 63) <= leaf < 1 << 63):
         dtype = torch.int64 if type(leaf) is int else torch.float32
         return torch.full((), leaf, dtype=dtype)
     raise TreeError(
-        f"{at('state', path)} is {describe(leaf)}: a state holds tensors (and plain numbers, which become 0-d "
+        f"{leaf_name('state', path)} is {describe(leaf)}: a state holds tensors (and plain numbers, which become 0-d "
         "tensors). Keep it outside the state, or make it a tensor"
     )
 
