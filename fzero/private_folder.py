@@ -1,6 +1,6 @@
 """private_folder: a folder that this user alone can write to, and small files in it.
 
-Other users of a machine may plant a folder, a file or a link at the place of a cache: under the temporary directory
+Other users of a machine may plant a folder, a file or a link at the place of a cache. Under the temporary directory
 anyone can. So a folder is opened once. It is trusted only if it belongs to this user and nobody else may write to it.
 All later operations go through its descriptor. No link is followed, and nothing is truncated: files are made new and
 renamed.

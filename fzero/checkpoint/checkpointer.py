@@ -2,8 +2,8 @@
 
 A save in the background. `after` copies this rank's part of the state to host memory. Training waits for this copy
 only. A thread then writes the copy, over a gloo group of its own. One save is in flight at most. If the next save is
-due before all ranks have ended the last one, it is late: it begins at the first step at which all have. So a slow disk
-makes saves rarer, not steps slower, and a rank holds at most one copy.
+due before all ranks have ended the last one, it is late. It begins at the first step at which all have ended it. So a
+slow disk makes saves rarer, not steps slower, and a rank holds at most one copy.
 
 How ranks agree. Each rank's thread ends or fails at another instant, and so do signals arrive. But all ranks must act
 after the same step, or they would wait for one another in different places. So each rank sends four flags in the note

@@ -5,7 +5,7 @@ bucket is sharded or replicated. So a replicated state is written once, by all r
 written by rank 0, per-rank leaves by each rank. Padding is left out. `write` is the protocol
 (`fzero.checkpoint.commit`) in four rounds:
 
-    1. the ranks agree on what they save     step, layout, extra
+    1. the ranks agree on the save           step, layout, extra
     2. rank 0 prepares the directory
     3. every rank writes, hashes and syncs its shard; the hashes go to rank 0
     4. rank 0 commits
@@ -260,7 +260,7 @@ def _write(
 ) -> Path:
     """The four rounds of a save (see the module's docstring). Returns the checkpoint's directory. Collective.
 
-    If a round fails, rank 0 removes what the save has written so far, and every rank raises.
+    If a round fails, rank 0 removes the files of this save, and every rank raises.
     """
     ranks = Ranks(rank, world_size, group, str(run))
     taken = _agreed(ranks, make, run, keep)

@@ -1,7 +1,7 @@
 """group: the process group of a run.
 
 `open_world` joins the default process group. Under torchrun it starts the group: gloo for states on the CPU, nccl for
-states on CUDA. A torchrun agent keeps one store over all restarts of a job, so each start uses a part of that store
+states on CUDA. A torchrun agent keeps one store over all restarts of a job. So each start uses a part of that store
 that no earlier start has used (`fzero.comm.store_prefix`).
 """
 

@@ -5,8 +5,8 @@ A thread of each rank sleeps. Once a tick (one second; longer in large worlds) i
 that the step writes anyway. So an op costs nothing, and a tick costs 0.03 to 0.1 ms of one core.
 
 A rank whose process is not stopped keeps writing, even if its main thread is stuck. A rank whose wait ended badly (time
-is up, a connection closed) does three things: it writes "lost", it reads the records of all ranks twice, two seconds
-apart, and it raises `HangError` with the result. Other ranks learn at their next tick that a rank failed or gave up. If
+is up, a connection closed) does three things. It writes "lost". It reads the records of all ranks twice, two seconds
+apart. It raises `HangError` with the result. Other ranks learn at their next tick that a rank failed or gave up. If
 they wait for it in that call, in vain, their wait is ended. Over messages the thread lets a receive on the group time
 out, and with gloo this ends all transfers of that group on this rank. Over shared memory the waiting rank looks at
 `halted` itself.

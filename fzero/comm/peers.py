@@ -36,7 +36,7 @@ from fzero.errors import DisagreementError, PeerError
 HEAD = struct.Struct("<5Q")  # kind, number (of the transfer or arena), arena, offset in it, bytes
 ARENA, DROPPED, READY, LETTER, READ, BYE = range(6)
 INLINE_BYTES = 4096
-SPIN_SECONDS = 50e-6  # about what it costs to sleep and be woken
+SPIN_SECONDS = 50e-6  # about the cost of a sleep and a wake-up
 SLICE_SECONDS = 0.25  # a rank that sleeps looks so often whether it waits in vain
 MIN_BLOCK_BYTES = 1 << 16
 DESCRIPTOR_BYTES = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0

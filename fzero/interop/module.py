@@ -1,9 +1,9 @@
 """module: an `nn.Module` as `(params, buffers, apply)`.
 
 `from_module` copies the module once, without its parameters and buffers: these become meta tensors. Each call of
-`apply` copies that again, with the given tensors in their place. The module may refer to a parameter in several places:
-twice if weights are tied, in a list as `nn.LSTM` does, in a hook or a lambda (`fzero.interop.closures`). The copy
-refers to the given tensor in all of them.
+`apply` copies that again, with the given tensors in their place. The module may refer to a parameter in several places.
+Tied weights have two; others are a list (`nn.LSTM`), a hook or a lambda (`fzero.interop.closures`). The copy refers to
+the given tensor in all of them.
 
 The module itself is never touched, and nothing has to be put back. Code that runs later, such as the recomputation of
 `torch.utils.checkpoint` in a backward, still finds the tensors that the forward saw. A copy costs no tensor memory, and
@@ -150,9 +150,9 @@ def from_module(module: nn.Module, *, train: bool | None = None, mutable: bool =
     Parameters that do not require grad are among `params` and named in `apply.frozen`. The others then require grad,
     and `fzero.init` reads from that which ones train, unless `Spec(trainable=)` says it.
 
-    Raises TreeError for a module that a pure function cannot express: lazy or quantised parameters, buffers on the meta
-    device, wrapped modules (DDP, `torch.compile`), state outside parameters and buffers. Parameters on the meta device
-    are enough for `fzero.lower`.
+    Raises TreeError for a module that a pure function cannot express. Such a module has lazy or quantised parameters,
+    buffers on the meta device, a wrapper (DDP, `torch.compile`), or state outside parameters and buffers. Parameters on
+    the meta device are enough for `fzero.lower`.
 
     >>> linear = torch.nn.Linear(2, 1)
     >>> params, buffers, apply = from_module(linear)

@@ -7,9 +7,9 @@ Formula, for step t (counted from 1), learning rate a and weight decay w, in flo
 
 and as integers 6: t, and 8 .. 13: two keys for each of three seeds of stochastic rounding (`fzero.kernels.round`).
 
-In float32 1 - 0.999^t would be 5e-5 wrong for small t. The power is made by squaring: products alone, so that its bits
-are equal everywhere; a library's `pow` may differ in float64's last places, so about one step in a million has a number
-one unit in the last place of float32 away.
+In float32 1 - 0.999^t would be 5e-5 wrong for small t. The power is made by squaring: products alone, so its bits are
+equal everywhere. A library's `pow` may differ in float64's last places. With it, about one step in a million has a
+number one unit in the last place of float32 away.
 
 One program; it reads some ten scalars and writes 64 bytes.
 """

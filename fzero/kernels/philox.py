@@ -22,8 +22,8 @@ Cost: one pass over the output and nothing else; the keys are read on the device
 four neighbours, which go out as one store where `size` and `offset` are multiples of 16. 16-bit outputs are computed in
 float32; a uniform is then rounded down, so that it stays below its bound.
 
-Given up: these bulk numbers are not numpy's (whose normals are a ziggurat, which no GPU wants), and |normal| <= 6.77 in
-float32, which one draw in 7e10 would exceed.
+Given up: these bulk numbers are not numpy's (whose normals are a ziggurat, which is slow on a GPU). In float32,
+|normal| <= 6.77, which one draw in 7e10 would exceed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fzero.kernels.philox_numpy import Words, philox_reference
 
 
 def fill_reference(keys: Words, size: int, *, normal: bool, double: bool = False, offset: int = 0) -> Words:
-    """What `fill` writes for keys (n, 2) int64, as (n, size) float64 before it is scaled and rounded to the output.
+    """The numbers of `fill` for keys (n, 2) int64: (n, size) float64, before they are scaled and rounded to the output.
 
     >>> fill_reference(np.array([[0, 0]]), 8, normal=False).shape
     (1, 8)

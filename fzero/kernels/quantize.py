@@ -6,9 +6,9 @@ Formula, for each block of the flattened buffer (the last one may be short), wit
 
 Symmetric, so 0 stays 0 and -x has the codes of x negated. Eight bits are an int8 each; of four bits two elements share
 a byte (uint8, two's complement): element 2i the lower half, 2i + 1 the upper one, 0 past an odd end. A block of zeros
-has scale 0, and so has one whose largest magnitude is under 4e-37 (its inverse would be infinite). A block with an
-element that is not finite has a scale that is not either and codes 0, and all of it comes back NaN: a lost element must
-show.
+has scale 0, and so has one whose largest magnitude is under 4e-37 (its inverse would be infinite). If an element of a
+block is not finite, the block's scale is not finite either, and its codes are 0. All of the block comes back NaN: a
+lost element must show.
 
 Codes and scales are those of the references below, bit for bit. |x' - x| <= scale / 2, plus roundings.
 

@@ -6,11 +6,12 @@ Formula, for each block of the flattened buffer (the last one may be short), wit
     value = x + error;   scale = mean |value|;   x' = scale if value >= 0 else -scale;   error <- value - x'
 
 so errors do not add up: they are sent later. Element 8i + j is bit j of byte i, 1 for +: 0 and -0 are +, so that every
-element has a sign; bits past the end are 0. The scale is the one that loses least (in squares) for these signs. A block
-with an element that is not finite has a scale that is not either: it and its errors come back so, and must be reset.
+element has a sign; bits past the end are 0. The scale is the one that loses least (in squares) for these signs. If an
+element of a block is not finite, the block's scale is not finite either. The block and its errors come back so, and
+must be reset.
 
-The sum of a block is one tree whose order the compiler chooses, so a scale may differ in its last places between the
-interpreter and a GPU; signs are exact, and errors are, bit for bit, those of the scale that was written.
+The sum of a block is one tree whose order the compiler chooses. So a scale may differ in its last places between the
+interpreter and a GPU. Signs are exact, and errors are, bit for bit, those of the scale that was written.
 
 Byte floor, B elements a block, float32: 4 + 4 read, 4 + 1/8 + 4 / B written an element; unpacking 1/8 + 4 / B read and
 4 written.
