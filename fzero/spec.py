@@ -97,6 +97,7 @@ class Spec:
     device: str | None = None
 
     def __post_init__(self) -> None:
+        """Raises SpecError for a field that cannot be used."""
         self._check_form()
         self._check_mesh()
         stages = self.zero.values() if isinstance(self.zero, Mapping) else [self.zero]
@@ -130,7 +131,7 @@ class Spec:
         if self.clip_norm is not None and self.clip_value is not None:
             raise SpecError("Spec(clip_norm=, clip_value=): give one of them, or chain both in the optimizer")
         if self.timeout is not None:
-            fits = type(self.timeout) in (int, float) and 0 < self.timeout < 1e8  # what a timedelta and a gloo hold
+            fits = type(self.timeout) in (int, float) and 0 < self.timeout < 1e8  # the range of a timedelta and of gloo
             _needs(fits, "timeout", self.timeout, "seconds > 0")
         _choice("transfers", self.transfers, ("auto", "shared", "p2p"))
         _choice("compile", self.compile, ("none", "auto", "inductor"))
@@ -146,6 +147,7 @@ class Spec:
             _needs(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
 
     def _check_form(self) -> None:
+        """Checks `loss` and `optimizer`, or `step`."""
         if self.step is not None:
             _needs(callable(self.step), "step", self.step, "a function (state, batch) -> (state, metrics)")
             for name in ("loss", "optimizer", "clip_norm", "clip_value", "trainable", "nonfinite"):
@@ -167,20 +169,21 @@ class Spec:
         _needs(self.params == DEFAULT_PARAMS, "params", self.params, "step=: with loss= the parameters are known")
 
     def _check_remat(self) -> None:
-        given = self.remat
-        for rule, what in given.items() if isinstance(given, Mapping) else [("**", given)]:
+        remat = self.remat
+        for rule, choice in remat.items() if isinstance(remat, Mapping) else [("**", remat)]:
             form = '"none", "full", or path rules to them, as {"blocks/**": "full"}'
-            _needs(isinstance(rule, str) and what in ("none", "full"), "remat", given, form)
+            _needs(isinstance(rule, str) and choice in ("none", "full"), "remat", remat, form)
 
     def _check_precision(self) -> None:
-        given = self.policy
-        if self.step is not None and (given.loss_scale is not None or given.params is not None):
+        """Checks the precision policy against `step` and `nonfinite`."""
+        chosen = self.policy
+        if self.step is not None and (chosen.loss_scale is not None or chosen.params is not None):
             raise SpecError(
                 f"Spec(step=..., precision={self.precision!r}): a step of your own scales its loss and rounds its "
                 "parameters itself. Give Precision(compute=...), use fzero.LossScale with value_and_grad(loss, "
                 "scale=...), and fzero.optim.stochastic_round"
             )
-        if given.loss_scale is not None and self.nonfinite in ("ignore", "raise"):
+        if chosen.loss_scale is not None and self.nonfinite in ("ignore", "raise"):
             raise SpecError(
                 f"Spec(nonfinite={self.nonfinite!r}) with a loss scale, which finds its size by steps that overflow "
                 "and are skipped: leave nonfinite out"
@@ -232,9 +235,9 @@ class Spec:
         return (self.params,) if isinstance(self.params, str) else tuple(self.params)
 
 
-def _needs(ok: bool, name: str, given: Any, needed: str) -> None:
+def _needs(ok: bool, name: str, value: Any, needed: str) -> None:
     if not ok:
-        raise SpecError(f"Spec({name}={given!r}): needed {needed}")
+        raise SpecError(f"Spec({name}={value!r}): needed {needed}")
 
 
 def _positive(name: str, value: Any) -> None:
@@ -248,14 +251,15 @@ def _choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
 
 
 def _named(init: Callable[..., None]) -> Callable[..., None]:
+    """`Spec.__init__` with an error that suggests the field for an unknown name."""
     known = [f.name for f in fields(Spec)]
 
     @functools.wraps(init)
-    def checked(self: Spec, **given: Any) -> None:
-        for name in given:
+    def checked(self: Spec, **values: Any) -> None:
+        for name in values:
             if name not in known:
                 raise SpecError(f"Spec has no field {name!r}.{suggest(name, known)}")
-        init(self, **given)
+        init(self, **values)
 
     return checked
 

@@ -18,8 +18,7 @@ from models import MODELS, Model
 from torch import Tensor, fx
 
 import fzero
-from fzero import _torch_compat
-from fzero._torch_compat import FakeTensorMode
+from fzero._torch_compat import FakeTensorMode, compute
 from fzero.capture.graph import Graph
 from fzero.codegen import matmul
 from fzero.codegen.matmul import FORMS, OUT_FORMS, Matmul
@@ -156,8 +155,8 @@ def test_torchs_setting_is_as_before_also_after_an_error() -> None:
 
 
 def test_where_onednn_would_round_the_kernel_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch_compat, "_KEEPS_FP32", False)
-    assert _torch_compat.by_onednn(aten.mm.default) is aten.mm.default
+    monkeypatch.setattr(compute, "_KEEPS_FP32", False)
+    assert compute.by_onednn(aten.mm.default) is aten.mm.default
 
 
 @pytest.mark.parametrize("form", ["default", "out"])
@@ -350,7 +349,7 @@ def test_stages_are_bitwise_equal_with_onednn(name: str) -> None:
         assert ONEDNN & set(found)
         assert not {*FORMS, *OUT_FORMS} & set(found)
     usual = run(spec_of(model, zero=3, products="default"), params, model.batch, world=2, steps=2)
-    if _torch_compat._KEEPS_FP32:  # else oneDNN would round, and the usual kernel runs
+    if compute._KEEPS_FP32:  # else oneDNN would round, and the usual kernel runs
         assert differing(usual.final, runs[0].final) != []
     for path, value in usual.final.items():
         assert relative(runs[0].final[path], value) < 1e-3, path
