@@ -16,6 +16,7 @@ from fzero.tree import suggest
 
 MESH_AXES = ("dp",)
 DEFAULT_PARAMS = ("params/**",)
+RENAMED = {"products": "matmul"}  # fields of a Spec: old name, new name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class Spec:
     overlap: False waits for every transfer at its start (same bits, slower).
     remat: "none", "full" (a layer keeps its input and computes the rest again in the backward), or path rules of
     parameters to them, as {"blocks/**": "full"}. Same bits, less memory, up to a third more compute.
-    products: the library for fp32 matrix products on CPU. "default": torch's own choice. "fastest": the faster of
+    matmul: the library for fp32 matrix products on CPU. "default": torch's own choice. "fastest": the faster of
     torch's two libraries for each shape, measured once per machine and kept in a file (`fzero.codegen.matmul`): the
     same accuracy. Another machine may choose otherwise, so the bits hold for this machine only.
     allow_unused: parameters without a gradient get a zero one instead of an error.
@@ -87,7 +88,7 @@ class Spec:
     gather_bytes: int | None = None
     overlap: bool = True
     remat: str | Mapping[str, str] = "none"
-    products: str = "default"
+    matmul: str = "default"
     allow_unused: bool = False
     compile: str = "none"
     params: str | Sequence[str] = DEFAULT_PARAMS
@@ -140,7 +141,7 @@ class Spec:
             rules = (self.trainable_rules or ()) if isinstance(self.trainable, (str, Sequence)) else ()
             text = bool(rules) and all(isinstance(rule, str) and rule for rule in rules)
             _needs(text, "trainable", self.trainable, "path rules, as in '**/lora/**'")
-        _choice("products", self.products, ("default", "fastest"))
+        _choice("matmul", self.matmul, ("default", "fastest"))
         self._check_precision()
         self._check_remat()
         for name in ("overlap", "allow_unused", "cuda_graph"):
@@ -251,11 +252,15 @@ def _choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
 
 
 def _named(init: Callable[..., None]) -> Callable[..., None]:
-    """`Spec.__init__` with an error that suggests the field for an unknown name."""
+    """`Spec.__init__` with an error that suggests the field for an unknown name. A field's old name is taken too."""
     known = [f.name for f in fields(Spec)]
 
     @functools.wraps(init)
     def checked(self: Spec, **values: Any) -> None:
+        for old, new in RENAMED.items():
+            if old in values and new in values:
+                raise SpecError(f"Spec({old}=, {new}=): give {new} alone, {old} is its old name")
+            values |= {new: values.pop(old)} if old in values else {}
         for name in values:
             if name not in known:
                 raise SpecError(f"Spec has no field {name!r}.{suggest(name, known)}")

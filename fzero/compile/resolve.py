@@ -91,7 +91,7 @@ def lowering_options(spec: Spec) -> LoweringOptions:
         overlap=spec.overlap,
         remat=spec.remat_rules,
         compile=spec.compile,
-        matmul=spec.products,
+        matmul=spec.matmul,
         cuda_graph=spec.cuda_graph,
     )
 

@@ -116,7 +116,7 @@ class Session:
 
     def _lowered(self, batch: Any, fn: Callable[..., Any] | None) -> Lowered:
         state = fakes_on(self.like, self.device)
-        costs = self.costs if self.spec.products == "fastest" else None
+        costs = self.costs if self.spec.matmul == "fastest" else None
         lowered = lower_step(self.spec, state, batch, self.plan, self.transport.name, fn, costs, self.transport.rates)
         verify(lowered.program)
         for chosen in lowered.choices.values():
