@@ -212,7 +212,7 @@ CONTENDERS: dict[str, Contender] = {
         for zero in range(4)
     },
     "fzero3_fastest": Contender(
-        "fzero zero=3, products='fastest'", partial(fzero, zero=3, products="fastest"), ("fzero.interop",)
+        "fzero zero=3, matmul='fastest'", partial(fzero, zero=3, matmul="fastest"), ("fzero.interop",)
     ),
     "fzero3_compiled": Contender(
         "fzero zero=3, compile='auto'", partial(fzero, zero=3, compile="auto"), ("fzero.interop",), compiled=True

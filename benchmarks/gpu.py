@@ -33,7 +33,7 @@ from benchmarks.contenders import BF16, CONTENDERS, Setup, Step, fzero_spec
 from benchmarks.link import free_port
 from benchmarks.model import Batch, Size, make_batch
 from benchmarks.run import write
-from fzero.comm.transport import Transport, via_of
+from fzero.comm.transport import Transport, transport_name
 from fzero.compile.first_state import recipe_for
 from fzero.compile.layout import plan_for
 from fzero.ir.records import Op
@@ -120,7 +120,9 @@ def share_of(setup: Setup, zero: int, world_size: int) -> State:
     block = storage.block_of(device)
     memory = storage.allocate(plan, block)
     recipe.place(plan, 0, memory)
-    transport = Transport(Filled(0, world_size), via_of(device, spec.transfers), block, "filled by this rank alone")
+    transport = Transport(
+        Filled(0, world_size), transport_name(device, spec.transfers), block, "filled by this rank alone"
+    )
     runtime = Session(spec, 0, world_size, device, plan, recipe.treedef, memory, transport, None)
     life = Life()
     return State(runtime.sharded(life), 0, {}, runtime, life)

@@ -1,3 +1,3 @@
-"""The version: of the package, and of what a checkpoint says that it was written by."""
+"""The version of the package. A checkpoint names the version that wrote it."""
 
 __version__ = "0.1.0"

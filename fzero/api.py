@@ -1,4 +1,4 @@
-"""api: init, step, evaluate, lower. A `torch.compile`d loop calls them as they are: fzero compiles the step itself."""
+"""api: init, step, evaluate, lower. In a `torch.compile`d loop they run as they are: fzero compiles the step itself."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from fzero.capture import ambient
 from fzero.capture.leaves import check_leaf
 from fzero.capture.provenance import describe
 from fzero.comm.agree import agree
-from fzero.comm.transport import bucket_bytes, via_of
+from fzero.comm.transport import bucket_bytes, transport_name
 from fzero.compile.collector import collector_paused
 from fzero.compile.first_state import check_key, recipe_for
 from fzero.compile.layout import plan_for
 from fzero.compile.lowered import Lowered
 from fzero.compile.resolve import by_flags
 from fzero.compile.step import fakes_on, lower_step
-from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, at
+from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, leaf_name
 from fzero.session.session import execute, session_of
 from fzero.session.world import World, check_mesh, check_spec
 from fzero.spec import Spec
 from fzero.state.state import Life, State
 from fzero.verify.rules import verify
 
-# after how many steps the host looks whether the loss scale is at its end: it waits for the device then
+# steps between the host's looks at the end of the loss scale; at a look it waits for the device
 LOOKS_AFTER = {"cpu": 1, "cuda": 16}
 
 
@@ -36,10 +36,10 @@ LOOKS_AFTER = {"cpu": 1, "cuda": 16}
 def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
     """The first state: `params` (a pytree of tensors, or a function of a key that makes one) placed as `spec` says.
 
-    With `Spec(step=...)` `params` is the whole state. Given a function, a rank makes only its part, and values do not
-    depend on the world; `key` (default `fzero.random.key(0)`) is what it gets. Given tensors, they are copied.
-    With `key`, or where the loss has a parameter `key`, the state holds one: a new one for every step, of which every
-    part of the batch gets its own, and which what modules draw (dropout) is made from.
+    With `Spec(step=...)` `params` is the whole state. Tensors are copied. From a function, a rank makes only its part,
+    and values do not depend on the world. The function gets `key` (default `fzero.random.key(0)`).
+    If `key` is given, or the loss has a parameter `key`, the state holds a key: a new one for every step. Each part of
+    the batch gets a key of its own, and draws of modules (dropout) are made from it.
     Under torchrun this starts gloo or nccl unless a default group exists. Every rank must call it.
 
     >>> import fzero
@@ -58,9 +58,9 @@ def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
 def step(state: State, batch: Any) -> State:
     """One step. Donates `state`: its memory becomes the result's, and its leaves cannot be read any more.
 
-    `batch` is a pytree of tensors, this rank's part; leaves that are no tensors are static (a new value retraces), and
+    `batch` is a pytree of tensors, this rank's part. Leaves that are no tensors are static: a new value retraces.
     Mappings of any type, as a tokenizer's BatchEncoding, arrive at the loss as dicts.
-    `result.metrics` holds the loss (or what a `step=` returned). All checks come before the first write: an error
+    `result.metrics` holds the loss (or the metrics of a `step=`). All checks come before the first write: an error
     before that leaves `state` as it was, one after it marks `state` unusable.
 
     >>> import fzero
@@ -74,7 +74,10 @@ def step(state: State, batch: Any) -> State:
 
 
 def advanced(state: State, lowered: Lowered, metrics: Any) -> State:
-    """The state after a step that ran; the one that was given is donated."""
+    """The state after a step that ran. Donates `state`.
+
+    Raises NonFiniteError, with `state` unchanged, if the spec asks for it.
+    """
     runtime = session_of(state)
     runtime.last_program = lowered.program
     if runtime.spec.nonfinite == "raise" and not metrics["finite"]:
@@ -96,10 +99,10 @@ def advanced(state: State, lowered: Lowered, metrics: Any) -> State:
 def evaluate(state: State, batch: Any, fn: Callable[..., Any], *, key: torch.Tensor | None = None) -> Any:
     """`fn(params, batch)` on the state, which it neither donates nor changes; every rank must call it.
 
-    `fn` (with `Spec(step=...)` of the whole state) runs without gradients, in the spec's precision, parameters gathered
-    layer by layer as in the loss. It returns a pytree of tensors and `fzero.Mean`s: a Mean becomes the mean over all
-    ranks' terms, a floating 0-d tensor its mean over the ranks; any other tensor is this rank's own. `key` is what
-    randomness in it is made from. It is traced once: define it once, outside the loop.
+    `fn` (with `Spec(step=...)` of the whole state) runs without gradients, in the spec's precision. Parameters are
+    gathered layer by layer, as in the loss. `fn` returns a pytree of tensors and `fzero.Mean`s. A Mean becomes the mean
+    over all ranks' terms, a floating 0-d tensor its mean over the ranks; any other tensor is this rank's own.
+    Randomness in `fn` is made from `key`. `fn` is traced once: define it once, outside the loop.
 
     >>> import fzero
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.sgd(0.1))
@@ -113,9 +116,9 @@ def evaluate(state: State, batch: Any, fn: Callable[..., Any], *, key: torch.Ten
             f"fzero.evaluate(state, batch, fn): fn is {type(fn).__name__}: needed a function (params, batch)"
         )
     check_key("evaluate", key)
-    given = {"batch": batch, "key": key}
-    lowered, given = _agreed("evaluate", "an evaluation", state, given, fn)
-    return execute(state, lowered, given)["result"]
+    inputs = {"batch": batch, "key": key}
+    lowered, inputs = _agreed("evaluate", "an evaluation", state, inputs, fn)
+    return execute(state, lowered, inputs)["result"]
 
 
 @untraced_by_dynamo
@@ -129,7 +132,7 @@ def lower(
     `params_like` is a pytree of tensors (real, meta or fake: only shapes and dtypes are read) or the function of a
     key that makes them; with `Spec(step=...)` the whole state. `batch_like` is one rank's batch. `world_size`
     defaults to the spec's mesh, `key` is as in `init`. `lowered.program` prints; `lowered.memory` is the account per
-    rank; `lowered.choices` says what was chosen and why.
+    rank; `lowered.choices` gives the decisions, with reasons.
 
     >>> import fzero
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.adamw(1e-3), zero=3)
@@ -146,15 +149,15 @@ def lower(
         raise SpecError(f"fzero.lower(world_size={size!r}): needed a positive int")
     check_mesh(spec, size)
     device = torch.device(spec.device or "cpu")
-    via = via_of(device, spec.transfers)
+    transport = transport_name(device, spec.transfers)
     device = device if torch.cuda.is_available() else torch.device("cpu")  # shapes do not need the device
     recipe = recipe_for(spec, params_like, key, device)
-    plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, size, bucket_bytes(via, size))
+    plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, size, bucket_bytes(transport, size))
     state = fakes_on(tree.unflatten(recipe.treedef, recipe.values), device)
     for path, leaf in zip(*tree.flatten(batch_like)[:2], strict=True):
         if isinstance(leaf, torch.Tensor):
-            check_leaf(at("batch", path), leaf)
-    lowered = lower_step(spec, state, fakes_on(batch_like, device), plan, via)
+            check_leaf(leaf_name("batch", path), leaf)
+    lowered = lower_step(spec, state, fakes_on(batch_like, device), plan, transport)
     verify(lowered.program)
     return lowered
 
@@ -162,7 +165,7 @@ def lower(
 # --- pieces -----------------------------------------------------------------------------------------------------------
 
 
-def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any] | None = None) -> tuple[Lowered, Any]:
+def _agreed(name: str, call: str, state: Any, batch: Any, fn: Callable[..., Any] | None = None) -> tuple[Lowered, Any]:
     """(the program to run, the batch as plain dicts), once every rank has the same one and no rank failed before."""
     if not isinstance(state, State):
         raise TreeError(f"fzero.{name} needs the State that fzero.init returned, got {type(state).__name__}")
@@ -174,7 +177,7 @@ def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any]
         if state.life.ended:
             paths = [leaf.path for leaf in runtime.plan.leaves]
             more = f" and {len(paths) - 1} more leaves" if len(paths) > 1 else ""
-            raise DonatedError(f"this state ({at('state', paths[0])}{more}) {state.life.ended}")
+            raise DonatedError(f"this state ({leaf_name('state', paths[0])}{more}) {state.life.ended}")
         batch = tree.plain(batch)
         _check_batch(batch if fn is None else batch["batch"], runtime.device)
         lowered = runtime.compiled(batch, fn)
@@ -184,7 +187,7 @@ def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any]
     except Exception as error:
         failure, digest = error, ""
     runtime.any_rank_flags = agree(
-        runtime.rank, runtime.world_size, what, digest, runtime.group, failure, runtime.flags(), lambda: _shown(batch)
+        runtime.rank, runtime.world_size, call, digest, runtime.group, failure, runtime.flags(), lambda: _shown(batch)
     )
     assert lowered is not None
     return lowered, batch
@@ -192,7 +195,7 @@ def _agreed(name: str, what: str, state: Any, batch: Any, fn: Callable[..., Any]
 
 def _shown(batch: Any) -> dict[str, str]:
     """The batch's leaves as messages show them, by name."""
-    return {at("batch", path): describe(leaf) for path, leaf in zip(*tree.flatten(batch)[:2], strict=True)}
+    return {leaf_name("batch", path): describe(leaf) for path, leaf in zip(*tree.flatten(batch)[:2], strict=True)}
 
 
 def _check_scale(state: State) -> None:
@@ -218,8 +221,9 @@ def _check_scale(state: State) -> None:
 
 
 def _check_batch(batch: Any, device: torch.device) -> None:
+    """Raises TreeError for a leaf of the batch on another device, with a gradient, or that no buffer can hold."""
     for path, leaf in zip(*tree.flatten(batch)[:2], strict=True):
-        name = at("batch", path)
+        name = leaf_name("batch", path)
         if not isinstance(leaf, torch.Tensor):
             continue
         if leaf.device != device:

@@ -1,8 +1,8 @@
 """The `fzero` command: one table of subcommands.
 
 A subcommand is one row of `COMMANDS`: its help, a function that adds its arguments, and a function that runs it and
-returns the exit status. An `FzeroError`, `OSError`, `ValueError` or `TypeError` that a command raises is the user's to
-read: it is printed without a traceback, and the exit status is 2.
+returns the exit status. An `FzeroError`, `OSError`, `ValueError` or `TypeError` of a command is a message for the user.
+It is printed without a traceback, and the exit status is 2.
 """
 
 import argparse

@@ -4,8 +4,8 @@ A sample is `sequence` tokens and the one after them. The sample at position p d
 state of a stream is one integer, the number of samples handed out so far, for any batch size and world:
 
     order="shuffled"   position p is sample permute(p mod n) of epoch p div n: the file cut into n windows, each once an
-                       epoch. The permutation is a function (a Feistel network over the next power of two, applied again
-                       while it lands outside of n: fewer than two times on average), so no list of n is made or kept.
+                       epoch. The permutation is a function: a Feistel network over the next power of two, applied again
+                       while it lands outside of n (fewer than two times on average). So no list of n is made or kept.
     order="random"     a window at any place, by a hash of the position: drawn with repeats.
     order="sequential" the windows as they lie, again and again.
 
@@ -73,6 +73,7 @@ class Tokens:
         seed: int = 0,
         dtype: str | None = None,
     ) -> None:
+        """Opens the tokens, and checks the arguments. Raises DataError."""
         if order not in ORDERS:
             raise DataError(f"Tokens(order={order!r}): needed one of {', '.join(ORDERS)}")
         if type(seed) is not int or not 0 <= seed < 1 << 64:
@@ -104,8 +105,8 @@ class Tokens:
         epochs, index = np.divmod(positions, _number(self.samples))
         if self.order == "shuffled":
             for epoch in np.unique(epochs):
-                mine = epochs == epoch
-                index[mine] = permute(index[mine], self.samples, _mixed(self.seed ^ _mixed(int(epoch))))
+                in_epoch = epochs == epoch
+                index[in_epoch] = permute(index[in_epoch], self.samples, _mixed(self.seed ^ _mixed(int(epoch))))
         return index.astype(np.int64) * self.sequence
 
     def batch(self, position: int, *, size: int, rank: int = 0, world_size: int = 1) -> Batch:
@@ -170,16 +171,16 @@ def permute(index: np.ndarray[Any, np.dtype[np.uint64]], n: int, key: int) -> np
     low = bits // 2
     widths = (_number((1 << (bits - low)) - 1), _number((1 << low) - 1))
     keys = [_number(_mixed(key + i)) for i in range(ROUNDS)]
-    found = index.copy()
-    outside = np.ones(len(found), dtype=bool)
+    images = index.copy()
+    outside = np.ones(len(images), dtype=bool)
     while outside.any():
-        left, right = found[outside] >> _number(low), found[outside] & widths[1]
+        left, right = images[outside] >> _number(low), images[outside] & widths[1]
         for i in range(0, ROUNDS, 2):
             left ^= _mix(right + keys[i]) & widths[0]
             right ^= _mix(left + keys[i + 1]) & widths[1]
-        found[outside] = left << _number(low) | right
-        outside = found >= _number(n)
-    return found
+        images[outside] = left << _number(low) | right
+        outside = images >= _number(n)
+    return images
 
 
 def _mix(x: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
@@ -243,10 +244,10 @@ def _part(size: int, rank: int, world_size: int) -> int:
     return size // world_size
 
 
-def _positive(what: str, **numbers: int) -> None:
+def _positive(label: str, **numbers: int) -> None:
     for name, number in numbers.items():
         if type(number) is not int or number < 1:
-            raise DataError(f"{what}: {name}={number!r}: needed a positive int")
+            raise DataError(f"{label}: {name}={number!r}: needed a positive int")
 
 
 def _here() -> tuple[int, int]:

@@ -77,10 +77,10 @@ class MismatchError(CheckpointError):
     """A checkpoint whose leaves are not those that were asked for: names all of them. Nothing was loaded."""
 
 
-def at(tree: str, path: str) -> str:
-    """`state['a/b']`: a leaf as messages name it; `batch` alone where the pytree is one leaf.
+def leaf_name(tree: str, path: str) -> str:
+    """`state['a/b']`: a leaf as messages name it; the tree's name alone if the pytree is one leaf.
 
-    >>> at("batch", "x/0"), at("batch", "")
+    >>> leaf_name("batch", "x/0"), leaf_name("batch", "")
     ("batch['x/0']", 'batch')
     """
     return f"{tree}[{path!r}]" if path else tree

@@ -21,7 +21,7 @@ from fzero.capture.graph import PerRank, Roles
 from fzero.capture.joint import Joint, safe
 from fzero.capture.provenance import describe, user_line
 from fzero.capture.region import add_region
-from fzero.errors import CaptureError, at
+from fzero.errors import CaptureError, leaf_name
 from fzero.precision import Precision, policy
 from fzero.random._check import is_key
 
@@ -40,33 +40,25 @@ def value_and_grad(
     """`fn(params, *args) -> loss` made into `(params, *args) -> (loss, grads)`, both means over the ranks.
 
     `loss` is a 0-d floating tensor, or an `fzero.Mean(total, count)`, whose mean is that of the whole batch. With
-    `has_aux=True` `fn` returns `(loss, aux)` and the result is `((loss, aux), grads)`, aux being this rank's own (not
-    reduced). `grads` has the structure and dtypes of `params` (the first argument), of which every leaf must be
-    floating. With k microbatches (by default the Spec's) the tensors of argument `batch_argnum` are cut into k equal
-    parts along dim 0; loss, gradients and floating aux are means over the parts, other aux is the last part's.
+    `has_aux=True` `fn` returns `(loss, aux)` and the result is `((loss, aux), grads)`. `aux` is this rank's own, not
+    reduced. `grads` has the structure and dtypes of `params`, the first argument; every leaf of it must be floating.
+
+    With k microbatches (by default the Spec's) the tensors of argument `batch_argnum` are cut into k equal parts along
+    dim 0. Loss, gradients and floating aux are means over the parts; other aux is the last part's.
 
     `key` (int64, (2,), the same on every rank) makes randomness: part j = rank * k + m of the batch has the key
-    `fold_in(key, j)`. `fn` gets it as `key=` if it has a parameter of that name; what modules inside draw from torch's
-    generator (dropout) is drawn from it. `scale` (0-d) multiplies the loss before the backward and divides the
+    `fold_in(key, j)`. `fn` gets it as `key=` if it has a parameter of that name. Draws of modules inside from torch's
+    generator (dropout) are made from it. `scale` (0-d) multiplies the loss before the backward and divides the
     gradients after their reduction; the returned loss is not scaled. `precision` is by default the Spec's.
 
-    A leaf that gets no gradient is an error that names it, unless `allow_unused` (then its gradient is zero).
-    Outside a step it computes the same for a world of one, in one part.
+    A leaf that gets no gradient is an error that names it, unless `allow_unused` (then its gradient is zero). Outside a
+    step it computes the same for a world of one, in one part.
 
     >>> loss, grads = value_and_grad(lambda p, x: (p["w"] * x).sum())({"w": torch.ones(2)}, torch.tensor([1.0, 3.0]))
     >>> float(loss), grads["w"].tolist()
     (4.0, [1.0, 3.0])
     """
-
-    if not callable(fn):
-        raise CaptureError(f"value_and_grad of {describe(fn)}: needed a function (params, *args) -> loss")
-    for name, number in (("microbatches", microbatches), ("batch_argnum", batch_argnum)):
-        if not (number is None and name == "microbatches") and (type(number) is not int or number < 1):
-            raise CaptureError(f"value_and_grad({name}={number!r}): needed a positive int")
-
-    _check_key("value_and_grad", key)
-    if scale is not None and not (isinstance(scale, torch.Tensor) and scale.ndim == 0 and scale.is_floating_point()):
-        raise CaptureError(f"value_and_grad(scale={describe(scale)}): needed a floating 0-d tensor")
+    _check_options(fn, batch_argnum, microbatches, key, scale)
 
     def wrapped(params: Any, *args: Any, **kwargs: Any) -> Any:
         tracing = active()
@@ -158,8 +150,8 @@ def pmax(x: Any, axis: str = "dp") -> Any:
 def per_rank(x: Any) -> Any:
     """Marks the leaves of a pytree as kept once per rank: logical shape (N, ...), one (...) on each.
 
-    Given to `fzero.init`, every rank starts with this value, and the step sees its own of shape (...). What the step
-    returns there may differ between ranks.
+    From `fzero.init` on, every rank starts with this value, and the step sees its own of shape (...). The values that
+    the step returns there may differ between ranks.
     """
     return tree.map(lambda leaf: leaf if isinstance(leaf, PerRank) else PerRank(leaf), x)
 
@@ -181,10 +173,10 @@ def axis_index(axis: str = "dp", device: torch.device | str | None = None) -> to
 
 
 def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` in a loss, its intermediate values not kept for the backward but computed again there, bit for bit.
+    """`fn` for a loss: its intermediate values are not kept, but computed again in the backward, bit for bit.
 
-    Under the hood `torch.utils.checkpoint`; inside a torch.func transform, which that does not know, `fn` itself. For
-    whole layers by path see `Spec(remat=...)`, which needs no wrapping.
+    It uses `torch.utils.checkpoint`. Inside a torch.func transform, which checkpoint does not support, it is `fn`
+    itself. For whole layers by path see `Spec(remat=...)`, which needs no wrapping.
 
     >>> x = torch.ones(3, requires_grad=True)
     >>> remat(lambda t: (t.exp() * 2).sum())(x).backward()
@@ -207,6 +199,8 @@ def _check_axis(name: str, axis: str, tracing: Tracing | None) -> None:
 
 
 def _preduce(x: Any, op: str, axis: str) -> Any:
+    """The reduction of every leaf over a mesh axis. Raises CaptureError inside a loss, and for a leaf that does not
+    fit."""
     tracing = active()
     if tracing is not None and tracing.depth:
         raise CaptureError(
@@ -215,14 +209,14 @@ def _preduce(x: Any, op: str, axis: str) -> Any:
         )
     _check_axis(f"p{op}", axis, tracing)
 
-    def one(path: str, leaf: Any) -> torch.Tensor:
+    def reduced(path: str, leaf: Any) -> torch.Tensor:
         if not isinstance(leaf, torch.Tensor):
             raise CaptureError(f"fzero.p{op} of {path or 'a value'}: needed a tensor, got {leaf!r}")
         if op == "mean" and not leaf.dtype.is_floating_point:
             raise CaptureError(f"fzero.pmean of {describe(leaf)}: needed a floating dtype. Use psum, or cast")
         return torch.ops.fzero.reduce(leaf.contiguous(), op, axis)
 
-    return tree.map_with_path(one, x)
+    return tree.map_with_path(reduced, x)
 
 
 def _check_params(paths: list[str], leaves: list[Any]) -> None:
@@ -237,6 +231,7 @@ def _check_params(paths: list[str], leaves: list[Any]) -> None:
 
 
 def _check_slices(num: int, sliced: list[bool], paths: list[str], leaves: list[torch.Tensor], prefix: str) -> None:
+    """Raises CaptureError unless the batch can be cut into `num` parts along dim 0."""
     if num > 1 and not any(sliced):
         raise CaptureError(
             f"microbatches={num} cuts the batch along dim 0, but argument {int(prefix.split('/')[1]) + 1} after the "
@@ -253,8 +248,8 @@ def _check_slices(num: int, sliced: list[bool], paths: list[str], leaves: list[t
 def _argument(path: str, prefix: str) -> str:
     """The name in messages of a leaf of a loss's arguments after the parameters."""
     if path == prefix or path.startswith(prefix + "/"):
-        return at("batch", path.removeprefix(prefix).lstrip("/"))
-    return at("arguments", path.partition("/")[2])
+        return leaf_name("batch", path.removeprefix(prefix).lstrip("/"))
+    return leaf_name("arguments", path.partition("/")[2])
 
 
 def _check_outer(name: str, tracing: Tracing | None) -> None:
@@ -265,15 +260,27 @@ def _check_outer(name: str, tracing: Tracing | None) -> None:
         )
 
 
+def _check_options(fn: Any, batch_argnum: Any, microbatches: Any, key: Any, scale: Any) -> None:
+    """Raises CaptureError for an argument of `value_and_grad` that it cannot use."""
+    if not callable(fn):
+        raise CaptureError(f"value_and_grad of {describe(fn)}: needed a function (params, *args) -> loss")
+    for name, number in (("microbatches", microbatches), ("batch_argnum", batch_argnum)):
+        if not (number is None and name == "microbatches") and (type(number) is not int or number < 1):
+            raise CaptureError(f"value_and_grad({name}={number!r}): needed a positive int")
+    _check_key("value_and_grad", key)
+    if scale is not None and not (isinstance(scale, torch.Tensor) and scale.ndim == 0 and scale.is_floating_point()):
+        raise CaptureError(f"value_and_grad(scale={describe(scale)}): needed a floating 0-d tensor")
+
+
 def _check_key(name: str, key: Any) -> None:
     if key is not None and not is_key(key):
         raise CaptureError(f"{name}(key={describe(key)}): needed a key, as fzero.random.key(0)")
 
 
-def _policy(given: str | Precision | None, tracing: Tracing | None) -> Precision:
-    if given is None and tracing is not None:
+def _policy(value: str | Precision | None, tracing: Tracing | None) -> Precision:
+    if value is None and tracing is not None:
         return tracing.precision
-    return policy("fp32" if given is None else given)
+    return policy("fp32" if value is None else value)
 
 
 def _entering(tracing: Tracing | None) -> Callable[[str], None]:
@@ -301,7 +308,7 @@ def _region(
         for path, leaf in zip(paths, others, strict=False)
     ]
     _check_slices(num, sliced, paths, others[: len(paths)], prefix)
-    names = [at("params", p) for p in joint.paths]
+    names = [leaf_name("params", p) for p in joint.paths]
     names += [_argument(p, prefix) for p in paths]
     if joint.key is not None:
         sliced, names = [*sliced, num > 1], [*names, "key"]
@@ -317,8 +324,7 @@ def _region(
 
 
 def _steady_outside(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Outside a step, where nothing else has left what torch may be set to around the call: see
-    `fzero.capture.ambient`."""
+    """`fn`, which outside of a step leaves torch's settings around the call (`fzero.capture.ambient`)."""
 
     @functools.wraps(fn)
     def steady(*args: Any, **kwargs: Any) -> Any:
@@ -330,13 +336,13 @@ def _steady_outside(fn: Callable[..., Any]) -> Callable[..., Any]:
     return steady
 
 
-def _usable(*given: Any) -> Any:
+def _usable(*arguments: Any) -> Any:
     """Arguments from inference mode as copies that a backward may read."""
 
-    def one(x: Any) -> Any:
+    def usable(x: Any) -> Any:
         return x.clone() if isinstance(x, torch.Tensor) and x.is_inference() else x
 
-    return tree.map(one, given)
+    return tree.map(usable, arguments)
 
 
 def _part_keys(key: torch.Tensor, num: int) -> torch.Tensor:
@@ -355,13 +361,13 @@ def _combined(joint: Joint, outs: list[torch.Tensor], num: int) -> Any:
     loss = _reduce(outs[0], how)
     divisor = safe(_reduce(outs[end], "sum")) if marks.has_count else None
     loss = loss if divisor is None else loss / divisor
-    found = dict(zip(marks.grad_of, outs[1:end], strict=True))
+    grad_at = dict(zip(marks.grad_of, outs[1:end], strict=True))
     grads = []
     for i, leaf in enumerate(joint.leaves):
-        if i not in found:
+        if i not in grad_at:
             grads.append(torch.zeros_like(leaf))
             continue
-        g = _reduce(found[i], how)
+        g = _reduce(grad_at[i], how)
         g = g if divisor is None else g / divisor
         g = g if joint.scale is None else g / joint.scale
         held_low = joint.precision.params is not None  # the update is made in fp32 then

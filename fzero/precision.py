@@ -95,13 +95,13 @@ class LossScale:
         }
 
 
-def _dtype(where: str, given: Any, close: str, *, none: bool) -> None:
-    if not (isinstance(given, str) and given in DTYPES) and not (given is None and none):
+def _dtype(where: str, value: Any, close: str, *, none: bool) -> None:
+    if not (isinstance(value, str) and value in DTYPES) and not (value is None and none):
         short = {dtype: name for name, dtype in DTYPES.items()}
-        hint = tree.suggest(given, DTYPES) if isinstance(given, str) else ""
-        hint = f" Write {short[given]!r}" if isinstance(given, torch.dtype) and given in short else hint
+        hint = tree.suggest(value, DTYPES) if isinstance(value, str) else ""
+        hint = f" Write {short[value]!r}" if isinstance(value, torch.dtype) and value in short else hint
         known = f"{', '.join(DTYPES)}{' or None' if none else ''}"
-        raise SpecError(f"{where}{given!r}{close}: needed one of {known}.{hint}")
+        raise SpecError(f"{where}{value!r}{close}: needed one of {known}.{hint}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +127,7 @@ class Precision:
     cast_batch: bool = True
 
     def __post_init__(self) -> None:
+        """Raises SpecError for a field that cannot be used."""
         for name in ("params", "compute", "reduce"):
             _dtype(f"Precision({name}=", getattr(self, name), ")", none=True)
         if self.params == "fp16":
@@ -136,18 +137,18 @@ class Precision:
             )
         if not isinstance(self.keep, Mapping):
             raise SpecError(f"Precision(keep={self.keep!r}): needed path rules to dtypes, as {{'**/norm/**': 'fp32'}}")
-        for rule, given in self.keep.items():
-            _dtype(f"Precision(keep={{{rule!r}: ", given, "})", none=False)
+        for rule, value in self.keep.items():
+            _dtype(f"Precision(keep={{{rule!r}: ", value, "})", none=False)
         if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
             raise SpecError(f"Precision(loss_scale={self.loss_scale!r}): needed an fzero.LossScale")
 
-    def held_dtype(self, path: str, given: torch.dtype) -> torch.dtype:
-        """Returns the dtype in which the state holds a leaf given in this dtype; a leaf kept wider in the loss is held
-        so too."""
-        if not (self.params and given.is_floating_point):
-            return given
-        kept = self.compute_dtype(path, given) if self._rule(path) else DTYPES[self.params]
-        return kept if kept.itemsize > DTYPES[self.params].itemsize else DTYPES[self.params]
+    def held_dtype(self, path: str, dtype: torch.dtype) -> torch.dtype:
+        """Returns the dtype in which the state holds a leaf of this dtype. A leaf that is computed in a wider dtype is
+        also held in it."""
+        if not (self.params and dtype.is_floating_point):
+            return dtype
+        computed = self.compute_dtype(path, dtype) if self._rule(path) else DTYPES[self.params]
+        return computed if computed.itemsize > DTYPES[self.params].itemsize else DTYPES[self.params]
 
     def compute_dtype(self, path: str, held: torch.dtype) -> torch.dtype:
         """Returns the dtype in which a leaf is computed. Rules are matched against its path within the parameters."""
@@ -177,7 +178,7 @@ PRESETS = {
 }
 
 
-def policy(given: Any) -> Precision:
+def policy(value: Any) -> Precision:
     """The `Precision` that a name stands for.
 
     >>> policy("bf17")
@@ -185,9 +186,9 @@ def policy(given: Any) -> Precision:
     fzero.errors.SpecError: precision='bf17': needed one of fp32, bf16, fp16, bf16_params, or a Precision. Did you \
 mean 'bf16'?
     """
-    if isinstance(given, Precision):
-        return given
-    if isinstance(given, str) and given in PRESETS:
-        return PRESETS[given]
-    hint = tree.suggest(given, PRESETS) if isinstance(given, str) else ""
-    raise SpecError(f"precision={given!r}: needed one of {', '.join(PRESETS)}, or a Precision.{hint}")
+    if isinstance(value, Precision):
+        return value
+    if isinstance(value, str) and value in PRESETS:
+        return PRESETS[value]
+    hint = tree.suggest(value, PRESETS) if isinstance(value, str) else ""
+    raise SpecError(f"precision={value!r}: needed one of {', '.join(PRESETS)}, or a Precision.{hint}")

@@ -1,6 +1,6 @@
 """private_folder: a folder that this user alone can write to, and small files in it.
 
-Other users of a machine may plant a folder, a file or a link at the place of a cache: under the temporary directory
+Other users of a machine may plant a folder, a file or a link at the place of a cache. Under the temporary directory
 anyone can. So a folder is opened once. It is trusted only if it belongs to this user and nobody else may write to it.
 All later operations go through its descriptor. No link is followed, and nothing is truncated: files are made new and
 renamed.
@@ -61,20 +61,20 @@ def read(within: int, name: str, limit: int) -> bytes:
 
 def replace(within: int, name: str, data: bytes) -> None:
     """Gives a file of a folder these bytes, atomically. Raises OSError; then the old file is still there."""
-    fresh = f".{name}.{secrets.token_hex(8)}"
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFE, 0o600, dir_fd=within)
+    temporary = f".{name}.{secrets.token_hex(8)}"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFE, 0o600, dir_fd=within)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
-        os.rename(fresh, name, src_dir_fd=within, dst_dir_fd=within)
+        os.rename(temporary, name, src_dir_fd=within, dst_dir_fd=within)
     except BaseException:
-        os.unlink(fresh, dir_fd=within)
+        os.unlink(temporary, dir_fd=within)
         raise
 
 
 @contextlib.contextmanager
 def locked(within: int, name: str) -> Iterator[None]:
-    """Holds the lock that a file of a folder is."""
+    """Holds the lock on a file of a folder, which is made if it is missing."""
     descriptor = os.open(name, os.O_RDWR | os.O_CREAT | SAFE, 0o600, dir_fd=within)
     try:
         _ours(descriptor, plain=True)
@@ -97,22 +97,22 @@ def refused(path: Path) -> str:
 
 
 def _ours(descriptor: int, plain: bool = False) -> None:
-    found = os.fstat(descriptor)
-    if plain and not stat.S_ISREG(found.st_mode):
+    status = os.fstat(descriptor)
+    if plain and not stat.S_ISREG(status.st_mode):
         raise PermissionError(errno.EPERM, "it is no plain file")
-    if found.st_uid != os.geteuid():
-        raise PermissionError(errno.EPERM, f"it belongs to user {found.st_uid}, not to {os.geteuid()}")
-    if found.st_mode & 0o002 or (found.st_mode & 0o020 and not _own_group(descriptor, found.st_gid)):
+    if status.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, f"it belongs to user {status.st_uid}, not to {os.geteuid()}")
+    if status.st_mode & 0o002 or (status.st_mode & 0o020 and not _own_group(descriptor, status.st_gid)):
         raise PermissionError(errno.EPERM, "other users may write to it: chmod go-w makes it this user's")
 
 
 def _close(descriptor: int) -> None:
     """Takes the group's right to write from a folder of this user that nobody has written to yet."""
-    found = os.fstat(descriptor)
-    if found.st_uid == os.geteuid() and found.st_mode & 0o022 == 0o020 and not os.listdir(descriptor):
-        os.fchmod(descriptor, stat.S_IMODE(found.st_mode) & ~0o020)
+    status = os.fstat(descriptor)
+    if status.st_uid == os.geteuid() and status.st_mode & 0o022 == 0o020 and not os.listdir(descriptor):
+        os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & ~0o020)
         if os.listdir(descriptor):  # written to meanwhile
-            os.fchmod(descriptor, stat.S_IMODE(found.st_mode))
+            os.fchmod(descriptor, stat.S_IMODE(status.st_mode))
 
 
 def _own_group(descriptor: int, gid: int) -> bool:

@@ -16,6 +16,7 @@ from fzero.tree import suggest
 
 MESH_AXES = ("dp",)
 DEFAULT_PARAMS = ("params/**",)
+RENAMED = {"products": "matmul"}  # fields of a Spec: old name, new name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class Spec:
     overlap: False waits for every transfer at its start (same bits, slower).
     remat: "none", "full" (a layer keeps its input and computes the rest again in the backward), or path rules of
     parameters to them, as {"blocks/**": "full"}. Same bits, less memory, up to a third more compute.
-    products: the library for fp32 matrix products on CPU. "default": torch's own choice. "fastest": the faster of
+    matmul: the library for fp32 matrix products on CPU. "default": torch's own choice. "fastest": the faster of
     torch's two libraries for each shape, measured once per machine and kept in a file (`fzero.codegen.matmul`): the
     same accuracy. Another machine may choose otherwise, so the bits hold for this machine only.
     allow_unused: parameters without a gradient get a zero one instead of an error.
@@ -87,7 +88,7 @@ class Spec:
     gather_bytes: int | None = None
     overlap: bool = True
     remat: str | Mapping[str, str] = "none"
-    products: str = "default"
+    matmul: str = "default"
     allow_unused: bool = False
     compile: str = "none"
     params: str | Sequence[str] = DEFAULT_PARAMS
@@ -97,6 +98,7 @@ class Spec:
     device: str | None = None
 
     def __post_init__(self) -> None:
+        """Raises SpecError for a field that cannot be used."""
         self._check_form()
         self._check_mesh()
         stages = self.zero.values() if isinstance(self.zero, Mapping) else [self.zero]
@@ -130,7 +132,7 @@ class Spec:
         if self.clip_norm is not None and self.clip_value is not None:
             raise SpecError("Spec(clip_norm=, clip_value=): give one of them, or chain both in the optimizer")
         if self.timeout is not None:
-            fits = type(self.timeout) in (int, float) and 0 < self.timeout < 1e8  # what a timedelta and a gloo hold
+            fits = type(self.timeout) in (int, float) and 0 < self.timeout < 1e8  # the range of a timedelta and of gloo
             _needs(fits, "timeout", self.timeout, "seconds > 0")
         _choice("transfers", self.transfers, ("auto", "shared", "p2p"))
         _choice("compile", self.compile, ("none", "auto", "inductor"))
@@ -139,13 +141,14 @@ class Spec:
             rules = (self.trainable_rules or ()) if isinstance(self.trainable, (str, Sequence)) else ()
             text = bool(rules) and all(isinstance(rule, str) and rule for rule in rules)
             _needs(text, "trainable", self.trainable, "path rules, as in '**/lora/**'")
-        _choice("products", self.products, ("default", "fastest"))
+        _choice("matmul", self.matmul, ("default", "fastest"))
         self._check_precision()
         self._check_remat()
         for name in ("overlap", "allow_unused", "cuda_graph"):
             _needs(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
 
     def _check_form(self) -> None:
+        """Checks `loss` and `optimizer`, or `step`."""
         if self.step is not None:
             _needs(callable(self.step), "step", self.step, "a function (state, batch) -> (state, metrics)")
             for name in ("loss", "optimizer", "clip_norm", "clip_value", "trainable", "nonfinite"):
@@ -167,20 +170,21 @@ class Spec:
         _needs(self.params == DEFAULT_PARAMS, "params", self.params, "step=: with loss= the parameters are known")
 
     def _check_remat(self) -> None:
-        given = self.remat
-        for rule, what in given.items() if isinstance(given, Mapping) else [("**", given)]:
+        remat = self.remat
+        for rule, choice in remat.items() if isinstance(remat, Mapping) else [("**", remat)]:
             form = '"none", "full", or path rules to them, as {"blocks/**": "full"}'
-            _needs(isinstance(rule, str) and what in ("none", "full"), "remat", given, form)
+            _needs(isinstance(rule, str) and choice in ("none", "full"), "remat", remat, form)
 
     def _check_precision(self) -> None:
-        given = self.policy
-        if self.step is not None and (given.loss_scale is not None or given.params is not None):
+        """Checks the precision policy against `step` and `nonfinite`."""
+        chosen = self.policy
+        if self.step is not None and (chosen.loss_scale is not None or chosen.params is not None):
             raise SpecError(
                 f"Spec(step=..., precision={self.precision!r}): a step of your own scales its loss and rounds its "
                 "parameters itself. Give Precision(compute=...), use fzero.LossScale with value_and_grad(loss, "
                 "scale=...), and fzero.optim.stochastic_round"
             )
-        if given.loss_scale is not None and self.nonfinite in ("ignore", "raise"):
+        if chosen.loss_scale is not None and self.nonfinite in ("ignore", "raise"):
             raise SpecError(
                 f"Spec(nonfinite={self.nonfinite!r}) with a loss scale, which finds its size by steps that overflow "
                 "and are skipped: leave nonfinite out"
@@ -232,9 +236,9 @@ class Spec:
         return (self.params,) if isinstance(self.params, str) else tuple(self.params)
 
 
-def _needs(ok: bool, name: str, given: Any, needed: str) -> None:
+def _needs(ok: bool, name: str, value: Any, needed: str) -> None:
     if not ok:
-        raise SpecError(f"Spec({name}={given!r}): needed {needed}")
+        raise SpecError(f"Spec({name}={value!r}): needed {needed}")
 
 
 def _positive(name: str, value: Any) -> None:
@@ -248,14 +252,19 @@ def _choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
 
 
 def _named(init: Callable[..., None]) -> Callable[..., None]:
+    """`Spec.__init__` with an error that suggests the field for an unknown name. A field's old name is taken too."""
     known = [f.name for f in fields(Spec)]
 
     @functools.wraps(init)
-    def checked(self: Spec, **given: Any) -> None:
-        for name in given:
+    def checked(self: Spec, **values: Any) -> None:
+        for old, new in RENAMED.items():
+            if old in values and new in values:
+                raise SpecError(f"Spec({old}=, {new}=): give {new} alone, {old} is its old name")
+            values |= {new: values.pop(old)} if old in values else {}
+        for name in values:
             if name not in known:
                 raise SpecError(f"Spec has no field {name!r}.{suggest(name, known)}")
-        init(self, **given)
+        init(self, **values)
 
     return checked
 

@@ -18,7 +18,7 @@ import torch
 
 from fzero import optim, random, tree
 from fzero.capture.graph import PerRank
-from fzero.errors import TreeError, at
+from fzero.errors import TreeError, leaf_name
 from fzero.functional import value_and_grad
 from fzero.precision import LOW, Precision
 from fzero.spec import Spec
@@ -54,9 +54,9 @@ class Training:
         train, frozen = self._split(state["params"])
         next_key, draw = random.split(state["key"]) if "key" in state else (None, None)
         loss = self.loss if frozen is None else _joined(self.loss, self.precision)
-        given = (batch,) if frozen is None else (batch, frozen)
+        arguments = (batch,) if frozen is None else (batch, frozen)
         value, grads = value_and_grad(loss, key=draw, scale=scaling.get("scale"), precision=self.precision)(
-            train, *given
+            train, *arguments
         )
         grads, metrics = self._clipped(grads, {"loss": value})
         master = self._master(train)
@@ -88,12 +88,13 @@ class Training:
         return (train, frozen) if tree.flatten(frozen)[1] else (params, None)
 
     def _check(self, params: Any) -> None:
+        """Raises TreeError for a per-rank parameter, and for a rule under which no leaf can train."""
         paths, leaves, _ = tree.flatten(params)
         for path, leaf in zip(paths, leaves, strict=True):
             if isinstance(leaf, PerRank):
                 raise TreeError(
-                    f"{at('params', path)} is per_rank: parameters are the same on every rank. Keep it in the state of "
-                    "a step= of your own"
+                    f"{leaf_name('params', path)} is per_rank: parameters are the same on every rank. Keep it in the "
+                    "state of a step= of your own"
                 )
         for rule in self.trainable or ("**",):
             named = [leaf for path, leaf in zip(paths, leaves, strict=True) if tree.matches(rule, path)]
@@ -133,7 +134,7 @@ def _joined(loss: Callable[..., Any], precision: Precision) -> Callable[..., Any
 
     @wraps(loss)
     def whole(train: Any, batch: Any, frozen: Any, **key: Any) -> Any:
-        # they are parameters: cast like them, whatever `cast_batch` says of other arguments
+        # they are parameters, so they are cast like them; `cast_batch` is for the other arguments
         frozen = tree.map_with_path(lambda path, x: x.to(precision.compute_dtype(path, x.dtype)), frozen)
         return loss(tree.merge(train, frozen), batch, **key)
 

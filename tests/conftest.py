@@ -82,6 +82,12 @@ def chosen(request: pytest.FixtureRequest) -> Callable[[str, str], list[Any]]:
     return values
 
 
+@pytest.fixture
+def whole(request: pytest.FixtureRequest) -> bool:
+    """Whether all cases of a test run, as in `make acceptance`: else it may take a part of them."""
+    return request.config.option.markexpr == "acceptance"
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)

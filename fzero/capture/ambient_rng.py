@@ -5,8 +5,8 @@ number of draws before it, in the order in which the function runs. So the funct
 key. A checkpoint's recompute draws the same numbers as its forward: `torch.utils.checkpoint` saves and restores
 `torch.get_rng_state()`, and while the mode is on that state is the number of draws so far.
 
-Refused are draws inside a fused kernel of torch (attention with dropout on CUDA), an op without a rule here, and draws
-from a `torch.Generator` that is passed in.
+Three kinds of draws are refused: inside a fused kernel of torch (attention with dropout on CUDA), by an op without a
+rule here, and from a `torch.Generator` that is passed in.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Keyed(RngStateMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Replaces a draw by its rule in RULES. Raises CaptureError for a draw without one, or from a given
+        generator."""
         kwargs = dict(kwargs or {})
         rule = RULES.get(func)
         if torch.Tag.nondeterministic_seeded not in func.tags or no_dropout(func, args, kwargs):

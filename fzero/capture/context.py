@@ -21,7 +21,7 @@ from fzero.precision import Precision
 class Tracing:
     """The state of one trace. Only `fzero.capture` and `fzero.functional` write to it.
 
-    The first six fields are what the caller of the trace asked for; `fns` name closed-over tensors in errors.
+    The caller of the trace sets the first six fields; `fns` name closed-over tensors in errors.
     depth: 0 in the step itself, 1 inside a region; `region.add_region` counts it.
     phase: of a region ("backward", "finish"), noted on its nodes; None in the forward.
     regions: those found so far; a `fzero::region` node holds an index into them.

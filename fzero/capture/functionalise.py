@@ -1,7 +1,8 @@
 """functionalise: in-place work of a traced graph made pure, by running the graph again under torch's functionalization.
 
-An in-place op keeps its tensor's strides; its pure form may give others, of which the graph may take views that they do
-not allow. Such a node is found by running, and the graph is run again with its result copied into the old value.
+An in-place op keeps its tensor's strides. Its pure form may give other strides, which do not allow the views that the
+graph takes. Such a node is found by running. The graph is then run again, with the node's result copied into the old
+value.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ def functionalised(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch.
     `inputs` are the fake tensors that the graph was traced on. Raises CaptureError, with the line, where a pure form
     cannot stand for the in-place op.
     """
-    kept: set[fx.Node] = set()
+    keep_strides: set[fx.Node] = set()
     while True:
-        replay = _Replay(gm, frozenset(kept))
+        replay = _Replay(gm, frozenset(keep_strides))
         try:
             pure = _replayed(tracing, gm, inputs, replay)
             break
         except CaptureError:
-            if replay.moved <= kept:
+            if replay.moved <= keep_strides:
                 raise
-            kept |= replay.moved  # further on there may be more
+            keep_strides |= replay.moved  # further on there may be more
     left = [node for node in pure.graph.nodes if fx_nodes.mutated(node)]
     if left:
         raise CaptureError(f"{left[0].target} works in place where it cannot be made pure: use its pure form")
@@ -46,6 +47,8 @@ def functionalised(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch.
 
 
 def _replayed(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch.Tensor], replay: _Replay) -> fx.GraphModule:
+    """The graph of one run under functionalization. Raises CaptureError, with the line, if the pure form of an op
+    fails."""
     shared = [n for n in gm.graph.nodes if n.op == "get_attr" and not all(u.target in _LITERAL for u in n.users)]
     constants = {str(n.target): x for n in shared if isinstance(x := attribute(gm, n), torch.Tensor)}
 
@@ -56,27 +59,28 @@ def _replayed(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch.Tenso
     with explained(), tracing.mode, compiled_functions_traced():
         try:
             return make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
-        except (RuntimeError, ValueError) as error:  # a pure form cannot do what the traced op did
-            line, said = replay.node.meta.get("source") or "the step", str(error).partition("\n")[0]
+        except (RuntimeError, ValueError) as error:  # the pure form fails where the traced op did not
+            line, reason = replay.node.meta.get("source") or "the step", str(error).partition("\n")[0]
             raise CaptureError(
-                f"{replay.node.target} at {line} follows in-place work that cannot be made pure ({said}). Write "
+                f"{replay.node.target} at {line} follows in-place work that cannot be made pure ({reason}). Write "
                 "x = x.op(...) instead of x.op_(...)"
             ) from error
 
 
 class _Replay(fx.Interpreter):
-    """Runs a graph; `node` is the one that runs. `functionalize` wraps closed-over tensors only where it is given them.
+    """Runs a graph. Its methods write `node`, `moved` and `constants`.
 
-    kept: in-place nodes whose result is copied into the old value, which keeps its strides.
-    moved: in-place nodes that left their operand with other strides than when it was traced. Views that the graph takes
-    of it may not be possible on those.
+    node: the node that runs. keep_strides: in-place nodes whose result is copied into the old value, which keeps its
+    strides. moved: in-place nodes that left their operand with other strides than in the trace; views of it may then be
+    impossible. constants: the closed-over tensors by name; `functionalize` wraps them only if it gets them as an
+    argument.
     """
 
     node: fx.Node
 
-    def __init__(self, gm: fx.GraphModule, kept: Collection[fx.Node]) -> None:
+    def __init__(self, gm: fx.GraphModule, keep_strides: Collection[fx.Node]) -> None:
         super().__init__(gm)
-        self.kept, self.moved = kept, set[fx.Node]()
+        self.keep_strides, self.moved = keep_strides, set[fx.Node]()
 
     def with_constants(self, constants: Mapping[str, torch.Tensor], *xs: torch.Tensor) -> Any:
         self.constants = constants
@@ -86,10 +90,11 @@ class _Replay(fx.Interpreter):
         return self.constants[target] if target in self.constants else super().get_attr(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
+        """Runs a node, and notes the in-place nodes that change their operand's strides."""
         self.node = n
         if as_strided.takes_offset(n):
             self._check_layout(n)
-        if n in self.kept:
+        if n in self.keep_strides:
             target = fx_nodes.operand(n)
             old, self.env[target] = self.env[target], self.env[target].clone()
             result = super().run_node(n)

@@ -14,7 +14,7 @@ from fzero.capture.known import Baked
 
 @dataclass(frozen=True)
 class Roles:
-    """What a region's outputs are: the loss, one gradient per entry of `grad_of`, then the rest.
+    """The meaning of a region's outputs: the loss, one gradient per entry of `grad_of`, then the rest.
 
     grad_of: for each gradient the index of the input that it belongs to.
     summed: outputs that are added over microbatches and ranks; others are averaged, integers are the last part's.
@@ -28,7 +28,7 @@ class Roles:
 
 @dataclass(frozen=True)
 class Region:
-    """One `value_and_grad`: its joint graph, and what its inputs and outputs are.
+    """One `value_and_grad`: its joint graph, and the meaning of its inputs and outputs. Immutable.
 
     gm: the graph of one microbatch. Outputs are the loss, the gradients, then the rest.
     values: the outputs' fake tensors.
@@ -49,7 +49,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Graph:
-    """A captured step. Nobody changes it: what rewrites it makes a new one.
+    """A captured step. Immutable: a rewrite makes a new one.
 
     gm: its placeholders are the state's leaves, the batch's leaves, then the constants. Its outputs are the new state's
     leaves, then the metrics.

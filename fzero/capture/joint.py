@@ -1,8 +1,8 @@
 """joint: forward and backward of a loss at the shape of one microbatch, as a function: a region is traced from it.
 
-Inputs are the parameters' leaves, then the tensors of the other arguments, then the loss scale and the key of this part
-of the batch where there are any. Outputs are the loss, a gradient for every leaf that gets one, then aux; of an
-`fzero.Mean` the total takes the loss's place and the count follows the gradients, and all of these are sums.
+Inputs are the parameters' leaves, then the tensors of the other arguments. The loss scale and the key of this part of
+the batch follow, if there are any. Outputs are the loss, a gradient for every leaf that gets one, then aux. For an
+`fzero.Mean`, the total takes the loss's place and the count follows the gradients; all of these are sums.
 
 Casts are part of it: leaves and arguments to the dtype they are computed in, gradients to the dtype they are summed in.
 """
@@ -23,7 +23,7 @@ from fzero import tree
 from fzero.capture.ambient_rng import Keyed
 from fzero.capture.leaves import check_leaf
 from fzero.capture.provenance import defined_at, describe
-from fzero.errors import CaptureError, at
+from fzero.errors import CaptureError, leaf_name
 from fzero.precision import LOW, Precision
 
 
@@ -146,7 +146,8 @@ class Joint:
                 continue
             if not isinstance(leaf, Tensor):
                 raise CaptureError(
-                    f"{at('result', path)} of {defined_at(self.fn)} is {describe(leaf)}: needed a tensor or fzero.Mean"
+                    f"{leaf_name('result', path)} of {defined_at(self.fn)} is {describe(leaf)}: needed a tensor or "
+                    "fzero.Mean"
                 )
             outs.append(_wide(leaf) if leaf.ndim == 0 and leaf.dtype.is_floating_point else leaf)
             kinds.append("value")
@@ -182,6 +183,7 @@ class Joint:
         return self.precision.sum_dtype(held) if self.microbatches > 1 else self.precision.wire_dtype(held)
 
     def _checked(self, result: Any) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """(loss or total, count or None, aux leaves) of the function's result. Raises CaptureError for a wrong one."""
         loss, aux = _check_loss(result, self.has_aux, self.fn)
         count = None
         if isinstance(mean := loss, Mean):
@@ -191,10 +193,10 @@ class Joint:
         for path, leaf in zip(paths, leaves, strict=True):
             if not isinstance(leaf, Tensor):
                 raise CaptureError(
-                    f"{at('aux', path)} of {defined_at(self.fn)} is the Python value {leaf!r}: it would stay "
+                    f"{leaf_name('aux', path)} of {defined_at(self.fn)} is the Python value {leaf!r}: it would stay "
                     "what it was at the first step. Return a tensor, or leave it out"
                 )
-            check_leaf(at("aux", path), leaf)
+            check_leaf(leaf_name("aux", path), leaf)
         return loss, count, leaves
 
     def _check_used(self, grads: Sequence[Tensor | None]) -> None:
@@ -239,6 +241,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _check_loss(result: Any, has_aux: bool, fn: Callable[..., Any]) -> tuple[Any, Any]:
+    """(loss, aux) of a loss's result. Raises CaptureError, with the remedy, for a result of another form."""
     name = defined_at(fn)
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise CaptureError(
@@ -262,6 +265,7 @@ def _check_loss(result: Any, has_aux: bool, fn: Callable[..., Any]) -> tuple[Any
 
 
 def _check_mean(mean: Mean, fn: Callable[..., Any]) -> None:
+    """Raises CaptureError unless a Mean holds 0-d tensors of enough bits, and its count needs no gradient."""
     name = defined_at(fn)
     total, count = mean.total, mean.count
     if not isinstance(total, Tensor) or total.ndim != 0 or not total.dtype.is_floating_point:

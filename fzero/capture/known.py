@@ -4,8 +4,8 @@ A mask, an index or a length that is made of numbers and closed-over tensors alo
 and `mask.nonzero()` ask for it, and the trace can answer. Each such fake tensor has a real one beside it, made by the
 same ops. The real ones are views of one another as the fakes are. A value into which an input is written is forgotten.
 
-A value that was read decides the program. The closed-over tensor that it came from is remembered with its version, so
-that a later change of it in place is an error, and not a program of old values.
+A value that was read decides the program. The closed-over tensor that it came from is remembered with its version. So a
+later change of it in place is an error, and not a program of old values.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Known:
                     return None
                 leaves[i], sources = known[0], sources | known[1]
             elif isinstance(leaf, torch.device):
-                leaves[i] = torch.device("cpu")  # where values are kept, whatever the device of the step
+                leaves[i] = torch.device("cpu")  # values are kept on the CPU, for a step on any device
         args, kwargs = spec.unflatten(leaves)
         return args, kwargs, sources
 

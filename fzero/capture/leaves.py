@@ -8,7 +8,7 @@ import torch
 
 from fzero._torch_compat import FakeTensorMode
 from fzero.capture.refuse import SPARSE
-from fzero.errors import TreeError, at
+from fzero.errors import TreeError, leaf_name
 from fzero.ir.records import DTYPE_NAMES, buffer_name
 
 
@@ -18,14 +18,17 @@ def fake_like(mode: FakeTensorMode, leaf: torch.Tensor) -> torch.Tensor:
         return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device=leaf.device)
 
 
-def check_names(what: str, paths: Sequence[str]) -> None:
-    """Raises TreeError for two paths that would have one name in the program. `what` is the tree that they are in."""
-    seen: dict[str, str] = {}
+def check_names(tree_name: str, paths: Sequence[str]) -> None:
+    """Raises TreeError for two paths that would have one name in the program. `tree_name` is their tree."""
+    path_of: dict[str, str] = {}
     for path in paths:
         name = buffer_name(path)
-        if name in seen:
-            raise TreeError(f"{at(what, seen[name])} and {at(what, path)} have one name in the program: rename a key")
-        seen[name] = path
+        if name in path_of:
+            raise TreeError(
+                f"{leaf_name(tree_name, path_of[name])} and {leaf_name(tree_name, path)} have one name in the "
+                "program: rename a key"
+            )
+        path_of[name] = path
 
 
 def check_leaf(name: str, value: torch.Tensor) -> None:

@@ -63,15 +63,15 @@ def name_of(value: Any, fns: Sequence[Callable[..., Any]]) -> str:
 
 def found_name(value: Any, fns: Sequence[Callable[..., Any]]) -> str | None:
     """The name of a closed-over tensor in the user's code, found from `fns` within four levels, or None."""
-    seen: set[int] = set()
+    visited: set[int] = set()
 
     def look(item: Any, name: str, depth: int) -> str | None:
         if item is value:
             return name
         library = isinstance(item, types.ModuleType) and item.__name__.partition(".")[0] in ("torch", "fzero", "numpy")
-        if depth == 0 or library or id(item) in seen:
+        if depth == 0 or library or id(item) in visited:
             return None
-        seen.add(id(item))
+        visited.add(id(item))
         children: list[tuple[str, Any]] = []
         if isinstance(item, torch.nn.Module):
             children = [(f"{name}.{n}", t) for n, t in [*item.named_parameters(), *item.named_buffers()]]

@@ -163,7 +163,7 @@ class NoExchange(TorchFunctionMode):
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turns torch's errors about values that a trace does not have into one with the user's line and what to do."""
+    """Turns torch's errors about values that a trace does not have into one with the user's line and a remedy."""
     try:
         yield
     except Refused as error:
@@ -207,14 +207,14 @@ _TORCH_SAYS = {
 }
 
 
-def _data_dependent(error: Exception, what: str) -> CaptureError:
+def _data_dependent(error: Exception, value_name: str) -> CaptureError:
     (users, code), library = _frames(error)
-    text = f"{users}: the program would depend on {what}, which is known only when it runs"
+    text = f"{users}: the program would depend on {value_name}, which is known only when it runs"
     if library is not None:
         where, code = library
         text += f"; {where} asks for it: `{code}`"
         code = f"{where} {code}"
-    remedies = (remedy for part, remedy in REMEDIES.items() if part in f"{what} {code}")
+    remedies = (remedy for part, remedy in REMEDIES.items() if part in f"{value_name} {code}")
     return CaptureError(f"{text}. {next(remedies, _IN_GENERAL)}")
 
 
@@ -223,7 +223,7 @@ _IN_GENERAL = (
     "instead of x[mask] multiply by the mask; what does not depend on the state or the batch may be asked for freely"
 )
 
-# part of "op file:line in function `line of code`" -> what to write instead. The first that fits is said.
+# part of "op file:line in function `line of code`" -> the remedy. The first that fits is shown.
 REMEDIES = {
     "torch/distributions": "It checks its arguments: pass validate_args=False",
     "nn/modules/transformer.py": "It asks whether the mask is causal: pass is_causal=True or False beside mask=, or "

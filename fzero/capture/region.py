@@ -31,7 +31,7 @@ def add_region(
     """Traces `fn(*leaves, *others) -> [loss, *grads, *rest]` as a region; returns the outputs of its one new node.
 
     `names` are those of the inputs in errors. Inputs in `others` that are marked in `sliced` are cut along dim 0 into
-    `microbatches` parts. `roles()` is called after `fn` was traced and says what its outputs are.
+    `microbatches` parts. `roles()` is called after `fn` was traced, and returns the meaning of its outputs.
     """
     tracing = current()
     inputs = [*leaves, *(x.contiguous() if cut else x for x, cut in zip(others, sliced, strict=True))]

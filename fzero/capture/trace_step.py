@@ -1,12 +1,11 @@
 """trace_step: a user's step, traced once on fake tensors into a `Graph`.
 
-Two levels. The *outer* graph is everything done to the state. Each `fzero.value_and_grad` in it is one node, a
-*region*, whose own joint graph (forward and backward of that loss, at the shape of one microbatch) is traced by
-itself. Reductions over mesh axes are nodes too (`fzero::reduce`), put there by `value_and_grad` and `pmean`, so that
-nothing that moves between ranks has to be guessed later. No device and no process group takes part.
+There are two levels. The *outer* graph holds all the work on the state. Each `fzero.value_and_grad` in it is one node,
+a *region*. A region has a joint graph of its own: forward and backward of that loss, at the shape of one microbatch.
+Reductions over mesh axes are nodes too (`fzero::reduce`); `value_and_grad` and `pmean` add them. So later stages know
+every transfer between ranks. No device and no process group takes part.
 
-Nothing is baked in silently: see `fzero.capture.tracing` for what is refused; a closed-over tensor becomes a named
-constant.
+Nothing is baked in silently: `fzero.capture.tracing` lists the refusals. A closed-over tensor becomes a named constant.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from fzero.capture.leaves import check_leaf, check_names, fake_like
 from fzero.capture.provenance import describe, found_name
 from fzero.capture.tracing import lifted, trace
 from fzero.capture.varying import varying_metrics
-from fzero.errors import CaptureError, TreeError, at
+from fzero.errors import CaptureError, TreeError, leaf_name
 from fzero.ir import fx_nodes, segments
 from fzero.precision import LOW, Precision
 
@@ -68,19 +67,12 @@ def capture(
         )
         new_leaves = _check_result(result, state_paths, state_leaves, per_rank)
         paths, metrics, metrics_treedef = tree.flatten(result[1])
-        check_names("metrics", paths)
-        for name, value in zip(paths, metrics, strict=True):
-            if not isinstance(value, torch.Tensor):
-                raise CaptureError(
-                    f"metric {name!r} is the Python value {value!r}: it would stay what it was at the first step. "
-                    "Return a tensor computed from the state or the batch, or keep it out of the metrics"
-                )
-            check_leaf(at("metrics", name), value)
+        _check_metrics(paths, metrics)
         metric_names = tuple(paths)
         return [*new_leaves, *metrics]
 
-    names = [at("state", p) for p in state_paths]
-    names += [at("batch", p) for p, tensor in zip(batch_paths, is_tensor, strict=True) if tensor]
+    names = [leaf_name("state", p) for p in state_paths]
+    names += [leaf_name("batch", p) for p, tensor in zip(batch_paths, is_tensor, strict=True) if tensor]
     tracing = Tracing(mode, (*fns, step), microbatches, allow_unused, axis, precision or Precision())
     with while_active(tracing):
         gm = trace(tracing, flat, inputs, names)
@@ -102,7 +94,7 @@ def capture(
 
 
 def _check_result(result: Any, paths: list[str], leaves: list[Any], per_rank: Sequence[str]) -> list[Any]:
-    """The leaves of the new state, of what a step returned: the state must keep its paths, shapes and dtypes."""
+    """The leaves of the new state. Raises TreeError unless they keep the state's paths, shapes, dtypes and devices."""
     if not (isinstance(result, tuple) and len(result) == 2):
         raise CaptureError(
             f"a step returns (new state, metrics), this one returned {type(result).__name__}. "
@@ -112,9 +104,9 @@ def _check_result(result: Any, paths: list[str], leaves: list[Any], per_rank: Se
     if new_paths != paths:
         lost, extra = sorted(set(paths) - set(new_paths)), sorted(set(new_paths) - set(paths))
         first = (
-            f"{at('state', lost[0])} is missing"
+            f"{leaf_name('state', lost[0])} is missing"
             if lost
-            else f"{at('state', extra[0])} is new"
+            else f"{leaf_name('state', extra[0])} is new"
             if extra
             else "its order differs"
         )
@@ -122,9 +114,11 @@ def _check_result(result: Any, paths: list[str], leaves: list[Any], per_rank: Se
     for path, old, new in zip(paths, leaves, new_leaves, strict=True):
         if isinstance(new, PerRank):
             if path not in per_rank:
-                raise CaptureError(f"{at('state', path)} became per_rank in the step: make it so in fzero.init too")
+                raise CaptureError(
+                    f"{leaf_name('state', path)} became per_rank in the step: make it so in fzero.init too"
+                )
             new = new.value
-        name = at("state", path)
+        name = leaf_name("state", path)
         if not isinstance(new, torch.Tensor):
             raise CaptureError(
                 f"{name} became the Python value {new!r}: it would stay what it was at the first step. "
@@ -143,10 +137,22 @@ def _check_result(result: Any, paths: list[str], leaves: list[Any], per_rank: Se
     return [new.value if isinstance(new, PerRank) else new for new in new_leaves]
 
 
+def _check_metrics(paths: list[str], metrics: list[Any]) -> None:
+    """Raises CaptureError for a metric that is no tensor, TreeError for one that no buffer can hold."""
+    check_names("metrics", paths)
+    for name, value in zip(paths, metrics, strict=True):
+        if not isinstance(value, torch.Tensor):
+            raise CaptureError(
+                f"metric {name!r} is the Python value {value!r}: it would stay what it was at the first step. "
+                "Return a tensor computed from the state or the batch, or keep it out of the metrics"
+            )
+        check_leaf(leaf_name("metrics", name), value)
+
+
 def _back(old: torch.Tensor, new: torch.Tensor) -> str:
     narrowed = old.shape == new.shape and new.dtype in LOW
-    kept = ", or keep what it is computed with wide: Precision(compute=..., keep={'<its path>': 'fp32'})"
-    return f"Cast or reshape it back{kept if narrowed else ''}"
+    keep_hint = ", or keep what it is computed with wide: Precision(compute=..., keep={'<its path>': 'fp32'})"
+    return f"Cast or reshape it back{keep_hint if narrowed else ''}"
 
 
 def _lift(tracing: Tracing, gm: fx.GraphModule) -> dict[str, torch.Tensor]:

@@ -1,9 +1,14 @@
 """tracing: a function traced on fake tensors. Every op is seen before it is done (`fzero.capture.watch`).
 
-`trace` gives a pure graph of aten ops whose nodes carry the user's line. Nothing is baked in silently. Refused, with
-the line and what to write instead, are: in-place work on inputs or closed-over tensors, draws from torch's ambient
-generator, branches on values that an input decides, and closed-over tensors that require grad. Values that no input
-decides are known (`fzero.capture.known`). Other closed-over tensors become inputs (`lifted`).
+`trace` gives a pure graph of aten ops whose nodes carry the user's line. Nothing is baked in silently. Four things are
+refused, with the line and a remedy:
+
+- in-place work on inputs or closed-over tensors
+- draws from torch's ambient generator
+- branches on values that an input decides
+- closed-over tensors that require grad
+
+Values that no input decides are known (`fzero.capture.known`). Other closed-over tensors become inputs (`lifted`).
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ def trace(
     """`fn(*inputs)` as a graph of aten ops without in-place work.
 
     `inputs` are fake tensors of `tracing.mode`; `names` are theirs in errors. Raises CaptureError, with the line, for
-    what a program cannot hold.
+    work that a program cannot hold.
     """
     outermost = not tracing.depth
     if outermost:

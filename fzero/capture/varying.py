@@ -8,7 +8,7 @@ from torch import fx
 
 from fzero.capture.graph import Graph
 from fzero.capture.ops import AXIS_INDEX, REDUCE
-from fzero.errors import CaptureError, at
+from fzero.errors import CaptureError, leaf_name
 from fzero.ir import fx_nodes
 
 
@@ -24,8 +24,8 @@ def varying_metrics(graph: Graph, per_rank: Sequence[str]) -> tuple[str, ...]:
         if node in varying and path not in per_rank:
             where = node.meta.get("source") or "the step"
             raise CaptureError(
-                f"{at('state', path)} would differ between ranks: it is computed at {where} from this rank's batch "
-                "without a reduction. Reduce it with fzero.pmean, or keep one per rank with fzero.per_rank"
+                f"{leaf_name('state', path)} would differ between ranks: it is computed at {where} from this rank's "
+                "batch without a reduction. Reduce it with fzero.pmean, or keep one per rank with fzero.per_rank"
             )
     return tuple(name for name, node in zip(graph.metric_names, outs[num:], strict=True) if node in varying)
 

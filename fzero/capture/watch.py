@@ -1,7 +1,7 @@
 """watch: the mode that sees every op of a trace before it is traced.
 
-It refuses the op that a program cannot hold, swaps the few that a trace would record wrongly, gives values that depend
-on no input, and notes on each new node the user's line and the phase.
+It refuses ops that a program cannot hold, and swaps the few that a trace would record wrongly. It gives values that
+depend on no input. It notes the user's line and the phase on each new node.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Checks an op, runs it, and notes its source on the new nodes. Raises Refused."""
         if func is aten.native_batch_norm.default and args[5] and args[3] is not None:
-            func = aten._native_batch_norm_legit.default  # the same, with a schema that tells what it writes
+            func = aten._native_batch_norm_legit.default  # the same op, with a schema that marks its writes
         if func._schema.is_mutable:
             self._refuse_real(func, args, kwargs or {})
         if sparse := [x for x in args if isinstance(x, torch.Tensor) and x.layout is not torch.strided]:

@@ -13,8 +13,8 @@ from fzero.checkpoint.save import Snapshot, save, snapshot, write
 
 
 def manifest(directory: str | os.PathLike[str], disk: Disk | None = None) -> Manifest:
-    """What a checkpoint says of itself (`.step`, `.extra`, `.leaves`): of a step's directory, or of the newest
-    committed step of a run's. Raises CheckpointError where there is none, CorruptError where it is damaged."""
+    """Returns the manifest of a checkpoint (`.step`, `.extra`, `.leaves`): of a step's directory, or of the newest
+    committed step of a run's directory. Raises CheckpointError if there is none, CorruptError if it is damaged."""
     return records.read(locate(directory, disk), disk)
 
 

@@ -2,8 +2,8 @@
 
 A save in the background. `after` copies this rank's part of the state to host memory. Training waits for this copy
 only. A thread then writes the copy, over a gloo group of its own. One save is in flight at most. If the next save is
-due before all ranks have ended the last one, it is late: it begins at the first step at which all have. So a slow disk
-makes saves rarer, not steps slower, and a rank holds at most one copy.
+due before all ranks have ended the last one, it is late. It begins at the first step at which all have ended it. So a
+slow disk makes saves rarer, not steps slower, and a rank holds at most one copy.
 
 How ranks agree. Each rank's thread ends or fails at another instant, and so do signals arrive. But all ranks must act
 after the same step, or they would wait for one another in different places. So each rank sends four flags in the note
@@ -91,6 +91,7 @@ class Checkpointer:
         background: bool = True,
         disk: Disk | None = None,
     ) -> None:
+        """Raises CheckpointError for an option out of range."""
         self.dir, self.every, self.keep, self.background = Path(dir), every, keep, background
         for name, number in (("every", every), ("keep", keep)):
             if number is not None and (type(number) is not int or number < 1):
@@ -139,7 +140,7 @@ class Checkpointer:
             try:
                 self.save(state, extra)
                 log.info("fzero: %s: step %d is saved in %s", number.name, state.step, self.dir)
-            except CheckpointError as error:  # whoever trains on without a save is to stop all the same
+            except CheckpointError as error:  # training stops without a save too
                 log.error("fzero: %s: step %d is not saved: %s", number.name, state.step, error)
             raise SystemExit(128 + number)
         if self._due or (self.every is not None and state.step % self.every == 0 and self.saved != state.step):
@@ -172,6 +173,8 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Ends the save in flight, and gives signals and flags back. Raises the save's error only if nothing else was
+        raised."""
         try:
             if kind is None:
                 self.close()
@@ -188,7 +191,7 @@ class Checkpointer:
             if self._runtime is not None:
                 self._runtime.flags = lambda: 0
                 self._runtime = None
-            if kind is None:  # no step came any more that would have told of it
+            if kind is None:  # no later step sent it to the other ranks
                 for flag in RankFlags.SIGTERM, RankFlags.SIGINT:
                     if flag in self._signals:
                         signal.raise_signal(signal.Signals[str(flag.name)])
@@ -238,8 +241,7 @@ class Checkpointer:
         if self._writing is None:
             return
         writing, self._writing, step = self._writing, None, self.saved
-        writing.join(patience)
-        if writing.is_alive():
+        if not writing.wait(patience):
             self._taken = None  # the thread may still write that memory
             raise CheckpointError(self.dir, f"step {step} was not written within {patience:g} s: it is given up")
         if writing.error is not None or others_failed:
@@ -247,19 +249,27 @@ class Checkpointer:
             raise writing.error or CheckpointError(self.dir, f"another rank could not save step {step}: see its error")
 
 
-class _Writing(threading.Thread):
-    """A save in flight, on a thread of its own. That thread writes `error`, the error that the save raised, and then
-    `flags`."""
+class _Writing:
+    """A save in flight, on a thread of its own: `save` runs there from the constructor on.
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        super().__init__(name="fzero-save", daemon=True)  # a process that ends does not wait for a lost peer
-        self.work, self.flags = work, RankFlags.SAVING
+    That thread writes `error`, the error that the save raised, and then `flags`. Nobody writes the other fields.
+    """
+
+    def __init__(self, save: Callable[[], None]) -> None:
+        self.save, self.flags = save, RankFlags.SAVING
         self.error: BaseException | None = None
-        self.start()
+        # a daemon: a process that ends does not wait for a lost peer
+        self.thread = threading.Thread(target=self._run, name="fzero-save", daemon=True)
+        self.thread.start()
 
-    def run(self) -> None:
+    def wait(self, seconds: float | None = None) -> bool:
+        """Waits until the save has ended, or for so many seconds. Returns whether it has ended."""
+        self.thread.join(seconds)
+        return not self.thread.is_alive()
+
+    def _run(self) -> None:
         try:
-            self.work()
+            self.save()
         except BaseException as error:
             self.error = error
         self.flags = RankFlags(0) if self.error is None else RankFlags.FAILED

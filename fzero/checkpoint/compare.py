@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fzero import tree
-from fzero.errors import at
+from fzero.errors import leaf_name
 from fzero.ir.records import DTYPE_NAMES
 from fzero.state.source import Entry
 
@@ -76,10 +76,10 @@ def _ranks(theirs: Entry, ours: Entry) -> str:
     return ""
 
 
-def _lines(what: str, paths: Iterable[str], notes: Mapping[str, str] | None = None) -> Sequence[str]:
+def _lines(label: str, paths: Iterable[str], notes: Mapping[str, str] | None = None) -> Sequence[str]:
     paths = list(paths)
     if not paths:
         return []
-    shown = [f"    {at('state', path)}{(notes or {}).get(path, '')}" for path in paths[:SHOWN]]
+    shown = [f"    {leaf_name('state', path)}{(notes or {}).get(path, '')}" for path in paths[:SHOWN]]
     more = [f"    and {len(paths) - SHOWN} more"] if len(paths) > SHOWN else []
-    return [f"  {len(paths)} {what}:", *shown, *more]
+    return [f"  {len(paths)} {label}:", *shown, *more]

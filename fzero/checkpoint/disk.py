@@ -21,7 +21,7 @@ from fzero.errors import CheckpointError, CorruptError
 
 T = TypeVar("T")
 MAX_VIEWS = 512  # parts that one writev takes; IOV_MAX is 1,024 on Linux
-WRITE_BACK = 32 << 20  # bytes after which the kernel is told to send them to the disk
+WRITE_BACK = 32 << 20  # bytes after which the kernel begins to send them to the disk
 
 ADVICE = {
     errno.ENOSPC: "the disk is full: free some space, keep fewer checkpoints (keep=), or save to another directory",
@@ -93,9 +93,11 @@ class Disk:
         self.do("rename", new, lambda: os.rename(old, new))
 
     def unlink(self, path: Path) -> None:
+        """Removes a file."""
         self.do("unlink", path, lambda: os.unlink(path))
 
     def rmdir(self, path: Path) -> None:
+        """Removes an empty directory."""
         self.do("rmdir", path, lambda: os.rmdir(path))
 
     def lock(self, path: Path) -> Callable[[], None] | None:
@@ -210,7 +212,7 @@ class File:
 
     def __init__(self, disk: Disk, path: Path, fd: int) -> None:
         self.disk, self.path, self.fd = disk, path, fd
-        self.written = self.started = 0  # bytes: accepted by the kernel, and told to go to the disk
+        self.written = self.started = 0  # bytes: accepted by the kernel, and on their way to the disk
 
     def write(self, views: Sequence[memoryview]) -> None:
         """Appends these bytes, at most MAX_VIEWS parts at a time."""
@@ -277,6 +279,6 @@ def _fill(fd: int, path: Path, start: int, view: memoryview) -> None:
 
 def refused(kind: str, path: Path, error: OSError) -> CheckpointError:
     """Returns the error for an operation that the operating system refused, with the file and the remedy."""
-    said = f"{kind.replace('_', ' ')} failed: {os.strerror(error.errno) if error.errno else error}"
+    message = f"{kind.replace('_', ' ')} failed: {os.strerror(error.errno) if error.errno else error}"
     advice = ADVICE.get(error.errno or 0)
-    return CheckpointError(path, f"{said}; {advice}" if advice else said, error.errno)
+    return CheckpointError(path, f"{message}; {advice}" if advice else message, error.errno)

@@ -108,10 +108,11 @@ def load(
 class Filling:
     """A `fzero.session.world.Filler`: the leaves of a recipe, with the values of a checkpoint.
 
-    Nothing changes after it is made. kept: the paths of leaves that keep the recipe's value.
+    Nothing changes after it is made. keep: the paths of leaves that keep the recipe's value.
     """
 
     def __init__(self, saved: Checkpoint, recipe: Recipe, world_size: int, strict: bool) -> None:
+        """Compares the recipe's leaves with the checkpoint's. Raises MismatchError."""
         self.paths, self.values, self.per_rank, self.treedef = (
             recipe.paths,
             recipe.values,
@@ -123,18 +124,18 @@ class Filling:
             path: entry(tuple(value.shape), value.dtype, path in recipe.per_rank, world_size)
             for path, value in zip(recipe.paths, recipe.values, strict=True)
         }
-        self.kept = _compared(here, saved, strict).unfit
+        self.keep = _compared(here, saved, strict).unfit
 
     def place(self, plan: Plan, rank: int, memory: Mapping[str, torch.Tensor]) -> str:
         """Fills this rank's buffers; returns the checkpoint's digest. Raises MismatchError and CorruptError."""
-        wants = wanted(plan, rank, memory, self.kept)
+        wants = wanted(plan, rank, memory, self.keep)
         self.saved.check(wants)
         try:
-            self.recipe.place(plan, rank, memory, only=self.kept)
+            self.recipe.place(plan, rank, memory, only=self.keep)
         except NotImplementedError:  # of a meta tensor
             raise MismatchError(
                 self.saved.directory,
-                f"does not have {min(self.kept)!r}, whose first value depends on values that are not there. "
+                f"does not have {min(self.keep)!r}, whose first value depends on values that are not there. "
                 "Give load tensors that have some, as fzero.init would be given: like=params",
             ) from None
         self.saved.fill(wants)
@@ -146,12 +147,12 @@ def entry(shape: tuple[int, ...], dtype: torch.dtype, per_rank: bool, world_size
     return Entry((world_size, *shape) if per_rank else shape, dtype, per_rank)
 
 
-def wanted(plan: Plan, rank: int, memory: Mapping[str, torch.Tensor], kept: set[str]) -> list[Want]:
-    """Returns the ranges that a rank's buffers hold of every leaf, without the leaves in `kept`."""
+def wanted(plan: Plan, rank: int, memory: Mapping[str, torch.Tensor], keep: set[str]) -> list[Want]:
+    """Returns the ranges that a rank's buffers hold of every leaf, without the leaves in `keep`."""
     wants = []
     for leaf in plan.leaves:
         out, start = storage.flat(plan, memory, leaf, rank)
-        if len(out) and leaf.path not in kept:
+        if len(out) and leaf.path not in keep:
             wants.append(Want(leaf.path, start, out))
     return wants
 
@@ -173,8 +174,8 @@ def _into(state: State, dir: Path, strict: bool, disk: Disk) -> State:
                 raise DonatedError(f"fzero.load(like=state): this state {state.life.ended}")
             saved = Checkpoint(chosen, disk)
             here = {x.path: entry(x.shape, x.dtype, x.per_rank, world.size) for x in plan.leaves}
-            kept = _compared(here, saved, strict).unfit
-            wants = wanted(plan, world.rank, runtime.memory, kept)
+            keep = _compared(here, saved, strict).unfit
+            wants = wanted(plan, world.rank, runtime.memory, keep)
             saved.check(wants)
             digest = saved.digest
         except Exception as error:
@@ -216,6 +217,8 @@ def _chosen(dir: Path, world: World, disk: Disk) -> Path:
 
 
 def _compared(here: Mapping[str, Entry], saved: Checkpoint, strict: bool) -> Difference:
+    """The difference between a state's leaves and a checkpoint's. Raises MismatchError if the load cannot go on with
+    it."""
     differences = difference(here, saved.leaves)
     if differences and strict:
         raise MismatchError(
@@ -240,7 +243,11 @@ def _tree(saved: Checkpoint, spec: Spec) -> Any:
         return PerRank(value) if record.per_rank else value
 
     manifest = saved.manifest
-    whole, structure, where = manifest.tree([leaf(one) for one in manifest.leaves]), manifest.structure, "the state"
+    whole, structure, where = (
+        manifest.tree([leaf(record) for record in manifest.leaves]),
+        manifest.structure,
+        "the state",
+    )
     if spec.loss is not None:
         if not isinstance(whole, dict) or "params" not in whole:
             raise MismatchError(

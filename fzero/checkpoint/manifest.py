@@ -221,6 +221,7 @@ HEX = "[0-9a-f]{64}"
 
 
 def _manifest(value: Any) -> Manifest:
+    """The manifest of a parsed JSON. Raises Invalid for a wrong field, with its place."""
     names = ("format", "version", "step", "mesh", "zero", "versions", "program", "extra", "structure", "leaves")
     top = Reader("it", value, (*names, "shards"))
     top.text("format", FORMAT)
@@ -277,6 +278,7 @@ def _shard(number: int, shard: Reader) -> ShardRecord:
 
 
 def _leaf(leaf: Reader, num_shards: int) -> LeafRecord:
+    """One leaf's record. Raises Invalid if its pieces do not cover it once, in order."""
     shape = leaf.items("shape")
     if len(shape) > 64 or any(type(d) is not int or not 0 <= d < 1 << 48 for d in shape):
         leaf.fail("at most 64 sizes below 2**48", shape, "shape")

@@ -48,7 +48,7 @@ class Ranks:
         notes = [parse(data) for data in self.exchange(doing, dump(note))]
         failed = [(rank, other[1], other[2]) for rank, other in enumerate(notes) if not other[0]]
         if failed:
-            text = "; ".join(f"rank {rank} failed while {doing}: {said}" for rank, _, said in failed)
+            text = "; ".join(f"rank {rank} failed while {doing}: {reason}" for rank, _, reason in failed)
             raise CheckpointError(failed[0][1], text, getattr(failure, "errno", None)) from failure
         return [result for _, result in notes]
 
@@ -82,6 +82,6 @@ class Ranks:
             rows = [torch.empty_like(padded) for _ in range(self.world_size)]
             dist.all_gather(rows, padded, group=self.group)
         except RuntimeError as error:
-            said = str(error).split("\n", 1)[0]
-            raise CheckpointError(self.place, f"a rank was lost while {doing}: {said}") from error
+            reason = str(error).split("\n", 1)[0]
+            raise CheckpointError(self.place, f"a rank was lost while {doing}: {reason}") from error
         return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]

@@ -39,6 +39,7 @@ class Part:
 
     @property
     def stop(self) -> int:
+        """The byte after the last."""
         return self.start + len(self.out)
 
 
@@ -192,7 +193,7 @@ def _block(
 ) -> None:
     """Reads a block and copies its bytes to their destinations."""
     low, high = index * BLOCK, min((index + 1) * BLOCK, shard.bytes)
-    inside = sorted(inside, key=lambda one: one[1])
+    inside = sorted(inside, key=lambda row: row[1])
     outs = [part.out[start - part.start : stop - part.start] for part, start, stop in inside]
     if len(outs) <= MAX_VIEWS and sum(map(len, outs)) == high - low and all(x.device.type == "cpu" for x in outs):
         _verified(disk, file, shard, index, outs)

@@ -5,7 +5,7 @@ bucket is sharded or replicated. So a replicated state is written once, by all r
 written by rank 0, per-rank leaves by each rank. Padding is left out. `write` is the protocol
 (`fzero.checkpoint.commit`) in four rounds:
 
-    1. the ranks agree on what they save     step, layout, extra
+    1. the ranks agree on the save           step, layout, extra
     2. rank 0 prepares the directory
     3. every rank writes, hashes and syncs its shard; the hashes go to rank 0
     4. rank 0 commits
@@ -140,7 +140,7 @@ def write(
     return _write(snapshot.rank, world_size, lambda: snapshot, Path(directory), keep, group, disk or Disk())
 
 
-# --- what a rank saves ------------------------------------------------------------------------------------------------
+# --- a rank's part ----------------------------------------------------------------------------------------------------
 
 
 def _of(state: State, extra: Any, *, copy: bool, reuse: Snapshot | None) -> Snapshot:
@@ -174,7 +174,7 @@ def take(
         check_json("extra", extra)
         for leaf in plan.leaves:
             check_text(leaf.path, "a leaf's path")
-        kept = parse(dump(extra))  # a copy: what the caller's objects become later is not saved
+        extra_copy = parse(dump(extra))  # a copy: later changes of the caller's objects are not saved
         tree = structure.describe(treedef)
     except Invalid as error:
         raise CheckpointError("the state to save", str(error)) from None
@@ -182,7 +182,7 @@ def take(
     empty = (ShardRecord(0, "", ()),) * plan.world_size
     leaves = tuple(_record(plan, leaf) for leaf in plan.leaves)
     mesh, stages = {plan.axis: plan.world_size}, dict(zero) if isinstance(zero, Mapping) else zero
-    manifest = Manifest(step, mesh, stages, versions, program, kept, tree, leaves, empty)
+    manifest = Manifest(step, mesh, stages, versions, program, extra_copy, tree, leaves, empty)
     parts = [Part(leaf.path, held(plan, memory, leaf, rank)) for leaf in plan.leaves]
     return Snapshot(rank, manifest, tuple(shards.in_order(parts)), torch.empty(0, dtype=torch.uint8))
 
@@ -258,24 +258,12 @@ def _write(
     group: Any,
     disk: Disk,
 ) -> Path:
+    """The four rounds of a save (see the module's docstring). Returns the checkpoint's directory. Collective.
+
+    If a round fails, rank 0 removes the files of this save, and every rank raises.
+    """
     ranks = Ranks(rank, world_size, group, str(run))
-    snapshots: list[Snapshot] = []
-
-    def agreed() -> dict[str, str]:
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise CheckpointError(run, f"keep={keep!r}: needed a positive int, or None to keep all")
-        snapshots.append(make())
-        manifest = snapshots[0].manifest
-        layout = _digest(replace(manifest, extra=None, step=0, program=None).to_bytes())
-        return {
-            "step": str(manifest.step),
-            "the layout": layout,
-            "extra": _digest(dump(manifest.extra)),
-            "keep": f"{keep}",
-        }
-
-    ranks.same("beginning a save", agreed)
-    taken = snapshots[0]
+    taken = _agreed(ranks, make, run, keep)
     release: Callable[[], None] = lambda: None  # noqa: E731
 
     def prepared() -> str:
@@ -314,6 +302,27 @@ def _write(
             raise
     finally:
         release()
+
+
+def _agreed(ranks: Ranks, make: Callable[[], Snapshot], run: Path, keep: int | None) -> Snapshot:
+    """The first round: this rank's snapshot, once all ranks save the same step, layout and extra with one `keep`."""
+    snapshots: list[Snapshot] = []
+
+    def facts() -> dict[str, str]:
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise CheckpointError(run, f"keep={keep!r}: needed a positive int, or None to keep all")
+        snapshots.append(make())
+        manifest = snapshots[0].manifest
+        layout = _digest(replace(manifest, extra=None, step=0, program=None).to_bytes())
+        return {
+            "step": str(manifest.step),
+            "the layout": layout,
+            "extra": _digest(dump(manifest.extra)),
+            "keep": f"{keep}",
+        }
+
+    ranks.same("beginning a save", facts)
+    return snapshots[0]
 
 
 def _digest(data: bytes) -> str:

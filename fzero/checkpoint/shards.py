@@ -30,7 +30,7 @@ from fzero.checkpoint.strict import MAX_INT, Invalid, Reader, dump, parse
 from fzero.errors import CheckpointError, CorruptError
 
 MAX_HEADER = 100_000_000  # bytes; the library's own limit
-HASHERS = 2  # threads: SHA-256 reaches 1.7 GB/s on one core, below what a disk may take
+HASHERS = 2  # threads: SHA-256 reaches 1.7 GB/s on one core, which a disk may exceed
 METADATA = "__metadata__"
 
 # The format's names. It has no complex128: such a piece of n elements is 2n of F64
@@ -191,6 +191,8 @@ def header(path: Path, disk: Disk | None = None) -> dict[str, Place]:
 
 
 def _places(header: bytes, size: int) -> dict[str, Place]:
+    """The place of each tensor, by name, from a header's JSON. Raises Invalid unless they fill the file without
+    gaps."""
     value = parse(header)
     if type(value) is not dict:
         raise Invalid("it is no object")

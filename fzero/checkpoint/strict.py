@@ -101,9 +101,9 @@ class Reader:
             raise Invalid(f"{where} has an unknown key {unknown[0]!r:.80}")
         self.value = value
 
-    def fail(self, needed: str, given: Any, name: str = "") -> NoReturn:
+    def fail(self, needed: str, value: Any, name: str = "") -> NoReturn:
         """Raises Invalid: the place, the value, and the kind of value that was needed."""
-        raise Invalid(f"{self.where}{f'.{name}' if name else ''} is {_short(given)}: needed {needed}")
+        raise Invalid(f"{self.where}{f'.{name}' if name else ''} is {_short(value)}: needed {needed}")
 
     def text(self, name: str, pattern: str | None = None) -> str:
         """Returns a text; it matches all of `pattern`, if there is one."""
@@ -155,8 +155,8 @@ def _short(value: Any) -> str:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        keys: set[str] = set()
+        twice = next(key for key, _ in pairs if key in keys or keys.add(key))  # type: ignore[func-returns-value]
         raise Invalid(f"the key {twice!r:.80} is there twice")
     return table
 

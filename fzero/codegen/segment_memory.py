@@ -17,7 +17,7 @@ from fzero.codegen import inplace, out_forms, tiling
 from fzero.codegen.fusion import Fused
 from fzero.codegen.workspace import workspace_bytes
 from fzero.errors import VerifyError
-from fzero.ir import fx_nodes, fx_values
+from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.offset_assignment import pack
 
 Lives = dict[fx_values.Value, tuple[int, int, int]]  # (first node, last node, bytes), nodes by position
@@ -48,10 +48,9 @@ class Layout:
 def layout(gm: fx.GraphModule, apart: frozenset[int] = frozenset()) -> Layout:
     """The layout of a segment. `apart`: its destinations that share no memory with others (`inplace.apart`).
 
-    It is worked out once for each `apart` and kept with the segment, which must not change. (It holds nodes, which hold
-    the segment: in a table by weak references it would keep its own key alive.)
+    It is computed once for each `apart`, and is a note of the segment (`segments.notes`), which must not change.
     """
-    layouts: dict[frozenset[int], Layout] = gm.meta.setdefault("layouts", {})
+    layouts: dict[frozenset[int], Layout] = segments.notes(gm).setdefault("segment_memory", {})
     if apart not in layouts:
         layouts[apart] = _layout(gm, apart)
     return layouts[apart]

@@ -1,6 +1,6 @@
 """agree: small all-gathers by which ranks compare notes before any data moves.
 
-`gathered` moves one small tensor per rank, `tell` one short note per rank, and `agree` checks that all ranks make the
+`gathered` moves one small tensor per rank, and `tell` one short note per rank. `agree` checks that all ranks make the
 same call on the same program. All of them go over gloo, on the CPU. Bytes and JSON only: nothing is pickled.
 
 A collective call of the user begins in `agree`: it tells the heartbeat (`fzero.comm.heartbeat`) the name of the call.

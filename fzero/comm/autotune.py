@@ -52,14 +52,14 @@ def measured(
     }
     fastest = [min(costs[key], key=costs[key].__getitem__) for key in keys]
     table = dict(zip(keys, _from_rank_0(fastest, world_size, group), strict=True))
-    took = {key: costs[key][table[key]] for key in keys}
+    seconds = {key: costs[key][table[key]] for key in keys}
     largest = ("all_gather", SIZES[-1])
     beside = _hidden(moves[largest], comms[table[largest]])
     speeds = [_flops(torch.bfloat16), _flops(torch.float32), _memory()]
-    figures = [float(f"{value:.3g}") for value in (*took.values(), beside, *speeds)]
+    figures = [float(f"{value:.3g}") for value in (*seconds.values(), beside, *speeds)]
     *spent, hidden, low, full, memory_bytes = _from_rank_0(figures, world_size, group)
-    took = dict(zip(keys, spent, strict=True))
-    fits = {kind: fitted({size: took[kind, size] for size in SIZES}) for kind in WAYS}
+    seconds = dict(zip(keys, spent, strict=True))
+    fits = {kind: fitted({size: seconds[kind, size] for size in SIZES}) for kind in WAYS}
     rates = Rates(
         latency={kind: fit[0] for kind, fit in fits.items()},
         wire_bytes={kind: fit[1] for kind, fit in fits.items()},

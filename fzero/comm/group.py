@@ -1,7 +1,7 @@
 """group: the process group of a run.
 
 `open_world` joins the default process group. Under torchrun it starts the group: gloo for states on the CPU, nccl for
-states on CUDA. A torchrun agent keeps one store over all restarts of a job, so each start uses a part of that store
+states on CUDA. A torchrun agent keeps one store over all restarts of a job. So each start uses a part of that store
 that no earlier start has used (`fzero.comm.store_prefix`).
 """
 
@@ -53,7 +53,7 @@ def _start(backend: str, seconds: float) -> None:
         dist.init_process_group(backend, timeout=timeout)
         return
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    store = store_prefix.fresh(store, rank, world_size, seconds)
+    store = store_prefix.prefixed(store, rank, world_size, seconds)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
 
 

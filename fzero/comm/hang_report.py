@@ -99,17 +99,17 @@ def hang_error(
         if r not in missing and status is not None:
             ranks_at.setdefault(status.at, []).append(r)
     lines += [
-        f"{_ranks(ranks)}: {at}{' (this rank is one)' if rank in ranks else ''}" for at, ranks in ranks_at.items()
+        f"{_ranks(ranks)}: {place}{' (this rank is one)' if rank in ranks else ''}" for place, ranks in ranks_at.items()
     ]
     lines.append(f"The transport said: {cause}. A rank is waited for {timeout_seconds:g} s (Spec(timeout=)).")
     lines.append("This process group cannot be used any more: start all ranks again, from the last checkpoint.")
     return HangError("\n  ".join(lines), missing)
 
 
-def no_store(rank: int, holder: int | None, at: str, cause: str, known: str = "") -> HangError:
+def no_store(rank: int, holder: int | None, place: str, cause: str, known: str = "") -> HangError:
     """Returns the error of a rank whose store, in which all ranks write where they are, does not answer.
 
-    holder: the rank whose process holds the store, if any. at: where this rank is. known: a reason that was learned
+    holder: the rank whose process holds the store, if any. place: where this rank is. known: a reason that was learned
     before the store fell silent.
     """
     missing = () if holder is None else (holder,)
@@ -122,7 +122,7 @@ def no_store(rank: int, holder: int | None, at: str, cause: str, known: str = ""
             f"rank {holder} does not answer, nor does the store that its process keeps: it is stopped, or its process "
             "or machine is gone"
         ]
-    lines += [f"rank {rank}: {at} (this rank)", f"The transport said: {cause}. Where other ranks are is not known."]
+    lines += [f"rank {rank}: {place} (this rank)", f"The transport said: {cause}. Where other ranks are is not known."]
     lines.append("This process group cannot be used any more: start all ranks again, from the last checkpoint.")
     return HangError("\n  ".join(lines), missing)
 
@@ -142,8 +142,8 @@ def sentence(rank: int, status: RankStatus | None, silent: bool = False, newest:
     if status.end == Phase.FAILED:
         return f"rank {rank} failed alone, {status.at}: {status.why}"
     if status.end != Phase.GOING:
-        what = "its program ended" if status.end == Phase.ENDED else "it left the process group"
-        return f"rank {rank} is missing: {what}{f' ({status.why})' if status.why else ''}, {status.at}"
+        reason = "its program ended" if status.end == Phase.ENDED else "it left the process group"
+        return f"rank {rank} is missing: {reason}{f' ({status.why})' if status.why else ''}, {status.at}"
     if silent:
         ago = max(time.time() - status.time, 0)
         later = newest.agreed if newest is not None and newest.agreed != status.agreed else ""

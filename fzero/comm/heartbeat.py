@@ -5,8 +5,8 @@ A thread of each rank sleeps. Once a tick (one second; longer in large worlds) i
 that the step writes anyway. So an op costs nothing, and a tick costs 0.03 to 0.1 ms of one core.
 
 A rank whose process is not stopped keeps writing, even if its main thread is stuck. A rank whose wait ended badly (time
-is up, a connection closed) does three things: it writes "lost", it reads the records of all ranks twice, two seconds
-apart, and it raises `HangError` with the result. Other ranks learn at their next tick that a rank failed or gave up. If
+is up, a connection closed) does three things. It writes "lost". It reads the records of all ranks twice, two seconds
+apart. It raises `HangError` with the result. Other ranks learn at their next tick that a rank failed or gave up. If
 they wait for it in that call, in vain, their wait is ended. Over messages the thread lets a receive on the group time
 out, and with gloo this ends all transfers of that group on this rank. Over shared memory the waiting rank looks at
 `halted` itself.
@@ -57,13 +57,13 @@ SOURCE = re.compile(r"^\[[^]]*\.cc:\d+\] ")  # gloo's messages begin with it
 class Where:
     """Where the main thread of a rank is. Only the main thread makes a new one.
 
-    call: how many collective calls have begun. what: the name of the last one. inside: whether it goes on. agreed: the
+    call: how many collective calls have begun. name: the name of the last one. inside: whether it goes on. agreed: the
     last call that all ranks agreed on, as far as this rank knows. position, op: return the number and the text of the
     op that runs; outside of an op loop they return 0 and "".
     """
 
     call: int = 0
-    what: str = ""
+    name: str = ""
     inside: bool = False
     agreed: str = ""
     position: Callable[[], int] = int
@@ -72,20 +72,20 @@ class Where:
     def text(self, waits: bool) -> str:
         """The place in words, at most TEXT_CHARS long if it names an op."""
         if not self.inside:
-            return f"in the program's own code, after {self.what}" if self.what else "at the beginning"
+            return f"in the program's own code, after {self.name}" if self.name else "at the beginning"
         op = self.op()
         if waits and not op:
-            return f"waiting in {self.what}, for all ranks to agree on it"
-        return f"{'waiting ' if waits else ''}in {self.what}, {op or 'before its first op'}"[:TEXT_CHARS]
+            return f"waiting in {self.name}, for all ranks to agree on it"
+        return f"{'waiting ' if waits else ''}in {self.name}, {op or 'before its first op'}"[:TEXT_CHARS]
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How the rank's part in the group ended: `why`, and `at` which place. Phase.GOING: it has not ended."""
+    """How the rank's part in the group ended: the reason and the place. Phase.GOING: it has not ended."""
 
     phase: Phase = Phase.GOING
     why: str = ""
-    at: str = ""
+    place: str = ""
 
 
 class Presence:
@@ -113,25 +113,25 @@ class Presence:
         return self.where.call
 
     @property
-    def what(self) -> str:
+    def call_name(self) -> str:
         """The name of the last collective call."""
-        return self.where.what
+        return self.where.name
 
     @property
     def halted(self) -> str:
         """Why this rank waits in vain, in words; "" if no reason is known."""
         return self.heartbeat.halted
 
-    def enter(self, what: str) -> None:
+    def enter(self, call_name: str) -> None:
         """Begins a collective call. Raises HangError if this group was lost before."""
         if self.hang is not None:
             first = str(self.hang).partition("\n")[0]
             raise HangError(
-                f"{what}: this process group was lost before ({first}). Start all ranks again", self.hang.missing
+                f"{call_name}: this process group was lost before ({first}). Start all ranks again", self.hang.missing
             )
         if self.ending.phase in (Phase.GOING, Phase.FAILED):
             self.ending = Ending()
-        self.where = replace(self.where, call=self.where.call + 1, what=what, inside=True)
+        self.where = replace(self.where, call=self.where.call + 1, name=call_name, inside=True)
         if self.heartbeat.store is not None and self.world_size > 1:
             self.heartbeat.start()
 
@@ -139,13 +139,13 @@ class Presence:
         """Ends the call: the program's own code comes next."""
         self.where = replace(self.where, inside=False)
 
-    def rename(self, what: str) -> None:
+    def rename(self, call_name: str) -> None:
         """Gives the call that goes on another name."""
-        self.where = replace(self.where, what=what)
+        self.where = replace(self.where, name=call_name)
 
-    def set_agreed(self, what: str) -> None:
+    def set_agreed(self, call_name: str) -> None:
         """Records that all ranks agreed on a call."""
-        self.where = replace(self.where, agreed=what)
+        self.where = replace(self.where, agreed=call_name)
 
     @contextmanager
     def running(self, position: Callable[[], int] = int, where: Callable[[], str] = str) -> Iterator[None]:
@@ -178,7 +178,7 @@ class Presence:
             if statuses is not None:
                 self.hang = hang_error(self.rank, *statuses, cause, self.timeout_seconds)
             else:
-                self.hang = no_store(self.rank, self.heartbeat.holder, self.ending.at, cause, self.halted)
+                self.hang = no_store(self.rank, self.heartbeat.holder, self.ending.place, cause, self.halted)
         return self.hang
 
     def failed(self, error: BaseException) -> None:
@@ -216,6 +216,7 @@ class Heartbeat:
     """
 
     def __init__(self, presence: Presence, group: Any, store: Any) -> None:
+        """Prepares the thread; `start` starts it."""
         self.presence, self.store = presence, store
         self.group: Callable[[], Any] = weakref.ref(group) if group is not None else lambda: None
         self.tick = max(min(TICK_SECONDS, presence.timeout_seconds / 10), presence.world_size / WRITES_PER_SECOND)
@@ -265,10 +266,11 @@ class Heartbeat:
     # --- in the thread
 
     def _live(self) -> None:
+        """Runs in the thread: writes the record once a tick, answers the roll call, and lets others read at the end."""
         try:
             while not self.stopped.is_set() and self.left is None:
                 if self.group() is None and self.presence.ending.phase is Phase.GOING:
-                    self.left = Ending(Phase.LEFT, at=self.presence.where.text(waits=False))
+                    self.left = Ending(Phase.LEFT, place=self.presence.where.text(waits=False))
                 self._tell()
                 if self.presence.ending.phase is Phase.LOST and self.statuses is None:
                     self.statuses = self._roll_call()
@@ -296,7 +298,7 @@ class Heartbeat:
             self.last, self.since = place, now
         self.beat += 1
         status = RankStatus(
-            beat=self.beat, time=time.time(), call=where.call, at=ending.at or where.text(waits),
+            beat=self.beat, time=time.time(), call=where.call, at=ending.place or where.text(waits),
             seconds=now - self.since, waits=waits or ending.phase is Phase.LOST, end=ending.phase, why=ending.why,
             told=self.told, agreed=where.agreed,
         )  # fmt: skip
@@ -337,8 +339,7 @@ class Heartbeat:
         return statuses, silent
 
     def _let_read(self, ranks: set[int]) -> None:
-        """If this process holds the store: waits until these ranks have read what they need, or ended; `patience` at
-        most."""
+        """If this process holds the store: waits, for at most `patience`, until these ranks have read or ended."""
         ranks = ranks - {self.presence.rank} if self.holder == self.presence.rank else set()
         until = time.monotonic() + self.patience
         while ranks and time.monotonic() < until:

@@ -36,8 +36,8 @@ class Launcher(NamedTuple):
 SLURM_HOST = "$(scontrol show hostnames $SLURM_STEP_NODELIST | head -n 1)"
 PLACE = ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")
 LAUNCHERS = (
-    Launcher("mpirun", *(f"OMPI_COMM_WORLD_{what}" for what in PLACE)),  # Open MPI
-    Launcher("mpirun", *(f"MV2_COMM_WORLD_{what}" for what in PLACE)),  # MVAPICH
+    Launcher("mpirun", *(f"OMPI_COMM_WORLD_{name}" for name in PLACE)),  # Open MPI
+    Launcher("mpirun", *(f"MV2_COMM_WORLD_{name}" for name in PLACE)),  # MVAPICH
     Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "", SLURM_HOST),
     Launcher("mpiexec", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and Intel MPI
 )

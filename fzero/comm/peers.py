@@ -36,7 +36,7 @@ from fzero.errors import DisagreementError, PeerError
 HEAD = struct.Struct("<5Q")  # kind, number (of the transfer or arena), arena, offset in it, bytes
 ARENA, DROPPED, READY, LETTER, READ, BYE = range(6)
 INLINE_BYTES = 4096
-SPIN_SECONDS = 50e-6  # about what it costs to sleep and be woken
+SPIN_SECONDS = 50e-6  # about the cost of a sleep and a wake-up
 SLICE_SECONDS = 0.25  # a rank that sleeps looks so often whether it waits in vain
 MIN_BLOCK_BYTES = 1 << 16
 DESCRIPTOR_BYTES = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
@@ -70,6 +70,7 @@ class SharedMemoryPeers:
     """
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout_seconds: float) -> None:
+        """Takes the connected sockets, by rank."""
         world = len(sockets) + 1
         self.rank, self.timeout_seconds, self.failure = rank, timeout_seconds, ""
         self.halted: Callable[[], str] = str
@@ -163,18 +164,18 @@ class SharedMemoryPeers:
                 pass
         return all(number in peer.offers for peer in self.peers.values())
 
-    def take(self, number: int, rank: int, like: torch.Tensor, what: str) -> torch.Tensor:
+    def take(self, number: int, rank: int, like: torch.Tensor, label: str) -> torch.Tensor:
         """Returns the memory that a peer offered, seen as `like` (1-D). It is valid until `done`.
 
-        `what` names the transfer in messages. Raises DisagreementError if the sizes differ, PeerError if the peer does
+        `label` names the transfer in messages. Raises DisagreementError if the sizes differ, PeerError if the peer does
         not come.
         """
         peer = self.peers[rank]
-        self._until(peer, lambda: number in peer.offers, what)
+        self._until(peer, lambda: number in peer.offers, label)
         data, _ = peer.offers[number]
         if data.numel() != like.numel() * like.element_size():
             needed = like.numel() * like.element_size()
-            raise DisagreementError(f"{what}: rank {rank} gives {data.numel()} bytes, rank {self.rank} needs {needed}")
+            raise DisagreementError(f"{label}: rank {rank} gives {data.numel()} bytes, rank {self.rank} needs {needed}")
         return data.view(like.dtype)
 
     def done(self, number: int, rank: int) -> None:
@@ -183,10 +184,10 @@ class SharedMemoryPeers:
         if peer.offers.pop(number)[1]:
             self._send(peer, HEAD.pack(READ, number, 0, 0, 0))
 
-    def settle(self, number: int, what: str) -> None:
+    def settle(self, number: int, label: str) -> None:
         """Returns when every peer has read a source that was offered in place. Raises PeerError."""
         for peer in self.peers.values():
-            self._until(peer, lambda peer=peer: number in peer.read or peer.end == "closed", what)  # type: ignore[misc]
+            self._until(peer, lambda peer=peer: number in peer.read or peer.end == "closed", label)  # type: ignore[misc]
         self._forget(number)
 
     def close(self) -> None:
@@ -209,13 +210,13 @@ class SharedMemoryPeers:
         if self.failure:
             raise PeerError(f"rank {self.rank} shares no memory any more: {self.failure}")
 
-    def _fail(self, peer: _Peer, what: str) -> PeerError:
+    def _fail(self, peer: _Peer, label: str) -> PeerError:
         how = {
             "died": "ended: the first error is in its log. Start all ranks again",
             "closed": "closed its side: did its program end earlier?",
             "": f"did not come within {self.timeout_seconds:g} s: it is stopped, or does something else",
         }[peer.end]
-        self.failure = f"{what}: rank {self.rank} waited for rank {peer.rank}, which {how}"
+        self.failure = f"{label}: rank {self.rank} waited for rank {peer.rank}, which {how}"
         self.close()
         return PeerError(self.failure)
 
@@ -278,7 +279,7 @@ class SharedMemoryPeers:
             return False
         return True
 
-    def _until(self, peer: _Peer, arrived: Callable[[], bool], what: str) -> None:
+    def _until(self, peer: _Peer, arrived: Callable[[], bool], label: str) -> None:
         """Handles messages until `arrived()`. Raises PeerError at the timeout, if a peer died, or if `halted` returns
         text."""
         self._check()
@@ -291,15 +292,15 @@ class SharedMemoryPeers:
             spin = spin or now + SPIN_SECONDS
             gone = peer if peer.end else next((p for p in self.peers.values() if p.end == "died"), None)
             if gone is not None and not arrived():
-                raise self._fail(gone, what)
+                raise self._fail(gone, label)
             if now < spin:
                 os.sched_yield()
             elif self.halted():
-                self.failure = f"{what}: rank {self.rank} waited for rank {peer.rank} in vain: {self.halted()}"
+                self.failure = f"{label}: rank {self.rank} waited for rank {peer.rank} in vain: {self.halted()}"
                 self.close()
                 raise PeerError(self.failure)
             elif not self._slept(min(deadline - now, SLICE_SECONDS)) and time.monotonic() >= deadline:
-                raise self._fail(peer, what)
+                raise self._fail(peer, label)
 
     def _slept(self, seconds: float) -> bool:
         """Sleeps until a message comes and handles all there are; returns False if none came."""

@@ -28,11 +28,11 @@ class Comm(Protocol):
         """Returns when the transfer that writes `name` is done. Raises KeyError if none was started."""
 
     def settle(self, name: str) -> None:
-        """Returns when every other rank has read what it needs of the transfer's sources.
+        """Returns when every other rank has read the sources of the transfer as far as it needs them.
 
-        The transfer was waited for before. From then on the sources may be overwritten and freed. Over messages this is
-        so at once; over shared memory it can be later than the wait.
+        The transfer was waited for before. From then on the sources may be overwritten and freed. Over messages this
+        returns at once; over shared memory it can be later than the wait.
         """
 
     def drain(self) -> None:
-        """Ends every transfer in flight, whatever it brings. Collective, like the step that failed."""
+        """Ends every transfer in flight and drops its result. Collective, like the step that failed."""

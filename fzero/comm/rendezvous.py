@@ -82,9 +82,9 @@ def _apart(notes: list[str]) -> str:
     for rank, note in enumerate(notes):
         if note.startswith("!"):
             return f"rank {rank}: {note[2:]}"
-        for field_, what in enumerate(("machine", "network namespace")):
+        for field_, label in enumerate(("machine", "network namespace")):
             if note.split()[field_] != notes[0].split()[field_]:
-                return f"rank {rank} is in another {what} than rank 0"
+                return f"rank {rank} is in another {label} than rank 0"
     return ""
 
 

@@ -92,11 +92,11 @@ def rank() -> None:
     }
     if host is not None:
         ways["shared"] = (Shared(host, world), host.allocate)
-    found = {name: vars(tried(comm, memory, number, world)) for name, (comm, memory) in ways.items()}
+    results = {name: vars(tried(comm, memory, number, world)) for name, (comm, memory) in ways.items()}
     if host is None:
-        found["shared"] = vars(TransportResult(False, lack=f"not possible: {why}"))
+        results["shared"] = vars(TransportResult(False, lack=f"not possible: {why}"))
     dist.destroy_process_group()
-    print(json.dumps(found), flush=True)
+    print(json.dumps(results), flush=True)
 
 
 def tried(comm: Any, memory: Callable[[int], torch.Tensor], number: int, world: int) -> TransportResult:

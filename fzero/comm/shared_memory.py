@@ -50,7 +50,7 @@ class Shared:
             return
         self.settle(name)
         self.number += 2
-        number, what = self.number, f"{op.kind} into {name}"
+        number, label = self.number, f"{op.kind} into {name}"
         source, dest = tensors[0].reshape(-1), tensors[len(op.reads)].view(-1)
         self.started[name] = number
         self._offer(name, number, source)
@@ -58,9 +58,9 @@ class Shared:
             own = dest.view(self.world, -1)[self.rank]
             if own.data_ptr() != source.data_ptr():
                 own.copy_(source)
-            self.pending[name] = Pending([], lambda: self._collect(number, dest, what), [source])
+            self.pending[name] = Pending([], lambda: self._collect(number, dest, label), [source])
         else:
-            self.pending[name] = Pending([], lambda: self._sum(name, op, number, source, dest, what), [source])
+            self.pending[name] = Pending([], lambda: self._sum(name, op, number, source, dest, label), [source])
 
     def ready(self, name: str) -> bool:
         """Whether every peer has offered its part of the transfer."""
@@ -95,17 +95,17 @@ class Shared:
         if self.host.offer(number, source):
             self.lent.setdefault(name, []).append(number)
 
-    def _collect(self, number: int, whole: torch.Tensor, what: str) -> None:
+    def _collect(self, number: int, whole: torch.Tensor, label: str) -> None:
         """Copies the peers' slices into `whole`."""
         parts = whole.view(self.world, -1)
         for peer in self.messages.others():
-            parts[peer].copy_(self.host.take(number, peer, parts[peer], what))
+            parts[peer].copy_(self.host.take(number, peer, parts[peer], label))
             self.host.done(number, peer)
 
-    def _sum(self, name: str, op: Op, number: int, source: torch.Tensor, dest: torch.Tensor, what: str) -> None:
+    def _sum(self, name: str, op: Op, number: int, source: torch.Tensor, dest: torch.Tensor, label: str) -> None:
         """Adds the ranks' slices in rank order; an all_reduce gathers the sums too."""
         cut = not op.row.small
-        wholes = {peer: self.host.take(number, peer, source, what) for peer in self.messages.others()} | {
+        wholes = {peer: self.host.take(number, peer, source, label) for peer in self.messages.others()} | {
             self.rank: source
         }
         parts = [wholes[r].view(self.world, -1)[self.rank] if cut else wholes[r] for r in range(self.world)]
@@ -115,4 +115,4 @@ class Shared:
             self.host.done(number, peer)
         if op.row.changes_target:
             self._offer(name, number + 1, local)
-            self._collect(number + 1, dest, what)
+            self._collect(number + 1, dest, label)

@@ -26,7 +26,7 @@ from fzero.errors import DisagreementError
 POLL_SECONDS = 0.005
 
 
-def fresh(store: Any, rank: int, world_size: int, timeout_seconds: float) -> Any:
+def prefixed(store: Any, rank: int, world_size: int, timeout_seconds: float) -> Any:
     """Returns `store` under a prefix that only the ranks of this start have. Collective.
 
     Raises DisagreementError if not all ranks come within `timeout_seconds`.

@@ -236,6 +236,7 @@ class Nccl:
         drain(self, list(self.pending))
 
     def _reduce(self, op: Op, reads: list[torch.Tensor], dest: torch.Tensor) -> Pending:
+        """Starts a reduction into `dest`. `Pending.finish` divides the sum."""
         how = dist.ReduceOp.MAX if op.reduction == "max" else dist.ReduceOp.SUM
         if op.row.scatters:
             work = dist.reduce_scatter_tensor(dest, reads[0], op=how, group=self.group, async_op=True)

@@ -32,18 +32,18 @@ log = logging.getLogger("fzero")
 class Transport:
     """How a run moves bytes. Fixed once it is made.
 
-    comm: runs transfers. via: its name in programs. block: makes memory that it can use, as uint8 of a number of bytes.
-    why: the choice in words. rates: the measured rates; None if none were measured.
+    comm: runs transfers. name: the transport's name in programs. block: makes memory that it can use, as uint8 of a
+    number of bytes. why: the choice in words. rates: the measured rates; None if none were measured.
     """
 
     comm: Any
-    via: str
+    name: str
     block: Callable[[int], torch.Tensor]
     why: str = ""
     rates: Rates | None = None  # where they were measured
 
 
-def via_of(device: torch.device, transfers: str) -> str:
+def transport_name(device: torch.device, transfers: str) -> str:
     """Returns the transport's name in programs, for callers without ranks that could be asked about shared memory."""
     return "nccl" if device.type == "cuda" else "shared" if transfers == "shared" else "p2p"
 
@@ -57,15 +57,15 @@ def transport_for(
     asks for shared memory and the ranks have none.
     """
     block: Callable[[int], torch.Tensor]
-    block, via = storage.block_of(device), via_of(device, transfers)
+    block, name = storage.block_of(device), transport_name(device, transfers)
     if world_size == 1:
-        return Transport(Alone(), via, block)
+        return Transport(Alone(), name, block)
     if device.type == "cuda":
-        return Transport(Nccl(rank, world_size, None, presence), via, block, "NCCL")
+        return Transport(Nccl(rank, world_size, None, presence), name, block, "NCCL")
     p2p = P2P(rank, world_size)
     if transfers == "p2p":
         _, rates = autotune.measured({"p2p": p2p}, world_size)
-        return Transport(p2p, via, block, "point-to-point, as Spec(transfers='p2p') says", rates)
+        return Transport(p2p, name, block, "point-to-point, as Spec(transfers='p2p') says", rates)
     host, why = meet(rank, world_size)
     if host is None:
         if transfers == "shared":
@@ -80,16 +80,16 @@ def transport_for(
     return Transport(autotune.Fastest(ways, table), "shared", block, _shown(table, "the ranks share memory"), rates)
 
 
-def bucket_bytes(via: str, world_size: int, rank: int = 0, rates: Rates | None = None, store: Any = None) -> int:
+def bucket_bytes(transport: str, world_size: int, rank: int = 0, rates: Rates | None = None, store: Any = None) -> int:
     """Returns the bytes at which buckets are cut if the spec does not say: BUCKET_BYTES if nothing was measured.
 
     The choice rests on the costs of transfers when this machine first had such a world. They are kept, so that all runs
     have one layout, and so one order of sums. `store` makes the choice the same on every rank.
     """
     costs = Costs("buckets", measures=rates is not None, rank=rank, store=store)
-    question = f"{via}, {world_size} ranks"
-    found = costs.find([question], lambda _: choose.bucket_costs(rates) if rates is not None else {})
-    known = {size: cost for size, cost in found.get(question, {}).items() if size in map(str, choose.BUCKETS)}
+    question = f"{transport}, {world_size} ranks"
+    measured = costs.find([question], lambda _: choose.bucket_costs(rates) if rates is not None else {})
+    known = {size: cost for size, cost in measured.get(question, {}).items() if size in map(str, choose.BUCKETS)}
     if not known:
         return BUCKET_BYTES
     log.info("fzero: buckets by measured seconds a GB (%s): %s", question, known)

@@ -1,4 +1,4 @@
-"""collector: Python's garbage collector stands still while a step is lowered."""
+"""collector: keeps Python's garbage collector off while a step is lowered."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Python's collector would walk the graphs of a lowering, hundreds of thousands of objects, again and again: a
-    third of the time."""
+    """A context without garbage collection. The collector would walk the graphs of a lowering, hundreds of thousands of
+    objects, again and again: a third of the time."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""first_state: the recipe of the first state: from the user's parameters, or a function that makes them, to leaves."""
+"""first_state: the recipe of the first state, from the user's parameters or a function that makes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fzero.capture.graph import PerRank
 from fzero.capture.joint import asks_key
 from fzero.capture.leaves import check_leaf
 from fzero.compile.collector import collector_paused
-from fzero.errors import TreeError, at
+from fzero.errors import TreeError, leaf_name
 from fzero.precision import DTYPES, LOW
 from fzero.random._check import is_key
 from fzero.spec import Spec
@@ -25,10 +25,10 @@ from fzero.training import training_of
 
 @collector_paused()
 def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.device) -> Recipe:
-    """The recipe of a first state on `device`: what `fzero.init(params, spec, key=key)` fills its leaves from.
+    """The recipe of a first state on `device`: `fzero.init(params, spec, key=key)` fills the leaves from it.
 
-    params: a pytree of tensors, a `Source`, or a function of a key. Raises TreeError where it is none of them, has no
-    leaves, or names one tensor as two parameters.
+    params: a pytree of tensors, a `Source`, or a function of a key. Raises TreeError if it is none of them, has no
+    leaves, or holds one tensor as two parameters.
     """
     ambient.check_trace()
     check_key("init", key)
@@ -58,7 +58,7 @@ def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.
         _check_apart(paths, leaves)
     inputs = [getattr(leaves[i], "value", leaves[i]).detach() for i in tensors]
     for i, value in zip(tensors, inputs, strict=True):
-        check_leaf(at("params", paths[i]), value)
+        check_leaf(leaf_name("params", paths[i]), value)
     inputs = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in inputs]
     recipe = Recipe(whole, [*inputs, start] if wants else inputs, device)
     if source is not None:
@@ -67,7 +67,7 @@ def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.
 
 
 def check_key(name: str, key: Any) -> None:
-    """Raises TreeError for what is no key of `fzero.random`; None is fine."""
+    """Raises TreeError if `key` is no key of `fzero.random`; None passes."""
     if key is not None and not is_key(key):
         raise TreeError(f"fzero.{name}(key={key!r}): needed a key, as fzero.random.key(0)")
 
@@ -79,27 +79,28 @@ def _not_empty(params: Any) -> Any:
 
 
 def _check_apart(paths: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Refuses one tensor as two parameters: they would start equal and drift apart."""
-    seen: dict[int, str] = {}
+    """Raises TreeError for one tensor as two parameters: they would start equal and drift apart."""
+    path_of: dict[int, str] = {}
     for path, leaf in zip(paths, leaves, strict=True):
         real = isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and not is_fake(leaf) and leaf.numel()
         if not real:
             continue
-        if id(leaf) in seen:
+        if id(leaf) in path_of:
             raise TreeError(
-                f"{at('params', seen[id(leaf)])} and {at('params', path)} are one tensor: as two leaves they would "
-                "drift apart. Keep one and use it twice in the loss, or clone() it"
+                f"{leaf_name('params', path_of[id(leaf)])} and {leaf_name('params', path)} are one tensor: as two "
+                "leaves they would drift apart. Keep one and use it twice in the loss, or clone() it"
             )
-        seen[id(leaf)] = path
+        path_of[id(leaf)] = path
 
 
 def needs_key(spec: Spec) -> bool:
-    """Whether a step needs a key though none was given: the loss has a parameter for it, or rounding is stochastic."""
+    """Whether a step needs a key even if the user gave none: the loss has a parameter for it, or rounding is
+    stochastic."""
     return spec.loss is not None and (asks_key(spec.loss) or DTYPES.get(spec.policy.params or "") in LOW)
 
 
 def _whole(spec: Spec, params: Any, key: torch.Tensor | None) -> Any:
-    """The first state. A function that makes params and the training after it draw from different keys."""
+    """The first state. The function that makes params and the training after it draw from different keys."""
     if spec.optimizer is None:
         return params
     return training_of(spec).init(params, None if key is None else random.fold_in(key, -2))

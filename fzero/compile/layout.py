@@ -1,4 +1,4 @@
-"""layout: the plan of a spec's state: rules checked against the leaves that there are, then `fzero.plan.layout`."""
+"""layout: the plan of a spec's state: checks the path rules against the leaves, then calls `fzero.plan.layout`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plan_for(
     world_size: int,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Plan:
-    """The layout of a state's leaves. `bucket_bytes` holds where the spec names none.
+    """The layout of a state's leaves. `bucket_bytes` is used if the spec names no size.
 
     Raises SpecError for a path rule that matches no leaf.
     """
@@ -44,10 +44,10 @@ def plan_for(
     return plan
 
 
-def check_rules(what: str, rules: Iterable[str], paths: Iterable[str]) -> None:
-    """A rule that matches nothing is a mistake in it, which would otherwise pass in silence."""
+def check_rules(field_name: str, rules: Iterable[str], paths: Iterable[str]) -> None:
+    """Raises SpecError for a rule that matches no path: it is a mistake that would otherwise pass in silence."""
     paths = list(paths)
     for rule in rules:
         if rule != "**" and not any(tree.matches(rule, path) for path in paths):
             known = {path.rpartition("/")[0] + "/**" for path in paths if "/" in path} | set(paths)
-            raise SpecError(f"{what}: the rule {rule!r} matches no leaf.{tree.suggest(rule, known)}")
+            raise SpecError(f"{field_name}: the rule {rule!r} matches no leaf.{tree.suggest(rule, known)}")

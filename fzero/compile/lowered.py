@@ -1,4 +1,4 @@
-"""lowered: a step lowered for a world: the program, the graph it came from, and how it became what it is."""
+"""lowered: a step lowered for a world: the program, the graph that it came from, and a record of the way."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from fzero.state.first_state import fingerprint
 
 @dataclass(frozen=True)
 class Lowered:
-    """A step lowered for a world: what `fzero.lower` returns. Nothing is allocated and nothing has run."""
+    """A step lowered for a world: the result of `fzero.lower`. Nothing is allocated and nothing has run."""
 
     graph: Graph
     plan: Plan
     program: Program
-    choices: Mapping[str, str] = field(default_factory=dict)  # what was chosen, and why
+    choices: Mapping[str, str] = field(default_factory=dict)  # the decisions by name, with their reasons
     passes: tuple[PassRecord, ...] = ()  # one line each: print(*lowered.passes, sep="\n")
     naive: Program | None = field(default=None, repr=False)
     options: Options = field(default_factory=Options, repr=False)
 
     def after(self, name: str) -> Program:
-        """The program as pass `name` left it; "lower" for the one before all passes. The passes run again for it.
+        """The program after pass `name`; "lower" gives the one before all passes. The passes run again for it.
 
-        Raises KeyError for a pass that there is none of.
+        Raises KeyError if there is no such pass.
         """
         if self.naive is None or name == "lower":
             return self.naive or self.program
@@ -42,7 +42,7 @@ class Lowered:
 
     @cached_property
     def digest(self) -> str:
-        """What every rank must agree on: the program, and the constants that the update reads."""
+        """A digest that must be the same on every rank: of the program, and of the constants that the update reads."""
         fixed = fx_nodes.placeholders(self.graph.gm.graph)[len(self.plan.leaves) + len(self.graph.batch_paths) :]
         read = [any(u.target is not torch.ops.fzero.region.default for u in node.users) for node in fixed]
         values = [fingerprint(x) for x, used in zip(self.graph.constants.values(), read, strict=True) if used]

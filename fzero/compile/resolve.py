@@ -1,4 +1,4 @@
-"""resolve: a Spec, taken apart once into what the capture, the layout and the passes read. None of them sees a Spec."""
+"""resolve: a Spec, taken apart once into records for capture, layout and passes. None of them sees a Spec."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fzero.training import training_of
 
 @dataclass(frozen=True)
 class TrainStep:
-    """What is captured: `user(state, batch)`, in which `loss` is named by errors."""
+    """The step to capture, `user(state, batch)`. Errors name `loss`."""
 
     user: Callable[..., Any]
     loss: Callable[..., Any]
@@ -29,7 +29,7 @@ class TrainStep:
 
 @dataclass(frozen=True)
 class LayoutRules:
-    """Where leaves go: path rules, and where buckets are cut."""
+    """Path rules for the places of leaves, and the size at which buckets are cut."""
 
     zero: int | Mapping[str, int]
     params: tuple[str, ...]
@@ -42,7 +42,7 @@ class LayoutRules:
 
 @dataclass(frozen=True)
 class LoweringOptions:
-    """What may be chosen of a program. None: by measurement, or by rule."""
+    """The choices that a spec makes about a program. None: the choice is made by measurement, or by a rule."""
 
     reduce: str | None
     prefetch: int | None
@@ -55,7 +55,7 @@ class LoweringOptions:
 
 
 def train_step(spec: Spec, fn: Callable[..., Any] | None = None) -> TrainStep:
-    """The step of a spec, or the evaluation of `fn`: a step that changes nothing and has fn's result as metrics.
+    """The step of a spec, or the evaluation of `fn`: a step that changes nothing and returns fn's result as metrics.
 
     The batch of an evaluation is {"batch", "key"}.
     """
@@ -70,7 +70,7 @@ def train_step(spec: Spec, fn: Callable[..., Any] | None = None) -> TrainStep:
 
 
 def layout_rules(spec: Spec) -> LayoutRules:
-    """What a spec says of the layout."""
+    """The fields of a spec that the layout reads."""
     return LayoutRules(
         zero=spec.zero,
         params=spec.param_rules,
@@ -83,7 +83,7 @@ def layout_rules(spec: Spec) -> LayoutRules:
 
 
 def lowering_options(spec: Spec) -> LoweringOptions:
-    """What a spec says of the program."""
+    """The fields of a spec that the program depends on."""
     return LoweringOptions(
         reduce=spec.reduce,
         prefetch=spec.prefetch,
@@ -91,22 +91,25 @@ def lowering_options(spec: Spec) -> LoweringOptions:
         overlap=spec.overlap,
         remat=spec.remat_rules,
         compile=spec.compile,
-        matmul=spec.products,
+        matmul=spec.matmul,
         cuda_graph=spec.cuda_graph,
     )
 
 
 def _evaluation(spec: Spec, fn: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    def step(state: Any, given: Any) -> Any:
+    def step(state: Any, inputs: Any) -> Any:
         params = state if spec.loss is None else state["params"]
-        return state, {"result": forward(fn, key=given["key"])(params, given["batch"])}
+        return state, {"result": forward(fn, key=inputs["key"])(params, inputs["batch"])}
 
     return step
 
 
 def by_flags(spec: Spec, params: Any) -> Spec:
-    """The spec; where it does not say what trains and some of the parameters require grad and others do not, with
-    `trainable` naming the former. What is wrong with the parameters is said later, where all ranks hear it."""
+    """The spec, with `trainable` filled in from the parameters' `requires_grad`.
+
+    This happens only if the spec names none, and some parameters require grad and others do not. An error in the
+    parameters is raised later, where all ranks learn of it.
+    """
     if spec.loss is None or spec.trainable is not None or callable(params):
         return spec
     try:

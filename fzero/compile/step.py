@@ -1,6 +1,6 @@
-"""step: the road from a captured step to a program: capture, lower, passes, and the decisions between them.
+"""step: the way from a user's step to a program: capture, lowering, passes, and the decisions between them.
 
-A decision is a `Choice(value, reason)`. Where two programs are possible, both are lowered and compared.
+A decision is a `Choice(value, reason)`. If two programs are possible, both are lowered and compared.
 """
 
 from __future__ import annotations
@@ -44,15 +44,17 @@ def lower_step(
 ) -> Lowered:
     """The program of a spec's step, or of the evaluation of `fn` (`resolve.train_step`).
 
-    state, batch: pytrees of tensors of which shapes and dtypes count. transport: "p2p", "shared" or "nccl".
-    costs: kept measurements; without them no matrix product is measured. rates: the measured rates of the transport.
+    state, batch: pytrees of tensors; only shapes and dtypes count. transport: "p2p", "shared" or "nccl". costs: kept
+    measurements; without them no matrix product is measured. rates: the measured rates of the transport.
     """
     step = train_step(spec, fn)
     lowered = _lower(step, lowering_options(spec), state, batch, plan, transport, costs, rates)
     if fn is None:
         paths = [*lowered.graph.state_paths, *lowered.graph.batch_paths]
         ends = ["/".join(parts[i:]) for parts in (path.split("/") for path in paths) for i in range(len(parts))]
-        check_rules("Precision(keep=...)", step.precision.keep, ends)  # a path within some argument of some loss
+        check_rules(
+            "Precision(keep=...)", step.precision.keep, ends
+        )  # rules match the path within an argument of a loss
     return lowered
 
 
@@ -61,6 +63,8 @@ def _lower(
     step: TrainStep, wanted: LoweringOptions, state: Any, batch: Any, plan: Plan, transport: str,
     costs: Costs | None, rates: Rates | None,
 ) -> Lowered:  # fmt: skip
+    """Captures the step, lowers it once for each way to reduce gradients, runs the passes, and keeps the better
+    program."""
     graph = trace_step.capture(
         step.user,
         state,
@@ -108,7 +112,7 @@ def _options(wanted: LoweringOptions, ahead: int) -> Options:
 
 
 def _prefetch(program: Program, wanted: LoweringOptions, rates: Rates | None) -> Choice[int]:
-    """How many segments ahead gathers start: as the spec says, by what was measured, else by a rule."""
+    """How many segments ahead gathers start: by the spec, else by measurement, else by a rule."""
     if wanted.prefetch is not None:
         return Choice(wanted.prefetch)
     rule = 0 if program.transport == "shared" else 1
@@ -123,7 +127,7 @@ def _prefetch(program: Program, wanted: LoweringOptions, rates: Rates | None) ->
 
 
 def _reduce(programs: Mapping[str, Program]) -> Choice[str]:
-    """How gradients are reduced: "end" sends least. It is taken unless whole gradients raise the planned peak by a
+    """How gradients are reduced. "end" sends the least; it is taken unless whole gradients raise the planned peak by a
     tenth."""
     if len(programs) == 1:
         return Choice(next(iter(programs)))
@@ -135,7 +139,7 @@ def _reduce(programs: Mapping[str, Program]) -> Choice[str]:
 
 
 def fakes_on(like: Any, device: torch.device) -> Any:
-    """The pytree with fake tensors on a device in the place of its tensors."""
+    """The pytree with fake tensors on a device in place of its tensors."""
 
     def fake(x: Any) -> Any:
         return torch.empty(x.shape, dtype=x.dtype, device=device) if isinstance(x, torch.Tensor) else x

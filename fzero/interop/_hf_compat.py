@@ -39,8 +39,8 @@ def install() -> None:
 
 @contextmanager
 def capturing(module: nn.Module) -> Iterator[None]:
-    """For the traced call of a module: keeps layers off library ops that cannot be traced, and says of a mixture of
-    experts that loops over them how it can be captured.
+    """For the traced call of a module: keeps layers off library ops that cannot be traced. For a mixture of experts
+    that loops over them, its error gives the way to capture it.
 
     cuDNN's BatchNorm writes running statistics without saying so, oneDNN's LSTM saves nothing for a backward that is
     not autograd's (2.13.0).

@@ -1,15 +1,16 @@
-"""The child process that looks into the pickles of others. The only file of fzero that unpickles, and it runs alone.
+"""The child process that looks into other libraries' pickles. It is the only file of fzero that unpickles, and it runs
+alone.
 
-`python -m fzero.interop._unpickle` reads a request from its standard input and answers on its standard output, both
-JSON, a line for each: what the pickles hold, of tensors only where their bytes lie in the file (the parent reads
-those). No tensor gets memory, no class or function of a file is imported, and what a pickle may use of memory, time
-and answer is bounded by its length:
+`python -m fzero.interop._unpickle` reads a request from standard input and writes its answers to standard output, both
+JSON, one line each. An answer holds the contents of a pickle; for a tensor it holds only the place of its bytes in the
+file (the parent reads them). No tensor gets memory. No class or function of a file is imported. A pickle's length
+bounds the memory, the time and the answer that it may take:
 
-- files of `torch.save` are archives that `fzero.interop.archive` reads; the pickle in them goes through the
-  unpickler of `torch.load(weights_only=True)`. The further names that are allowed stand for `Inert`, which
-  keeps nothing;
-- the `.metadata` of torch.distributed.checkpoint (an ordinary pickle, which torch itself loads without any limit) goes
-  through an unpickler that knows the names in `DCP`, each of which stands for `MetadataStub`, and refuses all others.
+- Files of `torch.save` are archives that `fzero.interop.archive` reads. Their pickle goes through the unpickler of
+  `torch.load(weights_only=True)`. The further names that are allowed stand for `Inert`, which keeps nothing.
+- The `.metadata` of torch.distributed.checkpoint is an ordinary pickle, which torch itself loads without any limit.
+  Here it goes through an unpickler that knows the names in `DCP` and refuses all others. Each of these names stands for
+  `MetadataStub`.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ import torch
 from fzero._torch_compat import place_in_file, weights_only
 from fzero.interop import archive
 
-# A pickle can be small and mean a great deal. An honest one of 20,000 tensors has 2.2 MB, and takes 15 MB and 2.3 MB of
-# answer
+# A small pickle can unfold to a very large value. An honest one of 20,000 tensors has 2.2 MB; it takes 15 MB of memory
+# and 2.3 MB of answer.
 MAX_PICKLE_BYTES = 64 << 20
 MEMORY_BYTES, MEMORY_BYTES_A_BYTE = 256 << 20, 64
 SECONDS, SECONDS_A_BYTE = 30, 30e-6
 ANSWER_BYTES, ANSWER_BYTES_A_BYTE = 1 << 16, 16
 MAX_DEPTH, MAX_INT_BITS = 200, 1024
 
-Room = Callable[[int], object]  # what bounds a process that is about to unpickle so many bytes
+Room = Callable[[int], object]  # sets the limits of a process that is about to unpickle so many bytes
 
 METADATA = "torch.distributed.checkpoint.metadata"
 DCP = {
@@ -62,11 +63,11 @@ DCP = {
 
 
 class Refused(Exception):
-    """What the parent is to tell the user."""
+    """The message that the parent passes on to the user."""
 
 
 class Inert:
-    """Stands for a class that is allowed by name: takes whatever a pickle gives it, and keeps nothing."""
+    """Stands for a class that is allowed by name. It accepts all arguments and state, and keeps nothing."""
 
     def __new__(cls, *_: Any, **__: Any) -> Inert:
         return object.__new__(cls)
@@ -79,7 +80,10 @@ class Inert:
 
 
 class MetadataStub:
-    """Stands for a class of torch's metadata: keeps what it is given, and does nothing with it."""
+    """Stands for a class of torch's metadata: keeps its arguments and its state, and does nothing with them.
+
+    The unpickler writes `args` and `state`, once each.
+    """
 
     name = ""
 
@@ -88,18 +92,19 @@ class MetadataStub:
         self.state: Any = None
 
     def __new__(cls, *_: Any) -> MetadataStub:
-        made = object.__new__(cls)
-        made.args, made.state = (), None
-        return made
+        stub = object.__new__(cls)
+        stub.args, stub.state = (), None
+        return stub
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
 
 class Metadata(pickle.Unpickler):
-    """Unpickles records alone."""
+    """Unpickles nothing but the records of torch's checkpoint metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Returns the stand-in for a class. Raises Refused for a name outside of `DCP`."""
         full = f"{module}.{name}"
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
@@ -108,29 +113,36 @@ class Metadata(pickle.Unpickler):
         return type("MetadataStub", (MetadataStub,), {"name": full})
 
     def persistent_load(self, pid: Any) -> Any:
+        """Raises Refused."""
         raise Refused("it refers to something outside itself")
 
 
 class Slice(io.RawIOBase):
-    """The bytes [start, start + size) of an open file, as a file."""
+    """The bytes [start, start + size) of an open file, as a file. `place` is the position in the slice; reads and seeks
+    write it."""
 
     def __init__(self, file: io.BufferedReader, start: int, size: int) -> None:
         self.file, self.start, self.size, self.place = file, start, size, 0
 
     def readable(self) -> bool:
+        """True."""
         return True
 
     def seekable(self) -> bool:
+        """True."""
         return True
 
     def tell(self) -> int:
+        """The position in the slice."""
         return self.place
 
     def seek(self, offset: int, whence: int = 0) -> int:
+        """Moves the position; it never goes below 0. Returns it."""
         self.place = max(0, offset + (0, self.place, self.size)[whence])
         return self.place
 
     def readinto(self, buffer: Any) -> int:
+        """Fills a buffer from the position on. Returns the number of bytes; 0 at the end."""
         count = max(0, min(len(buffer), self.size - self.place))
         self.file.seek(self.start + self.place)
         done = self.file.readinto(memoryview(buffer)[:count])
@@ -139,7 +151,8 @@ class Slice(io.RawIOBase):
 
 
 def saved(file: Any, room: Room) -> tuple[Any, int]:
-    """What `torch.save` wrote, with tensors that have no memory and know their place; and how long its pickle is."""
+    """(the object that `torch.save` wrote, the length of its pickle). Its tensors have no memory and know their
+    place."""
     parts = archive.members(file)
     (name,) = [name for name in parts if name.endswith("/data.pkl") and name.count("/") == 1] or [""]
     if not name:
@@ -160,8 +173,11 @@ def _place(member: archive.Member | None, key: str) -> tuple[int, int]:
 
 
 def room_for(pickle_bytes: int) -> None:
-    """Bounds what this process may use from here on, by what it is about to unpickle: memory beyond what it holds, and
-    seconds of a processor. It writes no file and leaves no core."""
+    """Sets this process's limits for a pickle of this length: memory beyond the present use, and seconds of a
+    processor.
+
+    From here on the process writes no file and leaves no core.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = used.ru_utime + used.ru_stime + SECONDS + SECONDS_A_BYTE * pickle_bytes
     limits = {resource.RLIMIT_CPU: math.ceil(seconds), resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
@@ -175,16 +191,22 @@ def room_for(pickle_bytes: int) -> None:
 
 
 def shown(value: Any, base: int, pickle_bytes: int) -> Any:
-    """A value as JSON. Containers are `{"dict": [[key, value], ...]}` and lists, tensors `{"tensor": ...}`. What is
-    long beside its pickle is refused: a pickle may name one object many times."""
+    """A value as JSON. Containers are `{"dict": [[key, value], ...]}` and lists; a tensor is `{"tensor": ...}`.
+
+    A value that is long beside its pickle is refused: a pickle may name one object many times.
+    """
     return _Shown(base, ANSWER_BYTES + ANSWER_BYTES_A_BYTE * pickle_bytes).value(value, 0)
 
 
 class _Shown:
+    """Turns values into JSON. `room`: the characters that the answer may still have; `takes` alone writes it. `base`:
+    the start of the pickle's archive in the file."""
+
     def __init__(self, base: int, room: int) -> None:
         self.base, self.room = base, room
 
     def value(self, value: Any, depth: int) -> Any:
+        """A value as JSON. Raises Refused for one that is nested too deep, or too long."""
         self.takes(8)
         if depth > MAX_DEPTH:
             raise Refused("it is nested deeper than any checkpoint")
@@ -204,18 +226,20 @@ class _Shown:
         if isinstance(value, dict):
             return {"dict": [[self.value(k, depth + 1), self.value(v, depth + 1)] for k, v in value.items()]}
         if isinstance(value, (list, tuple)):
-            return [self.value(one, depth + 1) for one in value]
+            return [self.value(item, depth + 1) for item in value]
         if isinstance(value, MetadataStub):
             self.takes(len(value.name))
             return {"record": [value.name, self.value(value.args, depth + 1), self.value(value.state, depth + 1)]}
         return {"other": type(value).__name__}
 
     def takes(self, characters: int) -> None:
+        """Counts characters of the answer. Raises Refused if there are too many."""
         self.room -= characters
         if self.room < 0:
             raise Refused("it means far more than it has bytes, as no checkpoint does")
 
     def tensor(self, value: torch.Tensor) -> dict[str, Any]:
+        """A tensor's dtype, shape and place in the file. Raises Refused if its bytes lie outside its storage."""
         self.takes(100)
         start, size = place_in_file(value)
         strided = value.layout is torch.strided
@@ -233,7 +257,7 @@ class _Shown:
 
 
 def torch_files(request: dict[str, Any], room: Room = bool) -> Iterator[Any]:
-    """`files`: paths; `allow`: names that stand for `Inert`."""
+    """Answers a request for `files`: paths. `allow`: names that stand for `Inert`."""
     allowed: list[Any] = [(type("Inert", (Inert,), {}), name) for name in request["allow"]]
     with torch.serialization.safe_globals(allowed):
         for path in request["files"]:
@@ -242,7 +266,7 @@ def torch_files(request: dict[str, Any], room: Room = bool) -> Iterator[Any]:
 
 
 def dcp_metadata(request: dict[str, Any], room: Room = bool) -> Iterator[Any]:
-    """`files`: one `.metadata`."""
+    """Answers a request for `files`: one `.metadata`."""
 
     def records(file: Any, room: Room) -> tuple[Any, int]:
         data = file.read(MAX_PICKLE_BYTES + 1)
@@ -257,14 +281,14 @@ def dcp_metadata(request: dict[str, Any], room: Room = bool) -> Iterator[Any]:
 
 
 def dcp_chunks(request: dict[str, Any], room: Room = bool) -> Iterator[Any]:
-    """`chunks`: (path, start, size) of what `torch.save` wrote as a part of a file."""
+    """Answers a request for `chunks`: (path, start, size) of parts that `torch.save` wrote into a file."""
     for path, start, size in request["chunks"]:
         with open(path, "rb") as file:
             yield _named(path, io.BufferedReader(Slice(file, start, size)), start, saved, room)
 
 
 def _named(path: str, file: Any, base: int, load: Callable[[Any, Room], tuple[Any, int]], room: Room) -> Any:
-    """What a part of the file at `path` holds, as JSON. `base`: where in the file that part begins."""
+    """The contents of a part of the file at `path`, as JSON. `base`: where in the file that part begins."""
     try:
         value, pickle_bytes = load(file, room)
         return shown(value, base, pickle_bytes)
@@ -284,13 +308,14 @@ KINDS = {"torch": torch_files, "dcp metadata": dcp_metadata, "dcp chunks": dcp_c
 
 
 def main() -> None:
+    """Answers the request on standard input."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # the output of libraries is no answer
     request = json.load(sys.stdin)
     answer: dict[str, Any] = {}
     try:
-        for found in KINDS[request["kind"]](request, room_for):
-            print(json.dumps({"found": found}), file=answers)
+        for contents in KINDS[request["kind"]](request, room_for):
+            print(json.dumps({"found": contents}), file=answers)
     except Refused as error:
         answer = {"refused": str(error)}
     except OSError as error:

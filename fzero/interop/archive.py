@@ -21,7 +21,7 @@ METHODS = {8: "deflated", 9: "deflated", 12: "bzip2", 14: "lzma", 93: "zstandard
 
 
 class Damaged(Exception):
-    """What is wrong with an archive, and what to do."""
+    """The fault of an archive, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def members(file: Any) -> Mapping[str, Member]:
 
 
 def _placed(file: Any, info: zipfile.ZipInfo) -> Member:
-    """Where a member lies by its own header, which must say what the directory says."""
+    """The place of a member by its own header, which must agree with the directory."""
     file.seek(info.header_offset)
     head = file.read(HEAD.size)
     if len(head) < HEAD.size or head[:4] != MARK:
@@ -81,12 +81,12 @@ def _encoded(info: zipfile.ZipInfo) -> bytes:
     return info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
 
 
-def read(file: Any, member: Member, limit: int, what: str) -> bytes:
+def read(file: Any, member: Member, limit: int, label: str) -> bytes:
     """The bytes of a small member. Raises Damaged for a larger one."""
     if member.size > limit:
-        raise Damaged(f"its {what} is {member.size:,} bytes long: needed at most {limit:,}")
+        raise Damaged(f"its {label} is {member.size:,} bytes long: needed at most {limit:,}")
     file.seek(member.start)
     data: bytes = file.read(member.size)
     if len(data) != member.size:
-        raise Damaged(f"its {what} ends before it should")
+        raise Damaged(f"its {label} ends before it should")
     return data

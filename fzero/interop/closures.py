@@ -1,9 +1,9 @@
 """closures: copies of a module whose functions refer to the copy.
 
 `copy.deepcopy` does not copy functions. So a lambda on a module (`self.mlpf = lambda x: m.c_fc(x)`), a hook or a
-default argument would still refer to the original module and its weights; so would a weak reference. `bound` finds
-those, and `copied` makes each anew over the copies. `leak` looks in a finished copy for any way that still leads from a
-forward to the original: through a class, a global, or an object that copies itself as itself.
+default argument would still refer to the original module and its weights. A weak reference would too. `bound` finds
+these, and `copied` makes each of them anew over the copies. Then `leak` searches a finished copy for a way from a
+forward to the original: through a class, a global, or an object whose copy is the object itself.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ def own(module: nn.Module) -> dict[int, Any]:
 
 
 def bound(module: nn.Module) -> tuple[Bound, ...]:
-    """What sees something of a module and is not copied with it: functions by closure or default, weak references."""
-    mine = own(module)
+    """The functions (with a closure or default) and weak references that refer to a part of a module and are not copied
+    with it."""
+    parts = own(module)
 
     def sees(value: Any) -> bool:
         if isinstance(value, types.FunctionType):
-            return any(id(x) in mine for x, _ in _walk(value, "", classes=False))
-        return type(value) is weakref.ref and id(value()) in mine
+            return any(id(x) in parts for x, _ in _walk(value, "", classes=False))
+        return type(value) is weakref.ref and id(value()) in parts
 
     return tuple(value for value, _ in _walk(module, "", classes=False) if sees(value))
 
 
 class _Memo(dict[int, Any]):
-    """What `copy.deepcopy` has copied by identity, that of weak references made when it is asked for."""
+    """The memo of `copy.deepcopy`: copies by the identity of the original. The copy of a weak reference is made when it
+    is asked for."""
 
-    def __init__(self, given: dict[int, Any], refs: Iterable[weakref.ref[Any]]) -> None:
-        super().__init__(given)
+    def __init__(self, memo: dict[int, Any], refs: Iterable[weakref.ref[Any]]) -> None:
+        super().__init__(memo)
         self.refs = {id(ref): ref for ref in refs}
 
     def get(self, key: int, default: Any = None) -> Any:
@@ -54,46 +56,46 @@ class _Memo(dict[int, Any]):
 
 
 def copied(
-    module: nn.Module, bound: Sequence[Bound], given: dict[int, Any]
+    module: nn.Module, bound: Sequence[Bound], memo: dict[int, Any]
 ) -> tuple[nn.Module, tuple[Bound, ...], dict[int, Any]]:
-    """`copy.deepcopy(module, given)` with what is `bound` to it made anew over the copy; also these, and the memo."""
+    """(`copy.deepcopy(module, memo)`, the `bound` functions and references made anew over the copy, the full memo)."""
     fns = [value for value in bound if isinstance(value, types.FunctionType)]
-    memo = _Memo(given, (value for value in bound if isinstance(value, weakref.ref)))
+    full_memo = _Memo(memo, (value for value in bound if isinstance(value, weakref.ref)))
     cells: dict[int, types.CellType] = {}
     for fn in fns:
         closure = tuple(cells.setdefault(id(cell), types.CellType()) for cell in fn.__closure__ or ())
-        memo[id(fn)] = functools.update_wrapper(
+        full_memo[id(fn)] = functools.update_wrapper(
             types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, closure), fn, updated=()
         )
-    result = copy.deepcopy(module, memo)
+    result = copy.deepcopy(module, full_memo)
     for fn in fns:
-        new = memo[id(fn)]
-        new.__defaults__, new.__kwdefaults__ = copy.deepcopy((fn.__defaults__, fn.__kwdefaults__), memo)
-        new.__dict__ = copy.deepcopy(fn.__dict__, memo)
+        new = full_memo[id(fn)]
+        new.__defaults__, new.__kwdefaults__ = copy.deepcopy((fn.__defaults__, fn.__kwdefaults__), full_memo)
+        new.__dict__ = copy.deepcopy(fn.__dict__, full_memo)
         for cell in fn.__closure__ or ():
             if _filled(cell):
-                cells[id(cell)].cell_contents = copy.deepcopy(cell.cell_contents, memo)
-    return result, tuple(memo.get(id(value)) for value in bound), memo
+                cells[id(cell)].cell_contents = copy.deepcopy(cell.cell_contents, full_memo)
+    return result, tuple(full_memo.get(id(value)) for value in bound), full_memo
 
 
 def leak(module: nn.Module, original: dict[int, Any]) -> str:
-    """A way from a copied module's forward to something `own` by its original, as text; "" where there is none.
+    """A way from a copied module's forward to a part that is `own` by its original, as text; "" if there is none.
 
-    Of classes it looks at what has a name that occurs in code which forward can come to, itself found by such names.
+    Of a class it follows only the attributes whose names occur in code that forward can reach.
     """
     return next((path for value, path in _walk(module, "", classes=True) if id(value) in original), "")
 
 
 def _walk(root: Any, name: str, *, classes: bool) -> Iterator[tuple[Any, str]]:
-    """Every object that an object can reach by itself, each once, with a path to it; tensors are not looked into."""
-    seen: dict[int, Any] = {}
+    """Every object that an object can reach by itself, each once, with a path to it. It does not look into tensors."""
+    visited: dict[int, Any] = {}
     stack = [(root, name)]
     reached = _Reached()
     while stack:
         value, path = stack.pop()
-        if id(value) in seen:
+        if id(value) in visited:
             continue
-        seen[id(value)] = value
+        visited[id(value)] = value
         yield value, path
         if not isinstance(value, _ATOMS):
             stack += _parts(value, path)
@@ -102,6 +104,7 @@ def _walk(root: Any, name: str, *, classes: bool) -> Iterator[tuple[Any, str]]:
 
 
 def _parts(value: Any, path: str) -> Iterator[tuple[Any, str]]:
+    """The objects that an object refers to, each with its path."""
     if isinstance(value, dict):
         yield from ((x, f"{path}[{key!r}]") for key, x in list(value.items()))
     elif isinstance(value, (list, tuple, set, frozenset)):
@@ -126,6 +129,7 @@ def _parts(value: Any, path: str) -> Iterator[tuple[Any, str]]:
 
 
 def _attributes(value: Any) -> Iterable[tuple[str, Any]]:
+    """(name, value) of an object's attributes: its `__dict__` and its slots."""
     held = getattr(value, "__dict__", None)
     yield from held.items() if isinstance(held, dict) else ()
     for kind in type(value).__mro__:
@@ -140,7 +144,8 @@ def _attributes(value: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _seen_by(fn: types.FunctionType, path: str) -> Iterator[tuple[Any, str]]:
-    """What a function sees beside its arguments: cells, defaults, and of globals modules and tensors alone."""
+    """The objects that a function refers to beside its arguments: cells, defaults, and those globals that are modules
+    or tensors."""
     where = f"{path} ({fn.__code__.co_filename.rsplit('/', 1)[-1]}:{fn.__code__.co_firstlineno})"
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         if _filled(cell):
@@ -152,17 +157,22 @@ def _seen_by(fn: types.FunctionType, path: str) -> Iterator[tuple[Any, str]]:
 
 
 class _Reached:
-    """What modules' forwards can come to by name: attributes of the modules' classes, and global functions.
+    """The objects that modules' forwards can reach by name: attributes of the modules' classes, and global functions.
 
-    Of torch's own the names alone are taken: they lead to users' methods, and see no module but by self."""
+    Of torch's own classes only the names in their code are taken. They lead to users' methods, and reach no module
+    except by self.
+
+    names: the names that reachable code mentions. waiting: attributes of classes that no code has named yet. kinds: the
+    classes already looked at. Only the methods here write them.
+    """
 
     def __init__(self) -> None:
         self.names = {"forward"}
-        self.waiting: dict[str, list[tuple[type, Any, str]]] = {}  # attributes of classes that no code has named yet
+        self.waiting: dict[str, list[tuple[type, Any, str]]] = {}
         self.kinds: set[type] = set()
 
     def by(self, value: Any, path: str) -> Iterator[tuple[Any, str]]:
-        """What can be come to now that this object can be."""
+        """The objects that become reachable with this one."""
         if isinstance(value, types.FunctionType):
             self.names.update(_mentioned(value.__code__))
             called = (value.__globals__.get(name) for name in _globals(value.__code__))
@@ -173,7 +183,7 @@ class _Reached:
             for base in set(type(value).__mro__) - self.kinds:
                 self._wait(base, path)
         while ready := self.names & self.waiting.keys():
-            for base, x, where in (one for name in ready for one in self.waiting.pop(name)):
+            for base, x, where in (item for name in ready for item in self.waiting.pop(name)):
                 if not _torchs(base):
                     yield x, where
                 elif isinstance(x, types.FunctionType):
@@ -200,16 +210,16 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _mentioned(code: types.CodeType) -> Iterator[str]:
-    """The names of all attributes and globals in a code, and its strings, as getattr takes them."""
-    for one in _codes(code):
-        yield from one.co_names
-        yield from (x for x in one.co_consts if isinstance(x, str))
+    """The names of all attributes and globals in a code, and its strings, since getattr takes strings."""
+    for inner in _codes(code):
+        yield from inner.co_names
+        yield from (x for x in inner.co_consts if isinstance(x, str))
 
 
 def _globals(code: types.CodeType) -> Iterator[str]:
     """The names that a code looks up as globals; `co_names` holds those of attributes too."""
-    for one in _codes(code):
-        yield from {x.argval: None for x in dis.get_instructions(one) if x.opname in _GLOBAL}
+    for inner in _codes(code):
+        yield from {x.argval: None for x in dis.get_instructions(inner) if x.opname in _GLOBAL}
 
 
 def _filled(cell: types.CellType) -> bool:

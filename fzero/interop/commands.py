@@ -23,6 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def convert_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `fzero convert`."""
     parser.add_argument(
         "source", type=Path, help="a run or a step of fzero, a Hugging Face folder, or one of torch DCP"
     )
@@ -35,27 +36,28 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """The tensors of one checkpoint as another."""
+    """Writes the tensors of one checkpoint as another. Returns the exit status."""
     source, target, part = arguments.source, arguments.target, arguments.part
     dtype = DTYPES.get(arguments.dtype or "")
-    given = opened(source, part)
-    below = ("params" if part is None else part) if isinstance(given, Checkpoint) else ""
+    checkpoint = opened(source, part)
+    below = ("params" if part is None else part) if isinstance(checkpoint, Checkpoint) else ""
     if arguments.to == "safetensors":
         config: Any = json.loads(arguments.config.read_text("utf-8")) if arguments.config else None
         written = huggingface.export_safetensors(
-            given, target, part=below, dtype=dtype, config=config, max_shard_bytes=arguments.max_shard_bytes
+            checkpoint, target, part=below, dtype=dtype, config=config, max_shard_bytes=arguments.max_shard_bytes
         )
     elif arguments.to == "dcp":
-        written = dcp_folder.export_dcp(given, target, part=below, dtype=dtype)
-    elif isinstance(given, Checkpoint):
+        written = dcp_folder.export_dcp(checkpoint, target, part=below, dtype=dtype)
+    elif isinstance(checkpoint, Checkpoint):
         raise CheckpointError(source, "is a checkpoint of fzero already: fzero.load takes it to any world and layout")
     else:
-        written = write_checkpoint(Params(fitted(given, dtype=dtype)), target)
+        written = write_checkpoint(Params(fitted(checkpoint, dtype=dtype)), target)
     print(f"wrote {written}")
     return 0
 
 
 def deepspeed_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `fzero import-deepspeed`."""
     parser.add_argument("source", type=Path, help="the directory that save_checkpoint was given, or one tag's")
     parser.add_argument("target", type=Path, help="the directory of a run: it gets a checkpoint of fzero")
     parser.add_argument("--params-only", action="store_true", help="leave the optimizer's moments out")
@@ -63,7 +65,8 @@ def deepspeed_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def import_deepspeed(arguments: argparse.Namespace) -> int:
-    """A DeepSpeed checkpoint as one of fzero: `fzero.load(target, spec)` goes on from it."""
+    """Writes a DeepSpeed checkpoint as one of fzero: `fzero.load(target, spec)` goes on from it. Returns the exit
+    status."""
     source = deepspeed(arguments.source, moments=not arguments.params_only, allow=arguments.allow)
     written = write_checkpoint(source, arguments.target, step=source.step, extra=source.extra)
     print(f"wrote {written}")
@@ -71,7 +74,7 @@ def import_deepspeed(arguments: argparse.Namespace) -> int:
 
 
 def opened(path: Path, part: str | None) -> Source:
-    """The checkpoint at a path, by what it holds."""
+    """The checkpoint at a path. The files in the directory decide its kind."""
     if (path / dcp_folder.METADATA).is_file():
         return dcp_folder.Part(dcp_folder.Folder(path), part or "")
     if path.is_file() or (path / huggingface.INDEX).is_file() or (path / huggingface.SINGLE).is_file():
@@ -80,7 +83,7 @@ def opened(path: Path, part: str | None) -> Source:
 
 
 class Params(Source):
-    """A source as the `params` of a state."""
+    """A source as the `params` of a state. Nothing in it changes."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -89,7 +92,9 @@ class Params(Source):
 
     @property
     def leaves(self) -> Any:
+        """See `Source`."""
         return {f"params/{name}": entry for name, entry in self.source.leaves.items()}
 
     def read(self, path: str, start: int, stop: int) -> torch.Tensor:
+        """See `Source`."""
         return self.source.read(path.removeprefix("params/"), start, stop)

@@ -105,6 +105,8 @@ class Folder(Source):
         return values
 
     def _tensors(self, metadata: MetadataObject, timeout: float) -> dict[str, tuple[Entry, list[Chunk]]]:
+        """The entry and the chunks of each tensor. Names of other values go to `others`. Raises CorruptError or
+        CheckpointError."""
         entries = metadata.field("state_dict_metadata")
         stored = {_index(key): item for key, item in metadata.field("storage_data")}
         wanted: list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[Path, int, int]]] = []
@@ -228,20 +230,20 @@ def export_dcp(
         if first in leaf_of:
             leaf_of[other] = leaf_of[first]
 
-    def kept(entry: Entry) -> torch.dtype:
+    def dtype_of(entry: Entry) -> torch.dtype:
         return dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
 
     def body(place: Path, take: Callable[[str], torch.Tensor]) -> None:
         class Planner(DefaultSavePlanner):
             def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
                 path = leaf_of[write_item.index.fqn]
-                return take(path).to(kept(stream.entries[path]))
+                return take(path).to(dtype_of(stream.entries[path]))
 
         shapes = {
-            name: torch.empty(stream.entries[path].shape, dtype=kept(stream.entries[path]), device="meta")
+            name: torch.empty(stream.entries[path].shape, dtype=dtype_of(stream.entries[path]), device="meta")
             for name, path in leaf_of.items()
         }
-        # a file for each tensor, as the writer keeps those of a file until its end; written in the order that is given
+        # a file for each tensor, as the writer keeps those of a file until its end; they are written in the given order
         writer = FileSystemWriter(place, single_file_per_rank=False, per_thread_copy_ahead=0)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process saves, as is meant

@@ -70,6 +70,7 @@ class DeepSpeed(Source):
             raise CorruptError(self.path, text) from error
 
     def _fill(self, optim: Sequence[Any], model: Sequence[Any], moments: bool) -> None:
+        """Reads the files' contents into the fields: leaves, step, optimizer count and `extra`."""
         states = [content["optimizer_state_dict"] for content in optim]
         shapes = [{name: _shape(s) for name, s in group.items()} for group in model[0]["param_shapes"]]
         stage3 = "fp32_flat_groups" in states[0]
@@ -174,12 +175,13 @@ def _tagged(path: Path) -> Path:
 
 
 def _files(path: Path) -> tuple[list[Path], list[Path]]:
-    """(optimizer states, model states) of ranks 0..N-1. Raises CheckpointError for what is not supported."""
+    """(optimizer states, model states) of ranks 0..N-1. Raises CheckpointError for a checkpoint that is not
+    supported."""
     names = sorted(file.name for file in path.iterdir())
     optim = {int(m[1]): path / m[0] for name in names if (m := OPTIM.fullmatch(name))}
     model = {int(m[1] or 0): path / m[0] for name in names if (m := MODEL.fullmatch(name))}
     parallel = [n for n in names if (m := OPTIM.fullmatch(n) or MODEL.fullmatch(n)) and int(m[2])]
-    for unsupported, what in (
+    for unsupported, reason in (
         (parallel, "was written with tensor parallelism"),
         ([n for n in names if "expert" in n], "holds experts that are spread over the ranks"),
         ([n for n in names if n.startswith("layer_")], "was written with pipeline parallelism"),
@@ -187,15 +189,15 @@ def _files(path: Path) -> tuple[list[Path], list[Path]]:
     ):
         if unsupported:
             raise CheckpointError(
-                path, f"{what} ({unsupported[0]}), which is not supported: export it to Hugging Face files"
+                path, f"{reason} ({unsupported[0]}), which is not supported: export it to Hugging Face files"
             )
     if not optim or not model:
         raise CheckpointError(
             path, "has no *_optim_states.pt with *_model_states.pt: needed what DeepSpeed saves with ZeRO stages 1 to 3"
         )
-    for ranks, what in ((optim, "optim"), (model, "model")):
+    for ranks, kind in ((optim, "optim"), (model, "model")):
         if missing := set(range(max(ranks))) - set(ranks):
-            raise CorruptError(path, f"has no {what}_states.pt of rank {min(missing)}")
+            raise CorruptError(path, f"has no {kind}_states.pt of rank {min(missing)}")
     return [optim[rank] for rank in sorted(optim)], [model[rank] for rank in sorted(model)]
 
 
@@ -237,6 +239,7 @@ def _stage12(states: Sequence[Any], shapes: Sequence[Mapping[str, Any]], key: st
 
 
 def _stage3(states: Sequence[Any], shapes: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[Stretch]]:
+    """By parameter, the stretches of its masters (`key` empty) or of a moment, from the flat groups of stage 3."""
     stretches_of: dict[str, list[Stretch]] = {name: [] for group in shapes for name in group}
     for rank, state in enumerate(states):
         groups = state["fp32_flat_groups"]
@@ -262,13 +265,14 @@ def _stage3(states: Sequence[Any], shapes: Sequence[Mapping[str, Any]], key: str
 
 def _moments(state: Any, group: int, key: str) -> Place:
     """A moment of a flat group, from `optimizer.state_dict()` or (elastic) a list of states."""
-    kept = state[group] if isinstance(state, list) else state["state"][group]
-    if not isinstance(kept.get(key), Place):
+    state_of_group = state[group] if isinstance(state, list) else state["state"][group]
+    if not isinstance(state_of_group.get(key), Place):
         raise CheckpointError(
-            "the optimizer's state", f"has {', '.join(map(str, kept))} and no {key!r}: needed one of the Adam family. "
+            "the optimizer's state",
+            f"has {', '.join(map(str, state_of_group))} and no {key!r}: needed one of the Adam family. "
             "moments=False (--params-only) leaves the moments out"
         )  # fmt: skip
-    moment: Place = kept[key]
+    moment: Place = state_of_group[key]
     return moment
 
 

@@ -33,10 +33,10 @@ Tied = Mapping[str, str] | Apply | torch.nn.Module | None
 
 @dataclass(frozen=True)
 class Fitted(Source):
-    """A `Source` whose leaves are those of the pytree `like` (tensors on the meta device), read from another one.
+    """A `Source` whose leaves are those of the pytree `like` (tensors on the meta device), read from another source.
 
-    `fzero.init(fitted, spec)` makes a state of it, tensor by tensor. Floating leaves are converted to the dtype that
-    `leaves` says as they are read.
+    `fzero.init(fitted, spec)` makes a state of it, tensor by tensor. Floating leaves are converted on reading to their
+    dtype in `leaves`.
     """
 
     source: Source
@@ -46,9 +46,11 @@ class Fitted(Source):
 
     @property
     def leaves(self) -> Mapping[str, Entry]:
+        """See `Source`."""
         return self.entries
 
     def read(self, path: str, start: int, stop: int) -> torch.Tensor:
+        """See `Source`; converts to the leaf's dtype."""
         return self.source.read(self.names[path], start, stop).to(self.entries[path].dtype)
 
 
@@ -74,7 +76,7 @@ def fitted(
     """
     others, where = tied_names(tied), str(getattr(source, "path", type(source).__name__))
     held = source.leaves
-    first = {name: others.get(name, name) for name in held}  # what a name stands for
+    first = {name: others.get(name, name) for name in held}  # the first name of a tied tensor, by each of its names
     known: dict[str, list[str]] = {}
     for name, stands in first.items():
         known.setdefault(stands, []).append(name)

@@ -10,7 +10,7 @@ from torch import Tensor
 from fzero._torch_compat import TorchDispatchMode
 from fzero.capture.provenance import user_line
 from fzero.capture.refuse import Refused
-from fzero.errors import at
+from fzero.errors import leaf_name
 from fzero.ir import fx_values
 
 
@@ -36,7 +36,8 @@ class Guard(TorchDispatchMode):
         for path, (start, end) in self.places.items():
             if start < place[1] and place[0] < end:
                 raise Refused(
-                    f"{self.name} changes {at('params', path)} in place by {func} at {user_line()}: the weights are "
+                    f"{self.name} changes {leaf_name('params', path)} in place by {func} at {user_line()}: the "
+                    "weights are "
                     "the caller's. Use a new value instead, as in F.linear(x, self.weight / 3), or change the "
                     "parameters outside of apply"
                 )

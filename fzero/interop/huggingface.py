@@ -38,11 +38,11 @@ class Folder(Source):
         self.path = Path(path)
         self.places: dict[str, Place] = {}
         for file, names in self._files().items():
-            found = safetensors_places(file)
-            if names is not None and found.keys() != names:
-                wrong = ", ".join(sorted(found.keys() ^ names)[:8])
+            places = safetensors_places(file)
+            if names is not None and places.keys() != names:
+                wrong = ", ".join(sorted(places.keys() ^ names)[:8])
                 raise CorruptError(self.path / INDEX, f"and {file.name} disagree about {wrong}")
-            self.places |= found
+            self.places |= places
 
     @property
     def leaves(self) -> Mapping[str, Entry]:
@@ -68,8 +68,8 @@ class Folder(Source):
                 assert members is not None
                 members.add(name)
             return by_file
-        found = sorted(self.path.glob("*.safetensors"))
-        hint = f". It has {found[0].name}: give that file itself" if found else ""
+        others = sorted(self.path.glob("*.safetensors"))
+        hint = f". It has {others[0].name}: give that file itself" if others else ""
         if list(self.path.glob("pytorch_model*.bin")):
             hint = ". It has pytorch_model.bin, a pickle: load it with transformers and save_pretrained it"
         raise CheckpointError(self.path, f"has neither {SINGLE} nor {INDEX}{hint}")
@@ -137,11 +137,11 @@ def export_safetensors(
     copies: dict[str, list[str]] = {}
     for other, first in tied_names(tied).items() if write_tied else ():
         copies.setdefault(first, []).append(other)
-    written: dict[str, tuple[str, Entry]] = {}  # by name in the file: the leaf, and what becomes of it
+    written: dict[str, tuple[str, Entry]] = {}  # by name in the file: the leaf, and its form there
     for path, entry in stream.entries.items():
-        kept = dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
+        kept_dtype = dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
         for name in (name_of[path], *copies.get(name_of[path], ())):
-            written[name] = (path, Entry(entry.shape, kept))
+            written[name] = (path, Entry(entry.shape, kept_dtype))
     shards = split({name: entry for name, (_, entry) in written.items()}, max_shard_bytes)
 
     def body(place: Path, take: Callable[[str], torch.Tensor]) -> None:

@@ -1,7 +1,7 @@
 """incoming: writes a source as a checkpoint of fzero, in one process, one piece at a time.
 
-The file is the one that a world of one would save: one shard, hashed in blocks as it is written, committed by the
-protocol of `fzero.checkpoint.commit`. `fzero.load` then loads it into any world and layout.
+The file is the one that a world of one would save. It is one shard, hashed in blocks as it is written, and committed by
+the protocol of `fzero.checkpoint.commit`. `fzero.load` then loads it into any world and layout.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _shard(source: Source, parts: list[shards.Part], file: Path, disk: Disk) -> 
             digests.append(hashlib.sha256(block).digest())
             size += len(block)
         out.sync()
-    return ShardRecord(size, root(digests), tuple(one.hex() for one in digests))
+    return ShardRecord(size, root(digests), tuple(digest.hex() for digest in digests))
 
 
 def _blocks(views: Iterator[memoryview]) -> Iterator[memoryview]:

@@ -1,9 +1,9 @@
 """module: an `nn.Module` as `(params, buffers, apply)`.
 
 `from_module` copies the module once, without its parameters and buffers: these become meta tensors. Each call of
-`apply` copies that again, with the given tensors in their place. The module may refer to a parameter in several places:
-twice if weights are tied, in a list as `nn.LSTM` does, in a hook or a lambda (`fzero.interop.closures`). The copy
-refers to the given tensor in all of them.
+`apply` copies that again, with the given tensors in their place. The module may refer to a parameter in several places.
+Tied weights have two; others are a list (`nn.LSTM`), a hook or a lambda (`fzero.interop.closures`). The copy refers to
+the given tensor in all of them.
 
 The module itself is never touched, and nothing has to be put back. Code that runs later, such as the recomputation of
 `torch.utils.checkpoint` in a backward, still finds the tensors that the forward saw. A copy costs no tensor memory, and
@@ -27,7 +27,7 @@ from fzero._torch_compat import is_fake, version
 from fzero.capture.context import active
 from fzero.capture.provenance import describe
 from fzero.capture.refuse import Refused
-from fzero.errors import CaptureError, TreeError, at
+from fzero.errors import CaptureError, TreeError, leaf_name
 from fzero.interop import _hf_compat, closures, refuse
 from fzero.interop.guard import Guard
 
@@ -59,8 +59,8 @@ class Apply:
     mutable: bool
     frozen: tuple[str, ...]
     _module: nn.Module = field(repr=False)
-    _kept: tuple[Tensor, ...] = field(repr=False)  # tensors that are neither parameters nor buffers
-    _bound: tuple[closures.Bound, ...] = field(repr=False)  # functions and weak references that see something of it
+    _others: tuple[Tensor, ...] = field(repr=False)  # tensors that are neither parameters nor buffers
+    _bound: tuple[closures.Bound, ...] = field(repr=False)  # functions and weak references that refer to parts of it
 
     @property
     def trainable(self) -> tuple[str, ...]:
@@ -70,7 +70,9 @@ class Apply:
     def __call__(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
     ) -> Any:
-        memo: dict[int, Any] = {id(value): value for value in self._kept}
+        """Runs a copy of the module with these tensors in place of its own. Raises TreeError for tensors that do not
+        fit, CaptureError for a forward that writes where it must not."""
+        memo: dict[int, Any] = {id(value): value for value in self._others}
         memo |= self._placed("params", self._module.named_parameters(), params)
         traced = active() is not None or any(map(is_fake, params.values()))
         placed = buffers
@@ -79,7 +81,7 @@ class Apply:
         memo |= self._placed("buffers", self._module.named_buffers(), placed)
         module = closures.copied(self._module, self._bound, memo)[0]
         versions = {name: version(value) for name, value in placed.items()}
-        before = [version(value) for value in self._kept]
+        before = [version(value) for value in self._others]
         try:
             with _hf_compat.capturing(module) if traced else Guard(self.name, params):
                 output = module(*args, **kwargs)
@@ -90,7 +92,7 @@ class Apply:
             if traced:
                 raise
             raise CaptureError(str(error)) from None
-        if before != [version(value) for value in self._kept]:
+        if before != [version(value) for value in self._others]:
             raise CaptureError(f"{self.name} writes to a tensor that is no buffer: register it with register_buffer")
         buffers_after = dict(module.named_buffers())
         if self.mutable:
@@ -107,21 +109,30 @@ class Apply:
             "output, buffers = apply(params, buffers, ...). Or call module.eval() first"
         )
 
-    def _placed(self, what: str, own: Iterable[tuple[str, Tensor]], given: Mapping[str, Tensor]) -> dict[int, Tensor]:
-        """The given tensors by the identity of the meta tensor that each replaces."""
+    def _placed(
+        self, tree_name: str, own: Iterable[tuple[str, Tensor]], tensors: Mapping[str, Tensor]
+    ) -> dict[int, Tensor]:
+        """The tensors by the identity of the meta tensor that each of them replaces. Raises TreeError."""
         known = dict(own)
-        if not isinstance(given, Mapping):
+        if not isinstance(tensors, Mapping):
             raise TreeError(
-                f"apply({what}) of {self.name} is {describe(given)}: needed a dict by dotted name, as from_module made"
+                f"apply({tree_name}) of {self.name} is {describe(tensors)}: needed a dict by dotted name, as "
+                "from_module made"
             )
-        for name in known.keys() - given.keys():
-            raise TreeError(f"{at(what, name)} of {self.name} is missing: pass every name that from_module returned")
-        for name, value in given.items():
+        for name in known.keys() - tensors.keys():
+            raise TreeError(
+                f"{leaf_name(tree_name, name)} of {self.name} is missing: pass every name that from_module returned"
+            )
+        for name, value in tensors.items():
             if name not in known:
-                raise TreeError(f"{at(what, name)}: {self.name} has no such name.{tree.suggest(name, known)}")
+                raise TreeError(
+                    f"{leaf_name(tree_name, name)}: {self.name} has no such name.{tree.suggest(name, known)}"
+                )
             if not isinstance(value, Tensor) or value.shape != known[name].shape:
-                raise TreeError(f"{at(what, name)} is {describe(value)}, {self.name} needs {describe(known[name])}")
-        return {id(known[name]): value for name, value in given.items()}
+                raise TreeError(
+                    f"{leaf_name(tree_name, name)} is {describe(value)}, {self.name} needs {describe(known[name])}"
+                )
+        return {id(known[name]): value for name, value in tensors.items()}
 
 
 def from_module(module: nn.Module, *, train: bool | None = None, mutable: bool = False) -> Functional:
@@ -139,9 +150,9 @@ def from_module(module: nn.Module, *, train: bool | None = None, mutable: bool =
     Parameters that do not require grad are among `params` and named in `apply.frozen`. The others then require grad,
     and `fzero.init` reads from that which ones train, unless `Spec(trainable=)` says it.
 
-    Raises TreeError for a module that a pure function cannot express: lazy or quantised parameters, buffers on the meta
-    device, wrapped modules (DDP, `torch.compile`), state outside parameters and buffers. Parameters on the meta device
-    are enough for `fzero.lower`.
+    Raises TreeError for a module that a pure function cannot express. Such a module has lazy or quantised parameters,
+    buffers on the meta device, a wrapper (DDP, `torch.compile`), or state outside parameters and buffers. Parameters on
+    the meta device are enough for `fzero.lower`.
 
     >>> linear = torch.nn.Linear(2, 1)
     >>> params, buffers, apply = from_module(linear)
@@ -160,7 +171,7 @@ def from_module(module: nn.Module, *, train: bool | None = None, mutable: bool =
     }
     buffers = {name: value.detach().clone() for name, value in module.named_buffers()}
     name = type(module).__name__
-    skeleton, kept, bound = _without_tensors(module)
+    skeleton, others, bound = _without_tensors(module)
     if train is not None:
         skeleton.train(train)
     if frozen:
@@ -172,7 +183,7 @@ def from_module(module: nn.Module, *, train: bool | None = None, mutable: bool =
             ", ".join(frozen[:3]) + (", ..." if len(frozen) > 3 else ""),
         )
     _hf_compat.install()
-    return Functional(params, buffers, Apply(name, mutable, frozen, skeleton, kept, bound))
+    return Functional(params, buffers, Apply(name, mutable, frozen, skeleton, others, bound))
 
 
 def _without_tensors(module: nn.Module) -> tuple[nn.Module, tuple[Tensor, ...], tuple[closures.Bound, ...]]:
@@ -196,12 +207,12 @@ def _without_tensors(module: nn.Module) -> tuple[nn.Module, tuple[Tensor, ...], 
             f"{type(module).__name__} sees its own weights through {path}, which a copy cannot follow: apply would use "
             "those that the module has now. Write it with self, as a method, or pass it what it needs"
         )
-    kept = tuple(v for v in memo.values() if isinstance(v, Tensor) and id(v) not in ours)
-    return skeleton, kept, bound
+    others = tuple(v for v in memo.values() if isinstance(v, Tensor) and id(v) not in ours)
+    return skeleton, others, bound
 
 
 def _writable(value: Tensor, traced: bool) -> Tensor:
-    """A copy. Of a constant of a traced step it is made from an op's output, which in-place work can be traced on."""
+    """A copy that in-place work can be traced on. For a constant of a traced step it is the output of an op."""
     if traced and not is_fake(value):
         return torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
     return value.clone()

@@ -35,14 +35,18 @@ Body = Callable[[Path, Callable[[str], torch.Tensor]], None]
 
 
 class Outgoing(Protocol):
-    """`entries`: the leaves by path below the part. `write(order, folder, body)`: on rank 0 `body(directory, take)`
-    fills a directory that then becomes `folder`. `take(path)` is a whole leaf in host memory; leaves are taken in
-    `order`."""
+    """Leaves on their way out."""
 
     @property
-    def entries(self) -> Mapping[str, Entry]: ...
+    def entries(self) -> Mapping[str, Entry]:
+        """The leaves by path below the part."""
+        ...
 
-    def write(self, order: Sequence[str], folder: Path, body: Body, disk: Disk) -> None: ...
+    def write(self, order: Sequence[str], folder: Path, body: Body, disk: Disk) -> None:
+        """On rank 0, `body(directory, take)` fills a directory that then becomes `folder`.
+
+        `take(path)` returns a whole leaf in host memory. Leaves are taken in `order`."""
+        ...
 
 
 def outgoing(given: Given, part: str) -> Outgoing:
@@ -115,8 +119,8 @@ class Live:
             self._whole(self.leaves[path].leaf)
         self._agree(f"the end of the export to {folder}", asked, failure)
 
-    def _agree(self, what: str, digest: str, failure: Exception | None) -> None:
-        agree(self.runtime.rank, self.runtime.world_size, what, digest, self.runtime.group, failure)
+    def _agree(self, call: str, digest: str, failure: Exception | None) -> None:
+        agree(self.runtime.rank, self.runtime.world_size, call, digest, self.runtime.group, failure)
 
     def _whole(self, leaf: Leaf) -> torch.Tensor:
         """On rank 0 the leaf in host memory (no copy if it is whole there). Other ranks send and return their part."""
@@ -143,8 +147,8 @@ def _below(paths: Sequence[str], part: str) -> dict[str, str]:
     """{path below the part: path}; a part that is one leaf keeps its name."""
     if not part:
         return {path: path for path in paths}
-    found = {path.removeprefix(part + "/"): path for path in paths if path.startswith(part + "/") or path == part}
-    if not found:
+    path_below = {path.removeprefix(part + "/"): path for path in paths if path.startswith(part + "/") or path == part}
+    if not path_below:
         tops = sorted({path.split("/")[0] for path in paths})
         raise TreeError(f"part={part!r} has no leaves, the state has {', '.join(map(repr, tops))}: say which to export")
-    return found
+    return path_below

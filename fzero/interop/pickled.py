@@ -1,9 +1,9 @@
 """pickled: the contents of other libraries' pickles, as a child process reports them.
 
 Some checkpoints are pickles. fzero never unpickles: a child process does (`fzero.interop._unpickle` describes its
-limits). It answers in JSON, which is checked here. For a tensor it reports the place of its bytes. They are read from
-there, as from a safetensors file. If the child is refused something, crashes, hangs or answers nonsense, that is a
-CorruptError.
+limits). The child answers in JSON, which is checked here. For a tensor it reports the place of its bytes. They are read
+from there, as from a safetensors file. If the child is refused something, crashes, hangs or answers nonsense, the error
+is a CorruptError.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def torch_files(files: Sequence[Path], allow: Sequence[str] = (), timeout: float
     allow: names of classes to which the files may refer; their objects are not kept.
     """
     request = {"kind": "torch", "files": [str(file.absolute()) for file in files], "allow": list(allow)}
-    found = _asked(request, files[0].parent, len(files), timeout)
-    return [_value(one, file) for one, file in zip(found, files, strict=True)]
+    answers = _asked(request, files[0].parent, len(files), timeout)
+    return [_value(answer, file) for answer, file in zip(answers, files, strict=True)]
 
 
 def dcp_metadata(file: Path, timeout: float = TIMEOUT) -> Any:
     """Returns the metadata of a torch.distributed.checkpoint, made of MetadataObjects."""
-    (found,) = _asked({"kind": "dcp metadata", "files": [str(file.absolute())]}, file, 1, timeout)
-    return _value(found, file)
+    (answer,) = _asked({"kind": "dcp metadata", "files": [str(file.absolute())]}, file, 1, timeout)
+    return _value(answer, file)
 
 
 def dcp_chunks(chunks: Sequence[tuple[Path, int, int]], timeout: float = TIMEOUT) -> list[Any]:
@@ -68,11 +68,13 @@ def dcp_chunks(chunks: Sequence[tuple[Path, int, int]], timeout: float = TIMEOUT
     if not chunks:
         return []
     request = {"kind": "dcp chunks", "chunks": [[str(file.absolute()), start, size] for file, start, size in chunks]}
-    found = _asked(request, chunks[0][0].parent, len(chunks), timeout)
-    return [_value(one, file) for one, (file, _, _) in zip(found, chunks, strict=True)]
+    answers = _asked(request, chunks[0][0].parent, len(chunks), timeout)
+    return [_value(answer, file) for answer, (file, _, _) in zip(answers, chunks, strict=True)]
 
 
 def _asked(request: Mapping[str, Any], where: Path, count: int, timeout: float) -> list[Any]:
+    """The child's answers to a request, `count` of them. Raises CorruptError, and CheckpointError if no process can
+    start."""
     root = str(Path(fzero.__file__).parent.parent)
     env = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_FORCE_")}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH"))))
@@ -94,28 +96,28 @@ def _asked(request: Mapping[str, Any], where: Path, count: int, timeout: float) 
             where, f"the process that looks into its pickles died (exit status {done.returncode}){': ' if last else ''}"
             f"{''.join(last)}"
         )  # fmt: skip
-    found = []
+    answers = []
     try:
         for line in done.stdout.splitlines():
             ((kind, answer),) = json.loads(line).items()
             if kind == "refused":
                 file, _, text = str(answer).partition(": ")
                 raise CorruptError(file, text)
-            found.append(answer)
+            answers.append(answer)
     except (ValueError, AttributeError):
-        found = []
-    if len(found) != count:
+        answers = []
+    if len(answers) != count:
         raise CorruptError(where, "the process that looks into its pickles gave no answer")
-    return found
+    return answers
 
 
-def _value(shown: Any, file: Path) -> Any:
+def _value(answer: Any, file: Path) -> Any:
     """A value of an answer."""
-    if isinstance(shown, list):
-        return [_value(one, file) for one in shown]
-    if not isinstance(shown, dict):
-        return shown
-    ((kind, inner),) = shown.items()
+    if isinstance(answer, list):
+        return [_value(item, file) for item in answer]
+    if not isinstance(answer, dict):
+        return answer
+    ((kind, inner),) = answer.items()
     if kind == "dict":
         pairs = [(_value(k, file), _value(v, file)) for k, v in inner]
         return dict(pairs) if all(isinstance(k, (str, int)) for k, _ in pairs) else pairs

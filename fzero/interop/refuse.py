@@ -45,38 +45,39 @@ def unusable(module: nn.Module) -> None:
     _check_extra(module, name)
 
 
-def _check_parameter(what: str, value: Tensor) -> None:
+def _check_parameter(label: str, value: Tensor) -> None:
+    """Raises TreeError for a parameter that is lazy, wrapped or not floating. `label` is its name in the message."""
     if is_lazy(value):
-        raise TreeError(_lazy(what))
+        raise TreeError(_lazy(label))
     if type(value) not in (nn.Parameter, Tensor):
         raise TreeError(
-            f"{what} is a {type(value).__name__}: needed a plain torch.nn.Parameter. Load the model without "
+            f"{label} is a {type(value).__name__}: needed a plain torch.nn.Parameter. Load the model without "
             "quantisation (or dequantise it: Hugging Face's model.dequantize()), without FSDP or tensor parallelism"
         )
     if not value.dtype.is_floating_point:
         raise TreeError(
-            f"{what} is {describe(value)}: no gradient exists for it. Quantised weights do not train: load the model "
+            f"{label} is {describe(value)}: no gradient exists for it. Quantised weights do not train: load the model "
             "without quantisation; what is no weight, register as a buffer"
         )
 
 
-def _lazy(what: str) -> str:
-    return f"{what} has no shape yet: the module is lazy. Run one batch through it first, module(x)"
+def _lazy(label: str) -> str:
+    return f"{label} has no shape yet: the module is lazy. Run one batch through it first, module(x)"
 
 
 def _check_shared(module: nn.Module, name: str) -> None:
-    """Two parameters over one memory would become two leaves, and drift apart."""
-    seen: dict[tuple[object, ...], str] = {}
+    """Raises TreeError for two parameters over one memory: they would become two leaves, and drift apart."""
+    path_of: dict[tuple[object, ...], str] = {}
     for path, value in module.named_parameters():
         if value.device.type == "meta" or not value.numel():
             continue
         key = (value.device, value.data_ptr())
-        if key in seen:
+        if key in path_of:
             raise TreeError(
-                f"parameters {seen[key]!r} and {path!r} of {name} are two Parameters over one memory: as two leaves "
+                f"parameters {path_of[key]!r} and {path!r} of {name} are two Parameters over one memory: as two leaves "
                 "they would drift apart. Tie them as one: module.b.weight = module.a.weight"
             )
-        seen[key] = path
+        path_of[key] = path
 
 
 def _check_extra(module: nn.Module, name: str) -> None:

@@ -172,3 +172,13 @@ def digest(gm: fx.GraphModule) -> str:
     if gm not in _DIGESTS:
         _DIGESTS[gm] = hashlib.blake2b(text(gm).encode(), digest_size=6).hexdigest()
     return _DIGESTS[gm]
+
+
+def notes(gm: fx.GraphModule) -> dict[str, Any]:
+    """Facts that were computed from a segment, by the name of the module that computed them.
+
+    Each module reads and writes its own entry alone. Notes live as long as the segment, which must not change. (They
+    may hold its nodes, and nodes hold the segment: in a table by weak references a note would keep its own key alive.)
+    """
+    table: dict[str, Any] = gm.meta.setdefault("fzero.notes", {})
+    return table

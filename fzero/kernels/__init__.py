@@ -11,7 +11,7 @@
 | `signs`    | signs with error feedback, and back                          | 12.13, 4.13 |
 | `philox`   | random numbers                                               | 4 |
 
-`kernel_for` says which of them does what an operator does, so that a node of a program can be swapped in one line.
+`kernel_for` returns the kernel that can replace an operator, so a node of a program can be swapped in one line.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Kernel(NamedTuple):
-    """A function of a file here that takes the operator's own arguments; `fits` says of such arguments whether it can.
-    The file is imported when the first ones fit: Triton takes longer than all of fzero."""
+    """A function of a file here, which takes an operator's own arguments. `fits` returns whether the kernel can take
+    given arguments. The file is imported when the first ones fit: Triton takes longer to import than all of fzero."""
 
     file: str
     function: str
@@ -35,6 +35,7 @@ class Kernel(NamedTuple):
 
     @property
     def launch(self) -> Callable[..., Any]:
+        """The function. Its file is imported here."""
         launch: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{self.file}"), self.function)
         return launch
 

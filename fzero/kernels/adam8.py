@@ -98,6 +98,7 @@ def _adam8_kernel(  # type: ignore[no-untyped-def]
     new_param, new_mu, new_mu_scales, new_nu, new_nu_scales, param, grad, mu, mu_scales, nu, nu_scales, words, size,
     beta1, rest1, beta2, rest2, eps, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Does the step for ROWS blocks of BLOCK elements."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, BLOCK)
     index = row[:, None] * BLOCK + lane[None, :]

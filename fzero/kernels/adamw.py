@@ -7,8 +7,8 @@ Formula, with f = clip / scale, step number t and learning rate a (Kingma & Ba 2
     nu <- beta2 nu + (1 - beta2) g^2
     p <- p - (a w p + a / (1 - beta1^t) * mu / (sqrt(nu) / sqrt(1 - beta2^t) + eps))         (adam: without a w p)
 
-in float32, whatever the four tensors' dtypes are; moments and parameter are then rounded to theirs, to nearest, or
-those in bfloat16 at random with a seed (`fzero.kernels.round`, same bits). The step is made from moments before they
+in float32, for any dtypes of the four tensors. Moments and parameter are then rounded to their own dtypes: to nearest,
+or in bfloat16 at random with a seed (`fzero.kernels.round`, same bits). The step is made from moments before they
 are rounded. Weight decay and step are subtracted at once, so the parameter is rounded once (aten's fused kernel rounds
 it twice). Where `skip` is not zero, parameter and moments keep their bits. `copy` is the new parameter in 16 bits.
 
@@ -88,6 +88,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     DECOUPLED: tl.constexpr, RANDOM_P: tl.constexpr, RANDOM_M: tl.constexpr, RANDOM_V: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Does the step for BLOCK elements."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < size
     old_p, old_m = tl.load(param + index, inside, 0.0), tl.load(mu + index, inside, 0.0)

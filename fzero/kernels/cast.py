@@ -1,8 +1,8 @@
 """Cast and scale: a buffer in another dtype, times a number that is on the device.
 
-Formula: out = round(float32(x) * scale), to nearest, halves to even; NaN stays NaN, and what `out`'s dtype cannot hold
-becomes infinite. Without a scale, a cast. Equal to `(x.float() * scale).to(out.dtype)` bit for bit (NaNs aside, whose
-payload is free).
+Formula: out = round(float32(x) * scale), to nearest, halves to even; NaN stays NaN, and a number that `out`'s dtype
+cannot hold becomes infinite. Without a scale, a cast. Equal to `(x.float() * scale).to(out.dtype)` bit for bit (NaNs
+aside, whose payload is free).
 
 Byte floor: an element of each dtype: 4 + 2 for float32 to or from 16 bits.
 """

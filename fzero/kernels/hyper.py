@@ -7,9 +7,9 @@ Formula, for step t (counted from 1), learning rate a and weight decay w, in flo
 
 and as integers 6: t, and 8 .. 13: two keys for each of three seeds of stochastic rounding (`fzero.kernels.round`).
 
-In float32 1 - 0.999^t would be 5e-5 wrong for small t. The power is made by squaring: products alone, so that its bits
-are equal everywhere; a library's `pow` may differ in float64's last places, so about one step in a million has a number
-one unit in the last place of float32 away.
+In float32 1 - 0.999^t would be 5e-5 wrong for small t. The power is made by squaring: products alone, so its bits are
+equal everywhere. A library's `pow` may differ in float64's last places. With it, about one step in a million has a
+number one unit in the last place of float32 away.
 
 One program; it reads some ten scalars and writes 64 bytes.
 """
@@ -46,6 +46,7 @@ def _put(out, place, value):  # type: ignore[no-untyped-def]
 def _hyper_kernel(  # type: ignore[no-untyped-def]
     out, count, lr, scale, clip, seed0, seed1, seed2, BETA1: tl.constexpr, BETA2: tl.constexpr, DECAY: tl.constexpr
 ):
+    """Computes and stores all the numbers; one program."""
     t = tl.load(count).to(tl.int64)
     rate = tl.load(lr).to(tl.float64)
     one = tl.full((), 1.0, tl.float64)
@@ -105,7 +106,7 @@ def hyper(
 ) -> Tensor:
     """The numbers as (16,) int32 on `device`. All tensors are 0-d, of any integer or floating dtype; seeds int64.
 
-    Raises ValueError and TypeError for what is not.
+    Raises ValueError and TypeError otherwise.
     """
     if not isinstance(lr, Tensor):
         lr = torch.full((), lr, dtype=torch.float64, device=device)

@@ -1,10 +1,11 @@
 """Squared norm and finite check in one pass over a flat buffer.
 
-Formula: total = sum of float64(x)^2, nonfinite = not (total < infinity). The flag costs nothing: the square of a
-float32 fits a float64 exactly and 1e231 of the largest fit their sum, so it is finite exactly if every element is.
+Formula: total = sum of float64(x)^2, nonfinite = not (total < infinity). The flag costs nothing. The square of a
+float32 fits a float64 exactly, and 1e231 of the largest fit their sum. So the sum is finite exactly if every element
+is.
 
 Two launches, and no atomics: at most 1,024 programs add the squares of chunks PROGRAMS apart, and one program adds
-what they found. The order is fixed by the length alone, so equal buffers have equal bits, on every run and on a GPU of
+their sums. The order is fixed by the length alone, so equal buffers have equal bits, on every run and on a GPU of
 any size; another order, a dot product's say, may differ in the last places of float64.
 
 Byte floor: one read of the buffer: 4 or 2 an element.

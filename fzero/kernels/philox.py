@@ -22,8 +22,8 @@ Cost: one pass over the output and nothing else; the keys are read on the device
 four neighbours, which go out as one store where `size` and `offset` are multiples of 16. 16-bit outputs are computed in
 float32; a uniform is then rounded down, so that it stays below its bound.
 
-Given up: these bulk numbers are not numpy's (whose normals are a ziggurat, which no GPU wants), and |normal| <= 6.77 in
-float32, which one draw in 7e10 would exceed.
+Given up: these bulk numbers are not numpy's (whose normals are a ziggurat, which is slow on a GPU). In float32,
+|normal| <= 6.77, which one draw in 7e10 would exceed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fzero.kernels.philox_numpy import Words, philox_reference
 
 
 def fill_reference(keys: Words, size: int, *, normal: bool, double: bool = False, offset: int = 0) -> Words:
-    """What `fill` writes for keys (n, 2) int64, as (n, size) float64 before it is scaled and rounded to the output.
+    """The numbers of `fill` for keys (n, 2) int64: (n, size) float64, before they are scaled and rounded to the output.
 
     >>> fill_reference(np.array([[0, 0]]), 8, normal=False).shape
     (1, 8)
@@ -80,6 +80,7 @@ def _numbers_reference(words: Words, normal: bool, double: bool) -> Words:
 
 @jit
 def _philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
+    """Four random words of a block: counter words c0 to c3, key words k0 and k1, all of one width."""
     for _ in tl.static_range(10):
         if c0.dtype == tl.uint32:
             high0, low0 = tl.umulhi(c0, 0xD2511F53), c0 * 0xD2511F53
@@ -96,6 +97,7 @@ def _philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
 
 @jit
 def _derive_kernel(out_ptr, keys_ptr, data_ptr, total, num, domain, HAS_DATA: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes BLOCK child keys."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < total
     row = index // num
@@ -137,11 +139,12 @@ def _round_down(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 def _fill_kernel(  # type: ignore[no-untyped-def]
     out_ptr, keys_ptr, size, offset, blocks_per_key, low, scale, top, NORMAL: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Writes the numbers of BLOCK groups of one key."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     double: tl.constexpr = dtype == tl.float64
-    per: tl.constexpr = 2 if double else 4
+    per_group: tl.constexpr = 2 if double else 4
     row = tl.program_id(0).to(tl.int64) // blocks_per_key
-    first = offset // per + tl.program_id(0).to(tl.int64) % blocks_per_key * BLOCK
+    first = offset // per_group + tl.program_id(0).to(tl.int64) % blocks_per_key * BLOCK
     group = first + tl.arange(0, BLOCK)
     a = tl.load(keys_ptr + 2 * row)
     b = tl.load(keys_ptr + 2 * row + 1)
@@ -167,7 +170,7 @@ def _fill_kernel(  # type: ignore[no-untyped-def]
             x0, y0 = (w0 >> 8).to(tl.float32) * unit, (w1 >> 8).to(tl.float32) * unit
             x1, y1 = (w2 >> 8).to(tl.float32) * unit, (w3 >> 8).to(tl.float32) * unit
         value = tl.interleave(tl.interleave(x0, x1), tl.interleave(y0, y1))
-    position = first * per + tl.arange(0, BLOCK * per) - offset
+    position = first * per_group + tl.arange(0, BLOCK * per_group) - offset
     if NORMAL:
         value = value.to(dtype)
     else:
@@ -190,8 +193,11 @@ def fill(
     size, double = out.shape[1], out.dtype == torch.float64
     if out.numel() == 0:
         return
-    per, block = (2 if double else 4), 128 if normal else 256  # Box-Muller on 256 groups spills registers (Triton 3.6)
-    groups = -(-(offset + size) // per) - offset // per
+    per_group, block = (
+        (2 if double else 4),
+        128 if normal else 256,
+    )  # Box-Muller on 256 groups spills registers (Triton 3.6)
+    groups = -(-(offset + size) // per_group) - offset // per_group
     blocks = -(-groups // block)
     top = np.nextafter(np.float32(1.0 if double else high), np.float32(-np.inf))
     affine = (0.0, 1.0, 1.0) if double else (low, high - low, float(top))

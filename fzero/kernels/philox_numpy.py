@@ -1,4 +1,4 @@
-"""philox_numpy: one Philox block in numpy: the reference of `philox`, and on CPU what derives keys. See there."""
+"""philox_numpy: one Philox block in numpy: the reference of `philox`, and the derivation of keys on CPU. See there."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ CONSTANTS = {
 def philox_reference(counter: Words, key: Words) -> Words:
     """One Philox block per column: counter (4, n) and key (2, n) to random words (4, n), in numpy.
 
-    All three are uint32 (Philox4x32-10) or all uint64 (Philox4x64-10); the dtype decides. On CPU this is not only the
-    reference but the implementation of key derivation, so it keeps the two multiplications of a round in one array:
+    All three are uint32 (Philox4x32-10) or all uint64 (Philox4x64-10); the dtype decides. On CPU this is both the
+    reference and the implementation of key derivation. So it keeps the two multiplications of a round in one array:
     about 70 microseconds for one block, 700 for 10,000.
 
     >>> [hex(word) for word in philox_reference(np.zeros((4, 1), np.uint32), np.zeros((2, 1), np.uint32))[:, 0]]

@@ -6,9 +6,9 @@ Formula, for each block of the flattened buffer (the last one may be short), wit
 
 Symmetric, so 0 stays 0 and -x has the codes of x negated. Eight bits are an int8 each; of four bits two elements share
 a byte (uint8, two's complement): element 2i the lower half, 2i + 1 the upper one, 0 past an odd end. A block of zeros
-has scale 0, and so has one whose largest magnitude is under 4e-37 (its inverse would be infinite). A block with an
-element that is not finite has a scale that is not either and codes 0, and all of it comes back NaN: a lost element must
-show.
+has scale 0, and so has one whose largest magnitude is under 4e-37 (its inverse would be infinite). If an element of a
+block is not finite, the block's scale is not finite either, and its codes are 0. All of the block comes back NaN: a
+lost element must show.
 
 Codes and scales are those of the references below, bit for bit. |x' - x| <= scale / 2, plus roundings.
 
@@ -67,6 +67,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     codes, scales, x, size, num_codes, num_scales,
     LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Writes codes and scales of ROWS blocks."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     index = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     value = wide(tl.load(x + index, index < size, 0.0))
@@ -89,6 +90,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
 def _dequantize_kernel(  # type: ignore[no-untyped-def]
     out, codes, scales, size, num_codes, num_scales, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
+    """Writes the elements of ROWS blocks."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     index = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     scale = tl.load(scales + row, row < num_scales, 0.0)
@@ -118,14 +120,15 @@ def quantize(codes: Tensor, scales: Tensor, x: Tensor, *, bits: int = 8, block: 
     """Writes the `codes` (int8; of 4 bits uint8, two a byte) and the `scales` (float32, one a block) of `x`.
 
     All are flat and contiguous, `codes` and `scales` of `sizes(x.numel(), bits, block)`; `x` is float32, bfloat16 or
-    float16; `block` is a power of two from 16 to 4,096. Raises ValueError and TypeError for what does not fit.
+    float16; `block` is a power of two from 16 to 4,096. Raises ValueError and TypeError.
     """
     check("quantize", "x", x, x, FLOATS, x.numel())
     _run(_quantize_kernel, "quantize", (codes, scales, x), x.numel(), bits, block, LEVELS=LEVELS.get(bits))
 
 
 def dequantize(out: Tensor, codes: Tensor, scales: Tensor, *, bits: int = 8, block: int = 64) -> None:
-    """Writes into `out` (float32, bfloat16 or float16) what `quantize` made `codes` and `scales` of; sizes as there."""
+    """Writes into `out` (float32, bfloat16 or float16) the values of `codes` and `scales`, as `quantize` made them.
+    Sizes as there."""
     check("dequantize", "out", out, out, FLOATS, out.numel())
     _run(_dequantize_kernel, "dequantize", (codes, scales, out), out.numel(), bits, block)
 
@@ -133,6 +136,7 @@ def dequantize(out: Tensor, codes: Tensor, scales: Tensor, *, bits: int = 8, blo
 def _run(
     kernel: object, where: str, tensors: tuple[Tensor, ...], size: int, bits: int, block: int, **more: object
 ) -> None:
+    """Checks the tensors, and launches a kernel on all blocks. Raises ValueError and TypeError."""
     codes, scales, buffer = tensors
     if bits not in LEVELS:
         raise ValueError(f"{where}: bits is {bits}, but it must be 8 or 4")

@@ -6,8 +6,8 @@ bits are murmur3's 32-bit finaliser of the element's own bits, keyed by the seed
     h <- bits ^ key1;  h <- (h ^ h >> 16) * 0x85ebca6b;  h <- h ^ key2;  h <- (h ^ h >> 13) * 0xc2b2ae35;  h >> 16
 
 with the two halves of splitmix64's finaliser of the seed as keys: the definition of the op `fzero::stochastic_round`,
-bit for bit, in the interpreter and on every GPU. Exact numbers, zeros and infinities stay; a NaN becomes 0x7FC0; what
-is larger than bfloat16's largest, but finite, becomes that.
+bit for bit, in the interpreter and on every GPU. Exact numbers, zeros and infinities stay; a NaN becomes 0x7FC0. A
+finite number above bfloat16's largest becomes the largest.
 
 Byte floor: 4 read and 2 written an element.
 """

@@ -1,16 +1,17 @@
-"""Signs with error feedback: a buffer in a bit an element, and what the bits lost, in one pass. (1-bit Adam: Tang et
-al. 2021; the compensation: Seide et al. 2014.)
+"""Signs with error feedback: a buffer in one bit an element, and the error of these bits, in one pass. (1-bit Adam:
+Tang et al. 2021; the compensation: Seide et al. 2014.)
 
-Formula, for each block of the flattened buffer (the last one may be short), with what was lost before as `error`:
+Formula, for each block of the flattened buffer (the last one may be short), with the loss of earlier passes as `error`:
 
     value = x + error;   scale = mean |value|;   x' = scale if value >= 0 else -scale;   error <- value - x'
 
 so errors do not add up: they are sent later. Element 8i + j is bit j of byte i, 1 for +: 0 and -0 are +, so that every
-element has a sign; bits past the end are 0. The scale is the one that loses least (in squares) for these signs. A block
-with an element that is not finite has a scale that is not either: it and its errors come back so, and must be reset.
+element has a sign; bits past the end are 0. The scale is the one that loses least (in squares) for these signs. If an
+element of a block is not finite, the block's scale is not finite either. The block and its errors come back so, and
+must be reset.
 
-The sum of a block is one tree whose order the compiler chooses, so a scale may differ in its last places between the
-interpreter and a GPU; signs are exact, and errors are, bit for bit, those of the scale that was written.
+The sum of a block is one tree whose order the compiler chooses. So a scale may differ in its last places between the
+interpreter and a GPU. Signs are exact, and errors are, bit for bit, those of the scale that was written.
 
 Byte floor, B elements a block, float32: 4 + 4 read, 4 + 1/8 + 4 / B written an element; unpacking 1/8 + 4 / B read and
 4 written.
@@ -63,6 +64,7 @@ def unpack_reference(signs: Tensor, scales: Tensor, size: int, block: int = 1024
 def _pack_kernel(  # type: ignore[no-untyped-def]
     signs, scales, new_error, x, error, size, num_signs, num_scales, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
+    """Writes signs, scales and new errors of ROWS blocks."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     index = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = index < size
@@ -110,7 +112,7 @@ def pack(signs: Tensor, scales: Tensor, x: Tensor, error: Tensor | None = None, 
     over `error` (float32, like `x`), or nowhere if it is None.
 
     All are flat and contiguous; `x` is float32, bfloat16 or float16; `block` is a power of two from 16 to 4,096. Raises
-    ValueError and TypeError for what does not fit.
+    ValueError and TypeError.
     """
     _check("pack", signs, scales, "x", x, block)
     if error is not None:

@@ -7,10 +7,10 @@ the remaining factor:
     mu = s * sign(c) * (c / 127)^2        c in -127 .. 127, rounded to nearest
     nu = s * (c / 255)^4                  c in 0 .. 255, rounded up or down at random with the mean at nu
 
-So small elements beside a large one keep their digits, without a table and without a transcendental function: the roots
+So small elements beside a large one keep their digits. This needs no table and no transcendental function: the roots
 are square roots, which every device rounds alike. A nonzero nu never becomes code 0, for a moment that vanished would
-make a step of mu / eps. Rounding nu to nearest would freeze it: of 0.999 nu + 0.001 g^2 little is new, and less than
-half a code is lost again at every step.
+make a step of mu / eps. Rounding nu to nearest would freeze it. Little of 0.999 nu + 0.001 g^2 is new, and a change
+below half a code is lost again at every step.
 
 Measured against fp32 AdamW (distance to its parameters over the distance that they moved; loss over its loss - 1), on a
 regression whose blocks mix gradients of sizes 1 to 18, after 1,000 steps:
@@ -28,8 +28,8 @@ The arithmetic is that of `fzero::adamw` in float32, operation by operation. Eac
 has the same bits in every slice. The parameter is updated from the moments before they are rounded to codes.
 
 Cost: reads 10 bytes and writes 6 per element of a float32 parameter, through some ten buffers of 128 KiB on the CPU (16
-MiB on CUDA, where every operation is a launch). On one core an element takes 10 to 17 ns (aten's fused AdamW: 0.5): it
-makes half a hundred passes over a chunk, for want of a kernel.
+MiB on CUDA, where every operation is a launch). On one core an element takes 10 to 17 ns (aten's fused AdamW: 0.5).
+There is no kernel, so it makes half a hundred passes over a chunk.
 """
 
 from __future__ import annotations
@@ -253,6 +253,7 @@ def _blocks(flat: Tensor) -> Tensor:
 def _check(
     param: Tensor, grad: Tensor, mu: Tensor, mu_scales: Tensor, nu: Tensor, nu_scales: Tensor, count: Tensor, lr: Tensor
 ) -> None:
+    """Raises TypeError or ValueError for tensors that the op cannot step."""
     if not param.is_floating_point():
         raise TypeError(f"fzero::adamw8: param is {param.dtype}, but it must be a floating-point tensor")
     blocks = (-(-param.numel() // BLOCK),)

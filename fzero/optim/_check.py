@@ -85,12 +85,12 @@ def steps(name: str, value: Any, *, low: int = 0) -> int:
 
 
 def trainable(where: str, params: Any) -> None:
-    """Every leaf is a floating-point tensor, so that it can have a gradient and moments of its own dtype.
+    r"""Raises TreeError unless every leaf is a floating-point tensor, so that it can have a gradient and moments.
 
     >>> trainable("adamw", {"w": torch.zeros(2), "seen": torch.tensor(3)})
     Traceback (most recent call last):
     fzero.errors.TreeError: adamw: params/seen is torch.int64, but an optimizer updates floating-point tensors: keep \
-it out of params, or select the other leaves with fzero.optim.masked
+    it out of params, or select the other leaves with fzero.optim.masked
     """
     paths, leaves, _ = tree.flatten(params)
     for path, leaf in zip(paths, leaves, strict=True):
@@ -104,9 +104,10 @@ it out of params, or select the other leaves with fzero.optim.masked
             )
 
 
-def alike(where: str, name: str, given: Any, params: Any, *, dtypes: bool | torch.dtype = True) -> list[Any]:
-    """The leaves of `given`, which must have the structure and shapes of `params`, and as `dtypes` says its dtypes
-    (True), any (False) or this one.
+def alike(where: str, name: str, given_tree: Any, params: Any, *, dtypes: bool | torch.dtype = True) -> list[Any]:
+    """The leaves of `given_tree`. Raises TreeError unless it has the structure and shapes of `params`.
+
+    dtypes: True also asks for the dtypes of `params`, False for none, a dtype for this one.
 
     >>> alike("sgd", "grads", {"a": torch.zeros(2)}, {"a": torch.zeros(2), "b": torch.zeros(3)})
     Traceback (most recent call last):
@@ -114,9 +115,11 @@ def alike(where: str, name: str, given: Any, params: Any, *, dtypes: bool | torc
 leaf the loss does not use has gradient None: give it zeros, or leave it out with fzero.optim.masked
     """
     _, wanted, structure = tree.flatten(params)
-    paths, leaves, given_structure = tree.flatten(given)
+    paths, leaves, given_structure = tree.flatten(given_tree)
     if given_structure != structure:
-        raise TreeError(f"{where}: {name} does not have the structure of params: " + _difference(name, given, params))
+        raise TreeError(
+            f"{where}: {name} does not have the structure of params: " + _difference(name, given_tree, params)
+        )
     for path, leaf, param in zip(paths, leaves, wanted, strict=True):
         here, there = _join(name, path), _join("params", path)
         if not isinstance(leaf, torch.Tensor):
@@ -147,10 +150,10 @@ def zero_count(params: Any) -> torch.Tensor:
     return torch.zeros((), dtype=torch.int64, device=leaves[0].device if leaves else None)
 
 
-def _difference(name: str, given: Any, params: Any) -> str:
+def _difference(name: str, other: Any, params: Any) -> str:
     """The first path at which two trees of different structure part."""
     paths, _, structure = tree.flatten(params)
-    given_paths, _, given_structure = tree.flatten(given)
+    given_paths, _, given_structure = tree.flatten(other)
     present, given_present = set(paths), set(given_paths)
     for path in paths:
         if path not in given_present:
@@ -174,7 +177,7 @@ def _join(name: str, path: str) -> str:
 
 
 def kind(value: Any) -> str:
-    """How a value of the wrong type is shown: numbers and strings in full, the rest by type alone.
+    """A value of the wrong type, as messages show it: numbers and strings in full, the rest by type alone.
 
     >>> kind(1.5), kind("x"), kind([1])
     ('1.5 (float)', "'x' (str)", 'of type list')

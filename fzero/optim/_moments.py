@@ -47,11 +47,11 @@ class Moments(NamedTuple):
         """Returns moments or gradients in the dtypes in which their parameters' steps compute."""
         return [t.to(self.work(p)) for t, p in zip(tensors, params, strict=True)]
 
-    def held(self, where: str, name: str, given: Any, params: Any) -> list[Tensor]:
+    def held(self, where: str, name: str, moment_tree: Any, params: Any) -> list[Tensor]:
         """Returns the leaves of a moment's pytree, as they are kept. Raises `TreeError` if they are unlike `params`."""
-        return _check.alike(where, name, given, params, dtypes=self.dtype or True)
+        return _check.alike(where, name, moment_tree, params, dtypes=self.dtype or True)
 
-    def kept(self, values: list[Tensor], seed: Tensor) -> list[Tensor]:
+    def stored(self, values: list[Tensor], seed: Tensor) -> list[Tensor]:
         """Returns new moments in the dtype in which they are kept; `seed` is 0-d int64."""
         if self.dtype is None:
             return values

@@ -155,7 +155,7 @@ def apply_delta(old: Tensor, delta: Tensor) -> Tensor:
 def sum_squares(x: Tensor) -> Tensor:
     """The sum of squares of a floating-point tensor of any shape: 0-d float64, 0 for an empty one.
 
-    Chunks of fixed size, counted from the start of the flat view, are widened to float64 and added in order, so the
+    Chunks of fixed size, counted from the start of the flat view, are widened to float64 and added in order. So the
     bits depend on the values and their order alone. Raises `TypeError` for another dtype.
 
     >>> sum_squares(torch.tensor([[3.0, 4.0]], dtype=torch.bfloat16))
@@ -207,7 +207,7 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.float64)
 
 
-# What the ops do not do.
+# Checks: the cases that the ops do not handle.
 
 
 def watched(*tensors: Tensor) -> bool:

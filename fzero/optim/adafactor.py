@@ -87,7 +87,7 @@ def adafactor(
         step = count.to(torch.float64)
         newest, rho = step**beta2_decay, torch.minimum(rate, step**-0.5)
         parts = [structure.flatten_up_to(part) for part in (state.row, state.col, state.nu)]
-        updates, kept, shrink = [], [], rate * decay
+        updates, new_moments, shrink = [], [], rate * decay
         for path, p, g, *held in zip(paths, old, grad, *parts, strict=True):
             _check_held(path, p, held)
             wide = p.to(_work(p))
@@ -96,8 +96,8 @@ def adafactor(
             alpha = torch.clamp(_rms(wide), min=eps2) * rho / torch.clamp(_rms(u) / threshold, min=1.0)
             decayed = wide if isinstance(decay, float) and decay == 0.0 else wide - wide * shrink
             updates.append(_delta((decayed - u * alpha).to(wide.dtype), wide))
-            kept.append(moments)
-        row, col, nu = (tree.unflatten(structure, [moments[i] for moments in kept]) for i in range(3))
+            new_moments.append(moments)
+        row, col, nu = (tree.unflatten(structure, [moments[i] for moments in new_moments]) for i in range(3))
         return tree.unflatten(structure, updates), AdafactorState(count, row, col, nu)
 
     return GradientTransformation(init, update)
@@ -108,7 +108,7 @@ def _work(p: Tensor) -> torch.dtype:
 
 
 def _zeros(p: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(row, col, nu) of a parameter, zeros, with None for what it has not."""
+    """(row, col, nu) of a parameter, zeros; None for those that its shape does not need."""
     if p.dim() < 2:
         return None, None, torch.zeros_like(p, dtype=_work(p))
     return p.new_zeros(p.shape[:-1], dtype=_work(p)), p.new_zeros((*p.shape[:-2], p.shape[-1]), dtype=_work(p)), None
@@ -135,9 +135,9 @@ def _rms(x: Tensor) -> Tensor:
 
 
 def _check_held(path: str, p: Tensor, held: list[Tensor | None]) -> None:
-    for name, got, wanted in zip(("row", "col", "nu"), held, _shapes(p), strict=True):
-        if (None if got is None else tuple(got.shape)) != wanted:
-            shown = "None" if got is None else f"shape {tuple(got.shape)}"
+    for name, moment, wanted in zip(("row", "col", "nu"), held, _shapes(p), strict=True):
+        if (None if moment is None else tuple(moment.shape)) != wanted:
+            shown = "None" if moment is None else f"shape {tuple(moment.shape)}"
             raise TreeError(
                 f"adafactor: {name}/{path} has {shown}, but params/{path} with shape {tuple(p.shape)} needs {wanted}: "
                 "make opt_state with this optimizer's init"

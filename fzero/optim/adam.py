@@ -107,6 +107,7 @@ def _adam(
     mask: Mask | None,
     decoupled: bool,
 ) -> GradientTransformation:
+    """Adam or AdamW (`decoupled`), with its arguments checked. `where` is its name in messages."""
     schedule = as_schedule(where, learning_rate)
     beta1, beta2 = _check.two_betas(where, betas)
     eps = _check.number(f"{where}: eps", eps, above=True)
@@ -138,7 +139,7 @@ def _adam(
             stepped.append(_ops.adamw(p, g, m, v, count, rate, beta1, beta2, eps, literal, decoupled))
         new, mu, nu = ([triple[i] for triple in stepped] for i in range(3))
         updates = [_ops.delta(n, p) for n, p in zip(new, old, strict=True)]
-        mu, nu = kind.kept(mu, count + _moments.FIRST), kind.kept(nu, count + _moments.SECOND)
+        mu, nu = kind.stored(mu, count + _moments.FIRST), kind.stored(nu, count + _moments.SECOND)
         state = AdamState(count, tree.unflatten(structure, mu), tree.unflatten(structure, nu))
         return tree.unflatten(structure, updates), state
 

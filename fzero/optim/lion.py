@@ -71,7 +71,7 @@ def lion(
                 direction = direction + p * decay
             updates.append((direction * descent).to(p.dtype))  # a 0-d leaf would become float64
         mu = [torch.add(m * beta2, g, alpha=1 - beta2) for g, m in zip(grad, mu, strict=True)]
-        mu = kind.kept(mu, count + _moments.FIRST)
+        mu = kind.stored(mu, count + _moments.FIRST)
         return tree.unflatten(structure, updates), LionState(count, tree.unflatten(structure, mu))
 
     return GradientTransformation(init, update)

@@ -120,6 +120,8 @@ class _Muon:
         return MuonState(_check.zero_count(params), tree.map(self.kind.zeros, _with_holes(params, flags)), rest)
 
     def update(self, grads: PyTree, state: MuonState, params: PyTree) -> tuple[PyTree, MuonState]:
+        """Steps the matrices, and the other leaves by `others`. Raises TreeError, and TypeError where a derivative
+        would pass."""
         flags, structure = _matrices(self.mask, self.others, params), tree.flatten(params)[2]
         _check.alike("muon", "grads", grads, params, dtypes=False)
         held = _with_holes(params, flags)
@@ -141,7 +143,7 @@ class _Muon:
         both = iter(moved), iter(passed)
         updates = [next(both[0] if c else both[1]) for c in flags]
         count = state.count + 1
-        mu = self.kind.kept(mu, count + _moments.FIRST)
+        mu = self.kind.stored(mu, count + _moments.FIRST)
         return tree.unflatten(structure, updates), MuonState(count, tree.unflatten(inner, mu), rest)
 
     def stepped(
@@ -161,6 +163,7 @@ class _Muon:
 
 
 def _matrices(mask: Mask | None, others: GradientTransformation | None, params: PyTree) -> list[bool]:
+    """For each leaf, whether muon steps it. Raises SpecError for a mask or a leaf that does not fit."""
     paths, leaves, _ = tree.flatten(params)
     flags = [p.dim() == 2 for p in leaves] if mask is None else selected("muon", mask, params)
     for path, leaf, flag in zip(paths, leaves, flags, strict=True):

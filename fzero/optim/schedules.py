@@ -1,6 +1,6 @@
 """Learning-rate schedules: functions of the step count, made of tensor operations alone.
 
-A schedule takes the number of updates already made (a 0-d integer tensor, 0 at the first update) and gives the learning
+A schedule takes the number of updates already made: a 0-d integer tensor, 0 at the first update. It gives the learning
 rate of the next one as a 0-d float64 tensor on the same device. Nothing is read back from the device, so a schedule is
 part of the compiled step and its trace serves every step. Any function of this kind is a schedule:
 

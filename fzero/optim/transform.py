@@ -232,6 +232,7 @@ def selected(where: str, mask: Mask | None, params: PyTree) -> list[bool]:
 
 
 def _by_rules(where: str, rules: Sequence[str], paths: list[str]) -> list[bool]:
+    """For each leaf, whether a path rule selects it. Raises SpecError for a rule that matches nothing."""
     chosen = [False] * len(paths)
     for rule in rules:
         hits = [tree.matches(rule, path) for path in paths]

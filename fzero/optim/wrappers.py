@@ -92,23 +92,27 @@ def _traced(name: str, value: Any) -> float | Schedule:
 
 
 def _injected(
-    fn: Callable[..., GradientTransformation], given: Mapping[str, float | Schedule], fixed: Mapping[str, Any]
+    fn: Callable[..., GradientTransformation], hyperparams: Mapping[str, float | Schedule], fixed: Mapping[str, Any]
 ) -> GradientTransformation:
+    """The transformation that `fn` makes anew at each step, from hyperparameters that are in the state."""
+
     def init(params: PyTree) -> InjectState:
         count = _check.zero_count(params)
         hyper = {
             name: value(count) if callable(value) else torch.full((), value, dtype=torch.float64, device=count.device)
-            for name, value in given.items()
+            for name, value in hyperparams.items()
         }
         return InjectState(count, hyper, fn(**fixed, **hyper).init(params))
 
     def update(grads: PyTree, state: InjectState, params: PyTree) -> tuple[PyTree, InjectState]:
-        if state.hyper.keys() != given.keys():
+        if state.hyper.keys() != hyperparams.keys():
             raise TreeError(
                 f"inject_hyperparams: opt_state has hyperparameters {sorted(state.hyper)}, but this transformation has "
-                f"{sorted(given)}: make it with this transformation's init"
+                f"{sorted(hyperparams)}: make it with this transformation's init"
             )
-        hyper = {name: value(state.count) if callable(value) else state.hyper[name] for name, value in given.items()}
+        hyper = {
+            name: value(state.count) if callable(value) else state.hyper[name] for name, value in hyperparams.items()
+        }
         for name, value in hyper.items():
             if not isinstance(value, Tensor) or value.dim() != 0:
                 shown = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else _check.kind(value)

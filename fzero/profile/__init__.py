@@ -51,20 +51,20 @@ def profile(state: State, batch: Any, folder: str | Path = "runs/profile") -> St
     2
     """
     failure = _unwritable(folder)
-    what = f"a profile of step {state.step + 1}" if isinstance(state, State) else ""
-    lowered, batch = _agreed("profile", what, state, batch)
+    call = f"a profile of step {state.step + 1}" if isinstance(state, State) else ""
+    lowered, batch = _agreed("profile", call, state, batch)
     runtime = session_of(state)
 
     def ready() -> None:
         """All ranks begin at one time, or none does."""
-        agree(runtime.rank, runtime.world_size, f"the start of {what}", "", runtime.group, failure)
+        agree(runtime.rank, runtime.world_size, f"the start of {call}", "", runtime.group, failure)
 
     metrics, step_record = record(state, lowered, batch, ready)
     new = advanced(state, lowered, metrics)
     try:
         _write(step_record, Path(folder))
     except Exception:  # the old state is donated: the new one must not be lost with it
-        log.warning("fzero: %s was not written to %s", what, folder, exc_info=True)
+        log.warning("fzero: %s was not written to %s", call, folder, exc_info=True)
     return new
 
 

@@ -1,8 +1,8 @@
 """charts: the timeline and the live-memory curve of a page, over one time axis.
 
 Both are as wide as the plot they lie in, so a plot that is made wider shows more. The timeline is a strip for each lane
-with a box for each span; the memory chart is an SVG whose x is microseconds and whose y is bytes from the top, with a
-path for each kind of planned memory, stacked, and lines for the planned peak and for what was measured.
+with a box for each span. The memory chart is an SVG: x is microseconds, y is bytes from the top. It has a stacked path
+for each kind of planned memory, and lines for the planned peak and the measured bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ ROW, CHART = 24, 260  # pixels
 
 
 def bytes_text(nbytes: float) -> str:
-    """
+    """A number of bytes as text.
+
     >>> bytes_text(999), bytes_text(1_684_992), bytes_text(0)
     ('999 B', '1.68 MB', '0 B')
     """
@@ -27,7 +28,8 @@ def bytes_text(nbytes: float) -> str:
 
 
 def time_text(ns: float) -> str:
-    """
+    """A time in ns as text.
+
     >>> time_text(1_234), time_text(12_345_678), time_text(2e9)
     ('1.2 µs', '12.35 ms', '2.000 s')
     """

@@ -60,13 +60,13 @@ def rows(spans: Sequence[Span]) -> list[list[Span]]:
     >>> [[s.name for s in row] for row in rows([Span("a", 0, 5, ""), Span("b", 2, 7, ""), Span("c", 5, 9, "")])]
     [['a', 'c'], ['b']]
     """
-    found: list[list[Span]] = []
-    for span in sorted(spans, key=lambda one: one.start):
-        row = next((row for row in found if row[-1].stop <= span.start), None)
+    packed: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        row = next((row for row in packed if row[-1].stop <= span.start), None)
         if row is None:
-            found.append(row := [])
+            packed.append(row := [])
         row.append(span)
-    return found
+    return packed
 
 
 def transfer_span(record: StepRecord, index: int) -> Span:

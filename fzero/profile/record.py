@@ -1,7 +1,7 @@
 """record: the times and the memory of one step on one rank, op by op.
 
 Times are read between ops, with the machine's monotonic clock. An op lasts from the end of the reading before it to the
-beginning of the reading after it, so the cost of reading is in no op. The processor time of this thread is read too: an
+beginning of the reading after it. So the cost of reading is in no op. The processor time of this thread is read too: an
 op that waits sleeps for the rest. On CUDA an event is recorded after each op instead, and times are the device's.
 
 Memory is the sum of two parts. One is held through the step: the tensors of state, constants, batch and arena. The

@@ -64,7 +64,7 @@ def longest(record: StepRecord) -> str:
 
 
 def by_segment(record: StepRecord) -> str:
-    """Compute: equal layers share a segment, so a row has as many ops as there are such layers."""
+    """A table of compute by segment. Equal layers share a segment, so a row has one op for each of those layers."""
     groups: dict[str, list[int]] = {}
     for i, op in enumerate(record.program.ops):
         if op.computes:
@@ -74,16 +74,16 @@ def by_segment(record: StepRecord) -> str:
     for key, members in sorted(groups.items(), key=lambda item: -sum(map(record.duration, item[1]))):
         total = sum(map(record.duration, members))
         names = list(dict.fromkeys(record.program.ops[i].why.partition(" (")[0] for i in members))
-        what = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        places = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         parts = " ".join(dict.fromkeys(phase(record.program.ops[i]) for i in members))
         slept = "" if record.cpu_ns is None else time_text(sum(map(record.asleep, members)))
         times = (time_text(total), time_text(total / len(members)), slept, f"{total / whole:.1%}")
-        rows.append((key, parts, what, str(len(members)), *times))
+        rows.append((key, parts, places, str(len(members)), *times))
     return table(["segment", "part", "for", "#ops", "#time", "#each", "#off its core", "#of the step"], rows)
 
 
 def by_bucket(record: StepRecord) -> str:
-    """Transfers: how long those of a bucket were in flight, and how much of that the rank stood waiting."""
+    """A table of transfers by bucket: the time in flight, and the part of it that the rank spent waiting."""
     groups: dict[tuple[str, str, str], list[Transfer]] = {}
     for op in record.transfers:
         groups.setdefault((op.bucket or op.name, op.kind, op.via), []).append(op)

@@ -21,7 +21,7 @@ import torch
 from fzero.kernels.philox_numpy import philox_reference
 from fzero.random import _check
 
-# The last word of the counter. These values are part of what a key means: never change one, only add.
+# The last word of the counter. These values are part of a key's meaning: never change one, only add.
 _SPLIT, _FOLD, _UNIFORM, _NORMAL, _BITS = 1, 2, 3, 4, 5
 
 _CHUNK = 1 << 16  # numbers made at once on CPU, few enough for the second-level cache; changes no number
@@ -118,7 +118,7 @@ def _(info: Any, in_dims: Sequence[int | None], key: torch.Tensor, data: torch.T
     return fold_in_tensor(key, data), 0
 
 
-# ---- what the ops run ------------------------------------------------------------------------------------------------
+# ---- computation -----------------------------------------------------------------------------------------------------
 
 
 def _derived(key: torch.Tensor, num: int, data: torch.Tensor | None, domain: int) -> torch.Tensor:
@@ -177,6 +177,7 @@ def _filled(
 
 
 def _fill_row(row: torch.Tensor, words: npt.NDArray[np.uint64], domain: int, low: float, high: float) -> None:
+    """Writes the numbers of one key into a row of CPU memory, chunk by chunk."""
     counter = np.array([0, 0, 0, domain], np.uint64)  # numpy adds one before it makes the first block
     generator = np.random.Generator(np.random.Philox(key=words, counter=counter))
     draw: Any = generator.standard_normal if domain == _NORMAL else generator.random

@@ -25,8 +25,8 @@ def uniform(
     """Numbers spread evenly over [low, high), of this shape and dtype, on the key's device.
 
     `dtype` is float32 (24 random bits), float64 (53), bfloat16 or float16. The bounds are rounded to it first; `high`
-    itself never comes. Raises TypeError for another dtype or a bound that is a tensor, ValueError if the rounded bounds
-    are equal, swapped or not finite, and TypeError or ValueError for a wrong key or shape.
+    itself never comes. Raises TypeError for another dtype or a bound that is a tensor. Raises ValueError if the rounded
+    bounds are equal, swapped or not finite. Raises TypeError or ValueError for a wrong key or shape.
 
     >>> from fzero.random import key
     >>> x = uniform(key(0), (2, 3), low=-1, high=1)
@@ -67,8 +67,8 @@ def bernoulli(key: torch.Tensor, p: float | torch.Tensor, shape: int | Sequence[
     """True with probability `p`: a bool tensor of this shape, on the key's device. It is `uniform(key, shape) < p`.
 
     `p` is a Python number in [0, 1] (0 is never, 1 always), or a floating tensor of probabilities that broadcasts with
-    `shape`, whose values are not looked at. Probabilities are kept to 2**-24. Raises TypeError or ValueError for
-    another `p`, a wrong key or shape.
+    `shape`. The values of the tensor are not checked. Probabilities are kept to 2**-24. Raises TypeError or ValueError
+    for another `p`, a wrong key or shape.
 
     >>> from fzero.random import key
     >>> bernoulli(key(0), 0.5, 4)

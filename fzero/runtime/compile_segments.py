@@ -1,12 +1,12 @@
-"""compile_segments: a program's segments with their stretches of loops compiled by Inductor.
+"""compile_segments: a program's segments, with their stretches of loops compiled by Inductor.
 
-1. Every segment is cut into stretches (fusion.py); equal stretches are one, so depth adds nothing to compile.
-2. One rank of each machine compiles: worker processes and the rank itself take stretches from one list, each in order,
-   and leave what they make in Inductor's cache on disk (TORCHINDUCTOR_CACHE_DIR), keyed by graph, torch, configuration
-   and thread count. The other ranks wait, and then load from it; so does the next run. It holds code: where others may
-   write to it, nothing is compiled.
-3. All ranks agree, stretch by stretch: one that failed anywhere stays aten everywhere, so that no two ranks differ in
-   rounding and none waits for another. What is not compiled runs as aten, with one line that says why.
+1. Every segment is cut into stretches (fusion.py). Equal stretches count once, so depth adds nothing to compile.
+2. One rank of each machine compiles. Worker processes and the rank itself take stretches from one list, each in order.
+   They leave the results in Inductor's cache on disk (TORCHINDUCTOR_CACHE_DIR), keyed by graph, torch, configuration
+   and thread count. The other ranks wait and then load from it; so does the next run. The cache holds code. If other
+   users may write to it, nothing is compiled.
+3. All ranks agree, stretch by stretch. A stretch that failed anywhere stays aten everywhere. So no two ranks differ in
+   rounding, and none waits for another. A stretch that is not compiled runs as aten; one log line gives the reason.
 
 Cost: about a second of a core for each unique stretch the first time, about ten milliseconds from the cache.
 """
@@ -37,7 +37,7 @@ from fzero.ir import fx_nodes
 from fzero.ir.program import Program
 
 log = logging.getLogger("fzero")
-PER_WORKER = 8  # stretches that are worth the three seconds a worker takes to start
+PER_WORKER = 8  # this many stretches pay for the three seconds that a worker takes to start
 
 
 def compiled(
@@ -49,18 +49,18 @@ def compiled(
     world_size: int = 1,
     group: Any = None,
 ) -> dict[str, fx.GraphModule]:
-    """By hash, the segments that gain by compiling, with `Fused` nodes in them; `.forward` has the segment's calling
-    convention. Segments that are not in it stay as they are.
+    """Returns, by hash, the segments that gain by compiling, with `Fused` nodes in them. `.forward` keeps the segment's
+    calling convention. A segment that is not in the result stays as it is.
 
-    how: "none"; "inductor": every stretch; "auto": those that move `fusion.AUTO_BYTES` or more. All ranks call it
-    together, with one program; `group` carries CPU tensors.
+    how: "none"; "inductor": every stretch; "auto": the stretches that move `fusion.AUTO_BYTES` or more. Collective: all
+    ranks call it with one program. `group` carries CPU tensors.
     """
-    found, pool = fuse(program, how)
+    segments, pool = fuse(program, how)
     errors = _compile_all(list(pool.values()), torch.device(device), rank, world_size, group)
     if errors:
         first = next(filter(None, errors.values()), "on another rank")
         log.warning("fzero: %d of %d stretches run as plain aten: %s", len(errors), len(pool), first)
-    return found if len(errors) < len(pool) else {}
+    return segments if len(errors) < len(pool) else {}
 
 
 # --- every rank ---------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def compiled(
 def _compile_all(
     stretches: Sequence[Fused], device: torch.device, rank: int, world_size: int, group: Any
 ) -> dict[str, str]:
-    """Compiles or loads; returns the errors of those that stay aten, by hash ("" where another rank failed)."""
+    """Compiles or loads. Returns the errors of the stretches that stay aten, by hash ("" if another rank failed)."""
     errors: dict[str, str] = {}
     if not stretches:  # the same on every rank, as the program is
         return errors
@@ -82,30 +82,30 @@ def _compile_all(
             errors.update(_compile_here(stretches, device, alone=not leads))
         for digest in _failed(stretches, errors, world_size, group):
             errors.setdefault(digest, "")
-    for one in stretches:
-        if one.digest in errors:
-            one.run = one.graph.forward
+    for stretch in stretches:
+        if stretch.digest in errors:
+            stretch.run = stretch.graph.forward
     return errors
 
 
 def _foreign(folder: str) -> str:
-    """Why nothing is loaded from Inductor's cache, which holds code: "" where it is this user's alone."""
+    """The reason why Inductor's cache, which holds code, is not used; "" if it belongs to this user alone."""
     why = private_folder.refused(Path(folder))
     return f"Inductor's cache {folder} is not used: {why}. TORCHINDUCTOR_CACHE_DIR names another" if why else ""
 
 
 def _leads(rank: int, world_size: int, group: Any) -> bool:
-    """Whether this is the first rank of those that share a cache."""
+    """Whether this is the first of the ranks that share a cache."""
     if world_size == 1:
         return True
     where = f"{socket.gethostname()} {inductor_cache_dir()}"
-    mine = torch.frombuffer(bytearray(hashlib.blake2b(where.encode(), digest_size=16).digest()), dtype=torch.uint8)
-    theirs = gathered(mine, world_size, group)
-    return next(r for r in range(world_size) if torch.equal(theirs[r], mine)) == rank
+    local = torch.frombuffer(bytearray(hashlib.blake2b(where.encode(), digest_size=16).digest()), dtype=torch.uint8)
+    digests = gathered(local, world_size, group)
+    return next(r for r in range(world_size) if torch.equal(digests[r], local)) == rank
 
 
 def _failed(stretches: Sequence[Fused], errors: Mapping[str, str], world_size: int, group: Any) -> list[str]:
-    """The stretches that failed on any rank; returns when every rank has called it."""
+    """The stretches that failed on any rank. Collective."""
     bad = torch.tensor([s.digest in errors for s in stretches] or [False], dtype=torch.uint8)
     if world_size > 1:
         bad = torch.stack(gathered(bad, world_size, group)).amax(0)
@@ -116,31 +116,31 @@ def _failed(stretches: Sequence[Fused], errors: Mapping[str, str], world_size: i
 
 
 def _compile_here(stretches: Sequence[Fused], device: torch.device, alone: bool) -> dict[str, str]:
-    """Compiles with workers, or (`alone`) loads what another rank compiled."""
+    """Compiles with workers, or (`alone`) loads the results of another rank."""
     errors: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for one in stretches[:1]:  # leaves behind the precompiled headers, which workers would make once each
-            _compile(one, device, errors)
+        for stretch in stretches[:1]:  # it leaves the precompiled headers; else each worker would make them
+            _compile(stretch, device, errors)
         workers = [] if alone else _workers(folder, stretches[1:], device)
         later = []
-        for one in stretches[1:]:
-            if workers and not _claim(folder, one.digest):
-                later.append(one)
+        for stretch in stretches[1:]:
+            if workers and not _claim(folder, stretch.digest):
+                later.append(stretch)
             else:
-                _compile(one, device, errors)
+                _compile(stretch, device, errors)
         for worker in workers:
             worker.wait()
-        for one in later:  # from the cache, where the workers left it
-            _compile(one, device, errors)
+        for stretch in later:  # from the cache, where the workers left it
+            _compile(stretch, device, errors)
     return errors
 
 
-def _compile(one: Fused, device: torch.device, errors: dict[str, str]) -> None:
+def _compile(stretch: Fused, device: torch.device, errors: dict[str, str]) -> None:
     try:
-        one.run = inductor_compile(one.graph, _inputs(one.graph, device))
-        os.makedirs(_mark(one.digest), exist_ok=True)
+        stretch.run = inductor_compile(stretch.graph, _inputs(stretch.graph, device))
+        os.makedirs(_mark(stretch.digest), exist_ok=True)
     except Exception as error:
-        errors[one.digest] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        errors[stretch.digest] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 
 
 def _inputs(gm: fx.GraphModule, device: torch.device) -> list[torch.Tensor]:
@@ -152,8 +152,9 @@ def _inputs(gm: fx.GraphModule, device: torch.device) -> list[torch.Tensor]:
 
 
 def _workers(folder: str, stretches: Sequence[Fused], device: torch.device) -> list[subprocess.Popen[bytes]]:
-    """Processes that compile what nobody has claimed, from the end of the list; none where they would not pay."""
-    new = sum(not os.path.exists(_mark(one.digest)) for one in stretches)
+    """Starts processes that compile the stretches that nobody has claimed, from the end of the list; none if it would
+    not pay."""
+    new = sum(not os.path.exists(_mark(stretch.digest)) for stretch in stretches)
     number = min(len(os.sched_getaffinity(0)) - 1, new // PER_WORKER)
     if number < 1 or not sys.executable:
         return []
@@ -167,12 +168,13 @@ def _workers(folder: str, stretches: Sequence[Fused], device: torch.device) -> l
 
 
 def _mark(digest: str) -> str:
-    """A path that exists once a stretch was compiled here: a hint that workers are not worth starting, no more."""
+    """A path that exists once a stretch was compiled here. It is only a hint that workers are not worth their start."""
     return os.path.join(inductor_cache_dir(), "fzero", f"{digest}-{torch.__version__}-{torch.get_num_threads()}")
 
 
 def work(folder: str) -> None:
-    """A worker's life: errors are the caller's to meet again."""
+    """Runs in a worker: compiles the stretches that nobody has claimed. Errors are dropped: the caller meets them
+    again."""
     import fzero.optim
     import fzero.random  # noqa: F401  (both register the ops that graphs may name)
 
@@ -181,13 +183,13 @@ def work(folder: str) -> None:
     torch.set_num_threads(threads)
     for digest, graph, shapes in reversed(tasks):
         if _claim(folder, digest):
-            given = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in shapes]
+            inputs = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in shapes]
             with contextlib.suppress(Exception):
-                inductor_compile(graph, given)
+                inductor_compile(graph, inputs)
 
 
 def _claim(folder: str, digest: str) -> bool:
-    """Whether nobody was here before."""
+    """Whether this process is the first to claim the stretch."""
     try:
         os.mkdir(os.path.join(folder, digest))
     except FileExistsError:

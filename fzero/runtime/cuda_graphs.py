@@ -1,11 +1,12 @@
-"""cuda_graphs: a bound step on CUDA recorded as one CUDA graph, and replayed as one launch.
+"""cuda_graphs: a bound step on CUDA, recorded as one CUDA graph and replayed as one launch.
 
-A bound program (`fzero.runtime.executor`) has what a graph needs: fixed addresses for state, arena and batch, no Python
-that decides, no host that waits. The first step runs op by op, which loads and tunes kernels; the second is recorded
-(recording runs nothing) and replayed from then on, collectives and optimizer included: NCCL's kernels are recorded on
-its own side stream with the events that join it. The agreement of the ranks at the start of a step stays outside.
+A bound program (`fzero.runtime.executor`) is ready for a graph: state, arena and batch have fixed addresses, no Python
+decides, and the host does not wait. The first step runs op by op, which loads and tunes kernels. The second step is
+recorded (recording runs nothing). From then on the graph is replayed, with collectives and optimizer. NCCL's kernels
+are recorded on its own side stream, with the events that join it. The agreement of the ranks at the start of a step
+stays outside.
 
-Not every program allows it: `obstacle` says why not.
+Not every program allows this: `obstacle` returns the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ log = logging.getLogger("fzero")
 
 
 def obstacle(program: Program, device: torch.device) -> str | None:
-    """Why this program cannot be one CUDA graph on `device`; None where nothing is known against it."""
+    """The reason why this program cannot be one CUDA graph on `device`; None if no reason is known."""
     if device.type != "cuda":
         return f"the state is on {device.type}"
     if program.transport != "nccl" and any(op.transfers for op in program.ops):
@@ -36,23 +37,24 @@ def obstacle(program: Program, device: torch.device) -> str | None:
 
 
 def _waits(node: torch.fx.Node) -> str | None:
-    """Why a node makes the host wait for the device."""
+    """The reason why a node makes the host wait for the device; None if it does not."""
     tags = getattr(node.target, "tags", ())
     if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
         return f"reads back from the device: {node.target}"
     values = fx_values.tensors(node.meta.get("val"))
-    given = [v for n in node.all_input_nodes for v in fx_values.tensors(n.meta.get("val"))]
-    if fx_nodes.is_compute(node) and given and len({v.device.type for v in (*values, *given) if v.dim()}) > 1:
+    operands = [v for n in node.all_input_nodes for v in fx_values.tensors(n.meta.get("val"))]
+    if fx_nodes.is_compute(node) and operands and len({v.device.type for v in (*values, *operands) if v.dim()}) > 1:
         return f"copies between host and device: {node.target}"
     return None
 
 
 def record(issue: Callable[[], None], device: torch.device) -> Any:
-    """The launches of `issue` as a graph to `replay()`, or None where CUDA refuses: then steps go on op by op, and a
-    line says why.
+    """Records the launches of `issue` as a graph to `replay()`. Returns None if CUDA refuses: steps then go on op by
+    op, and a log line gives the reason.
 
-    It is captured on the state's device, whichever is current, and the stream of before is current again: torch leaves
-    the capture's current where a capture fails."""
+    The capture runs on the state's device, even if another device is current. The stream of before is current again
+    afterwards: after a failed capture, torch leaves the capture's stream current.
+    """
     graph = torch.cuda.CUDAGraph()
     try:
         torch.cuda.synchronize(device)

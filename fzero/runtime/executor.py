@@ -1,15 +1,15 @@
 """executor: a program bound to one rank's memory, ready to run step after step.
 
-Everything that does not change from step to step is done once: where each buffer lies in the arena, which views a
-segment takes of it, which tensors a transfer moves. What is left of an op is a few calls without arguments; the loop
-over them is all the Python of a step. State keeps its addresses, the batch is copied into the arena, metrics are copied
-out of it.
+Everything that stays the same from step to step is done once: the place of each buffer in the arena, the views that a
+segment takes of it, the tensors that a transfer moves. The rest of an op is a few calls without arguments. The loop
+over these calls is all the Python of a step. State keeps its addresses. The batch is copied into the arena, and metrics
+are copied out of it.
 
-A buffer without a place (in a program written by hand, or not through all passes) comes to life when it is written: ops
-that touch one look it up when they run.
+A buffer may have no place (in a program written by hand, or before the last pass). Such a *loose* buffer is made when
+it is first written. Ops that touch one look it up when they run.
 
-Other ranks may still read the source of a transfer after this rank has waited for it. A `settle` op says when they must
-be done; a wait without one settles at once.
+Other ranks may still read the source of a transfer after this rank has waited for it. A `settle` op marks the point at
+which they must be done. A wait without such an op settles at once.
 """
 
 from __future__ import annotations
@@ -35,9 +35,15 @@ Call = Callable[[], Any]
 
 
 class Executor:
-    """A program on this rank. `memory` holds the state's buffers and the constants by name, `arena` at least
-    `program.arena_bytes`; `compiled` stand for some segments, by hash. On CUDA the steps after the first are
-    one graph where the program allows it (`fzero.runtime.cuda_graphs`)."""
+    """A program on this rank.
+
+    memory: the tensors by buffer name: the state's buffers and the constants, and every buffer with a place. arena: at
+    least `program.arena_bytes` bytes. compiled: segments that replace some of the program's, by hash. On CUDA, the
+    steps after the first are one graph if the program allows it (`fzero.runtime.cuda_graphs`).
+
+    `calls` holds the calls of each op and never changes. A run writes `position` (the op that runs; -1 before the
+    first), `num_runs` and `recording`; binding an op and its calls write `memory`. Only this module writes fields.
+    """
 
     def __init__(
         self,
@@ -50,6 +56,7 @@ class Executor:
         *,
         cuda_graph: bool = False,
     ) -> None:
+        """Binds the program: places every buffer and makes the calls of each op."""
         self.program, self.rank, self.comm, self.arena = program, rank, comm, arena
         self.compiled = compiled or {}
         self.memory = dict(memory)
@@ -58,17 +65,15 @@ class Executor:
             if buffer.kind == "rank":
                 self.memory[name] = torch.full((), rank, dtype=buffer.dtype, device=arena.device)
             elif buffer.at is not None:
-                place = arena[buffer.at : buffer.at + buffer.nbytes]
-                self.memory[name] = place.view(buffer.dtype).view(buffer.shape)
+                room = arena[buffer.at : buffer.at + buffer.nbytes]
+                self.memory[name] = room.view(buffer.dtype).view(buffer.shape)
         self.batch = [self.memory.get(name) for name, b in program.buffers.items() if b.kind == "batch"]
         self.metrics = list(program.metrics.items())
-        self.position = -1  # the op that runs; all of them after a run that did not fail
+        self.position = -1  # the op that runs; the number of ops after a run that did not fail
         self.recordable = cuda_graph and cuda_graphs.obstacle(program, arena.device) is None
         self.recording: Any = None  # the step as one CUDA graph
         self.num_runs = 0
-        self.first_write = next(
-            (i for i, one in enumerate(program.ops) if _writes_state(program, one)), len(program.ops)
-        )
+        self.first_write = next((i for i, op in enumerate(program.ops) if _writes_state(program, op)), len(program.ops))
         with torch.no_grad():
             self.calls = self._bind()
 
@@ -84,18 +89,21 @@ class Executor:
             return ""
         if position >= len(self.program.ops):
             return "after its last op"
-        one = self.program.ops[position]
-        return f"op {position}: {op_text(one)} | {one.why}"
+        op = self.program.ops[position]
+        return f"op {position}: {op_text(op)} | {op.why}"
 
     def run(self, batch: Sequence[torch.Tensor], watch: Callable[[int], None] | None = None) -> dict[str, torch.Tensor]:
-        """One step: the state is written in place; returns the metrics. `watch` is called with each op's number after
-        the op, and with -1 before the first. An error says in which op it happened."""
+        """Runs one step: writes the state in place and returns the metrics.
+
+        `watch` is called with -1 before the first op, and with each op's number after the op. An error carries a note
+        that names its op.
+        """
         self.position = -1
-        self.comm.drain()  # of a run that failed; else nothing is in flight
+        self.comm.drain()  # after a run that failed; else nothing is in flight
         with torch.no_grad(), torch.autocast(self.arena.device.type, enabled=False), below_autograd():
-            for place, given in zip(self.batch, batch, strict=True):
-                if place is not None:
-                    place.copy_(given)
+            for target, value in zip(self.batch, batch, strict=True):
+                if target is not None:
+                    target.copy_(value)
             if self.recordable and self.recording is None and self.num_runs:
                 self.recording = cuda_graphs.record(self.issue, self.arena.device)
                 self.recordable = self.recording is not None
@@ -109,7 +117,8 @@ class Executor:
             return {name: self.memory[buffer].clone() for name, buffer in self.metrics}
 
     def issue(self, watch: Callable[[int], None] | None = None) -> None:
-        """The calls of every op, in order; `watch` is called with -1 before the first, then with each op's number."""
+        """Runs the calls of every op, in order. `watch` is called with -1 before the first op, then with each op's
+        number."""
         if watch is not None:
             watch(-1)
         try:
@@ -126,10 +135,11 @@ class Executor:
     # --- binding
 
     def _bind(self) -> list[list[Call]]:
-        """The calls of each op, and before them what they must wait for."""
+        """The calls of each op. Padding of a new buffer is zeroed first; a wait without a later `settle` op settles at
+        once."""
         deferred = waits_with_settle(self.program.ops)
         started: set[str] = set()
-        found: list[list[Call]] = []
+        calls_of_ops: list[list[Call]] = []
         for index, op in enumerate(self.program.ops):
             calls: list[Call] = []
             for ref in op.writes:
@@ -141,8 +151,8 @@ class Executor:
                 calls.append(partial(self.comm.settle, op.target))
             if op.is_free:
                 started -= {ref.name for ref in op.reads}
-            found.append(calls)
-        return found
+            calls_of_ops.append(calls)
+        return calls_of_ops
 
     def _zeroed(self, ref: Ref) -> Iterator[Call]:
         buffer = self.program.buffers[ref.name]
@@ -151,11 +161,11 @@ class Executor:
                 yield self.memory[ref.name][start:stop].zero_
 
     def tensor(self, ref: Ref) -> torch.Tensor:
-        """What a reference names; KeyError where its buffer is not there yet."""
+        """The tensor that a reference names. Raises KeyError if its buffer is not live yet."""
         return part(self.program, self.rank, self.memory[ref.name], ref)
 
     def destination(self, ref: Ref) -> torch.Tensor:
-        """The same for a reference that is written: a buffer without a place comes to life."""
+        """The tensor that a written reference names. A loose buffer is made here, with zero padding."""
         if ref.name not in self.memory:
             buffer = self.program.buffers[ref.name]
             self.memory[ref.name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.arena.device)
@@ -173,24 +183,26 @@ def _writes_state(program: Program, op: Op) -> bool:
 
 
 def _run(bound: Executor, op: Op) -> list[Call]:
-    key, num_fresh = op.segment, op.num_outputs
+    """Binds a segment to its memory: inputs, destinations, outputs and workspace. With a loose buffer it is called as a
+    whole."""
+    key, num_outputs = op.segment, op.num_outputs
     gm = bound.compiled.get(key, bound.program.segments[key])
-    fresh, into = op.writes[:num_fresh], op.writes[num_fresh:]
+    outputs, into = op.writes[:num_outputs], op.writes[num_outputs:]
     if bound._is_loose((*op.reads, *op.writes)):
-        return [partial(_call, bound, gm.forward, op, fresh, (*op.reads, *into))]
-    for ref, node in zip(fresh, fx_nodes.outputs(gm.graph), strict=True):
+        return [partial(_call, bound, gm.forward, op, outputs, (*op.reads, *into))]
+    for ref, node in zip(outputs, fx_nodes.outputs(gm.graph), strict=True):
         buffer = bound.program.buffers[ref.name]
         start = buffer.at or 0
         bound.memory[ref.name] = segment_memory.tensor_at(bound.arena[: start + buffer.nbytes], start, node.meta["val"])
     start, size = (op.offset or 0), op.workspace
-    given = [bound.tensor(ref) for ref in (*op.reads, *into)]
-    made = [bound.memory[ref.name] for ref in fresh]
-    return bind.bind(gm, given, made, bound.arena[start : start + size], inplace.apart(op))
+    inputs = [bound.tensor(ref) for ref in (*op.reads, *into)]
+    results = [bound.memory[ref.name] for ref in outputs]
+    return bind.bind(gm, inputs, results, bound.arena[start : start + size], inplace.apart(op))
 
 
-def _call(bound: Executor, fn: Callable[..., Any], op: Op, fresh: Sequence[Ref], given: Sequence[Ref]) -> None:
-    tensors = [bound.destination(ref) if n >= len(op.reads) else bound.tensor(ref) for n, ref in enumerate(given)]
-    for ref, value in zip(fresh, fn(*tensors), strict=True):
+def _call(bound: Executor, fn: Callable[..., Any], op: Op, outputs: Sequence[Ref], inputs: Sequence[Ref]) -> None:
+    tensors = [bound.destination(ref) if n >= len(op.reads) else bound.tensor(ref) for n, ref in enumerate(inputs)]
+    for ref, value in zip(outputs, fn(*tensors), strict=True):
         if ref.name in bound.loose:
             bound.memory[ref.name] = value
         else:
@@ -236,5 +248,5 @@ BINDERS: dict[str, Callable[[Executor, Op], list[Call]]] = {
 
 
 def binder(op: Op) -> Callable[[Executor, Op], list[Call]]:
-    """What binds an op. Raises KeyError for a kind that nobody knows."""
+    """The function that binds an op. Raises KeyError for an unknown kind."""
     return _start if op.transfers else _local if op.row.runs is not None else BINDERS[op.kind]

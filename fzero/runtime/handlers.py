@@ -1,8 +1,9 @@
-"""handlers: what each op kind does to one rank's memory, op by op and buffer by buffer: the interpreter's table.
+"""handlers: the effect of each op kind on one rank's memory, op by op and buffer by buffer. It is the interpreter's
+table.
 
 The executor binds the same ops to memory ahead of time (`fzero.runtime.executor`).
 
-A handler never blocks but in `wait`, so a driver that asks `Comm.ready` before a wait can run many ranks in one thread.
+Only the handler of `wait` blocks. So a driver that asks `Comm.ready` before a wait can run many ranks in one thread.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ _AS_PLANNED: WeakSet[fx.GraphModule] = WeakSet()  # segments whose values were s
 
 
 class Rank:
-    """One rank's memory while it runs a program: tensors by buffer name, all of them whole buffers."""
+    """One rank's memory while it runs a program.
+
+    memory: the live buffers by name, always whole. started: by target, the sources of a transfer that is in flight.
+    lent: the same for a transfer that was waited for and has not settled. wrote_state: whether an op has begun to
+    change the state. poison: fill memory with NaN where no value may be read. Only this module writes the fields.
+    """
 
     def __init__(
         self,
@@ -39,6 +45,7 @@ class Rank:
         device: torch.device | str = "cpu",
         poison: bool = False,
     ) -> None:
+        """Takes `memory` (inputs by buffer name) as it is; makes the arena and the rank's number."""
         self.program, self.rank, self.comm, self.device, self.poison = program, rank, comm, device, poison
         self.memory: dict[str, torch.Tensor] = dict(memory)
         for buffer in program.buffers.values():
@@ -47,36 +54,36 @@ class Rank:
         self.arena = torch.empty(program.arena_bytes, dtype=torch.uint8, device=device)
         self.calls = {key: partial(as_planned, gm) for key, gm in program.segments.items()}
         self.deferred = waits_with_settle(program.ops)
-        self.started: dict[str, set[str]] = {}  # by target: the sources of a transfer
-        self.lent: dict[str, set[str]] = {}  # those of a transfer that was waited for and has not settled
+        self.started: dict[str, set[str]] = {}
+        self.lent: dict[str, set[str]] = {}
         self.wrote_state = False
 
     def tensor(self, ref: Ref) -> torch.Tensor:
-        """The tensor that a reference names on this rank. Raises KeyError where the buffer is not live."""
+        """The tensor that a reference names on this rank. Raises KeyError if the buffer is not live."""
         return part(self.program, self.rank, self.memory[ref.name], ref)
 
     def destination(self, ref: Ref) -> torch.Tensor:
-        """The same for a reference that is written: its buffer comes to life with the first write."""
+        """The tensor that a written reference names. The first write makes the buffer live."""
         if ref.name not in self.memory:
             self.memory[ref.name] = self.allocate(self.program.buffers[ref.name])
         return self.tensor(ref)
 
     def allocate(self, buffer: Buffer) -> torch.Tensor:
-        """Memory for a buffer: its place in the arena, or new. Padding is zero; the rest is NaN under `poison`."""
+        """Memory for a buffer: its place in the arena, or new. Padding is zero; under `poison` the rest is NaN."""
         if buffer.at is None:
-            fresh = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
+            tensor = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
         else:
-            place = self.arena[buffer.at : buffer.at + buffer.nbytes]
-            fresh = place.view(buffer.dtype).view(buffer.shape)
+            room = self.arena[buffer.at : buffer.at + buffer.nbytes]
+            tensor = room.view(buffer.dtype).view(buffer.shape)
         if self.poison:
-            spoil(fresh)
+            spoil(tensor)
         for start, stop in padding(self.program, self.rank, buffer):
-            fresh[start:stop].zero_()
-        return fresh
+            tensor[start:stop].zero_()
+        return tensor
 
 
 def part(program: Program, rank: int, whole: torch.Tensor, ref: Ref) -> torch.Tensor:
-    """What a reference names of its buffer on a rank."""
+    """The part of a rank's `whole` buffer that a reference names: a view."""
     if ref.start is None:
         return whole
     start, stop = program.local_range(ref, rank)
@@ -85,7 +92,8 @@ def part(program: Program, rank: int, whole: torch.Tensor, ref: Ref) -> torch.Te
 
 
 def padding(program: Program, rank: int, buffer: Buffer) -> Iterator[tuple[int, int]]:
-    """The elements of a bucket's buffer that belong to no leaf. They are zero: sums and norms may run over them."""
+    """Yields the (start, stop) of elements in a bucket's buffer that belong to no leaf. They are zero, so sums and
+    norms may run over them."""
     if buffer.bucket is not None and (not buffer.sharded or buffer.kind == "scratch"):
         bucket = program.buckets[buffer.bucket]
         for index in range(len(bucket.slots)):
@@ -96,7 +104,7 @@ def padding(program: Program, rank: int, buffer: Buffer) -> Iterator[tuple[int, 
 
 
 def spoil(tensor: torch.Tensor) -> None:
-    """Overwrites a tensor with what no program computes: NaN, or the largest integer."""
+    """Overwrites a tensor with a value that no program computes: NaN, or the largest integer."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         tensor.fill_(float("nan"))
     elif tensor.dtype is torch.uint8:
@@ -105,49 +113,56 @@ def spoil(tensor: torch.Tensor) -> None:
         tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
-def as_planned(gm: fx.GraphModule, *given: torch.Tensor) -> list[torch.Tensor]:
-    """A segment's outputs, every value with the strides that its graph says, and made by the kernels that the executor
-    takes. A kernel of torch may return other strides than its shape rule says; what comes next would walk over memory
-    in another order, and a sum round differently."""
+def as_planned(gm: fx.GraphModule, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    """A segment's outputs. Every value has the strides that its graph gives, and comes from the kernels that the
+    executor uses.
+
+    A kernel of torch may return other strides than its shape rule gives. Later ops would then walk over memory in
+    another order, and a sum would round differently.
+    """
     if gm in _AS_PLANNED:
-        return gm.forward(*given)
-    env: dict[fx.Node, Any] = dict(zip(fx_nodes.placeholders(gm.graph), given, strict=True))
+        return gm.forward(*inputs)
+    env: dict[fx.Node, Any] = dict(zip(fx_nodes.placeholders(gm.graph), inputs, strict=True))
     last = {operand: node for node in gm.graph.nodes for operand in node.all_input_nodes}
     plain = True
     for node in filter(fx_nodes.is_compute, gm.graph.nodes):
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
         kernel = kernel_for(node.target, *args, **kwargs)
-        found = (kernel or node.target)(*args, **kwargs)
-        env[node] = found if fx_nodes.source(node) is not None else strided(found, node.meta.get("val"))
-        plain = plain and kernel is None and env[node] is found
+        result = (kernel or node.target)(*args, **kwargs)
+        env[node] = result if fx_nodes.source(node) is not None else strided(result, node.meta.get("val"))
+        plain = plain and kernel is None and env[node] is result
         for operand in node.all_input_nodes:
             if last[operand] is node:
                 del env[operand]
-    if plain and bind.as_sized(gm, given):
+    if plain and bind.as_sized(gm, inputs):
         _AS_PLANNED.add(gm)
     return list(fx.node.map_arg(fx_nodes.outputs(gm.graph), env.__getitem__))
 
 
-def strided(found: Any, planned: Any) -> Any:
-    """An op's results, those in copies whose strides are not the planned ones; the same object where all are."""
-    if isinstance(found, (list, tuple)):
-        results = [strided(x, y) for x, y in zip(found, planned, strict=True)]
-        return found if all(x is y for x, y in zip(found, results, strict=True)) else results
-    if not (isinstance(found, torch.Tensor) and isinstance(planned, torch.Tensor) and found.shape == planned.shape):
-        return found
-    if not fx_values.is_dense(planned) or fx_values.steps(found) == fx_values.steps(planned):
-        return found
-    return torch.empty_strided(planned.shape, planned.stride(), dtype=found.dtype, device=found.device).copy_(found)
+def strided(results: Any, planned: Any) -> Any:
+    """An op's results. A tensor whose strides are not the planned ones becomes a copy with the planned strides. Returns
+    the same object if no tensor changes."""
+    if isinstance(results, (list, tuple)):
+        copies = [strided(x, y) for x, y in zip(results, planned, strict=True)]
+        return results if all(x is y for x, y in zip(results, copies, strict=True)) else copies
+    if not (isinstance(results, torch.Tensor) and isinstance(planned, torch.Tensor) and results.shape == planned.shape):
+        return results
+    if not fx_values.is_dense(planned) or fx_values.steps(results) == fx_values.steps(planned):
+        return results
+    return torch.empty_strided(planned.shape, planned.stride(), dtype=results.dtype, device=results.device).copy_(
+        results
+    )
 
 
 def _run(rank: Rank, op: Op) -> None:
+    """Calls a segment on its inputs and destinations, and stores its outputs."""
     call = rank.calls[op.segment]
-    given = [rank.tensor(ref) for ref in op.reads]
+    inputs = [rank.tensor(ref) for ref in op.reads]
     num_out = op.num_outputs
     into = [rank.destination(ref) for ref in op.writes[num_out:]]
     if rank.poison and op.offset is not None:
         spoil(rank.arena[op.offset :][: op.workspace])
-    for ref, value in zip(op.writes, call(*given, *into), strict=False):
+    for ref, value in zip(op.writes, call(*inputs, *into), strict=False):
         place = rank.program.buffers[ref.name].at
         rank.memory[ref.name] = (
             value if place is None else segment_memory.tensor_at(rank.arena, place, value).copy_(value)
@@ -185,12 +200,12 @@ def _settle(rank: Rank, op: Op) -> None:
 
 
 def _free(rank: Rank, op: Op) -> None:
-    """What is lent is still read by other ranks: it keeps its values until the transfer settles."""
+    """Frees buffers. A lent buffer is still read by other ranks, so it keeps its values until the transfer settles."""
     lent = set().union(*rank.lent.values())
     for ref in op.reads:
-        gone = rank.memory.pop(ref.name)
+        freed = rank.memory.pop(ref.name)
         if rank.poison and ref.name not in lent:
-            spoil(gone)
+            spoil(freed)
 
 
 HANDLERS: dict[str, Callable[[Rank, Op], None]] = {
@@ -203,12 +218,12 @@ HANDLERS: dict[str, Callable[[Rank, Op], None]] = {
 
 
 def handler(op: Op) -> Callable[[Rank, Op], None]:
-    """What runs an op. Raises KeyError for a kind that nobody knows."""
+    """The function that runs an op. Raises KeyError for an unknown kind."""
     return _start if op.transfers else _local if op.row.runs is not None else HANDLERS[op.kind]
 
 
 def steps(rank: Rank) -> Iterator[int]:
-    """Runs the program op by op; yields the op's number whenever a wait is not ready (and may be asked again)."""
+    """Runs the program op by op. Yields the op's number each time a wait is not ready; the next call asks again."""
     for index, op in enumerate(rank.program.ops):
         while op.is_wait and not rank.comm.ready(op.target):
             yield index

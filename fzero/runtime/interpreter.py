@@ -1,13 +1,14 @@
 """interpreter: every rank of a program in one process, without a process group, one op at a time.
 
-Ranks take turns: each runs until it waits for a transfer that another rank has not joined. Collectives meet by their
-order of issue per axis, as they do on a network; when nobody can go on the ranks and what they wait for are named.
+Ranks take turns: each runs until it waits for a transfer that another rank has not joined. As on a network, the n-th
+collective of each rank on an axis meets the n-th of the others. If no rank can go on, the error names each rank and its
+op.
 
-Results are those of `execute` bit for bit: reductions add ranks 0..N-1 in order and divide once. With `poison=True`
-memory is NaN before it is written, after it is freed, and while a transfer into it has not been waited for; sources are
-read as late as a network might read them. Whatever a transfer reads, writes or receives into must not change from its
-start to its wait, and its sources until it settles. That makes it the oracle for programs that are wrong only in their
-timing.
+Results are those of the executor bit for bit: reductions add ranks 0..N-1 in order and divide once. With `poison=True`
+memory is NaN before it is written, after it is freed, and while a transfer into it is in flight. Sources are read as
+late as a network might read them. The memory that a transfer reads, writes or receives into must not change from its
+start to its wait; its sources must not change until it settles. So this is the oracle for programs whose only fault is
+their timing.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from fzero.runtime.handlers import Rank, spoil, steps
 
 
 class DeadlockError(FzeroError, RuntimeError):
-    """No rank can go on; names each rank's op. Also raised where ranks issue collectives that do not match."""
+    """No rank can go on; the message names each rank's op. Also raised if ranks issue collectives that do not match."""
 
 
 class HazardError(FzeroError, RuntimeError):
-    """Found by `poison=True`: memory of a transfer was touched while it was in flight."""
+    """Raised under `poison=True`: memory of a transfer was touched while it was in flight."""
 
 
 @dataclass
 class _Letter:
-    """A sent tensor, read by the receiver's wait or the sender's, whichever is first."""
+    """A sent tensor. The wait of the receiver or of the sender, the earlier one, reads it into `content`."""
 
     tensor: torch.Tensor
     content: torch.Tensor | None = None
@@ -47,16 +48,20 @@ class _Letter:
 
 @dataclass
 class _Transfer:
-    """One rank's part in a collective: its op and tensors, then its result."""
+    """One rank's part in a collective: its op and tensors. `_complete` writes `result`."""
 
-    one: Op
+    op: Op
     tensors: list[torch.Tensor]
     result: torch.Tensor | None = None
 
 
 @dataclass
 class Mailbox:
-    """What the ranks of one process share: per axis and rank the collectives issued, and messages in flight."""
+    """The transfers among the ranks of one process. Only `LocalComm` writes it.
+
+    issued: by axis and rank, the collectives in order of issue. mail: by (axis, sender, receiver, tag), the messages in
+    flight.
+    """
 
     size: int
     poison: bool = False
@@ -64,12 +69,17 @@ class Mailbox:
     mail: dict[tuple[object, ...], deque[_Letter]] = field(default_factory=dict)
 
     def of_axis(self, axis: str) -> list[list[_Transfer]]:
-        """By rank, the collectives that it has issued over an axis."""
+        """By rank, the collectives that were issued over an axis."""
         return self.issued.setdefault(axis, [[] for _ in range(self.size)])
 
 
 class LocalComm:
-    """`Comm` among ranks of one process."""
+    """`Comm` among the ranks of one process. Only its methods write its fields.
+
+    pending: by target, the axis and the index of a collective. inbox, outbox: by name, the messages in flight. before:
+    under `poison`, the tensors of a transfer with their values at its start. lent: those that other ranks may still
+    read, with their values at the wait.
+    """
 
     number = 0
 
@@ -79,10 +89,10 @@ class LocalComm:
         self.inbox: dict[str, tuple[tuple[object, ...], torch.Tensor]] = {}
         self.outbox: dict[str, _Letter] = {}
         self.before: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self.lent: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # what other ranks may still read
+        self.lent: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
-        """Joins a transfer: nothing moves before the wait."""
+        """Joins a transfer. Nothing moves before the wait."""
         axis = op.axis or ""
         if self.world.poison:
             self._poison(op, tensors)
@@ -99,14 +109,14 @@ class LocalComm:
             self.pending[name] = (axis, len(issued) - 1)
 
     def _poison(self, op: Op, tensors: list[torch.Tensor]) -> None:
-        """The target holds NaN until the wait; scratch holds zeros, which a free of it would spoil."""
+        """Fills the target with NaN until the wait. Scratch becomes zero; a free of it would spoil it."""
         source, targets = tensors[0], tensors[len(op.reads) :]
         for target in targets[:1]:
             inside = op.gathers and source.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
-            kept = source.clone() if inside else None
+            source_values = source.clone() if inside else None
             spoil(target)
-            if kept is not None:
-                source.copy_(kept)
+            if source_values is not None:
+                source.copy_(source_values)
         for scratch in targets[1:]:
             scratch.zero_()
 
@@ -116,13 +126,13 @@ class LocalComm:
                 raise HazardError(f"rank {self.rank}: memory of the transfer into {name} changed before its wait")
 
     def settle(self, name: str) -> None:
-        """Raises HazardError where a source changed since the wait."""
+        """Raises HazardError if a source changed since the wait."""
         for tensor, was in self.lent.pop(name, ()):
             if not _same_bits(tensor, was):
                 raise HazardError(f"rank {self.rank}: a source of the transfer into {name} changed before it settled")
 
     def drain(self) -> None:
-        """A program that fails here is not run again."""
+        """Does nothing: a program that fails here is not run again."""
 
     def ready(self, name: str) -> bool:
         """Whether every rank that takes part has joined the transfer."""
@@ -134,7 +144,7 @@ class LocalComm:
         return all(len(issued) > index for issued in self.world.of_axis(axis))
 
     def wait(self, name: str) -> None:
-        """Fills the target. Raises HazardError where memory of the transfer changed since its start."""
+        """Fills the target. Raises HazardError if memory of the transfer changed since its start."""
         self._check(name)
         if name in self.inbox:
             key, target = self.inbox.pop(name)
@@ -147,14 +157,14 @@ class LocalComm:
         parts = [issued[index] for issued in self.world.of_axis(axis)]
         if parts[self.rank].result is None:
             _complete(parts)
-        mine = parts[self.rank]
-        assert mine.result is not None
-        target, *scratch = mine.tensors[len(mine.one.reads) :]
-        target.view(-1).copy_(mine.result.view(-1))
+        own = parts[self.rank]
+        assert own.result is not None
+        target, *scratch = own.tensors[len(own.op.reads) :]
+        target.view(-1).copy_(own.result.view(-1))
         for room in scratch if self.world.poison else ():
             spoil(room)
         if self.world.poison:
-            lent = [mine.tensors[0], *([target] if mine.one.row.changes_target else [])]
+            lent = [own.tensors[0], *([target] if own.op.row.changes_target else [])]
             self.lent[name] = [(tensor, tensor.clone()) for tensor in lent]
 
 
@@ -162,15 +172,20 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-def _complete(parts: Sequence[_Transfer]) -> None:
-    kinds = {(p.one.kind, p.one.axis, p.one.attrs, p.tensors[0].numel() * len(parts)) for p in parts}
-    if len({(k, a) for k, a, *_ in kinds}) > 1 or len({p.one.reduction for p in parts}) > 1:
+def _complete(transfers: Sequence[_Transfer]) -> None:
+    """Writes the result of every rank's part, from all parts. Raises DeadlockError if kinds, reductions or sizes do not
+    match."""
+    kinds = {
+        (transfer.op.kind, transfer.op.axis, transfer.op.attrs, transfer.tensors[0].numel() * len(transfers))
+        for transfer in transfers
+    }
+    if len({(k, a) for k, a, *_ in kinds}) > 1 or len({transfer.op.reduction for transfer in transfers}) > 1:
         raise DeadlockError(f"ranks meet in different collectives: {sorted(str(k[:3]) for k in kinds)}")
-    sources = [p.tensors[0].reshape(-1) for p in parts]
-    first = parts[0].one
+    sources = [transfer.tensors[0].reshape(-1) for transfer in transfers]
+    first = transfers[0].op
     if first.gathers:
         whole = torch.cat(sources)
-        results = [whole] * len(parts)
+        results = [whole] * len(transfers)
     else:
         total = sources[0].clone()
         for source in sources[1:]:
@@ -178,39 +193,41 @@ def _complete(parts: Sequence[_Transfer]) -> None:
         if first.divisor != 1:
             total.div_(first.divisor)
         scatter = first.row.scatters
-        results = list(total.chunk(len(parts))) if scatter else [total] * len(parts)
-    for p, result in zip(parts, results, strict=True):
-        target = p.tensors[len(p.one.reads)]
+        results = list(total.chunk(len(transfers))) if scatter else [total] * len(transfers)
+    for transfer, result in zip(transfers, results, strict=True):
+        target = transfer.tensors[len(transfer.op.reads)]
         if target.numel() != result.numel():
-            raise DeadlockError(f"{p.one.kind} into {p.one.writes[0]}: {result.numel()} elements for {target.numel()}")
-        p.result = result
+            raise DeadlockError(
+                f"{transfer.op.kind} into {transfer.op.writes[0]}: {result.numel()} elements for {target.numel()}"
+            )
+        transfer.result = result
 
 
 def interpret(
     programs: Mapping[int, Program], memory: Sequence[Mapping[str, torch.Tensor]], *, poison: bool = False
 ) -> list[Rank]:
-    """Runs `{rank: program}` from each rank's buffers (inputs by name; state is written in place).
+    """Runs `{rank: program}` from each rank's buffers (inputs by name; the state is written in place).
 
-    Returns the ranks with what they hold at the end. Raises DeadlockError where they cannot go on.
+    Returns the ranks with their memory at the end. Raises DeadlockError if they cannot go on.
     """
-    world = Mailbox(len(programs), poison)
+    mailbox = Mailbox(len(programs), poison)
     ranks = [
-        Rank(programs[r], r, LocalComm(world, r), memory[r], device=_device(memory[r]), poison=poison)
+        Rank(programs[r], r, LocalComm(mailbox, r), memory[r], device=_device(memory[r]), poison=poison)
         for r in range(len(programs))
     ]
     running = {rank.rank: steps(rank) for rank in ranks}
-    at: dict[int, int] = {}
+    waiting: dict[int, int] = {}
     while running:
-        stuck = dict(at)
-        for number in list(running):
-            position = next(running[number], None)
+        stuck = dict(waiting)
+        for rank_number in list(running):
+            position = next(running[rank_number], None)
             if position is None:
-                del running[number]
-                at.pop(number, None)
+                del running[rank_number]
+                waiting.pop(rank_number, None)
             else:
-                at[number] = position
-        if running and at == stuck and len(stuck) == len(running):
-            where = "; ".join(f"rank {r} at op {i}: {programs[r].ops[i].reads[0]}" for r, i in at.items())
+                waiting[rank_number] = position
+        if running and waiting == stuck and len(stuck) == len(running):
+            where = "; ".join(f"rank {r} at op {i}: {programs[r].ops[i].reads[0]}" for r, i in waiting.items())
             raise DeadlockError(f"every rank waits for another: {where}")
     return ranks
 

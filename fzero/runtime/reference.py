@@ -1,8 +1,8 @@
-"""reference: the semantics sentence, run.
+"""reference: the meaning of a captured step, computed directly.
 
-State is replicated on every rank and every reduction is an all-reduce in rank order. It interprets the *captured
-graph*, before any plan or pass, all ranks in one process. A program agrees with it within rounding (a sum over
-slices is not bitwise the sum of the whole); programs agree with one another bitwise.
+State is replicated on every rank, and every reduction is an all-reduce in rank order. This interprets the *captured
+graph*, before any plan or pass, with all ranks in one process. A program agrees with it within rounding (a sum over
+slices is not bitwise the sum of the whole). Programs agree with one another bitwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from fzero.ir import fx_nodes
 def reference(
     graph: Graph, state: Sequence[Sequence[torch.Tensor]], batches: Sequence[Sequence[torch.Tensor]]
 ) -> tuple[list[list[torch.Tensor]], list[dict[str, torch.Tensor]]]:
-    """One step: per rank the new state's leaves and the metrics, from per rank the leaves of state and batch."""
+    """Returns the results of one step: for each rank the leaves of the new state and the metrics.
+
+    state, batches: for each rank the leaves of its state and of its batch.
+    """
     n = len(batches)
     constants = list(graph.constants.values())
     values: list[dict[fx.Node, Any]] = []
@@ -48,7 +51,8 @@ def reference(
 
 
 def _region(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Over microbatches the mean of what a region returns; of sums the sum, of integers the last."""
+    """A region's outputs over all microbatches: the mean of floating ones, the sum of `summed` ones, the last of
+    integers."""
     k = region.microbatches
     runs = []
     for m in range(k):

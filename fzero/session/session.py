@@ -1,4 +1,6 @@
-"""session: what the states of one `init` share, and the loop that runs a step on this rank."""
+"""session: the memory, layout and programs that the states of one `init` share, and the loop that runs a step on this
+rank.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from fzero.comm.transport import Transport
 from fzero.compile.lowered import Lowered
 from fzero.compile.step import fakes_on, lower_step
 from fzero.cost.autotune import Costs
-from fzero.errors import DonatedError, TreeError, at
+from fzero.errors import DonatedError, TreeError, leaf_name
 from fzero.ir.program import Program
 from fzero.ir.records import Ref, make_op
 from fzero.plan.layout import Leaf, Plan
@@ -34,12 +36,23 @@ from fzero.state.state import Life, ShardedTensor, State
 from fzero.verify.rules import verify
 
 log = logging.getLogger("fzero")
-MAX_EVALUATIONS = 16  # programs kept of functions evaluated: one made anew for every call must not fill the memory
+MAX_EVALUATIONS = 16  # evaluations kept: a function that is made anew for every call must not fill the memory
 
 
 @dataclass
 class Session:
-    """What the states of one `init` share: the spec, the world, the layout, the memory, and the programs by batch."""
+    """The spec, world, layout, memory and programs that the states of one `init` share.
+
+    memory: the state's buffers by name. programs: the lowered steps by batch key. evaluations: the lowered evaluations,
+    the last used at the end. bound: executors by the id of their `Lowered`. compiled_segments: by the digest of a
+    program.
+
+    Invariants: all executors share `arena`, which is as large as the largest program needs. `programs` and
+    `compiled_segments` gain an entry on all ranks or on none.
+
+    Only the methods here and `fzero.api` write the fields. Two exceptions: a `Checkpointer` sets `flags`, and adds to
+    `any_rank_flags`.
+    """
 
     spec: Spec
     rank: int
@@ -55,16 +68,18 @@ class Session:
     evaluations: dict[Any, Lowered] = field(default_factory=dict)
     bound: dict[int, Executor] = field(default_factory=dict)
     compiled_segments: dict[str, Any] = field(default_factory=dict)
-    arena: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))  # of the programs' buffers
+    arena: torch.Tensor = field(
+        default_factory=lambda: torch.empty(0, dtype=torch.uint8)
+    )  # holds the programs' buffers
     flags: Callable[[], int] = lambda: 0  # bits that this rank sends to the others with every step
-    any_rank_flags: int = 0  # the bits that any rank sent with the last one
-    exhausted: torch.Tensor | None = None  # whether the loss scale came to its end since someone looked
+    any_rank_flags: int = 0  # the bits that any rank sent with the last step
+    exhausted: torch.Tensor | None = None  # 0-d bool: whether the loss scale reached its end since the last look
     last_key: Any = None
     last_program: Program | None = None
 
     @cached_property
     def costs(self) -> Costs:
-        """What was measured of matrix products, the same on every rank."""
+        """The measured costs of matrix products, the same on every rank."""
         return Costs("products", rank=self.rank, store=default_store() if self.world_size > 1 else None)
 
     @property
@@ -79,7 +94,7 @@ class Session:
 
     def compiled(self, batch: Any, fn: Callable[..., Any] | None = None) -> Lowered:
         """The program for a batch of this structure, shapes, dtypes and static values: the step's, or that of the
-        evaluation of `fn`, of which the last few are kept."""
+        evaluation of `fn`. The last MAX_EVALUATIONS evaluations are kept."""
         if fn is not None:
             key = _batch_key(batch["batch"], self.device)  # so that errors name its leaves
             return self._evaluation(fn, batch, (fn, key, batch["key"] is None))
@@ -101,16 +116,16 @@ class Session:
 
     def _lowered(self, batch: Any, fn: Callable[..., Any] | None) -> Lowered:
         state = fakes_on(self.like, self.device)
-        costs = self.costs if self.spec.products == "fastest" else None
-        lowered = lower_step(self.spec, state, batch, self.plan, self.transport.via, fn, costs, self.transport.rates)
+        costs = self.costs if self.spec.matmul == "fastest" else None
+        lowered = lower_step(self.spec, state, batch, self.plan, self.transport.name, fn, costs, self.transport.rates)
         verify(lowered.program)
         for chosen in lowered.choices.values():
             log.info("fzero: %s", chosen)
         return lowered
 
     def bind(self, lowered: Lowered) -> Executor:
-        """The program on this rank's memory. All programs of a runtime share one arena, as large as the largest needs:
-        they never run at one time."""
+        """The program's executor on this rank's memory. All programs of a session share one arena, since they never run
+        at the same time."""
         program = lowered.program
         if program.arena_bytes > self.arena.numel():
             self.bound.clear()  # they hold the old arena
@@ -126,13 +141,15 @@ class Session:
         return self.bound[id(lowered)]
 
     def ready(self, lowered: Lowered) -> Executor:
-        """The program bound. For one that is new, which it is on all ranks or on none, its segments are compiled, and
-        the ranks agree that all of them can go on."""
+        """The program's executor, ready to run. Collective if the program is new, which is so on all ranks or on none.
+
+        For a new program the segments are compiled, and the ranks agree that all of them can go on.
+        """
         digest = lowered.program.digest
         if digest in self.compiled_segments:
             return self.bind(lowered)
         failure: Exception | None = None
-        what = self.presence.what
+        call = self.presence.call_name
         try:
             self.compiled_segments[digest] = compile_segments.compiled(
                 lowered.program,
@@ -150,11 +167,12 @@ class Session:
         except Exception:
             self.compiled_segments.pop(digest, None)  # on every rank: it is new again to all of them
             raise
-        self.presence.rename(what)
+        self.presence.rename(call)
         return self.bind(lowered)
 
     def whole(self, leaves: Sequence[ShardedTensor]) -> list[torch.Tensor]:
-        """Whole leaves of one state on every rank, once all ranks have asked for the same ones."""
+        """Whole leaves of one state, on every rank. Collective: the ranks agree first that they ask for the same
+        leaves."""
         failure: Exception | None = None
         try:
             for leaf in leaves:
@@ -162,14 +180,14 @@ class Session:
         except DonatedError as error:
             failure = error
         asked = hashlib.blake2b(repr([leaf.path for leaf in leaves]).encode(), digest_size=8).hexdigest()
-        what = f"the whole of {leaves[0].path!r}{f' and {len(leaves) - 1} more leaves' if len(leaves) > 1 else ''}"
-        agree(self.rank, self.world_size, what, asked, self.group, failure)
+        request = f"the whole of {leaves[0].path!r}{f' and {len(leaves) - 1} more leaves' if len(leaves) > 1 else ''}"
+        agree(self.rank, self.world_size, request, asked, self.group, failure)
         with self.presence.running(where=lambda: "gathering it"):
             return self.gather_leaves([leaf.leaf for leaf in leaves])
 
     def gather_leaves(self, leaves: Sequence[Leaf]) -> list[torch.Tensor]:
-        """Whole leaves on every rank: one gather for each sharded column among them."""
-        found: dict[int, torch.Tensor] = {}
+        """Whole leaves on every rank. It does one gather for each sharded column among them."""
+        wholes: dict[int, torch.Tensor] = {}
         columns: dict[str, list[int]] = {}
         for i, leaf in enumerate(leaves):
             columns.setdefault(leaf.buffer, []).append(i)
@@ -186,11 +204,11 @@ class Session:
                 else:
                     whole.copy_(own)
                 for i in members:
-                    found[i] = self._cut(leaves[i], whole)
+                    wholes[i] = self._cut(leaves[i], whole)
             else:
                 for i in members:
-                    found[i] = storage.local(self.plan, self.memory, leaves[i], self.rank).clone()
-        return [found[i] for i in range(len(leaves))]
+                    wholes[i] = storage.local(self.plan, self.memory, leaves[i], self.rank).clone()
+        return [wholes[i] for i in range(len(leaves))]
 
     def _cut(self, leaf: Leaf, whole: torch.Tensor) -> torch.Tensor:
         if leaf.per_rank:
@@ -207,7 +225,10 @@ def session_of(state: State) -> Session:
 
 
 def execute(state: State, lowered: Lowered, batch: Any, watch: Callable[[int], None] | None = None) -> Any:
-    """Runs a step's program, or an evaluation's, on the state's memory. Returns its metrics."""
+    """Runs the program of a step or an evaluation on the state's memory. Returns its metrics.
+
+    An error after the first write of the state makes the state unusable, and its `life` says so.
+    """
     bound = session_of(state).ready(lowered)
     tensors = [x.detach() for x in tree.flatten(batch)[1] if isinstance(x, torch.Tensor)]
     try:
@@ -225,23 +246,24 @@ def execute(state: State, lowered: Lowered, batch: Any, watch: Callable[[int], N
 
 
 def _current(lowered: Lowered) -> Lowered:
-    """The program, if the closed-over tensors whose values decided it are as they were."""
+    """The program. Raises CaptureError if a closed-over tensor whose value decided it has changed."""
     for tensor in lowered.graph.baked:
         tensor.check()
     return lowered
 
 
 def _batch_key(batch: Any, device: torch.device) -> tuple[Any, ...]:
-    paths, leaves, spec = tree.flatten(batch)
+    paths, leaves, treedef = tree.flatten(batch)
     shown = [
-        (path, describe(leaf) if isinstance(leaf, torch.Tensor) else _static(at("batch", path), leaf))
+        (path, describe(leaf) if isinstance(leaf, torch.Tensor) else _static(leaf_name("batch", path), leaf))
         for path, leaf in zip(paths, leaves, strict=True)
     ]
-    return (tuple(shown), str(spec), *ambient.settings(device))
+    return (tuple(shown), str(treedef), *ambient.settings(device))
 
 
 def _static(name: str, leaf: Any) -> Any:
-    """What stands in the key of a program for a leaf of the batch that is no tensor."""
+    """The entry in a program's key for a leaf of the batch that is no tensor. Raises TreeError if its value could
+    change."""
     if type(leaf) in (bool, int, float, complex, str, bytes):
         return describe(leaf)  # as text 0.0 is not -0.0, 1 is not True, and nan is nan
     try:
@@ -261,8 +283,9 @@ def _static(name: str, leaf: Any) -> Any:
 
 
 def _difference(old: Any, new: Any) -> str:
+    """The difference of two batch keys, in words."""
     before, after = (
-        {at("batch", p): v if isinstance(v, str) else describe(v[1]) for p, v in key[0]} for key in (old, new)
+        {leaf_name("batch", p): v if isinstance(v, str) else describe(v[1]) for p, v in key[0]} for key in (old, new)
     )
     changed = [f"{p} was {before[p]}, is {v}" for p, v in after.items() if p in before and before[p] != v]
     changed += [f"{p} is new" for p in after if p not in before]

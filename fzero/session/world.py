@@ -1,8 +1,8 @@
-"""world: the ranks that a state lives on, and the one way that a state comes to them.
+"""world: the ranks that a state lives on, and the one way in which a state is made there.
 
 `World.open` joins the process group. `World.state` plans the layout, allocates this rank's part and has a *filler*
-write it: a `Recipe` (`fzero.init`), or what reads a checkpoint (`fzero.load`). Before memory is taken and after it is
-filled the ranks agree, so that an error on one is an error on all, and no hang.
+write it: a `Recipe` (`fzero.init`), or a reader of a checkpoint (`fzero.load`). The ranks agree before memory is taken
+and after it is filled. So an error on one rank is an error on all of them, and not a hang.
 """
 
 from __future__ import annotations
@@ -34,27 +34,39 @@ from fzero.state.state import Life, State
 
 
 class Filler(Protocol):
-    """The leaves of a state, each in the shape that one rank's step sees (`values`, fake), and where they come from."""
+    """The leaves of a state, and the way to fill them."""
 
     @property
-    def paths(self) -> Sequence[str]: ...
+    def paths(self) -> Sequence[str]:
+        """The leaves' names."""
+
     @property
-    def values(self) -> Sequence[torch.Tensor]: ...
+    def values(self) -> Sequence[torch.Tensor]:
+        """The leaves as fake tensors, each in the shape that one rank's step sees."""
+
     @property
-    def per_rank(self) -> Sequence[str]: ...
+    def per_rank(self) -> Sequence[str]:
+        """The paths of the leaves of which every rank keeps its own."""
+
     @property
-    def treedef(self) -> Any: ...
+    def treedef(self) -> Any:
+        """The structure of the state's pytree."""
+
     @property
-    def step(self) -> int: ...
+    def step(self) -> int:
+        """The number of steps that the state has done."""
 
     def place(self, plan: Plan, rank: int, memory: Mapping[str, torch.Tensor]) -> str:
-        """Fills this rank's buffers. Returns what must be the same on every rank."""
+        """Fills this rank's buffers. Returns a text that must be the same on every rank."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This rank among the ranks of a state; `group` is where they agree (None: the default group), `failure` what this
-    one has yet to tell the others."""
+    """This rank among the ranks of a state. Never changed after `open`.
+
+    group: the group over which the ranks agree (None: the default group). failure: an error of this rank that the
+    others do not know yet.
+    """
 
     rank: int
     size: int
@@ -64,8 +76,11 @@ class World:
 
     @classmethod
     def open(cls, name: str, spec: Any, like: Any) -> World:
-        """The world of a spec: joins the process group, starting one under torchrun. Every rank must call it; `like`
-        are the tensors that say where the state lives unless the spec does."""
+        """Returns the world of a spec. Collective: it joins the process group, or starts one under torchrun.
+
+        like: tensors that give the state's device if the spec does not. An error of this rank is kept in `failure`, for
+        `state` to raise on all ranks.
+        """
         failure: Exception | None = None
         device = torch.device("cuda" if str(getattr(spec, "device", "")).startswith("cuda") else "cpu")
         try:
@@ -77,7 +92,7 @@ class World:
         seconds = getattr(spec, "timeout", None)
         rank, size = process_group.open_world(device.type, seconds)
         group = None
-        if device.type == "cuda" and size > 1:  # digests go over gloo, so that the device never waits for them
+        if device.type == "cuda" and size > 1:  # digests go over gloo: the device never waits for them
             patience = timedelta(seconds=seconds or process_group.TIMEOUT_SECONDS)
             group = dist.new_group(backend="gloo", timeout=patience)
         try:
@@ -87,21 +102,23 @@ class World:
             failure = error
         return cls(rank, size, device, group, failure)
 
-    def agree(self, what: str, digest: str, failure: BaseException | None = None) -> None:
-        agree(self.rank, self.size, what, digest, self.group, failure)
+    def agree(self, call: str, digest: str, failure: BaseException | None = None) -> None:
+        """Raises on every rank if a rank has a `failure`, or if calls or digests differ (see `fzero.comm.agree.agree`).
+        Collective."""
+        agree(self.rank, self.size, call, digest, self.group, failure)
 
     def state(self, name: str, spec: Spec, filler: Callable[[], Filler]) -> State:
-        """A new state, filled. `filler` may fail on one rank alone: all are told."""
+        """Returns a new state, filled. Collective. An error of `filler` on one rank is raised on all ranks."""
         failure, digest = None, ""
         try:
             if self.failure is not None:
                 raise self.failure
-            made = filler()
-            plan_for(spec, made.paths, made.values, made.per_rank, self.size)  # whether it can be laid out at all
-            leaves = [(path, x.shape, x.dtype) for path, x in zip(made.paths, made.values, strict=True)]
-            text = f"{_spec_text(spec)}{leaves}{list(made.per_rank)}{made.step}"
+            filling = filler()
+            plan_for(spec, filling.paths, filling.values, filling.per_rank, self.size)  # raises if there is no layout
+            leaves = [(path, x.shape, x.dtype) for path, x in zip(filling.paths, filling.values, strict=True)]
+            text = f"{_spec_text(spec)}{leaves}{list(filling.per_rank)}{filling.step}"
             digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        except Exception as error:  # the other ranks are told before it is raised here
+        except Exception as error:  # sent to the other ranks before it is raised here
             failure = error
         self.agree(name, digest, failure)
         here = heartbeat.of(self.group)
@@ -109,23 +126,23 @@ class World:
             transport = transport_for(self.rank, self.size, self.device, spec.transfers, here)
         try:
             store = default_store() if self.size > 1 else None
-            cut = bucket_bytes(transport.via, self.size, self.rank, transport.rates, store)
-            plan = plan_for(spec, made.paths, made.values, made.per_rank, self.size, cut)
+            bytes_of_buckets = bucket_bytes(transport.name, self.size, self.rank, transport.rates, store)
+            plan = plan_for(spec, filling.paths, filling.values, filling.per_rank, self.size, bytes_of_buckets)
             memory = storage.allocate(plan, transport.block, self.rank)
-            values = f"{cut} {made.place(plan, self.rank, memory)}"
+            values = f"{bytes_of_buckets} {filling.place(plan, self.rank, memory)}"
         except Exception as error:
             failure, values = error, ""
         self.agree(f"the values of {'params' if name == 'init' else 'the checkpoint'}", values, failure)
         here.leave()
         runtime = Session(
-            spec, self.rank, self.size, self.device, plan, made.treedef, memory, transport, self.group, here
+            spec, self.rank, self.size, self.device, plan, filling.treedef, memory, transport, self.group, here
         )  # fmt: skip
         life = Life()
-        return State(runtime.sharded(life), made.step, {}, runtime, life)
+        return State(runtime.sharded(life), filling.step, {}, runtime, life)
 
 
 def check_spec(name: str, spec: Any) -> None:
-    """Raises SpecError where `spec` is no Spec."""
+    """Raises SpecError if `spec` is no Spec."""
     if not isinstance(spec, Spec):
         calls = {
             "init": "fzero.init(params, spec)",
@@ -136,7 +153,7 @@ def check_spec(name: str, spec: Any) -> None:
 
 
 def check_mesh(spec: Spec, world_size: int) -> None:
-    """Raises SpecError where the spec's mesh has another size than the world."""
+    """Raises SpecError if the spec's mesh has another size than the world."""
     size = (spec.mesh or {}).get("dp", world_size)
     if size != world_size:
         raise SpecError(
@@ -146,6 +163,8 @@ def check_mesh(spec: Spec, world_size: int) -> None:
 
 
 def _device(name: str, spec: Spec, like: Any) -> torch.device:
+    """The state's device: the spec's, else that of the tensors in `like`, else the CPU. Raises SpecError or TreeError
+    if there is none."""
     if spec.device is not None:
         device = torch.device(spec.device)
         if device.type == "cuda" and not torch.cuda.is_available():
@@ -155,12 +174,12 @@ def _device(name: str, spec: Spec, like: Any) -> torch.device:
         return device
     if callable(like):
         return torch.device("cpu")
-    found = {x.device for x in tree.flatten(like)[1] if isinstance(x, torch.Tensor)}
-    if name == "load":  # which reads shapes alone
-        found.discard(torch.device("meta"))
-    if len(found) > 1:
-        raise TreeError(f"params lie on several devices: {sorted(map(str, found))}. Move them to one")
-    device = found.pop() if found else torch.device("cpu")
+    devices = {x.device for x in tree.flatten(like)[1] if isinstance(x, torch.Tensor)}
+    if name == "load":  # it reads only shapes
+        devices.discard(torch.device("meta"))
+    if len(devices) > 1:
+        raise TreeError(f"params lie on several devices: {sorted(map(str, devices))}. Move them to one")
+    device = devices.pop() if devices else torch.device("cpu")
     if device.type == "meta":
         raise TreeError(
             "params are on the meta device, so they have no values: pass a function of a key that makes them, or call "
@@ -170,7 +189,7 @@ def _device(name: str, spec: Spec, like: Any) -> torch.device:
 
 
 def _spec_text(spec: Spec) -> str:
-    """What of a spec can be compared between ranks before anything is traced: all but its functions."""
+    """The fields of a spec that ranks can compare before a trace, as text: all but its functions and its device."""
     own = ("loss", "optimizer", "step", "device")  # a rank may name its device by its number
     plain = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name not in own}
     return repr({k: sorted(v.items()) if isinstance(v, Mapping) else v for k, v in plain.items()})

@@ -1,9 +1,9 @@
-"""first_state: the first state, leaf by leaf, without the peak.
+"""first_state: the first state, leaf by leaf, without a peak of memory.
 
-The function that makes the state (the user's `fn(key)`, then the optimizer's `init`) is traced on fake tensors. Each
-leaf is then computed alone, from the nodes it depends on, cut to this rank's part and let go, elementwise work in
-place: beside its shards a rank holds one whole leaf at a time, and logical values do not depend on the world. Of a leaf
-that is a tensor of a source as it is, a rank reads its part alone.
+The function that makes the state (the user's `fn(key)`, then the optimizer's `init`) is traced on fake tensors. Then
+each leaf is computed alone, from the nodes it depends on, with elementwise work in place. It is cut to this rank's part
+and freed. So a rank holds its shards and one whole leaf at a time, and logical values do not depend on the world. A
+leaf that is copied unchanged from a source is read shard by shard.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fzero.capture.graph import PerRank
 from fzero.capture.leaves import check_leaf, check_names
 from fzero.capture.provenance import describe
 from fzero.capture.tracing import lifted, trace
-from fzero.errors import TreeError, at
+from fzero.errors import TreeError, leaf_name
 from fzero.ir import fx_nodes, segments
 from fzero.plan.layout import Plan
 from fzero.state import storage
@@ -41,19 +41,25 @@ class Deferred:
     path: str
 
     def to(self, device: torch.device) -> torch.Tensor:
-        """The whole leaf on a device: named as a tensor's method, for both are inputs of a recipe."""
+        """The whole leaf on a device. It is named as a tensor's method, since both are inputs of a recipe."""
         shape = self.source.leaves[self.path].shape
         return self.source.read(self.path, 0, math.prod(shape)).view(shape).to(device)
 
 
 class Recipe:
-    """A traced function from tensors to a pytree of leaves; `values` are fake, on `device` or where the inputs are."""
+    """A traced function from tensors to a pytree of leaves: a `Filler` of a new state.
+
+    inputs: one for each placeholder of the graph `gm`. values: the leaves as fake tensors, on `device` or on the
+    inputs' devices. `recipe_for` may replace inputs by `Deferred` ones; nobody else writes a field.
+    """
 
     step = 0
 
     def __init__(
         self, fn: Callable[..., Any], inputs: Sequence[torch.Tensor], device: torch.device | None = None
     ) -> None:
+        """Traces `fn(*inputs)`. Raises TreeError for a leaf that no state can hold, CaptureError for a function that
+        cannot be traced."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         shown: dict[str, Any] = {}
 
@@ -80,30 +86,32 @@ class Recipe:
     def place(
         self, plan: Plan, rank: int, memory: Mapping[str, torch.Tensor], only: Collection[str] | None = None
     ) -> str:
-        """Fills this rank's buffers (with `only`, those leaves of them), every leaf computed and cut in turn. Returns a
-        digest of the whole leaves, which must be the same on every rank (empty for a world of one)."""
+        """Fills this rank's buffers, one leaf after the other; with `only`, only those leaves.
+
+        Returns a digest of the whole leaves, which must be the same on every rank ("" in a world of one).
+        """
         digests = []
-        given = dict(zip(fx_nodes.placeholders(self.gm.graph), self.inputs, strict=True))
+        inputs = dict(zip(fx_nodes.placeholders(self.gm.graph), self.inputs, strict=True))
         order = {node: i for i, node in enumerate(self.gm.graph.nodes)}
         for leaf, node in zip(plan.leaves, fx_nodes.outputs(self.gm.graph), strict=True):
             if only is not None and leaf.path not in only:
                 continue
-            if isinstance(first := given.get(node), Deferred) and leaf.slot is not None:
+            if isinstance(first := inputs.get(node), Deferred) and leaf.slot is not None:
                 value, start = storage.flat(plan, memory, leaf, rank)
                 first.source.fill([Want(first.path, start, value)])
-                if plan.buffers[leaf.buffer].sharded:  # no two ranks read the same
+                if plan.buffers[leaf.buffer].sharded:  # each rank reads another part
                     continue
             else:
-                value = _compute(node, given, order)
+                value = _compute(node, inputs, order)
                 storage.store(plan, memory, leaf, value, rank)
             if plan.world_size > 1 and not leaf.per_rank:
                 digests.append(fingerprint(value))
-            del value  # before the next leaf is made
+            del value  # frees it before the next leaf is computed
         return hashlib.blake2b(" ".join(digests).encode(), digest_size=8).hexdigest() if digests else ""
 
 
 def fingerprint(value: torch.Tensor) -> str:
-    """A digest of a tensor's bits: of their sums as integers, piece by piece, so that it needs little memory."""
+    """A digest of a tensor's bits, from sums of pieces as integers, so that it needs little memory."""
     value = torch.view_as_real(value) if value.is_complex() else value
     pieces = value.detach().reshape(-1).view(torch.uint8).split(1 << 15)
     sums = [torch.nn.functional.pad(piece, (0, -len(piece) % 8)).view(torch.int64).sum() for piece in pieces]
@@ -111,15 +119,16 @@ def fingerprint(value: torch.Tensor) -> str:
 
 
 def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
+    """A leaf of the first state as a tensor; a plain number becomes a 0-d tensor. Raises TreeError otherwise."""
     leaf = leaf.value if isinstance(leaf, PerRank) else leaf
     if isinstance(leaf, torch.Tensor):
-        check_leaf(at("state", path), leaf)
+        check_leaf(leaf_name("state", path), leaf)
         return leaf.detach() if leaf.requires_grad else leaf
     if type(leaf) is float or (type(leaf) is int and -(1 << 63) <= leaf < 1 << 63):
         dtype = torch.int64 if type(leaf) is int else torch.float32
         return torch.full((), leaf, dtype=dtype)
     raise TreeError(
-        f"{at('state', path)} is {describe(leaf)}: a state holds tensors (and plain numbers, which become 0-d "
+        f"{leaf_name('state', path)} is {describe(leaf)}: a state holds tensors (and plain numbers, which become 0-d "
         "tensors). Keep it outside the state, or make it a tensor"
     )
 
@@ -133,48 +142,49 @@ _LIKE = {
 
 
 def _shapes_only(gm: fx.GraphModule) -> None:
-    """zeros_like(x) is zeros(x.shape): moments are made without making their parameters again. In place."""
+    """Turns zeros_like(x) into zeros(x.shape), in place; the same for ones, empty and full. So no moment needs its
+    parameter."""
     for node in list(gm.graph.nodes):
         if node.target in _LIKE:
             value = node.meta["val"]
             args = (list(value.shape), *node.args[1:])
             with gm.graph.inserting_before(node):
-                made = gm.graph.call_function(_LIKE[node.target], args, {"dtype": value.dtype, "device": value.device})
-            made.meta = dict(node.meta)
-            node.replace_all_uses_with(made)
+                full = gm.graph.call_function(_LIKE[node.target], args, {"dtype": value.dtype, "device": value.device})
+            full.meta = dict(node.meta)
+            node.replace_all_uses_with(full)
             gm.graph.erase_node(node)
 
 
-def _compute(node: fx.Node, given: dict[fx.Node, Any], order: dict[fx.Node, int]) -> torch.Tensor:
-    """One output, from the nodes it needs, each value dropped after its last use; elementwise ops reuse their input."""
+def _compute(node: fx.Node, inputs: dict[fx.Node, Any], order: dict[fx.Node, int]) -> torch.Tensor:
+    """One output, from the nodes it needs. A value is dropped after its last use; elementwise ops reuse their input."""
     needed: set[fx.Node] = set()
     stack = [node]
     while stack:
-        one = stack.pop()
-        if one not in needed:
-            needed.add(one)
-            stack.extend(one.all_input_nodes)
-    values: dict[fx.Node, Any] = {n: given[n].to(n.meta["val"].device) for n in needed if n in given}
+        op = stack.pop()
+        if op not in needed:
+            needed.add(op)
+            stack.extend(op.all_input_nodes)
+    values: dict[fx.Node, Any] = {n: inputs[n].to(n.meta["val"].device) for n in needed if n in inputs}
     left = {n: sum(u in needed for u in n.users) for n in needed}
-    for one in sorted((n for n in needed if n not in given), key=order.__getitem__):
-        args, kwargs = fx.node.map_arg((one.args, one.kwargs), lambda n: values[n])
-        values[one] = (_in_place(one, left, given) or one.target)(*args, **kwargs)  # type: ignore[operator]
-        for used in one.all_input_nodes:
-            left[used] -= 1
-            if not left[used]:
-                values.pop(used)
+    for op in sorted((n for n in needed if n not in inputs), key=order.__getitem__):
+        args, kwargs = fx.node.map_arg((op.args, op.kwargs), lambda n: values[n])
+        values[op] = (_in_place(op, left, inputs) or op.target)(*args, **kwargs)  # type: ignore[operator]
+        for operand in op.all_input_nodes:
+            left[operand] -= 1
+            if not left[operand]:
+                values.pop(operand)
     return values[node]
 
 
-def _in_place(one: fx.Node, left: dict[fx.Node, int], given: dict[fx.Node, Any]) -> Any:
-    """The in-place form of an elementwise op whose first operand nobody else needs."""
-    first = one.args[0] if one.args else None
-    if not (fx_nodes.is_pointwise(one) and isinstance(first, fx.Node)) or first in given or left[first] != 1:
+def _in_place(op: fx.Node, left: dict[fx.Node, int], inputs: dict[fx.Node, Any]) -> Any:
+    """The in-place form of an elementwise op whose first operand has no other use; None if there is none."""
+    first = op.args[0] if op.args else None
+    if not (fx_nodes.is_pointwise(op) and isinstance(first, fx.Node)) or first in inputs or left[first] != 1:
         return None
-    if fx_nodes.is_view(first) or (first.all_input_nodes and fx_nodes.base(first) in given):
+    if fx_nodes.is_view(first) or (first.all_input_nodes and fx_nodes.base(first) in inputs):
         return None
-    same = first.meta["val"].shape == one.meta["val"].shape and first.meta["val"].dtype == one.meta["val"].dtype
-    packet = getattr(aten, f"{one.target.overloadpacket.__name__}_", None)  # type: ignore[union-attr]
-    if not same or packet is None or one.target.namespace != "aten":  # type: ignore[union-attr]
+    same = first.meta["val"].shape == op.meta["val"].shape and first.meta["val"].dtype == op.meta["val"].dtype
+    packet = getattr(aten, f"{op.target.overloadpacket.__name__}_", None)  # type: ignore[union-attr]
+    if not same or packet is None or op.target.namespace != "aten":  # type: ignore[union-attr]
         return None
-    return getattr(packet, one.target._overloadname, None)  # type: ignore[union-attr]
+    return getattr(packet, op.target._overloadname, None)  # type: ignore[union-attr]

@@ -1,8 +1,8 @@
-"""State and ShardedTensor: what `init` and `step` return.
+"""State and ShardedTensor: the results of `init` and `step`.
 
 A state is a value: a pytree of `ShardedTensor` leaves that show their logical shape. `fzero.step` donates it, as
-`jax.jit(..., donate_argnums=0)` does: its memory becomes the new state's, and reading a leaf of the old one raises,
-naming the leaf. After a failure in the middle of the writes a state is unusable and says so too.
+`jax.jit(..., donate_argnums=0)` does: the new state takes its memory. A read of a leaf of the old state raises an error
+that names the leaf. A failure in the middle of the writes makes a state unusable, with an error of its own.
 """
 
 from __future__ import annotations
@@ -20,44 +20,61 @@ from fzero.state import storage
 
 
 class Home(Protocol):
-    """What a leaf asks of the session it lives in (`fzero.session.session.Session`): where its memory is."""
+    """The session that a leaf lives in (`fzero.session.session.Session`), as the leaf sees it."""
 
     @property
-    def plan(self) -> Plan: ...
+    def plan(self) -> Plan:
+        """The layout of the state."""
+
     @property
-    def memory(self) -> Mapping[str, torch.Tensor]: ...
+    def memory(self) -> Mapping[str, torch.Tensor]:
+        """This rank's buffers, by name."""
+
     @property
-    def arena(self) -> torch.Tensor: ...
+    def arena(self) -> torch.Tensor:
+        """The memory that every step works in, 1-D uint8."""
+
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """The rank of this process."""
+
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """The number of ranks."""
+
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """The device of the state."""
+
     @property
-    def last_program(self) -> Any: ...
+    def last_program(self) -> Any:
+        """The program of the last step; None before the first."""
 
     def whole(self, leaves: Sequence[ShardedTensor]) -> list[torch.Tensor]:
-        """The full tensors of leaves of one state, on every rank: a collective."""
+        """The full tensors of leaves of one state, on every rank. Collective."""
 
 
 @dataclass
 class Life:
-    """Whether a state's memory is still its own; shared by the state and its leaves."""
+    """Whether a state's memory is still its own. The state and its leaves share it.
+
+    ended: "" while the memory is its own, else the end of a sentence about the state. `fzero.api` and `session.execute`
+    write it, once.
+    """
 
     ended: str = ""
 
     def check(self, path: str) -> None:
-        """Raises DonatedError, naming the leaf, where the memory is another state's by now."""
+        """Raises DonatedError, naming the leaf, if the memory is another state's by now."""
         if self.ended:
             raise DonatedError(f"state[{path!r}] {self.ended}")
 
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """A leaf of a state. `shape` and `dtype` are the logical ones, whatever this rank holds.
+    """A leaf of a state. `shape` and `dtype` are the logical ones: they do not depend on the part that this rank holds.
 
-    local: this rank's part, a view of the state's memory (1-D where sharded). full(): the whole tensor, a collective.
+    local: this rank's part, a view of the state's memory (1-D if sharded). full(): the whole tensor; a collective.
     """
 
     leaf: Leaf
@@ -71,16 +88,18 @@ class ShardedTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """The logical shape; of a leaf per rank, the ranks come first."""
+        """The logical shape; the ranks come first for a per-rank leaf."""
         lead = (self.runtime.world_size,) if self.leaf.per_rank else ()
         return torch.Size((*lead, *self.leaf.shape))
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the leaf's elements."""
         return self.leaf.dtype
 
     @property
     def device(self) -> torch.device:
+        """The device that this rank's part lies on."""
         return self.runtime.device
 
     @property
@@ -100,16 +119,16 @@ class ShardedTensor:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's part, a view of the state's memory: 1-D where the leaf is sharded."""
+        """This rank's part, a view of the state's memory: 1-D if the leaf is sharded. Raises DonatedError."""
         self.life.check(self.path)
         return storage.local(self.runtime.plan, self.runtime.memory, self.leaf, self.runtime.rank)
 
     def full(self) -> torch.Tensor:
-        """The whole tensor on every rank: a collective, so every rank must call it. A copy."""
+        """The whole tensor on every rank, a copy. Collective: every rank must call it."""
         return self.runtime.whole([self])[0]
 
     def to_dtensor(self) -> Any:
-        """The whole tensor as a replicated `torch.distributed.tensor.DTensor` over dp: a collective."""
+        """The whole tensor as a replicated `torch.distributed.tensor.DTensor` over dp. Collective."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor, Replicate
 
@@ -125,7 +144,7 @@ class ShardedTensor:
 
 @dataclass(frozen=True)
 class State:
-    """The state of training after `step` steps. Of the `loss=` form `params` and `opt_state` are parts of `tree`."""
+    """The state of training after `step` steps. In the `loss=` form, `params` and `opt_state` are parts of `tree`."""
 
     tree: Any
     step: int
@@ -135,12 +154,12 @@ class State:
 
     @property
     def params(self) -> Any:
-        """The parameters' part of `tree`. Raises AttributeError for a state of the step= form without one."""
+        """The parameters' part of `tree`. Raises AttributeError if a state of the step= form has none."""
         return self._part("params")
 
     @property
     def opt_state(self) -> Any:
-        """The optimizer's part of `tree`. Raises AttributeError for a state of the step= form without one."""
+        """The optimizer's part of `tree`. Raises AttributeError if a state of the step= form has none."""
         return self._part("opt_state")
 
     def _part(self, name: str) -> Any:
@@ -155,30 +174,30 @@ class State:
 
     @property
     def held_bytes(self) -> dict[str, int]:
-        """Bytes that this rank holds between steps: the state's by kind ("param", "optimizer", "state"), and those of
-        the arena that every step works in ("arena"; 0 before the first)."""
-        found = {"param": 0, "optimizer": 0, "state": 0, "arena": self.runtime.arena.numel()}
+        """The bytes that this rank holds between steps: the state's by kind ("param", "optimizer", "state"), and those
+        of the arena that every step works in ("arena"; 0 before the first step)."""
+        totals = {"param": 0, "optimizer": 0, "state": 0, "arena": self.runtime.arena.numel()}
         for name, buffer in self.runtime.plan.buffers.items():
             tensor = self.runtime.memory[name]
-            found[buffer.kind] += tensor.numel() * tensor.element_size()
-        return found
+            totals[buffer.kind] += tensor.numel() * tensor.element_size()
+        return totals
 
 
 def unshard(sharded: Any) -> Any:
-    """The pytree with every `ShardedTensor` as a full tensor, on every rank. A collective: all ranks call it.
+    """The pytree with every `ShardedTensor` as a full tensor, on every rank. Collective: all ranks call it.
 
-    Leaves of one bucket travel together; what is held at a time is one bucket and the result. Other leaves pass.
+    Leaves of one bucket travel together. At any time a rank holds one bucket and the result. Other leaves pass through.
     """
-    _, leaves, spec = tree.flatten(sharded)
+    _, leaves, treedef = tree.flatten(sharded)
     if any(isinstance(leaf, State) for leaf in leaves):
         raise FzeroError("unshard takes a pytree of leaves, as state.tree or state.params, not a State")
-    mine = [i for i, leaf in enumerate(leaves) if isinstance(leaf, ShardedTensor)]
-    if not mine:
+    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, ShardedTensor)]
+    if not positions:
         return sharded
-    runtimes = {id(leaves[i].runtime) for i in mine}
+    runtimes = {id(leaves[i].runtime) for i in positions}
     if len(runtimes) > 1:
         raise FzeroError(f"unshard of leaves of {len(runtimes)} different states: call it once for each")
-    full = leaves[mine[0]].runtime.whole([leaves[i] for i in mine])
-    for i, value in zip(mine, full, strict=True):
+    full = leaves[positions[0]].runtime.whole([leaves[i] for i in positions])
+    for i, value in zip(positions, full, strict=True):
         leaves[i] = value
-    return tree.unflatten(spec, leaves)
+    return tree.unflatten(treedef, leaves)

@@ -1,4 +1,4 @@
-"""storage: a rank's part of a state as plain tensors by buffer name, and the way from and to logical leaves."""
+"""storage: a rank's part of a state as plain tensors by buffer name, and the copies from and to logical leaves."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from fzero.plan.layout import Leaf, Plan
 
 
 def block_of(device: torch.device | str) -> Callable[[int], torch.Tensor]:
-    """Where memory comes from: a function from a number of bytes to a 1-D uint8 tensor."""
+    """Returns a function from a number of bytes to new memory on a device (uint8, 1-D)."""
     return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def allocate(plan: Plan, block: Callable[[int], torch.Tensor], rank: int | None = None) -> dict[str, torch.Tensor]:
-    """A rank's state buffers, one after the other in one block of memory, zero. With `rank` only its padding is zero,
-    which stays so: the leaves are for the caller to fill (the first touch of memory costs more than a copy)."""
+    """A rank's state buffers, one after the other in one block of zeros.
+
+    With `rank` only that rank's padding is zero, and stays so: the caller fills the leaves. (The first touch of memory
+    costs more than a copy.)
+    """
     places, total = [], 0
     for b in plan.buffers.values():
         places.append(total)
         total += -(-b.nbytes // ALIGN_BYTES) * ALIGN_BYTES
-    whole = block(total)
+    all_bytes = block(total)
     memory = {
-        b.name: whole[place : place + b.nbytes].view(b.dtype).view(b.shape)
+        b.name: all_bytes[place : place + b.nbytes].view(b.dtype).view(b.shape)
         for b, place in zip(plan.buffers.values(), places, strict=True)
     }
     if rank is None:
-        whole.zero_()
+        all_bytes.zero_()
         return memory
     used: dict[str, list[slice]] = {b.name: [] for b in plan.buffers.values() if b.bucket}
     for leaf in plan.leaves:
@@ -44,7 +47,7 @@ def allocate(plan: Plan, block: Callable[[int], torch.Tensor], rank: int | None 
 
 
 def piece(plan: Plan, leaf: Leaf, rank: int) -> tuple[slice, slice]:
-    """(where in the rank's flat buffer, where in the flat leaf) the rank's part of a flat leaf lies."""
+    """(slice of the rank's flat buffer, slice of the flat leaf): the rank's part of a flat leaf, in both."""
     buffer = plan.buffers[leaf.buffer]
     bucket = plan.buckets[buffer.bucket or ""]
     first, last, _ = bucket.place(leaf.slot or 0, buffer.per)
@@ -56,12 +59,14 @@ def piece(plan: Plan, leaf: Leaf, rank: int) -> tuple[slice, slice]:
     stop = max(start, stop)
     if start >= high or stop <= low:
         return slice(0, 0), slice(0, 0)
-    per = buffer.per
-    return slice((start - low) // per, (stop - low) // per), slice((start - first) // per, (stop - first) // per)
+    elements_per_entry = buffer.per
+    return slice((start - low) // elements_per_entry, (stop - low) // elements_per_entry), slice(
+        (start - first) // elements_per_entry, (stop - first) // elements_per_entry
+    )
 
 
 def flat(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> tuple[torch.Tensor, int]:
-    """(a rank's part of a leaf, a 1-D view; the element of the flattened logical leaf that it begins with)."""
+    """(a rank's part of a leaf as a 1-D view, the element of the flattened logical leaf at which it begins)."""
     held = memory[leaf.buffer]
     if leaf.slot is None:
         return held.view(-1), rank * held.numel() if leaf.per_rank else 0
@@ -80,7 +85,7 @@ def store(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, value: tor
 
 
 def local(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> torch.Tensor:
-    """The rank's part of a leaf: a view; 1-D where the leaf is sharded, in its own shape where it is whole."""
+    """The rank's part of a leaf, a view: 1-D if the leaf is sharded, in its own shape if it is whole."""
     held = memory[leaf.buffer]
     if leaf.slot is None:
         return held
@@ -90,7 +95,7 @@ def local(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int)
 
 
 def join(plan: Plan, leaf: Leaf, parts: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    """A logical leaf from every rank's buffers (per-rank leaves: stacked)."""
+    """A logical leaf, put together from every rank's buffers. Per-rank leaves are stacked."""
     if leaf.per_rank:
         return torch.stack([memory[leaf.buffer] for memory in parts])
     if leaf.slot is None or not plan.buffers[leaf.buffer].sharded:
@@ -100,7 +105,7 @@ def join(plan: Plan, leaf: Leaf, parts: Sequence[Mapping[str, torch.Tensor]]) ->
 
 
 def shards(plan: Plan, leaves: Iterable[torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """A rank's buffers from whole leaves."""
+    """A rank's buffers, made from whole leaves."""
     leaves = list(leaves)
     device = leaves[0].device if leaves else torch.device("cpu")
     memory = allocate(plan, block_of(device))

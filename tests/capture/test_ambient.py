@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero
-from fzero import _torch_compat, optim
-from fzero._torch_compat import FakeTensorMode, by_onednn, make_fx, product_precision
+from fzero import optim
+from fzero._torch_compat import FakeTensorMode, by_onednn, compute, make_fx, product_precision
 from fzero.capture import ambient
 
 F = torch.nn.functional
@@ -408,7 +408,7 @@ def test_a_setting_of_the_process_comes_back_though_calls_overlap(monkeypatch: p
         first.join(10)
         seen.append(product_precision())
 
-    monkeypatch.setattr(_torch_compat, "_KEEPS_FP32", True)
+    monkeypatch.setattr(compute, "_KEEPS_FP32", True)
     first = threading.Thread(target=by_onednn(slow))
     first.start()
     assert inside.wait(10)

@@ -18,8 +18,7 @@ from models import MODELS, Model
 from torch import Tensor, fx
 
 import fzero
-from fzero import _torch_compat
-from fzero._torch_compat import FakeTensorMode
+from fzero._torch_compat import FakeTensorMode, compute
 from fzero.capture.graph import Graph
 from fzero.codegen import matmul
 from fzero.codegen.matmul import FORMS, OUT_FORMS, Matmul
@@ -40,7 +39,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spec_of(model: Model, **fields: Any) -> fzero.Spec:
-    return fzero.Spec(loss=model.loss, optimizer=fzero.optim.adamw(1e-2), **{"products": "fastest", **fields})
+    return fzero.Spec(loss=model.loss, optimizer=fzero.optim.adamw(1e-2), **{"matmul": "fastest", **fields})
 
 
 def lowered(model: Model, world: int = 1, **fields: Any) -> fzero.Lowered:
@@ -54,7 +53,7 @@ def graph_nodes(graph: Graph) -> Iterable[fx.Node]:
 
 def force(model: Model, figures: dict[str, float], **fields: Any) -> None:
     """Makes this machine's file say `figures` of every product of a model's step."""
-    found = map(matmul.of, graph_nodes(lowered(model, products="default", **fields).graph))
+    found = map(matmul.of, graph_nodes(lowered(model, matmul="default", **fields).graph))
     autotune.remember("products", {str(product): figures for product in found if product is not None})
 
 
@@ -156,8 +155,8 @@ def test_torchs_setting_is_as_before_also_after_an_error() -> None:
 
 
 def test_where_onednn_would_round_the_kernel_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch_compat, "_KEEPS_FP32", False)
-    assert _torch_compat.by_onednn(aten.mm.default) is aten.mm.default
+    monkeypatch.setattr(compute, "_KEEPS_FP32", False)
+    assert compute.by_onednn(aten.mm.default) is aten.mm.default
 
 
 @pytest.mark.parametrize("form", ["default", "out"])
@@ -273,16 +272,23 @@ def test_a_large_product_is_measured_in_part(one: Matmul, part: tuple[tuple[int,
 
 def test_the_default_is_torchs_own_and_looks_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "choose", None)
-    assert not ONEDNN & set(targets(lowered(MODELS["mlp"], products="default").program))
-    assert fzero.Spec(loss=MODELS["mlp"].loss, optimizer=fzero.optim.sgd(0.1)).products == "default"
-    with pytest.raises(SpecError, match=r"Spec\(products='fastet'\).*Did you mean 'fastest'"):
-        spec_of(MODELS["mlp"], products="fastet")
+    assert not ONEDNN & set(targets(lowered(MODELS["mlp"], matmul="default").program))
+    assert fzero.Spec(loss=MODELS["mlp"].loss, optimizer=fzero.optim.sgd(0.1)).matmul == "default"
+    with pytest.raises(SpecError, match=r"Spec\(matmul='fastet'\).*Did you mean 'fastest'"):
+        spec_of(MODELS["mlp"], matmul="fastet")
+
+
+def test_the_old_name_of_the_field_is_taken() -> None:
+    sgd = fzero.optim.sgd(0.1)
+    assert fzero.Spec(loss=MODELS["mlp"].loss, optimizer=sgd, products="fastest").matmul == "fastest"
+    with pytest.raises(SpecError, match=r"Spec\(products=, matmul=\): give matmul alone"):
+        fzero.Spec(loss=MODELS["mlp"].loss, optimizer=sgd, matmul="default", products="fastest")
 
 
 def test_ahead_of_time_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "measured", None)
     found = lowered(MODELS["mlp"])
-    assert found.program.digest == lowered(MODELS["mlp"], products="default").program.digest
+    assert found.program.digest == lowered(MODELS["mlp"], matmul="default").program.digest
     lines = [line for question, line in found.choices.items() if question not in ("reduce", "prefetch")]
     assert len(lines) == 6 + 2  # three forward products, their weight gradients, two input gradients
     assert all("torch's own, for nothing was measured here" in line for line in lines)
@@ -305,7 +311,7 @@ def test_a_tie_stays_with_torch(onednn: float, chosen: bool) -> None:
 
 
 def test_rewriting_changes_targets_alone_and_not_its_input() -> None:
-    graph = lowered(MODELS["gpt"], products="default").graph
+    graph = lowered(MODELS["gpt"], matmul="default").graph
     chosen = {p for p in map(matmul.of, graph_nodes(graph)) if p is not None and p.name == "mm"}
     before = [str(region.gm.graph) for region in graph.regions]
     new = matmul.rewritten(graph, chosen)
@@ -329,7 +335,7 @@ def test_products_in_fp64_and_of_nothing_are_left_alone() -> None:
     def loss(p: Any, b: Tensor) -> Tensor:
         return (b.double() @ p["w"].double()).sum().float() + (b[:0] @ p["w"]).sum()
 
-    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1), products="fastest")
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1), matmul="fastest")
     assert "float32" not in str(fzero.lower(spec, {"w": torch.ones(2, 3)}, torch.ones(4, 2)).choices)
 
 
@@ -349,8 +355,8 @@ def test_stages_are_bitwise_equal_with_onednn(name: str) -> None:
         found = targets(one.lowered.program)
         assert ONEDNN & set(found)
         assert not {*FORMS, *OUT_FORMS} & set(found)
-    usual = run(spec_of(model, zero=3, products="default"), params, model.batch, world=2, steps=2)
-    if _torch_compat._KEEPS_FP32:  # else oneDNN would round, and the usual kernel runs
+    usual = run(spec_of(model, zero=3, matmul="default"), params, model.batch, world=2, steps=2)
+    if compute._KEEPS_FP32:  # else oneDNN would round, and the usual kernel runs
         assert differing(usual.final, runs[0].final) != []
     for path, value in usual.final.items():
         assert relative(runs[0].final[path], value) < 1e-3, path

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import fzero
-from fzero.comm.store_prefix import fresh
+from fzero.comm.store_prefix import prefixed
 
 
 def started(store: dist.Store, world: int, order: list[int]) -> list[str]:
@@ -20,7 +20,7 @@ def started(store: dist.Store, world: int, order: list[int]) -> list[str]:
         if (place := order.index(r)) > 0:
             assert gates[place - 1].wait(20)
         gates[place].set()  # the next may come while this one waits
-        mine = fresh(store, r, world, 20.0)
+        mine = prefixed(store, r, world, 20.0)
         assert not mine.check(["left"]), "something of an earlier start"
         assert mine.add("came", 1) <= world
         mine.wait(["came"])
@@ -45,6 +45,6 @@ def test_a_start_that_died_half_way_leaves_nothing_that_counts() -> None:
     store = dist.HashStore()
     for rank, world in ((1, 2), (0, 2), (0, 3)):
         with pytest.raises(fzero.DisagreementError, match=rf"rank {rank}: not all {world} ranks came within 0.05 s"):
-            fresh(store, rank, world, 0.05)
+            prefixed(store, rank, world, 0.05)
     assert started(store, 2, [0, 1]) == ["2"] * 2
     assert started(store, 3, [2, 0, 1]) == ["3"] * 3

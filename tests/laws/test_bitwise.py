@@ -22,7 +22,7 @@ from torch import Tensor
 import fzero
 from fzero import tree
 
-STEPS, FEW = 20, 8  # the latter in part
+STEPS, FEW = 20, 5  # the latter in part
 STAGES = (0, 1, 2, 3)
 CAPS = (256, 800, 32 << 20)  # bytes: a bucket for each leaf of the MLP, one layer cut in two, a bucket for each layer
 TX = {"adamw": fzero.optim.adamw(1e-2), "sgd": fzero.optim.sgd(0.05, momentum=0.9, nesterov=True)}

@@ -44,11 +44,11 @@ TRAINING = Options("training", 2, {"optimizer": "optim.sgd(0.1)", "microbatches"
 
 
 def test_random_losses_have_eagers_numbers() -> None:
-    report = run(range(24), seed=1)
+    report = run(range(12), seed=1)
     assert report.failed == []
-    assert report.ends["equal"] >= 20
-    assert len(report.aten) >= 120
-    assert len(report.rows) >= 80
+    assert report.ends["equal"] >= 10
+    assert len(report.aten) >= 80
+    assert len(report.rows) >= 40
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_what_is_known_only_when_it_runs_is_refused(name: str) -> None:
 
 def test_losses_in_one_program_have_the_outcomes_of_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = replace(CASE, body=(*BODY, "v4 = v0 * v0.sum().item()"), terms=("v4.sum()",))
-    cases = [CASE, refused, *(case for n in range(8) if not apart(case := draw(7, n)))]
+    cases = [CASE, refused, *(case for n in range(5) if not apart(case := draw(7, n)))]
     assert check_together(cases) == [check(case) for case in cases]
     form = out_forms.out_form
     monkeypatch.setattr(out_forms, "out_form", lambda op: form(aten.sigmoid.default if op is aten.tanh.default else op))
@@ -235,4 +235,4 @@ def differing_transports(seed: int, count: int) -> list[str]:
 
 
 def test_transports_have_the_executors_bits() -> None:
-    assert differing_transports(seed=2, count=3) == []
+    assert differing_transports(seed=2, count=2) == []

@@ -68,13 +68,13 @@ def plain() -> dict[str, helpers.Run]:
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-6), ("bf16", 2e-2)])
 @pytest.mark.sampled(1)
 def test_training_compiled(
-    precision: str, tolerance: float, plain: dict[str, helpers.Run], monkeypatch: pytest.MonkeyPatch
+    precision: str, tolerance: float, whole: bool, plain: dict[str, helpers.Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Near to aten, the same again, and the same under every stage."""
     first, again = (train(0, precision, "inductor", monkeypatch) for _ in range(2))
     assert not helpers.differing(first.final, again.final)
     assert first.losses() == pytest.approx(plain[precision].losses(), rel=tolerance)
-    for zero in (1, 2, 3):
+    for zero in (1, 2, 3) if whole else (3,):
         other = train(zero, precision, "inductor", monkeypatch)
         assert other.losses() == first.losses()
         assert not helpers.differing(other.final, first.final)

@@ -1,0 +1,258 @@
+"""trace: private names of torch for traces: fake tensors, `make_fx`, and the modes around a call."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo as untraced_by_dynamo  # 2.11.0, 2.13.0
+from torch._dispatch.python import enable_python_dispatcher as by_decompositions  # 2.11.0, 2.13.0
+from torch._ops import OpOverload  # 2.11.0, 2.13.0
+from torch._subclasses.fake_tensor import (  # 2.11.0, 2.13.0
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors  # 2.11.0, 2.13.0
+from torch.fx import _lazy_graph_module  # 2.11.0, 2.13.0
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.proxy_tensor import (  # 2.11.0, 2.13.0
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+)
+from torch.overrides import _get_current_function_mode_stack  # 2.11.0, 2.13.0
+from torch.utils._device import DeviceContext  # 2.11.0, 2.13.0
+from torch.utils._python_dispatch import (  # 2.11.0, 2.13.0
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+)
+from torch.utils._python_dispatch import _disable_current_modes as unwatched  # 2.11.0, 2.13.0
+
+__all__ = [
+    "ONE_THREAD",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "RngStateMode",
+    "TorchDispatchMode",
+    "ambient_modes",
+    "autocast_left",
+    "by_decompositions",
+    "compiled_functions_traced",
+    "disable_proxy_modes_tracing",
+    "distributions_unchecked",
+    "graph_module",
+    "in_functorch",
+    "is_fake",
+    "jiterator_refused",
+    "make_fx",
+    "quiet_fakes",
+    "real_tensors",
+    "saved_tensor_hooks",
+    "scatters_keep_overlap",
+    "tracing_graph",
+    "untraced_by_dynamo",
+    "unwatched",
+]
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a value is a fake tensor (shape and dtype without memory)."""
+    return isinstance(value, FakeTensor)
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Fake tensors do not log the errors of ops that are tried on them (their module's logger: 2.11.0, 2.13.0)."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def tracing_graph() -> torch.fx.Graph | None:
+    """The graph that `make_fx` is writing at this moment, if any (the mode's `tracer`: 2.11.0, 2.13.0)."""
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer.graph
+
+
+# torch.fx patches globals of its own while it traces, Inductor and Dynamo their configuration while they work: one
+# thread at a time (2.11.0, 2.13.0)
+ONE_THREAD = threading.RLock()
+
+
+def make_fx(fn: Callable[..., Any], **how: Any) -> Callable[..., torch.fx.GraphModule]:
+    """torch's `make_fx`, in one thread at a time."""
+
+    def traced(*inputs: Any) -> torch.fx.GraphModule:
+        with ONE_THREAD, _lazy_graph_module._use_lazy_graph_module(True):
+            return proxy_tensor.make_fx(fn, **how)(*inputs)
+
+    return traced
+
+
+def graph_module(graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """A graph as something to call. Its Python is written at the first call: most graphs of a lowering are only
+    rewritten."""
+    return _lazy_graph_module._LazyGraphModule(torch.nn.Module(), graph)
+
+
+@contextmanager
+def compiled_functions_traced() -> Iterator[None]:
+    """Lets `make_fx` trace through a `torch.compile`d function instead of refusing it (2.11.0, 2.13.0)."""
+    if "torch._dynamo" not in sys.modules:  # nobody has compiled anything
+        yield
+        return
+    with ONE_THREAD, torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+        yield
+
+
+@contextmanager
+def distributions_unchecked() -> Iterator[None]:
+    """`torch.distributions` does not look at the values of its arguments, unless they ask for it. Within `make_fx`, so
+    in one thread at a time (2.11.0, 2.13.0)."""
+    kind = torch.distributions.Distribution
+    before = kind._validate_args
+    kind.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        kind.set_default_validate_args(before)
+
+
+@contextmanager
+def jiterator_refused(error: Callable[[], Exception]) -> Iterator[None]:
+    """`torch.cuda.jiterator` raises `error()`: it would launch a kernel on memory that a fake tensor does not have.
+    Within `make_fx`, so in one thread at a time (2.11.0)."""
+    name = "_cuda_jiterator_compile_and_launch_kernel"
+    before = getattr(torch._C, name, None)
+
+    def refuse(*args: Any) -> Any:
+        raise error()
+
+    if before is not None:
+        setattr(torch._C, name, refuse)
+    try:
+        yield
+    finally:
+        if before is not None:
+            setattr(torch._C, name, before)
+
+
+def ambient_modes() -> list[Any]:
+    """The modes around the caller that see torch functions or dispatched ops, without the mode of a default device
+    (2.11.0, 2.13.0)."""
+    functions = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+    return [*functions, *_get_current_dispatch_mode_stack()]
+
+
+def saved_tensor_hooks() -> bool:
+    """Whether hooks on saved tensors are active around the caller (2.11.0, 2.13.0)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@contextmanager
+def autocast_left(kinds: Sequence[str]) -> Iterator[None]:
+    """Leaves the autocasts that are on for these device types; they come back afterwards.
+
+    An autocast that is entered within is then the outermost one. At its end the casts of its weights are forgotten, and
+    only so may the next autocast cast them under another grad mode. `torch.autocast(enabled=False)` would not do that
+    (2.11.0, 2.13.0).
+    """
+    caches, depth = torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting() - 1
+    for _ in range(depth + 1):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(True)
+    for kind in kinds:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, True)
+        torch.set_autocast_cache_enabled(caches)
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
+
+
+def in_functorch() -> bool:
+    """Whether a torch.func transform is active around the caller (2.11.0, 2.13.0)."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+@functools.cache
+def scatters_keep_overlap() -> bool:
+    """Whether torch's shape rules give the result of `select_scatter` and kin the strides of an expanded operand
+    (2.11.0). Its kernels, and the rules of 2.13.0, give it memory of its own."""
+    with unwatched():
+        expanded, value = torch.empty(1, device="meta").expand(2), torch.empty((), device="meta")
+        return torch.ops.aten.select_scatter(expanded, value, 0, 0).stride() == (0,)
+
+
+class RngStateMode(TorchDispatchMode):
+    """A mode that has a state of its own in place of the state of torch's generator, as `torch.utils.checkpoint` needs
+    it.
+
+    While such a mode is on, `torch.get_rng_state` and `torch.set_rng_state` are those of the innermost one on the
+    calling thread's stack of modes. On other threads they are torch's. (Checkpoint calls them as attributes of `torch`.
+    Autograd's threads take the stack over from the thread that calls backward: 2.11.0, 2.13.0.) The first mode that is
+    entered in the process exchanges the two functions, and the last that is left sets them back; only these two methods
+    write `_inside` and `_torchs`.
+    """
+
+    _lock, _inside = threading.Lock(), 0
+    _torchs: tuple[Callable[[], Any], Callable[[Any], None]]
+
+    def get_rng_state(self) -> Any:
+        """Returns the mode's state."""
+        raise NotImplementedError
+
+    def set_rng_state(self, state: Any) -> None:
+        """Sets the mode's state."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        kind = RngStateMode
+        with kind._lock:
+            if not kind._inside:
+                kind._torchs = torch.get_rng_state, torch.set_rng_state
+                torch.get_rng_state = _get_rng_state
+                torch.set_rng_state = _set_rng_state
+            kind._inside += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        kind = RngStateMode
+        super().__exit__(*error)
+        with kind._lock:
+            kind._inside -= 1
+            if not kind._inside:
+                torch.get_rng_state, torch.set_rng_state = kind._torchs  # type: ignore[assignment]
+
+
+def _rng_state_mode() -> RngStateMode | None:
+    modes = reversed(_get_current_dispatch_mode_stack())
+    return next((mode for mode in modes if isinstance(mode, RngStateMode)), None)
+
+
+def _get_rng_state() -> Any:
+    mode = _rng_state_mode()
+    return RngStateMode._torchs[0]() if mode is None else mode.get_rng_state()
+
+
+def _set_rng_state(new_state: Any) -> None:
+    mode = _rng_state_mode()
+    return RngStateMode._torchs[1](new_state) if mode is None else mode.set_rng_state(new_state)
