@@ -38,6 +38,8 @@ def _parse_line(line: str, found: dict[str, Any]) -> None:
         found["ops"].append(_parse_op(rest, comment))
     elif head == "mesh":
         found["mesh"] = Mesh(tuple((axis, int(size)) for axis, size in (word.split("=") for word in rest)))
+    elif head == "role":
+        found["role"] = int(rest[0])
     elif head == "transport":
         found["transport"] = rest[0]
     elif head == "meaning":
@@ -58,11 +60,13 @@ def _parse_line(line: str, found: dict[str, Any]) -> None:
 
 def _parse_bucket(words: list[str]) -> Bucket:
     name, *rest = words
-    facts = dict(word.split("=") for word in rest[:5])
-    slots = tuple(Slot(unquote(r.name), r.start or 0, r.stop or 0, r.shape or ()) for r in map(_ref, rest[5:]))
+    facts = dict(word.split("=") for word in rest if "[" not in word)
+    places = [_ref(word) for word in rest if "[" in word]
+    slots = tuple(Slot(unquote(r.name), r.start or 0, r.stop or 0, r.shape or ()) for r in places)
     whether = {"slices": True, "whole": False, "kept": True, "dropped": False}
     updates, kept = whether[facts["updates"]], whether[facts["gathered"]]
-    return Bucket(name, int(facts["length"]), slots, facts["axis"], updates, kept, facts["reduced"])
+    role = int(facts["role"]) if "role" in facts else None
+    return Bucket(name, int(facts["length"]), slots, facts["axis"], updates, kept, facts["reduced"], role)
 
 
 def _parse_buffer(words: list[str], note: str) -> Buffer:
