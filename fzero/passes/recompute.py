@@ -33,13 +33,13 @@ def recompute(program: Program, rules: Rules) -> Program:
     pool: dict[str, fx.GraphModule] = {}
     buffers = dict(program.buffers)
     readers = rewrite.reads_of(program.ops)
-    phases = [_phases(program, op) if op.phase == "region" else set() for op in program.ops]
-    backward = [found == {"backward"} for found in phases]
+    work = [phases(program, op) if op.phase == "region" else set() for op in program.ops]
+    backward = [found == {"backward"} for found in work]
     before: dict[int, list[Op]] = {}
     changed: dict[int, Op] = {}
     renames: dict[str, str] = {}
     for index, op in enumerate(program.ops):
-        if phases[index] != {"forward"} or not _chosen(program, op, rules):
+        if work[index] != {"forward"} or not _chosen(program, op, rules):
             continue
         again = [ref for ref in op.writes if _only_backward(readers.get(ref.name, ()), backward)]
         if not again or len(again) == len(op.writes):
@@ -84,7 +84,7 @@ def _halves(program: Program, op: Op, again: Sequence[Ref]) -> _Halves:
     )
 
 
-def _phases(program: Program, op: Op) -> set[str]:
+def phases(program: Program, op: Op) -> set[str]:
     """Which phases a segment's work is of; views and casts are made anew wherever they are used."""
     nodes = [n for n in program.segments[op.segment].graph.nodes if n.op == "call_function"]
     work = [n for n in nodes if not fx_nodes.is_view(n) and n.target not in ANYWHERE]
