@@ -69,6 +69,7 @@ class Fused:
         self._schema = function_schema(self.__name__, self.num_inputs, self.writes)  # fx keeps what has effects
 
     def out(self, *tensors: torch.Tensor) -> None:
+        """Writes the results into the last tensors; the first are the inputs."""
         self.run(*tensors)
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:

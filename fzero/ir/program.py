@@ -119,9 +119,9 @@ def to_text(program: Program, live: Iterable[int]) -> str:
         lines.append(f"metric {_quote(name)} {buffer}")
     lines.append("ops")
     levels = list(live)
-    for index, one in enumerate(program.ops):
+    for index, op in enumerate(program.ops):
         after = levels[index] if index < len(levels) else None
-        lines.append(_op_line(index, one, wire_bytes(program, one), after))
+        lines.append(_op_line(index, op, wire_bytes(program, op), after))
     return "\n".join(lines) + "\n"
 
 

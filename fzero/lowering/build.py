@@ -66,6 +66,7 @@ class _Builder:
     input_names: list[str] = field(default_factory=list)
 
     def run(self) -> None:
+        """Writes the whole program: levels of the outer graph in turn, then the updates of the state."""
         gm = graph_module(segments.copied(self.graph.gm.graph))
         self._own_outputs(gm)
         self.nodes = fx_nodes.placeholders(gm.graph)
@@ -79,7 +80,11 @@ class _Builder:
         self.new_leaf = {n: i for i, n in enumerate(results[:num]) if n is not self.nodes[i]}
         self.metric_nodes = set(results[num:])
         for level in range(max(levels.values(), default=0) + 1):
-            here = [n for n, at in levels.items() if at == level and n.op == "call_function" and not _is_comm(n)]
+            here = [
+                n
+                for n, node_level in levels.items()
+                if node_level == level and n.op == "call_function" and not _is_comm(n)
+            ]
             self._outer(here, level)
             for node in gm.graph.nodes:
                 if _is_comm(node) and levels[node] == level + 1:
@@ -152,14 +157,14 @@ class _Builder:
         """All ordinary work of one level as one run on full tensors, new leaves written into flat `.new` buffers."""
         inside = set(nodes)
         inputs = _unique(a for n in nodes for a in n.all_input_nodes if a not in inside)
-        dests, fresh = [], []
+        dests, outputs = [], []
         for node in nodes:
             outside = [u for u in node.users if u not in inside and u.op != "output"]
             if node in self.new_leaf:
                 dests.append(node)
             if outside or node in self.metric_nodes:
-                fresh.append(node)
-        if not dests and not fresh:
+                outputs.append(node)
+        if not dests and not outputs:
             return
         refs = []
         for node in dests:
@@ -171,9 +176,9 @@ class _Builder:
                 shape = (self.to.plan.buckets[old.bucket].length // old.per,) if old.bucket else old.shape
                 self.to.buffers[new] = Buffer(new, old.dtype, shape, "scratch", old.bucket, per=old.per)
             refs.append(Ref(new, ref.start, ref.stop, ref.shape))
-        gm = segments.extract(nodes, inputs, [*dests, *fresh], dests)
-        outs = [self.to.new(f"u{level}.{node.name}", node.meta["val"], "activation") for node in fresh]
-        self.to.where.update(zip(fresh, outs, strict=True))
+        gm = segments.extract(nodes, inputs, [*dests, *outputs], dests)
+        outs = [self.to.new(f"u{level}.{node.name}", node.meta["val"], "activation") for node in outputs]
+        self.to.where.update(zip(outputs, outs, strict=True))
         reads = [self.to.where[n] for n in inputs]
         lines = _unique(n.meta["source"] for n in nodes if n.meta.get("source"))
         self.to.segment("run", gm, reads, [*outs, *refs], why=f"outer {' '.join(lines[:3])}".strip(), phase="outer")

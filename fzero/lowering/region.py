@@ -159,13 +159,13 @@ class RegionBuilder:
         """The elements of a gradient bucket that belong to leaves with a gradient, with the padding after each: of
         leaves that are frozen or not used there is none to read."""
         bucket = self.to.plan.buckets[gradients.bucket or ""]
-        found: list[tuple[int, int]] = []
+        spans: list[tuple[int, int]] = []
         for index in sorted(self.slots[bucket.name].values()):
             start, stop = bucket.slots[index].start, bucket.end(index)
-            if found and found[-1][1] == start:
-                start = found.pop()[0]
-            found.append((start, stop))
-        return found
+            if spans and spans[-1][1] == start:
+                start = spans.pop()[0]
+            spans.append((start, stop))
+        return spans
 
     def _plain(self, i: int, refs: list[Ref]) -> None:
         """The loss, aux, or a gradient of what is no flat leaf: over microbatches, then reduced whole."""

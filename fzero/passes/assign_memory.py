@@ -25,7 +25,7 @@ def assign_memory(program: Program) -> Program:
     items = [(*life, program.buffers[name].nbytes) for name, life in lives.items()]
     items += [(i, i, program.ops[i].workspace) for i in blocks]
     places, _ = pack(items)
-    at = dict(zip([*lives, *blocks], places, strict=True))
-    ops = [op.with_attrs(at=at[i]) if i in at else op for i, op in enumerate(program.ops)]
-    buffers = {name: replace(b, at=at.get(name)) for name, b in program.buffers.items()}
+    offset_of = dict(zip([*lives, *blocks], places, strict=True))
+    ops = [op.with_attrs(at=offset_of[i]) if i in offset_of else op for i, op in enumerate(program.ops)]
+    buffers = {name: replace(b, at=offset_of.get(name)) for name, b in program.buffers.items()}
     return rewrite.finish(program, "assign_memory", ops=ops, buffers=buffers)

@@ -62,7 +62,7 @@ def _common_casts(program: Program, whole: set[str]) -> dict[str, torch.dtype]:
         for ref, holder in zip_longest(op.reads, holders[: len(op.reads)]):
             if ref.name in casts:
                 casts[ref.name] |= {None} if holder is None else {_cast_to(user) for user in holder.users}
-    alike = {name: next(iter(found)) for name, found in casts.items() if len(found) == 1}
+    alike = {name: next(iter(dtypes)) for name, dtypes in casts.items() if len(dtypes) == 1}
     return {n: dtype for n, dtype in alike.items() if dtype and dtype.itemsize < program.buffers[n].dtype.itemsize}
 
 

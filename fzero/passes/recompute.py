@@ -34,7 +34,7 @@ def recompute(program: Program, rules: Rules) -> Program:
     buffers = dict(program.buffers)
     readers = rewrite.reads_of(program.ops)
     phases = [_phases(program, op) if op.phase == "region" else set() for op in program.ops]
-    backward = [found == {"backward"} for found in phases]
+    backward = [op_phases == {"backward"} for op_phases in phases]
     before: dict[int, list[Op]] = {}
     changed: dict[int, Op] = {}
     renames: dict[str, str] = {}

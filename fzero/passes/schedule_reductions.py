@@ -45,7 +45,7 @@ def _movable(program: Program, op: Op) -> bool:
 def _placed(ops: list[Op], pairs: list[tuple[Op, Op]], overlap: bool) -> list[Op]:
     """With each reduction behind the last write to its bucket, and its wait behind the next segment."""
     reads, writes = rewrite.reads_of(ops), rewrite.writes_of(ops)
-    segments = [i for i, one in enumerate(ops) if one.phase == "region"]
+    segments = [i for i, op in enumerate(ops) if op.phase == "region"]
     behind: dict[int, list[Op]] = {}
     for start, wait in pairs:
         complete = writes[start.reads[0].name][-1][0]
@@ -55,7 +55,7 @@ def _placed(ops: list[Op], pairs: list[tuple[Op, Op]], overlap: bool) -> list[Op
         behind[complete] = [start, *([] if beside else [wait]), *behind.get(complete, ())]
         if beside:
             behind[segments[following]] = [wait, *behind.get(segments[following], ())]
-    return [moved for i, one in enumerate(ops) for moved in (one, *behind.get(i, ()))]
+    return [moved for i, op in enumerate(ops) for moved in (op, *behind.get(i, ()))]
 
 
 def _staggered(program: Program, ops: list[Op]) -> list[Op]:

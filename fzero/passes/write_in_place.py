@@ -90,13 +90,13 @@ def _dead(old: str, writers: list[tuple[int, Ref]], reads: dict[str, list[tuple[
 
 def _aliases(op: Op, gm: fx.GraphModule) -> dict[int, int]:
     """For each destination placeholder (by position) the input that is the same memory, or -1 if it only overlaps."""
-    found: dict[int, int] = {}
+    aliases: dict[int, int] = {}
     dests = op.writes[op.num_outputs :]
     spans, same = rewrite.Spans(op.reads), {ref: [i] for i, ref in enumerate(op.reads)}
     for d, dest in enumerate(dests):
         for i in spans.over(dest) or same.get(dest, []):  # no element of an empty one is shared
-            found[len(op.reads) + d] = i if op.reads[i] == dest else -1
-    return found
+            aliases[len(op.reads) + d] = i if op.reads[i] == dest else -1
+    return aliases
 
 
 def _kernels(gm: fx.GraphModule, num_reads: int, aliases: dict[int, int]) -> fx.GraphModule:

@@ -60,13 +60,13 @@ def pack(sizes: Sequence[int], world_size: int) -> tuple[list[int], int]:
     """
     rounded = [-(-size // ALIGN) * ALIGN for size in sizes]
     loads = [0] * world_size
-    at: list[tuple[int, int]] = [(0, 0)] * len(sizes)
+    places: list[tuple[int, int]] = [(0, 0)] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: (-rounded[i], i)):
         rank = loads.index(min(loads))
-        at[i] = rank, loads[rank]
+        places[i] = rank, loads[rank]
         loads[rank] += rounded[i]
     most = max(max(loads), ALIGN)
-    return [rank * most + offset for rank, offset in at], most * world_size
+    return [rank * most + offset for rank, offset in places], most * world_size
 
 
 def fits(sizes: Sequence[int], world_size: int) -> bool:
@@ -90,17 +90,17 @@ def separate(
         assert isinstance(stage, int)
         if world_size == 1 or not all(whole(c) for c in members):
             rest[key] = members
-        elif (found := _runs(members, size, fill, world_size)) is not None:
-            runs += [(layer, stage, run) for run in found]
+        elif (packed := _runs(members, size, fill, world_size)) is not None:
+            runs += [(layer, stage, run) for run in packed]
         elif stage == 3:
             rest[key] = members
         else:
             pools.setdefault(key[1:], []).extend(members)
     for pool, members in pools.items():
         kept = list(members)
-        while kept and (found := _runs(kept, size, fill, world_size)) is None:
+        while kept and (packed := _runs(kept, size, fill, world_size)) is None:
             kept.remove(max(kept, key=size))
-        runs += [(WHOLE, pool[0], run) for run in found] if kept and found else []  # type: ignore[misc]
+        runs += [(WHOLE, pool[0], run) for run in packed] if kept and packed else []  # type: ignore[misc]
         left = set(members) - set(kept)
         for key, own in groups.items():
             if key[1:] == pool and left & set(own):

@@ -25,6 +25,7 @@ class _Walk:
     touched: dict[str, dict[str, None]] = field(default_factory=dict)  # by buffer, the transfers in flight that use it
 
     def faults(self) -> Iterator[Fault]:
+        """The faults of the program, in the order of its ops."""
         p = self.program
         written = [(i, ref) for i, op in enumerate(p.ops) if op.is_update for ref in op.writes]
         self.written = [(i, ref) for i, ref in written if p.buffers[ref.name].kind in PERSISTENT]
@@ -129,8 +130,8 @@ def places(program: Program) -> Iterator[Fault]:
     for name, (_, _, low, _) in zip(names, items, strict=True):
         if low < 0 or low % ALIGN_BYTES:
             yield -1, f"{name} lies at byte {low} of the arena: not a multiple of {ALIGN_BYTES}"
-    if (found := clash(items)) is not None:
-        a, b = found
+    if (pair := clash(items)) is not None:
+        a, b = pair
         yield max(items[a][0], items[b][0]), f"{names[a]} and {names[b]} share memory of the arena while both are alive"
 
 

@@ -62,9 +62,9 @@ class Term(str):
 
     def over(self, varies: frozenset[str]) -> Term:
         """The same term, varying over these axes."""
-        made = Term(self)
-        made.varies = varies
-        return made
+        varying = Term(self)
+        varying.varies = varies
+        return varying
 
 
 def term(*parts: Any) -> Term:
@@ -75,11 +75,11 @@ def term(*parts: Any) -> Term:
 def _varies(value: Any) -> frozenset[str]:
     if isinstance(value, Term):
         return value.varies
-    found = NOWHERE
-    for one in value if isinstance(value, (tuple, list)) else value.values() if isinstance(value, dict) else ():
-        if isinstance(one, (Term, tuple, list, dict)) and (more := _varies(one)):
-            found |= more
-    return found
+    axes = NOWHERE
+    for item in value if isinstance(value, (tuple, list)) else value.values() if isinstance(value, dict) else ():
+        if isinstance(item, (Term, tuple, list, dict)) and (more := _varies(item)):
+            axes |= more
+    return axes
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class Vec:
     that are there as a whole, because no rank boundary cuts them."""
 
     slots: Mapping[int, Term]
-    mine: bool
+    own_slice: bool
     span: tuple[int, int]
-    per: Any = 1
+    block_size: Any = 1
     tight: bool = True
     shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
@@ -114,7 +114,7 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
     if target is operator.getitem and isinstance(args[0], Vec):
         vector, index = args
         picked = replace(vector, slots={s: term("getitem", t, index) for s, t in vector.slots.items()})
-        return _ratio(picked, vector.per[index]) if isinstance(vector.per, tuple) else picked
+        return _ratio(picked, vector.block_size[index]) if isinstance(vector.block_size, tuple) else picked
     name = "getitem" if target is operator.getitem else target._schema.name
     if not vectors:
         return term(name, *_plain((args, tuple(sorted(kwargs.items()))))) if name != "getitem" else term(name, *args)
@@ -122,11 +122,11 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
     if target in traits.FLAT_FORMS:
         return _leaf(target, args, kwargs)
     if target in traits.BLOCKWISE:
-        first = replace(_blocks(target, args), per=traits.BLOCKWISE[target][1])
-    elif len({(v.span, v.mine, v.per) for v in vectors}) > 1:
+        first = replace(_blocks(target, args), block_size=traits.BLOCKWISE[target][1])
+    elif len({(v.span, v.own_slice, v.block_size) for v in vectors}) > 1:
         raise Undefined(f"{target} works on ranges that do not match")
 
-    def at(slot: int) -> Term:
+    def term_of(slot: int) -> Term:
         own = fx.node.map_aggregate((args, kwargs), lambda a: a.slots[slot] if isinstance(a, Vec) else a)
         return term(name, *_plain((own[0], tuple(sorted(own[1].items())))))
 
@@ -134,10 +134,10 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
         if len(first.slots) != 1:
             raise Undefined(f"{target} sums over several leaves at once")
         (only,) = first.slots
-        return Partial(at(only)) if first.mine else at(only)
+        return Partial(term_of(only)) if first.own_slice else term_of(only)
     if not traits.is_pointwise(target) and target not in traits.BLOCKWISE:
         raise Undefined(f"{target} is not elementwise and works on a flat range")
-    return replace(first, slots={slot: at(slot) for slot in first.slots})
+    return replace(first, slots={slot: term_of(slot) for slot in first.slots})
 
 
 def _blocks(target: Any, args: Any) -> Vec:
@@ -145,9 +145,11 @@ def _blocks(target: Any, args: Any) -> Vec:
     leaves. Returns the first operand, a column of whole elements."""
     wanted, _ = traits.BLOCKWISE[target]
     operands = args[: len(wanted)]
-    if not all(isinstance(v, Vec) and v.per == per for v, per in zip(operands, wanted, strict=True)):
+    if not all(
+        isinstance(v, Vec) and v.block_size == block_size for v, block_size in zip(operands, wanted, strict=True)
+    ):
         raise Undefined(f"{target} wants columns with an element for each {wanted}")
-    if len({(_ratio(v, ALIGN).span, v.mine, *v.slots) for v in operands}) > 1:
+    if len({(_ratio(v, ALIGN).span, v.own_slice, *v.slots) for v in operands}) > 1:
         raise Undefined(f"{target} works on ranges that do not match")
     if not all(v.tight for v in operands):
         raise Undefined(f"{target} takes padding into the blocks of a leaf")
@@ -169,16 +171,16 @@ def _leaf(target: Any, args: Any, kwargs: Any) -> Vec:
     return replace(vector, slots={slot: apply(traits.FLAT_FORMS[target], (of, *rest), kwargs)})
 
 
-def _ratio(vector: Vec, per: int) -> Vec:
+def _ratio(vector: Vec, block_size: int) -> Vec:
     """The same range in a column with one element for each `per`: whole blocks."""
     start, stop = vector.span
-    return replace(vector, per=per, span=(start, -(-stop // per) * per))
+    return replace(vector, block_size=block_size, span=(start, -(-stop // block_size) * block_size))
 
 
 def _leaves(value: Any) -> list[Any]:
-    found: list[Any] = []
-    fx.node.map_aggregate(value, found.append)
-    return found
+    leaves: list[Any] = []
+    fx.node.map_aggregate(value, leaves.append)
+    return leaves
 
 
 def _plain(value: Any) -> tuple[Any, ...]:
@@ -227,14 +229,15 @@ class _Memory:
             self.looking.setdefault(root, []).append(node)
 
     def value(self, node: fx.Node) -> Any:
+        """The value of a node. Raises `Undefined` where its memory was written since."""
         value = self.values[node]
         if isinstance(value, Undefined):
             raise value
         return value
 
-    def look(self, node: fx.Node, at: fx.Node) -> None:
+    def look(self, node: fx.Node, source: fx.Node) -> None:
         """`node` is a view of `at`, or `at` as a write has left it."""
-        root = self.root[node] = self.root.get(at, at)
+        root = self.root[node] = self.root.get(source, source)
         self.looking.setdefault(root, []).append(node)
 
     def write(self, node: fx.Node, value: Any) -> None:
