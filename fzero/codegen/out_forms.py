@@ -28,7 +28,7 @@ _WITH_TENSOR = {
     aten.div.Scalar: aten.div.out,
 }
 # beside pointwise ops, those whose `out=` form was seen to write its result there and nothing else: others resize `out`
-# and use it for what lies between (binary_cross_entropy), or need results in memory of their own (linalg.qr)
+# and use it for intermediate values (binary_cross_entropy), or need results in memory of their own (linalg.qr)
 _WRITES_OUT = frozenset(
     str.split(
         "mm addmm bmm baddbmm sum mean amax amin any all argmax argmin cumsum cat stack index_select gather tril triu "

@@ -1,7 +1,7 @@
 """liveness: which buffers hold values at which op. The one place that knows; passes, verify and accounts read it here.
 
 A buffer is live from the op that first writes it to its `free`; before lifetimes are written as `free` ops, to its last
-use. What is held between steps (`PERSISTENT`) is live throughout.
+use. Buffers held between steps (`PERSISTENT`) are live throughout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def uses(op: Op) -> tuple[Ref, ...]:
 
 
 def live_names(ops: Sequence[Op], buffers: Mapping[str, Buffer], index: int) -> set[str]:
-    """The names of the buffers that are live after op `at`."""
+    """The names of the buffers that are live after op `index`."""
     live = {name for name, b in buffers.items() if b.kind in PERSISTENT}
     for op in ops[: index + 1]:
         live.update(ref.name for ref in op.writes if ref.name in buffers)
@@ -29,7 +29,8 @@ def live_names(ops: Sequence[Op], buffers: Mapping[str, Buffer], index: int) -> 
 def live_bytes(
     ops: Iterable[Op], buffers: Mapping[str, Buffer], counted: Callable[[Buffer], bool] = lambda buffer: True
 ) -> list[int]:
-    """Bytes of buffers alive after each op, of those `counted`. What an op needs only while it runs is not in here."""
+    """Bytes of buffers alive after each op, of those `counted`. Memory that an op needs only while it runs is not
+    counted."""
     size = {name: b.nbytes if counted(b) else 0 for name, b in buffers.items()}
     held = {name for name, b in buffers.items() if b.kind in PERSISTENT}
     live = sum(size[name] for name in held)

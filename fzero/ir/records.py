@@ -84,7 +84,8 @@ class Bucket:
         return self.slots[index + 1].start if index + 1 < len(self.slots) else self.length
 
     def place(self, index: int, block_size: int = 1) -> tuple[int, int, tuple[int, ...]]:
-        """(start, stop, shape) of slot `index` in a buffer with one element per `per`: whole blocks, counted in 1-D."""
+        """(start, stop, shape) of slot `index` in a buffer with one element for each `block_size` of the bucket's:
+        whole blocks, counted in 1-D."""
         slot = self.slots[index]
         if block_size == 1:
             return slot.start, slot.stop, slot.shape
@@ -101,7 +102,8 @@ class Bucket:
         return None
 
     def inside(self, start: int, stop: int, block_size: int = 1) -> list[int]:
-        """The slots that lie wholly in elements [start, stop), in a buffer with one element per `per`."""
+        """The slots that lie wholly in elements [start, stop), in a buffer with one element for each `block_size` of
+        the bucket's."""
         first = self._first(start)
         return list(takewhile(lambda i: self.place(i, block_size)[1] <= stop, range(first, len(self.slots))))
 
@@ -194,7 +196,7 @@ class Op:
         """The op with these attributes added or changed."""
         return replace(self, attrs=tuple(sorted({**dict(self.attrs), **attrs}.items())))
 
-    # --- what its kind says
+    # --- properties of its kind
 
     @property
     def row(self) -> kinds.OpKind:
@@ -281,7 +283,7 @@ class Op:
         """The buffers that other ranks may read after this rank has waited for the transfer."""
         return {self.reads[0].name, *([self.target] if self.row.changes_target else [])}
 
-    # --- what its attributes say
+    # --- its attributes
 
     @property
     def segment(self) -> str:
@@ -335,7 +337,7 @@ class Op:
 
     @property
     def divisor(self) -> int:
-        """What a sum over ranks is divided by, once."""
+        """The divisor of a sum over ranks, applied once."""
         return int(self.get("divisor", 1))
 
     @property
@@ -368,5 +370,5 @@ def shape_text(shape: tuple[int, ...]) -> str:
 
 
 def buffer_name(text: str) -> str:
-    """A buffer's name: what the text form can hold without quotes."""
+    """A buffer's name: `text` with "_" for characters that the text form cannot hold without quotes."""
     return re.sub(r"[^\w./:~@-]", "_", text)

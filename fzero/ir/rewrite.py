@@ -1,4 +1,5 @@
-"""rewrite: what passes share. Finding who reads and writes a buffer, and renaming references; nothing here decides."""
+"""rewrite: helpers of passes: finding the ops that read or write a buffer, and renaming references. Nothing here
+decides."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """lower: Graph and Plan → the naive Program, which the passes then improve.
 
-The naive program is the semantics sentence written out, with placements: gather every sharded column; run each region
-whole, once per microbatch, its gradients written into flat buffers; all-reduce those; run the outer graph on full
-tensors; keep the own slice of every new leaf. It is correct and wasteful, and every pass keeps its meaning.
+The naive program is the semantics sentence written out, with placements. It gathers every sharded column. It runs each
+region whole, once per microbatch, and its gradients are written into flat buffers. It all-reduces those, runs the outer
+graph on full tensors, and keeps the own slice of every new leaf. It is correct and wasteful, and every pass keeps its
+meaning.
 
 Gradients: sum over ranks in rank order, one division by ranks x microbatches. `reduce="each"` reduces every
 microbatch's bucket and adds the results; `"end"` adds first and reduces once. Losses and aux are added, then reduced.
@@ -123,6 +124,7 @@ class _Builder:
         out.args = (results,)
 
     def _inputs(self) -> None:
+        """Adds the buffers of state, batch and constants, and gathers the columns that are sharded."""
         num = len(self.to.plan.leaves)
         self.to.buffers.update(self.to.plan.buffers)
         for node, leaf in zip(self.nodes, self.to.plan.leaves, strict=False):
@@ -184,6 +186,7 @@ class _Builder:
         self.to.segment("run", gm, reads, [*outs, *refs], why=f"outer {' '.join(lines[:3])}".strip(), phase="outer")
 
     def _comm(self, node: fx.Node) -> None:
+        """Emits a region, or a reduction of the outer graph."""
         if node.target is REGION:
             trainable = RegionBuilder(self.to, self.graph, self.nodes[: len(self.to.plan.leaves)], self.reduce).run(
                 node
@@ -219,7 +222,8 @@ class _Builder:
 
 
 def _is_comm(node: fx.Node) -> bool:
-    """Regions, reductions, ranks, and the picking of a region's outputs: what is emitted as other ops than one run."""
+    """Whether a node is a region, a reduction, a rank's place or a picked output of a region. Each becomes ops of its
+    own."""
     if node.op != "call_function":
         return False
     picks = node.target is operator.getitem and fx_nodes.operand(node).target is REGION
@@ -227,10 +231,10 @@ def _is_comm(node: fx.Node) -> bool:
 
 
 def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
-    """When a node runs: one later than what it depends on through each region or reduction.
+    """The level of every node: that of its latest operand, plus one for a region or a reduction.
 
-    Elementwise work waits for the first that needs it: `0.9 * ema` runs beside the `+ 0.1 * params` that it is for,
-    where both are slices, not before the loss, where it would be a whole tensor to keep.
+    Elementwise work waits for its first user. So `0.9 * ema` runs beside the `+ 0.1 * params` that uses it, where both
+    are slices. Before the loss it would be a whole tensor to keep.
     """
     levels: dict[fx.Node, int] = {}
     for node in graph.nodes:

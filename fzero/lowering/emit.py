@@ -19,7 +19,8 @@ aten = torch.ops.aten
 
 @dataclass
 class Emitter:
-    """Collects records; `where` says which reference holds the value of a node of the outer graph."""
+    """Collects the records of a program. `where` maps a node of the outer graph to the reference that holds its value.
+    The builders in this folder write `where` and `buffers`; only the methods write the other fields."""
 
     plan: Plan
     transport: str
@@ -71,7 +72,8 @@ class Emitter:
         return self.elementwise_segments[key]
 
     def exchange(self, source: Ref, like: torch.Tensor, name: str, how: str, parts: int, why: str) -> Ref:
-        """An exchange of a small or odd-shaped value: everyone gets everyone's and adds in rank order."""
+        """Emits an all-reduce of a small or odd-shaped value: every rank gets every rank's value and adds them in rank
+        order. Returns the reference to the result."""
         n = self.plan.world_size
         result = self.new(name, like, "activation")
         room = like.new_empty((n - 1, max(like.numel(), 1)))

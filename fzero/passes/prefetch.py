@@ -1,9 +1,9 @@
 """prefetch: a gather starts some segments before it is needed, within a byte cap.
 
-Each gather of a parameter moves up past `depth` segments (never past an update of what it reads), as long as the
-gathered buffers alive at any moment stay under the cap; the wait stays at the first use. "One block ahead" is depth
-1. The cap is the program's `gather_cap_bytes`, checked by verify: given, or what this depth needs. With no cap
-given, the smallest cap is that of depth 0.
+Each gather of a parameter moves up past `depth` segments, but never past an update of its source. The gathered buffers
+alive at any moment stay under the cap. The wait stays at the first use. Depth 1 is "one block ahead". The cap is the
+program's `gather_cap_bytes`, which verify checks. It is the caller's, or the bytes that this depth needs. The smallest
+possible cap is that of depth 0.
 
     run seg0; gather p1; wait p1; run seg1      becomes      gather p1; run seg0; wait p1; run seg1
 """
@@ -52,7 +52,7 @@ def _size(program: Program, gather: Op) -> int:
 
 
 def _earlier(ops: list[Op], index: int, depth: int, room: int | None, levels: list[int]) -> int:
-    """Where the gather at `at` goes: past `depth` segments, as long as no more than `room` is gathered there."""
+    """Where the gather at `index` goes: past `depth` segments, as long as no more than `room` is gathered there."""
     source = ops[index].reads[0].name
     best, passed = index, 0
     for target in range(index - 1, -1, -1):

@@ -1,9 +1,10 @@
 """segment: a region's one big run is cut where the parameters in use change.
 
-A *unit* is a layer's buckets; what is used only where another unnumbered one is (a final norm beside the tied
-embedding) joins it. In the order of the joint graph a new segment begins where a node uses a unit that the segment does
-not, or (in the backward) feeds nothing but the gradients of one. What crosses a border becomes a buffer. Equal layers
-give segments of equal text, hence one hash: 12 layers, 5 segments.
+A *unit* is a layer's buckets; a bucket that is used only where another unnumbered one is (a final norm beside the tied
+embedding) joins its unit. Nodes are taken in the order of the joint graph. A new segment begins where a node uses a
+unit that the segment does not use. In the backward it also begins where a node feeds only the gradients of such a unit.
+A value that crosses a border becomes a buffer. Equal layers give segments of equal text, hence one hash: 12 layers, 5
+segments.
 
     run x w0 w1 wte -> loss g0 g1 gte
     becomes   run x wte -> a0;  run a0 w0 -> a1;  run a1 w1 -> a2;  run a2 wte -> loss a3 a4;  run a3 w1 -> a5 g1; ...
@@ -59,6 +60,7 @@ class _Piece:
 def _instantiated(
     op: Op, pieces: list[_Piece], buffers: dict[str, Buffer], pool: dict[str, fx.GraphModule]
 ) -> list[Op]:
+    """One run for each piece of a region's run; adds buffers for values that cross a border."""
     region, m = op.region, op.microbatch
     holders = pieces[0].inputs[0].graph if pieces and pieces[0].inputs else None
     where: dict[fx.Node, Ref] = {}
@@ -86,6 +88,7 @@ def _instantiated(
 
 
 def _cut(program: Program, op: Op) -> list[_Piece]:
+    """The pieces of a region's segment, in order."""
     gm = program.segments[op.segment]
     holders = fx_nodes.placeholders(gm.graph)
     refs = [*op.reads, *op.writes[op.num_outputs :]]
@@ -122,8 +125,8 @@ def _cut(program: Program, op: Op) -> list[_Piece]:
 
 
 def _move_prelude(groups: list[list[fx.Node]], i: int, used: set[fx.Node], made_anew: MadeAnew) -> None:
-    """What a forward segment does after its last use of a parameter goes to the next one where less crosses then: a
-    layer that begins with a norm begins before the norm, at the one value that the last layer left."""
+    """Moves the nodes after the last use of a parameter to the next segment, where fewer bytes cross the border then.
+    So a layer that begins with a norm begins before the norm, at the one value that the last layer left. In place."""
     group = groups[i]
     start = max((n for n, node in enumerate(group) if node in used), default=-1) + 1
     while start < len(group) and group[start].target is operator.getitem:
@@ -161,8 +164,8 @@ def _move_prelude(groups: list[list[fx.Node]], i: int, used: set[fx.Node], made_
 def _uses(
     gm: fx.GraphModule, nodes: list[fx.Node], bucket_of: dict[fx.Node, str], made_anew: MadeAnew
 ) -> dict[fx.Node, set[str]]:
-    """The buckets a node uses: of parameters among its operands, or, in the backward, of the one it makes gradients
-    of."""
+    """{node: the buckets that it uses}: those of parameters among its operands. In the backward also the one bucket
+    whose gradients alone it feeds."""
 
     def root(node: fx.Node) -> fx.Node:
         while made_anew(node):
@@ -188,8 +191,8 @@ def _uses(
 
 
 def _units(program: Program, nodes: list[fx.Node], uses: dict[fx.Node, set[str]]) -> dict[str, str]:
-    """The unit of every bucket: its layer, or another one without a number that is in use wherever it is, where the two
-    together are no more to hold at once than a layer (or it adds little)."""
+    """The unit of every bucket. A numbered layer is its own unit. A layer without a number joins another one that is in
+    use wherever it is, if both together take no more memory than a layer, or if it adds little."""
     layer = {name: name.split("~")[0] for name in program.buckets}
     numbered = {name for name, own in layer.items() if any(part.isdigit() for part in own.split("."))}
     epochs: dict[str, set[int]] = {}
@@ -220,6 +223,7 @@ def _units(program: Program, nodes: list[fx.Node], uses: dict[fx.Node, set[str]]
 def _pieces(
     gm: fx.GraphModule, groups: list[list[fx.Node]], units: list[set[str]], made_anew: MadeAnew
 ) -> list[_Piece]:
+    """The groups of nodes as segments, each with its inputs, outputs and destinations."""
     group_of = {node: i for i, group in enumerate(groups) for node in group}
     copies: dict[int, list[fx.Node]] = {}
     for node in gm.graph.nodes:

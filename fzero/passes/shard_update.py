@@ -1,15 +1,14 @@
 """shard_update: the outer graph's elementwise work runs on flat slices instead of full tensors.
 
-After a reduction, an op that is pointwise, whose every full-shaped operand is a leaf of one place (or computed from
-such) and whose others are 0-d, gives the same bits on any slice. Equal chains of neighbouring leaves of a bucket
-become one op on their common range; a chain that differs (another weight decay) gets a range of its own. Work on
-blocks of 64 elements (`traits.BLOCKWISE`: quantised moments) runs on slices too, which never cut a block; its ranges
-end where padding would join a block. Work on whole leaves (`traits.WHOLE`: a matrix's orthogonalisation) is done by
-the rank in whose slice the leaf lies, the others have none of it; a leaf on several ranks is gathered, and all do it.
-A sum over
-a whole leaf becomes a sum over the own slice and one all-reduce of all such scalars; full work that needs a computed
-flat value gathers it first; everything else stays as it was. Columns that are kept whole (parameters under stages 1
-and 2) are gathered after their update. With the state sharded, what is updated per rank falls from P to P/N.
+After a reduction, a pointwise op gives the same bits on any slice, if its full-shaped operands are leaves of one place
+(or computed from such) and its other operands are 0-d. Equal chains of neighbouring leaves of a bucket become one op on
+their common range; a chain that differs (another weight decay) gets a range of its own. Work on blocks of 64 elements
+(`traits.BLOCKWISE`: quantised moments) runs on slices too, which never cut a block; its ranges end where padding would
+join a block. Work on whole leaves (`traits.WHOLE`: a matrix's orthogonalisation) is done by the rank in whose slice the
+leaf lies, and by no other. A leaf on several ranks is gathered, and all ranks do the work. A sum over a whole leaf
+becomes a sum over the own slice, and one all-reduce adds all such scalars. Full work that needs a computed flat value
+gathers it first. Everything else stays as it was. Columns that are kept whole (parameters under stages 1 and 2) are
+gathered after their update. With the state sharded, each rank updates P/N elements instead of P.
 
     run grads.full[w] params.full[w] ... -> params.new[w]      (every leaf, every rank)
     becomes
@@ -67,7 +66,8 @@ def _without_unread(ops: list[Op]) -> list[Op]:
 
 @dataclass
 class _Outer:
-    """One outer run on full tensors, being rewritten. `pool` and the run's buffers take in what is made."""
+    """One outer run on full tensors, being rewritten. `pool` and the run's buffers receive the new segments and
+    buffers."""
 
     run: OuterRun
     index: int
@@ -111,7 +111,7 @@ class _Outer:
     # --- full work
 
     def _full(self, nodes: list[fx.Node], level: int) -> None:
-        """What is not flat, as one run; the flat values it needs are gathered before."""
+        """Emits the full nodes as one run; gathers the flat values that they need before it."""
         nodes = [n for n in nodes if n.users or n in self.run.outputs]
         if not nodes:
             return
@@ -155,6 +155,7 @@ class _Outer:
     # --- flat work
 
     def _flat(self, nodes: list[fx.Node], level: int) -> None:
+        """Emits flat nodes: one run for each range of neighbouring leaves whose chains are equal."""
         by_slot: dict[SlotKey, list[fx.Node]] = {}
         for node in nodes:
             by_slot.setdefault(self.run.slot_key[node], []).append(node)
@@ -236,7 +237,7 @@ class _Outer:
             self._emit(replace(done, why=f"whole {names[0]}" + (f" .. {names[-1]}" if len(names) > 1 else "")))
 
     def _signature(self, chain: list[fx.Node]) -> tuple[object, ...]:
-        """What a leaf's chain does, in terms that an equal chain of another leaf shares."""
+        """The work of a leaf's chain, in a form that is equal for an equal chain of another leaf."""
         number = {node: i for i, node in enumerate(chain)}
 
         def name(node: fx.Node) -> str:
@@ -250,6 +251,7 @@ class _Outer:
         )
 
     def _emit_flat(self, bucket_name: str, slots: list[int], chain: list[fx.Node]) -> None:
+        """Emits one chain of flat nodes on the common range of these slots."""
         bucket = self.run.program.buckets[bucket_name]
         start, stop = bucket.slots[slots[0]].start, bucket.end(slots[-1])
         if any(n.target in BLOCKWISE for n in chain):
@@ -320,7 +322,7 @@ class _Outer:
         total, scratch = f"{name}.all", f"{name}.scratch"
         n, refs = self.run.program.mesh.size(axis), [Ref(total)]
         self.run.buffers[total] = Buffer(total, source.dtype, source.shape, "activation")
-        if self.run.program.transport != "shared":  # whose ranks add what they read in one another's memory
+        if self.run.program.transport != "shared":  # its ranks read one another's memory and add
             self.run.buffers[scratch] = Buffer(scratch, source.dtype, (n - 1, source.numel), "scratch")
             refs.append(Ref(scratch))
         self._emit(make_op("all_reduce_small", [Ref(name)], refs, axis=axis, why=why, op="sum", divisor=1))

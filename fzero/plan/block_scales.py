@@ -28,8 +28,9 @@ class Class:
 
 
 def scales(paths: Sequence[str], leaves: Sequence[torch.Tensor], per_rank: Sequence[str] = ()) -> dict[int, int]:
-    """For each leaf of scales the leaf of codes that it belongs to: the 8-bit leaf at the same path with `codes` in the
-    place of `scales`, of as many blocks as there are scales. Where that is kept whole, so are its scales.
+    """{index of a leaf of scales: index of its leaf of codes}. The codes are the 8-bit leaf at the same path with
+    `codes` in the place of `scales`. They have as many blocks as there are scales. Where the codes are kept whole, so
+    are the scales.
 
     >>> scales(["mu/codes/w", "mu/scales/w"], [torch.zeros(5, 13, dtype=torch.int8), torch.zeros(2)])
     {1: 0}

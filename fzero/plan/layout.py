@@ -115,8 +115,8 @@ def layout(
     per_rank: Sequence[str] = (),
     compute: Callable[[str, torch.dtype], torch.dtype] = lambda path, held: held,
 ) -> Plan:
-    """The plan for these leaves. `compute` tells from a leaf's path below its entry, and its dtype, what it is cast to
-    in a loss. Raises SpecError for a rule that matches nothing or leaves a leaf without a stage."""
+    """The plan for these leaves. `compute` gives the dtype that a leaf is cast to in a loss, from the leaf's path below
+    its entry and its dtype. Raises SpecError for a rule that matches nothing or leaves a leaf without a stage."""
     codes_of = scales(paths, leaves, per_rank)
     flat = [
         i

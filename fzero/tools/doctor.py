@@ -265,7 +265,7 @@ def disk(folder: Path, megabytes: int) -> Iterator[Finding]:
         os.fsync(file.fileno())
         writing = time.perf_counter() - began
         cold = hasattr(os, "posix_fadvise")
-        if cold:  # what lies in memory says nothing of the disk
+        if cold:  # a read from memory says nothing about the disk
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         began = time.perf_counter()
         file.seek(0)

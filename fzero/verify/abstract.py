@@ -1,9 +1,10 @@
-"""abstract: a program run on terms instead of tensors; what verify compares with the meaning of the captured step.
+"""abstract: runs a program on terms instead of tensors; verify compares the result with the meaning of the captured
+step.
 
-Memory is modelled as the ops see it: a buffer holds terms by range, of a flat buffer one for each leaf, and knows of
-which ranges only the own slice was written. Flat references read and write whole leaves; one that cuts through a leaf,
-reads what was never computed, or takes one rank's slice for the whole is `Undefined`. A write leaves nothing of the
-terms that it overlaps: what is read afterwards must have been written as it is read.
+Memory is modelled as the ops see it. A buffer holds terms by range; a flat buffer holds one for each leaf. It knows the
+ranges of which only the own slice was written. Flat references read and write whole leaves. A reference is `Undefined`
+if it cuts through a leaf, reads a value that was never computed, or takes one rank's slice for the whole. A write
+removes all terms that it overlaps: a later read must have the range of a write.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ Span = tuple[int, int]
 
 
 class Content:
-    """What a buffer holds: terms by (start, stop), of which no two overlap, and of which only the own slice is right.
-    `put` alone writes."""
+    """The terms that a buffer holds, by (start, stop); no two overlap. `own_slices` are the ranges of which only the
+    own slice was written. Only `put` writes."""
 
     def __init__(self, terms: Mapping[Span, Any] | None = None) -> None:
         self.terms: dict[Span, Any] = dict(terms or {})
@@ -31,7 +32,7 @@ class Content:
         self.order = sorted(key for key in self.terms if key[0] < key[1])
 
     def put(self, key: Span, value: Any, *, own_slice: bool = False) -> None:
-        """The term of a range, or of the own slice of it; the terms of all that it overlaps are gone."""
+        """Sets the term of a range, or of the own slice of it. Removes the terms that it overlaps."""
         if key not in self.terms and key[0] < key[1]:
             self._drop(key)
             insort(self.order, key)
@@ -49,7 +50,7 @@ class Content:
 
 
 class Abstract:
-    """A program run on terms. `memory` maps a buffer to its `Content`."""
+    """A program run on terms. `memory` maps a buffer to its `Content`; only the methods of this class write it."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -116,7 +117,8 @@ class Abstract:
             self.write(op.writes[0], term("recv", op.axis, op.peer, op.tag).over(over))
 
     def _held(self, ref: Ref) -> Any:
-        """What a destination holds before it is written, for ops that work in place on it; nothing is `Undefined`."""
+        """The term of a destination before it is written, for ops that work in place on it; `Undefined` where it holds
+        nothing."""
         try:
             return self.read(ref)
         except Undefined as error:
@@ -210,7 +212,7 @@ class Abstract:
         return Vec(terms, own_slice, (start, stop), buffer.per, tight, shapes)
 
     def write(self, ref: Ref, value: Any) -> None:
-        """Puts a term, or a `Vec` of them, where a reference points. What it overlaps is gone.
+        """Writes a term, or a `Vec` of them, to a reference. Removes the terms that it overlaps.
 
         Raises `Undefined` where the value and the reference do not fit.
         """

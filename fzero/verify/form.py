@@ -1,4 +1,4 @@
-"""form: rules about what a program's records say, each by itself: kinds, counts, attributes, sizes, ranges, segments.
+"""form: rules about a program's records, each by itself: kinds, counts, attributes, sizes, ranges, segments.
 
 `form` comes first of all rules. It takes nothing for granted but that the text could be parsed; the others read the
 records without a question.
@@ -26,7 +26,7 @@ NUMBERS = ("at", "divisor", "flat", "fresh", "heap", "microbatch", "peer", "tag"
 
 
 def form(program: Program) -> Iterator[Fault]:
-    """Every record says something that there is: kinds, names, counts of references, numbers in their ranges."""
+    """Every record names things that exist: kinds, names, counts of references, numbers in their ranges."""
     yield from ((-1, what) for what in _mesh(program))
     for bucket in program.buckets.values():
         if not 0 < bucket.length < MOST:
@@ -147,7 +147,8 @@ def _cut_alike(program: Program, i: int, op: Op) -> Iterator[Fault]:
 
 
 def aliasing(program: Program) -> Iterator[Fault]:
-    """What a run writes is exactly what it reads, or apart from it; its writes are apart from one another."""
+    """Each write of a run is equal to one of its reads or apart from all of them. Its writes are apart from one
+    another."""
     for i, op in enumerate(program.ops):
         if not op.computes:
             continue
@@ -212,7 +213,8 @@ def _by_blocks(node: fx.Node) -> bool:
 
 
 def _unfit(program: Program, ref: Ref, value: torch.Tensor) -> str | None:
-    """Why a reference is not what a segment has there; None where it is. A flat range may be shorter than planned."""
+    """The reason why a reference does not fit the segment's operand; None where it fits. A flat range may be shorter
+    than planned."""
     buffer = program.buffers[ref.name]
     shape = buffer.shape if ref.start is None else ref.shape
     wanted = f"the segment has {DTYPE_NAMES[value.dtype]}{list(value.shape)} there"

@@ -1,4 +1,5 @@
-"""lifetimes: what is live, in flight and donated along a program. The rules of `fzero.verify` about memory in time."""
+"""lifetimes: the rules of `fzero.verify` about memory in time: buffers that are live, in flight or donated along a
+program."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ Fault = tuple[int, str]
 
 @dataclass
 class _Walk:
-    """Lifetimes along one program: what is live, what is in flight, what the state's new values are."""
+    """Lifetimes along one program. Only `faults` and its helpers write the fields."""
 
     program: Program
     live: set[str] = field(default_factory=set)
@@ -67,6 +68,7 @@ class _Walk:
             self.freed[ref.name] = i
 
     def _ordinary(self, i: int, op: Op) -> Iterator[Fault]:
+        """The faults of an op that is no mark: it reads, writes or starts a transfer."""
         for ref in op.reads:
             if ref.name not in self.live:
                 yield i, f"reads {ref}, which is not live{self._since(ref.name)}"
@@ -109,7 +111,7 @@ def lifetimes(program: Program) -> Iterator[Fault]:
 
 
 def places(program: Program) -> Iterator[Fault]:
-    """What is alive at one moment lies apart in the arena, and every place is aligned."""
+    """Buffers and workspaces that are alive at one moment lie apart in the arena, and every place is aligned."""
     items: list[tuple[int, int, int, int]] = []
     names: list[str] = []
     lives = intervals(program.ops, program.buffers, program.metrics.values())
@@ -156,7 +158,7 @@ def settled(program: Program) -> Iterator[Fault]:
 
 
 def needed(program: Program) -> Iterator[Fault]:
-    """Nothing brings again what nobody has read since it was brought."""
+    """No transfer fills a buffer again before an op has read it."""
     unread: dict[str, int] = {}
     for i, op in enumerate(program.ops):
         target = op.writes[0].name if op.transfers and op.writes else None

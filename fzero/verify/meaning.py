@@ -1,4 +1,4 @@
-"""meaning: the meaning of a captured step, what every program lowered from it must compute.
+"""meaning: the meaning of a captured step, which every program lowered from it must have.
 
 The semantics sentence on terms (`fzero.verify.terms`): state is replicated, each region runs once for every microbatch,
 and reductions are where the graph says. Where a gradient is summed and in which dtype it travels is the plan's choice,

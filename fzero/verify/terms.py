@@ -1,21 +1,21 @@
-"""terms: what a step computes, as a digest that no placement and no schedule may change.
+"""terms: the meaning of a step, as a digest that no placement and no schedule may change.
 
 Every value is a *term*: the hash of the op that made it and of its operands' terms, down to the leaves of the state and
-the batch. `captured.graph_meaning` gives the terms of the captured step under the semantics sentence (replicated state,
-reductions in the graph); `abstract.program_meaning` runs a program on terms instead of tensors, node by node through
-its segments, and gives those of the state it leaves behind. They must be equal, for every ZeRO stage, bucket size and
-prefetch depth, after every pass: that is what verify checks, so a program that reduces twice, skips a microbatch or
-reads a moment from the wrong leaf is refused whatever it looks like.
+the batch. `meaning.graph_meaning` gives the terms of the captured step under the semantics sentence (replicated state,
+reductions in the graph). `abstract.program_meaning` runs a program on terms instead of tensors, node by node through
+its segments. It gives the terms of the state that the program leaves behind. Verify checks that both are equal, for
+every ZeRO stage, bucket size and prefetch depth, after every pass. So it refuses a program that reduces twice, skips a
+microbatch or reads a moment from the wrong leaf.
 
 Flat work is understood: an elementwise op on a range of a bucket is that op on each leaf in the range; so is an op on
 blocks of 64 elements (`traits.BLOCKWISE`) where no padding lies between the leaves; an op that needs all of a leaf
 (`traits.WHOLE`) works on own slices where the leaf lies in one of them; a sum over the own slice is *partial* until it
-is summed over the axis; a buffer of which only the own slice was written is *mine* until it is gathered.
+is summed over the axis; a buffer of which only the own slice was written is an *own slice* until it is gathered.
 Copies, clones and detaches have the term of their operand; a copy into another dtype is a cast.
 
-A term knows over which axes it *varies*: the batch, a rank's place and what every rank keeps for itself differ between
-ranks, and so does what is computed from them, until it is reduced. Own slices of a varying value, brought together, are
-no rank's value: `gathered` is a term of its own, which no captured step has.
+A term knows over which axes it *varies*. The batch, a rank's place and the leaves that every rank keeps for itself
+differ between ranks. So does a value computed from them, until it is reduced. Own slices of a varying value, brought
+together, are no rank's value: `gathered` is a term of its own, which no captured step has.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ NOWHERE: frozenset[str] = frozenset()
 
 
 class Undefined(Exception):
-    """The program reads what it never computed, or computes what no value is; says which, and `op` which op does."""
+    """The program reads a value that it never computed, or computes something without a meaning. `op` is the number of
+    the op, -1 where it is not known."""
 
     def __init__(self, what: str, op: int = -1) -> None:
         super().__init__(what)
@@ -84,9 +85,9 @@ def _varies(value: Any) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Vec:
-    """Terms of the leaves in a flat range; `mine`: only of the own slice. There is one element for each `per` of the
-    range (of an op's several results: for each, its own); `tight`: no padding lies in it; `shapes`: those of the leaves
-    that are there as a whole, because no rank boundary cuts them."""
+    """Terms of the leaves in a flat range, by slot. `own_slice`: only of the own slice. `block_size`: the elements of
+    the range for each element of the value; a tuple where an op has several results. `tight`: no padding lies in the
+    range. `shapes`: those of the leaves that no rank boundary cuts."""
 
     slots: Mapping[int, Term]
     own_slice: bool
@@ -98,7 +99,7 @@ class Vec:
 
 @dataclass(frozen=True)
 class Partial:
-    """The sum over the own slice of what `of` is the sum of."""
+    """The part of the sum `of` that the own slice adds."""
 
     of: Term
 
@@ -159,7 +160,7 @@ def _blocks(target: Any, args: Any) -> Vec:
 
 
 def _leaf(target: Any, args: Any, kwargs: Any) -> Vec:
-    """What the flat form of an op on whole leaves gives: the op itself on the one leaf of the range."""
+    """The value of the flat form of an op on whole leaves: the op itself on the one leaf of the range."""
     vector, shape, *rest = args
     if not isinstance(vector, Vec) or len(vector.slots) != 1 or not vector.tight:
         raise Undefined(f"{target} works on one leaf at a time, without padding")
@@ -172,7 +173,7 @@ def _leaf(target: Any, args: Any, kwargs: Any) -> Vec:
 
 
 def _ratio(vector: Vec, block_size: int) -> Vec:
-    """The same range in a column with one element for each `per`: whole blocks."""
+    """The same range in a column with one element for each `block_size`: whole blocks."""
     start, stop = vector.span
     return replace(vector, block_size=block_size, span=(start, -(-stop // block_size) * block_size))
 
@@ -216,7 +217,8 @@ def part(value: Any, start: int, stop: int, shape: tuple[int, ...]) -> Term:
 
 
 class _Memory:
-    """The values of a segment's nodes, and which nodes look at the same memory."""
+    """The values of a segment's nodes, and which nodes look at the same memory. `look` and `write` change them;
+    `evaluate` sets the values of nodes."""
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], shared: Mapping[int, int]) -> None:
         self.holders = {node: i for i, node in enumerate(fx_nodes.placeholders(gm.graph))}
@@ -236,12 +238,12 @@ class _Memory:
         return value
 
     def look(self, node: fx.Node, source: fx.Node) -> None:
-        """`node` is a view of `at`, or `at` as a write has left it."""
+        """Records that `node` is a view of `source`, or is `source` after a write."""
         root = self.root[node] = self.root.get(source, source)
         self.looking.setdefault(root, []).append(node)
 
     def write(self, node: fx.Node, value: Any) -> None:
-        """All of `node` holds this value; who else looks at its memory must not be read any more."""
+        """Sets the value of all of `node`. Other nodes in the same memory must not be read any more."""
         root = self.root.get(node, node)
         if root is not node and node not in self.holders:
             raise Undefined(
@@ -296,7 +298,7 @@ def evaluate(
 
 
 def _copied(value: Any, into: fx.Node, source: Any) -> Any:
-    """What a copy leaves behind: a cast of its source, where the dtypes differ."""
+    """The value of a copy: its source, or a cast of it where the dtypes differ."""
     dtypes = [n.meta["val"].dtype if "val" in n.meta else None for n in (into, source)]
     return value if dtypes[0] is dtypes[1] else apply(aten._to_copy.default, (value,), {"dtype": dtypes[0]})
 

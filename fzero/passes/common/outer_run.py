@@ -1,9 +1,9 @@
 """outer_run: of the nodes of an outer run, which may run on slices of buckets, and in which order.
 
-A node is *flat* if it works on the same elements, or blocks, of one leaf alone; *owned* if it needs all of one leaf and
-gives all of it; *partial* if it sums a flat value up; else *full*. Nodes of one kind and level are independent of one
-another. In a level full work is first, then flat, owned, sums; what needs a result that comes later waits for the next
-level, and flat work is as late as its first user allows.
+A node is *flat* if it works on the same elements, or blocks, of one leaf alone. It is *owned* if it needs all of one
+leaf and gives all of it. It is *partial* if it sums a flat value up. Any other node is *full*. Nodes of one kind and
+level are independent of one another. In a level full work comes first, then flat, owned, sums. A node that needs a
+result which comes later waits for the next level. Flat work is as late as its first user allows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def _is_scalar(node: fx.Node) -> bool:
 
 @dataclass
 class OuterRun:
-    """The nodes of one outer run on full tensors, sorted out."""
+    """The nodes of one outer run on full tensors, sorted out. `sort_out` and its helpers write all fields but
+    `buffers`, `where` and `stored`; those `shard_update` writes too."""
 
     program: Program
     op: Op
@@ -45,7 +46,7 @@ class OuterRun:
     where: dict[fx.Node, Ref] = field(default_factory=dict)  # full values, and the slots of stored flat ones
     stored: dict[fx.Node, str] = field(default_factory=dict)  # flat value -> the column (buffer) that holds it
     dest: dict[fx.Node, Ref] = field(default_factory=dict)  # new leaf -> its place
-    outputs: dict[fx.Node, Ref] = field(default_factory=dict)  # what is known outside by a name of its own
+    outputs: dict[fx.Node, Ref] = field(default_factory=dict)  # results that other ops know by a name of their own
     slot_key: dict[fx.Node, SlotKey] = field(default_factory=dict)  # flat value -> the leaf that it is of
     block_size: dict[fx.Node, Any] = field(
         default_factory=dict
@@ -99,6 +100,7 @@ class OuterRun:
         return None if slot is None else (bucket.name, slot)
 
     def _classify(self) -> None:
+        """Fills `slot_key`, `block_size`, `owned` and `partial`."""
         for node in self.nodes:
             slot_key, block_size = self._flat_slot_key(node) or (None, 1)
             elsewhere = (
@@ -112,6 +114,7 @@ class OuterRun:
                 self.partial.add(node)
 
     def _place(self) -> None:
+        """Fills `level`."""
         for node in self.nodes:
             ready = 0
             for a in node.all_input_nodes:
@@ -119,7 +122,7 @@ class OuterRun:
                     continue
                 ready = max(ready, self.level[a] + self._is_late(a, node))
             self.level[node] = ready
-        for node in reversed(self.nodes):  # as late as its first user allows: what waits need not be stored
+        for node in reversed(self.nodes):  # as late as its first user allows: then it need not be stored
             if node in self.slot_key:
                 needed = [self.level[u] - self._is_late(node, u) for u in node.users if u in self.level]
                 self.level[node] = max(self.level[node], min(needed, default=0))

@@ -24,7 +24,8 @@ class Reject(Exception):
 
 
 class Draw:
-    """The lines drawn so far, and the value of every name."""
+    """The lines drawn so far, and the value of every name. Its methods write the fields; `draw` resets `wrote`, adds to
+    `uses` and takes back a row that failed."""
 
     def __init__(self, rng: random.Random, options: Options) -> None:
         self.rng, self.options = rng, options

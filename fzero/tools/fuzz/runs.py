@@ -187,7 +187,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if not a.numel():
-        return True  # whatever its strides, which a view of other elements may not take
+        return True  # with any strides: some do not allow a view as bytes
     raw = [x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
     if torch.equal(*raw):
         return True

@@ -48,7 +48,7 @@ class Bench:
         self.seen = {self._key(case.programs)}
 
     def mutants(self, kind: str, rng: random.Random, tries: int = 1) -> Iterator[Mutant]:
-        """Of so many tries of one kind, those that find a place and make something new."""
+        """The mutants of so many tries of one kind. A try that finds no place, or gives a known program, gives none."""
         for _ in range(tries):
             programs = KINDS[kind](rng, self.case.programs)
             if programs is None or self._key(programs) in self.seen:

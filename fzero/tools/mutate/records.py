@@ -32,11 +32,11 @@ from fzero.tools.mutate.edits import (
     with_buffers,
 )
 
-# --- which segment, and what it is given ------------------------------------------------------------------------------
+# --- which segment, and its references --------------------------------------------------------------------------------
 
 
 def _signature(p: Program, op: Op) -> object:
-    """What makes one segment able to stand for another: the forms of all that it takes and returns."""
+    """The facts that must agree for one segment to stand for another: the forms of its inputs and outputs."""
     gm = p.segments[op.segment]
     vals = [n.meta["val"] for n in (*fx_nodes.placeholders(gm.graph), *fx_nodes.outputs(gm.graph))]
     return len(fx_nodes.placeholders(gm.graph)), tuple((v.dtype, tuple(v.shape)) for v in vals)
@@ -66,7 +66,7 @@ def exchange_writes(rng: random.Random, p: Program) -> Program | None:
 
 
 def exchange_reads_of_two(rng: random.Random, p: Program) -> Program | None:
-    """Two ops of a kind read what the other one should."""
+    """Two ops of a kind exchange a reference that they read."""
     pairs = [(i, j, n) for i, a in enumerate(p.ops) for j, b in enumerate(p.ops[:i]) if a.kind == b.kind
              and not a.is_mark for n in range(min(len(a.reads), len(b.reads)))
              if a.reads[n] != b.reads[n] and form(p, a.reads[n]) == form(p, b.reads[n])]  # fmt: skip
@@ -241,7 +241,7 @@ def reduce_another(rng: random.Random, p: Program) -> Program | None:
 
 
 def norm_late(rng: random.Random, p: Program) -> Program | None:
-    """What reads updated state, or gradients for a norm, moves behind an update."""
+    """An op that reads updated state, or gradients for a norm, moves behind an update."""
     updates = find(p, lambda op: op.is_update)
     reads = [i for i in find(p, lambda op: op.computes or op.gathers) if updates and i < updates[-1]]
     index = pick(rng, reads)
@@ -392,7 +392,7 @@ def drop_buffer(rng: random.Random, p: Program) -> Program | None:
 
 
 def drop_chain(rng: random.Random, p: Program) -> Program | None:
-    """What makes a buffer and all that reads it are left out."""
+    """The op that makes a buffer and all ops that read it are left out."""
     index = pick(rng, find(p, lambda op: op.is_run and op.writes))
     if index is None:
         return None

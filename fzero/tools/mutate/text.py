@@ -1,4 +1,5 @@
-"""text: damage to a program's text. What parses must be accepted by verify or refused by one of its rules."""
+"""text: damage to a program's text. If the text still parses, verify must accept the program or refuse it by one of its
+rules."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def repeat_wait(rng: random.Random, p: Program) -> Program | None:
 
 
 def wait_late(rng: random.Random, p: Program) -> Program | None:
-    """Behind the first use of what arrives."""
+    """A wait moves behind the first use of the buffer that it waits for."""
     index = pick(rng, find(p, lambda op: op.is_wait))
     if index is None:
         return None
@@ -51,13 +51,13 @@ def wait_late(rng: random.Random, p: Program) -> Program | None:
 
 
 def settle_late(rng: random.Random, p: Program) -> Program | None:
-    """Behind the op that writes over what other ranks may still read, or never in time."""
+    """A settle moves behind the op that writes over a source which other ranks may still read, or later."""
     index = pick(rng, find(p, lambda op: op.is_settle))
     return None if index is None or index + 1 >= len(p.ops) else move(p, index, rng.randint(index + 1, len(p.ops) - 1))
 
 
 def settle_early(rng: random.Random, p: Program) -> Program | None:
-    """Before its transfer is waited for."""
+    """A settle moves before the wait for its transfer."""
     index = pick(rng, find(p, lambda op: op.is_settle))
     if index is None:
         return None
@@ -70,7 +70,7 @@ def _freed(rng: random.Random, p: Program) -> tuple[int, str] | None:
 
 
 def free_early(rng: random.Random, p: Program) -> Program | None:
-    """Before the last use, or some uses before it."""
+    """A buffer is freed before its last use, or some uses before that."""
     freed = _freed(rng, p)
     if freed is None:
         return None
@@ -176,7 +176,7 @@ def unmatched_message(rng: random.Random, p: Program) -> Program | None:
 
 
 def reduce_early(rng: random.Random, p: Program) -> Program | None:
-    """Before the last of the gradients is written."""
+    """A reduction moves before the last write to its gradients."""
     index = pick(rng, find(p, lambda op: op.reduces and op.reads[0].start is None))
     if index is None:
         return None

@@ -91,7 +91,7 @@ def update_twice(rng: random.Random, p: Program) -> Program | None:
 
 
 def update_early(rng: random.Random, p: Program) -> Program | None:
-    """Before the reduction of its gradients is waited for, or from gradients that are not reduced."""
+    """An update runs before the wait for the reduction of its gradients, or reads gradients that are not reduced."""
     source = {op.writes[0].name: op.reads[0].name for op in p.ops if op.reduces}
     place = pick(rng, places_of(p, "reads", lambda op, ref: op.is_update and ref.name in source))
     if place is None:
@@ -108,7 +108,8 @@ def update_early(rng: random.Random, p: Program) -> Program | None:
 
 
 def use_donated(rng: random.Random, p: Program) -> Program | None:
-    """What reads the state goes after the update, or reads what an update has written in the place of its own."""
+    """An op that reads the state moves behind the update, or reads a value that an update wrote in place of its own
+    operand."""
     place = pick(rng, places_of(p, "writes", lambda op, _: op.is_update))
     if place is None:
         return None

@@ -49,7 +49,8 @@ def _nodes(graph: fx.Graph, test: Callable[[fx.Node], Any] = lambda node: True) 
 
 
 def _form(node: Any) -> object:
-    """What makes one value able to stand for another; None for what is no tensor."""
+    """The facts that must agree for one value to stand for another: dtype and shape. None for a value that is no
+    tensor."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else None
 
