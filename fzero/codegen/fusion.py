@@ -1,12 +1,13 @@
 """fusion: the stretches of a segment that a compiler makes faster than aten, each as one call.
 
 1. A node is *fusible* where it is a loop over elements: pointwise ops, reductions, norms, softmax, losses, lookups,
-   copies. Matrix products, attention, convolutions, draws, scatters and fzero's own kernels stay what they are: they
-   are as fast outside, write into given memory without a copy there, and keep their bits.
+   copies. Matrix products, attention, convolutions, draws, scatters and fzero's own kernels stay as they are. Outside a
+   stretch they are as fast, write into given memory without a copy, and keep their bits.
 2. Consecutive fusible nodes make a *stretch*. Views are no border: they are made again on either side of one. The order
-   of the rest does not change, so neither does the peak but for what the stretch no longer makes.
-3. Where two of a stretch's ops or more compute something it becomes a `Fused` node: a graph that reads its inputs,
-   writes its results into given memory, and is compiled by hash. One op alone gains little (docs/compile.md).
+   of the other ops does not change. So the peak changes only by the values that the stretch no longer makes.
+3. A stretch of which two or more ops compute something becomes a `Fused` node. That is a graph that reads its inputs
+   and writes its results into given memory. It is compiled once for each hash. One op alone gains little
+   (docs/compile.md).
 
     m = mm(x, w);  a = add(r, m);  n = layer_norm(a, g, b);  q = mm(n, u)
     becomes   m = mm(x, w);  a, n, mean, rstd = fused(r, m, g, b);  q = mm(n, u)
@@ -27,7 +28,7 @@ from fzero.ir.program import Program
 from fzero.ir.records import Op, Ref
 
 aten = torch.ops.aten
-AUTO_BYTES = 1 << 18  # what a stretch must move for how="auto": below it the time is not in the loops
+AUTO_BYTES = 1 << 18  # the least that a stretch moves for how="auto": below it the time is not in the loops
 
 _LOOPS = frozenset(
     str.split(
@@ -66,9 +67,10 @@ class Fused:
         self.num_inputs = len(fx_nodes.placeholders(graph.graph)) - len(like)
         self._layouts = [(tuple(x.shape), x.stride(), x.dtype) for x in like]
         self.run: Callable[..., Any] = graph.forward
-        self._schema = function_schema(self.__name__, self.num_inputs, self.writes)  # fx keeps what has effects
+        self._schema = function_schema(self.__name__, self.num_inputs, self.writes)  # fx keeps ops that have effects
 
     def out(self, *tensors: torch.Tensor) -> None:
+        """Writes the results into the last tensors; the first are the inputs."""
         self.run(*tensors)
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:

@@ -1,8 +1,8 @@
 """inplace: values of a segment that need no memory of their own.
 
 An elementwise op may write over an operand that no later op reads. A value that is only copied or added into a
-destination may be computed in the destination's memory. So a chain of elementwise work holds one value instead of two,
-and a gradient that is the sum of two terms holds its second term where the sum will lie.
+destination may be computed in the destination's memory. So a chain of elementwise work holds one value instead of two.
+A gradient that is the sum of two terms holds its second term where the sum will lie.
 
     a = mul(x, y); b = exp(a)              b lies where a lay
     t = mm(x, y); add.out(h, t, out=dest)  t lies in dest

@@ -7,7 +7,7 @@ torch computes an fp32 `mm` with MKL. oneDNN is in the same build, and torch use
    this machine (`fzero.cost.autotune`). One that is not there is measured, both ways, into a given output, in 20 to 70
    milliseconds;
 2. where oneDNN is at least `MARGIN` times as fast, the node becomes `fzero::onednn_mm` (`addmm`, `bmm`, `baddbmm`), an
-   op of the same arguments, result and strides. That happens in the captured graph, before anything is lowered: the
+   op of the same arguments, result and strides. That happens in the captured graph, before anything is lowered. The
    meaning of a step and the program of every stage hold the same ops, so bits do not depend on the stage.
 
     mm = aten.mm(x, t)      becomes      mm = fzero.onednn_mm(x, t)
@@ -44,7 +44,7 @@ SECONDS, ROUNDS = 0.02, (2, 300)  # of measuring, for both together
 
 NAMES = ("mm", "addmm", "bmm", "baddbmm")
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
-KERNELS: dict[Any, Callable[..., torch.Tensor]] = {}  # what each op runs, without the dispatcher's 6 microseconds
+KERNELS: dict[Any, Callable[..., torch.Tensor]] = {}  # each op's function, without the dispatcher's 6 microseconds
 
 
 def _register(name: str, overload: str) -> Any:

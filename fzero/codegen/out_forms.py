@@ -15,7 +15,7 @@ from torch import fx
 
 from fzero._torch_compat import kernel_of
 from fzero.codegen import tiling
-from fzero.ir import as_strided, fx_nodes
+from fzero.ir import fx_nodes, strided_ops
 
 aten = torch.ops.aten
 Call = Callable[[], Any]
@@ -28,7 +28,7 @@ _WITH_TENSOR = {
     aten.div.Scalar: aten.div.out,
 }
 # beside pointwise ops, those whose `out=` form was seen to write its result there and nothing else: others resize `out`
-# and use it for what lies between (binary_cross_entropy), or need results in memory of their own (linalg.qr)
+# and use it for intermediate values (binary_cross_entropy), or need results in memory of their own (linalg.qr)
 _WRITES_OUT = frozenset(
     str.split(
         "mm addmm bmm baddbmm sum mean amax amin any all argmax argmin cumsum cat stack index_select gather tril triu "
@@ -152,7 +152,7 @@ def _scalar(into: torch.Tensor, value: Any, **_: Any) -> Iterator[Call]:
 
 def _strided_scatter(into: torch.Tensor, x: torch.Tensor, values: torch.Tensor, *layout: Any) -> Iterator[Call]:
     yield partial(into.copy_, x)
-    yield partial(as_strided.strided(into, *layout).copy_, values)
+    yield partial(strided_ops.strided(into, *layout).copy_, values)
 
 
 def _embedding(into: torch.Tensor, weight: torch.Tensor, index: torch.Tensor, *_: Any) -> Iterator[Call]:

@@ -28,7 +28,7 @@ from fzero.ir import fx_nodes
 
 aten = torch.ops.aten
 BYTES = {0: 1 << 20, 1: 4 << 20}  # of a tile, by the dim that is cut
-# the same bits whatever the number of elements; of 0 and -0 a maximum takes the one or the other
+# the same bits for any number of elements; a maximum of 0 and -0 may be either, so it is left out
 _EXACT = frozenset(str.split("add sub mul div neg abs sqrt where threshold_backward"))
 # the head's op: the dim of its result that is cut, and the dim of each operand that is cut with it
 _HEADS: dict[Any, tuple[int, dict[int, int]]] = {

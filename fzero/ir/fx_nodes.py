@@ -109,8 +109,8 @@ Aliasing = tuple[bool, tuple[Argument, ...], tuple[Argument | None, ...]]
 
 
 def _aliasing(node: fx.Node) -> Aliasing:
-    """(whether a result shares memory with an operand; the arguments that are written to; by result, the one of those
-    that it is), all as the schema of the node's op says."""
+    """(whether a result shares memory with an operand; the arguments that are written to; for each result, the written
+    argument that it is, or None). All three are read from the schema of the node's op."""
     if isinstance(node.target, OpOverload):
         return _aliasing_of(node.target)
     of_op = schema(node)

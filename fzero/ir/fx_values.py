@@ -40,7 +40,7 @@ def dense_like(value: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(value: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie side by side, in whatever order of its dims."""
+    """Whether a tensor's elements lie side by side, in any order of its dims."""
     return dense(value.shape, value.stride())
 
 

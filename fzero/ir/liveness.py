@@ -1,7 +1,7 @@
 """liveness: which buffers hold values at which op. The one place that knows; passes, verify and accounts read it here.
 
 A buffer is live from the op that first writes it to its `free`; before lifetimes are written as `free` ops, to its last
-use. What is held between steps (`PERSISTENT`) is live throughout.
+use. Buffers held between steps (`PERSISTENT`) are live throughout.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ def uses(op: Op) -> tuple[Ref, ...]:
     return () if op.is_settle else (*op.reads, *op.writes)
 
 
-def live_names(ops: Sequence[Op], buffers: Mapping[str, Buffer], at: int) -> set[str]:
-    """The names of the buffers that are live after op `at`."""
+def live_names(ops: Sequence[Op], buffers: Mapping[str, Buffer], index: int) -> set[str]:
+    """The names of the buffers that are live after op `index`."""
     live = {name for name, b in buffers.items() if b.kind in PERSISTENT}
-    for op in ops[: at + 1]:
+    for op in ops[: index + 1]:
         live.update(ref.name for ref in op.writes if ref.name in buffers)
         if op.is_free:
             live.difference_update(ref.name for ref in op.reads)
@@ -29,7 +29,8 @@ def live_names(ops: Sequence[Op], buffers: Mapping[str, Buffer], at: int) -> set
 def live_bytes(
     ops: Iterable[Op], buffers: Mapping[str, Buffer], counted: Callable[[Buffer], bool] = lambda buffer: True
 ) -> list[int]:
-    """Bytes of buffers alive after each op, of those `counted`. What an op needs only while it runs is not in here."""
+    """Bytes of buffers alive after each op, of those `counted`. Memory that an op needs only while it runs is not
+    counted."""
     size = {name: b.nbytes if counted(b) else 0 for name, b in buffers.items()}
     held = {name for name, b in buffers.items() if b.kind in PERSISTENT}
     live = sum(size[name] for name in held)
@@ -66,18 +67,18 @@ def last_uses(ops: Sequence[Op]) -> dict[str, int]:
 def intervals(ops: Sequence[Op], buffers: Mapping[str, Buffer], kept: Iterable[str] = ()) -> dict[str, tuple[int, int]]:
     """(first op, last op) of every buffer that is not held between steps; of the batch too, as the step's own copy,
     from before the first op. `kept` (metrics) live beyond the last op."""
-    found: dict[str, tuple[int, int]] = {}
+    lives: dict[str, tuple[int, int]] = {}
     for i, op in enumerate(ops):
         for ref in uses(op):
             kind = buffers[ref.name].kind
             if kind == "batch":
-                found[ref.name] = (-1, i)
+                lives[ref.name] = (-1, i)
             elif kind not in PERSISTENT:
-                found[ref.name] = (found.get(ref.name, (i, i))[0], i)
+                lives[ref.name] = (lives.get(ref.name, (i, i))[0], i)
     for name in kept:
-        if name in found:
-            found[name] = (found[name][0], len(ops))
-    return found
+        if name in lives:
+            lives[name] = (lives[name][0], len(ops))
+    return lives
 
 
 def gathered_bytes(ops: Sequence[Op], buffers: Mapping[str, Buffer]) -> list[int]:
@@ -102,18 +103,18 @@ def gathered_bytes(ops: Sequence[Op], buffers: Mapping[str, Buffer]) -> list[int
 
 def waits_with_settle(ops: Sequence[Op]) -> set[int]:
     """The waits after which a `settle` of the same transfer follows. Any other wait settles its transfer at once."""
-    found: set[int] = set()
+    waits: set[int] = set()
     open_: set[str] = set()  # targets whose settle lies ahead
     for index in range(len(ops) - 1, -1, -1):
         op = ops[index]
         if op.is_settle:
             open_.add(op.target)
         elif op.is_wait and op.target in open_:
-            found.add(index)
+            waits.add(index)
             open_.discard(op.target)
         elif op.transfers:
             open_.discard(op.target)
-    return found
+    return waits
 
 
 def endangered(op: Op, buffers: Mapping[str, Buffer], sources: Iterable[str]) -> list[str]:

@@ -17,43 +17,43 @@ def parse(text: str, segments: Mapping[str, Any] | None = None) -> Program:
 
     Raises ValueError with the line's number and text where a line is not understood.
     """
-    found: dict[str, Any] = {"buckets": {}, "buffers": {}, "metrics": {}, "ops": []}
+    fields: dict[str, Any] = {"buckets": {}, "buffers": {}, "metrics": {}, "ops": []}
     for number, line in enumerate(text.splitlines(), 1):
         try:
-            _parse_line(line, found)
+            _parse_line(line, fields)
         except (ValueError, KeyError, IndexError, AttributeError) as error:
             raise ValueError(f"line {number} of the program is not understood: {line!r} ({error})") from error
-    if "mesh" not in found:
+    if "mesh" not in fields:
         raise ValueError("the text is no program: it has no `mesh` line")
-    return Program(**{**found, "ops": tuple(found["ops"])}, segments=dict(segments or {}))
+    return Program(**{**fields, "ops": tuple(fields["ops"])}, segments=dict(segments or {}))
 
 
-def _parse_line(line: str, found: dict[str, Any]) -> None:
+def _parse_line(line: str, fields: dict[str, Any]) -> None:
     body, _, comment = line.partition("  # ")
     words = body.split()
     if not words or words in (["ops"], ["fzero", "program", "1"]):
         return
     head, *rest = words
     if head.isdigit():
-        found["ops"].append(_parse_op(rest, comment))
+        fields["ops"].append(_parse_op(rest, comment))
     elif head == "mesh":
-        found["mesh"] = Mesh(tuple((axis, int(size)) for axis, size in (word.split("=") for word in rest)))
+        fields["mesh"] = Mesh(tuple((axis, int(size)) for axis, size in (word.split("=") for word in rest)))
     elif head == "role":
-        found["role"] = int(rest[0])
+        fields["role"] = int(rest[0])
     elif head == "transport":
-        found["transport"] = rest[0]
+        fields["transport"] = rest[0]
     elif head == "meaning":
-        found["meaning"] = "" if rest[0] == "-" else rest[0]
+        fields["meaning"] = "" if rest[0] == "-" else rest[0]
     elif head in ("gather_cap_bytes", "microbatches"):
-        found[head] = int(rest[0])
+        fields[head] = int(rest[0])
     elif head in ("passes", "trainable"):
-        found[head] = () if rest == ["-"] else tuple(rest)
+        fields[head] = () if rest == ["-"] else tuple(rest)
     elif head == "bucket":
-        found["buckets"][rest[0]] = _parse_bucket(rest)
+        fields["buckets"][rest[0]] = _parse_bucket(rest)
     elif head == "buffer":
-        found["buffers"][rest[0]] = _parse_buffer(rest, comment)
+        fields["buffers"][rest[0]] = _parse_buffer(rest, comment)
     elif head == "metric":
-        found["metrics"][unquote(rest[0])] = rest[1]
+        fields["metrics"][unquote(rest[0])] = rest[1]
     else:
         raise ValueError(f"unknown record {head!r}")
 
@@ -76,10 +76,10 @@ def _parse_buffer(words: list[str], note: str) -> Buffer:
         raise ValueError(f"{form!r} is no dtype[shape]")
     options = dict(word.split("=") for word in extra if "=" in word)
     shape = _shape(match[2])
-    at = int(options["at"]) if "at" in options else None
-    per = int(options.get("per", 1))
+    offset = int(options["at"]) if "at" in options else None
+    block_size = int(options.get("per", 1))
     bucket, sharded = options.get("bucket"), options.get("sharded")
-    return Buffer(name, DTYPES[match[1]], shape, kind, bucket, sharded, at, note, per, "per_rank" in extra)
+    return Buffer(name, DTYPES[match[1]], shape, kind, bucket, sharded, offset, note, block_size, "per_rank" in extra)
 
 
 def _parse_op(words: list[str], comment: str) -> Op:

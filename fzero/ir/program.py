@@ -1,11 +1,11 @@
-"""The program: what one step does, one op per line.
+"""The program: the work of one step, one op per line.
 
 A `Program` is one rank role's schedule. In data parallelism every rank shares one object; verify and interpret take
 `{rank: Program}`, so that a pipeline's stages, or a mutation on one rank, are ordinary cases. A program and its records
 (`fzero.ir.records`) are frozen, and a pass makes a new program with `dataclasses.replace`.
 
-Text form (`str(program)`, `fzero.parse`): one line per record. What follows `#` on an op line is derived (bytes on the
-wire, live bytes after the op) and why the op is there; only the why is read back.
+Text form (`str(program)`, `fzero.parse`): one line per record. The text after `#` on an op line holds derived facts
+(bytes on the wire, live bytes after the op) and the reason for the op. Only the reason is read back.
 
     gather params.b1 -> full.b1.0  axis=dp  # wire 4,096 live 1.2M | forward blocks/0 (gpt.py:41)
 """
@@ -123,9 +123,9 @@ def to_text(program: Program, live: Iterable[int]) -> str:
         lines.append(f"metric {_quote(name)} {buffer}")
     lines.append("ops")
     levels = list(live)
-    for index, one in enumerate(program.ops):
+    for index, op in enumerate(program.ops):
         after = levels[index] if index < len(levels) else None
-        lines.append(_op_line(index, one, wire_bytes(program, one), after))
+        lines.append(_op_line(index, op, wire_bytes(program, op), after))
     return "\n".join(lines) + "\n"
 
 

@@ -85,27 +85,29 @@ class Bucket:
         """Where the padding after slot `index` ends: the next slot's start, or the bucket's length."""
         return self.slots[index + 1].start if index + 1 < len(self.slots) else self.length
 
-    def place(self, index: int, per: int = 1) -> tuple[int, int, tuple[int, ...]]:
-        """(start, stop, shape) of slot `index` in a buffer with one element per `per`: whole blocks, counted in 1-D."""
+    def place(self, index: int, block_size: int = 1) -> tuple[int, int, tuple[int, ...]]:
+        """(start, stop, shape) of slot `index` in a buffer with one element for each `block_size` of the bucket's:
+        whole blocks, counted in 1-D."""
         slot = self.slots[index]
-        if per == 1:
+        if block_size == 1:
             return slot.start, slot.stop, slot.shape
-        blocks = -(-(slot.stop - slot.start) // per)
-        return slot.start, slot.start + blocks * per, (blocks,)
+        blocks = -(-(slot.stop - slot.start) // block_size)
+        return slot.start, slot.start + blocks * block_size, (blocks,)
 
-    def find(self, place: tuple[int | None, int | None, tuple[int, ...] | None], per: int = 1) -> int | None:
+    def find(self, place: tuple[int | None, int | None, tuple[int, ...] | None], block_size: int = 1) -> int | None:
         """The slot at exactly this place, or None."""
         for i in range(self._first(place[0] or 0), len(self.slots)):
             if self.slots[i].start != place[0]:
                 break
-            if self.place(i, per) == place:
+            if self.place(i, block_size) == place:
                 return i
         return None
 
-    def inside(self, start: int, stop: int, per: int = 1) -> list[int]:
-        """The slots that lie wholly in elements [start, stop), in a buffer with one element per `per`."""
+    def inside(self, start: int, stop: int, block_size: int = 1) -> list[int]:
+        """The slots that lie wholly in elements [start, stop), in a buffer with one element for each `block_size` of
+        the bucket's."""
         first = self._first(start)
-        return list(takewhile(lambda i: self.place(i, per)[1] <= stop, range(first, len(self.slots))))
+        return list(takewhile(lambda i: self.place(i, block_size)[1] <= stop, range(first, len(self.slots))))
 
     def _first(self, start: int) -> int:
         """The first slot that begins at `start` or later: slots lie in order."""
@@ -140,10 +142,12 @@ class Buffer:
 
     @property
     def numel(self) -> int:
+        """The elements of `shape`: this rank's."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """The bytes of `shape`: this rank's."""
         return self.numel * self.dtype.itemsize
 
 
@@ -194,7 +198,7 @@ class Op:
         """The op with these attributes added or changed."""
         return replace(self, attrs=tuple(sorted({**dict(self.attrs), **attrs}.items())))
 
-    # --- what its kind says
+    # --- properties of its kind
 
     @property
     def row(self) -> kinds.OpKind:
@@ -233,30 +237,37 @@ class Op:
 
     @property
     def is_run(self) -> bool:
+        """Whether it executes a segment that leaves the state alone."""
         return self.kind == "run"
 
     @property
     def is_update(self) -> bool:
+        """Whether it executes a segment that writes the state."""
         return self.kind == "update"
 
     @property
     def is_send(self) -> bool:
+        """Whether it sends a message to a rank."""
         return self.kind == "send"
 
     @property
     def is_recv(self) -> bool:
+        """Whether it receives a message from a rank."""
         return self.kind == "recv"
 
     @property
     def is_wait(self) -> bool:
+        """Whether it waits for a transfer to arrive."""
         return self.kind == "wait"
 
     @property
     def is_settle(self) -> bool:
+        """Whether it waits until no other rank reads the sources of a transfer."""
         return self.kind == "settle"
 
     @property
     def is_free(self) -> bool:
+        """Whether its buffers hold nothing from here on."""
         return self.kind == "free"
 
     @property
@@ -274,7 +285,7 @@ class Op:
         """The buffers that other ranks may read after this rank has waited for the transfer."""
         return {self.reads[0].name, *([self.target] if self.row.changes_target else [])}
 
-    # --- what its attributes say
+    # --- its attributes
 
     @property
     def segment(self) -> str:
@@ -328,7 +339,7 @@ class Op:
 
     @property
     def divisor(self) -> int:
-        """What a sum over ranks is divided by, once."""
+        """The divisor of a sum over ranks, applied once."""
         return int(self.get("divisor", 1))
 
     @property
@@ -361,5 +372,5 @@ def shape_text(shape: tuple[int, ...]) -> str:
 
 
 def buffer_name(text: str) -> str:
-    """A buffer's name: what the text form can hold without quotes."""
+    """A buffer's name: `text` with "_" for characters that the text form cannot hold without quotes."""
     return re.sub(r"[^\w./:~@-]", "_", text)

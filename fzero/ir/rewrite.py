@@ -1,4 +1,5 @@
-"""rewrite: what passes share. Finding who reads and writes a buffer, and renaming references; nothing here decides."""
+"""rewrite: helpers of passes: finding the ops that read or write a buffer, and renaming references. Nothing here
+decides."""
 
 from __future__ import annotations
 
@@ -50,10 +51,10 @@ def writes_of(ops: Iterable[Op]) -> dict[str, list[tuple[int, Ref]]]:
 
 
 def _by_name(refs: Iterable[tuple[int, Ref]]) -> dict[str, list[tuple[int, Ref]]]:
-    found: dict[str, list[tuple[int, Ref]]] = {}
+    refs_of: dict[str, list[tuple[int, Ref]]] = {}
     for index, ref in refs:
-        found.setdefault(ref.name, []).append((index, ref))
-    return found
+        refs_of.setdefault(ref.name, []).append((index, ref))
+    return refs_of
 
 
 def renamed(op: Op, change: Callable[[Ref], Ref]) -> Op:
@@ -87,13 +88,13 @@ class Spans:
         """The positions of the references that `ref` may share elements with."""
         own, lows, reach = self.by_name.get(ref.name, ((), (), ()))
         low, high = _ends(ref)
-        found = []
-        at = bisect_left(lows, high)
-        while at and reach[at - 1] > low:
-            at -= 1
-            if ref.overlaps(self.refs[own[at]]):
-                found.append(own[at])
-        return sorted(found)
+        overlapping = []
+        position = bisect_left(lows, high)
+        while position and reach[position - 1] > low:
+            position -= 1
+            if ref.overlaps(self.refs[own[position]]):
+                overlapping.append(own[position])
+        return sorted(overlapping)
 
 
 def _ends(ref: Ref) -> tuple[float, float]:
@@ -110,7 +111,7 @@ def run_op(
     """A run of a segment in the place of `like`: its `segment` is the digest of `gm`."""
     reads, writes = tuple(reads), tuple(writes)
     key = segments.digest(gm)
-    fresh = len(writes) - (len(fx_nodes.placeholders(gm.graph)) - len(reads))
+    num_outputs = len(writes) - (len(fx_nodes.placeholders(gm.graph)) - len(reads))
     kept = {k: v for k, v in like.attrs if k not in ("segment", "fresh", "flat")}
     done = replace(like, kind="run", reads=reads, writes=writes, attrs=())
-    return done.with_attrs(**kept, segment=key, **({"fresh": fresh} if fresh else {}), **attrs)
+    return done.with_attrs(**kept, segment=key, **({"fresh": num_outputs} if num_outputs else {}), **attrs)

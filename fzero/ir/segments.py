@@ -7,7 +7,7 @@ node carries `meta["val"]`, a fake tensor, so that bytes and liveness are read o
 Equal text gives an equal hash. Names, source lines and the layer that a segment came from take no part, so twelve equal
 layers share one segment.
 
-A segment does not change once its digest was asked for: what changes a segment makes a new one.
+A segment does not change once its digest was asked for: a change makes a new segment.
 """
 
 from __future__ import annotations
@@ -160,6 +160,8 @@ def text(gm: fx.GraphModule) -> str:
 
 
 class _Name(str):
+    """A string whose `repr` is the string itself: the name of a node in `text`."""
+
     def __repr__(self) -> str:
         return str(self)
 

@@ -1,8 +1,9 @@
 """lower: Graph and Plan → the naive Program, which the passes then improve.
 
-The naive program is the semantics sentence written out, with placements: gather every sharded column; run each region
-whole, once per microbatch, its gradients written into flat buffers; all-reduce those; run the outer graph on full
-tensors; keep the own slice of every new leaf. It is correct and wasteful, and every pass keeps its meaning.
+The naive program is the semantics sentence written out, with placements. It gathers every sharded column. It runs each
+region whole, once per microbatch, and its gradients are written into flat buffers. It all-reduces those, runs the outer
+graph on full tensors, and keeps the own slice of every new leaf. It is correct and wasteful, and every pass keeps its
+meaning.
 
 Gradients: sum over ranks in rank order, one division by ranks x microbatches. `reduce="each"` reduces every
 microbatch's bucket and adds the results; `"end"` adds first and reduces once. Losses and aux are added, then reduced.
@@ -66,6 +67,7 @@ class _Builder:
     input_names: list[str] = field(default_factory=list)
 
     def run(self) -> None:
+        """Writes the whole program: levels of the outer graph in turn, then the updates of the state."""
         gm = graph_module(segments.copied(self.graph.gm.graph))
         self._own_outputs(gm)
         self.nodes = fx_nodes.placeholders(gm.graph)
@@ -79,7 +81,11 @@ class _Builder:
         self.new_leaf = {n: i for i, n in enumerate(results[:num]) if n is not self.nodes[i]}
         self.metric_nodes = set(results[num:])
         for level in range(max(levels.values(), default=0) + 1):
-            here = [n for n, at in levels.items() if at == level and n.op == "call_function" and not _is_comm(n)]
+            here = [
+                n
+                for n, node_level in levels.items()
+                if node_level == level and n.op == "call_function" and not _is_comm(n)
+            ]
             self._outer(here, level)
             for node in gm.graph.nodes:
                 if _is_comm(node) and levels[node] == level + 1:
@@ -118,6 +124,7 @@ class _Builder:
         out.args = (results,)
 
     def _inputs(self) -> None:
+        """Adds the buffers of state, batch and constants, and gathers the columns that are sharded."""
         num = len(self.to.plan.leaves)
         self.to.buffers.update(self.to.plan.buffers)
         for node, leaf in zip(self.nodes, self.to.plan.leaves, strict=False):
@@ -152,14 +159,14 @@ class _Builder:
         """All ordinary work of one level as one run on full tensors, new leaves written into flat `.new` buffers."""
         inside = set(nodes)
         inputs = _unique(a for n in nodes for a in n.all_input_nodes if a not in inside)
-        dests, fresh = [], []
+        dests, outputs = [], []
         for node in nodes:
             outside = [u for u in node.users if u not in inside and u.op != "output"]
             if node in self.new_leaf:
                 dests.append(node)
             if outside or node in self.metric_nodes:
-                fresh.append(node)
-        if not dests and not fresh:
+                outputs.append(node)
+        if not dests and not outputs:
             return
         refs = []
         for node in dests:
@@ -171,14 +178,15 @@ class _Builder:
                 shape = (self.to.plan.buckets[old.bucket].length // old.per,) if old.bucket else old.shape
                 self.to.buffers[new] = Buffer(new, old.dtype, shape, "scratch", old.bucket, per=old.per)
             refs.append(Ref(new, ref.start, ref.stop, ref.shape))
-        gm = segments.extract(nodes, inputs, [*dests, *fresh], dests)
-        outs = [self.to.new(f"u{level}.{node.name}", node.meta["val"], "activation") for node in fresh]
-        self.to.where.update(zip(fresh, outs, strict=True))
+        gm = segments.extract(nodes, inputs, [*dests, *outputs], dests)
+        outs = [self.to.new(f"u{level}.{node.name}", node.meta["val"], "activation") for node in outputs]
+        self.to.where.update(zip(outputs, outs, strict=True))
         reads = [self.to.where[n] for n in inputs]
         lines = _unique(n.meta["source"] for n in nodes if n.meta.get("source"))
         self.to.segment("run", gm, reads, [*outs, *refs], why=f"outer {' '.join(lines[:3])}".strip(), phase="outer")
 
     def _comm(self, node: fx.Node) -> None:
+        """Emits a region, or a reduction of the outer graph."""
         if node.target is REGION:
             trainable = RegionBuilder(self.to, self.graph, self.nodes[: len(self.to.plan.leaves)], self.reduce).run(
                 node
@@ -214,7 +222,8 @@ class _Builder:
 
 
 def _is_comm(node: fx.Node) -> bool:
-    """Regions, reductions, ranks, and the picking of a region's outputs: what is emitted as other ops than one run."""
+    """Whether a node is a region, a reduction, a rank's place or a picked output of a region. Each becomes ops of its
+    own."""
     if node.op != "call_function":
         return False
     picks = node.target is operator.getitem and fx_nodes.operand(node).target is REGION
@@ -222,10 +231,10 @@ def _is_comm(node: fx.Node) -> bool:
 
 
 def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
-    """When a node runs: one later than what it depends on through each region or reduction.
+    """The level of every node: that of its latest operand, plus one for a region or a reduction.
 
-    Elementwise work waits for the first that needs it: `0.9 * ema` runs beside the `+ 0.1 * params` that it is for,
-    where both are slices, not before the loss, where it would be a whole tensor to keep.
+    Elementwise work waits for its first user. So `0.9 * ema` runs beside the `+ 0.1 * params` that uses it, where both
+    are slices. Before the loss it would be a whole tensor to keep.
     """
     levels: dict[fx.Node, int] = {}
     for node in graph.nodes:

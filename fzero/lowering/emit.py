@@ -19,14 +19,15 @@ aten = torch.ops.aten
 
 @dataclass
 class Emitter:
-    """Collects records; `where` says which reference holds the value of a node of the outer graph."""
+    """Collects the records of a program. `where` maps a node of the outer graph to the reference that holds its value.
+    The builders in this folder write `where` and `buffers`; only the methods write the other fields."""
 
     plan: Plan
     transport: str
     buffers: dict[str, Buffer] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
     segments: dict[str, fx.GraphModule] = field(default_factory=dict)
-    made: dict[tuple[Hashable, ...], fx.GraphModule] = field(default_factory=dict)  # by `elementwise`
+    elementwise_segments: dict[tuple[Hashable, ...], fx.GraphModule] = field(default_factory=dict)  # by `elementwise`
     where: dict[fx.Node, Ref] = field(default_factory=dict)
 
     def new(self, name: str, like: torch.Tensor, kind: str) -> Ref:
@@ -57,21 +58,22 @@ class Emitter:
         """Adds an op that executes `gm`, which joins the program's segments; `kind` is "run" or "update"."""
         key = segments.digest(gm)
         self.segments.setdefault(key, gm)
-        fresh = len(writes) - (len(fx_nodes.placeholders(gm.graph)) - len(reads))
+        num_outputs = len(writes) - (len(fx_nodes.placeholders(gm.graph)) - len(reads))
         done = make_op(kind, reads, writes, why=why).with_attrs(segment=key, **attrs)
-        self.ops.append(done.with_attrs(fresh=fresh) if fresh else done)
+        self.ops.append(done.with_attrs(fresh=num_outputs) if num_outputs else done)
 
     def elementwise(
         self, fn: Callable[..., torch.Tensor], *args: Hashable, arity: int = 1, like: Buffer, dest: bool = False
     ) -> fx.GraphModule:
         """The segment of a pointwise torch function, `fn(*tensors, *args)`, over `arity` tensors like this buffer."""
         key = (fn, args, arity, like.dtype, like.shape, dest)
-        if key not in self.made:
-            self.made[key] = _elementwise(fn, args, arity, like, dest)
-        return self.made[key]
+        if key not in self.elementwise_segments:
+            self.elementwise_segments[key] = _elementwise(fn, args, arity, like, dest)
+        return self.elementwise_segments[key]
 
     def exchange(self, source: Ref, like: torch.Tensor, name: str, how: str, parts: int, why: str) -> Ref:
-        """An exchange of a small or odd-shaped value: everyone gets everyone's and adds in rank order."""
+        """Emits an all-reduce of a small or odd-shaped value: every rank gets every rank's value and adds them in rank
+        order. Returns the reference to the result."""
         n = self.plan.world_size
         result = self.new(name, like, "activation")
         room = like.new_empty((n - 1, max(like.numel(), 1)))

@@ -80,7 +80,8 @@ class RegionBuilder:
         return Ref(name, slot.start, slot.stop, slot.shape)
 
     def _buckets(self, m: int) -> None:
-        """After microbatch m: reduce and add, or add and (after the last) reduce, every gradient bucket."""
+        """Emits the sums and reductions of every gradient bucket after microbatch m. "each" reduces and then adds;
+        "end" adds, and reduces after the last microbatch."""
         b = self.to
         for name in self.dtype:
             grad = f"{self.name}.grad:{name}.{m}"
@@ -102,7 +103,8 @@ class RegionBuilder:
                             b.where[user] = Ref(final, slot.start, slot.stop, slot.shape)
 
     def _reduced(self, grad: str, m: int, why: str) -> str:
-        """The gradients of a bucket over all ranks, divided for the mean; in the dtype they travel in on the way."""
+        """Emits the reduction of a gradient bucket over all ranks, divided for the mean, in the dtype that gradients
+        travel in. Returns the buffer of the result."""
         b = self.to
         source = b.buffers[grad]
         n = b.plan.world_size
@@ -156,19 +158,20 @@ class RegionBuilder:
             b.segment("run", gm, both, [Ref(total, start, stop)], why=f"add {why}", flat=1)
 
     def _spans(self, gradients: Buffer) -> list[tuple[int, int]]:
-        """The elements of a gradient bucket that belong to leaves with a gradient, with the padding after each: of
-        leaves that are frozen or not used there is none to read."""
+        """(start, stop) of the ranges of a gradient bucket whose leaves have a gradient, with the padding after each.
+        Leaves that are frozen or not used have none."""
         bucket = self.to.plan.buckets[gradients.bucket or ""]
-        found: list[tuple[int, int]] = []
+        spans: list[tuple[int, int]] = []
         for index in sorted(self.slots[bucket.name].values()):
             start, stop = bucket.slots[index].start, bucket.end(index)
-            if found and found[-1][1] == start:
-                start = found.pop()[0]
-            found.append((start, stop))
-        return found
+            if spans and spans[-1][1] == start:
+                start = spans.pop()[0]
+            spans.append((start, stop))
+        return spans
 
     def _plain(self, i: int, refs: list[Ref]) -> None:
-        """The loss, aux, or a gradient of what is no flat leaf: over microbatches, then reduced whole."""
+        """Emits the sum over microbatches of the loss, an aux value or the gradient of a leaf that is not flat. Then
+        reduces it whole."""
         b = self.to
         node = self.getitems.get(i)
         if node is None:

@@ -85,12 +85,12 @@ def steps(name: str, value: Any, *, low: int = 0) -> int:
 
 
 def trainable(where: str, params: Any) -> None:
-    r"""Raises TreeError unless every leaf is a floating-point tensor, so that it can have a gradient and moments.
+    """Raises TreeError unless every leaf is a floating-point tensor, so that it can have a gradient and moments.
 
     >>> trainable("adamw", {"w": torch.zeros(2), "seen": torch.tensor(3)})
     Traceback (most recent call last):
     fzero.errors.TreeError: adamw: params/seen is torch.int64, but an optimizer updates floating-point tensors: keep \
-    it out of params, or select the other leaves with fzero.optim.masked
+it out of params, or select the other leaves with fzero.optim.masked
     """
     paths, leaves, _ = tree.flatten(params)
     for path, leaf in zip(paths, leaves, strict=True):

@@ -67,7 +67,8 @@ PASSES = (*UNTIL_PREFETCH, *FROM_PREFETCH)  # between the two, how far ahead gat
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass changed: ops by kind, before and after, and why the pass comes where it does."""
+    """The change that one pass made: ops by kind, before and after, and the reason for the pass's place in the
+    order."""
 
     name: str
     why: str

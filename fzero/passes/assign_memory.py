@@ -1,8 +1,8 @@
 """assign_memory: every buffer that a step makes, and every workspace, gets its place in one arena, kept between steps.
 
-What is alive at one moment lies apart (`fzero.ir.offset_assignment`); a transfer's buffers live until it is waited for,
-the batch from before the first op. Nothing is allocated or returned to the system while the program runs, so that its
-memory stays mapped: on a CPU the page faults of fresh memory cost as much as half of a plain training step.
+Values that are alive at one moment lie apart (`fzero.ir.offset_assignment`). A transfer's buffers live until its wait;
+the batch lives from before the first op. Nothing is allocated or returned to the system while the program runs, so its
+memory stays mapped. On a CPU the page faults of fresh memory cost as much as half of a plain training step.
 
     buffer grad:b0 f32[1024] grad           becomes      buffer grad:b0 f32[1024] grad at=65536
     run ... workspace=4096                  becomes      run ... workspace=4096 at=131072
@@ -25,7 +25,7 @@ def assign_memory(program: Program) -> Program:
     items = [(*life, program.buffers[name].nbytes) for name, life in lives.items()]
     items += [(i, i, program.ops[i].workspace) for i in blocks]
     places, _ = pack(items)
-    at = dict(zip([*lives, *blocks], places, strict=True))
-    ops = [op.with_attrs(at=at[i]) if i in at else op for i, op in enumerate(program.ops)]
-    buffers = {name: replace(b, at=at.get(name)) for name, b in program.buffers.items()}
+    offset_of = dict(zip([*lives, *blocks], places, strict=True))
+    ops = [op.with_attrs(at=offset_of[i]) if i in offset_of else op for i, op in enumerate(program.ops)]
+    buffers = {name: replace(b, at=offset_of.get(name)) for name, b in program.buffers.items()}
     return rewrite.finish(program, "assign_memory", ops=ops, buffers=buffers)

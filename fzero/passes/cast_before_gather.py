@@ -1,8 +1,8 @@
 """cast_before_gather: a cast that a loss makes of a sharded parameter happens on the shard, before the gather.
 
-Where every use of a bucket's leaves in the losses begins with the same cast to a smaller dtype, the shard is cast by
-one flat op and the cast column is gathered: half the bytes for bf16. The gradient still flows through the cast in
-the graph.
+Every use of a bucket's leaves in the losses must begin with the same cast to a smaller dtype. Then one flat op casts
+the shard, and the cast column is gathered: half the bytes for bf16. The gradient still flows through the cast in the
+graph.
 
     gather p -> p.full;  run p.full[w] { c = bf16(w); ... }
     becomes   run p[0:L:mine] -> p.bf16[0:L:mine];  gather p.bf16 -> p.bf16.full;  run p.bf16.full[w] { ... }
@@ -62,7 +62,7 @@ def _common_casts(program: Program, whole: set[str]) -> dict[str, torch.dtype]:
         for ref, holder in zip_longest(op.reads, holders[: len(op.reads)]):
             if ref.name in casts:
                 casts[ref.name] |= {None} if holder is None else {_cast_to(user) for user in holder.users}
-    alike = {name: next(iter(found)) for name, found in casts.items() if len(found) == 1}
+    alike = {name: next(iter(dtypes)) for name, dtypes in casts.items() if len(dtypes) == 1}
     return {n: dtype for n, dtype in alike.items() if dtype and dtype.itemsize < program.buffers[n].dtype.itemsize}
 
 
@@ -74,6 +74,7 @@ def _cast_to(user: fx.Node) -> torch.dtype | None:
 def _cast_ops(
     program: Program, op: Op, dtype: torch.dtype, buffers: dict[str, Buffer], pool: dict[str, fx.GraphModule]
 ) -> list[Op]:
+    """The op that casts a gather's source on the shard; adds its buffers and its segment."""
     shard, whole = program.buffers[op.reads[0].name], program.buffers[op.writes[0].name]
     cast, low = f"{whole.name}.cast", f"{whole.name}.low"
     buffers[cast] = replace(shard, name=cast, dtype=dtype, kind="scratch")
@@ -96,6 +97,7 @@ def _cast_ops(
 
 
 def _without_casts(program: Program, op: Op, chosen: dict[str, torch.dtype], pool: dict[str, fx.GraphModule]) -> Op:
+    """A run of a region that reads the cast columns, without the casts in its segment."""
     gm = program.segments[op.segment]
     graph = segments.copied(gm.graph)
     for holder, ref in zip(fx_nodes.placeholders(graph), op.reads, strict=False):

@@ -19,8 +19,8 @@ def free(program: Program) -> Program:
         if name not in kept:
             dying.setdefault(index, []).append(name)
     ops: list[Op] = []
-    for index, one in enumerate(program.ops):
-        ops.append(one)
+    for index, op in enumerate(program.ops):
+        ops.append(op)
         if index in dying:
             ops.append(make_op("free", [Ref(name) for name in sorted(dying[index])], why="last use"))
     return rewrite.finish(program, "free", ops=ops)

@@ -1,8 +1,9 @@
-"""narrow: what only the own slice is read of need not be whole.
+"""narrow: a value is not made whole where only its own slice is read.
 
-A `mine` reference to a gathered column is read from the shard; a gather that nobody else reads goes. An
-all-reduce whose result is read so becomes a reduce-scatter: half the bytes, 1/N of the memory. Elementwise ops on whole
-ranges between them (a cast after the reduction, the sum over microbatches) make and work on the own slice then.
+A `mine` reference to a gathered column is read from the shard; a gather that nobody else reads is dropped. An
+all-reduce of which only the own slice is read becomes a reduce-scatter: half the bytes, 1/N of the memory. Elementwise
+ops on whole ranges between them (a cast after the reduction, the sum over microbatches) make and work on the own slice
+then.
 
     all_gather mu -> mu.full;  run mu.full[0:L:mine] ...            becomes   run mu[0:L:mine] ...
     all_reduce g -> r;  run r[0:L:mine] ...           becomes   reduce_scatter g -> r;  run r[0:L:mine] ...
@@ -55,8 +56,8 @@ def narrow(program: Program) -> Program:
 
 
 def _slim(program: Program) -> set[str]:
-    """The largest set of buffers that are gathered, reduced, or computed elementwise from such alone, of which, given
-    the set, only the own slice is ever read."""
+    """The largest set of buffers of which only the own slice is ever read, if all of the set become slices. Its members
+    are gathered, reduced, or computed elementwise from other members alone."""
     moved = {
         op.writes[0].name
         for op in program.ops
@@ -78,7 +79,7 @@ def _slim(program: Program) -> set[str]:
 
 
 def _whole_range(program: Program, op: Op) -> bool:
-    """Whether an op works elementwise on a whole bucket of gradients: what lowering emits around reductions."""
+    """Whether an op works elementwise on a whole bucket of gradients. Lowering emits such ops around reductions."""
     return op.is_flat and all(program.buffers[ref.name].kind == "grad" for ref in op.writes)
 
 

@@ -1,9 +1,9 @@
 """prefetch: a gather starts some segments before it is needed, within a byte cap.
 
-Each gather of a parameter moves up past `depth` segments (never past an update of what it reads), as long as the
-gathered buffers alive at any moment stay under the cap; the wait stays at the first use. "One block ahead" is depth
-1. The cap is the program's `gather_cap_bytes`, checked by verify: given, or what this depth needs. With no cap
-given, the smallest cap is that of depth 0.
+Each gather of a parameter moves up past `depth` segments, but never past an update of its source. The gathered buffers
+alive at any moment stay under the cap. The wait stays at the first use. Depth 1 is "one block ahead". The cap is the
+program's `gather_cap_bytes`, which verify checks. It is the caller's, or the bytes that this depth needs. The smallest
+possible cap is that of depth 0.
 
     run seg0; gather p1; wait p1; run seg1      becomes      gather p1; run seg0; wait p1; run seg1
 """
@@ -28,16 +28,16 @@ def prefetch(program: Program, depth: int = 1, cap: int | None = None) -> Progra
     levels = gathered_bytes(ops, program.buffers)
     least = max(levels, default=0)
     if cap is not None and least > cap:
-        at = levels.index(least)
+        index = levels.index(least)
         raise SpecError(
-            f"gather_bytes={cap} is less than one segment needs: op {at} ({ops[at].why}) has {least} bytes gathered at "
-            f"once. The smallest cap is {least}"
+            f"gather_bytes={cap} is less than one segment needs: op {index} ({ops[index].why}) has {least} bytes "
+            f"gathered at once. The smallest cap is {least}"
         )
-    for at in [i for i, op in enumerate(ops) if op.gathers and _parameter(program, op)]:
-        to = _earlier(ops, at, depth, None if cap is None else cap - _size(program, ops[at]), levels)
-        ops[to : at + 1] = [ops[at], *ops[to:at]]  # those after it stay where they are
-        higher = [level + _size(program, ops[to]) for level in levels[to:at]]
-        levels[to : at + 1] = [*higher[:1], *higher] or levels[at : at + 1]
+    for index in [i for i, op in enumerate(ops) if op.gathers and _parameter(program, op)]:
+        to = _earlier(ops, index, depth, None if cap is None else cap - _size(program, ops[index]), levels)
+        ops[to : index + 1] = [ops[index], *ops[to:index]]  # those after it stay where they are
+        higher = [level + _size(program, ops[to]) for level in levels[to:index]]
+        levels[to : index + 1] = [*higher[:1], *higher] or levels[index : index + 1]
     peak = max(gathered_bytes(ops, program.buffers), default=0)
     done = rewrite.finish(program, "prefetch", ops=ops)
     return replace(done, gather_cap_bytes=cap if cap is not None else peak)
@@ -51,11 +51,11 @@ def _size(program: Program, gather: Op) -> int:
     return program.buffers[gather.writes[0].name].nbytes
 
 
-def _earlier(ops: list[Op], at: int, depth: int, room: int | None, levels: list[int]) -> int:
-    """Where the gather at `at` goes: past `depth` segments, as long as no more than `room` is gathered there."""
-    source = ops[at].reads[0].name
-    best, passed = at, 0
-    for target in range(at - 1, -1, -1):
+def _earlier(ops: list[Op], index: int, depth: int, room: int | None, levels: list[int]) -> int:
+    """Where the gather at `index` goes: past `depth` segments, as long as no more than `room` is gathered there."""
+    source = ops[index].reads[0].name
+    best, passed = index, 0
+    for target in range(index - 1, -1, -1):
         full = room is not None and levels[target] > room
         if passed >= depth or full or any(ref.name == source for ref in ops[target].writes):
             break

@@ -1,10 +1,10 @@
-"""recompute: what a layer's forward would keep for its backward is computed again there.
+"""recompute: values that a layer's forward would keep for its backward are computed again there.
 
-For each forward segment that reads a parameter under a rule, values that only the backward reads are no longer
-written; just before the first backward segment that reads one, a segment of the same nodes on the same inputs makes
-them again, the same bits. What the next layer's forward reads stays: those are the checkpoints. A layer then keeps its
-input instead of its intermediate values; its forward runs twice, less what only the next layer needs; its parameters
-are gathered for both at once.
+A rule may match a parameter that a forward segment reads. The segment then no longer writes the values that only the
+backward reads. Just before the first backward segment that reads one, a segment of the same nodes on the same inputs
+makes them again, with the same bits. Values that the next layer's forward reads stay: those are the checkpoints. A
+layer then keeps its input instead of its intermediate values; its forward runs twice, without the work that only the
+next layer needs. Its parameters are gathered once for the second forward and the backward.
 
     run x0 w0 -> x1 a1;  run x1 w1 -> x2 a2;  run g2 a2 w1 -> g1 ...
     becomes   run x0 w0 -> x1;  run x1 w1 -> x2;  run x1 w1 -> a2.again;  run g2 a2.again w1 -> g1 ...
@@ -29,12 +29,13 @@ ANYWHERE = (aten._to_copy.default, aten.clone.default, aten.copy_.default)
 
 
 def recompute(program: Program, rules: Rules) -> Program:
-    """`rules`: path rules to "full" or "none", first match wins; a leaf without a match keeps everything."""
+    """The program with forward values made again before the backward, for the leaves that `rules` match. `rules` map
+    path rules to "full" or "none"; the first match wins, and a leaf without a match keeps everything."""
     pool: dict[str, fx.GraphModule] = {}
     buffers = dict(program.buffers)
     readers = rewrite.reads_of(program.ops)
     work = [phases(program, op) if op.phase == "region" else set() for op in program.ops]
-    backward = [found == {"backward"} for found in work]
+    backward = [op_phases == {"backward"} for op_phases in work]
     before: dict[int, list[Op]] = {}
     changed: dict[int, Op] = {}
     renames: dict[str, str] = {}
@@ -85,7 +86,7 @@ def _halves(program: Program, op: Op, again: Sequence[Ref]) -> _Halves:
 
 
 def phases(program: Program, op: Op) -> set[str]:
-    """Which phases a segment's work is of; views and casts are made anew wherever they are used."""
+    """The phases of a segment's work. Views and casts do not count: they are made anew wherever they are used."""
     nodes = [n for n in program.segments[op.segment].graph.nodes if n.op == "call_function"]
     work = [n for n in nodes if not fx_nodes.is_view(n) and n.target not in ANYWHERE]
     return {n.meta.get("phase") or "forward" for n in work}
@@ -96,7 +97,7 @@ def _only_backward(readers: Sequence[tuple[int, Ref]], backward: Sequence[bool])
 
 
 def _chosen(program: Program, op: Op, rules: Rules) -> bool:
-    """Whether the first rule that matches a parameter of this segment says "full"."""
+    """Whether, for any parameter of this segment, the first rule that matches it says "full"."""
     said = [_says(rules, names) for ref in op.reads for names in _leaves(program, ref)]
     return "full" in said
 

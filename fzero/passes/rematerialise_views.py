@@ -39,7 +39,7 @@ def rematerialise_views(program: Program) -> Program:
 
 
 def again(params: set[fx.Node]) -> Callable[[fx.Node], bool]:
-    """Which nodes are made anew: views, and casts of the given placeholders or of views of them."""
+    """The test for nodes that are made anew: views, and casts of these placeholders or of views of them."""
 
     def made_anew(node: fx.Node) -> bool:
         if fx_nodes.is_view(node):
@@ -53,6 +53,7 @@ def again(params: set[fx.Node]) -> Callable[[fx.Node], bool]:
 
 
 def _sunk(gm: fx.GraphModule, params: set[int]) -> fx.GraphModule:
+    """The segment with views and casts made again before each user."""
     holders = fx_nodes.placeholders(gm.graph)
     made_anew = again({holders[i] for i in params if i < len(holders)})
     graph = fx.Graph()

@@ -1,8 +1,8 @@
 """schedule_gathers: a parameter is whole only while a segment uses it.
 
 The naive gather at the top becomes one before each stretch of neighbouring uses; after it the buffer is dead until the
-next. A layer is gathered for its forward and again for its backward (3P bytes a step in all); what is used by
-neighbouring segments, like the head, is gathered once for both. Stages 1 and 2 gather once a step and keep it.
+next. A layer is gathered for its forward and again for its backward (3P bytes a step in all); A parameter that
+neighbouring segments use, like the head, is gathered once for both. Stages 1 and 2 gather once a step and keep it.
 
     gather p -> p.full; wait; run(p.full) fwd; ...; run(p.full) bwd
     becomes   gather p -> p.full.0; wait; run(p.full.0) fwd; ...; gather p -> p.full.1; wait; run(p.full.1) bwd

@@ -1,8 +1,9 @@
 """schedule_reductions: a gradient bucket is reduced when it is complete (stages 0, 2, 3) or at the backward's end (1).
 
 A sum over microbatches follows as soon as both of its terms are there. A reduction that starts when its bucket is
-complete is waited for after the next segment, so that one is in flight beside the compute and a full bucket never
-outlives its reduction by more; those at the end overlap one another. Without overlap each is waited for at once.
+complete is waited for after the next segment. So one reduction is in flight beside the compute, and a full bucket
+outlives its reduction by no more. The reductions at the end overlap one another. Without overlap each is waited for at
+once.
 
     run bwd1; run bwd0; reduce g1; wait; reduce g0; wait
     becomes   run bwd1; reduce g1; run bwd0; wait g1; reduce g0; ...
@@ -43,9 +44,9 @@ def _movable(program: Program, op: Op) -> bool:
 
 
 def _placed(ops: list[Op], pairs: list[tuple[Op, Op]], overlap: bool) -> list[Op]:
-    """With each reduction behind the last write to its bucket, and its wait behind the next segment."""
+    """The ops with each reduction behind the last write to its bucket, and its wait behind the next segment."""
     reads, writes = rewrite.reads_of(ops), rewrite.writes_of(ops)
-    segments = [i for i, one in enumerate(ops) if one.phase == "region"]
+    segments = [i for i, op in enumerate(ops) if op.phase == "region"]
     behind: dict[int, list[Op]] = {}
     for start, wait in pairs:
         complete = writes[start.reads[0].name][-1][0]
@@ -55,11 +56,11 @@ def _placed(ops: list[Op], pairs: list[tuple[Op, Op]], overlap: bool) -> list[Op
         behind[complete] = [start, *([] if beside else [wait]), *behind.get(complete, ())]
         if beside:
             behind[segments[following]] = [wait, *behind.get(segments[following], ())]
-    return [moved for i, one in enumerate(ops) for moved in (one, *behind.get(i, ()))]
+    return [moved for i, op in enumerate(ops) for moved in (op, *behind.get(i, ()))]
 
 
 def _staggered(program: Program, ops: list[Op]) -> list[Op]:
-    """Of reductions one after another, each is waited for when the next has started."""
+    """The ops with each of several consecutive reductions waited for after the next has started."""
     result: list[Op] = []
     index = 0
     while index < len(ops):

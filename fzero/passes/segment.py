@@ -1,9 +1,10 @@
 """segment: a region's one big run is cut where the parameters in use change.
 
-A *unit* is a layer's buckets; what is used only where another unnumbered one is (a final norm beside the tied
-embedding) joins it. In the order of the joint graph a new segment begins where a node uses a unit that the segment does
-not, or (in the backward) feeds nothing but the gradients of one. What crosses a border becomes a buffer. Equal layers
-give segments of equal text, hence one hash: 12 layers, 5 segments.
+A *unit* is a layer's buckets; a bucket that is used only where another unnumbered one is (a final norm beside the tied
+embedding) joins its unit. Nodes are taken in the order of the joint graph. A new segment begins where a node uses a
+unit that the segment does not use. In the backward it also begins where a node feeds only the gradients of such a unit.
+A value that crosses a border becomes a buffer. Equal layers give segments of equal text, hence one hash: 12 layers, 5
+segments.
 
     run x w0 w1 wte -> loss g0 g1 gte
     becomes   run x wte -> a0;  run a0 w0 -> a1;  run a1 w1 -> a2;  run a2 wte -> loss a3 a4;  run a3 w1 -> a5 g1; ...
@@ -51,7 +52,7 @@ class _Piece:
 
     gm: fx.GraphModule
     inputs: list[fx.Node]
-    fresh: list[fx.Node]
+    outputs: list[fx.Node]
     dests: list[fx.Node]  # placeholders of the region that are written
     why: str
 
@@ -59,17 +60,18 @@ class _Piece:
 def _instantiated(
     op: Op, pieces: list[_Piece], buffers: dict[str, Buffer], pool: dict[str, fx.GraphModule]
 ) -> list[Op]:
+    """One run for each piece of a region's run; adds buffers for values that cross a border."""
     region, m = op.region, op.microbatch
     holders = pieces[0].inputs[0].graph if pieces and pieces[0].inputs else None
     where: dict[fx.Node, Ref] = {}
-    fresh_count = op.num_outputs
+    num_outputs = op.num_outputs
     graph = holders or pieces[0].dests[0].graph
     inputs = fx_nodes.placeholders(graph)
-    where.update(zip(inputs, [*op.reads, *op.writes[fresh_count:]], strict=True))
-    finals = dict(zip(fx_nodes.outputs(graph), op.writes[:fresh_count], strict=True))
+    where.update(zip(inputs, [*op.reads, *op.writes[num_outputs:]], strict=True))
+    finals = dict(zip(fx_nodes.outputs(graph), op.writes[:num_outputs], strict=True))
     ops = []
     for number, piece in enumerate(pieces):
-        for i, node in enumerate(piece.fresh):
+        for i, node in enumerate(piece.outputs):
             if node in finals:
                 where[node] = finals[node]
             else:
@@ -78,7 +80,7 @@ def _instantiated(
                 buffers[name] = Buffer(name, value.dtype, tuple(value.shape), "activation")
                 where[node] = Ref(name)
         reads = [where[n] for n in piece.inputs]
-        writes = [*(where[n] for n in piece.fresh), *(where[n] for n in piece.dests)]
+        writes = [*(where[n] for n in piece.outputs), *(where[n] for n in piece.dests)]
         done = rewrite.run_op(op, piece.gm, reads, writes)
         pool.setdefault(done.segment, piece.gm)
         ops.append(Op(done.kind, done.reads, done.writes, None, done.attrs, piece.why))
@@ -86,6 +88,7 @@ def _instantiated(
 
 
 def _cut(program: Program, op: Op) -> list[_Piece]:
+    """The pieces of a region's segment, in order."""
     gm = program.segments[op.segment]
     holders = fx_nodes.placeholders(gm.graph)
     refs = [*op.reads, *op.writes[op.num_outputs :]]
@@ -97,14 +100,14 @@ def _cut(program: Program, op: Op) -> list[_Piece]:
     groups: list[list[fx.Node]] = [[]]
     units: list[set[str]] = [set()]
     waiting: list[fx.Node] = []
-    at: dict[fx.Node, int] = {}
+    group_of: dict[fx.Node, int] = {}
     for node in nodes:
         if made_anew(node):
             waiting.append(node)  # it goes where its user goes, the next node that is no view
             continue
         if node.target is operator.getitem:
-            at[node] = at[node.args[0]]  # a tuple never crosses a border
-            groups[at[node]].append(node)
+            group_of[node] = group_of[node.args[0]]  # a tuple never crosses a border
+            groups[group_of[node]].append(node)
             continue
         used = {unit[b] for b in uses.get(node, ())}
         if used - units[-1]:
@@ -113,7 +116,7 @@ def _cut(program: Program, op: Op) -> list[_Piece]:
                 units.append(set())
             units[-1] |= used
         groups[-1] += [*waiting, node]
-        at[node] = len(groups) - 1
+        group_of[node] = len(groups) - 1
         waiting = []
     groups[-1] += waiting
     for i in range(len(groups) - 1):
@@ -122,8 +125,8 @@ def _cut(program: Program, op: Op) -> list[_Piece]:
 
 
 def _move_prelude(groups: list[list[fx.Node]], i: int, used: set[fx.Node], made_anew: MadeAnew) -> None:
-    """What a forward segment does after its last use of a parameter goes to the next one where less crosses then: a
-    layer that begins with a norm begins before the norm, at the one value that the last layer left."""
+    """Moves the nodes after the last use of a parameter to the next segment, where fewer bytes cross the border then.
+    So a layer that begins with a norm begins before the norm, at the one value that the last layer left. In place."""
     group = groups[i]
     start = max((n for n, node in enumerate(group) if node in used), default=-1) + 1
     while start < len(group) and group[start].target is operator.getitem:
@@ -134,15 +137,17 @@ def _move_prelude(groups: list[list[fx.Node]], i: int, used: set[fx.Node], made_
         return
 
     def readers(node: fx.Node) -> set[fx.Node]:
-        found: set[fx.Node] = set()
+        reached: set[fx.Node] = set()
         for user in node.users:
-            found |= readers(user) if made_anew(user) else {user}
-        return {u for u in found if not u.meta.get("phase")}
+            reached |= readers(user) if made_anew(user) else {user}
+        return {u for u in reached if not u.meta.get("phase")}
 
     def crossing(cut: int) -> int:
         kept = set(group[: start + cut])
-        made = dict.fromkeys([*group[: start + cut], *(a for n in tail for a in n.all_input_nodes if n not in kept)])
-        values = [n for n in made if n.op == "call_function" and not made_anew(n) and n not in tail[cut:]]
+        candidates = dict.fromkeys(
+            [*group[: start + cut], *(a for n in tail for a in n.all_input_nodes if n not in kept)]
+        )
+        values = [n for n in candidates if n.op == "call_function" and not made_anew(n) and n not in tail[cut:]]
         inside = {*kept, *(n for earlier in groups[:i] for n in earlier)}
         late = [n for n in values if n in inside and readers(n) - inside]
         return sum(t.nbytes for n in late if isinstance(t := n.meta["val"], torch.Tensor))
@@ -159,8 +164,8 @@ def _move_prelude(groups: list[list[fx.Node]], i: int, used: set[fx.Node], made_
 def _uses(
     gm: fx.GraphModule, nodes: list[fx.Node], bucket_of: dict[fx.Node, str], made_anew: MadeAnew
 ) -> dict[fx.Node, set[str]]:
-    """The buckets a node uses: of parameters among its operands, or, in the backward, of the one it makes gradients
-    of."""
+    """{node: the buckets that it uses}: those of parameters among its operands. In the backward also the one bucket
+    whose gradients alone it feeds."""
 
     def root(node: fx.Node) -> fx.Node:
         while made_anew(node):
@@ -177,17 +182,17 @@ def _uses(
     for node in nodes:
         if made_anew(node):
             continue
-        found = {bucket_of[r] for a in node.all_input_nodes if (r := root(a)) in bucket_of}
+        used = {bucket_of[r] for a in node.all_input_nodes if (r := root(a)) in bucket_of}
         if node.meta.get("phase") == "backward" and len(feeds[node]) == 1 and "*" not in feeds[node]:
-            found |= feeds[node]
-        if found:
-            uses[node] = found
+            used |= feeds[node]
+        if used:
+            uses[node] = used
     return uses
 
 
 def _units(program: Program, nodes: list[fx.Node], uses: dict[fx.Node, set[str]]) -> dict[str, str]:
-    """The unit of every bucket: its layer, or another one without a number that is in use wherever it is, where the two
-    together are no more to hold at once than a layer (or it adds little)."""
+    """The unit of every bucket. A numbered layer is its own unit. A layer without a number joins another one that is in
+    use wherever it is, if both together take no more memory than a layer, or if it adds little."""
     layer = {name: name.split("~")[0] for name in program.buckets}
     numbered = {name for name, own in layer.items() if any(part.isdigit() for part in own.split("."))}
     epochs: dict[str, set[int]] = {}
@@ -206,33 +211,34 @@ def _units(program: Program, nodes: list[fx.Node], uses: dict[fx.Node, set[str]]
     most = max(size[layer[name]] for name in numbered)
     loose = sorted({own for name, own in layer.items() if name not in numbered}, key=size.__getitem__)
     joined = {own: own for own in loose}
-    for one in loose:
+    for unit in loose:
         for other in reversed(loose):
-            light = size[one] < SMALL_BYTES or size[one] * 8 <= size[other] or size[one] + size[other] <= most
-            inside = epochs.get(one, set()) <= epochs.get(other, set())
-            if one != other and light and inside and joined[other] == other and joined[one] == one:
-                joined[one] = other
+            light = size[unit] < SMALL_BYTES or size[unit] * 8 <= size[other] or size[unit] + size[other] <= most
+            inside = epochs.get(unit, set()) <= epochs.get(other, set())
+            if unit != other and light and inside and joined[other] == other and joined[unit] == unit:
+                joined[unit] = other
     return {name: joined.get(own, own) for name, own in layer.items()}
 
 
 def _pieces(
     gm: fx.GraphModule, groups: list[list[fx.Node]], units: list[set[str]], made_anew: MadeAnew
 ) -> list[_Piece]:
-    at = {node: i for i, group in enumerate(groups) for node in group}
+    """The groups of nodes as segments, each with its inputs, outputs and destinations."""
+    group_of = {node: i for i, group in enumerate(groups) for node in group}
     copies: dict[int, list[fx.Node]] = {}
     for node in gm.graph.nodes:
         if node.target is COPY:
             source = node.args[1]
             while made_anew(source):
                 source = source.args[0]
-            copies.setdefault(at.get(source, len(groups) - 1), []).append(node)
+            copies.setdefault(group_of.get(source, len(groups) - 1), []).append(node)
             chain = node.args[1]
             while made_anew(chain):  # the views of a copied value go where the copy goes
-                if chain in at and chain in groups[at[chain]]:
-                    groups[at[chain]].remove(chain)
-                target = at.get(source, len(groups) - 1)
+                if chain in group_of and chain in groups[group_of[chain]]:
+                    groups[group_of[chain]].remove(chain)
+                target = group_of.get(source, len(groups) - 1)
                 groups[target].append(chain)
-                at[chain] = target
+                group_of[chain] = target
                 chain = chain.args[0]
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     outs = [n for n in fx_nodes.outputs(gm.graph) if isinstance(n, fx.Node)]
@@ -243,13 +249,15 @@ def _pieces(
         inside = set(group)
         wanted = [*(a for n in group for a in n.all_input_nodes), *(fx_nodes.operand(c, 1) for c in ends)]
         inputs = [a for a in dict.fromkeys(wanted) if a not in inside]
-        fresh = [n for n in group if n in outs or any(at.get(u, i) != i for u in n.users if u.target is not COPY)]
-        results = [*(fx_nodes.operand(c, 1) for c in ends), *fresh]
+        outputs = [
+            n for n in group if n in outs or any(group_of.get(u, i) != i for u in n.users if u.target is not COPY)
+        ]
+        results = [*(fx_nodes.operand(c, 1) for c in ends), *outputs]
         piece = segments.extract(group, inputs, results, [fx_nodes.operand(c) for c in ends])
         piece = segments.merge_equal(piece)
         phases = {n.meta.get("phase") or "forward" for n in group if not made_anew(n)}
         phase = " and ".join(sorted(phases, reverse=True))
         line = next((n.meta["source"] for n in group if n.meta.get("source") and not n.meta.get("phase")), "")
         why = " ".join(filter(None, [phase, *sorted(units[i]), f"({line})" if line else ""]))
-        pieces.append(_Piece(piece, inputs, fresh, [fx_nodes.operand(c) for c in ends], why))
+        pieces.append(_Piece(piece, inputs, outputs, [fx_nodes.operand(c) for c in ends], why))
     return pieces

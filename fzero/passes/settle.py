@@ -1,9 +1,9 @@
-"""settle: where ranks read one another's memory, says until when a source must stay as it is.
+"""settle: marks until when a source must stay as it is, where ranks read one another's memory.
 
 A wait ends a transfer for the rank that waits; other ranks may read its source for longer (`transport shared`). The
 transfer settles before the first op that writes where the source lies. Freed memory of the arena stays readable until
-something else is written there, so a settle comes as late as it can and seldom waits. With the other transports every
-source has been sent when the wait returns, and no op is placed.
+an op writes there. So a settle comes as late as possible and seldom waits. With the other transports every source has
+been sent when the wait returns, and no op is placed.
 
     wait full; free own; ...; run -> x (in the bytes of own)
     becomes   wait full; free own; ...; settle full; run -> x

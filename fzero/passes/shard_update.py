@@ -1,15 +1,14 @@
 """shard_update: the outer graph's elementwise work runs on flat slices instead of full tensors.
 
-After a reduction, an op that is pointwise, whose every full-shaped operand is a leaf of one place (or computed from
-such) and whose others are 0-d, gives the same bits on any slice. Equal chains of neighbouring leaves of a bucket
-become one op on their common range; a chain that differs (another weight decay) gets a range of its own. Work on
-blocks of 64 elements (`traits.BLOCKWISE`: quantised moments) runs on slices too, which never cut a block; its ranges
-end where padding would join a block. Work on whole leaves (`traits.WHOLE`: a matrix's orthogonalisation) is done by
-the rank in whose slice the leaf lies, the others have none of it; a leaf on several ranks is gathered, and all do it.
-A sum over
-a whole leaf becomes a sum over the own slice and one all-reduce of all such scalars; full work that needs a computed
-flat value gathers it first; everything else stays as it was. Columns that are kept whole (parameters under stages 1
-and 2) are gathered after their update. With the state sharded, what is updated per rank falls from P to P/N.
+After a reduction, a pointwise op gives the same bits on any slice, if its full-shaped operands are leaves of one place
+(or computed from such) and its other operands are 0-d. Equal chains of neighbouring leaves of a bucket become one op on
+their common range; a chain that differs (another weight decay) gets a range of its own. Work on blocks of 64 elements
+(`traits.BLOCKWISE`: quantised moments) runs on slices too, which never cut a block; its ranges end where padding would
+join a block. Work on whole leaves (`traits.WHOLE`: a matrix's orthogonalisation) is done by the rank in whose slice the
+leaf lies, and by no other. A leaf on several ranks is gathered, and all ranks do the work. A sum over a whole leaf
+becomes a sum over the own slice, and one all-reduce adds all such scalars. Full work that needs a computed flat value
+gathers it first. Everything else stays as it was. Columns that are kept whole (parameters under stages 1 and 2) are
+gathered after their update. With the state sharded, each rank updates P/N elements instead of P.
 
     run grads.full[w] params.full[w] ... -> params.new[w]      (every leaf, every rank)
     becomes
@@ -29,7 +28,7 @@ from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Op, Ref, buffer_name, make_op
 from fzero.ir.traits import BLOCKWISE, WHOLE
 from fzero.passes.common.leafwise import Call, leafwise
-from fzero.passes.common.outer_run import OuterRun, Spot
+from fzero.passes.common.outer_run import OuterRun, SlotKey
 from fzero.plan.whole_leaves import is_whole
 
 
@@ -67,7 +66,8 @@ def _without_unread(ops: list[Op]) -> list[Op]:
 
 @dataclass
 class _Outer:
-    """One outer run on full tensors, being rewritten. `pool` and the run's buffers take in what is made."""
+    """One outer run on full tensors, being rewritten. `pool` and the run's buffers receive the new segments and
+    buffers."""
 
     run: OuterRun
     index: int
@@ -78,13 +78,14 @@ class _Outer:
     whole: set[str] = field(default_factory=set)  # gathered here, and not written since
 
     def rewritten(self) -> list[Op]:
+        """The ops that replace the outer run, level by level; the run itself where nothing in it is flat."""
         self.run.sort_out()
-        if not any(n in self.run.spot for n in self.run.nodes) and not self.run.partial:
-            return [self.run.one]
+        if not any(n in self.run.slot_key for n in self.run.nodes) and not self.run.partial:
+            return [self.run.op]
         for level in range(max(self.run.level.values(), default=0) + 1):
             here = [n for n in self.run.nodes if self.run.level[n] == level]
-            self._full([n for n in here if n not in self.run.spot and n not in self.run.partial], level)
-            self._flat([n for n in here if n in self.run.spot and n not in self.run.owned], level)
+            self._full([n for n in here if n not in self.run.slot_key and n not in self.run.partial], level)
+            self._flat([n for n in here if n in self.run.slot_key and n not in self.run.owned], level)
             self._owned([n for n in here if n in self.run.owned], level)
             self._sums([n for n in here if n in self.run.partial], level)
         for name in dict.fromkeys(self.gathers):
@@ -94,7 +95,7 @@ class _Outer:
 
     def _run_of(self, gm: fx.GraphModule, reads: list[Ref], writes: list[Ref], **attrs: int | str) -> Op:
         """A run of a new segment in the place of the outer run."""
-        done = rewrite.run_op(self.run.one, gm, reads, writes, **attrs)
+        done = rewrite.run_op(self.run.op, gm, reads, writes, **attrs)
         self.pool.setdefault(done.segment, gm)
         return done
 
@@ -103,36 +104,38 @@ class _Outer:
         names = {ref.name for ref in op.writes}
         (self.whole.update if op.gathers else self.whole.difference_update)(names)
 
-    def _mine(self, bucket: str) -> bool:
+    def _updates_slices(self, bucket: str) -> bool:
         """Whether each rank updates its own slice of a bucket."""
         return self.run.program.world_size > 1 and self.run.program.buckets[bucket].updates_slices
 
     # --- full work
 
     def _full(self, nodes: list[fx.Node], level: int) -> None:
-        """What is not flat, as one run; the flat values it needs are gathered before."""
-        nodes = [n for n in nodes if n.users or n in self.run.fresh]
+        """Emits the full nodes as one run; gathers the flat values that they need before it."""
+        nodes = [n for n in nodes if n.users or n in self.run.outputs]
         if not nodes:
             return
         inside = set(nodes)
         inputs = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
         dests = [n for n in nodes if n in self.run.dest]
-        fresh = [
-            n for n in nodes if n in self.run.fresh or any(u in self.run.level and u not in inside for u in n.users)
+        outputs = [
+            n for n in nodes if n in self.run.outputs or any(u in self.run.level and u not in inside for u in n.users)
         ]
-        gm = segments.extract(nodes, inputs, [*dests, *fresh], dests)
-        for node in fresh:
-            self.run.where[node] = self.run.fresh.get(node) or self._new(f"u{self.index}.{node.name}", node.meta["val"])
-        writes = [*(self.run.where[n] for n in fresh), *(self.run.dest[n] for n in dests)]
+        gm = segments.extract(nodes, inputs, [*dests, *outputs], dests)
+        for node in outputs:
+            self.run.where[node] = self.run.outputs.get(node) or self._new(
+                f"u{self.index}.{node.name}", node.meta["val"]
+            )
+        writes = [*(self.run.where[n] for n in outputs), *(self.run.dest[n] for n in dests)]
         self._emit(self._run_of(gm, [self._whole(n) for n in inputs], writes))
 
     def _whole(self, node: fx.Node) -> Ref:
         """Where all of a value is; a stored flat value is gathered into place for it."""
         if node not in self.run.where:
             name = self.run.stored[node]
-            bucket, index = self.run.spot[node]
-            self.run.where[node] = Ref(name, *self.run.program.buckets[bucket].place(index, self.run.per[node]))
-            if self._mine(bucket):
+            bucket, index = self.run.slot_key[node]
+            self.run.where[node] = Ref(name, *self.run.program.buckets[bucket].place(index, self.run.block_size[node]))
+            if self._updates_slices(bucket):
                 self._gather(name)
         return self.run.where[node]
 
@@ -152,26 +155,27 @@ class _Outer:
     # --- flat work
 
     def _flat(self, nodes: list[fx.Node], level: int) -> None:
-        by_spot: dict[Spot, list[fx.Node]] = {}
+        """Emits flat nodes: one run for each range of neighbouring leaves whose chains are equal."""
+        by_slot: dict[SlotKey, list[fx.Node]] = {}
         for node in nodes:
-            by_spot.setdefault(self.run.spot[node], []).append(node)
-        buckets = list(dict.fromkeys(bucket for bucket, _ in by_spot))
+            by_slot.setdefault(self.run.slot_key[node], []).append(node)
+        buckets = list(dict.fromkeys(bucket for bucket, _ in by_slot))
         for bucket in buckets:
-            slots = sorted(slot for name, slot in by_spot if name == bucket)
-            for chain in (by_spot[(bucket, slot)] for slot in slots):
+            slots = sorted(slot for name, slot in by_slot if name == bucket)
+            for chain in (by_slot[(bucket, slot)] for slot in slots):
                 self._store(bucket, chain, level)
             runs: list[list[int]] = []
-            signs = {slot: self._signature(by_spot[(bucket, slot)]) for slot in slots}
+            signs = {slot: self._signature(by_slot[(bucket, slot)]) for slot in slots}
             for slot in slots:
                 alike = runs and runs[-1][-1] == slot - 1 and signs[runs[-1][-1]] == signs[slot]
                 slots_of = self.run.program.buckets[bucket].slots
                 apart = slot and slots_of[slot - 1].stop < slots_of[slot].start  # padding, which no block may take in
-                if alike and not (apart and any(n.target in BLOCKWISE for n in by_spot[(bucket, slot)])):
+                if alike and not (apart and any(n.target in BLOCKWISE for n in by_slot[(bucket, slot)])):
                     runs[-1].append(slot)
                 else:
                     runs.append([slot])
             for run in runs:
-                self._emit_flat(bucket, run, by_spot[(bucket, run[0])])
+                self._emit_flat(bucket, run, by_slot[(bucket, run[0])])
 
     def _store(self, bucket: str, chain: list[fx.Node], level: int, letter: str = "f") -> None:
         """Gives a column to every value of a leaf's chain that someone outside the chain needs."""
@@ -180,14 +184,16 @@ class _Outer:
             if node in self.run.dest:
                 self.run.stored[node] = self.run.dest[node].name
                 column = self.run.dest[node].name.removesuffix(".new")
-                if self._mine(bucket) and not self.run.buffers[column].sharded:
+                if self._updates_slices(bucket) and not self.run.buffers[column].sharded:
                     self.gathers.append(self.run.dest[node].name)
             elif any(u in self.run.level and u not in inside for u in node.users):
                 dtype = fx_values.tensors(node.meta["val"])[0].dtype
                 kind = str(dtype).rsplit(".")[-1]
                 name = buffer_name(f"{letter}{self.index}.{level}.{position}.{kind}:{bucket}")
-                shape = (self.run.program.buckets[bucket].length // self.run.per[node],)
-                self.run.buffers.setdefault(name, Buffer(name, dtype, shape, "scratch", bucket, per=self.run.per[node]))
+                shape = (self.run.program.buckets[bucket].length // self.run.block_size[node],)
+                self.run.buffers.setdefault(
+                    name, Buffer(name, dtype, shape, "scratch", bucket, per=self.run.block_size[node])
+                )
                 self.run.stored[node] = name
                 self.columns.add(name)
 
@@ -196,7 +202,7 @@ class _Outer:
         refs: dict[str, list[Ref]] = {name: [] for name in self.columns}
         for ref in (r for op in self.ops for r in (*op.reads, *op.writes) if r.name in refs):
             refs[ref.name].append(ref)
-        for name in (name for name, found in refs.items() if all(ref.mine for ref in found)):
+        for name in (name for name, column_refs in refs.items() if all(ref.mine for ref in column_refs)):
             buffer = self.run.buffers[name]
             bucket = self.run.program.buckets[buffer.bucket or ""]
             shape = (self.run.program.slice_length(bucket) // buffer.per,)
@@ -208,34 +214,36 @@ class _Outer:
         """Per bucket, one run that works on the leaves in the own slice; what is cut is gathered, for all to do."""
         by_bucket: dict[str, list[fx.Node]] = {}
         for node in nodes:
-            by_bucket.setdefault(self.run.spot[node][0], []).append(node)
+            by_bucket.setdefault(self.run.slot_key[node][0], []).append(node)
         for name, group in by_bucket.items():
             bucket = self.run.program.buckets[name]
             reads, writes, calls = [], [], []
-            for node in sorted(group, key=lambda n: self.run.spot[n][1]):
-                source, index = fx_nodes.operand(node), self.run.spot[node][1]
+            for node in sorted(group, key=lambda n: self.run.slot_key[n][1]):
+                source, index = fx_nodes.operand(node), self.run.slot_key[node][1]
                 start, stop, shape = bucket.place(index)
-                mine = self._mine(name) and is_whole(bucket, index, self.run.program.mesh.size(bucket.axis))
+                own_slice = self._updates_slices(name) and is_whole(
+                    bucket, index, self.run.program.mesh.size(bucket.axis)
+                )
                 self._store(name, [node], level, "o")
-                if self._mine(name) and not mine and source not in self.run.where:
+                if self._updates_slices(name) and not own_slice and source not in self.run.where:
                     self._gather(self.run.stored[source])
-                reads.append(Ref(self.run.stored[source], start, stop, None, mine))
-                writes.append(Ref(self.run.stored[node], start, stop, None, mine))
+                reads.append(Ref(self.run.stored[source], start, stop, None, own_slice))
+                writes.append(Ref(self.run.stored[node], start, stop, None, own_slice))
                 args = (list(shape), *node.args[1:])
                 target, value = WHOLE[node.target], node.meta["val"]
                 calls.append(Call(target, source.meta["val"], value, stop - start, args, flat=True))
             done = self._run_of(leafwise(calls), reads, writes)
-            names = [bucket.slots[self.run.spot[n][1]].path for n in group]
+            names = [bucket.slots[self.run.slot_key[n][1]].path for n in group]
             self._emit(replace(done, why=f"whole {names[0]}" + (f" .. {names[-1]}" if len(names) > 1 else "")))
 
     def _signature(self, chain: list[fx.Node]) -> tuple[object, ...]:
-        """What a leaf's chain does, in terms that an equal chain of another leaf shares."""
+        """The work of a leaf's chain, in a form that is equal for an equal chain of another leaf."""
         number = {node: i for i, node in enumerate(chain)}
 
         def name(node: fx.Node) -> str:
             if node in number:
                 return f"%{number[node]}"
-            return f"column {self.run.stored[node]}" if node in self.run.spot else f"scalar {node.name}"
+            return f"column {self.run.stored[node]}" if node in self.run.slot_key else f"scalar {node.name}"
 
         return tuple(
             (str(node.target), repr(fx.node.map_arg((node.args, node.kwargs), name)), self.run.stored.get(node))
@@ -243,28 +251,35 @@ class _Outer:
         )
 
     def _emit_flat(self, bucket_name: str, slots: list[int], chain: list[fx.Node]) -> None:
+        """Emits one chain of flat nodes on the common range of these slots."""
         bucket = self.run.program.buckets[bucket_name]
         start, stop = bucket.slots[slots[0]].start, bucket.end(slots[-1])
         if any(n.target in BLOCKWISE for n in chain):
             stop = bucket.slots[slots[-1]].stop
-        mine = self._mine(bucket_name)
+        own_slice = self._updates_slices(bucket_name)
         inside = set(chain)
         inputs = list(dict.fromkeys(a for n in chain for a in n.all_input_nodes if a not in inside))
         results = [n for n in chain if n in self.run.stored]
         gm = segments.extract(chain, inputs, results, results)
-        length = min(stop - start, self.run.program.slice_length(bucket)) if mine else stop - start
+        length = min(stop - start, self.run.program.slice_length(bucket)) if own_slice else stop - start
         with FakeTensorMode():
             fakes = []
             for node in [*inputs, *results]:
                 value = node.meta["val"]
-                shape = (-(-length // self.run.per[node]),) if node in self.run.spot else tuple(value.shape)
+                shape = (-(-length // self.run.block_size[node]),) if node in self.run.slot_key else tuple(value.shape)
                 fakes.append(torch.empty(shape, dtype=value.dtype, device=value.device))
         fx_values.propagate(gm, fakes)
 
         def part(node: fx.Node) -> Ref:
-            return Ref(self.run.stored[node], start, -(-stop // self.run.per[node]) * self.run.per[node], None, mine)
+            return Ref(
+                self.run.stored[node],
+                start,
+                -(-stop // self.run.block_size[node]) * self.run.block_size[node],
+                None,
+                own_slice,
+            )
 
-        reads = [part(n) if n in self.run.spot else self.run.where[n] for n in inputs]
+        reads = [part(n) if n in self.run.slot_key else self.run.where[n] for n in inputs]
         writes = [part(n) for n in results]
         names = [bucket.slots[i].path for i in slots]
         why = f"update {names[0]}" + (f" .. {names[-1]}" if len(names) > 1 else "")
@@ -285,7 +300,7 @@ class _Outer:
             distributed = self.run.program.world_size > 1
             for node in group:
                 source = fx_nodes.operand(node)
-                bucket, index = self.run.spot[source]
+                bucket, index = self.run.slot_key[source]
                 slot = self.run.program.buckets[bucket].slots[index]
                 reads.append(Ref(self.run.stored[source], slot.start, slot.stop, None, distributed))
                 kwargs = tuple(node.kwargs.items())
@@ -294,20 +309,20 @@ class _Outer:
                 )
             writes = [Ref(name, i, i + 1, ()) for i in range(len(group))]
             self._emit(self._run_of(leafwise(calls), reads, writes))
-            axis = self.run.program.buckets[self.run.spot[fx_nodes.operand(group[0])][0]].axis
+            axis = self.run.program.buckets[self.run.slot_key[fx_nodes.operand(group[0])][0]].axis
             total = self._reduced(name, axis, f"sum of {len(group)} leaves") if distributed else name
             for i, node in enumerate(group):
                 self.run.where[node] = Ref(total, i, i + 1, ())
-                if node in self.run.fresh:  # someone outside knows it by a name of its own
+                if node in self.run.outputs:  # someone outside knows it by a name of its own
                     gm = segments.extract([], [node], [node])
-                    self._emit(self._run_of(gm, [self.run.where[node]], [self.run.fresh[node]]))
+                    self._emit(self._run_of(gm, [self.run.where[node]], [self.run.outputs[node]]))
 
     def _reduced(self, name: str, axis: str, why: str) -> str:
         source = self.run.buffers[name]
         total, scratch = f"{name}.all", f"{name}.scratch"
         n, refs = self.run.program.mesh.size(axis), [Ref(total)]
         self.run.buffers[total] = Buffer(total, source.dtype, source.shape, "activation")
-        if self.run.program.transport != "shared":  # whose ranks add what they read in one another's memory
+        if self.run.program.transport != "shared":  # its ranks read one another's memory and add
             self.run.buffers[scratch] = Buffer(scratch, source.dtype, (n - 1, source.numel), "scratch")
             refs.append(Ref(scratch))
         self._emit(make_op("all_reduce_small", [Ref(name)], refs, axis=axis, why=why, op="sum", divisor=1))

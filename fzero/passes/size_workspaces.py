@@ -1,8 +1,8 @@
-"""size_workspaces: writes on every run what it needs beyond the program's buffers while it runs.
+"""size_workspaces: writes on every run the bytes that it needs beside the program's buffers.
 
-`workspace` is the block its own values lie in (packed by their lives), `heap` what kernels ask of the allocator. A
-segment with stretches to compile (`how`, see `fzero.codegen.fusion`) runs with them or, where that fails, without: it
-gets what either needs.
+`workspace` is the block that its own values lie in, packed by their lives. `heap` is the memory that kernels ask the
+allocator for. A segment with stretches to compile (`how`, see `fzero.codegen.fusion`) runs with them or, where that
+fails, without: it gets the larger of both needs.
 
     run seg:ab12 ...      becomes      run seg:ab12 ... heap=4096 workspace=1048576
 """

@@ -1,10 +1,10 @@
 """write_in_place: results are written where they belong.
 
-1. New leaves are written straight into the state: `.new` buffers and the copies that keep them go, where no later op
-   reads the old value, and after the last segment of any loss, so that a failing loss leaves the state as it was. A
-   leaf that was computed whole stays in its `.new`: a shard has no room for it.
-2. In a segment, a copy into a destination goes where the op that makes the value has a kernel that writes into a given
-   tensor (`mm.out`, `add.out`); `fzero::adamw` on its own destinations becomes the in-place kernel.
+1. New leaves are written straight into the state; `.new` buffers and the copies that keep them are dropped. No later op
+   may read the old value. The write comes after the last segment of any loss, so that a failing loss leaves the state
+   as it was. A leaf that was computed whole stays in its `.new`: a shard has no room for it.
+2. In a segment, a copy into a destination is dropped where the op that makes the value has a kernel that writes into a
+   given tensor (`mm.out`, `add.out`). `fzero::adamw` on its own destinations becomes the in-place kernel.
 
     run p[mine] g[mine] ... -> p.new[mine];  update p.new -> p      becomes      update p[mine] g[mine] ... -> p[mine]
     mm = mm(a, b);  copy_(into, mm)                                 becomes      mm.out(a, b, out=into)
@@ -52,6 +52,7 @@ def write_in_place(program: Program) -> Program:
 
 
 def _into_state(program: Program) -> list[Op]:
+    """The ops with new leaves written straight into the state, where that is safe."""
     ops = list(program.ops)
     last_loss = max((i for i, op in enumerate(ops) if op.phase == "region"), default=-1)
     keeps: dict[str, list[Op]] = {}
@@ -80,7 +81,7 @@ def _into_state(program: Program) -> list[Op]:
 
 
 def _dead(old: str, writers: list[tuple[int, Ref]], reads: dict[str, list[tuple[int, Ref]]]) -> bool:
-    """Whether no op reads of `old` what an earlier one of `writers` would write there."""
+    """Whether no op reads elements of `old` that an earlier one of `writers` would write."""
     spans = rewrite.Spans(replace(ref, name=old) for _, ref in writers)
     return not any(writers[w][0] < i for i, ref in reads.get(old, ()) for w in spans.over(ref))
 
@@ -90,16 +91,17 @@ def _dead(old: str, writers: list[tuple[int, Ref]], reads: dict[str, list[tuple[
 
 def _aliases(op: Op, gm: fx.GraphModule) -> dict[int, int]:
     """For each destination placeholder (by position) the input that is the same memory, or -1 if it only overlaps."""
-    found: dict[int, int] = {}
+    aliases: dict[int, int] = {}
     dests = op.writes[op.num_outputs :]
     spans, same = rewrite.Spans(op.reads), {ref: [i] for i, ref in enumerate(op.reads)}
     for d, dest in enumerate(dests):
         for i in spans.over(dest) or same.get(dest, []):  # no element of an empty one is shared
-            found[len(op.reads) + d] = i if op.reads[i] == dest else -1
-    return found
+            aliases[len(op.reads) + d] = i if op.reads[i] == dest else -1
+    return aliases
 
 
 def _kernels(gm: fx.GraphModule, num_reads: int, aliases: dict[int, int]) -> fx.GraphModule:
+    """The segment with copies into destinations replaced by ops that write there."""
     graph = segments.copied(gm.graph)
     holders = fx_nodes.placeholders(graph)
     same = {holders[d]: (holders[i] if i >= 0 else None) for d, i in aliases.items()}

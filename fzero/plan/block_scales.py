@@ -28,18 +28,19 @@ class Class:
 
 
 def scales(paths: Sequence[str], leaves: Sequence[torch.Tensor], per_rank: Sequence[str] = ()) -> dict[int, int]:
-    """For each leaf of scales the leaf of codes that it belongs to: the 8-bit leaf at the same path with `codes` in the
-    place of `scales`, of as many blocks as there are scales. Where that is kept whole, so are its scales.
+    """{index of a leaf of scales: index of its leaf of codes}. The codes are the 8-bit leaf at the same path with
+    `codes` in the place of `scales`. They have as many blocks as there are scales. Where the codes are kept whole, so
+    are the scales.
 
     >>> scales(["mu/codes/w", "mu/scales/w"], [torch.zeros(5, 13, dtype=torch.int8), torch.zeros(2)])
     {1: 0}
     """
-    found = {path: i for i, path in enumerate(paths) if leaves[i].dtype in CODES and path not in per_rank}
+    codes_at = {path: i for i, path in enumerate(paths) if leaves[i].dtype in CODES and path not in per_rank}
     result: dict[int, int] = {}
     for i, path in enumerate(paths):
         split = path.split("/")
-        for at in (n for n, part in enumerate(split) if part == "scales" and leaves[i].is_floating_point()):
-            codes = found.get("/".join([*split[:at], "codes", *split[at + 1 :]]), -1)
+        for index in (n for n, part in enumerate(split) if part == "scales" and leaves[i].is_floating_point()):
+            codes = codes_at.get("/".join([*split[:index], "codes", *split[index + 1 :]]), -1)
             blocks = -(-leaves[codes].numel() // ALIGN)
             if codes >= 0 and leaves[i].shape == (blocks,) and blocks and path not in per_rank:
                 result[i] = codes
@@ -52,8 +53,8 @@ def with_scales(
     """The classes that have a floating-point leaf, which comes first, with the scales of their codes at the end."""
     scales_of = {codes: i for i, codes in codes_of.items()}
     result = []
-    for one in classes:
-        members = sorted(one.members, key=lambda member: leaves[member[1]].dtype in CODES)
+    for leaf_class in classes:
+        members = sorted(leaf_class.members, key=lambda member: leaves[member[1]].dtype in CODES)
         if leaves[members[0][1]].dtype in CODES:
             continue
         for prefix, codes in members.copy():
@@ -61,5 +62,5 @@ def with_scales(
                 i = scales_of[codes]
                 depth = len(prefix.split("/"))
                 members.append(("/".join(paths[i].split("/")[:depth]), i))
-        result.append(Class(one.key, tuple(members)))
+        result.append(Class(leaf_class.key, tuple(members)))
     return result

@@ -115,8 +115,8 @@ def layout(
     per_rank: Sequence[str] = (),
     compute: Callable[[str, torch.dtype], torch.dtype] = lambda path, held: held,
 ) -> Plan:
-    """The plan for these leaves. `compute` tells from a leaf's path below its entry, and its dtype, what it is cast to
-    in a loss. Raises SpecError for a rule that matches nothing or leaves a leaf without a stage."""
+    """The plan for these leaves. `compute` gives the dtype that a leaf is cast to in a loss, from the leaf's path below
+    its entry and its dtype. Raises SpecError for a rule that matches nothing or leaves a leaf without a stage."""
     codes_of = scales(paths, leaves, per_rank)
     flat = [
         i
@@ -129,7 +129,7 @@ def layout(
     is_param = [any(tree.matches(p, path) for p in params) for path in paths]
     if world_size > 1 and not any(is_param[i] for i in flat):
         _check_params(stages, zero, params)
-    casts = [compute("/".join(one.key), leaves[one.members[0][1]].dtype) for one in classes]
+    casts = [compute("/".join(leaf_class.key), leaves[leaf_class.members[0][1]].dtype) for leaf_class in classes]
     groups = _groups(classes, stages, casts, leaves)
     buckets: dict[str, Bucket] = {}
     buffers: dict[str, Buffer] = {}
@@ -143,10 +143,12 @@ def layout(
             cut = row.params or narrow if is_param[first] else row.optimizer
             sharded = axis if world_size > 1 and cut else None
             kind = "param" if is_param[first] else "optimizer"
-            per = ALIGN if first in codes_of else 1
-            length = (bucket.length // world_size if sharded else bucket.length) // per
+            block_size = ALIGN if first in codes_of else 1
+            length = (bucket.length // world_size if sharded else bucket.length) // block_size
             column_name = _unused(buffer_name(f"{prefix}:{name}" if prefix else name), buffers)
-            buffers[column_name] = Buffer(column_name, leaves[first].dtype, (length,), kind, name, sharded, per=per)
+            buffers[column_name] = Buffer(
+                column_name, leaves[first].dtype, (length,), kind, name, sharded, per=block_size
+            )
             for index, c in enumerate(members):
                 i = classes[c].members[column][1]
                 places[i] = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, column_name, index)
@@ -160,7 +162,7 @@ def layout(
 def _unused(name: str, taken: Collection[str]) -> str:
     """The name, or with a number the next that is free: `a b` and `a_b` are different leaves."""
     names = (name, *(f"{name}~{count}" for count in range(2, len(taken) + 3)))
-    return next(one for one in names if one not in taken)
+    return next(candidate for candidate in names if candidate not in taken)
 
 
 def _check_params(stages: list[int], zero: object, params: Sequence[str]) -> None:
@@ -224,8 +226,8 @@ def _stages(classes: list[Class], paths: Sequence[str], zero: int | Mapping[str,
     rules = zero if isinstance(zero, Mapping) else {"**": zero}
     used: set[str] = set()
     stages = []
-    for one in classes:
-        names = ["/".join(one.key), *(paths[i] for _, i in one.members)]
+    for leaf_class in classes:
+        names = ["/".join(leaf_class.key), *(paths[i] for _, i in leaf_class.members)]
         rule = next((r for r in rules if any(tree.matches(r, name) for name in names)), None)
         if rule is None:
             raise SpecError(f"zero has no rule for {names[1]!r}: add a last rule, as in {{..., '**': 1}}")
@@ -246,16 +248,16 @@ def _groups(
     layer."""
     sizes: dict[str, int] = {}
     layers: list[tuple[str, bool]] = []
-    for one in classes:
-        parts = tree.parts("/".join(one.key))
+    for leaf_class in classes:
+        parts = tree.parts("/".join(leaf_class.key))
         number = next((n for n, part in enumerate(parts) if part.isdigit()), None)
         layers.append((".".join(parts[: 1 if number is None else number + 1]), number is not None))
-        leaf = leaves[one.members[0][1]]
+        leaf = leaves[leaf_class.members[0][1]]
         sizes[layers[-1][0]] = sizes.get(layers[-1][0], 0) + leaf.numel() * leaf.dtype.itemsize
     groups: dict[tuple[object, ...], list[int]] = {}
-    for c, (one, (layer, numbered)) in enumerate(zip(classes, layers, strict=True)):
+    for c, (leaf_class, (layer, numbered)) in enumerate(zip(classes, layers, strict=True)):
         layer = layer if numbered or sizes[layer] >= SMALL_BYTES else "small"
-        columns = tuple((prefix, leaves[i].dtype) for prefix, i in one.members)
+        columns = tuple((prefix, leaves[i].dtype) for prefix, i in leaf_class.members)
         groups.setdefault((layer, stages[c], casts[c], columns), []).append(c)
     for members in groups.values():
         members.sort(key=lambda c: (leaves[classes[c].members[0][1]].ndim < 2, c))
@@ -271,7 +273,7 @@ def _buckets(
     axis: str,
 ) -> Iterator[tuple[int, Bucket, list[int]]]:
     """(stage, bucket, the classes of its slots) of every bucket: those packed whole onto ranks, then the others."""
-    lead = [leaves[one.members[0][1]] for one in classes]
+    lead = [leaves[leaf_class.members[0][1]] for leaf_class in classes]
     ordinary, packed = whole_leaves.separate(
         groups,
         whole=lambda c: any(whole_leaves.asks(prefix) for prefix, _ in classes[c].members),

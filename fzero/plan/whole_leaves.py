@@ -3,21 +3,21 @@
 Muon orthogonalises a matrix at a time. Where a rank boundary cuts the matrix, every rank must gather it and do the same
 work; where it lies in one rank's slice, that rank works alone and nothing travels. So such leaves are packed: a bucket
 is as many equal slices as there are ranks, and each leaf goes, the largest first, into the slice with the least in it
-(a greedy packing is at most a third longer than the best one). What is left over at the ends of slices is padding.
+(a greedy packing is at most a third longer than the best one). The rest at the ends of slices is padding.
 
 Which leaves: those that a leaf below a component `matrices` mirrors, as the momentum in `opt_state/matrices/<param>`.
-The tree alone says it, so that `init` knows the layout before any step is traced, a step of one's own may ask for it by
-a name in its state, and chains and masks need not pass anything on.
+The tree alone decides it. So `init` knows the layout before any step is traced, and a user's own step may ask for it by
+a name in its state. Chains and masks need not pass anything on.
 
 Padding of more than a quarter of a bucket is too much (a layer with fewer matrices than ranks, or one far larger than
 the rest): the state grows by a third, and what a step under stage 3 moves for padding, two gathers and a reduction,
 outweighs the one gather that it saves. Then, in this order:
 
-1. The bucket takes in the layer's other matrices, whatever `bucket_bytes` says.
+1. The bucket takes in the layer's other matrices, even beyond `bucket_bytes`.
 2. Layers share buckets, under stages 0 to 2, where no layer's parameters are gathered on their own. Under stage 3 a
-   bucket is what a layer gathers, so there such leaves are cut as all others, gathered for the work, and every rank
-   does the work of all. The bits of the results are those of the other stages (but a global norm adds its parts in
-   another order, so with clipping the last bits may differ).
+   layer gathers a whole bucket. There such leaves are cut as all others and gathered for the work, and every rank does
+   the work of all. The bits of the results are those of the other stages (but a global norm adds its parts in another
+   order, so with clipping the last bits may differ).
 3. The largest matrix is left out, to be cut as all others: a vocabulary beside small layers.
 
 Source: R. L. Graham, "Bounds on multiprocessing timing anomalies" (1969), for the packing.
@@ -60,13 +60,13 @@ def pack(sizes: Sequence[int], world_size: int) -> tuple[list[int], int]:
     """
     rounded = [-(-size // ALIGN) * ALIGN for size in sizes]
     loads = [0] * world_size
-    at: list[tuple[int, int]] = [(0, 0)] * len(sizes)
+    places: list[tuple[int, int]] = [(0, 0)] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: (-rounded[i], i)):
         rank = loads.index(min(loads))
-        at[i] = rank, loads[rank]
+        places[i] = rank, loads[rank]
         loads[rank] += rounded[i]
     most = max(max(loads), ALIGN)
-    return [rank * most + offset for rank, offset in at], most * world_size
+    return [rank * most + offset for rank, offset in places], most * world_size
 
 
 def fits(sizes: Sequence[int], world_size: int) -> bool:
@@ -90,17 +90,17 @@ def separate(
         assert isinstance(stage, int)
         if world_size == 1 or not all(whole(c) for c in members):
             rest[key] = members
-        elif (found := _runs(members, size, fill, world_size)) is not None:
-            runs += [(layer, stage, run) for run in found]
+        elif (packed := _runs(members, size, fill, world_size)) is not None:
+            runs += [(layer, stage, run) for run in packed]
         elif stage == 3:
             rest[key] = members
         else:
             pools.setdefault(key[1:], []).extend(members)
     for pool, members in pools.items():
         kept = list(members)
-        while kept and (found := _runs(kept, size, fill, world_size)) is None:
+        while kept and (packed := _runs(kept, size, fill, world_size)) is None:
             kept.remove(max(kept, key=size))
-        runs += [(WHOLE, pool[0], run) for run in found] if kept and found else []  # type: ignore[misc]
+        runs += [(WHOLE, pool[0], run) for run in packed] if kept and packed else []  # type: ignore[misc]
         left = set(members) - set(kept)
         for key, own in groups.items():
             if key[1:] == pool and left & set(own):

@@ -76,13 +76,13 @@ def versions() -> Iterator[Finding]:
     for name, least, extra, use in PACKAGES:
         needed, wanted = not extra, ".".join(map(str, least))
         fix = f"pip install 'fzero[{extra}]'" if extra else f"pip install '{name}>={wanted}'"
-        found = _version(name)
-        if found is None:
+        installed = _version(name)
+        if installed is None:
             yield Finding(name, "missing", f"not installed{f': {use} need it' if use else ''}", fix, needed)
-        elif _numbers(found) < least:
-            yield Finding(name, "missing", f"{found}: {wanted} or newer is needed", fix, needed)
+        elif _numbers(installed) < least:
+            yield Finding(name, "missing", f"{installed}: {wanted} or newer is needed", fix, needed)
         else:
-            yield Finding(name, "ok", found, needed=needed)
+            yield Finding(name, "ok", installed, needed=needed)
 
 
 def _version(name: str) -> str | None:
@@ -108,8 +108,8 @@ def processor() -> Iterator[Finding]:
     if threads > usable:
         status, fix = "warning", f"OMP_NUM_THREADS={usable}: more threads than cores slow each other down"
     yield Finding("processor", status, f"{usable} cores{pinned}; torch uses {threads} threads", fix)
-    told = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
-    memory = {name: int(size) << 10 for name, size in re.findall(r"(MemTotal|MemAvailable):\s+(\d+) kB", told)}
+    meminfo = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
+    memory = {name: int(size) << 10 for name, size in re.findall(r"(MemTotal|MemAvailable):\s+(\d+) kB", meminfo)}
     if memory:
         limit = _cgroup_limit()
         bound = f"; this container may use {_size(limit)}" if limit is not None and limit < memory["MemTotal"] else ""
@@ -179,16 +179,16 @@ def compilers() -> Iterator[Finding]:
     lack = inductor_lacks("cpu")
     yield Finding("c++", "warning" if lack else "ok", lack or "Spec(compile=) can compile for the processor",
                   "apt install g++" if lack else "")  # fmt: skip
-    found = _version("triton")
+    triton = _version("triton")
     if not torch.cuda.is_available():
         text = (
-            f"{found}, not tried: there is no CUDA device" if found else "not installed, and no CUDA device to use it"
+            f"{triton}, not tried: there is no CUDA device" if triton else "not installed, and no CUDA device to use it"
         )
-        yield Finding("triton", "ok" if found else "warning", text, "" if found else "pip install 'triton>=3.6'")
+        yield Finding("triton", "ok" if triton else "warning", text, "" if triton else "pip install 'triton>=3.6'")
         return
     lack = inductor_lacks("cuda")
     yield Finding(
-        "triton", "missing" if lack else "ok", lack or str(found), "pip install 'triton>=3.6'" if lack else "", True
+        "triton", "missing" if lack else "ok", lack or str(triton), "pip install 'triton>=3.6'" if lack else "", True
     )
 
 
@@ -199,7 +199,7 @@ def names() -> Iterator[Finding]:
     """Whether gloo can listen at the address of the host's name."""
     host = socket.gethostname()
     try:
-        addresses = sorted({str(one[4][0]) for one in socket.getaddrinfo(host, None)})
+        addresses = sorted({str(address[4][0]) for address in socket.getaddrinfo(host, None)})
         yield Finding("host name", "ok", f"{host} is {', '.join(addresses)}")
     except OSError as error:
         yield Finding(
@@ -265,7 +265,7 @@ def disk(folder: Path, megabytes: int) -> Iterator[Finding]:
         os.fsync(file.fileno())
         writing = time.perf_counter() - began
         cold = hasattr(os, "posix_fadvise")
-        if cold:  # what lies in memory says nothing of the disk
+        if cold:  # a read from memory says nothing about the disk
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         began = time.perf_counter()
         file.seek(0)
@@ -333,35 +333,37 @@ def probes(folder: Path, megabytes: int) -> list[tuple[str, float, Probe]]:
 
 def guarded(name: str, seconds: float, probe: Probe) -> list[Finding]:
     """Returns the findings of a probe; if it raised or did not end, a finding that reports this."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
 
     def work() -> None:
         try:
-            for one in probe():
-                found.append(one)
+            for finding in probe():
+                findings.append(finding)
         except Exception as error:
-            found.append(Finding(name, "missing", f"{type(error).__name__}: {error}".partition("\n")[0], needed=True))
+            findings.append(
+                Finding(name, "missing", f"{type(error).__name__}: {error}".partition("\n")[0], needed=True)
+            )
 
     thread = threading.Thread(target=work, name=f"fzero doctor: {name}", daemon=True)
     thread.start()
     thread.join(seconds)
     late = [Finding(name, "missing", f"no answer within {seconds:g} s", needed=True)] if thread.is_alive() else []
-    return [*found, *late]
+    return [*findings, *late]
 
 
-def line(one: Finding) -> str:
+def line(finding: Finding) -> str:
     """
     >>> print(line(Finding("rich", "missing", "not installed", "pip install rich")))
     missing  rich                 not installed
                                   -> pip install rich
     """
-    text = f"{one.status:8} {one.name:20} {one.text}"
-    return f"{text}\n{'':29} -> {one.fix}" if one.fix else text
+    text = f"{finding.status:8} {finding.name:20} {finding.text}"
+    return f"{text}\n{'':29} -> {finding.fix}" if finding.fix else text
 
 
 def healthy(findings: Sequence[Finding]) -> bool:
     """Whether all that fzero needs works."""
-    return not any(one.needed and one.status == "missing" for one in findings)
+    return not any(finding.needed and finding.status == "missing" for finding in findings)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -381,8 +383,8 @@ def command(arguments: argparse.Namespace) -> int:
             print("\n".join(map(line, new)), flush=True)
     right = healthy(findings)
     if arguments.json:
-        print(json.dumps({"ok": right, "findings": [asdict(one) for one in findings]}, indent=1))
+        print(json.dumps({"ok": right, "findings": [asdict(finding) for finding in findings]}, indent=1))
     else:
-        wrong = [one.name for one in findings if one.needed and one.status == "missing"]
+        wrong = [finding.name for finding in findings if finding.needed and finding.status == "missing"]
         print("\nfzero can run here" if right else f"\nfzero cannot run here as it should: {', '.join(wrong)}")
     return 0 if right else 1

@@ -1,9 +1,10 @@
-"""abstract: a program run on terms instead of tensors; what verify compares with the meaning of the captured step.
+"""abstract: runs a program on terms instead of tensors; verify compares the result with the meaning of the captured
+step.
 
-Memory is modelled as the ops see it: a buffer holds terms by range, of a flat buffer one for each leaf, and knows of
-which ranges only the own slice was written. Flat references read and write whole leaves; one that cuts through a leaf,
-reads what was never computed, or takes one rank's slice for the whole is `Undefined`. A write leaves nothing of the
-terms that it overlaps: what is read afterwards must have been written as it is read.
+Memory is modelled as the ops see it. A buffer holds terms by range; a flat buffer holds one for each leaf. It knows the
+ranges of which only the own slice was written. Flat references read and write whole leaves. A reference is `Undefined`
+if it cuts through a leaf, reads a value that was never computed, or takes one rank's slice for the whole. A write
+removes all terms that it overlaps: a later read must have the range of a write.
 """
 
 from __future__ import annotations
@@ -22,34 +23,34 @@ Span = tuple[int, int]
 
 
 class Content:
-    """What a buffer holds: terms by (start, stop), of which no two overlap, and of which only the own slice is right.
-    `put` alone writes."""
+    """The terms that a buffer holds, by (start, stop); no two overlap. `own_slices` are the ranges of which only the
+    own slice was written. Only `put` writes."""
 
     def __init__(self, terms: Mapping[Span, Any] | None = None) -> None:
         self.terms: dict[Span, Any] = dict(terms or {})
-        self.mine: set[Span] = set()
+        self.own_slices: set[Span] = set()
         self.order = sorted(key for key in self.terms if key[0] < key[1])
 
-    def put(self, key: Span, value: Any, *, mine: bool = False) -> None:
-        """The term of a range, or of the own slice of it; the terms of all that it overlaps are gone."""
+    def put(self, key: Span, value: Any, *, own_slice: bool = False) -> None:
+        """Sets the term of a range, or of the own slice of it. Removes the terms that it overlaps."""
         if key not in self.terms and key[0] < key[1]:
             self._drop(key)
             insort(self.order, key)
         self.terms[key] = value
-        (self.mine.add if mine else self.mine.discard)(key)
+        (self.own_slices.add if own_slice else self.own_slices.discard)(key)
 
     def _drop(self, key: Span) -> None:
-        at = bisect_left(self.order, key)
-        if at and self.order[at - 1][1] > key[0]:
-            at -= 1
-        while at < len(self.order) and self.order[at][0] < key[1]:
-            gone = self.order.pop(at)
+        position = bisect_left(self.order, key)
+        if position and self.order[position - 1][1] > key[0]:
+            position -= 1
+        while position < len(self.order) and self.order[position][0] < key[1]:
+            gone = self.order.pop(position)
             del self.terms[gone]
-            self.mine.discard(gone)
+            self.own_slices.discard(gone)
 
 
 class Abstract:
-    """A program run on terms. `memory` maps a buffer to its `Content`."""
+    """A program run on terms. `memory` maps a buffer to its `Content`; only the methods of this class write it."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -65,9 +66,9 @@ class Abstract:
 
     def run(self) -> str:
         """The meaning of the state that the program leaves behind."""
-        for index, one in enumerate(self.program.ops):
+        for index, op in enumerate(self.program.ops):
             try:
-                self.step(one)
+                self.step(op)
             except Undefined as error:
                 raise Undefined(str(error), index) from None
         state: dict[tuple[str, int | None], Any] = {}
@@ -75,7 +76,7 @@ class Abstract:
             if buffer.kind in PERSISTENT and buffer.kind not in GIVEN:
                 content = self._content(name)
                 for slot, key in self._keys(buffer):
-                    if not buffer.sharded and key in content.mine:
+                    if not buffer.sharded and key in content.own_slices:
                         raise Undefined(f"{name} keeps only one rank's slice of {key}: it was not gathered")
                     state[(name, slot)] = self._term(content, key, Ref(name))
         metrics = {name: self.read(Ref(buffer)) for name, buffer in self.program.metrics.items()}
@@ -116,7 +117,8 @@ class Abstract:
             self.write(op.writes[0], term("recv", op.axis, op.peer, op.tag).over(over))
 
     def _held(self, ref: Ref) -> Any:
-        """What a destination holds before it is written, for ops that work in place on it; nothing is `Undefined`."""
+        """The term of a destination before it is written, for ops that work in place on it; `Undefined` where it holds
+        nothing."""
         try:
             return self.read(ref)
         except Undefined as error:
@@ -171,7 +173,7 @@ class Abstract:
             self.memory[dest.name] = Content({k: over(v) for k, v in content.terms.items()})
             return
         content = self._content(source.name)
-        if source.start is not None or dest.start is not None or buffer.sharded or content.mine:
+        if source.start is not None or dest.start is not None or buffer.sharded or content.own_slices:
             raise Undefined(f"a reduction takes a whole bucket, not {source} to {dest}")
         if buffer.bucket != target.bucket or bool(target.sharded) != op.row.scatters:
             raise Undefined(f"{source} and {dest} do not fit: {op.kind}")
@@ -196,21 +198,21 @@ class Abstract:
         if ref.shape is not None:
             if bucket.find((start, stop, ref.shape), buffer.per) is None:
                 raise Undefined(f"{ref} is no leaf of {bucket.name}")
-            if buffer.sharded or (start, stop) in content.mine:
+            if buffer.sharded or (start, stop) in content.own_slices:
                 raise Undefined(f"{ref} reads a whole leaf of which only one rank's slice is there")
             return self._term(content, (start, stop), ref)
         keys = {i: bucket.place(i, buffer.per)[:2] for i in self._slots(bucket, start, stop, ref)}
-        mine = ref.mine or buffer.sharded is not None
+        own_slice = ref.mine or buffer.sharded is not None
         terms = {i: self._term(content, key, ref) for i, key in keys.items()}
-        if not mine and any(key in content.mine for key in keys.values()):
+        if not own_slice and any(key in content.own_slices for key in keys.values()):
             raise Undefined(f"{ref} reads beyond the own slice, which is all that was written")
         tight = sum(last - first for first, last in keys.values()) == stop - start
-        ranks = self.program.mesh.size(bucket.axis) if mine else 1
+        ranks = self.program.mesh.size(bucket.axis) if own_slice else 1
         shapes = {i: bucket.slots[i].shape for i in keys if buffer.per == 1 and is_whole(bucket, i, ranks)}
-        return Vec(terms, mine, (start, stop), buffer.per, tight, shapes)
+        return Vec(terms, own_slice, (start, stop), buffer.per, tight, shapes)
 
     def write(self, ref: Ref, value: Any) -> None:
-        """Puts a term, or a `Vec` of them, where a reference points. What it overlaps is gone.
+        """Writes a term, or a `Vec` of them, to a reference. Removes the terms that it overlaps.
 
         Raises `Undefined` where the value and the reference do not fit.
         """
@@ -229,12 +231,14 @@ class Abstract:
                 raise Undefined(f"{ref} cannot hold a whole leaf's value")
             content.put((start, stop), value)
             return
-        mine = ref.mine or buffer.sharded is not None
-        if (value.mine, value.span, value.per) != (mine, (start, stop), buffer.per):
-            blocks = "" if value.per == buffer.per else f", one element for each {value.per}"
-            raise Undefined(f"{ref} gets the range {value.span}{' of the own slice' if value.mine else ''}{blocks}")
-        for index, one in value.slots.items():
-            content.put(bucket.place(index, buffer.per)[:2], one, mine=mine and buffer.sharded is None)
+        own_slice = ref.mine or buffer.sharded is not None
+        if (value.own_slice, value.span, value.block_size) != (own_slice, (start, stop), buffer.per):
+            blocks = "" if value.block_size == buffer.per else f", one element for each {value.block_size}"
+            raise Undefined(
+                f"{ref} gets the range {value.span}{' of the own slice' if value.own_slice else ''}{blocks}"
+            )
+        for index, slot_term in value.slots.items():
+            content.put(bucket.place(index, buffer.per)[:2], slot_term, own_slice=own_slice and buffer.sharded is None)
 
     def _part(self, ref: Ref, buffer: Buffer, content: Content) -> Any:
         key = (ref.start or 0, ref.stop or 0)
@@ -256,10 +260,10 @@ class Abstract:
         return content.terms[key]
 
     def _slots(self, bucket: Bucket, start: int, stop: int, ref: Ref) -> list[int]:
-        per = self.program.buffers[ref.name].per
-        picked = bucket.inside(start, stop, per)
+        block_size = self.program.buffers[ref.name].per
+        picked = bucket.inside(start, stop, block_size)
         exact = picked and bucket.slots[picked[0]].start == start
-        if not exact or stop not in (bucket.place(picked[-1], per)[1], bucket.end(picked[-1])):
+        if not exact or stop not in (bucket.place(picked[-1], block_size)[1], bucket.end(picked[-1])):
             raise Undefined(f"{ref} cuts through a leaf of {bucket.name}")
         return picked
 

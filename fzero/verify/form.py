@@ -1,4 +1,4 @@
-"""form: rules about what a program's records say, each by itself: kinds, counts, attributes, sizes, ranges, segments.
+"""form: rules about a program's records, each by itself: kinds, counts, attributes, sizes, ranges, segments.
 
 `form` comes first of all rules. It takes nothing for granted but that the text could be parsed; the others read the
 records without a question.
@@ -26,7 +26,7 @@ NUMBERS = ("at", "divisor", "flat", "fresh", "heap", "microbatch", "peer", "tag"
 
 
 def form(program: Program) -> Iterator[Fault]:
-    """Every record says something that there is: kinds, names, counts of references, numbers in their ranges."""
+    """Every record names things that exist: kinds, names, counts of references, numbers in their ranges."""
     yield from ((-1, what) for what in _mesh(program))
     for bucket in program.buckets.values():
         if not 0 < bucket.length < MOST:
@@ -36,13 +36,13 @@ def form(program: Program) -> Iterator[Fault]:
     for name, target in program.metrics.items():
         if target not in program.buffers:
             yield -1, f"metric {name} is in {target}: there is no buffer {target}"
-    for spot in program.trainable:
-        bucket_name, _, slot_text = spot.rpartition(":")
+    for slot_key in program.trainable:
+        bucket_name, _, slot_text = slot_key.rpartition(":")
         slots = program.buckets[bucket_name].slots if bucket_name in program.buckets else ()
         if not (slot_text.isdecimal() and int(slot_text) < len(slots)):
-            yield -1, f"trainable {spot} is no slot of a bucket"
-    for i, one in enumerate(program.ops):
-        yield from ((i, what) for what in _op(program, one))
+            yield -1, f"trainable {slot_key} is no slot of a bucket"
+    for i, op in enumerate(program.ops):
+        yield from ((i, what) for what in _op(program, op))
 
 
 def _mesh(program: Program) -> Iterator[str]:
@@ -147,7 +147,8 @@ def _cut_alike(program: Program, i: int, op: Op) -> Iterator[Fault]:
 
 
 def aliasing(program: Program) -> Iterator[Fault]:
-    """What a run writes is exactly what it reads, or apart from it; its writes are apart from one another."""
+    """Each write of a run is equal to one of its reads or apart from all of them. Its writes are apart from one
+    another."""
     for i, op in enumerate(program.ops):
         if not op.computes:
             continue
@@ -171,17 +172,20 @@ def calls(program: Program) -> Iterator[Fault]:
             yield i, f"segment {op.get('segment')} is not in the program: pass segments= to parse"
             continue
         results, takes = fx_nodes.outputs(gm.graph), fx_nodes.placeholders(gm.graph)
-        fresh = len(results)
-        num_given = len(op.reads) + len(op.writes) - fresh
-        if fresh != op.num_outputs or len(takes) != num_given or fresh > len(op.writes):
-            yield i, f"segment {op.get('segment')} takes {len(takes)} and returns {fresh}, the op gives {num_given}"
+        num_results = len(results)
+        num_given = len(op.reads) + len(op.writes) - num_results
+        if num_results != op.num_outputs or len(takes) != num_given or num_results > len(op.writes):
+            yield (
+                i,
+                f"segment {op.get('segment')} takes {len(takes)} and returns {num_results}, the op gives {num_given}",
+            )
             continue
         owners = [fx_nodes.base(node) for node in results]
         values = [value for node in results for value in fx_values.memory(node)]
-        given = any(node.op == "placeholder" for node in owners)
-        if given or len(set(owners)) < len(owners) or len(set(values)) < len(values):
+        returns_input = any(node.op == "placeholder" for node in owners)
+        if returns_input or len(set(owners)) < len(owners) or len(set(values)) < len(values):
             yield i, f"segment {op.get('segment')} returns a tensor that shares its memory with another or an input"
-        for ref, node in zip(op.writes[:fresh], results, strict=True):
+        for ref, node in zip(op.writes[:num_results], results, strict=True):
             if not fx_values.is_dense(node.meta["val"]):
                 yield i, f"returns {ref} with strides {node.meta['val'].stride()}: its buffer has no room for the gaps"
             buffer = program.buffers[ref.name]
@@ -189,7 +193,9 @@ def calls(program: Program) -> Iterator[Fault]:
                 yield i, f"returns {ref} as a new tensor: {ref.name} is held between steps and must be written in place"
             elif ref.start is not None or buffer.bucket is not None:
                 yield i, f"returns {ref} as a new tensor: only a whole buffer that is in no bucket can become one"
-        for ref, node in zip((*op.writes[:fresh], *op.reads, *op.writes[fresh:]), (*results, *takes), strict=True):
+        for ref, node in zip(
+            (*op.writes[:num_results], *op.reads, *op.writes[num_results:]), (*results, *takes), strict=True
+        ):
             if (what := _unfit(program, ref, node.meta["val"])) is not None:
                 yield i, what
         cut = next((ref for ref in (*op.reads, *op.writes) if ref.shape is None and (ref.stop or 0) % ALIGN), None)
@@ -207,7 +213,8 @@ def _by_blocks(node: fx.Node) -> bool:
 
 
 def _unfit(program: Program, ref: Ref, value: torch.Tensor) -> str | None:
-    """Why a reference is not what a segment has there; None where it is. A flat range may be shorter than planned."""
+    """The reason why a reference does not fit the segment's operand; None where it fits. A flat range may be shorter
+    than planned."""
     buffer = program.buffers[ref.name]
     shape = buffer.shape if ref.start is None else ref.shape
     wanted = f"the segment has {DTYPE_NAMES[value.dtype]}{list(value.shape)} there"

@@ -1,4 +1,5 @@
-"""lifetimes: what is live, in flight and donated along a program. The rules of `fzero.verify` about memory in time."""
+"""lifetimes: the rules of `fzero.verify` about memory in time: buffers that are live, in flight or donated along a
+program."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ Fault = tuple[int, str]
 
 @dataclass
 class _Walk:
-    """Lifetimes along one program: what is live, what is in flight, what the state's new values are."""
+    """Lifetimes along one program. Only `faults` and its helpers write the fields."""
 
     program: Program
     live: set[str] = field(default_factory=set)
@@ -25,6 +26,7 @@ class _Walk:
     touched: dict[str, dict[str, None]] = field(default_factory=dict)  # by buffer, the transfers in flight that use it
 
     def faults(self) -> Iterator[Fault]:
+        """The faults of the program, in the order of its ops."""
         p = self.program
         written = [(i, ref) for i, op in enumerate(p.ops) if op.is_update for ref in op.writes]
         self.written = [(i, ref) for i, ref in written if p.buffers[ref.name].kind in PERSISTENT]
@@ -66,6 +68,7 @@ class _Walk:
             self.freed[ref.name] = i
 
     def _ordinary(self, i: int, op: Op) -> Iterator[Fault]:
+        """The faults of an op that is no mark: it reads, writes or starts a transfer."""
         for ref in op.reads:
             if ref.name not in self.live:
                 yield i, f"reads {ref}, which is not live{self._since(ref.name)}"
@@ -108,7 +111,7 @@ def lifetimes(program: Program) -> Iterator[Fault]:
 
 
 def places(program: Program) -> Iterator[Fault]:
-    """What is alive at one moment lies apart in the arena, and every place is aligned."""
+    """Buffers and workspaces that are alive at one moment lie apart in the arena, and every place is aligned."""
     items: list[tuple[int, int, int, int]] = []
     names: list[str] = []
     lives = intervals(program.ops, program.buffers, program.metrics.values())
@@ -129,8 +132,8 @@ def places(program: Program) -> Iterator[Fault]:
     for name, (_, _, low, _) in zip(names, items, strict=True):
         if low < 0 or low % ALIGN_BYTES:
             yield -1, f"{name} lies at byte {low} of the arena: not a multiple of {ALIGN_BYTES}"
-    if (found := clash(items)) is not None:
-        a, b = found
+    if (pair := clash(items)) is not None:
+        a, b = pair
         yield max(items[a][0], items[b][0]), f"{names[a]} and {names[b]} share memory of the arena while both are alive"
 
 
@@ -155,7 +158,7 @@ def settled(program: Program) -> Iterator[Fault]:
 
 
 def needed(program: Program) -> Iterator[Fault]:
-    """Nothing brings again what nobody has read since it was brought."""
+    """No transfer fills a buffer again before an op has read it."""
     unread: dict[str, int] = {}
     for i, op in enumerate(program.ops):
         target = op.writes[0].name if op.transfers and op.writes else None

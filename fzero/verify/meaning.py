@@ -1,4 +1,4 @@
-"""meaning: the meaning of a captured step, what every program lowered from it must compute.
+"""meaning: the meaning of a captured step, which every program lowered from it must have.
 
 The semantics sentence on terms (`fzero.verify.terms`): state is replicated, each region runs once for every microbatch,
 and reductions are where the graph says. Where a gradient is summed and in which dtype it travels is the plan's choice,
@@ -31,10 +31,10 @@ def grad_places(
     for number, of in enumerate(region.grad_of):
         leaf = plan.leaves[position[inputs[of]]] if inputs[of] in position else None
         if leaf is not None and leaf.slot is not None:
-            spot = (plan.buffers[leaf.buffer].bucket or "", leaf.slot)
-            if spot not in seen:
-                seen.add(spot)
-                places[1 + number] = spot
+            slot_key = (plan.buffers[leaf.buffer].bucket or "", leaf.slot)
+            if slot_key not in seen:
+                seen.add(slot_key)
+                places[1 + number] = slot_key
     return places
 
 
@@ -128,6 +128,6 @@ def _micro(value: Any, like: torch.Tensor, m: int, k: int) -> Term:
 
 def _sum(parts: Sequence[Any]) -> Any:
     total = parts[0]
-    for one in parts[1:]:
-        total = apply(aten.add.Tensor, (total, one), {})
+    for value in parts[1:]:
+        total = apply(aten.add.Tensor, (total, value), {})
     return total

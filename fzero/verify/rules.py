@@ -3,7 +3,7 @@
 Each rule is a generator of faults in `RULES`: (op number, what is wrong). The first fault is raised as a VerifyError
 that names the rule, the rank, the op's line and the last pass. Rules that need final lifetimes wait for the pass that
 makes them (`free`, `prefetch`). The last rule is the strongest: the program's meaning is that of the captured step
-(`fzero.verify.terms`), whatever the other rules may have missed. `fzero.tools.mutate` breaks programs to see what is
+(`fzero.verify.terms`). It catches faults that the other rules miss. `fzero.tools.mutate` breaks programs to see what is
 caught.
 
 Cost: one walk over the ops a rule; a 12-layer model takes some tens of milliseconds.
@@ -37,7 +37,7 @@ def verify(programs: Program | Mapping[int, Program], *, budget_bytes: int | Non
     rules: dict[str, Rule] = {**RULES, "budget": partial(_budget, budget_bytes)}
     checked: list[Program] = []
     for rank, program in by_rank.items():
-        if any(program is one for one in checked):
+        if any(program is other for other in checked):
             continue
         checked.append(program)
         for name, rule in rules.items():
@@ -57,9 +57,9 @@ def _budget(most: int | None, program: Program) -> Iterator[Fault]:
         yield peak.op, f"{peak.peak:,} bytes live, the budget is {most:,}"
 
 
-def _message(rule: str, rank: int, program: Program, at: int, what: str, several: bool) -> str:
-    where = f"op {at}" if 0 <= at < len(program.ops) else "the end"
-    line = f" `{op_text(program.ops[at])}`" if 0 <= at < len(program.ops) else ""
+def _message(rule: str, rank: int, program: Program, index: int, what: str, several: bool) -> str:
+    where = f"op {index}" if 0 <= index < len(program.ops) else "the end"
+    line = f" `{op_text(program.ops[index])}`" if 0 <= index < len(program.ops) else ""
     who = f" of rank {rank}" if several else ""
     return f"[{rule}] {where}{who}{line}: {what} (after pass {program.passes[-1] if program.passes else 'none'})"
 
@@ -143,9 +143,9 @@ def microbatches(program: Program) -> Iterator[Fault]:
     for op in program.ops:
         if op.phase == "region":
             runs.setdefault(str(op.region), Counter())[op.microbatch] += 1
-    for region, found in runs.items():
-        if len(set(found.values())) > 1 or sorted(found) != list(range(max(found) + 1)):
-            yield -1, f"{region} runs {dict(sorted(found.items()))} segments by microbatch: they must be equal"
+    for region, counts in runs.items():
+        if len(set(counts.values())) > 1 or sorted(counts) != list(range(max(counts) + 1)):
+            yield -1, f"{region} runs {dict(sorted(counts.items()))} segments by microbatch: they must be equal"
 
 
 def updated_once(program: Program) -> Iterator[Fault]:
@@ -167,8 +167,8 @@ def updated_once(program: Program) -> Iterator[Fault]:
         if buffer.kind in PERSISTENT:
             columns.setdefault(buffer.bucket, []).append(name)
     if any(op.is_update for op in program.ops):
-        for spot in program.trainable:
-            bucket_name, _, slot_text = spot.rpartition(":")
+        for slot_key in program.trainable:
+            bucket_name, _, slot_text = slot_key.rpartition(":")
             own = columns.get(bucket_name, [])
             if own and not any(count[(name, int(slot_text))] for name in own):
                 path = program.buckets[bucket_name].slots[int(slot_text)].path
@@ -190,12 +190,12 @@ def cap(program: Program) -> Iterator[Fault]:
 def meaning(program: Program) -> Iterator[Fault]:
     """The state it leaves behind is what the captured step computes."""
     try:
-        found = program_meaning(program)
+        computed = program_meaning(program)
     except Undefined as error:
         yield error.op, str(error)
         return
-    if found != program.meaning:
-        yield -1, f"the step computes something else than what was captured ({found}, not {program.meaning})"
+    if computed != program.meaning:
+        yield -1, f"the step computes something else than what was captured ({computed}, not {program.meaning})"
 
 
 RULES: dict[str, Rule] = {
@@ -260,8 +260,8 @@ def _together(programs: Mapping[int, Program]) -> None:
 
 def _collectives(program: Program) -> dict[str, list[tuple[int, str]]]:
     """By axis, each collective as text, buffers named: two of one size must not meet each other."""
-    found: dict[str, list[tuple[int, str]]] = {}
+    by_axis: dict[str, list[tuple[int, str]]] = {}
     for i, op in enumerate(program.ops):
         if op.is_collective:
-            found.setdefault(str(op.axis), []).append((i, op_text(op)))
-    return found
+            by_axis.setdefault(str(op.axis), []).append((i, op_text(op)))
+    return by_axis

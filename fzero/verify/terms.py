@@ -1,21 +1,21 @@
-"""terms: what a step computes, as a digest that no placement and no schedule may change.
+"""terms: the meaning of a step, as a digest that no placement and no schedule may change.
 
 Every value is a *term*: the hash of the op that made it and of its operands' terms, down to the leaves of the state and
-the batch. `captured.graph_meaning` gives the terms of the captured step under the semantics sentence (replicated state,
-reductions in the graph); `abstract.program_meaning` runs a program on terms instead of tensors, node by node through
-its segments, and gives those of the state it leaves behind. They must be equal, for every ZeRO stage, bucket size and
-prefetch depth, after every pass: that is what verify checks, so a program that reduces twice, skips a microbatch or
-reads a moment from the wrong leaf is refused whatever it looks like.
+the batch. `meaning.graph_meaning` gives the terms of the captured step under the semantics sentence (replicated state,
+reductions in the graph). `abstract.program_meaning` runs a program on terms instead of tensors, node by node through
+its segments. It gives the terms of the state that the program leaves behind. Verify checks that both are equal, for
+every ZeRO stage, bucket size and prefetch depth, after every pass. So it refuses a program that reduces twice, skips a
+microbatch or reads a moment from the wrong leaf.
 
 Flat work is understood: an elementwise op on a range of a bucket is that op on each leaf in the range; so is an op on
 blocks of 64 elements (`traits.BLOCKWISE`) where no padding lies between the leaves; an op that needs all of a leaf
 (`traits.WHOLE`) works on own slices where the leaf lies in one of them; a sum over the own slice is *partial* until it
-is summed over the axis; a buffer of which only the own slice was written is *mine* until it is gathered.
+is summed over the axis; a buffer of which only the own slice was written is an *own slice* until it is gathered.
 Copies, clones and detaches have the term of their operand; a copy into another dtype is a cast.
 
-A term knows over which axes it *varies*: the batch, a rank's place and what every rank keeps for itself differ between
-ranks, and so does what is computed from them, until it is reduced. Own slices of a varying value, brought together, are
-no rank's value: `gathered` is a term of its own, which no captured step has.
+A term knows over which axes it *varies*. The batch, a rank's place and the leaves that every rank keeps for itself
+differ between ranks. So does a value computed from them, until it is reduced. Own slices of a varying value, brought
+together, are no rank's value: `gathered` is a term of its own, which no captured step has.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ NOWHERE: frozenset[str] = frozenset()
 
 
 class Undefined(Exception):
-    """The program reads what it never computed, or computes what no value is; says which, and `op` which op does."""
+    """The program reads a value that it never computed, or computes something without a meaning. `op` is the number of
+    the op, -1 where it is not known."""
 
     def __init__(self, what: str, op: int = -1) -> None:
         super().__init__(what)
@@ -62,9 +63,9 @@ class Term(str):
 
     def over(self, varies: frozenset[str]) -> Term:
         """The same term, varying over these axes."""
-        made = Term(self)
-        made.varies = varies
-        return made
+        varying = Term(self)
+        varying.varies = varies
+        return varying
 
 
 def term(*parts: Any) -> Term:
@@ -75,30 +76,30 @@ def term(*parts: Any) -> Term:
 def _varies(value: Any) -> frozenset[str]:
     if isinstance(value, Term):
         return value.varies
-    found = NOWHERE
-    for one in value if isinstance(value, (tuple, list)) else value.values() if isinstance(value, dict) else ():
-        if isinstance(one, (Term, tuple, list, dict)) and (more := _varies(one)):
-            found |= more
-    return found
+    axes = NOWHERE
+    for item in value if isinstance(value, (tuple, list)) else value.values() if isinstance(value, dict) else ():
+        if isinstance(item, (Term, tuple, list, dict)) and (more := _varies(item)):
+            axes |= more
+    return axes
 
 
 @dataclass(frozen=True)
 class Vec:
-    """Terms of the leaves in a flat range; `mine`: only of the own slice. There is one element for each `per` of the
-    range (of an op's several results: for each, its own); `tight`: no padding lies in it; `shapes`: those of the leaves
-    that are there as a whole, because no rank boundary cuts them."""
+    """Terms of the leaves in a flat range, by slot. `own_slice`: only of the own slice. `block_size`: the elements of
+    the range for each element of the value; a tuple where an op has several results. `tight`: no padding lies in the
+    range. `shapes`: those of the leaves that no rank boundary cuts."""
 
     slots: Mapping[int, Term]
-    mine: bool
+    own_slice: bool
     span: tuple[int, int]
-    per: Any = 1
+    block_size: Any = 1
     tight: bool = True
     shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Partial:
-    """The sum over the own slice of what `of` is the sum of."""
+    """The part of the sum `of` that the own slice adds."""
 
     of: Term
 
@@ -114,7 +115,7 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
     if target is operator.getitem and isinstance(args[0], Vec):
         vector, index = args
         picked = replace(vector, slots={s: term("getitem", t, index) for s, t in vector.slots.items()})
-        return _ratio(picked, vector.per[index]) if isinstance(vector.per, tuple) else picked
+        return _ratio(picked, vector.block_size[index]) if isinstance(vector.block_size, tuple) else picked
     name = "getitem" if target is operator.getitem else target._schema.name
     if not vectors:
         return term(name, *_plain((args, tuple(sorted(kwargs.items()))))) if name != "getitem" else term(name, *args)
@@ -122,11 +123,11 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
     if target in traits.FLAT_FORMS:
         return _leaf(target, args, kwargs)
     if target in traits.BLOCKWISE:
-        first = replace(_blocks(target, args), per=traits.BLOCKWISE[target][1])
-    elif len({(v.span, v.mine, v.per) for v in vectors}) > 1:
+        first = replace(_blocks(target, args), block_size=traits.BLOCKWISE[target][1])
+    elif len({(v.span, v.own_slice, v.block_size) for v in vectors}) > 1:
         raise Undefined(f"{target} works on ranges that do not match")
 
-    def at(slot: int) -> Term:
+    def term_of(slot: int) -> Term:
         own = fx.node.map_aggregate((args, kwargs), lambda a: a.slots[slot] if isinstance(a, Vec) else a)
         return term(name, *_plain((own[0], tuple(sorted(own[1].items())))))
 
@@ -134,10 +135,10 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
         if len(first.slots) != 1:
             raise Undefined(f"{target} sums over several leaves at once")
         (only,) = first.slots
-        return Partial(at(only)) if first.mine else at(only)
+        return Partial(term_of(only)) if first.own_slice else term_of(only)
     if not traits.is_pointwise(target) and target not in traits.BLOCKWISE:
         raise Undefined(f"{target} is not elementwise and works on a flat range")
-    return replace(first, slots={slot: at(slot) for slot in first.slots})
+    return replace(first, slots={slot: term_of(slot) for slot in first.slots})
 
 
 def _blocks(target: Any, args: Any) -> Vec:
@@ -145,9 +146,11 @@ def _blocks(target: Any, args: Any) -> Vec:
     leaves. Returns the first operand, a column of whole elements."""
     wanted, _ = traits.BLOCKWISE[target]
     operands = args[: len(wanted)]
-    if not all(isinstance(v, Vec) and v.per == per for v, per in zip(operands, wanted, strict=True)):
+    if not all(
+        isinstance(v, Vec) and v.block_size == block_size for v, block_size in zip(operands, wanted, strict=True)
+    ):
         raise Undefined(f"{target} wants columns with an element for each {wanted}")
-    if len({(_ratio(v, ALIGN).span, v.mine, *v.slots) for v in operands}) > 1:
+    if len({(_ratio(v, ALIGN).span, v.own_slice, *v.slots) for v in operands}) > 1:
         raise Undefined(f"{target} works on ranges that do not match")
     if not all(v.tight for v in operands):
         raise Undefined(f"{target} takes padding into the blocks of a leaf")
@@ -157,7 +160,7 @@ def _blocks(target: Any, args: Any) -> Vec:
 
 
 def _leaf(target: Any, args: Any, kwargs: Any) -> Vec:
-    """What the flat form of an op on whole leaves gives: the op itself on the one leaf of the range."""
+    """The value of the flat form of an op on whole leaves: the op itself on the one leaf of the range."""
     vector, shape, *rest = args
     if not isinstance(vector, Vec) or len(vector.slots) != 1 or not vector.tight:
         raise Undefined(f"{target} works on one leaf at a time, without padding")
@@ -169,16 +172,16 @@ def _leaf(target: Any, args: Any, kwargs: Any) -> Vec:
     return replace(vector, slots={slot: apply(traits.FLAT_FORMS[target], (of, *rest), kwargs)})
 
 
-def _ratio(vector: Vec, per: int) -> Vec:
-    """The same range in a column with one element for each `per`: whole blocks."""
+def _ratio(vector: Vec, block_size: int) -> Vec:
+    """The same range in a column with one element for each `block_size`: whole blocks."""
     start, stop = vector.span
-    return replace(vector, per=per, span=(start, -(-stop // per) * per))
+    return replace(vector, block_size=block_size, span=(start, -(-stop // block_size) * block_size))
 
 
 def _leaves(value: Any) -> list[Any]:
-    found: list[Any] = []
-    fx.node.map_aggregate(value, found.append)
-    return found
+    leaves: list[Any] = []
+    fx.node.map_aggregate(value, leaves.append)
+    return leaves
 
 
 def _plain(value: Any) -> tuple[Any, ...]:
@@ -214,7 +217,8 @@ def part(value: Any, start: int, stop: int, shape: tuple[int, ...]) -> Term:
 
 
 class _Memory:
-    """The values of a segment's nodes, and which nodes look at the same memory."""
+    """The values of a segment's nodes, and which nodes look at the same memory. `look` and `write` change them;
+    `evaluate` sets the values of nodes."""
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], shared: Mapping[int, int]) -> None:
         self.holders = {node: i for i, node in enumerate(fx_nodes.placeholders(gm.graph))}
@@ -227,18 +231,19 @@ class _Memory:
             self.looking.setdefault(root, []).append(node)
 
     def value(self, node: fx.Node) -> Any:
+        """The value of a node. Raises `Undefined` where its memory was written since."""
         value = self.values[node]
         if isinstance(value, Undefined):
             raise value
         return value
 
-    def look(self, node: fx.Node, at: fx.Node) -> None:
-        """`node` is a view of `at`, or `at` as a write has left it."""
-        root = self.root[node] = self.root.get(at, at)
+    def look(self, node: fx.Node, source: fx.Node) -> None:
+        """Records that `node` is a view of `source`, or is `source` after a write."""
+        root = self.root[node] = self.root.get(source, source)
         self.looking.setdefault(root, []).append(node)
 
     def write(self, node: fx.Node, value: Any) -> None:
-        """All of `node` holds this value; who else looks at its memory must not be read any more."""
+        """Sets the value of all of `node`. Other nodes in the same memory must not be read any more."""
         root = self.root.get(node, node)
         if root is not node and node not in self.holders:
             raise Undefined(
@@ -293,7 +298,7 @@ def evaluate(
 
 
 def _copied(value: Any, into: fx.Node, source: Any) -> Any:
-    """What a copy leaves behind: a cast of its source, where the dtypes differ."""
+    """The value of a copy: its source, or a cast of it where the dtypes differ."""
     dtypes = [n.meta["val"].dtype if "val" in n.meta else None for n in (into, source)]
     return value if dtypes[0] is dtypes[1] else apply(aten._to_copy.default, (value,), {"dtype": dtypes[0]})
 

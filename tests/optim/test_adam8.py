@@ -440,7 +440,7 @@ def test_a_program_without_the_ratio_of_its_scales_is_refused(good: Program) -> 
     """A column of scales in the place of a float column of elements: equal dtypes, another ratio."""
     from fzero.verify.terms import Undefined, Vec, apply
 
-    whole, coarse = Vec({0: "a"}, True, (0, 128)), Vec({0: "b"}, True, (0, 128), per=64)
+    whole, coarse = Vec({0: "a"}, True, (0, 128)), Vec({0: "b"}, True, (0, 128), block_size=64)
     with pytest.raises(Undefined, match="works on ranges that do not match"):
         apply(torch.ops.aten.mul.Tensor, (whole, coarse), {})
     with pytest.raises(Undefined, match="wants columns with an element for each"):

@@ -113,11 +113,11 @@ def test_a_sum_over_own_slices_of_what_differs_between_ranks() -> None:
 
 def test_a_write_drops_every_term_that_it_overlaps() -> None:
     held = Content({(0, 8): "a", (8, 16): "b", (16, 16): "empty", (16, 32): "c"})
-    held.put((12, 20), "new", mine=True)
+    held.put((12, 20), "new", own_slice=True)
     assert held.terms == {(0, 8): "a", (12, 20): "new", (16, 16): "empty"}
     held.put((0, 64), "all")
     assert held.terms == {(0, 64): "all", (16, 16): "empty"}
-    assert held.mine == set()
+    assert held.own_slices == set()
     held.put((63, 64), "last")
     assert held.terms == {(63, 64): "last", (16, 16): "empty"}
 

@@ -35,15 +35,15 @@ def leafwise(calls: Sequence[Call]) -> fx.GraphModule:
     graph = fx.Graph()
     holders = [graph.placeholder(f"x{i}") for i in range(len(calls))]
     targets = [graph.placeholder(f"into{i}") for i in range(len(calls))]
-    made = []
+    results = []
     with FakeTensorMode():
         for call, holder, target in zip(calls, holders, targets, strict=True):
             shape = (call.numel,) if call.flat else ()
             holder.meta["val"] = torch.empty(call.numel, dtype=call.source.dtype, device=call.source.device)
             target.meta["val"] = torch.empty(shape, dtype=call.result.dtype, device=call.result.device)
-            made.append(graph.call_function(call.target, (holder, *call.args), dict(call.kwargs)))
-            made[-1].meta["val"] = target.meta["val"]
-    for target, value in zip(targets, made, strict=True):
+            results.append(graph.call_function(call.target, (holder, *call.args), dict(call.kwargs)))
+            results[-1].meta["val"] = target.meta["val"]
+    for target, value in zip(targets, results, strict=True):
         graph.call_function(torch.ops.aten.copy_.default, (target, value)).meta["val"] = target.meta["val"]
     graph.output([])
     return segments.module(graph)

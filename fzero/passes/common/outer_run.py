@@ -1,9 +1,9 @@
 """outer_run: of the nodes of an outer run, which may run on slices of buckets, and in which order.
 
-A node is *flat* if it works on the same elements, or blocks, of one leaf alone; *owned* if it needs all of one leaf and
-gives all of it; *partial* if it sums a flat value up; else *full*. Nodes of one kind and level are independent of one
-another. In a level full work is first, then flat, owned, sums; what needs a result that comes later waits for the next
-level, and flat work is as late as its first user allows.
+A node is *flat* if it works on the same elements, or blocks, of one leaf alone. It is *owned* if it needs all of one
+leaf and gives all of it. It is *partial* if it sums a flat value up. Any other node is *full*. Nodes of one kind and
+level are independent of one another. In a level full work comes first, then flat, owned, sums. A node that needs a
+result which comes later waits for the next level. Flat work is as late as its first user allows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fzero.ir.traits import BLOCKWISE, WHOLE
 
 SUMS = {torch.ops.aten.sum.default}
 COPY = torch.ops.aten.copy_.default
-Spot = tuple[str, int]  # bucket, slot
+SlotKey = tuple[str, int]  # bucket, slot
 
 
 def is_sum(node: fx.Node) -> bool:
@@ -37,38 +37,45 @@ def _is_scalar(node: fx.Node) -> bool:
 
 @dataclass
 class OuterRun:
-    """The nodes of one outer run on full tensors, sorted out."""
+    """The nodes of one outer run on full tensors, sorted out. `sort_out` and its helpers write all fields but
+    `buffers`, `where` and `stored`; those `shard_update` writes too."""
 
     program: Program
-    one: Op
+    op: Op
     buffers: dict[str, Buffer]
     where: dict[fx.Node, Ref] = field(default_factory=dict)  # full values, and the slots of stored flat ones
     stored: dict[fx.Node, str] = field(default_factory=dict)  # flat value -> the column (buffer) that holds it
     dest: dict[fx.Node, Ref] = field(default_factory=dict)  # new leaf -> its place
-    fresh: dict[fx.Node, Ref] = field(default_factory=dict)  # what is known outside by a name of its own
-    spot: dict[fx.Node, Spot] = field(default_factory=dict)  # flat value -> the leaf that it is of
-    per: dict[fx.Node, Any] = field(default_factory=dict)  # elements of the leaf for one of the value: of each result
+    outputs: dict[fx.Node, Ref] = field(default_factory=dict)  # results that other ops know by a name of their own
+    slot_key: dict[fx.Node, SlotKey] = field(default_factory=dict)  # flat value -> the leaf that it is of
+    block_size: dict[fx.Node, Any] = field(
+        default_factory=dict
+    )  # elements of the leaf for one of the value: of each result
     partial: set[fx.Node] = field(default_factory=set)
     owned: set[fx.Node] = field(default_factory=set)
     level: dict[fx.Node, int] = field(default_factory=dict)
 
     def sort_out(self) -> None:
         """Reads the run and fills the fields; in `nodes`, in order, short chains may appear again."""
-        self.gm = segments.module(segments.copied(self.program.segments[str(self.one.segment)].graph))
+        self.gm = segments.module(segments.copied(self.program.segments[str(self.op.segment)].graph))
         self._apart()
         holders = fx_nodes.placeholders(self.gm.graph)
-        num_reads = len(self.one.reads)
-        fresh_count = int(self.one.num_outputs)
-        for node, ref in zip(holders, self.one.reads, strict=False):
+        num_reads = len(self.op.reads)
+        num_outputs = int(self.op.num_outputs)
+        for node, ref in zip(holders, self.op.reads, strict=False):
             self.where[node] = ref
-            spot = self._spot_of(ref)
-            if spot is not None:
-                self.spot[node], self.stored[node], self.per[node] = spot, ref.name, self.buffers[ref.name].per
-        dests = dict(zip(holders[num_reads:], self.one.writes[fresh_count:], strict=True))
+            slot_key = self._slot_key_of(ref)
+            if slot_key is not None:
+                self.slot_key[node], self.stored[node], self.block_size[node] = (
+                    slot_key,
+                    ref.name,
+                    self.buffers[ref.name].per,
+                )
+        dests = dict(zip(holders[num_reads:], self.op.writes[num_outputs:], strict=True))
         for node in self.gm.graph.nodes:
             if node.target is COPY:
                 self.dest[node.args[1]] = dests[node.args[0]]
-        self.fresh = dict(zip(fx_nodes.outputs(self.gm.graph), self.one.writes[:fresh_count], strict=True))
+        self.outputs = dict(zip(fx_nodes.outputs(self.gm.graph), self.op.writes[:num_outputs], strict=True))
         self.nodes = [n for n in self.gm.graph.nodes if n.op == "call_function" and n.target is not COPY]
         self._classify()
         self._place()
@@ -85,25 +92,29 @@ class OuterRun:
                     copy.meta = dict(node.meta)
                     end.replace_input_with(node, copy)
 
-    def _spot_of(self, ref: Ref) -> Spot | None:
+    def _slot_key_of(self, ref: Ref) -> SlotKey | None:
         bucket = self.program.buckets.get(self.buffers[ref.name].bucket or "")
         if bucket is None or ref.start is None or ref.shape is None:
             return None
-        found = bucket.find((ref.start, ref.stop, ref.shape), self.buffers[ref.name].per)
-        return None if found is None else (bucket.name, found)
+        slot = bucket.find((ref.start, ref.stop, ref.shape), self.buffers[ref.name].per)
+        return None if slot is None else (bucket.name, slot)
 
     def _classify(self) -> None:
+        """Fills `slot_key`, `block_size`, `owned` and `partial`."""
         for node in self.nodes:
-            spot, per = self._flat_spot(node) or (None, 1)
-            elsewhere = node in self.dest and self._spot_of(self.dest[node]) != spot  # a leaf that is another's value
-            if spot is not None and node not in self.fresh and not elsewhere:
-                self.spot[node], self.per[node] = spot, per
+            slot_key, block_size = self._flat_slot_key(node) or (None, 1)
+            elsewhere = (
+                node in self.dest and self._slot_key_of(self.dest[node]) != slot_key
+            )  # a leaf that is another's value
+            if slot_key is not None and node not in self.outputs and not elsewhere:
+                self.slot_key[node], self.block_size[node] = slot_key, block_size
                 if node.target in WHOLE:
                     self.owned.add(node)
-            elif is_sum(node) and self.per.get(fx_nodes.operand(node)) == 1 and len(node.all_input_nodes) == 1:
+            elif is_sum(node) and self.block_size.get(fx_nodes.operand(node)) == 1 and len(node.all_input_nodes) == 1:
                 self.partial.add(node)
 
     def _place(self) -> None:
+        """Fills `level`."""
         for node in self.nodes:
             ready = 0
             for a in node.all_input_nodes:
@@ -111,8 +122,8 @@ class OuterRun:
                     continue
                 ready = max(ready, self.level[a] + self._is_late(a, node))
             self.level[node] = ready
-        for node in reversed(self.nodes):  # as late as its first user allows: what waits need not be stored
-            if node in self.spot:
+        for node in reversed(self.nodes):  # as late as its first user allows: then it need not be stored
+            if node in self.slot_key:
                 needed = [self.level[u] - self._is_late(node, u) for u in node.users if u in self.level]
                 self.level[node] = max(self.level[node], min(needed, default=0))
         for node in self.nodes:
@@ -123,52 +134,57 @@ class OuterRun:
         """Whether `user` cannot be of the level of `node`: in a level full work is first, then flat, leaves, sums."""
         if node in self.partial or user in self.partial:
             return node in self.partial
-        return node in self.owned or (node in self.spot and user not in self.spot)
+        return node in self.owned or (node in self.slot_key and user not in self.slot_key)
 
     def _repeat(self) -> None:
         """A short elementwise chain on what is stored anyway (a gradient over a count) is computed again at a later
         level, instead of kept from an earlier one."""
         short: dict[fx.Node, int] = {}
         for node in self.nodes:
-            flat = [a for a in node.all_input_nodes if a in self.spot]
+            flat = [a for a in node.all_input_nodes if a in self.slot_key]
             depth = 1 + max((short.get(a, 4) if a in self.level else 0 for a in flat), default=4)
-            elementwise = node in self.spot and node not in self.owned
+            elementwise = node in self.slot_key and node not in self.owned
             if elementwise and isinstance(node.meta["val"], torch.Tensor) and depth <= 4:
                 short[node] = depth
         copies: dict[fx.Node, list[fx.Node]] = {}
         for node in reversed(self.nodes):
-            later = {self.level[u] for u in node.users if u in self.spot and self.level[u] > self.level[node]}
+            later = {self.level[u] for u in node.users if u in self.slot_key and self.level[u] > self.level[node]}
             for level in sorted(later) if node in short else ():
                 with self.gm.graph.inserting_after(node):
                     copy = self.gm.graph.node_copy(node, lambda n: n)
-                self.level[copy], self.spot[copy], self.per[copy] = level, self.spot[node], self.per[node]
-                for user in [u for u in node.users if u in self.spot and self.level.get(u) == level]:
+                self.level[copy], self.slot_key[copy], self.block_size[copy] = (
+                    level,
+                    self.slot_key[node],
+                    self.block_size[node],
+                )
+                for user in [u for u in node.users if u in self.slot_key and self.level.get(u) == level]:
                     user.replace_input_with(node, copy)
                 copies.setdefault(node, []).insert(0, copy)
-        self.nodes = [one for node in self.nodes for one in (node, *copies.get(node, ()))]
+        self.nodes = [repeated for node in self.nodes for repeated in (node, *copies.get(node, ()))]
 
-    def _flat_spot(self, node: fx.Node) -> tuple[Spot, Any] | None:
+    def _flat_slot_key(self, node: fx.Node) -> tuple[SlotKey, Any] | None:
         """The leaf whose elements, or blocks, a node works on alone, and how many elements its results stand for."""
         if node.target.__name__ == "getitem":  # type: ignore[union-attr]
             source, index = node.args
-            if source not in self.spot:
+            if source not in self.slot_key:
                 return None
-            per = self.per[source]  # type: ignore[index]
-            return self.spot[source], per[index] if isinstance(per, tuple) else per  # type: ignore[index]
-        wanted, given = BLOCKWISE.get(node.target, ((), None))
+            block_size = self.block_size[source]  # type: ignore[index]
+            return self.slot_key[source], block_size[index] if isinstance(block_size, tuple) else block_size  # type: ignore[index]
+        wanted, result_sizes = BLOCKWISE.get(node.target, ((), None))
         on_leaf = node.target in WHOLE and len(node.all_input_nodes) == 1
         if not (fx_nodes.is_pointwise(node) or wanted or on_leaf):
             return None
         wide = [a for a in node.all_input_nodes if not _is_scalar(a)]
-        spots, pers = {self.spot.get(a) for a in wide}, {self.per.get(a) for a in wide}
-        if len(spots) != 1 or None in spots:
+        slot_keys, block_sizes = {self.slot_key.get(a) for a in wide}, {self.block_size.get(a) for a in wide}
+        if len(slot_keys) != 1 or None in slot_keys:
             return None
-        if tuple(self.per.get(a) for a in node.args[: len(wanted)]) != wanted if wanted else len(pers) > 1:  # type: ignore[arg-type]
+        operand_sizes = tuple(self.block_size.get(a) for a in node.args[: len(wanted)])  # type: ignore[arg-type]
+        if operand_sizes != wanted if wanted else len(block_sizes) > 1:
             return None
-        spot, per = spots.pop(), given or pers.pop()
-        assert spot is not None
-        bucket = self.program.buckets[spot[0]]
+        slot_key, block_size = slot_keys.pop(), result_sizes or block_sizes.pop()
+        assert slot_key is not None
+        bucket = self.program.buckets[slot_key[0]]
         results = fx_values.tensors(node.meta["val"])
-        ratios = per if isinstance(per, tuple) else (per,) * len(results)
-        fits = all(tuple(r.shape) == bucket.place(spot[1], n or 1)[2] for r, n in zip(results, ratios, strict=True))
-        return (spot, per) if results and fits else None
+        ratios = block_size if isinstance(block_size, tuple) else (block_size,) * len(results)
+        fits = all(tuple(r.shape) == bucket.place(slot_key[1], n or 1)[2] for r, n in zip(results, ratios, strict=True))
+        return (slot_key, block_size) if results and fits else None

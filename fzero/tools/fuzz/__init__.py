@@ -134,7 +134,7 @@ def _many(arguments: argparse.Namespace, numbers: range) -> int:
         [*base, "--start", str(part.start), "--count", str(len(part)), "--out", str(file)]
         for part, file in zip(parts, files, strict=True)
     ]
-    waiting = {n: subprocess.Popen(one, stdout=subprocess.DEVNULL) for n, one in enumerate(commands)}
+    waiting = {n: subprocess.Popen(words, stdout=subprocess.DEVNULL) for n, words in enumerate(commands)}
     while waiting:
         for n, process in list(waiting.items()):
             if process.wait() < 0:

@@ -50,6 +50,7 @@ class Options:
 
     @property
     def microbatches(self) -> int:
+        """The number of microbatches."""
         return int(self.spec.get("microbatches", "1"))
 
 
@@ -132,5 +133,5 @@ def names_in(line: str) -> set[str]:
 
 def defines(line: str) -> list[str]:
     """The names that a line binds; none for work in place."""
-    found = DEFINES.match(line)
-    return re.findall(r"[vmc]\d+", found.group(1)) if found else []
+    match = DEFINES.match(line)
+    return re.findall(r"[vmc]\d+", match.group(1)) if match else []

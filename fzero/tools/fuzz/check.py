@@ -36,10 +36,10 @@ def check(case: Case) -> Outcome:
     """Runs a case."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = runs.prepared(case)
+        prepared = runs.prepared(case)
         aten: set[str] = set()
         try:
-            what = _wrong(case, made, aten)
+            what = _wrong(case, prepared, aten)
         except VerifyError as error:
             return Outcome("crashed", _class(error), f"{error}", frozenset(aten))
         except FzeroError as error:
@@ -64,13 +64,13 @@ def check_together(cases: Sequence[Case]) -> list[Outcome]:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = [runs.prepared(case) for case in cases]
+        prepared = [runs.prepared(case) for case in cases]
         refused: set[int] = set()
         try:
-            joint = runs.joined(made, refused)
+            joint = runs.joined(prepared, refused)
             low = runs.lowered(joint)
-            found = runs.bound(joint, low)
-            exact = not any(c.options.interpret for c in cases) or not _bits(found, runs.interpreted(joint, low))
+            results = runs.bound(joint, low)
+            exact = not any(c.options.interpret for c in cases) or not _bits(results, runs.interpreted(joint, low))
         except Exception:
             return [check(case) for case in cases]
         regions, outcomes = iter(low.graph.regions), []
@@ -78,8 +78,8 @@ def check_together(cases: Sequence[Case]) -> list[Outcome]:
             if n in refused or not exact:
                 outcomes.append(check(case))
                 continue
-            own = {name.partition("/")[2]: x for name, x in found.items() if name.partition("/")[0] == str(n)}
-            what = difference(case, made[n], own)
+            own = {name.partition("/")[2]: x for name, x in results.items() if name.partition("/")[0] == str(n)}
+            what = difference(case, prepared[n], own)
             outcomes.append(check(case) if what else Outcome("equal", aten=_aten([next(regions)])))
             if what and outcomes[-1].end == "equal":
                 outcomes[-1] = Outcome("wrong", "together", f"only beside other losses: {what}")
@@ -91,17 +91,17 @@ def _aten(regions: Iterable[Region]) -> frozenset[str]:
     return frozenset(text for text in targets if text.startswith("aten."))
 
 
-def _wrong(case: Case, made: runs.Prepared, aten: set[str]) -> str:
-    low = runs.lowered(made)
+def _wrong(case: Case, prepared: runs.Prepared, aten: set[str]) -> str:
+    low = runs.lowered(prepared)
     aten |= _aten(low.graph.regions)
-    found = runs.bound(made, low)
-    if what := difference(case, made, found):
+    results = runs.bound(prepared, low)
+    if what := difference(case, prepared, results):
         return f"eager: {what}"
-    if case.options.interpret and (what := _bits(found, runs.interpreted(made, low))):
+    if case.options.interpret and (what := _bits(results, runs.interpreted(prepared, low))):
         return f"interpreter: {what}"
     if case.options.other:
         other = {name: eval(text) for name, text in case.options.other.items()}
-        if what := _bits(found, runs.bound(made, runs.lowered(made, **other))):
+        if what := _bits(results, runs.bound(prepared, runs.lowered(prepared, **other))):
             return f"stages: {what}"
     return ""
 

@@ -1,7 +1,7 @@
 """draw: a random case, line by line.
 
-A row of the tables gives a line, which is run as it is drawn. What raises in eager PyTorch, is not finite, too large or
-without a gradient is drawn again: a case is a loss that PyTorch computes.
+A row of the tables gives a line, which is run as it is drawn. A line that raises in eager PyTorch is drawn again. So is
+one whose value is not finite, too large or without a gradient. A case is thus a loss that PyTorch computes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _try(rng: random.Random, name: str, options: Options) -> Case | None:
     _leaves(drawn)
     wanted = rng.randint(2, 8)
     here = key(0, torch.get_default_device())
-    with Keyed(here) if options.keyed else nullcontext():  # so that what draws is known to draw from a key
+    with Keyed(here) if options.keyed else nullcontext():  # so that random ops draw from a key here too
         for _ in range(4 * wanted):
             if len(drawn.body) >= wanted:
                 break
@@ -131,7 +131,7 @@ def _leaves(drawn: Draw) -> None:
 
 
 def _terms(drawn: Draw) -> list[str]:
-    """Summands of the loss from what no later line has used, and from a few others."""
+    """Summands of the loss: of the values that no later line has used, and of a few others."""
     rng = drawn.rng
     later = " ".join(line.partition(" = ")[2] or line for line in drawn.body)
     names = [n for n in drawn.values if n.startswith("v")]

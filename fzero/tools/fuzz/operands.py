@@ -24,7 +24,8 @@ class Reject(Exception):
 
 
 class Draw:
-    """The lines drawn so far, and the value of every name."""
+    """The lines drawn so far, and the value of every name. Its methods write the fields; `draw` resets `wrote`, adds to
+    `uses` and takes back a row that failed."""
 
     def __init__(self, rng: random.Random, options: Options) -> None:
         self.rng, self.options = rng, options
@@ -35,7 +36,7 @@ class Draw:
         self.batch: list[tuple[str, str]] = []
         self.body: list[str] = []
         self.uses: set[str] = set()
-        self.given: set[int] = set()  # storages that no line may write to
+        self.protected: set[int] = set()  # storages that no line may write to
         self.last = ""
         self.number = 0
         self.wrote = False  # whether the row in hand has written in place
@@ -45,14 +46,15 @@ class Draw:
 
     def pick(self, fits: Callable[[Tensor], bool]) -> str:
         """A tensor that fits, later ones more often."""
-        found = [name for name, value in self.values.items() if fits(value)]
-        if not found:
+        fitting = [name for name, value in self.values.items() if fits(value)]
+        if not fitting:
             raise Reject
-        at = len(found) - 1 - min(int(self.rng.expovariate(0.35)), len(found) - 1)
-        self.last = found[at] if self.rng.random() < 0.8 else self.rng.choice(found)
+        position = len(fitting) - 1 - min(int(self.rng.expovariate(0.35)), len(fitting) - 1)
+        self.last = fitting[position] if self.rng.random() < 0.8 else self.rng.choice(fitting)
         return self.last
 
     def value(self, name: str | None = None) -> Tensor:
+        """The value of a name; of the last operand by default."""
         return self.values[name or self.last]
 
     def x(self, least: int = 0, most: int = 9, fits: Callable[[Tensor], bool] = lambda x: True) -> str:
@@ -68,25 +70,27 @@ class Draw:
         return self.x(least, most, lambda x: x.dtype is torch.float32 and x.numel() > 0)
 
     def complex(self, least: int = 0) -> str:
+        """A complex tensor with an element or more."""
         return self.pick(lambda x: x.is_complex() and x.ndim >= least and x.numel() > 0)
 
     def ints(self) -> str:
+        """An int64 tensor."""
         return self.pick(lambda x: x.dtype is torch.int64)
 
     def mask(self, like: str) -> str:
         """A mask of this tensor's shape."""
         shape = self.value(like).shape
-        found = [n for n, v in self.values.items() if v.dtype is torch.bool and v.shape == shape]
-        if found and self.rng.random() < 0.6:
-            return self.rng.choice(found)
+        masks = [n for n, v in self.values.items() if v.dtype is torch.bool and v.shape == shape]
+        if masks and self.rng.random() < 0.6:
+            return self.rng.choice(masks)
         return f"({like} > {self.number_text(-0.5, 0.5)})"
 
     def like(self, name: str) -> str:
         """A tensor of the same shape and dtype."""
         x = self.value(name)
-        found = [n for n, v in self.values.items() if v.shape == x.shape and v.dtype is x.dtype and n != name]
+        alike = [n for n, v in self.values.items() if v.shape == x.shape and v.dtype is x.dtype and n != name]
         return (
-            self.rng.choice(found) if found else self.rng.choice(("{}.sin()", "({} * 0.5)", "({} + 0.3)")).format(name)
+            self.rng.choice(alike) if alike else self.rng.choice(("{}.sin()", "({} * 0.5)", "({} + 0.3)")).format(name)
         )
 
     def wide(self, name: str) -> str:
@@ -97,15 +101,15 @@ class Draw:
             pairs = zip(x.shape[::-1], y.shape[::-1], strict=False)
             return y.dtype is x.dtype and all(a == b or a == 1 or b == 1 for a, b in pairs)
 
-        found = [n for n, v in self.values.items() if fits(v) and n != name]
-        return self.rng.choice(found) if found else self.like(name)
+        others = [n for n, v in self.values.items() if fits(v) and n != name]
+        return self.rng.choice(others) if others else self.like(name)
 
     def fitted(self, shape: Sequence[int]) -> str:
         """An fp32 tensor of this shape: one that is there, or one fitted, sometimes with other strides."""
         shape = tuple(shape)
-        found = [n for n, v in self.values.items() if v.dtype is torch.float32 and tuple(v.shape) == shape]
-        if found and self.rng.random() < 0.7:
-            return self.rng.choice(found)
+        same_shape = [n for n, v in self.values.items() if v.dtype is torch.float32 and tuple(v.shape) == shape]
+        if same_shape and self.rng.random() < 0.7:
+            return self.rng.choice(same_shape)
         name = self.single()
         if len(shape) > 1 and self.rng.random() < 0.3:
             order = list(range(len(shape)))
@@ -116,11 +120,12 @@ class Draw:
 
     def write(self, least: int = 0) -> str:
         """A floating tensor that may be written to: neither a leaf nor a view of one."""
-        return self.x(least, 9, lambda x: x.untyped_storage().data_ptr() not in self.given and x.numel() > 0)
+        return self.x(least, 9, lambda x: x.untyped_storage().data_ptr() not in self.protected and x.numel() > 0)
 
     # --- numbers
 
     def dim(self, name: str | None = None) -> int:
+        """A dimension of a tensor, counted from either end."""
         ndim = self.value(name).ndim
         if not ndim:
             raise Reject
@@ -135,6 +140,7 @@ class Draw:
         return tuple(self.rng.sample(range(ndim), self.rng.randint(1, ndim)))
 
     def two(self, name: str | None = None) -> tuple[int, int]:
+        """Two different dimensions of a tensor."""
         ndim = self.value(name).ndim
         if ndim < 2:
             raise Reject
@@ -142,11 +148,13 @@ class Draw:
         return a, b
 
     def order(self, name: str | None = None) -> tuple[int, ...]:
-        found = list(range(self.value(name).ndim))
-        self.rng.shuffle(found)
-        return tuple(found)
+        """The dimensions of a tensor in a random order."""
+        dims = list(range(self.value(name).ndim))
+        self.rng.shuffle(dims)
+        return tuple(dims)
 
     def size(self, dim: int, name: str | None = None) -> int:
+        """The size of a tensor along a dimension."""
         return self.value(name).shape[dim]
 
     def within(self, dim: int, name: str | None = None) -> tuple[int, int]:
@@ -165,40 +173,43 @@ class Draw:
 
     def shape(self, numel: int) -> tuple[int, ...]:
         """A shape of so many elements."""
-        found: list[int] = []
-        while numel > 1 and len(found) < 3:
+        sizes: list[int] = []
+        while numel > 1 and len(sizes) < 3:
             divisors = [d for d in range(1, numel + 1) if numel % d == 0]
-            found.append(self.rng.choice(divisors))
-            numel //= found[-1]
-        return (*found, numel)
+            sizes.append(self.rng.choice(divisors))
+            numel //= sizes[-1]
+        return (*sizes, numel)
 
     def number_text(self, low: float = -1.5, high: float = 1.5) -> str:
+        """A number between the bounds, as text."""
         return f"{self.rng.uniform(low, high):.2f}"
 
     def some(self, *choices: Any) -> Any:
+        """One of the choices."""
         return self.rng.choice(choices)
 
     def int(self, low: int, high: int) -> int:
+        """An integer from `low` to `high`, both included."""
         return self.rng.randint(low, high)
 
     def slices(self, name: str) -> str:
         """An index by slices, numbers, None and ..., as text."""
-        found: list[str] = []
+        parts: list[str] = []
         for size in self.value(name).shape[: self.rng.randint(1, max(self.value(name).ndim, 1))]:
-            what = self.rng.random()
-            if what < 0.25 and size:
-                found.append(str(self.rng.randrange(-size, size)))
-            elif what < 0.75 and size:
+            chance = self.rng.random()
+            if chance < 0.25 and size:
+                parts.append(str(self.rng.randrange(-size, size)))
+            elif chance < 0.75 and size:
                 start = self.rng.randrange(size)
                 step = self.rng.choice(("", "", ":2", ":3"))
                 stop = self.rng.choice(("", str(self.rng.randint(start + 1, size))))
-                found.append(f"{start}:{stop}{step}")
-            elif what < 0.85:
-                found.append("None")
-                found.append(":")
+                parts.append(f"{start}:{stop}{step}")
+            elif chance < 0.85:
+                parts.append("None")
+                parts.append(":")
             else:
-                found.append(":")
-        return ", ".join(found) or "..."
+                parts.append(":")
+        return ", ".join(parts) or "..."
 
     # --- lines
 
@@ -212,11 +223,12 @@ class Draw:
         return name
 
     def leaf(self, of: str, name: str, text: str, *, grad: bool = False) -> None:
+        """Adds a leaf of the params ("p") or of the batch ("b"), with the value of `text`."""
         self.names.setdefault("rank", 0)
         self.names.setdefault(of, {})
         value = eval(text.replace("{parts}", "1"), self.names)
         for x in value.values() if isinstance(value, dict) else [value]:
-            self.given.add(x.untyped_storage().data_ptr())
+            self.protected.add(x.untyped_storage().data_ptr())
             if of == "p" and x.dtype.is_floating_point:
                 x.requires_grad_()
         self.names[of][name] = value
@@ -225,13 +237,15 @@ class Draw:
             self.values[f'{of}["{name}"]'] = value
 
     def constant(self, text: str) -> None:
+        """Adds a constant with the value of `text`."""
         name = f"c{len([line for line in self.setup if line.startswith('c')])}"
         self.run(f"{name} = {text}")
         self.setup.append(f"{name} = {text}")
         self.values[name] = self.names[name]
-        self.given.add(self.names[name].untyped_storage().data_ptr())
+        self.protected.add(self.names[name].untyped_storage().data_ptr())
 
     def run(self, line: str) -> None:
+        """Executes a line on the names of the script."""
         exec(line, self.names)
 
     def add(self, text: str) -> None:

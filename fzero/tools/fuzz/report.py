@@ -31,6 +31,7 @@ class Report:
     seconds: float = 0.0
 
     def add(self, line: dict[str, Any]) -> None:
+        """Counts one line of the file."""
         self.done.add(line["case"])
         self.ends[line["end"]] += 1
         self.seconds += line["seconds"]
@@ -43,10 +44,12 @@ class Report:
 
     @property
     def modules(self) -> set[str]:
+        """The rows of the tables of modules that were seen."""
         return {row for row in self.rows if row.startswith(("modules/", "dropping/"))}
 
     @property
     def good(self) -> bool:
+        """Whether no case was wrong or crashed."""
         return not self.failed
 
     def __str__(self) -> str:
@@ -77,6 +80,7 @@ def read(*paths: Path) -> Report:
 
 
 def lines(texts: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The JSON objects in lines of text; a line that is none is left out."""
     for text in texts:
         try:
             yield json.loads(text)
@@ -85,6 +89,7 @@ def lines(texts: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def append(file: TextIO | None, line: dict[str, Any]) -> None:
+    """Adds a line to the file and flushes it; does nothing without a file."""
     if file is not None:
         file.write("\n" + json.dumps(line))  # not after it: a line that was cut off stays alone
         file.flush()

@@ -36,6 +36,7 @@ class Prepared:
 
     @property
     def spec(self) -> fzero.Spec:
+        """The spec with these fields."""
         return fzero.Spec(**self.fields)
 
 
@@ -46,12 +47,12 @@ def prepared(case: Case) -> Prepared:
     batches = [names["batch"](rank) for rank in range(options.world)]
     device = torch.get_default_device()
     key = fzero.random.key(7, device=device)
-    given = {name: eval(text, {"optim": optim}) for name, text in options.spec.items()} | {"device": device.type}
+    spec_fields = {name: eval(text, {"optim": optim}) for name, text in options.spec.items()} | {"device": device.type}
     if options.form == "training":
-        fields = {"loss": names["loss"], "allow_unused": True, **given}
+        fields = {"loss": names["loss"], "allow_unused": True, **spec_fields}
         state = training_of(fzero.Spec(**fields)).init(names["params"], key if options.keyed else None)
     else:
-        fields = {"step": _gradients(names["loss"], options.keyed), "allow_unused": True, "zero": 0, **given}
+        fields = {"step": _gradients(names["loss"], options.keyed), "allow_unused": True, "zero": 0, **spec_fields}
         state = {"params": names["params"], **({"key": key} if options.keyed else {})}
     return Prepared(names, state, batches, fields)
 
@@ -109,8 +110,8 @@ def memory_of(prepared: Prepared, low: Lowered) -> list[dict[str, Tensor]]:
     leaves = [x if isinstance(x, Tensor) else torch.tensor(x) for x in tree.flatten(prepared.state)[1]]
     memory = []
     for rank, batch in enumerate(prepared.batches):
-        given = dict(zip(inputs, (x.clone() for x in tree.flatten(batch)[1]), strict=True))
-        memory.append({**storage.shards(low.plan, leaves, rank), **constants, **given})
+        own_inputs = dict(zip(inputs, (x.clone() for x in tree.flatten(batch)[1]), strict=True))
+        memory.append({**storage.shards(low.plan, leaves, rank), **constants, **own_inputs})
     return memory
 
 
@@ -186,7 +187,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if not a.numel():
-        return True  # whatever its strides, which a view of other elements may not take
+        return True  # with any strides: some do not allow a view as bytes
     raw = [x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
     if torch.equal(*raw):
         return True

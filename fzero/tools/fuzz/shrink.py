@@ -22,10 +22,10 @@ def shrink(
 
     def fails(smaller: Case) -> bool:
         try:
-            found = run(smaller)
+            ended = run(smaller)
         except Exception:  # not even eager PyTorch runs it
             return False
-        return (found.end, found.reason) == (target.end, target.reason)
+        return (ended.end, ended.reason) == (target.end, target.reason)
 
     left, going = tries, True
     while going and left > 0:

@@ -52,7 +52,7 @@ class Used:
 
 
 def used(module: nn.Module) -> Used:
-    """A module to `call`; what its forward writes to its buffers is dropped."""
+    """A module to `call`; values that its forward writes to its buffers are dropped."""
     return Used(module, from_module(module, mutable=True))
 
 

@@ -48,7 +48,7 @@ class Bench:
         self.seen = {self._key(case.programs)}
 
     def mutants(self, kind: str, rng: random.Random, tries: int = 1) -> Iterator[Mutant]:
-        """Of so many tries of one kind, those that find a place and make something new."""
+        """The mutants of so many tries of one kind. A try that finds no place, or gives a known program, gives none."""
         for _ in range(tries):
             programs = KINDS[kind](rng, self.case.programs)
             if programs is None or self._key(programs) in self.seen:
@@ -87,7 +87,7 @@ class Report:
     """The counts of `run`. By kind: the mutants made, those that change meaning, and those of them that were caught.
     `add` writes it."""
 
-    made: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    mutants: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     changing: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     caught: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     unbroken: int = 0
@@ -95,7 +95,8 @@ class Report:
     missed: list[str] = field(default_factory=list)
 
     def add(self, mutant: Mutant) -> None:
-        self.made[mutant.kind] += 1
+        """Counts one mutant."""
+        self.mutants[mutant.kind] += 1
         if mutant.changes is not None:
             self.changing[mutant.kind] += 1
             self.caught[mutant.kind] += mutant.refused is not None
@@ -104,14 +105,15 @@ class Report:
 
     @property
     def good(self) -> bool:
+        """Whether no unbroken program was refused and no mutant missed."""
         return not self.refused and not self.missed
 
     def __str__(self) -> str:
-        columns = (self.made, self.changing, self.caught)
+        columns = (self.mutants, self.changing, self.caught)
         rows = [(kind, [column[kind] for column in columns]) for kind in KINDS]
         rows.append(("all", [sum(column.values()) for column in columns]))
         lines = [f"{'kind':30} {'made':>6} {'meaning-changing':>17} {'caught':>7}"]
-        lines += [f"{kind:30} {made:6} {changing:17} {caught:7}" for kind, (made, changing, caught) in rows]
+        lines += [f"{kind:30} {mutants:6} {changing:17} {caught:7}" for kind, (mutants, changing, caught) in rows]
         lines.append(f"unbroken programs: {self.unbroken}, refused: {len(self.refused)}")
         return "\n".join([*lines, *(f"refused: {x}" for x in self.refused), *(f"missed: {x}" for x in self.missed)])
 

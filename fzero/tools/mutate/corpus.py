@@ -303,7 +303,7 @@ def relay(world: int, generator: torch.Generator) -> Case:
 
     Every rank adds the values that arrive to its own.
     """
-    scaled, added, kept = _segment(_scale, 1), _segment(_add, 2), _segment(_keep, 1, fresh=0)
+    scaled, added, kept = _segment(_scale, 1), _segment(_add, 2), _segment(_keep, 1, num_outputs=0)
     pool = {segments.digest(gm): gm for gm in (scaled, added, kept)}
     scale, add, keep = pool
     buffers = {name: Buffer(name, torch.float32, (8,), "state") for name in ("x", "y")}
@@ -347,10 +347,10 @@ def _keep(graph: fx.Graph, x: fx.Node) -> fx.Node:
     return graph.call_function(torch.ops.aten.copy_.default, (graph.placeholder("into0"), x))
 
 
-def _segment(body: Callable[..., fx.Node], arity: int, fresh: int = 1) -> fx.GraphModule:
+def _segment(body: Callable[..., fx.Node], arity: int, num_outputs: int = 1) -> fx.GraphModule:
     graph = fx.Graph()
     result = body(graph, *[graph.placeholder(f"x{i}") for i in range(arity)])
-    graph.output([result] if fresh else [])
+    graph.output([result] if num_outputs else [])
     with FakeTensorMode():
         for node in graph.nodes:
             node.meta["val"] = torch.empty(8)

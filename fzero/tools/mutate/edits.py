@@ -73,7 +73,7 @@ def alive(program: Program, name: str, index: int) -> bool:
     return bool(uses) and uses[0] < index < uses[-1]
 
 
-def spots(program: Program, side: str, test: Callable[[Op, Ref], Any]) -> list[tuple[int, int]]:
+def places_of(program: Program, side: str, test: Callable[[Op, Ref], Any]) -> list[tuple[int, int]]:
     """(op, position) of the references on one side, "reads" or "writes", of all ops but waits and frees."""
     return [
         (i, n)

@@ -1,8 +1,8 @@
 """kinds: the table of mutations.
 
-A mutation takes a source of chance and `{rank: program}` and returns the same broken in one place, on one rank or on
-all that run this program, or None where it finds no place. It decides nothing about meaning: some of what it makes is
-only another good schedule, and the oracle tells.
+A mutation takes a random generator and `{rank: program}`. It returns the programs with one of them broken in one place,
+on one rank or on all ranks that run it. It returns None where it finds no place. It decides nothing about meaning: some
+mutants are only another good schedule, and the oracle finds out.
 """
 
 from __future__ import annotations

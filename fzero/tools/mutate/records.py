@@ -26,17 +26,17 @@ from fzero.tools.mutate.edits import (
     move,
     names,
     pick,
+    places_of,
     put,
     replaced,
-    spots,
     with_buffers,
 )
 
-# --- which segment, and what it is given ------------------------------------------------------------------------------
+# --- which segment, and its references --------------------------------------------------------------------------------
 
 
 def _signature(p: Program, op: Op) -> object:
-    """What makes one segment able to stand for another: the forms of all that it takes and returns."""
+    """The facts that must agree for one segment to stand for another: the forms of its inputs and outputs."""
     gm = p.segments[op.segment]
     vals = [n.meta["val"] for n in (*fx_nodes.placeholders(gm.graph), *fx_nodes.outputs(gm.graph))]
     return len(fx_nodes.placeholders(gm.graph)), tuple((v.dtype, tuple(v.shape)) for v in vals)
@@ -49,24 +49,24 @@ def wrong_segment(rng: random.Random, p: Program) -> Program | None:
     if (chosen := pick(rng, pairs)) is None:
         return None
     i, j = chosen
-    mine, other = (p.ops[at].segment for at in chosen)
+    own, other = (p.ops[index].segment for index in chosen)
     broken = put(p, i, p.ops[i].with_attrs(segment=other))
-    return broken if rng.random() < 0.5 else put(broken, j, p.ops[j].with_attrs(segment=mine))
+    return broken if rng.random() < 0.5 else put(broken, j, p.ops[j].with_attrs(segment=own))
 
 
 def exchange_writes(rng: random.Random, p: Program) -> Program | None:
     """Two results of a run go to each other's place."""
-    spots_ = [(i, a, b) for i, op in enumerate(p.ops) if op.computes for a in range(len(op.writes))
+    places = [(i, a, b) for i, op in enumerate(p.ops) if op.computes for a in range(len(op.writes))
               for b in range(a) if form(p, op.writes[a]) == form(p, op.writes[b])]  # fmt: skip
-    if (chosen := pick(rng, spots_)) is None:
+    if (chosen := pick(rng, places)) is None:
         return None
-    at, a, b = chosen
-    op = p.ops[at]
-    return put(p, at, replaced(replaced(op, "writes", a, op.writes[b]), "writes", b, op.writes[a]))
+    index, a, b = chosen
+    op = p.ops[index]
+    return put(p, index, replaced(replaced(op, "writes", a, op.writes[b]), "writes", b, op.writes[a]))
 
 
 def exchange_reads_of_two(rng: random.Random, p: Program) -> Program | None:
-    """Two ops of a kind read what the other one should."""
+    """Two ops of a kind exchange a reference that they read."""
     pairs = [(i, j, n) for i, a in enumerate(p.ops) for j, b in enumerate(p.ops[:i]) if a.kind == b.kind
              and not a.is_mark for n in range(min(len(a.reads), len(b.reads)))
              if a.reads[n] != b.reads[n] and form(p, a.reads[n]) == form(p, b.reads[n])]  # fmt: skip
@@ -80,13 +80,13 @@ def exchange_reads_of_two(rng: random.Random, p: Program) -> Program | None:
 def drop_reference(rng: random.Random, p: Program) -> Program | None:
     """An op has a read or a write less, or one twice."""
     side = rng.choice(("reads", "writes"))
-    if (spot := pick(rng, spots(p, side, lambda op, ref: True))) is None:
+    if (place := pick(rng, places_of(p, side, lambda op, ref: True))) is None:
         return None
-    at, n = spot
-    refs = list(getattr(p.ops[at], side))
+    index, n = place
+    refs = list(getattr(p.ops[index], side))
     refs[n : n + 1] = [] if rng.random() < 0.5 else [refs[n], refs[n]]
-    op = p.ops[at]
-    return put(p, at, replace(op, reads=tuple(refs)) if side == "reads" else replace(op, writes=tuple(refs)))
+    op = p.ops[index]
+    return put(p, index, replace(op, reads=tuple(refs)) if side == "reads" else replace(op, writes=tuple(refs)))
 
 
 # --- ranges -----------------------------------------------------------------------------------------------------------
@@ -94,28 +94,30 @@ def drop_reference(rng: random.Random, p: Program) -> Program | None:
 
 def batch_bounds(rng: random.Random, p: Program) -> Program | None:
     """A microbatch begins or ends some rows, or elements, elsewhere."""
-    spot = pick(rng, spots(p, "reads", lambda _, ref: p.buffers[ref.name].kind == "batch" and ref.start is not None))
-    if spot is None:
+    place = pick(
+        rng, places_of(p, "reads", lambda _, ref: p.buffers[ref.name].kind == "batch" and ref.start is not None)
+    )
+    if place is None:
         return None
-    ref = p.ops[spot[0]].reads[spot[1]]
+    ref = p.ops[place[0]].reads[place[1]]
     row = max((ref.stop or 0) - (ref.start or 0), 1) // max((ref.shape or (1,))[0], 1) or 1
     by = rng.choice((-row, row, -1, 1))
     ends = rng.choice(((by, by), (by, by), (0, by), (by, 0)))
     moved = replace(ref, start=max((ref.start or 0) + ends[0], 0), stop=max((ref.stop or 0) + ends[1], 0))
-    return put(p, spot[0], replaced(p.ops[spot[0]], "reads", spot[1], moved))
+    return put(p, place[0], replaced(p.ops[place[0]], "reads", place[1], moved))
 
 
 def shift_range(rng: random.Random, p: Program) -> Program | None:
     """A flat range, or a leaf's, lies some elements beside its place."""
     side = rng.choice(("reads", "writes"))
-    if (spot := pick(rng, spots(p, side, lambda _, ref: ref.start is not None))) is None:
+    if (place := pick(rng, places_of(p, side, lambda _, ref: ref.start is not None))) is None:
         return None
-    ref: Ref = getattr(p.ops[spot[0]], side)[spot[1]]
+    ref: Ref = getattr(p.ops[place[0]], side)[place[1]]
     by = rng.choice((-ALIGN, ALIGN, -1, 1))
     if (ref.start or 0) + by < 0:
         return None
     moved = replace(ref, start=(ref.start or 0) + by, stop=(ref.stop or 0) + by)
-    return put(p, spot[0], replaced(p.ops[spot[0]], side, spot[1], moved))
+    return put(p, place[0], replaced(p.ops[place[0]], side, place[1], moved))
 
 
 def cut_padding(rng: random.Random, p: Program) -> Program | None:
@@ -130,22 +132,22 @@ def cut_padding(rng: random.Random, p: Program) -> Program | None:
                 return slot.stop, bucket.end(i)
         return None
 
-    at = pick(rng, find(p, lambda op: op.is_flat and ends(op)))
-    if at is None:
+    index = pick(rng, find(p, lambda op: op.is_flat and ends(op)))
+    if index is None:
         return None
-    op, both = p.ops[at], ends(p.ops[at])
+    op, both = p.ops[index], ends(p.ops[index])
     assert both is not None
 
     def other(ref: Ref) -> Ref:
         return replace(ref, stop=both[both[0] == ref.stop]) if ref.stop in both and ref.shape is None else ref
 
-    return put(p, at, replace(op, reads=tuple(map(other, op.reads)), writes=tuple(map(other, op.writes))))
+    return put(p, index, replace(op, reads=tuple(map(other, op.reads)), writes=tuple(map(other, op.writes))))
 
 
 def cut_leaf(rng: random.Random, p: Program) -> Program | None:
     """All of a flat run ends within a leaf, some elements before or behind its end."""
-    at = pick(rng, find(p, lambda op: op.is_flat))
-    if at is None:
+    index = pick(rng, find(p, lambda op: op.is_flat))
+    if index is None:
         return None
     by = rng.choice((-ALIGN, ALIGN, -1, -8, 1))
 
@@ -153,27 +155,27 @@ def cut_leaf(rng: random.Random, p: Program) -> Program | None:
         flat = ref.start is not None and ref.shape is None
         return replace(ref, stop=max((ref.stop or 0) + by, ref.start or 0)) if flat else ref
 
-    op = p.ops[at]
-    return put(p, at, replace(op, reads=tuple(map(other, op.reads)), writes=tuple(map(other, op.writes))))
+    op = p.ops[index]
+    return put(p, index, replace(op, reads=tuple(map(other, op.reads)), writes=tuple(map(other, op.writes))))
 
 
 def toggle_mine(rng: random.Random, p: Program) -> Program | None:
     """The own slice for the whole range, or the whole for the own slice."""
     side = rng.choice(("reads", "writes"))
-    flat = spots(p, side, lambda _, ref: ref.start is not None and ref.shape is None)
-    if (spot := pick(rng, flat)) is None:
+    flat = places_of(p, side, lambda _, ref: ref.start is not None and ref.shape is None)
+    if (place := pick(rng, flat)) is None:
         return None
-    ref: Ref = getattr(p.ops[spot[0]], side)[spot[1]]
-    return put(p, spot[0], replaced(p.ops[spot[0]], side, spot[1], replace(ref, mine=not ref.mine)))
+    ref: Ref = getattr(p.ops[place[0]], side)[place[1]]
+    return put(p, place[0], replaced(p.ops[place[0]], side, place[1], replace(ref, mine=not ref.mine)))
 
 
 def other_shape(rng: random.Random, p: Program) -> Program | None:
     """A leaf, a buffer or a part is seen as another shape of as many elements."""
-    shaped = spots(p, "reads", lambda _, ref: len(ref.shape or ()) > 1)
-    if (spot := pick(rng, shaped)) is not None and rng.random() < 0.6:
-        ref = p.ops[spot[0]].reads[spot[1]]
+    shaped = places_of(p, "reads", lambda _, ref: len(ref.shape or ()) > 1)
+    if (place := pick(rng, shaped)) is not None and rng.random() < 0.6:
+        ref = p.ops[place[0]].reads[place[1]]
         shape = tuple(reversed(ref.shape or ())) if rng.random() < 0.5 else ((ref.stop or 0) - (ref.start or 0),)
-        return put(p, spot[0], replaced(p.ops[spot[0]], "reads", spot[1], replace(ref, shape=shape)))
+        return put(p, place[0], replaced(p.ops[place[0]], "reads", place[1], replace(ref, shape=shape)))
     buffer = pick(rng, [b for b in p.buffers.values() if len(b.shape) > 1])
     return None if buffer is None else with_buffers(p, replace(buffer, shape=tuple(reversed(buffer.shape))))
 
@@ -183,87 +185,92 @@ def other_shape(rng: random.Random, p: Program) -> Program | None:
 
 def gather_another(rng: random.Random, p: Program) -> Program | None:
     """A gather brings another bucket of equal length, or brings it to another one's place."""
-    at = pick(rng, find(p, lambda op: op.gathers))
-    if at is None:
+    index = pick(rng, find(p, lambda op: op.gathers))
+    if index is None:
         return None
     side = rng.choice(("reads", "writes"))
-    ref: Ref = getattr(p.ops[at], side)[0]
-    mine = p.buffers[ref.name]
-    like = [b.name for b in p.buffers.values() if b.name != ref.name and b.numel == mine.numel]
-    chosen = pick(rng, [n for n in like if p.buffers[n].dtype is mine.dtype and p.buffers[n].bucket is not None])
-    return None if chosen is None else put(p, at, replaced(p.ops[at], side, 0, replace(ref, name=chosen)))
+    ref: Ref = getattr(p.ops[index], side)[0]
+    current = p.buffers[ref.name]
+    like = [b.name for b in p.buffers.values() if b.name != ref.name and b.numel == current.numel]
+    chosen = pick(rng, [n for n in like if p.buffers[n].dtype is current.dtype and p.buffers[n].bucket is not None])
+    return None if chosen is None else put(p, index, replaced(p.ops[index], side, 0, replace(ref, name=chosen)))
 
 
 def gather_varying(rng: random.Random, p: Program) -> Program | None:
     """Own slices of gradients that are not reduced yet are gathered."""
     n = p.world_size
     reduced = find(p, lambda op: op.reduces and p.buffers[op.reads[0].name].bucket is not None)
-    at = pick(rng, reduced) if n > 1 else None
-    if at is None:
+    index = pick(rng, reduced) if n > 1 else None
+    if index is None:
         return None
-    grad = p.buffers[p.ops[at].reads[0].name]
+    grad = p.buffers[p.ops[index].reads[0].name]
     if grad.sharded:
         return None
     own = Ref(grad.name, 0, p.extent(grad), None, True)
     gather = make_op("all_gather", [own], [Ref(grad.name)], axis=p.mesh.names[0])
-    return insert(p, at, gather, make_op("wait", [Ref(grad.name)]))
+    return insert(p, index, gather, make_op("wait", [Ref(grad.name)]))
 
 
 def wrong_mode(rng: random.Random, p: Program) -> Program | None:
-    at = pick(rng, find(p, lambda op: op.reduces))
-    if at is None:
+    """A reduction becomes one of another kind."""
+    index = pick(rng, find(p, lambda op: op.reduces))
+    if index is None:
         return None
-    others = [kind.name for kind in OPS.values() if kind.reduces and kind.name != p.ops[at].kind]
-    return put(p, at, replace(p.ops[at], kind=rng.choice(others)))
+    others = [kind.name for kind in OPS.values() if kind.reduces and kind.name != p.ops[index].kind]
+    return put(p, index, replace(p.ops[index], kind=rng.choice(others)))
 
 
 def reduce_another(rng: random.Random, p: Program) -> Program | None:
     """A reduction reads, or writes, another buffer of the form."""
-    at = pick(rng, find(p, lambda op: op.reduces))
-    if at is None:
+    index = pick(rng, find(p, lambda op: op.reduces))
+    if index is None:
         return None
     side = rng.choice(("reads", "writes"))
-    ref: Ref = getattr(p.ops[at], side)[0]
-    mine = p.buffers[ref.name]
-    like = [b.name for b in p.buffers.values() if b.name != ref.name and (b.shape, b.dtype) == (mine.shape, mine.dtype)]
-    name = pick(rng, [n for n in like if alive(p, n, at)] or like)
-    return None if name is None else put(p, at, replaced(p.ops[at], side, 0, replace(ref, name=name)))
+    ref: Ref = getattr(p.ops[index], side)[0]
+    current = p.buffers[ref.name]
+    like = [
+        b.name
+        for b in p.buffers.values()
+        if b.name != ref.name and (b.shape, b.dtype) == (current.shape, current.dtype)
+    ]
+    name = pick(rng, [n for n in like if alive(p, n, index)] or like)
+    return None if name is None else put(p, index, replaced(p.ops[index], side, 0, replace(ref, name=name)))
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
 
 
 def norm_late(rng: random.Random, p: Program) -> Program | None:
-    """What reads updated state, or gradients for a norm, moves behind an update."""
+    """An op that reads updated state, or gradients for a norm, moves behind an update."""
     updates = find(p, lambda op: op.is_update)
     reads = [i for i in find(p, lambda op: op.computes or op.gathers) if updates and i < updates[-1]]
-    at = pick(rng, reads)
-    return None if at is None else move(p, at, rng.choice([u for u in updates if u > at]))
+    index = pick(rng, reads)
+    return None if index is None else move(p, index, rng.choice([u for u in updates if u > index]))
 
 
 def exchange_ops(rng: random.Random, p: Program) -> Program | None:
     """Two ops near each other change places."""
     if len(p.ops) < 2:
         return None
-    at = rng.randrange(len(p.ops) - 1)
-    other = min(at + rng.choice((1, 1, 2, 3)), len(p.ops) - 1)
-    return put(put(p, at, p.ops[other]), other, p.ops[at])
+    index = rng.randrange(len(p.ops) - 1)
+    other = min(index + rng.choice((1, 1, 2, 3)), len(p.ops) - 1)
+    return put(put(p, index, p.ops[other]), other, p.ops[index])
 
 
 def move_op(rng: random.Random, p: Program) -> Program | None:
     """An op runs much earlier or later."""
-    at, to = rng.randrange(len(p.ops)), rng.randrange(len(p.ops))
-    return move(p, at, to)
+    index, to = rng.randrange(len(p.ops)), rng.randrange(len(p.ops))
+    return move(p, index, to)
 
 
 def wrong_free(rng: random.Random, p: Program) -> Program | None:
     """A free, or a wait, is of another buffer."""
-    at = pick(rng, find(p, lambda op: op.is_mark))
-    if at is None:
+    index = pick(rng, find(p, lambda op: op.is_mark))
+    if index is None:
         return None
-    n = rng.randrange(len(p.ops[at].reads))
-    name = rng.choice([b for b in p.buffers if b != p.ops[at].reads[n].name])
-    return put(p, at, replaced(p.ops[at], "reads", n, Ref(name)))
+    n = rng.randrange(len(p.ops[index].reads))
+    name = rng.choice([b for b in p.buffers if b != p.ops[index].reads[n].name])
+    return put(p, index, replaced(p.ops[index], "reads", n, Ref(name)))
 
 
 # --- names, attributes and forms --------------------------------------------------------------------------------------
@@ -291,14 +298,14 @@ def wrong_metric(rng: random.Random, p: Program) -> Program | None:
 def wrong_attribute(rng: random.Random, p: Program) -> Program | None:
     """`fresh`, `microbatch`, `peer`, `tag` or `divisor` is one more or less, or missing."""
     keys = ("fresh", "divisor", "peer", "tag", "microbatch")
-    spots_ = [(i, key) for i, op in enumerate(p.ops) for key in keys if op.get(key) is not None]
-    if (chosen := pick(rng, spots_)) is None:
+    places = [(i, key) for i, op in enumerate(p.ops) for key in keys if op.get(key) is not None]
+    if (chosen := pick(rng, places)) is None:
         return None
-    at, key = chosen
-    op = p.ops[at]
+    index, key = chosen
+    op = p.ops[index]
     if rng.random() < 0.3:
-        return put(p, at, replace(op, attrs=tuple(a for a in op.attrs if a[0] != key)))
-    return put(p, at, op.with_attrs(**{key: int(op.get(key)) + rng.choice((-1, 1))}))
+        return put(p, index, replace(op, attrs=tuple(a for a in op.attrs if a[0] != key)))
+    return put(p, index, op.with_attrs(**{key: int(op.get(key)) + rng.choice((-1, 1))}))
 
 
 def wrong_dtype(rng: random.Random, p: Program) -> Program | None:
@@ -351,10 +358,10 @@ def another_ranks_program(rng: random.Random, programs: Programs) -> dict[int, P
 
 def overwrite_part(rng: random.Random, p: Program) -> Program | None:
     """A run writes zeros over a part of a buffer that is in use."""
-    at = rng.randrange(1, len(p.ops))
+    index = rng.randrange(1, len(p.ops))
     kinds = ("activation", "grad", "metric", "scratch", "gathered", "param", "optimizer")
     floats = [b for b in p.buffers.values() if b.dtype is torch.float32 and b.kind in kinds and b.numel > 1]
-    buffer = pick(rng, [b for b in floats if alive(p, b.name, at)])
+    buffer = pick(rng, [b for b in floats if alive(p, b.name, index)])
     if buffer is None:
         return None
     size = rng.randint(1, min(buffer.numel - 1, 64))
@@ -362,7 +369,7 @@ def overwrite_part(rng: random.Random, p: Program) -> Program | None:
     gm = _zeroing(size)
     key = segments.digest(gm)
     over = make_op("run", [], [Ref(buffer.name, start, start + size, (size,))], segment=key)
-    return replace(insert(p, at, over), segments={**p.segments, key: gm})
+    return replace(insert(p, index, over), segments={**p.segments, key: gm})
 
 
 def _zeroing(size: int) -> fx.GraphModule:
@@ -385,9 +392,9 @@ def drop_buffer(rng: random.Random, p: Program) -> Program | None:
 
 
 def drop_chain(rng: random.Random, p: Program) -> Program | None:
-    """What makes a buffer and all that reads it are left out."""
-    at = pick(rng, find(p, lambda op: op.is_run and op.writes))
-    if at is None:
+    """The op that makes a buffer and all ops that read it are left out."""
+    index = pick(rng, find(p, lambda op: op.is_run and op.writes))
+    if index is None:
         return None
-    made: Any = names(p.ops[at].writes)
-    return drop(p, at, *find(p, lambda op: op.computes and names(op.reads) & made))
+    written: Any = names(p.ops[index].writes)
+    return drop(p, index, *find(p, lambda op: op.computes and names(op.reads) & written))

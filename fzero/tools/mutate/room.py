@@ -26,10 +26,10 @@ def overlap_by_one(rng: random.Random, p: Program) -> Program | None:
     """A buffer begins where another that is in use has its last element, or ends in its first."""
     if (pair := pick(rng, _together(p))) is None:
         return None
-    mine, other = pair
-    before, after = (other.at or 0) - mine.nbytes + other.dtype.itemsize, (other.at or 0) + other.nbytes
-    at = rng.choice((before, after - other.dtype.itemsize, (after - 1) // 64 * 64))
-    return with_buffers(p, replace(mine, at=max(at, 0)))
+    buffer, other = pair
+    before, after = (other.at or 0) - buffer.nbytes + other.dtype.itemsize, (other.at or 0) + other.nbytes
+    offset = rng.choice((before, after - other.dtype.itemsize, (after - 1) // 64 * 64))
+    return with_buffers(p, replace(buffer, at=max(offset, 0)))
 
 
 def batch_over(rng: random.Random, p: Program) -> Program | None:
@@ -59,35 +59,37 @@ def _blocks(p: Program) -> list[int]:
 
 def grow_workspace(rng: random.Random, p: Program) -> Program | None:
     """A workspace reaches into what lies behind it."""
-    if (at := pick(rng, _blocks(p))) is None:
+    if (index := pick(rng, _blocks(p))) is None:
         return None
-    op = p.ops[at]
+    op = p.ops[index]
     end = (op.offset or 0) + op.workspace
     behind = [b.at for b in p.buffers.values() if b.at is not None and b.at >= end]
     to = rng.choice([*behind, p.arena_bytes]) + rng.choice((4, 64, 256))
-    return put(p, at, op.with_attrs(workspace=to - (op.offset or 0)))
+    return put(p, index, op.with_attrs(workspace=to - (op.offset or 0)))
 
 
 def small_workspace(rng: random.Random, p: Program) -> Program | None:
     """A workspace has fewer bytes than the segment works in."""
-    at = pick(rng, _blocks(p))
-    if at is None:
+    index = pick(rng, _blocks(p))
+    if index is None:
         return None
-    need = needed(p, p.ops[at])
-    return put(p, at, p.ops[at].with_attrs(workspace=rng.choice((0, need // 2, max(need - 64, 0), max(need - 1, 0)))))
+    need = needed(p, p.ops[index])
+    return put(
+        p, index, p.ops[index].with_attrs(workspace=rng.choice((0, need // 2, max(need - 64, 0), max(need - 1, 0))))
+    )
 
 
 def lost_workspace(rng: random.Random, p: Program) -> Program | None:
     """A workspace has no place, or lies at the arena's begin, or where a buffer does that the op uses."""
-    at = pick(rng, _blocks(p))
-    if at is None:
+    index = pick(rng, _blocks(p))
+    if index is None:
         return None
-    op = p.ops[at]
+    op = p.ops[index]
     if rng.random() < 0.3:
-        return put(p, at, replace(op, attrs=tuple(a for a in op.attrs if a[0] != "at")))
+        return put(p, index, replace(op, attrs=tuple(a for a in op.attrs if a[0] != "at")))
     used = [p.buffers[ref.name].at for ref in (*op.reads, *op.writes)]
     places = [place for place in used if place is not None and place != op.offset]
-    return put(p, at, op.with_attrs(at=rng.choice([*places, 0, (op.offset or 0) + 64])))
+    return put(p, index, op.with_attrs(at=rng.choice([*places, 0, (op.offset or 0) + 64])))
 
 
 def needed(p: Program, op: Op) -> int:

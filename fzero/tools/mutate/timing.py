@@ -30,37 +30,39 @@ from fzero.tools.mutate.edits import (
 
 
 def drop_wait(rng: random.Random, p: Program) -> Program | None:
-    at = pick(rng, find(p, lambda op: op.is_wait))
-    return None if at is None else drop(p, at)
+    """A wait is left out."""
+    index = pick(rng, find(p, lambda op: op.is_wait))
+    return None if index is None else drop(p, index)
 
 
 def repeat_wait(rng: random.Random, p: Program) -> Program | None:
-    at = pick(rng, find(p, lambda op: op.is_wait))
-    return None if at is None else insert(p, min(at + rng.randint(1, 6), len(p.ops)), p.ops[at])
+    """A wait comes once more, a few ops later."""
+    index = pick(rng, find(p, lambda op: op.is_wait))
+    return None if index is None else insert(p, min(index + rng.randint(1, 6), len(p.ops)), p.ops[index])
 
 
 def wait_late(rng: random.Random, p: Program) -> Program | None:
-    """Behind the first use of what arrives."""
-    at = pick(rng, find(p, lambda op: op.is_wait))
-    if at is None:
+    """A wait moves behind the first use of the buffer that it waits for."""
+    index = pick(rng, find(p, lambda op: op.is_wait))
+    if index is None:
         return None
-    used = next((i for i in touching(p, p.ops[at].reads[0].name) if i > at), None)
-    return None if used is None else move(p, at, used)
+    used = next((i for i in touching(p, p.ops[index].reads[0].name) if i > index), None)
+    return None if used is None else move(p, index, used)
 
 
 def settle_late(rng: random.Random, p: Program) -> Program | None:
-    """Behind the op that writes over what other ranks may still read, or never in time."""
-    at = pick(rng, find(p, lambda op: op.is_settle))
-    return None if at is None or at + 1 >= len(p.ops) else move(p, at, rng.randint(at + 1, len(p.ops) - 1))
+    """A settle moves behind the op that writes over a source which other ranks may still read, or later."""
+    index = pick(rng, find(p, lambda op: op.is_settle))
+    return None if index is None or index + 1 >= len(p.ops) else move(p, index, rng.randint(index + 1, len(p.ops) - 1))
 
 
 def settle_early(rng: random.Random, p: Program) -> Program | None:
-    """Before its transfer is waited for."""
-    at = pick(rng, find(p, lambda op: op.is_settle))
-    if at is None:
+    """A settle moves before the wait for its transfer."""
+    index = pick(rng, find(p, lambda op: op.is_settle))
+    if index is None:
         return None
-    waits = [i for i in range(at) if p.ops[i].is_wait and p.ops[i].target == p.ops[at].target]
-    return move(p, at, rng.randint(0, waits[-1])) if waits else None
+    waits = [i for i in range(index) if p.ops[i].is_wait and p.ops[i].target == p.ops[index].target]
+    return move(p, index, rng.randint(0, waits[-1])) if waits else None
 
 
 def _freed(rng: random.Random, p: Program) -> tuple[int, str] | None:
@@ -68,24 +70,26 @@ def _freed(rng: random.Random, p: Program) -> tuple[int, str] | None:
 
 
 def free_early(rng: random.Random, p: Program) -> Program | None:
-    """Before the last use, or some uses before it."""
-    found = _freed(rng, p)
-    if found is None:
+    """A buffer is freed before its last use, or some uses before that."""
+    freed = _freed(rng, p)
+    if freed is None:
         return None
-    first, *_, last = (*touching(p, found[1]), len(p.ops))
-    last = touching(p, found[1])[-1] if last == len(p.ops) else last
-    at = last if rng.random() < 0.5 else rng.randint(min(first + 1, last), last)
-    return insert(unfreed(p, *found), at, make_op("free", [Ref(found[1])]))
+    first, *_, last = (*touching(p, freed[1]), len(p.ops))
+    last = touching(p, freed[1])[-1] if last == len(p.ops) else last
+    index = last if rng.random() < 0.5 else rng.randint(min(first + 1, last), last)
+    return insert(unfreed(p, *freed), index, make_op("free", [Ref(freed[1])]))
 
 
 def free_never(rng: random.Random, p: Program) -> Program | None:
-    found = _freed(rng, p)
-    return None if found is None else unfreed(p, *found)
+    """A buffer is never freed."""
+    freed = _freed(rng, p)
+    return None if freed is None else unfreed(p, *freed)
 
 
 def free_twice(rng: random.Random, p: Program) -> Program | None:
-    found = _freed(rng, p)
-    return None if found is None else insert(p, rng.randint(found[0], len(p.ops)), make_op("free", [Ref(found[1])]))
+    """A buffer is freed once more, later."""
+    freed = _freed(rng, p)
+    return None if freed is None else insert(p, rng.randint(freed[0], len(p.ops)), make_op("free", [Ref(freed[1])]))
 
 
 def wrong_place(rng: random.Random, p: Program) -> Program | None:
@@ -95,11 +99,11 @@ def wrong_place(rng: random.Random, p: Program) -> Program | None:
     target, other = pick(rng, range(len(placed) + len(blocks))), pick(rng, placed)
     if target is None or other is None:
         return None
-    at = max((other.at or 0) + rng.choice((0, 0, 64, -64)), 0)
+    offset = max((other.at or 0) + rng.choice((0, 0, 64, -64)), 0)
     if target < len(placed):
-        return with_buffers(p, replace(placed[target], at=at))
+        return with_buffers(p, replace(placed[target], at=offset))
     block = blocks[target - len(placed)]
-    return put(p, block, p.ops[block].with_attrs(at=at))
+    return put(p, block, p.ops[block].with_attrs(at=offset))
 
 
 # --- transfers --------------------------------------------------------------------------------------------------------
@@ -118,78 +122,80 @@ def swap_collectives(rng: random.Random, p: Program) -> Program | None:
 
 
 def wrong_axis(rng: random.Random, p: Program) -> Program | None:
-    at = pick(rng, find(p, lambda op: op.transfers))
-    return None if at is None else put(p, at, replace(p.ops[at], axis=rng.choice(("tp", "pp", None))))
+    """A transfer runs over another axis, or over none."""
+    index = pick(rng, find(p, lambda op: op.transfers))
+    return None if index is None else put(p, index, replace(p.ops[index], axis=rng.choice(("tp", "pp", None))))
 
 
 def again(rng: random.Random, p: Program, wanted: Callable[[Op], bool]) -> Program | None:
     """A transfer and its wait once more, right after it."""
-    at = pick(rng, find(p, wanted))
-    wait = None if at is None else wait_of(p, at)
-    return None if at is None or wait is None else insert(p, wait + 1, p.ops[at], p.ops[wait])
+    index = pick(rng, find(p, wanted))
+    wait = None if index is None else wait_of(p, index)
+    return None if index is None or wait is None else insert(p, wait + 1, p.ops[index], p.ops[wait])
 
 
 def gather_twice(rng: random.Random, p: Program) -> Program | None:
+    """A gather runs twice."""
     return again(rng, p, lambda op: op.gathers)
 
 
 def exceed_cap(rng: random.Random, p: Program) -> Program | None:
     """A gather starts some segments earlier, into the place that was meant for it or into memory of its own."""
     starts = find(p, lambda op: op.gathers and p.buffers[op.writes[0].name].kind == "gathered")
-    at = pick(rng, [i for i in starts if any(op.is_run for op in p.ops[:i])])
-    if at is None:
+    index = pick(rng, [i for i in starts if any(op.is_run for op in p.ops[:i])])
+    if index is None:
         return None
-    moved = move(p, at, rng.choice([i for i in range(at) if p.ops[i].is_run]))
-    buffer = p.buffers[p.ops[at].writes[0].name]
+    moved = move(p, index, rng.choice([i for i in range(index) if p.ops[i].is_run]))
+    buffer = p.buffers[p.ops[index].writes[0].name]
     return moved if rng.random() < 0.3 else with_buffers(moved, replace(buffer, at=None))
 
 
 def busy_scratch(rng: random.Random, p: Program) -> Program | None:
     """A reduction receives into memory that holds something else."""
-    at = pick(rng, find(p, lambda op: op.reduces and len(op.writes) > 1))
-    if at is None:
+    index = pick(rng, find(p, lambda op: op.reduces and len(op.writes) > 1))
+    if index is None:
         return None
-    op = p.ops[at]
+    op = p.ops[index]
     room = p.buffers[op.writes[1].name]
     fitting = [b.name for b in p.buffers.values() if b.nbytes >= room.nbytes and b.dtype is room.dtype]
-    name = pick(rng, [n for n in fitting if n not in names((*op.reads, *op.writes)) and alive(p, n, at)])
-    return None if name is None else never_freed(put(p, at, replaced(op, "writes", 1, Ref(name))), room.name)
+    name = pick(rng, [n for n in fitting if n not in names((*op.reads, *op.writes)) and alive(p, n, index)])
+    return None if name is None else never_freed(put(p, index, replaced(op, "writes", 1, Ref(name))), room.name)
 
 
 def unmatched_message(rng: random.Random, p: Program) -> Program | None:
     """A send or a receive is dropped, or goes to another rank or under another tag."""
-    at = pick(rng, find(p, lambda op: op.is_message))
-    if at is None:
+    index = pick(rng, find(p, lambda op: op.is_message))
+    if index is None:
         return None
-    op, way = p.ops[at], rng.choice(("drop", "peer", "tag"))
+    op, way = p.ops[index], rng.choice(("drop", "peer", "tag"))
     if way == "drop":
-        return drop(p, at, wait_of(p, at))
+        return drop(p, index, wait_of(p, index))
     if way == "tag":
-        return put(p, at, op.with_attrs(tag=op.tag + rng.randint(1, 3)))
-    return put(p, at, op.with_attrs(peer=(op.peer + rng.randint(1, 3)) % p.world_size))
+        return put(p, index, op.with_attrs(tag=op.tag + rng.randint(1, 3)))
+    return put(p, index, op.with_attrs(peer=(op.peer + rng.randint(1, 3)) % p.world_size))
 
 
 def reduce_early(rng: random.Random, p: Program) -> Program | None:
-    """Before the last of the gradients is written."""
-    at = pick(rng, find(p, lambda op: op.reduces and op.reads[0].start is None))
-    if at is None:
+    """A reduction moves before the last write to its gradients."""
+    index = pick(rng, find(p, lambda op: op.reduces and op.reads[0].start is None))
+    if index is None:
         return None
-    name = p.ops[at].reads[0].name
-    wrote = [i for i in find(p, lambda op: name in names(op.writes)) if i < at]
-    return move(p, at, wrote[-1]) if wrote else None
+    name = p.ops[index].reads[0].name
+    wrote = [i for i in find(p, lambda op: name in names(op.writes)) if i < index]
+    return move(p, index, wrote[-1]) if wrote else None
 
 
 def reduce_twice(rng: random.Random, p: Program) -> Program | None:
     """The same gradients once more, or the result of a reduction again."""
     if rng.random() < 0.5:
         return again(rng, p, lambda op: op.reduces)
-    at = pick(rng, find(p, lambda op: op.reduces and not op.row.scatters))
-    wait = None if at is None else wait_of(p, at)
-    if at is None or wait is None:
+    index = pick(rng, find(p, lambda op: op.reduces and not op.row.scatters))
+    wait = None if index is None else wait_of(p, index)
+    if index is None or wait is None:
         return None
-    op = p.ops[at]
+    op = p.ops[index]
     once = [replace(p.buffers[ref.name], name=f"{ref.name}.once", at=None) for ref in op.writes]
     refs = [Ref(b.name) for b in once]
     ahead, after = replace(op, writes=tuple(refs)), replace(op, reads=(refs[0], *op.reads[1:]))
-    ops = [*p.ops[:at], ahead, make_op("wait", refs[:1]), after, *p.ops[at + 1 : wait + 1], make_op("free", refs)]
+    ops = [*p.ops[:index], ahead, make_op("wait", refs[:1]), after, *p.ops[index + 1 : wait + 1], make_op("free", refs)]
     return with_buffers(with_ops(p, [*ops, *p.ops[wait + 1 :]]), *once)

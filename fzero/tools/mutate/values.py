@@ -21,9 +21,9 @@ from fzero.tools.mutate.edits import (
     move,
     names,
     pick,
+    places_of,
     put,
     replaced,
-    spots,
     touching,
     wait_of,
     with_buffers,
@@ -33,17 +33,23 @@ from fzero.tools.mutate.edits import (
 
 
 def wrong_divisor(rng: random.Random, p: Program) -> Program | None:
-    at = pick(rng, find(p, lambda op: op.divisor is not None))
-    if at is None:
+    """A reduction divides by another number."""
+    index = pick(rng, find(p, lambda op: op.divisor is not None))
+    if index is None:
         return None
-    right = int(p.ops[at].divisor)
+    right = int(p.ops[index].divisor)
     wrong = rng.choice([d for d in (1, right * 2, right + 1, p.world_size) if d != right])
-    return put(p, at, p.ops[at].with_attrs(divisor=wrong))
+    return put(p, index, p.ops[index].with_attrs(divisor=wrong))
 
 
 def wrong_operation(rng: random.Random, p: Program) -> Program | None:
-    at = pick(rng, find(p, lambda op: op.reduction is not None))
-    return None if at is None else put(p, at, p.ops[at].with_attrs(op="sum" if p.ops[at].reduction == "max" else "max"))
+    """A reduction takes the largest instead of the sum, or the other way round."""
+    index = pick(rng, find(p, lambda op: op.reduction is not None))
+    return (
+        None
+        if index is None
+        else put(p, index, p.ops[index].with_attrs(op="sum" if p.ops[index].reduction == "max" else "max"))
+    )
 
 
 def skip_microbatch(rng: random.Random, p: Program) -> Program | None:
@@ -52,64 +58,68 @@ def skip_microbatch(rng: random.Random, p: Program) -> Program | None:
         return None
     adds = find(p, lambda op: op.is_run and len(op.reads) == 2 and op.why.startswith("add "))
     parts = find(p, lambda op: op.microbatch is not None)
-    at = pick(rng, rng.choice([found for found in (adds, parts) if found] or [[]]))
-    if at is None:
+    index = pick(rng, rng.choice([group for group in (adds, parts) if group] or [[]]))
+    if index is None:
         return None
-    op = p.ops[at]
-    others = [r for r in alike(p, op.reads[1]) if alive(p, r.name, at)] if at in adds else []
+    op = p.ops[index]
+    others = [r for r in alike(p, op.reads[1]) if alive(p, r.name, index)] if index in adds else []
     if others and rng.random() < 0.5:
-        return put(p, at, replaced(op, "reads", 1, rng.choice(others)))
-    return drop(p, at, wait_of(p, at) if op.transfers else None)
+        return put(p, index, replaced(op, "reads", 1, rng.choice(others)))
+    return drop(p, index, wait_of(p, index) if op.transfers else None)
 
 
 def wrong_microbatch(rng: random.Random, p: Program) -> Program | None:
     """A run is fed another part of the batch than its own."""
-    spot = pick(rng, spots(p, "reads", lambda _, ref: p.buffers[ref.name].kind == "batch" and ref.start is not None))
-    if spot is None:
+    place = pick(
+        rng, places_of(p, "reads", lambda _, ref: p.buffers[ref.name].kind == "batch" and ref.start is not None)
+    )
+    if place is None:
         return None
-    at, n = spot
-    ref = p.ops[at].reads[n]
+    index, n = place
+    ref = p.ops[index].reads[n]
     size = (ref.stop or 0) - (ref.start or 0)
     start = pick(rng, [s for s in range(0, p.buffers[ref.name].numel, size) if s != ref.start])
     if start is None:
         return None
-    return put(p, at, replaced(p.ops[at], "reads", n, replace(ref, start=start, stop=start + size)))
+    return put(p, index, replaced(p.ops[index], "reads", n, replace(ref, start=start, stop=start + size)))
 
 
 def update_twice(rng: random.Random, p: Program) -> Program | None:
-    at = pick(rng, find(p, lambda op: op.is_update))
-    return None if at is None else insert(p, at + 1, p.ops[at])
+    """An update runs twice."""
+    index = pick(rng, find(p, lambda op: op.is_update))
+    return None if index is None else insert(p, index + 1, p.ops[index])
 
 
 def update_early(rng: random.Random, p: Program) -> Program | None:
-    """Before the reduction of its gradients is waited for, or from gradients that are not reduced."""
+    """An update runs before the wait for the reduction of its gradients, or reads gradients that are not reduced."""
     source = {op.writes[0].name: op.reads[0].name for op in p.ops if op.reduces}
-    spot = pick(rng, spots(p, "reads", lambda op, ref: op.is_update and ref.name in source))
-    if spot is None:
+    place = pick(rng, places_of(p, "reads", lambda op, ref: op.is_update and ref.name in source))
+    if place is None:
         return None
-    at, n = spot
-    op = p.ops[at]
+    index, n = place
+    op = p.ops[index]
     ref = op.reads[n]
-    before = [i for i in touching(p, ref.name) if i < at and (p.ops[i].reduces or p.ops[i].is_wait)]
+    before = [i for i in touching(p, ref.name) if i < index and (p.ops[i].reduces or p.ops[i].is_wait)]
     if not before:
         return None
     if rng.random() < 0.5:
-        return move(p, at, rng.choice(before))
-    return move(put(p, at, replaced(op, "reads", n, replace(ref, name=source[ref.name]))), at, before[0])
+        return move(p, index, rng.choice(before))
+    return move(put(p, index, replaced(op, "reads", n, replace(ref, name=source[ref.name]))), index, before[0])
 
 
 def use_donated(rng: random.Random, p: Program) -> Program | None:
-    """What reads the state goes after the update, or reads what an update has written in the place of its own."""
-    spot = pick(rng, spots(p, "writes", lambda op, _: op.is_update))
-    if spot is None:
+    """An op that reads the state moves behind the update, or reads a value that an update wrote in place of its own
+    operand."""
+    place = pick(rng, places_of(p, "writes", lambda op, _: op.is_update))
+    if place is None:
         return None
-    at = spot[0]
-    ref = p.ops[at].writes[spot[1]]
-    before = [i for i in find(p, lambda op: ref.name in names(op.reads)) if i < at]
+    index = place[0]
+    ref = p.ops[index].writes[place[1]]
+    before = [i for i in find(p, lambda op: ref.name in names(op.reads)) if i < index]
     if before and rng.random() < 0.5:
-        return move(p, rng.choice(before), at)
-    later = spots(p, "reads", lambda op, other: other != ref and form(p, other) == form(p, ref))
-    use = pick(rng, [(i, n) for i, n in later if i > at])
+        return move(p, rng.choice(before), index)
+    later = places_of(p, "reads", lambda op, other: other != ref and form(p, other) == form(p, ref))
+    use = pick(rng, [(i, n) for i, n in later if i > index])
     return None if use is None else put(p, use[0], replaced(p.ops[use[0]], "reads", use[1], ref))
 
 
@@ -123,21 +133,21 @@ def shrink(rng: random.Random, p: Program) -> Program | None:
 
 def _shorter_transfer(rng: random.Random, p: Program) -> Program | None:
     side = rng.choice(("reads", "writes"))
-    spot = pick(rng, spots(p, side, lambda op, ref: op.transfers and p.extent(p.buffers[ref.name]) > 1))
-    if spot is None:
+    place = pick(rng, places_of(p, side, lambda op, ref: op.transfers and p.extent(p.buffers[ref.name]) > 1))
+    if place is None:
         return None
-    at, n = spot
-    ref: Ref = getattr(p.ops[at], side)[n]
+    index, n = place
+    ref: Ref = getattr(p.ops[index], side)[n]
     buffer = p.buffers[ref.name]
     start, stop = (0, p.extent(buffer)) if ref.start is None else (ref.start, ref.stop or 0)
     shape = buffer.shape if ref.start is None and buffer.bucket is None else ref.shape
     half = replace(ref, start=start, stop=start + (stop - start) // 2, shape=_halved(shape) if shape else shape)
-    return put(p, at, replaced(p.ops[at], side, n, half))
+    return put(p, index, replaced(p.ops[index], side, n, half))
 
 
 def _shorter_range(rng: random.Random, p: Program) -> Program | None:
-    at = pick(rng, find(p, lambda op: op.is_flat))
-    if at is None:
+    index = pick(rng, find(p, lambda op: op.is_flat))
+    if index is None:
         return None
 
     def half(ref: Ref) -> Ref:
@@ -145,8 +155,8 @@ def _shorter_range(rng: random.Random, p: Program) -> Program | None:
             return ref
         return replace(ref, stop=ref.start + ((ref.stop or 0) - ref.start) // 2)
 
-    op = p.ops[at]
-    return put(p, at, replace(op, reads=tuple(map(half, op.reads)), writes=tuple(map(half, op.writes))))
+    op = p.ops[index]
+    return put(p, index, replace(op, reads=tuple(map(half, op.reads)), writes=tuple(map(half, op.writes))))
 
 
 def _smaller_buffer(rng: random.Random, p: Program) -> Program | None:
@@ -174,26 +184,29 @@ def _halved(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def wrong_slot(rng: random.Random, p: Program) -> Program | None:
+    """A read is of another leaf, column or buffer."""
     return _elsewhere(rng, p, "reads")
 
 
 def wrong_write(rng: random.Random, p: Program) -> Program | None:
+    """A write is to another leaf, column or buffer."""
     return _elsewhere(rng, p, "writes")
 
 
 def _elsewhere(rng: random.Random, p: Program, side: str) -> Program | None:
     """A reference becomes one to another leaf, column or buffer of its form, mostly one that is in use."""
-    spot = pick(rng, spots(p, side, lambda op, ref: True))
-    if spot is None:
+    place = pick(rng, places_of(p, side, lambda op, ref: True))
+    if place is None:
         return None
-    at, n = spot
-    others = alike(p, getattr(p.ops[at], side)[n])
-    used = [ref for ref in others if alive(p, ref.name, at)]
+    index, n = place
+    others = alike(p, getattr(p.ops[index], side)[n])
+    used = [ref for ref in others if alive(p, ref.name, index)]
     other = pick(rng, used if used and rng.random() < 0.8 else others)
-    return None if other is None else put(p, at, replaced(p.ops[at], side, n, other))
+    return None if other is None else put(p, index, replaced(p.ops[index], side, n, other))
 
 
 def swap_reads(rng: random.Random, p: Program) -> Program | None:
+    """A run reads two of its operands in each other's place."""
     pairs = [
         (i, a, b)
         for i, op in enumerate(p.ops)
@@ -205,14 +218,15 @@ def swap_reads(rng: random.Random, p: Program) -> Program | None:
     pair = pick(rng, pairs)
     if pair is None:
         return None
-    at, a, b = pair
-    op = p.ops[at]
-    return put(p, at, replaced(replaced(op, "reads", a, op.reads[b]), "reads", b, op.reads[a]))
+    index, a, b = pair
+    op = p.ops[index]
+    return put(p, index, replaced(replaced(op, "reads", a, op.reads[b]), "reads", b, op.reads[a]))
 
 
 def drop_op(rng: random.Random, p: Program) -> Program | None:
-    at = pick(rng, find(p, lambda op: not op.is_mark))
-    return None if at is None else drop(p, at)
+    """An op is left out."""
+    index = pick(rng, find(p, lambda op: not op.is_mark))
+    return None if index is None else drop(p, index)
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
@@ -222,10 +236,10 @@ INSTEAD = {"add": "sub", "sub": "add", "mul": "div", "div": "mul", "tanh": "sigm
 
 def wrong_arithmetic(rng: random.Random, p: Program) -> Program | None:
     """One node of a run's segment computes with another number, or another function."""
-    at = pick(rng, find(p, lambda op: op.computes))
-    if at is None:
+    op_index = pick(rng, find(p, lambda op: op.computes))
+    if op_index is None:
         return None
-    graph = segments.copied(p.segments[p.ops[at].segment].graph)
+    graph = segments.copied(p.segments[p.ops[op_index].segment].graph)
     node = pick(rng, [n for n in graph.nodes if n.op == "call_function" and (_numbers(n) or _other(n) is not None)])
     if node is None:
         return None
@@ -237,7 +251,7 @@ def wrong_arithmetic(rng: random.Random, p: Program) -> Program | None:
         node.target = _other(node) or node.target
     gm = segments.module(graph)
     key = segments.digest(gm)
-    return replace(put(p, at, p.ops[at].with_attrs(segment=key)), segments={**p.segments, key: gm})
+    return replace(put(p, op_index, p.ops[op_index].with_attrs(segment=key)), segments={**p.segments, key: gm})
 
 
 def _numbers(node: fx.Node) -> list[int]:

@@ -26,8 +26,8 @@ def inside(change: Change) -> Edit:
 
     def edit(rng: random.Random, p: Program) -> Program | None:
         runs = find(p, lambda op: op.computes)
-        for at in rng.sample(runs, min(len(runs), 6)):
-            graph = segments.copied(p.segments[p.ops[at].segment].graph)
+        for index in rng.sample(runs, min(len(runs), 6)):
+            graph = segments.copied(p.segments[p.ops[index].segment].graph)
             if change(rng, graph) is None:
                 continue
             try:
@@ -37,8 +37,8 @@ def inside(change: Change) -> Edit:
             except Exception:  # its shapes or dtypes do not fit: no segment at all
                 continue
             key = segments.digest(gm)
-            if key != p.ops[at].segment:
-                return replace(put(p, at, p.ops[at].with_attrs(segment=key)), segments={**p.segments, key: gm})
+            if key != p.ops[index].segment:
+                return replace(put(p, index, p.ops[index].with_attrs(segment=key)), segments={**p.segments, key: gm})
         return None
 
     return edit
@@ -49,7 +49,8 @@ def _nodes(graph: fx.Graph, test: Callable[[fx.Node], Any] = lambda node: True) 
 
 
 def _form(node: Any) -> object:
-    """What makes one value able to stand for another; None for what is no tensor."""
+    """The facts that must agree for one value to stand for another: dtype and shape. None for a value that is no
+    tensor."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else None
 
@@ -72,6 +73,7 @@ def _new(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
 
 
 def exchange_operands(rng: random.Random, graph: fx.Graph) -> Any:
+    """Two operands of an op change places."""
     pairs = [
         (node, a, b)
         for node in _nodes(graph, _single)
@@ -101,6 +103,7 @@ def wrong_operand(rng: random.Random, graph: fx.Graph) -> Any:
 
 
 def exchange_branches(rng: random.Random, graph: fx.Graph) -> Any:
+    """The two branches of a `where` change places."""
     node = pick(rng, _nodes(graph, lambda n: fx_nodes.op_name(n) == "where"))
     if node is None:
         return None
@@ -140,20 +143,20 @@ def wrong_literal(rng: random.Random, graph: fx.Graph) -> Any:
 
 
 def _literals(node: fx.Node) -> list[Any]:
-    found: list[Any] = []
-    fx.node.map_aggregate((node.args, node.kwargs), lambda a: found.append(a))
-    return found
+    literals: list[Any] = []
+    fx.node.map_aggregate((node.args, node.kwargs), lambda a: literals.append(a))
+    return literals
 
 
 def exchange_literals(rng: random.Random, graph: fx.Graph) -> Any:
     """Two numbers of two ops change places: one decay for another, a bound for a factor."""
-    spots = [(n, i) for n in _nodes(graph) for i, a in enumerate(n.args) if isinstance(a, float)]
-    (a, i), (b, j) = rng.sample(spots, 2) if len(spots) > 1 else ((None, 0), (None, 0))
+    places = [(n, i) for n in _nodes(graph) for i, a in enumerate(n.args) if isinstance(a, float)]
+    (a, i), (b, j) = rng.sample(places, 2) if len(places) > 1 else ((None, 0), (None, 0))
     if a is None or b is None or (a is b and i == j):
         return None
-    one, other = a.args[i], b.args[j]
+    own, other = a.args[i], b.args[j]
     a.args = (*a.args[:i], other, *a.args[i + 1 :])
-    b.args = (*b.args[:j], one, *b.args[j + 1 :])
+    b.args = (*b.args[:j], own, *b.args[j + 1 :])
     return a
 
 
@@ -164,8 +167,8 @@ def wrong_view(rng: random.Random, graph: fx.Graph) -> Any:
         form = _form(node)
         return form is not None and len(shape := tuple(node.meta["val"].shape)) == 2 and shape[0] == shape[1] > 1
 
-    spots = [(n, a) for n in _nodes(graph) for a in n.all_input_nodes if square(a) and a not in fx_nodes.mutated(n)]
-    if (chosen := pick(rng, spots)) is None:
+    places = [(n, a) for n in _nodes(graph) for a in n.all_input_nodes if square(a) and a not in fx_nodes.mutated(n)]
+    if (chosen := pick(rng, places)) is None:
         return None
     node, operand = chosen
     node.replace_input_with(operand, _new(node, aten.t.default, operand))
@@ -176,6 +179,7 @@ def wrong_view(rng: random.Random, graph: fx.Graph) -> Any:
 
 
 def drop_cast(rng: random.Random, graph: fx.Graph) -> Any:
+    """A cast is left out."""
     node = pick(rng, _nodes(graph, lambda n: n.target is CAST))
     return None if node is None else node.replace_all_uses_with(fx_nodes.operand(node)) and node
 
@@ -230,8 +234,8 @@ def reorder_cast(rng: random.Random, graph: fx.Graph) -> Any:
 
 def drop_node(rng: random.Random, graph: fx.Graph) -> Any:
     """A value becomes one of the operands it was computed from."""
-    spots = [(n, a) for n in _nodes(graph, _single) if n.users for a in n.all_input_nodes if _form(a) == _form(n)]
-    if (chosen := pick(rng, spots)) is None:
+    places = [(n, a) for n in _nodes(graph, _single) if n.users for a in n.all_input_nodes if _form(a) == _form(n)]
+    if (chosen := pick(rng, places)) is None:
         return None
     chosen[0].replace_all_uses_with(chosen[1])
     return chosen
@@ -239,8 +243,8 @@ def drop_node(rng: random.Random, graph: fx.Graph) -> Any:
 
 def repeat_node(rng: random.Random, graph: fx.Graph) -> Any:
     """f(x) becomes f(f(x))."""
-    spots = [(n, a) for n in _nodes(graph, _single) if n.users for a in n.all_input_nodes if _form(a) == _form(n)]
-    if (chosen := pick(rng, spots)) is None:
+    places = [(n, a) for n in _nodes(graph, _single) if n.users for a in n.all_input_nodes if _form(a) == _form(n)]
+    if (chosen := pick(rng, places)) is None:
         return None
     node, operand = chosen
     again = _new(node, node.target, *node.args, **node.kwargs)
@@ -272,6 +276,7 @@ def drop_write(rng: random.Random, graph: fx.Graph) -> Any:
 
 
 def exchange_destinations(rng: random.Random, graph: fx.Graph) -> Any:
+    """Two copies go to each other's destination."""
     pairs = [
         (a, b) for a in _copies(graph) for b in _copies(graph) if a is not b and _form(a.args[0]) == _form(b.args[0])
     ]
@@ -314,6 +319,7 @@ def write_again(rng: random.Random, graph: fx.Graph) -> Any:
 
 
 def exchange_results(rng: random.Random, graph: fx.Graph) -> Any:
+    """Two results of a segment change places."""
     results = fx_nodes.outputs(graph)
     pairs = [
         (a, b)
@@ -332,13 +338,13 @@ def exchange_results(rng: random.Random, graph: fx.Graph) -> Any:
 def wrong_result(rng: random.Random, graph: fx.Graph) -> Any:
     """A segment returns another value of the form: an input, one that it returns already, one on the way."""
     results = fx_nodes.outputs(graph)
-    spots = [
+    places = [
         (i, n)
         for i, r in enumerate(results)
         for n in graph.nodes
         if n.op != "output" and n is not r and _form(n) == _form(r) is not None
     ]
-    if (chosen := pick(rng, spots)) is None:
+    if (chosen := pick(rng, places)) is None:
         return None
     results[chosen[0]] = chosen[1]
     fx_nodes.output(graph).args = (results,)

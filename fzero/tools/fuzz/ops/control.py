@@ -53,7 +53,7 @@ DRAWS: dict[str, Row] = {
     "multinomial": lambda g: f"torch.multinomial(F.softmax({g.single(1, 2)}.detach(), -1), 1)",
 }  # fmt: skip
 
-DYNAMIC: dict[str, Row] = {  # what no static program can compute: refused, and said why
+DYNAMIC: dict[str, Row] = {  # no static program can compute them: refused with a reason
     "nonzero": lambda g: f"({g.full(1)} > 0.1).nonzero()",
     "boolean_index": lambda g: f"{(x := g.full(1))}[{x} > -9.0]",
     "masked_select": lambda g: f"torch.masked_select({(x := g.full(1))}, {x} > -9.0)",

@@ -16,14 +16,17 @@ def each(row: Callable[..., str], *names: str) -> dict[str, Row]:
 
 
 def unary(*names: str) -> dict[str, Row]:
+    """A row for each function of one tensor in `torch`."""
     return each(lambda g, name: f"torch.{name}({g.x()})", *names)
 
 
 def activation(*names: str) -> dict[str, Row]:
+    """A row for each function of one tensor in `torch.nn.functional`."""
     return each(lambda g, name: f"F.{name}({g.x()})", *names)
 
 
 def binary(*names: str) -> dict[str, Row]:
+    """A row for each function of two tensors in `torch`; the second broadcasts."""
     return each(lambda g, name: f"torch.{name}({(x := g.x())}, {g.wide(x)})", *names)
 
 
@@ -45,10 +48,12 @@ def along(*texts: str) -> dict[str, Row]:
         x = g.full(1)
         return name.format(x=x, d=g.dim(x))
 
-    return {text.split("(")[0].split(".")[-1]: made for text, made in each(row, *texts).items()}
+    return {text.split("(")[0].split(".")[-1]: table_row for text, table_row in each(row, *texts).items()}
 
 
 def losses(*names: str) -> dict[str, Row]:
+    """A row for each loss of two tensors of one shape."""
+
     def row(g: Draw, name: str) -> str:
         x = g.full(1)
         return f'F.{name}({x}, {g.like(x)}, reduction="{g.some("mean", "sum", "none")}")'

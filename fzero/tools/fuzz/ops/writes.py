@@ -53,12 +53,12 @@ def _write(g: Draw) -> str:
 
 def _assign(g: Draw) -> str:
     _, v = _owned(g)
-    at = g.slices(v)
-    value = eval(f"{v}[{at}]", g.names)
+    index = g.slices(v)
+    value = eval(f"{v}[{index}]", g.names)
     right = g.some(
-        g.number_text(), f"fit({g.single()}, {tuple(value.shape)})", f"{g.single()}.sum()", f"{v}[{at}] * 0.5"
+        g.number_text(), f"fit({g.single()}, {tuple(value.shape)})", f"{g.single()}.sum()", f"{v}[{index}] * 0.5"
     )
-    return f"!{v}[{at}] {g.some('=', '=', '+=', '*=')} {right}"
+    return f"!{v}[{index}] {g.some('=', '=', '+=', '*=')} {right}"
 
 
 def _put(g: Draw) -> str:
@@ -79,12 +79,12 @@ def _put(g: Draw) -> str:
     shape = list(g.value(v).shape)
     shape[d] = count
     source = f"fit({g.single()}, {tuple(shape)})"
-    at = f"fit({index}, {tuple(shape)}) % {size}"
+    indices = f"fit({index}, {tuple(shape)}) % {size}"
     ways += [f"{v}.index_add_({d}, {flat}, {source}, alpha=0.7)", f"{v}.index_fill_({d}, {flat}, {g.number_text()})",
              f"{v}.index_copy_({d}, torch.arange({size}).flip(0)[:{count}], {source})",
-             f"{v}.scatter_({d}, {at}, {g.number_text()})",
-             f"{v}.scatter_add_({d}, {at}, {source})",
-             f"{v}.scatter_reduce_({d}, {at}, {source}, '{g.some('sum', 'amax', 'mean', 'prod')}')",
+             f"{v}.scatter_({d}, {indices}, {g.number_text()})",
+             f"{v}.scatter_add_({d}, {indices}, {source})",
+             f"{v}.scatter_reduce_({d}, {indices}, {source}, '{g.some('sum', 'amax', 'mean', 'prod')}')",
              f"{v}.masked_scatter_({v} > 0, fit({g.single()}, {tuple(g.value(v).shape)}).clone())",
              f"{v}.index_reduce_({d}, {flat}, {source}, '{g.some('amax', 'mean', 'amin')}')"]  # fmt: skip
     return "!" + str(g.some(*ways))
