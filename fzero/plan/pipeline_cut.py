@@ -27,15 +27,12 @@ class Cut:
     role_of: tuple[int, ...]
     chunk_of: Mapping[str, int]
 
-    def chunk(self, layer: str) -> int:
-        """The chunk that keeps a layer's leaves."""
+    def chunk(self, path: str) -> int:
+        """The chunk that keeps a leaf, by its path below its entry of the state."""
+        layer, _ = layer_of(path)
         if layer in self.chunk_of:
             return self.chunk_of[layer]
-        return 0 if FIRST.search(layer) else len(self.role_of) - 1
-
-    def role(self, layer: str) -> int:
-        """The role that keeps a layer's leaves."""
-        return self.role_of[self.chunk(layer)]
+        return 0 if FIRST.search(path) else len(self.role_of) - 1
 
 
 def layer_of(path: str) -> tuple[str, bool]:
@@ -63,9 +60,7 @@ def in_order(layers: Sequence[str]) -> list[str]:
     return sorted(layers, key=key)
 
 
-def cut_layers(
-    layers: Mapping[str, int], last: int, role_of: Sequence[int], cut: Sequence[str] | None = None
-) -> Cut:
+def cut_layers(layers: Mapping[str, int], last: int, role_of: Sequence[int], cut: Sequence[str] | None = None) -> Cut:
     """The chunks of these layers.
 
     layers: elements of each numbered layer. last: elements of the leaves after them, such as a head. cut: for each
@@ -87,7 +82,9 @@ def cut_layers(
 
 def _given(cut: Sequence[str], names: Sequence[str], chunks: int) -> list[int]:
     if isinstance(cut, str) or len(cut) != chunks - 1:
-        raise SpecError(f"Pipeline(cut={cut!r}): {chunks} chunks have {chunks - 1} cuts, each the first layer of a chunk")
+        raise SpecError(
+            f"Pipeline(cut={cut!r}): {chunks} chunks have {chunks - 1} cuts, each the first layer of a chunk"
+        )
     known = {name.replace(".", "/"): i for i, name in enumerate(names)}
     starts = []
     for name in cut:

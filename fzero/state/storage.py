@@ -53,7 +53,7 @@ def piece(plan: Plan, leaf: Leaf, rank: int) -> tuple[slice, slice]:
     first, last, _ = bucket.place(leaf.slot or 0, buffer.per)
     low, high = 0, bucket.length
     if buffer.sharded:
-        size = bucket.length // plan.world_size
+        size = bucket.length // plan.data_ranks
         low, high = rank * size, (rank + 1) * size
     start, stop = max(first, low), min(last, high)
     stop = max(start, stop)

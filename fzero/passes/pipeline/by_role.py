@@ -50,8 +50,10 @@ def by_role(program: Program, schedule: Schedule, chunk_of: Mapping[str, int]) -
     """
     cut = _Cut(program, schedule, chunk_of)
     cut.place()
-    post = _Post(cut)
-    return {role: _RoleBuilder(cut, post, role).program() for role in range(schedule.roles)}
+    messages = _messages(cut)
+    builders = [_RoleBuilder(cut, messages, role) for role in range(schedule.roles)]
+    received = {message: time for builder in builders for message, time in builder.receives().items()}
+    return {builder.role: builder.program(received) for builder in builders}
 
 
 @dataclass
@@ -64,7 +66,7 @@ class _Cut:
     works: list[Work] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     segments: dict[str, fx.GraphModule] = field(default_factory=dict)
-    lent: dict[str, tuple[Ref, int]] = field(default_factory=dict)  # by the copy's name: the leaf and its role
+    lent: dict[str, Work] = field(default_factory=dict)  # copies of leaves for other roles, by the copy's name
 
     @property
     def everywhere(self) -> frozenset[int]:
@@ -90,7 +92,10 @@ class _Cut:
             for part, kind in self._halves(op, piece.forward, known):
                 group = (index, Action(kind, piece.chunk, op.microbatch))
                 drafts += [(each, group, roles) for each, roles in self._at_home(part, role)]
-        self.works = self._demanded(drafts)
+        first = next(i for i, (_, group, _) in enumerate(drafts) if group[1] is not None)
+        lent = [(work.op, work.group, work.roles) for work in self.lent.values()]
+        self.works = self._demanded([*drafts[:first], *lent, *drafts[first:]])
+        self._exchange()
 
     def _halves(self, op: Op, forward: bool, known: dict[str, Halves]) -> list[tuple[Op, str]]:
         if forward:
@@ -115,9 +120,11 @@ class _Cut:
             if self._role(ref) in (None, role):
                 continue
             name = f"{ref.name}.lent{ref.start}"
-            self.buffers[name] = Buffer(name, self.buffers[ref.name].dtype, ref.shape or (), "activation")
-            self.lent[name] = ref, int(self._role(ref) or 0)
             reads[position] = Ref(name)
+            if name not in self.lent:
+                self.buffers[name] = Buffer(name, self.buffers[ref.name].dtype, ref.shape or (), "activation")
+                copy = self._copy(Op("run"), [ref], [Ref(name)], f"for role {role}: {op.why}")
+                self.lent[name] = Work(copy, (0, None), frozenset({self._role(ref) or 0}))
         for position, ref in enumerate(op.writes):
             home = self._role(ref)
             if home in (None, role):
@@ -126,12 +133,20 @@ class _Cut:
             like = self.buffers[ref.name]
             self.buffers[name] = Buffer(name, like.dtype, ref.shape or (), "activation")
             writes[position] = Ref(name)
-            gm = segments.copy_segment(torch.empty(ref.shape or (), dtype=like.dtype, device="meta"))
-            copy = rewrite.run_op(op, gm, [Ref(name)], [ref])
-            self.segments[copy.segment] = gm
-            back.append((replace(copy, why=f"from the chunk that uses it {op.why}"), frozenset({home or 0})))
+            copy = self._copy(op, [Ref(name)], [ref], f"of the role that uses it: {op.why}")
+            back.append((copy, frozenset({home or 0})))
         here = replace(op, reads=tuple(reads), writes=tuple(writes))
         return [(here, frozenset({role})), *back]
+
+    def _copy(self, like: Op, sources: Sequence[Ref], targets: Sequence[Ref], why: str) -> Op:
+        """A run that copies references to others, of equal shapes."""
+        shapes = [source.shape if source.shape is not None else target.shape
+                  for source, target in zip(sources, targets, strict=True)]  # fmt: skip
+        dtype = self.buffers[sources[0].name].dtype
+        gm = segments.copy_segment(*(torch.empty(shape or (), dtype=dtype, device="meta") for shape in shapes))
+        copy = rewrite.run_op(like, gm, sources, targets)
+        self.segments[copy.segment] = gm
+        return replace(copy, why=why)
 
     def _outer(self, op: Op) -> list[tuple[Op, frozenset[int] | None]]:
         """An op outside of regions, with its roles where its buckets say them."""
@@ -153,7 +168,9 @@ class _Cut:
         holders = fx_nodes.placeholders(gm.graph)
         inputs, dests = holders[: len(op.reads)], holders[len(op.reads) :]
         order = {node: i for i, node in enumerate(gm.graph.nodes)}
-        value_of = {fx_nodes.operand(n): fx_nodes.operand(n, 1) for n in gm.graph.nodes if n.target is aten.copy_.default}
+        value_of = {
+            fx_nodes.operand(n): fx_nodes.operand(n, 1) for n in gm.graph.nodes if n.target is aten.copy_.default
+        }
         by_role: dict[int, list[int]] = defaultdict(list)
         needs = [_ancestors(value_of[dest]) for dest in dests]
         for number, nodes in enumerate(needs):
@@ -206,6 +223,51 @@ class _Cut:
             works.append(Work(op, group, roles))
         return works
 
+    def _exchange(self) -> None:
+        """A buffer that several roles write in parts, such as the terms of a norm: before it is first read, each role
+        sends its part to every other that reads, in a buffer of its own for each."""
+        written: dict[str, dict[int, list[Ref]]] = defaultdict(lambda: defaultdict(list))
+        makers: dict[str, frozenset[int]] = defaultdict(frozenset)
+        reads: dict[str, list[int]] = defaultdict(list)
+        for number, work in enumerate(self.works):
+            for ref in work.op.reads if not work.op.is_mark else ():
+                reads[ref.name].append(number)
+            for ref in work.op.writes:
+                makers[ref.name] |= work.roles
+                if ref.start is not None and self.buffers[ref.name].bucket is None and len(work.roles) == 1:
+                    written[ref.name][next(iter(work.roles))].append(ref)
+        before: dict[int, list[Work]] = defaultdict(list)
+        for name, parts in written.items():
+            if len(makers[name]) == 1 or not reads[name]:
+                continue
+            first = reads[name][0]
+            group, why = self.works[first].group, self.works[first].op.why
+            for receiver in sorted(frozenset().union(*(self.works[i].roles for i in reads[name]))):
+                for maker, refs in sorted(parts.items()):
+                    if receiver == maker:
+                        continue
+                    packet = f"{name}.{maker}to{receiver}"
+                    size = sum((ref.stop or 0) - (ref.start or 0) for ref in refs)
+                    self.buffers[packet] = Buffer(packet, self.buffers[name].dtype, (size,), "scratch")
+                    places = _in_a_row(packet, refs)
+                    there = self._copy(Op("run"), refs, places, f"for role {receiver}: {why}")
+                    here = self._copy(Op("run"), places, refs, f"of role {maker}: {why}")
+                    before[first].append(Work(there, group, frozenset({maker})))
+                    before[first].append(Work(here, group, frozenset({receiver})))
+        for works in before.values():
+            works.sort(key=lambda work: len(work.op.reads[0].name) > len(work.op.writes[0].name))  # sends come first
+        self.works = [each for i, work in enumerate(self.works) for each in (*before[i], work)]
+
+
+def _in_a_row(name: str, refs: Sequence[Ref]) -> list[Ref]:
+    """References of these sizes and shapes to a buffer, one after another."""
+    places, end = [], 0
+    for ref in refs:
+        size = (ref.stop or 0) - (ref.start or 0)
+        places.append(Ref(name, end, end + size, ref.shape))
+        end += size
+    return places
+
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
     found: set[fx.Node] = set()
@@ -220,103 +282,82 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 
 @dataclass(frozen=True)
 class Message:
-    """A value that goes from one role to another: what is read there and written here, under a tag of its own."""
+    """A buffer that goes from one role to another, under a tag of its own."""
 
-    source: Ref
-    target: Ref
+    name: str
     sender: int
     receiver: int
     tag: int
 
 
-class _Post:
-    """Every message of a step, the same list for all roles. Written by its constructor alone."""
-
-    def __init__(self, cut: _Cut) -> None:
-        self.makers: dict[str, set[int]] = defaultdict(set)
-        self.readers: dict[str, set[int]] = defaultdict(set)
-        for name in cut.program.metrics.values():
-            self.readers[name] |= cut.everywhere
-        for work in cut.works:
-            for ref in work.op.reads if not work.op.is_mark else ():
-                self.readers[ref.name] |= work.roles
-            for ref in work.op.writes:
-                self.makers[ref.name] |= work.roles
-        self.pieces = self._pieces(cut)  # of buffers that several roles write in parts
-        self.messages: dict[str, list[Message]] = {}
-        tag = 0
-        for name in sorted(self.readers):
-            if cut.buffers[name].kind in PERSISTENT or cut.buffers[name].bucket is not None:
-                continue
-            if name in cut.lent:
-                origins = [(cut.lent[name][0], Ref(name), cut.lent[name][1])]
-            elif name in self.pieces:
-                origins = [(ref, ref, role) for ref, role in self.pieces[name]]
-            else:
-                origins = [(Ref(name), Ref(name), min(self.makers[name]))]
-                if not self.readers[name] - self.makers[name]:
-                    continue
-            for source, target, sender in origins:
-                for receiver in sorted(self.readers[name] - {sender}):
-                    if name not in self.pieces and receiver in self.makers[name]:
-                        continue
-                    message = Message(source, target, sender, receiver, tag)
-                    self.messages.setdefault(name, []).append(message)
-                    tag += 1
-
-    def _pieces(self, cut: _Cut) -> dict[str, list[tuple[Ref, int]]]:
-        """By buffer, the stretches of it that one role writes alone, with the role, in order."""
-        written: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-        for work in cut.works:
-            for ref in work.op.writes:
-                apart = ref.start is not None and cut.buffers[ref.name].bucket is None and len(work.roles) == 1
-                if apart and len(self.makers[ref.name]) > 1:
-                    written[ref.name].append((ref.start or 0, ref.stop or 0, next(iter(work.roles))))
-        pieces: dict[str, list[tuple[Ref, int]]] = {}
-        for name, spans in written.items():
-            runs: list[tuple[int, int, int]] = []
-            for start, stop, role in sorted(spans):
-                if runs and runs[-1][1:] == (start, role):
-                    start = runs.pop()[0]
-                runs.append((start, stop, role))
-            pieces[name] = [(Ref(name, start, stop, (stop - start,)), role) for start, stop, role in runs]
-        return pieces
+def _messages(cut: _Cut) -> dict[str, list[Message]]:
+    """By buffer, its messages, receivers in order: of every buffer that a role reads and does not make itself."""
+    makers: dict[str, frozenset[int]] = defaultdict(frozenset)
+    readers: dict[str, frozenset[int]] = defaultdict(frozenset)
+    for name in cut.program.metrics.values():
+        readers[name] = cut.everywhere
+    for work in cut.works:
+        for ref in work.op.reads if not work.op.is_mark else ():
+            readers[ref.name] |= work.roles
+        for ref in work.op.writes:
+            makers[ref.name] |= work.roles
+    found: dict[str, list[Message]] = {}
+    tag = 0
+    for name in sorted(readers):
+        if cut.buffers[name].kind in PERSISTENT:
+            continue
+        for receiver in sorted(readers[name] - makers[name]):
+            found.setdefault(name, []).append(Message(name, min(makers[name]), receiver, tag))
+            tag += 1
+    return found
 
 
 class _RoleBuilder:
-    """The program of one role, being written. `ops` and `sent` grow; nothing else changes after the constructor.
+    """The program of one role, being written: only its methods write its fields.
 
-    sent: messages whose send has not been waited for. final: by buffer, the work of this role that last writes it.
+    groups: its work in order; ends: when each group ends in the schedule's own time; needs: the messages that each is
+    the first to read. final: by buffer, the work of this role that last writes it. queued: by buffer, messages that
+    wait until the one before them has gone. sent: sends that have not been waited for. posted: receives that have not.
+    begun: what was posted at any time.
     """
 
-    def __init__(self, cut: _Cut, post: _Post, role: int) -> None:
-        self.cut, self.post, self.role = cut, post, role
+    def __init__(self, cut: _Cut, messages: Mapping[str, Sequence[Message]], role: int) -> None:
+        self.cut, self.messages, self.role = cut, messages, role
+        self.groups, self.ends = self._groups()
+        self.needs = self._needs()
         self.ops: list[Op] = []
         self.sent: list[Message] = []
-        self.received: set[str] = set()
+        self.queued: dict[str, list[Message]] = {}
+        self.posted: dict[str, Message] = {}
+        self.begun: set[str] = set()
         self.final: dict[str, Work] = {}
         for work in cut.works:
             if role in work.roles:
                 self.final |= {ref.name: work for ref in (work.op.reads if work.op.is_wait else work.op.writes)}
 
-    def program(self) -> Program:
-        """The role's program."""
+    def receives(self) -> dict[Message, float]:
+        """When it begins to receive each message: at the end of the group before the first that reads it."""
+        ends = [0.0, *self.ends]
+        return {message: ends[i] for i, messages in enumerate(self.needs) for message in messages}
+
+    def program(self, received: Mapping[Message, float]) -> Program:
+        """The role's program. `received`: when each message begins to be received."""
         cut, program = self.cut, self.cut.program
-        groups: dict[Group, list[Work]] = defaultdict(list)
-        for work in cut.works:
-            groups[work.group] += [work] if self.role in work.roles else []
-        for index in range(1 + max(index for index, _ in groups)):
-            for action in cut.schedule.orders[self.role] if index else ():
-                self._group(groups[index, action])
-            self._group(groups[index, None])
-            if index == 0:
+        for number, works in enumerate(self.groups):
+            self._group(works, self.needs[number])
+            for message in self.needs[number + 1]:
+                self._post(message)
+            for message in list(self.sent):
+                if received[message] <= self.ends[number]:
+                    self._wait_for(message)
+            if number == 0:
                 self._lend()
-        for name in program.metrics.values():
-            self._receive(name)
-        self._wait_for(self.sent)
+        for name in list(self.posted):
+            self._arrived(name)
+        while self.sent:
+            self._wait_for(self.sent[0])
         named = {ref.name for op in self.ops for ref in (*op.reads, *op.writes)}
-        buffers = {name: b for name, b in cut.buffers.items() if name in named or self._keeps(b)}
-        done = rewrite.finish(program, "by_role", ops=self.ops, buffers=buffers, new_segments=cut.segments)
+        done = rewrite.finish(program, "by_role", ops=self.ops, buffers=cut.buffers, new_segments=cut.segments)
         buffers = {name: b for name, b in done.buffers.items() if name in named or self._keeps(b)}
         used = {b.bucket for b in buffers.values()}
         buckets = {name: bucket for name, bucket in program.buckets.items() if name in used}
@@ -330,60 +371,89 @@ class _RoleBuilder:
         """Whether the role holds a buffer between steps."""
         return buffer.kind in PERSISTENT and (buffer.bucket is None or self._owns(buffer.bucket))
 
-    def _group(self, works: Sequence[Work]) -> None:
-        """The ops of one action, with messages before and after each. Sends of earlier groups are waited for at its
-        end: by then the other role has had an action's time to receive."""
-        before, self.sent = self.sent, []
+    def _groups(self) -> tuple[list[list[Work]], list[float]]:
+        """(this role's work in order, when each group ends): what is outside of regions, and each region's in the order
+        of the schedule."""
+        by_group: dict[Group, list[Work]] = defaultdict(list)
+        for work in self.cut.works:
+            by_group[work.group] += [work] if self.role in work.roles else []
+        slots = self.cut.schedule.timeline()
+        length = 1 + max(row[-1].stop for row in slots)
+        groups, ends = [by_group[0, None]], [0.0]
+        for index in range(1, 1 + max(index for index, _ in by_group)):
+            for slot in slots[self.role]:
+                groups.append(by_group[index, slot.action])
+                ends.append((index - 1) * length + slot.stop)
+            groups.append(by_group[index, None])
+            ends.append(index * length)
+        return groups, ends
+
+    def _needs(self) -> list[list[Message]]:
+        """Of each group, the messages that it is the first to read; after the last group, those of the metrics."""
+        own = {name: m for name, sent in self.messages.items() for m in sent if m.receiver == self.role}
+        for name in self.cut.lent:
+            own.pop(name, None)
+        needs = []
+        for works in self.groups:
+            names = dict.fromkeys(ref.name for work in works for ref in work.op.reads if not work.op.is_mark)
+            needs.append([own.pop(name) for name in names if name in own])
+        return [*needs, list(own.values())]
+
+    def _group(self, works: Sequence[Work], needs: Sequence[Message]) -> None:
+        """The ops of one group: a receive is waited for before its first read, a send follows the last write."""
+        for message in needs:
+            self._post(message)
         for work in works:
             for ref in work.op.reads if not work.op.is_mark else ():
-                self._receive(ref.name)
+                self._arrived(ref.name)
             self.ops.append(work.op)
-            for ref in work.op.reads if work.op.is_wait else work.op.writes:
-                started = work.op.transfers and not work.op.is_wait
-                if self.final.get(ref.name) is work and not started:
-                    self._send(self.post.messages.get(ref.name, ()))
-        self._wait_for(before)
+            refs = work.op.reads if work.op.is_wait else () if work.op.transfers else work.op.writes
+            for name in dict.fromkeys(ref.name for ref in refs):
+                if self.final[name] is work and name not in self.cut.lent:
+                    self._send([m for m in self.messages.get(name, ()) if m.sender == self.role])
 
     def _lend(self) -> None:
         """At the start of a step, the leaves that another role uses: every role takes part in one order."""
         for name in sorted(self.cut.lent):
-            for message in self.post.messages[name]:
+            for message in self.messages[name]:
                 if message.sender == self.role:
                     self._send([message])
-                    self._wait_for(self.sent[-1:])
-                    self.sent.pop()
+                    self._wait_for(message)
                 elif message.receiver == self.role:
-                    self._take(message)
-            self.received.add(name)
+                    self._post(message)
+                    self._arrived(name)
 
     def _send(self, messages: Sequence[Message]) -> None:
-        """Sends a value; to several roles one after another, for a buffer is in one transfer at a time."""
-        own = [message for message in messages if message.sender == self.role]
-        for number, message in enumerate(own):
-            why = f"to role {message.receiver}"
-            self.ops.append(
-                make_op("send", [message.source], axis=AXIS, peer=message.receiver, tag=message.tag, why=why)
-            )
-            if number + 1 < len(own):
-                self._wait_for([message])
-            else:
-                self.sent.append(message)
-
-    def _receive(self, name: str) -> None:
-        """Before the first read: receives what other roles made of a buffer."""
-        if name in self.received:
+        """Sends a buffer to the first of several roles. The others follow, each when the one before it has gone."""
+        if not messages:
             return
-        self.received.add(name)
-        for message in self.post.messages.get(name, ()):
-            if message.receiver == self.role:
-                self._take(message)
+        message, *rest = messages
+        why = f"to role {message.receiver}"
+        self.ops.append(
+            make_op("send", [Ref(message.name)], axis=AXIS, peer=message.receiver, tag=message.tag, why=why)
+        )
+        self.sent.append(message)
+        self.queued[message.name] = rest
 
-    def _take(self, message: Message) -> None:
+    def _wait_for(self, message: Message) -> None:
+        """Waits for a send."""
+        self.ops.append(make_op("wait", [Ref(message.name)], why=f"to role {message.receiver}"))
+        self.sent.remove(message)
+        self._send(self.queued.pop(message.name, ()))
+
+    def _post(self, message: Message) -> None:
+        """Begins to receive, once."""
+        if message.name in self.begun:
+            return
+        self.begun.add(message.name)
         why = f"from role {message.sender}"
         self.ops.append(
-            make_op("recv", writes=[message.target], axis=AXIS, peer=message.sender, tag=message.tag, why=why)
+            make_op("recv", writes=[Ref(message.name)], axis=AXIS, peer=message.sender, tag=message.tag, why=why)
         )
-        self.ops.append(make_op("wait", [Ref(message.target.name)], why=why))
+        self.posted[message.name] = message
 
-    def _wait_for(self, messages: Iterable[Message]) -> None:
-        self.ops += [make_op("wait", [Ref(m.source.name)], why=f"to role {m.receiver}") for m in messages]
+    def _arrived(self, name: str) -> None:
+        """Waits for a receive that was posted, before the first read."""
+        message = self.posted.pop(name, None)
+        if message is not None:
+            self.ops.append(make_op("wait", [Ref(name)], why=f"from role {message.sender}"))

@@ -49,7 +49,7 @@ def _piece(program: Program, op: Op, chunk_of: Mapping[str, int], made: Mapping[
     again = any(ref.name.endswith(".again") for ref in op.writes)  # recompute: forward work, in the backward
     forward = work == {"forward"} and not again
     buckets = [program.buffers[ref.name].bucket for ref in (*op.reads, *op.writes)]
-    own = [chunk_of[name] for name in buckets if name in chunk_of]
+    own = [chunk_of[name] for name in buckets if name is not None and name in chunk_of]
     if own:
         return Piece(max(own), forward)
     inputs = [made[ref.name] for ref in op.reads if ref.name in made]

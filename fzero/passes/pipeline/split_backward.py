@@ -102,9 +102,7 @@ def halves(gm: fx.GraphModule, num_reads: int) -> Halves:
     shared = [n for n in needed if n in outs]
     first = segments.extract([n for n in body if n in early], inputs, [*outs, *kept])
     nodes = sorted(late | again, key=order.__getitem__)
-    second = segments.extract(
-        nodes, [*read, *kept, *shared], results, [fx_nodes.operand(copy) for copy in copies]
-    )
+    second = segments.extract(nodes, [*read, *kept, *shared], results, [fx_nodes.operand(copy) for copy in copies])
     positions = {node: i for i, node in enumerate(inputs)}
     return Halves(first, second, tuple(kept), tuple(positions[n] for n in read), tuple(outs.index(n) for n in shared))
 
