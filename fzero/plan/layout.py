@@ -90,6 +90,13 @@ class Plan:
         """The ranks along the data axis: among how many a gradient is summed."""
         return self.mesh.size(self.axis)
 
+    def held_by(self, rank: int) -> dict[str, Buffer]:
+        """The state's buffers on a rank: all of them, or those of its role in a pipeline and those in no bucket."""
+        if self.cut is None:
+            return dict(self.buffers)
+        role = self.mesh.coordinate(rank, "pp")
+        return {n: b for n, b in self.buffers.items() if b.bucket is None or self.buckets[b.bucket].role == role}
+
     def chunk_of(self) -> dict[str, int]:
         """Of each bucket of a numbered layer, its chunk."""
         chunks = self.cut.chunk_of if self.cut is not None else {}
