@@ -17,13 +17,15 @@ Definitions, docstrings and declarations are not statements here: they run when 
 from __future__ import annotations
 
 import ast
+import builtins
+import importlib.abc
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,6 +81,16 @@ def _compares(node: ast.stmt) -> bool:
     return said or any({"cuda", "nccl"} & set(_words(x)) for x in asked)
 
 
+def _speaks(node: ast.stmt) -> bool:
+    """Whether a statement is CUDA's by its own words."""
+    if isinstance(node, ast.With):
+        return any("torch.cuda." in ast.unparse(item) for item in node.items)
+    if isinstance(node, _BLOCKS):
+        return False
+    tests = [x.test for x in ast.walk(node) if isinstance(x, ast.IfExp)]
+    return any(_opens(test) is not None for test in tests) or _names_cuda(node) or _compares(node)
+
+
 def _leaves(body: list[ast.stmt]) -> bool:
     return isinstance(body[-1], (ast.Return, ast.Raise, ast.Continue))
 
@@ -92,7 +104,9 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.name = str(path.relative_to(ROOT))
-        self.tree = ast.parse(path.read_text())
+        text = path.read_text()
+        self.tree = ast.parse(text)
+        self.speaks = any(mark in text for mark in MARKS)  # of CUDA: else no statement is by its own words
         self.definitions: dict[str, tuple[ast.stmt, str]] = {}  # by name: the node, the names around it
         self.found: dict[Line, ast.stmt] = {}
         self.named: dict[str, list[int]] = {}
@@ -114,15 +128,8 @@ class _File:
 
     def _statement(self, node: ast.stmt, inside: str, only: bool) -> bool:
         """Whether what follows is CUDA's alone."""
-        opens = _opens(node.test) if isinstance(node, ast.If) else None
-        expressions = (
-            [x.test for x in ast.walk(node) if isinstance(x, ast.IfExp)] if not isinstance(node, _BLOCKS) else []
-        )
-        mine = only or any(_opens(x) is not None for x in expressions)
-        if not isinstance(node, _BLOCKS):
-            mine = mine or _names_cuda(node) or _compares(node)
-        elif isinstance(node, ast.With):
-            mine = mine or any("torch.cuda." in ast.unparse(item) for item in node.items)
+        opens = _opens(node.test) if self.speaks and isinstance(node, ast.If) else None
+        mine = only or (self.speaks and _speaks(node))
         if mine and inside and not _is_docstring(node) and not isinstance(node, (ast.Import, ast.ImportFrom, ast.Pass)):
             self.add(node, inside)
         for field in ("body", "orelse", "handlers", "finalbody"):
@@ -150,6 +157,8 @@ class _File:
 
     def references(self, name: str) -> Iterator[int]:
         """The lines that name something outside its own definition and outside imports."""
+        if name not in self.named:
+            return
         own = [d for where, (d, _) in self.definitions.items() if where.rpartition(".")[2] == name]
         for number in self.named.get(name, ()):
             if not any(d.lineno <= number <= (d.end_lineno or 0) for d in own):
@@ -195,36 +204,54 @@ def _is_cudas(file: _File, where: str, files: list[_File], lines: dict[str, set[
 # --- what runs --------------------------------------------------------------------------------------------------------
 
 
-class Watch:
-    """Notes which lines run, in every thread that begins while it is on, under the name in `now`."""
+class Watch(importlib.abc.MetaPathFinder):
+    """Notes which lines run, under the name in `now`: from `install` on, a module of fzero that is imported calls
+    `note` before each of them. (A trace function would be called for every frame of torch too, which takes thrice the
+    time.)"""
 
-    def __init__(self, lines: list[Line]) -> None:
+    def __init__(self) -> None:
         self.wanted: dict[str, dict[int, Line]] = {}
-        for line in lines:
-            for number in range(line.first, line.last + 1):
-                self.wanted.setdefault(str(ROOT / line.file), {})[number] = line
+        for line in cuda_lines():
+            self.wanted.setdefault(str(ROOT / line.file), {})[line.first] = line
         self.now = ""
         self.ran: dict[str, set[str]] = {}
-        self.codes: dict[CodeType, bool] = {}
 
-    def __enter__(self) -> Watch:
-        threading.settrace(self._call)
-        sys.settrace(self._call)
+    def install(self) -> Watch:
+        assert "fzero" not in sys.modules
+        builtins.note_line = self.note  # type: ignore[attr-defined]
+        sys.meta_path.insert(0, self)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+    def note(self, key: str) -> None:
+        self.ran.setdefault(key, set()).add(self.now)
 
-    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
-        code = frame.f_code
-        if code not in self.codes:
-            here = self.wanted.get(code.co_filename, {})
-            self.codes[code] = any(n in here for _, _, n in code.co_lines() if n is not None)
-        return self._line if self.codes[code] else None
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name.startswith("fzero") else None
+        if spec is None or spec.origin not in self.wanted:
+            return None
+        spec.loader = _Noting(self.wanted[spec.origin], name, spec.origin)
+        return spec
 
-    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        line = self.wanted[frame.f_code.co_filename].get(frame.f_lineno)
-        if line is not None and event == "line":
-            self.ran.setdefault(line.key, set()).add(self.now)
-        return self._line
+
+class _Noting(SourceFileLoader):
+    """Loads a module with a call of `note_line` before each statement that begins on one of these lines."""
+
+    def __init__(self, wanted: dict[int, Line], *where: str) -> None:
+        super().__init__(*where)
+        self.wanted = wanted
+
+    def get_code(self, name: str) -> CodeType:
+        tree = ast.parse(Path(self.path).read_bytes(), self.path)
+        for node in list(ast.walk(tree)):
+            for field in ("body", "orelse", "finalbody"):
+                body = getattr(node, field, None)
+                if isinstance(body, list):
+                    setattr(node, field, [new for old in body for new in (*self._note(old), old)])
+        return compile(tree, self.path, "exec")
+
+    def _note(self, node: ast.stmt) -> list[ast.stmt]:
+        line = self.wanted.get(node.lineno)
+        if line is None or isinstance(node, (*_DEFINITIONS, ast.Import, ast.ImportFrom)) or _is_docstring(node):
+            return []
+        call = ast.Expr(ast.Call(ast.Name("note_line", ast.Load()), [ast.Constant(line.key)], []))
+        return [ast.fix_missing_locations(ast.copy_location(call, node))]

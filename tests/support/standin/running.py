@@ -107,21 +107,21 @@ def main() -> None:
     wanted = sys.argv[1:]
     failed: dict[str, str] = {}
     seconds: dict[str, float] = {}
-    with lines.Watch(lines.cuda_lines()) as watch:
-        for name, fn in SCENARIOS.items():
-            if wanted and name not in wanted:
-                continue
-            watch.now, began = name, time.process_time()
-            try:
-                fn()
-                assert order.VIOLATIONS == [], order.VIOLATIONS
-            except Exception:
-                failed[name] = traceback.format_exc()
-                if WORLD > 1:
-                    break  # the other rank may be elsewhere
-            order.VIOLATIONS.clear()
-            device.CAPTURE = None
-            seconds[name] = round(time.process_time() - began, 2)
+    watch = next(finder for finder in sys.meta_path if isinstance(finder, lines.Watch))
+    for name, fn in SCENARIOS.items():
+        if wanted and name not in wanted:
+            continue
+        watch.now, began = name, time.process_time()
+        try:
+            fn()
+            assert order.VIOLATIONS == [], order.VIOLATIONS
+        except Exception:
+            failed[name] = traceback.format_exc()
+            if WORLD > 1:
+                break  # the other rank may be elsewhere
+        order.VIOLATIONS.clear()
+        device.CAPTURE = None
+        seconds[name] = round(time.process_time() - began, 2)
     if dist.is_initialized() and not failed:
         dist.destroy_process_group()
     ran = {key: sorted(names) for key, names in watch.ran.items()}

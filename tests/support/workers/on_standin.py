@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 
 import standin
+from standin import lines
 
+lines.Watch().install()
 STANDIN = os.environ.get("FZERO_TEST_DEVICE") != "cuda"
 if STANDIN:
     os.environ["TRITON_INTERPRET"] = "1"
