@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-
 SAME_BATCH = ("pp", "tp", "cp")  # axes along which ranks are given the same batch
 
 

@@ -1,9 +1,9 @@
 """pipeline_cut: which chunk of a pipeline holds a leaf, from the tree alone.
 
 A layer is what a bucket is made for: a path up to its first number (`blocks/3`). Layers with a number are dealt to the
-chunks in order, so that the largest chunk is as small as can be; encoders come before decoders. A leaf without a number
-lies on the first chunk if its name is one of an embedding (`FIRST`), else on the last. That decides who keeps its state,
-not where it is used: a chunk that uses a leaf of another is sent its value, and sends its gradient back.
+chunks in order, so that the largest chunk is as small as can be. Encoders come before decoders. A leaf without a number
+lies on the first chunk if its name is that of an embedding (`FIRST`), else on the last. That decides who keeps its
+state, not where it is used: a chunk that uses a leaf of another is sent its value, and sends its gradient back.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _given(cut: Sequence[str], names: Sequence[str], chunks: int) -> list[int]:
 
 
 def _balanced(sizes: Sequence[int], last: int, chunks: int) -> list[int]:
-    """Where chunks after the first begin, so that the largest has the fewest elements: a table over (layers, chunks)."""
+    """Where chunks after the first begin, so that the largest has the fewest elements: a table over layers, chunks."""
     total = [0, *accumulate(sizes)]
     count = len(sizes)
     best = [[float("inf")] * (count + 1) for _ in range(chunks + 1)]

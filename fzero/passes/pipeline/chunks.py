@@ -1,8 +1,8 @@
 """chunks: which chunk of the model each op of a region belongs to, and whether it is forward or backward work.
 
-A segment that uses a leaf of a numbered layer is of that layer's chunk. Any other follows the data: forward work belongs
-where its latest input was made, and backward work where the forward values that it reads were made, or else where its
-gradient came from. So an embedding runs on the first chunk and a head on the last, whoever keeps their leaves.
+A segment that uses a leaf of a numbered layer belongs to that layer's chunk. Any other follows the data. Forward work
+belongs where its latest input was made. Backward work belongs where the forward values that it reads were made, or else
+where its gradient came from. So an embedding runs on the first chunk and a head on the last, whoever keeps the leaves.
 """
 
 from __future__ import annotations
@@ -69,6 +69,6 @@ def _check(program: Program, op: Op, piece: Piece, source: Piece) -> None:
     if up or down:
         way = "forward" if source.forward else "backward"
         raise SpecError(
-            f"the pipeline's cut does not follow the step: `{op.why}` on chunk {piece.chunk} needs a {way} value of chunk "
-            f"{source.chunk}. Say where chunks begin, in the order of the forward: Pipeline(cut=[...])"
+            f"the pipeline's cut does not follow the step: `{op.why}` on chunk {piece.chunk} needs a {way} value of "
+            f"chunk {source.chunk}. Say where chunks begin, in the order of the forward: Pipeline(cut=[...])"
         )
