@@ -39,7 +39,7 @@ class Work:
 
 @dataclass
 class Assigned:
-    """The ops of a program with their roles. Only its methods write works, buffers, segments and lent."""
+    """The ops of a program with their roles. Only its methods write the other fields."""
 
     program: Program
     schedule: Schedule
@@ -48,6 +48,7 @@ class Assigned:
     buffers: dict[str, Buffer] = field(default_factory=dict)
     segments: dict[str, fx.GraphModule] = field(default_factory=dict)
     lent: dict[str, Work] = field(default_factory=dict)  # copies of leaves for other roles, by the copy's name
+    from_batch: set[str] = field(default_factory=set)  # values that follow from the batch alone
 
     @property
     def everywhere(self) -> frozenset[int]:
@@ -57,6 +58,10 @@ class Assigned:
         """Gives every op its roles and its group."""
         self.buffers = dict(self.program.buffers)
         found = pieces(self.program, self.chunk_of)
+        read_in: dict[str, set[int]] = defaultdict(set)  # of each buffer, the chunks that read it
+        for number, piece in found.items():
+            for ref in self.program.ops[number].reads:
+                read_in[ref.name].add(piece.chunk)
         known: dict[str, Halves] = {}
         regions: list[str] = []
         drafts: list[tuple[Op, Group, frozenset[int] | None]] = []
@@ -74,10 +79,47 @@ class Assigned:
                 here, back = self._at_home(part, role)
                 drafts.append((here, (index, Action(kind, piece.chunk, op.microbatch)), frozenset({role})))
                 drafts += [(copy, (index, None), frozenset({home})) for copy, home in back]
+            if piece.forward:
+                drafts += self._made_anew(op, index, role, read_in)
         first = next(i for i, (_, group, _) in enumerate(drafts) if group[1] is not None)
         lent = [(work.op, work.group, work.roles) for work in self.lent.values()]
         self.works = self._demanded([*drafts[:first], *lent, *drafts[first:]])
         self._exchange()
+
+    def _made_anew(
+        self, op: Op, index: int, role: int, read_in: Mapping[str, set[int]]
+    ) -> list[tuple[Op, Group, frozenset[int] | None]]:
+        """Runs of what other roles read of a forward op, where it follows from the batch alone (masks, positions,
+        angles): each such role makes it for itself, and nothing is sent."""
+        gm = self.program.segments[op.segment]
+        inputs = fx_nodes.placeholders(gm.graph)[: len(op.reads)]
+        order = {node: i for i, node in enumerate(gm.graph.nodes)}
+        known = {node for node, ref in zip(inputs, op.reads, strict=True) if self._is_known(ref.name)}
+        outs = list(zip(op.writes[: op.num_outputs], fx_nodes.outputs(gm.graph), strict=True))
+        needs = {ref: _ancestors(node) for ref, node in outs}
+        plain = {ref: node for ref, node in outs if needs[ref] & set(inputs) <= known}
+        self.from_batch |= {ref.name for ref in plain}
+        drafts: list[tuple[Op, Group, frozenset[int] | None]] = []
+        chunks: dict[int, dict[Ref, int]] = defaultdict(dict)  # by role, of each value the first chunk that reads it
+        for ref in plain:
+            for chunk in sorted(read_in[ref.name], reverse=True):
+                chunks[self.schedule.role_of[chunk]][ref] = chunk
+        for other, refs in chunks.items():
+            if other == role:
+                continue
+            nodes = set().union(*(needs[ref] for ref in refs))
+            used = [i for i, node in enumerate(inputs) if node in nodes]
+            body = sorted((n for n in nodes if n.op == "call_function"), key=order.__getitem__)
+            cut = segments.extract(body, [inputs[i] for i in used], [plain[ref] for ref in refs])
+            run = rewrite.run_op(op, cut, [op.reads[i] for i in used], list(refs))
+            self.segments[run.segment] = cut
+            drafts.append((run, (index, Action(FORWARD, min(refs.values()), op.microbatch)), frozenset({other})))
+        return drafts
+
+    def _is_known(self, name: str) -> bool:
+        """Whether every role has a value, or can make it: of the batch, and of state in no bucket."""
+        buffer = self.buffers[name]
+        return name in self.from_batch or (buffer.kind in PERSISTENT and buffer.bucket is None)
 
     def _halves(self, op: Op, forward: bool, known: dict[str, Halves]) -> list[tuple[Op, str]]:
         if forward:
