@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from fzero.ir.mesh import Mesh
-from fzero.ir.program import Program
+from fzero.ir.program import HEADER, Program
 from fzero.ir.records import DTYPES, Bucket, Buffer, Op, Ref, Slot
 
 
@@ -31,8 +31,10 @@ def parse(text: str, segments: Mapping[str, Any] | None = None) -> Program:
 def _parse_line(line: str, fields: dict[str, Any]) -> None:
     body, _, comment = line.partition("  # ")
     words = body.split()
-    if not words or words in (["ops"], ["fzero", "program", "1"]):
+    if not words or words in (["ops"], HEADER.split()):
         return
+    if words[:2] == HEADER.split()[:2]:
+        raise ValueError(f"a text of version {words[-1]}; this fzero reads {HEADER!r}: lower the step again")
     head, *rest = words
     if head.isdigit():
         fields["ops"].append(_parse_op(rest, comment))

@@ -23,6 +23,8 @@ from fzero.ir.liveness import live_bytes
 from fzero.ir.mesh import Mesh
 from fzero.ir.records import ALIGN, DTYPE_NAMES, Bucket, Buffer, Op, Ref, shape_text
 
+HEADER = "fzero program 2"
+
 
 @dataclass(frozen=True)
 class Program:
@@ -95,7 +97,7 @@ class Program:
 
 def to_text(program: Program, live: Iterable[int]) -> str:
     """The text form; `live` gives the live bytes after each op, or nothing."""
-    lines = ["fzero program 1"]
+    lines = [HEADER]
     lines.append(f"mesh {program.mesh}")
     lines.append(f"transport {program.transport}")
     lines.append(f"meaning {program.meaning or '-'}")

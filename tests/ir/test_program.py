@@ -85,7 +85,7 @@ def test_any_records_round_trip(program: Program) -> None:
     ],
 )
 def test_a_line_that_is_not_understood_is_named(line: str, what: str) -> None:
-    text = f"fzero program 1\nmesh dp=2\n{line}\n"
+    text = f"fzero program 2\nmesh dp=2\n{line}\n"
     with pytest.raises(ValueError, match="line 3 of the program is not understood") as error:
         fzero.parse(text)
     assert what in str(error.value)
@@ -148,6 +148,12 @@ def test_paths_of_any_characters_round_trip() -> None:
 
 @pytest.mark.parametrize("word", ["shard", "tier=host"])
 def test_a_word_that_a_buffer_has_not_is_refused(word: str) -> None:
-    text = f"fzero program 1\nmesh dp=2\nbuffer w f32[64] param bucket=b {word}\n"
+    text = f"fzero program 2\nmesh dp=2\nbuffer w f32[64] param bucket=b {word}\n"
     with pytest.raises(ValueError, match="line 3 of the program is not understood"):
         fzero.parse(text)
+
+
+def test_a_text_of_another_version_says_so() -> None:
+    text = str(cases.naive())
+    with pytest.raises(ValueError, match="a text of version 1; this fzero reads 'fzero program 2'"):
+        fzero.parse(text.replace("fzero program 2", "fzero program 1"))
