@@ -1,6 +1,6 @@
 """The README's chart, drawn from a record: seconds a step and peak memory of every contender of one case.
 
-python -m benchmarks.chart benchmarks/results/cpu.json --out docs/bench.svg
+python -m benchmarks.chart benchmarks/results/gpt2_fp32.json --out docs/bench.svg
 """
 
 from __future__ import annotations

@@ -117,14 +117,14 @@ _MOVED = {
     "plan.states": "cost.model_states",
 }
 for _old, _new in _MOVED.items():
-    sys.modules[f"fzero.{_old}"] = importlib.import_module(f"fzero.{_new}")
+    _module = sys.modules[f"fzero.{_old}"] = importlib.import_module(f"fzero.{_new}")
+    _parent, _, _name = f"fzero.{_old}".rpartition(".")
+    setattr(sys.modules[_parent], _name, _module)  # `import fzero.plan.states` alone sets no attribute
 
 
 def __getattr__(name: str) -> Any:
     if name in _LATER:
         return importlib.import_module(_LATER[name])
-    if name in _MOVED:
-        return sys.modules[f"fzero.{name}"]
     raise AttributeError(f"module 'fzero' has no attribute {name!r}")
 
 

@@ -69,7 +69,7 @@ def step(state: State, batch: Any) -> State:
     >>> float(state.metrics["loss"]), state.step, state.params["w"].full().tolist()
     (1.0, 1, [0.8999999761581421, 0.8999999761581421])
     """
-    lowered, batch = _agreed("step", f"step {state.step + 1}" if isinstance(state, State) else "", state, batch)
+    lowered, batch = agreed("step", f"step {state.step + 1}" if isinstance(state, State) else "", state, batch)
     return advanced(state, lowered, execute(state, lowered, batch))
 
 
@@ -117,7 +117,7 @@ def evaluate(state: State, batch: Any, fn: Callable[..., Any], *, key: torch.Ten
         )
     check_key("evaluate", key)
     inputs = {"batch": batch, "key": key}
-    lowered, inputs = _agreed("evaluate", "an evaluation", state, inputs, fn)
+    lowered, inputs = agreed("evaluate", "an evaluation", state, inputs, fn)
     return execute(state, lowered, inputs)["result"]
 
 
@@ -165,7 +165,7 @@ def lower(
 # --- pieces -----------------------------------------------------------------------------------------------------------
 
 
-def _agreed(name: str, call: str, state: Any, batch: Any, fn: Callable[..., Any] | None = None) -> tuple[Lowered, Any]:
+def agreed(name: str, call: str, state: Any, batch: Any, fn: Callable[..., Any] | None = None) -> tuple[Lowered, Any]:
     """(the program to run, the batch as plain dicts), once every rank has the same one and no rank failed before."""
     if not isinstance(state, State):
         raise TreeError(f"fzero.{name} needs the State that fzero.init returned, got {type(state).__name__}")

@@ -23,7 +23,7 @@ from fzero.capture.provenance import describe, user_line
 from fzero.capture.region import add_region
 from fzero.errors import CaptureError, leaf_name
 from fzero.precision import Precision, policy
-from fzero.random._check import is_key
+from fzero.random.keys import is_key
 
 
 def value_and_grad(

@@ -113,8 +113,8 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     *init, last = parts(pattern)
     text = "".join("(?:[^/]+/)*" if p == "**" else _component(p) + "/" for p in init)
     if last != "**":
-        return re.compile(text + _component(last))
-    return re.compile(f"{text[:-1]}(?:/.*)?" if text.endswith("/") else f"{text}.*")
+        return re.compile(text + _component(last), re.DOTALL)
+    return re.compile(f"{text[:-1]}(?:/.*)?" if text.endswith("/") else f"{text}.*", re.DOTALL)
 
 
 def _component(part: str) -> str:

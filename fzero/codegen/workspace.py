@@ -20,7 +20,7 @@ from torch import fx
 from fzero._torch_compat import AMX
 from fzero.codegen import matmul
 from fzero.ir import fx_nodes, fx_values
-from fzero.optim._adam8 import BUFFER_BYTES, CHUNK
+from fzero.optim.adam8 import BUFFER_BYTES, CHUNK
 
 aten = torch.ops.aten
 fzero_ops = torch.ops.fzero

@@ -23,6 +23,7 @@ import torch
 from fzero.comm.agree import tell
 from fzero.comm.protocol import Comm
 from fzero.cost.rates import Rates, fitted
+from fzero.ir import kinds
 from fzero.ir.records import Op, Ref, make_op
 
 SIZES = (1 << 12, 1 << 18, 1 << 22)  # bytes of the whole buffer
@@ -82,10 +83,10 @@ class _Move:
     def __init__(self, kind: str, size: int, world_size: int, memory: Callable[[int], torch.Tensor]) -> None:
         part = size // world_size // 4
         whole, own, scratch = (memory(4 * n).view(torch.float32) for n in (part * world_size, part, part * world_size))
-        if kind == "all_gather":
-            self.op, self.tensors = make_op("all_gather", [Ref("own")], [Ref("whole")]), [own, whole]
+        if kinds.of(kind).gathers:
+            self.op, self.tensors = make_op(kind, [Ref("own")], [Ref("whole")]), [own, whole]
         else:
-            self.op = make_op("reduce_scatter", [Ref("whole")], [Ref("own"), Ref("scratch")], op="sum")
+            self.op = make_op(kind, [Ref("whole")], [Ref("own"), Ref("scratch")], op="sum")
             self.tensors = [whole, own, scratch.view(world_size, -1)]
 
     def run(self, comm: Comm, meanwhile: Callable[[], object] = lambda: None) -> None:

@@ -16,7 +16,7 @@ from fzero.capture.leaves import check_leaf
 from fzero.compile.collector import collector_paused
 from fzero.errors import TreeError, leaf_name
 from fzero.precision import DTYPES, LOW
-from fzero.random._check import is_key
+from fzero.random.keys import is_key
 from fzero.spec import Spec
 from fzero.state.first_state import Deferred, Recipe
 from fzero.state.source import Source, like

@@ -27,10 +27,10 @@ class Lowered:
     graph: Graph
     plan: Plan
     programs: Mapping[int, Program]  # by role, the coordinate on the mesh axis `pp`; {0: ...} without a pipeline
-    choices: Mapping[str, str] = field(default_factory=dict)  # the decisions by name, with their reasons
-    passes: tuple[PassRecord, ...] = ()  # one line each: print(*lowered.passes, sep="\n")
-    naive: Program | None = field(default=None, repr=False)
-    options: Options = field(default_factory=Options, repr=False)
+    choices: Mapping[str, str]  # the decisions by name, with their reasons
+    passes: tuple[PassRecord, ...]  # one line each: print(*lowered.passes, sep="\n")
+    naive: Program = field(repr=False)  # before all passes
+    options: Options = field(repr=False)  # of the passes
     schedule: Schedule | None = None  # the order of work of a pipeline
 
     @property
@@ -49,12 +49,14 @@ class Lowered:
     def after(self, name: str) -> Program:
         """The program after pass `name`; "lower" gives the one before all passes. The passes run again for it.
 
-        Raises KeyError if there is no such pass.
+        Raises KeyError, which lists the names, if there is no such pass.
         """
-        if self.naive is None or name == "lower":
-            return self.naive or self.program
-        programs = {record.name: program for record, program in trail(self.naive, self.options)}
-        return programs[name]
+        names = ["lower", *(record.name for record in self.passes)]
+        if name not in names:
+            raise KeyError(f"there is no pass {name!r}: the passes are {', '.join(names)}")
+        if name == "lower":
+            return self.naive
+        return next(program for record, program in trail(self.naive, self.options) if record.name == name)
 
     @cached_property
     def digest(self) -> str:

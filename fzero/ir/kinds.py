@@ -43,6 +43,7 @@ class OpKind:
     gathers, reduces, scatters: what a collective does to the slices of ranks.
     small: a collective on a value without equal slices: each rank sends all of it to each other rank.
     changes_target: the target is a source of the transfer too, for the second half of an all-reduce.
+    scattered: the kind that does the same for the own slice alone; "" where there is none.
     slices_sent: slices of 1/N of the whole that one rank sends to N - 1 others.
     rate: the measured kind that the cost of this transfer is read from (`fzero.cost.rates`).
     runs: for a kind that is a plain function on this rank's tensors: `runs(reads, writes)` fills `writes`.
@@ -60,6 +61,7 @@ class OpKind:
     scatters: bool = False
     small: bool = False
     changes_target: bool = False
+    scattered: str = ""
     slices_sent: int = 0
     rate: str = ""
     runs: Local | None = None
@@ -87,7 +89,7 @@ OPS: dict[str, OpKind] = {
         ),
         OpKind(
             "all_reduce", (1, 1), (1, 2), transfers=True, collective=True, reduces=True, changes_target=True,
-            slices_sent=2, rate="reduce_scatter",
+            scattered="reduce_scatter", slices_sent=2, rate="reduce_scatter",
         ),
         OpKind(
             "all_reduce_small", (1, 1), (1, 2), transfers=True, collective=True, reduces=True, small=True,

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from fzero.ir.mesh import Mesh
-from fzero.ir.program import Program
+from fzero.ir.program import HEADER, Program
 from fzero.ir.records import DTYPES, Bucket, Buffer, Op, Ref, Slot
 
 
@@ -18,7 +18,7 @@ def parse(text: str, segments: Mapping[str, Any] | None = None) -> Program:
     Raises ValueError with the line's number and text where a line is not understood.
     """
     fields: dict[str, Any] = {"buckets": {}, "buffers": {}, "metrics": {}, "ops": []}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         try:
             _parse_line(line, fields)
         except (ValueError, KeyError, IndexError, AttributeError) as error:
@@ -31,8 +31,10 @@ def parse(text: str, segments: Mapping[str, Any] | None = None) -> Program:
 def _parse_line(line: str, fields: dict[str, Any]) -> None:
     body, _, comment = line.partition("  # ")
     words = body.split()
-    if not words or words in (["ops"], ["fzero", "program", "1"]):
+    if not words or words in (["ops"], HEADER.split()):
         return
+    if words[:2] == HEADER.split()[:2]:
+        raise ValueError(f"a text of version {words[-1]}; this fzero reads {HEADER!r}: lower the step again")
     head, *rest = words
     if head.isdigit():
         fields["ops"].append(_parse_op(rest, comment))
@@ -53,7 +55,7 @@ def _parse_line(line: str, fields: dict[str, Any]) -> None:
     elif head == "buffer":
         fields["buffers"][rest[0]] = _parse_buffer(rest, comment)
     elif head == "metric":
-        fields["metrics"][unquote(rest[0])] = rest[1]
+        fields["metrics"][_unquoted(rest[0])] = rest[1]
     else:
         raise ValueError(f"unknown record {head!r}")
 
@@ -62,7 +64,7 @@ def _parse_bucket(words: list[str]) -> Bucket:
     name, *rest = words
     facts = dict(word.split("=") for word in rest if "[" not in word)
     places = [_ref(word) for word in rest if "[" in word]
-    slots = tuple(Slot(unquote(r.name), r.start or 0, r.stop or 0, r.shape or ()) for r in places)
+    slots = tuple(Slot(_unquoted(r.name), r.start or 0, r.stop or 0, r.shape or ()) for r in places)
     whether = {"slices": True, "whole": False, "kept": True, "dropped": False}
     updates, kept = whether[facts["updates"]], whether[facts["gathered"]]
     role = int(facts["role"]) if "role" in facts else None
@@ -74,7 +76,9 @@ def _parse_buffer(words: list[str], note: str) -> Buffer:
     match = re.fullmatch(r"(\w+)\[([\dx]*)\]", form)
     if match is None:
         raise ValueError(f"{form!r} is no dtype[shape]")
-    options = dict(word.split("=") for word in extra if "=" in word)
+    options = dict(word.split("=") for word in extra if word != "per_rank")
+    if unknown := options.keys() - {"bucket", "sharded", "at", "per"}:
+        raise ValueError(f"a buffer has no {min(unknown)!r}")
     shape = _shape(match[2])
     offset = int(options["at"]) if "at" in options else None
     block_size = int(options.get("per", 1))
@@ -110,6 +114,10 @@ def _ref(word: str) -> Ref:
         return Ref(name)
     shape = None if form in ("flat", "mine") else _shape(form)
     return Ref(name, int(start), int(stop), shape, form == "mine")
+
+
+def _unquoted(text: str) -> str:
+    return "" if text == "%" else unquote(text)
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ A `Program` is one rank role's schedule. In data parallelism every rank shares o
 Text form (`str(program)`, `fzero.parse`): one line per record. The text after `#` on an op line holds derived facts
 (bytes on the wire, live bytes after the op) and the reason for the op. Only the reason is read back.
 
-    gather params.b1 -> full.b1.0  axis=dp  # wire 4,096 live 1.2M | forward blocks/0 (gpt.py:41)
+    all_gather params.b1 -> full.b1.0  axis=dp  # wire 4,096 live 1.2M | forward blocks/0 (gpt.py:41)
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from urllib.parse import quote
 from fzero.ir.liveness import live_bytes
 from fzero.ir.mesh import Mesh
 from fzero.ir.records import ALIGN, DTYPE_NAMES, Bucket, Buffer, Op, Ref, shape_text
+
+HEADER = "fzero program 2"
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Program:
     @cached_property
     def digest(self) -> str:
         """Sixteen hex digits of the text without comments: equal programs, equal digests."""
-        text = "\n".join(line.split("  # ")[0] for line in to_text(self, live=()).splitlines())
+        text = "\n".join(line.split("  # ")[0] for line in to_text(self, live=()).split("\n"))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def local_range(self, ref: Ref, rank: int) -> tuple[int, int]:
@@ -97,7 +99,7 @@ class Program:
 
 def to_text(program: Program, live: Iterable[int]) -> str:
     """The text form; `live` gives the live bytes after each op, or nothing."""
-    lines = ["fzero program 1"]
+    lines = [HEADER]
     lines.append(f"mesh {program.mesh}")
     lines += [] if program.role is None else [f"role {program.role}"]
     lines.append(f"transport {program.transport}")

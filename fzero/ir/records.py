@@ -273,7 +273,7 @@ class Op:
     @property
     def is_mark(self) -> bool:
         """Whether it only says when memory may be used again: it reads and writes no element."""
-        return self.kind in ("wait", "settle", "free")
+        return self.is_wait or self.is_settle or self.is_free
 
     @property
     def target(self) -> str:

@@ -39,8 +39,8 @@ def narrow(program: Program) -> Program:
     for op in program.ops:
         if (op.gathers or op.is_wait) and op.target in slim & source.keys():
             continue
-        if op.kind == "all_reduce" and op.writes[0].name in slim:
-            ops.append(replace(op, kind="reduce_scatter"))
+        if op.row.scattered and op.writes[0].name in slim:
+            ops.append(replace(op, kind=op.row.scattered))
             continue
         whole_range = op.is_flat and all(ref.name in slim for ref in op.writes)
 
@@ -61,7 +61,7 @@ def _slim(program: Program) -> set[str]:
     moved = {
         op.writes[0].name
         for op in program.ops
-        if (op.gathers and op.reads[0].name != op.writes[0].name) or (op.kind == "all_reduce")
+        if (op.gathers and op.reads[0].name != op.writes[0].name) or op.row.scattered
     }
     makers: dict[str, list[Op]] = {}
     for op in program.ops:

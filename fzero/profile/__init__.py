@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fzero._torch_compat import untraced_by_dynamo
-from fzero.api import _agreed, advanced
+from fzero.api import advanced, agreed
 from fzero.capture import ambient
 from fzero.comm.agree import agree
 from fzero.errors import FzeroError
@@ -52,7 +52,7 @@ def profile(state: State, batch: Any, folder: str | Path = "runs/profile") -> St
     """
     failure = _unwritable(folder)
     call = f"a profile of step {state.step + 1}" if isinstance(state, State) else ""
-    lowered, batch = _agreed("profile", call, state, batch)
+    lowered, batch = agreed("profile", call, state, batch)
     runtime = session_of(state)
 
     def ready() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fzero.random import _check, _ops
+from fzero.random._check import is_key as is_key
 
 
 def key(seed: int, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -85,7 +85,7 @@ def test_any_records_round_trip(program: Program) -> None:
     ],
 )
 def test_a_line_that_is_not_understood_is_named(line: str, what: str) -> None:
-    text = f"fzero program 1\nmesh dp=2\n{line}\n"
+    text = f"fzero program 2\nmesh dp=2\n{line}\n"
     with pytest.raises(ValueError, match="line 3 of the program is not understood") as error:
         fzero.parse(text)
     assert what in str(error.value)
@@ -132,3 +132,28 @@ def test_own_slices_partition_a_range(world: int, parts: int, data: st.DataObjec
 def test_optimise_notes_its_passes() -> None:
     program, _ = optimise(cases.naive(), Options())
     assert program.passes == ("lower", *(name for name, _, _ in fzero.passes.PASSES))
+
+
+def test_paths_of_any_characters_round_trip() -> None:
+    """An empty path, and characters at which `str.splitlines` would cut a comment."""
+    path = "a\u2028b\x0bc | d  # e"
+    bucket = Bucket("b", ALIGN, (Slot("", 0, 1, (1,)), Slot("%", 1, 2, (1,)), Slot(path, 2, 3, ())), "dp")
+    whole = Buffer("w", torch.float32, (ALIGN,), "scratch", "b")
+    ops = (Op("free", (Ref("w"),), why=f"last use of {path}"),)
+    program = Program(Mesh((("dp", 1),)), {"b": bucket}, {"w": whole}, ops, {"": "w"})
+    again = fzero.parse(str(program))
+    assert again == program
+    assert again.digest == program.digest
+
+
+@pytest.mark.parametrize("word", ["shard", "tier=host"])
+def test_a_word_that_a_buffer_has_not_is_refused(word: str) -> None:
+    text = f"fzero program 2\nmesh dp=2\nbuffer w f32[64] param bucket=b {word}\n"
+    with pytest.raises(ValueError, match="line 3 of the program is not understood"):
+        fzero.parse(text)
+
+
+def test_a_text_of_another_version_says_so() -> None:
+    text = str(cases.naive())
+    with pytest.raises(ValueError, match="a text of version 1; this fzero reads 'fzero program 2'"):
+        fzero.parse(text.replace("fzero program 2", "fzero program 1"))

@@ -76,7 +76,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16", "nonfinite": "skip", "zero": 1},
     "muon": {"optimizer": optim.muon(0.02, others=optim.adamw(1e-2)), "zero": 1},
     "muon at 3": {"optimizer": optim.muon(0.02, others=optim.adamw(1e-2)), "zero": 3},
-    "8-bit": {"optimizer": optim.adam8(1e-2), "zero": 3},
+    "8-bit": {"optimizer": optim.adamw8bit(1e-2), "zero": 3},
     "clipped values": {"clip_value": 1e-3, "zero": 2},
     "small buckets": {"bucket_bytes": 1024, "zero": 3},
 }
@@ -112,7 +112,7 @@ def test_models_that_nobody_here_wrote(name: str, schedule: str) -> None:
     both(2, 1, schedule, params=params, batch=batch, steps=2, loss=loss, microbatches=2, zero=1)
 
 
-# --- leaves that lie elsewhere than where they are used -----------------------------------------------------------------
+# --- leaves that lie elsewhere than where they are used ---------------------------------------------------------------
 
 
 def odd_init(key: Tensor) -> Any:
@@ -145,7 +145,6 @@ def test_a_step_of_ones_own_with_two_regions() -> None:
     def step(state: Any, batch: Any) -> Any:
         for _ in range(2):
             value, grads = fzero.value_and_grad(LOSS, microbatches=2)(state["params"], batch)
-            grads = fzero.tree.map(fzero.pmean, grads)
             state = {**state, "params": fzero.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)}
         return {**state, "count": state["count"] + 1}, {"loss": fzero.pmean(value)}
 
@@ -167,7 +166,7 @@ def test_a_schedule_of_ones_own() -> None:
     both(2, 1, Pipeline(own), microbatches=2, zero=0)
 
 
-# --- formulas ----------------------------------------------------------------------------------------------------------
+# --- formulas -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -6,7 +6,22 @@ from __future__ import annotations
 import random
 import re
 
-ODD = ("-1", "0", "1", "7", "64", "999999999999999999999", "x", "run", "wait", "shard", "per=0", "per=64", "dp=0", "->")
+ODD = (
+    "-1",
+    "0",
+    "1",
+    "7",
+    "64",
+    "999999999999999999999",
+    "x",
+    "run",
+    "wait",
+    "per_rank",
+    "per=0",
+    "per=64",
+    "dp=0",
+    "->",
+)
 
 
 def damaged(rng: random.Random, text: str) -> str:

@@ -1,0 +1,47 @@
+"""What `Lowered` says of its way: one line for each pass, and the program after any of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import cases
+import pytest
+
+import fzero
+from fzero.passes import PASSES
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 3}, {"microbatches": 2, "reduce": "end"}], ids=str)
+def test_the_program_after_every_pass(options: dict[str, object]) -> None:
+    lowered = cases.lowered(2, **options)
+    assert [record.name for record in lowered.passes] == [name for name, _, _ in PASSES]
+    before = lowered.after("lower")
+    assert before.passes == ("lower",)
+    for record in lowered.passes:
+        program = lowered.after(record.name)
+        assert program.passes == (*before.passes, record.name)
+        assert fzero.parse(str(program)) == program
+        counts = {kind: sum(op.kind == kind for op in program.ops) for kind in record.after}
+        assert counts == dict(record.after)
+        before = program
+    assert before == lowered.program
+
+
+def test_a_pass_that_there_is_not() -> None:
+    with pytest.raises(KeyError, match="there is no pass 'gather': the passes are lower, shard_update, narrow"):
+        cases.lowered(2).after("gather")
+
+
+def test_a_record_says_what_changed() -> None:
+    lines = [str(record) for record in cases.lowered(2).passes]
+    assert any(line.startswith("free: free 0 -> ") and line.endswith("# lifetimes are final now") for line in lines)
+
+
+OLD = {"program": "ir.program", "plan.states": "cost.model_states", "plan.measured": "cost.allocator"}
+
+
+@pytest.mark.parametrize("old", OLD)
+def test_old_names_of_modules(old: str) -> None:
+    script = f"import fzero.{old}; assert fzero.{old}.__name__ == 'fzero.{OLD[old]}'"
+    subprocess.run([sys.executable, "-c", script], check=True)
