@@ -185,36 +185,40 @@ class Assigned:
         return [(part, frozenset({role})) for part, role in self._by_results(op)]
 
     def _by_results(self, op: Op) -> list[tuple[Op, int]]:
-        """A run on buckets of several roles as one run for each: its results are in destinations, each of one role."""
-        gm = self.program.segments[op.segment] if op.computes else None
-        if gm is None or op.num_outputs:
-            raise SpecError(
-                f"`{op.why}` needs leaves of several roles of the pipeline at once. Only sums over leaves, such as a "
-                "norm, can be cut"
-            )
+        """A run on buckets of several roles as one run for each. Raises SpecError where one result needs several."""
+        if not op.computes:
+            raise SpecError(f"`{op.why}` moves leaves of several roles of the pipeline at once")
+        gm = self.program.segments[op.segment]
         holders = fx_nodes.placeholders(gm.graph)
         inputs, dests = holders[: len(op.reads)], holders[len(op.reads) :]
         order = {node: i for i, node in enumerate(gm.graph.nodes)}
-        value_of = {
-            fx_nodes.operand(n): fx_nodes.operand(n, 1) for n in gm.graph.nodes if n.target is aten.copy_.default
-        }
+        copied = {n.args[0]: fx_nodes.operand(n, 1) for n in gm.graph.nodes if n.target is aten.copy_.default}
+        results = [*fx_nodes.outputs(gm.graph), *(copied[dest] for dest in dests)]  # as `op.writes`
+        needs = [_ancestors(node) for node in results]
         by_role: dict[int, list[int]] = defaultdict(list)
-        needs = [_ancestors(value_of[dest]) for dest in dests]
         for number, nodes in enumerate(needs):
             refs = [op.reads[i] for i, node in enumerate(inputs) if node in nodes] + [op.writes[number]]
             roles = {role for ref in refs if (role := self._role(ref)) is not None}
-            if len(roles) != 1:
-                raise SpecError(f"`{op.why}` needs leaves of roles {sorted(roles)} of the pipeline for one result")
-            by_role[roles.pop()].append(number)
+            if len(roles) > 1:
+                raise SpecError(
+                    f"`{op.why}` needs leaves of roles {sorted(roles)} of the pipeline for one value. Only sums over "
+                    "leaves, such as a norm, are taken apart by role"
+                )
+            by_role[min(roles, default=0)].append(number)
         parts = []
         for role, numbers in sorted(by_role.items()):
             nodes = set().union(*(needs[n] for n in numbers))
             used = [i for i, node in enumerate(inputs) if node in nodes]
             body = sorted((n for n in nodes if n.op == "call_function"), key=order.__getitem__)
+            into = [n for n in numbers if n >= op.num_outputs]
+            fresh = [n for n in numbers if n < op.num_outputs]
             cut = segments.extract(
-                body, [inputs[i] for i in used], [value_of[dests[n]] for n in numbers], [dests[n] for n in numbers]
+                body,
+                [inputs[i] for i in used],
+                [results[n] for n in (*into, *fresh)],
+                [dests[n - op.num_outputs] for n in into],
             )
-            part = rewrite.run_op(op, cut, [op.reads[i] for i in used], [op.writes[n] for n in numbers])
+            part = rewrite.run_op(op, cut, [op.reads[i] for i in used], [op.writes[n] for n in (*fresh, *into)])
             part = replace(part, kind=op.kind)
             part = part.with_attrs(flat=1) if op.is_flat else part
             self.segments[part.segment] = cut
