@@ -50,9 +50,9 @@ def verify(programs: Program | Mapping[int, Program], *, budget_bytes: int | Non
                 raise VerifyError(_message(name, rank, program, -1, what, len(by_rank) > 1)) from error
             if fault is not None:
                 raise VerifyError(_message(name, rank, program, fault[0], fault[1], len(by_rank) > 1))
+    _roles_together(by_rank)
     if len(by_rank) > 1:
         _together(by_rank)
-        _roles_together(by_rank)
 
 
 def _budget(most: int | None, program: Program) -> Iterator[Fault]:
