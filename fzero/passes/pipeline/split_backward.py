@@ -25,13 +25,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Halves:
-    """A segment in two. kept: values of the first half that the second reads. inputs: positions of the op's reads that
-    the second half reads. outputs: positions of the first half's outputs that it reads."""
+    """A segment in two. early, late: positions of the op's reads that the first and the second half read. kept: values
+    of the first half that the second reads. outputs: positions of the first half's outputs that it reads."""
 
     first: fx.GraphModule
     second: fx.GraphModule
+    early: tuple[int, ...]
+    late: tuple[int, ...]
     kept: tuple[fx.Node, ...]
-    inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
 
@@ -63,8 +64,8 @@ def split_backward(program: Program, op: Op, known: dict[str, Halves]) -> Split:
         buffers[name] = Buffer(name, value.dtype, tuple(value.shape), "activation")
     names = [Ref(name) for name in buffers]
     outs, dests = op.writes[: op.num_outputs], op.writes[op.num_outputs :]
-    first = rewrite.run_op(op, parts.first, op.reads, [*outs, *names])
-    reads = [*(op.reads[i] for i in parts.inputs), *names, *(outs[i] for i in parts.outputs)]
+    first = rewrite.run_op(op, parts.first, [op.reads[i] for i in parts.early], [*outs, *names])
+    reads = [*(op.reads[i] for i in parts.late), *names, *(outs[i] for i in parts.outputs)]
     second = rewrite.run_op(op, parts.second, reads, dests)
     return Split(first, second, {first.segment: parts.first, second.segment: parts.second}, buffers)
 
@@ -100,11 +101,13 @@ def halves(gm: fx.GraphModule, num_reads: int) -> Halves:
     kept = [n for n in needed if n in early and n not in outs]
     read = [n for n in needed if n.op == "placeholder"]
     shared = [n for n in needed if n in outs]
-    first = segments.extract([n for n in body if n in early], inputs, [*outs, *kept])
+    given = [n for n in inputs if any(user in early for user in n.users) or n in outs]
+    first = segments.extract([n for n in body if n in early], given, [*outs, *kept])
     nodes = sorted(late | again, key=order.__getitem__)
     second = segments.extract(nodes, [*read, *kept, *shared], results, [fx_nodes.operand(copy) for copy in copies])
     positions = {node: i for i, node in enumerate(inputs)}
-    return Halves(first, second, tuple(kept), tuple(positions[n] for n in read), tuple(outs.index(n) for n in shared))
+    reads = [tuple(positions[n] for n in nodes) for nodes in (given, read)]
+    return Halves(first, second, *reads, tuple(kept), tuple(outs.index(n) for n in shared))
 
 
 def _closure(nodes: Iterable[fx.Node]) -> set[fx.Node]:
