@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 
 from fzero.capture.graph import Graph
+from fzero.compile.timeline import draw
 from fzero.cost.memory import MemoryAccount, account
 from fzero.errors import FzeroError
 from fzero.ir import fx_nodes
@@ -45,6 +46,13 @@ class Lowered:
         """By rank, one of each role, the programs that `fzero.verify` takes."""
         mesh = self.plan.mesh
         return {mesh.peers(0, "pp")[role] if "pp" in mesh else 0: program for role, program in self.programs.items()}
+
+    def timeline(self) -> str:
+        """A drawing (SVG) of who does what when in the pipeline's schedule, for equal times of forward, input and
+        weight halves. Raises FzeroError without a pipeline."""
+        if self.schedule is None:
+            raise FzeroError("there is no pipeline to draw: Spec(mesh={'pp': 2, ...}, pipeline='1f1b')")
+        return draw(self.schedule)
 
     def after(self, name: str) -> Program:
         """The program after pass `name`; "lower" gives the one before all passes. The passes run again for it.

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torchs
 
+from fzero.compile.timeline import draw
 from fzero.errors import SpecError
 from fzero.pipeline import SCHEDULES, Action, Pipeline, Schedule, make_schedule
 
@@ -112,6 +116,21 @@ def test_a_damaged_schedule_is_refused(rng: random.Random) -> None:
         return
     assert kind == "exchanged"
     assert max(slot.stop for slots in damaged.timeline() for slot in slots) > 0
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_drawing_has_every_action_and_the_idle_share(name: str) -> None:
+    schedule = make_schedule(name, 2, 4)
+    root = ElementTree.fromstring(draw(schedule))
+    titles = [title.text or "" for title in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert Counter(title.split()[0] for title in titles) == Counter(str(a) for order in schedule.orders for a in order)
+    assert f"{schedule.idle_share():.1%}" in draw(schedule)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_drawings_of_the_documents_are_todays(name: str) -> None:
+    path = Path(__file__).parents[2] / "docs" / "schedules" / f"{name}.svg"
+    assert path.read_text() == draw(make_schedule(name, 4, 8))
 
 
 def test_messages_say_what_is_wrong() -> None:

@@ -106,8 +106,8 @@ def halves(gm: fx.GraphModule, num_reads: int) -> Halves:
     nodes = sorted(late | again, key=order.__getitem__)
     second = segments.extract(nodes, [*read, *kept, *shared], results, [fx_nodes.operand(copy) for copy in copies])
     positions = {node: i for i, node in enumerate(inputs)}
-    reads = [tuple(positions[n] for n in nodes) for nodes in (given, read)]
-    return Halves(first, second, *reads, tuple(kept), tuple(outs.index(n) for n in shared))
+    first_reads, later_reads = (tuple(positions[n] for n in nodes) for nodes in (given, read))
+    return Halves(first, second, first_reads, later_reads, tuple(kept), tuple(outs.index(n) for n in shared))
 
 
 def _closure(nodes: Iterable[fx.Node]) -> set[fx.Node]:
