@@ -9,10 +9,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torchs
 
+import fzero
 from fzero.compile.timeline import draw
 from fzero.errors import SpecError
 from fzero.pipeline import SCHEDULES, Action, Pipeline, Schedule, make_schedule
@@ -159,3 +161,30 @@ def test_messages_say_what_is_wrong() -> None:
         Pipeline(make_schedule("1f1b", 2, 4)).order(3, 4)
     with pytest.raises(SpecError, match="mixes whole and split"):
         Schedule("own", (0,), ((Action("F", 0, 0), Action("I", 0, 0), Action("W", 0, 0), Action("B", 0, 0)),)).check()
+
+
+def test_meshes_say_what_fits() -> None:
+    def loss(p: Any, b: Any) -> Any:
+        return (b @ p["blocks"][0] @ p["blocks"][1]).square().mean()
+
+    def lower(world: int | None = None, **given: Any) -> fzero.Lowered:
+        params = {"blocks": [torch.ones(4, 4), torch.ones(4, 4)]}
+        spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1), microbatches=2, **given)
+        return fzero.lower(spec, params, torch.ones(4, 4), world_size=world)
+
+    assert str(lower(6, mesh={"pp": 2, "dp": -1}).plan.mesh) == "pp=2 dp=3"
+    assert str(lower(mesh={"pp": 2}).plan.mesh) == "pp=2 dp=1"
+    with pytest.raises(SpecError, match="needs 4 ranks, there are 6: start 4"):
+        lower(6, mesh={"pp": 2, "dp": 2})
+    with pytest.raises(SpecError, match="there are 5: start a multiple of 2 ranks"):
+        lower(5, mesh={"pp": 2, "dp": -1})
+    with pytest.raises(SpecError, match="one axis may be -1"):
+        lower(4, mesh={"pp": -1, "dp": -1})
+    with pytest.raises(SpecError, match="3 chunks need as many numbered layers"):
+        lower(mesh={"pp": 3})
+    with pytest.raises(SpecError, match="an axis `pp` in mesh"):
+        lower(mesh={"dp": 2}, pipeline="1f1b")
+    with pytest.raises(SpecError, match="names no numbered layer"):
+        lower(mesh={"pp": 2}, pipeline=Pipeline(cut=["layers/1"]))
+    with pytest.raises(SpecError, match="is inside a layer: chunks are whole layers"):
+        lower(mesh={"pp": 2}, pipeline=Pipeline(cut=["blocks/1/w"]))
