@@ -36,6 +36,7 @@ from benchmarks.run import write
 from fzero.comm.transport import Transport, transport_name
 from fzero.compile.first_state import recipe_for
 from fzero.compile.layout import plan_for
+from fzero.ir.mesh import Mesh
 from fzero.ir.records import Op
 from fzero.session.session import Session, session_of
 from fzero.state import storage
@@ -116,7 +117,7 @@ def share_of(setup: Setup, zero: int, world_size: int) -> State:
     params, spec = fzero_spec(setup, zero)
     device = torch.device(setup.device)
     recipe = recipe_for(spec, params, None, device)
-    plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, world_size)
+    plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, Mesh((("dp", world_size),)))
     block = storage.block_of(device)
     memory = storage.allocate(plan, block)
     recipe.place(plan, 0, memory)

@@ -40,6 +40,7 @@ from fzero.functional import (
 )
 from fzero.ir.parse import parse
 from fzero.ir.program import Program
+from fzero.pipeline import Pipeline, Schedule
 from fzero.precision import LossScale, Precision
 from fzero.profile import profile
 from fzero.spec import Spec
@@ -65,8 +66,10 @@ __all__ = [
     "Mean",
     "MismatchError",
     "NonFiniteError",
+    "Pipeline",
     "Precision",
     "Program",
+    "Schedule",
     "ShardedTensor",
     "Spec",
     "SpecError",

@@ -18,11 +18,11 @@ from fzero.compile.collector import collector_paused
 from fzero.compile.first_state import check_key, recipe_for
 from fzero.compile.layout import plan_for
 from fzero.compile.lowered import Lowered
-from fzero.compile.resolve import by_flags
+from fzero.compile.resolve import by_flags, mesh_of
 from fzero.compile.step import fakes_on, lower_step
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, leaf_name
 from fzero.session.session import execute, session_of
-from fzero.session.world import World, check_mesh, check_spec
+from fzero.session.world import World, check_spec
 from fzero.spec import Spec
 from fzero.state.state import Life, State
 from fzero.verify.rules import verify
@@ -144,21 +144,21 @@ def lower(
     batch_like = tree.plain(batch_like)
     check_spec("lower", spec)
     spec = by_flags(spec, params_like)
-    size = (spec.mesh or {}).get("dp", 1) if world_size is None else world_size
-    if type(size) is not int or size < 1:
-        raise SpecError(f"fzero.lower(world_size={size!r}): needed a positive int")
-    check_mesh(spec, size)
+    if world_size is not None and (type(world_size) is not int or world_size < 1):
+        raise SpecError(f"fzero.lower(world_size={world_size!r}): needed a positive int")
+    mesh = mesh_of(spec, world_size)
     device = torch.device(spec.device or "cpu")
     transport = transport_name(device, spec.transfers)
     device = device if torch.cuda.is_available() else torch.device("cpu")  # shapes do not need the device
     recipe = recipe_for(spec, params_like, key, device)
-    plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, size, bucket_bytes(transport, size))
+    cap = bucket_bytes(transport, mesh.size("dp"))
+    plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, mesh, cap)
     state = fakes_on(tree.unflatten(recipe.treedef, recipe.values), device)
     for path, leaf in zip(*tree.flatten(batch_like)[:2], strict=True):
         if isinstance(leaf, torch.Tensor):
             check_leaf(leaf_name("batch", path), leaf)
     lowered = lower_step(spec, state, fakes_on(batch_like, device), plan, transport)
-    verify(lowered.program)
+    verify(lowered.roles)
     return lowered
 
 

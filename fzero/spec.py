@@ -11,10 +11,11 @@ import torch
 
 from fzero.errors import SpecError
 from fzero.optim import GradientTransformation
+from fzero.pipeline import Pipeline
 from fzero.precision import Precision, policy
 from fzero.tree import suggest
 
-MESH_AXES = ("dp",)
+MESH_AXES = ("pp", "dp")
 DEFAULT_PARAMS = ("params/**",)
 RENAMED = {"products": "matmul"}  # fields of a Spec: old name, new name
 
@@ -28,7 +29,9 @@ class Spec:
     loss: `(params, batch) -> 0-d floating tensor`, pure; params are whole tensors there, batch this rank's part.
     optimizer: an `fzero.optim` transformation (optax's `init` and `update`).
     step: instead of the two: `(state, batch) -> (new state, metrics)` over any pytrees.
-    mesh: axis sizes; only `dp` today. None: all ranks are `dp`.
+    mesh: axis sizes, the last varying fastest over ranks. `dp` splits the batch, `pp` the model (see `pipeline`). One
+    may be -1: the rest of the world. None: all ranks are `dp`.
+    pipeline: with `pp`, the order of work: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", or an `fzero.Pipeline`.
     zero: the ZeRO stage 0..3, or path rules to stages, first match wins: `{"blocks/**": 3, "**": 1}`.
     microbatches: parts the batch is cut into along dim 0. Must divide it.
     reduce: "each" microbatch's gradients, or their sum at the "end". None: "end", which sends least, unless it would
@@ -75,6 +78,7 @@ class Spec:
     optimizer: GradientTransformation | None = None
     step: Callable[..., Any] | None = None
     mesh: Mapping[str, int] | None = None
+    pipeline: str | Pipeline | None = None
     zero: int | Mapping[str, int] = 3
     microbatches: int = 1
     reduce: str | None = None
@@ -206,7 +210,13 @@ class Spec:
                 raise SpecError(
                     f"mesh has no axis {axis!r} yet: known are {list(MESH_AXES)}.{suggest(axis, MESH_AXES)}"
                 )
-            _positive(f"mesh[{axis!r}]", size)
+            if size != -1:
+                _positive(f"mesh[{axis!r}]", size)
+        if list(self.mesh.values()).count(-1) > 1:
+            raise SpecError(f"mesh={dict(self.mesh)}: one axis may be -1, the rest of the world")
+        if self.pipeline is not None:
+            fits = isinstance(self.pipeline, (str, Pipeline)) and "pp" in self.mesh
+            _needs(fits, "pipeline", self.pipeline, "a schedule's name or an fzero.Pipeline, and an axis `pp` in mesh")
 
     @property
     def policy(self) -> Precision:

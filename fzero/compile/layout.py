@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from fzero import tree
-from fzero.compile.resolve import layout_rules
+from fzero.compile.resolve import layout_rules, pipeline_of
 from fzero.errors import SpecError
+from fzero.ir.mesh import Mesh
 from fzero.plan.layout import BUCKET_BYTES, Plan, layout
+from fzero.plan.pipeline_cut import Cut, cut_layers
 from fzero.spec import Spec
 
 
@@ -18,7 +21,7 @@ def plan_for(
     paths: Sequence[str],
     values: Sequence[torch.Tensor],
     per_rank: Sequence[str],
-    world_size: int,
+    mesh: Mesh,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Plan:
     """The layout of a state's leaves. `bucket_bytes` is used if the spec names no size.
@@ -33,7 +36,9 @@ def plan_for(
     plan = layout(
         paths,
         values,
-        world_size=world_size,
+        world_size=mesh.size("dp"),
+        mesh=mesh,
+        pipeline=_cut(spec, mesh),
         zero=rules.zero,
         bucket_bytes=rules.bucket_bytes or bucket_bytes,
         params=rules.params,
@@ -42,6 +47,14 @@ def plan_for(
     )
     check_rules("Spec(remat=...)", rules.remat, [*paths, *(s.path for b in plan.buckets.values() for s in b.slots)])
     return plan
+
+
+def _cut(spec: Spec, mesh: Mesh) -> Callable[[Mapping[str, int], int], Cut] | None:
+    """How the layers are dealt to the roles of a pipeline; None without one."""
+    if "pp" not in mesh or mesh.size("pp") == 1:
+        return None
+    pipeline = pipeline_of(spec)
+    return partial(cut_layers, role_of=pipeline.order(mesh.size("pp"), spec.microbatches).role_of, cut=pipeline.cut)
 
 
 def check_rules(field_name: str, rules: Iterable[str], paths: Iterable[str]) -> None:

@@ -10,10 +10,13 @@ from functools import cached_property
 import torch
 
 from fzero.capture.graph import Graph
+from fzero.compile.timeline import draw
 from fzero.cost.memory import MemoryAccount, account
+from fzero.errors import FzeroError
 from fzero.ir import fx_nodes
 from fzero.ir.program import Program
 from fzero.passes import Options, PassRecord, trail
+from fzero.pipeline import Schedule
 from fzero.plan.layout import Plan
 from fzero.state.first_state import fingerprint
 
@@ -24,11 +27,32 @@ class Lowered:
 
     graph: Graph
     plan: Plan
-    program: Program
+    programs: Mapping[int, Program]  # by role, the coordinate on the mesh axis `pp`; {0: ...} without a pipeline
     choices: Mapping[str, str]  # the decisions by name, with their reasons
     passes: tuple[PassRecord, ...]  # one line each: print(*lowered.passes, sep="\n")
     naive: Program = field(repr=False)  # before all passes
     options: Options = field(repr=False)  # of the passes
+    schedule: Schedule | None = None  # the order of work of a pipeline
+
+    @property
+    def program(self) -> Program:
+        """The program, where there is one role. Raises FzeroError where there are several: see `programs`."""
+        if len(self.programs) > 1:
+            raise FzeroError(f"there is a program for each of {len(self.programs)} roles: lowered.programs[role]")
+        return next(iter(self.programs.values()))
+
+    @property
+    def roles(self) -> dict[int, Program]:
+        """By rank, one of each role, the programs that `fzero.verify` takes."""
+        mesh = self.plan.mesh
+        return {mesh.peers(0, "pp")[role] if "pp" in mesh else 0: program for role, program in self.programs.items()}
+
+    def timeline(self) -> str:
+        """A drawing (SVG) of who does what when in the pipeline's schedule, for equal times of forward, input and
+        weight halves. Raises FzeroError without a pipeline."""
+        if self.schedule is None:
+            raise FzeroError("there is no pipeline to draw: Spec(mesh={'pp': 2, ...}, pipeline='1f1b')")
+        return draw(self.schedule)
 
     def after(self, name: str) -> Program:
         """The program after pass `name`; "lower" gives the one before all passes. The passes run again for it.
@@ -48,7 +72,9 @@ class Lowered:
         fixed = fx_nodes.placeholders(self.graph.gm.graph)[len(self.plan.leaves) + len(self.graph.batch_paths) :]
         read = [any(u.target is not torch.ops.fzero.region.default for u in node.users) for node in fixed]
         values = [fingerprint(x) for x, used in zip(self.graph.constants.values(), read, strict=True) if used]
-        return hashlib.blake2b(" ".join([self.program.digest, *values]).encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(
+            " ".join([*(program.digest for program in self.programs.values()), *values]).encode(), digest_size=8
+        ).hexdigest()
 
     @cached_property
     def memory(self) -> MemoryAccount:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.errors import FzeroError
+from fzero.errors import FzeroError, SpecError
 from fzero.functional import forward
+from fzero.ir.mesh import Mesh
+from fzero.pipeline import Pipeline
 from fzero.precision import Precision
 from fzero.spec import DEFAULT_PARAMS, Spec
 from fzero.training import training_of
@@ -52,6 +55,7 @@ class LoweringOptions:
     compile: str
     matmul: str
     cuda_graph: bool
+    pipeline: Pipeline
 
 
 def train_step(spec: Spec, fn: Callable[..., Any] | None = None) -> TrainStep:
@@ -93,7 +97,34 @@ def lowering_options(spec: Spec) -> LoweringOptions:
         compile=spec.compile,
         matmul=spec.matmul,
         cuda_graph=spec.cuda_graph,
+        pipeline=pipeline_of(spec),
     )
+
+
+def pipeline_of(spec: Spec) -> Pipeline:
+    """The order of work that a spec asks for; 1F1B where it names none."""
+    return spec.pipeline if isinstance(spec.pipeline, Pipeline) else Pipeline(spec.pipeline or "1f1b")
+
+
+def mesh_of(spec: Spec, world_size: int | None = None) -> Mesh:
+    """The mesh of a spec for a world of this size; None: the mesh's own, with 1 for what it leaves open.
+
+    Raises SpecError where the axes do not make that world.
+    """
+    axes = dict(spec.mesh or {"dp": -1})
+    axes.setdefault("dp", 1)
+    known = math.prod(size for size in axes.values() if size != -1)
+    rest = 1 if world_size is None else world_size // known
+    sizes = {name: rest if size == -1 else size for name, size in axes.items()}
+    total = math.prod(sizes.values())
+    if world_size is not None and total != world_size:
+        open_axis = next((name for name, size in axes.items() if size == -1), None)
+        if open_axis is not None:
+            fix = f"start a multiple of {known} ranks"
+        else:
+            fix = f"start {total} (torchrun --nproc-per-node {total}), or leave mesh out"
+        raise SpecError(f"mesh={dict(spec.mesh or {})} needs {total or known} ranks, there are {world_size}: {fix}")
+    return Mesh(tuple(sizes.items()))
 
 
 def _evaluation(spec: Spec, fn: Callable[..., Any]) -> Callable[[Any, Any], Any]:

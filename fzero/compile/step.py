@@ -5,7 +5,8 @@ A decision is a `Choice(value, reason)`. If two programs are possible, both are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +26,10 @@ from fzero.cost.memory import account
 from fzero.cost.rates import Rates
 from fzero.ir.program import Program, wire_bytes
 from fzero.lowering.build import build
-from fzero.passes import FROM_PREFETCH, UNTIL_PREFETCH, Options, PassRecord, optimise
+from fzero.passes import BEFORE_ROLES, FROM_PREFETCH, UNTIL_PREFETCH, Options, PassRecord, optimise
+from fzero.passes.pipeline.by_role import by_role
 from fzero.passes.prefetch import prefetch
+from fzero.pipeline import Schedule
 from fzero.plan.layout import Plan
 from fzero.runtime.cuda_graphs import obstacle
 from fzero.spec import Spec
@@ -79,26 +82,48 @@ def _lower(
     choices: dict[str, str] = {}
     if wanted.matmul == "fastest":
         graph, choices = matmul.choose(graph, costs or Costs("products", measures=False))
-    one_way = plan.world_size == 1 or all(region.microbatches == 1 for region in graph.regions)
+    one_way = plan.data_ranks == 1 or all(region.microbatches == 1 for region in graph.regions)
     ways = (wanted.reduce,) if wanted.reduce else ("end",) if one_way else ("end", "each")
     naive = {how: build(graph, plan, reduce=how, transport=transport) for how in ways}
-    ahead: dict[str, Choice[int]] = {}
-    programs: dict[str, Program] = {}
-    records: dict[str, tuple[PassRecord, ...]] = {}
-    for how in ways:
-        half, first = optimise(naive[how], _options(wanted, 0), UNTIL_PREFETCH)
-        ahead[how] = _prefetch(half, wanted, rates)
-        programs[how], second = optimise(half, _options(wanted, ahead[how].value), FROM_PREFETCH)
-        records[how] = (*first, *second)
-    chosen = _reduce(programs)
-    how, program = chosen.value, programs[chosen.value]
-    for name, choice in (("reduce", chosen), ("prefetch", ahead[how])):
+    schedule = None
+    if plan.cut is not None:
+        schedule = wanted.pipeline.order(plan.mesh.size("pp"), step.microbatches)
+    lowered = {how: _roles(program, plan, wanted, schedule, rates) for how, program in naive.items()}
+    chosen = _reduce({how: [role.program for role in roles.values()] for how, roles in lowered.items()})
+    roles = lowered[chosen.value]
+    for name, choice in (("reduce", chosen), ("prefetch", roles[0].prefetch)):
         if choice.reason:
             choices[name] = choice.reason
+    programs = {number: role.program for number, role in roles.items()}
     if transport == "nccl" and wanted.cuda_graph:
-        against = obstacle(program, torch.device("cuda"))
-        choices["cuda_graph"] = f"not one graph: {against}" if against else "the step is one graph"
-    return Lowered(graph, plan, program, choices, records[how], naive[how], _options(wanted, ahead[how].value))
+        found = [why for program in programs.values() if (why := obstacle(program, torch.device("cuda")))]
+        choices["cuda_graph"] = f"not one graph: {found[0]}" if found else "the step is one graph"
+    options = _options(wanted, roles[0].prefetch.value)
+    return Lowered(graph, plan, programs, choices, roles[0].records, naive[chosen.value], options, schedule)
+
+
+@dataclass(frozen=True)
+class _Role:
+    """The program of one role, how far ahead its gathers start, and what the passes changed."""
+
+    program: Program
+    prefetch: Choice[int]
+    records: tuple[PassRecord, ...]
+
+
+def _roles(
+    naive: Program, plan: Plan, wanted: LoweringOptions, schedule: Schedule | None, rates: Rates | None
+) -> dict[int, _Role]:
+    """The passes over a naive program; with a pipeline, from where it is cut on, over the program of each role."""
+    program, first = optimise(naive, _options(wanted, 0), BEFORE_ROLES)
+    parts = {0: program} if schedule is None else by_role(program, schedule, plan.chunk_of())
+    roles = {}
+    for number, part in parts.items():
+        half, second = optimise(part, _options(wanted, 0), UNTIL_PREFETCH)
+        ahead = _prefetch(half, wanted, rates)
+        done, third = optimise(half, _options(wanted, ahead.value), FROM_PREFETCH)
+        roles[number] = _Role(done, ahead, (*first, *second, *third))
+    return roles
 
 
 def _options(wanted: LoweringOptions, ahead: int) -> Options:
@@ -126,13 +151,13 @@ def _prefetch(program: Program, wanted: LoweringOptions, rates: Rates | None) ->
     return Choice(rule, "prefetch=0: ranks copy from one another's memory when they wait, so nothing would be hidden")
 
 
-def _reduce(programs: Mapping[str, Program]) -> Choice[str]:
+def _reduce(programs: Mapping[str, Sequence[Program]]) -> Choice[str]:
     """How gradients are reduced. "end" sends the least; it is taken unless whole gradients raise the planned peak by a
     tenth."""
     if len(programs) == 1:
         return Choice(next(iter(programs)))
-    peak = {how: account(program).peak for how, program in programs.items()}
-    sent = {how: sum(wire_bytes(program, op) for op in program.ops) for how, program in programs.items()}
+    peak = {how: max(account(program).peak for program in roles) for how, roles in programs.items()}
+    sent = {how: sum(wire_bytes(p, op) for p in roles for op in p.ops) for how, roles in programs.items()}
     how = "end" if peak["end"] <= 1.1 * peak["each"] else "each"
     shown = (f"{name}: peak {peak[name] / 1e9:.3g} GB, {sent[name] / 1e9:.3g} GB sent" for name in ("end", "each"))
     return Choice(how, f"reduce={how!r} by memory ({'; '.join(shown)}). Spec(reduce=...) chooses otherwise")

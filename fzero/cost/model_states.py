@@ -80,10 +80,10 @@ def model_states(program: Program) -> ModelStates:
 def _zero(program: Program) -> dict[str, int]:
     """2 + 2 + 12 bytes for every element of a trainable leaf, each whole or a part by its bucket's stage."""
     count = {"params": 0, "gradients": 0, "optimizer": 0}
-    n = program.world_size
     for slot_key in program.trainable:
         bucket_name, _, index = slot_key.rpartition(":")
         bucket = program.buckets[bucket_name]
+        n = program.mesh.size(bucket.axis)
         slot = bucket.slots[int(index)]
         size = slot.stop - slot.start
         scattered = bucket.updates_slices and bucket.reduce_when == "produced"

@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+SAME_BATCH = ("pp", "tp", "cp")  # axes along which ranks are given the same batch
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:

@@ -40,6 +40,8 @@ def _parse_line(line: str, fields: dict[str, Any]) -> None:
         fields["ops"].append(_parse_op(rest, comment))
     elif head == "mesh":
         fields["mesh"] = Mesh(tuple((axis, int(size)) for axis, size in (word.split("=") for word in rest)))
+    elif head == "role":
+        fields["role"] = int(rest[0])
     elif head == "transport":
         fields["transport"] = rest[0]
     elif head == "meaning":
@@ -60,11 +62,13 @@ def _parse_line(line: str, fields: dict[str, Any]) -> None:
 
 def _parse_bucket(words: list[str]) -> Bucket:
     name, *rest = words
-    facts = dict(word.split("=") for word in rest[:5])
-    slots = tuple(Slot(_unquoted(r.name), r.start or 0, r.stop or 0, r.shape or ()) for r in map(_ref, rest[5:]))
+    facts = dict(word.split("=") for word in rest if "[" not in word)
+    places = [_ref(word) for word in rest if "[" in word]
+    slots = tuple(Slot(_unquoted(r.name), r.start or 0, r.stop or 0, r.shape or ()) for r in places)
     whether = {"slices": True, "whole": False, "kept": True, "dropped": False}
     updates, kept = whether[facts["updates"]], whether[facts["gathered"]]
-    return Bucket(name, int(facts["length"]), slots, facts["axis"], updates, kept, facts["reduced"])
+    role = int(facts["role"]) if "role" in facts else None
+    return Bucket(name, int(facts["length"]), slots, facts["axis"], updates, kept, facts["reduced"], role)
 
 
 def _parse_buffer(words: list[str], note: str) -> Buffer:

@@ -33,6 +33,7 @@ class Program:
     metrics: by a metric's name, the buffer that holds it at the end.
     meaning: the digest of what the captured step computes; verify recomputes it from the ops.
     trainable: the slots ("bucket:index") that the step must reduce and update once.
+    role: which role of a pipeline it is for, the coordinate on the mesh axis `pp`. None: there is no pipeline.
     transport: how bytes move between ranks: "p2p" (messages), "shared" (one memory) or "nccl".
     segments: by hash, the `torch.fx.GraphModule`s. They take no part in equality: the hash in the op does.
     """
@@ -48,6 +49,7 @@ class Program:
     trainable: tuple[str, ...] = ()
     passes: tuple[str, ...] = ()
     transport: str = "p2p"
+    role: int | None = None
     segments: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -99,6 +101,7 @@ def to_text(program: Program, live: Iterable[int]) -> str:
     """The text form; `live` gives the live bytes after each op, or nothing."""
     lines = [HEADER]
     lines.append(f"mesh {program.mesh}")
+    lines += [] if program.role is None else [f"role {program.role}"]
     lines.append(f"transport {program.transport}")
     lines.append(f"meaning {program.meaning or '-'}")
     lines.append(f"gather_cap_bytes {program.gather_cap_bytes}")
@@ -109,6 +112,7 @@ def to_text(program: Program, live: Iterable[int]) -> str:
         slots = " ".join(f"{_quote(s.path)}[{s.start}:{s.stop}:{shape_text(s.shape)}]" for s in bucket.slots)
         facts = f"axis={bucket.axis} updates={'slices' if bucket.updates_slices else 'whole'} "
         facts += f"gathered={'kept' if bucket.keeps_gathered else 'dropped'} reduced={bucket.reduce_when}"
+        facts += "" if bucket.role is None else f" role={bucket.role}"
         lines.append(f"bucket {bucket.name} length={bucket.length} {facts} {slots}")
     for b in program.buffers.values():
         extra = f" bucket={b.bucket}" if b.bucket else ""

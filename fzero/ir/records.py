@@ -69,6 +69,7 @@ class Bucket:
     updates_slices: whether a rank updates its own slice alone. Else every rank updates all of it.
     keeps_gathered: whether a gathered parameter stays whole until the step ends. Else each use gathers it anew.
     reduce_when: when its gradient is reduced: as soon as it is "produced", or at the "end" of the backward.
+    role: the role of a pipeline that keeps it. None: every rank does.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Bucket:
     updates_slices: bool = False
     keeps_gathered: bool = True
     reduce_when: str = "produced"
+    role: int | None = None
 
     def end(self, index: int) -> int:
         """Where the padding after slot `index` ends: the next slot's start, or the bucket's length."""

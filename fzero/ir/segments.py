@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from fzero._torch_compat import graph_module
+from fzero._torch_compat import FakeTensorMode, graph_module
 from fzero.ir.fx_nodes import is_compute, is_rename, is_view, mutated, operand, outputs
 from fzero.ir.fx_values import dense_like, is_dense, memory
 
@@ -78,6 +78,21 @@ def extract(
         else:
             owned.append(node)
     graph.output(owned)
+    return module(graph)
+
+
+def copy_segment(*likes: torch.Tensor) -> fx.GraphModule:
+    """The segment that copies each input into its destination: tensors of these shapes and dtypes."""
+    graph = fx.Graph()
+    values = [graph.placeholder(f"x{i}") for i in range(len(likes))]
+    dests = [graph.placeholder(f"into{i}") for i in range(len(likes))]
+    for value, dest, like in zip(values, dests, likes, strict=True):
+        done = graph.call_function(aten.copy_.default, (dest, value))
+        with FakeTensorMode():
+            fake = torch.empty(like.shape, dtype=like.dtype)
+        for node in (value, dest, done):
+            node.meta["val"] = fake
+    graph.output([])
     return module(graph)
 
 

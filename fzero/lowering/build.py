@@ -24,7 +24,7 @@ from fzero.capture.graph import Graph
 from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref
-from fzero.lowering.emit import Emitter, copy_segment, line_of
+from fzero.lowering.emit import Emitter, line_of
 from fzero.lowering.region import RegionBuilder
 from fzero.plan.layout import Plan
 from fzero.verify.meaning import graph_meaning
@@ -194,7 +194,7 @@ class _Builder:
             self.trainable |= trainable
         elif node.target is REDUCE and node not in self.to.where:
             source, how, axis = fx_nodes.operand(node), str(node.args[1]), node.args[2]
-            if self.to.plan.world_size == 1:
+            if self.to.plan.data_ranks == 1:
                 self.to.where[node] = self.to.where[source]
                 return
             self.to.where[node] = self.to.exchange(
@@ -210,13 +210,13 @@ class _Builder:
         for name, slots in changed.items():
             buffer = self.to.buffers[name]
             if None in slots:
-                gm = copy_segment(torch.empty(buffer.shape, dtype=buffer.dtype, device="meta"))
+                gm = segments.copy_segment(torch.empty(buffer.shape, dtype=buffer.dtype, device="meta"))
                 self.to.segment("update", gm, [Ref(f"{name}.new")], [Ref(name)], why=f"keep {name}")
                 continue
             bucket = self.to.plan.buckets[buffer.bucket or ""]
             for first, last in _ranges(sorted(s for s in slots if s is not None)):
                 start, stop = bucket.slots[first].start, bucket.end(last)
-                gm = copy_segment(torch.empty((stop - start) // buffer.per, dtype=buffer.dtype, device="meta"))
+                gm = segments.copy_segment(torch.empty((stop - start) // buffer.per, dtype=buffer.dtype, device="meta"))
                 old, new = (Ref(b, start, stop, None, buffer.sharded is not None) for b in (name, f"{name}.new"))
                 self.to.segment("update", gm, [new], [old], why=f"keep {name}", flat=1)
 

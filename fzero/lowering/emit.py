@@ -74,7 +74,7 @@ class Emitter:
     def exchange(self, source: Ref, like: torch.Tensor, name: str, how: str, parts: int, why: str) -> Ref:
         """Emits an all-reduce of a small or odd-shaped value: every rank gets every rank's value and adds them in rank
         order. Returns the reference to the result."""
-        n = self.plan.world_size
+        n = self.plan.data_ranks
         result = self.new(name, like, "activation")
         room = like.new_empty((n - 1, max(like.numel(), 1)))
         writes = [result, *([self.new(f"{name}.scratch", room, "scratch")] if self.transport != "shared" else [])]
@@ -98,20 +98,6 @@ def _elementwise(
     result = fx_nodes.output(gm.graph).args[0]
     assert isinstance(result, fx.Node)
     return segments.extract(body, inputs, [result], [result] if dest else [])
-
-
-def copy_segment(like: torch.Tensor) -> fx.GraphModule:
-    """The segment that copies its input into its destination."""
-    graph = fx.Graph()
-    value = graph.placeholder("x0")
-    dest = graph.placeholder("into0")
-    done = graph.call_function(aten.copy_.default, (dest, value))
-    with FakeTensorMode():
-        fake = torch.empty(like.shape, dtype=like.dtype)
-    for node in (value, dest, done):
-        node.meta["val"] = fake
-    graph.output([])
-    return segments.module(graph)
 
 
 def line_of(node: fx.Node) -> str:

@@ -107,7 +107,7 @@ class RegionBuilder:
         travel in. Returns the buffer of the result."""
         b = self.to
         source = b.buffers[grad]
-        n = b.plan.world_size
+        n = b.plan.data_ranks
         bucket = b.plan.buckets[source.bucket or ""]
         name = f"{self.name}.red:{bucket.name}.{m}"
         divisor = 1 if self.summed else n * self.k
@@ -187,7 +187,7 @@ class RegionBuilder:
             b.segment("run", gm, [total, ref], [added], why="add over microbatches")
             total = added
         how = "sum" if summed else "mean"
-        users = [u for u in node.users if u.target is REDUCE and u.args[1] == how] if b.plan.world_size > 1 else []
+        users = [u for u in node.users if u.target is REDUCE and u.args[1] == how] if b.plan.data_ranks > 1 else []
         what = "loss" if i == 0 else f"output {i}"
         for user in users:
             why = f"{how} of the {what} {line_of(user)}"

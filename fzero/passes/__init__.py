@@ -41,13 +41,16 @@ class Options:
 Pass = Callable[[Program, Options], Program]
 Passes = Sequence[tuple[str, Pass, str]]
 
-UNTIL_PREFETCH: Passes = (
+BEFORE_ROLES: Passes = (
     ("shard_update", lambda p, o: shard_update(p), "elementwise work on slices, while new leaves still have names"),
     ("narrow", lambda p, o: narrow(p), "then what only slices are read of need not be gathered or all-reduced"),
     ("cast_before_gather", lambda p, o: cast_before_gather(p), "fewer bytes travel; before segments hide the casts"),
     ("rematerialise_views", lambda p, o: rematerialise_views(p), "only owned memory may cross the cuts made next"),
     ("segment", lambda p, o: segment(p), "uses of parameters become separate ops, to place transfers between"),
     ("recompute", lambda p, o: recompute(p, o.remat), "whole segments run again, before their gathers are placed"),
+)
+
+UNTIL_PREFETCH: Passes = (
     ("schedule_gathers", lambda p, o: schedule_gathers(p), "whole parameters only around their uses"),
     ("schedule_reductions", lambda p, o: schedule_reductions(p, o.overlap), "reductions where gradients are complete"),
     ("write_in_place", lambda p, o: write_in_place(p), "after all moves, so that what reads old values is known"),
@@ -62,7 +65,9 @@ FROM_PREFETCH: Passes = (
 )
 
 
-PASSES = (*UNTIL_PREFETCH, *FROM_PREFETCH)  # between the two, how far ahead gathers start is decided
+# Between the first two a pipeline's program is cut into one for each role (`passes.pipeline`), between the last two it
+# is decided how far ahead gathers start.
+PASSES = (*BEFORE_ROLES, *UNTIL_PREFETCH, *FROM_PREFETCH)
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,13 @@ def recompute(program: Program, rules: Rules) -> Program:
     pool: dict[str, fx.GraphModule] = {}
     buffers = dict(program.buffers)
     readers = rewrite.reads_of(program.ops)
-    phases = [_phases(program, op) if op.phase == "region" else set() for op in program.ops]
-    backward = [op_phases == {"backward"} for op_phases in phases]
+    work = [phases(program, op) if op.phase == "region" else set() for op in program.ops]
+    backward = [op_phases == {"backward"} for op_phases in work]
     before: dict[int, list[Op]] = {}
     changed: dict[int, Op] = {}
     renames: dict[str, str] = {}
     for index, op in enumerate(program.ops):
-        if phases[index] != {"forward"} or not _chosen(program, op, rules):
+        if work[index] != {"forward"} or not _chosen(program, op, rules):
             continue
         again = [ref for ref in op.writes if _only_backward(readers.get(ref.name, ()), backward)]
         if not again or len(again) == len(op.writes):
@@ -85,7 +85,7 @@ def _halves(program: Program, op: Op, again: Sequence[Ref]) -> _Halves:
     )
 
 
-def _phases(program: Program, op: Op) -> set[str]:
+def phases(program: Program, op: Op) -> set[str]:
     """The phases of a segment's work. Views and casts do not count: they are made anew wherever they are used."""
     nodes = [n for n in program.segments[op.segment].graph.nodes if n.op == "call_function"]
     work = [n for n in nodes if not fx_nodes.is_view(n) and n.target not in ANYWHERE]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -31,6 +31,7 @@ from fzero.ir.mesh import Mesh
 from fzero.ir.records import ALIGN, Bucket, Buffer, Ref, Slot, buffer_name
 from fzero.plan import whole_leaves
 from fzero.plan.block_scales import CODES, Class, scales, with_scales
+from fzero.plan.pipeline_cut import FIRST, Cut, layer_of
 
 
 @dataclass(frozen=True)
@@ -67,18 +68,40 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every leaf of a state lives: the mesh, the buckets, the state's buffers, and a place for each leaf."""
+    """Where every leaf of a state lives: the mesh, the buckets, the state's buffers, and a place for each leaf.
+
+    axis: the mesh axis that the batch is split over and buckets are cut along. cut: the chunks of a pipeline, if any.
+    """
 
     axis: str
-    world_size: int
+    mesh: Mesh
     buckets: Mapping[str, Bucket]
     buffers: Mapping[str, Buffer]
     leaves: tuple[Leaf, ...]
+    cut: Cut | None = None
 
     @property
-    def mesh(self) -> Mesh:
-        """The mesh of the state's ranks."""
-        return Mesh(((self.axis, self.world_size),))
+    def world_size(self) -> int:
+        """All ranks of the mesh."""
+        return self.mesh.world_size
+
+    @property
+    def data_ranks(self) -> int:
+        """The ranks along the data axis: among how many a gradient is summed."""
+        return self.mesh.size(self.axis)
+
+    def held_by(self, rank: int) -> dict[str, Buffer]:
+        """The state's buffers on a rank: all of them, or those of its role in a pipeline and those in no bucket."""
+        if self.cut is None:
+            return dict(self.buffers)
+        role = self.mesh.coordinate(rank, "pp")
+        return {n: b for n, b in self.buffers.items() if b.bucket is None or self.buckets[b.bucket].role == role}
+
+    def chunk_of(self) -> dict[str, int]:
+        """Of each bucket of a numbered layer, its chunk."""
+        chunks = self.cut.chunk_of if self.cut is not None else {}
+        layers = {name: layer_of(bucket.slots[0].path)[0] for name, bucket in self.buckets.items() if bucket.slots}
+        return {name: chunks[layer] for name, layer in layers.items() if layer in chunks}
 
     def ref(self, leaf: Leaf) -> Ref:
         """The reference to a leaf within its own buffer (whole leaves: the buffer)."""
@@ -109,14 +132,22 @@ def layout(
     *,
     world_size: int,
     axis: str = "dp",
+    mesh: Mesh | None = None,
+    pipeline: Callable[[Mapping[str, int], int], Cut] | None = None,
     zero: int | Mapping[str, int] = 0,
     bucket_bytes: int = BUCKET_BYTES,
     params: Sequence[str] = ("params/**",),
     per_rank: Sequence[str] = (),
     compute: Callable[[str, torch.dtype], torch.dtype] = lambda path, held: held,
 ) -> Plan:
-    """The plan for these leaves. `compute` gives the dtype that a leaf is cast to in a loss, from the leaf's path below
-    its entry and its dtype. Raises SpecError for a rule that matches nothing or leaves a leaf without a stage."""
+    """The plan for these leaves.
+
+    world_size: the ranks of `axis`. mesh: all axes; None: that one alone. pipeline: `pipeline_cut.cut_layers`, given
+    the elements of each numbered layer and of the leaves after them. compute: the dtype that a leaf is cast to in a
+    loss, from its path below its entry and its dtype.
+
+    Raises SpecError for a rule that matches nothing or leaves a leaf without a stage, and as `pipeline` does.
+    """
     codes_of = scales(paths, leaves, per_rank)
     flat = [
         i
@@ -130,18 +161,21 @@ def layout(
     if world_size > 1 and not any(is_param[i] for i in flat):
         _check_params(stages, zero, params)
     casts = [compute("/".join(leaf_class.key), leaves[leaf_class.members[0][1]].dtype) for leaf_class in classes]
-    groups = _groups(classes, stages, casts, leaves)
+    cut = pipeline(*_layers(classes, leaves)) if pipeline is not None else None
+    groups = _groups(classes, stages, casts, leaves, cut)
     buckets: dict[str, Bucket] = {}
     buffers: dict[str, Buffer] = {}
     places: dict[int, Leaf] = {}
     for stage, bucket, members in _buckets(groups, classes, leaves, bucket_bytes, world_size, axis):
+        if cut is not None:
+            bucket = replace(bucket, role=cut.role_of[cut.chunk(bucket.slots[0].path)])
         name = bucket.name
         buckets[name] = bucket
         for column, (prefix, first) in enumerate(classes[members[0]].members):
             row = TABLE[stage]
             narrow = stage > 0 and casts[members[0]].itemsize < leaves[first].dtype.itemsize
-            cut = row.params or narrow if is_param[first] else row.optimizer
-            sharded = axis if world_size > 1 and cut else None
+            in_slices = row.params or narrow if is_param[first] else row.optimizer
+            sharded = axis if world_size > 1 and in_slices else None
             kind = "param" if is_param[first] else "optimizer"
             block_size = ALIGN if first in codes_of else 1
             length = (bucket.length // world_size if sharded else bucket.length) // block_size
@@ -156,7 +190,22 @@ def layout(
         name = _unused(buffer_name(paths[i] or "state"), buffers)
         places[i] = whole = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, name, None, paths[i] in per_rank)
         buffers[whole.buffer] = Buffer(whole.buffer, whole.dtype, whole.shape, "state", per_rank=whole.per_rank)
-    return Plan(axis, world_size, buckets, buffers, tuple(places[i] for i in range(len(paths))))
+    mesh = Mesh(((axis, world_size),)) if mesh is None else mesh
+    return Plan(axis, mesh, buckets, buffers, tuple(places[i] for i in range(len(paths))), cut)
+
+
+def _layers(classes: list[Class], leaves: Sequence[torch.Tensor]) -> tuple[dict[str, int], int]:
+    """(the elements of each numbered layer, the elements of leaves without a number that come after them)."""
+    sizes: dict[str, int] = {}
+    last = 0
+    for leaf_class in classes:
+        path, numel = "/".join(leaf_class.key), leaves[leaf_class.members[0][1]].numel()
+        layer, numbered = layer_of(path)
+        if numbered:
+            sizes[layer] = sizes.get(layer, 0) + numel
+        elif not FIRST.search(path):
+            last += numel
+    return sizes, last
 
 
 def _unused(name: str, taken: Collection[str]) -> str:
@@ -242,23 +291,26 @@ def _stages(classes: list[Class], paths: Sequence[str], zero: int | Mapping[str,
 
 
 def _groups(
-    classes: list[Class], stages: list[int], casts: list[torch.dtype], leaves: Sequence[torch.Tensor]
+    classes: list[Class],
+    stages: list[int],
+    casts: list[torch.dtype],
+    leaves: Sequence[torch.Tensor],
+    cut: Cut | None,
 ) -> dict[tuple[object, ...], list[int]]:
-    """Class indices by (layer, stage, cast, columns), in canonical order: the tree's, matrices before vectors in a
-    layer."""
+    """Class indices by (layer, stage, chunk, cast, columns), in canonical order: the tree's, matrices before vectors in
+    a layer."""
     sizes: dict[str, int] = {}
     layers: list[tuple[str, bool]] = []
     for leaf_class in classes:
-        parts = tree.parts("/".join(leaf_class.key))
-        number = next((n for n, part in enumerate(parts) if part.isdigit()), None)
-        layers.append((".".join(parts[: 1 if number is None else number + 1]), number is not None))
+        layers.append(layer_of("/".join(leaf_class.key)))
         leaf = leaves[leaf_class.members[0][1]]
         sizes[layers[-1][0]] = sizes.get(layers[-1][0], 0) + leaf.numel() * leaf.dtype.itemsize
     groups: dict[tuple[object, ...], list[int]] = {}
     for c, (leaf_class, (layer, numbered)) in enumerate(zip(classes, layers, strict=True)):
         layer = layer if numbered or sizes[layer] >= SMALL_BYTES else "small"
         columns = tuple((prefix, leaves[i].dtype) for prefix, i in leaf_class.members)
-        groups.setdefault((layer, stages[c], casts[c], columns), []).append(c)
+        chunk = None if cut is None else cut.chunk("/".join(leaf_class.key))
+        groups.setdefault((layer, stages[c], chunk, casts[c], columns), []).append(c)
     for members in groups.values():
         members.sort(key=lambda c: (leaves[classes[c].members[0][1]].ndim < 2, c))
     return groups

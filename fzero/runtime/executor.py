@@ -63,7 +63,8 @@ class Executor:
         self.loose = {n for n, b in program.buffers.items() if b.at is None and b.kind not in PERSISTENT}
         for name, buffer in program.buffers.items():
             if buffer.kind == "rank":
-                self.memory[name] = torch.full((), rank, dtype=buffer.dtype, device=arena.device)
+                place = program.mesh.coordinate(rank, name.partition(":")[2])
+                self.memory[name] = torch.full((), place, dtype=buffer.dtype, device=arena.device)
             elif buffer.at is not None:
                 room = arena[buffer.at : buffer.at + buffer.nbytes]
                 self.memory[name] = room.view(buffer.dtype).view(buffer.shape)

@@ -50,7 +50,8 @@ class Rank:
         self.memory: dict[str, torch.Tensor] = dict(memory)
         for buffer in program.buffers.values():
             if buffer.kind == "rank":
-                self.memory[buffer.name] = torch.full((), rank, dtype=buffer.dtype, device=device)
+                place = program.mesh.coordinate(rank, buffer.name.partition(":")[2])
+                self.memory[buffer.name] = torch.full((), place, dtype=buffer.dtype, device=device)
         self.arena = torch.empty(program.arena_bytes, dtype=torch.uint8, device=device)
         self.calls = {key: partial(as_planned, gm) for key, gm in program.segments.items()}
         self.deferred = waits_with_settle(program.ops)
@@ -109,7 +110,9 @@ def spoil(tensor: torch.Tensor) -> None:
         tensor.fill_(float("nan"))
     elif tensor.dtype is torch.uint8:
         tensor.fill_(255)  # as bytes of a float: NaN
-    elif tensor.dtype is not torch.bool:
+    elif tensor.dtype is torch.bool:
+        tensor.zero_()  # bytes that are no bool change when they are copied
+    else:
         tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fzero.errors import FzeroError
+from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import Op
 from fzero.runtime.handlers import Rank, spoil, steps
@@ -63,14 +64,23 @@ class Mailbox:
     flight.
     """
 
-    size: int
+    mesh: Mesh
     poison: bool = False
-    issued: dict[str, list[list[_Transfer]]] = field(default_factory=dict)
+    issued: dict[tuple[str, int], dict[int, list[_Transfer]]] = field(default_factory=dict)
     mail: dict[tuple[object, ...], deque[_Letter]] = field(default_factory=dict)
 
-    def of_axis(self, axis: str) -> list[list[_Transfer]]:
-        """By rank, the collectives that were issued over an axis."""
-        return self.issued.setdefault(axis, [[] for _ in range(self.size)])
+    def peers(self, rank: int, axis: str) -> list[int]:
+        """The ranks that meet `rank` over an axis, itself included; all ranks where the mesh has no such axis."""
+        return self.mesh.peers(rank, axis) if axis in self.mesh else list(range(self.mesh.world_size))
+
+    def of_group(self, rank: int, axis: str) -> dict[int, list[_Transfer]]:
+        """By rank, the collectives that were issued over an axis by those that meet `rank` there."""
+        peers = self.peers(rank, axis)
+        return self.issued.setdefault((axis, peers[0]), {peer: [] for peer in peers})
+
+    def peer(self, rank: int, op: Op) -> int:
+        """The rank at the other end of a message. `op.peer` is its coordinate on the axis."""
+        return self.peers(rank, op.axis or "")[op.peer]
 
 
 class LocalComm:
@@ -98,13 +108,13 @@ class LocalComm:
             self._poison(op, tensors)
             self.before[name] = [(tensor, tensor.clone()) for tensor in tensors]
         if op.is_send:
-            key = (axis, self.rank, op.peer, op.tag)
+            key = (axis, self.rank, self.world.peer(self.rank, op), op.tag)
             self.outbox[name] = _Letter(tensors[0])
             self.world.mail.setdefault(key, deque()).append(self.outbox[name])
         elif op.is_recv:
-            self.inbox[name] = ((axis, op.peer, self.rank, op.tag), tensors[len(op.reads)])
+            self.inbox[name] = ((axis, self.world.peer(self.rank, op), self.rank, op.tag), tensors[len(op.reads)])
         else:
-            issued = self.world.of_axis(axis)[self.rank]
+            issued = self.world.of_group(self.rank, axis)[self.rank]
             issued.append(_Transfer(op, tensors))
             self.pending[name] = (axis, len(issued) - 1)
 
@@ -141,7 +151,7 @@ class LocalComm:
         if name not in self.pending:
             return True
         axis, index = self.pending[name]
-        return all(len(issued) > index for issued in self.world.of_axis(axis))
+        return all(len(issued) > index for issued in self.world.of_group(self.rank, axis).values())
 
     def wait(self, name: str) -> None:
         """Fills the target. Raises HazardError if memory of the transfer changed since its start."""
@@ -154,9 +164,9 @@ class LocalComm:
             self.outbox.pop(name).read()
             return
         axis, index = self.pending.pop(name)
-        parts = [issued[index] for issued in self.world.of_axis(axis)]
+        parts = {rank: issued[index] for rank, issued in self.world.of_group(self.rank, axis).items()}
         if parts[self.rank].result is None:
-            _complete(parts)
+            _complete(list(parts.values()))
         own = parts[self.rank]
         assert own.result is not None
         target, *scratch = own.tensors[len(own.op.reads) :]
@@ -210,7 +220,7 @@ def interpret(
 
     Returns the ranks with their memory at the end. Raises DeadlockError if they cannot go on.
     """
-    mailbox = Mailbox(len(programs), poison)
+    mailbox = Mailbox(programs[0].mesh, poison)
     ranks = [
         Rank(programs[r], r, LocalComm(mailbox, r), memory[r], device=_device(memory[r]), poison=poison)
         for r in range(len(programs))

@@ -25,6 +25,7 @@ from fzero.comm import heartbeat
 from fzero.comm.agree import agree
 from fzero.comm.transport import bucket_bytes, transport_for
 from fzero.compile.layout import plan_for
+from fzero.compile.resolve import mesh_of
 from fzero.errors import SpecError, TreeError
 from fzero.plan.layout import Plan
 from fzero.session.session import Session
@@ -114,7 +115,9 @@ class World:
             if self.failure is not None:
                 raise self.failure
             filling = filler()
-            plan_for(spec, filling.paths, filling.values, filling.per_rank, self.size)  # raises if there is no layout
+            plan_for(
+                spec, filling.paths, filling.values, filling.per_rank, mesh_of(spec, self.size)
+            )  # raises if there is no layout
             leaves = [(path, x.shape, x.dtype) for path, x in zip(filling.paths, filling.values, strict=True)]
             text = f"{_spec_text(spec)}{leaves}{list(filling.per_rank)}{filling.step}"
             digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -127,7 +130,8 @@ class World:
         try:
             store = default_store() if self.size > 1 else None
             bytes_of_buckets = bucket_bytes(transport.name, self.size, self.rank, transport.rates, store)
-            plan = plan_for(spec, filling.paths, filling.values, filling.per_rank, self.size, bytes_of_buckets)
+            mesh = mesh_of(spec, self.size)
+            plan = plan_for(spec, filling.paths, filling.values, filling.per_rank, mesh, bytes_of_buckets)
             memory = storage.allocate(plan, transport.block, self.rank)
             values = f"{bytes_of_buckets} {filling.place(plan, self.rank, memory)}"
         except Exception as error:
@@ -153,12 +157,12 @@ def check_spec(name: str, spec: Any) -> None:
 
 
 def check_mesh(spec: Spec, world_size: int) -> None:
-    """Raises SpecError if the spec's mesh has another size than the world."""
-    size = (spec.mesh or {}).get("dp", world_size)
-    if size != world_size:
+    """Raises SpecError if the spec's mesh has another size than the world, or an axis that processes cannot run yet."""
+    mesh = mesh_of(spec, world_size)
+    if mesh.size("dp") != world_size:
         raise SpecError(
-            f"mesh={dict(spec.mesh or {})} needs {size} ranks, there are {world_size}. "
-            f"Start {size} (torchrun --nproc-per-node {size}), or leave mesh out"
+            f"mesh={dict(mesh)}: programs over `pp` can be lowered, verified and interpreted, but processes run `dp` "
+            "alone as yet. Use fzero.lower(spec, params, batch), or mesh={'dp': ...}"
         )
 
 

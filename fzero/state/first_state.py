@@ -104,7 +104,7 @@ class Recipe:
             else:
                 value = _compute(node, inputs, order)
                 storage.store(plan, memory, leaf, value, rank)
-            if plan.world_size > 1 and not leaf.per_rank:
+            if plan.data_ranks > 1 and not leaf.per_rank:
                 digests.append(fingerprint(value))
             del value  # frees it before the next leaf is computed
         return hashlib.blake2b(" ".join(digests).encode(), digest_size=8).hexdigest() if digests else ""

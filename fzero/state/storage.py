@@ -53,8 +53,9 @@ def piece(plan: Plan, leaf: Leaf, rank: int) -> tuple[slice, slice]:
     first, last, _ = bucket.place(leaf.slot or 0, buffer.per)
     low, high = 0, bucket.length
     if buffer.sharded:
-        size = bucket.length // plan.world_size
-        low, high = rank * size, (rank + 1) * size
+        size = bucket.length // plan.data_ranks
+        place = plan.mesh.coordinate(rank, plan.axis)
+        low, high = place * size, (place + 1) * size
     start, stop = max(first, low), min(last, high)
     stop = max(start, stop)
     if start >= high or stop <= low:
@@ -75,7 +76,9 @@ def flat(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) 
 
 
 def store(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, value: torch.Tensor, rank: int) -> None:
-    """Copies the rank's part of a whole leaf into its buffer."""
+    """Copies the rank's part of a whole leaf into its buffer; nothing where another role keeps it."""
+    if leaf.buffer not in memory:
+        return
     target = memory[leaf.buffer]
     if leaf.slot is None:
         target.copy_(value)
@@ -98,10 +101,11 @@ def join(plan: Plan, leaf: Leaf, parts: Sequence[Mapping[str, torch.Tensor]]) ->
     """A logical leaf, put together from every rank's buffers. Per-rank leaves are stacked."""
     if leaf.per_rank:
         return torch.stack([memory[leaf.buffer] for memory in parts])
+    holders = [rank for rank, memory in enumerate(parts) if leaf.buffer in memory]
     if leaf.slot is None or not plan.buffers[leaf.buffer].sharded:
-        return local(plan, parts[0], leaf, 0).clone()
-    flat = torch.cat([local(plan, memory, leaf, rank) for rank, memory in enumerate(parts)])
-    return flat.view(leaf.shape)
+        return local(plan, parts[holders[0]], leaf, holders[0]).clone()
+    slices = [local(plan, parts[rank], leaf, rank) for rank in plan.mesh.peers(holders[0], plan.axis)]
+    return torch.cat(slices).view(leaf.shape)
 
 
 def shards(plan: Plan, leaves: Iterable[torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
@@ -109,6 +113,7 @@ def shards(plan: Plan, leaves: Iterable[torch.Tensor], rank: int) -> dict[str, t
     leaves = list(leaves)
     device = leaves[0].device if leaves else torch.device("cpu")
     memory = allocate(plan, block_of(device))
+    memory = {name: memory[name] for name in plan.held_by(rank)}
     for leaf, value in zip(plan.leaves, leaves, strict=True):
         store(plan, memory, leaf, value, rank)
     return memory

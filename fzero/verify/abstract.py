@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fzero.ir import fx_nodes
+from fzero.ir.mesh import SAME_BATCH
 from fzero.ir.program import Program
 from fzero.ir.records import GIVEN, PERSISTENT, VARYING, Bucket, Buffer, Op, Ref
 from fzero.plan.whole_leaves import is_whole
@@ -56,7 +57,7 @@ class Abstract:
         self.program = program
         self.memory: dict[str, Content] = {}
         self.sent: list[tuple[str, object]] = []  # messages: other ranks compute with them, so they are meant too
-        everywhere = frozenset(axis for axis, size in program.mesh if size > 1)
+        everywhere = frozenset(axis for axis, size in program.mesh if size > 1 and axis not in SAME_BATCH)
         for name, buffer in program.buffers.items():
             if buffer.kind in PERSISTENT:
                 over = everywhere if buffer.kind in VARYING or buffer.per_rank else NOWHERE
@@ -71,6 +72,12 @@ class Abstract:
                 self.step(op)
             except Undefined as error:
                 raise Undefined(str(error), index) from None
+        kept = digest(*self.results())
+        return term(kept, sorted(self.sent, key=str)) if self.sent else kept
+
+    def results(self) -> tuple[dict[tuple[str, int | None], Any], dict[str, Any]]:
+        """(the state by buffer and slot, the metrics by name), as terms, at the end. Raises `Undefined` where a part is
+        missing."""
         state: dict[tuple[str, int | None], Any] = {}
         for name, buffer in self.program.buffers.items():
             if buffer.kind in PERSISTENT and buffer.kind not in GIVEN:
@@ -79,9 +86,7 @@ class Abstract:
                     if not buffer.sharded and key in content.own_slices:
                         raise Undefined(f"{name} keeps only one rank's slice of {key}: it was not gathered")
                     state[(name, slot)] = self._term(content, key, Ref(name))
-        metrics = {name: self.read(Ref(buffer)) for name, buffer in self.program.metrics.items()}
-        kept = digest(state, metrics)
-        return term(kept, sorted(self.sent, key=str)) if self.sent else kept
+        return state, {name: self.read(Ref(buffer)) for name, buffer in self.program.metrics.items()}
 
     def step(self, op: Op) -> None:
         """Runs one op on terms: changes `memory`. Raises `Undefined` where the op has no meaning."""

@@ -158,14 +158,16 @@ def settled(program: Program) -> Iterator[Fault]:
 
 
 def needed(program: Program) -> Iterator[Fault]:
-    """No transfer fills a buffer again before an op has read it."""
-    unread: dict[str, int] = {}
+    """Nothing brings again what nobody has read since it was brought."""
+    unread: dict[str, dict[Ref, int]] = {}
     for i, op in enumerate(program.ops):
-        target = op.writes[0].name if op.transfers and op.writes else None
+        target = op.writes[0] if op.transfers and op.writes else None
         for ref in op.reads:
-            if not op.is_wait and ref.name != target:
+            if not op.is_wait and (target is None or ref.name != target.name):
                 unread.pop(ref.name, None)
         if target is not None:
-            if target in unread:
-                yield i, f"brings {target} again: nothing read it since op {unread[target]}"
-            unread[target] = i
+            brought = unread.setdefault(target.name, {})
+            for ref, first in brought.items():
+                if ref.overlaps(target):
+                    yield i, f"brings {target} again: nothing read it since op {first}"
+            brought[target] = i

@@ -47,7 +47,7 @@ def graph_meaning(graph: Graph, plan: Plan, reduce: str, names: Sequence[str]) -
         values[node] = term("input", leaf.buffer, leaf.slot)
     for node, name in zip(nodes[len(plan.leaves) :], names, strict=True):
         values[node] = term("input", name, None)
-    n = plan.world_size
+    n = plan.data_ranks
     folded: set[fx.Node] = set()  # means of a region's outputs: one division, by ranks x microbatches
     for node in graph.gm.graph.nodes:
         if node.op != "call_function":
@@ -77,7 +77,7 @@ def _region_terms(
     region = graph.regions[int(node.args[1])]  # type: ignore[arg-type]
     inputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
     places = grad_places(region, inputs, leaf_nodes, plan)
-    n, k = plan.world_size, region.microbatches
+    n, k = plan.data_ranks, region.microbatches
     runs = []
     for m in range(k):
         feed = [_micro(values[x], x.meta["val"], m, k) if cut else values[x]

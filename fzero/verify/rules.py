@@ -23,6 +23,7 @@ from fzero.ir.records import DTYPE_NAMES, PERSISTENT, Op
 from fzero.verify.abstract import program_meaning
 from fzero.verify.form import MOST, aliasing, calls, form, inside, length, partition
 from fzero.verify.lifetimes import Fault, lifetimes, needed, places, settled
+from fzero.verify.roles import RolesUndefined, joint_meaning, kept_by
 from fzero.verify.terms import Undefined
 
 Rule = Callable[[Program], Iterator[Fault]]
@@ -31,7 +32,8 @@ Rule = Callable[[Program], Iterator[Fault]]
 def verify(programs: Program | Mapping[int, Program], *, budget_bytes: int | None = None) -> None:
     """Raises VerifyError for the first rule that a program, or the ranks' programs together, break.
 
-    `programs` is one program for every rank, or `{rank: program}`. `budget_bytes` bounds the planned peak per rank.
+    `programs` is one program for every rank, or `{rank: program}`; of a pipeline, at least one rank of each role
+    (`lowered.roles`), for the meaning is that of all roles together. `budget_bytes` bounds the planned peak per rank.
     """
     by_rank = {0: programs} if isinstance(programs, Program) else dict(programs)
     rules: dict[str, Rule] = {**RULES, "budget": partial(_budget, budget_bytes)}
@@ -48,6 +50,7 @@ def verify(programs: Program | Mapping[int, Program], *, budget_bytes: int | Non
                 raise VerifyError(_message(name, rank, program, -1, what, len(by_rank) > 1)) from error
             if fault is not None:
                 raise VerifyError(_message(name, rank, program, fault[0], fault[1], len(by_rank) > 1))
+    _roles_together(by_rank)
     if len(by_rank) > 1:
         _together(by_rank)
 
@@ -109,7 +112,7 @@ def _reduction(program: Program, i: int, op: Op, n: int) -> Iterator[Fault]:
 
 def reduced_once(program: Program) -> Iterator[Fault]:
     """Every gradient bucket of every microbatch reaches exactly one reduction, every slot of it written once."""
-    if program.world_size == 1:
+    if all(program.mesh.size(bucket.axis) == 1 for bucket in program.buckets.values()):
         return
     into: dict[str, str] = {}
     reductions: Counter[str] = Counter()
@@ -188,7 +191,9 @@ def cap(program: Program) -> Iterator[Fault]:
 
 
 def meaning(program: Program) -> Iterator[Fault]:
-    """The state it leaves behind is what the captured step computes."""
+    """The state it leaves behind is what the captured step computes. Of a role, see `_roles_together`."""
+    if program.role is not None:
+        return
     try:
         computed = program_meaning(program)
     except Undefined as error:
@@ -224,11 +229,13 @@ def _together(programs: Mapping[int, Program]) -> None:
     """All ranks issue the same collectives in the same order per axis; sends match receives."""
     known = {id(program): _collectives(program) for program in programs.values()}
     issued = {rank: known[id(program)] for rank, program in programs.items()}
-    first = min(issued)
+    leaders: dict[tuple[str, int], int] = {}  # of each group of an axis, the first rank that is given
     for rank, calls_ in issued.items():
-        if calls_ is issued[first]:
-            continue
-        for axis in {*issued[first], *calls_}:
+        mesh = programs[rank].mesh
+        for axis in {*mesh.names, *calls_}:
+            first = leaders.setdefault((axis, mesh.peers(rank, axis)[0] if axis in mesh else 0), rank)
+            if calls_ is issued[first]:
+                continue
             ours, theirs = issued[first].get(axis, []), calls_.get(axis, [])
             for n, ((_, a), (j, b)) in enumerate(zip(ours, theirs, strict=False)):
                 if a != b:
@@ -241,7 +248,10 @@ def _together(programs: Mapping[int, Program]) -> None:
     messages = {id(p): [op for op in p.ops if op.is_message] for p in programs.values()}
     for rank, program in programs.items():
         for op in messages[id(program)]:
-            peer = op.peer
+            peers = program.mesh.peers(rank, str(op.axis))
+            if not 0 <= op.peer < len(peers):
+                raise VerifyError(f"[sends] rank {rank} names peer {op.peer} of the {len(peers)} along {op.axis}")
+            peer = peers[op.peer]
             ends = (rank, peer) if op.is_send else (peer, rank)
             ref = (op.reads or op.writes)[0]
             size = length(program, ref) * program.buffers[ref.name].dtype.itemsize
@@ -252,10 +262,46 @@ def _together(programs: Mapping[int, Program]) -> None:
             raise VerifyError(
                 f"[sends] {size} bytes from rank {sender} to {receiver} over {over} (tag {tag}) are {more}"
             )
+    first = min(issued)
     for rank, program in programs.items():
         if program.mesh != programs[first].mesh:
             what = f"its mesh is {program.mesh}, rank {first}'s is {programs[first].mesh}"
             raise VerifyError(_message("same order", rank, program, -1, what, True))
+
+
+def _roles_together(programs: Mapping[int, Program]) -> None:
+    """The roles of a pipeline together compute what was captured: for each column of ranks along `pp`."""
+    columns: dict[int, dict[int, tuple[int, Program]]] = {}
+    for rank, program in programs.items():
+        if program.role is None:
+            continue
+        if program.role != program.mesh.coordinate(rank, "pp"):
+            what = f"it is for role {program.role}, the rank's is {program.mesh.coordinate(rank, 'pp')}"
+            raise VerifyError(_message("roles", rank, program, -1, what, True))
+        columns.setdefault(program.mesh.peers(rank, "pp")[0], {})[program.role] = rank, program
+    known: set[tuple[int, ...]] = set()
+    for column in columns.values():
+        same = tuple(id(column[role][1]) for role in sorted(column))
+        if same in known:
+            continue
+        known.add(same)
+        rank, program = column[min(column)]
+        if len(column) != program.mesh.size("pp"):
+            missing = sorted(set(range(program.mesh.size("pp"))) - set(column))
+            raise VerifyError(_message("roles", rank, program, -1, f"no program is given for roles {missing}", True))
+        for name, roles in kept_by({role: p for role, (_, p) in column.items()}).items():
+            if len(roles) > 1:
+                what = f"{name} is kept by roles {roles}: one alone owns it"
+                raise VerifyError(_message("roles", column[roles[1]][0], column[roles[1]][1], -1, what, True))
+        try:
+            computed = joint_meaning({role: p for role, (_, p) in column.items()})
+        except RolesUndefined as error:
+            rank, program = column[error.role]
+            raise VerifyError(_message("meaning", rank, program, error.op, str(error), True)) from None
+        for rank, program in column.values():
+            if computed != program.meaning:
+                what = f"the roles compute something else than what was captured ({computed}, not {program.meaning})"
+                raise VerifyError(_message("meaning", rank, program, -1, what, True))
 
 
 def _collectives(program: Program) -> dict[str, list[tuple[int, str]]]:

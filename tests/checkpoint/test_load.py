@@ -31,6 +31,7 @@ from fzero.checkpoint.load import entry, wanted
 from fzero.checkpoint.manifest import BLOCK, shard_name
 from fzero.checkpoint.reader import Checkpoint
 from fzero.compile.layout import plan_for
+from fzero.compile.resolve import mesh_of
 from fzero.errors import CheckpointError, CorruptError, DonatedError, MismatchError, SpecError
 from fzero.state import storage
 from fzero.state.source import Entry, Source, Want
@@ -57,7 +58,7 @@ def check(params: Any, options: dict[str, Any], one: tuple[int, int], two: tuple
     paths, leaves = start(spec, params)
     treedef = tree.flatten(training_of(spec).init(params, None))[2]
     leaves = [noise(leaf, i) for i, leaf in enumerate(leaves)]
-    plans = [plan_for(replace(spec, zero=zero), paths, leaves, (), world) for world, zero in (one, two)]
+    plans = [plan_for(replace(spec, zero=zero), paths, leaves, (), mesh_of(spec, world)) for world, zero in (one, two)]
     memory = [storage.shards(plans[0], leaves, rank) for rank in range(one[0])]
     found = read(write(run, plans[0], memory, treedef), plans[1])
     for rank, buffers in enumerate(found):
@@ -119,7 +120,7 @@ def test_leaves_of_every_dtype(worlds: tuple[int, int], tmp_path: Path) -> None:
     paths, tensors, treedef = tree.flatten(leaves)
     tensors = [noise(x, i) for i, x in enumerate(tensors)]
     spec = fzero.Spec(step=lambda s, b: (s, {}), zero=3)
-    plans = [plan_for(spec, paths, tensors, (), world) for world in worlds]
+    plans = [plan_for(spec, paths, tensors, (), mesh_of(spec, world)) for world in worlds]
     memory = [storage.shards(plans[0], tensors, rank) for rank in range(worlds[0])]
     found = read(write(tmp_path, plans[0], memory, treedef), plans[1])
     for leaf, value in zip(plans[1].leaves, tensors, strict=True):
@@ -152,10 +153,10 @@ def test_a_rank_reads_the_blocks_it_needs_once_and_holds_few(
     paths, leaves = start(spec, params)
     leaves = [noise(leaf, i) for i, leaf in enumerate(leaves)]
     treedef = tree.flatten(training_of(spec).init(params, None))[2]
-    plan = plan_for(spec, paths, leaves, (), 2)
+    plan = plan_for(spec, paths, leaves, (), mesh_of(spec, 2))
     saved = write(tmp_path, plan, [storage.shards(plan, leaves, rank) for rank in range(2)], treedef)
     sizes = {path.name: path.stat().st_size for path in saved.glob("*.safetensors")}
-    plan = plan_for(replace(spec, zero=zero), paths, leaves, (), world)
+    plan = plan_for(replace(spec, zero=zero), paths, leaves, (), mesh_of(spec, world))
     monkeypatch.setattr(reader, "_num_threads", lambda: 1)  # in this thread, where allocations are seen
     for rank in range(world):
         disk = Quick()
@@ -195,7 +196,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
     whole = noise(torch.zeros(3000, 1001), 1)
     spec = fzero.Spec(step=lambda s, b: (s, {}), zero=3)
     paths, leaves, treedef = tree.flatten({"a": noise(torch.zeros(101), 2), "w": whole})
-    plan = plan_for(spec, paths, leaves, (), 3)
+    plan = plan_for(spec, paths, leaves, (), mesh_of(spec, 3))
     run = tmp_path_factory.mktemp("big")
     return write(run, plan, [storage.shards(plan, leaves, rank) for rank in range(3)], treedef), whole
 
@@ -451,7 +452,7 @@ def test_a_state_of_ones_own(named: bool, tmp_path: Path) -> None:
 def test_what_each_rank_keeps_needs_as_many_ranks(tmp_path: Path) -> None:
     paths, leaves, treedef = tree.flatten({"error": torch.zeros(5), "w": torch.ones(7)})
     spec = fzero.Spec(step=lambda s, b: (s, {}), zero=3)
-    plan = plan_for(spec, paths, leaves, ("error",), 2)
+    plan = plan_for(spec, paths, leaves, ("error",), mesh_of(spec, 2))
     memory = [storage.shards(plan, [torch.full((5,), float(rank)), leaves[1]], rank) for rank in range(2)]
     saved = write(tmp_path, plan, memory, treedef)
     found = read(saved, plan)

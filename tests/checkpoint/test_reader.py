@@ -17,6 +17,7 @@ from loading import Quick, flat, noise, write
 import fzero
 from fzero import tree
 from fzero.compile.layout import plan_for
+from fzero.compile.resolve import mesh_of
 from fzero.errors import CheckpointError, CorruptError, DonatedError
 from fzero.state import storage
 from fzero.training import training_of
@@ -31,7 +32,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of two ranks with several blocks in a shard."""
     spec = sgd_spec()
     paths, leaves = start(spec, {"w": torch.zeros(2_200_000), "x": torch.zeros(64)})
-    plan = plan_for(spec, paths, [noise(x, i) for i, x in enumerate(leaves)], (), 2)
+    plan = plan_for(spec, paths, [noise(x, i) for i, x in enumerate(leaves)], (), mesh_of(spec, 2))
     memory = [storage.shards(plan, [noise(x, i) for i, x in enumerate(leaves)], rank) for rank in range(2)]
     treedef = tree.flatten(training_of(spec).init({"w": leaves[-2], "x": leaves[-1]}, None))[2]
     return write(tmp_path_factory.mktemp("pieces"), plan, memory, treedef)

@@ -22,6 +22,7 @@ from fzero.checkpoint.disk import ADVICE
 from fzero.checkpoint.save import held, span, take
 from fzero.compile.first_state import recipe_for
 from fzero.compile.layout import plan_for
+from fzero.compile.resolve import mesh_of
 from fzero.errors import CheckpointError, CorruptError, DisagreementError, DonatedError, TreeError
 from fzero.ir.records import DTYPE_NAMES
 from fzero.state import storage
@@ -185,7 +186,7 @@ def test_every_element_is_written_once(name):
     whole = [(torch.randn(x.shape, generator=draw) * 50).to(x.dtype) for x in recipe.values]
     for zero, world in itertools.product((0, 1, 2, 3), (1, 2, 3, 4, 8)):
         given = spec(**{"zero": zero, **LAYOUTS[name]})
-        plan = plan_for(given, recipe.paths, recipe.values, recipe.per_rank, world)
+        plan = plan_for(given, recipe.paths, recipe.values, recipe.per_rank, mesh_of(given, world))
         memory = [storage.shards(plan, whole, rank) for rank in range(world)]
         for leaf, value in zip(plan.leaves, whole, strict=True):
             parts = [held(plan, memory[rank], leaf, rank) for rank in range(world)]

@@ -296,7 +296,7 @@ def test_a_source_that_is_written_before_its_transfer_settles_is_refused():
 
 
 def test_a_source_that_changes_before_it_settles_is_found():
-    world = Mailbox(2, poison=True)
+    world = Mailbox(Mesh((("dp", 2),)), poison=True)
     comms = [LocalComm(world, rank) for rank in range(2)]
     gather = make_op("all_gather", [Ref("p")], [Ref("full")], axis="dp")
     sources = [torch.ones(4), torch.ones(4)]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fzero
 from fzero.compile.first_state import recipe_for
 from fzero.compile.layout import plan_for
+from fzero.compile.resolve import mesh_of
 from fzero.errors import CheckpointError, CorruptError
 from fzero.interop import (
     _unpickle,
@@ -92,7 +93,7 @@ def test_what_fsdp_wrote_is_imported(tmp_path: Path) -> None:
     source = dcp(tmp_path / "dcp", model, part="model")
     assert same(fzero.unshard(fzero.init(source, spec).params), model)
     recipe = recipe_for(spec, source, None, torch.device("cpu"))
-    plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, 3)
+    plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, mesh_of(spec, 3))
     leaves = [{f"params/{name}": x for name, x in model.items()}.get(leaf.path) for leaf in plan.leaves]
     whole = [torch.tensor(0) if x is None else x for x in leaves]  # the count
     for rank in range(3):  # each rank of another world reads its part

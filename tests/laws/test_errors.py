@@ -102,7 +102,7 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("zero", {}, "at least one rule, as in {'**': 3}"),
     ("zero", {1: 3}, "path rules that are text"),
     *(("mesh", value, "axis sizes, as in {'dp': 2}") for value in ({}, 2, ("dp", 2), "dp")),
-    *(("mesh", {"dp": value}, "mesh['dp']") for value in (0, -1, 2.0, "2", True)),
+    *(("mesh", {"dp": value}, "mesh['dp']") for value in (0, -2, 2.0, "2", True)),
     *(("microbatches", value, "a positive int") for value in (0, -1, 2.0, "2", True, None)),
     ("reduce", "eech", "Did you mean 'each'?"),
     ("reduce", "End", "Did you mean 'end'?"),
@@ -134,7 +134,7 @@ def test_bad_params_rules_are_refused(value: Any) -> None:
 
 
 def test_an_unknown_mesh_axis_is_refused_with_a_suggestion() -> None:
-    said(SpecError, lambda: spec(mesh={"dpp": 2}), "mesh has no axis 'dpp'", "['dp']", "Did you mean 'dp'?")
+    said(SpecError, lambda: spec(mesh={"ddp": 2}), "mesh has no axis 'ddp'", "['pp', 'dp']", "Did you mean 'dp'?")
     said(SpecError, lambda: spec(mesh={"tp": 2}), "mesh has no axis 'tp'")
 
 

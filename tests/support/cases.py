@@ -13,6 +13,7 @@ from fzero.capture import trace_step
 from fzero.compile.first_state import recipe_for
 from fzero.compile.layout import plan_for
 from fzero.compile.lowered import Lowered
+from fzero.compile.resolve import mesh_of
 from fzero.compile.step import fakes_on
 from fzero.ir.program import Program
 from fzero.ir.records import Bucket
@@ -57,7 +58,7 @@ def naive(world: int = 2, params: Params | None = None, **options: Any) -> Progr
     """The program before any pass."""
     one = spec(**options)
     recipe = recipe_for(one, params or layers(), None, torch.device("cpu"))
-    plan = plan_for(one, recipe.paths, recipe.values, recipe.per_rank, world)
+    plan = plan_for(one, recipe.paths, recipe.values, recipe.per_rank, mesh_of(one, world))
     assert one.loss is not None
     assert one.optimizer is not None
     graph = trace_step.capture(

@@ -84,7 +84,9 @@ def run(
     Keeps the leaves after the last step, or with `every_step` after each.
     """
     lowered = fzero.lower(spec, params, batch(0, 0), world_size=world, key=key)
-    plan, program = lowered.plan, lowered.program
+    plan, mesh = lowered.plan, lowered.plan.mesh
+    programs = {rank: lowered.programs[mesh.coordinate(rank, "pp") if "pp" in mesh else 0] for rank in range(world)}
+    program = programs[0]
     paths, leaves = start(spec, params, key)
     inputs = [name for name, b in program.buffers.items() if b.kind == "batch"]
     constants = [name for name, b in program.buffers.items() if b.kind == "constant"]
@@ -93,11 +95,12 @@ def run(
     for number in range(steps):
         memory = []
         for rank in range(world):
-            given = [x for x in tree.flatten(batch(rank, number))[1] if isinstance(x, Tensor)]
+            place = mesh.coordinate(rank, "dp")
+            given = [x for x in tree.flatten(batch(place, number))[1] if isinstance(x, Tensor)]
             memory.append({**result.memory[rank], **fixed, **dict(zip(inputs, given, strict=True))})
         with torch.no_grad():
-            ranks = interpret(dict.fromkeys(range(world), program), memory, poison=poison)
-        result.memory = [{name: rank.memory[name] for name in plan.buffers} for rank in ranks]
+            ranks = interpret(programs, memory, poison=poison)
+        result.memory = [{name: rank.memory[name] for name in plan.held_by(rank.rank)} for rank in ranks]
         result.metrics.append([{n: rank.memory[b].clone() for n, b in program.metrics.items()} for rank in ranks])
         if every_step or number == steps - 1:
             result.leaves.append([storage.join(plan, leaf, result.memory) for leaf in plan.leaves])

@@ -147,7 +147,7 @@ def run_bound(
     programs: Mapping[int, Program], memory: Sequence[Mapping[str, Tensor]], steps: int
 ) -> list[dict[str, Tensor]]:
     """Every rank bound, in one process, one op at a time, the arena poisoned before each step; each rank's metrics."""
-    world = Mailbox(len(programs))
+    world = Mailbox(programs[0].mesh)
     ranks = []
     for r, program in programs.items():
         device = next((x.device for x in memory[r].values()), None)

@@ -329,7 +329,7 @@ def relay(world: int, generator: torch.Generator) -> Case:
             Mesh((("dp", world),)), {}, buffers, tuple(ops), {}, passes=("lower", "prefetch", "free"), segments=pool
         )
         programs[rank] = replace(program, meaning=program_meaning(program))
-    plan = Plan("dp", world, {}, {n: buffers[n] for n in ("x", "y")},
+    plan = Plan("dp", Mesh((("dp", world),)), {}, {n: buffers[n] for n in ("x", "y")},
                 tuple(Leaf(n, (8,), torch.float32, n) for n in ("x", "y")))  # fmt: skip
     memory = [{n: torch.randn(8, generator=generator) for n in ("x", "y")} for _ in range(world)]
     return Case(f"relay world={world}", plan, programs, memory)

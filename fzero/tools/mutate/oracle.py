@@ -94,7 +94,7 @@ def _cramped(program: Program) -> frozenset[int]:
 
 def executed(case: Case, programs: Mapping[int, Program]) -> Outcome:
     """The state and the metrics that the executor leaves behind, all ranks in one process, in arenas full of NaN."""
-    world = Mailbox(len(programs))
+    world = Mailbox(programs[min(programs)].mesh)
     memory = [{name: tensor.clone() for name, tensor in own.items()} for own in case.memory]
     try:
         with quiet_fakes():

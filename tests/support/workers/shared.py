@@ -178,7 +178,7 @@ def lowered_via(spec, params, batch, world, via):
     lowered = fzero.lower(spec, params, batch, world_size=world)
     program, _ = optimise(build(lowered.graph, lowered.plan, transport=via), Options())
     verify(program)
-    return replace(lowered, program=program)
+    return replace(lowered, programs={0: program})
 
 
 def chosen():

@@ -1,0 +1,311 @@
+"""assign_roles: the role or roles that run each op, and when: what `by_role` makes programs of.
+
+Work of a region goes by its chunk (`chunks`), a gradient's sum or an update by its bucket, a small value where its
+inputs are, or wherever it is read. An op on buckets of several roles is cut by its results. A leaf that another role
+uses is copied for it before the regions, and its gradient copied into its bucket after the region. Of a buffer that
+roles write in parts, such as the terms of a norm, each role sends its part to the others before the first read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from fzero.errors import SpecError
+from fzero.ir import fx_nodes, rewrite, segments
+from fzero.ir.program import Program
+from fzero.ir.records import PERSISTENT, Buffer, Op, Ref
+from fzero.passes.pipeline.chunks import pieces
+from fzero.passes.pipeline.split_backward import Halves, split_backward
+from fzero.pipeline import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
+
+aten = torch.ops.aten
+
+Group = tuple[int, Action | None]  # (how many regions began before, the action; None: outside of regions)
+
+
+@dataclass(frozen=True)
+class Work:
+    """An op, when it runs, and the roles that run it."""
+
+    op: Op
+    group: Group
+    roles: frozenset[int]
+
+
+@dataclass
+class Assigned:
+    """The ops of a program with their roles. Only its methods write the other fields."""
+
+    program: Program
+    schedule: Schedule
+    chunk_of: Mapping[str, int]
+    works: list[Work] = field(default_factory=list)
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    segments: dict[str, fx.GraphModule] = field(default_factory=dict)
+    lent: dict[str, Work] = field(default_factory=dict)  # copies of leaves for other roles, by the copy's name
+    from_batch: set[str] = field(default_factory=set)  # values that follow from the batch alone
+
+    @property
+    def everywhere(self) -> frozenset[int]:
+        return frozenset(range(self.schedule.roles))
+
+    def place(self) -> None:
+        """Gives every op its roles and its group."""
+        self.buffers = dict(self.program.buffers)
+        found = pieces(self.program, self.chunk_of)
+        read_in: dict[str, set[int]] = defaultdict(set)  # of each buffer, the chunks that read it
+        for number, piece in found.items():
+            for ref in self.program.ops[number].reads:
+                read_in[ref.name].add(piece.chunk)
+        known: dict[str, Halves] = {}
+        regions: list[str] = []
+        drafts: list[tuple[Op, Group, frozenset[int] | None]] = []
+        for number, op in enumerate(self.program.ops):
+            if op.phase == "region" and op.region not in regions:
+                regions.append(str(op.region))
+            if number not in found:
+                group: Group = (len(regions), None)
+                drafts += [(part, group, roles) for part, roles in self._outer(op)]
+                continue
+            piece = found[number]
+            role = self.schedule.role_of[piece.chunk]
+            index = regions.index(str(op.region)) + 1
+            for part, kind in self._halves(op, piece.forward, known):
+                here, back = self._at_home(part, role)
+                drafts.append((here, (index, Action(kind, piece.chunk, op.microbatch)), frozenset({role})))
+                drafts += [(copy, (index, None), frozenset({home})) for copy, home in back]
+            if piece.forward:
+                drafts += self._made_anew(op, index, role, read_in)
+        first = next(i for i, (_, group, _) in enumerate(drafts) if group[1] is not None)
+        lent = [(work.op, work.group, work.roles) for work in self.lent.values()]
+        self.works = self._demanded([*drafts[:first], *lent, *drafts[first:]])
+        self._exchange()
+
+    def _made_anew(
+        self, op: Op, index: int, role: int, read_in: Mapping[str, set[int]]
+    ) -> list[tuple[Op, Group, frozenset[int] | None]]:
+        """Runs of what other roles read of a forward op, where it follows from the batch alone (masks, positions,
+        angles): each such role makes it for itself, and nothing is sent."""
+        gm = self.program.segments[op.segment]
+        inputs = fx_nodes.placeholders(gm.graph)[: len(op.reads)]
+        order = {node: i for i, node in enumerate(gm.graph.nodes)}
+        known = {node for node, ref in zip(inputs, op.reads, strict=True) if self._is_known(ref.name)}
+        outs = list(zip(op.writes[: op.num_outputs], fx_nodes.outputs(gm.graph), strict=True))
+        needs = {ref: _ancestors(node) for ref, node in outs}
+        plain = {ref: node for ref, node in outs if needs[ref] & set(inputs) <= known}
+        self.from_batch |= {ref.name for ref in plain}
+        drafts: list[tuple[Op, Group, frozenset[int] | None]] = []
+        chunks: dict[int, dict[Ref, int]] = defaultdict(dict)  # by role, of each value the first chunk that reads it
+        for ref in plain:
+            for chunk in sorted(read_in[ref.name], reverse=True):
+                chunks[self.schedule.role_of[chunk]][ref] = chunk
+        for other, refs in chunks.items():
+            if other == role:
+                continue
+            nodes = set().union(*(needs[ref] for ref in refs))
+            used = [i for i, node in enumerate(inputs) if node in nodes]
+            body = sorted((n for n in nodes if n.op == "call_function"), key=order.__getitem__)
+            cut = segments.extract(body, [inputs[i] for i in used], [plain[ref] for ref in refs])
+            run = rewrite.run_op(op, cut, [op.reads[i] for i in used], list(refs))
+            self.segments[run.segment] = cut
+            drafts.append((run, (index, Action(FORWARD, min(refs.values()), op.microbatch)), frozenset({other})))
+        return drafts
+
+    def _is_known(self, name: str) -> bool:
+        """Whether every role has a value, or can make it: of the batch, and of state in no bucket."""
+        buffer = self.buffers[name]
+        return name in self.from_batch or (buffer.kind in PERSISTENT and buffer.bucket is None)
+
+    def _halves(self, op: Op, forward: bool, known: dict[str, Halves]) -> list[tuple[Op, str]]:
+        if forward:
+            return [(op, FORWARD)]
+        if not self.schedule.splits:
+            return [(op, BACKWARD)]
+        split = split_backward(self.program, op, known)
+        self.buffers |= split.buffers
+        self.segments |= split.segments
+        return [(part, kind) for part, kind in ((split.first, INPUT), (split.second, WEIGHT)) if part is not None]
+
+    def _role(self, ref: Ref) -> int | None:
+        """The role that keeps the bucket of a reference."""
+        bucket = self.buffers[ref.name].bucket
+        return None if bucket is None else self.program.buckets[bucket].role
+
+    def _at_home(self, op: Op, role: int) -> tuple[Op, list[tuple[Op, int]]]:
+        """(a region's op on its role, copies of gradients into buckets of other roles, each with its role).
+
+        Leaves of other roles are read from a copy, and their gradients written to one. After the region the role that
+        keeps the leaf copies the gradient into its bucket.
+        """
+        reads, writes = list(op.reads), list(op.writes)
+        back: list[tuple[Op, int]] = []
+        for position, ref in enumerate(op.reads):
+            if self._role(ref) in (None, role):
+                continue
+            name = f"{ref.name}.lent{ref.start}"
+            reads[position] = Ref(name)
+            if name not in self.lent:
+                self.buffers[name] = Buffer(name, self.buffers[ref.name].dtype, ref.shape or (), "activation")
+                copy = self._copy(Op("run"), [ref], [Ref(name)], f"for role {role}: {op.why}")
+                self.lent[name] = Work(copy, (0, None), frozenset({self._role(ref) or 0}))
+        for position, ref in enumerate(op.writes):
+            home = self._role(ref)
+            if home in (None, role):
+                continue
+            name = f"{ref.name}.back{ref.start}"
+            like = self.buffers[ref.name]
+            self.buffers[name] = Buffer(name, like.dtype, ref.shape or (), "activation")
+            writes[position] = Ref(name)
+            copy = self._copy(op, [Ref(name)], [ref], f"of the role that uses it: {op.why}")
+            back.append((copy, home or 0))
+        return replace(op, reads=tuple(reads), writes=tuple(writes)), back
+
+    def _copy(self, like: Op, sources: Sequence[Ref], targets: Sequence[Ref], why: str) -> Op:
+        """A run that copies references to others, of equal shapes."""
+        shapes = [source.shape if source.shape is not None else target.shape
+                  for source, target in zip(sources, targets, strict=True)]  # fmt: skip
+        dtype = self.buffers[sources[0].name].dtype
+        gm = segments.copy_segment(*(torch.empty(shape or (), dtype=dtype, device="meta") for shape in shapes))
+        copy = rewrite.run_op(like, gm, sources, targets)
+        self.segments[copy.segment] = gm
+        return replace(copy, why=why)
+
+    def _outer(self, op: Op) -> list[tuple[Op, frozenset[int] | None]]:
+        """An op outside of regions, with its roles where its buckets say them."""
+        roles = {role for ref in (*op.reads, *op.writes) if (role := self._role(ref)) is not None}
+        if not roles:
+            return [(op, None)]
+        if len(roles) == 1:
+            return [(op, frozenset(roles))]
+        return [(part, frozenset({role})) for part, role in self._by_results(op)]
+
+    def _by_results(self, op: Op) -> list[tuple[Op, int]]:
+        """A run on buckets of several roles as one run for each. Raises SpecError where one result needs several."""
+        if not op.computes:
+            raise SpecError(f"`{op.why}` moves leaves of several roles of the pipeline at once")
+        gm = self.program.segments[op.segment]
+        holders = fx_nodes.placeholders(gm.graph)
+        inputs, dests = holders[: len(op.reads)], holders[len(op.reads) :]
+        order = {node: i for i, node in enumerate(gm.graph.nodes)}
+        copied = {n.args[0]: fx_nodes.operand(n, 1) for n in gm.graph.nodes if n.target is aten.copy_.default}
+        results = [*fx_nodes.outputs(gm.graph), *(copied[dest] for dest in dests)]  # as `op.writes`
+        needs = [_ancestors(node) for node in results]
+        by_role: dict[int, list[int]] = defaultdict(list)
+        for number, nodes in enumerate(needs):
+            refs = [op.reads[i] for i, node in enumerate(inputs) if node in nodes] + [op.writes[number]]
+            roles = {role for ref in refs if (role := self._role(ref)) is not None}
+            if len(roles) > 1:
+                raise SpecError(
+                    f"`{op.why}` needs leaves of roles {sorted(roles)} of the pipeline for one value. Only sums over "
+                    "leaves, such as a norm, are taken apart by role"
+                )
+            by_role[min(roles, default=0)].append(number)
+        parts = []
+        for role, numbers in sorted(by_role.items()):
+            nodes = set().union(*(needs[n] for n in numbers))
+            used = [i for i, node in enumerate(inputs) if node in nodes]
+            body = sorted((n for n in nodes if n.op == "call_function"), key=order.__getitem__)
+            into = [n for n in numbers if n >= op.num_outputs]
+            fresh = [n for n in numbers if n < op.num_outputs]
+            cut = segments.extract(
+                body,
+                [inputs[i] for i in used],
+                [results[n] for n in (*into, *fresh)],
+                [dests[n - op.num_outputs] for n in into],
+            )
+            part = rewrite.run_op(op, cut, [op.reads[i] for i in used], [op.writes[n] for n in (*fresh, *into)])
+            part = replace(part, kind=op.kind)
+            part = part.with_attrs(flat=1) if op.is_flat else part
+            self.segments[part.segment] = cut
+            parts.append((part, role))
+        return parts
+
+    def _demanded(self, drafts: Sequence[tuple[Op, Group, frozenset[int] | None]]) -> list[Work]:
+        """Every draft with roles: one without buckets runs where its inputs were made, if that is one role, else on
+        every role that reads its result. State that is in no bucket is updated on every role."""
+        wanted: dict[str, frozenset[int]] = defaultdict(frozenset)
+        for name in self.program.metrics.values():
+            wanted[name] = self.everywhere
+        readers: list[frozenset[int]] = []
+        for op, _, roles in reversed(drafts):
+            if roles is None:
+                roles = frozenset().union(*(wanted[ref.name] for ref in (op.writes or op.reads)))
+                if any(self.buffers[ref.name].kind in PERSISTENT for ref in op.writes):
+                    roles = self.everywhere
+            readers.append(roles)
+            for ref in op.reads:
+                wanted[ref.name] |= roles
+        home: dict[str, frozenset[int]] = {}
+        works = []
+        for (op, group, fixed), roles in zip(drafts, reversed(readers), strict=True):
+            if fixed is None and not any(self.buffers[ref.name].kind in PERSISTENT for ref in op.writes):
+                sources = [home[ref.name] for ref in op.reads if ref.name in home]
+                single = frozenset().union(*(source for source in sources if source != self.everywhere))
+                roles = single if len(single) == 1 else roles
+            if op.is_wait:
+                roles = home.get(op.target, roles)
+            for ref in op.writes:
+                home[ref.name] = home.get(ref.name, frozenset()) | roles
+            works.append(Work(op, group, roles))
+        return works
+
+    def _exchange(self) -> None:
+        """A buffer that several roles write in parts, such as the terms of a norm: before it is first read, each role
+        sends its part to every other that reads, in a buffer of its own for each."""
+        written: dict[str, dict[int, list[Ref]]] = defaultdict(lambda: defaultdict(list))
+        makers: dict[str, frozenset[int]] = defaultdict(frozenset)
+        reads: dict[str, list[int]] = defaultdict(list)
+        for number, work in enumerate(self.works):
+            for ref in work.op.reads if not work.op.is_mark else ():
+                reads[ref.name].append(number)
+            for ref in work.op.writes:
+                makers[ref.name] |= work.roles
+                if ref.start is not None and self.buffers[ref.name].bucket is None and len(work.roles) == 1:
+                    written[ref.name][next(iter(work.roles))].append(ref)
+        before: dict[int, list[Work]] = defaultdict(list)
+        for name, parts in written.items():
+            if len(makers[name]) == 1 or not reads[name]:
+                continue
+            first = reads[name][0]
+            receivers = sorted(frozenset().union(*(self.works[i].roles for i in reads[name])))
+            pairs = [(maker, receiver) for maker in sorted(parts) for receiver in receivers if maker != receiver]
+            packets = [self._packet(name, parts[maker], maker, to, self.works[first]) for maker, to in pairs]
+            before[first] += [there for there, _ in packets]  # all parts leave before any is awaited
+            before[first] += [here for _, here in packets]
+        self.works = [each for i, work in enumerate(self.works) for each in (*before[i], work)]
+
+    def _packet(self, name: str, refs: Sequence[Ref], maker: int, receiver: int, reader: Work) -> tuple[Work, Work]:
+        """(the copy into a buffer that travels, the copy out of it) of one role's part of a buffer."""
+        packet = f"{name}.{maker}to{receiver}"
+        size = sum((ref.stop or 0) - (ref.start or 0) for ref in refs)
+        self.buffers[packet] = Buffer(packet, self.buffers[name].dtype, (size,), "scratch")
+        places = _in_a_row(packet, refs)
+        there = self._copy(Op("run"), refs, places, f"for role {receiver}: {reader.op.why}")
+        here = self._copy(Op("run"), places, refs, f"of role {maker}: {reader.op.why}")
+        return Work(there, reader.group, frozenset({maker})), Work(here, reader.group, frozenset({receiver}))
+
+
+def _in_a_row(name: str, refs: Sequence[Ref]) -> list[Ref]:
+    """References of these sizes and shapes to a buffer, one after another."""
+    places, end = [], 0
+    for ref in refs:
+        size = (ref.stop or 0) - (ref.start or 0)
+        places.append(Ref(name, end, end + size, ref.shape))
+        end += size
+    return places
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        one = todo.pop()
+        if one not in found:
+            found.add(one)
+            todo += one.all_input_nodes
+    return found

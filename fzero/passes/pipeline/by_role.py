@@ -1,0 +1,218 @@
+"""by_role: the step's program, cut into one for each role of a pipeline.
+
+Every op has roles (`assign_roles`). A role runs its region work in the order of the schedule, and a value that one role
+makes and another reads becomes `send`, `recv` and `wait`.
+
+    run x w0 -> x1;  run x1 w1 -> x2        with w0 on role 0 and w1 on role 1 becomes
+    role 0: run x w0 -> x1;  send x1; wait x1        role 1: recv x1; wait x1;  run x1 w1 -> x2
+
+A receive is posted one action early, and a send waited for when the schedule's own time says that the other role has
+posted its receive: so no two roles wait for each other, however little a transport buffers. Leaves that other roles use
+are sent at the start of the step, in one order for all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fzero.ir import rewrite
+from fzero.ir.program import Program
+from fzero.ir.records import PERSISTENT, Buffer, Op, Ref, make_op
+from fzero.passes.pipeline.assign_roles import Assigned, Group, Work
+from fzero.pipeline import Schedule
+
+AXIS = "pp"
+
+
+def by_role(program: Program, schedule: Schedule, chunk_of: Mapping[str, int]) -> dict[int, Program]:
+    """The programs of all roles. `chunk_of`: of each bucket of a numbered layer, its chunk.
+
+    Raises SpecError where the cut does not follow the step, or an op needs leaves of several roles at once.
+    """
+    cut = Assigned(program, schedule, chunk_of)
+    cut.place()
+    messages = _messages(cut)
+    builders = [_RoleBuilder(cut, messages, role) for role in range(schedule.roles)]
+    received = {message: time for builder in builders for message, time in builder.receives().items()}
+    return {builder.role: builder.program(received) for builder in builders}
+
+
+@dataclass(frozen=True)
+class Message:
+    """A buffer that goes from one role to another, under a tag of its own."""
+
+    name: str
+    sender: int
+    receiver: int
+    tag: int
+
+
+def _messages(cut: Assigned) -> dict[str, list[Message]]:
+    """By buffer, its messages, receivers in order: of every buffer that a role reads and does not make itself."""
+    makers: dict[str, frozenset[int]] = defaultdict(frozenset)
+    readers: dict[str, frozenset[int]] = defaultdict(frozenset)
+    for name in cut.program.metrics.values():
+        readers[name] = cut.everywhere
+    for work in cut.works:
+        for ref in work.op.reads if not work.op.is_mark else ():
+            readers[ref.name] |= work.roles
+        for ref in work.op.writes:
+            makers[ref.name] |= work.roles
+    found: dict[str, list[Message]] = {}
+    tag = 0
+    for name in sorted(readers):
+        if cut.buffers[name].kind in PERSISTENT:
+            continue
+        for receiver in sorted(readers[name] - makers[name]):
+            found.setdefault(name, []).append(Message(name, min(makers[name]), receiver, tag))
+            tag += 1
+    return found
+
+
+class _RoleBuilder:
+    """The program of one role, being written: only its methods write its fields.
+
+    groups: its work in order; ends: when each group ends in the schedule's own time; needs: the messages that each is
+    the first to read. final: by buffer, the work of this role that last writes it. queued: by buffer, messages that
+    wait until the one before them has gone. sent: sends that have not been waited for. posted: receives that have not.
+    begun: what was posted at any time.
+    """
+
+    def __init__(self, cut: Assigned, messages: Mapping[str, Sequence[Message]], role: int) -> None:
+        self.cut, self.messages, self.role = cut, messages, role
+        self.groups, self.ends = self._groups()
+        self.needs = self._needs()
+        self.ops: list[Op] = []
+        self.sent: list[Message] = []
+        self.queued: dict[str, list[Message]] = {}
+        self.posted: dict[str, Message] = {}
+        self.begun: set[str] = set()
+        self.final: dict[str, Work] = {}
+        for work in cut.works:
+            if role in work.roles:
+                self.final |= {ref.name: work for ref in (work.op.reads if work.op.is_wait else work.op.writes)}
+
+    def receives(self) -> dict[Message, float]:
+        """When it begins to receive each message: at the end of the group before the first that reads it."""
+        ends = [0.0, *self.ends]
+        return {message: ends[i] for i, messages in enumerate(self.needs) for message in messages}
+
+    def program(self, received: Mapping[Message, float]) -> Program:
+        """The role's program. `received`: when each message begins to be received."""
+        cut, program = self.cut, self.cut.program
+        for number, works in enumerate(self.groups):
+            self._group(works, self.needs[number])
+            for message in self.needs[number + 1]:
+                self._post(message)
+            for message in list(self.sent):
+                if received[message] <= self.ends[number]:
+                    self._wait_for(message)
+            if number == 0:
+                self._lend()
+        for name in list(self.posted):
+            self._arrived(name)
+        while self.sent:
+            self._wait_for(self.sent[0])
+        named = {ref.name for op in self.ops for ref in (*op.reads, *op.writes)}
+        done = rewrite.finish(program, "by_role", ops=self.ops, buffers=cut.buffers, new_segments=cut.segments)
+        buffers = {name: b for name, b in done.buffers.items() if name in named or self._keeps(b)}
+        used = {b.bucket for b in buffers.values()}
+        buckets = {name: bucket for name, bucket in program.buckets.items() if name in used}
+        trainable = tuple(slot for slot in program.trainable if self._owns(slot.rpartition(":")[0]))
+        return replace(done, role=self.role, buffers=buffers, buckets=buckets, trainable=trainable)
+
+    def _owns(self, bucket: str) -> bool:
+        return self.cut.program.buckets[bucket].role == self.role
+
+    def _keeps(self, buffer: Buffer) -> bool:
+        """Whether the role holds a buffer between steps."""
+        return buffer.kind in PERSISTENT and (buffer.bucket is None or self._owns(buffer.bucket))
+
+    def _groups(self) -> tuple[list[list[Work]], list[float]]:
+        """(this role's work in order, when each group ends): what is outside of regions, and each region's in the order
+        of the schedule."""
+        by_group: dict[Group, list[Work]] = defaultdict(list)
+        for work in self.cut.works:
+            by_group[work.group] += [work] if self.role in work.roles else []
+        slots = self.cut.schedule.timeline()
+        length = 1 + max(row[-1].stop for row in slots)
+        groups, ends = [by_group[0, None]], [0.0]
+        for index in range(1, 1 + max(index for index, _ in by_group)):
+            for slot in slots[self.role]:
+                groups.append(by_group[index, slot.action])
+                ends.append((index - 1) * length + slot.stop)
+            groups.append(by_group[index, None])
+            ends.append(index * length)
+        return groups, ends
+
+    def _needs(self) -> list[list[Message]]:
+        """Of each group, the messages that it is the first to read; after the last group, those of the metrics."""
+        own = {name: m for name, sent in self.messages.items() for m in sent if m.receiver == self.role}
+        for name in self.cut.lent:
+            own.pop(name, None)
+        needs = []
+        for works in self.groups:
+            names = dict.fromkeys(ref.name for work in works for ref in work.op.reads if not work.op.is_mark)
+            needs.append([own.pop(name) for name in names if name in own])
+        return [*needs, list(own.values())]
+
+    def _group(self, works: Sequence[Work], needs: Sequence[Message]) -> None:
+        """The ops of one group: a receive is waited for before its first read, a send follows the last write."""
+        for message in needs:
+            self._post(message)
+        for work in works:
+            for ref in work.op.reads if not work.op.is_mark else ():
+                self._arrived(ref.name)
+            self.ops.append(work.op)
+            refs = work.op.reads if work.op.is_wait else () if work.op.transfers else work.op.writes
+            for name in dict.fromkeys(ref.name for ref in refs):
+                if self.final[name] is work and name not in self.cut.lent:
+                    self._send([m for m in self.messages.get(name, ()) if m.sender == self.role])
+
+    def _lend(self) -> None:
+        """At the start of a step, the leaves that another role uses: every role takes part in one order."""
+        for name in sorted(self.cut.lent):
+            for message in self.messages[name]:
+                if message.sender == self.role:
+                    self._send([message])
+                    self._wait_for(message)
+                elif message.receiver == self.role:
+                    self._post(message)
+                    self._arrived(name)
+
+    def _send(self, messages: Sequence[Message]) -> None:
+        """Sends a buffer to the first of several roles. The others follow, each when the one before it has gone."""
+        if not messages:
+            return
+        message, *rest = messages
+        why = f"to role {message.receiver}"
+        self.ops.append(
+            make_op("send", [Ref(message.name)], axis=AXIS, peer=message.receiver, tag=message.tag, why=why)
+        )
+        self.sent.append(message)
+        self.queued[message.name] = rest
+
+    def _wait_for(self, message: Message) -> None:
+        """Waits for a send."""
+        self.ops.append(make_op("wait", [Ref(message.name)], why=f"to role {message.receiver}"))
+        self.sent.remove(message)
+        self._send(self.queued.pop(message.name, ()))
+
+    def _post(self, message: Message) -> None:
+        """Begins to receive, once."""
+        if message.name in self.begun:
+            return
+        self.begun.add(message.name)
+        why = f"from role {message.sender}"
+        self.ops.append(
+            make_op("recv", writes=[Ref(message.name)], axis=AXIS, peer=message.sender, tag=message.tag, why=why)
+        )
+        self.posted[message.name] = message
+
+    def _arrived(self, name: str) -> None:
+        """Waits for a receive that was posted, before the first read."""
+        message = self.posted.pop(name, None)
+        if message is not None:
+            self.ops.append(make_op("wait", [Ref(name)], why=f"from role {message.sender}"))

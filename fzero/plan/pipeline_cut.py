@@ -1,0 +1,121 @@
+"""pipeline_cut: which chunk of a pipeline holds a leaf, from the tree alone.
+
+A layer is what a bucket is made for: a path up to its first number (`blocks/3`). Layers with a number are dealt to the
+chunks in order, so that the largest chunk is as small as can be. Encoders come before decoders. A leaf without a number
+lies on the first chunk if its name is that of an embedding (`FIRST`), else on the last. That decides who keeps its
+state, not where it is used: a chunk that uses a leaf of another is sent its value, and sends its gradient back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from fzero import tree
+from fzero.errors import SpecError
+
+FIRST = re.compile(r"emb|wte|wpe|tok|patch|stem|shared|conv_?in|conv1|bn1|relative", re.IGNORECASE)
+DECODER = re.compile(r"dec", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The chunks of a model. role_of: of each chunk, the role that holds it. chunk_of: of each numbered layer."""
+
+    role_of: tuple[int, ...]
+    chunk_of: Mapping[str, int]
+
+    def chunk(self, path: str) -> int:
+        """The chunk that keeps a leaf, by its path below its entry of the state."""
+        layer, _ = layer_of(path)
+        if layer in self.chunk_of:
+            return self.chunk_of[layer]
+        return 0 if FIRST.search(path) else len(self.role_of) - 1
+
+
+def layer_of(path: str) -> tuple[str, bool]:
+    """The layer of a leaf, by its path below its entry of the state, and whether it has a number.
+
+    >>> layer_of("blocks/3/attn/wq"), layer_of("wte")
+    (('blocks.3', True), ('wte', False))
+    """
+    parts = tree.parts(path)
+    number = next((n for n, part in enumerate(parts) if part.isdigit()), None)
+    return ".".join(parts[: 1 if number is None else number + 1]), number is not None
+
+
+def in_order(layers: Sequence[str]) -> list[str]:
+    """Numbered layers as the forward runs them: by number, and the encoder's before the decoder's.
+
+    >>> in_order(["decoder.0", "encoder.10", "encoder.9"])
+    ['encoder.9', 'encoder.10', 'decoder.0']
+    """
+
+    def key(layer: str) -> tuple[object, ...]:
+        words = [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", layer)]
+        return bool(DECODER.search(layer)), words
+
+    return sorted(layers, key=key)
+
+
+def cut_layers(layers: Mapping[str, int], last: int, role_of: Sequence[int], cut: Sequence[str] | None = None) -> Cut:
+    """The chunks of these layers.
+
+    layers: elements of each numbered layer. last: elements of the leaves after them, such as a head. cut: for each
+    chunk but the first, the first layer in it, as "blocks/6"; None: by elements.
+
+    Raises SpecError where there are fewer layers than chunks, and for a cut that names no layer or is out of order.
+    """
+    names = in_order(list(layers))
+    chunks = len(role_of)
+    if chunks > len(names):
+        raise SpecError(
+            f"Spec(pipeline=): {chunks} chunks need as many numbered layers, as in params['blocks'][0]; there are "
+            f"{len(names)}{': ' + ', '.join(names) if names else ''}. Use fewer chunks or fewer roles (mesh pp)"
+        )
+    starts = _balanced([layers[n] for n in names], last, chunks) if cut is None else _given(cut, names, chunks)
+    chunk_of = {name: sum(start <= i for start in starts) for i, name in enumerate(names)}
+    return Cut(tuple(role_of), chunk_of)
+
+
+def _given(cut: Sequence[str], names: Sequence[str], chunks: int) -> list[int]:
+    if isinstance(cut, str) or len(cut) != chunks - 1:
+        raise SpecError(
+            f"Pipeline(cut={cut!r}): {chunks} chunks have {chunks - 1} cuts, each the first layer of a chunk"
+        )
+    known = {name.replace(".", "/"): i for i, name in enumerate(names)}
+    starts = []
+    for name in cut:
+        wanted = str(name).replace(".", "/")
+        inside = next((layer for layer in known if wanted.startswith(layer + "/")), None)
+        if inside is not None:
+            raise SpecError(f"Pipeline(cut=[{name!r}]) is inside a layer: chunks are whole layers. Cut at {inside!r}")
+        if wanted not in known:
+            raise SpecError(f"Pipeline(cut=[{name!r}]) names no numbered layer.{tree.suggest(wanted, known)}")
+        starts.append(known[wanted])
+    if starts != sorted(set(starts)) or 0 in starts:
+        raise SpecError(f"Pipeline(cut={list(cut)!r}): cuts go up, and the first chunk begins at {next(iter(known))!r}")
+    return starts
+
+
+def _balanced(sizes: Sequence[int], last: int, chunks: int) -> list[int]:
+    """Where chunks after the first begin, so that the largest has the fewest elements: a table over layers, chunks."""
+    total = [0, *accumulate(sizes)]
+    count = len(sizes)
+    best = [[float("inf")] * (count + 1) for _ in range(chunks + 1)]
+    where = [[0] * (count + 1) for _ in range(chunks + 1)]
+    best[0][0] = 0
+    for c in range(1, chunks + 1):
+        for end in range(c, count + 1):
+            for begin in range(c - 1, end):
+                here = total[end] - total[begin] + (last if c == chunks else 0)
+                worst = max(best[c - 1][begin], here)
+                if worst < best[c][end]:
+                    best[c][end], where[c][end] = worst, begin
+    starts, end = [], count
+    for c in range(chunks, 1, -1):
+        end = where[c][end]
+        starts.append(end)
+    return starts[::-1]

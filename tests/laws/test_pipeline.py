@@ -1,0 +1,214 @@
+"""A pipeline changes no bit: every schedule against the same step without one, at the same dp and `reduce`.
+
+All ranks of the grid run in this process, with poisoned memory. `by_role` is verified by `fzero.lower` itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import hf_models
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Run, run
+from torch import Tensor
+
+import fzero
+from fzero import optim
+from fzero.interop import from_module
+from fzero.pipeline import Pipeline, Schedule
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+STEPS = 3
+VOCAB, SEQUENCE = 64, 8
+INIT, LOSS = cases.gpt(VOCAB, 16, 4, 2)
+
+
+def tokens(rank: int, step: int) -> Any:
+    return cases.tokens(4, SEQUENCE, VOCAB, rank + 10 * step)
+
+
+def spec(**given: Any) -> fzero.Spec:
+    made = {"loss": LOSS, "optimizer": optim.adamw(1e-2), "microbatches": 4, "reduce": "end", "transfers": "p2p"}
+    return fzero.Spec(**{**made, **given})
+
+
+def same(a: Run, b: Run) -> None:
+    """Equal bits: every leaf at the end, and every metric on every rank."""
+    assert a.paths == b.paths
+    differing = [p for p, x, y in zip(a.paths, a.leaves[-1], b.leaves[-1], strict=True) if not torch.equal(x, y)]
+    assert differing == []
+    for one, two in zip(a.metrics, b.metrics, strict=True):
+        assert all(torch.equal(one[0][name], rank[name]) for rank in two for name in one[0])
+
+
+def both(
+    pp: int, dp: int, schedule: Any, params: Any = None, batch: Any = tokens, steps: int = STEPS, **given: Any
+) -> Run:
+    params = INIT(fzero.random.key(0)) if params is None else params
+    plain = run(spec(mesh={"dp": dp}, **given), params, batch, world=dp, steps=steps)
+    cut = spec(mesh={"pp": pp, "dp": dp}, pipeline=schedule, **given)
+    piped = run(cut, params, batch, world=pp * dp, steps=steps)
+    same(plain, piped)
+    return piped
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.sampled(6)
+def test_every_schedule_at_every_stage(schedule: str, zero: int) -> None:
+    """Tied embedding, clipping by the global norm."""
+    both(2, 2, schedule, zero=zero, clip_norm=0.5)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.sampled(1)
+def test_four_roles(schedule: str) -> None:
+    both(4, 1, schedule, zero=0, clip_norm=0.5)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "each": {"reduce": "each", "zero": 2},
+    "remat": {"remat": "full", "zero": 3},
+    "bf16": {"precision": "bf16", "zero": 3},
+    "fp16": {"precision": "fp16", "nonfinite": "skip", "zero": 1},
+    "muon": {"optimizer": optim.muon(0.02, others=optim.adamw(1e-2)), "zero": 1},
+    "muon at 3": {"optimizer": optim.muon(0.02, others=optim.adamw(1e-2)), "zero": 3},
+    "8-bit": {"optimizer": optim.adamw8bit(1e-2), "zero": 3},
+    "clipped values": {"clip_value": 1e-3, "zero": 2},
+    "small buckets": {"bucket_bytes": 1024, "zero": 3},
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.sampled(4)
+def test_with_everything_else(name: str, schedule: str) -> None:
+    both(2, 2, schedule, **OTHERS[name])
+
+
+MODELS = ("Llama", "GPT-2", "T5", "BERT", "ViT", "Mixtral", "Qwen3", "Mamba")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(3)
+def test_models_that_nobody_here_wrote(name: str, schedule: str) -> None:
+    pytest.importorskip("transformers")
+    case = hf_models.CASES[name]
+    torch.manual_seed(0)
+    params, buffers, apply = from_module(case.make().eval())
+
+    def loss(p: Any, b: dict[str, Tensor]) -> fzero.Mean:
+        given = {key: value for key, value in b.items() if key != "labels"}
+        return fzero.Mean(*case.loss(apply(p, buffers, **given), b))
+
+    def batch(rank: int, step: int) -> dict[str, Tensor]:
+        more = case.batch(rank + 7, step)
+        return {key: torch.cat([value, more[key]]) for key, value in case.batch(rank, step).items()}
+
+    both(2, 1, schedule, params=params, batch=batch, steps=2, loss=loss, microbatches=2, zero=1)
+
+
+# --- leaves that lie elsewhere than where they are used ---------------------------------------------------------------
+
+
+def odd_init(key: Tensor) -> Any:
+    """`first` is used before the blocks and keeps a name of the last; `embed` after them, with one of the first."""
+    k = fzero.random.split(key, 4)
+    w = [fzero.random.normal(each, (16, 16)) * 0.3 for each in k]
+    return {"first": w[0], "embed": w[1], "blocks": [{"w": w[2]}, {"w": w[3]}]}
+
+
+def odd_loss(p: Any, b: Tensor) -> Tensor:
+    x = torch.tanh(b @ p["first"])
+    for block in p["blocks"]:
+        x = x + torch.tanh(x @ block["w"])
+    return F.mse_loss(x @ p["embed"] @ p["first"], b)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_leaves_that_another_role_uses_are_lent_to_it(zero: int) -> None:
+    def rows(rank: int, step: int) -> Tensor:
+        return torch.randn(4, 16, generator=torch.Generator().manual_seed(rank + 10 * step))
+
+    params = odd_init(fzero.random.key(1))
+    piped = both(2, 2, "1f1b", params=params, batch=rows, loss=odd_loss, zero=zero, clip_norm=0.5)
+    lent = {role: [n for n in p.buffers if ".lent" in n] for role, p in piped.lowered.programs.items()}
+    assert len(set(lent[0]) | set(lent[1])) >= 2
+    assert any(".back" in name for name in piped.lowered.programs[1].buffers)
+
+
+def test_a_step_of_ones_own_with_two_regions() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        for _ in range(2):
+            value, grads = fzero.value_and_grad(LOSS, microbatches=2)(state["params"], batch)
+            state = {**state, "params": fzero.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)}
+        return {**state, "count": state["count"] + 1}, {"loss": fzero.pmean(value)}
+
+    state = {"params": INIT(fzero.random.key(0)), "count": torch.zeros((), dtype=torch.int64)}
+    given = {"step": step, "zero": 3, "transfers": "p2p", "reduce": "end"}
+    plain = run(fzero.Spec(mesh={"dp": 2}, **given), state, tokens, world=2, steps=2)
+    cut = fzero.Spec(mesh={"pp": 2, "dp": 2}, microbatches=2, **given)
+    same(plain, run(cut, state, tokens, world=4, steps=2))
+
+
+def test_a_schedule_of_ones_own() -> None:
+    own = Schedule.parse(
+        """
+        schedule own chunks 0 1 0 1
+        role 0 F0.0 F0.1 F2.0 F2.1 B2.1 B2.0 B0.0 B0.1
+        role 1 F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1
+        """.replace("B2.1 B2.0", "B2.0 B2.1")
+    )
+    both(2, 1, Pipeline(own), microbatches=2, zero=0)
+
+
+# --- formulas -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_sends_are_those_of_the_formula(schedule: str) -> None:
+    """2 m activations for each border between roles, each of batch x sequence x width x 4 bytes; beside them a tied
+    embedding's m gradients and one value, and the metrics."""
+    given = {"mesh": {"pp": 2}, "pipeline": schedule, "zero": 0}
+    lowered = fzero.lower(spec(**given), INIT(fzero.random.key(0)), tokens(0, 0))
+    assert lowered.schedule is not None
+    sizes: list[int] = []
+    small = tied = 0
+    for program in lowered.programs.values():
+        for op in program.ops:
+            if op.is_send:
+                size = program.buffers[op.reads[0].name].nbytes
+                if size <= 8:
+                    small += 1
+                elif program.buffers[op.reads[0].name].shape == (VOCAB, 16):
+                    tied += 1
+                else:
+                    sizes.append(size)
+    assert len(sizes) == lowered.schedule.transfers
+    assert set(sizes) == {1 * SEQUENCE * 16 * 4}
+    assert tied == (0 if schedule == "zb-v" else 4 + 1)
+    assert small == 1  # the loss
+
+
+def test_peaks_fall_with_the_microbatches_held() -> None:
+    """1F1B holds p - r microbatches of activations, GPipe all: the planned peak of a deep role says so."""
+    init, loss = cases.gpt(VOCAB, 16, 4, 2)
+    params = init(fzero.random.key(0))
+    batch = cases.tokens(16, 64, VOCAB)
+
+    def peaks(schedule: str) -> list[int]:
+        given = {"mesh": {"pp": 4}, "pipeline": schedule, "microbatches": 8, "zero": 0, "loss": loss}
+        programs = fzero.lower(spec(**given), params, batch).programs
+        return [
+            max(fzero.ir.liveness.live_bytes(p.ops, p.buffers, lambda b: b.kind == "activation"))
+            for p in programs.values()
+        ]
+
+    whole, held = peaks("gpipe"), peaks("1f1b")
+    assert all(b < a for a, b in zip(whole, held, strict=True))
+    assert held == sorted(held, reverse=True)
+    assert held[0] < 0.6 * whole[0]
