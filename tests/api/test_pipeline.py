@@ -86,7 +86,7 @@ def test_interleaved_is_torchs_order(roles: int, microbatches: int, chunks: int)
 
 
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 13))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_texts_round_trip(name: str, roles: int, microbatches: int) -> None:
     if name == "interleaved":
         microbatches = roles * -(-microbatches // roles)
@@ -97,7 +97,7 @@ def test_texts_round_trip(name: str, roles: int, microbatches: int) -> None:
 
 
 @given(st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_damaged_schedule_is_refused(rng: random.Random) -> None:
     """Any two actions of a role exchanged, one left out, or one twice: refused, unless it can run as it stands."""
     schedule = make_schedule(rng.choice(["1f1b", "interleaved", "zb-h1", "zb-v", "gpipe"]), 3, 6)

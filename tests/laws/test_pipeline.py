@@ -57,7 +57,7 @@ def both(
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 def test_every_schedule_at_every_stage(schedule: str, zero: int) -> None:
     """Tied embedding, clipping by the global norm."""
     both(2, 2, schedule, zero=zero, clip_norm=0.5)
@@ -84,7 +84,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_with_everything_else(name: str, schedule: str) -> None:
     both(2, 2, schedule, **OTHERS[name])
 
@@ -94,7 +94,7 @@ MODELS = ("Llama", "GPT-2", "T5", "BERT", "ViT", "Mixtral", "Qwen3", "Mamba")
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_models_that_nobody_here_wrote(name: str, schedule: str) -> None:
     pytest.importorskip("transformers")
     case = hf_models.CASES[name]
