@@ -130,6 +130,7 @@ def odd_loss(p: Any, b: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.sampled(1)
 def test_leaves_that_another_role_uses_are_lent_to_it(zero: int) -> None:
     def rows(rank: int, step: int) -> Tensor:
         return torch.randn(4, 16, generator=torch.Generator().manual_seed(rank + 10 * step))
@@ -170,6 +171,7 @@ def test_a_schedule_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.sampled(2)
 def test_sends_are_those_of_the_formula(schedule: str) -> None:
     """2 m activations for each border between roles, each of batch x sequence x width x 4 bytes; beside them a tied
     embedding's m gradients and one value, and the metrics."""
