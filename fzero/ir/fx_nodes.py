@@ -63,6 +63,18 @@ def operand(node: fx.Node, index: int = 0) -> fx.Node:
     return argument
 
 
+def ancestors(*nodes: fx.Node) -> set[fx.Node]:
+    """The nodes that these need, themselves included."""
+    found: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
+
+
 def is_rename(node: fx.Node) -> bool:
     """Whether a node only gives its operand another name (detach, alias)."""
     return is_compute(node) and node.target in _RENAMES

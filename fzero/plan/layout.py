@@ -149,12 +149,8 @@ def layout(
     Raises SpecError for a rule that matches nothing or leaves a leaf without a stage, and as `pipeline` does.
     """
     codes_of = scales(paths, leaves, per_rank)
-    flat = [
-        i
-        for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True))
-        if (leaf.dtype.is_floating_point or leaf.dtype in CODES) and leaf.ndim > 0 and leaf.numel() > 0
-        if path not in per_rank and i not in codes_of
-    ]  # fmt: skip
+    apart = {i for i, path in enumerate(paths) if path in per_rank} | set(codes_of)
+    flat = [i for i, leaf in enumerate(leaves) if i not in apart and _may_be_cut(leaf)]
     classes = with_scales(_classes(flat, paths, leaves), codes_of, paths, leaves)
     stages = _stages(classes, paths, zero)
     is_param = [any(tree.matches(p, path) for p in params) for path in paths]
@@ -192,6 +188,10 @@ def layout(
         buffers[whole.buffer] = Buffer(whole.buffer, whole.dtype, whole.shape, "state", per_rank=whole.per_rank)
     mesh = Mesh(((axis, world_size),)) if mesh is None else mesh
     return Plan(axis, mesh, buckets, buffers, tuple(places[i] for i in range(len(paths))), cut)
+
+
+def _may_be_cut(leaf: torch.Tensor) -> bool:
+    return (leaf.dtype.is_floating_point or leaf.dtype in CODES) and leaf.ndim > 0 and leaf.numel() > 0
 
 
 def _layers(classes: list[Class], leaves: Sequence[torch.Tensor]) -> tuple[dict[str, int], int]:

@@ -157,13 +157,7 @@ def _shapes_only(gm: fx.GraphModule) -> None:
 
 def _compute(node: fx.Node, inputs: dict[fx.Node, Any], order: dict[fx.Node, int]) -> torch.Tensor:
     """One output, from the nodes it needs. A value is dropped after its last use; elementwise ops reuse their input."""
-    needed: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        op = stack.pop()
-        if op not in needed:
-            needed.add(op)
-            stack.extend(op.all_input_nodes)
+    needed = fx_nodes.ancestors(node)
     values: dict[fx.Node, Any] = {n: inputs[n].to(n.meta["val"].device) for n in needed if n in inputs}
     left = {n: sum(u in needed for u in n.users) for n in needed}
     for op in sorted((n for n in needed if n not in inputs), key=order.__getitem__):

@@ -100,7 +100,7 @@ def local(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int)
 def join(plan: Plan, leaf: Leaf, parts: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
     """A logical leaf, put together from every rank's buffers. Per-rank leaves are stacked."""
     if leaf.per_rank:
-        return torch.stack([memory[leaf.buffer] for memory in parts])
+        return torch.stack([parts[rank][leaf.buffer] for rank in plan.mesh.peers(0, plan.axis)])
     holders = [rank for rank, memory in enumerate(parts) if leaf.buffer in memory]
     if leaf.slot is None or not plan.buffers[leaf.buffer].sharded:
         return local(plan, parts[holders[0]], leaf, holders[0]).clone()

@@ -49,6 +49,8 @@ def _mesh(program: Program) -> Iterator[str]:
     names, sizes = program.mesh.names, [size for _, size in program.mesh]
     if len(set(names)) < len(names) or min(sizes, default=1) < 1 or program.world_size > MOST:
         yield f"the mesh is {program.mesh}: every axis once, of one rank or more"
+    if program.role is not None and "pp" not in program.mesh:
+        yield f"the program is for role {program.role} of a pipeline: the mesh has no axis pp"
     for bucket in program.buckets.values():
         if bucket.axis not in program.mesh:
             yield f"bucket {bucket.name} is cut along axis {bucket.axis}, which the mesh has not"

@@ -30,7 +30,7 @@ class RolesUndefined(Undefined):
 class _Mail:
     """The messages of a step. Roles write it as they run.
 
-    sent: by message, the terms in flight. posted: receives begun. taken: messages received.
+    sent: by message, the terms in flight. started: sends begun. posted: receives begun.
     """
 
     def __init__(self) -> None:
@@ -97,8 +97,7 @@ class _Role:
         """What a reference holds, by ranges from its start."""
         buffer = self.program.buffers[ref.name]
         if buffer.bucket is not None:
-            numel = self.program.extent(buffer) if ref.start is None else (ref.stop or 0) - ref.start
-            return {(0, numel): self.abstract.read(ref)}
+            raise Undefined(f"{ref} is in a bucket: a message comes from a buffer of its own")
         if ref.name not in self.abstract.memory:
             raise Undefined(f"{ref.name} holds nothing")
         low, high = (0, buffer.numel) if ref.start is None else (ref.start, ref.stop or 0)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from capturing import said
 from helpers import Outcome, differing, gloo
 from torch import Tensor
 
@@ -49,16 +50,6 @@ def whole(state: State) -> dict[str, Tensor]:
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     assert all(x.isfinite().all() for x in a.values()), "nothing equals nan"
     return not differing(a, b)
-
-
-def said(error: type[Exception], fn: Callable[[], Any], *parts: str) -> str:
-    with pytest.raises(error) as caught:
-        fn()
-    assert type(caught.value) is error
-    message = str(caught.value)
-    for part in parts:
-        assert part in message, f"{part!r} is missing in: {message}"
-    return message
 
 
 @contextmanager

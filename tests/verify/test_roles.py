@@ -13,8 +13,10 @@ import pytest
 
 import fzero
 from fzero.errors import VerifyError
+from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import Op
+from fzero.tools.mutate.text import damaged
 from fzero.verify.rules import verify
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
@@ -187,3 +189,26 @@ def test_the_text_of_a_role_reads_back() -> None:
         again = fzero.parse(str(program), program.segments)
         assert again == program
         assert again.role == program.role
+
+
+def test_damaged_texts_of_roles_end_in_an_answer() -> None:
+    """Accepted, no text of a program, or a VerifyError that names its reason: nothing else."""
+    programs, rng = lowered("1f1b").roles, random.Random(3)
+    refused = 0
+    for _ in range(40):
+        rank = rng.choice(sorted(programs))
+        try:
+            broken = fzero.parse(damaged(rng, str(programs[rank])), programs[rank].segments)
+        except ValueError:
+            continue
+        try:
+            verify({**programs, rank: broken})
+        except VerifyError:
+            refused += 1
+    assert refused >= 10
+
+
+def test_a_role_needs_the_axis() -> None:
+    program = lowered("1f1b").programs[0]
+    with pytest.raises(VerifyError, match=r"\[form\].*for role 0 of a pipeline: the mesh has no axis pp"):
+        verify(replace(program, mesh=Mesh((("dp", 2),))))

@@ -96,7 +96,7 @@ class Assigned:
         order = {node: i for i, node in enumerate(gm.graph.nodes)}
         known = {node for node, ref in zip(inputs, op.reads, strict=True) if self._is_known(ref.name)}
         outs = list(zip(op.writes[: op.num_outputs], fx_nodes.outputs(gm.graph), strict=True))
-        needs = {ref: _ancestors(node) for ref, node in outs}
+        needs = {ref: fx_nodes.ancestors(node) for ref, node in outs}
         plain = {ref: node for ref, node in outs if needs[ref] & set(inputs) <= known}
         self.from_batch |= {ref.name for ref in plain}
         drafts: list[tuple[Op, Group, frozenset[int] | None]] = []
@@ -194,7 +194,7 @@ class Assigned:
         order = {node: i for i, node in enumerate(gm.graph.nodes)}
         copied = {n.args[0]: fx_nodes.operand(n, 1) for n in gm.graph.nodes if n.target is aten.copy_.default}
         results = [*fx_nodes.outputs(gm.graph), *(copied[dest] for dest in dests)]  # as `op.writes`
-        needs = [_ancestors(node) for node in results]
+        needs = [fx_nodes.ancestors(node) for node in results]
         by_role: dict[int, list[int]] = defaultdict(list)
         for number, nodes in enumerate(needs):
             refs = [op.reads[i] for i, node in enumerate(inputs) if node in nodes] + [op.writes[number]]
@@ -298,14 +298,3 @@ def _in_a_row(name: str, refs: Sequence[Ref]) -> list[Ref]:
         places.append(Ref(name, end, end + size, ref.shape))
         end += size
     return places
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        one = todo.pop()
-        if one not in found:
-            found.add(one)
-            todo += one.all_input_nodes
-    return found

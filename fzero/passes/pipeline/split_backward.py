@@ -10,7 +10,6 @@ results of one op stay in one half.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -78,7 +77,7 @@ def halves(gm: fx.GraphModule, num_reads: int) -> Halves:
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     copies = [n for n in gm.graph.nodes if n.target is aten.copy_.default and n.args[0] in holders[num_reads:]]
     body = [n for n in gm.graph.nodes if n.op == "call_function" and n not in copies]
-    early = _closure(outs)
+    early = {node for node in fx_nodes.ancestors(*outs) if fx_nodes.is_compute(node)}
     for node in body:  # results of one op are picked where it runs
         if node not in early and node.target is operator.getitem and node.args[0] in early:
             early.add(node)
@@ -108,15 +107,3 @@ def halves(gm: fx.GraphModule, num_reads: int) -> Halves:
     positions = {node: i for i, node in enumerate(inputs)}
     first_reads, later_reads = (tuple(positions[n] for n in nodes) for nodes in (given, read))
     return Halves(first, second, first_reads, later_reads, tuple(kept), tuple(outs.index(n) for n in shared))
-
-
-def _closure(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The calls that these nodes need, themselves included."""
-    found: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node.op == "call_function" and node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
