@@ -57,8 +57,10 @@ class Lowered:
     def after(self, name: str) -> Program:
         """The program after pass `name`; "lower" gives the one before all passes. The passes run again for it.
 
-        Raises KeyError, which lists the names, if there is no such pass.
+        Raises KeyError, which lists the names, if there is no such pass, and FzeroError for a pipeline.
         """
+        if self.schedule is not None:
+            raise FzeroError("a pipeline's passes make a program for each role: see lowered.programs[role]")
         names = ["lower", *(record.name for record in self.passes)]
         if name not in names:
             raise KeyError(f"there is no pass {name!r}: the passes are {', '.join(names)}")
