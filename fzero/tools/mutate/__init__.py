@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fzero.cost.memory import account
@@ -104,6 +105,13 @@ class Report:
                 self.missed.append(f"{mutant.kind} of {mutant.case.name}: {mutant.changes}")
 
     @property
+    def progress(self) -> str:
+        """The counts so far in one line."""
+        changing, caught = sum(self.changing.values()), sum(self.caught.values())
+        counts = f"{self.unbroken} programs, {len(self.refused)} refused; {sum(self.mutants.values())} mutants"
+        return f"{counts}, {changing} change meaning, {caught} caught"
+
+    @property
     def good(self) -> bool:
         """Whether no unbroken program was refused and no mutant missed."""
         return not self.refused and not self.missed
@@ -118,9 +126,16 @@ class Report:
         return "\n".join([*lines, *(f"refused: {x}" for x in self.refused), *(f"missed: {x}" for x in self.missed)])
 
 
-def run(count: int = 1000, seed: int = 0, *, each: int = 50, unbroken: int = 240) -> Report:
+def run(
+    count: int = 1000,
+    seed: int = 0,
+    *,
+    each: int = 50,
+    unbroken: int = 240,
+    after_program: Callable[[Report], None] = lambda report: None,
+) -> Report:
     """Draws programs and breaks each in every way, until `count` mutants change meaning, `each` of every kind, and
-    `unbroken` programs were seen. A kind that lags behind gets more tries."""
+    `unbroken` programs were seen. A kind that lags behind gets more tries. Gives `after_program` the counts so far."""
     rng, report = random.Random(seed), Report()
     while report.unbroken < unbroken or sum(report.changing.values()) < count or min(report.changing.values()) < each:
         report.unbroken += 1
@@ -135,6 +150,7 @@ def run(count: int = 1000, seed: int = 0, *, each: int = 50, unbroken: int = 240
             behind = report.changing[kind] * unbroken < each * report.unbroken
             for mutant in bench.mutants(kind, rng, tries=6 if behind else 1):
                 report.add(mutant)
+        after_program(report)
     return report
 
 
@@ -150,7 +166,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Runs `fzero mutate` and prints the table. Returns 1 if a mutant was missed or an unbroken program refused."""
-    report = run(arguments.count, arguments.seed, each=arguments.each, unbroken=arguments.unbroken)
+    """Runs `fzero mutate` and prints the table, and on stderr the counts after every program. Returns 1 if a mutant was
+    missed or an unbroken program refused."""
+    report = run(
+        arguments.count,
+        arguments.seed,
+        each=arguments.each,
+        unbroken=arguments.unbroken,
+        after_program=lambda report: print(report.progress, file=sys.stderr, flush=True),
+    )
     print(report)
     return 0 if report.good else 1
