@@ -119,7 +119,7 @@ def share_of(setup: Setup, zero: int, world_size: int) -> State:
     recipe = recipe_for(spec, params, None, device)
     plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, Mesh((("dp", world_size),)))
     block = storage.block_of(device)
-    memory = storage.allocate(plan, block)
+    memory = storage.allocate(plan, block, 0)
     recipe.place(plan, 0, memory)
     transport = Transport(
         Filled(0, world_size), transport_name(device, spec.transfers), block, "filled by this rank alone"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from fzero._torch_compat import untraced_by_dynamo
 from fzero.capture import ambient
 from fzero.capture.leaves import check_leaf
 from fzero.capture.provenance import describe
-from fzero.comm.agree import agree
+from fzero.comm.agree import Same, agree
 from fzero.comm.transport import bucket_bytes, transport_name
 from fzero.compile.collector import collector_paused
 from fzero.compile.first_state import check_key, recipe_for
@@ -21,9 +22,11 @@ from fzero.compile.lowered import Lowered
 from fzero.compile.resolve import by_flags, mesh_of
 from fzero.compile.step import fakes_on, lower_step
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, leaf_name
+from fzero.ir.mesh import SAME_BATCH
 from fzero.session.session import execute, session_of
 from fzero.session.world import World, check_spec
 from fzero.spec import Spec
+from fzero.state.first_state import fingerprint
 from fzero.state.state import Life, State
 from fzero.verify.rules import verify
 
@@ -79,7 +82,7 @@ def advanced(state: State, lowered: Lowered, metrics: Any) -> State:
     Raises NonFiniteError, with `state` unchanged, if the spec asks for it.
     """
     runtime = session_of(state)
-    runtime.last_program = lowered.program
+    runtime.last_program = lowered.on(runtime.rank)
     if runtime.spec.nonfinite == "raise" and not metrics["finite"]:
         raise NonFiniteError(
             f"the gradients of step {state.step + 1} are not finite (loss {float(metrics['loss']):g}). The state that "
@@ -181,16 +184,43 @@ def agreed(name: str, call: str, state: Any, batch: Any, fn: Callable[..., Any] 
         batch = tree.plain(batch)
         _check_batch(batch if fn is None else batch["batch"], runtime.device)
         lowered = runtime.compiled(batch, fn)
-        digest = f"{lowered.digest} after {runtime.transport.comm.number} transfers"
+        digest = lowered.digest
         if runtime.device.type == "cpu":  # where a sum rounds by the number of threads
             digest += f", threads={torch.get_num_threads()}"
     except Exception as error:
         failure, digest = error, ""
     runtime.any_rank_flags = agree(
-        runtime.rank, runtime.world_size, call, digest, runtime.group, failure, runtime.flags(), lambda: _shown(batch)
+        runtime.rank,
+        runtime.world_size,
+        call,
+        digest,
+        runtime.group,
+        failure,
+        runtime.flags(),
+        lambda: _shown(batch),
+        _same(state, batch) if failure is None else (),
     )
     assert lowered is not None
     return lowered, batch
+
+
+def _same(state: State, batch: Any) -> list[Same]:
+    """What ranks must share that are not the same in all: how many transfers ranks of one role have started, and the
+    batch of ranks that are given the same part of it. On CUDA the batch is compared where the host looks anyway."""
+    runtime = session_of(state)
+    mesh, started = runtime.plan.mesh, runtime.transport.comm.number
+    same = [Same(f"the number of transfers so far ({started})", mesh.role(runtime.rank), str(started))]
+    if mesh.data_ranks < mesh.world_size and state.step % LOOKS_AFTER[runtime.device.type] == 0:
+        tensors = [leaf for leaf in tree.flatten(batch)[1] if isinstance(leaf, torch.Tensor)]
+        value = " ".join(map(fingerprint, tensors))
+        value = hashlib.blake2b(value.encode(), digest_size=8).hexdigest()
+        axes = [axis for axis, size in mesh if axis in SAME_BATCH and size > 1]
+        remedy = (
+            f"Ranks that differ in {' and '.join(axes)} alone are given the same batch: split the data by "
+            f"the place in the data axes, as Tokens.batches(size, spec=spec) does"
+        )
+        same.append(Same("the batch", mesh.data_rank(runtime.rank), value, remedy))
+    return same
 
 
 def _shown(batch: Any) -> dict[str, str]:

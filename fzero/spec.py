@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from fzero.errors import SpecError
+from fzero.ir.mesh import PIPELINE
 from fzero.optim import GradientTransformation
 from fzero.pipeline import Pipeline
 from fzero.precision import Precision, policy
 from fzero.tree import suggest
 
-MESH_AXES = ("pp", "dp")
+MESH_AXES = (PIPELINE, "dp")
 DEFAULT_PARAMS = ("params/**",)
 RENAMED = {"products": "matmul"}  # fields of a Spec: old name, new name
 
@@ -215,7 +216,7 @@ class Spec:
         if list(self.mesh.values()).count(-1) > 1:
             raise SpecError(f"mesh={dict(self.mesh)}: one axis may be -1, the rest of the world")
         if self.pipeline is not None:
-            fits = isinstance(self.pipeline, (str, Pipeline)) and "pp" in self.mesh
+            fits = isinstance(self.pipeline, (str, Pipeline)) and PIPELINE in self.mesh
             _needs(fits, "pipeline", self.pipeline, "a schedule's name or an fzero.Pipeline, and an axis `pp` in mesh")
 
     @property

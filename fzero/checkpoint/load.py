@@ -31,6 +31,7 @@ from fzero.checkpoint.manifest import LeafRecord
 from fzero.checkpoint.reader import Checkpoint
 from fzero.comm.agree import tell
 from fzero.compile.first_state import recipe_for
+from fzero.compile.resolve import mesh_of
 from fzero.errors import CheckpointError, CorruptError, DisagreementError, DonatedError, MismatchError, SpecError
 from fzero.plan.layout import Plan
 from fzero.random import key as first_key
@@ -98,7 +99,7 @@ def load(
             params_like = _tree(saved, spec) if like is None else like
             wanted = first_key(0) if key is None and spec.loss is not None and "key" in saved.leaves else key
             recipe = recipe_for(spec, params_like, wanted, world.device)
-            return Filling(saved, recipe, world.size, strict)
+            return Filling(saved, recipe, mesh_of(spec, world.size).data_ranks, strict)
 
         state = world.state("load", spec, filler)
     log.info("fzero: loaded step %d from %s", state.step, chosen)
@@ -111,7 +112,7 @@ class Filling:
     Nothing changes after it is made. keep: the paths of leaves that keep the recipe's value.
     """
 
-    def __init__(self, saved: Checkpoint, recipe: Recipe, world_size: int, strict: bool) -> None:
+    def __init__(self, saved: Checkpoint, recipe: Recipe, data_ranks: int, strict: bool) -> None:
         """Compares the recipe's leaves with the checkpoint's. Raises MismatchError."""
         self.paths, self.values, self.per_rank, self.treedef = (
             recipe.paths,
@@ -121,12 +122,12 @@ class Filling:
         )
         self.saved, self.recipe, self.step = saved, recipe, saved.step
         here = {
-            path: entry(tuple(value.shape), value.dtype, path in recipe.per_rank, world_size)
+            path: entry(tuple(value.shape), value.dtype, path in recipe.per_rank, data_ranks)
             for path, value in zip(recipe.paths, recipe.values, strict=True)
         }
         self.keep = _compared(here, saved, strict).unfit
 
-    def place(self, plan: Plan, rank: int, memory: Mapping[str, torch.Tensor]) -> str:
+    def place(self, plan: Plan, rank: int, memory: Mapping[str, torch.Tensor]) -> tuple[str, str]:
         """Fills this rank's buffers; returns the checkpoint's digest. Raises MismatchError and CorruptError."""
         wants = wanted(plan, rank, memory, self.keep)
         self.saved.check(wants)
@@ -139,12 +140,12 @@ class Filling:
                 "Give load tensors that have some, as fzero.init would be given: like=params",
             ) from None
         self.saved.fill(wants)
-        return self.saved.digest
+        return self.saved.digest, ""
 
 
-def entry(shape: tuple[int, ...], dtype: torch.dtype, per_rank: bool, world_size: int) -> Entry:
+def entry(shape: tuple[int, ...], dtype: torch.dtype, per_rank: bool, data_ranks: int) -> Entry:
     """Returns a state's leaf of this shape on one rank, as a source describes it."""
-    return Entry((world_size, *shape) if per_rank else shape, dtype, per_rank)
+    return Entry((data_ranks, *shape) if per_rank else shape, dtype, per_rank)
 
 
 def wanted(plan: Plan, rank: int, memory: Mapping[str, torch.Tensor], keep: set[str]) -> list[Want]:
@@ -173,7 +174,7 @@ def _into(state: State, dir: Path, strict: bool, disk: Disk) -> State:
             if state.life.ended:
                 raise DonatedError(f"fzero.load(like=state): this state {state.life.ended}")
             saved = Checkpoint(chosen, disk)
-            here = {x.path: entry(x.shape, x.dtype, x.per_rank, world.size) for x in plan.leaves}
+            here = {x.path: entry(x.shape, x.dtype, x.per_rank, plan.data_ranks) for x in plan.leaves}
             keep = _compared(here, saved, strict).unfit
             wants = wanted(plan, world.rank, runtime.memory, keep)
             saved.check(wants)

@@ -181,38 +181,42 @@ def take(
     versions = {"fzero": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     empty = (ShardRecord(0, "", ()),) * plan.world_size
     leaves = tuple(_record(plan, leaf) for leaf in plan.leaves)
-    mesh, stages = {plan.axis: plan.world_size}, dict(zero) if isinstance(zero, Mapping) else zero
+    mesh, stages = dict(plan.mesh), dict(zero) if isinstance(zero, Mapping) else zero
     manifest = Manifest(step, mesh, stages, versions, program, extra_copy, tree, leaves, empty)
     parts = [Part(leaf.path, held(plan, memory, leaf, rank)) for leaf in plan.leaves]
     return Snapshot(rank, manifest, tuple(shards.in_order(parts)), torch.empty(0, dtype=torch.uint8))
 
 
 def span(plan: Plan, leaf: Leaf, rank: int) -> tuple[int, int]:
-    """Returns the elements [start, stop) of the flattened logical leaf that a rank writes."""
-    numel = torch.Size(leaf.shape).numel()
-    if leaf.per_rank:
-        return rank * numel, (rank + 1) * numel
-    if leaf.slot is None:
-        return (0, numel) if rank == 0 else (0, 0)
+    """Returns the elements [start, stop) of the flattened logical leaf that a rank writes: none where another role
+    keeps the leaf. What every role keeps is written by the first."""
+    numel, place = torch.Size(leaf.shape).numel(), plan.mesh.coordinate(rank, plan.axis)
     buffer = plan.buffers[leaf.buffer]
+    if plan.mesh.role(rank) != (plan.role_of(buffer) or 0):
+        return 0, 0
+    if leaf.per_rank:
+        return place * numel, (place + 1) * numel
+    if leaf.slot is None:
+        return (0, numel) if place == 0 else (0, 0)
     bucket = plan.buckets[buffer.bucket or ""]
     first, last, _ = bucket.place(leaf.slot, buffer.per)
-    part = bucket.length // plan.world_size
-    start, stop = (min(max(edge, first), last) for edge in (rank * part, (rank + 1) * part))
+    part = bucket.length // plan.data_ranks
+    start, stop = (min(max(edge, first), last) for edge in (place * part, (place + 1) * part))
     return (start - first) // buffer.per, (stop - first) // buffer.per
 
 
 def held(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> torch.Tensor:
     """Returns those elements, 1-D: a view of the rank's buffer."""
     start, stop = span(plan, leaf, rank)
+    if start == stop:
+        return torch.empty(0, dtype=leaf.dtype)
     flat = memory[leaf.buffer].reshape(-1)
     if leaf.slot is None:
         return flat[: stop - start]
-    if start == stop:
-        return flat[:0]
     buffer = plan.buffers[leaf.buffer]
     bucket = plan.buckets[buffer.bucket or ""]
-    begin = rank * (bucket.length // plan.world_size) if buffer.sharded else 0  # of this buffer, in the bucket
+    place = plan.mesh.coordinate(rank, plan.axis)
+    begin = place * (bucket.length // plan.data_ranks) if buffer.sharded else 0  # of this buffer, in the bucket
     zero = (bucket.place(leaf.slot, buffer.per)[0] - begin) // buffer.per  # where the leaf's element 0 lies, or would
     return flat[zero + start : zero + stop]
 
@@ -224,7 +228,7 @@ def _record(plan: Plan, leaf: Leaf) -> LeafRecord:
         placement = f"flat({buffer.bucket}, {plan.buckets[buffer.bucket or ''].slots[leaf.slot].start})"
     spans = [span(plan, leaf, rank) for rank in range(plan.world_size)]
     pieces = tuple(Piece(rank, start, stop) for rank, (start, stop) in enumerate(spans) if stop > start)
-    shape = (plan.world_size, *leaf.shape) if leaf.per_rank else leaf.shape
+    shape = (plan.data_ranks, *leaf.shape) if leaf.per_rank else leaf.shape
     return LeafRecord(leaf.path, tuple(shape), leaf.dtype, placement, buffer.kind, leaf.per_rank, pieces)
 
 

@@ -123,7 +123,7 @@ def aliased(program: Program) -> dict[str, dict[int, int]]:
 def _is_part(program: Program, ref: Ref) -> bool:
     """Whether a reference is a rank's slice of some of a bucket: of all of it, slices are equal."""
     buffer = program.buffers[ref.name]
-    cut = ref.start is not None and (ref.mine or buffer.sharded is not None) and program.world_size > 1
+    cut = ref.start is not None and (ref.mine or buffer.sharded is not None) and program.is_shared(buffer.bucket or "")
     return cut and (ref.start, ref.stop) != (0, program.buckets[buffer.bucket or ""].length)
 
 

@@ -9,8 +9,10 @@ A collective call of the user begins in `agree`: it tells the heartbeat (`fzero.
 from __future__ import annotations
 
 import functools
+import json
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +22,19 @@ from fzero.comm import heartbeat
 from fzero.errors import DisagreementError
 
 NOTE_BYTES = 512
+
+
+@dataclass(frozen=True)
+class Same:
+    """A value that some of the ranks must share: those that give the same `among`.
+
+    what: the value in words. remedy: how to mend a difference.
+    """
+
+    what: str
+    among: int
+    value: str
+    remedy: str = ""
 
 
 def tell(note: bytes, world_size: int, group: Any) -> list[bytes]:
@@ -60,16 +75,17 @@ def agree(
     failure: BaseException | None = None,
     flags: int = 0,
     inputs: Callable[[], Mapping[str, str]] = dict,
+    same: Sequence[Same] = (),
 ) -> int:
     """Checks that all ranks make the same call, and returns the union of their `flags`. Collective.
 
     call: the name of the call, for messages. digest: identifies the program that this rank is about to run. failure:
     the error that this rank met before the call, if any. flags: bits that this rank sends to the others. inputs:
     returns the inputs of the call by name, as text; it is used only if the digests differ, so that the error can name
-    the input that differs.
+    the input that differs. same: what groups of ranks must share; as many on every rank.
 
-    Raises `failure` if there is one. Raises DisagreementError on every rank if calls or digests differ, and on the
-    ranks that did not fail if another rank failed. Raises HangError if a rank does not come.
+    Raises `failure` if there is one. Raises DisagreementError on every rank if calls, digests or shared values differ,
+    and on the ranks that did not fail if another rank failed. Raises HangError if a rank does not come.
 
     The cost is one small all-gather of fixed size. The collective call begins here. The caller ends it with
     `heartbeat.of(group).leave()`; the next call ends it too.
@@ -79,16 +95,19 @@ def agree(
         if world_size > 1:
             presence.enter(call)
             text = f"{type(failure).__name__}: {failure}" if failure is not None else ""
-            note = f"{'!' if failure is not None else '='}{int(flags)}\n{call}\n{digest}\n{text}"
+            shared = json.dumps([(value.among, value.value) for value in same])
+            note = f"{'!' if failure is not None else '='}{int(flags)}\n{call}\n{digest}\n{shared}\n{text}"
             notes = tell(note.encode(), world_size, group)
             presence.set_agreed(call)
             if failure is None:
-                parts = [note.decode(errors="replace").split("\n", 3) for note in notes]
+                parts = [note.decode(errors="replace").split("\n", 4) for note in notes]
                 if len({part[1] for part in parts}) == 1 < len({part[2] for part in parts}) and not any(
                     part[0].startswith("!") for part in parts
                 ):
-                    _compare_inputs([_table(note) for note in tell(_text(inputs()), world_size, group)])
-                _compare(rank, parts)
+                    tables = [_table(note) for note in tell(_text(inputs()), world_size, group)]
+                    _compare_inputs(tables, presence.label)
+                _compare(rank, parts, presence.label)
+                _compare_shared(same, [json.loads(part[3]) for part in parts], presence.label)
                 any_rank_flags = functools.reduce(operator.or_, (int(part[0][1:]) for part in parts))
         if failure is not None:
             raise failure
@@ -108,7 +127,7 @@ def _table(note: bytes) -> dict[str, str]:
     return dict(line.split("\t", 1) for line in lines)
 
 
-def _compare_inputs(tables: list[dict[str, str]]) -> None:
+def _compare_inputs(tables: list[dict[str, str]], label: Callable[[int], str]) -> None:
     """Raises DisagreementError for the first input of rank 0 that differs on another rank."""
     for name, first in tables[0].items():
         for rank, table in enumerate(tables):
@@ -121,21 +140,33 @@ def _compare_inputs(tables: list[dict[str, str]]) -> None:
             )
             shapes = first.partition("[")[0] == other.partition("[")[0] and "[" in first
             raise DisagreementError(
-                f"{name} is {first} on rank 0, {other} on rank {rank}: a step needs batches of the same shapes, dtypes "
-                f"and static values on all ranks{f'. {remedy}' if shapes else ''}"
+                f"{name} is {first} on {label(0)}, {other} on {label(rank)}: a step needs batches of the same shapes, "
+                f"dtypes and static values on all ranks{f'. {remedy}' if shapes else ''}"
             )
 
 
-def _compare(rank: int, notes: list[list[str]]) -> None:
+def _compare(rank: int, notes: list[list[str]], label: Callable[[int], str]) -> None:
     """Raises DisagreementError if a rank failed, or if calls or digests differ. A note is [mark and flags, call,
-    digest, error text]."""
+    digest, shared values, error text]."""
     failed = [(r, note[-1]) for r, note in enumerate(notes) if note[0].startswith("!")]
     if failed:
-        raise DisagreementError("; ".join(f"rank {r} failed before {notes[rank][1]}: {text}" for r, text in failed))
+        raise DisagreementError("; ".join(f"{label(r)} failed before {notes[rank][1]}: {text}" for r, text in failed))
     if len({(note[1], note[2]) for note in notes}) > 1:
-        shown = "; ".join(f"rank {r}: {note[1]} of {note[2]}" for r, note in enumerate(notes))
+        shown = "; ".join(f"{label(r)}: {note[1]} of {note[2]}" for r, note in enumerate(notes))
         raise DisagreementError(
             f"the ranks do not run the same program ({shown}): give every rank the same spec, the same params and "
             "batches of one shape, as many threads (OMP_NUM_THREADS: sums round by them), and make the same calls on "
             "all of them (no .full() inside `if rank == 0`)"
         )
+
+
+def _compare_shared(same: Sequence[Same], notes: list[list[list[Any]]], label: Callable[[int], str]) -> None:
+    """Raises DisagreementError for the first value in which ranks differ that must share it. A note is the [among,
+    value] pairs of a rank."""
+    for number, own in enumerate(same):
+        first: dict[int, int] = {}
+        for rank, note in enumerate(notes):
+            among, value = note[number]
+            other = first.setdefault(among, rank)
+            if notes[other][number][1] != value:
+                raise DisagreementError(f"{own.what} differs between {label(other)} and {label(rank)}. {own.remedy}")

@@ -38,27 +38,27 @@ def _bytes(number: int) -> torch.Tensor:
 
 
 def measured(
-    comms: Mapping[str, Comm], world_size: int, group: Any = None, memory: Callable[[int], torch.Tensor] = _bytes
+    comms: Mapping[str, Comm], ranks: int, world_size: int, memory: Callable[[int], torch.Tensor] = _bytes
 ) -> tuple[dict[tuple[str, int], str], Rates]:
     """Returns ({(kind, bytes): the fastest way}, rates), both as rank 0 measured them. Collective.
 
-    comms: a comm by name, of the names in WAYS. memory: makes the buffers that are moved, as uint8 of a number of
-    bytes; it is `SharedMemoryPeers.allocate` if steps run in shared arenas.
+    comms: a comm by name, of the names in WAYS. ranks: how many each is among. memory: makes the buffers that are
+    moved, as uint8 of a number of bytes; it is `SharedMemoryPeers.allocate` if steps run in shared arenas.
     """
     keys = [(kind, size) for kind in WAYS for size in SIZES]
-    moves = {key: _Move(*key, world_size, memory) for key in keys}
+    moves = {key: _Move(*key, ranks, memory) for key in keys}
     costs = {
         key: {way: _least(partial(moves[key].run, comms[way]), TIMES[key[1]]) for way in WAYS[key[0]] if way in comms}
         for key in keys
     }
     fastest = [min(costs[key], key=costs[key].__getitem__) for key in keys]
-    table = dict(zip(keys, _from_rank_0(fastest, world_size, group), strict=True))
+    table = dict(zip(keys, _from_rank_0(fastest, world_size), strict=True))
     seconds = {key: costs[key][table[key]] for key in keys}
     largest = ("all_gather", SIZES[-1])
     beside = _hidden(moves[largest], comms[table[largest]])
     speeds = [_flops(torch.bfloat16), _flops(torch.float32), _memory()]
     figures = [float(f"{value:.3g}") for value in (*seconds.values(), beside, *speeds)]
-    *spent, hidden, low, full, memory_bytes = _from_rank_0(figures, world_size, group)
+    *spent, hidden, low, full, memory_bytes = _from_rank_0(figures, world_size)
     seconds = dict(zip(keys, spent, strict=True))
     fits = {kind: fitted({size: seconds[kind, size] for size in SIZES}) for kind in WAYS}
     rates = Rates(
@@ -71,9 +71,9 @@ def measured(
     return table, rates
 
 
-def _from_rank_0(local: Sequence[Any], world_size: int, group: Any) -> list[Any]:
+def _from_rank_0(local: Sequence[Any], world_size: int) -> list[Any]:
     """Rank 0's list, on every rank."""
-    values: list[Any] = json.loads(tell(json.dumps(local).encode(), world_size, group)[0])
+    values: list[Any] = json.loads(tell(json.dumps(local).encode(), world_size, None)[0])
     return values
 
 
@@ -149,7 +149,7 @@ class Fastest:
     def way(self, op: Op, tensors: list[torch.Tensor]) -> str:
         """The name of the comm for this transfer."""
         if not op.is_collective:
-            return "p2p"
+            return "shared" if "shared" in self.comms else "p2p"
         if op.reduces and len(op.writes) == 1:
             return "shared"  # the program has no receive buffer for another
         whole = tensors[-1] if op.gathers else tensors[0]

@@ -1,5 +1,7 @@
 """group: the process group of a run.
 
+`lines` makes a smaller group for each axis of a mesh.
+
 `open_world` joins the default process group. Under torchrun it starts the group: gloo for states on the CPU, nccl for
 states on CUDA. A torchrun agent keeps one store over all restarts of a job. So each start uses a part of that store
 that no earlier start has used (`fzero.comm.store_prefix`).
@@ -8,13 +10,16 @@ that no earlier start has used (`fzero.comm.store_prefix`).
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fzero.comm import heartbeat, launcher, store_prefix
 from fzero.errors import SpecError
+from fzero.ir.mesh import PIPELINE, Mesh
 
 TIMEOUT_SECONDS = 600.0  # torch's default for nccl
 
@@ -44,6 +49,51 @@ def open_world(device: str, timeout_seconds: float | None = None) -> tuple[int, 
         return _here()
     launcher.check(os.environ)
     return 0, 1
+
+
+@dataclass(frozen=True)
+class Line:
+    """The ranks that differ from this one on one axis of a mesh alone.
+
+    place: this rank's coordinate on the axis. ranks: the ranks of the world by coordinate. group: their process group
+    (None: the default group). back: on CUDA, a second one for messages to lower coordinates: NCCL runs what one
+    communicator carries in order, and so a message up would wait for one down.
+    """
+
+    place: int = 0
+    ranks: tuple[int, ...] = (0,)
+    group: Any = None
+    back: Any = None
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @staticmethod
+    def whole(rank: int, world_size: int) -> Line:
+        """The line of a mesh with one axis, over the default group."""
+        return Line(rank, tuple(range(world_size)))
+
+
+def lines(mesh: Mesh, rank: int, device: torch.device, presence: heartbeat.Presence) -> dict[str, Line]:
+    """The lines of a rank, by axis, of the axes with several ranks. Collective: all ranks make the groups of all lines.
+
+    A wait in one of the groups is a wait of `presence`.
+    """
+    patience = timedelta(seconds=presence.timeout_seconds)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    found: dict[str, Line] = {}
+    for axis, size in mesh:
+        wanted = (size < mesh.world_size, backend == "nccl" and axis == PIPELINE)
+        for first in (r for r in range(mesh.world_size) if size > 1 and not mesh.coordinate(r, axis)):
+            ranks = mesh.peers(first, axis)
+            group, back = (dist.new_group(ranks, backend=backend, timeout=patience) if new else None for new in wanted)
+            if rank in ranks:
+                found[axis] = Line(mesh.coordinate(rank, axis), tuple(ranks), group, back)
+                for made in filter(None, (group, back)):
+                    presence.joins(made)
+    return found
 
 
 def _start(backend: str, seconds: float) -> None:

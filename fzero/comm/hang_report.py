@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
@@ -78,16 +78,21 @@ class RankStatus:
 
 
 def hang_error(
-    rank: int, statuses: Mapping[int, RankStatus | None], silent: Collection[int], cause: str, timeout_seconds: float
+    rank: int,
+    statuses: Mapping[int, RankStatus | None],
+    silent: Collection[int],
+    cause: str,
+    timeout_seconds: float,
+    label: Callable[[int], str] = "rank {}".format,
 ) -> HangError:
     """Returns the error of `rank`, made from the last records of all ranks.
 
     statuses: None for a rank that never wrote one. silent: ranks whose record did not change. cause: the transport's
-    message.
+    message. label: a rank in words.
     """
     missing = _missing(statuses, silent)
     newest = max((status for status in statuses.values() if status is not None), key=lambda status: status.call)
-    lines = [sentence(r, statuses[r], r in silent, newest) for r in missing]
+    lines = [sentence(label(r), statuses[r], r in silent, newest) for r in missing]
     lost = {r: status for r, status in statuses.items() if status and status.end == Phase.LOST}
     if not missing and any(status.call < newest.call for status in lost.values()):
         gave_up = [r for r in lost if r != rank]
@@ -98,19 +103,26 @@ def hang_error(
     for r, status in statuses.items():
         if r not in missing and status is not None:
             ranks_at.setdefault(status.at, []).append(r)
-    lines += [
-        f"{_ranks(ranks)}: {place}{' (this rank is one)' if rank in ranks else ''}" for place, ranks in ranks_at.items()
-    ]
+    for place, ranks in ranks_at.items():
+        who = _ranks(ranks) if len(ranks) > 1 else label(ranks[0])
+        lines.append(f"{who}: {place}{' (this rank is one)' if rank in ranks else ''}")
     lines.append(f"The transport said: {cause}. A rank is waited for {timeout_seconds:g} s (Spec(timeout=)).")
     lines.append("This process group cannot be used any more: start all ranks again, from the last checkpoint.")
     return HangError("\n  ".join(lines), missing)
 
 
-def no_store(rank: int, holder: int | None, place: str, cause: str, known: str = "") -> HangError:
+def no_store(
+    rank: int,
+    holder: int | None,
+    place: str,
+    cause: str,
+    known: str = "",
+    label: Callable[[int], str] = "rank {}".format,
+) -> HangError:
     """Returns the error of a rank whose store, in which all ranks write where they are, does not answer.
 
     holder: the rank whose process holds the store, if any. place: where this rank is. known: a reason that was learned
-    before the store fell silent.
+    before the store fell silent. label: a rank in words.
     """
     missing = () if holder is None else (holder,)
     if known:
@@ -119,10 +131,13 @@ def no_store(rank: int, holder: int | None, place: str, cause: str, known: str =
         lines = ["the store of the process group does not answer: its process or machine is stopped or gone"]
     else:
         lines = [
-            f"rank {holder} does not answer, nor does the store that its process keeps: it is stopped, or its process "
-            "or machine is gone"
+            f"{label(holder)} does not answer, nor does the store that its process keeps: it is stopped, or its "
+            "process or machine is gone"
         ]
-    lines += [f"rank {rank}: {place} (this rank)", f"The transport said: {cause}. Where other ranks are is not known."]
+    lines += [
+        f"{label(rank)}: {place} (this rank)",
+        f"The transport said: {cause}. Where other ranks are is not known.",
+    ]
     lines.append("This process group cannot be used any more: start all ranks again, from the last checkpoint.")
     return HangError("\n  ".join(lines), missing)
 
@@ -135,24 +150,27 @@ def _missing(statuses: Mapping[int, RankStatus | None], silent: Collection[int])
     return tuple(failed or gone or busy)
 
 
-def sentence(rank: int, status: RankStatus | None, silent: bool = False, newest: RankStatus | None = None) -> str:
-    """Returns why others wait in vain for a rank. `newest`: the status of the rank that has made the most calls."""
+def sentence(rank: str, status: RankStatus | None, silent: bool = False, newest: RankStatus | None = None) -> str:
+    """Returns why others wait in vain for a rank, which is given in words.
+
+    newest: the status of the rank that has made the most calls.
+    """
     if status is None:
-        return f"rank {rank} is missing: it has not called fzero yet"
+        return f"{rank} is missing: it has not called fzero yet"
     if status.end == Phase.FAILED:
-        return f"rank {rank} failed alone, {status.at}: {status.why}"
+        return f"{rank} failed alone, {status.at}: {status.why}"
     if status.end != Phase.GOING:
         reason = "its program ended" if status.end == Phase.ENDED else "it left the process group"
-        return f"rank {rank} is missing: {reason}{f' ({status.why})' if status.why else ''}, {status.at}"
+        return f"{rank} is missing: {reason}{f' ({status.why})' if status.why else ''}, {status.at}"
     if silent:
         ago = max(time.time() - status.time, 0)
         later = newest.agreed if newest is not None and newest.agreed != status.agreed else ""
         since = f"; it has agreed on {later} since" if later else ""
         return (
-            f"rank {rank} is missing: it does not answer, so it is stopped, or its process or machine is gone; "
+            f"{rank} is missing: it does not answer, so it is stopped, or its process or machine is gone; "
             f"last heard of {ago:.1f} s ago, {status.at}{since}"
         )
-    return f"rank {rank} is missing: it answers, but has been for {status.seconds:.1f} s {status.at}"
+    return f"{rank} is missing: it answers, but has been for {status.seconds:.1f} s {status.at}"
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -94,6 +94,8 @@ class Presence:
     `enter` and `leave` frame a collective call; `running` frames its op loop. Transports set `waits` while they wait
     for another rank; it is a field of its own because a new `Where` per wait would cost microseconds.
 
+    label: a rank in words, with its coordinates on a mesh of several axes.
+
     Only the main thread writes the fields here; the heartbeat's thread reads `where`, `waits` and `ending`. Once `hang`
     is set, every later `enter` raises.
     """
@@ -104,6 +106,7 @@ class Presence:
         self.rank, self.world_size, self.timeout_seconds = rank, world_size, timeout
         self.where, self.waits, self.ending = Where(), False, Ending()
         self.hang: HangError | None = None
+        self.label: Callable[[int], str] = "rank {}".format
         self.pid = os.getpid()
         self.heartbeat = Heartbeat(self, group, store)
 
@@ -143,6 +146,11 @@ class Presence:
         """Gives the call that goes on another name."""
         self.where = replace(self.where, name=call_name)
 
+    def joins(self, group: Any) -> None:
+        """Takes in a smaller process group: a wait in it is a wait of this presence, and is ended with it."""
+        _PRESENCES[group] = self
+        self.heartbeat.groups.append(weakref.ref(group))
+
     def set_agreed(self, call_name: str) -> None:
         """Records that all ranks agreed on a call."""
         self.where = replace(self.where, agreed=call_name)
@@ -176,9 +184,11 @@ class Presence:
             self.ending = Ending(Phase.LOST, cause, self.where.text(waits=True))
             statuses = self.heartbeat.call_roll() if self._alive() else None
             if statuses is not None:
-                self.hang = hang_error(self.rank, *statuses, cause, self.timeout_seconds)
+                self.hang = hang_error(self.rank, *statuses, cause, self.timeout_seconds, self.label)
             else:
-                self.hang = no_store(self.rank, self.heartbeat.holder, self.ending.place, cause, self.halted)
+                self.hang = no_store(
+                    self.rank, self.heartbeat.holder, self.ending.place, cause, self.halted, self.label
+                )
         return self.hang
 
     def failed(self, error: BaseException) -> None:
@@ -208,17 +218,18 @@ Statuses = tuple[dict[int, RankStatus | None], set[int]]  # the last record of e
 class Heartbeat:
     """The thread that writes this rank's record each tick, reads those of the other ranks, and ends waits in vain.
 
-    The main thread calls the public methods. Only the heartbeat's own thread, which runs the private ones, writes
-    `beat` (records written), `answered_at` (when the store last answered, in seconds of time.monotonic), `halted` (why
-    a wait was ended), `statuses` (the result of the roll call), `left` (set when the group is gone), `told` (the others
-    need not answer this rank any more), and `last` and `since` (the place last seen, and since when). `wake` and
-    `stopped` are set by the main thread; `published` and `answered` by this one.
+    The main thread calls the public methods, and adds to `groups`: the presence's group first, if it has one, then
+    the smaller ones. Only the heartbeat's own thread, which runs the private ones, writes `beat` (records written),
+    `answered_at` (when the store last answered, in seconds of time.monotonic), `halted` (why a wait was ended),
+    `statuses` (the result of the roll call), `left` (set when the group is gone), `told` (the others need not answer
+    this rank any more), and `last` and `since` (the place last seen, and since when). `wake` and `stopped` are set by
+    the main thread; `published` and `answered` by this one.
     """
 
     def __init__(self, presence: Presence, group: Any, store: Any) -> None:
         """Prepares the thread; `start` starts it."""
         self.presence, self.store = presence, store
-        self.group: Callable[[], Any] = weakref.ref(group) if group is not None else lambda: None
+        self.groups: list[Callable[[], Any]] = [weakref.ref(group) if group is not None else lambda: None]
         self.tick = max(min(TICK_SECONDS, presence.timeout_seconds / 10), presence.world_size / WRITES_PER_SECOND)
         self.patience = max(2.5 * self.tick, ANSWER_SECONDS)
         self.holder = store_holder(store) if store is not None else None
@@ -269,7 +280,7 @@ class Heartbeat:
         """Runs in the thread: writes the record once a tick, answers the roll call, and lets others read at the end."""
         try:
             while not self.stopped.is_set() and self.left is None:
-                if self.group() is None and self.presence.ending.phase is Phase.GOING:
+                if self.groups[0]() is None and self.presence.ending.phase is Phase.GOING:
                     self.left = Ending(Phase.LEFT, place=self.presence.where.text(waits=False))
                 self._tell()
                 if self.presence.ending.phase is Phase.LOST and self.statuses is None:
@@ -310,7 +321,7 @@ class Heartbeat:
             statuses = self._read(set(range(presence.world_size)) - {presence.rank})
             ended = [r for r, other in statuses.items() if other is not None and other.stops(where.call)]
             if ended and place == self._place(presence.where, presence.waits):
-                self.halted = sentence(ended[0], statuses[ended[0]])
+                self.halted = sentence(self.presence.label(ended[0]), statuses[ended[0]])
                 self._poison()
         self.answered_at = time.monotonic()
 
@@ -352,14 +363,14 @@ class Heartbeat:
             }
 
     def _poison(self) -> None:
-        """Ends the waits of this rank in the group. A receive that nobody sends to times out, and gloo with it."""
-        group = self.group()
-        for peer in range(self.presence.world_size):
-            if group is not None and peer != self.presence.rank:
-                with suppress(RuntimeError, ValueError):
-                    work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=POISON_TAG)
-                    if work is not None:
-                        work.wait(timedelta(milliseconds=1))
+        """Ends the waits of this rank in its groups. A receive that nobody sends to times out, and gloo with it."""
+        for group in filter(None, [group() for group in self.groups]):
+            for peer in range(group.size()):
+                if peer != group.rank():
+                    with suppress(RuntimeError, ValueError):
+                        work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=POISON_TAG)
+                        if work is not None:
+                            work.wait(timedelta(milliseconds=1))
 
 
 ALONE = Presence(0, 1)

@@ -25,7 +25,7 @@ import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -62,6 +62,8 @@ class _Peer:
 class SharedMemoryPeers:
     """The ranks of one process group, all on this machine. Made by `fzero.comm.rendezvous`.
 
+    A transfer is among this rank and some of the others. Its number is one that no other transfer in flight here has.
+
     A failure of a peer is a PeerError that names the peer and the transfer; the host is closed then. A rank that waits
     calls `halted`: it returns text if the wait is in vain.
 
@@ -82,6 +84,7 @@ class SharedMemoryPeers:
         self.num_arenas = 0
         self.arenas: dict[int, tuple[int, int]] = {}  # (address, bytes)
         self.dropped: deque[int] = deque()
+        self.readers: dict[int, tuple[int, ...]] = {}  # by transfer: the peers that read it
         self.staged: dict[int, torch.Tensor] = {}  # by transfer
         self.blocks: list[torch.Tensor] = []
         self._bye = weakref.finalize(self, _say_bye, [peer.socket for peer in self.peers.values()])
@@ -126,7 +129,7 @@ class SharedMemoryPeers:
         for peer in self.peers.values():
             while self._receive(peer):
                 pass
-        for done in [n for n in self.staged if all(n in p.read or p.end for p in self.peers.values())]:
+        for done in [n for n in self.staged if all(n in p.read or p.end for p in self._readers(n))]:
             self.blocks.append(self.staged.pop(done))
             self._forget(done)
         fitting = [i for i, block in enumerate(self.blocks) if block.numel() >= data.numel()]
@@ -139,30 +142,32 @@ class SharedMemoryPeers:
 
     # --- signals
 
-    def offer(self, number: int, source: torch.Tensor) -> bool:
-        """Lets every peer read `source` (1-D, contiguous) as transfer `number`.
+    def offer(self, number: int, source: torch.Tensor, to: Collection[int]) -> bool:
+        """Lets the peers `to` read `source` (1-D, contiguous) as transfer `number`.
 
-        Returns whether peers read it in place: then it must not change before `settle`.
+        Returns whether they read it in place: then it must not change before `settle`.
         """
         self._check()
+        readers = tuple(to)
         while self.dropped:
-            self._tell(HEAD.pack(DROPPED, self.dropped.popleft(), 0, 0, 0))
+            self._tell(HEAD.pack(DROPPED, self.dropped.popleft(), 0, 0, 0), self.peers)
         data = source.view(torch.uint8)
         size = data.numel()
         if size <= INLINE_BYTES:
-            self._tell(HEAD.pack(LETTER, number, 0, 0, size) + data.numpy().tobytes())
+            self._tell(HEAD.pack(LETTER, number, 0, 0, size) + data.numpy().tobytes(), readers)
             return False
+        self.readers[number] = readers
         place = self.place(data)
         arena, offset = place or self.place(self._staged(number, data)) or (0, 0)
-        self._tell(HEAD.pack(READY, number, arena, offset, size))
+        self._tell(HEAD.pack(READY, number, arena, offset, size), readers)
         return place is not None
 
-    def ready(self, number: int) -> bool:
-        """Whether every peer has offered its part of a transfer."""
-        for peer in self.peers.values():
+    def ready(self, number: int, of: Collection[int]) -> bool:
+        """Whether each of these peers has offered its part of a transfer."""
+        for peer in map(self.peers.__getitem__, of):
             while number not in peer.offers and self._receive(peer):
                 pass
-        return all(number in peer.offers for peer in self.peers.values())
+        return all(number in self.peers[rank].offers for rank in of)
 
     def take(self, number: int, rank: int, like: torch.Tensor, label: str) -> torch.Tensor:
         """Returns the memory that a peer offered, seen as `like` (1-D). It is valid until `done`.
@@ -185,8 +190,9 @@ class SharedMemoryPeers:
             self._send(peer, HEAD.pack(READ, number, 0, 0, 0))
 
     def settle(self, number: int, label: str) -> None:
-        """Returns when every peer has read a source that was offered in place. Raises PeerError."""
-        for peer in self.peers.values():
+        """Returns when the peers have read a source that was offered to them in place. Raises PeerError."""
+        self._check()
+        for peer in self._readers(number):
             self._until(peer, lambda peer=peer: number in peer.read or peer.end == "closed", label)  # type: ignore[misc]
         self._forget(number)
 
@@ -197,14 +203,18 @@ class SharedMemoryPeers:
         for peer in self.peers.values():
             peer.arenas.clear()
             peer.offers.clear()
+        self.readers.clear()
         self.staged.clear()
         self.blocks.clear()
 
     # --- pieces
 
+    def _readers(self, number: int) -> list[_Peer]:
+        return [self.peers[rank] for rank in self.readers[number]]
+
     def _forget(self, number: int) -> None:
-        for peer in self.peers.values():
-            peer.read.discard(number)
+        for rank in self.readers.pop(number):
+            self.peers[rank].read.discard(number)
 
     def _check(self) -> None:
         if self.failure:
@@ -220,9 +230,9 @@ class SharedMemoryPeers:
         self.close()
         return PeerError(self.failure)
 
-    def _tell(self, message: bytes) -> None:
-        for peer in self.peers.values():
-            self._send(peer, message)
+    def _tell(self, message: bytes, ranks: Collection[int]) -> None:
+        for rank in ranks:
+            self._send(self.peers[rank], message)
 
     def _send(self, peer: _Peer, message: bytes, descriptor: int | None = None) -> None:
         """Sends a message. A peer that is gone gets none: a rank that waits for it finds out."""

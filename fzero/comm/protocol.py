@@ -11,12 +11,12 @@ from fzero.ir.records import Op
 
 class Comm(Protocol):
     """Moves bytes between ranks. `name`, the buffer that a transfer writes, identifies the transfer.
-
-    `number` counts the transfers that were started. Ranks whose numbers differ are not at the same place of the
-    program.
     """
 
-    number: int
+    @property
+    def number(self) -> int:
+        """Grows with the transfers that were started. Ranks of one role whose numbers differ are not at the same place
+        of the program."""
 
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
         """Starts a gather, reduce, send or recv, and returns at once. `tensors`: the op's reads, then its writes."""

@@ -185,7 +185,7 @@ def _probe(host: SharedMemoryPeers, notes: list[str]) -> None:
     """Reads in each rank's memory the token that this rank sent over gloo. Raises PeerError if it is not there."""
     pages = [torch.tensor(list(note.split()[3].encode() * 256), dtype=torch.uint8) for note in notes]
     local = host.allocate(pages[0].numel()).copy_(pages[host.rank])
-    host.offer(0, local)
+    host.offer(0, local, host.peers)
     for rank in host.peers:
         if not torch.equal(host.take(0, rank, local, "the probe"), pages[rank]):
             raise PeerError(f"rank {rank} wrote into its memory what rank {host.rank} does not find there")

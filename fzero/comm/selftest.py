@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fzero.comm.group import open_world
+from fzero.comm.group import Line, open_world
 from fzero.comm.rendezvous import meet
 from fzero.comm.shared_memory import Shared
 from fzero.comm.transfers import P2P, gloo
@@ -87,11 +87,11 @@ def rank() -> None:
     host, why = meet(number, world)
     plain = partial(torch.empty, dtype=torch.uint8)
     ways: dict[str, tuple[Any, Callable[[int], torch.Tensor]]] = {
-        "p2p": (P2P(number, world), plain),
-        "gloo": (gloo(number, world), plain),
+        "p2p": (P2P(Line.whole(number, world)), plain),
+        "gloo": (gloo(Line.whole(number, world)), plain),
     }
     if host is not None:
-        ways["shared"] = (Shared(host, world), host.allocate)
+        ways["shared"] = (Shared(host, Line.whole(number, world)), host.allocate)
     results = {name: vars(tried(comm, memory, number, world)) for name, (comm, memory) in ways.items()}
     if host is None:
         results["shared"] = vars(TransportResult(False, lack=f"not possible: {why}"))

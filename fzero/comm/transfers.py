@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fzero.comm import heartbeat
+from fzero.comm.group import Line
 from fzero.comm.protocol import Comm
 from fzero.errors import DisagreementError, FzeroError, PeerError
 from fzero.ir.records import Op
@@ -49,11 +50,15 @@ class Pending:
 
 @dataclass(frozen=True)
 class Messages:
-    """Point-to-point messages of one rank on a process group (None: the default group)."""
+    """Point-to-point messages of one rank on a process group (None: the default group). Ranks are those of the group.
+
+    back: the group of messages to lower ranks, if they have one of their own.
+    """
 
     rank: int
     world: int
     group: Any = None
+    back: Any = None
 
     def others(self) -> list[int]:
         """The other ranks. The next rank comes first, so that not everyone sends to rank 0 at once."""
@@ -61,11 +66,14 @@ class Messages:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         """Starts to send a contiguous tensor. Returns torch's handle."""
-        return dist.isend(tensor, peer, group=self.group, tag=tag)
+        return dist.isend(tensor, group=self._group(self.rank, peer), group_dst=peer, tag=tag)
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         """Starts to receive into a contiguous tensor. Returns torch's handle."""
-        return dist.irecv(tensor, peer, group=self.group, tag=tag)
+        return dist.irecv(tensor, group=self._group(peer, self.rank), group_src=peer, tag=tag)
+
+    def _group(self, sender: int, receiver: int) -> Any:
+        return self.back if self.back is not None and receiver < sender else self.group
 
     def start(self, op: Op, tensors: Sequence[torch.Tensor]) -> Pending:
         """Starts a send or recv op; its one tensor is sent or written."""
@@ -122,12 +130,10 @@ class P2P:
     write these two, on the thread that runs the program.
     """
 
-    def __init__(
-        self, rank: int, world_size: int, group: Any = None, *, all_gather: AllGather = gather_by_messages
-    ) -> None:
-        self.rank, self.world, self.number = rank, world_size, 0
-        self.messages = Messages(rank, world_size, group)
-        self.presence = heartbeat.of(group)
+    def __init__(self, line: Line, *, all_gather: AllGather = gather_by_messages) -> None:
+        self.rank, self.world, self.number = line.place, line.size, 0
+        self.messages = Messages(line.place, line.size, line.group)
+        self.presence = heartbeat.of(line.group)
         self.all_gather = all_gather
         self.pending: dict[str, Pending] = {}
 
@@ -178,9 +184,9 @@ class P2P:
         return Pending(requests, add, [source, scratch])
 
 
-def gloo(rank: int, world_size: int, group: Any = None) -> P2P:
+def gloo(line: Line) -> P2P:
     """Returns a `P2P` that gathers by gloo's own all-gather."""
-    return P2P(rank, world_size, group, all_gather=gather_by_gloo)
+    return P2P(line, all_gather=gather_by_gloo)
 
 
 def combine(op: Op, parts: Sequence[torch.Tensor], dest: torch.Tensor) -> None:
@@ -200,12 +206,10 @@ class Nccl:
     these two, on the thread that runs the program.
     """
 
-    def __init__(
-        self, rank: int, world_size: int, group: Any = None, presence: heartbeat.Presence | None = None
-    ) -> None:
-        self.number, self.group = 0, group
-        self.messages = Messages(rank, world_size, group)
-        self.presence = presence or heartbeat.of(group)
+    def __init__(self, line: Line, presence: heartbeat.Presence | None = None) -> None:
+        self.number, self.group = 0, line.group
+        self.messages = Messages(line.place, line.size, line.group, line.back)
+        self.presence = presence or heartbeat.of(line.group)
         self.pending: dict[str, Pending] = {}
 
     def ready(self, name: str) -> bool:

@@ -1,20 +1,25 @@
 """transport: chooses how the ranks of a run move bytes, once, at `init`, alike on all ranks.
 
 CUDA: NCCL. CPU: the ranks of one machine read one another's memory (`shared`); state and arena then lie in memory that
-the others can read. Otherwise the ranks send point-to-point messages over gloo (`p2p`). Each gather goes the way that
+the others can read. Otherwise the ranks send point-to-point messages over gloo (`p2p`). A mesh of several axes has a
+comm for each (`by_axis`). Each gather goes the way that
 was measured to be the fastest for its size (`fzero.comm.autotune`). Reductions go a way that adds in rank order.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fzero.comm import autotune, heartbeat
+from fzero.comm.by_axis import ByAxis
+from fzero.comm.group import Line, lines
+from fzero.comm.peers import SharedMemoryPeers
+from fzero.comm.protocol import Comm
 from fzero.comm.rendezvous import meet
 from fzero.comm.shared_memory import Shared
 from fzero.comm.transfers import P2P, Alone, Nccl, gloo
@@ -22,6 +27,7 @@ from fzero.cost import choose
 from fzero.cost.autotune import Costs
 from fzero.cost.rates import Rates
 from fzero.errors import SpecError
+from fzero.ir.mesh import SAME_BATCH, Mesh
 from fzero.plan.layout import BUCKET_BYTES
 from fzero.state import storage
 
@@ -49,7 +55,7 @@ def transport_name(device: torch.device, transfers: str) -> str:
 
 
 def transport_for(
-    rank: int, world_size: int, device: torch.device, transfers: str, presence: heartbeat.Presence | None = None
+    rank: int, mesh: Mesh, device: torch.device, transfers: str, presence: heartbeat.Presence = heartbeat.ALONE
 ) -> Transport:
     """Returns the transport of this run. Collective if there are several ranks.
 
@@ -57,27 +63,39 @@ def transport_for(
     asks for shared memory and the ranks have none.
     """
     block: Callable[[int], torch.Tensor]
-    block, name = storage.block_of(device), transport_name(device, transfers)
-    if world_size == 1:
+    block, name, host, why = storage.block_of(device), transport_name(device, transfers), None, ""
+    along = lines(mesh, rank, device, presence)
+    if device.type == "cuda" and along:
+        return Transport(_joined(mesh, {axis: Nccl(line, presence) for axis, line in along.items()}), name, block, "NCCL")
+    if not along:
         return Transport(Alone(), name, block)
-    if device.type == "cuda":
-        return Transport(Nccl(rank, world_size, None, presence), name, block, "NCCL")
-    p2p = P2P(rank, world_size)
-    if transfers == "p2p":
-        _, rates = autotune.measured({"p2p": p2p}, world_size)
-        return Transport(p2p, name, block, "point-to-point, as Spec(transfers='p2p') says", rates)
-    host, why = meet(rank, world_size)
-    if host is None:
-        if transfers == "shared":
+    if transfers != "p2p":
+        host, why = meet(rank, mesh.world_size)
+        if host is None and transfers == "shared":
             raise SpecError(f"Spec(transfers='shared'): the ranks share no memory ({why}). Use 'auto' or 'p2p'")
-        ways: dict[str, Any] = {"p2p": p2p, "gloo": gloo(rank, world_size)}
-        table, rates = autotune.measured(ways, world_size)
-        return Transport(autotune.Fastest(ways, table), "p2p", block, _shown(table, f"no shared memory: {why}"), rates)
-    ways = {"shared": Shared(host, world_size), "p2p": p2p, "gloo": gloo(rank, world_size)}
-    ways = {"shared": ways["shared"]} if transfers == "shared" else ways
-    block = host.allocate
-    table, rates = autotune.measured(ways, world_size, memory=block)
-    return Transport(autotune.Fastest(ways, table), "shared", block, _shown(table, "the ranks share memory"), rates)
+    ways = {axis: _ways(line, lane, host, transfers) for lane, (axis, line) in enumerate(along.items())}
+    block = block if host is None else host.allocate
+    data = [axis for axis in along if axis not in SAME_BATCH]
+    table, rates = (
+        autotune.measured(ways[data[-1]], along[data[-1]].size, mesh.world_size, block) if data else ({}, None)
+    )
+    if transfers == "p2p":
+        shown = "point-to-point, as Spec(transfers='p2p') says"
+    else:
+        shown = _shown(table, "the ranks share memory" if host is not None else f"no shared memory: {why}")
+    comms = {axis: autotune.Fastest(found, table) for axis, found in ways.items()}
+    return Transport(_joined(mesh, comms), "p2p" if host is None else "shared", block, shown, rates)
+
+
+def _ways(line: Line, lane: int, host: SharedMemoryPeers | None, transfers: str) -> dict[str, Comm]:
+    """The comms of one axis that there are to choose from."""
+    ways: dict[str, Comm] = {} if host is None else {"shared": Shared(host, line, lane)}
+    ways |= {} if transfers == "shared" else {"p2p": P2P(line)}
+    return ways | ({"gloo": gloo(line)} if transfers == "auto" else {})
+
+
+def _joined(mesh: Mesh, comms: Mapping[str, Comm]) -> Comm:
+    return ByAxis(comms) if len(mesh.axes) > 1 else next(iter(comms.values()))
 
 
 def bucket_bytes(transport: str, world_size: int, rank: int = 0, rates: Rates | None = None, store: Any = None) -> int:

@@ -51,10 +51,10 @@ def plan_for(
 
 def _cut(spec: Spec, mesh: Mesh) -> Callable[[Mapping[str, int], int], Cut] | None:
     """How the layers are dealt to the roles of a pipeline; None without one."""
-    if "pp" not in mesh or mesh.size("pp") == 1:
+    if mesh.roles == 1:
         return None
     pipeline = pipeline_of(spec)
-    return partial(cut_layers, role_of=pipeline.order(mesh.size("pp"), spec.microbatches).role_of, cut=pipeline.cut)
+    return partial(cut_layers, role_of=pipeline.order(mesh.roles, spec.microbatches).role_of, cut=pipeline.cut)
 
 
 def check_rules(field_name: str, rules: Iterable[str], paths: Iterable[str]) -> None:

@@ -14,6 +14,7 @@ from fzero.compile.timeline import draw
 from fzero.cost.memory import MemoryAccount, account
 from fzero.errors import FzeroError
 from fzero.ir import fx_nodes
+from fzero.ir.mesh import PIPELINE
 from fzero.ir.program import Program
 from fzero.passes import Options, PassRecord, trail
 from fzero.pipeline import Schedule
@@ -45,7 +46,12 @@ class Lowered:
     def roles(self) -> dict[int, Program]:
         """By rank, one of each role, the programs that `fzero.verify` takes."""
         mesh = self.plan.mesh
-        return {mesh.peers(0, "pp")[role] if "pp" in mesh else 0: program for role, program in self.programs.items()}
+        ranks = mesh.peers(0, PIPELINE) if PIPELINE in mesh else [0]
+        return {ranks[role]: program for role, program in self.programs.items()}
+
+    def on(self, rank: int) -> Program:
+        """The program of a rank."""
+        return self.programs[self.plan.mesh.role(rank)]
 
     def timeline(self) -> str:
         """A drawing (SVG) of who does what when in the pipeline's schedule, for equal times of forward, input and
@@ -69,14 +75,20 @@ class Lowered:
         return next(program for record, program in trail(self.naive, self.options) if record.name == name)
 
     @cached_property
+    def program_digest(self) -> str:
+        """The digest of the program, or of the programs of all roles."""
+        digests = [program.digest for program in self.programs.values()]
+        return (
+            digests[0] if len(digests) == 1 else hashlib.blake2b(" ".join(digests).encode(), digest_size=8).hexdigest()
+        )
+
+    @cached_property
     def digest(self) -> str:
         """A digest that must be the same on every rank: of the program, and of the constants that the update reads."""
         fixed = fx_nodes.placeholders(self.graph.gm.graph)[len(self.plan.leaves) + len(self.graph.batch_paths) :]
         read = [any(u.target is not torch.ops.fzero.region.default for u in node.users) for node in fixed]
         values = [fingerprint(x) for x, used in zip(self.graph.constants.values(), read, strict=True) if used]
-        return hashlib.blake2b(
-            " ".join([*(program.digest for program in self.programs.values()), *values]).encode(), digest_size=8
-        ).hexdigest()
+        return hashlib.blake2b(" ".join([self.program_digest, *values]).encode(), digest_size=8).hexdigest()
 
     @cached_property
     def memory(self) -> MemoryAccount:

@@ -87,7 +87,7 @@ def _lower(
     naive = {how: build(graph, plan, reduce=how, transport=transport) for how in ways}
     schedule = None
     if plan.cut is not None:
-        schedule = wanted.pipeline.order(plan.mesh.size("pp"), step.microbatches)
+        schedule = wanted.pipeline.order(plan.mesh.roles, step.microbatches)
     lowered = {how: _roles(program, plan, wanted, schedule, rates) for how, program in naive.items()}
     chosen = _reduce({how: [role.program for role in roles.values()] for how, roles in lowered.items()})
     roles = lowered[chosen.value]

@@ -124,18 +124,23 @@ class Live:
 
     def _whole(self, leaf: Leaf) -> torch.Tensor:
         """On rank 0 the leaf in host memory (no copy if it is whole there). Other ranks send and return their part."""
-        here = self.runtime
-        own = storage.local(here.plan, here.memory, leaf, here.rank).detach().cpu()
-        if leaf.slot is None or not here.plan.buffers[leaf.buffer].sharded:
-            return own
+        here, plan = self.runtime, self.runtime.plan
+        own = storage.local(plan, here.memory, leaf, here.rank).detach().cpu()
+        buffer = plan.buffers[leaf.buffer]
+        role = plan.role_of(buffer) or 0
+        holders = [rank for rank in range(here.world_size) if plan.mesh.role(rank) == role]
+        sharded = leaf.slot is not None and buffer.sharded
+        holders = holders if sharded else [0] if 0 in holders else holders[:1]
         if here.rank:
-            if own.numel():
-                dist.send(own.view(torch.uint8), dst=0, group=here.group)
+            if here.rank in holders and own.numel():
+                dist.send(own.reshape(-1).view(torch.uint8), dst=0, group=here.group)
+            return own
+        if holders == [0]:
             return own
         whole = torch.empty(leaf.shape, dtype=leaf.dtype)
         flat = whole.view(-1)
-        for rank in range(here.world_size):
-            part = flat[storage.piece(here.plan, leaf, rank)[1]]
+        for rank in holders:
+            part = flat[storage.piece(plan, leaf, rank)[1]] if sharded else flat
             if rank == 0:
                 part.copy_(own)
             elif part.numel():

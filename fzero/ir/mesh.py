@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-SAME_BATCH = ("pp", "tp", "cp")  # axes along which ranks are given the same batch
+PIPELINE = "pp"  # the axis whose coordinate is the role
+SAME_BATCH = (PIPELINE, "tp", "cp")  # axes along which ranks are given the same batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,38 @@ class Mesh:
     def coordinate(self, rank: int, axis: str) -> int:
         """Where a rank stands on an axis: 0 <= coordinate < size(axis)."""
         return rank // self.stride(axis) % self.size(axis)
+
+    @property
+    def data_ranks(self) -> int:
+        """Among how many ranks a batch is split."""
+        return math.prod(size for name, size in self.axes if name not in SAME_BATCH)
+
+    def data_rank(self, rank: int) -> int:
+        """Which part of a batch a rank is given: 0 <= part < data_ranks."""
+        part = 0
+        for name, size in self.axes:
+            part = part if name in SAME_BATCH else part * size + self.coordinate(rank, name)
+        return part
+
+    @property
+    def roles(self) -> int:
+        """How many roles a pipeline has; 1 without one."""
+        return dict(self.axes).get(PIPELINE, 1)
+
+    def role(self, rank: int) -> int:
+        """Which role of a pipeline a rank has; 0 without one."""
+        return self.coordinate(rank, PIPELINE) if PIPELINE in self else 0
+
+    def label(self, rank: int) -> str:
+        """A rank as messages name it: with its coordinates, where several axes have more than one rank.
+
+        >>> Mesh((("pp", 2), ("dp", 3))).label(4), Mesh((("dp", 3),)).label(2)
+        ('rank 4 (pp=1 dp=1)', 'rank 2')
+        """
+        places = [f"{name}={self.coordinate(rank, name)}" for name, size in self.axes if size > 1]
+        return (
+            f"rank {rank} ({' '.join(places)})" if len(places) > 1 or (places and PIPELINE in self) else f"rank {rank}"
+        )
 
     def peers(self, rank: int, axis: str) -> list[int]:
         """The ranks that differ from `rank` on this axis alone, itself included, by their coordinate."""

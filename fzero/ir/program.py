@@ -57,6 +57,10 @@ class Program:
         """All ranks of the mesh."""
         return self.mesh.world_size
 
+    def is_shared(self, bucket: str) -> bool:
+        """Whether several ranks own a slice of a bucket each."""
+        return self.mesh.size(self.buckets[bucket].axis) > 1
+
     def slice_length(self, bucket: Bucket) -> int:
         """The elements of a bucket that each rank owns."""
         return bucket.length // self.mesh.size(bucket.axis)

@@ -26,7 +26,7 @@ def settle(program: Program) -> Program:
     ops: list[Op] = []
     for op in program.ops:
         due = [target for target, transfer in lent.items() if endangered(op, program.buffers, transfer.sources)]
-        due += [op.target] if op.is_collective and op.target in lent and op.target not in due else []
+        due += [op.target] if op.transfers and op.target in lent and op.target not in due else []
         ops += [make_op("settle", [Ref(target)], why=f"before {op.kind} {op.why}".rstrip()) for target in due]
         ops.append(op)
         for target in due:

@@ -106,7 +106,7 @@ class _Outer:
 
     def _updates_slices(self, bucket: str) -> bool:
         """Whether each rank updates its own slice of a bucket."""
-        return self.run.program.world_size > 1 and self.run.program.buckets[bucket].updates_slices
+        return self.run.program.is_shared(bucket) and self.run.program.buckets[bucket].updates_slices
 
     # --- full work
 
@@ -297,7 +297,8 @@ class _Outer:
             name = f"s{self.index}.{level}.{str(dtype).rsplit('.')[-1]}"
             self.run.buffers[name] = Buffer(name, dtype, (len(group),), "activation")
             reads, calls = [], []
-            distributed = self.run.program.world_size > 1
+            first = self.run.slot_key[fx_nodes.operand(group[0])][0]
+            distributed = self.run.program.is_shared(first)
             for node in group:
                 source = fx_nodes.operand(node)
                 bucket, index = self.run.slot_key[source]
@@ -309,7 +310,7 @@ class _Outer:
                 )
             writes = [Ref(name, i, i + 1, ()) for i in range(len(group))]
             self._emit(self._run_of(leafwise(calls), reads, writes))
-            axis = self.run.program.buckets[self.run.slot_key[fx_nodes.operand(group[0])][0]].axis
+            axis = self.run.program.buckets[first].axis
             total = self._reduced(name, axis, f"sum of {len(group)} leaves") if distributed else name
             for i, node in enumerate(group):
                 self.run.where[node] = Ref(total, i, i + 1, ())

@@ -92,10 +92,11 @@ class Plan:
 
     def held_by(self, rank: int) -> dict[str, Buffer]:
         """The state's buffers on a rank: all of them, or those of its role in a pipeline and those in no bucket."""
-        if self.cut is None:
-            return dict(self.buffers)
-        role = self.mesh.coordinate(rank, "pp")
-        return {n: b for n, b in self.buffers.items() if b.bucket is None or self.buckets[b.bucket].role == role}
+        return {name: b for name, b in self.buffers.items() if self.role_of(b) in (None, self.mesh.role(rank))}
+
+    def role_of(self, buffer: Buffer) -> int | None:
+        """The role of a pipeline that holds a buffer of the state. None: every rank does."""
+        return None if self.cut is None or buffer.bucket is None else self.buckets[buffer.bucket].role
 
     def chunk_of(self) -> dict[str, int]:
         """Of each bucket of a numbered layer, its chunk."""
@@ -112,8 +113,13 @@ class Plan:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of state that a rank holds, padding included."""
-        return sum(b.nbytes for b in self.buffers.values())
+        """Bytes of state that a rank holds, padding included; with a pipeline, a rank of the role that holds the most."""
+        of_roles = [0] * self.mesh.roles
+        for buffer in self.buffers.values():
+            role = self.role_of(buffer)
+            for holder in range(self.mesh.roles) if role is None else (role,):
+                of_roles[holder] += buffer.nbytes
+        return max(of_roles)
 
     def padding_bytes(self) -> dict[str, int]:
         """Per buffer, the bytes (of the whole bucket) that no leaf uses."""

@@ -25,13 +25,13 @@ from fzero.compile.lowered import Lowered
 from fzero.compile.step import fakes_on, lower_step
 from fzero.cost.autotune import Costs
 from fzero.errors import DonatedError, TreeError, leaf_name
+from fzero.ir.mesh import PIPELINE
 from fzero.ir.program import Program
-from fzero.ir.records import Ref, make_op
+from fzero.ir.records import Buffer, Op, Ref, make_op
 from fzero.plan.layout import Leaf, Plan
 from fzero.runtime import compile_segments
 from fzero.runtime.executor import Executor
 from fzero.spec import Spec
-from fzero.state import storage
 from fzero.state.state import Life, ShardedTensor, State
 from fzero.verify.rules import verify
 
@@ -118,7 +118,7 @@ class Session:
         state = fakes_on(self.like, self.device)
         costs = self.costs if self.spec.matmul == "fastest" else None
         lowered = lower_step(self.spec, state, batch, self.plan, self.transport.name, fn, costs, self.transport.rates)
-        verify(lowered.program)
+        verify(lowered.roles)
         for chosen in lowered.choices.values():
             log.info("fzero: %s", chosen)
         return lowered
@@ -126,7 +126,7 @@ class Session:
     def bind(self, lowered: Lowered) -> Executor:
         """The program's executor on this rank's memory. All programs of a session share one arena, since they never run
         at the same time."""
-        program = lowered.program
+        program = lowered.on(self.rank)
         if program.arena_bytes > self.arena.numel():
             self.bound.clear()  # they hold the old arena
             self.arena = self.arena.new_empty(0)
@@ -134,7 +134,7 @@ class Session:
         if id(lowered) not in self.bound:
             constants = [name for name, b in program.buffers.items() if b.kind == "constant"]
             memory = {**self.memory, **dict(zip(constants, lowered.graph.constants.values(), strict=True))}
-            compiled = self.compiled_segments.get(program.digest, {})
+            compiled = self.compiled_segments.get(lowered.program_digest, {})
             self.bound[id(lowered)] = Executor(
                 program, self.rank, self.transport.comm, memory, self.arena, compiled, cuda_graph=self.spec.cuda_graph
             )
@@ -145,14 +145,14 @@ class Session:
 
         For a new program the segments are compiled, and the ranks agree that all of them can go on.
         """
-        digest = lowered.program.digest
+        digest = lowered.program_digest
         if digest in self.compiled_segments:
             return self.bind(lowered)
         failure: Exception | None = None
         call = self.presence.call_name
         try:
             self.compiled_segments[digest] = compile_segments.compiled(
-                lowered.program,
+                lowered.on(self.rank),
                 how=self.spec.compile,
                 device=self.device,
                 rank=self.rank,
@@ -186,36 +186,58 @@ class Session:
             return self.gather_leaves([leaf.leaf for leaf in leaves])
 
     def gather_leaves(self, leaves: Sequence[Leaf]) -> list[torch.Tensor]:
-        """Whole leaves on every rank. It does one gather for each sharded column among them."""
+        """Whole leaves on every rank. It does one gather for each sharded column among them. A column that one role of
+        a pipeline holds goes from there to the others."""
         wholes: dict[int, torch.Tensor] = {}
         columns: dict[str, list[int]] = {}
         for i, leaf in enumerate(leaves):
             columns.setdefault(leaf.buffer, []).append(i)
         for name, members in columns.items():
             buffer = self.plan.buffers[name]
-            if buffer.sharded or leaves[members[0]].per_rank:
-                own = self.memory[name].reshape(-1)
-                whole = own.new_empty(own.numel() * self.world_size)
-                if self.world_size > 1:
-                    gather = make_op("all_gather", [Ref(name)], [Ref("unshard")])
-                    self.transport.comm.start("unshard", gather, [own, whole])
-                    self.transport.comm.wait("unshard")
-                    self.transport.comm.settle("unshard")
-                else:
-                    whole.copy_(own)
-                for i in members:
-                    wholes[i] = self._cut(leaves[i], whole)
-            else:
-                for i in members:
-                    wholes[i] = storage.local(self.plan, self.memory, leaves[i], self.rank).clone()
+            column = self._lent(buffer, self._gathered(buffer, leaves[members[0]].per_rank))
+            for i in members:
+                wholes[i] = self._cut(leaves[i], column)
         return [wholes[i] for i in range(len(leaves))]
 
-    def _cut(self, leaf: Leaf, whole: torch.Tensor) -> torch.Tensor:
+    def _gathered(self, buffer: Buffer, per_rank: bool) -> torch.Tensor:
+        """A whole column of the state, 1-D: uninitialised where this rank's role does not hold it."""
+        ranks = self.plan.data_ranks if buffer.sharded or per_rank else 1
+        if buffer.name not in self.memory:
+            return torch.empty(buffer.numel * ranks, dtype=buffer.dtype, device=self.device)
+        own = self.memory[buffer.name].reshape(-1)
+        if ranks == 1:
+            return own
+        whole = own.new_empty(own.numel() * ranks)
+        self._move(make_op("all_gather", [Ref(buffer.name)], [Ref("unshard")], axis=self.plan.axis), [own, whole])
+        return whole
+
+    def _lent(self, buffer: Buffer, column: torch.Tensor) -> torch.Tensor:
+        """The column on every rank, once the role that holds it has sent it to the others."""
+        holder, role = self.plan.role_of(buffer), self.plan.mesh.role(self.rank)
+        if holder is None:
+            return column
+        for other in range(self.plan.mesh.roles):
+            if other != holder and role == holder:
+                self._move(make_op("send", [Ref("unshard")], axis=PIPELINE, peer=other, tag=other), [column])
+            elif other != holder and role == other:
+                self._move(make_op("recv", writes=[Ref("unshard")], axis=PIPELINE, peer=holder, tag=other), [column])
+        return column
+
+    def _move(self, op: Op, tensors: list[torch.Tensor]) -> None:
+        """Runs one transfer."""
+        self.transport.comm.start(op.target, op, tensors)
+        self.transport.comm.wait(op.target)
+        if op.is_collective:
+            self.transport.comm.settle(op.target)
+
+    def _cut(self, leaf: Leaf, column: torch.Tensor) -> torch.Tensor:
         if leaf.per_rank:
-            return whole.view(self.world_size, *leaf.shape)
+            return column.view(self.plan.data_ranks, *leaf.shape).clone()
+        if leaf.slot is None:
+            return column.view(leaf.shape).clone()
         buffer = self.plan.buffers[leaf.buffer]
-        start, stop, _ = self.plan.buckets[buffer.bucket or ""].place(leaf.slot or 0, buffer.per)
-        return whole[start // buffer.per : stop // buffer.per].view(leaf.shape).clone()
+        start, stop, _ = self.plan.buckets[buffer.bucket or ""].place(leaf.slot, buffer.per)
+        return column[start // buffer.per : stop // buffer.per].view(leaf.shape).clone()
 
 
 def session_of(state: State) -> Session:

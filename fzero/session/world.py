@@ -22,7 +22,7 @@ from fzero._torch_compat import default_store
 from fzero.capture import ambient
 from fzero.comm import group as process_group
 from fzero.comm import heartbeat
-from fzero.comm.agree import agree
+from fzero.comm.agree import Same, agree
 from fzero.comm.transport import bucket_bytes, transport_for
 from fzero.compile.layout import plan_for
 from fzero.compile.resolve import mesh_of
@@ -57,8 +57,9 @@ class Filler(Protocol):
     def step(self) -> int:
         """The number of steps that the state has done."""
 
-    def place(self, plan: Plan, rank: int, memory: Mapping[str, torch.Tensor]) -> str:
-        """Fills this rank's buffers. Returns a text that must be the same on every rank."""
+    def place(self, plan: Plan, rank: int, memory: Mapping[str, torch.Tensor]) -> tuple[str, str]:
+        """Fills this rank's buffers. Returns a text that must be the same on every rank, and one that must be the same
+        on every rank of its role."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +99,16 @@ class World:
             group = dist.new_group(backend="gloo", timeout=patience)
         try:
             if failure is None:
-                check_mesh(spec, size)
+                mesh = mesh_of(spec, size)  # raises if it does not make this world
+                heartbeat.of(group).label = mesh.label
         except SpecError as error:
             failure = error
         return cls(rank, size, device, group, failure)
 
-    def agree(self, call: str, digest: str, failure: BaseException | None = None) -> None:
-        """Raises on every rank if a rank has a `failure`, or if calls or digests differ (see `fzero.comm.agree.agree`).
-        Collective."""
-        agree(self.rank, self.size, call, digest, self.group, failure)
+    def agree(self, call: str, digest: str, failure: BaseException | None = None, same: Sequence[Same] = ()) -> None:
+        """Raises on every rank if a rank has a `failure`, or if calls, digests or shared values differ (see
+        `fzero.comm.agree.agree`). Collective."""
+        agree(self.rank, self.size, call, digest, self.group, failure, same=same)
 
     def state(self, name: str, spec: Spec, filler: Callable[[], Filler]) -> State:
         """Returns a new state, filled. Collective. An error of `filler` on one rank is raised on all ranks."""
@@ -114,10 +116,8 @@ class World:
         try:
             if self.failure is not None:
                 raise self.failure
-            filling = filler()
-            plan_for(
-                spec, filling.paths, filling.values, filling.per_rank, mesh_of(spec, self.size)
-            )  # raises if there is no layout
+            filling, mesh = filler(), mesh_of(spec, self.size)
+            plan_for(spec, filling.paths, filling.values, filling.per_rank, mesh)  # raises if there is no layout
             leaves = [(path, x.shape, x.dtype) for path, x in zip(filling.paths, filling.values, strict=True)]
             text = f"{_spec_text(spec)}{leaves}{list(filling.per_rank)}{filling.step}"
             digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -126,17 +126,20 @@ class World:
         self.agree(name, digest, failure)
         here = heartbeat.of(self.group)
         with here.running():
-            transport = transport_for(self.rank, self.size, self.device, spec.transfers, here)
+            transport = transport_for(self.rank, mesh, self.device, spec.transfers, here)
+        own = ""
         try:
             store = default_store() if self.size > 1 else None
-            bytes_of_buckets = bucket_bytes(transport.name, self.size, self.rank, transport.rates, store)
-            mesh = mesh_of(spec, self.size)
+            bytes_of_buckets = bucket_bytes(transport.name, mesh.data_ranks, self.rank, transport.rates, store)
             plan = plan_for(spec, filling.paths, filling.values, filling.per_rank, mesh, bytes_of_buckets)
             memory = storage.allocate(plan, transport.block, self.rank)
-            values = f"{bytes_of_buckets} {filling.place(plan, self.rank, memory)}"
+            common, own = filling.place(plan, self.rank, memory)
+            values = f"{bytes_of_buckets} {common}"
         except Exception as error:
             failure, values = error, ""
-        self.agree(f"the values of {'params' if name == 'init' else 'the checkpoint'}", values, failure)
+        call = f"the values of {'params' if name == 'init' else 'the checkpoint'}"
+        same = Same(call, mesh.role(self.rank), own, "Give every rank the same params, or make them from one key")
+        self.agree(call, values, failure, [same])
         here.leave()
         runtime = Session(
             spec, self.rank, self.size, self.device, plan, filling.treedef, memory, transport, self.group, here
@@ -154,16 +157,6 @@ def check_spec(name: str, spec: Any) -> None:
             "load": "fzero.load(dir, spec) or fzero.load(dir, like=state)",
         }
         raise SpecError(f"fzero.{name} needed a Spec, got {type(spec).__name__}: call {calls[name]}")
-
-
-def check_mesh(spec: Spec, world_size: int) -> None:
-    """Raises SpecError if the spec's mesh has another size than the world, or an axis that processes cannot run yet."""
-    mesh = mesh_of(spec, world_size)
-    if mesh.size("dp") != world_size:
-        raise SpecError(
-            f"mesh={dict(mesh)}: programs over `pp` can be lowered, verified and interpreted, but processes run `dp` "
-            "alone as yet. Use fzero.lower(spec, params, batch), or mesh={'dp': ...}"
-        )
 
 
 def _device(name: str, spec: Spec, like: Any) -> torch.device:

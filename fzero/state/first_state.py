@@ -85,16 +85,17 @@ class Recipe:
 
     def place(
         self, plan: Plan, rank: int, memory: Mapping[str, torch.Tensor], only: Collection[str] | None = None
-    ) -> str:
+    ) -> tuple[str, str]:
         """Fills this rank's buffers, one leaf after the other; with `only`, only those leaves.
 
-        Returns a digest of the whole leaves, which must be the same on every rank ("" in a world of one).
+        Returns digests of the whole leaves: of those that every rank holds, which must be the same on all of them, and
+        of those that only ranks of one role hold. Both are empty in a world of one.
         """
-        digests = []
+        digests: tuple[list[str], list[str]] = ([], [])
         inputs = dict(zip(fx_nodes.placeholders(self.gm.graph), self.inputs, strict=True))
         order = {node: i for i, node in enumerate(self.gm.graph.nodes)}
         for leaf, node in zip(plan.leaves, fx_nodes.outputs(self.gm.graph), strict=True):
-            if only is not None and leaf.path not in only:
+            if leaf.buffer not in memory or (only is not None and leaf.path not in only):
                 continue
             if isinstance(first := inputs.get(node), Deferred) and leaf.slot is not None:
                 value, start = storage.flat(plan, memory, leaf, rank)
@@ -104,10 +105,12 @@ class Recipe:
             else:
                 value = _compute(node, inputs, order)
                 storage.store(plan, memory, leaf, value, rank)
-            if plan.data_ranks > 1 and not leaf.per_rank:
-                digests.append(fingerprint(value))
+            if plan.world_size > 1 and not leaf.per_rank:
+                of_role = plan.role_of(plan.buffers[leaf.buffer]) is not None
+                digests[of_role].append(fingerprint(value))
             del value  # frees it before the next leaf is computed
-        return hashlib.blake2b(" ".join(digests).encode(), digest_size=8).hexdigest() if digests else ""
+        common, own = (hashlib.blake2b(" ".join(found).encode(), digest_size=8).hexdigest() for found in digests)
+        return (common, own) if plan.world_size > 1 else ("", "")
 
 
 def fingerprint(value: torch.Tensor) -> str:

@@ -89,7 +89,7 @@ class ShardedTensor:
     @property
     def shape(self) -> torch.Size:
         """The logical shape; the ranks come first for a per-rank leaf."""
-        lead = (self.runtime.world_size,) if self.leaf.per_rank else ()
+        lead = (self.runtime.plan.data_ranks,) if self.leaf.per_rank else ()
         return torch.Size((*lead, *self.leaf.shape))
 
     @property
@@ -105,7 +105,7 @@ class ShardedTensor:
     @property
     def mesh(self) -> dict[str, int]:
         """The ranks that the leaf lives on, by axis."""
-        return {self.runtime.plan.axis: self.runtime.world_size}
+        return dict(self.runtime.plan.mesh)
 
     @property
     def placement(self) -> str:
@@ -119,7 +119,8 @@ class ShardedTensor:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's part, a view of the state's memory: 1-D if the leaf is sharded. Raises DonatedError."""
+        """This rank's part, a view of the state's memory: 1-D if the leaf is sharded, and empty where another role of a
+        pipeline keeps it. Raises DonatedError."""
         self.life.check(self.path)
         return storage.local(self.runtime.plan, self.runtime.memory, self.leaf, self.runtime.rank)
 
@@ -128,15 +129,17 @@ class ShardedTensor:
         return self.runtime.whole([self])[0]
 
     def to_dtensor(self) -> Any:
-        """The whole tensor as a replicated `torch.distributed.tensor.DTensor` over dp. Collective."""
+        """The whole tensor as a `torch.distributed.tensor.DTensor`, replicated over the mesh. Collective."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor, Replicate
 
         whole = self.full()
         if self.runtime.world_size == 1 and not torch.distributed.is_initialized():
             raise FzeroError("to_dtensor needs a process group, which a world of one has not: use full()")
-        mesh = init_device_mesh(self.device.type, (self.runtime.world_size,), mesh_dim_names=(self.runtime.plan.axis,))
-        return DTensor.from_local(whole, mesh, [Replicate()])
+        axes = self.runtime.plan.mesh
+        sizes = tuple(size for _, size in axes)
+        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=axes.names)
+        return DTensor.from_local(whole, mesh, [Replicate()] * len(sizes))
 
     def __repr__(self) -> str:
         return f"ShardedTensor({self.path!r}, {list(self.shape)}, {self.dtype}, {self.placement}, mesh={self.mesh})"
@@ -177,8 +180,8 @@ class State:
         """The bytes that this rank holds between steps: the state's by kind ("param", "optimizer", "state"), and those
         of the arena that every step works in ("arena"; 0 before the first step)."""
         totals = {"param": 0, "optimizer": 0, "state": 0, "arena": self.runtime.arena.numel()}
-        for name, buffer in self.runtime.plan.buffers.items():
-            tensor = self.runtime.memory[name]
+        for name, tensor in self.runtime.memory.items():
+            buffer = self.runtime.plan.buffers[name]
             totals[buffer.kind] += tensor.numel() * tensor.element_size()
         return totals
 

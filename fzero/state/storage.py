@@ -15,27 +15,22 @@ def block_of(device: torch.device | str) -> Callable[[int], torch.Tensor]:
     return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def allocate(plan: Plan, block: Callable[[int], torch.Tensor], rank: int | None = None) -> dict[str, torch.Tensor]:
-    """A rank's state buffers, one after the other in one block of zeros.
-
-    With `rank` only that rank's padding is zero, and stays so: the caller fills the leaves. (The first touch of memory
-    costs more than a copy.)
-    """
+def allocate(plan: Plan, block: Callable[[int], torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """A rank's state buffers, one after the other in one block. Padding is zero: the caller fills the leaves. (The
+    first touch of memory costs more than a copy.)"""
+    held = plan.held_by(rank)
     places, total = [], 0
-    for b in plan.buffers.values():
+    for b in held.values():
         places.append(total)
         total += -(-b.nbytes // ALIGN_BYTES) * ALIGN_BYTES
     all_bytes = block(total)
     memory = {
         b.name: all_bytes[place : place + b.nbytes].view(b.dtype).view(b.shape)
-        for b, place in zip(plan.buffers.values(), places, strict=True)
+        for b, place in zip(held.values(), places, strict=True)
     }
-    if rank is None:
-        all_bytes.zero_()
-        return memory
-    used: dict[str, list[slice]] = {b.name: [] for b in plan.buffers.values() if b.bucket}
+    used: dict[str, list[slice]] = {b.name: [] for b in held.values() if b.bucket}
     for leaf in plan.leaves:
-        if leaf.slot is not None:
+        if leaf.slot is not None and leaf.buffer in held:
             used[leaf.buffer].append(piece(plan, leaf, rank)[0])
     for name, places_used in used.items():
         end = 0
@@ -67,10 +62,13 @@ def piece(plan: Plan, leaf: Leaf, rank: int) -> tuple[slice, slice]:
 
 
 def flat(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> tuple[torch.Tensor, int]:
-    """(a rank's part of a leaf as a 1-D view, the element of the flattened logical leaf at which it begins)."""
+    """(a rank's part of a leaf as a 1-D view, the element of the flattened logical leaf at which it begins). The part
+    is empty where another role keeps the leaf."""
+    if leaf.buffer not in memory:
+        return next(iter(memory.values()), torch.empty(0)).new_empty(0, dtype=leaf.dtype), 0
     held = memory[leaf.buffer]
     if leaf.slot is None:
-        return held.view(-1), rank * held.numel() if leaf.per_rank else 0
+        return held.view(-1), plan.mesh.coordinate(rank, plan.axis) * held.numel() if leaf.per_rank else 0
     here, there = piece(plan, leaf, rank)
     return held[here], there.start
 
@@ -88,7 +86,10 @@ def store(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, value: tor
 
 
 def local(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> torch.Tensor:
-    """The rank's part of a leaf, a view: 1-D if the leaf is sharded, in its own shape if it is whole."""
+    """The rank's part of a leaf, a view: 1-D if the leaf is sharded, in its own shape if it is whole. Where another
+    role keeps the leaf it is 1-D and empty."""
+    if leaf.buffer not in memory:
+        return flat(plan, memory, leaf, rank)[0]
     held = memory[leaf.buffer]
     if leaf.slot is None:
         return held
@@ -112,8 +113,7 @@ def shards(plan: Plan, leaves: Iterable[torch.Tensor], rank: int) -> dict[str, t
     """A rank's buffers, made from whole leaves."""
     leaves = list(leaves)
     device = leaves[0].device if leaves else torch.device("cpu")
-    memory = allocate(plan, block_of(device))
-    memory = {name: memory[name] for name in plan.held_by(rank)}
+    memory = allocate(plan, block_of(device), rank)
     for leaf, value in zip(plan.leaves, leaves, strict=True):
         store(plan, memory, leaf, value, rank)
     return memory

@@ -15,6 +15,7 @@ from torch import fx
 from fzero.codegen import inplace, segment_memory
 from fzero.ir import as_strided, fx_nodes, fx_values
 from fzero.ir.kinds import ANY, OPS, UNKNOWN
+from fzero.ir.mesh import PIPELINE
 from fzero.ir.program import Program
 from fzero.ir.records import ALIGN, DTYPE_NAMES, KINDS, PERSISTENT, Buffer, Op, Ref
 from fzero.ir.rewrite import Spans
@@ -49,7 +50,7 @@ def _mesh(program: Program) -> Iterator[str]:
     names, sizes = program.mesh.names, [size for _, size in program.mesh]
     if len(set(names)) < len(names) or min(sizes, default=1) < 1 or program.world_size > MOST:
         yield f"the mesh is {program.mesh}: every axis once, of one rank or more"
-    if program.role is not None and "pp" not in program.mesh:
+    if program.role is not None and PIPELINE not in program.mesh:
         yield f"the program is for role {program.role} of a pipeline: the mesh has no axis pp"
     for bucket in program.buckets.values():
         if bucket.axis not in program.mesh:

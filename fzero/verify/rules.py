@@ -18,6 +18,7 @@ from functools import partial
 from fzero.cost.memory import account
 from fzero.errors import VerifyError
 from fzero.ir.liveness import gathered_bytes
+from fzero.ir.mesh import PIPELINE
 from fzero.ir.program import Program, op_text
 from fzero.ir.records import DTYPE_NAMES, PERSISTENT, Op
 from fzero.verify.abstract import program_meaning
@@ -275,10 +276,10 @@ def _roles_together(programs: Mapping[int, Program]) -> None:
     for rank, program in programs.items():
         if program.role is None:
             continue
-        if program.role != program.mesh.coordinate(rank, "pp"):
-            what = f"it is for role {program.role}, the rank's is {program.mesh.coordinate(rank, 'pp')}"
+        if program.role != program.mesh.role(rank):
+            what = f"it is for role {program.role}, the rank's is {program.mesh.role(rank)}"
             raise VerifyError(_message("roles", rank, program, -1, what, True))
-        columns.setdefault(program.mesh.peers(rank, "pp")[0], {})[program.role] = rank, program
+        columns.setdefault(program.mesh.peers(rank, PIPELINE)[0], {})[program.role] = rank, program
     known: set[tuple[int, ...]] = set()
     for column in columns.values():
         same = tuple(id(column[role][1]) for role in sorted(column))
@@ -286,8 +287,8 @@ def _roles_together(programs: Mapping[int, Program]) -> None:
             continue
         known.add(same)
         rank, program = column[min(column)]
-        if len(column) != program.mesh.size("pp"):
-            missing = sorted(set(range(program.mesh.size("pp"))) - set(column))
+        if len(column) != program.mesh.roles:
+            missing = sorted(set(range(program.mesh.roles)) - set(column))
             raise VerifyError(_message("roles", rank, program, -1, f"no program is given for roles {missing}", True))
         for name, roles in kept_by({role: p for role, (_, p) in column.items()}).items():
             if len(roles) > 1:

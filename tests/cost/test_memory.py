@@ -62,7 +62,7 @@ def test_state_bytes_equal_the_plan_and_fall_with_the_stage(model: str) -> None:
 @pytest.mark.sampled(4)
 def test_the_plan_lists_every_byte_of_state(world: int, zero: int) -> None:
     plan = cases.lowered(world, zero=zero).plan
-    memory = storage.allocate(plan, storage.block_of("cpu"))
+    memory = storage.allocate(plan, storage.block_of("cpu"), 0)
     assert sum(t.numel() * t.element_size() for t in memory.values()) == plan.state_bytes
     logical = sum(leaf.dtype.itemsize * torch.Size(leaf.shape).numel() for leaf in plan.leaves)
     padding = sum(plan.padding_bytes().values())

@@ -991,7 +991,7 @@ def test_a_rank_makes_its_part_of_what_one_rank_would_make(world: int, zero: int
         }
 
     recipe, plan = placed(fn, world, zero)
-    parts = [storage.allocate(plan, storage.block_of("cpu")) for _ in range(world)]
+    parts = [storage.allocate(plan, storage.block_of("cpu"), rank) for rank in range(world)]
     digests = {recipe.place(plan, rank, memory) for rank, memory in enumerate(parts)}
     assert len(digests) == 1, "every rank saw the same whole leaves"
     paths, leaves, _ = tree.flatten(fn(random.key(4)))
@@ -1027,7 +1027,7 @@ def test_init_from_a_function_takes_the_shard_and_one_leaf(world: int) -> None:
     for rank in range(world):
 
         def placed(rank: int = rank) -> dict[str, torch.Tensor]:
-            memory = storage.allocate(plan, storage.block_of("cpu"))
+            memory = storage.allocate(plan, storage.block_of("cpu"), rank)
             recipe.place(plan, rank, memory)
             return memory
 

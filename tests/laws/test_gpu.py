@@ -149,9 +149,10 @@ def test_a_batch_on_the_host_is_told_where_to_go() -> None:
 NCCL = """
 import torch, torch.distributed as dist
 from fzero.comm import heartbeat, transfers
+from fzero.comm.group import Line
 from fzero.ir.records import Op, Ref
 dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29533", rank=0, world_size=1)
-comm = transfers.Nccl(0, 1, None, heartbeat.ALONE)
+comm = transfers.Nccl(Line(), heartbeat.ALONE)
 source, dest = torch.arange(8.0, device="cuda"), torch.zeros(8, device="cuda")
 ops = [Op("all_gather", (Ref("a"),), (Ref("b"),), axis="dp")]
 for kind in ("all_reduce", "reduce_scatter"):

@@ -18,12 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fzero.ir import rewrite
+from fzero.ir.mesh import PIPELINE
 from fzero.ir.program import Program
 from fzero.ir.records import PERSISTENT, Buffer, Op, Ref, make_op
 from fzero.passes.pipeline.assign_roles import Assigned, Group, Work
 from fzero.pipeline import Schedule
-
-AXIS = "pp"
 
 
 def by_role(program: Program, schedule: Schedule, chunk_of: Mapping[str, int]) -> dict[int, Program]:
@@ -189,7 +188,7 @@ class _RoleBuilder:
         message, *rest = messages
         why = f"to role {message.receiver}"
         self.ops.append(
-            make_op("send", [Ref(message.name)], axis=AXIS, peer=message.receiver, tag=message.tag, why=why)
+            make_op("send", [Ref(message.name)], axis=PIPELINE, peer=message.receiver, tag=message.tag, why=why)
         )
         self.sent.append(message)
         self.queued[message.name] = rest
@@ -207,7 +206,7 @@ class _RoleBuilder:
         self.begun.add(message.name)
         why = f"from role {message.sender}"
         self.ops.append(
-            make_op("recv", writes=[Ref(message.name)], axis=AXIS, peer=message.sender, tag=message.tag, why=why)
+            make_op("recv", writes=[Ref(message.name)], axis=PIPELINE, peer=message.sender, tag=message.tag, why=why)
         )
         self.posted[message.name] = message
 

@@ -15,7 +15,7 @@ KINDS: dict[str, Mutation] = {
     "repeat a wait": on(timing.repeat_wait),
     "wait late": on(timing.wait_late),
     "settle late": on(timing.settle_late),
-    "settle early": on(timing.settle_early),
+    "settles exchanged": on(timing.exchange_settles),
     "free early": on(timing.free_early),
     "free never": on(timing.free_never),
     "free twice": on(timing.free_twice),

@@ -56,13 +56,13 @@ def settle_late(rng: random.Random, p: Program) -> Program | None:
     return None if index is None or index + 1 >= len(p.ops) else move(p, index, rng.randint(index + 1, len(p.ops) - 1))
 
 
-def settle_early(rng: random.Random, p: Program) -> Program | None:
-    """A settle moves before the wait for its transfer."""
-    index = pick(rng, find(p, lambda op: op.is_settle))
-    if index is None:
+def exchange_settles(rng: random.Random, p: Program) -> Program | None:
+    """Two settles change places."""
+    found = find(p, lambda op: op.is_settle)
+    if len(found) < 2:
         return None
-    waits = [i for i in range(index) if p.ops[i].is_wait and p.ops[i].target == p.ops[index].target]
-    return move(p, index, rng.randint(0, waits[-1])) if waits else None
+    first, second = rng.sample(found, 2)
+    return put(put(p, first, p.ops[second]), second, p.ops[first])
 
 
 def _freed(rng: random.Random, p: Program) -> tuple[int, str] | None:

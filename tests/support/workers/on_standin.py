@@ -52,6 +52,7 @@ from standin.running import (
 import fzero
 from fzero import optim
 from fzero.comm import heartbeat, transfers
+from fzero.comm.group import Line
 from fzero.cost.allocator import measured_peak
 from fzero.ir.records import Op, Ref
 from fzero.kernels import adam8, adamw, cast, hyper, norms, quantize, signs
@@ -359,7 +360,7 @@ def the_group_must_be_nccl() -> None:
 @scenario(2)
 def messages() -> None:
     """A kind of transfer that NCCL has no collective for."""
-    comm = transfers.Nccl(RANK, WORLD, None, heartbeat.ALONE)
+    comm = transfers.Nccl(Line.whole(RANK, WORLD), heartbeat.ALONE)
     x = torch.full((4,), float(RANK), device=HERE)
     kind = "send" if RANK == 0 else "recv"
     refs = {"reads": (Ref("x"),), "writes": ()} if RANK == 0 else {"reads": (), "writes": (Ref("x"),)}

@@ -20,7 +20,7 @@ from fzero import tree
 from fzero.comm import peers as host_module
 from fzero.comm.agree import tell
 from fzero.comm.autotune import Fastest, measured
-from fzero.comm.group import open_world
+from fzero.comm.group import Line, open_world
 from fzero.comm.peers import PeerError
 from fzero.comm.rendezvous import meet
 from fzero.comm.shared_memory import Shared
@@ -82,7 +82,7 @@ def transfers(specs, events, seed):
     After a transfer has settled its source is overwritten, at once: nobody may still read it.
     """
     rank, world, host = met()
-    shared, plain = Shared(host, world), P2P(rank, world)
+    shared, plain = Shared(host, Line.whole(host.rank, world)), P2P(Line.whole(rank, world))
     expected, wrong = {}, []
     for index, spec in enumerate(specs):
         one, tensors, _, dest = made(spec, rank, world, index, lambda n: torch.empty(n, dtype=torch.uint8))
@@ -115,7 +115,7 @@ def transfers(specs, events, seed):
 def many_in_flight():
     """More transfers at once than a socket holds messages, staged ones among them."""
     rank, world, host = met()
-    shared = Shared(host, world)
+    shared = Shared(host, Line.whole(host.rank, world))
     sizes = [3] * 600 + [BIG] * 20  # small ones first: staging looks for messages
     wholes = [torch.empty(world * n) for n in sizes]
     for i, n in enumerate(sizes):
@@ -143,7 +143,7 @@ def training(zero, steps_):
     for via in ("p2p", "shared"):
         lowered = lowered_via(spec, params, batch(0, 0), world, via)
         program = lowered.program
-        comm = LateReader(host, world) if via == "shared" else P2P(rank, world)
+        comm = LateReader(host, Line.whole(rank, world)) if via == "shared" else P2P(Line.whole(rank, world))
         memory = storage.shards(lowered.plan, leaves, rank)
         if via == "shared":
             memory = {name: in_arena(host, x.shape, x.dtype).copy_(x) for name, x in memory.items()}
@@ -184,8 +184,12 @@ def lowered_via(spec, params, batch, world, via):
 def chosen():
     """The measured table, and whether transfers the fastest way have the bits of P2P."""
     rank, world, host = met()
-    comms = {"shared": Shared(host, world), "p2p": P2P(rank, world), "gloo": gloo(rank, world)}
-    table, rates = measured(comms, world, memory=host.allocate)
+    comms = {
+        "shared": Shared(host, Line.whole(host.rank, world)),
+        "p2p": P2P(Line.whole(rank, world)),
+        "gloo": gloo(Line.whole(rank, world)),
+    }
+    table, rates = measured(comms, world, world, memory=host.allocate)
     one = make_op("all_reduce", [R("own")], [R("sum"), R("s")], axis="dp", op="sum", divisor=world)
     same = []
     for forced in (table, dict.fromkeys(table, "p2p"), dict.fromkeys(table, "shared"), dict.fromkeys(table, "gloo")):
@@ -214,7 +218,7 @@ class Finding(Exception):
 def stopped_and_killed(how):
     """Rank 1 ends or stops before its part of a gather; what the others are told, and how long it took."""
     rank, world, host = met(timeout_seconds=1.5 if how == "stopped" else 60.0)
-    shared = Shared(host, world)
+    shared = Shared(host, Line.whole(host.rank, world))
     own, whole = torch.ones(BIG), torch.empty(BIG * world)
     pids = tell(str(os.getpid()).encode(), world, None)
     if rank == 1:
@@ -244,7 +248,7 @@ def stopped_and_killed(how):
 def killed_before_reading():
     """Rank 1 is killed between its start and its wait: its data can be had, but it will never have read ours."""
     rank, world, host = met()
-    shared = Shared(host, world)
+    shared = Shared(host, Line.whole(host.rank, world))
     own, whole = host.allocate(4 * BIG).view(torch.float32).fill_(rank + 1), torch.empty(BIG * world)
     shared.start("whole", GATHER, [own, whole])
     if rank == 1:
@@ -260,7 +264,7 @@ def killed_before_reading():
 def leaves_early():
     """Rank 1 closes as soon as it is done; the others still get its part, and need not wait for it to settle."""
     rank, world, host = met()
-    shared = Shared(host, world)
+    shared = Shared(host, Line.whole(host.rank, world))
     own, whole = host.allocate(4 * BIG).view(torch.float32).fill_(rank + 1), torch.empty(BIG * world)
     shared.start("whole", GATHER, [own, whole])
     if rank != 1:
@@ -277,7 +281,7 @@ def leaves_early():
 def in_a_child():
     """What a forked child is told."""
     _, world, host = met()
-    shared = Shared(host, world)
+    shared = Shared(host, Line.whole(host.rank, world))
     inside, outside = os.pipe()
     if os.fork() == 0:
         try:
@@ -294,7 +298,7 @@ def in_a_child():
 
 def of_another_size():
     rank, world, host = met()
-    shared = Shared(host, world)
+    shared = Shared(host, Line.whole(host.rank, world))
     shared.start("whole", GATHER, [torch.ones(BIG + rank), torch.empty((BIG + rank) * world)])
     shared.wait("whole")
 
@@ -324,7 +328,7 @@ def mapped():
 def memory():
     """Shared mappings at each point: arenas go with their last tensor, here and at the peers."""
     rank, world, host = met()
-    shared = Shared(host, world)
+    shared = Shared(host, Line.whole(host.rank, world))
 
     def together():
         whole = torch.empty(world)
@@ -360,7 +364,7 @@ def two_hosts():
     """Two hosts in one process, transfers in turn, sources in the other's arena."""
     rank, world, first = met()
     _, _, second = met()
-    a, b = Shared(first, world), Shared(second, world)
+    a, b = (Shared(host, Line.whole(host.rank, world)) for host in (first, second))
     x = first.allocate(4 * BIG).view(torch.float32).fill_(rank)
     y = second.allocate(4 * BIG).view(torch.float32).fill_(10 + rank)
     results = [torch.empty(world * BIG) for _ in range(4)]
