@@ -10,8 +10,7 @@ from fzero.ir.records import Op
 
 
 class Comm(Protocol):
-    """Moves bytes between ranks. `name`, the buffer that a transfer writes, identifies the transfer.
-    """
+    """Moves bytes between ranks. `name`, the buffer that a transfer writes, identifies the transfer."""
 
     @property
     def number(self) -> int:

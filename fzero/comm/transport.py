@@ -66,7 +66,9 @@ def transport_for(
     block, name, host, why = storage.block_of(device), transport_name(device, transfers), None, ""
     along = lines(mesh, rank, device, presence)
     if device.type == "cuda" and along:
-        return Transport(_joined(mesh, {axis: Nccl(line, presence) for axis, line in along.items()}), name, block, "NCCL")
+        return Transport(
+            _joined(mesh, {axis: Nccl(line, presence) for axis, line in along.items()}), name, block, "NCCL"
+        )
     if not along:
         return Transport(Alone(), name, block)
     if transfers != "p2p":
