@@ -217,7 +217,7 @@ def _same(state: State, batch: Any) -> list[Same]:
         axes = [axis for axis, size in mesh if axis in SAME_BATCH and size > 1]
         remedy = (
             f"Ranks that differ in {' and '.join(axes)} alone are given the same batch: split the data by "
-            f"the place in the data axes, as Tokens.batches(size, spec=spec) does"
+            f"the place in the data axes, as Tokens.batches(size, mesh=...) does"
         )
         same.append(Same("the batch", mesh.data_rank(runtime.rank), value, remedy))
     return same

@@ -16,7 +16,7 @@ every machine and with every version of numpy.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fzero.errors import DataError
+from fzero.ir.mesh import Mesh
 
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 ORDERS = ("shuffled", "random", "sequential")
@@ -122,11 +123,18 @@ class Tokens:
         return {"x": whole[:, :-1].contiguous(), "y": whole[:, 1:].contiguous()}
 
     def batches(
-        self, size: int, *, position: int = 0, rank: int | None = None, world_size: int | None = None
+        self,
+        size: int,
+        *,
+        position: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        mesh: Mapping[str, int] | None = None,
     ) -> Batches:
         """Batches of `size` samples over all ranks, from `position` on, for ever; each rank gets its part.
 
-        rank, world_size: by default those of the process group, or of torchrun before there is one.
+        rank, world_size: by default those of the process group, or of torchrun before there is one. mesh: as
+        in `Spec(mesh=...)`; ranks that differ in `pp` alone are given the same part.
 
         >>> tokens = Tokens(np.arange(100), sequence=8)
         >>> first = tokens.batches(6)
@@ -136,9 +144,14 @@ class Tokens:
         >>> again = tokens.batches(4, position=first.position)  # another batch size: nothing is lost or repeated
         >>> torch.equal(next(again)["x"], tokens.batch(12, size=4)["x"])
         True
+        >>> [tokens.batches(6, rank=rank, world_size=4, mesh={"pp": 2, "dp": 2}).rank for rank in range(4)]
+        [0, 1, 0, 1]
         """
         here = _here()
         rank, world_size = here[0] if rank is None else rank, here[1] if world_size is None else world_size
+        if mesh is not None:
+            grid = Mesh.of(mesh, world_size)
+            rank, world_size = grid.data_rank(rank), grid.data_ranks
         _part(size, rank, world_size)
         if type(position) is not int or position < 0:
             raise DataError(f"position={position!r}: needed the number of samples so far, an int of at least 0")

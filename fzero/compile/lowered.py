@@ -91,6 +91,11 @@ class Lowered:
         return hashlib.blake2b(" ".join([self.program_digest, *values]).encode(), digest_size=8).hexdigest()
 
     @cached_property
+    def memories(self) -> Mapping[int, MemoryAccount]:
+        """By role, the bytes by kind at the planned peak, and the peak: per rank."""
+        return {role: account(program) for role, program in self.programs.items()}
+
+    @property
     def memory(self) -> MemoryAccount:
-        """Bytes by kind at the planned peak, and the peak: per rank."""
-        return account(self.program)
+        """The same of the role with the highest peak."""
+        return max(self.memories.values(), key=lambda memory: memory.peak)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.errors import FzeroError, SpecError
+from fzero.errors import FzeroError
 from fzero.functional import forward
 from fzero.ir.mesh import Mesh
 from fzero.pipeline import Pipeline
@@ -111,20 +110,8 @@ def mesh_of(spec: Spec, world_size: int | None = None) -> Mesh:
 
     Raises SpecError where the axes do not make that world.
     """
-    axes = dict(spec.mesh or {"dp": -1})
-    axes.setdefault("dp", 1)
-    known = math.prod(size for size in axes.values() if size != -1)
-    rest = 1 if world_size is None else world_size // known
-    sizes = {name: rest if size == -1 else size for name, size in axes.items()}
-    total = math.prod(sizes.values())
-    if world_size is not None and total != world_size:
-        open_axis = next((name for name, size in axes.items() if size == -1), None)
-        if open_axis is not None:
-            fix = f"start a multiple of {known} ranks"
-        else:
-            fix = f"start {total} (torchrun --nproc-per-node {total}), or leave mesh out"
-        raise SpecError(f"mesh={dict(spec.mesh or {})} needs {total or known} ranks, there are {world_size}: {fix}")
-    return Mesh(tuple(sizes.items()))
+    axes = spec.mesh or {"dp": -1}
+    return Mesh.of({**axes, "dp": axes.get("dp", 1)}, world_size)
 
 
 def _evaluation(spec: Spec, fn: Callable[..., Any]) -> Callable[[Any, Any], Any]:

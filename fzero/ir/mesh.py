@@ -6,8 +6,10 @@ Rank r stands at one coordinate on every axis; the last axis varies fastest, as 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+from fzero.errors import SpecError
 
 PIPELINE = "pp"  # the axis whose coordinate is the role
 SAME_BATCH = (PIPELINE, "tp", "cp")  # axes along which ranks are given the same batch
@@ -25,6 +27,25 @@ class Mesh:
     """
 
     axes: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, axes: Mapping[str, int], world_size: int | None = None) -> Mesh:
+        """The mesh of these axes for a world of this size: one axis may be -1, for the rest of the ranks.
+
+        world_size: None leaves the mesh its own, with 1 for an axis of -1. Raises SpecError where the axes do not make
+        that world.
+        """
+        known = math.prod(size for size in axes.values() if size != -1)
+        rest = 1 if world_size is None else world_size // known
+        sizes = {name: rest if size == -1 else size for name, size in axes.items()}
+        total = math.prod(sizes.values())
+        if world_size is not None and total != world_size:
+            if -1 in axes.values():
+                fix = f"start a multiple of {known} ranks"
+            else:
+                fix = f"start {total} (torchrun --nproc-per-node {total}), or leave mesh out"
+            raise SpecError(f"mesh={dict(axes)} needs {total or known} ranks, there are {world_size}: {fix}")
+        return cls(tuple(sizes.items()))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of state that a rank holds, padding included; with a pipeline, a rank of the role that holds the most."""
+        """Bytes of state that a rank holds, padding included; in a pipeline, a rank of the role that holds most."""
         of_roles = [0] * self.mesh.roles
         for buffer in self.buffers.values():
             role = self.role_of(buffer)

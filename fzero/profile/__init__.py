@@ -84,7 +84,7 @@ def summary(record: StepRecord) -> dict[str, Any]:
         "shares_us": {name: ns / 1e3 for name, ns in record.shares.items()},
         "sent_bytes": record.sent_bytes,
         "held_bytes": record.held_bytes,
-        "planned_peak_bytes": record.lowered.memory.peak,
+        "planned_peak_bytes": record.memory.peak,
         "measured_peak_bytes": record.measured_peak,
         "page_faults": record.page_faults,
         "transfers": [

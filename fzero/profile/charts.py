@@ -91,7 +91,7 @@ def axis(record: StepRecord, ticks: int = 10) -> str:
 def memory(record: StepRecord) -> tuple[str, str]:
     """(the scale, the chart): HTML for the column beside the plot, and for the plot."""
     reserved = record.held_bytes if record.measured is None else max(record.measured)
-    top = 1.08 * max(record.lowered.memory.peak, reserved, record.measured_peak or 0, 1)
+    top = 1.08 * max(record.memory.peak, reserved, record.measured_peak or 0, 1)
     whole = (record.ended - record.began) / 1e3
     paths, below = [], [0] * (2 * len(record.start) + 2)
     for kind in (*HELD, *LIVE):
@@ -100,7 +100,7 @@ def memory(record: StepRecord) -> tuple[str, str]:
             outline = [*_steps(record, above, top), *reversed(_steps(record, below, top))]
             paths.append(f'<path class="{_class(kind)}" d="M{" L".join(outline)} Z"><title>{kind}</title></path>')
         below = above
-    limit = top - record.lowered.memory.peak
+    limit = top - record.memory.peak
     paths.append(
         f'<path class="line peak" d="M0 {limit:.0f} L{whole:.3f} {limit:.0f}"><title>planned peak</title></path>'
     )

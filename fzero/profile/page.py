@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
 
+from fzero.ir.mesh import PIPELINE
 from fzero.profile import charts, tables
 from fzero.profile.charts import bytes_text, time_text
 from fzero.profile.record import HELD, LIVE, StepRecord
@@ -22,7 +23,7 @@ SHARES = {"computing": "forward", "waiting": "wait", "transfers' own work": "own
 
 def page(record: StepRecord) -> str:
     """The page."""
-    title = f"step {record.step} on rank {record.rank} of {record.program.world_size}"
+    title = f"step {record.step} on {record.program.mesh.label(record.rank)} of {record.program.world_size}"
     names, strips = charts.timeline(record)
     scale, curve = charts.memory(record)
     parts = [
@@ -30,6 +31,7 @@ def page(record: StepRecord) -> str:
         facts(record),
         "<h2>Where the time goes</h2>",
         shares(record),
+        *pipeline(record),
         '<p class="tools"><label>zoom <input id="zoom" type="range" min="0" max="8" step="0.1" value="0"/></label>'
         f" {legend((*PHASES, 'wait', 'all_gather', 'reduce_scatter', 'all_reduce'))}</p>",
         f'<div class="plots"><div class="side">{names}<div class="axis"></div>{scale}</div>',
@@ -66,7 +68,7 @@ def _document(title: str, body: str) -> str:
 
 def facts(record: StepRecord) -> str:
     """The header's figures."""
-    program, account = record.program, record.lowered.memory
+    program, account = record.program, record.memory
     measured = "not measured: another profiler was at work"
     if record.measured_peak is not None:
         measured = bytes_text(record.measured_peak)
@@ -111,6 +113,22 @@ def shares(record: StepRecord) -> str:
         )
         notes.append(f"transfers for {time_text(lost['transfers'])}: other threads or processes ran there.")
     return f'<div class="bar">{"".join(bars)}</div><p>{" ".join(keys)}</p><p class="note">{" ".join(notes)}</p>'
+
+
+def pipeline(record: StepRecord) -> list[str]:
+    """The pipeline's order of work, as it is for equal times, and what this rank waited for other roles; nothing
+    without one."""
+    schedule = record.lowered.schedule
+    if schedule is None:
+        return []
+    whole = record.ended - record.began
+    waited = sum(record.asleep(t.wait) for t in record.transfers if record.program.ops[t.op].axis == PIPELINE)
+    role, roles = record.program.role, len(schedule.orders)
+    text = (
+        f"Role {role} of {roles}. It waited for other roles for {time_text(waited)}, {waited / whole:.1%} of the step. "
+        f"If forward, input and weight halves took equal times, {schedule.idle_share():.1%} would be idle:"
+    )
+    return [f"<p>{text}</p>", f'<div class="scroll">{record.lowered.timeline()}</div>']
 
 
 def legend(names: Iterable[str]) -> str:

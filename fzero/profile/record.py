@@ -26,7 +26,7 @@ from fzero import tree
 from fzero._torch_compat import allocations
 from fzero.capture.provenance import describe
 from fzero.compile.lowered import Lowered
-from fzero.cost.memory import SHOWN
+from fzero.cost.memory import SHOWN, MemoryAccount
 from fzero.ir.liveness import live_bytes
 from fzero.ir.program import Program, wire_bytes
 from fzero.ir.records import Op
@@ -79,7 +79,12 @@ class StepRecord:
     @property
     def program(self) -> Program:
         """The program that ran."""
-        return self.lowered.program
+        return self.lowered.on(self.rank)
+
+    @property
+    def memory(self) -> MemoryAccount:
+        """The planned bytes of that program."""
+        return self.lowered.memories[self.program.mesh.role(self.rank)]
 
     def duration(self, index: int) -> int:
         """The ns of an op."""
@@ -112,7 +117,8 @@ class StepRecord:
                 source = self.program.ops[start]
                 kind = source.kind if source.is_collective else "send/recv"
                 wire = wire_bytes(self.program, source)
-                transfers.append(Transfer(kind, name, start, i, self.bucket(start), wire, self.program.transport))
+                via = self.program.transport + (f" over {source.axis}" if len(self.program.mesh.axes) > 1 else "")
+                transfers.append(Transfer(kind, name, start, i, self.bucket(start), wire, via))
         return transfers
 
     def bucket(self, index: int) -> str | None:

@@ -28,7 +28,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def at_peak(record: StepRecord) -> str:
     """The largest buffers at the planned peak."""
-    op = record.lowered.memory.op
+    op = record.memory.op
     peak_op = record.program.ops[op]
     rows = [(name, kind, bytes_text(nbytes)) for name, kind, nbytes in peak_rows(record)]
     title = f"<p>Planned to be most at op {op}: {escape(f'{peak_op.kind} {peak_op.why}')}. Alive there:</p>"
@@ -37,7 +37,7 @@ def at_peak(record: StepRecord) -> str:
 
 def peak_rows(record: StepRecord, most: int = 12) -> Iterator[tuple[str, str, int]]:
     """Yields (name, kind, bytes) of the largest buffers at the planned peak; a column of the state is one row."""
-    program, peak_op = record.program, record.lowered.memory.op
+    program, peak_op = record.program, record.memory.op
     sizes: dict[tuple[str, str], int] = {}
     for name in live_names(program.ops, program.buffers, peak_op):
         buffer = program.buffers[name]

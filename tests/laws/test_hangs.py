@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from typing import Any
@@ -16,9 +17,12 @@ from fzero.comm.hang_report import Phase, RankStatus, hang_error, no_store
 TIMEOUT = 3.0
 
 
-def trouble(world: int, how: str, wrong: int, via: str, kind: str, tmp_path: Any, timeout: float = TIMEOUT) -> Any:
+def trouble(
+    world: int, how: str, wrong: int, via: str, kind: str, tmp_path: Any, timeout: float = TIMEOUT, **given: Any
+) -> Any:
     """What each rank but `wrong` found out; the same rank is named on all of them, and they can end."""
-    outcomes = gloo(world, worker.trouble, how, wrong, via, timeout, kind, str(tmp_path), timeout=300)
+    fn = functools.partial(worker.trouble, how, wrong, via, timeout, kind, str(tmp_path), **given)
+    outcomes = gloo(world, fn, timeout=300)
     others = [r for r in range(world) if r != wrong]
     found = dict(zip(others, values([outcomes[r] for r in others]), strict=True))
     for rank, one in found.items():
@@ -39,6 +43,7 @@ def waiting_op(message: str, lines: list[str]) -> None:
     assert place[1] == lines[int(place[2])]
 
 
+GRID = {"mesh": {"pp": 2, "dp": 2}, "microbatches": 2, "pipeline": "1f1b"}
 LONG = pytest.mark.acceptance
 P2P_IS_LONG = pytest.mark.parametrize("transfers", ["shared", pytest.param("p2p", marks=LONG)])
 SHARED_IS_LONG = pytest.mark.parametrize("transfers", ["p2p", pytest.param("shared", marks=LONG)])
@@ -67,6 +72,35 @@ def test_a_rank_that_is_killed_in_a_step(tmp_path: Any) -> None:
     assert outcomes[1].error.startswith("Died: rank 1")
     assert messages[0].startswith("rank 1 is missing: it does not answer")
     waiting_op(messages[0], found[0]["lines"])
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "transfers"),
+    [
+        ("kill", "run", "shared"),
+        pytest.param("kill", "recv", "p2p", marks=LONG),
+        pytest.param("stop", "run", "shared", marks=LONG),
+        pytest.param("stop", "run", "p2p", marks=LONG),
+    ],
+)
+def test_a_rank_of_a_grid_is_named_with_its_coordinates(how: str, kind: str, transfers: str, tmp_path: Any) -> None:
+    """Role, coordinate, slot and op: of the rank that is gone, and of those that wait for it or for each other."""
+    patience = 60.0 if how == "kill" else TIMEOUT
+    _, messages, _ = trouble(4, how, 3, transfers, kind, tmp_path, timeout=patience, **GRID)
+    for message in messages:
+        assert message.startswith("rank 3 (pp=1 dp=1) is missing: it does not answer")
+    assert re.search(
+        r"rank 1 \(pp=0 dp=1\): waiting in step 3, op \d+: wait \S+ \| [BF]0\.\d (from|to) role 1", messages[0]
+    )
+
+
+@pytest.mark.parametrize("transfers", ["shared", pytest.param("p2p", marks=LONG)])
+def test_a_rank_of_a_grid_that_fails_alone(transfers: str, tmp_path: Any) -> None:
+    _, messages, _ = trouble(4, "raise", 1, transfers, "run", tmp_path, timeout=60.0, **GRID)
+    for message in messages:
+        assert re.match(
+            r"rank 1 \(pp=0 dp=1\) failed alone, in step 3, op \d+: run .*: ValueError: only here\n", message
+        )
 
 
 def test_a_rank_that_stays_in_the_programs_own_code(tmp_path: Any) -> None:
@@ -146,7 +180,7 @@ def test_a_store_in_a_file(tmp_path: Any) -> None:
     found, _ = values(gloo(2, worker.stored_in_a_file, str(tmp_path / "store"), str(tmp_path / "done")))
     assert found["missing"] == (1,)
     assert found["message"].startswith("rank 1 is missing: it answers, but has been for")
-    assert "rank 0: waiting in the whole of 'params/a' and 1 more leaves, for all ranks" in found["message"]
+    assert "rank 0: waiting in the whole of 'params/blocks/0' and 1 more leaves, for all ranks" in found["message"]
 
 
 # --- the text ---------------------------------------------------------------------------------------------------------

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import cases
 import pytest
 import torch
 from helpers import gloo, run, values
+from safetensors.torch import load_file
 from torch import Tensor
 
 import fzero
-from fzero import optim, tree
+from fzero import interop, optim, tree
 
 VOCAB, SEQUENCE, STEPS = 64, 8, 3
 INIT, LOSS = cases.gpt(VOCAB, 16, 4, 2)
@@ -57,9 +60,110 @@ def test_processes_have_the_bits_of_no_pipeline(name: str) -> None:
     ranks = values(gloo(world, trained, given))
     data = world // 2
     plain = {key: value for key, value in given.items() if key not in ("mesh", "pipeline")}
-    params = INIT(fzero.random.fold_in(fzero.random.key(0), 0)) if False else INIT(fzero.random.key(0))
+    params = INIT(fzero.random.key(0))
     expected = run(spec(**plain), params, tokens, world=data, steps=STEPS, key=fzero.random.key(0))
     for leaves, losses, _ in ranks:
         assert losses == expected.losses()
         differing = [path for path, leaf in expected.final.items() if not torch.equal(leaves[path], leaf)]
         assert differing == []
+
+
+# --- what users do with a state ---------------------------------------------------------------------------------------
+
+
+def around(folder: str) -> dict[str, Any]:
+    """On 2 x 2: a checkpoint of a step, evaluation, export, profile; the state loaded back; what went in and out."""
+    torch.set_num_threads(1)
+    mine = spec(mesh={"pp": 2, "dp": 2}, pipeline="1f1b", zero=3)
+    state = fzero.init(INIT, mine, key=fzero.random.key(0))
+    place = state.runtime.plan.mesh.coordinate(state.runtime.rank, "dp")
+    state = fzero.step(state, tokens(place, 0))
+    fzero.save(state, folder)
+    found = fzero.evaluate(state, tokens(place, 5), LOSS)
+    interop.export_safetensors(state, f"{folder}/exported")
+    state = fzero.profile(state, tokens(place, 1), f"{folder}/profile")
+    loaded = fzero.load(folder, mine, like=INIT(fzero.random.key(0)))
+    again = fzero.step(loaded, tokens(place, 1))
+    first, second = (tree.flatten(fzero.unshard(x.tree))[1] for x in (state, again))
+    return {
+        "evaluated": float(found),
+        "equal": all(map(torch.equal, first, second)),
+        "held": state.held_bytes,
+        "local": {path: leaf.local.numel() for path, leaf in zip(*tree.flatten(again.params)[:2], strict=True)},
+        "final": dict(zip(tree.flatten(again.tree)[0], second, strict=True)),
+    }
+
+
+def test_a_state_on_a_grid(tmp_path: Path) -> None:
+    """Checkpoint, evaluation, export and profile of a pipeline with ZeRO 3, and the same without."""
+    ranks = values(gloo(4, around, str(tmp_path)))
+    plain = run(spec(zero=3), INIT(fzero.random.key(0)), tokens, world=2, steps=2, key=fzero.random.key(0))
+    for rank in ranks:
+        assert rank["equal"]
+        assert rank["evaluated"] == ranks[0]["evaluated"]
+        assert all(torch.equal(rank["final"][path], leaf) for path, leaf in plain.final.items())
+    for path in ranks[0]["local"]:
+        assert sum(rank["local"][path] for rank in ranks) == plain.final[f"params/{path}"].numel(), path
+    held = [rank["held"]["param"] for rank in ranks]
+    assert max(held) < sum(leaf.nbytes for path, leaf in plain.final.items() if path.startswith("params")) / 2
+    pages = sorted(path.name for path in (tmp_path / "profile").glob("*.html"))
+    assert pages == [f"rank{rank}.html" for rank in range(4)]
+    page = (tmp_path / "profile" / "rank2.html").read_text()
+    assert "rank 2 (pp=1 dp=0)" in page
+    assert "waited for other roles" in page
+    for name, leaf in load_file(next((tmp_path / "exported").glob("*.safetensors"))).items():
+        assert leaf.shape == plain.final[f"params/{name.replace('.', '/')}"].shape
+    # on another mesh: one process, no pipeline
+    there = fzero.load(tmp_path, spec(zero=1))
+    stepped = fzero.step(there, tokens(0, 1))
+    assert stepped.step == 2
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def wrong(_: None) -> list[str]:
+    """What a rank of 2 x 2 says to batches that differ along pp, to a mesh of another size, and afterwards."""
+    torch.set_num_threads(1)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ["RANK"])
+    said = []
+    try:
+        fzero.init(INIT, spec(mesh={"pp": 3, "dp": -1}, pipeline="1f1b"), key=fzero.random.key(0))
+    except fzero.FzeroError as error:
+        said.append(str(error))
+    state = fzero.init(INIT, spec(mesh={"pp": 2, "dp": 2}, pipeline="1f1b"), key=fzero.random.key(0))
+    try:
+        fzero.step(state, tokens(rank, 0))
+    except fzero.DisagreementError as error:
+        said.append(str(error))
+    try:
+        fzero.step(state, tokens(rank % 2, 0) if rank < 3 else None)
+    except fzero.FzeroError as error:
+        said.append(str(error))
+    state = fzero.step(state, tokens(rank % 2, 0))
+    try:
+        other = fzero.random.key(rank // 2)
+        params = INIT(other)
+        fzero.init(params, spec(mesh={"pp": 2, "dp": 2}, pipeline="1f1b"), key=other)
+    except fzero.DisagreementError as error:
+        said.append(str(error))
+    return [*said, f"{state.step}"]
+
+
+def test_what_a_grid_says_to_bad_input() -> None:
+    for size, batch, failed, values_, step in values(gloo(4, wrong, None)):
+        assert "needs 3 ranks, there are 4: start a multiple of 3 ranks" in size
+        assert batch.startswith(
+            "the batch differs between rank 0 (pp=0 dp=0) and rank 2 (pp=1 dp=0). Ranks that differ"
+        )
+        assert "in pp alone are given the same batch" in batch
+        assert "rank 3 (pp=1 dp=1)" in failed or "batch" in failed
+        assert "the ranks do not run the same program" in values_ or "differ" in values_
+        assert step == "1"
+
+
+def test_batches_go_by_data_coordinate() -> None:
+    data = fzero.data.Tokens(torch.arange(1000), sequence=8)
+    parts = [next(data.batches(4, rank=r, world_size=4, mesh={"pp": 2, "dp": 2})) for r in range(4)]
+    assert torch.equal(parts[0]["x"], parts[2]["x"])
+    assert torch.equal(torch.cat([parts[0]["x"], parts[1]["x"]]), data.batch(0, size=4)["x"])

@@ -76,18 +76,19 @@ class _RoleBuilder:
     groups: its work in order; ends: when each group ends in the schedule's own time; needs: the messages that each is
     the first to read. final: by buffer, the work of this role that last writes it. queued: by buffer, messages that
     wait until the one before them has gone. sent: sends that have not been waited for. posted: receives that have not.
-    begun: what was posted at any time.
+    begun: what was posted at any time. slot: the action of the schedule whose ops are being written, as text.
     """
 
     def __init__(self, cut: Assigned, messages: Mapping[str, Sequence[Message]], role: int) -> None:
         self.cut, self.messages, self.role = cut, messages, role
-        self.groups, self.ends = self._groups()
+        self.groups, self.slots, self.ends = self._groups()
         self.needs = self._needs()
         self.ops: list[Op] = []
         self.sent: list[Message] = []
         self.queued: dict[str, list[Message]] = {}
         self.posted: dict[str, Message] = {}
         self.begun: set[str] = set()
+        self.slot = ""
         self.final: dict[str, Work] = {}
         for work in cut.works:
             if role in work.roles:
@@ -102,6 +103,7 @@ class _RoleBuilder:
         """The role's program. `received`: when each message begins to be received."""
         cut, program = self.cut, self.cut.program
         for number, works in enumerate(self.groups):
+            self.slot = self.slots[number]
             self._group(works, self.needs[number])
             for message in self.needs[number + 1]:
                 self._post(message)
@@ -110,6 +112,7 @@ class _RoleBuilder:
                     self._wait_for(message)
             if number == 0:
                 self._lend()
+        self.slot = ""
         for name in list(self.posted):
             self._arrived(name)
         while self.sent:
@@ -129,22 +132,24 @@ class _RoleBuilder:
         """Whether the role holds a buffer between steps."""
         return buffer.kind in PERSISTENT and (buffer.bucket is None or self._owns(buffer.bucket))
 
-    def _groups(self) -> tuple[list[list[Work]], list[float]]:
-        """(this role's work in order, when each group ends): what is outside of regions, and each region's in the order
-        of the schedule."""
+    def _groups(self) -> tuple[list[list[Work]], list[str], list[float]]:
+        """(this role's work in order, the action of each group, when it ends): what is outside of regions, and each
+        region's in the order of the schedule."""
         by_group: dict[Group, list[Work]] = defaultdict(list)
         for work in self.cut.works:
             by_group[work.group] += [work] if self.role in work.roles else []
         slots = self.cut.schedule.timeline()
         length = 1 + max(row[-1].stop for row in slots)
-        groups, ends = [by_group[0, None]], [0.0]
+        groups, named, ends = [by_group[0, None]], [""], [0.0]
         for index in range(1, 1 + max(index for index, _ in by_group)):
             for slot in slots[self.role]:
                 groups.append(by_group[index, slot.action])
+                named.append(f"{slot.action} ")
                 ends.append((index - 1) * length + slot.stop)
             groups.append(by_group[index, None])
+            named.append("")
             ends.append(index * length)
-        return groups, ends
+        return groups, named, ends
 
     def _needs(self) -> list[list[Message]]:
         """Of each group, the messages that it is the first to read; after the last group, those of the metrics."""
@@ -164,7 +169,7 @@ class _RoleBuilder:
         for work in works:
             for ref in work.op.reads if not work.op.is_mark else ():
                 self._arrived(ref.name)
-            self.ops.append(work.op)
+            self.ops.append(replace(work.op, why=f"{self.slot}{work.op.why}"))
             refs = work.op.reads if work.op.is_wait else () if work.op.transfers else work.op.writes
             for name in dict.fromkeys(ref.name for ref in refs):
                 if self.final[name] is work and name not in self.cut.lent:
@@ -186,7 +191,7 @@ class _RoleBuilder:
         if not messages:
             return
         message, *rest = messages
-        why = f"to role {message.receiver}"
+        why = f"{self.slot}to role {message.receiver}"
         self.ops.append(
             make_op("send", [Ref(message.name)], axis=PIPELINE, peer=message.receiver, tag=message.tag, why=why)
         )
@@ -195,7 +200,7 @@ class _RoleBuilder:
 
     def _wait_for(self, message: Message) -> None:
         """Waits for a send."""
-        self.ops.append(make_op("wait", [Ref(message.name)], why=f"to role {message.receiver}"))
+        self.ops.append(make_op("wait", [Ref(message.name)], why=f"{self.slot}to role {message.receiver}"))
         self.sent.remove(message)
         self._send(self.queued.pop(message.name, ()))
 
@@ -204,7 +209,7 @@ class _RoleBuilder:
         if message.name in self.begun:
             return
         self.begun.add(message.name)
-        why = f"from role {message.sender}"
+        why = f"{self.slot}from role {message.sender}"
         self.ops.append(
             make_op("recv", writes=[Ref(message.name)], axis=PIPELINE, peer=message.sender, tag=message.tag, why=why)
         )
@@ -214,4 +219,4 @@ class _RoleBuilder:
         """Waits for a receive that was posted, before the first read."""
         message = self.posted.pop(name, None)
         if message is not None:
-            self.ops.append(make_op("wait", [Ref(name)], why=f"from role {message.sender}"))
+            self.ops.append(make_op("wait", [Ref(name)], why=f"{self.slot}from role {message.sender}"))

@@ -56,7 +56,7 @@ def skip_microbatch(rng: random.Random, p: Program) -> Program | None:
     """A part's run, reduction or addition is left out, or another part is added in its place."""
     if p.microbatches == 1:
         return None
-    adds = find(p, lambda op: op.is_run and len(op.reads) == 2 and op.why.startswith("add "))
+    adds = find(p, lambda op: op.is_run and len(op.reads) == 2 and " add " in f" {op.why}")
     parts = find(p, lambda op: op.microbatch is not None)
     index = pick(rng, rng.choice([group for group in (adds, parts) if group] or [[]]))
     if index is None:

@@ -23,16 +23,21 @@ STEPS = 2  # that go well
 
 
 def loss(params, batch):
-    return ((batch @ params["a"] @ params["b"]) ** 2).mean()
+    for weight in params["blocks"]:
+        batch = torch.tanh(batch @ weight)
+    return (batch**2).mean()
 
 
-def trouble(how: str, wrong: int, transfers: str, timeout: float, kind: str, folder: str) -> dict[str, Any]:
+def trouble(
+    how: str, wrong: int, transfers: str, timeout: float, kind: str, folder: str, **given: Any
+) -> dict[str, Any]:
     """Rank `wrong` does not come to step STEPS + 1, or not through it (`kind`: before the first op of this kind; "":
     between steps). What the others raised, how long it took, and what is left."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), transfers=transfers, timeout=timeout, zero=2)
+    fields = {"loss": loss, "optimizer": fzero.optim.adamw(1e-3), "transfers": transfers, "timeout": timeout, "zero": 2}
+    spec = fzero.Spec(**fields, **given)
     draw = torch.Generator().manual_seed(0)
-    state = fzero.init({"a": torch.randn(8, 8, generator=draw), "b": torch.randn(8, 8, generator=draw)}, spec)
+    state = fzero.init({"blocks": [torch.randn(8, 8, generator=draw) for _ in range(4)]}, spec)
     pids = [int(pid) for pid in tell(str(os.getpid()).encode(), world, None)]
     batch = torch.ones(2, 8)
     for _ in range(STEPS):
@@ -61,7 +66,9 @@ def trouble(how: str, wrong: int, transfers: str, timeout: float, kind: str, fol
     except fzero.HangError as error:
         found |= {"message": str(error), "missing": error.missing, "seconds": time.monotonic() - began}
         found |= {"again": said(lambda: fzero.step(state, batch)), "ended": state.life.ended}
-        found |= {"readable": bool(torch.isfinite(state.params["a"].local).all()) if not state.life.ended else None}
+        found |= {
+            "readable": bool(torch.isfinite(state.params["blocks"][0].local).all()) if not state.life.ended else None
+        }
         (answered / str(rank)).touch()
         if how == "stop" and len(list(answered.iterdir())) == world - 1:
             with contextlib.suppress(ProcessLookupError):
@@ -110,7 +117,7 @@ def retried(transfers: str) -> tuple[str, str, int]:
     """All ranks fail in one step, rank 1 later than the others look for it; the next step goes well."""
     rank = int(os.environ["RANK"])
     spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(1e-3), transfers=transfers, timeout=10)
-    state = fzero.init({"a": torch.ones(8, 8), "b": torch.ones(8, 8)}, spec)
+    state = fzero.init({"blocks": [torch.ones(8, 8), torch.ones(8, 8)]}, spec)
     state = fzero.step(state, torch.ones(2, 8))
     real = Executor.issue
 
@@ -132,7 +139,7 @@ def restarted() -> list[float]:
     """The process group is destroyed and made again, twice; what was told before is not heard."""
     found = []
     for _ in range(3):
-        state = fzero.init({"a": torch.ones(8, 8), "b": torch.ones(8, 8)},
+        state = fzero.init({"blocks": [torch.ones(8, 8), torch.ones(8, 8)]},
                            fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(1e-3), timeout=20))  # fmt: skip
         here = state.runtime.presence
         state = fzero.step(state, torch.ones(2, 8))
@@ -154,7 +161,7 @@ def stored_in_a_file(path: str, folder: str) -> dict[str, Any]:
         "gloo", store=dist.FileStore(path, world), rank=rank, world_size=world, timeout=timedelta(seconds=2)
     )
     spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(1e-3))
-    state = fzero.init({"a": torch.ones(8, 8), "b": torch.ones(8, 8)}, spec)
+    state = fzero.init({"blocks": [torch.ones(8, 8), torch.ones(8, 8)]}, spec)
     state = fzero.step(state, torch.ones(2, 8))
     found = {}
     if rank == 1:
