@@ -22,6 +22,7 @@ from fzero.capture.joint import Joint, safe
 from fzero.capture.provenance import describe, user_line
 from fzero.capture.region import add_region
 from fzero.errors import CaptureError, leaf_name
+from fzero.ir.mesh import parts_of
 from fzero.precision import Precision, policy
 from fzero.random.keys import is_key
 
@@ -128,8 +129,8 @@ def grad(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return wrapped
 
 
-def pmean(x: Any, axis: str = "dp") -> Any:
-    """The mean over the ranks of a mesh axis, of every (floating) leaf of a pytree; the same on every rank.
+def pmean(x: Any, axis: str | None = None) -> Any:
+    """The mean over the ranks of the data axes, of every (floating) leaf of a pytree; the same on every rank.
 
     >>> pmean(torch.tensor([1.0, 2.0])).tolist()  # outside a step: a world of one
     [1.0, 2.0]
@@ -137,13 +138,13 @@ def pmean(x: Any, axis: str = "dp") -> Any:
     return _preduce(x, "mean", axis)
 
 
-def psum(x: Any, axis: str = "dp") -> Any:
-    """The sum over the ranks of a mesh axis, added in rank order, of every leaf of a pytree."""
+def psum(x: Any, axis: str | None = None) -> Any:
+    """The sum over the ranks of the data axes, added in rank order, of every leaf of a pytree."""
     return _preduce(x, "sum", axis)
 
 
-def pmax(x: Any, axis: str = "dp") -> Any:
-    """The elementwise maximum over the ranks of a mesh axis, of every leaf of a pytree."""
+def pmax(x: Any, axis: str | None = None) -> Any:
+    """The elementwise maximum over the ranks of the data axes, of every leaf of a pytree."""
     return _preduce(x, "max", axis)
 
 
@@ -156,8 +157,8 @@ def per_rank(x: Any) -> Any:
     return tree.map(lambda leaf: leaf if isinstance(leaf, PerRank) else PerRank(leaf), x)
 
 
-def axis_index(axis: str = "dp", device: torch.device | str | None = None) -> torch.Tensor:
-    """This rank's place on a mesh axis, as `jax.lax.axis_index`: 0-d int64, 0 in a world of one.
+def axis_index(axis: str | None = None, device: torch.device | str | None = None) -> torch.Tensor:
+    """This rank's place on the data axes, as `jax.lax.axis_index`: 0-d int64, 0 in a world of one.
 
     >>> axis_index()
     tensor(0)
@@ -167,7 +168,7 @@ def axis_index(axis: str = "dp", device: torch.device | str | None = None) -> to
         raise CaptureError(
             f"fzero.axis_index was called inside a loss at {user_line()}: call it in the step and pass it in"
         )
-    _check_axis("axis_index", axis, tracing)
+    axis = _checked_axis("axis_index", axis, tracing)
     index: torch.Tensor = torch.ops.fzero.axis_index(axis, torch.device(device or "cpu"))
     return index
 
@@ -193,12 +194,18 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
     return again
 
 
-def _check_axis(name: str, axis: str, tracing: Tracing | None) -> None:
-    if tracing is not None and axis != tracing.axis:
-        raise CaptureError(f"fzero.{name} over axis {axis!r}: this mesh has the axis {tracing.axis!r}")
+def _checked_axis(name: str, axis: str | None, tracing: Tracing | None) -> str:
+    """The data axes, as one. Raises CaptureError if others are asked for."""
+    own = tracing.axis if tracing is not None else axis or "dp"
+    if axis is not None and axis != own:
+        raise CaptureError(
+            f"fzero.{name} over axis {axis!r}: this mesh has the data axes {' and '.join(parts_of(own))}, and it runs "
+            "over all of them. Leave axis out"
+        )
+    return own
 
 
-def _preduce(x: Any, op: str, axis: str) -> Any:
+def _preduce(x: Any, op: str, axis: str | None) -> Any:
     """The reduction of every leaf over a mesh axis. Raises CaptureError inside a loss, and for a leaf that does not
     fit."""
     tracing = active()
@@ -207,7 +214,7 @@ def _preduce(x: Any, op: str, axis: str) -> Any:
             f"fzero.p{op} was called inside a loss at {user_line()}: reduce what value_and_grad returns, "
             "or return the value as aux and reduce it in the step"
         )
-    _check_axis(f"p{op}", axis, tracing)
+    axis = _checked_axis(f"p{op}", axis, tracing)
 
     def reduced(path: str, leaf: Any) -> torch.Tensor:
         if not isinstance(leaf, torch.Tensor):

@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from fzero.errors import SpecError
-from fzero.ir.mesh import PIPELINE
+from fzero.ir.mesh import PIPELINE, SAME_BATCH
 from fzero.optim import GradientTransformation
 from fzero.pipeline import Pipeline
 from fzero.precision import Precision, policy
 from fzero.tree import suggest
 
-MESH_AXES = (PIPELINE, "dp")
+MESH_AXES = (PIPELINE, "dp_out", "dp")
+NAMED_STAGES = ("hsdp", "hpz")
+COLUMNS = {"params", "grads", "optimizer"}  # of the state, which `zero` may place one by one
 DEFAULT_PARAMS = ("params/**",)
 RENAMED = {"products": "matmul"}  # fields of a Spec: old name, new name
 
@@ -30,10 +32,13 @@ class Spec:
     loss: `(params, batch) -> 0-d floating tensor`, pure; params are whole tensors there, batch this rank's part.
     optimizer: an `fzero.optim` transformation (optax's `init` and `update`).
     step: instead of the two: `(state, batch) -> (new state, metrics)` over any pytrees.
-    mesh: axis sizes, the last varying fastest over ranks. `dp` splits the batch, `pp` the model (see `pipeline`). One
-    may be -1: the rest of the world. None: all ranks are `dp`.
+    mesh: axis sizes, the last varying fastest over ranks. `dp` splits the batch; so does `dp_out`, over a slower link
+    (see `zero`); `pp` splits the model (see `pipeline`). One may be -1: the rest of the world. None: all are `dp`.
     pipeline: with `pp`, the order of work: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", or an `fzero.Pipeline`.
-    zero: the ZeRO stage 0..3, or path rules to stages, first match wins: `{"blocks/**": 3, "**": 1}`.
+    zero: the ZeRO stage 0..3, or path rules to stages, first match wins: `{"blocks/**": 3, "**": 1}`. With an axis
+    `dp_out` in mesh also "hsdp" (all over `dp`, a replica for each place on `dp_out`), "hpz" (all over both, and a
+    second copy of the parameters over `dp` from the forward to the backward), or the axes of each column:
+    `{"params": ("dp",), "grads": ("dp",), "optimizer": ("dp_out", "dp")}`.
     microbatches: parts the batch is cut into along dim 0. Must divide it.
     reduce: "each" microbatch's gradients, or their sum at the "end". None: "end", which sends least, unless it would
     raise the planned peak by more than a tenth; `lowered.choices` gives the choice and its reason.
@@ -80,7 +85,7 @@ class Spec:
     step: Callable[..., Any] | None = None
     mesh: Mapping[str, int] | None = None
     pipeline: str | Pipeline | None = None
-    zero: int | Mapping[str, int] = 3
+    zero: int | str | Mapping[str, Any] = 3
     microbatches: int = 1
     reduce: str | None = None
     precision: str | Precision = "fp32"
@@ -106,19 +111,7 @@ class Spec:
         """Raises SpecError for a field that cannot be used."""
         self._check_form()
         self._check_mesh()
-        stages = self.zero.values() if isinstance(self.zero, Mapping) else [self.zero]
-        for stage in stages:
-            _needs(
-                type(stage) is int and stage in (0, 1, 2, 3),
-                "zero",
-                stage,
-                "a stage 0, 1, 2 or 3, or path rules to them",
-            )
-        _needs(bool(stages), "zero", self.zero, "at least one rule, as in {'**': 3}")
-        for rule in self.zero if isinstance(self.zero, Mapping) else ():
-            _needs(
-                isinstance(rule, str), "zero", self.zero, f"path rules that are text, as in {{'**': 3}}; not {rule!r}"
-            )
+        self._check_zero()
         rules = self.param_rules if isinstance(self.params, (str, Sequence)) else ()
         text = bool(rules) and all(isinstance(rule, str) and rule for rule in rules)
         _needs(text, "params", self.params, "path rules, as in 'model/**'")
@@ -202,6 +195,35 @@ class Spec:
             known = False
         _needs(known, "device", self.device, "a device's name, as 'cuda' or 'cpu'")
 
+    def _check_zero(self) -> None:
+        if isinstance(self.zero, str):
+            _needs(self.zero in NAMED_STAGES, "zero", self.zero, "a stage 0, 1, 2 or 3, 'hsdp' or 'hpz', or path rules")
+            _needs("dp_out" in (self.mesh or {}), "zero", self.zero, "an axis `dp_out` in mesh, outside of `dp`")
+            return
+        if by_column(self.zero):
+            self._check_columns(dict(self.zero))
+            return
+        stages = self.zero.values() if isinstance(self.zero, Mapping) else [self.zero]
+        for stage in stages:
+            fits = type(stage) is int and stage in (0, 1, 2, 3)
+            _needs(fits, "zero", stage, "a stage 0, 1, 2 or 3, or path rules to them")
+        _needs(bool(stages), "zero", self.zero, "at least one rule, as in {'**': 3}")
+        for rule in self.zero if isinstance(self.zero, Mapping) else ():
+            text = f"path rules that are text, as in {{'**': 3}}; not {rule!r}"
+            _needs(isinstance(rule, str), "zero", self.zero, text)
+
+    def _check_columns(self, zero: Mapping[str, Any]) -> None:
+        """Raises SpecError for columns whose axes the mesh has not, or whose slices do not lie within one another."""
+        axes = [axis for axis in self.mesh or {"dp": -1} if axis not in SAME_BATCH]
+        _needs(zero.keys() == COLUMNS, "zero", zero, "all of params, grads and optimizer")
+        for name, column in zero.items():
+            fits = isinstance(column, (tuple, list)) and all(axis in axes for axis in column)
+            _needs(fits, "zero", {name: column}, f"a tuple of axes of the mesh, of {axes}")
+            inner = not column or axes[-1] in column
+            _needs(inner, "zero", {name: column}, f"the inner axis {axes[-1]!r}, before one outside of it")
+        smaller = {*zero["params"]} <= {*zero["grads"]} <= {*zero["optimizer"]}
+        _needs(smaller, "zero", zero, "params over no more axes than grads, and grads over no more than the optimizer")
+
     def _check_mesh(self) -> None:
         if self.mesh is None:
             return
@@ -245,6 +267,17 @@ class Spec:
     def param_rules(self) -> tuple[str, ...]:
         """`params` as a tuple of path rules."""
         return (self.params,) if isinstance(self.params, str) else tuple(self.params)
+
+
+def by_column(zero: Any) -> TypeGuard[Mapping[str, Sequence[str]]]:
+    """Whether `Spec(zero=...)` names the axes of each column, and no stages.
+
+    >>> by_column({"params": ("dp",), "grads": ("dp",), "optimizer": ("dp",)}), by_column({"params/**": 3})
+    (True, False)
+    """
+    if not isinstance(zero, Mapping) or not zero:
+        return False
+    return COLUMNS.issuperset(zero) and not any(isinstance(column, int) for column in zero.values())
 
 
 def _needs(ok: bool, name: str, value: Any, needed: str) -> None:

@@ -98,7 +98,7 @@ class Manifest:
 
     step: int
     mesh: Mapping[str, int]
-    zero: int | Mapping[str, int]
+    zero: int | str | Mapping[str, Any]
     versions: Mapping[str, str]
     program: str | None
     extra: Any
@@ -220,6 +220,13 @@ def marker_of(manifest: bytes) -> bytes:
 HEX = "[0-9a-f]{64}"
 
 
+def _is_stage(value: Any) -> bool:
+    """Whether it is a ZeRO stage, by number or by name, or the mesh axes of a column."""
+    if type(value) is list:
+        return all(type(axis) is str for axis in value)
+    return value in ("hsdp", "hpz") if type(value) is str else type(value) is int and 0 <= value <= 3
+
+
 def _manifest(value: Any) -> Manifest:
     """The manifest of a parsed JSON. Raises Invalid for a wrong field, with its place."""
     names = ("format", "version", "step", "mesh", "zero", "versions", "program", "extra", "structure", "leaves")
@@ -229,8 +236,8 @@ def _manifest(value: Any) -> Manifest:
     mesh = {axis: _size(top, "mesh", n) for axis, n in top.table("mesh").items()}
     zero = top.value["zero"]
     stages = zero if type(zero) is dict else {"**": zero}
-    if any(type(stage) is not int or not 0 <= stage <= 3 for stage in stages.values()):
-        top.fail("a stage 0 to 3, or path rules to stages", zero, "zero")
+    if not all(_is_stage(stage) for stage in stages.values()):
+        top.fail("a stage, path rules to stages, or the axes of each column", zero, "zero")
     versions = top.table("versions")
     if any(type(v) is not str for v in versions.values()):
         top.fail("texts", versions, "versions")

@@ -162,7 +162,7 @@ def take(
     *,
     treedef: Any,
     step: int,
-    zero: int | Mapping[str, int] = 0,
+    zero: int | str | Mapping[str, Any] = 0,
     program: str | None = None,
     extra: Any = None,
 ) -> Snapshot:
@@ -181,7 +181,12 @@ def take(
     versions = {"fzero": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     empty = (ShardRecord(0, "", ()),) * plan.world_size
     leaves = tuple(_record(plan, leaf) for leaf in plan.leaves)
-    mesh, stages = dict(plan.mesh), dict(zero) if isinstance(zero, Mapping) else zero
+    rules = (
+        {rule: stage if type(stage) is int else list(stage) for rule, stage in zero.items()}
+        if isinstance(zero, Mapping)
+        else zero
+    )
+    mesh, stages = dict(plan.mesh), rules
     manifest = Manifest(step, mesh, stages, versions, program, extra_copy, tree, leaves, empty)
     parts = [Part(leaf.path, held(plan, memory, leaf, rank)) for leaf in plan.leaves]
     return Snapshot(rank, manifest, tuple(shards.in_order(parts)), torch.empty(0, dtype=torch.uint8))
@@ -190,7 +195,7 @@ def take(
 def span(plan: Plan, leaf: Leaf, rank: int) -> tuple[int, int]:
     """Returns the elements [start, stop) of the flattened logical leaf that a rank writes: none where another role
     keeps the leaf. What every role keeps is written by the first."""
-    numel, place = torch.Size(leaf.shape).numel(), plan.mesh.coordinate(rank, plan.axis)
+    numel, place = torch.Size(leaf.shape).numel(), plan.mesh.data_rank(rank)
     buffer = plan.buffers[leaf.buffer]
     if plan.mesh.role(rank) != (plan.role_of(buffer) or 0):
         return 0, 0
@@ -201,6 +206,7 @@ def span(plan: Plan, leaf: Leaf, rank: int) -> tuple[int, int]:
     bucket = plan.buckets[buffer.bucket or ""]
     first, last, _ = bucket.place(leaf.slot, buffer.per)
     part = bucket.length // plan.data_ranks
+    place = plan.mesh.coordinate(rank, plan.finest)
     start, stop = (min(max(edge, first), last) for edge in (place * part, (place + 1) * part))
     return (start - first) // buffer.per, (stop - first) // buffer.per
 
@@ -215,8 +221,9 @@ def held(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) 
         return flat[: stop - start]
     buffer = plan.buffers[leaf.buffer]
     bucket = plan.buckets[buffer.bucket or ""]
-    place = plan.mesh.coordinate(rank, plan.axis)
-    begin = place * (bucket.length // plan.data_ranks) if buffer.sharded else 0  # of this buffer, in the bucket
+    begin = 0  # of this buffer, in the bucket
+    if buffer.sharded:
+        begin = plan.mesh.coordinate(rank, buffer.sharded) * (bucket.length // plan.mesh.size(buffer.sharded))
     zero = (bucket.place(leaf.slot, buffer.per)[0] - begin) // buffer.per  # where the leaf's element 0 lies, or would
     return flat[zero + start : zero + stop]
 
@@ -227,7 +234,8 @@ def _record(plan: Plan, leaf: Leaf) -> LeafRecord:
     if buffer.sharded and leaf.slot is not None:
         placement = f"flat({buffer.bucket}, {plan.buckets[buffer.bucket or ''].slots[leaf.slot].start})"
     spans = [span(plan, leaf, rank) for rank in range(plan.world_size)]
-    pieces = tuple(Piece(rank, start, stop) for rank, (start, stop) in enumerate(spans) if stop > start)
+    parts = [Piece(rank, start, stop) for rank, (start, stop) in enumerate(spans) if stop > start]
+    pieces = tuple(sorted(parts, key=lambda piece: piece.start))
     shape = (plan.data_ranks, *leaf.shape) if leaf.per_rank else leaf.shape
     return LeafRecord(leaf.path, tuple(shape), leaf.dtype, placement, buffer.kind, leaf.per_rank, pieces)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fzero.comm import heartbeat, launcher, store_prefix
 from fzero.errors import SpecError
-from fzero.ir.mesh import PIPELINE, Mesh
+from fzero.ir.mesh import PIPELINE, Mesh, parts_of
 
 TIMEOUT_SECONDS = 600.0  # torch's default for nccl
 
@@ -77,14 +77,17 @@ class Line:
 
 
 def lines(mesh: Mesh, rank: int, device: torch.device, presence: heartbeat.Presence) -> dict[str, Line]:
-    """The lines of a rank, by axis, of the axes with several ranks. Collective: all ranks make the groups of all lines.
+    """The lines of a rank, by axis, of the axes with several ranks, and of all data axes as one. Collective: all ranks
+    make the groups of all lines.
 
     A wait in one of the groups is a wait of `presence`.
     """
     patience = timedelta(seconds=presence.timeout_seconds)
     backend = "nccl" if device.type == "cuda" else "gloo"
     found: dict[str, Line] = {}
-    for axis, size in mesh:
+    several = sum(mesh.size(axis) > 1 for axis in parts_of(mesh.data_axes)) > 1
+    axes = [*mesh.names, *([mesh.data_axes] if several else [])]
+    for axis, size in ((axis, mesh.size(axis)) for axis in axes):
         wanted = (size < mesh.world_size, backend == "nccl" and axis == PIPELINE)
         for first in (r for r in range(mesh.world_size) if size > 1 and not mesh.coordinate(r, axis)):
             ranks = mesh.peers(first, axis)

@@ -77,7 +77,7 @@ def transport_for(
             raise SpecError(f"Spec(transfers='shared'): the ranks share no memory ({why}). Use 'auto' or 'p2p'")
     ways = {axis: _ways(line, lane, host, transfers) for lane, (axis, line) in enumerate(along.items())}
     block = block if host is None else host.allocate
-    data = [axis for axis in along if axis not in SAME_BATCH]
+    data = [axis for axis in along if axis not in SAME_BATCH and axis in mesh.names]
     table, rates = (
         autotune.measured(ways[data[-1]], along[data[-1]].size, mesh.world_size, block) if data else ({}, None)
     )

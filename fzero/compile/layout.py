@@ -36,7 +36,6 @@ def plan_for(
     plan = layout(
         paths,
         values,
-        world_size=mesh.size("dp"),
         mesh=mesh,
         pipeline=_cut(spec, mesh),
         zero=rules.zero,

@@ -11,10 +11,11 @@ import torch
 from fzero import tree
 from fzero.errors import FzeroError
 from fzero.functional import forward
-from fzero.ir.mesh import Mesh
+from fzero.ir.mesh import Mesh, parts_of
 from fzero.pipeline import Pipeline
+from fzero.plan.stages import Columns, Stage
 from fzero.precision import Precision
-from fzero.spec import DEFAULT_PARAMS, Spec
+from fzero.spec import DEFAULT_PARAMS, Spec, by_column
 from fzero.training import training_of
 
 
@@ -33,7 +34,7 @@ class TrainStep:
 class LayoutRules:
     """Path rules for the places of leaves, and the size at which buckets are cut."""
 
-    zero: int | Mapping[str, int]
+    zero: Stage | Mapping[str, Stage]
     params: tuple[str, ...]
     params_given: bool
     trainable: tuple[str, ...]
@@ -75,7 +76,7 @@ def train_step(spec: Spec, fn: Callable[..., Any] | None = None) -> TrainStep:
 def layout_rules(spec: Spec) -> LayoutRules:
     """The fields of a spec that the layout reads."""
     return LayoutRules(
-        zero=spec.zero,
+        zero=_stages(spec.zero, mesh_of(spec).data_axes),
         params=spec.param_rules,
         params_given=spec.params != DEFAULT_PARAMS,
         trainable=spec.trainable_rules or (),
@@ -83,6 +84,19 @@ def layout_rules(spec: Spec) -> LayoutRules:
         bucket_bytes=spec.bucket_bytes,
         compute_dtype=spec.policy.compute_dtype,
     )
+
+
+def _stages(zero: Any, data_axes: str) -> Stage | Mapping[str, Stage]:
+    """`Spec(zero=...)` as a stage, or as path rules to stages."""
+    inner, every = parts_of(data_axes)[-1:], parts_of(data_axes)
+    if zero == "hsdp":
+        return Columns(inner, inner, inner)
+    if zero == "hpz":
+        return Columns(every, every, every, copy=inner)
+    if by_column(zero):
+        return Columns(tuple(zero["params"]), tuple(zero["grads"]), tuple(zero["optimizer"]))
+    stages: Stage | Mapping[str, Stage] = zero
+    return stages
 
 
 def lowering_options(spec: Spec) -> LoweringOptions:

@@ -127,10 +127,8 @@ class Live:
         here, plan = self.runtime, self.runtime.plan
         own = storage.local(plan, here.memory, leaf, here.rank).detach().cpu()
         buffer = plan.buffers[leaf.buffer]
-        role = plan.role_of(buffer) or 0
-        holders = [rank for rank in range(here.world_size) if plan.mesh.role(rank) == role]
         sharded = leaf.slot is not None and buffer.sharded
-        holders = holders if sharded else [0] if 0 in holders else holders[:1]
+        holders = plan.owners(buffer)
         if here.rank:
             if here.rank in holders and own.numel():
                 dist.send(own.reshape(-1).view(torch.uint8), dst=0, group=here.group)

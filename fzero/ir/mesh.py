@@ -1,6 +1,9 @@
 """mesh: the ranks of a program as a grid with named axes.
 
 Rank r stands at one coordinate on every axis; the last axis varies fastest, as in `torch.distributed.DeviceMesh`.
+
+Several axes together are an axis too: `dp.dp_out` has the ranks of both, those of one `dp` coordinate side by side. So
+the slice that a rank owns along `dp.dp_out` lies within its slice along `dp`.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ class Mesh:
     (6, 3, 1, 1)
     >>> mesh.peers(4, "dp"), str(mesh)
     ([3, 4, 5], 'pp=2 dp=3')
+    >>> mesh.size("dp.pp"), mesh.coordinate(4, "dp.pp"), mesh.peers(4, "dp.pp")
+    (6, 3, [0, 3, 1, 4, 2, 5])
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -58,22 +63,27 @@ class Mesh:
         return math.prod(size for _, size in self.axes)
 
     def __contains__(self, axis: object) -> bool:
-        return axis in self.names
+        parts = parts_of(axis) if isinstance(axis, str) else ()
+        return bool(parts) and len(set(parts)) == len(parts) and all(part in self.names for part in parts)
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
         return iter(self.axes)
 
     def size(self, axis: str) -> int:
         """Ranks along an axis. Raises KeyError where the mesh has none of this name."""
-        return dict(self.axes)[axis]
+        sizes = dict(self.axes)
+        return math.prod(sizes[part] for part in parts_of(axis))
 
     def stride(self, axis: str) -> int:
-        """How far apart neighbours on an axis are, in ranks."""
+        """How far apart neighbours on one axis are, in ranks."""
         return math.prod(size for _, size in self.axes[self.names.index(axis) + 1 :])
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Where a rank stands on an axis: 0 <= coordinate < size(axis)."""
-        return rank // self.stride(axis) % self.size(axis)
+        place = 0
+        for part in parts_of(axis):
+            place = place * self.size(part) + rank // self.stride(part) % self.size(part)
+        return place
 
     @property
     def data_ranks(self) -> int:
@@ -82,10 +92,21 @@ class Mesh:
 
     def data_rank(self, rank: int) -> int:
         """Which part of a batch a rank is given: 0 <= part < data_ranks."""
-        part = 0
-        for name, size in self.axes:
-            part = part if name in SAME_BATCH else part * size + self.coordinate(rank, name)
-        return part
+        axes = self.data_axes
+        return self.coordinate(rank, axes) if axes else 0
+
+    def in_order(self, axis: str) -> str:
+        """The same axes as one, the slowest first: its ranks are in the order of their numbers.
+
+        >>> Mesh((("dp_out", 2), ("dp", 2))).in_order("dp.dp_out")
+        'dp_out.dp'
+        """
+        return ".".join(name for name in self.names if name in parts_of(axis))
+
+    @property
+    def data_axes(self) -> str:
+        """The axes that a batch is split over, as one; "" where there are none."""
+        return ".".join(name for name, _ in self.axes if name not in SAME_BATCH)
 
     @property
     def roles(self) -> int:
@@ -109,8 +130,30 @@ class Mesh:
 
     def peers(self, rank: int, axis: str) -> list[int]:
         """The ranks that differ from `rank` on this axis alone, itself included, by their coordinate."""
-        first = rank - self.coordinate(rank, axis) * self.stride(axis)
-        return [first + i * self.stride(axis) for i in range(self.size(axis))]
+        ranks = [rank]
+        for part in parts_of(axis):
+            steps = [i * self.stride(part) for i in range(self.size(part))]
+            ranks = [r - self.coordinate(r, part) * self.stride(part) + step for r in ranks for step in steps]
+        return ranks
 
     def __str__(self) -> str:
         return " ".join(f"{name}={size}" for name, size in self.axes)
+
+
+def parts_of(axis: str | None) -> tuple[str, ...]:
+    """The axes that one is made of; none for None and for "".
+
+    >>> parts_of("dp"), parts_of("dp.dp_out"), parts_of(None)
+    (('dp',), ('dp', 'dp_out'), ())
+    """
+    return tuple(axis.split(".")) if axis else ()
+
+
+def within(axis: str | None, inner: str | None) -> str | None:
+    """The axes that cut a slice along `inner` into slices along `axis`; None where these do not lie within.
+
+    >>> within("dp.dp_out", "dp"), within("dp", None), within("dp", "dp_out")
+    ('dp_out', 'dp', None)
+    """
+    outer, parts = parts_of(inner), parts_of(axis)
+    return ".".join(parts[len(outer) :]) if parts[: len(outer)] == outer else None

@@ -68,7 +68,9 @@ def _parse_bucket(words: list[str]) -> Bucket:
     whether = {"slices": True, "whole": False, "kept": True, "dropped": False}
     updates, kept = whether[facts["updates"]], whether[facts["gathered"]]
     role = int(facts["role"]) if "role" in facts else None
-    return Bucket(name, int(facts["length"]), slots, facts["axis"], updates, kept, facts["reduced"], role)
+    return Bucket(
+        name, int(facts["length"]), slots, facts["axis"], updates, kept, facts["reduced"], role, facts.get("copy")
+    )
 
 
 def _parse_buffer(words: list[str], note: str) -> Buffer:

@@ -61,9 +61,20 @@ class Program:
         """Whether several ranks own a slice of a bucket each."""
         return self.mesh.size(self.buckets[bucket].axis) > 1
 
-    def slice_length(self, bucket: Bucket) -> int:
-        """The elements of a bucket that each rank owns."""
-        return bucket.length // self.mesh.size(bucket.axis)
+    def slice_length(self, bucket: Bucket, axis: str | None = None) -> int:
+        """The elements of a bucket that each rank owns, or has along an axis."""
+        return bucket.length // self.mesh.size(axis or bucket.axis)
+
+    def cut(self, ref: Ref) -> str | None:
+        """The axis along which a reference is the rank's slice; None if it is the same on every rank."""
+        buffer = self.buffers[ref.name]
+        if ref.mine and buffer.bucket is not None:
+            return self.buckets[buffer.bucket].axis
+        return buffer.sharded
+
+    def _slice(self, bucket: Bucket, axis: str, rank: int) -> tuple[int, int]:
+        size, place = self.slice_length(bucket, axis), self.mesh.coordinate(rank, axis)
+        return place * size, (place + 1) * size
 
     @cached_property
     def arena_bytes(self) -> int:
@@ -83,13 +94,12 @@ class Program:
         buffer = self.buffers[ref.name]
         start, stop = (0, self.extent(buffer)) if ref.start is None else (ref.start, ref.stop or 0)
         base = 0
-        if buffer.sharded or ref.mine:
+        if axis := self.cut(ref):
             assert buffer.bucket is not None, f"{ref} has no slice of its own: {buffer.name} is in no bucket"
             bucket = self.buckets[buffer.bucket]
-            size, place = self.slice_length(bucket), self.mesh.coordinate(rank, bucket.axis)
-            low, high = place * size, (place + 1) * size
+            low, high = self._slice(bucket, axis, rank)
             start, stop = min(max(start, low), high), min(max(stop, low), high)
-            base = low if buffer.sharded else 0
+            base = self._slice(bucket, buffer.sharded, rank)[0] if buffer.sharded else 0
         return (start - base) // buffer.per, (stop - base) // buffer.per
 
     def extent(self, buffer: Buffer) -> int:
@@ -117,6 +127,7 @@ def to_text(program: Program, live: Iterable[int]) -> str:
         facts = f"axis={bucket.axis} updates={'slices' if bucket.updates_slices else 'whole'} "
         facts += f"gathered={'kept' if bucket.keeps_gathered else 'dropped'} reduced={bucket.reduce_when}"
         facts += "" if bucket.role is None else f" role={bucket.role}"
+        facts += "" if bucket.copy is None else f" copy={bucket.copy}"
         lines.append(f"bucket {bucket.name} length={bucket.length} {facts} {slots}")
     for b in program.buffers.values():
         extra = f" bucket={b.bucket}" if b.bucket else ""

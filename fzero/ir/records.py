@@ -64,12 +64,13 @@ class Slot:
 class Bucket:
     """The geometry that a parameter, its gradient and its moments share.
 
-    length: elements, a multiple of ALIGN times the ranks of `axis`: each owns an equal slice of them, in rank order.
-    axis: the mesh axis whose ranks own the slices.
+    length: elements, a multiple of ALIGN times the ranks of `axis`: each owns an equal slice of them, in their order.
+    axis: the mesh axis whose ranks own the slices; several as one, as `dp.dp_out`.
     updates_slices: whether a rank updates its own slice alone. Else every rank updates all of it.
     keeps_gathered: whether a gathered parameter stays whole until the step ends. Else each use gathers it anew.
     reduce_when: when its gradient is reduced: as soon as it is "produced", or at the "end" of the backward.
     role: the role of a pipeline that keeps it. None: every rank does.
+    copy: the axis of a second, smaller gathered copy that a step keeps between a parameter's uses. None: none is kept.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Bucket:
     keeps_gathered: bool = True
     reduce_when: str = "produced"
     role: int | None = None
+    copy: str | None = None
 
     def end(self, index: int) -> int:
         """Where the padding after slot `index` ends: the next slot's start, or the bucket's length."""

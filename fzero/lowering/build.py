@@ -22,6 +22,7 @@ from torch import fx
 from fzero._torch_compat import graph_module
 from fzero.capture.graph import Graph
 from fzero.ir import fx_nodes, fx_values, segments
+from fzero.ir.mesh import within
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref
 from fzero.lowering.emit import Emitter, line_of
@@ -146,7 +147,7 @@ class _Builder:
             shape = (bucket.length // source.per,)
             self.to.buffers[name] = Buffer(name, source.dtype, shape, "gathered", bucket.name, per=source.per)
             why = f"whole {bucket.name}"
-            self.to.emit("all_gather", [Ref(column)], [Ref(name)], axis=bucket.axis, why=why)
+            self.to.emit("all_gather", [Ref(column)], [Ref(name)], axis=source.sharded, why=why)
             self.to.emit("wait", [Ref(name)], why=why)
         return name
 
@@ -219,6 +220,10 @@ class _Builder:
                 gm = segments.copy_segment(torch.empty((stop - start) // buffer.per, dtype=buffer.dtype, device="meta"))
                 old, new = (Ref(b, start, stop, None, buffer.sharded is not None) for b in (name, f"{name}.new"))
                 self.to.segment("update", gm, [new], [old], why=f"keep {name}", flat=1)
+            if buffer.sharded and (axis := within(bucket.axis, buffer.sharded)):
+                own, why = Ref(name, 0, bucket.length, None, True), f"all of the slice of {name}"
+                self.to.emit("all_gather", [own], [Ref(name)], axis=axis, why=why)
+                self.to.emit("wait", [Ref(name)], why=why)
 
 
 def _is_comm(node: fx.Node) -> bool:

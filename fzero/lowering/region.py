@@ -96,6 +96,8 @@ class RegionBuilder:
                 self._add(f"{self.name}.grad:{name}.0", grad, why)
             if m == self.k - 1:
                 final = first if each else self._reduced(f"{self.name}.grad:{name}.0", 0, why)
+                for axis in b.plan.sum_axes[1:]:
+                    final = self._summed(final, f"{final}.{axis}", axis, 0, f"{why} over {axis}")
                 for i, index in self.slots[name].items():
                     if i in self.getitems:
                         slot = b.plan.buckets[name].slots[index]
@@ -103,16 +105,20 @@ class RegionBuilder:
                             b.where[user] = Ref(final, slot.start, slot.stop, slot.shape)
 
     def _reduced(self, grad: str, m: int, why: str) -> str:
-        """Emits the reduction of a gradient bucket over all ranks, divided for the mean, in the dtype that gradients
-        travel in. Returns the buffer of the result."""
+        """Emits the reduction of a microbatch's gradient bucket over the innermost data axis, in the dtype that
+        gradients travel in. Returns the buffer of the result."""
+        name = f"{self.name}.red:{self.to.buffers[grad].bucket}.{m}"
+        if not self.to.plan.sum_axes:
+            return self._flat(torch.div, self.k, grad, name, why) if self.k > 1 and not self.summed else grad
+        return self._summed(grad, name, self.to.plan.sum_axes[0], m, why)
+
+    def _summed(self, grad: str, name: str, axis: str, m: int, why: str) -> str:
+        """Emits the sum of a gradient bucket over an axis; over the last one, divided for the mean."""
         b = self.to
-        source = b.buffers[grad]
-        n = b.plan.data_ranks
+        source, n = b.buffers[grad], b.plan.mesh.size(axis)
         bucket = b.plan.buckets[source.bucket or ""]
-        name = f"{self.name}.red:{bucket.name}.{m}"
-        divisor = 1 if self.summed else n * self.k
-        if n == 1:
-            return self._flat(torch.div, self.k, grad, name, why) if divisor > 1 else grad
+        last = axis == b.plan.sum_axes[-1]
+        divisor = b.plan.data_ranks * self.k if last and not self.summed else 1
         wire = self.wire[bucket.name]
         narrow = wire is not source.dtype
         if narrow:
@@ -126,7 +132,7 @@ class RegionBuilder:
             b.buffers[scratch] = Buffer(scratch, wire, (n - 1, bucket.length // n), "scratch")
             writes.append(Ref(scratch))
         b.emit(
-            "all_reduce", [Ref(grad)], writes, axis=bucket.axis, why=why, op="sum", divisor=divisor, microbatch=m,
+            "all_reduce", [Ref(grad)], writes, axis=axis, why=why, op="sum", divisor=divisor, microbatch=m,
         )  # fmt: skip
         b.emit("wait", [Ref(moved)], why=why)
         return self._flat(torch.Tensor.to, source.dtype, moved, name, why, source.dtype) if narrow else name

@@ -24,6 +24,7 @@ from fzero.passes.segment import segment
 from fzero.passes.settle import settle
 from fzero.passes.shard_update import shard_update
 from fzero.passes.size_workspaces import size_workspaces
+from fzero.passes.split_gathers import split_gathers
 from fzero.passes.write_in_place import write_in_place
 
 
@@ -58,6 +59,7 @@ UNTIL_PREFETCH: Passes = (
 
 FROM_PREFETCH: Passes = (
     ("prefetch", lambda p, o: prefetch(p, o.prefetch if o.overlap else 0, o.gather_bytes), "hide gathers, under a cap"),
+    ("split_gathers", lambda p, o: split_gathers(p), "where gathers start is final; each axis has its own link"),
     ("free", lambda p, o: free(p), "lifetimes are final now"),
     ("size_workspaces", lambda p, o: size_workspaces(p, o.compile), "the account needs the final segments"),
     ("assign_memory", lambda p, o: assign_memory(p), "lives and sizes are final: all of a step's memory in one arena"),

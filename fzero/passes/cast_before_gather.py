@@ -88,7 +88,8 @@ def _cast_ops(
         for node in (into, result, copied):
             node.meta["val"] = torch.empty(shard.shape, dtype=dtype)
     graph.output([])
-    span = (0, program.buckets[shard.bucket or ""].length, None, True)
+    bucket = program.buckets[shard.bucket or ""]
+    span = (0, bucket.length, None, shard.sharded == bucket.axis)
     why = f"{DTYPE_NAMES[dtype]} before the gather"
     gm = segments.module(graph)
     run = rewrite.run_op(make_op("run", why=why), gm, [Ref(shard.name, *span)], [Ref(cast, *span)], flat=1)

@@ -14,11 +14,13 @@ then.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from fzero.ir import rewrite
+from fzero.ir.mesh import within
 from fzero.ir.program import Program
-from fzero.ir.records import Op, Ref
+from fzero.ir.records import Buffer, Op, Ref
 
 
 def narrow(program: Program) -> Program:
@@ -30,17 +32,20 @@ def narrow(program: Program) -> Program:
         if op.gathers and op.reads[0].name != op.writes[0].name
     }
     buffers = dict(program.buffers)
-    for name in slim - source.keys():
-        buffer = buffers[name]
-        bucket = program.buckets[buffer.bucket or ""]
-        shape = (program.slice_length(bucket) // buffer.per,)
-        buffers[name] = replace(buffer, sharded=bucket.axis, shape=shape)
+    for op in program.ops:
+        for ref in op.writes[:1] if op.row.scattered else op.writes:
+            if ref.name in slim - source.keys():
+                buffers[ref.name] = _sliced(program, buffers, op, buffers[ref.name])
+        for scratch in op.writes[1:] if op.row.scattered and op.target in slim else ():
+            like, ranks = buffers[op.reads[0].name], program.mesh.size(str(op.axis))
+            buffers[scratch.name] = replace(buffers[scratch.name], shape=(ranks - 1, like.numel // ranks))
     ops: list[Op] = []
     for op in program.ops:
         if (op.gathers or op.is_wait) and op.target in slim & source.keys():
             continue
         if op.row.scattered and op.writes[0].name in slim:
-            ops.append(replace(op, kind=op.row.scattered))
+            cut = buffers[op.target].sharded != buffers[op.reads[0].name].sharded
+            ops.append(replace(op, kind=op.row.scattered if cut else op.kind))
             continue
         whole_range = op.is_flat and all(ref.name in slim for ref in op.writes)
 
@@ -49,7 +54,9 @@ def narrow(program: Program) -> Program:
             if ref.name not in slim and not flat and not ref.mine:
                 return ref
             ref = replace(ref, name=source.get(ref.name, ref.name))
-            return replace(ref, mine=True) if ref.start is not None and ref.shape is None else ref
+            bucket = program.buckets[buffers[ref.name].bucket or ""]
+            finest = buffers[ref.name].sharded in (None, bucket.axis) or ref.mine
+            return replace(ref, mine=finest) if ref.start is not None and ref.shape is None else ref
 
         ops.append(rewrite.renamed(op, change))
     return rewrite.finish(program, "narrow", ops=ops, buffers=buffers)
@@ -84,4 +91,20 @@ def _whole_range(program: Program, op: Op) -> bool:
 
 
 def _own(op: Op, ref: Ref, slim: set[str]) -> bool:
-    return ref.mine or bool(op.is_flat and all(w.name in slim for w in op.writes))
+    on_slices = op.is_flat and all(w.name in slim for w in op.writes)
+    return ref.mine or bool(on_slices) or (op.row.scattered is not None and op.target in slim)
+
+
+def _sliced(program: Program, buffers: Mapping[str, Buffer], op: Op, buffer: Buffer) -> Buffer:
+    """The slice of a gradient's buffer that remains of it: that of the op's sources, cut once more along the axis of a
+    reduction, if the bucket's slices are cut along it."""
+    bucket = program.buckets[buffer.bucket or ""]
+    axis = buffers[op.reads[0].name].sharded
+    if (
+        op.row.scattered
+        and (finer := ".".join(filter(None, (axis, op.axis))))
+        and within(bucket.axis, finer) is not None
+    ):
+        axis = finer
+    length = program.slice_length(bucket, axis) if axis else bucket.length
+    return replace(buffer, sharded=axis, shape=(length // buffer.per,))

@@ -24,9 +24,10 @@ def schedule_reductions(program: Program, overlap: bool = True) -> Program:
     ops = _sums_early(list(program.ops))
     pairs: dict[str, tuple[Op, Op]] = {}
     rest: list[Op] = []
+    arrived = {op.target for op in ops if op.transfers}
     waits = {op.reads[0].name: op for op in ops if op.is_wait}
     for op in ops:
-        if _movable(program, op):
+        if _movable(program, op) and op.reads[0].name not in arrived:
             pairs[op.writes[0].name] = (op, waits[op.writes[0].name])
         elif not (op.is_wait and op.reads[0].name in pairs):
             rest.append(op)
@@ -66,6 +67,8 @@ def _staggered(program: Program, ops: list[Op]) -> list[Op]:
     while index < len(ops):
         chain = []
         while index + 1 < len(ops) and _end_pair(program, ops[index], ops[index + 1]):
+            if chain and ops[index].reads[0].name == chain[-1][0].target:
+                break  # the sum over a further axis, of what the one before brings
             chain.append((ops[index], ops[index + 1]))
             index += 2
         if chain:

@@ -310,7 +310,7 @@ class _Outer:
                 )
             writes = [Ref(name, i, i + 1, ()) for i in range(len(group))]
             self._emit(self._run_of(leafwise(calls), reads, writes))
-            axis = self.run.program.buckets[first].axis
+            axis = self.run.program.mesh.in_order(self.run.program.buckets[first].axis)
             total = self._reduced(name, axis, f"sum of {len(group)} leaves") if distributed else name
             for i, node in enumerate(group):
                 self.run.where[node] = Ref(total, i, i + 1, ())

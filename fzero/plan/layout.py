@@ -10,10 +10,10 @@ kept whole.
 A bucket belongs to one layer, cut where `bucket_bytes` is full: identical layers get identical buckets. The layer of a
 leaf is its path up to the first number (`blocks/3`), else its first component; small layers without a number share one.
 
-The ZeRO stages are rows of one table (`TABLE`): what is sharded, and when gradients are reduced. Parameters that are
-computed in fewer bits than they are held in (fp32 masters of a bf16 loss) are sharded from stage 1 on: stages 1 and 2
-gather the narrow copy once a step and keep it, as ZeRO does. Leaves of one bucket are cast alike. The layout is a
-function of the tree, the world and the options alone: every rank, and every stage, computes the same one.
+The ZeRO stages are rows of one table (`fzero.plan.stages`). Parameters that are computed in fewer bits than they are
+held in (fp32 masters of a bf16 loss) are sharded from stage 1 on: stages 1 and 2 gather the narrow copy once a step and
+keep it, as ZeRO does. Leaves of one bucket are cast alike. The layout is a function of the tree, the world and the
+options alone: every rank, and every stage, computes the same one.
 """
 
 from __future__ import annotations
@@ -27,28 +27,12 @@ import torch
 
 from fzero import tree
 from fzero.errors import SpecError
-from fzero.ir.mesh import Mesh
+from fzero.ir.mesh import PIPELINE, Mesh, parts_of
 from fzero.ir.records import ALIGN, Bucket, Buffer, Ref, Slot, buffer_name
 from fzero.plan import whole_leaves
 from fzero.plan.block_scales import CODES, Class, scales, with_scales
 from fzero.plan.pipeline_cut import FIRST, Cut, layer_of
-
-
-@dataclass(frozen=True)
-class Row:
-    """One ZeRO stage: what is sharded over dp, and when a gradient bucket is reduced."""
-
-    params: bool
-    optimizer: bool
-    reduce_when: str  # "produced" or "end" of the microbatch's backward
-
-
-TABLE = {
-    0: Row(params=False, optimizer=False, reduce_when="produced"),
-    1: Row(params=False, optimizer=True, reduce_when="end"),
-    2: Row(params=False, optimizer=True, reduce_when="produced"),
-    3: Row(params=True, optimizer=True, reduce_when="produced"),
-}
+from fzero.plan.stages import Columns, Stage, row_of
 
 BUCKET_BYTES = 32 << 20  # where nothing was measured
 SMALL_BYTES = 64 << 10  # layers without a number below this share a bucket
@@ -70,7 +54,7 @@ class Leaf:
 class Plan:
     """Where every leaf of a state lives: the mesh, the buckets, the state's buffers, and a place for each leaf.
 
-    axis: the mesh axis that the batch is split over and buckets are cut along. cut: the chunks of a pipeline, if any.
+    axis: the data axes, over which the batch is split, as one. cut: the chunks of a pipeline, if any.
     """
 
     axis: str
@@ -87,8 +71,25 @@ class Plan:
 
     @property
     def data_ranks(self) -> int:
-        """The ranks along the data axis: among how many a gradient is summed."""
-        return self.mesh.size(self.axis)
+        """Among how many ranks the batch is split, and a gradient is summed."""
+        return self.mesh.data_ranks
+
+    @property
+    def sum_axes(self) -> list[str]:
+        """The data axes with several ranks, in the order in which a gradient is summed: the innermost first."""
+        return sum_axes(self.mesh)
+
+    @property
+    def finest(self) -> str:
+        """The data axes as one, the innermost first: a rank's slice along them lies within all its slices."""
+        return ".".join(reversed(parts_of(self.axis)))
+
+    def owners(self, buffer: Buffer) -> list[int]:
+        """The ranks that together hold a buffer once, in the order of its slices; of equal ranks the first."""
+        role = self.role_of(buffer)
+        first = 0 if role is None else self.mesh.peers(0, PIPELINE)[role]
+        axis = self.axis if buffer.per_rank else buffer.sharded
+        return self.mesh.peers(first, axis) if axis else [first]
 
     def held_by(self, rank: int) -> dict[str, Buffer]:
         """The state's buffers on a rank: all of them, or those of its role in a pipeline and those in no bucket."""
@@ -132,15 +133,18 @@ class Plan:
         return {name: size for name, size in pads.items() if size}
 
 
+def sum_axes(mesh: Mesh) -> list[str]:
+    """The data axes with several ranks, in the order in which a gradient is summed: the innermost first."""
+    return [axis for axis in reversed(parts_of(mesh.data_axes)) if mesh.size(axis) > 1]
+
+
 def layout(
     paths: Sequence[str],
     leaves: Sequence[torch.Tensor],
     *,
-    world_size: int,
-    axis: str = "dp",
-    mesh: Mesh | None = None,
+    mesh: Mesh,
     pipeline: Callable[[Mapping[str, int], int], Cut] | None = None,
-    zero: int | Mapping[str, int] = 0,
+    zero: Stage | Mapping[str, Stage] = 0,
     bucket_bytes: int = BUCKET_BYTES,
     params: Sequence[str] = ("params/**",),
     per_rank: Sequence[str] = (),
@@ -148,12 +152,13 @@ def layout(
 ) -> Plan:
     """The plan for these leaves.
 
-    world_size: the ranks of `axis`. mesh: all axes; None: that one alone. pipeline: `pipeline_cut.cut_layers`, given
+    pipeline: `pipeline_cut.cut_layers`, given
     the elements of each numbered layer and of the leaves after them. compute: the dtype that a leaf is cast to in a
     loss, from its path below its entry and its dtype.
 
     Raises SpecError for a rule that matches nothing or leaves a leaf without a stage, and as `pipeline` does.
     """
+    axes, world_size = sum_axes(mesh) or [parts_of(mesh.data_axes)[-1]], mesh.data_ranks
     codes_of = scales(paths, leaves, per_rank)
     apart = {i for i, path in enumerate(paths) if path in per_rank} | set(codes_of)
     flat = [i for i, leaf in enumerate(leaves) if i not in apart and _may_be_cut(leaf)]
@@ -168,19 +173,18 @@ def layout(
     buckets: dict[str, Bucket] = {}
     buffers: dict[str, Buffer] = {}
     places: dict[int, Leaf] = {}
-    for stage, bucket, members in _buckets(groups, classes, leaves, bucket_bytes, world_size, axis):
+    for stage, bucket, members in _buckets(groups, classes, leaves, bucket_bytes, world_size, axes):
         if cut is not None:
             bucket = replace(bucket, role=cut.role_of[cut.chunk(bucket.slots[0].path)])
         name = bucket.name
         buckets[name] = bucket
         for column, (prefix, first) in enumerate(classes[members[0]].members):
-            row = TABLE[stage]
-            narrow = stage > 0 and casts[members[0]].itemsize < leaves[first].dtype.itemsize
-            in_slices = row.params or narrow if is_param[first] else row.optimizer
-            sharded = axis if world_size > 1 and in_slices else None
+            row = row_of(stage, axes)
+            narrow = row.optimizer if casts[members[0]].itemsize < leaves[first].dtype.itemsize else None
+            sharded = (row.params or narrow if is_param[first] else row.optimizer) if world_size > 1 else None
             kind = "param" if is_param[first] else "optimizer"
             block_size = ALIGN if first in codes_of else 1
-            length = (bucket.length // world_size if sharded else bucket.length) // block_size
+            length = (bucket.length // mesh.size(sharded) if sharded else bucket.length) // block_size
             column_name = _unused(buffer_name(f"{prefix}:{name}" if prefix else name), buffers)
             buffers[column_name] = Buffer(
                 column_name, leaves[first].dtype, (length,), kind, name, sharded, per=block_size
@@ -192,8 +196,7 @@ def layout(
         name = _unused(buffer_name(paths[i] or "state"), buffers)
         places[i] = whole = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, name, None, paths[i] in per_rank)
         buffers[whole.buffer] = Buffer(whole.buffer, whole.dtype, whole.shape, "state", per_rank=whole.per_rank)
-    mesh = Mesh(((axis, world_size),)) if mesh is None else mesh
-    return Plan(axis, mesh, buckets, buffers, tuple(places[i] for i in range(len(paths))), cut)
+    return Plan(mesh.data_axes, mesh, buckets, buffers, tuple(places[i] for i in range(len(paths))), cut)
 
 
 def _may_be_cut(leaf: torch.Tensor) -> bool:
@@ -220,7 +223,7 @@ def _unused(name: str, taken: Collection[str]) -> str:
     return next(candidate for candidate in names if candidate not in taken)
 
 
-def _check_params(stages: list[int], zero: object, params: Sequence[str]) -> None:
+def _check_params(stages: Sequence[Stage], zero: object, params: Sequence[str]) -> None:
     """Without a leaf that is a parameter stages 1 and 2 have nothing to keep whole."""
     if any(stage in (1, 2) for stage in stages):
         raise SpecError(
@@ -277,7 +280,7 @@ def _class(group: list[int], split: Mapping[int, tuple[str, ...]]) -> Class:
     return Class(key, prefixes)
 
 
-def _stages(classes: list[Class], paths: Sequence[str], zero: int | Mapping[str, int]) -> list[int]:
+def _stages(classes: list[Class], paths: Sequence[str], zero: Stage | Mapping[str, Stage]) -> list[Stage]:
     rules = zero if isinstance(zero, Mapping) else {"**": zero}
     used: set[str] = set()
     stages = []
@@ -298,7 +301,7 @@ def _stages(classes: list[Class], paths: Sequence[str], zero: int | Mapping[str,
 
 def _groups(
     classes: list[Class],
-    stages: list[int],
+    stages: Sequence[Stage],
     casts: list[torch.dtype],
     leaves: Sequence[torch.Tensor],
     cut: Cut | None,
@@ -328,8 +331,8 @@ def _buckets(
     leaves: Sequence[torch.Tensor],
     bucket_bytes: int,
     world_size: int,
-    axis: str,
-) -> Iterator[tuple[int, Bucket, list[int]]]:
+    axes: Sequence[str],
+) -> Iterator[tuple[Stage, Bucket, list[int]]]:
     """(stage, bucket, the classes of its slots) of every bucket: those packed whole onto ranks, then the others."""
     lead = [leaves[leaf_class.members[0][1]] for leaf_class in classes]
     ordinary, packed = whole_leaves.separate(
@@ -346,8 +349,10 @@ def _buckets(
         slots = [
             Slot("/".join(classes[c].key), start, start + lead[c].numel(), tuple(lead[c].shape)) for start, c in placed
         ]
-        row = TABLE[stage]
-        bucket = Bucket(name, length, tuple(slots), axis, row.optimizer, not row.params, row.reduce_when)
+        row = row_of(stage, axes)
+        bucket = Bucket(
+            name, length, tuple(slots), row.cut, bool(row.optimizer), not row.params, row.reduce_when, copy=row.copy
+        )
         yield stage, bucket, [c for _, c in placed]
 
 
@@ -367,14 +372,14 @@ def _cut(
                 filled = 0
             runs[-1].append(c)
             filled += size
-        assert isinstance(stage, int)
+        assert isinstance(stage, int | Columns)
         result += [(layer, stage, run) for run in runs]
     return result
 
 
-def _named(runs: Sequence[whole_leaves.Run]) -> list[tuple[str, int, list[int]]]:
+def _named(runs: Sequence[whole_leaves.Run]) -> list[tuple[str, Stage, list[int]]]:
     """(bucket name, stage, classes): the layer's name, and a number where it has several buckets."""
-    result: list[tuple[str, int, list[int]]] = []
+    result: list[tuple[str, Stage, list[int]]] = []
     taken: set[str] = set()
     for layer, stage, run in runs:
         name = _unused(buffer_name(str(layer)), taken)

@@ -28,12 +28,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from fzero.ir.records import ALIGN, Bucket
+from fzero.plan.stages import Columns, Stage, shards_params
 
 WHOLE = "matrices"  # the component of a path
 MOST_PADDING = 0.25  # of a bucket
 
 Key = tuple[object, ...]  # of a group: its layer, its stage, its columns
-Run = tuple[object, int, list[int]]  # a bucket to be: its layer, its stage, its classes
+Run = tuple[object, Stage, list[int]]  # a bucket to be: its layer, its stage, its classes
 Groups = Mapping[Key, list[int]]
 
 
@@ -87,12 +88,12 @@ def separate(
     runs: list[Run] = []
     for key, members in groups.items():
         layer, stage = key[0], key[1]
-        assert isinstance(stage, int)
+        assert isinstance(stage, int | Columns)
         if world_size == 1 or not all(whole(c) for c in members):
             rest[key] = members
         elif (packed := _runs(members, size, fill, world_size)) is not None:
             runs += [(layer, stage, run) for run in packed]
-        elif stage == 3:
+        elif shards_params(stage):
             rest[key] = members
         else:
             pools.setdefault(key[1:], []).extend(members)
@@ -100,7 +101,7 @@ def separate(
         kept = list(members)
         while kept and (packed := _runs(kept, size, fill, world_size)) is None:
             kept.remove(max(kept, key=size))
-        runs += [(WHOLE, pool[0], run) for run in packed] if kept and packed else []  # type: ignore[misc]
+        runs += [(WHOLE, pool[0], run) for run in packed] if kept and packed else []
         left = set(members) - set(kept)
         for key, own in groups.items():
             if key[1:] == pool and left & set(own):

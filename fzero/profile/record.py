@@ -14,7 +14,7 @@ from __future__ import annotations
 import resource
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -321,7 +321,7 @@ def _faults() -> int:
 
 
 def _stage(zero: Any) -> str:
-    return str(zero) if isinstance(zero, int) else repr(dict(zero))
+    return repr(dict(zero)) if isinstance(zero, Mapping) else str(zero)
 
 
 def _shapes(batch: Any) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from fzero.compile.lowered import Lowered
 from fzero.compile.step import fakes_on, lower_step
 from fzero.cost.autotune import Costs
 from fzero.errors import DonatedError, TreeError, leaf_name
-from fzero.ir.mesh import PIPELINE
+from fzero.ir.mesh import PIPELINE, parts_of
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Op, Ref, make_op
 from fzero.plan.layout import Leaf, Plan
@@ -201,15 +201,17 @@ class Session:
 
     def _gathered(self, buffer: Buffer, per_rank: bool) -> torch.Tensor:
         """A whole column of the state, 1-D: uninitialised where this rank's role does not hold it."""
-        ranks = self.plan.data_ranks if buffer.sharded or per_rank else 1
+        ranks = self.plan.data_ranks if per_rank else self.plan.mesh.size(buffer.sharded) if buffer.sharded else 1
         if buffer.name not in self.memory:
             return torch.empty(buffer.numel * ranks, dtype=buffer.dtype, device=self.device)
         own = self.memory[buffer.name].reshape(-1)
-        if ranks == 1:
-            return own
-        whole = own.new_empty(own.numel() * ranks)
-        self._move(make_op("all_gather", [Ref(buffer.name)], [Ref("unshard")], axis=self.plan.axis), [own, whole])
-        return whole
+        axes = [self.plan.axis] if per_rank else reversed(parts_of(buffer.sharded))  # the outermost first
+        for axis in axes:
+            if (size := self.plan.mesh.size(axis)) > 1:
+                whole = own.new_empty(own.numel() * size)
+                self._move(make_op("all_gather", [Ref(buffer.name)], [Ref("unshard")], axis=axis), [own, whole])
+                own = whole
+        return own
 
     def _lent(self, buffer: Buffer, column: torch.Tensor) -> torch.Tensor:
         """The column on every rank, once the role that holds it has sent it to the others."""

@@ -48,8 +48,8 @@ def piece(plan: Plan, leaf: Leaf, rank: int) -> tuple[slice, slice]:
     first, last, _ = bucket.place(leaf.slot or 0, buffer.per)
     low, high = 0, bucket.length
     if buffer.sharded:
-        size = bucket.length // plan.data_ranks
-        place = plan.mesh.coordinate(rank, plan.axis)
+        size = bucket.length // plan.mesh.size(buffer.sharded)
+        place = plan.mesh.coordinate(rank, buffer.sharded)
         low, high = place * size, (place + 1) * size
     start, stop = max(first, low), min(last, high)
     stop = max(start, stop)
@@ -100,12 +100,12 @@ def local(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int)
 
 def join(plan: Plan, leaf: Leaf, parts: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
     """A logical leaf, put together from every rank's buffers. Per-rank leaves are stacked."""
+    owners = plan.owners(plan.buffers[leaf.buffer])
+    slices = [local(plan, parts[rank], leaf, rank) for rank in owners]
     if leaf.per_rank:
-        return torch.stack([parts[rank][leaf.buffer] for rank in plan.mesh.peers(0, plan.axis)])
-    holders = [rank for rank, memory in enumerate(parts) if leaf.buffer in memory]
+        return torch.stack(slices)
     if leaf.slot is None or not plan.buffers[leaf.buffer].sharded:
-        return local(plan, parts[holders[0]], leaf, holders[0]).clone()
-    slices = [local(plan, parts[rank], leaf, rank) for rank in plan.mesh.peers(holders[0], plan.axis)]
+        return slices[0].clone()
     return torch.cat(slices).view(leaf.shape)
 
 

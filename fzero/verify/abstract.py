@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fzero.ir import fx_nodes
-from fzero.ir.mesh import SAME_BATCH
+from fzero.ir.mesh import SAME_BATCH, parts_of, within
 from fzero.ir.program import Program
 from fzero.ir.records import GIVEN, PERSISTENT, VARYING, Bucket, Buffer, Op, Ref
 from fzero.plan.whole_leaves import is_whole
@@ -83,7 +83,7 @@ class Abstract:
             if buffer.kind in PERSISTENT and buffer.kind not in GIVEN:
                 content = self._content(name)
                 for slot, key in self._keys(buffer):
-                    if not buffer.sharded and key in content.own_slices:
+                    if key in content.own_slices:
                         raise Undefined(f"{name} keeps only one rank's slice of {key}: it was not gathered")
                     state[(name, slot)] = self._term(content, key, Ref(name))
         return state, {name: self.read(Ref(buffer)) for name, buffer in self.program.metrics.items()}
@@ -140,12 +140,15 @@ class Abstract:
         origin, buffer = self.program.buffers[source.name], self.program.buffers[dest.name]
         bucket = self._bucket(origin)
         whole = source.start is None or (source.start, source.stop) == (0, bucket.length)
-        if not whole or not (origin.sharded or source.mine) or buffer.sharded or dest.start is not None:
-            raise Undefined(f"a gather takes a whole slice to a whole bucket, not {source} to {dest}")
+        if not whole or dest.start is not None or within(self.program.cut(source), buffer.sharded) != axis:
+            raise Undefined(f"a gather takes a whole slice to what it is a slice of, not {source} to {dest}")
         if (buffer.bucket, buffer.per) != (origin.bucket, origin.per):
             raise Undefined(f"{source.name} and {dest.name} are of different buckets")
-        held = self._content(source.name).terms
-        if held and all(axis in value.varies for value in held.values()):
+        content = self._content(source.name)
+        held = content.terms
+        if content.own_slices and self.program.cut(source) == origin.sharded:
+            raise Undefined(f"{source} is gathered, of which only a part was written")
+        if held and all(value.varies & {*parts_of(axis)} for value in held.values()):
             raise Undefined(f"{source} differs from rank to rank: its slices, gathered, are no rank's value")
         self.memory[dest.name] = Content({key: gathered(value, axis) for key, value in held.items()})
 
@@ -164,8 +167,8 @@ class Abstract:
         def over(value: Any) -> Any:
             how, divisor = op.reduction, op.divisor
             if isinstance(value, Partial):
-                if (how, divisor) != ("sum", 1):
-                    raise Undefined("a sum over slices must be summed over the ranks, once")
+                if (how, divisor) != ("sum", 1) or {*parts_of(op.axis)} != {*parts_of(value.axis)}:
+                    raise Undefined(f"a sum over slices along {value.axis} must be summed over that axis, once")
                 return gathered(value.of, op.axis or "")
             return reduced(value, how, op.axis or "", world, divisor)
 
@@ -178,10 +181,13 @@ class Abstract:
             self.memory[dest.name] = Content({k: over(v) for k, v in content.terms.items()})
             return
         content = self._content(source.name)
-        if source.start is not None or dest.start is not None or buffer.sharded or content.own_slices:
+        if source.start is not None or dest.start is not None or content.own_slices:
             raise Undefined(f"a reduction takes a whole bucket, not {source} to {dest}")
-        if buffer.bucket != target.bucket or bool(target.sharded) != op.row.scatters:
+        cut = within(target.sharded, buffer.sharded)
+        if buffer.bucket != target.bucket or cut != (op.axis if op.row.scatters else ""):
             raise Undefined(f"{source} and {dest} do not fit: {op.kind}")
+        if {*parts_of(op.axis)} & {*parts_of(buffer.sharded)}:
+            raise Undefined(f"{source} is a slice along {buffer.sharded}: over {op.axis} other slices would be added")
         self.memory[dest.name] = Content({k: over(v) for k, v in content.terms.items()})
 
     def read(self, ref: Ref) -> Any:
@@ -207,12 +213,12 @@ class Abstract:
                 raise Undefined(f"{ref} reads a whole leaf of which only one rank's slice is there")
             return self._term(content, (start, stop), ref)
         keys = {i: bucket.place(i, buffer.per)[:2] for i in self._slots(bucket, start, stop, ref)}
-        own_slice = ref.mine or buffer.sharded is not None
+        own_slice = self.program.cut(ref)
         terms = {i: self._term(content, key, ref) for i, key in keys.items()}
-        if not own_slice and any(key in content.own_slices for key in keys.values()):
+        if own_slice == buffer.sharded and any(key in content.own_slices for key in keys.values()):
             raise Undefined(f"{ref} reads beyond the own slice, which is all that was written")
         tight = sum(last - first for first, last in keys.values()) == stop - start
-        ranks = self.program.mesh.size(bucket.axis) if own_slice else 1
+        ranks = self.program.mesh.size(own_slice) if own_slice else 1
         shapes = {i: bucket.slots[i].shape for i in keys if buffer.per == 1 and is_whole(bucket, i, ranks)}
         return Vec(terms, own_slice, (start, stop), buffer.per, tight, shapes)
 
@@ -236,14 +242,14 @@ class Abstract:
                 raise Undefined(f"{ref} cannot hold a whole leaf's value")
             content.put((start, stop), value)
             return
-        own_slice = ref.mine or buffer.sharded is not None
+        own_slice = self.program.cut(ref)
         if (value.own_slice, value.span, value.block_size) != (own_slice, (start, stop), buffer.per):
             blocks = "" if value.block_size == buffer.per else f", one element for each {value.block_size}"
             raise Undefined(
                 f"{ref} gets the range {value.span}{' of the own slice' if value.own_slice else ''}{blocks}"
             )
         for index, slot_term in value.slots.items():
-            content.put(bucket.place(index, buffer.per)[:2], slot_term, own_slice=own_slice and buffer.sharded is None)
+            content.put(bucket.place(index, buffer.per)[:2], slot_term, own_slice=own_slice != buffer.sharded)
 
     def _part(self, ref: Ref, buffer: Buffer, content: Content) -> Any:
         key = (ref.start or 0, ref.stop or 0)

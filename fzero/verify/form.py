@@ -15,7 +15,7 @@ from torch import fx
 from fzero.codegen import inplace, segment_memory
 from fzero.ir import as_strided, fx_nodes, fx_values
 from fzero.ir.kinds import ANY, OPS, UNKNOWN
-from fzero.ir.mesh import PIPELINE
+from fzero.ir.mesh import PIPELINE, within
 from fzero.ir.program import Program
 from fzero.ir.records import ALIGN, DTYPE_NAMES, KINDS, PERSISTENT, Buffer, Op, Ref
 from fzero.ir.rewrite import Spans
@@ -65,7 +65,7 @@ def _buffer(program: Program, buffer: Buffer) -> Iterator[str]:
     if buffer.bucket is None and (buffer.sharded or buffer.per != 1):
         yield "is in no bucket: it has no own slice (sharded) and no blocks (per)"
     bucket = program.buckets.get(buffer.bucket or "")
-    if buffer.sharded and bucket is not None and buffer.sharded != bucket.axis:
+    if buffer.sharded and bucket is not None and within(bucket.axis, buffer.sharded) is None:
         yield f"is sharded along {buffer.sharded}: its bucket is cut along {bucket.axis}"
     if buffer.per < 1:
         yield f"has one element for each {buffer.per}"
@@ -111,7 +111,8 @@ def partition(program: Program) -> Iterator[Fault]:
     for buffer in program.buffers.values():
         if buffer.bucket is not None:
             bucket = program.buckets[buffer.bucket]
-            needed = ((program.slice_length(bucket) if buffer.sharded else bucket.length) // buffer.per,)
+            own = program.slice_length(bucket, buffer.sharded) if buffer.sharded else bucket.length
+            needed = (own // buffer.per,)
             if ALIGN % buffer.per:
                 yield -1, f"{buffer.name} has one element for each {buffer.per}: they do not part {ALIGN} evenly"
             if buffer.shape != needed:
@@ -225,8 +226,8 @@ def _unfit(program: Program, ref: Ref, value: torch.Tensor) -> str | None:
         return f"{ref} is {DTYPE_NAMES[buffer.dtype]}{list(shape or ())}: {wanted}"
     if shape is None:
         bucket = program.buckets.get(buffer.bucket or "")
-        own = bucket is not None and (ref.mine or buffer.sharded)
-        most = min(length(program, ref), program.slice_length(bucket) if own and bucket else MOST)
+        cut = program.cut(ref)
+        most = min(length(program, ref), program.slice_length(bucket, cut) if cut and bucket else MOST)
         if value.ndim != 1 or most // buffer.per > value.numel():
             return f"{ref} has up to {most // buffer.per} elements: {wanted}"
     return None

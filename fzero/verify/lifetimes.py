@@ -76,7 +76,7 @@ class _Walk:
                 started, other = self.flight[name]
                 if any(ref.overlaps(w) for w in other.writes):
                     yield i, f"reads {ref} before the transfer into {name} (op {started}) is waited for"
-            if not op.gathers or ref.name != op.writes[0].name:
+            if not (op.gathers and ref.mine):  # it brings together the new value
                 for written in (self.written[w][0] for w in self.spans.over(ref)):
                     if written < i:
                         yield i, f"reads {ref}, which was donated: op {written} wrote its new value"

@@ -8,6 +8,7 @@ and part of the numbers: so it is part of the meaning.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,26 +100,29 @@ def _region_terms(
                 if index not in places:
                     values[user] = reduced(_sum(parts), "sum", axis, n, divisor)
                 else:
-                    over = _travelled(axis, n, divisor, region.values[index].dtype, region.wire.get(index))
-                    each = reduce == "each"
-                    values[user] = _sum([over(p) for p in parts]) if each else over(_sum(parts))
+                    inner, *outer = _travelled(plan, divisor, region.values[index].dtype, region.wire.get(index))
+                    value = _sum([inner(p) for p in parts]) if reduce == "each" else inner(_sum(parts))
+                    for over in outer:
+                        value = over(value)
+                    values[user] = value
                 folded.add(user)
         values[pick] = _sum(parts) if summed else reduced(_sum(parts), "sum", "", 1, k)
     return folded
 
 
-def _travelled(
-    axis: str, world: int, divisor: int, dtype: torch.dtype, wire: torch.dtype | None
-) -> Callable[[Any], Any]:
-    """The reduction of a gradient, in the dtype it travels in."""
+def _travelled(plan: Plan, divisor: int, dtype: torch.dtype, wire: torch.dtype | None) -> list[Callable[[Any], Any]]:
+    """The sums of a gradient over each data axis, the innermost first, in the dtype it travels in. The last divides."""
 
-    def over(value: Any) -> Any:
+    def over(value: Any, axis: str) -> Any:
+        world = plan.mesh.size(axis) if axis else 1
         narrow = wire is not None and wire is not dtype and world > 1
         value = apply(aten._to_copy.default, (value,), {"dtype": wire}) if narrow else value
-        value = reduced(value, "sum", axis, world, divisor)
+        value = reduced(value, "sum", axis, world, divisor if axis == last else 1)
         return apply(aten._to_copy.default, (value,), {"dtype": dtype}) if narrow else value
 
-    return over
+    axes = plan.sum_axes or [""]
+    last = axes[-1]
+    return [partial(over, axis=axis) for axis in axes]
 
 
 def _micro(value: Any, like: torch.Tensor, m: int, k: int) -> Term:

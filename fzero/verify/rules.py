@@ -82,7 +82,10 @@ def transfers(program: Program) -> Iterator[Fault]:
         n = program.mesh.size(str(op.axis))
         source, target = (program.buffers[ref.name] for ref in ((op.reads or op.writes)[0], (op.writes or op.reads)[0]))
         if op.gathers:
-            part = source.numel if source.sharded else source.numel // n
+            cut, bucket = program.cut(op.reads[0]), program.buckets.get(source.bucket or "")
+            part = (
+                source.numel // n if cut is None or bucket is None else program.slice_length(bucket, cut) // source.per
+            )
             if part * n != target.numel:
                 yield i, f"gathers {part} elements of {n} ranks into {target.numel}"
         elif op.reduces:

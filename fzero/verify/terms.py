@@ -30,6 +30,7 @@ import torch
 from torch import fx
 
 from fzero.ir import fx_nodes, traits
+from fzero.ir.mesh import parts_of
 from fzero.ir.records import ALIGN
 
 aten = torch.ops.aten
@@ -85,12 +86,12 @@ def _varies(value: Any) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Vec:
-    """Terms of the leaves in a flat range, by slot. `own_slice`: only of the own slice. `block_size`: the elements of
-    the range for each element of the value; a tuple where an op has several results. `tight`: no padding lies in the
-    range. `shapes`: those of the leaves that no rank boundary cuts."""
+    """Terms of the leaves in a flat range, by slot. `own_slice`: only of that along this axis. `block_size`: the
+    elements of the range for each element of the value; a tuple where an op has several results. `tight`: no padding
+    lies in the range. `shapes`: those of the leaves that no rank boundary cuts."""
 
     slots: Mapping[int, Term]
-    own_slice: bool
+    own_slice: str | None
     span: tuple[int, int]
     block_size: Any = 1
     tight: bool = True
@@ -99,9 +100,10 @@ class Vec:
 
 @dataclass(frozen=True)
 class Partial:
-    """The part of the sum `of` that the own slice adds."""
+    """The part of the sum `of` that the own slice along an axis adds."""
 
     of: Term
+    axis: str
 
 
 def apply(target: Any, args: Any, kwargs: Any) -> Any:
@@ -135,7 +137,7 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
         if len(first.slots) != 1:
             raise Undefined(f"{target} sums over several leaves at once")
         (only,) = first.slots
-        return Partial(term_of(only)) if first.own_slice else term_of(only)
+        return Partial(term_of(only), first.own_slice) if first.own_slice else term_of(only)
     if not traits.is_pointwise(target) and target not in traits.BLOCKWISE:
         raise Undefined(f"{target} is not elementwise and works on a flat range")
     return replace(first, slots={slot: term_of(slot) for slot in first.slots})
@@ -197,13 +199,15 @@ def reduced(value: Any, how: str, axis: str, world: int, divisor: int) -> Any:
     """The term of a reduction, the same on every rank; over one rank it is only the division."""
     if world == 1:
         return value if divisor == 1 else apply(aten.div.Tensor, (value, divisor), {})
-    return term("reduce", "sum" if how == "mean" else how, axis, divisor, value).over(_varies(value) - {axis})
+    return term("reduce", "sum" if how == "mean" else how, axis, divisor, value).over(
+        _varies(value) - {*parts_of(axis)}
+    )
 
 
 def gathered(value: Any, axis: str) -> Any:
     """The term of own slices brought together: the value that they are of, if that is the same on every rank."""
-    varies = _varies(value)
-    return term("gathered", axis, value).over(varies - {axis}) if axis in varies else value
+    varies, over = _varies(value), {*parts_of(axis)}
+    return term("gathered", axis, value).over(varies - over) if varies & over else value
 
 
 def digest(state: Mapping[tuple[str, int | None], Any], metrics: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import fzero
 from fzero import optim, random, tree
 from fzero.cost.allocator import measured_peak
+from fzero.ir.mesh import Mesh
 from fzero.plan.layout import Plan, layout
 from fzero.state import storage
 from fzero.state.first_state import Recipe
@@ -968,7 +969,9 @@ def test_init_copies_what_it_is_given() -> None:
 
 def placed(fn: Callable[[Tensor], Any], world: int, zero: int) -> tuple[Recipe, Plan]:
     recipe = Recipe(fn, [random.key(4)])
-    plan = layout(recipe.paths, recipe.values, world_size=world, zero=zero, bucket_bytes=2000, per_rank=recipe.per_rank)
+    plan = layout(
+        recipe.paths, recipe.values, mesh=Mesh((("dp", world),)), zero=zero, bucket_bytes=2000, per_rank=recipe.per_rank
+    )
     return recipe, plan
 
 
@@ -1020,7 +1023,7 @@ def large(key: Tensor) -> Any:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_init_from_a_function_takes_the_shard_and_one_leaf(world: int) -> None:
     recipe = Recipe(large, [random.key(0)])
-    plan = layout(recipe.paths, recipe.values, world_size=world, zero=3)
+    plan = layout(recipe.paths, recipe.values, mesh=Mesh((("dp", world),)), zero=3)
     largest = max(leaf.numel() * leaf.element_size() for leaf in recipe.values)
     total = sum(leaf.numel() * leaf.element_size() for leaf in recipe.values)
     assert SMALL < largest / 50 < total / 200

@@ -37,7 +37,7 @@ def trained(given: dict[str, Any]) -> tuple[dict[str, Tensor], list[float], dict
     mesh = state.runtime.plan.mesh
     losses = []
     for number in range(STEPS):
-        state = fzero.step(state, tokens(mesh.coordinate(state.runtime.rank, "dp"), number))
+        state = fzero.step(state, tokens(mesh.data_rank(state.runtime.rank), number))
         losses.append(float(state.metrics["loss"]))
     paths, leaves, _ = tree.flatten(fzero.unshard(state.tree))
     return dict(zip(paths, leaves, strict=True)), losses, state.held_bytes
@@ -51,6 +51,8 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"mesh": {"pp": 2, "dp": -1}, "pipeline": "zb-v", "zero": 2, "transfers": "p2p", "precision": "bf16"},
     ),
+    "hsdp": (4, {"mesh": {"dp_out": 2, "dp": 2}, "zero": "hsdp", "clip_norm": None}),
+    "hpz over messages": (4, {"mesh": {"dp_out": 2, "dp": 2}, "zero": "hpz", "transfers": "p2p", "reduce": "each"}),
 }
 
 
@@ -58,8 +60,10 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_processes_have_the_bits_of_no_pipeline(name: str) -> None:
     world, given = GRIDS[name]
     ranks = values(gloo(world, trained, given))
-    data = world // 2
+    hierarchy = "dp_out" in given["mesh"]
+    data = world if hierarchy else world // 2
     plain = {key: value for key, value in given.items() if key not in ("mesh", "pipeline")}
+    plain |= {"mesh": given["mesh"], "zero": 3} if hierarchy else {}
     params = INIT(fzero.random.key(0))
     expected = run(spec(**plain), params, tokens, world=data, steps=STEPS, key=fzero.random.key(0))
     for leaves, losses, _ in ranks:
@@ -71,12 +75,12 @@ def test_processes_have_the_bits_of_no_pipeline(name: str) -> None:
 # --- what users do with a state ---------------------------------------------------------------------------------------
 
 
-def around(folder: str) -> dict[str, Any]:
+def around(folder: str, given: dict[str, Any]) -> dict[str, Any]:
     """On 2 x 2: a checkpoint of a step, evaluation, export, profile; the state loaded back; what went in and out."""
     torch.set_num_threads(1)
-    mine = spec(mesh={"pp": 2, "dp": 2}, pipeline="1f1b", zero=3)
+    mine = spec(**given)
     state = fzero.init(INIT, mine, key=fzero.random.key(0))
-    place = state.runtime.plan.mesh.coordinate(state.runtime.rank, "dp")
+    place = state.runtime.plan.mesh.data_rank(state.runtime.rank)
     state = fzero.step(state, tokens(place, 0))
     fzero.save(state, folder)
     found = fzero.evaluate(state, tokens(place, 5), LOSS)
@@ -96,7 +100,7 @@ def around(folder: str) -> dict[str, Any]:
 
 def test_a_state_on_a_grid(tmp_path: Path) -> None:
     """Checkpoint, evaluation, export and profile of a pipeline with ZeRO 3, and the same without."""
-    ranks = values(gloo(4, around, str(tmp_path)))
+    ranks = values(gloo(4, around, str(tmp_path), {"mesh": {"pp": 2, "dp": 2}, "pipeline": "1f1b", "zero": 3}))
     plain = run(spec(zero=3), INIT(fzero.random.key(0)), tokens, world=2, steps=2, key=fzero.random.key(0))
     for rank in ranks:
         assert rank["equal"]
@@ -117,6 +121,21 @@ def test_a_state_on_a_grid(tmp_path: Path) -> None:
     there = fzero.load(tmp_path, spec(zero=1))
     stepped = fzero.step(there, tokens(0, 1))
     assert stepped.step == 2
+
+
+def test_a_state_on_two_data_axes(tmp_path: Path) -> None:
+    """The same of HSDP: what replicas hold is written once, and loads on any other mesh."""
+    given = {"mesh": {"dp_out": 2, "dp": 2}, "zero": "hsdp", "clip_norm": None}
+    ranks = values(gloo(4, around, str(tmp_path), given))
+    plain = run(spec(**given), INIT(fzero.random.key(0)), tokens, world=4, steps=2, key=fzero.random.key(0))
+    for rank in ranks:
+        assert rank["equal"]
+        assert all(torch.equal(rank["final"][path], leaf) for path, leaf in plain.final.items())
+    saved = fzero.checkpoint.manifest(tmp_path)
+    written = sum((piece.stop - piece.start) * leaf.dtype.itemsize for leaf in saved.leaves for piece in leaf.pieces)
+    assert written == sum(leaf.nbytes for leaf in plain.final.values())
+    there = fzero.load(tmp_path, spec(zero=1))
+    assert fzero.step(there, tokens(0, 1)).step == 2
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fzero
 from fzero import tree
+from fzero.ir.mesh import Mesh
 from fzero.ir.parse import parse
 from fzero.ir.program import Program
 from fzero.ir.records import Ref
@@ -205,7 +206,7 @@ def state_of(params: Any, tx: fzero.optim.GradientTransformation | None = None) 
 
 
 def planned(params: Any, world: int, zero: int, cap: int = 1 << 20) -> Plan:
-    return layout(*state_of(params), world_size=world, zero=zero, bucket_bytes=cap)
+    return layout(*state_of(params), mesh=Mesh((("dp", world),)), zero=zero, bucket_bytes=cap)
 
 
 shapes = st.lists(st.integers(1, 90), min_size=1, max_size=2).map(tuple)
@@ -231,7 +232,7 @@ def test_codes_and_scales_lie_beside_their_parameter(sizes: Any, world: int, zer
                 assert (buffer.bucket, leaf.slot) == (plan.buffers[own.buffer].bucket, own.slot)
                 assert buffer.per == per
     geometry = {n: (b.length, b.slots) for n, b in plan.buckets.items()}
-    fp32 = layout(*state_of(params, fzero.optim.adamw(1e-3)), world_size=world, zero=zero, bucket_bytes=cap)
+    fp32 = layout(*state_of(params, fzero.optim.adamw(1e-3)), mesh=Mesh((("dp", world),)), zero=zero, bucket_bytes=cap)
     assert {n: (b.length, b.slots) for n, b in fp32.buckets.items()} == geometry
     _, leaves = state_of(params)
     drawn = [torch.randint(0, 100, x.shape).to(x.dtype) for x in leaves]
@@ -265,7 +266,7 @@ def test_only_what_mirrors_is_a_column() -> None:
         "zero": {"codes": torch.tensor(0, dtype=torch.int8), "scales": torch.ones(1)},
     }  # fmt: skip
     paths, values_, _ = tree.flatten(leaves)
-    plan = layout(paths, values_, world_size=2, zero=3)
+    plan = layout(paths, values_, mesh=Mesh((("dp", 2),)), zero=3)
     slots = {leaf.path: leaf.slot for leaf in plan.leaves}
     held = {f"{name}/{column}" for name in ("other", "zero") for column in ("codes", "scales")}
     assert {path for path, slot in slots.items() if slot is None} == {"image", *held}

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import tree
 from fzero.errors import SpecError
+from fzero.ir.mesh import Mesh
 from fzero.ir.records import ALIGN
 from fzero.plan.layout import Plan, layout
 from fzero.state import storage
@@ -33,7 +34,7 @@ def planned(params: Any, world: int, zero: int, cap: int = 1 << 20) -> tuple[Pla
     """The layout of {params, moments} for parameters of any structure."""
     state = {"params": params, "opt_state": {"mu": params, "nu": params, "count": torch.zeros((), dtype=torch.int64)}}
     paths, values, _ = tree.flatten(state)
-    return layout(paths, values, world_size=world, zero=zero, bucket_bytes=cap), values
+    return layout(paths, values, mesh=Mesh((("dp", world),)), zero=zero, bucket_bytes=cap), values
 
 
 @settings(max_examples=150, deadline=None)
@@ -125,7 +126,7 @@ def test_dotted_names_are_layers_too() -> None:
 def test_stages_by_path_are_per_leaf_and_the_first_rule_wins() -> None:
     params = {"blocks": [{"w": torch.zeros(64, 64)}] * 2, "head": torch.zeros(64, 64)}
     paths, values, _ = tree.flatten({"params": params})
-    plan = layout(paths, values, world_size=2, zero={"blocks/1/**": 0, "blocks/**": 3, "**": 1})
+    plan = layout(paths, values, mesh=Mesh((("dp", 2),)), zero={"blocks/1/**": 0, "blocks/**": 3, "**": 1})
     assert {name: stage_of(b) for name, b in plan.buckets.items()} == {"blocks.0": 3, "blocks.1": 0, "small": 1}
 
 
@@ -140,14 +141,14 @@ def test_rules_that_miss_are_refused(zero: dict[str, int], message: str) -> None
     params = {"blocks": [{"w": torch.zeros(64, 64)}], "head": torch.zeros(64, 64)}
     paths, values, _ = tree.flatten({"params": params})
     with pytest.raises(SpecError, match=message):
-        layout(paths, values, world_size=2, zero=zero)
+        layout(paths, values, mesh=Mesh((("dp", 2),)), zero=zero)
 
 
 def test_stage_1_of_a_custom_state_needs_to_know_its_parameters() -> None:
     paths, values, _ = tree.flatten({"model": {"w": torch.zeros(64)}, "ema": {"w": torch.zeros(64)}})
     with pytest.raises(SpecError, match="Say which leaves are parameters"):
-        layout(paths, values, world_size=2, zero=1)
-    plan = layout(paths, values, world_size=2, zero=1, params=("model/**",))
+        layout(paths, values, mesh=Mesh((("dp", 2),)), zero=1)
+    plan = layout(paths, values, mesh=Mesh((("dp", 2),)), zero=1, params=("model/**",))
     assert {name: b.sharded for name, b in plan.buffers.items()} == {"ema:small": "dp", "model:small": None}
 
 
@@ -167,7 +168,7 @@ def test_leaves_whose_names_look_alike_keep_buffers_of_their_own() -> None:
         "n m": torch.tensor(5), "n_m": torch.tensor(6),
     }  # fmt: skip
     paths, leaves, _ = tree.flatten(state)
-    plan = layout(paths, leaves, world_size=2, zero=3, params=("**",))
+    plan = layout(paths, leaves, mesh=Mesh((("dp", 2),)), zero=3, params=("**",))
     assert len({(leaf.buffer, leaf.slot) for leaf in plan.leaves}) == len(leaves)
     memory = [storage.shards(plan, leaves, rank) for rank in range(2)]
     for leaf, value in zip(plan.leaves, leaves, strict=True):

@@ -16,6 +16,7 @@ from torch import Tensor
 import fzero
 from fzero import tree
 from fzero.ir import segments
+from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program, wire_bytes
 from fzero.ir.records import ALIGN, Op, Ref
 from fzero.plan.layout import Plan, layout
@@ -50,7 +51,7 @@ def test_packed_leaves_are_aligned_apart_and_on_one_rank(sizes: list[int], world
 def planned(params: Any, world: int, zero: Any, cap: int = 1 << 20) -> Plan:
     tx = fzero.optim.muon(0.02, others=fzero.optim.adamw(1e-3))
     paths, leaves, _ = tree.flatten({"params": params, "opt_state": tx.init(params)})
-    return layout(paths, leaves, world_size=world, zero=zero, bucket_bytes=cap)
+    return layout(paths, leaves, mesh=Mesh((("dp", world),)), zero=zero, bucket_bytes=cap)
 
 
 def matrices(plan: Plan) -> list[str]:
@@ -127,7 +128,7 @@ def test_other_states_lie_as_before() -> None:
         "matrices": {"w": torch.zeros(64, 65), "v": torch.zeros(60, 64)}
     }  # a name in a parameter's path says nothing
     paths, leaves, _ = tree.flatten({"params": params, "opt_state": fzero.optim.adamw(1e-3).init(params)})
-    bucket = layout(paths, leaves, world_size=2, zero=3).buckets["small"]
+    bucket = layout(paths, leaves, mesh=Mesh((("dp", 2),)), zero=3).buckets["small"]
     assert [(s.start, s.stop) for s in bucket.slots] == [(0, 3840), (3840, 8000)]
 
 

@@ -18,7 +18,7 @@ from fzero.compile.step import fakes_on
 from fzero.ir.program import Program
 from fzero.ir.records import Bucket
 from fzero.lowering.build import build
-from fzero.plan.layout import TABLE
+from fzero.plan.stages import row_of
 from fzero.training import training_of
 
 Params = dict[str, Any]
@@ -130,4 +130,5 @@ def tokens(rows: int, length: int, vocab: int, seed: int = 0) -> dict[str, torch
 def stage_of(bucket: Bucket) -> int:
     """The ZeRO stage whose row of the plan's table a bucket has."""
     facts = bucket.updates_slices, not bucket.keeps_gathered, bucket.reduce_when
-    return next(n for n, row in TABLE.items() if (row.optimizer, row.params, row.reduce_when) == facts)
+    rows = {stage: row_of(stage, [bucket.axis]) for stage in range(4)}
+    return next(n for n, row in rows.items() if (bool(row.optimizer), bool(row.params), row.reduce_when) == facts)

@@ -95,7 +95,7 @@ def run(
     for number in range(steps):
         memory = []
         for rank in range(world):
-            place = mesh.coordinate(rank, "dp")
+            place = mesh.data_rank(rank)
             given = [x for x in tree.flatten(batch(place, number))[1] if isinstance(x, Tensor)]
             memory.append({**result.memory[rank], **fixed, **dict(zip(inputs, given, strict=True))})
         with torch.no_grad():
