@@ -232,7 +232,6 @@ def train(args: argparse.Namespace, rank: int, console: Console) -> None:
 
 def leave(args: argparse.Namespace, params: Params, curves: Curves, report: dict[str, Any], console: Console) -> None:
     """What stays after the run: a sample, the loss curve, and every number."""
-    torch.set_num_threads(os.cpu_count() or 1)  # the other ranks are done
     sample = generate(params, b"def ", 400, seed=args.seed).decode(errors="replace")
     console.rule("a sample")
     console.print(sample, markup=False)

@@ -101,7 +101,7 @@ def test_losses_track_fp32(name: str, fp32_losses: Tensor) -> None:
 @pytest.mark.parametrize("name", NARROW)
 @pytest.mark.parametrize("reduce", ["bf16", "fp32"])
 @pytest.mark.parametrize("how", [{}, {"microbatches": 2, "reduce": "each"}, {"microbatches": 2, "reduce": "end"}])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_stages_have_equal_bits_in_every_precision(name: str, reduce: str, how: dict[str, Any]) -> None:
     found = []
     for zero in (0, 1, 2, 3):
@@ -273,9 +273,11 @@ NARROW_WIRE = Precision(compute="bf16", reduce="bf16")
 @pytest.mark.parametrize("reduce", ["each", "end"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.sampled(1)
-def test_a_narrow_wire_shards_what_is_reduced_at_any_number_of_microbatches(zero: int, reduce: str) -> None:
+def test_a_narrow_wire_shards_what_is_reduced_at_any_number_of_microbatches(
+    zero: int, reduce: str, whole: bool
+) -> None:
     """The cast after a reduction does not make its result whole, nor do the sums."""
-    for num in (1, 2, 4):
+    for num in (1, 2, 4) if whole else (1, 2):
         program = lowered(NARROW_WIRE, zero, microbatches=num, reduce=reduce).program
         kinds = {op.kind for op in program.ops if op.reduces}
         assert kinds == {"reduce_scatter", "all_reduce_small"}, num  # the loss is small

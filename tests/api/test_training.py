@@ -191,6 +191,7 @@ def clipped(**options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 @stages
 @pytest.mark.parametrize("limit", [0.05, 100.0])
+@pytest.mark.sampled(3)
 def test_clip_norm_is_torchs(limit: float, zero: int) -> None:
     found, metrics = clipped(clip_norm=limit, zero=zero)
     expected, norm = torch_clipped(lambda leaves: torch.nn.utils.clip_grad_norm_(leaves, limit))
@@ -278,6 +279,7 @@ def gaps_loss(p: Any, batch: Any) -> Tensor:
 @stages
 @pytest.mark.parametrize("reduce", ["each", "end"])
 @pytest.mark.parametrize("how", [{"allow_unused": True}, {"allow_unused": True, "trainable": ["a", "b", "d"]}], ids=str)
+@pytest.mark.sampled(4)
 def test_small_leaves_without_a_gradient_lie_between_those_with_one(how: Any, reduce: str, zero: int) -> None:
     """Sums over parts of the batch read the gradients that there are, and nothing between them."""
     params = {"a": torch.ones(3), "b": torch.ones(2, 1), "c": torch.full((70,), 0.5), "d": torch.tensor([0.2])}

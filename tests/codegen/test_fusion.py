@@ -81,9 +81,10 @@ def test_a_segment_without_a_stretch_is_left_out() -> None:
     assert fused(graph_of(body, torch.empty(4, 4)), {}) == (None, {})
 
 
-def test_depth_adds_nothing_to_compile() -> None:
+@pytest.mark.parametrize("deeper", [5, pytest.param(9, marks=pytest.mark.acceptance)])
+def test_depth_adds_nothing_to_compile(deeper: int) -> None:
     found = []
-    for depth in (3, 9):
+    for depth in (3, deeper):
         init, loss = cases.gpt(64, 16, depth, 2)
         spec = fzero.Spec(loss=loss, optimizer=fzero.optim.lion(1e-3), zero=3, precision="bf16")
         batch = {name: torch.empty(2, 8, dtype=torch.int64, device="meta") for name in "xy"}

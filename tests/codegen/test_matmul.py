@@ -344,12 +344,13 @@ def test_products_in_fp64_and_of_nothing_are_left_alone() -> None:
 
 @pytest.mark.parametrize("name", ["gpt", "mlp", "untied"])
 @pytest.mark.sampled(1)
-def test_stages_are_bitwise_equal_with_onednn(name: str) -> None:
+def test_stages_are_bitwise_equal_with_onednn(name: str, whole: bool) -> None:
     """The models' batches are made larger, so that oneDNN computes (it leaves the smallest products to torch)."""
     model = larger(MODELS[name])
     params = model.init(fzero.random.key(0))
     force(model, FAST, zero=0)
-    runs = {z: run(spec_of(model, zero=z), params, model.batch, world=2, steps=2) for z in (0, 1, 2, 3)}
+    stages = (0, 1, 2, 3) if whole else (0, 3)
+    runs = {z: run(spec_of(model, zero=z), params, model.batch, world=2, steps=2) for z in stages}
     for stage, one in runs.items():
         assert differing(one.final, runs[0].final) == [], f"zero={stage}"
         found = targets(one.lowered.program)

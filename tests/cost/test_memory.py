@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
+from typing import Any
 
 import cases
 import pytest
 import torch
+from helpers import gloo, values
+from workers import memory as worker
 
 from fzero.state import storage
 
@@ -21,24 +19,9 @@ TRAINED = ["gpt", *(pytest.param(model, marks=pytest.mark.acceptance) for model 
 
 
 @cache
-def measured(model: str) -> list[dict[str, int]]:
+def measured(model: str) -> list[dict[str, Any]]:
     """One step of a model under each stage on two gloo ranks: rank 0's planned and measured bytes, by stage."""
-    worker = Path(__file__).parents[1] / "support" / "workers" / "memory.py"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(worker),
-        model,
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(worker.parents[1]), *sys.path])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return [json.loads(line) for line in lines]
+    return values(gloo(2, worker.rows, model, timeout=900))[0]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -72,7 +72,7 @@ def cases(world: int) -> dict[str, Case]:
     return made
 
 
-PART = (*(f"one microbatch/zero={zero}" for zero in STAGES), "each/zero=0", "each/zero=2", "end/zero=0", "end/zero=3")
+PART = tuple(f"{group}/zero={z}" for group, zero in (("one microbatch", 3), ("each", 1), ("end", 2)) for z in (0, zero))
 
 
 def picked(world: int, part: bool) -> dict[str, Case]:

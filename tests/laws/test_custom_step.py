@@ -101,6 +101,7 @@ def tied_spec(**options: Any) -> fzero.Spec:
 
 @stages
 @pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.sampled(3)
 def test_ema_frozen_and_tied_train_as_torch_does(world: int, zero: int) -> None:
     start = tied_state(random.key(3))
     result = run(tied_spec(zero=zero, microbatches=2), start, tied_batch, world=world, steps=8, every_step=True)
@@ -333,6 +334,7 @@ def aux_step(state: Any, batch: Any) -> Any:
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 @worlds
+@pytest.mark.sampled(3)
 def test_aux_is_own_or_reduced_and_averaged_over_microbatches(world: int, microbatches: int) -> None:
     def batch(rank: int, step: int) -> Tensor:
         return floats(rank, step, 4, 3)
@@ -377,6 +379,7 @@ def reductions_step(state: Any, batch: Any) -> Any:
 
 @pytest.mark.parametrize("zero", [0, 3])
 @worlds
+@pytest.mark.sampled(3)
 def test_pmean_psum_and_pmax(world: int, zero: int) -> None:
     def batch(rank: int, step: int) -> Any:
         return {"x": floats(rank, step, 3, 5), "n": ints(rank, step, 1000, 2)}
@@ -769,7 +772,7 @@ KINDS = [swap, shared, lookahead, trust, orthogonal, mixing, normed, twice, froz
     [*((kind, 700) for kind in KINDS), *((kind, 32 << 20) for kind in (swap, shared, mixing, frozen))],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_steps_of_many_kinds(kind: Callable[..., Any], bucket_bytes: int) -> None:
     """As the reference does it, and the same bits under every stage."""
     runs = []
@@ -945,7 +948,7 @@ def run_checks(names: list[str]) -> dict[str, str]:
     return errors
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.acceptance), 3], ids="world={}".format)
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.acceptance)], ids="world={}".format)
 def errors(request: pytest.FixtureRequest, chosen: Callable[[str, str], list[str]]) -> list[dict[str, str]]:
     return values(gloo(request.param, run_checks, chosen("test_on_gloo", "name")))
 

@@ -18,13 +18,13 @@ def check(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", EXAMPLES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_an_example_is_equal_or_refused(key: str) -> None:
     check(key)
 
 
 @pytest.mark.parametrize("key", ARCHITECTURES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_an_architecture_is_equal_or_refused(key: str) -> None:
     check(key)
 

@@ -44,11 +44,11 @@ TRAINING = Options("training", 2, {"optimizer": "optim.sgd(0.1)", "microbatches"
 
 
 def test_random_losses_have_eagers_numbers() -> None:
-    report = run(range(12), seed=1)
+    report = run(range(8), seed=1)
     assert report.failed == []
-    assert report.ends["equal"] >= 10
-    assert len(report.aten) >= 80
-    assert len(report.rows) >= 40
+    assert report.ends["equal"] >= 6
+    assert len(report.aten) >= 60
+    assert len(report.rows) >= 30
 
 
 @pytest.fixture(scope="module")
@@ -235,4 +235,4 @@ def differing_transports(seed: int, count: int) -> list[str]:
 
 
 def test_transports_have_the_executors_bits() -> None:
-    assert differing_transports(seed=2, count=2) == []
+    assert differing_transports(seed=2, count=1) == []

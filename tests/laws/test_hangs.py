@@ -59,7 +59,8 @@ def test_a_rank_that_is_stopped_between_steps(transfers: str, tmp_path: Any) -> 
         assert "A rank is waited for 3 s (Spec(timeout=))" in message
 
 
-@SHARED_IS_LONG
+@LONG
+@pytest.mark.parametrize("transfers", ["p2p", "shared"])
 def test_a_rank_that_is_stopped_in_a_step(transfers: str, tmp_path: Any) -> None:
     _, messages, found = trouble(2, "stop", 1, transfers, "run", tmp_path)
     for message, one in zip(messages, found.values(), strict=True):

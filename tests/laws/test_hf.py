@@ -181,6 +181,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
         assert relative(again.final[path].float(), value.float()) <= 1e-5, path
 
 
+@pytest.mark.acceptance
 def test_bf16_compute_is_near() -> None:
     low, full = trained(build("Llama").eval(), precision="bf16"), trained(build("Llama").eval())
     assert low.losses() == pytest.approx(full.losses(), rel=1e-2)

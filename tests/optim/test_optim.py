@@ -380,7 +380,7 @@ MESHED = [name for name in OPTIMIZERS if not name.endswith(("_fused", "_schedule
     [(3, (3,)), pytest.param(3, (1, 2), marks=ACCEPTANCE), pytest.param(2, (1, 2, 3), marks=ACCEPTANCE)],
 )
 @pytest.mark.parametrize("name", MESHED)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 def test_every_stage_gives_the_same_bits(name: str, world: int, stages: tuple[int, ...]) -> None:
     case = OPTIMIZERS[name]
     dtype = torch.bfloat16 if case.wide else torch.float32
@@ -403,6 +403,7 @@ ONE_RULE = [
 
 
 @pytest.mark.parametrize("name", ONE_RULE)
+@pytest.mark.sampled(8)
 def test_all_leaves_of_a_bucket_are_one_operation(name: str) -> None:
     """A scalar made for each leaf would make an operation for each."""
     lowered = fzero.lower(

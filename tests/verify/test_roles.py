@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import islice
 
 import cases
 import pytest
@@ -126,15 +127,16 @@ def caught(programs: Programs, rank: int, ops: Ops) -> bool:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.sampled(1)
-def test_broken_roles_are_refused(schedule: str) -> None:
+def test_broken_roles_are_refused(schedule: str, whole: bool) -> None:
+    """In make test two of each kind and role."""
     programs, rng = lowered(schedule).roles, random.Random(schedule)
     tried: Counter[str] = Counter()
     for kind in KINDS:
         for rank, program in programs.items():
-            for ops in kind(rng, program):
+            for ops in islice(kind(rng, program), None if whole else 2):
                 tried[kind.__name__] += 1
                 assert caught(programs, rank, ops), f"{kind.__name__} of rank {rank} under {schedule}"
-    assert sum(tried.values()) >= 40
+    assert sum(tried.values()) >= (40 if whole else 20)
     assert all(tried[kind.__name__] for kind in KINDS)
 
 

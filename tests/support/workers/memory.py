@@ -1,9 +1,8 @@
-"""Run under torchrun by test_memory: one JSON line a model and stage, planned against the allocator's own figures."""
+"""What one rank does in test_memory, under `helpers.gloo`: planned against the allocator's own figures."""
 
 from __future__ import annotations
 
-import json
-import sys
+from typing import Any
 
 import cases
 import torch
@@ -58,29 +57,25 @@ MODELS = {
 }
 
 
-def main():
-    torch.set_num_threads(1)
-    for model in sys.argv[1:]:
-        init, loss, batch = MODELS[model]
-        for zero in (0, 1, 2, 3):
-            spec = fzero.Spec(
-                loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=zero, clip_norm=1.0, bucket_bytes=1 << 20,
-                transfers="p2p",  # shared memory is not the allocator's
-            )  # fmt: skip
-            state = fzero.init(init, spec)
-            runtime = state.runtime
-            given = batch(runtime.rank)
-            state = fzero.step(state, given)
-            held = sum(t.numel() * t.element_size() for t in runtime.memory.values())
-            inputs = sum(t.numel() * t.element_size() for t in given.values())
-            runtime.bound.clear()
-            runtime.arena = runtime.arena.new_empty(0)  # so that the arena is allocated where the profiler sees it
-            state, extra = measured_peak(lambda s=state, g=given: fzero.step(s, g))
-            if runtime.rank == 0:
-                memory = runtime.compiled(given).memory
-                row = {"zero": zero, "planned": memory.peak, "measured": held + inputs + extra}
-                print(json.dumps({**row, "state_held": held, "state_planned": memory.state}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def rows(model: str) -> list[dict[str, Any]]:
+    """This rank's planned and measured bytes of one step, by stage."""
+    init, loss, batch = MODELS[model]
+    found = []
+    for zero in (0, 1, 2, 3):
+        spec = fzero.Spec(
+            loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=zero, clip_norm=1.0, bucket_bytes=1 << 20,
+            transfers="p2p",  # shared memory is not the allocator's
+        )  # fmt: skip
+        state = fzero.init(init, spec)
+        runtime = state.runtime
+        given = batch(runtime.rank)
+        state = fzero.step(state, given)
+        held = sum(t.numel() * t.element_size() for t in runtime.memory.values())
+        inputs = sum(t.numel() * t.element_size() for t in given.values())
+        runtime.bound.clear()
+        runtime.arena = runtime.arena.new_empty(0)  # so that the arena is allocated where the profiler sees it
+        state, extra = measured_peak(lambda s=state, g=given: fzero.step(s, g))
+        memory = runtime.compiled(given).memory
+        row = {"zero": zero, "planned": memory.peak, "measured": held + inputs + extra}
+        found.append({**row, "state_held": held, "state_planned": memory.state})
+    return found

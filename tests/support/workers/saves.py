@@ -23,6 +23,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,18 @@ def values_of(plan: Any, step: int) -> list[torch.Tensor]:
     return [torch.randn(x.shape, generator=draw).to(x.dtype) for x in plan.leaves]
 
 
-def snapshots(world: int, step: int) -> tuple[list[Snapshot], dict[str, torch.Tensor]]:
-    """What each rank of a small run saves at a step, and the whole leaves."""
+@cache
+def placed(world: int) -> tuple[Any, Any]:
+    """The plan of a small run, and the structure of its state."""
     params = {"w": torch.zeros(9, 16), "b": torch.zeros(5)}
     spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean() + p["b"].sum(), optimizer=fzero.optim.adamw(1e-3))
-    plan = fzero.lower(spec, params, torch.ones(2, 9), world_size=world).plan
     treedef = tree.flatten({"params": params, "opt_state": spec.optimizer.init(params)})[2]
+    return fzero.lower(spec, params, torch.ones(2, 9), world_size=world).plan, treedef
+
+
+def snapshots(world: int, step: int) -> tuple[list[Snapshot], dict[str, torch.Tensor]]:
+    """What each rank of the small run saves at a step, and the whole leaves."""
+    plan, treedef = placed(world)
     values = values_of(plan, step)
     extra = {"position": step}
     parts = [
