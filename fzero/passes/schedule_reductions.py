@@ -65,7 +65,7 @@ def _staggered(program: Program, ops: list[Op]) -> list[Op]:
     result: list[Op] = []
     index = 0
     while index < len(ops):
-        chain = []
+        chain: list[tuple[Op, Op]] = []
         while index + 1 < len(ops) and _end_pair(program, ops[index], ops[index + 1]):
             if chain and ops[index].reads[0].name == chain[-1][0].target:
                 break  # the sum over a further axis, of what the one before brings

@@ -101,7 +101,7 @@ def separate(
         kept = list(members)
         while kept and (packed := _runs(kept, size, fill, world_size)) is None:
             kept.remove(max(kept, key=size))
-        runs += [(WHOLE, pool[0], run) for run in packed] if kept and packed else []
+        runs += [(WHOLE, pool[0], run) for run in packed] if kept and packed else []  # type: ignore[misc]
         left = set(members) - set(kept)
         for key, own in groups.items():
             if key[1:] == pool and left & set(own):
