@@ -44,6 +44,18 @@ def pieces(program: Program, chunk_of: Mapping[str, int]) -> dict[int, Piece]:
     return found
 
 
+def crossing(program: Program, chunk_of: Mapping[str, int]) -> frozenset[str]:
+    """The forward values that the backward of another chunk reads: `recompute` keeps them, for they are sent when they
+    are made first. Without chunks there are none."""
+    if not chunk_of:
+        return frozenset()
+    found = pieces(program, chunk_of)
+    made = {ref.name: found[i] for i, op in enumerate(program.ops) if i in found for ref in op.writes}
+    read = [(made[ref.name], piece, ref.name) for i, piece in found.items() for ref in program.ops[i].reads
+            if ref.name in made]  # fmt: skip
+    return frozenset(name for source, reader, name in read if source.forward and source.chunk != reader.chunk)
+
+
 def _piece(program: Program, op: Op, chunk_of: Mapping[str, int], made: Mapping[str, Piece], last: int) -> Piece:
     work = phases(program, op)
     again = any(ref.name.endswith(".again") for ref in op.writes)  # recompute: forward work, in the backward
