@@ -50,7 +50,11 @@ BEFORE_ROLES: Passes = (
     ("cast_before_gather", lambda p, o: cast_before_gather(p), "fewer bytes travel; before segments hide the casts"),
     ("rematerialise_views", lambda p, o: rematerialise_views(p), "only owned memory may cross the cuts made next"),
     ("segment", lambda p, o: segment(p), "uses of parameters become separate ops, to place transfers between"),
-    ("recompute", lambda p, o: recompute(p, o.remat, crossing(p, o.chunk_of)), "whole segments run again, before their gathers are placed"),
+    (
+        "recompute",
+        lambda p, o: recompute(p, o.remat, crossing(p, o.chunk_of)),
+        "whole segments run again, before their gathers are placed",
+    ),
 )
 
 UNTIL_PREFETCH: Passes = (

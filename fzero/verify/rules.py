@@ -20,7 +20,7 @@ from fzero.errors import VerifyError
 from fzero.ir.liveness import gathered_bytes
 from fzero.ir.mesh import PIPELINE
 from fzero.ir.program import Program, op_text
-from fzero.ir.records import DTYPE_NAMES, PERSISTENT, Op
+from fzero.ir.records import DTYPE_NAMES, GIVEN, PERSISTENT, Op
 from fzero.verify.abstract import program_meaning
 from fzero.verify.form import MOST, aliasing, calls, form, inside, length, partition
 from fzero.verify.lifetimes import Fault, lifetimes, needed, places, settled
@@ -254,6 +254,9 @@ def _together(programs: Mapping[int, Program]) -> None:
         if program.mesh != programs[first].mesh:
             what = f"its mesh is {program.mesh}, rank {first}'s is {programs[first].mesh}"
             raise VerifyError(_message("same order", rank, program, -1, what, True))
+        if (ours := _given(programs[first])) != (theirs := _given(program)):
+            what = f"it is given {theirs}, rank {first} is given {ours}: every rank takes one form of batch"
+            raise VerifyError(_message("same order", rank, program, -1, what, True))
 
 
 def _messages(programs: Mapping[int, Program]) -> None:
@@ -299,6 +302,12 @@ def _roles_together(columns: Iterable[Column]) -> None:
             if computed != program.meaning:
                 what = f"the roles compute something else than what was captured ({computed}, not {program.meaning})"
                 raise VerifyError(_message("meaning", rank, program, -1, what, True))
+
+
+def _given(program: Program) -> str:
+    """What a step is given and never changes, in its order, as text."""
+    given = [b for b in program.buffers.values() if b.kind in GIVEN]
+    return ", ".join(f"{b.name} {DTYPE_NAMES[b.dtype]}[{'x'.join(map(str, b.shape))}]" for b in given) or "nothing"
 
 
 def _collectives(program: Program) -> dict[str, list[tuple[int, str]]]:

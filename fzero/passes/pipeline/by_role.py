@@ -6,9 +6,9 @@ makes and another reads becomes `send`, `recv` and `wait`.
     run x w0 -> x1;  run x1 w1 -> x2        with w0 on role 0 and w1 on role 1 becomes
     role 0: run x w0 -> x1;  send x1; wait x1        role 1: recv x1; wait x1;  run x1 w1 -> x2
 
-A receive is posted one action early, or earlier where the sender's order asks for it, and a send waited for when the schedule's own time says that the other role has
-posted its receive: so no two roles wait for each other, however little a transport buffers. Leaves that other roles use
-are sent at the start of the step, in one order for all.
+A receive is posted one action early, or earlier where the sender's order asks for it. A send is waited for when the
+schedule's own time says that the other role has posted its receive: so no two roles wait for each other, however little
+a transport buffers. Leaves that other roles use are sent at the start of the step, in one order for all.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """chunks: which chunk of the model each op of a region belongs to, and whether it is forward or backward work.
 
-A segment that uses a leaf of a numbered layer belongs to that layer's chunk. Any other follows the data. Forward work
+A segment that uses a leaf of a numbered layer belongs to that layer's chunk, or to a later one whose forward values it
+reads too: a penalty on weights in the loss is lent them. Any other follows the data. Forward work
 belongs where its latest input was made. Backward work belongs where the forward values that it reads were made, or else
 where its gradient came from. So an embedding runs on the first chunk and a head on the last, whoever keeps the leaves.
 """
@@ -62,10 +63,10 @@ def _piece(program: Program, op: Op, chunk_of: Mapping[str, int], made: Mapping[
     forward = work == {"forward"} and not again
     buckets = [program.buffers[ref.name].bucket for ref in (*op.reads, *op.writes)]
     own = [chunk_of[name] for name in buckets if name is not None and name in chunk_of]
-    if own:
-        return Piece(max(own), forward)
     inputs = [made[ref.name] for ref in op.reads if ref.name in made]
     before = [piece.chunk for piece in inputs if piece.forward]
+    if own:
+        return Piece(max(own + before), forward)
     after = [piece.chunk for piece in inputs if not piece.forward]
     if forward:
         return Piece(max(before, default=0), True)

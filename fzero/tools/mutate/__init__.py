@@ -170,7 +170,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of everything drawn (default 0)")
     parser.add_argument("--each", type=int, default=50, help="of every kind, at least (default 50)")
     parser.add_argument("--unbroken", type=int, default=240, help="programs drawn, at least (default 240)")
-    parser.add_argument("--roles", action="store_true", help="pipelines alone, and the kinds of mutant that only they have")
+    parser.add_argument(
+        "--roles", action="store_true", help="pipelines alone, and the kinds of mutant that only they have"
+    )
 
 
 def command(arguments: argparse.Namespace) -> int:

@@ -1,9 +1,9 @@
 """corpus: unbroken programs to break, drawn from small models of every shape that fzero lowers.
 
 A model is a loss or a step, its parameters and its batch; `draw` puts it under a random optimizer, world, ZeRO stage,
-number of microbatches, bucket size and schedule, and lowers it. `pipeline` is a model of `pipelines` on a grid of ranks, a
-program for each role. `relay` is a hand-written program whose ranks differ, with nothing but sends and receives. All
-are small enough to interpret in milliseconds.
+number of microbatches, bucket size and schedule, and lowers it. `pipeline` is a model of `pipelines` on a grid of
+ranks, with a program for each role. `relay` is a hand-written program whose ranks differ, with nothing but sends and
+receives. All are small enough to interpret in milliseconds.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def draw_pipeline(rng: random.Random, number: int) -> Case:
 
 def pipeline(rng: random.Random, generator: torch.Generator, *, shared: bool) -> Case:
     """As `draw_pipeline`; `shared` is the way of transfers."""
-    name, tx, form = rng.choice(list(PIPED)), rng.choice(list(OPTIMIZERS)), shape(rng)
+    name, tx, form = rng.choice((*PIPED, "lent")), rng.choice(list(OPTIMIZERS)), shape(rng)
     piped = PIPED[name]
     model = Model(lambda g: piped.params(g, form.layers), lambda g: tokens(g, form.microbatches), piped.loss)
     placed = {

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -192,7 +191,8 @@ def wrong_group(rng: random.Random, p: Program) -> Program | None:
 
 def wrong_coordinate(rng: random.Random, p: Program) -> Program | None:
     """A message goes to another coordinate, or a run uses another coordinate's slice, or another part of a packet."""
-    return rng.choice((_wrong_peer, _wrong_slice, _wrong_part))(rng, p)
+    tried = (edit(rng, p) for edit in rng.sample((_wrong_peer, _wrong_slice, _wrong_part), 3))
+    return next((broken for broken in tried if broken is not None and broken != p), None)
 
 
 def _wrong_peer(rng: random.Random, p: Program) -> Program | None:
@@ -245,21 +245,13 @@ def _wrong_part(rng: random.Random, p: Program) -> Program | None:
 
 def stale_lent(rng: random.Random, programs: Programs) -> dict[int, Program] | None:
     """A leaf that another role uses is not sent to it, or is another leaf, or its gradient does not come back."""
-    return rng.choice((_never_sent, _in_a_role_stale, _in_a_role_stale))(rng, programs)
-
-
-def _is_lent(name: str) -> bool:
-    return ".lent" in name or ".back" in name
-
-
-def _never_sent(rng: random.Random, programs: Programs) -> dict[int, Program] | None:
-    """Neither the send nor the receive: the role that uses the leaf keeps what it had."""
-    return _without_messages(rng, programs, lambda op: _is_lent(op.target))
-
-
-def _in_a_role_stale(rng: random.Random, programs: Programs) -> dict[int, Program] | None:
-    mutation = on(rng.choice((_stale_value, _lent_late, _wrong_lent, _lost_back)))
-    return mutation(rng, programs)
+    ranks = rng.sample(sorted(programs), len(programs))
+    for edit in rng.sample(LENT, len(LENT)):
+        for rank in ranks:
+            broken = edit(rng, programs[rank])
+            if broken is not None:
+                return {r: broken if p is programs[rank] else p for r, p in programs.items()}
+    return None
 
 
 def _stale_value(rng: random.Random, p: Program) -> Program | None:
@@ -297,15 +289,12 @@ def _lost_back(rng: random.Random, p: Program) -> Program | None:
     return None if index is None else drop(p, index)
 
 
+LENT: tuple[Edit, ...] = (_stale_value, _lent_late, _wrong_lent, _lost_back)
+
+
 def without_a_message(rng: random.Random, programs: Programs) -> dict[int, Program] | None:
     """A message is neither sent nor received, nor waited for."""
-    return _without_messages(rng, programs, lambda op: True)
-
-
-def _without_messages(
-    rng: random.Random, programs: Programs, wanted: Callable[[Op], bool]
-) -> dict[int, Program] | None:
-    tags = {op.tag for p in programs.values() if p.role is not None for op in p.ops if op.is_message and wanted(op)}
+    tags = {op.tag for p in programs.values() if p.role is not None for op in p.ops if op.is_message}
     if (tag := pick(rng, sorted(tags))) is None:
         return None
     made: dict[int, Program] = {}
@@ -316,30 +305,31 @@ def _without_messages(
 
 
 def owned_twice(rng: random.Random, programs: Programs) -> dict[int, Program] | None:
-    """A role keeps, and may update, the leaves of a bucket that another role owns."""
+    """A role keeps the leaves of a bucket that another role owns, and may run the owner's update of them too."""
     pairs = [(a, b) for a in programs for b in programs if programs[a].role != programs[b].role]
     if (pair := pick(rng, pairs)) is None:
         return None
     owner, other = (programs[rank] for rank in pair)
-    updates = [op for op in owner.ops if op.is_update and op.writes[0].name not in other.buffers]
-    op = pick(rng, [op for op in updates if owner.buffers[op.writes[0].name].bucket is not None])
-    if op is None:
+    update = pick(rng, [op for op in owner.ops if op.is_update and _foreign(owner, other, op.writes[0])])
+    if update is None:
         return None
-    bucket = owner.buffers[op.writes[0].name].bucket or ""
-    kept = {n: b for n, b in owner.buffers.items() if b.bucket == bucket and b.kind in PERSISTENT}
-    read = {ref.name: replace(owner.buffers[ref.name], at=None) for ref in op.reads if ref.name not in other.buffers}
-    ways = rng.choice(("kept", "updated", "reduced"))
-    ops = list(other.ops)
-    if ways != "kept":
-        first = [o for o in owner.ops if names(o.writes) & names(op.reads)] if ways == "reduced" else []
-        made = {ref.name: replace(owner.buffers[ref.name], at=None) for o in first for ref in (*o.reads, *o.writes)}
-        kept |= {**made, **read}
-        ops += [*first, op]
+    bucket = owner.buffers[update.writes[0].name].bucket
+    needed = {n for n, b in owner.buffers.items() if b.bucket == bucket and b.kind in PERSISTENT}
+    ops: list[Op] = []
+    if rng.random() < 0.7:
+        sources = [op for op in owner.ops if op.computes and names(op.writes) & names(update.reads)]
+        ops = [*(sources if rng.random() < 0.5 else ()), update]
+        needed |= {ref.name for op in ops for ref in (*op.reads, *op.writes)}
     broken = replace(
         other,
-        ops=tuple(ops),
-        buckets={**owner.buckets, **other.buckets} if ways == "reduced" else {bucket: owner.buckets[bucket], **other.buckets},
-        buffers={**kept, **other.buffers},
+        ops=(*other.ops, *ops),
+        buckets={**owner.buckets, **other.buckets},
+        buffers={**{n: replace(owner.buffers[n], at=None) for n in owner.buffers if n in needed}, **other.buffers},
         segments={**owner.segments, **other.segments},
     )
     return {rank: broken if p is other else p for rank, p in programs.items()}
+
+
+def _foreign(owner: Program, other: Program, ref: Ref) -> bool:
+    """Whether a reference is to a bucket that the other role does not keep."""
+    return owner.buffers[ref.name].bucket is not None and ref.name not in other.buffers
