@@ -254,8 +254,8 @@ def _together(programs: Mapping[int, Program]) -> None:
         if program.mesh != programs[first].mesh:
             what = f"its mesh is {program.mesh}, rank {first}'s is {programs[first].mesh}"
             raise VerifyError(_message("same order", rank, program, -1, what, True))
-        if (ours := _given(programs[first])) != (theirs := _given(program)):
-            what = f"it is given {theirs}, rank {first} is given {ours}: every rank takes one form of batch"
+        if (wanted := _given(programs[first])) != (given := _given(program)):
+            what = f"it is given {given}, rank {first} is given {wanted}: every rank takes one form of batch"
             raise VerifyError(_message("same order", rank, program, -1, what, True))
 
 
