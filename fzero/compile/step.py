@@ -6,7 +6,7 @@ A decision is a `Choice(value, reason)`. If two programs are possible, both are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -115,8 +115,9 @@ def _roles(
     naive: Program, plan: Plan, wanted: LoweringOptions, schedule: Schedule | None, rates: Rates | None
 ) -> dict[int, _Role]:
     """The passes over a naive program; with a pipeline, from where it is cut on, over the program of each role."""
-    program, first = optimise(naive, _options(wanted, 0), BEFORE_ROLES)
-    parts = {0: program} if schedule is None else by_role(program, schedule, plan.chunk_of())
+    chunk_of = {} if schedule is None else plan.chunk_of()
+    program, first = optimise(naive, replace(_options(wanted, 0), chunk_of=chunk_of), BEFORE_ROLES)
+    parts = {0: program} if schedule is None else by_role(program, schedule, chunk_of)
     roles = {}
     for number, part in parts.items():
         half, second = optimise(part, _options(wanted, 0), UNTIL_PREFETCH)

@@ -15,6 +15,7 @@ from fzero.passes.assign_memory import assign_memory
 from fzero.passes.cast_before_gather import cast_before_gather
 from fzero.passes.free import free
 from fzero.passes.narrow import narrow
+from fzero.passes.pipeline.chunks import crossing
 from fzero.passes.prefetch import prefetch
 from fzero.passes.recompute import recompute
 from fzero.passes.rematerialise_views import rematerialise_views
@@ -30,13 +31,15 @@ from fzero.passes.write_in_place import write_in_place
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the passes: see the fields of the same names in `fzero.Spec`."""
+    """The options of the passes: see the fields of the same names in `fzero.Spec`. chunk_of: of each bucket of a
+    numbered layer, its chunk of a pipeline; empty without one."""
 
     prefetch: int = 1
     gather_bytes: int | None = None
     overlap: bool = True
     remat: Mapping[str, str] = field(default_factory=dict)
     compile: str = "none"
+    chunk_of: Mapping[str, int] = field(default_factory=dict)
 
 
 Pass = Callable[[Program, Options], Program]
@@ -48,7 +51,11 @@ BEFORE_ROLES: Passes = (
     ("cast_before_gather", lambda p, o: cast_before_gather(p), "fewer bytes travel; before segments hide the casts"),
     ("rematerialise_views", lambda p, o: rematerialise_views(p), "only owned memory may cross the cuts made next"),
     ("segment", lambda p, o: segment(p), "uses of parameters become separate ops, to place transfers between"),
-    ("recompute", lambda p, o: recompute(p, o.remat), "whole segments run again, before their gathers are placed"),
+    (
+        "recompute",
+        lambda p, o: recompute(p, o.remat, crossing(p, o.chunk_of)),
+        "whole segments run again, before their gathers are placed",
+    ),
 )
 
 UNTIL_PREFETCH: Passes = (

@@ -28,9 +28,10 @@ aten = torch.ops.aten
 ANYWHERE = (aten._to_copy.default, aten.clone.default, aten.copy_.default)
 
 
-def recompute(program: Program, rules: Rules) -> Program:
+def recompute(program: Program, rules: Rules, keep: frozenset[str] = frozenset()) -> Program:
     """The program with forward values made again before the backward, for the leaves that `rules` match. `rules` map
-    path rules to "full" or "none"; the first match wins, and a leaf without a match keeps everything."""
+    path rules to "full" or "none"; the first match wins, and a leaf without a match keeps everything. The buffers of
+    `keep` are not made again."""
     pool: dict[str, fx.GraphModule] = {}
     buffers = dict(program.buffers)
     readers = rewrite.reads_of(program.ops)
@@ -42,7 +43,8 @@ def recompute(program: Program, rules: Rules) -> Program:
     for index, op in enumerate(program.ops):
         if work[index] != {"forward"} or not _chosen(program, op, rules):
             continue
-        again = [ref for ref in op.writes if _only_backward(readers.get(ref.name, ()), backward)]
+        unread = [ref for ref in op.writes if _only_backward(readers.get(ref.name, ()), backward)]
+        again = [ref for ref in unread if ref.name not in keep]
         if not again or len(again) == len(op.writes):
             continue
         halves = _halves(program, op, again)

@@ -184,6 +184,10 @@ def calls(program: Program) -> Iterator[Fault]:
                 f"segment {op.get('segment')} takes {len(takes)} and returns {num_results}, the op gives {num_given}",
             )
             continue
+        nothing = [ref for ref, node in zip(op.writes, results, strict=False) if node.meta["val"] is None]
+        if nothing:
+            yield i, f"segment {op.get('segment')} returns nothing for {nothing[0]}"
+            continue
         owners = [fx_nodes.base(node) for node in results]
         values = [value for node in results for value in fx_values.memory(node)]
         returns_input = any(node.op == "placeholder" for node in owners)

@@ -12,7 +12,7 @@ Cost: one walk over the ops a rule; a 12-layer model takes some tens of millisec
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from fzero.cost.memory import account
@@ -20,10 +20,11 @@ from fzero.errors import VerifyError
 from fzero.ir.liveness import gathered_bytes
 from fzero.ir.mesh import PIPELINE
 from fzero.ir.program import Program, op_text
-from fzero.ir.records import DTYPE_NAMES, PERSISTENT, Op
+from fzero.ir.records import DTYPE_NAMES, GIVEN, PERSISTENT, Op
 from fzero.verify.abstract import program_meaning
 from fzero.verify.form import MOST, aliasing, calls, form, inside, length, partition
 from fzero.verify.lifetimes import Fault, lifetimes, needed, places, settled
+from fzero.verify.messages import unmatched
 from fzero.verify.roles import RolesUndefined, joint_meaning, kept_by
 from fzero.verify.terms import Undefined
 
@@ -51,7 +52,10 @@ def verify(programs: Program | Mapping[int, Program], *, budget_bytes: int | Non
                 raise VerifyError(_message(name, rank, program, -1, what, len(by_rank) > 1)) from error
             if fault is not None:
                 raise VerifyError(_message(name, rank, program, fault[0], fault[1], len(by_rank) > 1))
-    _roles_together(by_rank)
+    columns = _columns(by_rank)
+    if len(by_rank) > 1:
+        _messages(by_rank)
+    _roles_together(columns)
     if len(by_rank) > 1:
         _together(by_rank)
 
@@ -230,7 +234,7 @@ RULES: dict[str, Rule] = {
 
 
 def _together(programs: Mapping[int, Program]) -> None:
-    """All ranks issue the same collectives in the same order per axis; sends match receives."""
+    """All ranks issue the same collectives in the same order per axis."""
     known = {id(program): _collectives(program) for program in programs.values()}
     issued = {rank: known[id(program)] for rank, program in programs.items()}
     leaders: dict[tuple[str, int], int] = {}  # of each group of an axis, the first rank that is given
@@ -248,34 +252,27 @@ def _together(programs: Mapping[int, Program]) -> None:
             if len(ours) != len(theirs):
                 what = f"{len(theirs)} collectives over {axis}, rank {first} has {len(ours)}"
                 raise VerifyError(_message("same order", rank, programs[rank], len(programs[rank].ops), what, True))
-    sent: Counter[tuple[str | None, int, int, int, int]] = Counter()
-    messages = {id(p): [op for op in p.ops if op.is_message] for p in programs.values()}
-    for rank, program in programs.items():
-        for op in messages[id(program)]:
-            peers = program.mesh.peers(rank, str(op.axis))
-            if not 0 <= op.peer < len(peers):
-                raise VerifyError(f"[sends] rank {rank} names peer {op.peer} of the {len(peers)} along {op.axis}")
-            peer = peers[op.peer]
-            ends = (rank, peer) if op.is_send else (peer, rank)
-            ref = (op.reads or op.writes)[0]
-            size = length(program, ref) * program.buffers[ref.name].dtype.itemsize
-            sent[(op.axis, *ends, op.tag, size)] += 1 if op.is_send else -1
-    for (over, sender, receiver, tag, size), count in sent.items():
-        if count:
-            more = "sent and not received" if count > 0 else "received and not sent"
-            raise VerifyError(
-                f"[sends] {size} bytes from rank {sender} to {receiver} over {over} (tag {tag}) are {more}"
-            )
     first = min(issued)
     for rank, program in programs.items():
         if program.mesh != programs[first].mesh:
             what = f"its mesh is {program.mesh}, rank {first}'s is {programs[first].mesh}"
             raise VerifyError(_message("same order", rank, program, -1, what, True))
+        if (wanted := _given(programs[first])) != (given := _given(program)):
+            what = f"it is given {given}, rank {first} is given {wanted}: every rank takes one form of batch"
+            raise VerifyError(_message("same order", rank, program, -1, what, True))
 
 
-def _roles_together(programs: Mapping[int, Program]) -> None:
-    """The roles of a pipeline together compute what was captured: for each column of ranks along `pp`."""
-    columns: dict[int, dict[int, tuple[int, Program]]] = {}
+def _messages(programs: Mapping[int, Program]) -> None:
+    for rank, number, what in unmatched(programs):
+        raise VerifyError(_message("sends", rank, programs[rank], number, what, True))
+
+
+Column = dict[int, tuple[int, Program]]  # by role, a rank and its program
+
+
+def _columns(programs: Mapping[int, Program]) -> list[Column]:
+    """The ranks of a pipeline by columns along `pp`, each with all roles. Equal columns are given once."""
+    columns: dict[int, Column] = {}
     for rank, program in programs.items():
         if program.role is None:
             continue
@@ -283,16 +280,18 @@ def _roles_together(programs: Mapping[int, Program]) -> None:
             what = f"it is for role {program.role}, the rank's is {program.mesh.role(rank)}"
             raise VerifyError(_message("roles", rank, program, -1, what, True))
         columns.setdefault(program.mesh.peers(rank, PIPELINE)[0], {})[program.role] = rank, program
-    known: set[tuple[int, ...]] = set()
-    for column in columns.values():
-        same = tuple(id(column[role][1]) for role in sorted(column))
-        if same in known:
-            continue
-        known.add(same)
+    different = {tuple(id(column[role][1]) for role in sorted(column)): column for column in columns.values()}
+    for column in different.values():
         rank, program = column[min(column)]
         if len(column) != program.mesh.roles:
             missing = sorted(set(range(program.mesh.roles)) - set(column))
             raise VerifyError(_message("roles", rank, program, -1, f"no program is given for roles {missing}", True))
+    return list(different.values())
+
+
+def _roles_together(columns: Iterable[Column]) -> None:
+    """Each leaf has one owner, and the roles of a pipeline together compute what was captured."""
+    for column in columns:
         for name, roles in kept_by({role: p for role, (_, p) in column.items()}).items():
             if len(roles) > 1:
                 what = f"{name} is kept by roles {roles}: one alone owns it"
@@ -306,6 +305,12 @@ def _roles_together(programs: Mapping[int, Program]) -> None:
             if computed != program.meaning:
                 what = f"the roles compute something else than what was captured ({computed}, not {program.meaning})"
                 raise VerifyError(_message("meaning", rank, program, -1, what, True))
+
+
+def _given(program: Program) -> str:
+    """What a step is given and never changes, in its order, as text."""
+    given = [b for b in program.buffers.values() if b.kind in GIVEN]
+    return ", ".join(f"{b.name} {DTYPE_NAMES[b.dtype]}[{'x'.join(map(str, b.shape))}]" for b in given) or "nothing"
 
 
 def _collectives(program: Program) -> dict[str, list[tuple[int, str]]]:

@@ -46,12 +46,13 @@ def same(a: Run, b: Run) -> None:
 
 
 def both(
-    pp: int, dp: int, schedule: Any, params: Any = None, batch: Any = tokens, steps: int = STEPS, **given: Any
-) -> Run:
+    pp: int, dp: int, schedule: Any, params: Any = None, batch: Any = tokens, steps: int = STEPS,
+    key: Tensor | None = None, **given: Any,
+) -> Run:  # fmt: skip
     params = INIT(fzero.random.key(0)) if params is None else params
-    plain = run(spec(mesh={"dp": dp}, **given), params, batch, world=dp, steps=steps)
+    plain = run(spec(mesh={"dp": dp}, **given), params, batch, world=dp, steps=steps, key=key)
     cut = spec(mesh={"pp": pp, "dp": dp}, pipeline=schedule, **given)
-    piped = run(cut, params, batch, world=pp * dp, steps=steps)
+    piped = run(cut, params, batch, world=pp * dp, steps=steps, key=key)
     same(plain, piped)
     return piped
 
@@ -123,6 +124,14 @@ def odd_init(key: Tensor) -> Any:
     return {"first": w[0], "embed": w[1], "blocks": [{"w": w[2]}, {"w": w[3]}]}
 
 
+def deep_init(key: Tensor) -> Any:
+    """The same with four blocks."""
+    return {
+        **odd_init(key),
+        "blocks": [{"w": fzero.random.normal(k, (16, 16)) * 0.3} for k in fzero.random.split(key, 4)],
+    }
+
+
 def odd_loss(p: Any, b: Tensor) -> Tensor:
     x = torch.tanh(b @ p["first"])
     for block in p["blocks"]:
@@ -133,9 +142,6 @@ def odd_loss(p: Any, b: Tensor) -> Tensor:
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.sampled(1)
 def test_leaves_that_another_role_uses_are_lent_to_it(zero: int) -> None:
-    def rows(rank: int, step: int) -> Tensor:
-        return torch.randn(4, 16, generator=torch.Generator().manual_seed(rank + 10 * step))
-
     params = odd_init(fzero.random.key(1))
     piped = both(2, 2, "1f1b", params=params, batch=rows, loss=odd_loss, zero=zero, clip_norm=0.5)
     lent = {role: [n for n in p.buffers if ".lent" in n] for role, p in piped.lowered.programs.items()}
@@ -157,6 +163,28 @@ def test_a_step_of_ones_own_with_two_regions() -> None:
     same(plain, run(cut, state, tokens, world=4, steps=2))
 
 
+def test_a_step_of_ones_own_with_aux() -> None:
+    """Aux of a loss becomes a running mean in the state, and a metric that is a maximum."""
+
+    def loss(p: Any, b: Any) -> Any:
+        value = LOSS(p, b)
+        return value, {"square": value**2, "norm": p["blocks"][0]["norm1"]["g"].norm()}
+
+    def step(state: Any, batch: Any) -> Any:
+        given = fzero.value_and_grad(loss, has_aux=True, microbatches=4)
+        (value, aux), grads = given(state["params"], batch)
+        params = fzero.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        mean = 0.5 * state["mean"] + 0.5 * fzero.pmean(aux["square"]).mean()
+        metrics = {"loss": fzero.pmean(value), "most": fzero.pmax(aux["norm"].max())}
+        return {"params": params, "mean": mean}, metrics
+
+    state = {"params": INIT(fzero.random.key(0)), "mean": torch.zeros(())}
+    given = {"step": step, "zero": 2, "transfers": "p2p", "reduce": "end"}
+    plain = run(fzero.Spec(mesh={"dp": 2}, **given), state, tokens, world=2, steps=STEPS)
+    cut = fzero.Spec(mesh={"pp": 2, "dp": 2}, microbatches=4, **given)
+    same(plain, run(cut, state, tokens, world=4, steps=STEPS))
+
+
 def test_a_schedule_of_ones_own() -> None:
     own = Schedule.parse(
         """
@@ -166,6 +194,123 @@ def test_a_schedule_of_ones_own() -> None:
         """.replace("B2.1 B2.0", "B2.0 B2.1")
     )
     both(2, 1, Pipeline(own), microbatches=2, zero=0)
+
+
+def penalised_loss(p: Any, b: Tensor) -> Tensor:
+    """The loss adds a norm of every layer's weights, behind the last layer."""
+    return lora_loss(p, b) + 1e-2 * sum(layer["w"].square().sum() for layer in p["blocks"])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+@pytest.mark.sampled(1)
+def test_a_penalty_on_the_weights_of_all_layers(schedule: str) -> None:
+    both(2, 2, schedule, params=lora_init(fzero.random.key(3)), batch=rows, loss=penalised_loss, zero=2)
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+def keyed_loss(p: Any, b: Any, key: Tensor) -> Tensor:
+    """Dropout between layers, whose masks the backward of the next layer reads, and one on the last."""
+    x = torch.tanh(b @ p["embed"])
+    for number, block in enumerate(p["blocks"]):
+        x = fzero.random.dropout(fzero.random.fold_in(key, number), x + torch.tanh(x @ block["w"]), 0.3)
+    return F.mse_loss(fzero.random.dropout(key, x, 0.1) @ p["first"], b)
+
+
+def ambient_loss(p: Any, b: Any) -> Tensor:
+    """The same with torch's dropout, as modules draw it: each use gets a key of its own."""
+    x = torch.tanh(b @ p["embed"])
+    for block in p["blocks"]:
+        x = F.dropout(x + torch.tanh(x @ block["w"]), 0.3)
+    return F.mse_loss(x @ p["first"], b)
+
+
+def rows(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(rank + 10 * step))
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("loss", [keyed_loss, ambient_loss])
+@pytest.mark.sampled(3)
+def test_every_role_draws_the_bits_of_no_pipeline(loss: Any, schedule: str, remat: str) -> None:
+    given = {"params": deep_init(fzero.random.key(1)), "batch": rows, "key": fzero.random.key(4)}
+    both(2, 2, schedule, loss=loss, remat=remat, zero=1, **given)
+
+
+def test_each_microbatch_has_a_key_of_its_own() -> None:
+    """Equal rows in all microbatches: equal masks would make the step that of one microbatch."""
+
+    def equal(rank: int, step: int) -> Tensor:
+        return torch.ones(4, 16) * (1 + step)
+
+    given = {"params": deep_init(fzero.random.key(1)), "batch": equal, "loss": keyed_loss, "optimizer": optim.sgd(0.1)}
+    four = both(2, 1, "1f1b", **given)
+    one = both(2, 1, "1f1b", microbatches=1, **given)
+    assert not torch.equal(four.final["params/blocks/0/w"], one.final["params/blocks/0/w"])
+
+
+# --- other models -----------------------------------------------------------------------------------------------------
+
+
+def conv_init(key: Tensor) -> Any:
+    k = iter(fzero.random.split(key, 6))
+    blocks = [{"kernel": fzero.random.normal(next(k), (4, 4, 3, 3)) * 0.2, "bias": torch.zeros(4)} for _ in range(4)]
+    stem = {"kernel": fzero.random.normal(next(k), (4, 1, 3, 3)) * 0.3}
+    return {"stem": stem, "blocks": blocks, "head": fzero.random.normal(next(k), (4, 5)) * 0.5}
+
+
+def conv_loss(p: Any, b: Any) -> Tensor:
+    x = torch.relu(F.conv2d(b["image"], p["stem"]["kernel"], padding=1))
+    for block in p["blocks"]:
+        x = x + torch.relu(F.conv2d(x, block["kernel"], block["bias"], padding=1))
+    return F.cross_entropy(x.mean((2, 3)) @ p["head"], b["label"])
+
+
+def images(rank: int, step: int) -> Any:
+    g = torch.Generator().manual_seed(rank + 10 * step)
+    return {"image": torch.randn(4, 1, 6, 6, generator=g), "label": torch.randint(5, (4,), generator=g)}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+@pytest.mark.sampled(1)
+def test_a_conv_net(schedule: str) -> None:
+    params = conv_init(fzero.random.key(2))
+    both(2, 2, schedule, params=params, batch=images, loss=conv_loss, zero=2, clip_norm=0.5)
+
+
+def lora_init(key: Tensor) -> Any:
+    """Adapters beside frozen weights, in each block and on a frozen head."""
+    k = iter(fzero.random.split(key, 20))
+
+    def layer() -> Any:
+        lora = {"a": fzero.random.normal(next(k), (16, 2)) * 0.3, "b": fzero.random.normal(next(k), (2, 16)) * 0.1}
+        return {"w": fzero.random.normal(next(k), (16, 16)) * 0.3, "lora": lora}
+
+    return {
+        "embed": fzero.random.normal(next(k), (16, 16)) * 0.3,
+        "blocks": [layer() for _ in range(4)],
+        "head": layer(),
+    }
+
+
+def lora_loss(p: Any, b: Tensor) -> Tensor:
+    x = b @ p["embed"]
+    for layer in [*p["blocks"], p["head"]]:
+        x = x + torch.tanh(x @ layer["w"] + x @ layer["lora"]["a"] @ layer["lora"]["b"])
+    return F.mse_loss(x, b)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+@pytest.mark.sampled(2)
+def test_lora_trains_a_part_of_the_leaves(schedule: str, zero: int) -> None:
+    params = lora_init(fzero.random.key(3))
+    given = {"loss": lora_loss, "trainable": "**/lora/**", "zero": zero, "clip_norm": 0.5}
+    piped = both(2, 2, schedule, params=params, batch=rows, **given)
+    assert torch.equal(piped.final["params/blocks/0/w"], params["blocks"][0]["w"])
+    assert not torch.equal(piped.final["params/blocks/0/lora/a"], params["blocks"][0]["lora"]["a"])
 
 
 # --- formulas -------------------------------------------------------------------------------------------------------

@@ -14,20 +14,21 @@ import fzero
 from fzero.ir.records import Ref, make_op
 from fzero.runtime.interpreter import interpret
 from fzero.state import storage
-from fzero.tools.mutate import KINDS, Bench, draw
+from fzero.tools.mutate import KINDS, Bench, draw, draw_pipeline
 from fzero.tools.mutate.corpus import MODELS, Case, lowered, relay
 from fzero.tools.mutate.edits import find, insert, never_freed, with_buffers
 from fzero.tools.mutate.oracle import difference, outcome
 
 # --- at random --------------------------------------------------------------------------------------------------------
 
-UNBROKEN, EACH = 14, 3
+UNBROKEN, PIPELINES, EACH = 14, 3, 3
 
 
 @pytest.fixture(scope="module")
 def benches() -> list[Bench]:
     rng = random.Random(0)
     drawn = [Bench(draw(rng, number)) for number in range(UNBROKEN)]
+    drawn += [Bench(draw_pipeline(rng, number)) for number in range(PIPELINES)]
     return [*drawn, Bench(relay(3, torch.Generator().manual_seed(0)))]  # ranks whose programs differ, more than two
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fzero
-from fzero.ir import segments
+from fzero.ir import fx_nodes, segments
 from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import ALIGN, Op, Ref, Slot, make_op
@@ -378,7 +378,9 @@ def test_a_collective_that_one_rank_does_not_issue(good: Program) -> None:
 def test_a_message_that_nobody_receives(relayed: Case) -> None:
     ring = relay(3, torch.Generator().manual_seed(0))
     verify(relayed.programs)
-    unheard = r"^\[sends\] 32 bytes from rank 1 to 0 over dp \(tag 0\) are received and not sent$"
+    unheard = (
+        r"^\[sends\] op 3 of rank 0 .*\(tag 0\) is received over dp from rank 1 to 0 and not sent: rank 0 would wait"
+    )
     with pytest.raises(fzero.VerifyError, match=unheard):
         verify({0: relayed.programs[0], 1: ring.programs[1]})
 
@@ -392,6 +394,16 @@ def test_a_source_that_is_written_while_other_ranks_may_read_it() -> None:
     at = next(i for i in settles if shared.ops[i + 1].writes)
     _refused(move(shared, at, at + 1), "settled", "before the transfer into .* is settled")
     _refused(insert(shared, at, shared.ops[at]), "settled", "of which none has been waited for")
+
+
+def test_a_segment_that_returns_nothing(good: Program) -> None:
+    """As `native_layer_norm_backward` does for what its mask leaves out."""
+    at = find(good, lambda op: op.phase == "region" and op.num_outputs > 0)[0]
+    graph = segments.copied(good.segments[good.ops[at].segment].graph)
+    fx_nodes.outputs(graph)[0].meta["val"] = None
+    gm = segments.module(graph)
+    broken = replace(good, segments={**good.segments, good.ops[at].segment: gm})
+    _refused(broken, "calls", "returns nothing for")
 
 
 def test_every_rule_is_broken_by_some_program_here(request: pytest.FixtureRequest) -> None:

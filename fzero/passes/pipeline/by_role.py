@@ -6,9 +6,9 @@ makes and another reads becomes `send`, `recv` and `wait`.
     run x w0 -> x1;  run x1 w1 -> x2        with w0 on role 0 and w1 on role 1 becomes
     role 0: run x w0 -> x1;  send x1; wait x1        role 1: recv x1; wait x1;  run x1 w1 -> x2
 
-A receive is posted one action early, and a send waited for when the schedule's own time says that the other role has
-posted its receive: so no two roles wait for each other, however little a transport buffers. Leaves that other roles use
-are sent at the start of the step, in one order for all.
+A receive is posted one action early, or earlier where the sender's order asks for it. A send is waited for when the
+schedule's own time says that the other role has posted its receive: so no two roles wait for each other, however little
+a transport buffers. Leaves that other roles use are sent at the start of the step, in one order for all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def by_role(program: Program, schedule: Schedule, chunk_of: Mapping[str, int]) -
     messages = _messages(cut)
     builders = [_RoleBuilder(cut, messages, role) for role in range(schedule.roles)]
     received = {message: time for builder in builders for message, time in builder.receives().items()}
-    return {builder.role: builder.program(received) for builder in builders}
+    return _received_in_order({builder.role: builder.program(received) for builder in builders})
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,34 @@ def _messages(cut: Assigned) -> dict[str, list[Message]]:
             found.setdefault(name, []).append(Message(name, min(makers[name]), receiver, tag))
             tag += 1
     return found
+
+
+def _received_in_order(programs: Mapping[int, Program]) -> dict[int, Program]:
+    """The programs with some receives posted earlier: each role's from another in the order in which that one sends.
+
+    NCCL has no tags: it matches the messages between two ranks by their number.
+    """
+    sends: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for role, program in programs.items():
+        for op in program.ops:
+            if op.is_send:
+                sends[role, op.peer].append(op.tag)
+    made = {}
+    for role, program in programs.items():
+        receives = {op.tag: op for op in program.ops if op.is_recv}
+        due = {sender: iter(tags) for (sender, receiver), tags in sends.items() if receiver == role}
+        posted: set[int] = set()
+        ops: list[Op] = []
+        for op in program.ops:
+            if not op.is_recv:
+                ops.append(op)
+                continue
+            while op.tag not in posted:
+                tag = next(due[op.peer])
+                posted.add(tag)
+                ops.append(receives[tag])
+        made[role] = replace(program, ops=tuple(ops))
+    return made
 
 
 class _RoleBuilder:

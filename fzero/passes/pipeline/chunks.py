@@ -1,6 +1,7 @@
 """chunks: which chunk of the model each op of a region belongs to, and whether it is forward or backward work.
 
-A segment that uses a leaf of a numbered layer belongs to that layer's chunk. Any other follows the data. Forward work
+A segment that uses a leaf of a numbered layer belongs to that layer's chunk, or to a later one whose forward values it
+reads too: a penalty on weights in the loss is lent them. Any other follows the data. Forward work
 belongs where its latest input was made. Backward work belongs where the forward values that it reads were made, or else
 where its gradient came from. So an embedding runs on the first chunk and a head on the last, whoever keeps the leaves.
 """
@@ -44,16 +45,28 @@ def pieces(program: Program, chunk_of: Mapping[str, int]) -> dict[int, Piece]:
     return found
 
 
+def crossing(program: Program, chunk_of: Mapping[str, int]) -> frozenset[str]:
+    """The forward values that the backward of another chunk reads: `recompute` keeps them, for they are sent when they
+    are made first. Without chunks there are none."""
+    if not chunk_of:
+        return frozenset()
+    found = pieces(program, chunk_of)
+    made = {ref.name: found[i] for i, op in enumerate(program.ops) if i in found for ref in op.writes}
+    read = [(made[ref.name], piece, ref.name) for i, piece in found.items() for ref in program.ops[i].reads
+            if ref.name in made]  # fmt: skip
+    return frozenset(name for source, reader, name in read if source.forward and source.chunk != reader.chunk)
+
+
 def _piece(program: Program, op: Op, chunk_of: Mapping[str, int], made: Mapping[str, Piece], last: int) -> Piece:
     work = phases(program, op)
     again = any(ref.name.endswith(".again") for ref in op.writes)  # recompute: forward work, in the backward
     forward = work == {"forward"} and not again
     buckets = [program.buffers[ref.name].bucket for ref in (*op.reads, *op.writes)]
     own = [chunk_of[name] for name in buckets if name is not None and name in chunk_of]
-    if own:
-        return Piece(max(own), forward)
     inputs = [made[ref.name] for ref in op.reads if ref.name in made]
     before = [piece.chunk for piece in inputs if piece.forward]
+    if own:
+        return Piece(max(own + before), forward)
     after = [piece.chunk for piece in inputs if not piece.forward]
     if forward:
         return Piece(max(before, default=0), True)

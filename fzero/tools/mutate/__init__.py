@@ -12,18 +12,19 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fzero.cost.memory import account
 from fzero.errors import VerifyError
 from fzero.ir.program import Program
-from fzero.tools.mutate.corpus import Case, draw
-from fzero.tools.mutate.kinds import KINDS
+from fzero.tools.mutate.corpus import Case, draw, draw_pipeline
+from fzero.tools.mutate.kinds import KINDS, ROLES
 from fzero.tools.mutate.oracle import Outcome, difference, executed, outcome
 from fzero.verify.rules import verify
 
-__all__ = ["KINDS", "Bench", "Case", "Mutant", "Report", "draw", "run"]
+__all__ = ["KINDS", "ROLES", "Bench", "Case", "Mutant", "Report", "draw", "draw_pipeline", "run"]
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,9 @@ class Report:
     """The counts of `run`. By kind: the mutants made, those that change meaning, and those of them that were caught.
     `add` writes it."""
 
-    mutants: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    changing: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    caught: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    mutants: Counter[str] = field(default_factory=Counter)
+    changing: Counter[str] = field(default_factory=Counter)
+    caught: Counter[str] = field(default_factory=Counter)
     unbroken: int = 0
     refused: list[str] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
@@ -118,10 +119,10 @@ class Report:
 
     def __str__(self) -> str:
         columns = (self.mutants, self.changing, self.caught)
-        rows = [(kind, [column[kind] for column in columns]) for kind in KINDS]
+        rows = [(kind, [column[kind] for column in columns]) for kind in KINDS if self.mutants[kind]]
         rows.append(("all", [sum(column.values()) for column in columns]))
-        lines = [f"{'kind':30} {'made':>6} {'meaning-changing':>17} {'caught':>7}"]
-        lines += [f"{kind:30} {mutants:6} {changing:17} {caught:7}" for kind, (mutants, changing, caught) in rows]
+        lines = [f"{'kind':32} {'made':>6} {'meaning-changing':>17} {'caught':>7}"]
+        lines += [f"{kind:32} {mutants:6} {changing:17} {caught:7}" for kind, (mutants, changing, caught) in rows]
         lines.append(f"unbroken programs: {self.unbroken}, refused: {len(self.refused)}")
         return "\n".join([*lines, *(f"refused: {x}" for x in self.refused), *(f"missed: {x}" for x in self.missed)])
 
@@ -132,21 +133,27 @@ def run(
     *,
     each: int = 50,
     unbroken: int = 240,
+    kinds: Sequence[str] = tuple(KINDS),
+    source: Callable[[random.Random, int], Case] = draw,
     after_program: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """Draws programs and breaks each in every way, until `count` mutants change meaning, `each` of every kind, and
     `unbroken` programs were seen. A kind that lags behind gets more tries. Gives `after_program` the counts so far."""
     rng, report = random.Random(seed), Report()
-    while report.unbroken < unbroken or sum(report.changing.values()) < count or min(report.changing.values()) < each:
+    while (
+        report.unbroken < unbroken
+        or sum(report.changing.values()) < count
+        or min(report.changing[kind] for kind in kinds) < each
+    ):
         report.unbroken += 1
         try:
-            bench = Bench(draw(rng, report.unbroken))
+            bench = Bench(source(rng, report.unbroken))
         except VerifyError as error:  # from lowering
             report.refused.append(f"program {report.unbroken}: {error}")
             continue
         if bench.refused is not None:
             report.refused.append(f"{bench.case.name}: {bench.refused}")
-        for kind in KINDS:
+        for kind in kinds:
             behind = report.changing[kind] * unbroken < each * report.unbroken
             for mutant in bench.mutants(kind, rng, tries=6 if behind else 1):
                 report.add(mutant)
@@ -163,6 +170,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of everything drawn (default 0)")
     parser.add_argument("--each", type=int, default=50, help="of every kind, at least (default 50)")
     parser.add_argument("--unbroken", type=int, default=240, help="programs drawn, at least (default 240)")
+    parser.add_argument(
+        "--roles", action="store_true", help="pipelines alone, and the kinds of mutant that only they have"
+    )
 
 
 def command(arguments: argparse.Namespace) -> int:
@@ -173,6 +183,8 @@ def command(arguments: argparse.Namespace) -> int:
         arguments.seed,
         each=arguments.each,
         unbroken=arguments.unbroken,
+        kinds=tuple(ROLES if arguments.roles else KINDS),
+        source=draw_pipeline if arguments.roles else draw,
         after_program=lambda report: print(report.progress, file=sys.stderr, flush=True),
     )
     print(report)

@@ -1,8 +1,9 @@
 """corpus: unbroken programs to break, drawn from small models of every shape that fzero lowers.
 
 A model is a loss or a step, its parameters and its batch; `draw` puts it under a random optimizer, world, ZeRO stage,
-number of microbatches, bucket size and schedule, and lowers it. `relay` is a hand-written program whose ranks differ,
-for the sends and receives that data parallelism has none of. All are small enough to interpret in milliseconds.
+number of microbatches, bucket size and schedule, and lowers it. `pipeline` is a model of `pipelines` on a grid of
+ranks, with a program for each role. `relay` is a hand-written program whose ranks differ, with nothing but sends and
+receives. All are small enough to interpret in milliseconds.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from fzero.ir.records import Buffer, Op, Ref, make_op
 from fzero.plan.layout import Leaf, Plan
 from fzero.spec import Spec
 from fzero.state import storage
+from fzero.tools.mutate.pipelines import PIPED, shape, tokens
 from fzero.verify.abstract import program_meaning
 
 ROWS = 6  # of a rank's batch: one, two or three microbatches divide it
@@ -234,30 +236,63 @@ OPTIMIZERS: dict[str, Callable[[], Tx]] = {
 
 
 def draw(rng: random.Random, number: int) -> Case:
-    """The program of this number: models in turn, everything else at random. Every ninth is a relay."""
-    names = [*MODELS, "relay"]
+    """The programs of this number: models in turn, everything else at random. Of eleven two are pipelines, one a
+    relay."""
+    names = [*MODELS, "pipeline", "relay", "pipeline"]
     name = names[number % len(names)]
     generator = torch.Generator().manual_seed(rng.getrandbits(31))
     if name == "relay":
         return relay(rng.choice((2, 3, 4)), generator)
+    shared = (number + number // len(names)) % 3 == 0
+    if name == "pipeline":
+        return pipeline(rng, generator, shared=shared)
     model, tx = MODELS[name], rng.choice(list(OPTIMIZERS))
-    stages = [0, 1, 2, 3, 3, {model.part: rng.randrange(4), "**": rng.randrange(4)}]
-    placed: dict[str, Any] = {
+    placed = {"microbatches": rng.choice((1, 2, 3)), **_placed(rng, model.part, shared)}
+    if model.loss is not None and rng.random() < 0.5:
+        placed["clip_norm"] = 0.5
+    world = rng.choice((1, 2, 2, 3, 4))
+    return lowered(f"{name} {tx} world={world} {_shown(placed)}", model, OPTIMIZERS[tx](), placed, world, generator)
+
+
+def draw_pipeline(rng: random.Random, number: int) -> Case:
+    """The pipeline of this number: a model on a grid of roles and data ranks, under any schedule."""
+    return pipeline(rng, torch.Generator().manual_seed(rng.getrandbits(31)), shared=number % 3 == 0)
+
+
+def pipeline(rng: random.Random, generator: torch.Generator, *, shared: bool) -> Case:
+    """As `draw_pipeline`; `shared` is the way of transfers."""
+    name, tx, form = rng.choice((*PIPED, "lent")), rng.choice(list(OPTIMIZERS)), shape(rng)
+    piped = PIPED[name]
+    model = Model(lambda g: piped.params(g, form.layers), lambda g: tokens(g, form.microbatches), piped.loss)
+    placed = {
+        "mesh": {"pp": form.roles, "dp": form.data_ranks},
+        "pipeline": form.schedule,
+        "microbatches": form.microbatches,
+        **_placed(rng, "blocks/**", shared),
+    }
+    if rng.random() < 0.5:
+        placed["clip_norm"] = 0.5
+    world = form.roles * form.data_ranks
+    return lowered(f"pipeline {name} {tx} {_shown(placed)}", model, OPTIMIZERS[tx](), placed, world, generator)
+
+
+def _placed(rng: random.Random, part: str, shared: bool) -> dict[str, Any]:
+    """Fields of `Spec` that decide where and when. `part` is a path rule for a stage of its own."""
+    stages = [0, 1, 2, 3, 3, {part: rng.randrange(4), "**": rng.randrange(4)}]
+    return {
         "zero": rng.choice(stages),
-        "microbatches": rng.choice((1, 2, 3)),
         "reduce": rng.choice((None, "each", "end")),
         "bucket_bytes": rng.choice((300, 1 << 10, 32 << 20)),
         "prefetch": rng.choice((0, 1, 2)),
         "overlap": rng.random() < 0.8,
         "remat": rng.choice(("none", "none", "full")),
         "precision": rng.choice(("fp32", "fp32", "bf16")),
-        "transfers": "shared" if (number + number // len(names)) % 3 == 0 else "auto",
+        "transfers": "shared" if shared else "auto",
     }
-    if model.loss is not None and rng.random() < 0.5:
-        placed["clip_norm"] = 0.5
-    world = rng.choice((1, 2, 2, 3, 4))
-    shown = " ".join(f"{key}={value}" for key, value in placed.items())
-    return lowered(f"{name} {tx} world={world} {shown}", model, OPTIMIZERS[tx](), placed, world, generator)
+
+
+def _shown(placed: Mapping[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in placed.items())
 
 
 def lowered(name: str, model: Model, tx: Tx, placed: Mapping[str, Any], world: int, generator: torch.Generator) -> Case:
@@ -269,11 +304,13 @@ def lowered(name: str, model: Model, tx: Tx, placed: Mapping[str, Any], world: i
         state, spec = params, Spec(loss=model.loss, optimizer=tx, **placed)
     batches = [model.batch(generator) for _ in range(world)]
     done = api.lower(spec, state, batches[0], world_size=world)
-    names = [n for n, b in done.program.buffers.items() if b.kind == "batch"]
-    held = [n for n, b in done.program.buffers.items() if b.kind == "constant"]
+    buffers, mesh = done.programs[0].buffers, done.plan.mesh
+    names = [n for n, b in buffers.items() if b.kind == "batch"]
+    held = [n for n, b in buffers.items() if b.kind == "constant"]
     leaves = [_value(leaf, generator) for leaf in done.plan.leaves]
     memory = []
-    for rank, batch in enumerate(batches):
+    for rank in range(world):
+        batch = batches[mesh.data_rank(rank)]
         own = [
             _value(leaf, generator) if leaf.per_rank else x for leaf, x in zip(done.plan.leaves, leaves, strict=True)
         ]
@@ -284,7 +321,7 @@ def lowered(name: str, model: Model, tx: Tx, placed: Mapping[str, Any], world: i
                 **dict(zip(held, done.graph.constants.values(), strict=True)),
             }
         )
-    return Case(name, done.plan, dict.fromkeys(range(world), done.program), memory)
+    return Case(name, done.plan, {rank: done.on(rank) for rank in range(world)}, memory)
 
 
 def _value(leaf: Leaf, generator: torch.Generator) -> Tensor:

@@ -7,8 +7,26 @@ mutants are only another good schedule, and the oracle finds out.
 
 from __future__ import annotations
 
-from fzero.tools.mutate import records, room, timing, values, within
+from fzero.tools.mutate import records, roles, room, timing, values, within
 from fzero.tools.mutate.edits import Mutation, on
+
+# of pipelines alone
+ROLES: dict[str, Mutation] = {
+    "tags swapped": roles.in_a_role(roles.swap_tags),
+    "message left out": roles.in_a_role(roles.lose_message),
+    "message left out at both ends": roles.without_a_message,
+    "messages in another order": roles.in_a_role(roles.exchange_messages),
+    "received in another form": roles.in_a_role(roles.other_form),
+    "segment left out": roles.in_a_role(roles.leave_segment_out),
+    "gradient left out": roles.in_a_role(roles.leave_gradient_out),
+    "gradient added twice": roles.in_a_role(roles.add_gradient_twice),
+    "another microbatch's activation": roles.in_a_role(roles.another_microbatch),
+    "action before its input": roles.in_a_role(roles.action_early),
+    "wrong group": roles.in_a_role(roles.wrong_group),
+    "wrong coordinate": roles.in_a_role(roles.wrong_coordinate),
+    "lent leaf not refreshed": roles.stale_lent,
+    "leaf owned twice": roles.owned_twice,
+}
 
 KINDS: dict[str, Mutation] = {
     "drop a wait": on(timing.drop_wait),
@@ -102,4 +120,5 @@ KINDS: dict[str, Mutation] = {
     "exchange results": on(within.inside(within.exchange_results)),
     "wrong result": on(within.inside(within.wrong_result)),
     "one rank's segment": on(within.inside(within.wrong_literal), alone=True),
+    **ROLES,
 }
