@@ -1,5 +1,8 @@
 """functionalise: in-place work of a traced graph made pure, by running the graph again under torch's functionalization.
 
+Where a value of its own is changed with scalars alone, and no view of it exists (`add_(eps)` in torch's norms), the
+pure op takes the place of the in-place one. Then nothing needs to run.
+
 An in-place op keeps its tensor's strides. Its pure form may give other strides, which do not allow the views that the
 graph takes. Such a node is found by running. The graph is then run again, with the node's result copied into the old
 value.
@@ -18,10 +21,50 @@ from fzero.capture.context import Tracing
 from fzero.capture.refuse import attribute, explained
 from fzero.capture.watch import Watch
 from fzero.errors import CaptureError
-from fzero.ir import as_strided, fx_nodes, fx_values
+from fzero.ir import as_strided, fx_nodes, fx_values, traits
 
 aten = torch.ops.aten
 _LITERAL = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
+
+
+def purified(gm: fx.GraphModule) -> None:
+    """Puts pure ops in the place of elementwise in-place ops with scalars on values that nothing else looks at. In
+    place."""
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    for node in list(gm.graph.nodes):
+        pure = _pure_form(node)
+        if pure is None:
+            continue
+        changed = fx_nodes.operand(node)
+        with gm.graph.inserting_before(node):
+            new = gm.graph.call_function(pure, node.args, node.kwargs)
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        changed.replace_all_uses_with(new, delete_user_cb=lambda user, at=node: order.get(user, -1) > order[at])
+        gm.graph.erase_node(node)
+        order[new] = order[node]
+    gm.recompile()
+
+
+def _pure_form(node: fx.Node) -> Any:
+    """The op without the write that gives a node's value, strides and all; None where it must run to know."""
+    written = fx_nodes.mutated(node) if fx_nodes.is_compute(node) else []
+    if not written or written != node.all_input_nodes:
+        return None
+    (changed,) = written
+    own = fx_nodes.is_compute(changed) and fx_nodes.source(changed) is None and not fx_nodes.mutated(changed)
+    seen = any(fx_nodes.is_view(user) or (fx_nodes.mutated(user) and user is not node) for user in changed.users)
+    packet = getattr(aten, fx_nodes.op_name(node).removesuffix("_"), None)
+    pure = getattr(packet, getattr(node.target, "_overloadname", ""), None)
+    value = changed.meta.get("val")
+    if pure is None or _types(pure) != _types(node.target) or not own or seen or not traits.is_pointwise(pure):
+        return None
+    plain = isinstance(value, torch.Tensor) and value.dtype.is_floating_point and fx_values.is_dense(value)
+    return pure if plain and node.meta["val"].dtype is value.dtype else None
+
+
+def _types(op: Any) -> list[str]:
+    return [str(argument.type) for argument in op._schema.arguments]
 
 
 def functionalised(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:

@@ -23,7 +23,7 @@ from torch import fx
 from fzero._torch_compat import compiled_functions_traced, distributions_unchecked, is_fake, jiterator_refused, make_fx
 from fzero.capture import ambient
 from fzero.capture.context import Tracing
-from fzero.capture.functionalise import functionalised
+from fzero.capture.functionalise import functionalised, purified
 from fzero.capture.provenance import user_line
 from fzero.capture.refuse import NoExchange, Refused, attribute, check_graph, explained
 from fzero.capture.watch import Watch
@@ -61,6 +61,7 @@ def trace(
     _without_failed(gm)
     as_strided.check_reach(gm)
     as_strided.rooted(gm)
+    purified(gm)
     if any(fx_nodes.mutated(node) for node in gm.graph.nodes):
         gm = functionalised(tracing, gm, inputs)
     return as_strided.rebased(gm)

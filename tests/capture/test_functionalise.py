@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fzero
 from fzero import CaptureError
+from fzero.capture import functionalise, tracing
 
 
 def _add(x: Tensor) -> None:
@@ -269,3 +270,26 @@ def test_containers_may_be_changed() -> None:
     state = after_one_step(loss, b=given)
     assert list(given) == ["x"], "the user's own batch is another container"
     assert state.metrics["loss"] == mean_square({"w": 2 * params()["w"]}, batch())
+
+
+def test_scalars_on_a_value_of_ones_own_need_no_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`F.rms_norm` adds its epsilon in place: the pure op stands there, and the program is that of the replay."""
+
+    def loss(p: Any, b: Tensor) -> Tensor:
+        x = F.rms_norm(b @ p["w"], (4,), p["w"][0])
+        y = x + x
+        y.mul_(2).add_(1)
+        return (x.pow(2) + y).mean()
+
+    def program() -> str:
+        spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1))
+        return fzero.lower(spec, {"w": torch.ones(4, 4)}, torch.ones(2, 4)).program.digest
+
+    replayed = []
+    real = functionalise._replayed
+    monkeypatch.setattr(functionalise, "_replayed", lambda *given: (replayed.append(1), real(*given))[1])
+    local = program()
+    assert not replayed
+    monkeypatch.setattr(tracing, "purified", lambda gm: None)
+    assert program() == local
+    assert replayed

@@ -114,4 +114,4 @@ def test_reductions_of_the_wrong_thing() -> None:
     refused_step(lambda s, b: (s, {"m": fzero.psum(3)}), "fzero.psum of a value: needed a tensor, got 3")
     refused_step(lambda s, b: (s, {"m": fzero.psum({"a": ["x"]})}), "fzero.psum of a/0: needed a tensor, got 'x'")
     refused_step(lambda s, b: (s, {"m": fzero.pmean(b.long())}), "needed a floating dtype. Use psum, or cast")
-    refused_step(lambda s, b: (s, {"m": fzero.pmean(b, "tp")}), "over axis 'tp'", "'dp'")
+    refused_step(lambda s, b: (s, {"m": fzero.pmean(b, "tp")}), "over axis 'tp'", "the data axes dp")
