@@ -56,7 +56,7 @@ def _pure_form(node: fx.Node) -> Any:
     seen = any(fx_nodes.is_view(user) or (fx_nodes.mutated(user) and user is not node) for user in changed.users)
     packet = getattr(aten, fx_nodes.op_name(node).removesuffix("_"), None)
     pure = getattr(packet, getattr(node.target, "_overloadname", ""), None)
-    value = changed.meta.get("val")
+    value: Any = changed.meta.get("val")
     if pure is None or _types(pure) != _types(node.target) or not own or seen or not traits.is_pointwise(pure):
         return None
     plain = isinstance(value, torch.Tensor) and value.dtype.is_floating_point and fx_values.is_dense(value)
