@@ -27,7 +27,7 @@ from fzero.cost import choose
 from fzero.cost.autotune import Costs
 from fzero.cost.rates import Rates
 from fzero.errors import SpecError
-from fzero.ir.mesh import SAME_BATCH, Mesh
+from fzero.ir.mesh import PIPELINE, SAME_BATCH, Mesh
 from fzero.plan.layout import BUCKET_BYTES
 from fzero.state import storage
 
@@ -75,6 +75,8 @@ def transport_for(
         host, why = meet(rank, mesh.world_size)
         if host is None and transfers == "shared":
             raise SpecError(f"Spec(transfers='shared'): the ranks share no memory ({why}). Use 'auto' or 'p2p'")
+    if host is not None and PIPELINE in along:
+        transfers = "shared"  # a rank that waits inside gloo reads no messages, and their senders wait for that
     ways = {axis: _ways(line, lane, host, transfers) for lane, (axis, line) in enumerate(along.items())}
     block = block if host is None else host.allocate
     data = [axis for axis in along if axis not in SAME_BATCH]
