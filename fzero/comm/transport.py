@@ -1,8 +1,8 @@
 """transport: chooses how the ranks of a run move bytes, once, at `init`, alike on all ranks.
 
 CUDA: NCCL. CPU: the ranks of one machine read one another's memory (`shared`); state and arena then lie in memory that
-the others can read. Otherwise the ranks send point-to-point messages over gloo (`p2p`). A mesh of several axes has a
-comm for each (`by_axis`). Each gather goes the way that
+the others can read. Otherwise the ranks send point-to-point messages over gloo (`p2p`). A mesh has a comm for
+each axis (`by_axis`). Each gather goes the way that
 was measured to be the fastest for its size (`fzero.comm.autotune`). Reductions go a way that adds in rank order.
 """
 
@@ -67,7 +67,7 @@ def transport_for(
     along = lines(mesh, rank, device, presence)
     if device.type == "cuda" and along:
         return Transport(
-            _joined(mesh, {axis: Nccl(line, presence) for axis, line in along.items()}), name, block, "NCCL"
+            _joined(along, {axis: Nccl(line, presence) for axis, line in along.items()}), name, block, "NCCL"
         )
     if not along:
         return Transport(Alone(), name, block)
@@ -88,7 +88,7 @@ def transport_for(
     else:
         shown = _shown(table, "the ranks share memory" if host is not None else f"no shared memory: {why}")
     comms = {axis: autotune.Fastest(found, table) for axis, found in ways.items()}
-    return Transport(_joined(mesh, comms), "p2p" if host is None else "shared", block, shown, rates)
+    return Transport(_joined(along, comms), "p2p" if host is None else "shared", block, shown, rates)
 
 
 def _ways(line: Line, lane: int, host: SharedMemoryPeers | None, transfers: str) -> dict[str, Comm]:
@@ -98,8 +98,8 @@ def _ways(line: Line, lane: int, host: SharedMemoryPeers | None, transfers: str)
     return ways | ({"gloo": gloo(line)} if transfers == "auto" else {})
 
 
-def _joined(mesh: Mesh, comms: Mapping[str, Comm]) -> Comm:
-    return ByAxis(comms) if len(mesh.axes) > 1 else next(iter(comms.values()))
+def _joined(along: Mapping[str, Line], comms: Mapping[str, Comm]) -> Comm:
+    return ByAxis(comms, {axis: line.size for axis, line in along.items()})
 
 
 def bucket_bytes(transport: str, world_size: int, rank: int = 0, rates: Rates | None = None, store: Any = None) -> int:
