@@ -48,7 +48,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--world", type=int, default=4, metavar="N", help="ranks to start on this machine (4)")
-    add("--pp", type=int, default=2, metavar="N", help="roles that share the model; the other ranks split the batch (2)")
+    add(
+        "--pp", type=int, default=2, metavar="N", help="roles that share the model; the other ranks split the batch (2)"
+    )
     add("--schedule", default="1f1b", choices=SCHEDULES, help="the order of work (1f1b)")
     add("--zero", type=int, default=1, choices=range(4), help="ZeRO stage among the ranks of a role (1)")
     add("--size", default="small", choices=sizes(1), help="0.1M, 0.8M or 85M parameters (small)")
@@ -125,7 +127,7 @@ def drawn(schedule: Schedule) -> str:
 
     >>> print(drawn(Schedule.parse("schedule gpipe chunks 0 1\\nrole 0 F0.0 B0.0\\nrole 1 F1.0 B1.0")))
     gpipe: idle 50.0 % of the time, for backwards of twice a forward
-    role 0 |F0 ......   B0    |
+    role 0 |F0 .........B0    |
     role 1 |   F0 B0    ......|
     """
     rows = schedule.timeline()

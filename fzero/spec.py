@@ -30,9 +30,11 @@ class Spec:
     loss: `(params, batch) -> 0-d floating tensor`, pure; params are whole tensors there, batch this rank's part.
     optimizer: an `fzero.optim` transformation (optax's `init` and `update`).
     step: instead of the two: `(state, batch) -> (new state, metrics)` over any pytrees.
-    mesh: axis sizes, the last varying fastest over ranks. `dp` splits the batch, `pp` the model (see `pipeline`). One
-    may be -1: the rest of the world. None: all ranks are `dp`.
+    mesh: axis sizes, the last varying fastest over ranks, as {"pp": 2, "dp": 4}. `dp` splits the batch, `pp` the model
+    (see `pipeline`): ranks that differ in `pp` alone are given the same batch. One axis may be -1: the rest of the
+    world. None: all ranks are `dp`.
     pipeline: with `pp`, the order of work: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", or an `fzero.Pipeline`.
+    None: "1f1b". No order changes a bit (docs/parallel.md).
     zero: the ZeRO stage 0..3, or path rules to stages, first match wins: `{"blocks/**": 3, "**": 1}`.
     microbatches: parts the batch is cut into along dim 0. Must divide it.
     reduce: "each" microbatch's gradients, or their sum at the "end". None: "end", which sends least, unless it would

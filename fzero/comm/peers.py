@@ -47,8 +47,8 @@ class _Peer:
     """Another rank: its socket, its arenas as mapped here, and its signals. Written by the methods of
     `SharedMemoryPeers` alone.
 
-    offers: by transfer, the bytes, and whether the peer waits for `READ`. expected: by transfer, where `expect` said that
-    an offer goes. read: transfers of ours that it has read.
+    offers: by transfer, the bytes, and whether the peer waits for `READ`. expected: by transfer, the tensor into which
+    `expect` copies. read: transfers of ours that it has read.
     end: "closed" after a goodbye, "died" without one.
     """
 
@@ -192,8 +192,10 @@ class SharedMemoryPeers:
             self._send(peer, HEAD.pack(READ, number, 0, 0, 0))
 
     def expect(self, number: int, rank: int, into: torch.Tensor) -> None:
-        """Copies what a peer offers as transfer `number` into `into` (1-D) as soon as it is here: at once, or while this
-        rank waits for anything else. So a sender's `settle` waits for this call alone."""
+        """Copies what a peer offers as transfer `number` into `into` (1-D) as soon as it is here.
+
+        That is at once, or while this rank waits for anything else. So a sender's `settle` waits for this call alone.
+        """
         self._check()
         self.peers[rank].expected[number] = into
         self._copy(self.peers[rank], number)

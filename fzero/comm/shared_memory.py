@@ -5,8 +5,8 @@ slice r adds slice r of ranks 0..N-1 straight from their memory, in that order, 
 `P2P`, without a receive buffer. An all_reduce gathers the sums as well. An all_reduce_small, for scalars, adds the
 whole buffers.
 
-A receiver reads a message from the sender's memory once its receive was started, also while it waits for something else.
-The sender's wait returns when it was read. So no two ranks that send to one another wait for each other's receives.
+A receiver reads a message from the sender's memory once its receive has started, while it waits for anything else. The
+sender's wait returns when it was read. So ranks that send to one another do not stand still.
 
 A source in an arena is read where it is. The other ranks may still read it after `wait`, so it must not change before
 `settle`. Any other source is copied first and settles at once.
