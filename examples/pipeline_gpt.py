@@ -128,7 +128,7 @@ def drawn(schedule: Schedule) -> str:
     >>> print(drawn(Schedule.parse("schedule gpipe chunks 0 1\\nrole 0 F0.0 B0.0\\nrole 1 F1.0 B1.0")))
     gpipe: idle 50.0 % of the time, for backwards of twice a forward
     role 0 |F0 .........B0    |
-    role 1 |   F0 B0    ......|
+    role 1 |...F0 B0    ......|
     """
     rows = schedule.timeline()
     shortest = min(slot.stop - slot.start for row in rows for slot in row)

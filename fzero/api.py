@@ -136,8 +136,9 @@ def lower(
 
     `params_like` is a pytree of tensors (real, meta or fake: only shapes and dtypes are read) or the function of a
     key that makes them; with `Spec(step=...)` the whole state. `batch_like` is one rank's batch. `world_size`
-    defaults to the spec's mesh, `key` is as in `init`. `lowered.program` prints (with a mesh axis `pp` there is one for
-    each role, `lowered.programs[role]`); `lowered.memory` is the account per rank; `lowered.choices` gives the decisions, with reasons.
+    defaults to the spec's mesh, `key` is as in `init`. `lowered.program` prints; with a mesh axis `pp` there is one
+    for each role, `lowered.programs[role]`. `lowered.memory` is the account per rank; `lowered.choices` gives the
+    decisions, with reasons.
 
     >>> import fzero
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.adamw(1e-3), zero=3)
