@@ -43,6 +43,7 @@ def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
     and values do not depend on the world. The function gets `key` (default `fzero.random.key(0)`).
     If `key` is given, or the loss has a parameter `key`, the state holds a key: a new one for every step. Each part of
     the batch gets a key of its own, and draws of modules (dropout) are made from it.
+    With a mesh axis `pp`, a rank makes and holds the part of its role alone.
     Under torchrun this starts gloo or nccl unless a default group exists. Every rank must call it.
 
     >>> import fzero
@@ -61,7 +62,8 @@ def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
 def step(state: State, batch: Any) -> State:
     """One step. Donates `state`: its memory becomes the result's, and its leaves cannot be read any more.
 
-    `batch` is a pytree of tensors, this rank's part. Leaves that are no tensors are static: a new value retraces.
+    `batch` is a pytree of tensors, this rank's part of the global one by its place on the data axes: ranks that differ
+    in `pp` alone give the same, which is checked. Leaves that are no tensors are static: a new value retraces.
     Mappings of any type, as a tokenizer's BatchEncoding, arrive at the loss as dicts.
     `result.metrics` holds the loss (or the metrics of a `step=`). All checks come before the first write: an error
     before that leaves `state` as it was, one after it marks `state` unusable.
@@ -134,8 +136,9 @@ def lower(
 
     `params_like` is a pytree of tensors (real, meta or fake: only shapes and dtypes are read) or the function of a
     key that makes them; with `Spec(step=...)` the whole state. `batch_like` is one rank's batch. `world_size`
-    defaults to the spec's mesh, `key` is as in `init`. `lowered.program` prints; `lowered.memory` is the account per
-    rank; `lowered.choices` gives the decisions, with reasons.
+    defaults to the spec's mesh, `key` is as in `init`. `lowered.program` prints; with a mesh axis `pp` there is one
+    for each role, `lowered.programs[role]`. `lowered.memory` is the account per rank; `lowered.choices` gives the
+    decisions, with reasons.
 
     >>> import fzero
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.adamw(1e-3), zero=3)

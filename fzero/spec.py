@@ -32,9 +32,11 @@ class Spec:
     loss: `(params, batch) -> 0-d floating tensor`, pure; params are whole tensors there, batch this rank's part.
     optimizer: an `fzero.optim` transformation (optax's `init` and `update`).
     step: instead of the two: `(state, batch) -> (new state, metrics)` over any pytrees.
-    mesh: axis sizes, the last varying fastest over ranks. `dp` splits the batch; so does `dp_out`, over a slower link
-    (see `zero`); `pp` splits the model (see `pipeline`). One may be -1: the rest of the world. None: all are `dp`.
+    mesh: axis sizes, the last varying fastest over ranks, as {"pp": 2, "dp": 4}. `dp` splits the batch; so does
+    `dp_out`, over a slower link (see `zero`). `pp` splits the model (see `pipeline`): ranks that differ in `pp` alone
+    are given the same batch. One axis may be -1: the rest of the world. None: all ranks are `dp`.
     pipeline: with `pp`, the order of work: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", or an `fzero.Pipeline`.
+    None: "1f1b". No order changes a bit (docs/parallel.md).
     zero: the ZeRO stage 0..3, or path rules to stages, first match wins: `{"blocks/**": 3, "**": 1}`. With an axis
     `dp_out` in mesh also "hsdp" (all over `dp`, a replica for each place on `dp_out`), "hpz" (all over both, and a
     second copy of the parameters over `dp` from the forward to the backward), or the axes of each column:

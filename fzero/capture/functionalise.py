@@ -40,7 +40,8 @@ def purified(gm: fx.GraphModule) -> None:
             new = gm.graph.call_function(pure, node.args, node.kwargs)
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
-        changed.replace_all_uses_with(new, delete_user_cb=lambda user, at=node: order.get(user, -1) > order[at])
+        for user in [user for user in changed.users if order.get(user, -1) > order[node]]:
+            user.replace_input_with(changed, new)
         gm.graph.erase_node(node)
         order[new] = order[node]
     gm.recompile()

@@ -13,13 +13,15 @@ from fzero.ir.records import Op
 class ByAxis:
     """`Comm` from one comm for each axis.
 
-    `by_name` holds the comm of each transfer that was started, by the buffer that it writes. Only the methods here
-    write it, on the thread that runs the program.
+    sizes: the ranks along each axis. `by_name` holds the comm of each transfer that was started, by the buffer that it
+    writes. `sent_bytes` counts by axis what this rank has sent. Only the methods here write these two, on the thread
+    that runs the program.
     """
 
-    def __init__(self, comms: Mapping[str, Comm]) -> None:
-        self.comms = dict(comms)
+    def __init__(self, comms: Mapping[str, Comm], sizes: Mapping[str, int]) -> None:
+        self.comms, self.sizes = dict(comms), dict(sizes)
         self.by_name: dict[str, Comm] = {}
+        self.sent_bytes = dict.fromkeys(comms, 0)
 
     @property
     def number(self) -> int:
@@ -29,7 +31,9 @@ class ByAxis:
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
         """Starts a transfer over the op's axis; settles an earlier transfer into the same buffer first."""
         self.settle(name)
-        self.by_name[name] = self.comms[op.axis or ""]
+        axis = op.axis or ""
+        self.by_name[name] = self.comms[axis]
+        self.sent_bytes[axis] += sent(op, tensors, self.sizes[axis])
         self.by_name[name].start(name, op, tensors)
 
     def ready(self, name: str) -> bool:
@@ -49,3 +53,18 @@ class ByAxis:
         """Drains every axis."""
         for comm in self.comms.values():
             comm.drain()
+
+
+def sent(op: Op, tensors: list[torch.Tensor], size: int) -> int:
+    """Bytes that one of `size` ranks sends for a transfer of these tensors.
+
+    >>> from fzero.ir.records import Ref, make_op
+    >>> whole, own = torch.zeros(8), torch.zeros(4)
+    >>> sent(make_op("send", [Ref("a")]), [own], 2), sent(make_op("recv", writes=[Ref("a")]), [own], 2)
+    (16, 0)
+    >>> sent(make_op("all_gather", [Ref("a")], [Ref("b")]), [own, whole], 2)
+    16
+    """
+    if not op.is_collective:
+        return tensors[0].nbytes if op.is_send else 0
+    return op.row.wire_bytes(tensors[len(op.reads) if op.gathers else 0].nbytes, size)

@@ -47,7 +47,8 @@ class _Peer:
     """Another rank: its socket, its arenas as mapped here, and its signals. Written by the methods of
     `SharedMemoryPeers` alone.
 
-    offers: by transfer, the bytes, and whether the peer waits for `READ`. read: transfers of ours that it has read.
+    offers: by transfer, the bytes, and whether the peer waits for `READ`. expected: by transfer, the tensor into which
+    `expect` copies. read: transfers of ours that it has read.
     end: "closed" after a goodbye, "died" without one.
     """
 
@@ -55,6 +56,7 @@ class _Peer:
     socket: socket.socket
     arenas: dict[int, torch.Tensor] = field(default_factory=dict)
     offers: dict[int, tuple[torch.Tensor, bool]] = field(default_factory=dict)  # bytes; whether to say `read`
+    expected: dict[int, torch.Tensor] = field(default_factory=dict)
     read: set[int] = field(default_factory=set)
     end: str = ""  # "closed" when it said goodbye, "died" when it did not
 
@@ -189,6 +191,22 @@ class SharedMemoryPeers:
         if peer.offers.pop(number)[1]:
             self._send(peer, HEAD.pack(READ, number, 0, 0, 0))
 
+    def expect(self, number: int, rank: int, into: torch.Tensor) -> None:
+        """Copies what a peer offers as transfer `number` into `into` (1-D) as soon as it is here.
+
+        That is at once, or while this rank waits for anything else. So a sender's `settle` waits for this call alone.
+        """
+        self._check()
+        self.peers[rank].expected[number] = into
+        self._copy(self.peers[rank], number)
+
+    def arrive(self, number: int, rank: int, label: str) -> None:
+        """Returns when a transfer that was expected has been copied. Raises as `take` does."""
+        peer = self.peers[rank]
+        self._until(peer, lambda: number not in peer.expected or number in peer.offers, label)
+        if number in peer.expected:
+            self.take(number, rank, peer.expected.pop(number), label)  # raises: their sizes differ
+
     def settle(self, number: int, label: str) -> None:
         """Returns when the peers have read a source that was offered to them in place. Raises PeerError."""
         self._check()
@@ -203,11 +221,22 @@ class SharedMemoryPeers:
         for peer in self.peers.values():
             peer.arenas.clear()
             peer.offers.clear()
+            peer.expected.clear()
         self.readers.clear()
         self.staged.clear()
         self.blocks.clear()
 
     # --- pieces
+
+    def _copy(self, peer: _Peer, number: int) -> None:
+        """Copies an offer that is expected and fits."""
+        if number not in peer.offers or number not in peer.expected:
+            return
+        data, into = peer.offers[number][0], peer.expected[number]
+        if data.numel() == into.numel() * into.element_size():
+            into.copy_(data.view(into.dtype))
+            del peer.expected[number]
+            self.done(number, peer.rank)
 
     def _readers(self, number: int) -> list[_Peer]:
         return [self.peers[rank] for rank in self.readers[number]]
@@ -268,11 +297,13 @@ class SharedMemoryPeers:
         kind, number, arena, offset, size = HEAD.unpack_from(message) if message else (BYE, 0, 0, 0, 0)
         if kind == READY:
             peer.offers[number] = (peer.arenas[arena].narrow(0, offset, size), True)
+            self._copy(peer, number)
         elif kind == LETTER:
             data = (
                 torch.frombuffer(bytearray(message[HEAD.size :]), dtype=torch.uint8) if size else torch.empty(0).byte()
             )
             peer.offers[number] = (data, False)
+            self._copy(peer, number)
         elif kind == READ:
             peer.read.add(number)
         elif kind == ARENA:

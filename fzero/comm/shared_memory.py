@@ -5,7 +5,8 @@ slice r adds slice r of ranks 0..N-1 straight from their memory, in that order, 
 `P2P`, without a receive buffer. An all_reduce gathers the sums as well. An all_reduce_small, for scalars, adds the
 whole buffers.
 
-A message is read from the sender's memory by the receiver's wait. The sender's wait returns when it was read.
+A receiver reads a message from the sender's memory once its receive has started, while it waits for anything else. The
+sender's wait returns when it was read. So ranks that send to one another do not stand still.
 
 A source in an arena is read where it is. The other ranks may still read it after `wait`, so it must not change before
 `settle`. Any other source is copied first and settles at once.
@@ -114,12 +115,8 @@ class Shared:
         if op.is_send:
             in_place = self.host.offer(number, data, [peer])
             return Pending([], (lambda: self.host.settle(number, label)) if in_place else (lambda: None), [data])
-
-        def receive() -> None:
-            data.copy_(self.host.take(number, peer, data, label))
-            self.host.done(number, peer)
-
-        return Pending([], receive)
+        self.host.expect(number, peer, data)
+        return Pending([], lambda: self.host.arrive(number, peer, label))
 
     def _offer(self, name: str, number: int, source: torch.Tensor) -> None:
         """Lets the peers read `source`; remembers the transfer if they read it in place."""

@@ -18,8 +18,9 @@ Ranks issue the same transfers in the same order (`fzero.verify` checks this), s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -260,6 +261,7 @@ class Alone:
     """`Comm` of a world of one, whose programs have no transfers. Holds nothing that changes."""
 
     number = 0
+    sent_bytes: Mapping[str, int] = MappingProxyType({})
 
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
         """Raises DisagreementError: a transfer in a world of one is a fault."""

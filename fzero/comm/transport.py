@@ -1,8 +1,8 @@
 """transport: chooses how the ranks of a run move bytes, once, at `init`, alike on all ranks.
 
 CUDA: NCCL. CPU: the ranks of one machine read one another's memory (`shared`); state and arena then lie in memory that
-the others can read. Otherwise the ranks send point-to-point messages over gloo (`p2p`). A mesh of several axes has a
-comm for each (`by_axis`). Each gather goes the way that
+the others can read. Otherwise the ranks send point-to-point messages over gloo (`p2p`). A mesh has a comm for
+each axis (`by_axis`). Each gather goes the way that
 was measured to be the fastest for its size (`fzero.comm.autotune`). Reductions go a way that adds in rank order.
 """
 
@@ -27,7 +27,7 @@ from fzero.cost import choose
 from fzero.cost.autotune import Costs
 from fzero.cost.rates import Rates
 from fzero.errors import SpecError
-from fzero.ir.mesh import SAME_BATCH, Mesh
+from fzero.ir.mesh import PIPELINE, SAME_BATCH, Mesh
 from fzero.plan.layout import BUCKET_BYTES
 from fzero.state import storage
 
@@ -67,7 +67,7 @@ def transport_for(
     along = lines(mesh, rank, device, presence)
     if device.type == "cuda" and along:
         return Transport(
-            _joined(mesh, {axis: Nccl(line, presence) for axis, line in along.items()}), name, block, "NCCL"
+            _joined(along, {axis: Nccl(line, presence) for axis, line in along.items()}), name, block, "NCCL"
         )
     if not along:
         return Transport(Alone(), name, block)
@@ -75,6 +75,8 @@ def transport_for(
         host, why = meet(rank, mesh.world_size)
         if host is None and transfers == "shared":
             raise SpecError(f"Spec(transfers='shared'): the ranks share no memory ({why}). Use 'auto' or 'p2p'")
+    if host is not None and PIPELINE in along:
+        transfers = "shared"  # a rank that waits inside gloo reads no messages, and their senders wait for that
     ways = {axis: _ways(line, lane, host, transfers) for lane, (axis, line) in enumerate(along.items())}
     block = block if host is None else host.allocate
     data = [axis for axis in along if axis not in SAME_BATCH and axis in mesh.names]
@@ -86,7 +88,7 @@ def transport_for(
     else:
         shown = _shown(table, "the ranks share memory" if host is not None else f"no shared memory: {why}")
     comms = {axis: autotune.Fastest(found, table) for axis, found in ways.items()}
-    return Transport(_joined(mesh, comms), "p2p" if host is None else "shared", block, shown, rates)
+    return Transport(_joined(along, comms), "p2p" if host is None else "shared", block, shown, rates)
 
 
 def _ways(line: Line, lane: int, host: SharedMemoryPeers | None, transfers: str) -> dict[str, Comm]:
@@ -96,8 +98,8 @@ def _ways(line: Line, lane: int, host: SharedMemoryPeers | None, transfers: str)
     return ways | ({"gloo": gloo(line)} if transfers == "auto" else {})
 
 
-def _joined(mesh: Mesh, comms: Mapping[str, Comm]) -> Comm:
-    return ByAxis(comms) if len(mesh.axes) > 1 else next(iter(comms.values()))
+def _joined(along: Mapping[str, Line], comms: Mapping[str, Comm]) -> Comm:
+    return ByAxis(comms, {axis: line.size for axis, line in along.items()})
 
 
 def bucket_bytes(transport: str, world_size: int, rank: int = 0, rates: Rates | None = None, store: Any = None) -> int:

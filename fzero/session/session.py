@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -87,6 +87,12 @@ class Session:
         """The state as one rank's step sees it, on the meta device."""
         leaves = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in self.plan.leaves]
         return tree.unflatten(self.treedef, leaves)
+
+    @property
+    def sent_bytes(self) -> Mapping[str, int]:
+        """The bytes that this rank has sent so far, by axis of the mesh."""
+        sent: Mapping[str, int] = self.transport.comm.sent_bytes
+        return sent
 
     def sharded(self, life: Life) -> Any:
         """The state's pytree, with a `ShardedTensor` for each leaf."""

@@ -47,6 +47,10 @@ class Home(Protocol):
         """The device of the state."""
 
     @property
+    def sent_bytes(self) -> Mapping[str, int]:
+        """The bytes that this rank has sent so far, by axis of the mesh."""
+
+    @property
     def last_program(self) -> Any:
         """The program of the last step; None before the first."""
 
@@ -184,6 +188,12 @@ class State:
             buffer = self.runtime.plan.buffers[name]
             totals[buffer.kind] += tensor.numel() * tensor.element_size()
         return totals
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """The bytes that this rank has sent so far, by axis of the mesh: a count of what started, which a launch of a
+        CUDA graph adds nothing to. Compare two readings: `init`, `full` and `save` send too."""
+        return dict(self.runtime.sent_bytes)
 
 
 def unshard(sharded: Any) -> Any:

@@ -306,3 +306,30 @@ def test_a_source_that_changes_before_it_settles_is_found():
     sources[0].zero_()
     with pytest.raises(HazardError, match="rank 0: a source of the transfer into full changed before it settled"):
         comms[0].settle("full")
+
+
+def to_one_another(sizes: tuple[int, ...]) -> tuple[list[bool], int]:
+    """Two ranks send to each other, and each waits for its send before it waits for its receive."""
+    spec = fzero.Spec(loss=crossed_loss, optimizer=fzero.optim.sgd(0.1), mesh={"pp": 2}, transfers="shared")
+    runtime = fzero.init({"layers": [{"w": torch.ones(2)} for _ in range(2)]}, spec).runtime
+    rank, comm, arrived = runtime.rank, runtime.transport.comm, []
+    for nbytes in sizes:
+        out, into = (runtime.transport.block(nbytes) for _ in range(2))
+        out.fill_(rank + 1)
+        comm.start("out", make_op("send", [Ref("out")], axis="pp", peer=1 - rank, tag=rank), [out])
+        comm.start("in", make_op("recv", writes=[Ref("in")], axis="pp", peer=1 - rank, tag=1 - rank), [into])
+        comm.wait("out")
+        comm.wait("in")
+        arrived.append(bool((into == 2 - rank).all()))
+    return arrived, runtime.sent_bytes["pp"]
+
+
+def crossed_loss(params, batch):
+    return sum((layer["w"] * batch).sum() for layer in params["layers"])
+
+
+def test_ranks_that_send_to_one_another_do_not_wait_for_ever() -> None:
+    """In a letter of its own, and in place."""
+    for arrived, sent in values(gloo(2, to_one_another, (64, 1 << 16, 1 << 16), timeout=100)):
+        assert arrived == [True] * 3
+        assert sent == 64 + (1 << 17)

@@ -18,6 +18,7 @@ import gan
 import lora
 import maml
 import memory
+import pipeline_gpt
 import ranks
 import text
 import train_gpt as main_job
@@ -168,6 +169,42 @@ LONGEST = pytest.param(lora, marks=pytest.mark.acceptance, id="lora")
 def test_recipes_on_two_ranks(example: Any, tmp_path: Path) -> None:
     """As torchrun would start them; `ranks.launch` is tested above."""
     assert values(gloo(2, example.main, ["--steps", "2", "--out", str(tmp_path)])) == [0, 0]
+
+
+PIPELINE = ["--size", "tiny", "--seq", "32", "--batch", "8", "--schedule", "zb-v"]
+
+
+def test_a_pipeline_on_two_ranks(tmp_path: Path) -> None:
+    given = [*PIPELINE, "--steps", "2", "--out", str(tmp_path)]
+    given[given.index("zb-v")] = "1f1b"  # the tiny model has two layers: a chunk for each rank
+    assert values(gloo(2, pipeline_gpt.main, given)) == [0, 0]
+    assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.acceptance
+def test_a_pipeline_on_four_ranks_with_one_command(tmp_path: Path) -> None:
+    """The losses of two ranks without one, the timeline, and the bytes of each rank."""
+    shown = {}
+    for world, pp in ((4, 2), (2, 1)):
+        given = [*PIPELINE, "--size", "small", "--steps", "6", "--world", str(world), "--pp", str(pp)]
+        command = [sys.executable, pipeline_gpt.__file__, *given, "--out", str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr
+        shown[pp] = done.stdout
+    losses = {pp: [line for line in text.splitlines() if " loss " in line] for pp, text in shown.items()}
+    assert losses[1] == losses[2]
+    assert len(losses[2]) == 6
+    for line in ("tokens/s", "role 1, dp 1", "role 0 |F0 ", "zb-v: idle 4.0 %"):
+        assert line in shown[2]
+    assert (tmp_path / "timeline.svg").exists()
+
+
+def test_a_timeline_as_text() -> None:
+    schedule = fzero.pipeline.make_schedule("1f1b", roles=2, microbatches=2)
+    assert pipeline_gpt.drawn(schedule).splitlines()[1:] == [
+        "role 0 |F0 F1 ......B0    ...B1    |",
+        "role 1 |...F0 B0    F1 B1    ......|",
+    ]
 
 
 @pytest.mark.acceptance

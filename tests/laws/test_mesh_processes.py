@@ -16,8 +16,8 @@ from torch import Tensor
 import fzero
 from fzero import interop, optim, tree
 
-VOCAB, SEQUENCE, STEPS = 64, 8, 3
-INIT, LOSS = cases.gpt(VOCAB, 16, 4, 2)
+VOCAB, SEQUENCE, STEPS = 64, 32, 3
+INIT, LOSS = cases.gpt(VOCAB, 64, 4, 2)  # messages of 8 kB, which are read in place
 
 
 def tokens(rank: int, step: int) -> Any:
