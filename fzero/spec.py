@@ -16,7 +16,7 @@ from fzero.pipeline import Pipeline
 from fzero.precision import Precision, policy
 from fzero.tree import suggest
 
-MESH_AXES = (PIPELINE, "dp_out", "dp")
+MESH_AXES = (PIPELINE, "dp_out", "dp", "tp")
 NAMED_STAGES = ("hsdp", "hpz")
 COLUMNS = {"params", "grads", "optimizer"}  # of the state, which `zero` may place one by one
 DEFAULT_PARAMS = ("params/**",)
@@ -237,6 +237,7 @@ class Spec:
                 )
             if size != -1:
                 _positive(f"mesh[{axis!r}]", size)
+            _needs(axis != "tp" or size == 1, f"mesh[{axis!r}]", size, "1: tensor parallelism is not built yet")
         if list(self.mesh.values()).count(-1) > 1:
             raise SpecError(f"mesh={dict(self.mesh)}: one axis may be -1, the rest of the world")
         if self.pipeline is not None:
