@@ -97,10 +97,7 @@ def test_an_unknown_field_is_refused_with_a_suggestion(name: str, hint: str) -> 
 
 
 BAD_VALUES: list[tuple[str, Any, str]] = [
-    *(
-        ("zero", value, "a stage 0, 1, 2 or 3, ")
-        for value in (4, -1, "3", True, 2.0, None, [3], {"**": 5})
-    ),
+    *(("zero", value, "a stage 0, 1, 2 or 3, ") for value in (4, -1, "3", True, 2.0, None, [3], {"**": 5})),
     ("zero", {}, "at least one rule, as in {'**': 3}"),
     ("zero", {1: 3}, "path rules that are text"),
     *(("mesh", value, "axis sizes, as in {'dp': 2}") for value in ({}, 2, ("dp", 2), "dp")),
@@ -136,7 +133,13 @@ def test_bad_params_rules_are_refused(value: Any) -> None:
 
 
 def test_an_unknown_mesh_axis_is_refused_with_a_suggestion() -> None:
-    said(SpecError, lambda: spec(mesh={"ddp": 2}), "mesh has no axis 'ddp'", "['pp', 'dp_out', 'dp', 'tp']", "Did you mean 'dp'?")
+    said(
+        SpecError,
+        lambda: spec(mesh={"ddp": 2}),
+        "mesh has no axis 'ddp'",
+        "['pp', 'dp_out', 'dp', 'tp']",
+        "Did you mean 'dp'?",
+    )
     said(SpecError, lambda: spec(mesh={"tp": 2}), "mesh['tp']", "tensor parallelism is not built yet")
     assert str(fzero.lower(spec(mesh={"dp": 2, "tp": 1}), params(), batch()).plan.mesh) == "dp=2 tp=1"
 
