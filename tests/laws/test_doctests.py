@@ -32,6 +32,7 @@ def test_every_module_can_be_imported() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if holds_an_example(name)])
+@pytest.mark.sampled(30)
 def test_examples_run(name: str) -> None:
     module = importlib.import_module(name)
     failed, _ = doctest.testmod(module, optionflags=HOW, extraglobs={"torch": __import__("torch")})
@@ -39,6 +40,7 @@ def test_examples_run(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.stem)
+@pytest.mark.sampled(10)
 def test_documents_run(path: Path) -> None:
     failed, _ = doctest.testfile(str(path), module_relative=False, optionflags=HOW, encoding="utf-8")
     assert failed == 0

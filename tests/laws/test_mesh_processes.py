@@ -57,6 +57,7 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.sampled(3)
 def test_processes_have_the_bits_of_no_pipeline(name: str) -> None:
     world, given = GRIDS[name]
     ranks = values(gloo(world, trained, given))

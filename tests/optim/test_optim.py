@@ -283,7 +283,7 @@ def test_twenty_steps_are_those_of_the_reference(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, case in OPTIMIZERS.items() if case.anywhere])
 @given(shapes=pytrees, seed=st.integers(0, 2**31))
 @few
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 def test_so_they_are_for_any_tree(name: str, shapes: Any, seed: int) -> None:
     compare(OPTIMIZERS[name], shapes, seed)
 

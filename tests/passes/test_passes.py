@@ -168,6 +168,7 @@ def test_identical_layers_get_identical_buckets() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])
+@pytest.mark.sampled(2)
 def test_gathered_bytes_stay_under_the_cap_and_more_depth_needs_more(depth: int) -> None:
     program = cases.lowered(params=cases.layers(depth=8), prefetch=depth).program
     held = max(gathered_bytes(program.ops, program.buffers))
@@ -181,12 +182,12 @@ def test_gathered_bytes_stay_under_the_cap_and_more_depth_needs_more(depth: int)
 
 
 def test_a_cap_holds_back_the_prefetch_and_one_too_small_is_refused() -> None:
-    wide = cases.lowered(params=cases.layers(depth=8), prefetch=4).program
-    least = cases.lowered(params=cases.layers(depth=8), prefetch=0).program.gather_cap_bytes
-    capped = cases.lowered(params=cases.layers(depth=8), prefetch=4, gather_bytes=least).program
+    wide = cases.lowered(params=cases.layers(depth=4), prefetch=3).program
+    least = cases.lowered(params=cases.layers(depth=4), prefetch=0).program.gather_cap_bytes
+    capped = cases.lowered(params=cases.layers(depth=4), prefetch=3, gather_bytes=least).program
     assert max(gathered_bytes(capped.ops, capped.buffers)) <= least < max(gathered_bytes(wide.ops, wide.buffers))
     with pytest.raises(fzero.SpecError, match=f"The smallest cap is {least}"):
-        cases.lowered(params=cases.layers(depth=8), gather_bytes=least - 1)
+        cases.lowered(params=cases.layers(depth=4), gather_bytes=least - 1)
 
 
 def test_casts_before_the_gather_halve_what_is_gathered() -> None:

@@ -451,6 +451,7 @@ def test_kernels_match_their_reference(least, tmp_path):
 
 
 @needs_triton
+@pytest.mark.acceptance
 def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path):
     _run(COMPILE, tmp_path)
 
