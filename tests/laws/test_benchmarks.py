@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import chart, gpu, launch, link, run, summary, worker
+from benchmarks import chart, gpu, launch, link, lower_large, run, summary, worker
 from benchmarks.contenders import CONTENDERS, Setup
 from benchmarks.model import SIZES, Size, empty_model, make_batch, make_model
 from benchmarks.ratios import TABLE, ratios
@@ -226,3 +226,12 @@ def test_losses_that_differ_are_found_on_the_device_too() -> None:
     rows = {"a": {"losses": [1.0]}, "b": {"losses": [1.001]}, "c": {"losses": [1.5]}, "d": {"failed": "out of memory"}}
     assert list(gpu.disagreeing(rows, "bf16")) == ["c"]
     assert json.dumps(gpu.disagreeing(rows, "fp32"))
+
+
+@pytest.mark.acceptance
+def test_a_405b_shaped_step_is_lowered_for_its_roles() -> None:
+    """A part of `benchmarks.lower_large`: every role verified with the others, within the memory of a small machine."""
+    made = lower_large.lowered(layers=4, pp=2, dp=128, microbatches=4, length=8192)
+    assert made.plan.world_size == 256
+    assert [program.role for program in made.programs.values()] == [0, 1]
+    assert all(memory.peak > memory.state > 0 for memory in made.memories.values())
