@@ -18,6 +18,7 @@ from fzero.ir.liveness import gathered_bytes
 from fzero.ir.mesh import parts_of
 from fzero.ir.program import Program
 from fzero.ir.records import PERSISTENT, Buffer, Op, Ref, make_op
+from fzero.passes.free import free
 
 
 def split_gathers(program: Program) -> Program:
@@ -25,7 +26,7 @@ def split_gathers(program: Program) -> Program:
     buffers = dict(program.buffers)
     copies: dict[str, str] = {}  # by source, the larger slice that is kept
     ops: list[Op] = []
-    last = 0  # where the gather before began, in `ops`
+    last = 0  # where the outer gather before is waited for, in `ops`
     for op in program.ops:
         for ref in op.writes:
             copies.pop(ref.name, None)
@@ -40,13 +41,14 @@ def split_gathers(program: Program) -> Program:
             buffers[near] = _near(program, target, inner, near)
             start = _start(ops, source.name, last)
             ops.insert(start, make_op("all_gather", [source], [Ref(near)], axis=outer, why=f"{op.why} over {outer}"))
-            last = start
+            last = len(ops)
             ops.append(make_op("wait", [Ref(near)], why=f"{op.why} over {outer}"))
             if program.buckets[target.bucket or ""].copy is not None:
                 copies[source.name] = near
         ops.append(replace(op, reads=(Ref(near),), axis=inner))
     done = rewrite.finish(program, "split_gathers", ops=ops, buffers=buffers)
-    return replace(done, gather_cap_bytes=max(gathered_bytes(done.ops, done.buffers), default=0))
+    # a larger slice is held until the gather from it is there, which shows where it is freed
+    return replace(done, gather_cap_bytes=max(gathered_bytes(free(done).ops, done.buffers), default=0))
 
 
 def _near(program: Program, target: Buffer, inner: str, name: str) -> Buffer:
@@ -58,6 +60,6 @@ def _near(program: Program, target: Buffer, inner: str, name: str) -> Buffer:
 
 
 def _start(ops: list[Op], source: str, last: int) -> int:
-    """Where an outer gather may start: behind the last write to its source, and no sooner than the gather before."""
+    """Where an outer gather starts: behind the last write to its source, and at `last` or later."""
     written = next((i + 1 for i in range(len(ops) - 1, -1, -1) if any(r.name == source for r in ops[i].writes)), 0)
     return max(written, last)
