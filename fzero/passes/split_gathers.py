@@ -21,8 +21,8 @@ from fzero.ir.records import PERSISTENT, Buffer, Op, Ref, make_op
 from fzero.passes.free import free
 
 
-def split_gathers(program: Program) -> Program:
-    """The program with every gather over one axis alone."""
+def split_gathers(program: Program, ahead: bool = True) -> Program:
+    """The program with every gather over one axis alone. Unless `ahead`, each is waited for at its start."""
     buffers = dict(program.buffers)
     copies: dict[str, str] = {}  # by source, the larger slice that is kept
     ops: list[Op] = []
@@ -39,7 +39,7 @@ def split_gathers(program: Program) -> Program:
         if near is None:
             near = f"{op.target}.near"
             buffers[near] = _near(program, target, inner, near)
-            start = _start(ops, source.name, last)
+            start = _start(ops, source.name, last) if ahead else len(ops)
             ops.insert(start, make_op("all_gather", [source], [Ref(near)], axis=outer, why=f"{op.why} over {outer}"))
             last = len(ops)
             ops.append(make_op("wait", [Ref(near)], why=f"{op.why} over {outer}"))
