@@ -17,6 +17,7 @@ import fzero
 from fzero import functional, optim, tree
 from fzero.compile.layout import plan_for
 from fzero.compile.resolve import mesh_of
+from fzero.ir.liveness import gathered_bytes
 from fzero.ir.program import wire_bytes
 from fzero.state import storage
 from fzero.training import training_of
@@ -196,7 +197,7 @@ def around(folder: str) -> dict[str, Any]:
     state = fzero.step(state, tokens(rank, 0))
     before = fzero.evaluate(state, tokens(rank, 1), measured)
     fzero.save(state, folder)
-    other = fzero.load(folder, fzero.init(INIT, spec(zero="hpz"), key=fzero.random.key(1)))
+    other = fzero.load(folder, spec(zero="hpz"), like=INIT(fzero.random.key(1)))
     after = fzero.evaluate(other, tokens(rank, 1), measured)
     same = [tree.flatten(fzero.unshard(fzero.step(s, tokens(rank, 1)).tree))[1] for s in (state, other)]
     return {
@@ -297,3 +298,13 @@ def test_two_larger_slices_are_on_their_way_at_most() -> None:
         most = max(most, len(live))
         live -= {ref.name for ref in op.reads} if op.is_free else set()
     assert 1 < most <= 3  # two on their way, and the source of a gather over the inner axis
+
+
+@pytest.mark.parametrize("zero", [3, "hsdp", "hpz", HFSDP], ids=str)
+@pytest.mark.parametrize("prefetch", [1, 2])
+@pytest.mark.sampled(2)
+def test_the_cap_counts_larger_slices_until_they_are_freed(zero: Any, prefetch: int) -> None:
+    """Lowering verifies, and so it refuses its own program if the cap is too small."""
+    one = spec(zero=zero, loss=wide_loss, bucket_bytes=1 << 12, prefetch=prefetch, microbatches=2, remat="full")
+    lowered = fzero.lower(one, WIDE, torch.empty(4, 96, device="meta"))
+    assert max(gathered_bytes(lowered.program.ops, lowered.program.buffers)) == lowered.program.gather_cap_bytes

@@ -113,7 +113,7 @@ def double_outer(rng: random.Random, p: Program) -> Program | None:
         return insert(p, index, op)
     behind = rng.random() < 0.5
     ref = op.writes[0] if behind else op.reads[0]
-    kind = "exchange" if op.row.small else "all_reduce"
+    kind = op.kind if op.row.small else "all_reduce"
     again = replace(op, kind=kind, reads=(ref,), writes=(ref, *op.writes[1:]), axis=rng.choice((op.axis, OUTER)))
     if rng.random() < 0.5:
         again = again.with_attrs(divisor=1)
