@@ -1,9 +1,10 @@
-"""Two data axes beside what shares no code with their programs: eager PyTorch, sums of the ranks' own values, other meshes' states."""
+"""Two data axes beside eager PyTorch, sums of the ranks' own values, formulas, and states of other meshes."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ import fzero
 from fzero import functional, optim, tree
 from fzero.compile.layout import plan_for
 from fzero.compile.resolve import mesh_of
+from fzero.errors import VerifyError
 from fzero.ir.liveness import gathered_bytes
-from fzero.ir.program import wire_bytes
+from fzero.ir.mesh import Mesh
+from fzero.ir.program import Program, wire_bytes
 from fzero.state import storage
 from fzero.training import training_of
+from fzero.verify.rules import verify
 
 INIT, LOSS = cases.gpt(64, 16, 2, 2)
 BOTH = {"dp_out": 2, "dp": 2}
@@ -308,3 +312,26 @@ def test_the_cap_counts_larger_slices_until_they_are_freed(zero: Any, prefetch: 
     one = spec(zero=zero, loss=wide_loss, bucket_bytes=1 << 12, prefetch=prefetch, microbatches=2, remat="full")
     lowered = fzero.lower(one, WIDE, torch.empty(4, 96, device="meta"))
     assert max(gathered_bytes(lowered.program.ops, lowered.program.buffers)) == lowered.program.gather_cap_bytes
+
+
+# --- what fzero mutate found ------------------------------------------------------------------------------------------
+
+
+def hsdp_over_shared_memory() -> Program:
+    one = spec(zero="hsdp", loss=wide_loss, mesh={"dp_out": 3, "dp": 2}, transfers="shared")
+    return fzero.lower(one, WIDE, torch.empty(4, 96, device="meta")).program
+
+
+def test_a_bucket_is_not_sent_whole_to_every_rank() -> None:
+    program = hsdp_over_shared_memory()
+    at = next(i for i, op in enumerate(program.ops) if op.kind == "all_reduce")
+    ops = [replace(op, kind="all_reduce_small") if i == at else op for i, op in enumerate(program.ops)]
+    with pytest.raises(VerifyError, match="all_reduce sends each rank its part"):
+        verify(replace(program, ops=tuple(ops)))
+
+
+def test_another_number_of_outer_ranks_is_another_meaning() -> None:
+    """No slice shows it: under HSDP all are cut along the inner axis."""
+    program = hsdp_over_shared_memory()
+    with pytest.raises(VerifyError, match="computes something else"):
+        verify(replace(program, mesh=Mesh((("dp_out", 4), ("dp", 2)))))

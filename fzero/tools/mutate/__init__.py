@@ -25,7 +25,8 @@ from fzero.tools.mutate.oracle import Outcome, difference, executed, outcome
 from fzero.verify.rules import verify
 
 __all__ = [
-    "HIERARCHY", "KINDS", "ROLES", "Bench", "Case", "Mutant", "Report", "draw", "draw_hierarchy", "draw_pipeline", "run",
+    "HIERARCHY", "KINDS", "ROLES", "Bench", "Case", "Mutant", "Report",
+    "draw", "draw_hierarchy", "draw_pipeline", "run",
 ]  # fmt: skip
 
 
