@@ -103,7 +103,7 @@ def test_a_sum_over_own_slices_of_what_differs_between_ranks() -> None:
     for varies, whole in ((frozenset(), True), (ON_DP, False)):
         total = term("aten::sum", "w").over(varies)
         memory = Abstract(program)
-        memory.memory["own"] = Content({(0, 1): Partial(total)})
+        memory.memory["own"] = Content({(0, 1): Partial(total, "dp")})
         memory.step(make_op("all_reduce_small", [Ref("own")], [Ref("all")], axis="dp", op="sum", divisor=1))
         assert (memory.read(Ref("all")) == total) is whole
 
