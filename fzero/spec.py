@@ -57,7 +57,8 @@ class Spec:
     cost of transfers, once per machine and way; 32 MiB if nothing was measured (docs/performance.md).
     prefetch: how many segments ahead a gather starts. 0: when it is needed. None: 0, 1, 2 or 4 by the seconds that
     measured rates predict for the program (docs/performance.md); `lowered.choices` gives the reason.
-    gather_bytes: the most bytes of gathered buffers at one time. None: as many as `prefetch` needs.
+    gather_bytes: the most bytes of gathered buffers at one time. None: as many as `prefetch` needs. With two data axes,
+    slices on their way from one to the other come on top.
     overlap: False waits for every transfer at its start (same bits, slower).
     remat: "none", "full" (a layer keeps its input and computes the rest again in the backward), or path rules of
     parameters to them, as {"blocks/**": "full"}. Same bits, less memory, up to a third more compute.

@@ -66,7 +66,11 @@ UNTIL_PREFETCH: Passes = (
 
 FROM_PREFETCH: Passes = (
     ("prefetch", lambda p, o: prefetch(p, o.prefetch if o.overlap else 0, o.gather_bytes), "hide gathers, under a cap"),
-    ("split_gathers", lambda p, o: split_gathers(p), "where gathers start is final; each axis has its own link"),
+    (
+        "split_gathers",
+        lambda p, o: split_gathers(p, o.overlap),
+        "where gathers start is final; every axis has its link",
+    ),
     ("free", lambda p, o: free(p), "lifetimes are final now"),
     ("size_workspaces", lambda p, o: size_workspaces(p, o.compile), "the account needs the final segments"),
     ("assign_memory", lambda p, o: assign_memory(p), "lives and sizes are final: all of a step's memory in one arena"),

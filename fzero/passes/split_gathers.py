@@ -18,14 +18,15 @@ from fzero.ir.liveness import gathered_bytes
 from fzero.ir.mesh import parts_of
 from fzero.ir.program import Program
 from fzero.ir.records import PERSISTENT, Buffer, Op, Ref, make_op
+from fzero.passes.free import free
 
 
-def split_gathers(program: Program) -> Program:
-    """The program with every gather over one axis alone."""
+def split_gathers(program: Program, ahead: bool = True) -> Program:
+    """The program with every gather over one axis alone. Unless `ahead`, each is waited for at its start."""
     buffers = dict(program.buffers)
     copies: dict[str, str] = {}  # by source, the larger slice that is kept
     ops: list[Op] = []
-    last = 0  # where the gather before began, in `ops`
+    last = 0  # where the outer gather before is waited for, in `ops`
     for op in program.ops:
         for ref in op.writes:
             copies.pop(ref.name, None)
@@ -38,15 +39,16 @@ def split_gathers(program: Program) -> Program:
         if near is None:
             near = f"{op.target}.near"
             buffers[near] = _near(program, target, inner, near)
-            start = _start(ops, source.name, last)
+            start = _start(ops, source.name, last) if ahead else len(ops)
             ops.insert(start, make_op("all_gather", [source], [Ref(near)], axis=outer, why=f"{op.why} over {outer}"))
-            last = start
+            last = len(ops)
             ops.append(make_op("wait", [Ref(near)], why=f"{op.why} over {outer}"))
             if program.buckets[target.bucket or ""].copy is not None:
                 copies[source.name] = near
         ops.append(replace(op, reads=(Ref(near),), axis=inner))
     done = rewrite.finish(program, "split_gathers", ops=ops, buffers=buffers)
-    return replace(done, gather_cap_bytes=max(gathered_bytes(done.ops, done.buffers), default=0))
+    # a larger slice is held until the gather from it is there, which shows where it is freed
+    return replace(done, gather_cap_bytes=max(gathered_bytes(free(done).ops, done.buffers), default=0))
 
 
 def _near(program: Program, target: Buffer, inner: str, name: str) -> Buffer:
@@ -58,6 +60,6 @@ def _near(program: Program, target: Buffer, inner: str, name: str) -> Buffer:
 
 
 def _start(ops: list[Op], source: str, last: int) -> int:
-    """Where an outer gather may start: behind the last write to its source, and no sooner than the gather before."""
-    written = next((i + 1 for i in range(len(ops) - 1, -1, -1) if any(r.name == source for r in ops[i].writes)), 0)
-    return max(written, last)
+    """Where an outer gather starts: behind the last write to its source, and at `last` or later."""
+    behind = range(len(ops) - 1, last - 1, -1)
+    return next((i + 1 for i in behind if any(r.name == source for r in ops[i].writes)), last)

@@ -196,10 +196,10 @@ def _plain(value: Any) -> tuple[Any, ...]:
 
 
 def reduced(value: Any, how: str, axis: str, world: int, divisor: int) -> Any:
-    """The term of a reduction, the same on every rank; over one rank it is only the division."""
+    """The term of a reduction over so many ranks, the same on every rank; over one rank it is only the division."""
     if world == 1:
         return value if divisor == 1 else apply(aten.div.Tensor, (value, divisor), {})
-    return term("reduce", "sum" if how == "mean" else how, axis, divisor, value).over(
+    return term("reduce", "sum" if how == "mean" else how, axis, world, divisor, value).over(
         _varies(value) - {*parts_of(axis)}
     )
 

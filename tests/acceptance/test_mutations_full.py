@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fzero
-from fzero.tools.mutate import KINDS, ROLES, draw, draw_pipeline, run
+from fzero.tools.mutate import HIERARCHY, KINDS, ROLES, draw, draw_hierarchy, draw_pipeline, run
 from fzero.tools.mutate.text import damaged
 from fzero.verify.rules import verify
 
@@ -21,7 +21,7 @@ def test_eight_thousand_mutants_are_caught_and_no_program_is_refused() -> None:
     assert report.unbroken >= 200
     assert sum(report.changing.values()) >= 8000
     assert [kind for kind in KINDS if report.changing[kind] < 50] == []
-    assert len(KINDS) >= 28 + 35 + len(ROLES)
+    assert len(KINDS) >= 28 + 35 + len(ROLES) + len(HIERARCHY)
 
 
 def test_a_hundred_of_each_kind_of_pipelines_are_caught_and_no_pipeline_is_refused() -> None:
@@ -31,6 +31,15 @@ def test_a_hundred_of_each_kind_of_pipelines_are_caught_and_no_pipeline_is_refus
     assert report.refused == []
     assert [kind for kind in ROLES if report.changing[kind] < 100] == []
     assert len(ROLES) >= 14
+
+
+def test_fifty_of_each_kind_of_two_data_axes_are_caught_and_no_program_is_refused() -> None:
+    report = run(count=0, seed=0, each=50, unbroken=60, kinds=tuple(HIERARCHY), source=draw_hierarchy)
+    print(report)
+    assert report.missed == []
+    assert report.refused == []
+    assert [kind for kind in HIERARCHY if report.changing[kind] < 50] == []
+    assert len(HIERARCHY) >= 10
 
 
 def test_no_text_brings_verify_to_another_end_than_an_answer() -> None:

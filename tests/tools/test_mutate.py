@@ -14,14 +14,14 @@ import fzero
 from fzero.ir.records import Ref, make_op
 from fzero.runtime.interpreter import interpret
 from fzero.state import storage
-from fzero.tools.mutate import KINDS, Bench, draw, draw_pipeline
+from fzero.tools.mutate import KINDS, Bench, draw, draw_hierarchy, draw_pipeline
 from fzero.tools.mutate.corpus import MODELS, Case, lowered, relay
 from fzero.tools.mutate.edits import find, insert, never_freed, with_buffers
 from fzero.tools.mutate.oracle import difference, outcome
 
 # --- at random --------------------------------------------------------------------------------------------------------
 
-UNBROKEN, PIPELINES, EACH = 14, 3, 3
+UNBROKEN, PIPELINES, HIERARCHIES, EACH = 14, 3, 2, 3
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +29,7 @@ def benches() -> list[Bench]:
     rng = random.Random(0)
     drawn = [Bench(draw(rng, number)) for number in range(UNBROKEN)]
     drawn += [Bench(draw_pipeline(rng, number)) for number in range(PIPELINES)]
+    drawn += [Bench(draw_hierarchy(rng, number)) for number in range(HIERARCHIES)]
     return [*drawn, Bench(relay(3, torch.Generator().manual_seed(0)))]  # ranks whose programs differ, more than two
 
 

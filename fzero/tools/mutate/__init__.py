@@ -19,12 +19,15 @@ from dataclasses import dataclass, field
 from fzero.cost.memory import account
 from fzero.errors import VerifyError
 from fzero.ir.program import Program
-from fzero.tools.mutate.corpus import Case, draw, draw_pipeline
-from fzero.tools.mutate.kinds import KINDS, ROLES
+from fzero.tools.mutate.corpus import Case, draw, draw_hierarchy, draw_pipeline
+from fzero.tools.mutate.kinds import HIERARCHY, KINDS, ROLES
 from fzero.tools.mutate.oracle import Outcome, difference, executed, outcome
 from fzero.verify.rules import verify
 
-__all__ = ["KINDS", "ROLES", "Bench", "Case", "Mutant", "Report", "draw", "draw_pipeline", "run"]
+__all__ = [
+    "HIERARCHY", "KINDS", "ROLES", "Bench", "Case", "Mutant", "Report",
+    "draw", "draw_hierarchy", "draw_pipeline", "run",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -173,18 +176,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--roles", action="store_true", help="pipelines alone, and the kinds of mutant that only they have"
     )
+    parser.add_argument(
+        "--hierarchy", action="store_true", help="two data axes alone, and the kinds of mutant that only they have"
+    )
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Runs `fzero mutate` and prints the table, and on stderr the counts after every program. Returns 1 if a mutant was
     missed or an unbroken program refused."""
+    kinds, source = KINDS, draw
+    if arguments.roles:
+        kinds, source = ROLES, draw_pipeline
+    elif arguments.hierarchy:
+        kinds, source = HIERARCHY, draw_hierarchy
     report = run(
         arguments.count,
         arguments.seed,
         each=arguments.each,
         unbroken=arguments.unbroken,
-        kinds=tuple(ROLES if arguments.roles else KINDS),
-        source=draw_pipeline if arguments.roles else draw,
+        kinds=tuple(kinds),
+        source=source,
         after_program=lambda report: print(report.progress, file=sys.stderr, flush=True),
     )
     print(report)

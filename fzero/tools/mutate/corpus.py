@@ -8,6 +8,7 @@ receives. All are small enough to interpret in milliseconds.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,18 @@ from fzero.tools.mutate.pipelines import PIPED, shape, tokens
 from fzero.verify.abstract import program_meaning
 
 ROWS = 6  # of a rank's batch: one, two or three microbatches divide it
+NOTHING: Mapping[str, Any] = {}
+HIERARCHICAL: tuple[Any, ...] = (  # values of `Spec(zero=)` on two data axes
+    0,
+    1,
+    2,
+    3,
+    "hsdp",
+    "hsdp",
+    "hpz",
+    "hpz",
+    {"params": ("dp",), "grads": ("dp",), "optimizer": ("dp_out", "dp")},
+)
 Tx = optim.GradientTransformation
 
 
@@ -236,9 +249,9 @@ OPTIMIZERS: dict[str, Callable[[], Tx]] = {
 
 
 def draw(rng: random.Random, number: int) -> Case:
-    """The programs of this number: models in turn, everything else at random. Of eleven two are pipelines, one a
-    relay."""
-    names = [*MODELS, "pipeline", "relay", "pipeline"]
+    """The programs of this number: models in turn, everything else at random. Of thirteen two are pipelines, one a
+    relay, and two have an outer data axis."""
+    names = [*MODELS, "pipeline", "relay", "hierarchy", "pipeline", "hierarchy"]
     name = names[number % len(names)]
     generator = torch.Generator().manual_seed(rng.getrandbits(31))
     if name == "relay":
@@ -246,12 +259,34 @@ def draw(rng: random.Random, number: int) -> Case:
     shared = (number + number // len(names)) % 3 == 0
     if name == "pipeline":
         return pipeline(rng, generator, shared=shared)
+    if name == "hierarchy":
+        return hierarchy(rng, generator, shared=shared)
+    return _flat(rng, name, generator, {}, rng.choice((1, 2, 2, 3, 4)), shared=shared)
+
+
+def _flat(
+    rng: random.Random, name: str, generator: torch.Generator, given: Mapping[str, Any], world: int, *, shared: bool
+) -> Case:
+    """A model without a pipeline, on a world of this size. `given` are fields of `Spec` that are not drawn."""
     model, tx = MODELS[name], rng.choice(list(OPTIMIZERS))
-    placed = {"microbatches": rng.choice((1, 2, 3)), **_placed(rng, model.part, shared)}
+    placed = {"microbatches": rng.choice((1, 2, 3)), **_placed(rng, model.part, shared), **given}
     if model.loss is not None and rng.random() < 0.5:
         placed["clip_norm"] = 0.5
-    world = rng.choice((1, 2, 2, 3, 4))
     return lowered(f"{name} {tx} world={world} {_shown(placed)}", model, OPTIMIZERS[tx](), placed, world, generator)
+
+
+def draw_hierarchy(rng: random.Random, number: int) -> Case:
+    """The program of this number with two data axes: every third over shared memory."""
+    return hierarchy(rng, torch.Generator().manual_seed(rng.getrandbits(31)), shared=number % 3 == 0)
+
+
+def hierarchy(rng: random.Random, generator: torch.Generator, *, shared: bool) -> Case:
+    """A model on an outer and an inner data axis, one in four behind a pipeline."""
+    mesh = {"dp_out": rng.choice((2, 2, 3)), "dp": rng.choice((1, 2, 2, 2))}
+    given = {"mesh": mesh, "zero": rng.choice(HIERARCHICAL)}
+    if rng.random() < 0.25:
+        return pipeline(rng, generator, shared=shared, given={**given, "mesh": {**mesh, "dp_out": 2}})
+    return _flat(rng, rng.choice(list(MODELS)), generator, given, mesh["dp_out"] * mesh["dp"], shared=shared)
 
 
 def draw_pipeline(rng: random.Random, number: int) -> Case:
@@ -259,20 +294,25 @@ def draw_pipeline(rng: random.Random, number: int) -> Case:
     return pipeline(rng, torch.Generator().manual_seed(rng.getrandbits(31)), shared=number % 3 == 0)
 
 
-def pipeline(rng: random.Random, generator: torch.Generator, *, shared: bool) -> Case:
-    """As `draw_pipeline`; `shared` is the way of transfers."""
+def pipeline(
+    rng: random.Random, generator: torch.Generator, *, shared: bool, given: Mapping[str, Any] = NOTHING
+) -> Case:
+    """As `draw_pipeline`; `shared` is the way of transfers. `given` are fields of `Spec` that are not drawn: of `mesh`,
+    the data axes."""
     name, tx, form = rng.choice((*PIPED, "lent")), rng.choice(list(OPTIMIZERS)), shape(rng)
     piped = PIPED[name]
     model = Model(lambda g: piped.params(g, form.layers), lambda g: tokens(g, form.microbatches), piped.loss)
+    mesh = {"pp": form.roles, **given.get("mesh", {"dp": form.data_ranks})}
     placed = {
-        "mesh": {"pp": form.roles, "dp": form.data_ranks},
         "pipeline": form.schedule,
         "microbatches": form.microbatches,
         **_placed(rng, "blocks/**", shared),
+        **given,
+        "mesh": mesh,
     }
     if rng.random() < 0.5:
         placed["clip_norm"] = 0.5
-    world = form.roles * form.data_ranks
+    world = math.prod(mesh.values())
     return lowered(f"pipeline {name} {tx} {_shown(placed)}", model, OPTIMIZERS[tx](), placed, world, generator)
 
 

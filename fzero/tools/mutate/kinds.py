@@ -7,7 +7,7 @@ mutants are only another good schedule, and the oracle finds out.
 
 from __future__ import annotations
 
-from fzero.tools.mutate import records, roles, room, timing, values, within
+from fzero.tools.mutate import hierarchy, records, roles, room, timing, values, within
 from fzero.tools.mutate.edits import Mutation, on
 
 # of pipelines alone
@@ -26,6 +26,20 @@ ROLES: dict[str, Mutation] = {
     "wrong coordinate": roles.in_a_role(roles.wrong_coordinate),
     "lent leaf not refreshed": roles.stale_lent,
     "leaf owned twice": roles.owned_twice,
+}
+
+# of two data axes alone
+HIERARCHY: dict[str, Mutation] = {
+    "outer sum left out": hierarchy.on_two_axes(hierarchy.leave_outer_out),
+    "outer sum twice": hierarchy.on_two_axes(hierarchy.double_outer),
+    "sum over another axis": hierarchy.on_two_axes(hierarchy.sum_over_another),
+    "sums exchange their axes": hierarchy.on_two_axes(hierarchy.exchange_sums),
+    "divisor on the inner sum": hierarchy.on_two_axes(hierarchy.divide_inside),
+    "gather over another axis": hierarchy.on_two_axes(hierarchy.gather_over_another),
+    "wrong second copy": hierarchy.on_two_axes(hierarchy.wrong_copy),
+    "slice along another axis": hierarchy.on_two_axes(hierarchy.cut_along_another),
+    "a finer slice or a coarser": hierarchy.on_two_axes(hierarchy.another_slice),
+    "bucket cut along another axis": hierarchy.on_two_axes(hierarchy.cut_a_bucket_along_another),
 }
 
 KINDS: dict[str, Mutation] = {
@@ -121,4 +135,5 @@ KINDS: dict[str, Mutation] = {
     "wrong result": on(within.inside(within.wrong_result)),
     "one rank's segment": on(within.inside(within.wrong_literal), alone=True),
     **ROLES,
+    **HIERARCHY,
 }

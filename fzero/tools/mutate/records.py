@@ -207,7 +207,7 @@ def gather_varying(rng: random.Random, p: Program) -> Program | None:
     if grad.sharded:
         return None
     own = Ref(grad.name, 0, p.extent(grad), None, True)
-    gather = make_op("all_gather", [own], [Ref(grad.name)], axis=p.mesh.names[0])
+    gather = make_op("all_gather", [own], [Ref(grad.name)], axis=p.buckets[grad.bucket or ""].axis)
     return insert(p, index, gather, make_op("wait", [Ref(grad.name)]))
 
 
@@ -333,7 +333,7 @@ def toggle_shard(rng: random.Random, p: Program) -> Program | None:
         return with_buffers(p, replace(buffer, bucket=rng.choice([None, *p.buckets])))
     if way == "per":
         return with_buffers(p, replace(buffer, per=1 if buffer.per != 1 else ALIGN))
-    return with_buffers(p, replace(buffer, sharded=None if buffer.sharded else p.mesh.names[0]))
+    return with_buffers(p, replace(buffer, sharded=None if buffer.sharded else rng.choice(p.mesh.names)))
 
 
 def wrong_world(rng: random.Random, p: Program) -> Program | None:

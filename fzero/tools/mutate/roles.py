@@ -208,15 +208,16 @@ def _wrong_slice(rng: random.Random, p: Program) -> Program | None:
     index = pick(rng, find(p, lambda op: any(ref.mine for ref in (*op.reads, *op.writes))))
     if index is None:
         return None
-    n = p.mesh.size("dp")
-    place = rng.randrange(n)
+    place = rng.randrange(p.mesh.data_ranks)
 
     def of_place(ref: Ref) -> Ref:
         buffer = p.buffers[ref.name]
         if not ref.mine or buffer.bucket is None:
             return ref
-        size = p.buckets[buffer.bucket].length // buffer.per // n
-        return replace(ref, start=place * size, stop=(place + 1) * size, mine=False)
+        bucket = p.buckets[buffer.bucket]
+        size = p.slice_length(bucket) // buffer.per
+        start = place % p.mesh.size(bucket.axis) * size
+        return replace(ref, start=start, stop=start + size, mine=False)
 
     op = p.ops[index]
     return put(p, index, replace(op, reads=tuple(map(of_place, op.reads)), writes=tuple(map(of_place, op.writes))))
