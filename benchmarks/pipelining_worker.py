@@ -148,24 +148,27 @@ def receive_late(state: Any, batch: Batch) -> None:
 
 
 def late_receives(program: Any) -> Any:
-    """The program with every receive moved to right before its wait.
+    """The program with every receive moved to right before its wait: behind the last work before it.
 
-    >>> from types import SimpleNamespace as Program
+    Waits for sends may stand between, for the other role posts late too and would wait for them.
+
     >>> from fzero.ir.records import Ref, make_op
     >>> @dataclass(frozen=True)
     ... class Program:
     ...     ops: tuple
-    >>> recv, wait = make_op("recv", writes=[Ref("x")], axis="pp", peer=0, tag=1), make_op("wait", writes=[Ref("x")])
+    >>> recv, wait = make_op("recv", writes=[Ref("x")], axis="pp", peer=0, tag=1), make_op("wait", [Ref("x")])
     >>> [op.kind for op in late_receives(Program((recv, make_op("run", segment="s"), wait))).ops]
     ['run', 'recv', 'wait']
     """
     received = {op.target: op for op in program.ops if op.is_recv}
-    waits = {name: next(op for op in program.ops if op.kind == "wait" and op.target == name) for name in received}
-    before = {id(waits[name]): recv for name, recv in received.items()}
-    ops = []
+    ops: list[Any] = []
     for op in program.ops:
-        if not op.is_recv:
-            ops += [before[id(op)], op] if id(op) in before else [op]
+        if op.is_recv:
+            continue
+        if op.is_wait and op.reads[0].name in received:
+            last = max((i for i, one in enumerate(ops) if one.kind == "run" or one.is_recv), default=-1)
+            ops.insert(last + 1, received[op.reads[0].name])
+        ops.append(op)
     return replace(program, ops=tuple(ops))
 
 
