@@ -135,9 +135,10 @@ def tried(comm: Any, memory: Callable[[int], torch.Tensor], number: int, world: 
 
 
 def along_axes(mesh: Mesh, seconds: float = SECONDS) -> dict[str, float]:
-    """Returns the GB per second that a rank receives by gloo's messages along each axis with several ranks, all lines of
-    an axis at one time; of the slowest rank. Collective over the ranks that torchrun started, whose process group it
-    makes and ends.
+    """Returns the GB per second that a rank receives by gloo's messages, by axis with several ranks.
+
+    All lines of an axis run at one time; the slowest rank counts. Collective over the ranks that torchrun started. It
+    makes and ends their process group.
     """
     number, world = open_world("cpu", seconds)
     try:

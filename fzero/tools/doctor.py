@@ -269,7 +269,9 @@ def links(text: str, environ: Mapping[str, str]) -> Iterator[Finding]:
         wrong = bool(fix) and place is places[-1]
         status = "warning" if wrong else "ok"
         figures = {"gb_per_s": speeds[place.axis]} if place.axis in speeds else {}
-        yield Finding(f"mesh {place.axis}", status, _placed(place, nodes, speeds), fix if wrong else "", figures=figures)
+        yield Finding(
+            f"mesh {place.axis}", status, _placed(place, nodes, speeds), fix if wrong else "", figures=figures
+        )
     slow = [place.axis for place in places if place.crossing]
     if slow and not fix:
         yield Finding("slow link", "ok", f"{' and '.join(slow)} crosses nodes; {places[-1].axis} stays inside a node")

@@ -103,7 +103,7 @@ def fix(mesh: Mesh, nodes: Sequence[int]) -> str:
     if not found or not found[-1].crossing:
         return ""
     last, local = found[-1], nodes.count(nodes[0])
-    wider = f"torchrun --nproc-per-node {math.lcm(last.size, local) if last.size < local else last.size}"
+    wider = f"torchrun --nproc-per-node {_wider(mesh.world_size, last.size, local)}"
     inside = math.gcd(last.size, local)
     if last.axis in SAME_BATCH or "dp_out" in mesh or inside == 1:
         swapped = _swapped(mesh, last, local)
@@ -113,13 +113,24 @@ def fix(mesh: Mesh, nodes: Sequence[int]) -> str:
     return f'{text} with zero="hsdp", or {wider}'
 
 
+def _wider(world_size: int, size: int, local: int) -> int:
+    """The fewest ranks on each node, not fewer than now, that hold whole lines of `size`.
+
+    >>> _wider(12, 3, 4)
+    6
+    """
+    return next(n for n in range(size, world_size + 1, size) if n >= local and world_size % n == 0)
+
+
 def _swapped(mesh: Mesh, last: AxisPlace, local: int) -> str:
     """The mesh with `pp` before an axis that fits a node; "" where that does not help."""
     others = {name: size for name, size in mesh if name != last.axis and size > 1}
     fits = [name for name, size in others.items() if local % size == 0]
     if last.axis != PIPELINE or not fits:
         return ""
-    return _text({last.axis: last.size, **{n: s for n, s in others.items() if n != fits[-1]}, fits[-1]: others[fits[-1]]})
+    return _text(
+        {last.axis: last.size, **{n: s for n, s in others.items() if n != fits[-1]}, fits[-1]: others[fits[-1]]}
+    )
 
 
 def _text(axes: Mapping[str, int]) -> str:

@@ -238,7 +238,7 @@ def test_losses_that_differ_are_found_on_the_device_too() -> None:
 
 def pipelined(seconds: list[list[float]], losses: list[float | None], pss: int | None = None) -> dict:
     """A rank's record of a contender: seconds by round, or its memory."""
-    peaks = {key: pss for key in pipelining.MEMORY} if pss else {"step_s_rounds": seconds, "first_step_s": 1.0}
+    peaks = dict.fromkeys(pipelining.MEMORY, pss) if pss else {"step_s_rounds": seconds, "first_step_s": 1.0}
     return {"losses": losses, **peaks}
 
 

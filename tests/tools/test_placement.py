@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -145,18 +146,16 @@ def test_two_nodes_have_the_bits_of_one_over_messages() -> None:
         pytest.skip(str(lack))
     init, loss = cases.gpt(64, 16, 4, 2)
     spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-2), microbatches=4, reduce="end")
-    alone = run(
-        spec, init(fzero.random.key(0)), lambda r, s: cases.tokens(4, 8, 64, s), world=1, steps=3
-    )
+    alone = run(spec, init(fzero.random.key(0)), lambda r, s: cases.tokens(4, 8, 64, s), world=1, steps=3)
     for found in ranks:
         assert found["losses"] == alone.losses()
         assert found["transport"] == "p2p"
         assert "another network namespace" in found["why"]
         (pp,) = found["told"]
-        assert pp.startswith("ok mesh pp across nodes: ranks 0, 1 are on nodes 0, 1; 0.1")  # GB/s: a gigabit
+        assert pp.startswith("warning mesh pp across nodes: ranks 0, 1 are on nodes 0, 1; 0.1")  # GB/s: a gigabit
         assert found["bits"].keys() == alone.final.keys()
         for path, leaf in alone.final.items():
-            assert found["bits"][path] == leaf.contiguous().view(-1).view(torch.uint8).tolist(), path
+            assert found["bits"][path] == hashlib.sha256(leaf.contiguous().numpy().tobytes()).hexdigest(), path
 
 
 def on_nodes(wire: link.Link) -> list[dict]:
@@ -170,7 +169,7 @@ def on_nodes(wire: link.Link) -> list[dict]:
         pipe = subprocess.PIPE
         processes.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
     try:
-        outputs = [process.communicate(timeout=240) for process in processes]
+        outputs = [process.communicate(timeout=75) for process in processes]
     finally:
         for process in processes:
             process.kill()

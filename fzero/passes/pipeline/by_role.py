@@ -9,7 +9,8 @@ makes and another reads becomes `send`, `recv` and `wait`.
 A receive is posted EARLY actions before the one that reads it, or earlier where the sender's order asks for it: the
 message travels while this role computes. A send is waited for EARLY actions later, once the schedule's own time says
 that the other role has posted its receive: so no two roles wait for each other, however little a transport buffers.
-Each costs the memory of one message. Leaves that other roles use are sent at the start of the step, in one order for all.
+Each costs the memory of one message. Leaves that other roles use are sent at the start of the step, in one order for
+all.
 """
 
 from __future__ import annotations
