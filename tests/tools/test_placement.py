@@ -12,7 +12,6 @@ from pathlib import Path
 
 import cases
 import pytest
-import torch
 from helpers import run
 
 import fzero
