@@ -12,7 +12,7 @@ WORKERS ?= 2
 CHECKED := $(addprefix tests/,ir plan passes verify cost capture)
 TRAINING := $(addprefix --ignore=tests/,ir/test_as_strided.py capture/test_ambient.py plan/test_whole_leaves.py passes/test_recompute.py cost/test_memory.py)
 
-.PHONY: help demo check test lint format acceptance bench test-gpu bench-gpu clean
+.PHONY: help demo check test lint format acceptance bench bench-pipelining test-gpu bench-gpu clean
 
 help:
 	@echo "make demo        train a small GPT on two local ranks with zero=3 (about three minutes);"
@@ -23,6 +23,7 @@ help:
 	@echo "make format      let ruff rewrite the files"
 	@echo "make acceptance  the long checks, minutes each"
 	@echo "make bench       fzero and its peers side by side on the CPU (about half an hour; ARGS=--help)"
+	@echo "make bench-pipelining  pipelines beside torch.distributed.pipelining (about fifteen minutes; ARGS=--quick)"
 	@echo "make test-gpu    the tests that need a CUDA device"
 	@echo "make bench-gpu   the same on one CUDA device, and shares of larger worlds"
 
@@ -71,6 +72,9 @@ test-gpu: $(VENV)/.dev
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.run $(ARGS)
+
+bench-pipelining: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.pipelining $(ARGS)
 
 bench-gpu: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.gpu $(ARGS)

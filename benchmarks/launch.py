@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,18 +55,25 @@ class Job:
 
 def environment(job: Job, link: Link, rank: int, port: int) -> dict[str, str]:
     """What every process gets, whoever it is: one thread, the same malloc, the same wire."""
-    world = str(job.num_ranks)
+    return variables_of(job.num_ranks, link, rank, port, job.malloc, job.cache)
+
+
+def variables_of(
+    num_ranks: int, link: Link, rank: int, port: int, malloc: str = "default", cache: Path = CACHE
+) -> dict[str, str]:
+    """The environment of a rank, by the size of its world."""
+    world = str(num_ranks)
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     return {
         **inherited,
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
-        "TORCHINDUCTOR_CACHE_DIR": str(job.cache / "inductor"),
-        "TRITON_CACHE_DIR": str(job.cache / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
         "TORCH_EXTENSIONS_DIR": str(CACHE / "extensions"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])]),
-        **MALLOC[job.malloc],
+        **MALLOC[malloc],
         **link.variables[rank],
         **ranks,
         "MASTER_PORT": str(port),
@@ -85,8 +92,13 @@ def _busy_s() -> tuple[float, float]:
 def run(job: Job, link: Link, timeout_s: float) -> list[dict[str, Any]]:
     """The record of each rank, with the cores that others (and the host) took meanwhile. Raises RunError where one
     failed or the time was up."""
+    return beside_others(lambda: _run(job, link, timeout_s))
+
+
+def beside_others(run: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The records that `run` returns, with the cores that others took meanwhile."""
     began, (busy, ours) = time.monotonic(), _busy_s()
-    records = _run(job, link, timeout_s)
+    records = run()
     busy_after, ours_after = _busy_s()
     others = (busy_after - busy) - (ours_after - ours)
     return [record | {"others_cores": max(0.0, others / (time.monotonic() - began))} for record in records]
@@ -96,17 +108,26 @@ def _run(job: Job, link: Link, timeout_s: float) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "benchmarks.worker", "--contender", job.contender, "--size", job.size]
     command += ["--dtype", job.dtype, "--warmup", str(job.warmup), "--steps", str(job.steps)]
     command += ["--memory"] if job.memory else []
-    world, port = job.num_ranks, free_port()
+    port = free_port()
+    environments = [environment(job, link, rank, port) for rank in range(job.num_ranks)]
+    return run_ranks(job.contender, command, environments, link, timeout_s)
+
+
+def run_ranks(
+    name: str, command: Sequence[str], environments: Sequence[dict[str, str]], link: Link, timeout_s: float
+) -> list[dict[str, Any]]:
+    """Starts a process for each environment, with `--out FOLDER` after the command. Returns what each wrote to
+    rankN.json there. Raises RunError where one failed or the time was up."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         ranks = []
-        for rank in range(world):
+        for rank, variables in enumerate(environments):
             with (out / f"log{rank}.txt").open("w") as log:
                 ranks.append(
                     subprocess.Popen(
                         [*link.prefixes[rank], *command, "--out", folder],
                         cwd=ROOT,
-                        env=environment(job, link, rank, port),
+                        env=variables,
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,  # so that a rank that hangs takes its compile workers along
@@ -119,8 +140,8 @@ def _run(job: Job, link: Link, timeout_s: float) -> list[dict[str, Any]]:
         if failed is not None:
             rank, how = failed
             lines = (out / f"log{rank}.txt").read_text(errors="replace").splitlines()[-LOG_LINES:]
-            raise RunError("\n".join([f"{job.contender}: rank {rank} {how}", *lines]))
-        return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(world)]
+            raise RunError("\n".join([f"{name}: rank {rank} {how}", *lines]))
+        return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(len(environments))]
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> tuple[int, str] | None:

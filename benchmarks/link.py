@@ -1,4 +1,4 @@
-"""The wire between the two ranks: loopback, or 1 Gbit/s.
+"""The wire between ranks: loopback, or 1 Gbit/s between two.
 
 The slow link is two network namespaces joined by a veth pair, with a token bucket (`tc ... tbf`) on either end. It
 needs root on Linux, and iproute2. What the link really carries is measured before it is used.
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 SHAPING = ("rate", "1gbit", "burst", "256kb", "latency", "50ms")
 RATE_BYTES = 64 << 20
+MOST_RANKS = 8  # on loopback
 
 RECEIVE = """
 import socket, sys, time
@@ -54,7 +55,7 @@ def free_port() -> int:
 @contextlib.contextmanager
 def loopback() -> Iterator[Link]:
     one = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    yield Link("loopback", ((), ()), (one, one))
+    yield Link("loopback", ((),) * MOST_RANKS, (one,) * MOST_RANKS)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ SEED = 0
 @dataclass(frozen=True)
 class Size:
     """A model and one rank's batch of `batch` sequences of `sequence` tokens. `inner` is the width inside an MLP;
-    the family is "gpt" or "llama"."""
+    the family is "gpt", "gpt_untied" or "llama"."""
 
     layers: int
     width: int
@@ -51,7 +51,9 @@ class Size:
     def flops(self) -> int:
         """Of one rank's forward and backward: 6 per token and parameter that is multiplied with (a table that is only
         looked up does no work), and 12 L T D per token for attention, causal or not, as usual for an MFU."""
-        tables = ("positions.weight",) if self.family == "gpt" else ("tokens.weight",)
+        tables = {"gpt": ("positions.weight",), "llama": ("tokens.weight",)}.get(
+            self.family, ("positions.weight", "tokens.weight")
+        )
         worked = sum(p.numel() for name, p in empty_model(self).named_parameters() if name not in tables)
         return (6 * worked + 12 * self.layers * self.sequence * self.width) * self.tokens
 
@@ -97,8 +99,26 @@ class GPT(nn.Module):
         h = self.tokens(x) + self.positions.weight[: x.shape[1]]  # (B, T, D)
         for block in self.blocks:
             h = block(h)
-        logits = F.linear(self.norm(h), self.tokens.weight)  # (B, T, vocabulary)
-        return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+        return cross_entropy(self.logits(self.norm(h)), y)
+
+    def logits(self, h: Tensor) -> Tensor:
+        return F.linear(h, self.tokens.weight)  # (B, T, vocabulary)
+
+
+class UntiedGPT(GPT):
+    """GPT with an output layer of its own."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__(size)
+        self.output = nn.Linear(size.width, size.vocabulary, bias=False)
+
+    def logits(self, h: Tensor) -> Tensor:
+        found: Tensor = self.output(h)
+        return found
+
+
+def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
 
 
 class RotaryBlock(nn.Module):
@@ -152,7 +172,7 @@ class Llama(nn.Module):
 def empty_model(size: Size) -> nn.Module:
     """Shapes alone, on the meta device."""
     with torch.device("meta"):
-        return {"gpt": GPT, "llama": Llama}[size.family](size)
+        return {"gpt": GPT, "gpt_untied": UntiedGPT, "llama": Llama}[size.family](size)
 
 
 def make_model(size: Size, device: str = "cpu") -> nn.Module:

@@ -2,6 +2,8 @@
 
 Each rank is a process. Every transport gathers and reduces the same buffers a few times. The bits must be those of the
 sum that is made here. The best time gives the bytes that a rank receives per second.
+
+`along_axes` measures the axes of a mesh between the ranks of a real run.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fzero.comm.group import Line, open_world
+from fzero.comm import heartbeat
+from fzero.comm.agree import tell
+from fzero.comm.group import Line, lines, open_world
 from fzero.comm.rendezvous import meet
 from fzero.comm.shared_memory import Shared
 from fzero.comm.transfers import P2P, gloo
 from fzero.errors import FzeroError
+from fzero.ir.mesh import Mesh
 from fzero.ir.records import Ref, make_op
 
 WORLD = 2
@@ -127,3 +132,34 @@ def tried(comm: Any, memory: Callable[[int], torch.Tensor], number: int, world: 
         right = right and torch.equal(whole, torch.cat(values)) and torch.equal(total, expected)
     moved = BUFFER_BYTES * (world - 1) / world / (1 << 20)
     return TransportResult(right, {name: moved / seconds for name, seconds in best.items()})
+
+
+def along_axes(mesh: Mesh, seconds: float = SECONDS) -> dict[str, float]:
+    """Returns the GB per second that a rank receives by gloo's messages, by axis with several ranks.
+
+    All lines of an axis run at one time; the slowest rank counts. Collective over the ranks that torchrun started. It
+    makes and ends their process group.
+    """
+    number, world = open_world("cpu", seconds)
+    try:
+        found = {}
+        for axis, line in lines(mesh, number, torch.device("cpu"), heartbeat.of()).items():
+            if axis in mesh.names:
+                found[axis] = min(float(text) for text in tell(repr(_gathered(line)).encode(), world, None))
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+def _gathered(line: Line) -> float:
+    """GB per second that this rank receives in an all-gather of BUFFER_BYTES; the best of TIMES."""
+    part = BUFFER_BYTES // line.size
+    own, whole = torch.ones(part, dtype=torch.uint8), torch.empty(part * line.size, dtype=torch.uint8)
+    gather, comm, best = make_op("all_gather", [Ref("own")], [Ref("whole")]), P2P(line), float("inf")
+    for _ in range(TIMES):
+        dist.barrier()
+        began = time.perf_counter()
+        comm.start("whole", gather, [own, whole])
+        comm.wait("whole")
+        best = min(best, time.perf_counter() - began)
+    return part * (line.size - 1) / best / 1e9

@@ -16,7 +16,7 @@ from itertools import accumulate
 from fzero import tree
 from fzero.errors import SpecError
 
-FIRST = re.compile(r"emb|wte|wpe|tok|patch|stem|shared|conv_?in|conv1|bn1|relative", re.IGNORECASE)
+FIRST = re.compile(r"emb|wte|wpe|tok|(?<![a-z])pos|patch|stem|shared|conv_?in|conv1|bn1|relative", re.IGNORECASE)
 DECODER = re.compile(r"dec", re.IGNORECASE)
 
 

@@ -2,7 +2,8 @@
 
 A probe is a function that yields findings; `PROBES` is the list. Each runs in a thread of its own, for a limited number
 of seconds. A probe that raises or does not end is a finding too. Figures are measured here and now: transfers between
-two processes of this machine, and a file written, synced and read in the given directory.
+two processes of this machine, and a file written, synced and read in the given directory. `--mesh` says which axes of
+a mesh cross nodes (`fzero.tools.placement`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,9 @@ import torch.distributed as dist
 
 from fzero._torch_compat import inductor_lacks
 from fzero.comm import selftest
+from fzero.errors import FzeroError
+from fzero.ir.mesh import Mesh
+from fzero.tools import placement
 
 MB = 1 << 20
 LEAST_FREE_BYTES = 256 * MB
@@ -243,6 +247,60 @@ def transfers() -> Iterator[Finding]:
         )
 
 
+# --- axes of a mesh ---------------------------------------------------------------------------------------------------
+
+LINK_SECONDS = 120.0  # for all ranks to come and measure
+
+
+def links(text: str, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Each axis of the mesh in `text`: inside a node or across nodes, and its GB/s if torchrun started the ranks."""
+    try:
+        mesh = placement.mesh_here(text, environ)
+        nodes = placement.nodes_of(mesh.world_size, environ)
+    except FzeroError as error:
+        yield Finding("mesh", "missing", str(error), needed=True)
+        return
+    speeds, lack = _speeds(mesh, environ)
+    if lack:
+        yield Finding("mesh links", "warning", lack, "see that all ranks run, and that nodes reach one another")
+    fix = placement.fix(mesh, nodes)
+    places = placement.places(mesh, nodes)
+    for place in places:
+        wrong = bool(fix) and place is places[-1]
+        status = "warning" if wrong else "ok"
+        figures = {"gb_per_s": speeds[place.axis]} if place.axis in speeds else {}
+        yield Finding(
+            f"mesh {place.axis}", status, _placed(place, nodes, speeds), fix if wrong else "", figures=figures
+        )
+    slow = [place.axis for place in places if place.crossing]
+    if slow and not fix:
+        yield Finding("slow link", "ok", f"{' and '.join(slow)} crosses nodes; {places[-1].axis} stays inside a node")
+
+
+def _speeds(mesh: Mesh, environ: Mapping[str, str]) -> tuple[dict[str, float], str]:
+    """GB/s by axis, and the reason why there are none although torchrun started the ranks."""
+    started = "RANK" in environ and "MASTER_ADDR" in environ and mesh.world_size > 1
+    if not started or not dist.is_available():
+        return {}, ""
+    try:
+        return selftest.along_axes(mesh, LINK_SECONDS), ""
+    except (FzeroError, RuntimeError) as error:
+        return {}, f"not measured: {error}".partition("\n")[0]
+
+
+def _placed(place: placement.AxisPlace, nodes: Sequence[int], speeds: Mapping[str, float]) -> str:
+    """
+    >>> _placed(placement.AxisPlace("pp", 2, 2, 2, (0, 2)), [0, 0, 1, 1], {"pp": 0.117})
+    'across nodes: ranks 0, 2 are on nodes 0, 1; 0.117 GB/s by messages'
+    """
+    ranks = ", ".join(map(str, place.example))
+    on = list(dict.fromkeys(nodes[rank] for rank in place.example))
+    where = f"ranks {ranks} are on node{'s' if place.crossing else ''} {', '.join(map(str, on))}"
+    part = f" in {place.crossing} of {place.lines} groups" if 0 < place.crossing < place.lines else ""
+    speed = f"; {speeds[place.axis]:.3g} GB/s by messages" if place.axis in speeds else ""
+    return f"{'across nodes' if place.crossing else 'inside a node'}{part}: {where}{speed}"
+
+
 # --- disk and limits --------------------------------------------------------------------------------------------------
 
 
@@ -315,9 +373,11 @@ def _size(num_bytes: int) -> str:
 Probe = Callable[[], Iterator[Finding]]
 
 
-def probes(folder: Path, megabytes: int) -> list[tuple[str, float, Probe]]:
-    """(name, seconds that it may take, probe)"""
+def probes(folder: Path, megabytes: int, mesh: str = "") -> list[tuple[str, float, Probe]]:
+    """(name, seconds that it may take, probe). The axes of a mesh come first: other ranks wait there."""
+    first = [("mesh links", LINK_SECONDS + 10, partial(links, mesh, os.environ))] if mesh else []
     return [
+        *first,
         ("versions", 10, versions),
         ("processor", 10, processor),
         ("cuda", 60, cuda),
@@ -370,13 +430,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `fzero doctor`."""
     parser.add_argument("--dir", type=Path, default=Path(), help="whose disk is tried (default: this directory)")
     parser.add_argument("--disk-mb", type=int, default=64, help="how much is written there, at most (default: 64)")
+    parser.add_argument("--mesh", default="", help="axes as in pp=2,dp=4: which of them cross nodes, under torchrun")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Prints the findings. Returns exit status 0 if all that fzero needs works, else 1."""
+    """Prints the findings. Returns exit status 0 if all that fzero needs works, else 1. With `--mesh` ranks of
+    torchrun other than 0 take part in the measurement and print nothing."""
     findings: list[Finding] = []
-    for name, seconds, probe in probes(arguments.dir.resolve(), max(arguments.disk_mb, 1)):
+    tried = probes(arguments.dir.resolve(), max(arguments.disk_mb, 1), arguments.mesh)
+    if arguments.mesh and os.environ.get("RANK", "0") != "0":
+        guarded(*tried[0])
+        return 0
+    for name, seconds, probe in tried:
         new = guarded(name, seconds, probe)
         findings += new
         if not arguments.json:

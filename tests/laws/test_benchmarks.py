@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+import cases
 import pytest
 import torch
 
-from benchmarks import chart, gpu, launch, link, lower_large, run, summary, worker
+import fzero
+from benchmarks import chart, gpu, launch, link, lower_large, pipelining, run, summary, worker
 from benchmarks.contenders import CONTENDERS, Setup
-from benchmarks.model import SIZES, Size, empty_model, make_batch, make_model
+from benchmarks.model import SIZES, Size, cross_entropy, empty_model, make_batch, make_model
+from benchmarks.pipelining_worker import SIZES as SIZES_OF_PIPELINES
+from benchmarks.pipelining_worker import Stage, late_receives
 from benchmarks.ratios import TABLE, ratios
 from fzero.ir.records import Ref, make_op
 
@@ -235,3 +240,97 @@ def test_a_405b_shaped_step_is_lowered_for_its_roles() -> None:
     assert made.plan.world_size == 256
     assert [program.role for program in made.programs.values()] == [0, 1]
     assert all(memory.peak > memory.state > 0 for memory in made.memories.values())
+
+
+# --- pipelines beside torch.distributed.pipelining ----------------------------------------------------------------
+
+
+def pipelined(seconds: list[list[float]], losses: list[float | None], pss: int | None = None) -> dict:
+    """A rank's record of a contender: seconds by round, or its memory."""
+    peaks = dict.fromkeys(pipelining.MEMORY, pss) if pss else {"step_s_rounds": seconds, "first_step_s": 1.0}
+    return {"losses": losses, **peaks}
+
+
+def pipelined_ranks(names: Sequence[str], rounds: int, late: float = 2.0) -> list[dict]:
+    ranks = []
+    for rank in range(2):
+        known: list[float | None] = [2.0, 1.0 if rank else None]
+        seconds = {"torch": 1.0, "fzero_late": late}
+        rows = {name: [[seconds.get(name, 0.5) + rank, 9.0, 0.1]] * rounds for name in names}
+        memory = None if rounds else 100 * (1 + rank)
+        ranks.append({name: pipelined(rows[name], known, memory) for name in names} | {"others_cores": 0.0})
+    return ranks
+
+
+def test_pipelines_are_timed_by_the_slowest_rank_and_compared_by_round() -> None:
+    plan, out = pipelining.parsed(["--world", "2", "--rounds", "3"])
+    assert out == "pipelining"
+    assert [case.link for case in plan.cases] == ["loopback", "1gbit"]
+    found = pipelining.run_case(plan.cases[0], plan, pipelined_ranks)
+    torch_ = found["contenders"]["torch"]
+    assert torch_["step_s_rounds"] == [2.0] * 3  # of 2, 9 and 0.1
+    assert torch_["pss_peak_bytes"] == [100, 200]
+    ours = next(row for row in found["ratios"] if row["ours"] == "fzero_p2p")
+    assert (ours["step_s"], ours["pss_peak_bytes"], ours["pss_peak_bytes_sum"]) == (0.75, 1.0, 1.0)
+    on_link = pipelining.run_case(plan.cases[1], plan, pipelined_ranks)
+    early = next(row for row in on_link["ratios"] if row["theirs"] == "fzero_late")
+    assert early["step_s"] == 0.5
+    assert "pss_peak_bytes" not in early  # memory is read on loopback
+
+
+def test_pipelines_with_other_losses_are_not_reported() -> None:
+    curves = {"torch": [[2.0, 1.0]], "fzero_p2p": [[2.0, 1.0], [2.0, 1.0001]]}
+    with pytest.raises(SystemExit, match="losses differ by more than 1e-05"):
+        pipelining.compared(curves)
+
+
+def test_options_of_pipelining() -> None:
+    quick, out = pipelining.parsed(["--quick"])
+    assert (quick.cases, out) == (pipelining.QUICK, "pipelining_quick")
+    for wrong in (["--world", "3"], ["--rounds", "0"], ["--world", "4", "--link", "1gbit"]):
+        with pytest.raises(SystemExit):
+            pipelining.parsed(wrong)
+
+
+def test_hand_split_stages_are_the_model() -> None:
+    size = SIZES_OF_PIPELINES["tiny"]
+    model, batch = make_model(size), make_batch(size, 0, 0)
+    h = batch["x"]
+    for role in range(2):
+        h = Stage(model, role, 2)(h)
+    assert torch.equal(cross_entropy(h, batch["y"]), model(batch["x"], batch["y"]))
+
+
+def test_late_receives_are_a_program_too() -> None:
+    """Each begins right before the waits that its own is one of, in programs that verify still takes."""
+    init, loss = cases.gpt(64, 16, 4, 2)
+    spec = fzero.Spec(
+        loss=loss, optimizer=fzero.optim.adamw(1e-2), microbatches=4, mesh={"pp": 2}, pipeline="1f1b", transfers="p2p"
+    )
+    lowered = fzero.lower(spec, init(fzero.random.key(0)), cases.tokens(4, 8, 64))
+    late = {role: late_receives(program) for role, program in lowered.programs.items()}
+    fzero.verify(late)
+    for role, program in lowered.programs.items():
+        assert sorted(map(str, program.ops)) == sorted(map(str, late[role].ops))
+        assert computed_between(program) > 0
+        assert computed_between(late[role]) == 0
+
+
+def computed_between(program: fzero.ir.program.Program) -> int:
+    """The segments that run between the start of a receive and its wait, over all receives."""
+    ops, total = list(program.ops), 0
+    for i, op in enumerate(ops):
+        if op.is_recv:
+            end = next(j for j in range(i, len(ops)) if ops[j].is_wait and ops[j].reads[0].name == op.target)
+            total += sum(one.kind == "run" for one in ops[i:end])
+    return total
+
+
+@pytest.mark.acceptance
+def test_the_quick_benchmark_of_pipelines_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "RESULTS", tmp_path)
+    monkeypatch.setattr(pipelining, "RESULTS", tmp_path)
+    pipelining.main(["--quick"])
+    (case,) = json.loads((tmp_path / "pipelining_quick.json").read_text())["cases"]
+    assert case["gaps"].keys() == {"torch", "fzero_p2p", "fzero_auto"}
+    assert max(case["gaps"].values()) <= pipelining.TOLERANCE

@@ -199,3 +199,13 @@ def test_two_devices_over_nccl_agree_with_each_stage(zero: int) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     row = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     assert row["gap"] < 1e-3, row
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_pipeline_over_nccl_agrees_with_the_interpreter() -> None:
+    """Two roles on two devices, with a communicator for each direction, as one CUDA graph."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, str(WORKERS / "on_standin.py"), "a_pipeline"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENV, check=False)
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"failed"')]
+    assert [row["failed"] for row in rows] == [{}, {}], done.stderr[-3000:]

@@ -6,9 +6,11 @@ makes and another reads becomes `send`, `recv` and `wait`.
     run x w0 -> x1;  run x1 w1 -> x2        with w0 on role 0 and w1 on role 1 becomes
     role 0: run x w0 -> x1;  send x1; wait x1        role 1: recv x1; wait x1;  run x1 w1 -> x2
 
-A receive is posted one action early, or earlier where the sender's order asks for it. A send is waited for when the
-schedule's own time says that the other role has posted its receive: so no two roles wait for each other, however little
-a transport buffers. Leaves that other roles use are sent at the start of the step, in one order for all.
+A receive is posted EARLY actions before the one that reads it, or earlier where the sender's order asks for it: the
+message travels while this role computes. A send is waited for EARLY actions later, once the schedule's own time says
+that the other role has posted its receive: so no two roles wait for each other, however little a transport buffers.
+Each costs the memory of one message. Leaves that other roles use are sent at the start of the step, in one order for
+all.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from fzero.ir import rewrite
 from fzero.ir.mesh import PIPELINE
@@ -23,6 +26,8 @@ from fzero.ir.program import Program
 from fzero.ir.records import PERSISTENT, Buffer, Op, Ref, make_op
 from fzero.passes.pipeline.assign_roles import Assigned, Group, Work
 from fzero.pipeline import Schedule
+
+EARLY = 1  # whole actions between the start of a message and the wait for it
 
 
 def by_role(program: Program, schedule: Schedule, chunk_of: Mapping[str, int]) -> dict[int, Program]:
@@ -123,8 +128,9 @@ class _RoleBuilder:
                 self.final |= {ref.name: work for ref in (work.op.reads if work.op.is_wait else work.op.writes)}
 
     def receives(self) -> dict[Message, float]:
-        """When it begins to receive each message: at the end of the group before the first that reads it."""
-        ends = [0.0, *self.ends]
+        """When it begins to receive each message: at the end of a group, EARLY whole groups before the first that reads
+        it."""
+        ends = [0.0] * (1 + EARLY) + self.ends
         return {message: ends[i] for i, messages in enumerate(self.needs) for message in messages}
 
     def program(self, received: Mapping[Message, float]) -> Program:
@@ -132,10 +138,11 @@ class _RoleBuilder:
         cut, program = self.cut, self.cut.program
         for number, works in enumerate(self.groups):
             self.slot = self.slots[number]
+            earlier = list(self.sent) if EARLY else self.sent
             self._group(works, self.needs[number])
-            for message in self.needs[number + 1]:
+            for message in chain(*self.needs[number + 1 : number + 2 + EARLY]):
                 self._post(message)
-            for message in list(self.sent):
+            for message in list(earlier):
                 if received[message] <= self.ends[number]:
                     self._wait_for(message)
             if number == 0:

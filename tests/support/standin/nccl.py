@@ -2,10 +2,17 @@
 
 As NCCL's does, a collective runs on a stream of the library's own, after what the current stream was given before it;
 `wait` puts what the current stream is given next after it, and the host goes on. Sums are taken in rank order.
+
+Each group is a communicator with a stream of its own, and runs what it carries in order. Messages have no tags. They
+travel on a thread: a receive that was started does not keep the host from what comes before its wait.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,17 +27,35 @@ NAME = "standin"
 DTYPES = {torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32}
 DTYPES |= {torch.float64, torch.bool}
 CALLS: list[str] = []  # what was asked for, in order
-_streams: dict[int, Agent] = {}
+SECONDS = 60.0  # that a message may take
+
+
+class Message:
+    """A message on its communicator's thread: started, and ended by who waits. A replayed graph does both again."""
+
+    def __init__(self, thread: ThreadPoolExecutor, run: Callable[[], Any]) -> None:
+        self.thread, self.run = thread, run
+        self.going: deque[Future[Any]] = deque()
+
+    def start(self) -> None:
+        self.going.append(self.thread.submit(self.run))
+
+    def end(self) -> None:
+        if self.going:
+            self.going.popleft().result(SECONDS)
 
 
 class Work(dist._Work):
-    def __init__(self, stream: Agent, kept: list[Cuda]) -> None:
+    def __init__(self, stream: Agent, kept: list[Cuda], message: Message | None = None) -> None:
         super().__init__()
         self.stream, self.clock, self.captured, self.kept = stream, dict(stream.clock), device.CAPTURE, kept
+        self.message = message
 
     def wait(self, timeout: Any = None) -> bool:
         here = device.current_stream(self.stream.device or 0)
         device.joined(here, self.stream, self.captured, self.clock)
+        if self.message is not None:  # the bytes are there when a kernel that runs at once reads them
+            device.issue(here, "nccl join", [], self.message.end)
         self.kept = []
         return True
 
@@ -39,11 +64,15 @@ class Nccl(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self.streams: dict[int, Agent] = {}
+        self.thread = ThreadPoolExecutor(1)
 
     def getBackendName(self) -> str:
         return NAME
 
-    def _run(self, what: str, read: torch.Tensor, written: torch.Tensor, run: Any) -> Work:
+    def _run(
+        self, what: str, read: torch.Tensor, written: torch.Tensor, run: Any, message: Message | None = None
+    ) -> Work:
         for x in (read, written):
             if not isinstance(x, Cuda):
                 raise RuntimeError(f"No backend type associated with device type {x.device.type}")
@@ -56,7 +85,7 @@ class Nccl(dist.ProcessGroup):
         index = read.device.index
         assert isinstance(index, int)
         ours, here = (
-            _streams.get(index) or _streams.setdefault(index, device.new_stream(index)),
+            self.streams.get(index) or self.streams.setdefault(index, device.new_stream(index)),
             device.current_stream(index),
         )
         here.tick()
@@ -64,9 +93,10 @@ class Nccl(dist.ProcessGroup):
         CALLS.append(f"{what} {tuple(read.shape)} to {tuple(written.shape)} {read.dtype}")
         found: Uses = [*tensors.uses(read, False), *tensors.uses(written, True)]
         device.issue(ours, f"nccl {what}", found, run)
-        return Work(ours, [read, written])
+        return Work(ours, [read, written], message)
 
     def _all(self, mine: torch.Tensor) -> torch.Tensor:
+        self.thread.submit(int).result(SECONDS)  # after the messages before it
         flat = mine.reshape(-1).contiguous().view(torch.uint8)
         out = torch.empty(self.size() * flat.numel(), dtype=torch.uint8)
         self.gloo._allgather_base(out, flat).wait()
@@ -93,13 +123,15 @@ class Nccl(dist.ProcessGroup):
 
     def send(self, given: Any, peer: int, tag: int) -> Work:
         (one,) = given
-        plain = tensors._inner(one)
-        return self._run("send", one, one, lambda: self.gloo.send([plain], peer, tag).wait())
+        return self._message("send", one, partial(self.gloo.send, [tensors._inner(one)], peer, 0), peer)
 
     def recv(self, given: Any, peer: int, tag: int) -> Work:
         (one,) = given
-        plain = tensors._inner(one)
-        return self._run("recv", one, one, lambda: self.gloo.recv([plain], peer, tag).wait())
+        return self._message("recv", one, partial(self.gloo.recv, [tensors._inner(one)], peer, 0), peer)
+
+    def _message(self, what: str, one: torch.Tensor, begin: Callable[[], Any], peer: int) -> Work:
+        message = Message(self.thread, lambda: begin().wait())
+        return self._run(f"{what} {self.rank()}-{peer}", one, one, message.start, message)
 
     def allreduce(self, given: Any, opts: Any) -> Work:
         (one,) = given
@@ -120,14 +152,17 @@ def _joined(parts: torch.Tensor, op: Any) -> torch.Tensor:
 
 def install() -> None:
     dist.Backend.register_backend(NAME, Nccl, devices=["cuda"])
-    start, backend = dist.init_process_group, dist.get_backend
+    start, new, backend = dist.init_process_group, dist.new_group, dist.get_backend
 
     def init_process_group(given: Any = None, *args: Any, **kwargs: Any) -> None:
         start(NAME if given == "nccl" else given, *args, **kwargs)
+
+    def new_group(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
+        return new(*args, backend=NAME if backend == "nccl" else backend, **kwargs)
 
     def get_backend(group: Any = None) -> str:
         found = backend(group)
         return "nccl" if found == NAME else found
 
-    dist.init_process_group, dist.get_backend = init_process_group, get_backend
+    dist.init_process_group, dist.new_group, dist.get_backend = init_process_group, new_group, get_backend
     dist.is_nccl_available = c10d.is_nccl_available = lambda: True

@@ -61,6 +61,9 @@ from fzero.optim import _adam8
 from fzero.random import _ops
 from fzero.runtime import compile_segments, cuda_graphs
 from fzero.runtime.executor import Executor
+from fzero.runtime.interpreter import interpret
+from fzero.session.session import session_of
+from fzero.state import storage
 from fzero.tools import doctor
 
 # --- one process ------------------------------------------------------------------------------------------------------
@@ -368,6 +371,53 @@ def messages() -> None:
     assert comm.ready("x"), "the host never waits for another rank"
     comm.wait("x")
     assert x.tolist() == [0.0] * 4
+
+
+def piped_loss(params: Any, b: Any) -> Any:
+    x = b["x"] @ params["embed"]
+    for block in params["blocks"]:
+        x = x + torch.tanh(x @ block["w"])
+    return (x @ params["embed"].T - b["x"]).square().mean()
+
+
+@scenario(2)
+def a_pipeline() -> None:
+    """Two roles that share a leaf. Messages up and down have a communicator each: the bits of the interpreter."""
+    keys = fzero.random.split(fzero.random.key(0), 3)
+    weights = [fzero.random.normal(one, (8, 8)) * 0.3 for one in keys]
+    params = {"embed": weights[0], "blocks": [{"w": w} for w in weights[1:]]}
+    given = {"loss": piped_loss, "optimizer": optim.sgd(0.1), "microbatches": 4, "clip_norm": 1.0, "device": HERE}
+    spec = fzero.Spec(mesh={"pp": 2}, pipeline="1f1b", timeout=30.0, **given)
+    state = fzero.init(params, spec)
+    session = session_of(state)
+    comm = session.transport.comm.comms["pp"]
+    assert isinstance(comm, transfers.Nccl)
+    assert comm.messages.back is not None, "messages down have a communicator of their own"
+    leaves = fzero.tree.flatten(fzero.unshard(state.tree))[1]
+    own = [storage.shards(session.plan, leaves, rank) for rank in range(WORLD)]
+    for step in range(4):
+        batch = fzero.tree.map(lambda x: x.to(HERE), data(step))
+        lowered = session.compiled(batch)
+        interpreted(lowered, own, batch)
+        state = fzero.step(state, batch)
+    assert bound_of(state).recording is not None, "the step is one graph, with its messages"
+    for name, value in session.memory.items():
+        if STANDIN:
+            assert torch.equal(value, own[RANK][name]), name
+        else:
+            torch.testing.assert_close(value, own[RANK][name])
+    if STANDIN:
+        assert {call.split()[1] for call in nccl.CALLS if call.startswith(("send", "recv"))} == {f"{RANK}-{1 - RANK}"}
+
+
+def interpreted(lowered: Any, own: list[dict[str, torch.Tensor]], batch: Any) -> None:
+    """A step of all roles in this process, on the states of `own`."""
+    inputs = [name for name, b in lowered.programs[0].buffers.items() if b.kind == "batch"]
+    more = dict(zip(inputs, fzero.tree.flatten(batch)[1], strict=True))
+    constants = [name for name, b in lowered.programs[0].buffers.items() if b.kind == "constant"]
+    more |= dict(zip(constants, lowered.graph.constants.values(), strict=True))
+    with torch.no_grad():
+        interpret(lowered.programs, [{**memory, **more} for memory in own])
 
 
 if __name__ == "__main__":
