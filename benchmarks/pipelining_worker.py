@@ -65,8 +65,10 @@ class Stage(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(model.blocks[i] for i in split(len(model.blocks), roles)[role])
         first, last = role == 0, role == roles - 1
-        self.tokens, self.positions = (model.tokens, model.positions) if first else (None, None)
-        self.norm, self.output = (model.norm, model.output) if last else (None, None)
+        self.tokens: nn.Module | None = model.tokens if first else None
+        self.positions: Any = model.positions if first else None
+        self.norm: nn.Module | None = model.norm if last else None
+        self.output: nn.Module | None = model.output if last else None
 
     def forward(self, h: Tensor) -> Tensor:
         if self.tokens is not None and self.positions is not None:
@@ -94,7 +96,7 @@ def by_torch(size_name: str) -> Step:
     def step(batch: Batch) -> float | None:
         found: list[Tensor] = []
         inputs = [batch["x"]] if role == 0 else []
-        targets = {"target": batch["y"], "losses": found} if role == roles - 1 else {}
+        targets: dict[str, Any] = {"target": batch["y"], "losses": found} if role == roles - 1 else {}
         schedule.step(*inputs, **targets, return_outputs=False)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
