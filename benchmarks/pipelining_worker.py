@@ -150,7 +150,7 @@ def receive_late(state: Any, batch: Batch) -> None:
 
 
 def late_receives(program: Any) -> Any:
-    """The program with every receive moved to right before its wait: behind the last work before it.
+    """The program with every receive moved to right before its wait, or that of a later message of the same sender.
 
     Waits for sends may stand between, for the other role posts late too and would wait for them.
 
@@ -162,14 +162,17 @@ def late_receives(program: Any) -> Any:
     >>> [op.kind for op in late_receives(Program((recv, make_op("run", segment="s"), wait))).ops]
     ['run', 'recv', 'wait']
     """
-    received = {op.target: op for op in program.ops if op.is_recv}
+    due = [op for op in program.ops if op.is_recv]  # messages of a sender keep their order
     ops: list[Any] = []
     for op in program.ops:
         if op.is_recv:
             continue
-        if op.is_wait and op.reads[0].name in received:
+        awaited = next((one for one in due if op.is_wait and one.target == op.reads[0].name), None)
+        if awaited is not None:
+            now = [one for one in due[: due.index(awaited) + 1] if one.peer == awaited.peer]
             last = max((i for i, one in enumerate(ops) if one.kind == "run" or one.is_recv), default=-1)
-            ops.insert(last + 1, received[op.reads[0].name])
+            ops[last + 1 : last + 1] = now
+            due = [one for one in due if one not in now]
         ops.append(op)
     return replace(program, ops=tuple(ops))
 

@@ -302,7 +302,7 @@ def test_hand_split_stages_are_the_model() -> None:
 
 
 def test_late_receives_are_a_program_too() -> None:
-    """Each begins right before the waits that its own is one of, in programs that verify still takes."""
+    """Receives begin as late as the order of messages lets them, in programs that verify still takes."""
     init, loss = cases.gpt(64, 16, 4, 2)
     spec = fzero.Spec(
         loss=loss, optimizer=fzero.optim.adamw(1e-2), microbatches=4, mesh={"pp": 2}, pipeline="1f1b", transfers="p2p"
@@ -312,8 +312,7 @@ def test_late_receives_are_a_program_too() -> None:
     fzero.verify(late)
     for role, program in lowered.programs.items():
         assert sorted(map(str, program.ops)) == sorted(map(str, late[role].ops))
-        assert computed_between(program) > 0
-        assert computed_between(late[role]) == 0
+        assert computed_between(late[role]) < computed_between(program)
 
 
 def computed_between(program: fzero.ir.program.Program) -> int:

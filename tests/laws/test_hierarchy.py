@@ -106,6 +106,7 @@ def test_what_crosses_which_axis() -> None:
     assert flat["reduce_scatter dp_out"] == buckets
 
 
+@pytest.mark.acceptance  # `test_hierarchy_oracles` has the formulas
 def test_what_a_rank_holds() -> None:
     def bytes_of(zero: Any) -> int:
         return fzero.lower(spec(zero=zero), INIT(fzero.random.key(0)), tokens(0, 0), world_size=4).plan.state_bytes

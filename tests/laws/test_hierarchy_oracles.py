@@ -83,7 +83,7 @@ def reductions(state: Any, batch: Any) -> Any:
 
 @pytest.mark.parametrize("mesh", [BOTH, {"dp_out": 3, "dp": 2}, {"dp_out": 2, "dp": 3}])
 @pytest.mark.parametrize("zero", [0, 3, "hsdp", "hpz"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_per_rank_leaves_and_reductions(zero: Any, mesh: dict[str, int]) -> None:
     world = mesh["dp_out"] * mesh["dp"]
     state = {"w": torch.zeros(3, 5), "sum": torch.zeros(5), "own": fzero.per_rank(torch.zeros(5))}
@@ -169,7 +169,7 @@ PLACED: dict[str, tuple[Any, dict[str, int]]] = {
 
 @pytest.mark.parametrize("one", PLACED)
 @pytest.mark.parametrize("two", PLACED)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 def test_a_checkpoint_of_one_placement_is_loaded_in_another(one: str, two: str, tmp_path: Path) -> None:
     """Bit for bit, padding included; every shard is written by one rank of those that hold it."""
     specs = [spec(zero=zero, mesh=mesh, loss=odd_loss) for zero, mesh in (PLACED[one], PLACED[two])]
@@ -260,7 +260,7 @@ def value_of(formula: str, known: dict[str, float]) -> float:
 
 @pytest.mark.parametrize("zero", FORMULAS)
 @pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 def test_held_and_sent_bytes_are_those_of_the_table(zero: str, k: int) -> None:
     mesh = {"dp_out": 3, "dp": 2}
     placed, held, inner, outer = FORMULAS[zero]

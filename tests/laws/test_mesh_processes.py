@@ -57,7 +57,7 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", GRIDS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_processes_have_the_bits_of_no_pipeline(name: str) -> None:
     world, given = GRIDS[name]
     ranks = values(gloo(world, trained, given))
@@ -124,6 +124,7 @@ def test_a_state_on_a_grid(tmp_path: Path) -> None:
     assert stepped.step == 2
 
 
+@pytest.mark.acceptance
 def test_a_state_on_two_data_axes(tmp_path: Path) -> None:
     """The same of HSDP: what replicas hold is written once, and loads on any other mesh."""
     given = {"mesh": {"dp_out": 2, "dp": 2}, "zero": "hsdp", "clip_norm": None}

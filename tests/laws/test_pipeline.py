@@ -59,7 +59,7 @@ def both(
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_every_schedule_at_every_stage(schedule: str, zero: int) -> None:
     """Tied embedding, clipping by the global norm."""
     both(2, 2, schedule, zero=zero, clip_norm=0.5)
@@ -233,7 +233,7 @@ def rows(rank: int, step: int) -> Tensor:
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("loss", [keyed_loss, ambient_loss])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_every_role_draws_the_bits_of_no_pipeline(loss: Any, schedule: str, remat: str) -> None:
     given = {"params": deep_init(fzero.random.key(1)), "batch": rows, "key": fzero.random.key(4)}
     both(2, 2, schedule, loss=loss, remat=remat, zero=1, **given)
@@ -304,7 +304,7 @@ def lora_loss(p: Any, b: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_lora_trains_a_part_of_the_leaves(schedule: str, zero: int) -> None:
     params = lora_init(fzero.random.key(3))
     given = {"loss": lora_loss, "trainable": "**/lora/**", "zero": zero, "clip_norm": 0.5}

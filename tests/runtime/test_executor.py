@@ -33,7 +33,7 @@ def test_bound_programs_have_the_bits_of_the_interpreter(number: int) -> None:
         ranks = interpret(case.programs, plain)
     metrics = run_bound(case.programs, bound, steps=2)
     for rank, a, b, found in zip(ranks, plain, bound, metrics, strict=True):
-        assert all(same_bits(a[name], b[name]) for name in case.plan.buffers), case.name
+        assert all(same_bits(a[name], b[name]) for name in a if name in case.plan.buffers), case.name
         assert all(same_bits(rank.memory[rank.program.metrics[n]], value) for n, value in found.items()), case.name
 
 
