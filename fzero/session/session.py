@@ -21,6 +21,7 @@ from fzero.capture.provenance import describe
 from fzero.comm.agree import agree
 from fzero.comm.heartbeat import ALONE, Presence
 from fzero.comm.transport import Transport
+from fzero.compile.collector import return_freed
 from fzero.compile.lowered import Lowered
 from fzero.compile.step import fakes_on, lower_step
 from fzero.cost.autotune import Costs
@@ -125,6 +126,7 @@ class Session:
         costs = self.costs if self.spec.matmul == "fastest" else None
         lowered = lower_step(self.spec, state, batch, self.plan, self.transport.name, fn, costs, self.transport.rates)
         verify(lowered.roles)
+        return_freed()
         for chosen in lowered.choices.values():
             log.info("fzero: %s", chosen)
         return lowered

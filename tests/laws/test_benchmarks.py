@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from xml.etree import ElementTree
 
 import cases
 import pytest
 import torch
 
 import fzero
-from benchmarks import chart, gpu, launch, link, lower_large, pipelining, run, summary, worker
+from benchmarks import chart, gpu, launch, link, lower_large, pipelining, run, summary, timelines, worker
 from benchmarks.contenders import CONTENDERS, Setup
+from benchmarks.machine import ROOT
 from benchmarks.model import SIZES, Size, cross_entropy, empty_model, make_batch, make_model
 from benchmarks.pipelining_worker import SIZES as SIZES_OF_PIPELINES
 from benchmarks.pipelining_worker import Stage, late_receives
@@ -282,6 +284,18 @@ def test_pipelines_with_other_losses_are_not_reported() -> None:
     curves = {"torch": [[2.0, 1.0]], "fzero_p2p": [[2.0, 1.0], [2.0, 1.0001]]}
     with pytest.raises(SystemExit, match="losses differ by more than 1e-05"):
         pipelining.compared(curves)
+
+
+def test_torchs_orders_are_drawn_beside_ours(tmp_path: Path) -> None:
+    timelines.main(tmp_path / "torch.svg")
+    text = (tmp_path / "torch.svg").read_text()
+    assert text == (ROOT / "docs" / "schedules" / "torch.svg").read_text()
+    drawings = [part.text or "" for part in ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}text")]
+    shares = {line.split(":")[0]: line.split()[2] for line in drawings if " idle " in line}
+    assert list(shares) == ["interleaved", "ScheduleInterleaved1F1B", "zb-h1", "ScheduleInterleavedZeroBubble",
+                            "zb-v", "ScheduleZBVZeroBubble"]  # fmt: skip
+    assert shares["interleaved"] == shares["ScheduleInterleaved1F1B"] == "15.8%"
+    assert shares["zb-v"] == shares["ScheduleZBVZeroBubble"] == "5.9%"
 
 
 def test_options_of_pipelining() -> None:
