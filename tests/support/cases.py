@@ -84,7 +84,7 @@ def tied(vocab: int = 64, width: int = 16, depth: int = 2) -> tuple[Callable[...
     def init(key: torch.Tensor) -> Params:
         first, *keys = fzero.random.split(key, depth + 1)
         blocks = [{"w": fzero.random.normal(k, (width, width)) * 0.3, "b": torch.zeros(width)} for k in keys]
-        return {"embed": fzero.random.normal(first, (vocab, width)), "blocks": blocks}
+        return {"embed": fzero.random.normal(first, (vocab, width)) * 0.02, "blocks": blocks}
 
     def loss(params: Params, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
         h = F.embedding(tokens["x"], params["embed"])
