@@ -6,8 +6,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # One thread: a sum over two threads has other bits than a sum over one. Bytecode is kept, whatever the shell says: it
 # saves half a second in each of the some hundred processes that tests start.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-# Test processes at a time. A file stays in one, for what its tests share.
+# Test processes at a time. A file stays in one, for what its tests share. Long files run first: tests/conftest.py.
 WORKERS ?= 2
+SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # What make check runs: where a step becomes a program and where that is judged, but for what trains or draws long.
 CHECKED := $(addprefix tests/,ir plan passes verify cost capture)
 TRAINING := $(addprefix --ignore=tests/,ir/test_as_strided.py capture/test_ambient.py plan/test_whole_leaves.py passes/test_recompute.py cost/test_memory.py)
@@ -48,10 +49,10 @@ demo: $(VENV)/.demo
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 check: $(VENV)/.dev
-	$(PYTEST) -n $(WORKERS) --dist loadfile -q -m "not gpu and not acceptance and not processes" $(CHECKED) $(TRAINING) $(ARGS)
+	$(PYTEST) $(SHARED) -q -m "not gpu and not acceptance and not processes" $(CHECKED) $(TRAINING) $(ARGS)
 
 test: $(VENV)/.dev
-	$(PYTEST) -n $(WORKERS) --dist loadfile --durations=20 --ignore=tests/acceptance $(ARGS)
+	$(PYTEST) $(SHARED) --durations=20 --ignore=tests/acceptance $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

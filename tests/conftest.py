@@ -4,6 +4,9 @@ One thread, because `sum` has other bits on two threads than on one. A golden is
 `tests/golden/<pass>/<case>.txt` that a person can read and edit; `pytest --update-golden` rewrites the files of the
 tests that ran, and without it a missing or different file fails.
 
+The files of `FIRST` run first, so that no long file begins when the rest of the suite has ended. The Makefile gives
+xdist `--no-loadscope-reorder`, by which xdist keeps that order.
+
 Of a test marked `sampled(n)`, n of its cases run in `make test`, drawn by its name, and all in `make acceptance`. A
 test that starts processes is found by the names that it uses and marked, so that `make check` can leave it out.
 """
@@ -20,6 +23,14 @@ import pytest
 import torch
 
 GOLDEN = Path(__file__).parent / "golden"
+FIRST = [
+    "laws/test_pipeline.py", "laws/test_cuda.py", "laws/test_hangs.py", "laws/test_mesh_processes.py",
+    "laws/test_custom_step.py", "laws/test_examples.py", "laws/test_hierarchy.py", "codegen/test_matmul.py",
+    "checkpoint/test_save.py", "laws/test_errors.py", "laws/test_pipeline_formulas.py", "laws/test_hf.py",
+    "laws/test_keys.py", "comm/test_shared_memory.py", "tools/test_mutate.py", "laws/test_bitwise.py",
+    "random/test_keys.py", "passes/test_passes.py", "runtime/test_compile_segments.py", "verify/test_roles.py",
+    "optim/test_optim.py", "optim/test_adam8.py", "runtime/test_executor.py", "passes/test_recompute.py",
+]  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,6 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if isinstance(item, pytest.Function) and _starts_processes(item):
             item.add_marker("processes")
+    places = {Path(__file__).parent / name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def _left_out(item: pytest.Item) -> bool:
@@ -82,7 +95,7 @@ def chosen(request: pytest.FixtureRequest) -> Callable[[str, str], list[Any]]:
     return values
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def whole(request: pytest.FixtureRequest) -> bool:
     """Whether all cases of a test run, as in `make acceptance`: else it may take a part of them."""
     return request.config.option.markexpr == "acceptance"

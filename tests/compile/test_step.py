@@ -21,8 +21,8 @@ from fzero.passes import PASSES, Options
 from fzero.verify.rules import RULES
 
 
-def test_lower_of_53m_parameters_for_64_ranks_allocates_nothing() -> None:
-    allocates_nothing(2, 53.6e6)
+def test_lower_of_46m_parameters_for_64_ranks_allocates_nothing() -> None:
+    allocates_nothing(1, 46.5e6)
 
 
 @pytest.mark.acceptance
@@ -33,17 +33,19 @@ def test_lower_of_124m_parameters_for_64_ranks_allocates_nothing() -> None:
 def allocates_nothing(depth: int, size: float) -> None:
     """In a process of its own, so that its peak memory can be read: far below that of the parameters alone."""
     script = f"""
-        import json, resource, sys, time
-        import torch, torch.distributed as dist
+        import json, pathlib, re, time
+        import torch, torch._dynamo, torch.distributed as dist
         torch.set_num_threads(1)
         import cases, fzero
         init, loss = cases.gpt(50304, 768, {depth}, 12)
         spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(3e-4), zero=3, clip_norm=1.0)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        def peak_kb():  # getrusage would give the peak of the process that started this one
+            return int(re.search(r"VmHWM:\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1])
+        before = peak_kb()
         start = time.perf_counter()
         lowered = fzero.lower(spec, init, cases.tokens(1, 256, 50304), world_size=64)
         seconds = time.perf_counter() - start
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        grown = peak_kb() - before
         params = sum(torch.Size(l.shape).numel() for l in lowered.plan.leaves if l.path.startswith("params/"))
         print(json.dumps({{"seconds": seconds, "grown_kb": grown, "params": params, "state": lowered.memory.state,
                           "group": dist.is_initialized(), "peak": lowered.memory.peak}}))
@@ -64,7 +66,7 @@ def allocates_nothing(depth: int, size: float) -> None:
 
 
 def test_lower_reads_shapes_only() -> None:
-    init, loss = cases.gpt(depth=2)
+    init, loss = cases.tied(512, 128)
     spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=3)
     real = init(fzero.random.key(0))
     like = fzero.tree.map(lambda x: torch.empty_like(x, device="meta"), real)
@@ -125,11 +127,12 @@ LINEAR: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", LINEAR)
-def test_the_work_of_passes_and_rules_is_linear(case: str) -> None:
+@pytest.mark.sampled(3)
+def test_the_work_of_passes_and_rules_is_linear(case: str, whole: bool) -> None:
     """Of three sizes, each twice the one before, the second step is twice the first, whatever all have in common. What
     looks at each op for each op makes it up to four times."""
     found = []
-    for size in (2, 4, 8):
+    for size in (2, 4, 8) if whole else (1, 2, 4):
         depth, microbatches = (1, size) if case == "microbatches" else (size, 2)
         options = {"reduce": "each", "microbatches": microbatches, **LINEAR[case]}
         program = cases.naive(params=cases.layers(8, depth), **options)

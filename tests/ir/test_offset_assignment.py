@@ -37,8 +37,8 @@ def test_a_clash_is_found() -> None:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.sampled(2)
-def test_the_arena_is_little_more_than_what_is_alive(zero: int) -> None:
-    init, loss = cases.gpt(512, 128, 6)
+def test_the_arena_is_little_more_than_what_is_alive(zero: int, whole: bool) -> None:
+    init, loss = cases.gpt(512, 128, 6 if whole else 3)
     spec = cases.fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=zero, clip_norm=1.0)
     program = fzero.lower(spec, init, cases.tokens(4, 64, 512, 0), world_size=4).program
     from fzero.ir.liveness import live_bytes

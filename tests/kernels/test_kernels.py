@@ -47,9 +47,10 @@ compiles = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason=
 @needs_triton
 @pytest.mark.parametrize("file", ["interpreted_kernels.py", "interpreted_adam8.py"])
 @pytest.mark.sampled(1)
-def test_numbers_in_the_interpreter(file: str) -> None:
-    """In a process of its own, for Triton reads TRITON_INTERPRET when it is imported."""
+def test_numbers_in_the_interpreter(file: str, whole: bool) -> None:
+    """In a process of its own, for Triton reads TRITON_INTERPRET when it is imported. In part, ten examples a law."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    env |= {} if whole else {"FZERO_EXAMPLES": "10"}
     command = [
         sys.executable,
         "-m",

@@ -43,7 +43,7 @@ def _run(world: int, folder: Path) -> dict[str, Any]:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if world > 1 else []
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env |= {"PYTHONPATH": os.pathsep.join([*map(str, (WORKER.parents[3], WORKER.parents[1])), *sys.path])}
-    env |= {"OMP_NUM_THREADS": "1", "FZERO_STANDIN_RUN": str(folder)}
+    env |= {"OMP_NUM_THREADS": "1", "FZERO_STANDIN_RUN": str(folder), **lines.keep_lines(folder / "lines.json")}
     command = [sys.executable, *launch, str(WORKER)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env, check=False)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"failed"')]

@@ -18,6 +18,7 @@ from fzero import optim
 from fzero.errors import SpecError
 
 INIT, LOSS = cases.gpt(64, 16, 2, 2)
+PLAIN: dict[str, Any] = dict(zip(("init", "loss"), cases.tied(64, 16, 2), strict=True))  # where ops do not matter
 HFSDP = {"params": ("dp",), "grads": ("dp",), "optimizer": ("dp_out", "dp")}
 WAYS: dict[str, Any] = {"0": 0, "1": 1, "2": 2, "hsdp": "hsdp", "hpz": "hpz", "optimizer over both": HFSDP}
 OTHERS: dict[str, dict[str, Any]] = {
@@ -41,8 +42,8 @@ def spec(**given: Any) -> fzero.Spec:
     return fzero.Spec(**{**made, **given})
 
 
-def trained(steps: int = 3, world: int = 4, **given: Any) -> Run:
-    return run(spec(**given), INIT(fzero.random.key(0)), tokens, world=world, steps=steps)
+def trained(steps: int = 3, world: int = 4, init: Any = INIT, **given: Any) -> Run:
+    return run(spec(**given), init(fzero.random.key(0)), tokens, world=world, steps=steps)
 
 
 def same(a: Run, b: Run) -> None:
@@ -62,9 +63,9 @@ def test_every_way_has_the_bits_of_zero_3(others: str, whole: bool) -> None:
 @pytest.mark.parametrize(("mesh", "world"), [({"dp_out": 2, "dp": 3}, 6), ({"dp_out": 3, "dp": -1}, 6)])
 @pytest.mark.sampled(1)
 def test_uneven_meshes(mesh: dict[str, int], world: int) -> None:
-    expected = trained(zero=3, mesh=mesh, world=world, steps=2, clip_norm=0.5)
-    same(expected, trained(zero=1, mesh=mesh, world=world, steps=2, clip_norm=0.5))
-    hsdp, hfsdp = (trained(zero=zero, mesh=mesh, world=world, steps=2) for zero in ("hsdp", HFSDP))
+    expected = trained(**PLAIN, zero=3, mesh=mesh, world=world, steps=2, clip_norm=0.5)
+    same(expected, trained(**PLAIN, zero=1, mesh=mesh, world=world, steps=2, clip_norm=0.5))
+    hsdp, hfsdp = (trained(**PLAIN, zero=zero, mesh=mesh, world=world, steps=2) for zero in ("hsdp", HFSDP))
     same(hsdp, hfsdp)
 
 
@@ -73,16 +74,16 @@ def test_uneven_meshes(mesh: dict[str, int], world: int) -> None:
 def test_with_a_pipeline(schedule: str, whole: bool) -> None:
     """Three axes, 8 ranks."""
     given: dict[str, Any] = {"microbatches": 4, "reduce": "end"}
-    plain = trained(zero=3, steps=2, **given)
+    plain = trained(**PLAIN, zero=3, steps=2, **given)
     for zero in ("hsdp", "hpz", HFSDP) if whole else ("hpz",):
         mesh = {"pp": 2, "dp_out": 2, "dp": 2}
-        same(plain, trained(zero=zero, mesh=mesh, world=8, steps=2, pipeline=schedule, **given))
+        same(plain, trained(**PLAIN, zero=zero, mesh=mesh, world=8, steps=2, pipeline=schedule, **given))
 
 
 def test_a_mesh_with_one_outer_rank_is_the_flat_one() -> None:
-    flat = trained(zero=3, mesh={"dp": 4}, steps=2)
-    same(flat, trained(zero="hsdp", mesh={"dp_out": 1, "dp": 4}, steps=2))
-    same(flat, trained(zero=3, mesh={"dp_out": 4, "dp": 1}, steps=2))
+    flat = trained(**PLAIN, zero=3, mesh={"dp": 4}, steps=2)
+    same(flat, trained(**PLAIN, zero="hsdp", mesh={"dp_out": 1, "dp": 4}, steps=2))
+    same(flat, trained(**PLAIN, zero=3, mesh={"dp_out": 4, "dp": 1}, steps=2))
 
 
 def test_what_crosses_which_axis() -> None:

@@ -18,6 +18,7 @@ from fzero import interop, optim, tree
 
 VOCAB, SEQUENCE, STEPS = 64, 32, 3
 INIT, LOSS = cases.gpt(VOCAB, 64, 4, 2)  # messages of 8 kB, which are read in place
+SMALL_INIT, SMALL_LOSS = cases.tied(VOCAB, 64, 2)  # as large messages: every rank lowers the step again
 
 
 def tokens(rank: int, step: int) -> Any:
@@ -27,6 +28,10 @@ def tokens(rank: int, step: int) -> Any:
 def spec(**given: Any) -> fzero.Spec:
     made = {"loss": LOSS, "optimizer": optim.adamw(1e-2), "microbatches": 4, "reduce": "end", "clip_norm": 0.5}
     return fzero.Spec(**{**made, **given})
+
+
+def small(**given: Any) -> fzero.Spec:
+    return spec(**{"loss": SMALL_LOSS, "microbatches": 2, **given})
 
 
 def trained(given: dict[str, Any]) -> tuple[dict[str, Tensor], list[float], dict[str, int]]:
@@ -79,15 +84,15 @@ def test_processes_have_the_bits_of_no_pipeline(name: str) -> None:
 def around(folder: str, given: dict[str, Any]) -> dict[str, Any]:
     """On 2 x 2: a checkpoint of a step, evaluation, export, profile; the state loaded back; what went in and out."""
     torch.set_num_threads(1)
-    mine = spec(**given)
-    state = fzero.init(INIT, mine, key=fzero.random.key(0))
+    mine = small(**given)
+    state = fzero.init(SMALL_INIT, mine, key=fzero.random.key(0))
     place = state.runtime.plan.mesh.data_rank(state.runtime.rank)
     state = fzero.step(state, tokens(place, 0))
     fzero.save(state, folder)
-    found = fzero.evaluate(state, tokens(place, 5), LOSS)
+    found = fzero.evaluate(state, tokens(place, 5), SMALL_LOSS)
     interop.export_safetensors(state, f"{folder}/exported")
     state = fzero.profile(state, tokens(place, 1), f"{folder}/profile")
-    loaded = fzero.load(folder, mine, like=INIT(fzero.random.key(0)))
+    loaded = fzero.load(folder, mine, like=SMALL_INIT(fzero.random.key(0)))
     again = fzero.step(loaded, tokens(place, 1))
     first, second = (tree.flatten(fzero.unshard(x.tree))[1] for x in (state, again))
     return {
@@ -102,7 +107,7 @@ def around(folder: str, given: dict[str, Any]) -> dict[str, Any]:
 def test_a_state_on_a_grid(tmp_path: Path) -> None:
     """Checkpoint, evaluation, export and profile of a pipeline with ZeRO 3, and the same without."""
     ranks = values(gloo(4, around, str(tmp_path), {"mesh": {"pp": 2, "dp": 2}, "pipeline": "1f1b", "zero": 3}))
-    plain = run(spec(zero=3), INIT(fzero.random.key(0)), tokens, world=2, steps=2, key=fzero.random.key(0))
+    plain = run(small(zero=3), SMALL_INIT(fzero.random.key(0)), tokens, world=2, steps=2, key=fzero.random.key(0))
     for rank in ranks:
         assert rank["equal"]
         assert rank["evaluated"] == ranks[0]["evaluated"]
@@ -119,7 +124,7 @@ def test_a_state_on_a_grid(tmp_path: Path) -> None:
     for name, leaf in load_file(next((tmp_path / "exported").glob("*.safetensors"))).items():
         assert leaf.shape == plain.final[f"params/{name.replace('.', '/')}"].shape
     # on another mesh: one process, no pipeline
-    there = fzero.load(tmp_path, spec(zero=1))
+    there = fzero.load(tmp_path, small(zero=1))
     stepped = fzero.step(there, tokens(0, 1))
     assert stepped.step == 2
 
@@ -129,14 +134,14 @@ def test_a_state_on_two_data_axes(tmp_path: Path) -> None:
     """The same of HSDP: what replicas hold is written once, and loads on any other mesh."""
     given = {"mesh": {"dp_out": 2, "dp": 2}, "zero": "hsdp", "clip_norm": None}
     ranks = values(gloo(4, around, str(tmp_path), given))
-    plain = run(spec(**given), INIT(fzero.random.key(0)), tokens, world=4, steps=2, key=fzero.random.key(0))
+    plain = run(small(**given), SMALL_INIT(fzero.random.key(0)), tokens, world=4, steps=2, key=fzero.random.key(0))
     for rank in ranks:
         assert rank["equal"]
         assert all(torch.equal(rank["final"][path], leaf) for path, leaf in plain.final.items())
     saved = fzero.checkpoint.manifest(tmp_path)
     written = sum((piece.stop - piece.start) * leaf.dtype.itemsize for leaf in saved.leaves for piece in leaf.pieces)
     assert written == sum(leaf.nbytes for leaf in plain.final.values())
-    there = fzero.load(tmp_path, spec(zero=1))
+    there = fzero.load(tmp_path, small(zero=1))
     assert fzero.step(there, tokens(0, 1)).step == 2
 
 
@@ -149,10 +154,10 @@ def wrong(_: None) -> list[str]:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ["RANK"])
     said = []
     try:
-        fzero.init(INIT, spec(mesh={"pp": 3, "dp": -1}, pipeline="1f1b"), key=fzero.random.key(0))
+        fzero.init(SMALL_INIT, small(mesh={"pp": 3, "dp": -1}, pipeline="1f1b"), key=fzero.random.key(0))
     except fzero.FzeroError as error:
         said.append(str(error))
-    state = fzero.init(INIT, spec(mesh={"pp": 2, "dp": 2}, pipeline="1f1b"), key=fzero.random.key(0))
+    state = fzero.init(SMALL_INIT, small(mesh={"pp": 2, "dp": 2}, pipeline="1f1b"), key=fzero.random.key(0))
     try:
         fzero.step(state, tokens(rank, 0))
     except fzero.DisagreementError as error:
@@ -164,8 +169,8 @@ def wrong(_: None) -> list[str]:
     state = fzero.step(state, tokens(rank % 2, 0))
     try:
         other = fzero.random.key(rank // 2)
-        params = INIT(other)
-        fzero.init(params, spec(mesh={"pp": 2, "dp": 2}, pipeline="1f1b"), key=other)
+        params = SMALL_INIT(other)
+        fzero.init(params, small(mesh={"pp": 2, "dp": 2}, pipeline="1f1b"), key=other)
     except fzero.DisagreementError as error:
         said.append(str(error))
     return [*said, f"{state.step}"]

@@ -24,6 +24,7 @@ from fzero.pipeline import SCHEDULES
 
 VOCAB, WIDTH, SEQUENCE, MICROBATCHES, DEPTH = 64, 32, 40, 4, 4
 INIT, LOSS = cases.gpt(VOCAB, WIDTH, DEPTH, 2)
+SHORT_INIT, SHORT_LOSS = cases.gpt(VOCAB, WIDTH, 2, 2)  # a layer for each of two roles
 ACTIVATION = SEQUENCE * WIDTH * 4  # A: one sequence a microbatch
 EMBEDDING = VOCAB * WIDTH * 4  # E
 
@@ -72,7 +73,8 @@ def test_bytes_on_the_wire_are_those_of_the_formula(schedule: str, roles: int) -
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_each_role_sends_what_the_formula_says(schedule: str) -> None:
     """Role 0 keeps the tied embedding."""
-    lowered = fzero.lower(spec(mesh={"pp": 2}, pipeline=schedule), INIT(fzero.random.key(0)), tokens(0, 0))
+    short = spec(mesh={"pp": 2}, pipeline=schedule, loss=SHORT_LOSS)
+    lowered = fzero.lower(short, SHORT_INIT(fzero.random.key(0)), tokens(0, 0))
     up, down = (sent(lowered.programs[role])["pp"] for role in (0, 1))
     assert up == MICROBATCHES * ACTIVATION + EMBEDDING  # the embedding, lent once
     assert down == MICROBATCHES * (ACTIVATION + EMBEDDING) + 4  # its gradients, and the loss
@@ -81,8 +83,8 @@ def test_each_role_sends_what_the_formula_says(schedule: str) -> None:
 @pytest.mark.parametrize(("zero", "reduce"), [(0, "end"), (1, "end"), (2, "end"), (3, "end"), (2, "each"), (3, "each")])
 def test_each_role_reduces_its_own_parameters_alone(zero: int, reduce: str) -> None:
     """Along dp, with r = (n - 1) / n and P_l the bytes of a role's parameters: r P_l for each reduction and gather."""
-    given = {"mesh": {"pp": 2, "dp": 2}, "pipeline": "1f1b", "zero": zero, "reduce": reduce}
-    lowered = fzero.lower(spec(**given), INIT(fzero.random.key(0)), tokens(0, 0))
+    given = {"mesh": {"pp": 2, "dp": 2}, "pipeline": "1f1b", "zero": zero, "reduce": reduce, "loss": SHORT_LOSS}
+    lowered = fzero.lower(spec(**given), SHORT_INIT(fzero.random.key(0)), tokens(0, 0))
     m = MICROBATCHES
     for role, program in lowered.programs.items():
         whole = sum(

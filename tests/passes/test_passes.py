@@ -145,20 +145,23 @@ def test_a_reduction_under_2_is_waited_for_after_at_most_one_more_segment() -> N
             assert segments_run[i] - started[op.reads[0].name] <= 1, op
 
 
-@pytest.mark.parametrize("depth", [6, *(pytest.param(depth, marks=pytest.mark.acceptance) for depth in (12, 24))])
-def test_equal_layers_have_at_most_six_unique_segments(depth: int) -> None:
+@cache
+def lowered_gpt(depth: int) -> fzero.Lowered:
     init, loss = cases.gpt(depth=depth)
     spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=3)
-    made = fzero.lower(spec, init, cases.tokens(2, 32, 512), world_size=4)
+    return fzero.lower(spec, init, cases.tokens(2, 32, 512), world_size=4)
+
+
+@pytest.mark.parametrize("depth", [6, *(pytest.param(depth, marks=pytest.mark.acceptance) for depth in (12, 24))])
+def test_equal_layers_have_at_most_six_unique_segments(depth: int) -> None:
+    made = lowered_gpt(depth)
     runs = [op for op in made.program.ops if op.phase == "region"]
     assert len({op.segment for op in runs}) <= 6
     assert len(runs) == 2 * depth + 3
 
 
 def test_identical_layers_get_identical_buckets() -> None:
-    init, loss = cases.gpt(depth=3)
-    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=3)
-    buckets = fzero.lower(spec, init, cases.tokens(2, 32, 512), world_size=4).plan.buckets
+    buckets = lowered_gpt(6).plan.buckets
     geometry = {
         tuple((slot.start, slot.stop, slot.shape) for slot in b.slots)
         for n, b in buckets.items()
@@ -205,9 +208,7 @@ def test_a_mixed_use_is_gathered_as_it_is() -> None:
 
 
 def test_the_adamw_update_is_one_in_place_op_a_bucket() -> None:
-    init, loss = cases.gpt(depth=3)
-    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=3)
-    program = fzero.lower(spec, init, cases.tokens(2, 32, 512), world_size=4).program
+    program = lowered_gpt(6).program
     updates = [op for op in program.ops if op.is_update and op.is_flat]
     assert len(updates) == len(program.buckets)
     for op in updates:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import fzero
 
-INIT, LOSS = cases.gpt(64, 16, 8, 2)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 
 
@@ -21,13 +20,14 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 @pytest.mark.sampled(3)
 def test_receives_start_in_the_order_of_the_sends(schedule: str, roles: int) -> None:
     """A tied embedding, its gradients and a norm beside the activations: NCCL tells them apart by order alone."""
+    init, loss = cases.tied(64, 16, 2 * roles if schedule in ("interleaved", "zb-v") else roles)  # a layer a chunk
     spec = fzero.Spec(
-        loss=LOSS, optimizer=fzero.optim.adamw(1e-2), microbatches=4, clip_norm=1.0, transfers="p2p",
+        loss=loss, optimizer=fzero.optim.adamw(1e-2), microbatches=4, clip_norm=1.0, transfers="p2p",
         mesh={"pp": roles}, pipeline=schedule,
     )  # fmt: skip
     sent: dict[tuple[int, int], list[int]] = defaultdict(list)
     received: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for role, program in fzero.lower(spec, INIT(fzero.random.key(0)), cases.tokens(4, 8, 64)).programs.items():
+    for role, program in fzero.lower(spec, init(fzero.random.key(0)), cases.tokens(4, 8, 64)).programs.items():
         for op in program.ops:
             if op.is_send:
                 sent[role, op.peer].append(op.tag)

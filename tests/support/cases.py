@@ -78,6 +78,23 @@ def bf16_loss(params: Params, x: torch.Tensor) -> torch.Tensor:
     return layers_loss(low, x.to(torch.bfloat16)).float()
 
 
+def tied(vocab: int = 64, width: int = 16, depth: int = 2) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(init(key), loss) of `depth` equal layers and a tied embedding. `gpt` takes thrice as long to lower."""
+
+    def init(key: torch.Tensor) -> Params:
+        first, *keys = fzero.random.split(key, depth + 1)
+        blocks = [{"w": fzero.random.normal(k, (width, width)) * 0.3, "b": torch.zeros(width)} for k in keys]
+        return {"embed": fzero.random.normal(first, (vocab, width)) * 0.02, "blocks": blocks}
+
+    def loss(params: Params, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
+        h = F.embedding(tokens["x"], params["embed"])
+        for p in params["blocks"]:
+            h = h + torch.tanh(h @ p["w"] + p["b"])
+        return F.cross_entropy((h @ params["embed"].T).flatten(0, 1), tokens["y"].flatten())
+
+    return init, loss
+
+
 def gpt(
     vocab: int = 512, width: int = 128, depth: int = 12, heads: int = 4
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:

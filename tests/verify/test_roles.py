@@ -25,7 +25,7 @@ from fzero.tools.mutate.edits import drop, find, insert
 from fzero.tools.mutate.text import damaged
 from fzero.verify.rules import verify
 
-INIT, LOSS = cases.gpt(64, 16, 4, 2)
+INIT, LOSS = cases.tied(64, 16, 4)
 Programs = dict[int, Program]
 
 

@@ -19,9 +19,11 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib.abc
+import json
+import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -201,6 +203,20 @@ def _is_cudas(file: _File, where: str, files: list[_File], lines: dict[str, set[
     return bool(found) and all(n in lines[at] for at, n in found)
 
 
+KEPT = "FZERO_STANDIN_LINES"  # a file with the lines that the starting process has found already
+
+
+def keep_lines(path: Path) -> dict[str, str]:
+    """Writes the lines to a file: the environment that makes another process read them there."""
+    path.write_text(json.dumps([astuple(line) for line in cuda_lines()]))
+    return {KEPT: str(path)}
+
+
+def kept_lines() -> list[Line]:
+    kept = os.environ.get(KEPT)
+    return cuda_lines() if kept is None else [Line(*row) for row in json.loads(Path(kept).read_text())]
+
+
 # --- what runs --------------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +227,7 @@ class Watch(importlib.abc.MetaPathFinder):
 
     def __init__(self) -> None:
         self.wanted: dict[str, dict[int, Line]] = {}
-        for line in cuda_lines():
+        for line in kept_lines():
             self.wanted.setdefault(str(ROOT / line.file), {})[line.first] = line
         self.now = ""
         self.ran: dict[str, set[str]] = {}

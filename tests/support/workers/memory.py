@@ -50,6 +50,7 @@ def images(rank):
 
 
 MODELS = {
+    "gpt of one layer": (*cases.gpt(512, 128, 1), lambda rank: cases.tokens(4, 64, 512, rank)),
     "gpt": (*cases.gpt(512, 128, 2), lambda rank: cases.tokens(4, 128, 512, rank)),
     "gpt of four layers": (*cases.gpt(512, 128, 4), lambda rank: cases.tokens(4, 128, 512, rank)),
     "convolutional": (convolutional, convolutional_loss, images),
