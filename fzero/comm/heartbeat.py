@@ -248,6 +248,7 @@ class Heartbeat:
         """Starts the thread, once."""
         if self.thread is None:
             self.thread = threading.Thread(target=self._live, name="fzero presence", daemon=True)
+            _STARTED.add(self)
             self.thread.start()
 
     def alive(self) -> bool:
@@ -294,6 +295,8 @@ class Heartbeat:
         except Exception:  # the store is gone: the main thread finds no answer
             self.answered.set()
             self.published.set()
+        finally:
+            _STARTED.discard(self)
 
     def _place(self, where: Where, waits: bool) -> tuple[int, bool, int, bool]:
         return (where.call, where.inside, where.position(), waits)
@@ -377,6 +380,7 @@ ALONE = Presence(0, 1)
 _PRESENCES: weakref.WeakKeyDictionary[Any, Presence] = (
     weakref.WeakKeyDictionary()
 )  # torch keeps its groups the same way
+_STARTED: set[Heartbeat] = set()  # those whose thread runs, also after their group was destroyed
 _NUM_MADE: dict[str, int] = {}  # presences by group name: a name may come again after its group was destroyed
 
 
@@ -399,8 +403,11 @@ def of(group: Any = None) -> Presence:
 
 
 def _ended() -> None:
+    """Ends every thread while Python is whole: one that is in the store when Python ends, ends the process (SIGABRT)."""
     for presence in list(_PRESENCES.values()):
         presence.close()
+    for heartbeat in list(_STARTED):
+        heartbeat.stop(ANSWER_SECONDS)
 
 
 atexit.register(_ended)
