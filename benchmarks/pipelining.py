@@ -56,6 +56,7 @@ CASES = (
     Case(2, "1gbit", "wire", ON_LINK),
 )
 QUICK = (Case(2, "loopback", "tiny", BESIDE),)
+LARGE = (Case(2, "loopback", "large", BESIDE),)
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,7 @@ def show(console: Console, case: dict[str, Any]) -> None:
 def parsed(argv: Sequence[str] | None = None) -> tuple[Plan, str]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="2 ranks of a tiny model, two rounds")
+    parser.add_argument("--large", action="store_true", help="2 ranks of 63M parameters: what is held, not the tracing")
     parser.add_argument("--world", help="ranks, of 2 and 4; commas between several (default: both)")
     parser.add_argument("--link", help=f"of {', '.join(LINKS)} (default: both)")
     parser.add_argument("--rounds", type=int, default=9)
@@ -199,6 +201,8 @@ def parsed(argv: Sequence[str] | None = None) -> tuple[Plan, str]:
             parser.error(f"--{name} {getattr(args, name)}: needed 1 or more")
     if args.quick:
         return Plan(QUICK, 2, 1, 2), args.out if args.out != "pipelining" else "pipelining_quick"
+    if args.large:
+        return Plan(LARGE, args.rounds, args.warmup, args.steps), args.out
     worlds = {str(case.world) for case in CASES} if args.world is None else set(args.world.split(","))
     links = set(LINKS) if args.link is None else {args.link}
     cases = tuple(case for case in CASES if str(case.world) in worlds and case.link in links)

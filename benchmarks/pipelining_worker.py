@@ -27,10 +27,13 @@ SIZES = {
         layers=4, width=64, heads=2, vocabulary=512, sequence=32, batch=4, inner=256, family="gpt_untied"
     ),  # for the tests
     "pipe": Size(layers=8, width=384, heads=6, vocabulary=2048, sequence=64, batch=8, inner=1536, family="gpt_untied"),
+    "large": Size(
+        layers=8, width=768, heads=12, vocabulary=4096, sequence=64, batch=8, inner=3072, family="gpt_untied"
+    ),
     # thin layers and long microbatches: a tenth of a step is wire at 1 Gbit/s
     "wire": Size(layers=2, width=256, heads=4, vocabulary=256, sequence=64, batch=64, inner=256, family="gpt_untied"),
 }
-MICROBATCHES = {"tiny": 4, "pipe": 8, "wire": 8}
+MICROBATCHES = {"tiny": 4, "pipe": 8, "large": 8, "wire": 8}
 SAMPLE_S = 0.002
 
 Step = Callable[[Batch], float | None]  # one optimizer step; the loss, where this rank knows it

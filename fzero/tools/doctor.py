@@ -274,7 +274,8 @@ def links(text: str, environ: Mapping[str, str]) -> Iterator[Finding]:
         )
     slow = [place.axis for place in places if place.crossing]
     if slow and not fix:
-        yield Finding("slow link", "ok", f"{' and '.join(slow)} crosses nodes; {places[-1].axis} stays inside a node")
+        inside = f"; {places[-1].axis} stays inside a node" if places[-1].axis not in slow else ""
+        yield Finding("slow link", "ok", f"{' and '.join(slow)} crosses nodes{inside}")
 
 
 def _speeds(mesh: Mesh, environ: Mapping[str, str]) -> tuple[dict[str, float], str]:

@@ -94,13 +94,16 @@ def places(mesh: Mesh, nodes: Sequence[int]) -> list[AxisPlace]:
 
 
 def fix(mesh: Mesh, nodes: Sequence[int]) -> str:
-    """The smallest change that puts the last axis inside a node; "" if it lies there already.
+    """The smallest change that puts the last axis inside a node; "" if it lies there already, or if there is `pp` alone:
+    it sends least, and neighbours on a node stay neighbours.
 
     >>> fix(Mesh((("pp", 2), ("dp", 4))), [0, 0, 1, 1, 2, 2, 3, 3])
     'mesh={"pp": 2, "dp_out": 2, "dp": 2} with zero="hsdp", or torchrun --nproc-per-node 4'
+    >>> fix(Mesh((("pp", 4),)), [0, 0, 1, 1])
+    ''
     """
     found = places(mesh, nodes)
-    if not found or not found[-1].crossing:
+    if [place.axis for place in found] == [PIPELINE] or not found or not found[-1].crossing:
         return ""
     last, local = found[-1], nodes.count(nodes[0])
     wider = f"torchrun --nproc-per-node {_wider(mesh.world_size, last.size, local)}"

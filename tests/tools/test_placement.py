@@ -51,6 +51,13 @@ def test_a_last_axis_over_nodes_is_a_warning_with_a_fix() -> None:
     ]
 
 
+def test_a_pipeline_alone_may_cross_nodes() -> None:
+    assert told("pp=4", torchrun(4, 2)) == [
+        "ok mesh pp across nodes: ranks 0, 1, 2, 3 are on nodes 0, 1",
+        "ok slow link pp crosses nodes",
+    ]
+
+
 FIXES = {
     ("dp=8", 4): 'mesh={"dp_out": 2, "dp": 4} with zero="hsdp", or torchrun --nproc-per-node 8',
     ("dp=4,pp=2", 4): "",
