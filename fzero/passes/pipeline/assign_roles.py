@@ -111,7 +111,7 @@ class Assigned:
             body = sorted((n for n in nodes if n.op == "call_function"), key=order.__getitem__)
             cut = segments.extract(body, [inputs[i] for i in used], [plain[ref] for ref in refs])
             first = min(refs.values())
-            run = rewrite.run_op(op, cut, [op.reads[i] for i in used], list(refs), chunk=first)
+            run = rewrite.run_op(op, cut, [op.reads[i] for i in used], list(refs)).with_attrs(chunk=first)
             self.segments[run.segment] = cut
             drafts.append((run, (index, Action(FORWARD, first, op.microbatch)), frozenset({other})))
         return drafts
