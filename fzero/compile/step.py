@@ -117,7 +117,7 @@ def _roles(
     """The passes over a naive program; with a pipeline, from where it is cut on, over the program of each role."""
     chunk_of = {} if schedule is None else plan.chunk_of()
     program, first = optimise(naive, replace(_options(wanted, 0), chunk_of=chunk_of), BEFORE_ROLES)
-    parts = {0: program} if schedule is None else by_role(program, schedule, chunk_of)
+    parts = {0: program} if schedule is None else by_role(program, schedule)
     roles = {}
     for number, part in parts.items():
         half, second = optimise(part, _options(wanted, 0), UNTIL_PREFETCH)

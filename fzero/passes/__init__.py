@@ -50,10 +50,14 @@ BEFORE_ROLES: Passes = (
     ("narrow", lambda p, o: narrow(p), "then what only slices are read of need not be gathered or all-reduced"),
     ("cast_before_gather", lambda p, o: cast_before_gather(p), "fewer bytes travel; before segments hide the casts"),
     ("rematerialise_views", lambda p, o: rematerialise_views(p), "only owned memory may cross the cuts made next"),
-    ("segment", lambda p, o: segment(p), "uses of parameters become separate ops, to place transfers between"),
+    (
+        "segment",
+        lambda p, o: segment(p, o.chunk_of),
+        "uses of parameters become separate ops, to place transfers between",
+    ),
     (
         "recompute",
-        lambda p, o: recompute(p, o.remat, crossing(p, o.chunk_of)),
+        lambda p, o: recompute(p, o.remat, crossing(p)),
         "whole segments run again, before their gathers are placed",
     ),
 )
