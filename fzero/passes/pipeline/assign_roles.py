@@ -25,6 +25,8 @@ from fzero.pipeline import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
 
 aten = torch.ops.aten
 
+LENT = ".lent"  # between the name of a buffer and the place in it, of a copy for another role
+
 Group = tuple[int, Action | None]  # (how many regions began before, the action; None: outside of regions)
 
 
@@ -147,7 +149,7 @@ class Assigned:
         for position, ref in enumerate(op.reads):
             if self._role(ref) in (None, role):
                 continue
-            name = f"{ref.name}.lent{ref.start}"
+            name = f"{ref.name}{LENT}{ref.start}"
             reads[position] = Ref(name)
             if name not in self.lent:
                 self.buffers[name] = Buffer(name, self.buffers[ref.name].dtype, ref.shape or (), "activation")
