@@ -175,7 +175,7 @@ def test_meshes_say_what_fits() -> None:
 
     assert str(lower(6, mesh={"pp": 2, "dp": -1}).plan.mesh) == "pp=2 dp=3"
     assert str(lower(mesh={"pp": 2}).plan.mesh) == "pp=2 dp=1"
-    with pytest.raises(SpecError, match="needs 4 ranks, there are 6: start 4"):
+    with pytest.raises(SpecError, match="needs 4 ranks, there are 6: take 4"):
         lower(6, mesh={"pp": 2, "dp": 2})
     with pytest.raises(SpecError, match="there are 5: start a multiple of 2 ranks"):
         lower(5, mesh={"pp": 2, "dp": -1})

@@ -120,7 +120,7 @@ def test_what_a_rank_holds() -> None:
 
 
 def test_bad_placements_say_what_fits() -> None:
-    with pytest.raises(SpecError, match="an axis `dp_out` in mesh"):
+    with pytest.raises(SpecError, match="needed two data axes"):
         spec(zero="hsdp", mesh={"dp": 4})
     with pytest.raises(SpecError, match="'hsdp' or 'hpz'"):
         spec(zero="fsdp")

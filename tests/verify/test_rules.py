@@ -257,7 +257,9 @@ def test_a_run_that_writes_over_what_it_reads(good: Program) -> None:
 def test_a_segment_that_does_not_fit(good: Program) -> None:
     at = _first(good, "run", phase="region")
     op = good.ops[at]
-    _refused(replace(good, segments={}), "calls", r"segment \w+ is not in the program: pass segments= to parse")
+    _refused(
+        replace(good, segments={}), "calls", r"segment \w+ is not in the program: fzero.parse\(text, program.segments\)"
+    )
     fewer = tuple(ref for ref in op.reads if good.buffers[ref.name].kind != "batch")
     _refused(put(good, at, replace(op, reads=fewer)), "calls", r"takes \d+ and returns \d+, the op gives \d+")
     result = good.buffers[op.writes[0].name]
