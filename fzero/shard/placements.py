@@ -16,10 +16,12 @@ The functions here work on real tensors, in one process. They are the meaning of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from fzero.errors import SpecError
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Partial:
 
     def __post_init__(self) -> None:
         if self.how not in _JOINS:
-            raise ValueError(f"Partial({self.how!r}): parts are joined by one of {', '.join(_JOINS)}")
+            raise SpecError(f"Partial({self.how!r}): parts are joined by one of {', '.join(_JOINS)}")
 
     def __str__(self) -> str:
         return "P" if self.how == "sum" else f"P{self.how}"
@@ -111,7 +113,7 @@ def join(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor:
 def local_shape(shape: Sequence[int], placement: Placement, n: int) -> tuple[int, ...]:
     """The shape of one rank's part of a value of shape `shape`.
 
-    Raises ValueError where the ranks would get unequal parts.
+    Raises SpecError where the ranks would get unequal parts.
 
     >>> local_shape((4, 12), Shard(1, groups=3), 2)
     (4, 6)
@@ -122,17 +124,17 @@ def local_shape(shape: Sequence[int], placement: Placement, n: int) -> tuple[int
         return tuple(shape)
     dim, groups = placement.dim, placement.groups
     if not 0 <= dim < len(shape):
-        raise ValueError(f"{placement} shards dim {dim} of a value of shape {tuple(shape)}: it has {len(shape)} dims")
+        raise SpecError(f"{placement} shards dim {dim} of a value of shape {tuple(shape)}: it has {len(shape)} dims")
     if shape[dim] % (groups * n):
         need = "" if groups == 1 else f" {groups} groups of"
-        raise ValueError(
+        raise SpecError(
             f"{placement} on {n} ranks needs dim {dim} in{need} {n} equal parts: {shape[dim]} is no multiple of "
             f"{groups * n}; the next that is: {-(-shape[dim] // (groups * n)) * groups * n}"
         )
     return (*shape[:dim], shape[dim] // n, *shape[dim + 1 :])
 
 
-_JOINS = {"sum": torch.add, "max": torch.maximum}
+_JOINS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
 
 def _neutral(placement: Partial, dtype: torch.dtype) -> float | int | bool:

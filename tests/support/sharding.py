@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from shard_references import REFERENCES
 from torch import Tensor, fx
 
 from fzero.shard.local_forms import FORMS
-from fzero.shard.placements import Partial, Placement, join, split
+from fzero.shard.placements import Partial, Placement, join, local_shape, split
 from fzero.shard.rules import Strategy, localised
 
 Draw = random.Random
@@ -30,7 +31,7 @@ def call(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> 
 
     own = [placed(x) for x in args], {k: placed(v) for k, v in (kwargs or {}).items()}
     node = graph.call_function(op, tuple(own[0]), own[1])
-    node.meta["val"] = op(*args, **(kwargs or {}))
+    node.meta["val"] = REFERENCES.get(op, op)(*args, **(kwargs or {}))
     return node, tensors
 
 
@@ -114,7 +115,7 @@ def on_ranks(node: fx.Node, tensors: list[Tensor], strategy: Strategy, n: int, d
         found = []
         for rank in range(n):
             own, options = local(rank)
-            found.append(node.target(*own, **options))  # type: ignore[operator]
+            found.append(REFERENCES.get(node.target, node.target)(*own, **options))  # type: ignore[operator]
     each = zip(*map(results, found), strict=True)
     return [join(list(x), p) for x, p in zip(each, strategy.outputs, strict=True)]
 
@@ -133,3 +134,12 @@ def differs(node: fx.Node, tensors: list[Tensor], strategy: Strategy, n: int, dr
         if not same and "empty" not in str(node.target):
             return f"{node.target} n={n} {strategy}: result {i} differs by {(a - b).abs().max()}"
     return ""
+
+
+def local_fake(x: Tensor, placement: Placement, n: int) -> Tensor:
+    """A fake tensor of a part's shape; its dims have the order in memory that the dims of the fake `x` have."""
+    shape = local_shape(x.shape, placement, n)
+    order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
+    with x.fake_mode:  # type: ignore[attr-defined]
+        made = torch.empty([shape[d] for d in order], dtype=x.dtype, device=x.device)
+        return made.permute(sorted(range(x.dim()), key=order.__getitem__))

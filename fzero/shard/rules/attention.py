@@ -55,7 +55,12 @@ def _dims(m: Maker, call: Call) -> dict[str, Dims]:
     rowwise = drawn or call["is_causal"] or "cpu" not in str(call.node.target)
     q, k = m.dim(rows, WHOLE if rowwise else SUM), m.dim(cols, WHOLE)
     d, e = m.dim(width, WHOLE), m.dim(call.shape("value")[3], WHOLE)
-    of: dict[str, Dims] = {"query": (b, g + r, q, d), "key": (b, g, k, d), "value": (b, g, k, e), "out": (b, g + r, q, e)}
+    of: dict[str, Dims] = {
+        "query": (b, g + r, q, d),
+        "key": (b, g, k, d),
+        "value": (b, g, k, e),
+        "out": (b, g + r, q, e),
+    }
     for name in ("attn_mask", "attn_bias"):
         if name in call.names:
             of[name] = broadcast(call.shape(name), (b, g + r, q, k))

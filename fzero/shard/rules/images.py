@@ -1,7 +1,7 @@
 """images: convolutions and pools, whose spatial dims are whole.
 
-    convolution:  x n(gi), w (go)i, bias (go) -> n(go)     g: the groups; i is summed over, and bias must be a sum then
-    its backward: dy n(go), x n(gi), w (go)i -> n(gi), (go)i, (go)
+convolution:  x n(gi), w (go)i, bias (go) -> n(go)     g: the groups; i is summed over, and bias must be a sum then
+its backward: dy n(go), x n(gi), w (go)i -> n(gi), (go)i, (go)
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fzero.shard.factors import FREE, SUM, WHOLE, Call, Dim, Dims, Factors, Maker
+from fzero.shard.factors import FREE, SUM, WHOLE, Call, Dim, Dims, Factors, Kind, Maker
 from fzero.shard.placements import local_shape
 from fzero.shard.rules.rule import Rule, Rules, Strategy
 
@@ -32,7 +32,7 @@ def convolved_back(call: Call) -> Factors:
     return m.factors(inputs, of["input"], of["weight"], of["bias"], unaffected=[(2, inner)])
 
 
-def _dims(m: Maker, call: Call, result: tuple[int, ...], kind: Any) -> tuple[dict[str, Dims], Dim]:
+def _dims(m: Maker, call: Call, result: tuple[int, ...], kind: Kind) -> tuple[dict[str, Dims], Dim]:
     """The dims of all tensors of a convolution, and the factor of a group's operand channels."""
     x, weight, groups = call.shape("input"), call.shape("weight"), int(call["groups"])
     n, g = m.dim(x[0], kind), m.dim(groups, kind)
@@ -67,9 +67,7 @@ def pooled(call: Call) -> Factors:
 def _leading(call: Call, num: int) -> Factors:
     m = Maker(call)
     lead = m.dims(call.values[0].shape[:num])
-    inputs = {
-        name: (*lead, *m.dims(x.shape[num:], WHOLE)) for name, x in zip(call.names, call.values, strict=True)
-    }
+    inputs = {name: (*lead, *m.dims(x.shape[num:], WHOLE)) for name, x in zip(call.names, call.values, strict=True)}
     return m.factors(dict(inputs), *((*lead, *m.dims(x.shape[num:], WHOLE)) for x in call.results))
 
 

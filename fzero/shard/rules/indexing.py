@@ -1,17 +1,15 @@
 """indexing: ops that pick or write elements by index tensors.
 
-    embedding(w, i):       w vd, i ab -> abd      v sharded: a local form, Partial
-    index_select(x, 0, i): x vb, i a -> ab        v whole
-    gather(x, 1, i):       x av, i ab -> ab       v whole
+embedding(w, i):       w vd, i ab -> abd      v sharded: a local form, Partial
+index_select(x, 0, i): x vb, i a -> ab        v whole
+gather(x, 1, i):       x av, i ab -> ab       v whole
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from fzero.shard.factors import FREE, SUM, WHOLE, Call, Dims, Factors, Maker, broadcast
+from fzero.shard.factors import FREE, SUM, WHOLE, Call, Dims, Factors, Kind, Maker, broadcast
 from fzero.shard.rules.rule import Rule, Rules
 
 aten = torch.ops.aten
@@ -64,7 +62,7 @@ def scattered(call: Call) -> Factors:
     return m.factors(inputs, own)
 
 
-def _beside(m: Maker, call: Call, at: int, along: Any) -> tuple[Dims, Dims]:
+def _beside(m: Maker, call: Call, at: int, along: Kind) -> tuple[Dims, Dims]:
     """The dims of `self` and of `index`: the same where their sizes are, whole where not.
 
     The index's dim `at` is of kind `along`.
@@ -107,7 +105,7 @@ def _integer(x: torch.Tensor) -> bool:
     return x.dtype in (torch.int64, torch.int32)
 
 
-def _indices(m: Maker, call: Call, kind: Any) -> tuple[Dims, list[Dims], Dims]:
+def _indices(m: Maker, call: Call, kind: Kind) -> tuple[Dims, list[Dims], Dims]:
     """The dims of `self`, of each index, and of `self[indices]`.
 
     The dims of the indices, which are broadcast, stand where the first of the indexed dims was; in front if these do

@@ -1,18 +1,17 @@
 """losses: the negative log likelihood of classes.
 
-    nll_loss:      x nc, target n -> total (), weight ()   n sharded: both are Partial; c sharded: a local form
-    its backward:  grad (), x nc, target n, weight () -> nc
+nll_loss:      x nc, target n -> total (), weight ()   n sharded: both are Partial; c sharded: a local form
+its backward:  grad (), x nc, target n, weight () -> nc
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
-from fzero.shard.factors import FREE, SUM, WHOLE, Call, Dim, Dims, Factors, Maker
-from fzero.shard.placements import Partial, Replicated, Shard
+from fzero.shard.factors import FREE, SUM, WHOLE, Call, Dim, Dims, Factors, Kind, Maker
+from fzero.shard.placements import Partial, Placement, Replicated, Shard
 from fzero.shard.rules.rule import Rule, Rules, Strategy
 
 aten = torch.ops.aten
@@ -25,9 +24,9 @@ def lost(call: Call) -> Factors:
     mean = call["reduction"] == _MEAN
     x, target, classes, rows = _dims(m, call, SUM, "nll_loss_mean" if mean else "", "nll_loss_forward", SUM)
     each = call["reduction"] == _NONE
-    whole = [(1, classes), *((1, row) for row in rows if mean)]
+    total = [(1, classes), *((1, row) for row in rows if mean or each)]
     weight = {} if each else {"weight": (classes,)}
-    return m.factors({"self": x, "target": target, **weight}, target if each else (), (), unaffected=whole)
+    return m.factors({"self": x, "target": target, **weight}, target if each else (), (), unaffected=total)
 
 
 def lost_back(call: Call) -> Factors:
@@ -38,7 +37,7 @@ def lost_back(call: Call) -> Factors:
     return m.factors({"grad_output": target if each else (), "self": x, "target": target}, x)
 
 
-def _dims(m: Maker, call: Call, kind: Any, of_rows: str, form: str, of_classes: Any) -> tuple[Dims, Dims, Dim, Dims]:
+def _dims(m: Maker, call: Call, kind: Kind, of_rows: str, form: str, of_classes: Kind) -> tuple[Dims, Dims, Dim, Dims]:
     """The dims of `self` and `target`, the factor of classes (whole where they have weights) and those of rows."""
     shape = call.shape("self")
     plain = call["weight"] is None and len(shape) > 1
@@ -55,7 +54,12 @@ def _unread_weight(call: Call, n: int) -> Iterable[Strategy]:
     for d in [d for d, size in enumerate(shape) if d != 1 and size >= n and size % n == 0 and len(shape) > 1]:
         rows = Shard(max(d - 1, 0))
         grad = rows if call["reduction"] == _NONE else Replicated()
-        placed = {"self": Shard(d), "target": rows, "total_weight": Partial(), "grad_output": grad}
+        placed: dict[str, Placement] = {
+            "self": Shard(d),
+            "target": rows,
+            "total_weight": Partial(),
+            "grad_output": grad,
+        }
         yield Strategy(tuple(placed.get(name, Replicated()) for name in call.names), (Shard(d),))
 
 

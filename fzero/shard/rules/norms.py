@@ -1,22 +1,24 @@
 """norms: softmax and the normalisations, whose normalised dims are whole.
 
-    layer_norm:           x ab, w b -> ab, mean a, rstd a
-    its backward:         grads ab -> dx ab, dw b, db b     a sharded: dw and db are Partial
+layer_norm:           x ab, w b -> ab, mean a, rstd a
+its backward:         grads ab -> dx ab, dw b, db b     a sharded: dw and db are Partial
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from fzero.shard.factors import FREE, SUM, WHOLE, Call, Dims, Factors, Maker
+from fzero.shard.factors import FREE, SUM, WHOLE, Call, Dims, Factors, Kind, Maker
 from fzero.shard.placements import local_shape
 from fzero.shard.rules.rule import Rule, Rules, Strategy
 
 aten = torch.ops.aten
 
 
-def softmax(*names: str, local: str = "") -> Any:
+def softmax(*names: str, local: str = "") -> Callable[[Call], Factors]:
     """The rule of softmax-like ops on the operands `names`: `dim` is whole, or has a local form."""
 
     def factors(call: Call) -> Factors:
@@ -32,7 +34,7 @@ def softmax(*names: str, local: str = "") -> Any:
     return factors
 
 
-def _rows_and_cols(m: Maker, call: Call, rows: Any) -> tuple[Dims, Dims, Dims]:
+def _rows_and_cols(m: Maker, call: Call, rows: Kind) -> tuple[Dims, Dims, Dims]:
     """The dims that are not normalised, those that are, and the dims of statistics: of size one where normalised."""
     shape, num = call.shape("input"), len(call["normalized_shape"])
     outer, inner = m.dims(shape[:-num], rows), m.dims(shape[-num:], WHOLE)
@@ -56,7 +58,7 @@ def normalised_back(call: Call) -> Factors:
     return m.factors(inputs, x, *[cols] * (len(call.node.meta["val"]) - 1))
 
 
-def _grouped(m: Maker, call: Call, rows: Any) -> tuple[Dims, Dims, Dims]:
+def _grouped(m: Maker, call: Call, rows: Kind) -> tuple[Dims, Dims, Dims]:
     """Of group_norm: the dims of the input, of a weight, and of statistics."""
     shape, num = call.shape("input"), int(call["group"])
     batch, group, inner = m.dim(shape[0], rows), m.dim(num), m.dim(shape[1] // num, WHOLE)
@@ -96,7 +98,7 @@ def batch_normalised_back(call: Call) -> Factors:
     return _batch_norm(call, SUM, "input", "grad_out", "grad_output")
 
 
-def _batch_norm(call: Call, rows: Any, *full: str) -> Factors:
+def _batch_norm(call: Call, rows: Kind, *full: str) -> Factors:
     m = Maker(call)
     computed = call.named.get("training", call.named.get("train", False))
     shape = call.shape("input")

@@ -1,18 +1,18 @@
 """pointwise: ops whose every element depends on the same element of each operand, and factories.
 
-    add(x, y), y of shape (b,):  x ab, y b -> ab
+add(x, y), y of shape (b,):  x ab, y b -> ab
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from fzero.ir import traits
 from fzero.shard.factors import FREE, SUM, WHOLE, Call, Dims, Factors, Maker, broadcast
-from fzero.shard.placements import Partial, Replicated, local_shape
+from fzero.shard.placements import Partial, Placement, Replicated, Shard, local_shape
 from fzero.shard.rules.rule import Rule, Rules, Strategy
 
 aten = torch.ops.aten
@@ -94,6 +94,16 @@ def _of_sums(call: Call, n: int) -> Iterable[Strategy]:
         yield Strategy((Partial(how),), (Replicated(),))
 
 
+def _unread(call: Call, n: int) -> Iterable[Strategy]:
+    """No element of the operand is read, so it may lie anyhow."""
+    own = [Replicated(), *_shards(call.shape("self"), n), Partial(), Partial("max")]
+    yield from (Strategy((a,), (b,)) for a in own for b in (Replicated(), *_shards(call.result, n)))
+
+
+def _shards(shape: Sequence[int], n: int) -> list[Placement]:
+    return [Shard(d) for d, size in enumerate(shape) if size and size % n == 0]
+
+
 def _cast(call: Call, n: int) -> Iterable[Strategy]:
     """A cast of floats is linear but for rounding; to a narrower type it is costly."""
     before, after = call.values[0].dtype, call.results[0].dtype
@@ -117,7 +127,7 @@ RULES: Rules = {
     **{op: Rule(broadcasted, linear) for op, linear in LINEAR.items()},
     **{op: Rule(broadcasted, ("self",), moves=True) for op in MOVES},
     **{op: Rule(broadcasted, more=_of_sums) for op in SHAPE_ONLY},
-    **{op: Rule(made, local=sized("size"), more=_of_sums) for op in NEW},
+    **{op: Rule(made, local=sized("size"), more=_unread) for op in NEW},
     **{op: Rule(made, local=sized("size")) for op in FACTORIES},
     aten._to_copy.default: Rule(broadcasted, more=_cast),
     aten.masked_fill.Scalar: Rule(broadcasted, more=_zero_filled),

@@ -1,7 +1,7 @@
 """products: ops that multiply two operands and sum over what they share, written as einsum.
 
-    mm:    ik,kj->ij          k sharded: both operands are parts, the result is Partial
-    addmm: x + ik,kj->ij      x is added once, so it must be Partial where k is sharded
+mm:    ik,kj->ij          k sharded: both operands are parts, the result is Partial
+addmm: x + ik,kj->ij      x is added once, so it must be Partial where k is sharded
 """
 
 from __future__ import annotations

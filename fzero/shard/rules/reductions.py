@@ -1,7 +1,7 @@
 """reductions: ops that sum, compare or scan along dims.
 
-    sum(x, 1):  ab -> a     b sharded: Partial       amax: Partial("max")
-    cumsum(x, 1):  ab -> ab   b whole
+sum(x, 1):  ab -> a     b sharded: Partial       amax: Partial("max")
+cumsum(x, 1):  ab -> ab   b whole
 """
 
 from __future__ import annotations

@@ -18,7 +18,17 @@ from fzero.ir import fx_nodes
 from fzero.shard.factors import MAX, SUM, WHOLE, Call, Dims, Factors
 from fzero.shard.placements import Partial, Placement, Replicated, Shard
 from fzero.shard.rules import (
-    attention, images, indexing, losses, norms, pieces, pointwise, products, reductions, views, whole,
+    attention,
+    images,
+    indexing,
+    losses,
+    norms,
+    pieces,
+    pointwise,
+    products,
+    reductions,
+    views,
+    whole,
 )  # fmt: skip
 from fzero.shard.rules.rule import Rule, Rules, Strategy
 

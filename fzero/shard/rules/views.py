@@ -1,23 +1,24 @@
 """views: ops that give the same elements another shape or order.
 
-    view (6, 4) -> (2, 3, 4):   (ab) c -> a b c        b sharded: S0/2 -> S1
-    view (2, 3) -> (3, 2):      whole: no factors divide both
-    transpose(0, 1):            a b -> b a
-    expand (1, 4) -> (3, 4):    - b -> a b             a is new: a part of it is made of the whole operand
+view (6, 4) -> (2, 3, 4):   (ab) c -> a b c        b sharded: S0/2 -> S1
+view (2, 3) -> (3, 2):      whole: no factors divide both
+transpose(0, 1):            a b -> b a
+expand (1, 4) -> (3, 4):    - b -> a b             a is new: a part of it is made of the whole operand
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from fzero.shard.factors import WHOLE, Call, Dim, Dims, Factors, Maker, broadcast
+from fzero.shard.placements import Shard
 from fzero.shard.rules.pointwise import sized
-from fzero.shard.rules.rule import Rule, Rules
+from fzero.shard.rules.rule import Rule, Rules, Strategy
 
 aten = torch.ops.aten
 
@@ -78,14 +79,30 @@ def _swapped(call: Call, one: int, two: int) -> list[int]:
 
 
 def squeezed(call: Call) -> Factors:
-    """Dims of size one disappear. A dim that could have size one on a rank alone, where it would too, is whole."""
+    """The named dims of size one disappear. One of another size is whole: its part may have size one."""
     m = Maker(call)
+    dims = m.dims(call.shape("self"), but=_squeezable(call))
+    gone = _gone(call)
+    return m.factors({"self": dims}, tuple(dim for d, dim in enumerate(dims) if d not in gone))
+
+
+def _squeezable(call: Call) -> set[int]:
     ndim, given = call.ndim("self"), call.named.get("dim")
     named = range(ndim) if given is None else [given] if isinstance(given, int) else given
-    gone = {d % ndim for d in named} if ndim else set()
-    shape = call.shape("self")
-    dims = m.dims(shape, but=gone)
-    return m.factors({"self": dims}, tuple(dim for d, dim in enumerate(dims) if d not in gone or shape[d] != 1))
+    return {d % ndim for d in named} if ndim else set()
+
+
+def _gone(call: Call) -> list[int]:
+    return sorted(d for d in _squeezable(call) if call.shape("self")[d] == 1)
+
+
+def _squeezed_parts(call: Call, n: int) -> Iterable[Strategy]:
+    """A sharded dim stays, if its part has more than one element."""
+    gone = _gone(call)
+    for d in _squeezable(call):
+        size = call.shape("self")[d]
+        if size > n and size % n == 0:
+            yield Strategy((Shard(d),), (Shard(d - sum(g < d for g in gone)),))
 
 
 def expanded(call: Call) -> Factors:
@@ -125,8 +142,8 @@ def paired(call: Call) -> Factors:
     return m.factors({"self": pair if len(before) > len(after) else dims}, dims if len(before) > len(after) else pair)
 
 
-def _view(factors: Callable[[Call], Factors], local: Any = None) -> Rule:
-    return Rule(factors, ("self",), moves=True, local=local)
+def _view(factors: Callable[[Call], Factors], local: Any = None, more: Any = None) -> Rule:
+    return Rule(factors, ("self",), moves=True, local=local, more=more)
 
 
 RULES: Rules = {
@@ -135,9 +152,9 @@ RULES: Rules = {
     aten.reshape.default: _view(reshaped, sized("shape")),
     aten.flatten.using_ints: _view(reshaped),
     aten.unsqueeze.default: _view(reshaped),
-    aten.squeeze.default: _view(squeezed),
-    aten.squeeze.dim: _view(squeezed),
-    aten.squeeze.dims: _view(squeezed),
+    aten.squeeze.default: _view(squeezed, more=_squeezed_parts),
+    aten.squeeze.dim: _view(squeezed, more=_squeezed_parts),
+    aten.squeeze.dims: _view(squeezed, more=_squeezed_parts),
     aten.permute.default: _view(permuted(lambda call: [d % call.ndim("self") for d in call["dims"]])),
     aten.transpose.int: _view(permuted(lambda call: _swapped(call, call["dim0"], call["dim1"]))),
     aten.t.default: _view(permuted(lambda call: range(call.ndim("self"))[::-1])),

@@ -28,11 +28,11 @@ def is_random(op: Any) -> bool:
 
 
 OPS: tuple[Any, ...] = (
-    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default, aten.eye.default, aten.eye.m,
-    aten.scalar_tensor.default, aten.as_strided.default, aten.diagonal.default, aten.diagonal_backward.default,
-    aten.unfold.default,
-    aten.bincount.default, aten.histc.default, aten.searchsorted.Tensor, aten.bucketize.Tensor,
-    aten.empty_strided.default, own.strided.default, own.strided_scatter.default,
+    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default, aten.eye.default,
+    aten.eye.m, aten.scalar_tensor.default, aten.as_strided.default, aten.diagonal.default,
+    aten.diagonal_backward.default, aten.unfold.default, aten.bincount.default, aten.histc.default,
+    aten.searchsorted.Tensor, aten.bucketize.Tensor, aten.empty_strided.default, aten._assert_tensor_metadata.default,
+    aten._assert_async.msg, own.strided.default, own.strided_scatter.default,
 )  # fmt: skip
 
 RULES: Rules = {op: Rule(whole) for op in OPS}
