@@ -100,7 +100,9 @@ def propagate(
     """
     holders = fx_nodes.placeholders(gm.graph)
     fixed = list(leaves) if leaves is not None else [isinstance(p, Shard) for p in placed]
-    walk = _Walk(n, axis, dict(zip(holders, placed, strict=True)), {h for h, own in zip(holders, fixed, strict=True) if own})
+    walk = _Walk(
+        n, axis, dict(zip(holders, placed, strict=True)), {h for h, own in zip(holders, fixed, strict=True) if own}
+    )
     walk.wish(fx_nodes.outputs(gm.graph), wanted)
     for node in gm.graph.nodes:
         if node.op == "placeholder":
@@ -177,14 +179,19 @@ class _Walk:
         for i, (x, want) in enumerate(zip(call.operands, strategy.inputs, strict=True)):
             given[i, x] = self.at(x, want, node.name, node)
         order = iter(list(given.values()))
-        args, kwargs = localised(node, strategy, self.n)
+        whole = all(isinstance(p, Replicated) for p in (*strategy.inputs, *strategy.outputs))
+        args, kwargs = (node.args, node.kwargs) if whole else localised(node, strategy, self.n)
         tensors = set(call.operands)
         args, kwargs = fx.node.map_arg((args, kwargs), lambda x: next(order) if x in tensors else x)
         mine = self._emit(node, strategy, args, kwargs)
         self.results[node] = mine, strategy
         if isinstance(node.meta["val"], torch.Tensor):
             self.have[node] = {strategy.outputs[0]: mine}
-        if len(call.operands) == 1 and call.operands[0] in self.leaves and (fx_nodes.is_view(node) or node.target in _CASTS):
+        if (
+            len(call.operands) == 1
+            and call.operands[0] in self.leaves
+            and (fx_nodes.is_view(node) or node.target in _CASTS)
+        ):
             self.leaves.add(node)
 
     def _getitem(self, node: fx.Node) -> None:
@@ -206,7 +213,9 @@ class _Walk:
         now = {p for x in operands for p in self.have[x] if isinstance(p, Shard)}
         costs = []
         for number, strategy in enumerate(found):
-            cost = sum(self._cost(node, x, want, strategy, now) for x, want in zip(operands, strategy.inputs, strict=True))
+            cost = sum(
+                self._cost(node, x, want, strategy, now) for x, want in zip(operands, strategy.inputs, strict=True)
+            )
             unwished = wish is not None and strategy.outputs[0] != wish
             idle = not any(isinstance(p, Shard) for p in strategy.inputs) and not unwished and bool(now)
             costs.append((cost, unwished, idle, number))
@@ -437,5 +446,3 @@ def split_bias(gm: fx.GraphModule, placed: Sequence[Placement]) -> None:
         if view is not None:
             gm.graph.erase_node(node)
     gm.recompile()
-
-
