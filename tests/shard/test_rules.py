@@ -28,7 +28,7 @@ from fzero.shard.rules import RULES, Rule, Strategy, Unknown, localised, rule_of
 from fzero.shard.rules.whole import whole
 
 aten = torch.ops.aten
-TURNS, RANKS, GROUPS = 4, (2, 3), (1, 3)
+TURNS, RANKS, GROUPS = 6, (2, 3), (1, 3)
 
 
 def drawn(op: Any, turn: int) -> tuple[fx.Node, list[torch.Tensor], Draw]:
@@ -267,7 +267,6 @@ USUAL = (
 )  # fmt: skip
 NOT_OFFERED = {  # what DTensor accepts; brute force refuses it, but for `any`
     aten.cumsum.default: "along a sharded dim that is counted from the end",
-    aten.logsumexp.default: "keepdim: the result's dims are counted as if the reduced ones were gone",
     aten.embedding_dense_backward.default: "sharded indices under scale_grad_by_freq: each rank counts its own",
     aten.any.dim: "a sum of truths: ours is the maximum",
 }
@@ -277,16 +276,17 @@ NOT_OFFERED = {  # what DTensor accepts; brute force refuses it, but for `any`
 def test_what_dtensor_accepts_is_offered(op: Any) -> None:
     missing = [
         (node, values, strategy)
-        for turn in range(TURNS)
-        for node, values, draw in [drawn(op, turn)]
+        for turn in range(TURNS // 2)
+        for node, values, _ in [drawn(op, turn)]
         for strategy in theirs(node, values)
         if (strategy.inputs, strategy.outputs) not in {(s.inputs, s.outputs) for s in strategies(node, 2)}
     ]
     if op not in NOT_OFFERED:
         assert not missing, f"{missing[0][0].target} {missing[0][0].args}: {missing[0][2]}"
-    for node, values, strategy in missing:
-        fault = differs(node, values, strategy, 2, random.Random(0))
-        assert fault or op is aten.any.dim, f"{op}: {strategy} is right and not offered"
+        return
+    assert missing, "offered by now: remove it from the list"
+    faults = [differs(node, values, strategy, 2, random.Random(0)) for node, values, strategy in missing]
+    assert any(faults) or op is aten.any.dim, f"{op}: {missing[0][2]} is right and not offered"
 
 
 # --- the ops of whole models ------------------------------------------------------------------------------------------
