@@ -144,7 +144,8 @@ class Maker:
 
     def dims(self, shape: Sequence[int], kind: Kind = FREE, but: Iterable[int] = (), other: Kind = WHOLE) -> Dims:
         """A new factor for each dim of a shape, of `kind`; those of the dims `but` are of kind `other`."""
-        return tuple(self.dim(size, other if d in set(but) else kind) for d, size in enumerate(shape))
+        apart = set(but)
+        return tuple(self.dim(size, other if d in apart else kind) for d, size in enumerate(shape))
 
     def factors(
         self,
@@ -158,25 +159,22 @@ class Maker:
         Operands and results that are not named are whole. A result that the op does not return (None) takes no part.
         """
         feeds: dict[str, Iterator[Dims]] = {k: iter(v if isinstance(v, list) else [v]) for k, v in inputs.items()}
-        call = self.call
-        taken = tuple(
+        call, values = self.call, self.call.node.meta["val"]
+        operands = tuple(
             next(feeds[name]) if name in feeds else self.dims(value.shape, WHOLE)
             for name, value in zip(call.names, call.values, strict=True)
         )
-        values = call.node.meta["val"]
-        values = values if isinstance(values, (tuple, list)) else [values]
-        spare = [None] * (len(values) - len(outputs))
-        numbered = [
-            (i, dims or self.dims(value.shape, WHOLE), value)
-            for i, (dims, value) in enumerate(zip([*outputs, *spare], values, strict=False))
+        returned = {
+            i: outputs[i] if i < len(outputs) else self.dims(value.shape, WHOLE)
+            for i, value in enumerate(values if isinstance(values, (tuple, list)) else [values])
             if isinstance(value, torch.Tensor)
-        ]
-        position = {i: place for place, (i, _, _) in enumerate(numbered)}
-        kept = frozenset((position[i], f) for i, dim in unaffected for f in dim if i in position)
+        }
+        place = {i: k for k, i in enumerate(returned)}
+        kept = frozenset((place[i], f) for i, dim in unaffected for f in dim if i in place)
         added = frozenset(i for i, name in enumerate(call.names) if name in addends)
-        found = Factors(tuple(self.made), taken, tuple(dims for _, dims, _ in numbered), added, kept)
-        _check(call, found)
-        return found
+        result = Factors(tuple(self.made), operands, tuple(returned.values()), added, kept)
+        _check(call, result)
+        return result
 
 
 def _check(call: Call, factors: Factors) -> None:

@@ -163,14 +163,16 @@ def nll_back(d: Draw, letters: str) -> tuple[Any, ...]:
 
 
 def index(d: Draw) -> tuple[Tensor, list[Any]]:
-    x = d.fixed(a=6, b=6, c=6).x("abc")
+    """One, two side by side, and two with a dim between, where the indexed dims go to the front."""
+    x = d.fixed(a=6, b=6, c=6, e=6).x("abce")
     i, j = d.ids("pq", 6), d.ids("q", 6)
-    return x, d.choice([[i], [None, i], [None, i, j], [i, None, j], [None, None, i], [i, j]])
+    ways = [[i], [None, i], [None, i, j], [i, None, j], [None, i, None, j], [i, j]]
+    return x, ways[d.turn % len(ways)]
 
 
 def index_put(d: Draw) -> tuple[Any, ...]:
     x, indices = index(d)
-    accumulate = d.random() < 0.7
+    accumulate = d.turn % 3 > 0
     if not accumulate:
         indices = [i if i is None else torch.arange(6) for i in indices]
     values = torch.randn(x[tuple(slice(None) if i is None else i for i in indices)].shape, generator=d.generator)
@@ -187,6 +189,7 @@ def gather(d: Draw) -> tuple[Any, ...]:
 def scatter(d: Draw, by: str) -> tuple[Any, ...]:
     x, dim = d.x("abc"), d.randrange(3)
     index = torch.argsort(d.x("abc"), dim) if by != "add" else torch.randint(0, x.shape[dim], x.shape)
+    index = index[: max(1, len(index) // 2)] if d.turn % 3 == 2 else index  # fewer than the elements of `src`
     return x, dim, index, 0.5 if by == "value" else d.x("abc")
 
 
@@ -196,7 +199,7 @@ def masked_fill(d: Draw) -> tuple[Any, ...]:
 
 def embedding_back(d: Draw) -> tuple[Any, ...]:
     rows = d.choice((6, 12))
-    return d.x("abe"), d.ids("ab", rows), rows, d.choice((-1, 1)), d.random() < 0.2
+    return d.x("abe"), d.ids("ab", rows), rows, (-1, 1)[d.turn % 2], d.turn == 2
 
 
 def cut(d: Draw) -> tuple[Tensor, list[int], int]:

@@ -36,7 +36,9 @@ def call(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> 
 
 
 def results(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else [x for x in value if isinstance(x, Tensor)]
+    """The tensors among what an op returns."""
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return [x for x in values if isinstance(x, Tensor)]
 
 
 def parts(whole: Tensor, placement: Placement, n: int, draw: Draw) -> list[Tensor]:

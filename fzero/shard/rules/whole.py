@@ -1,7 +1,8 @@
 """whole: ops of which no operand may be sharded.
 
 Random draws are among them: a shard must draw its elements of the global tensor, and the ops draw from their first
-element on. So every rank draws all elements, the same ones.
+element on. So every rank draws all elements, the same ones: those of a key. What torch draws from a hidden state would
+differ between ranks; capture refuses it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ OPS: tuple[Any, ...] = (
     aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default, aten.eye.default,
     aten.eye.m, aten.scalar_tensor.default, aten.as_strided.default, aten.diagonal.default,
     aten.diagonal_backward.default, aten.unfold.default, aten.bincount.default, aten.histc.default,
-    aten.searchsorted.Tensor, aten.bucketize.Tensor, aten.empty_strided.default, aten._assert_tensor_metadata.default,
-    aten._assert_async.msg, own.strided.default, own.strided_scatter.default,
+    aten.searchsorted.Tensor, aten.bucketize.Tensor, aten.empty_strided.default, aten.equal.default,
+    aten._assert_tensor_metadata.default, aten._assert_async.msg, own.strided.default, own.strided_scatter.default,
 )  # fmt: skip
 
 RULES: Rules = {op: Rule(whole) for op in OPS}
