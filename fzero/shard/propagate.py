@@ -136,7 +136,7 @@ class _Walk:
     wishes: dict[fx.Node, Placement] = field(default_factory=dict)
     moves: list[Move] = field(default_factory=list)
     replicated: list[str] = field(default_factory=list)
-    results: dict[fx.Node, tuple[fx.Node, Strategy]] = field(default_factory=dict)  # of ops with several results
+    results: dict[fx.Node, tuple[fx.Node | list[fx.Node], Strategy]] = field(default_factory=dict)
     rank: fx.Node = field(init=False)
     mode: Any = None
 
@@ -183,10 +183,12 @@ class _Walk:
         args, kwargs = (node.args, node.kwargs) if whole else localised(node, strategy, self.n)
         tensors = set(call.operands)
         args, kwargs = fx.node.map_arg((args, kwargs), lambda x: next(order) if x in tensors else x)
-        mine = self._emit(node, strategy, args, kwargs)
-        self.results[node] = mine, strategy
-        if isinstance(node.meta["val"], torch.Tensor):
-            self.have[node] = {strategy.outputs[0]: mine}
+        made = (
+            self._form(node, strategy, args, kwargs) if strategy.local else self._node(node.target, args, kwargs, node)
+        )
+        self.results[node] = made, strategy
+        if isinstance(made, fx.Node) and isinstance(node.meta["val"], torch.Tensor):
+            self.have[node] = {strategy.outputs[0]: made}
         if (
             len(call.operands) == 1
             and call.operands[0] in self.leaves
@@ -196,9 +198,9 @@ class _Walk:
 
     def _getitem(self, node: fx.Node) -> None:
         source, index = fx_nodes.operand(node), int(str(node.args[1]))
-        mine, strategy = self.results[source]
+        made, strategy = self.results[source]
         position = [i for i, v in enumerate(source.meta["val"]) if isinstance(v, torch.Tensor)].index(index)
-        part = self._node(operator.getitem, (mine, index), {}, node)
+        part = made[index] if isinstance(made, list) else self._node(operator.getitem, (made, index), {}, node)
         self.have[node] = {strategy.outputs[position]: part}
 
     def _chosen(self, node: fx.Node) -> Strategy:
@@ -306,13 +308,8 @@ class _Walk:
         done = self._node(aten.clone.default, (done,), {"memory_format": torch.contiguous_format}, x)
         return self._node(aten.permute.default, (done, back), {}, x)
 
-    def _emit(self, node: fx.Node, strategy: Strategy, args: Any, kwargs: Any) -> fx.Node:
-        """The local call: the op itself, or its local form, traced in its place."""
-        if not strategy.local:
-            return self._node(node.target, args, kwargs, node)
-        return self._form(node, strategy, args, kwargs)
-
-    def _form(self, node: fx.Node, strategy: Strategy, args: Any, kwargs: Any) -> fx.Node:
+    def _form(self, node: fx.Node, strategy: Strategy, args: Any, kwargs: Any) -> fx.Node | list[fx.Node]:
+        """A local form, traced and written in the op's place: its result, or its results."""
         nodes: list[fx.Node] = []
         fx.node.map_arg((args, kwargs), nodes.append)
         nodes = list(dict.fromkeys(nodes))
@@ -331,10 +328,8 @@ class _Walk:
                 env[each] = self._node(each.target, a, k, node)
                 if each.target is ops.ALL_REDUCE:
                     self._inside(node, each)
-        result = fx_nodes.output(traced.graph).args[0]
-        if isinstance(result, fx.Node):
-            return env[result]
-        return _Several([env[x] for x in result])  # type: ignore[return-value]
+        result: Any = fx_nodes.output(traced.graph).args[0]
+        return env[result] if isinstance(result, fx.Node) else [env[x] for x in result]
 
     def _inside(self, node: fx.Node, transfer: fx.Node) -> None:
         """Notes a transfer within a local form."""
@@ -345,8 +340,6 @@ class _Walk:
 
     def _node(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
         """A node of the local graph, with its fake value. A view that local strides do not allow is made of a copy."""
-        if target is operator.getitem and isinstance(args[0], _Several):
-            return args[0].nodes[args[1]]
         given = fx.node.map_arg((tuple(args), kwargs), lambda x: x.meta["val"])
         try:
             value = self.fake(lambda: target(*given[0], **given[1]))
@@ -358,13 +351,6 @@ class _Walk:
         made = self.local.call_function(target, tuple(args), dict(kwargs))
         made.meta = {**like.meta, "val": value}
         return made
-
-
-@dataclass
-class _Several:
-    """The results of a local form with several."""
-
-    nodes: list[fx.Node]
 
 
 class _Traced:
