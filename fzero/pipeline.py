@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from fzero.errors import SpecError
+from fzero.tree import suggest
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 EQUAL = {FORWARD: 1.0, BACKWARD: 2.0, INPUT: 1.0, WEIGHT: 1.0}  # seconds of a whole role's share of the model
@@ -332,7 +333,10 @@ def make_schedule(name: str, roles: int, microbatches: int, chunks: int | None =
     Raises SpecError for a name that is none, and for microbatches or chunks that the schedule cannot use.
     """
     if name not in SCHEDULES:
-        raise SpecError(f"pipeline schedule {name!r}: there is {', '.join(SCHEDULES)}, or your own fzero.Schedule")
+        hint = suggest(name, SCHEDULES)
+        raise SpecError(
+            f"pipeline schedule {name!r}: there is {', '.join(SCHEDULES)}, or your own fzero.Schedule.{hint}"
+        )
     chunks = CHUNKS.get(name, 1) if chunks is None else chunks
     if name != "interleaved" and chunks != CHUNKS.get(name, 1):
         raise SpecError(
@@ -347,7 +351,7 @@ class Pipeline:
 
     schedule: "gpipe", "1f1b", "interleaved", "zb-h1" or "zb-v", or a `Schedule` of your own. chunks: pieces of the
     model a role holds, with "interleaved" (2 if not given). cut: for each chunk but the first, the first layer in it,
-    as ["blocks/6"]. None: chunks of about equal cost.
+    as ["blocks/6"]. None: so that the largest chunk of numbered layers, and the head, has the fewest elements.
 
     >>> Pipeline("interleaved").order(roles=2, microbatches=2).chunks
     4
@@ -356,6 +360,15 @@ class Pipeline:
     schedule: str | Schedule = "1f1b"
     chunks: int | None = None
     cut: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.schedule, (str, Schedule)):
+            raise SpecError(f"Pipeline({self.schedule!r}): needed a schedule's name or an fzero.Schedule")
+        if self.chunks is not None and (type(self.chunks) is not int or self.chunks < 1):
+            raise SpecError(f"Pipeline(chunks={self.chunks!r}): needed a positive int, the chunks that a role holds")
+        if isinstance(self.cut, str) or not isinstance(self.cut, (Sequence, type(None))):
+            listed = [self.cut] if isinstance(self.cut, str) else ["blocks/6"]
+            raise SpecError(f"Pipeline(cut={self.cut!r}): needed a list of layers, as cut={listed}")
 
     def order(self, roles: int, microbatches: int) -> Schedule:
         """The schedule for so many roles and microbatches. Raises SpecError where there is none."""

@@ -12,7 +12,7 @@ import torch
 from fzero.errors import SpecError
 from fzero.ir.mesh import PIPELINE, SAME_BATCH
 from fzero.optim import GradientTransformation
-from fzero.pipeline import Pipeline
+from fzero.pipeline import SCHEDULES, Pipeline, Schedule
 from fzero.precision import Precision, policy
 from fzero.tree import suggest
 
@@ -201,7 +201,10 @@ class Spec:
     def _check_zero(self) -> None:
         if isinstance(self.zero, str):
             _needs(self.zero in NAMED_STAGES, "zero", self.zero, "a stage 0, 1, 2 or 3, 'hsdp' or 'hpz', or path rules")
-            _needs("dp_out" in (self.mesh or {}), "zero", self.zero, "an axis `dp_out` in mesh, outside of `dp`")
+            both = {"dp_out", "dp"} <= {*(self.mesh or {})}
+            _needs(
+                both, "zero", self.zero, "two data axes, as in mesh={'dp_out': 2, 'dp': 4}: nodes, and ranks of a node"
+            )
             return
         if by_column(self.zero):
             self._check_columns(dict(self.zero))
@@ -222,28 +225,41 @@ class Spec:
         for name, column in zero.items():
             fits = isinstance(column, (tuple, list)) and all(axis in axes for axis in column)
             _needs(fits, "zero", {name: column}, f"a tuple of axes of the mesh, of {axes}")
+            _needs(len(set(column)) == len(column), "zero", {name: column}, "each axis once")
             inner = not column or axes[-1] in column
             _needs(inner, "zero", {name: column}, f"the inner axis {axes[-1]!r}, before one outside of it")
         smaller = {*zero["params"]} <= {*zero["grads"]} <= {*zero["optimizer"]}
         _needs(smaller, "zero", zero, "params over no more axes than grads, and grads over no more than the optimizer")
 
     def _check_mesh(self) -> None:
+        self._check_pipeline()
         if self.mesh is None:
             return
         _needs(isinstance(self.mesh, Mapping) and bool(self.mesh), "mesh", self.mesh, "axis sizes, as in {'dp': 2}")
         for axis, size in self.mesh.items():
             if axis not in MESH_AXES:
-                raise SpecError(
-                    f"mesh has no axis {axis!r} yet: known are {list(MESH_AXES)}.{suggest(axis, MESH_AXES)}"
-                )
+                hint = suggest(str(axis), [name for name in MESH_AXES if name not in self.mesh])
+                raise SpecError(f"mesh has no axis {axis!r} yet: known are {list(MESH_AXES)}.{hint}")
             if size != -1:
                 _positive(f"mesh[{axis!r}]", size)
             _needs(axis != "tp" or size == 1, f"mesh[{axis!r}]", size, "1: tensor parallelism is not built yet")
         if list(self.mesh.values()).count(-1) > 1:
             raise SpecError(f"mesh={dict(self.mesh)}: one axis may be -1, the rest of the world")
-        if self.pipeline is not None:
-            fits = isinstance(self.pipeline, (str, Pipeline)) and PIPELINE in self.mesh
-            _needs(fits, "pipeline", self.pipeline, "a schedule's name or an fzero.Pipeline, and an axis `pp` in mesh")
+        names = [*self.mesh]
+        if {"dp_out", "dp"} <= {*names} and names.index("dp_out") > names.index("dp"):
+            fixed = {**{name: self.mesh[name] for name in names if name != "dp"}, "dp": self.mesh["dp"]}
+            _needs(False, "mesh", dict(self.mesh), f"`dp_out` before `dp`, the axis inside it: mesh={fixed}")
+
+    def _check_pipeline(self) -> None:
+        if self.pipeline is None:
+            return
+        known = isinstance(self.pipeline, (str, Pipeline, Schedule))
+        _needs(known, "pipeline", self.pipeline, "a schedule's name, an fzero.Pipeline or an fzero.Schedule")
+        if isinstance(self.pipeline, str):
+            _choice("pipeline", self.pipeline, tuple(SCHEDULES))
+        shown = self.pipeline if isinstance(self.pipeline, str) else type(self.pipeline).__name__
+        fits = isinstance(self.mesh, Mapping) and PIPELINE in self.mesh
+        _needs(fits, "pipeline", shown, f"an axis `pp` in mesh, as in mesh={{'pp': 2, 'dp': -1}}; it is {self.mesh}")
 
     @property
     def policy(self) -> Precision:

@@ -123,7 +123,8 @@ def _component(part: str) -> str:
 
 def suggest(word: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?`, or nothing: the tail of an error about an unknown name."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+    names = {name.lower(): name for name in known}
+    close = [names[name] for name in difflib.get_close_matches(word.lower(), list(names), n=1)]
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

@@ -403,7 +403,7 @@ def of(group: Any = None) -> Presence:
 
 
 def _ended() -> None:
-    """Ends every thread while Python is whole: one that is in the store when Python ends, ends the process (SIGABRT)."""
+    """Ends every thread while Python is whole: one in the store when Python ends aborts the process (SIGABRT)."""
     for presence in list(_PRESENCES.values()):
         presence.close()
     for heartbeat in list(_STARTED):

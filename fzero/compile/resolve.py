@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.errors import FzeroError
+from fzero.errors import FzeroError, SpecError
 from fzero.functional import forward
-from fzero.ir.mesh import Mesh, parts_of
+from fzero.ir.mesh import PIPELINE, Mesh, parts_of
 from fzero.pipeline import Pipeline
 from fzero.plan.stages import Columns, Stage
 from fzero.precision import Precision
@@ -116,7 +116,7 @@ def lowering_options(spec: Spec) -> LoweringOptions:
 
 def pipeline_of(spec: Spec) -> Pipeline:
     """The order of work that a spec asks for; 1F1B where it names none."""
-    return spec.pipeline if isinstance(spec.pipeline, Pipeline) else Pipeline(spec.pipeline or "1f1b")
+    return spec.pipeline if isinstance(spec.pipeline, Pipeline) else Pipeline(spec.pipeline or Pipeline.schedule)
 
 
 def mesh_of(spec: Spec, world_size: int | None = None) -> Mesh:
@@ -125,6 +125,8 @@ def mesh_of(spec: Spec, world_size: int | None = None) -> Mesh:
     Raises SpecError where the axes do not make that world.
     """
     axes = spec.mesh or {"dp": -1}
+    if world_size is None and axes.get(PIPELINE) == -1:
+        raise SpecError(f"mesh={dict(axes)}: how many roles there are follows from the world. Give world_size=, or pp")
     return Mesh.of({**axes, "dp": axes.get("dp", 1)}, world_size)
 
 

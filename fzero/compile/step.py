@@ -27,6 +27,7 @@ from fzero.cost.rates import Rates
 from fzero.ir.program import Program, wire_bytes
 from fzero.lowering.build import build
 from fzero.passes import BEFORE_ROLES, FROM_PREFETCH, UNTIL_PREFETCH, Options, PassRecord, optimise
+from fzero.passes.pipeline.assign_roles import LENT
 from fzero.passes.pipeline.by_role import by_role
 from fzero.passes.prefetch import prefetch
 from fzero.pipeline import Schedule
@@ -95,6 +96,8 @@ def _lower(
         if choice.reason:
             choices[name] = choice.reason
     programs = {number: role.program for number, role in roles.items()}
+    if lent := _lent(programs):
+        choices["pipeline"] = lent
     if transport == "nccl" and wanted.cuda_graph:
         found = [why for program in programs.values() if (why := obstacle(program, torch.device("cuda")))]
         choices["cuda_graph"] = f"not one graph: {found[0]}" if found else "the step is one graph"
@@ -117,9 +120,14 @@ def _roles(
     """The passes over a naive program; with a pipeline, from where it is cut on, over the program of each role."""
     chunk_of = {} if schedule is None else plan.chunk_of()
     program, first = optimise(naive, replace(_options(wanted, 0), chunk_of=chunk_of), BEFORE_ROLES)
-    parts = {0: program} if schedule is None else by_role(program, schedule, chunk_of)
+    parts = {0: program} if schedule is None else by_role(program, schedule)
     roles = {}
     for number, part in parts.items():
+        if schedule is not None:
+            cut = PassRecord.of(
+                "by_role", f"from here on there is a program for each role: this is {number}", program, part
+            )
+            first = (*first[: len(BEFORE_ROLES)], cut)
         half, second = optimise(part, _options(wanted, 0), UNTIL_PREFETCH)
         ahead = _prefetch(half, wanted, rates)
         done, third = optimise(half, _options(wanted, ahead.value), FROM_PREFETCH)
@@ -150,6 +158,19 @@ def _prefetch(program: Program, wanted: LoweringOptions, rates: Rates | None) ->
     if rule:
         return Choice(rule, "prefetch=1: one segment ahead; nothing was measured")
     return Choice(rule, "prefetch=0: ranks copy from one another's memory when they wait, so nothing would be hidden")
+
+
+def _lent(programs: Mapping[int, Program]) -> str:
+    """What roles are sent of leaves that others keep, as text; "" if nothing."""
+    lent = {b.name: b.nbytes for p in programs.values() for b in p.buffers.values() if LENT in b.name}
+    if not lent:
+        return ""
+    names = sorted({name.partition(LENT)[0] for name in lent})
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"pipeline: {sum(lent.values()):,} bytes of leaves are sent each step to a role that uses and does not keep "
+        f"them ({shown}). So is a tied leaf; layers that run in another order than their numbers send it too"
+    )
 
 
 def _reduce(programs: Mapping[str, Sequence[Program]]) -> Choice[str]:

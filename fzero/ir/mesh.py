@@ -48,7 +48,9 @@ class Mesh:
             if -1 in axes.values():
                 fix = f"start a multiple of {known} ranks"
             else:
-                fix = f"start {total} (torchrun --nproc-per-node {total}), or leave mesh out"
+                fix = (
+                    f"take {total} ranks (torchrun --nproc-per-node {total}, or world_size={total}), or leave mesh out"
+                )
             raise SpecError(f"mesh={dict(axes)} needs {total or known} ranks, there are {world_size}: {fix}")
         return cls(tuple(sizes.items()))
 

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from fzero.ir.mesh import Mesh
-from fzero.ir.program import HEADER, Program
+from fzero.ir.program import HEADER, TRANSPORTS, Program
 from fzero.ir.records import DTYPES, Bucket, Buffer, Op, Ref, Slot
 
 
@@ -43,6 +43,8 @@ def _parse_line(line: str, fields: dict[str, Any]) -> None:
     elif head == "role":
         fields["role"] = int(rest[0])
     elif head == "transport":
+        if rest[0] not in TRANSPORTS:
+            raise ValueError(f"transport {rest[0]!r}: there is {', '.join(TRANSPORTS)}")
         fields["transport"] = rest[0]
     elif head == "meaning":
         fields["meaning"] = "" if rest[0] == "-" else rest[0]

@@ -24,6 +24,7 @@ from fzero.ir.mesh import Mesh
 from fzero.ir.records import ALIGN, DTYPE_NAMES, Bucket, Buffer, Op, Ref, shape_text
 
 HEADER = "fzero program 2"
+TRANSPORTS = ("p2p", "shared", "nccl")
 
 
 @dataclass(frozen=True)

@@ -320,6 +320,11 @@ class Op:
         return int(self.get("microbatch", 0))
 
     @property
+    def chunk(self) -> int | None:
+        """The chunk of the model that it belongs to; None without a pipeline, and outside of regions."""
+        return self.get("chunk")
+
+    @property
     def offset(self) -> int | None:
         """Where its workspace lies in the arena, in bytes; None before memory is assigned."""
         return self.get("at")

@@ -50,10 +50,14 @@ BEFORE_ROLES: Passes = (
     ("narrow", lambda p, o: narrow(p), "then what only slices are read of need not be gathered or all-reduced"),
     ("cast_before_gather", lambda p, o: cast_before_gather(p), "fewer bytes travel; before segments hide the casts"),
     ("rematerialise_views", lambda p, o: rematerialise_views(p), "only owned memory may cross the cuts made next"),
-    ("segment", lambda p, o: segment(p), "uses of parameters become separate ops, to place transfers between"),
+    (
+        "segment",
+        lambda p, o: segment(p, o.chunk_of),
+        "uses of parameters become separate ops, to place transfers between",
+    ),
     (
         "recompute",
-        lambda p, o: recompute(p, o.remat, crossing(p, o.chunk_of)),
+        lambda p, o: recompute(p, o.remat, crossing(p)),
         "whole segments run again, before their gathers are placed",
     ),
 )
@@ -93,6 +97,11 @@ class PassRecord:
     before: Mapping[str, int]
     after: Mapping[str, int]
 
+    @classmethod
+    def of(cls, name: str, why: str, before: Program, after: Program) -> PassRecord:
+        """The record of a pass, from the programs before and after it."""
+        return cls(name, why, Counter(op.kind for op in before.ops), Counter(op.kind for op in after.ops))
+
     def __str__(self) -> str:
         kinds = [kind for kind in {**self.before, **self.after} if self.before.get(kind, 0) != self.after.get(kind, 0)]
         changed = ", ".join(f"{kind} {self.before.get(kind, 0)} -> {self.after.get(kind, 0)}" for kind in kinds)
@@ -102,9 +111,8 @@ class PassRecord:
 def trail(program: Program, options: Options, passes: Passes = PASSES) -> Iterator[tuple[PassRecord, Program]]:
     """Runs passes in order; yields the record of each and the program after it."""
     for name, run, why in passes:
-        before = Counter(op.kind for op in program.ops)
-        program = run(program, options)
-        yield PassRecord(name, why, before, Counter(op.kind for op in program.ops)), program
+        before, program = program, run(program, options)
+        yield PassRecord.of(name, why, before, program), program
 
 
 def optimise(program: Program, options: Options, passes: Passes = PASSES) -> tuple[Program, tuple[PassRecord, ...]]:

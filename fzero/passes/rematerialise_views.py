@@ -20,6 +20,8 @@ from fzero.ir import fx_nodes, rewrite, segments
 from fzero.ir.program import Program
 from fzero.ir.records import Op
 
+MadeAnew = Callable[[fx.Node], bool]  # whether a node is made again before each use
+
 
 def rematerialise_views(program: Program) -> Program:
     """The program with views and casts made again before each use, so that none crosses a cut."""
@@ -38,7 +40,7 @@ def rematerialise_views(program: Program) -> Program:
     return rewrite.finish(program, "rematerialise_views", ops=ops, new_segments=pool)
 
 
-def again(params: set[fx.Node]) -> Callable[[fx.Node], bool]:
+def again(params: set[fx.Node]) -> MadeAnew:
     """The test for nodes that are made anew: views, and casts of these placeholders or of views of them."""
 
     def made_anew(node: fx.Node) -> bool:

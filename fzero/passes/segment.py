@@ -3,6 +3,7 @@
 A *unit* is a layer's buckets; a bucket that is used only where another unnumbered one is (a final norm beside the tied
 embedding) joins its unit. Nodes are taken in the order of the joint graph. A new segment begins where a node uses a
 unit that the segment does not use. In the backward it also begins where a node feeds only the gradients of such a unit.
+In a pipeline it also begins where the chunk changes (`pipeline/chunks`), and each run says its chunk.
 A value that crosses a border becomes a buffer. Equal layers give segments of equal text, hence one hash: 12 layers, 5
 segments.
 
@@ -13,8 +14,8 @@ segments.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -22,15 +23,18 @@ from torch import fx
 from fzero.ir import fx_nodes, fx_values, rewrite, segments
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Op, Ref
-from fzero.passes.rematerialise_views import again
+from fzero.passes.pipeline.chunks import node_chunks, root
+from fzero.passes.rematerialise_views import MadeAnew, again
 from fzero.plan.layout import SMALL_BYTES
 
 COPY = torch.ops.aten.copy_.default
-MadeAnew = Callable[[fx.Node], bool]
 
 
-def segment(program: Program) -> Program:
-    """The program with each region's one run cut into segments, where the parameters in use change."""
+def segment(program: Program, chunk_of: Mapping[str, int] | None = None) -> Program:
+    """The program with each region's one run cut into segments, where the parameters in use change.
+
+    chunk_of: in a pipeline, the chunk of each bucket of a numbered layer.
+    """
     pool: dict[str, fx.GraphModule] = {}
     buffers = dict(program.buffers)
     cuts: dict[tuple[object, ...], list[_Piece]] = {}
@@ -41,7 +45,7 @@ def segment(program: Program) -> Program:
             continue
         key = (op.segment, tuple(program.buffers[r.name].bucket for r in (*op.reads, *op.writes)))
         if key not in cuts:
-            cuts[key] = _cut(program, op)
+            cuts[key] = _cut(program, op, chunk_of or {})
         ops += _instantiated(op, cuts[key], buffers, pool)
     return rewrite.finish(program, "segment", ops=ops, buffers=buffers, new_segments=pool)
 
@@ -55,6 +59,7 @@ class _Piece:
     outputs: list[fx.Node]
     dests: list[fx.Node]  # placeholders of the region that are written
     why: str
+    chunk: int | None
 
 
 def _instantiated(
@@ -83,12 +88,23 @@ def _instantiated(
         writes = [*(where[n] for n in piece.outputs), *(where[n] for n in piece.dests)]
         done = rewrite.run_op(op, piece.gm, reads, writes)
         pool.setdefault(done.segment, piece.gm)
-        ops.append(Op(done.kind, done.reads, done.writes, None, done.attrs, piece.why))
+        done = replace(done, axis=None, why=piece.why)
+        ops.append(done if piece.chunk is None else done.with_attrs(chunk=piece.chunk))
     return ops
 
 
-def _cut(program: Program, op: Op) -> list[_Piece]:
-    """The pieces of a region's segment, in order."""
+@dataclass
+class _Group:
+    """Nodes that become one segment, the units that they use, and their chunk in a pipeline."""
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    units: set[str] = field(default_factory=set)
+    chunk: int | None = None
+
+
+def _cut(program: Program, op: Op, chunk_of: Mapping[str, int]) -> list[_Piece]:
+    """The pieces of a region's segment, in order. In a pipeline it is cut twice: the first cut of the forward says
+    which chunk has which node, and so which chunk each node of the backward belongs to."""
     gm = program.segments[op.segment]
     holders = fx_nodes.placeholders(gm.graph)
     refs = [*op.reads, *op.writes[op.num_outputs :]]
@@ -97,42 +113,56 @@ def _cut(program: Program, op: Op) -> list[_Piece]:
     nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not COPY]
     uses = _uses(gm, nodes, bucket_of, made_anew)
     unit = _units(program, nodes, uses)
-    groups: list[list[fx.Node]] = [[]]
-    units: list[set[str]] = [set()]
+    units = {node: {unit[b] for b in used} for node, used in uses.items()}
+    groups = _grouped(nodes, units, {}, made_anew)
+    if chunk_of:
+        chunk = node_chunks([group.nodes for group in groups], bucket_of, chunk_of, made_anew)
+        at_home = {n: [b for b in used if chunk_of.get(b, chunk[n]) == chunk[n]] for n, used in uses.items()}
+        units = {node: {unit[b] for b in used} for node, used in at_home.items()}
+        groups = _grouped(nodes, units, chunk, made_anew)
+    return _pieces(gm, groups, made_anew)
+
+
+def _grouped(
+    nodes: list[fx.Node], units: Mapping[fx.Node, set[str]], chunk: Mapping[fx.Node, int], made_anew: MadeAnew
+) -> list[_Group]:
+    """The nodes in groups, by the units that each uses and by its chunk, if it has one."""
+    groups = [_Group()]
     waiting: list[fx.Node] = []
-    group_of: dict[fx.Node, int] = {}
+    group_of: dict[fx.Node, _Group] = {}
     for node in nodes:
         if made_anew(node):
             waiting.append(node)  # it goes where its user goes, the next node that is no view
             continue
         if node.target is operator.getitem:
-            group_of[node] = group_of[node.args[0]]  # a tuple never crosses a border
-            groups[group_of[node]].append(node)
+            group_of[node] = group_of[fx_nodes.operand(node)]  # a tuple never crosses a border
+            group_of[node].nodes.append(node)
             continue
-        used = {unit[b] for b in uses.get(node, ())}
-        if used - units[-1]:
-            if units[-1]:
-                groups.append([])
-                units.append(set())
-            units[-1] |= used
-        groups[-1] += [*waiting, node]
-        group_of[node] = len(groups) - 1
+        used, last = units.get(node, set()), groups[-1]
+        if not group_of:
+            last.chunk = chunk.get(node)
+        elif (last.units and used - last.units) or chunk.get(node) != last.chunk:
+            groups.append(_Group(chunk=chunk.get(node)))
+        groups[-1].units |= used
+        groups[-1].nodes += [*waiting, node]
+        group_of[node] = groups[-1]
         waiting = []
-    groups[-1] += waiting
+    groups[-1].nodes += waiting
     for i in range(len(groups) - 1):
-        _move_prelude(groups, i, set(uses), made_anew)
-    return _pieces(gm, groups, units, made_anew)
+        if groups[i].chunk == groups[i + 1].chunk:
+            _move_prelude(groups, i, set(units), made_anew)
+    return groups
 
 
-def _move_prelude(groups: list[list[fx.Node]], i: int, used: set[fx.Node], made_anew: MadeAnew) -> None:
+def _move_prelude(groups: list[_Group], i: int, used: set[fx.Node], made_anew: MadeAnew) -> None:
     """Moves the nodes after the last use of a parameter to the next segment, where fewer bytes cross the border then.
     So a layer that begins with a norm begins before the norm, at the one value that the last layer left. In place."""
-    group = groups[i]
+    group, after = groups[i].nodes, groups[i + 1].nodes
     start = max((n for n, node in enumerate(group) if node in used), default=-1) + 1
     while start < len(group) and group[start].target is operator.getitem:
         start += 1
     tail = group[start:]
-    nodes = [n for n in (*tail, *groups[i + 1]) if not made_anew(n)]
+    nodes = [n for n in (*tail, *after) if not made_anew(n)]
     if not tail or any(n.meta.get("phase") for n in nodes[: len(tail) + 1]):
         return
 
@@ -148,7 +178,7 @@ def _move_prelude(groups: list[list[fx.Node]], i: int, used: set[fx.Node], made_
             [*group[: start + cut], *(a for n in tail for a in n.all_input_nodes if n not in kept)]
         )
         values = [n for n in candidates if n.op == "call_function" and not made_anew(n) and n not in tail[cut:]]
-        inside = {*kept, *(n for earlier in groups[:i] for n in earlier)}
+        inside = {*kept, *(n for earlier in groups[:i] for n in earlier.nodes)}
         late = [n for n in values if n in inside and readers(n) - inside]
         return sum(t.nbytes for n in late if isinstance(t := n.meta["val"], torch.Tensor))
 
@@ -158,7 +188,7 @@ def _move_prelude(groups: list[list[fx.Node]], i: int, used: set[fx.Node], made_
         if not (c and made_anew(tail[c - 1])) and not (c < len(tail) and tail[c].target is operator.getitem)
     ]
     best = min(cuts, key=lambda c: (crossing(c), c))
-    groups[i], groups[i + 1] = group[: start + best], [*tail[best:], *groups[i + 1]]
+    groups[i].nodes, groups[i + 1].nodes = group[: start + best], [*tail[best:], *after]
 
 
 def _uses(
@@ -166,12 +196,6 @@ def _uses(
 ) -> dict[fx.Node, set[str]]:
     """{node: the buckets that it uses}: those of parameters among its operands. In the backward also the one bucket
     whose gradients alone it feeds."""
-
-    def root(node: fx.Node) -> fx.Node:
-        while made_anew(node):
-            node = fx_nodes.operand(node)
-        return node
-
     uses: dict[fx.Node, set[str]] = {}
     feeds: dict[fx.Node, set[str]] = {}
     for node in reversed(gm.graph.nodes):
@@ -182,7 +206,7 @@ def _uses(
     for node in nodes:
         if made_anew(node):
             continue
-        used = {bucket_of[r] for a in node.all_input_nodes if (r := root(a)) in bucket_of}
+        used = {bucket_of[r] for a in node.all_input_nodes if (r := root(a, made_anew)) in bucket_of}
         if node.meta.get("phase") == "backward" and len(feeds[node]) == 1 and "*" not in feeds[node]:
             used |= feeds[node]
         if used:
@@ -220,30 +244,26 @@ def _units(program: Program, nodes: list[fx.Node], uses: dict[fx.Node, set[str]]
     return {name: joined.get(own, own) for name, own in layer.items()}
 
 
-def _pieces(
-    gm: fx.GraphModule, groups: list[list[fx.Node]], units: list[set[str]], made_anew: MadeAnew
-) -> list[_Piece]:
+def _pieces(gm: fx.GraphModule, groups: list[_Group], made_anew: MadeAnew) -> list[_Piece]:
     """The groups of nodes as segments, each with its inputs, outputs and destinations."""
-    group_of = {node: i for i, group in enumerate(groups) for node in group}
+    group_of = {node: i for i, group in enumerate(groups) for node in group.nodes}
     copies: dict[int, list[fx.Node]] = {}
     for node in gm.graph.nodes:
         if node.target is COPY:
-            source = node.args[1]
-            while made_anew(source):
-                source = source.args[0]
+            source = root(fx_nodes.operand(node, 1), made_anew)
             copies.setdefault(group_of.get(source, len(groups) - 1), []).append(node)
             chain = node.args[1]
             while made_anew(chain):  # the views of a copied value go where the copy goes
-                if chain in group_of and chain in groups[group_of[chain]]:
-                    groups[group_of[chain]].remove(chain)
+                if chain in group_of and chain in groups[group_of[chain]].nodes:
+                    groups[group_of[chain]].nodes.remove(chain)
                 target = group_of.get(source, len(groups) - 1)
-                groups[target].append(chain)
+                groups[target].nodes.append(chain)
                 group_of[chain] = target
                 chain = chain.args[0]
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     outs = [n for n in fx_nodes.outputs(gm.graph) if isinstance(n, fx.Node)]
     pieces = []
-    for i, group in enumerate(groups):
+    for i, (group, units, chunk) in enumerate((g.nodes, g.units, g.chunk) for g in groups):
         group.sort(key=order.__getitem__)
         ends = copies.get(i, [])
         inside = set(group)
@@ -258,6 +278,6 @@ def _pieces(
         phases = {n.meta.get("phase") or "forward" for n in group if not made_anew(n)}
         phase = " and ".join(sorted(phases, reverse=True))
         line = next((n.meta["source"] for n in group if n.meta.get("source") and not n.meta.get("phase")), "")
-        why = " ".join(filter(None, [phase, *sorted(units[i]), f"({line})" if line else ""]))
-        pieces.append(_Piece(piece, inputs, outputs, [fx_nodes.operand(c) for c in ends], why))
+        why = " ".join(filter(None, [phase, *sorted(units), f"({line})" if line else ""]))
+        pieces.append(_Piece(piece, inputs, outputs, [fx_nodes.operand(c) for c in ends], why, chunk))
     return pieces

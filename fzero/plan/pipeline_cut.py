@@ -71,9 +71,14 @@ def cut_layers(layers: Mapping[str, int], last: int, role_of: Sequence[int], cut
     names = in_order(list(layers))
     chunks = len(role_of)
     if chunks > len(names):
+        if not names:
+            raise SpecError(
+                "Spec(pipeline=): no layer has a number of its own in its path, as params['blocks'][0] has. Put the "
+                "layers that are dealt to roles into a list"
+            )
         raise SpecError(
             f"Spec(pipeline=): {chunks} chunks need as many numbered layers, as in params['blocks'][0]; there are "
-            f"{len(names)}{': ' + ', '.join(names) if names else ''}. Use fewer chunks or fewer roles (mesh pp)"
+            f"{len(names)}: {', '.join(names)}. Use fewer chunks or fewer roles (mesh pp)"
         )
     starts = _balanced([layers[n] for n in names], last, chunks) if cut is None else _given(cut, names, chunks)
     chunk_of = {name: sum(start <= i for start in starts) for i, name in enumerate(names)}
@@ -81,7 +86,7 @@ def cut_layers(layers: Mapping[str, int], last: int, role_of: Sequence[int], cut
 
 
 def _given(cut: Sequence[str], names: Sequence[str], chunks: int) -> list[int]:
-    if isinstance(cut, str) or len(cut) != chunks - 1:
+    if len(cut) != chunks - 1:
         raise SpecError(
             f"Pipeline(cut={cut!r}): {chunks} chunks have {chunks - 1} cuts, each the first layer of a chunk"
         )
@@ -96,7 +101,10 @@ def _given(cut: Sequence[str], names: Sequence[str], chunks: int) -> list[int]:
             raise SpecError(f"Pipeline(cut=[{name!r}]) names no numbered layer.{tree.suggest(wanted, known)}")
         starts.append(known[wanted])
     if starts != sorted(set(starts)) or 0 in starts:
-        raise SpecError(f"Pipeline(cut={list(cut)!r}): cuts go up, and the first chunk begins at {next(iter(known))!r}")
+        raise SpecError(
+            f"Pipeline(cut={list(cut)!r}): cuts are in the order of layers ({', '.join(known)}), each once, "
+            "without the first: there the first chunk begins"
+        )
     return starts
 
 

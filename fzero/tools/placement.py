@@ -94,7 +94,7 @@ def places(mesh: Mesh, nodes: Sequence[int]) -> list[AxisPlace]:
 
 
 def fix(mesh: Mesh, nodes: Sequence[int]) -> str:
-    """The smallest change that puts the last axis inside a node; "" if it lies there already, or if there is `pp` alone:
+    """The smallest change that puts the last axis inside a node; "" if it lies there, or if there is `pp` alone:
     it sends least, and neighbours on a node stay neighbours.
 
     >>> fix(Mesh((("pp", 2), ("dp", 4))), [0, 0, 1, 1, 2, 2, 3, 3])

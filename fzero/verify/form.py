@@ -173,7 +173,7 @@ def calls(program: Program) -> Iterator[Fault]:
             continue
         gm = program.segments.get(op.segment)
         if gm is None:
-            yield i, f"segment {op.get('segment')} is not in the program: pass segments= to parse"
+            yield i, f"segment {op.get('segment')} is not in the program: fzero.parse(text, program.segments)"
             continue
         results, takes = fx_nodes.outputs(gm.graph), fx_nodes.placeholders(gm.graph)
         num_results = len(results)

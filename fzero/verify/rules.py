@@ -279,7 +279,10 @@ def _columns(programs: Mapping[int, Program]) -> list[Column]:
         if program.role is None:
             continue
         if program.role != program.mesh.role(rank):
-            what = f"it is for role {program.role}, the rank's is {program.mesh.role(rank)}"
+            what = (
+                f"it is for role {program.role}, the rank's is {program.mesh.role(rank)}: programs are given by "
+                "rank, as in fzero.verify(lowered.roles)"
+            )
             raise VerifyError(_message("roles", rank, program, -1, what, True))
         columns.setdefault(program.mesh.peers(rank, PIPELINE)[0], {})[program.role] = rank, program
     different = {tuple(id(column[role][1]) for role in sorted(column)): column for column in columns.values()}

@@ -189,3 +189,79 @@ def test_meshes_say_what_fits() -> None:
         lower(mesh={"pp": 2}, pipeline=Pipeline(cut=["layers/1"]))
     with pytest.raises(SpecError, match="is inside a layer: chunks are whole layers"):
         lower(mesh={"pp": 2}, pipeline=Pipeline(cut=["blocks/1/w"]))
+
+
+# --- what a spec says that cannot be meant ----------------------------------------------------------------------------
+
+
+def mlp(p: Any, batch: torch.Tensor) -> torch.Tensor:
+    for w in p["layers"]:
+        batch = torch.tanh(batch @ w)
+    return batch.square().mean()
+
+
+def lowered_mlp(loss: Any = mlp, world_size: int | None = None, **given: Any) -> Any:
+    params = {"layers": [torch.empty(16, 16, device="meta") for _ in range(4)]}
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1), microbatches=4, **given)
+    return fzero.lower(spec, params, torch.empty(8, 16, device="meta"), world_size=world_size)
+
+
+REFUSED = {
+    r"needed `dp_out` before `dp`.*mesh=\{'dp_out': 4, 'dp': 2\}": {"mesh": {"dp": 2, "dp_out": 4}, "zero": "hsdp"},
+    r"two data axes, as in mesh=\{'dp_out': 2, 'dp': 4\}": {"mesh": {"dp_out": 4}, "zero": "hpz"},
+    r"needed an axis `pp` in mesh.*it is None": {"pipeline": "1f1b", "world_size": 4},
+    r"pipeline=''.*needed one of": {"pipeline": "", "mesh": {"pp": 2}},
+    r"Did you mean 'zb-v'": {"pipeline": "ZB-V", "mesh": {"pp": 2}},
+    r"how many roles there are follows from the world": {"mesh": {"pp": -1, "dp": 2}, "pipeline": "1f1b"},
+    r"Did you mean 'dp'": {"mesh": {"pp": 2, "dpp": 2}},
+    r"needed each axis once": {
+        "mesh": {"dp_out": 2, "dp": 2},
+        "zero": {"params": (), "grads": (), "optimizer": ("dp", "dp")},
+    },
+    r"or world_size=4": {"mesh": {"pp": 2, "dp": 2}, "world_size": 6},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_meant_is_refused(message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        lowered_mlp(**REFUSED[message])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({"chunks": "2"}, "a positive int"), ({"chunks": 0}, "a positive int"), ({"cut": 2}, "a list of layers"),
+     ({"cut": "layers/3"}, r"cut=\['layers/3'\]"), ({"schedule": None}, "a schedule's name")],
+)  # fmt: skip
+def test_a_pipeline_of_wrong_types_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        Pipeline(**given)
+
+
+def test_a_schedule_may_stand_for_a_pipeline() -> None:
+    own = make_schedule("1f1b", 2, 4)
+    assert lowered_mlp(mesh={"pp": 2}, pipeline=own).schedule == own
+
+
+def test_the_passes_of_a_pipeline_name_the_cut() -> None:
+    lowered = lowered_mlp(mesh={"pp": 2}, pipeline="1f1b")
+    cut = next(record for record in lowered.passes if record.name == "by_role")
+    assert cut.before["run"] > cut.after["run"]
+    assert cut.after["send"] == 4
+
+
+def test_layers_against_their_order_are_told() -> None:
+    """They run, and what that costs is among the choices."""
+
+    def reversed_mlp(p: Any, batch: torch.Tensor) -> torch.Tensor:
+        return mlp({"layers": p["layers"][::-1]}, batch)
+
+    lowered = lowered_mlp(reversed_mlp, mesh={"pp": 2}, pipeline="1f1b")
+    assert "2,048 bytes of leaves are sent each step" in lowered.choices["pipeline"]
+    assert "pipeline" not in lowered_mlp(mesh={"pp": 2}, pipeline="1f1b").choices
+
+
+def test_an_unknown_transport_is_no_program() -> None:
+    text = str(lowered_mlp(mesh={"dp": 2}).program).replace("transport p2p", "transport pigeon")
+    with pytest.raises(ValueError, match="transport 'pigeon': there is p2p, shared, nccl"):
+        fzero.parse(text)

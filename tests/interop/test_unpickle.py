@@ -252,17 +252,22 @@ BOMBS = {
 
 
 def bounded(call: Callable[[], Any]) -> tuple[str, int]:
-    """(how `call` ended, MiB by which the process grew) in a child process that may be killed."""
+    """(how `call` ended, MiB by which the process grew) in a child process that may be killed.
+
+    Memory that the tests before have freed, and that still counts as the process's data, is not growth.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+        kib = {line[0]: int(line[1]) for line in lines if line[0] in ("VmData:", "RssAnon:")}
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + kib["VmData:"] - kib["RssAnon:"]
         try:
             call()
             told = "it was read"
         except Refused as error:
             told = str(error)
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        grown = max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         os.write(writing, f"{grown >> 10} {told}".encode()[:4000])
         os._exit(0)
     os.close(writing)

@@ -284,6 +284,15 @@ def test_a_conv_net(schedule: str) -> None:
     both(2, 2, schedule, params=params, batch=images, loss=conv_loss, zero=2, clip_norm=0.5)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", cases.PLAIN)
+@pytest.mark.sampled(3)
+def test_layers_whose_backward_reads_no_leaf_at_a_border(name: str, schedule: str) -> None:
+    """A layer for each chunk."""
+    params, loss, batch = cases.plain(name, 4 if schedule in ("interleaved", "zb-v") else 2)
+    both(2, 2, schedule, params=params, batch=batch, loss=loss, zero=1)
+
+
 def lora_init(key: Tensor) -> Any:
     """Adapters beside frozen weights, in each block and on a frozen head."""
     k = iter(fzero.random.split(key, 20))

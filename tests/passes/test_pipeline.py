@@ -37,20 +37,86 @@ def test_receives_start_in_the_order_of_the_sends(schedule: str, roles: int) -> 
     assert len(sent) >= 2 * (roles - 1)
 
 
-def test_a_value_that_the_next_chunk_reads_is_not_made_again() -> None:
-    """A layer that ends in an activation: the next one's backward reads what it was computed from."""
+class Gate(torch.autograd.Function):
+    """Its backward reads a value before the sum and one after it: a border between them is the smallest."""
 
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        slope, scale = torch.cos(x), x.sum(-1, keepdim=True).exp()
+        ctx.save_for_backward(slope, scale)
+        return scale
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        slope, scale = ctx.saved_tensors
+        return g * (slope * scale)
+
+
+def test_a_value_that_the_next_chunk_reads_is_not_made_again() -> None:
     def loss(p: Any, batch: Tensor) -> Tensor:
         for w in p["blocks"]:
-            batch = batch + torch.tanh(torch.tanh(batch @ w) @ w)
+            batch = Gate.apply(batch @ w)
         return batch.square().mean()
 
-    params = {"blocks": [torch.empty(8, 8, device="meta") for _ in range(4)]}
+    params = {"blocks": [torch.empty(1, 8, device="meta") for _ in range(4)]}
 
     def made_again(**given: Any) -> int:
         spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1), microbatches=2, remat="full", **given)
-        programs = fzero.lower(spec, params, torch.empty(4, 8, device="meta")).programs
+        programs = fzero.lower(spec, params, torch.empty(4, 1, device="meta")).programs
         return sum(name.endswith(".again") for program in programs.values() for name in program.buffers)
 
     whole, cut = made_again(), made_again(mesh={"pp": 2}, pipeline="1f1b")
     assert 0 < cut < whole
+
+
+# --- borders ----------------------------------------------------------------------------------------------------------
+
+MICROBATCHES = 4
+
+
+@pytest.mark.parametrize("roles", [2, 4])
+@pytest.mark.parametrize("name", cases.PLAIN)
+@pytest.mark.sampled(5)
+def test_a_border_carries_one_activation_and_one_gradient(name: str, roles: int) -> None:
+    """And every role works with the leaves of its own layers alone. One layer a role, which may begin without a leaf
+    and whose backward may read none."""
+    params, loss, batch = cases.plain(name, roles)
+    spec = fzero.Spec(
+        loss=loss, optimizer=fzero.optim.adamw(1e-3), microbatches=MICROBATCHES, mesh={"pp": roles}, pipeline="1f1b"
+    )
+    programs = fzero.lower(spec, params, batch(0, 0)).programs
+    sent: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for role, program in programs.items():
+        regions = [op for op in program.ops if op.computes and op.phase == "region"]
+        buckets = {program.buffers[ref.name].bucket for op in regions for ref in (*op.reads, *op.writes)} - {None}
+        assert {program.buckets[name].slots[0].path.split("/")[1] for name in buckets} == {str(role)}
+        for op in program.ops:
+            if op.is_send and op.target not in program.metrics.values():
+                sent[role, op.peer].append(program.buffers[op.target].nbytes)
+    assert sent.keys() == {(a, b) for a in range(roles) for b in range(roles) if abs(a - b) == 1}
+    assert all(len(sizes) == MICROBATCHES for sizes in sent.values())
+    assert all(sent[role, role + 1] == sent[role + 1, role] for role in range(roles - 1))
+
+
+def test_a_penalty_sends_the_gradient_of_a_number() -> None:
+    """The loss lies on the last role, and so does each layer's norm. What a norm's gradient multiplies lies with the
+    layer, so its own gradient is sent, a number, and no weight's."""
+
+    def loss(p: Any, batch: Tensor) -> Tensor:
+        x = batch
+        for layer in p["layers"]:
+            x = torch.tanh(x @ layer)
+        return x.square().mean() + 1e-2 * sum(layer.square().sum() for layer in p["layers"])
+
+    spec = fzero.Spec(
+        loss=loss, optimizer=fzero.optim.adamw(1e-3), microbatches=MICROBATCHES, mesh={"pp": 4}, pipeline="1f1b"
+    )
+    params = {"layers": [torch.empty(16, 16, device="meta") for _ in range(4)]}
+    programs = fzero.lower(spec, params, torch.empty(4, 16, device="meta")).programs
+    down = [
+        program.buffers[op.target].numel
+        for role, program in programs.items()
+        for op in program.ops
+        if op.is_send and op.peer < role
+    ]
+    assert set(down) == {1, 16}

@@ -139,6 +139,35 @@ def gpt(
     return init, loss
 
 
+PLAIN: dict[str, Callable[[Params, torch.Tensor], torch.Tensor]] = {
+    "tanh": lambda p, x: torch.tanh(x @ p["w"]),
+    "relu with bias": lambda p, x: torch.relu(x @ p["w"] + p["b"]),
+    "residual": lambda p, x: x + torch.tanh(x @ p["w"]),
+    "conv": lambda p, x: torch.relu(F.conv2d(x, p["w"], p["b"], padding=1)),
+    "pooled conv": lambda p, x: F.max_pool2d(torch.relu(F.conv2d(x, p["w"], p["b"], padding=1)), 2),
+}
+
+
+def plain(name: str, depth: int) -> tuple[Params, Callable[[Params, torch.Tensor], torch.Tensor], Any]:
+    """(params, loss, batch by rank and step) of layers alone, whose backward reads no leaf in its first layer."""
+    shape = (4, 4, 3, 3) if "conv" in name else (16, 16)
+    keys = fzero.random.split(fzero.random.key(0), depth)
+    layers = [{"w": fzero.random.normal(key, shape) * 0.3} for key in keys]
+    if "bias" in name or "conv" in name:
+        layers = [layer | {"b": torch.full(shape[:1], 0.1)} for layer in layers]
+
+    def loss(params: Params, x: torch.Tensor) -> torch.Tensor:
+        for layer in params["layers"]:
+            x = PLAIN[name](layer, x)
+        return x.square().mean()
+
+    def batch(rank: int, step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(rank + 10 * step)
+        return torch.randn(4, *((4, 16, 16) if "conv" in name else (16,)), generator=generator)
+
+    return {"layers": layers}, loss, batch
+
+
 def tokens(rows: int, length: int, vocab: int, seed: int = 0) -> dict[str, torch.Tensor]:
     drawn = torch.randint(0, vocab, (rows, length + 1), generator=torch.Generator().manual_seed(seed))
     return {"x": drawn[:, :-1].contiguous(), "y": drawn[:, 1:].contiguous()}

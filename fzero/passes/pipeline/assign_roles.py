@@ -25,6 +25,8 @@ from fzero.pipeline import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
 
 aten = torch.ops.aten
 
+LENT = ".lent"  # between the name of a buffer and the place in it, of a copy for another role
+
 Group = tuple[int, Action | None]  # (how many regions began before, the action; None: outside of regions)
 
 
@@ -43,7 +45,6 @@ class Assigned:
 
     program: Program
     schedule: Schedule
-    chunk_of: Mapping[str, int]
     works: list[Work] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     segments: dict[str, fx.GraphModule] = field(default_factory=dict)
@@ -57,7 +58,7 @@ class Assigned:
     def place(self) -> None:
         """Gives every op its roles and its group."""
         self.buffers = dict(self.program.buffers)
-        found = pieces(self.program, self.chunk_of)
+        found = pieces(self.program)
         read_in: dict[str, set[int]] = defaultdict(set)  # of each buffer, the chunks that read it
         for number, piece in found.items():
             for ref in self.program.ops[number].reads:
@@ -111,9 +112,10 @@ class Assigned:
             used = [i for i, node in enumerate(inputs) if node in nodes]
             body = sorted((n for n in nodes if n.op == "call_function"), key=order.__getitem__)
             cut = segments.extract(body, [inputs[i] for i in used], [plain[ref] for ref in refs])
-            run = rewrite.run_op(op, cut, [op.reads[i] for i in used], list(refs))
+            first = min(refs.values())
+            run = rewrite.run_op(op, cut, [op.reads[i] for i in used], list(refs)).with_attrs(chunk=first)
             self.segments[run.segment] = cut
-            drafts.append((run, (index, Action(FORWARD, min(refs.values()), op.microbatch)), frozenset({other})))
+            drafts.append((run, (index, Action(FORWARD, first, op.microbatch)), frozenset({other})))
         return drafts
 
     def _is_known(self, name: str) -> bool:
@@ -147,7 +149,7 @@ class Assigned:
         for position, ref in enumerate(op.reads):
             if self._role(ref) in (None, role):
                 continue
-            name = f"{ref.name}.lent{ref.start}"
+            name = f"{ref.name}{LENT}{ref.start}"
             reads[position] = Ref(name)
             if name not in self.lent:
                 self.buffers[name] = Buffer(name, self.buffers[ref.name].dtype, ref.shape or (), "activation")

@@ -30,16 +30,18 @@ from fzero.pipeline import Schedule
 EARLY = 1  # whole actions between the start of a message and the wait for it
 
 
-def by_role(program: Program, schedule: Schedule, chunk_of: Mapping[str, int]) -> dict[int, Program]:
-    """The programs of all roles. `chunk_of`: of each bucket of a numbered layer, its chunk.
+def by_role(program: Program, schedule: Schedule) -> dict[int, Program]:
+    """The programs of all roles.
 
     Raises SpecError where the cut does not follow the step, or an op needs leaves of several roles at once.
     """
-    cut = Assigned(program, schedule, chunk_of)
+    cut = Assigned(program, schedule)
     cut.place()
     messages = _messages(cut)
     builders = [_RoleBuilder(cut, messages, role) for role in range(schedule.roles)]
     received = {message: time for builder in builders for message, time in builder.receives().items()}
+    for sent in messages.values():
+        sent.sort(key=lambda message: received.get(message, 0.0))  # what is lent is received at the start
     return _received_in_order({builder.role: builder.program(received) for builder in builders})
 
 
@@ -151,7 +153,7 @@ class _RoleBuilder:
         for name in list(self.posted):
             self._arrived(name)
         while self.sent:
-            self._wait_for(self.sent[0])
+            self._wait_for(min(self.sent, key=received.__getitem__))
         named = {ref.name for op in self.ops for ref in (*op.reads, *op.writes)}
         done = rewrite.finish(program, "by_role", ops=self.ops, buffers=cut.buffers, new_segments=cut.segments)
         buffers = {name: b for name, b in done.buffers.items() if name in named or self._keeps(b)}
@@ -222,7 +224,7 @@ class _RoleBuilder:
                     self._arrived(name)
 
     def _send(self, messages: Sequence[Message]) -> None:
-        """Sends a buffer to the first of several roles. The others follow, each when the one before it has gone."""
+        """Sends a buffer to the role that first receives it. Others follow, each when the one before it has gone."""
         if not messages:
             return
         message, *rest = messages
