@@ -21,19 +21,26 @@ class Comm(Protocol):
         """The sum or maximum over ranks, a new tensor."""
 
 
-def mean(comm: Comm, rank: int, size: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def mean(comm: Comm, rank: int | Tensor, size: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """An addend of the mean over a sharded dim."""
     return aten.mean(x, *args, **kwargs) / size
 
 
-def embedding(comm: Comm, rank: int, size: int, weight: Tensor, indices: Tensor, *_: Any) -> Tensor:
+def embedding(comm: Comm, rank: int | Tensor, size: int, weight: Tensor, indices: Tensor, *_: Any) -> Tensor:
     """Rows of the weight's own part; zeros where another rank has the row."""
     own, inside = _own(indices, rank, len(weight))
     return aten.embedding.default(weight, own).masked_fill(~inside.unsqueeze(-1), 0)
 
 
 def embedding_dense_backward(
-    comm: Comm, rank: int, size: int, grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int, by_freq: bool
+    comm: Comm,
+    rank: int | Tensor,
+    size: int,
+    grad: Tensor,
+    indices: Tensor,
+    num_weights: int,
+    padding_idx: int,
+    by_freq: bool,
 ) -> Tensor:
     """The own rows of the weight's gradient."""
     rows = num_weights // size
@@ -42,7 +49,7 @@ def embedding_dense_backward(
     return aten.embedding_dense_backward.default(grad, own, rows, -1, by_freq)
 
 
-def log_softmax(comm: Comm, rank: int, size: int, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+def log_softmax(comm: Comm, rank: int | Tensor, size: int, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     """The own part of log_softmax over a sharded dim; 16-bit types are summed in float32."""
     wide = x.float() if x.element_size() < 4 else x
     wide = wide - comm.all_reduce(wide.amax(dim, keepdim=True), "max")
@@ -51,7 +58,7 @@ def log_softmax(comm: Comm, rank: int, size: int, x: Tensor, dim: int, half_to_f
 
 
 def log_softmax_backward(
-    comm: Comm, rank: int, size: int, grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
+    comm: Comm, rank: int | Tensor, size: int, grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
 ) -> Tensor:
     """The own part of the gradient of log_softmax over a sharded dim."""
     total = comm.all_reduce(grad.sum(dim, keepdim=True), "sum")
@@ -59,7 +66,14 @@ def log_softmax_backward(
 
 
 def nll_loss_forward(
-    comm: Comm, rank: int, size: int, x: Tensor, target: Tensor, weight: None, reduction: int, ignore_index: int
+    comm: Comm,
+    rank: int | Tensor,
+    size: int,
+    x: Tensor,
+    target: Tensor,
+    weight: None,
+    reduction: int,
+    ignore_index: int,
 ) -> tuple[Tensor, Tensor]:
     """An addend of the loss over sharded classes (dim 1), and the count of rows."""
     own, inside = _own(target, rank, x.shape[1])
@@ -72,7 +86,7 @@ def nll_loss_forward(
 
 
 def nll_loss_backward(
-    comm: Comm, rank: int, size: int, grad: Tensor, x: Tensor, target: Tensor, weight: None, reduction: int,
+    comm: Comm, rank: int | Tensor, size: int, grad: Tensor, x: Tensor, target: Tensor, weight: None, reduction: int,
     ignore_index: int, total_weight: Tensor,
 ) -> Tensor:  # fmt: skip
     """The own classes of the loss's gradient."""
@@ -83,7 +97,14 @@ def nll_loss_backward(
 
 
 def nll_loss_mean(
-    comm: Comm, rank: int, size: int, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int
+    comm: Comm,
+    rank: int | Tensor,
+    size: int,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignored: int,
 ) -> tuple[Tensor, Tensor]:
     """An addend of the mean loss over sharded rows, and the weight of all rows."""
     op = aten.nll_loss_forward.default if x.dim() == 2 else aten.nll_loss2d_forward.default
@@ -95,7 +116,7 @@ def nll_loss_mean(
 _NONE, _MEAN, _SUM = range(3)  # torch's numbers of a loss's reduction
 
 
-def _own(index: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:
+def _own(index: Tensor, rank: int | Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Global indices as those of this rank's part, 0 where they are another's, and whether they are this rank's."""
     local = index - rank * size
     inside = (local >= 0) & (local < size)

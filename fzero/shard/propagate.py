@@ -391,7 +391,8 @@ def wire_bytes(source: Placement, want: Placement, value: torch.Tensor, n: int) 
 
 def _memory_order(value: torch.Tensor) -> list[int]:
     """The dims from the outermost in memory to the innermost."""
-    return sorted(range(value.ndim), key=lambda d: (-value.stride(d), d))
+    strides = value.stride()
+    return sorted(range(value.ndim), key=lambda d: (-strides[d], d))
 
 
 def _like(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -413,7 +414,8 @@ def split_bias(gm: fx.GraphModule, placed: Sequence[Placement]) -> None:
         while leaf.op == "call_function" and (fx_nodes.is_view(leaf) or leaf.target in _CASTS):
             transposed ^= leaf.target in (aten.t.default, aten.transpose.int, aten.permute.default)
             leaf = fx_nodes.operand(leaf)
-        if place.get(leaf) is None or not isinstance(place[leaf], Shard) or place[leaf].dim != int(transposed):
+        where = place.get(leaf)
+        if not isinstance(where, Shard) or where.dim != int(transposed):
             continue
         users = list(node.users)
         view = users[0] if len(users) == 1 and users[0].target in _VIEWS else None

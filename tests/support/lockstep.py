@@ -24,7 +24,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class Captured:
-    """The joint graph of a loss, its inputs, the leaves' paths among them, and of each output the leaf it belongs to."""
+    """The joint graph of a loss, its inputs, the paths of the leaves among them, and of each gradient its leaf."""
 
     gm: fx.GraphModule
     inputs: list[Tensor]
