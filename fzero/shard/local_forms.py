@@ -1,0 +1,132 @@
+"""local_forms: one rank's part of an op whose sharded dim the op itself must see whole.
+
+Each takes `comm`, the rank, the number of ranks and the op's local arguments. Only `comm.all_reduce(x, "sum" | "max")`
+communicates. A sharded dim lies on the ranks in order, so rank r holds the elements from r * size on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+class Comm(Protocol):
+    """What a form may use of a communicator."""
+
+    def all_reduce(self, x: Tensor, how: str) -> Tensor:
+        """The sum or maximum over ranks, a new tensor."""
+
+
+def mean(comm: Comm, rank: int | Tensor, size: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """An addend of the mean over a sharded dim."""
+    return aten.mean(x, *args, **kwargs) / size
+
+
+def embedding(comm: Comm, rank: int | Tensor, size: int, weight: Tensor, indices: Tensor, *_: Any) -> Tensor:
+    """Rows of the weight's own part; zeros where another rank has the row."""
+    own, inside = _own(indices, rank, len(weight))
+    return aten.embedding.default(weight, own).masked_fill(~inside.unsqueeze(-1), 0)
+
+
+def embedding_dense_backward(
+    comm: Comm,
+    rank: int | Tensor,
+    size: int,
+    grad: Tensor,
+    indices: Tensor,
+    num_weights: int,
+    padding_idx: int,
+    by_freq: bool,
+) -> Tensor:
+    """The own rows of the weight's gradient."""
+    rows = num_weights // size
+    own, inside = _own(indices, rank, rows)
+    grad = grad.masked_fill(~(inside & (indices != padding_idx)).unsqueeze(-1), 0)
+    return aten.embedding_dense_backward.default(grad, own, rows, -1, by_freq)
+
+
+def log_softmax(comm: Comm, rank: int | Tensor, size: int, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    """The own part of log_softmax over a sharded dim; 16-bit types are summed in float32."""
+    wide = x.float() if x.element_size() < 4 else x
+    wide = wide - comm.all_reduce(wide.amax(dim, keepdim=True), "max")
+    wide = wide - comm.all_reduce(wide.exp().sum(dim, keepdim=True), "sum").log()
+    return wide if half_to_float else wide.to(x.dtype)
+
+
+def log_softmax_backward(
+    comm: Comm, rank: int | Tensor, size: int, grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
+) -> Tensor:
+    """The own part of the gradient of log_softmax over a sharded dim."""
+    total = comm.all_reduce(grad.sum(dim, keepdim=True), "sum")
+    return (grad - output.exp() * total).to(input_dtype)
+
+
+def nll_loss_forward(
+    comm: Comm,
+    rank: int | Tensor,
+    size: int,
+    x: Tensor,
+    target: Tensor,
+    weight: None,
+    reduction: int,
+    ignore_index: int,
+) -> tuple[Tensor, Tensor]:
+    """An addend of the loss over sharded classes (dim 1), and the count of rows."""
+    own, inside = _own(target, rank, x.shape[1])
+    valid = target != ignore_index
+    loss = -x.gather(1, own.unsqueeze(1)).squeeze(1).masked_fill(~(inside & valid), 0)
+    count = valid.sum().to(x.dtype)
+    if reduction == _NONE:
+        return loss, count.new_zeros(())
+    return (loss.sum() / count if reduction == _MEAN else loss.sum()), count
+
+
+def nll_loss_backward(
+    comm: Comm, rank: int | Tensor, size: int, grad: Tensor, x: Tensor, target: Tensor, weight: None, reduction: int,
+    ignore_index: int, total_weight: Tensor,
+) -> Tensor:  # fmt: skip
+    """The own classes of the loss's gradient."""
+    own, inside = _own(target, rank, x.shape[1])
+    value = -grad / total_weight if reduction == _MEAN else -grad
+    value = value.expand(target.shape).masked_fill(~(inside & (target != ignore_index)), 0)
+    return torch.zeros_like(x).scatter(1, own.unsqueeze(1), value.unsqueeze(1))
+
+
+def nll_loss_mean(
+    comm: Comm,
+    rank: int | Tensor,
+    size: int,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignored: int,
+) -> tuple[Tensor, Tensor]:
+    """An addend of the mean loss over sharded rows, and the weight of all rows."""
+    op = aten.nll_loss_forward.default if x.dim() == 2 else aten.nll_loss2d_forward.default
+    loss, own_weight = op(x, target, weight, _SUM, ignored)
+    total = comm.all_reduce(own_weight, "sum")
+    return loss / total, total
+
+
+_NONE, _MEAN, _SUM = range(3)  # torch's numbers of a loss's reduction
+
+
+def _own(index: Tensor, rank: int | Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Global indices as those of this rank's part, 0 where they are another's, and whether they are this rank's."""
+    local = index - rank * size
+    inside = (local >= 0) & (local < size)
+    return torch.where(inside, local, 0), inside
+
+
+FORMS = {
+    form.__name__: form
+    for form in (
+        mean, embedding, embedding_dense_backward, log_softmax, log_softmax_backward, nll_loss_forward,
+        nll_loss_backward, nll_loss_mean,
+    )
+}  # fmt: skip

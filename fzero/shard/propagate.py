@@ -1,0 +1,436 @@
+"""propagate: one walk over a captured graph that places every value on a mesh axis and writes each rank's graph.
+
+A node is computed under one of the strategies that the rules allow (`fzero.shard.rules`): the one whose operands cost
+the fewest bytes to bring there. What must be moved is moved by an op of `fzero.shard.ops`, at its first reader. These
+choices carry the result (each was measured on real models):
+
+1. A leaf never moves: its product is computed where the leaf lies.
+2. A sum is taken once for all its readers, at the first that needs it whole.
+3. A sum not yet taken passes through views, casts, additions and numbers alone, and not where several read it.
+4. A bias is added after the sum of its product (`split_bias`).
+5. A gathered value is kept for all who want it.
+6. A value that goes to an output is computed where the output is wanted, if that costs nothing more.
+
+The global graph stays what a step means: every value of the local graph is a global one's part, and `Sharded` says
+which. An op of which nothing is known is replicated if its operands are small, and refused otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fzero._torch_compat import graph_module
+from fzero.errors import FzeroError
+from fzero.ir import fx_nodes
+from fzero.shard import ops
+from fzero.shard.factors import Call
+from fzero.shard.local_forms import FORMS
+from fzero.shard.placements import Partial, Placement, Replicated, Shard, local_shape
+from fzero.shard.rules import Strategy, Unknown, localised, strategies
+
+aten = torch.ops.aten
+R = Replicated()
+SMALL_BYTES = 1 << 20  # operands of an unknown op that may be replicated
+NEVER = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A transfer, or a part taken. nbytes: what one rank sends. value, reader: names of global nodes."""
+
+    kind: str
+    value: str
+    source: Placement
+    target: Placement
+    nbytes: float
+    phase: str
+    reader: str
+    line: str
+    is_leaf: bool
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} {self.value} {self.source} -> {self.target}, {self.nbytes:,.0f} bytes, "
+            f"{self.phase}: read by {self.reader} {self.line}".rstrip()
+        )
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A graph as each of n ranks of a mesh axis runs it.
+
+    gm: the placeholders are the global graph's, in local shapes, then the rank on the axis (0-d int64). inputs,
+    outputs: the placements of the placeholders but the last, and of the outputs. moves: in order. replicated: what was
+    computed whole because nothing is known of the op.
+    """
+
+    gm: fx.GraphModule
+    n: int
+    axis: str
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    moves: tuple[Move, ...]
+    replicated: tuple[str, ...]
+
+    @property
+    def sent_bytes(self) -> float:
+        """What one rank sends."""
+        return sum(move.nbytes for move in self.moves)
+
+
+def propagate(
+    gm: fx.GraphModule, placed: Sequence[Placement], wanted: Sequence[Placement], n: int, axis: str = "tp",
+    leaves: Sequence[bool] | None = None,
+) -> Sharded:  # fmt: skip
+    """The graph of one rank.
+
+    placed: of each placeholder. wanted: of each output. leaves: which placeholders are leaves of the state, which never
+    move (None: all that are sharded).
+
+    Raises ValueError where n does not divide a dim, and FzeroError for an op of which nothing is known and whose
+    operands are large.
+    """
+    holders = fx_nodes.placeholders(gm.graph)
+    fixed = list(leaves) if leaves is not None else [isinstance(p, Shard) for p in placed]
+    walk = _Walk(
+        n, axis, dict(zip(holders, placed, strict=True)), {h for h, own in zip(holders, fixed, strict=True) if own}
+    )
+    walk.wish(fx_nodes.outputs(gm.graph), wanted)
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            walk.place(node)
+    walk.rank = walk.local.placeholder(f"rank_{axis}")
+    walk.rank.meta["val"] = walk.fake(lambda: torch.zeros((), dtype=torch.int64))
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            walk.call(node)
+    results = [
+        walk.at(x, want, "the output") if isinstance(x, fx.Node) else x
+        for x, want in zip(fx_nodes.outputs(gm.graph), wanted, strict=True)
+    ]
+    walk.local.output(results)
+    walk.local.eliminate_dead_code()
+    return Sharded(
+        graph_module(walk.local), n, axis, tuple(placed), tuple(wanted), tuple(walk.moves), tuple(walk.replicated)
+    )
+
+
+@dataclass
+class _Walk:
+    """The walk. have: of each global value its local versions by placement. Only its methods write the fields."""
+
+    n: int
+    axis: str
+    placed: Mapping[fx.Node, Placement]
+    leaves: set[fx.Node]  # and views and casts of leaves
+    local: fx.Graph = field(default_factory=fx.Graph)
+    have: dict[fx.Node, dict[Placement, fx.Node]] = field(default_factory=dict)
+    wishes: dict[fx.Node, Placement] = field(default_factory=dict)
+    moves: list[Move] = field(default_factory=list)
+    replicated: list[str] = field(default_factory=list)
+    results: dict[fx.Node, tuple[fx.Node | list[fx.Node], Strategy]] = field(default_factory=dict)
+    rank: fx.Node = field(init=False)
+    mode: Any = None
+
+    def wish(self, outputs: Sequence[Any], wanted: Sequence[Placement]) -> None:
+        """Notes where outputs are wanted, and what they are sums, casts and copies of."""
+        todo = [(x, want) for x, want in zip(outputs, wanted, strict=True) if isinstance(x, fx.Node)]
+        while todo:
+            node, want = todo.pop()
+            if node in self.wishes or not isinstance(want, Shard):
+                continue
+            self.wishes[node] = want
+            if node.target in _SAME_SHAPE:
+                shape = node.meta["val"].shape
+                todo += [(a, want) for a in node.all_input_nodes if a.meta["val"].shape == shape]
+
+    def fake(self, make: Callable[[], Any]) -> Any:
+        """The result of a call on fake tensors."""
+        with self.mode if self.mode is not None else torch.no_grad():
+            return make()
+
+    def place(self, node: fx.Node) -> None:
+        """A placeholder, in its local shape."""
+        value, placement = node.meta["val"], self.placed[node]
+        self.mode = self.mode or getattr(value, "fake_mode", None)
+        mine = self.local.placeholder(str(node.target))
+        mine.meta = dict(node.meta)
+        mine.meta["val"] = self.fake(lambda: _like(value, local_shape(value.shape, placement, self.n)))
+        self.have[node] = {placement: mine}
+
+    # --- choosing
+
+    def call(self, node: fx.Node) -> None:
+        """Writes one op: its operands where the chosen strategy wants them, the local call, the result's version."""
+        if node.target is operator.getitem:
+            self._getitem(node)
+            return
+        strategy = self._chosen(node)
+        call = Call.of(node)
+        given: dict[tuple[int, fx.Node], fx.Node] = {}
+        for i, (x, want) in enumerate(zip(call.operands, strategy.inputs, strict=True)):
+            given[i, x] = self.at(x, want, node.name, node)
+        order = iter(list(given.values()))
+        whole = all(isinstance(p, Replicated) for p in (*strategy.inputs, *strategy.outputs))
+        args, kwargs = (node.args, node.kwargs) if whole else localised(node, strategy, self.n)
+        tensors = set(call.operands)
+        args, kwargs = fx.node.map_arg((args, kwargs), lambda x: next(order) if x in tensors else x)
+        made = (
+            self._form(node, strategy, args, kwargs) if strategy.local else self._node(node.target, args, kwargs, node)
+        )
+        self.results[node] = made, strategy
+        if isinstance(made, fx.Node) and isinstance(node.meta["val"], torch.Tensor):
+            self.have[node] = {strategy.outputs[0]: made}
+        if (
+            len(call.operands) == 1
+            and call.operands[0] in self.leaves
+            and (fx_nodes.is_view(node) or node.target in _CASTS)
+        ):
+            self.leaves.add(node)
+
+    def _getitem(self, node: fx.Node) -> None:
+        source, index = fx_nodes.operand(node), int(str(node.args[1]))
+        made, strategy = self.results[source]
+        position = [i for i, v in enumerate(source.meta["val"]) if isinstance(v, torch.Tensor)].index(index)
+        part = made[index] if isinstance(made, list) else self._node(operator.getitem, (made, index), {}, node)
+        self.have[node] = {strategy.outputs[position]: part}
+
+    def _chosen(self, node: fx.Node) -> Strategy:
+        """The strategy that costs least; of equal ones the one that gives what is wished for, then the first."""
+        operands = Call.of(node).operands
+        groups = {p.groups for x in operands for p in self.have[x] if isinstance(p, Shard)}
+        try:
+            found = strategies(node, self.n, sorted({1} | groups))
+        except Unknown as error:
+            return self._whole(node, error)
+        wish = self.wishes.get(node)
+        now = {p for x in operands for p in self.have[x] if isinstance(p, Shard)}
+        costs = []
+        for number, strategy in enumerate(found):
+            cost = sum(
+                self._cost(node, x, want, strategy, now) for x, want in zip(operands, strategy.inputs, strict=True)
+            )
+            unwished = wish is not None and strategy.outputs[0] != wish
+            idle = not any(isinstance(p, Shard) for p in strategy.inputs) and not unwished and bool(now)
+            costs.append((cost, unwished, idle, number))
+        best = min(costs)
+        if best[0] == NEVER:
+            return found[0]  # a leaf moves: the caller sees it among the moves
+        return found[best[-1]]
+
+    def _whole(self, node: fx.Node, error: Unknown) -> Strategy:
+        """Everything replicated, for an op of which nothing is known. Raises FzeroError if its operands are large."""
+        call = Call.of(node)
+        sharded = [x for x, v in zip(call.operands, call.values, strict=True) if R not in self.have[x]]
+        nbytes = sum(x.meta["val"].nbytes for x in sharded)
+        if nbytes > SMALL_BYTES:
+            raise FzeroError(
+                f"{node.target} {node.meta.get('source', '')}: nothing is known of how it may be sharded, and its "
+                f"operands are {nbytes:,} bytes, too many to gather. Give a rule with fzero.shard.rule"
+            ) from error
+        if sharded:
+            self.replicated.append(f"{node.target} {node.meta.get('source', '')}".rstrip())
+        return Strategy((R,) * len(call.operands), (R,) * len(call.results))
+
+    def _cost(self, node: fx.Node, x: fx.Node, want: Placement, strategy: Strategy, now: set[Shard]) -> float:
+        """Bytes to bring an operand to a placement, with the penalties of the choices above."""
+        versions = self.have[x]
+        if isinstance(want, Partial):
+            several = len(x.users) > 1
+            return NEVER if want not in versions or several or strategy.costly else 0.0
+        if want in versions:
+            return 0.0
+        source = self._source(x, want)
+        nbytes = wire_bytes(source, want, x.meta["val"], self.n)
+        kind = kind_of(source, want)
+        if x in self.leaves and kind != "own_part":
+            return NEVER
+        if kind == "own_part":
+            return 0.0 if want in now else float(x.meta["val"].nbytes)  # nobody asked for it
+        if kind == "reduce_scatter" and want not in now and self.wishes.get(x) != want:
+            return 3 * nbytes  # a gather will follow
+        return nbytes + 1e-3
+
+    def _source(self, x: fx.Node, want: Placement) -> Placement:
+        """The version from which a placement is reached with the fewest bytes."""
+        return min(self.have[x], key=lambda p: wire_bytes(p, want, x.meta["val"], self.n))
+
+    # --- writing
+
+    def at(self, x: fx.Node, want: Placement, reader: str, node: fx.Node | None = None) -> fx.Node:
+        """The local node of a global value under a placement; moved once, for all who want it."""
+        versions = self.have[x]
+        if want in versions:
+            return versions[want]
+        source = self._source(x, want)
+        about = node or x
+        self.moves.append(
+            Move(
+                kind_of(source, want), x.name, source, want, wire_bytes(source, want, x.meta["val"], self.n),
+                str(about.meta.get("phase") or "forward"), reader, str(about.meta.get("source", "")), x in self.leaves,
+            )
+        )  # fmt: skip
+        moved = self._moved(versions[source], source, want, x)
+        if isinstance(source, Partial):
+            del versions[source]  # the sum is taken once, for all who read later
+        versions[want] = moved
+        return moved
+
+    def _moved(self, mine: fx.Node, source: Placement, want: Placement, x: fx.Node) -> fx.Node:
+        """Writes a transfer. The dims of its result lie in memory in the order that the global value has: views after
+        it count on that."""
+        if isinstance(source, Partial) and isinstance(want, Replicated):
+            done = self._node(ops.ALL_REDUCE, (mine, self.axis, source.how), {}, x)
+        elif isinstance(source, Partial) and isinstance(want, Shard):
+            done = self._node(ops.REDUCE_SCATTER, (mine, self.axis, self.n, want.dim, want.groups), {}, x)
+        elif isinstance(source, Shard) and isinstance(want, Replicated):
+            done = self._node(ops.ALL_GATHER, (mine, self.axis, self.n, source.dim, source.groups), {}, x)
+        elif isinstance(source, Shard) and isinstance(want, Shard):
+            places = (source.dim, source.groups, want.dim, want.groups)
+            done = self._node(ops.ALL_TO_ALL, (mine, self.axis, self.n, *places), {}, x)
+        elif isinstance(want, Shard):
+            done = self._node(ops.OWN_PART, (mine, self.rank, self.n, want.dim, want.groups), {}, x)
+        else:
+            raise AssertionError(f"{source} is never brought to {want}")
+        order = _memory_order(x.meta["val"])
+        if order == sorted(order):
+            return done
+        back = sorted(range(len(order)), key=order.__getitem__)
+        done = self._node(aten.permute.default, (done, order), {}, x)
+        done = self._node(aten.clone.default, (done,), {"memory_format": torch.contiguous_format}, x)
+        return self._node(aten.permute.default, (done, back), {}, x)
+
+    def _form(self, node: fx.Node, strategy: Strategy, args: Any, kwargs: Any) -> fx.Node | list[fx.Node]:
+        """A local form, traced and written in the op's place: its result, or its results."""
+        nodes: list[fx.Node] = []
+        fx.node.map_arg((args, kwargs), nodes.append)
+        nodes = list(dict.fromkeys(nodes))
+
+        def local(rank: torch.Tensor, *tensors: torch.Tensor) -> Any:
+            of = dict(zip(nodes, tensors, strict=True))
+            a, k = fx.node.map_arg((args, kwargs), of.__getitem__)
+            return FORMS[strategy.local](_Traced(self.axis), rank, self.n, *a, **k)
+
+        with self.mode if self.mode is not None else torch.no_grad():
+            traced = make_fx(local)(self.rank.meta["val"], *(x.meta["val"] for x in nodes))
+        env = dict(zip(fx_nodes.placeholders(traced.graph), [self.rank, *nodes], strict=True))
+        for each in traced.graph.nodes:
+            if each.op == "call_function":
+                a, k = fx.node.map_arg((each.args, each.kwargs), env.__getitem__)
+                env[each] = self._node(each.target, a, k, node)
+                if each.target is ops.ALL_REDUCE:
+                    self._inside(node, each)
+        result: Any = fx_nodes.output(traced.graph).args[0]
+        return env[result] if isinstance(result, fx.Node) else [env[x] for x in result]
+
+    def _inside(self, node: fx.Node, transfer: fx.Node) -> None:
+        """Notes a transfer within a local form."""
+        value, how = transfer.meta["val"], str(transfer.args[2])
+        nbytes = wire_bytes(Partial(how), R, value, self.n)
+        phase, line = str(node.meta.get("phase") or "forward"), str(node.meta.get("source", ""))
+        self.moves.append(Move("all_reduce", node.name, Partial(how), R, nbytes, phase, node.name, line, False))
+
+    def _node(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
+        """A node of the local graph, with its fake value. A view that local strides do not allow is made of a copy."""
+        given = fx.node.map_arg((tuple(args), kwargs), lambda x: x.meta["val"])
+        try:
+            value = self.fake(lambda: target(*given[0], **given[1]))
+        except (RuntimeError, ValueError):
+            if target not in _VIEWS:
+                raise
+            first = self._node(aten.clone.default, (args[0],), {"memory_format": torch.contiguous_format}, like)
+            return self._node(target, (first, *args[1:]), kwargs, like)
+        made = self.local.call_function(target, tuple(args), dict(kwargs))
+        made.meta = {**like.meta, "val": value}
+        return made
+
+
+class _Traced:
+    """The communicator of a local form that is traced: a transfer becomes an op."""
+
+    def __init__(self, axis: str) -> None:
+        self.axis = axis
+
+    def all_reduce(self, x: torch.Tensor, how: str) -> torch.Tensor:
+        return ops.ALL_REDUCE(x, self.axis, how)
+
+
+_CASTS = {aten._to_copy.default}
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
+_SAME_SHAPE = {aten.add.Tensor, aten._to_copy.default, aten.clone.default, aten.mul.Tensor, aten.div.Tensor}
+
+
+def kind_of(source: Placement, want: Placement) -> str:
+    """The transfer from one placement to another; "" where they are equal."""
+    if source == want:
+        return ""
+    if isinstance(source, Partial):
+        return "all_reduce" if isinstance(want, Replicated) else "reduce_scatter"
+    if isinstance(source, Replicated):
+        return "own_part"
+    return "all_gather" if isinstance(want, Replicated) else "all_to_all"
+
+
+def wire_bytes(source: Placement, want: Placement, value: torch.Tensor, n: int) -> float:
+    """What one rank sends to bring a global value from a placement to another; infinite where there is no way."""
+    if isinstance(want, Partial):
+        return 0.0 if source == want else NEVER
+    share = (n - 1) / n * value.nbytes
+    return {"": 0.0, "own_part": 0.0, "all_reduce": 2 * share, "all_to_all": share / n}.get(
+        kind_of(source, want), share
+    )
+
+
+def _memory_order(value: torch.Tensor) -> list[int]:
+    """The dims from the outermost in memory to the innermost."""
+    strides = value.stride()
+    return sorted(range(value.ndim), key=lambda d: (-strides[d], d))
+
+
+def _like(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """An empty tensor of a shape whose dims lie in memory in the order of another's."""
+    order = _memory_order(value)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return value.new_empty([shape[d] for d in order]).permute(back)
+
+
+def split_bias(gm: fx.GraphModule, placed: Sequence[Placement]) -> None:
+    """`addmm(bias, x, w)` whose sum over a sharded dim is not complete on a rank becomes `mm`, the view after it, and
+    `+ bias`: the bias is added once, after the sum over ranks. In place."""
+    place = dict(zip(fx_nodes.placeholders(gm.graph), placed, strict=True))
+    for node in list(gm.graph.nodes):
+        if node.target is not aten.addmm.default or node.kwargs:
+            continue
+        bias, x, w = node.args
+        transposed, leaf = False, w
+        while leaf.op == "call_function" and (fx_nodes.is_view(leaf) or leaf.target in _CASTS):
+            transposed ^= leaf.target in (aten.t.default, aten.transpose.int, aten.permute.default)
+            leaf = fx_nodes.operand(leaf)
+        where = place.get(leaf)
+        if not isinstance(where, Shard) or where.dim != int(transposed):
+            continue
+        users = list(node.users)
+        view = users[0] if len(users) == 1 and users[0].target in _VIEWS else None
+        last = view or node
+        with gm.graph.inserting_before(last):
+            product = gm.graph.call_function(aten.mm.default, (x, w))
+            product.meta = dict(node.meta)
+            whole = product
+            if view is not None:
+                whole = gm.graph.call_function(view.target, (product, *view.args[1:]))
+                whole.meta = dict(view.meta)
+            total = gm.graph.call_function(aten.add.Tensor, (whole, bias))
+        total.meta = dict(last.meta)
+        last.replace_all_uses_with(total)
+        gm.graph.erase_node(last)
+        if view is not None:
+            gm.graph.erase_node(node)
+    gm.recompile()

@@ -1,0 +1,83 @@
+"""reductions: ops that sum, compare or scan along dims.
+
+sum(x, 1):  ab -> a     b sharded: Partial       amax: Partial("max")
+cumsum(x, 1):  ab -> ab   b whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fzero.shard.factors import MAX, SUM, WHOLE, Call, Dims, Factors, Kind, Maker
+from fzero.shard.rules.rule import Rule, Rules
+
+aten = torch.ops.aten
+
+
+def reduced(kind: Kind, local: str = "") -> Callable[[Call], Factors]:
+    """The rule of an op that reduces the dims `dim` (all where there are none), with factors of `kind`."""
+
+    def factors(call: Call) -> Factors:
+        m = Maker(call)
+        gone = _reduced_dims(call)
+        dims = tuple(
+            m.dim(size, kind, local) if d in gone else m.dim(size) for d, size in enumerate(call.shape("self"))
+        )
+        kept: Dims = tuple(() if d in gone else dim for d, dim in enumerate(dims))
+        if not call.named.get("keepdim"):
+            kept = tuple(dim for d, dim in enumerate(dims) if d not in gone)
+        return m.factors({"self": dims}, *[kept] * len(call.results))
+
+    return factors
+
+
+def _reduced_dims(call: Call) -> set[int]:
+    ndim, given = call.ndim("self"), call.named.get("dim")
+    if given is None or given == []:
+        return set(range(ndim))
+    return {d % ndim for d in (given if isinstance(given, (list, tuple)) else [given])} if ndim else set()
+
+
+def along(*names: str) -> Callable[[Call], Factors]:
+    """The rule of an op whose operands `names` and results have the same dims, but for the size of `dim`: whole."""
+
+    def factors(call: Call) -> Factors:
+        m = Maker(call)
+        at = call.dim(of=names[0])
+        dims = m.dims(call.shape(names[0]), but=[at])
+        outs = [_resized(m, dims, at, tuple(result.shape)) for result in call.results]
+        return m.factors(dict.fromkeys(names, dims), *outs)
+
+    return factors
+
+
+def _resized(m: Maker, dims: Dims, at: int, shape: tuple[int, ...]) -> Dims:
+    """The same dims; dim `at` has a factor of its own, for its size may be another."""
+    return tuple(m.dim(size, WHOLE) if d == at else dims[d] for d, size in enumerate(shape))
+
+
+SUMS = (aten.sum.default, aten.sum.dim_IntList)
+MEANS = (aten.mean.default, aten.mean.dim)
+MAXIMA = (aten.amax.default, aten.max.default, aten.any.default, aten.any.dim, aten.any.dims)
+WITHIN: tuple[Any, ...] = (
+    aten.amin.default, aten.min.default, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,
+    aten.all.default, aten.all.dim, aten.all.dims, aten.prod.default, aten.prod.dim_int, aten.var.correction,
+    aten.std.correction, aten.var_mean.correction, aten.std_mean.correction, aten.logsumexp.default,
+    aten.linalg_vector_norm.default,
+)  # fmt: skip
+SCANS: tuple[Any, ...] = (
+    aten.cumprod.default, aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default, aten.topk.default,
+    aten.sort.default, aten.sort.stable,
+)  # fmt: skip
+
+RULES: Rules = {
+    **{op: Rule(reduced(SUM), ("self",)) for op in SUMS},
+    **{op: Rule(reduced(SUM, "mean"), ("self",)) for op in MEANS},
+    **{op: Rule(reduced(MAX)) for op in MAXIMA},
+    **{op: Rule(reduced(WHOLE)) for op in WITHIN},
+    **{op: Rule(along("self")) for op in SCANS},
+    aten.cumsum.default: Rule(along("self"), ("self",)),
+}
