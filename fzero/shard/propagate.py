@@ -175,10 +175,8 @@ class _Walk:
             return
         strategy = self._chosen(node)
         call = Call.of(node)
-        given: dict[tuple[int, fx.Node], fx.Node] = {}
-        for i, (x, want) in enumerate(zip(call.operands, strategy.inputs, strict=True)):
-            given[i, x] = self.at(x, want, node.name, node)
-        order = iter(list(given.values()))
+        given = [self.at(x, want, node.name, node) for x, want in zip(call.operands, strategy.inputs, strict=True)]
+        order = iter(given)
         whole = all(isinstance(p, Replicated) for p in (*strategy.inputs, *strategy.outputs))
         args, kwargs = (node.args, node.kwargs) if whole else localised(node, strategy, self.n)
         tensors = set(call.operands)
@@ -271,6 +269,9 @@ class _Walk:
         if want in versions:
             return versions[want]
         source = self._source(x, want)
+        if isinstance(source, Partial) and source.how != "sum" and isinstance(want, Shard):
+            self.at(x, R, reader, node)  # a maximum has no reduce_scatter
+            return self.at(x, want, reader, node)
         about = node or x
         self.moves.append(
             Move(

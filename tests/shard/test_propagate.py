@@ -222,3 +222,15 @@ def test_every_transfer(source: Placement, want: Placement) -> None:
     (found,) = run(made, [whole])
     assert torch.equal(found, join(split(whole, source, 2), source))
     assert fx_nodes.outputs(made.gm.graph)[0].meta["val"].stride(0) == 1
+
+
+def test_a_maximum_is_joined_before_it_is_cut() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4, 2, device="meta")
+    graph.output((x,))
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    made = propagate(gm, [Partial("max")], [Shard(0)], 2, leaves=[False])
+    assert [move.kind for move in made.moves] == ["all_reduce", "own_part"]
+    whole = torch.arange(8.0).view(4, 2) - 4
+    assert torch.equal(run(made, [whole])[0], whole)
