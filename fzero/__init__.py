@@ -43,6 +43,7 @@ from fzero.ir.program import Program
 from fzero.pipeline import Pipeline, Schedule
 from fzero.precision import LossScale, Precision
 from fzero.profile import profile
+from fzero.shard.partition import P, groups
 from fzero.spec import Spec
 from fzero.state.state import ShardedTensor, State, unshard
 from fzero.verify.rules import verify
@@ -66,6 +67,7 @@ __all__ = [
     "Mean",
     "MismatchError",
     "NonFiniteError",
+    "P",
     "Pipeline",
     "Precision",
     "Program",
@@ -82,6 +84,7 @@ __all__ = [
     "evaluate",
     "forward",
     "grad",
+    "groups",
     "init",
     "interop",
     "load",

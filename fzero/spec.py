@@ -14,6 +14,7 @@ from fzero.ir.mesh import PIPELINE, SAME_BATCH
 from fzero.optim import GradientTransformation
 from fzero.pipeline import SCHEDULES, Pipeline, Schedule
 from fzero.precision import Precision, policy
+from fzero.shard.partition import AXIS, P
 from fzero.tree import suggest
 
 MESH_AXES = (PIPELINE, "dp_out", "dp", "tp")
@@ -34,7 +35,11 @@ class Spec:
     step: instead of the two: `(state, batch) -> (new state, metrics)` over any pytrees.
     mesh: axis sizes, the last varying fastest over ranks, as {"pp": 2, "dp": 4}. `dp` splits the batch; so does
     `dp_out`, over a slower link (see `zero`). `pp` splits the model (see `pipeline`): ranks that differ in `pp` alone
-    are given the same batch. One axis may be -1: the rest of the world. None: all ranks are `dp`.
+    are given the same batch. `tp` splits layers (see `shard`): its ranks are given the same batch too. One axis may be
+    -1: the rest of the world. None: all ranks are `dp`.
+    shard: with `tp`, path rules of leaves to `fzero.P`: the dims that its ranks hold parts of; the first match wins,
+    and a leaf without one is held by each. As {"blocks/*/attn/w[qkv]": P("tp", None), "blocks/*/attn/wo": P(None,
+    "tp")}. The loss stays as it is: what ranks must exchange follows from the rules (docs/parallel.md).
     pipeline: with `pp`, the order of work: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", or an `fzero.Pipeline`.
     None: "1f1b". No order changes a bit (docs/parallel.md).
     zero: the ZeRO stage 0..3, or path rules to stages, first match wins: `{"blocks/**": 3, "**": 1}`. With an axis
@@ -87,6 +92,7 @@ class Spec:
     optimizer: GradientTransformation | None = None
     step: Callable[..., Any] | None = None
     mesh: Mapping[str, int] | None = None
+    shard: Mapping[str, P] | None = None
     pipeline: str | Pipeline | None = None
     zero: int | str | Mapping[str, Any] = 3
     microbatches: int = 1
@@ -115,6 +121,7 @@ class Spec:
         self._check_form()
         self._check_mesh()
         self._check_zero()
+        self._check_shard()
         rules = self.param_rules if isinstance(self.params, (str, Sequence)) else ()
         text = bool(rules) and all(isinstance(rule, str) and rule for rule in rules)
         _needs(text, "params", self.params, "path rules, as in 'model/**'")
@@ -242,13 +249,27 @@ class Spec:
                 raise SpecError(f"mesh has no axis {axis!r} yet: known are {list(MESH_AXES)}.{hint}")
             if size != -1:
                 _positive(f"mesh[{axis!r}]", size)
-            _needs(axis != "tp" or size == 1, f"mesh[{axis!r}]", size, "1: tensor parallelism is not built yet")
         if list(self.mesh.values()).count(-1) > 1:
             raise SpecError(f"mesh={dict(self.mesh)}: one axis may be -1, the rest of the world")
         names = [*self.mesh]
         if {"dp_out", "dp"} <= {*names} and names.index("dp_out") > names.index("dp"):
             fixed = {**{name: self.mesh[name] for name in names if name != "dp"}, "dp": self.mesh["dp"]}
             _needs(False, "mesh", dict(self.mesh), f"`dp_out` before `dp`, the axis inside it: mesh={fixed}")
+
+    def _check_shard(self) -> None:
+        """Raises SpecError for rules that are none, for an axis that cuts no leaf, and for one that cuts nothing."""
+        mesh = dict(self.mesh or {})
+        if self.shard is None:
+            alone = mesh.get(AXIS, 1) == 1
+            _needs(alone, "mesh", mesh, f"shard= with {AXIS!r}, as in shard={{'blocks/*/w1': P('tp', None)}}")
+            return
+        form = "path rules to fzero.P, as in {'blocks/*/w1': fzero.P('tp', None)}"
+        _needs(isinstance(self.shard, Mapping) and bool(self.shard), "shard", self.shard, form)
+        for rule, dims in self.shard.items():
+            _needs(isinstance(rule, str) and isinstance(dims, P), "shard", {rule: dims}, form)
+            only = f"the axis {AXIS!r} alone; zero= cuts leaves over the data axes, pipeline= over {PIPELINE!r}"
+            _needs({*dims.axes} <= {AXIS}, "shard", {rule: dims}, only)
+        _needs(AXIS in mesh, "shard", dict(self.shard), f"an axis {AXIS!r} in mesh, as in mesh={{'dp': -1, 'tp': 2}}")
 
     def _check_pipeline(self) -> None:
         if self.pipeline is None:

@@ -74,6 +74,8 @@ class Shared:
             if own.data_ptr() != source.data_ptr():
                 own.copy_(source)
             self.pending[name] = Pending([], lambda: self._collect(number, dest, label), [source])
+        elif op.exchanges:
+            self.pending[name] = Pending([], lambda: self._swap(number, source, dest, label), [source])
         else:
             self.pending[name] = Pending([], lambda: self._sum(name, op, number, source, dest, label), [source])
 
@@ -129,6 +131,16 @@ class Shared:
         for rank in self.others:
             part = parts[self.ranks.index(rank)]
             part.copy_(self.host.take(number, rank, part, label))
+            self.host.done(number, rank)
+
+    def _swap(self, number: int, source: torch.Tensor, dest: torch.Tensor, label: str) -> None:
+        """Copies this rank's part of every rank's source into `dest`."""
+        parts = dest.view(self.world, -1)
+        place = self.ranks.index(self.host.rank)
+        parts[place].copy_(source.view(self.world, -1)[place])
+        for rank in self.others:
+            taken = self.host.take(number, rank, source, label).view(self.world, -1)
+            parts[self.ranks.index(rank)].copy_(taken[place])
             self.host.done(number, rank)
 
     def _sum(self, name: str, op: Op, number: int, source: torch.Tensor, dest: torch.Tensor, label: str) -> None:

@@ -1,9 +1,9 @@
 """transfers: how the transfers of one rank run on torch.distributed.
 
 p2p (gloo). `P2P` builds every transfer from `isend` and `irecv`. All-gather: each rank sends its slice to every other
-rank, straight into place. Reduction: each rank sends slice r to rank r. Rank r adds the slices of ranks 0..N-1 in that
-order and divides once. An all_reduce then gathers the slices. An all_reduce_small, for scalars, sends everything to
-everyone. (N-1)/N of the buffer travels per rank and direction.
+rank, straight into place. All-to-all: each part goes to its rank. Reduction: each rank sends slice r to rank r. Rank r
+adds the slices of ranks 0..N-1 in that order and divides once. An all_reduce then gathers the slices. An
+all_reduce_small, for scalars, sends everything to everyone. (N-1)/N of the buffer travels per rank and direction.
 
 gloo's own reductions are not used. They do not add in rank order, and cutting a buffer in two changes their bits. Here
 no world size, bucket size or order of issue changes the bits, and it is faster. `gloo` is `P2P` with gloo's all-gather.
@@ -151,6 +151,8 @@ class P2P:
             self.pending[name] = Pending(requests)
         elif op.reduces:
             self.pending[name] = self._reduce(op, reads[0].reshape(-1), writes[0].view(-1), writes[1])
+        elif op.exchanges:
+            self.pending[name] = self._exchange(reads[0].view(-1), writes[0].view(-1))
         else:
             self.pending[name] = self.messages.start(op, tensors)
 
@@ -164,6 +166,14 @@ class P2P:
     def drain(self) -> None:
         """Ends all transfers that were started."""
         drain(self, list(self.pending))
+
+    def _exchange(self, source: torch.Tensor, dest: torch.Tensor) -> Pending:
+        """Sends every rank its part of `source`; receives into `dest`, in rank order."""
+        parts, places = source.view(self.world, -1), dest.view(self.world, -1)
+        requests = [self.messages.recv(places[peer], peer, self.number) for peer in self.messages.others()]
+        requests += [self.messages.send(parts[peer], peer, self.number) for peer in self.messages.others()]
+        places[self.rank].copy_(parts[self.rank])
+        return Pending(requests, keep=[source])
 
     def _reduce(self, op: Op, source: torch.Tensor, dest: torch.Tensor, scratch: torch.Tensor) -> Pending:
         """Moves the parts into `scratch` ((N-1) rows). `Pending.finish` adds them in rank order; an all_reduce
@@ -225,6 +235,9 @@ class Nccl:
             self.pending[name] = Pending([work], keep=reads)
         elif op.reduces:
             self.pending[name] = self._reduce(op, reads, writes[0])
+        elif op.exchanges:
+            work = dist.all_to_all_single(writes[0].view(-1), reads[0].view(-1), group=self.group, async_op=True)
+            self.pending[name] = Pending([work], keep=reads)
         else:
             self.number += 2
             self.pending[name] = self.messages.start(op, tensors)

@@ -79,7 +79,8 @@ def transport_for(
         transfers = "shared"  # a rank that waits inside gloo reads no messages, and their senders wait for that
     ways = {axis: _ways(line, lane, host, transfers) for lane, (axis, line) in enumerate(along.items())}
     block = block if host is None else host.allocate
-    data = [axis for axis in along if axis not in SAME_BATCH and axis in mesh.names]
+    joint = [axis for axis in along if axis != PIPELINE and axis in mesh.names]
+    data = [axis for axis in joint if axis not in SAME_BATCH] or joint
     table, rates = (
         autotune.measured(ways[data[-1]], along[data[-1]].size, mesh.world_size, block) if data else ({}, None)
     )

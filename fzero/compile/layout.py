@@ -43,6 +43,7 @@ def plan_for(
         params=rules.params,
         per_rank=per_rank,
         compute=rules.compute_dtype,
+        shard=rules.shard,
     )
     check_rules("Spec(remat=...)", rules.remat, [*paths, *(s.path for b in plan.buckets.values() for s in b.slots)])
     return plan

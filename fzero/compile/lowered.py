@@ -16,6 +16,7 @@ from fzero.errors import FzeroError
 from fzero.ir import fx_nodes
 from fzero.ir.mesh import PIPELINE
 from fzero.ir.program import Program
+from fzero.lowering.localise import Sharding
 from fzero.passes import Options, PassRecord, trail
 from fzero.pipeline import Schedule
 from fzero.plan.layout import Plan
@@ -34,6 +35,7 @@ class Lowered:
     naive: Program = field(repr=False)  # before all passes
     options: Options = field(repr=False)  # of the passes
     schedule: Schedule | None = None  # the order of work of a pipeline
+    sharding: Sharding | None = None  # with a mesh axis `tp`: leaves, transfers and their reasons; print it
 
     @property
     def program(self) -> Program:

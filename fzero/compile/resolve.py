@@ -15,6 +15,7 @@ from fzero.ir.mesh import PIPELINE, Mesh, parts_of
 from fzero.pipeline import Pipeline
 from fzero.plan.stages import Columns, Stage
 from fzero.precision import Precision
+from fzero.shard.partition import P
 from fzero.spec import DEFAULT_PARAMS, Spec, by_column
 from fzero.training import training_of
 
@@ -40,6 +41,7 @@ class LayoutRules:
     trainable: tuple[str, ...]
     remat: Mapping[str, str]
     bucket_bytes: int | None
+    shard: Mapping[str, P]
     compute_dtype: Callable[[str, torch.dtype], torch.dtype]
 
 
@@ -82,6 +84,7 @@ def layout_rules(spec: Spec) -> LayoutRules:
         trainable=spec.trainable_rules or (),
         remat=spec.remat_rules,
         bucket_bytes=spec.bucket_bytes,
+        shard=spec.shard or {},
         compute_dtype=spec.policy.compute_dtype,
     )
 

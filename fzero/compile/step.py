@@ -26,6 +26,7 @@ from fzero.cost.memory import account
 from fzero.cost.rates import Rates
 from fzero.ir.program import Program, wire_bytes
 from fzero.lowering.build import build
+from fzero.lowering.localise import localise
 from fzero.passes import BEFORE_ROLES, FROM_PREFETCH, UNTIL_PREFETCH, Options, PassRecord, optimise
 from fzero.passes.pipeline.assign_roles import LENT
 from fzero.passes.pipeline.by_role import by_role
@@ -81,11 +82,13 @@ def _lower(
         fns=[step.loss],
     )
     choices: dict[str, str] = {}
+    local, sharding = localise(graph, plan)
     if wanted.matmul == "fastest":
-        graph, choices = matmul.choose(graph, costs or Costs("products", measures=False))
+        local, choices = matmul.choose(local, costs or Costs("products", measures=False))
+    graph = local if sharding is None else graph
     one_way = plan.data_ranks == 1 or all(region.microbatches == 1 for region in graph.regions)
     ways = (wanted.reduce,) if wanted.reduce else ("end",) if one_way else ("end", "each")
-    naive = {how: build(graph, plan, reduce=how, transport=transport) for how in ways}
+    naive = {how: build(local, plan, reduce=how, transport=transport) for how in ways}
     schedule = None
     if plan.cut is not None:
         schedule = wanted.pipeline.order(plan.mesh.roles, step.microbatches)
@@ -102,7 +105,7 @@ def _lower(
         found = [why for program in programs.values() if (why := obstacle(program, torch.device("cuda")))]
         choices["cuda_graph"] = f"not one graph: {found[0]}" if found else "the step is one graph"
     options = _options(wanted, roles[0].prefetch.value)
-    return Lowered(graph, plan, programs, choices, roles[0].records, naive[chosen.value], options, schedule)
+    return Lowered(graph, plan, programs, choices, roles[0].records, naive[chosen.value], options, schedule, sharding)
 
 
 @dataclass(frozen=True)

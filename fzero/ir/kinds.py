@@ -11,10 +11,14 @@ verification, the interpreter, the executor, the cost model, the profile and the
 | `reduce_scatter` | whole bucket -> own slice | the sum over ranks, of the own slice |
 | `all_reduce` | whole bucket -> whole bucket | the sum over ranks: a reduce-scatter, then an all-gather |
 | `all_reduce_small` | any -> the same shape | the same for a value with no equal slices: every rank sends all of it |
+| `all_to_all` | any -> the same size | equal parts, one for each rank; every rank gets each rank's part for it |
 | `send`, `recv` | one -> nothing; nothing -> one | a message between two ranks |
 | `wait` | the target of a transfer | returns when the transfer has arrived |
 | `settle` | the target of a transfer | returns when no other rank reads the sources of a waited-for transfer any more |
 | `free` | buffers | the buffers hold nothing from here on |
+
+The collectives work on buckets, of which slices are owned along an axis, and on values in no bucket, whose parts are
+equal stretches of their elements.
 
 A transfer (`transfers`) starts and returns at once; the `wait` on its target ends it.
 """
@@ -40,7 +44,7 @@ class OpKind:
     computes: executes the segment that the op names.
     transfers: starts a transfer, which a `wait` on its target ends.
     collective: all ranks of the axis take part, in the same order.
-    gathers, reduces, scatters: what a collective does to the slices of ranks.
+    gathers, reduces, scatters, exchanges: what a collective does to the slices of ranks.
     small: a collective on a value without equal slices: each rank sends all of it to each other rank.
     changes_target: the target is a source of the transfer too, for the second half of an all-reduce.
     scattered: the kind that does the same for the own slice alone; "" where there is none.
@@ -59,6 +63,7 @@ class OpKind:
     gathers: bool = False
     reduces: bool = False
     scatters: bool = False
+    exchanges: bool = False
     small: bool = False
     changes_target: bool = False
     scattered: str = ""
@@ -94,6 +99,10 @@ OPS: dict[str, OpKind] = {
         OpKind(
             "all_reduce_small", (1, 1), (1, 2), transfers=True, collective=True, reduces=True, small=True,
             rate="reduce_scatter",
+        ),
+        OpKind(
+            "all_to_all", (1, 1), (1, 1), transfers=True, collective=True, exchanges=True, slices_sent=1,
+            rate="all_gather",
         ),
         OpKind("send", (1, 1), (0, 0), transfers=True),
         OpKind("recv", (0, 0), (1, 1), transfers=True),

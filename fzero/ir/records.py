@@ -238,6 +238,11 @@ class Op:
         return self.row.reduces
 
     @property
+    def exchanges(self) -> bool:
+        """Whether every rank gets a part of every rank's source."""
+        return self.row.exchanges
+
+    @property
     def is_run(self) -> bool:
         """Whether it executes a segment that leaves the state alone."""
         return self.kind == "run"

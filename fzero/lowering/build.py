@@ -194,12 +194,13 @@ class _Builder:
             )
             self.trainable |= trainable
         elif node.target is REDUCE and node not in self.to.where:
-            source, how, axis = fx_nodes.operand(node), str(node.args[1]), node.args[2]
-            if self.to.plan.data_ranks == 1:
+            source, how, axis = fx_nodes.operand(node), str(node.args[1]), str(node.args[2])
+            if self.to.plan.mesh.size(axis) == 1:
                 self.to.where[node] = self.to.where[source]
                 return
+            why = f"{how} over {axis} {line_of(node)}"
             self.to.where[node] = self.to.exchange(
-                self.to.where[source], node.meta["val"], f"{node.name}", how, 1, f"{how} over {axis} {line_of(node)}"
+                self.to.where[source], node.meta["val"], f"{node.name}", how, 1, why, axis
             )
 
     def _updates(self) -> None:

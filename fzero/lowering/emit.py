@@ -71,17 +71,20 @@ class Emitter:
             self.elementwise_segments[key] = _elementwise(fn, args, arity, like, dest)
         return self.elementwise_segments[key]
 
-    def exchange(self, source: Ref, like: torch.Tensor, name: str, how: str, parts: int, why: str) -> Ref:
+    def exchange(
+        self, source: Ref, like: torch.Tensor, name: str, how: str, parts: int, why: str, axis: str = ""
+    ) -> Ref:
         """Emits an all-reduce of a small or odd-shaped value: every rank gets every rank's value and adds them in rank
-        order. Returns the reference to the result."""
-        n = self.plan.data_ranks
+        order. Returns the reference to the result. axis: "" for all data axes."""
+        axis = axis or self.plan.axis
+        n = self.plan.mesh.size(axis)
         result = self.new(name, like, "activation")
         room = like.new_empty((n - 1, max(like.numel(), 1)))
         writes = [result, *([self.new(f"{name}.scratch", room, "scratch")] if self.transport != "shared" else [])]
         divisor = n * parts if how == "mean" else 1
         operation = "sum" if how == "mean" else how
         self.emit(
-            "all_reduce_small", [source], writes, axis=self.plan.axis, why=why, op=operation, divisor=divisor,
+            "all_reduce_small", [source], writes, axis=axis, why=why, op=operation, divisor=divisor,
         )  # fmt: skip
         self.emit("wait", [result], why=why)
         return result

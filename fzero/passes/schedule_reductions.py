@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from fzero.ir import rewrite
 from fzero.ir.program import Program
-from fzero.ir.records import Op
+from fzero.ir.records import Bucket, Op
 
 
 def schedule_reductions(program: Program, overlap: bool = True) -> Program:
@@ -38,10 +38,15 @@ def schedule_reductions(program: Program, overlap: bool = True) -> Program:
 
 
 def _movable(program: Program, op: Op) -> bool:
+    bucket = _reduced_bucket(program, op)
+    return bucket is not None and bucket.reduce_when == "produced"
+
+
+def _reduced_bucket(program: Program, op: Op) -> Bucket | None:
+    """The bucket of gradients that an op reduces; None for any other op."""
     if not op.reduces or op.row.small:
-        return False
-    bucket = program.buckets[program.buffers[op.reads[0].name].bucket or ""]
-    return bucket.reduce_when == "produced"
+        return None
+    return program.buckets.get(program.buffers[op.reads[0].name].bucket or "")
 
 
 def _placed(ops: list[Op], pairs: list[tuple[Op, Op]], overlap: bool) -> list[Op]:
@@ -83,7 +88,7 @@ def _staggered(program: Program, ops: list[Op]) -> list[Op]:
 
 
 def _end_pair(program: Program, op: Op, after: Op) -> bool:
-    whole = op.reduces and not op.row.small and not _movable(program, op)
+    whole = _reduced_bucket(program, op) is not None and not _movable(program, op)
     return whole and after.is_wait and after.reads[0].name == op.writes[0].name
 
 

@@ -4,6 +4,7 @@ A *unit* is a layer's buckets; a bucket that is used only where another unnumber
 embedding) joins its unit. Nodes are taken in the order of the joint graph. A new segment begins where a node uses a
 unit that the segment does not use. In the backward it also begins where a node feeds only the gradients of such a unit.
 In a pipeline it also begins where the chunk changes (`pipeline/chunks`), and each run says its chunk.
+A transfer within the region (`fzero.shard.ops`) is an op of the program, between two segments.
 A value that crosses a border becomes a buffer. Equal layers give segments of equal text, hence one hash: 12 layers, 5
 segments.
 
@@ -22,10 +23,11 @@ from torch import fx
 
 from fzero.ir import fx_nodes, fx_values, rewrite, segments
 from fzero.ir.program import Program
-from fzero.ir.records import Buffer, Op, Ref
+from fzero.ir.records import Buffer, Op, Ref, make_op
 from fzero.passes.pipeline.chunks import node_chunks, root
 from fzero.passes.rematerialise_views import MadeAnew, again
 from fzero.plan.layout import SMALL_BYTES
+from fzero.shard.ops import TRANSFERS
 
 COPY = torch.ops.aten.copy_.default
 
@@ -46,15 +48,16 @@ def segment(program: Program, chunk_of: Mapping[str, int] | None = None) -> Prog
         key = (op.segment, tuple(program.buffers[r.name].bucket for r in (*op.reads, *op.writes)))
         if key not in cuts:
             cuts[key] = _cut(program, op, chunk_of or {})
-        ops += _instantiated(op, cuts[key], buffers, pool)
+        ops += _instantiated(op, cuts[key], buffers, pool, program.transport)
     return rewrite.finish(program, "segment", ops=ops, buffers=buffers, new_segments=pool)
 
 
 @dataclass
 class _Piece:
-    """A segment of a region: its graph, and the nodes of the region that its inputs and results stand for."""
+    """A segment of a region: its graph, and the nodes of the region that its inputs and results stand for. Without a
+    graph it is a transfer of its input."""
 
-    gm: fx.GraphModule
+    gm: fx.GraphModule | None
     inputs: list[fx.Node]
     outputs: list[fx.Node]
     dests: list[fx.Node]  # placeholders of the region that are written
@@ -63,7 +66,7 @@ class _Piece:
 
 
 def _instantiated(
-    op: Op, pieces: list[_Piece], buffers: dict[str, Buffer], pool: dict[str, fx.GraphModule]
+    op: Op, pieces: list[_Piece], buffers: dict[str, Buffer], pool: dict[str, fx.GraphModule], transport: str
 ) -> list[Op]:
     """One run for each piece of a region's run; adds buffers for values that cross a border."""
     region, m = op.region, op.microbatch
@@ -86,6 +89,9 @@ def _instantiated(
                 where[node] = Ref(name)
         reads = [where[n] for n in piece.inputs]
         writes = [*(where[n] for n in piece.outputs), *(where[n] for n in piece.dests)]
+        if piece.gm is None:
+            ops += _transfer(op, piece, reads[0], writes[0], buffers, transport)
+            continue
         done = rewrite.run_op(op, piece.gm, reads, writes)
         pool.setdefault(done.segment, piece.gm)
         done = replace(done, axis=None, why=piece.why)
@@ -93,13 +99,39 @@ def _instantiated(
     return ops
 
 
+def _transfer(
+    op: Op, piece: _Piece, source: Ref, target: Ref, buffers: dict[str, Buffer], transport: str
+) -> list[Op]:
+    """The start of a transfer within a region, and its wait."""
+    (node,) = piece.outputs
+    _, axis, n, *how = (str(x) for x in node.args)
+    kind, size, dtype = TRANSFERS[node.target], buffers[source.name].numel, buffers[source.name].dtype
+    reduction = {"op": how[0] if kind == "all_reduce" else "sum", "divisor": 1} if "reduce" in kind else {}
+    if kind == "all_reduce" and size % int(n):
+        kind = "all_reduce_small"
+    writes = [target]
+    if reduction and transport == "p2p":
+        scratch = f"{target.name}.scratch"
+        part = size if kind == "all_reduce_small" else size // int(n)
+        buffers[scratch] = Buffer(scratch, dtype, (int(n) - 1, part), "scratch")
+        writes.append(Ref(scratch))
+    chunk = {} if piece.chunk is None else {"chunk": piece.chunk}
+    start = make_op(
+        kind, [source], writes, axis=axis, why=piece.why, region=str(op.region), microbatch=op.microbatch, **chunk,
+        **reduction,
+    )  # fmt: skip
+    return [start, make_op("wait", [target], why=piece.why)]
+
+
 @dataclass
 class _Group:
-    """Nodes that become one segment, the units that they use, and their chunk in a pipeline."""
+    """Nodes that become one segment, the units that they use, and their chunk in a pipeline. transfers: it is one
+    transfer alone."""
 
     nodes: list[fx.Node] = field(default_factory=list)
     units: set[str] = field(default_factory=set)
     chunk: int | None = None
+    transfers: bool = False
 
 
 def _cut(program: Program, op: Op, chunk_of: Mapping[str, int]) -> list[_Piece]:
@@ -139,17 +171,23 @@ def _grouped(
             group_of[node].nodes.append(node)
             continue
         used, last = units.get(node, set()), groups[-1]
+        if node.target in TRANSFERS:
+            groups.append(_Group([node], chunk=chunk.get(node), transfers=True))
+            group_of[node] = groups[-1]
+            continue
         if not group_of:
             last.chunk = chunk.get(node)
-        elif (last.units and used - last.units) or chunk.get(node) != last.chunk:
+        elif last.transfers or (last.units and used - last.units) or chunk.get(node) != last.chunk:
             groups.append(_Group(chunk=chunk.get(node)))
         groups[-1].units |= used
         groups[-1].nodes += [*waiting, node]
         group_of[node] = groups[-1]
         waiting = []
+    if groups[-1].transfers:
+        groups.append(_Group(chunk=groups[-1].chunk))  # for gradients that a transfer brings
     groups[-1].nodes += waiting
     for i in range(len(groups) - 1):
-        if groups[i].chunk == groups[i + 1].chunk:
+        if groups[i].chunk == groups[i + 1].chunk and not (groups[i].transfers or groups[i + 1].transfers):
             _move_prelude(groups, i, set(units), made_anew)
     return groups
 
@@ -251,19 +289,27 @@ def _pieces(gm: fx.GraphModule, groups: list[_Group], made_anew: MadeAnew) -> li
     for node in gm.graph.nodes:
         if node.target is COPY:
             source = root(fx_nodes.operand(node, 1), made_anew)
-            copies.setdefault(group_of.get(source, len(groups) - 1), []).append(node)
+            home = group_of.get(source, len(groups) - 1)
+            while groups[home].transfers:
+                home += 1
+            copies.setdefault(home, []).append(node)
             chain = node.args[1]
             while made_anew(chain):  # the views of a copied value go where the copy goes
                 if chain in group_of and chain in groups[group_of[chain]].nodes:
                     groups[group_of[chain]].nodes.remove(chain)
-                target = group_of.get(source, len(groups) - 1)
-                groups[target].nodes.append(chain)
-                group_of[chain] = target
+                groups[home].nodes.append(chain)
+                group_of[chain] = home
                 chain = chain.args[0]
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     outs = [n for n in fx_nodes.outputs(gm.graph) if isinstance(n, fx.Node)]
     pieces = []
-    for i, (group, units, chunk) in enumerate((g.nodes, g.units, g.chunk) for g in groups):
+    for i, whole in enumerate(groups):
+        group, units, chunk = whole.nodes, whole.units, whole.chunk
+        if whole.transfers:
+            pieces.append(_moved(group[0], chunk))
+            continue
+        if not group and i not in copies:
+            continue
         group.sort(key=order.__getitem__)
         ends = copies.get(i, [])
         inside = set(group)
@@ -281,3 +327,10 @@ def _pieces(gm: fx.GraphModule, groups: list[_Group], made_anew: MadeAnew) -> li
         why = " ".join(filter(None, [phase, *sorted(units), f"({line})" if line else ""]))
         pieces.append(_Piece(piece, inputs, outputs, [fx_nodes.operand(c) for c in ends], why, chunk))
     return pieces
+
+
+def _moved(node: fx.Node, chunk: int | None) -> _Piece:
+    """A transfer as a piece of its own."""
+    phase = node.meta.get("phase") or "forward"
+    why = f"{phase} {node.meta.get('moved', '')}".strip()
+    return _Piece(None, [fx_nodes.operand(node)], [node], [], why, chunk)

@@ -33,6 +33,8 @@ from fzero.plan import whole_leaves
 from fzero.plan.block_scales import CODES, Class, scales, with_scales
 from fzero.plan.pipeline_cut import FIRST, Cut, layer_of
 from fzero.plan.stages import Columns, Stage, row_of
+from fzero.shard.partition import AXIS, P
+from fzero.shard.placements import Placement, Replicated, Shard, local_shape
 
 BUCKET_BYTES = 32 << 20  # where nothing was measured
 SMALL_BYTES = 64 << 10  # layers without a number below this share a bucket
@@ -40,7 +42,10 @@ SMALL_BYTES = 64 << 10  # layers without a number below this share a bucket
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf's place: in slot `slot` of the bucket of buffer `buffer`, or (slot None) all of that buffer."""
+    """A leaf's place: in slot `slot` of the bucket of buffer `buffer`, or (slot None) all of that buffer.
+
+    shape: the logical one. placement: over the ranks of the axis `tp`; the slot holds this rank's part.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -48,6 +53,7 @@ class Leaf:
     buffer: str
     slot: int | None = None
     per_rank: bool = False
+    placement: Placement = Replicated()
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,15 @@ class Plan:
     def data_ranks(self) -> int:
         """Among how many ranks the batch is split, and a gradient is summed."""
         return self.mesh.data_ranks
+
+    @property
+    def tp(self) -> int:
+        """Over how many ranks the dims of leaves are sharded."""
+        return dict(self.mesh).get(AXIS, 1)
+
+    def local_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """The shape of one rank's part of a leaf; ZeRO's slices are cut from that."""
+        return local_shape(leaf.shape, leaf.placement, self.tp)
 
     @property
     def sum_axes(self) -> list[str]:
@@ -149,8 +164,11 @@ def layout(
     params: Sequence[str] = ("params/**",),
     per_rank: Sequence[str] = (),
     compute: Callable[[str, torch.dtype], torch.dtype] = lambda path, held: held,
+    shard: Mapping[str, P] | None = None,
 ) -> Plan:
     """The plan for these leaves.
+
+    shard: path rules to the dims that lie over the ranks of the axis `tp`; the first match wins.
 
     pipeline: `pipeline_cut.cut_layers`, given
     the elements of each numbered layer and of the leaves after them. compute: the dtype that a leaf is cast to in a
@@ -163,6 +181,9 @@ def layout(
     apart = {i for i, path in enumerate(paths) if path in per_rank} | set(codes_of)
     flat = [i for i, leaf in enumerate(leaves) if i not in apart and _may_be_cut(leaf)]
     classes = with_scales(_classes(flat, paths, leaves), codes_of, paths, leaves)
+    placements = _placements(classes, paths, leaves, shard or {}, dict(mesh).get(AXIS, 1))
+    whole = leaves
+    leaves = _parts(classes, leaves, placements, dict(mesh).get(AXIS, 1))
     stages = _stages(classes, paths, zero)
     is_param = [any(tree.matches(p, path) for p in params) for path in paths]
     if world_size > 1 and not any(is_param[i] for i in flat):
@@ -191,12 +212,65 @@ def layout(
             )
             for index, c in enumerate(members):
                 i = classes[c].members[column][1]
-                places[i] = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, column_name, index)
+                shape, dtype = tuple(whole[i].shape), whole[i].dtype
+                places[i] = Leaf(paths[i], shape, dtype, column_name, index, placement=placements[c])
     for i in sorted(set(range(len(paths))) - set(places)):
         name = _unused(buffer_name(paths[i] or "state"), buffers)
-        places[i] = whole = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, name, None, paths[i] in per_rank)
-        buffers[whole.buffer] = Buffer(whole.buffer, whole.dtype, whole.shape, "state", per_rank=whole.per_rank)
+        places[i] = leaf = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, name, None, paths[i] in per_rank)
+        buffers[name] = Buffer(name, leaf.dtype, leaf.shape, "state", per_rank=leaf.per_rank)
     return Plan(mesh.data_axes, mesh, buckets, buffers, tuple(places[i] for i in range(len(paths))), cut)
+
+
+def _placements(
+    classes: Sequence[Class],
+    paths: Sequence[str],
+    leaves: Sequence[torch.Tensor],
+    rules: Mapping[str, P],
+    n: int,
+) -> list[Placement]:
+    """Of each class, the placement over the ranks of `tp`: leaves that mirror one another lie alike."""
+    used: set[str] = set()
+    found: list[Placement] = []
+    for leaf_class in classes:
+        names = ["/".join(leaf_class.key), *(paths[i] for _, i in leaf_class.members)]
+        rule = next((r for r in rules if any(tree.matches(r, name) for name in names)), None)
+        if rule is None:
+            found.append(Replicated())
+            continue
+        used.add(rule)
+        first = leaf_class.members[0][1]
+        found.append(rules[rule].placement(paths[first], leaves[first].shape, n))
+        if isinstance(found[-1], Shard):
+            _check_whole(leaf_class, paths, leaves, rule)
+    for rule in rules:
+        if rule not in used and rule != "**":
+            known = {"/".join(c.key) for c in classes}
+            raise SpecError(f"Spec(shard=...): the rule {rule!r} matches no leaf.{tree.suggest(rule, known)}")
+    return found
+
+
+def _check_whole(leaf_class: Class, paths: Sequence[str], leaves: Sequence[torch.Tensor], rule: str) -> None:
+    """Raises SpecError for a sharded leaf whose optimizer needs all of it, or cuts it into blocks of its own."""
+    path = paths[leaf_class.members[0][1]]
+    fix = f"Take adamw for it (fzero.optim.multi_transform), or keep it whole: shard={{{path!r}: P(), ...}} before {rule!r}"
+    for prefix, i in leaf_class.members:
+        if whole_leaves.asks(prefix):
+            raise SpecError(f"shard: {path} is stepped as a whole matrix ({prefix}), so no rank may hold a part. {fix}")
+        if leaves[i].dtype in CODES:
+            raise SpecError(f"shard: {path} has moments in blocks of {ALIGN} elements, which a part would cut. {fix}")
+
+
+def _parts(
+    classes: Sequence[Class], leaves: Sequence[torch.Tensor], placements: Sequence[Placement], n: int
+) -> list[torch.Tensor]:
+    """The leaves, those that are sharded over `tp` as one rank's part of them (on the meta device)."""
+    parts = list(leaves)
+    for leaf_class, placement in zip(classes, placements, strict=True):
+        if isinstance(placement, Shard):
+            for _, i in leaf_class.members:
+                shape = local_shape(leaves[i].shape, placement, n)
+                parts[i] = torch.empty(shape, dtype=leaves[i].dtype, device="meta")
+    return parts
 
 
 def _may_be_cut(leaf: torch.Tensor) -> bool:

@@ -196,6 +196,9 @@ def _complete(transfers: Sequence[_Transfer]) -> None:
     if first.gathers:
         whole = torch.cat(sources)
         results = [whole] * len(transfers)
+    elif first.exchanges:
+        parts = [source.chunk(len(transfers)) for source in sources]
+        results = [torch.cat([part[place] for part in parts]) for place in range(len(transfers))]
     else:
         total = sources[0].clone()
         for source in sources[1:]:

@@ -30,6 +30,8 @@ from fzero.ir.mesh import PIPELINE, parts_of
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Op, Ref, make_op
 from fzero.plan.layout import Leaf, Plan
+from fzero.shard.partition import AXIS
+from fzero.shard.placements import Shard, join
 from fzero.runtime import compile_segments
 from fzero.runtime.executor import Executor
 from fzero.spec import Spec
@@ -247,7 +249,12 @@ class Session:
             return column.view(leaf.shape).clone()
         buffer = self.plan.buffers[leaf.buffer]
         start, stop, _ = self.plan.buckets[buffer.bucket or ""].place(leaf.slot, buffer.per)
-        return column[start // buffer.per : stop // buffer.per].view(leaf.shape).clone()
+        own = column[start // buffer.per : stop // buffer.per].view(self.plan.local_shape(leaf))
+        if not isinstance(leaf.placement, Shard):
+            return own.clone()
+        parts = own.new_empty((self.plan.tp, *own.shape))
+        self._move(make_op("all_gather", [Ref(leaf.buffer)], [Ref("unshard")], axis=AXIS), [own, parts])
+        return join(list(parts), leaf.placement)
 
 
 def session_of(state: State) -> Session:

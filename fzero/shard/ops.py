@@ -1,12 +1,15 @@
 """ops: the transfers of a local graph, as ops that a graph can hold. They say what moves; a program runs them.
 
-| op | from, to | result |
+They move equal flat parts of a contiguous tensor, and give the result a shape. Where a dim other than the first is cut
+or joined, copies around them bring its parts together.
+
+| op | a rank gives | a rank gets |
 |---|---|---|
-| `all_reduce(x, axis, how)` | `P` to `R` | the sum or maximum over the axis |
-| `reduce_scatter(x, axis, n, dim, groups)` | `P` to `S` | the own part of the sum |
-| `all_gather(x, axis, n, dim, groups)` | `S` to `R` | all parts |
-| `all_to_all(x, axis, n, dim, groups, to_dim, to_groups)` | `S` to another `S` | the own part of another dim |
-| `own_part(x, rank, n, dim, groups)` | `R` to `S` | the own part; nothing is sent |
+| `tp_all_reduce(x, axis, n, how)` | an addend | the sum over the axis, or the maximum |
+| `tp_reduce_scatter(x, axis, n, shape)` | a part for each rank | the sum of its own part |
+| `tp_all_gather(x, axis, n, shape)` | a part | the parts of all ranks |
+| `tp_all_to_all(x, axis, n, shape)` | a part for each rank | each rank's part for it |
+| `tp_own_part(x, rank, n, dim, groups)` | nothing | its part of a value that every rank has |
 """
 
 from __future__ import annotations
@@ -15,46 +18,37 @@ import torch
 from torch import Tensor
 
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
-_LIBRARY.define("tp_all_reduce(Tensor x, str axis, str how) -> Tensor")
-_LIBRARY.define("tp_reduce_scatter(Tensor x, str axis, int n, int dim, int groups) -> Tensor")
-_LIBRARY.define("tp_all_gather(Tensor x, str axis, int n, int dim, int groups) -> Tensor")
-_LIBRARY.define("tp_all_to_all(Tensor x, str axis, int n, int dim, int groups, int to_dim, int to_groups) -> Tensor")
+_LIBRARY.define("tp_all_reduce(Tensor x, str axis, int n, str how) -> Tensor")
+_LIBRARY.define("tp_reduce_scatter(Tensor x, str axis, int n, int[] shape) -> Tensor")
+_LIBRARY.define("tp_all_gather(Tensor x, str axis, int n, int[] shape) -> Tensor")
+_LIBRARY.define("tp_all_to_all(Tensor x, str axis, int n, int[] shape) -> Tensor")
 _LIBRARY.define("tp_own_part(Tensor x, Tensor rank, int n, int dim, int groups) -> Tensor")
 ALL_REDUCE = torch.ops.fzero.tp_all_reduce.default
 REDUCE_SCATTER = torch.ops.fzero.tp_reduce_scatter.default
 ALL_GATHER = torch.ops.fzero.tp_all_gather.default
 ALL_TO_ALL = torch.ops.fzero.tp_all_to_all.default
 OWN_PART = torch.ops.fzero.tp_own_part.default
-TRANSFERS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL)
-
-
-def _scaled(x: Tensor, times: dict[int, float]) -> Tensor:
-    return x.new_empty([int(size * times.get(d, 1)) for d, size in enumerate(x.shape)])
+TRANSFERS = {
+    ALL_REDUCE: "all_reduce", REDUCE_SCATTER: "reduce_scatter", ALL_GATHER: "all_gather", ALL_TO_ALL: "all_to_all",
+}  # fmt: skip
 
 
 @torch.library.register_fake("fzero::tp_all_reduce", lib=_LIBRARY)
-def _all_reduce(x: Tensor, axis: str, how: str) -> Tensor:
+def _all_reduce(x: Tensor, axis: str, n: int, how: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake("fzero::tp_reduce_scatter", lib=_LIBRARY)
-def _reduce_scatter(x: Tensor, axis: str, n: int, dim: int, groups: int) -> Tensor:
-    return _scaled(x, {dim: 1 / n})
+def _shaped(x: Tensor, axis: str, n: int, shape: list[int]) -> Tensor:
+    return x.new_empty(shape)
 
 
-@torch.library.register_fake("fzero::tp_all_gather", lib=_LIBRARY)
-def _all_gather(x: Tensor, axis: str, n: int, dim: int, groups: int) -> Tensor:
-    return _scaled(x, {dim: n})
-
-
-@torch.library.register_fake("fzero::tp_all_to_all", lib=_LIBRARY)
-def _all_to_all(x: Tensor, axis: str, n: int, dim: int, groups: int, to_dim: int, to_groups: int) -> Tensor:
-    return _scaled(x, {dim: n, to_dim: 1 / n} if dim != to_dim else {})
+for _name in ("tp_reduce_scatter", "tp_all_gather", "tp_all_to_all"):
+    torch.library.register_fake(f"fzero::{_name}", _shaped, lib=_LIBRARY)
 
 
 @torch.library.register_fake("fzero::tp_own_part", lib=_LIBRARY)
 def _own_part_fake(x: Tensor, rank: Tensor, n: int, dim: int, groups: int) -> Tensor:
-    return _scaled(x, {dim: 1 / n})
+    return x.new_empty((*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :]))
 
 
 @torch.library.impl("fzero::tp_own_part", "CompositeExplicitAutograd", lib=_LIBRARY)

@@ -84,10 +84,21 @@ def split(whole: torch.Tensor, placement: Placement, n: int) -> list[torch.Tenso
         return [whole] * n
     if isinstance(placement, Partial):
         return [whole, *[torch.full_like(whole, _neutral(placement, whole.dtype))] * (n - 1)]
+    return [own_part(whole, placement, n, rank).contiguous() for rank in range(n)]
+
+
+def own_part(whole: torch.Tensor, placement: Placement, n: int, place: int) -> torch.Tensor:
+    """The part of a value that the rank at `place` holds: a view or a copy.
+
+    >>> own_part(torch.arange(12), Shard(0, groups=3), 2, 1).tolist()
+    [2, 3, 6, 7, 10, 11]
+    """
+    if not isinstance(placement, Shard):
+        return whole
     local_shape(whole.shape, placement, n)
     dim = placement.dim
     seen = whole.unflatten(dim, (placement.groups, n, whole.shape[dim] // (placement.groups * n)))
-    return [seen.select(dim + 1, rank).flatten(dim, dim + 1).contiguous() for rank in range(n)]
+    return seen.select(dim + 1, place).flatten(dim, dim + 1)
 
 
 def join(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor:

@@ -86,14 +86,25 @@ class Sharded:
         return sum(move.nbytes for move in self.moves)
 
 
+@dataclass(frozen=True)
+class Inner:
+    """A graph within a graph, as a rank runs it: the placements and the values of its outputs. reads_rank: it takes the
+    rank on the axis as one more input."""
+
+    outputs: tuple[Placement, ...]
+    values: tuple[torch.Tensor, ...]
+    reads_rank: bool
+
+
 def propagate(
     gm: fx.GraphModule, placed: Sequence[Placement], wanted: Sequence[Placement], n: int, axis: str = "tp",
-    leaves: Sequence[bool] | None = None,
+    leaves: Sequence[bool] | None = None, within: Callable[[fx.Node, list[Placement]], Inner] | None = None,
 ) -> Sharded:  # fmt: skip
     """The graph of one rank.
 
     placed: of each placeholder. wanted: of each output. leaves: which placeholders are leaves of the state, which never
-    move (None: all that are sharded).
+    move (None: all that are sharded). within: for a graph with nodes `fzero::region`, what is inside of one whose
+    inputs lie so. The rank is then no placeholder but a node `fzero::axis_index`.
 
     Raises ValueError where n does not divide a dim, and FzeroError for an op of which nothing is known and whose
     operands are large.
@@ -107,10 +118,16 @@ def propagate(
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             walk.place(node)
-    walk.rank = walk.local.placeholder(f"rank_{axis}")
-    walk.rank.meta["val"] = walk.fake(lambda: torch.zeros((), dtype=torch.int64))
+    device = holders[0].meta["val"].device if holders else torch.device("cpu")
+    if within is None:
+        walk.rank = walk.local.placeholder(f"rank_{axis}")
+    else:
+        walk.rank = walk.local.call_function(torch.ops.fzero.axis_index.default, (axis, device))
+    walk.rank.meta["val"] = walk.fake(lambda: torch.zeros((), dtype=torch.int64, device=device))
     for node in gm.graph.nodes:
-        if node.op == "call_function":
+        if node.op == "call_function" and str(node.target) == "fzero.region.default" and within is not None:
+            walk.region(node, within)
+        elif node.op == "call_function":
             walk.call(node)
     results = [
         walk.at(x, want, "the output") if isinstance(x, fx.Node) else x
@@ -194,6 +211,18 @@ class _Walk:
         ):
             self.leaves.add(node)
 
+    def region(self, node: fx.Node, within: Callable[[fx.Node, list[Placement]], Inner]) -> None:
+        """Writes a node that stands for a graph of its own: its inputs stay where they are, but sums are taken."""
+        inputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+        here = [next(iter(self.have[x])) for x in inputs]
+        here = [R if isinstance(p, Partial) else p for p in here]
+        given = [self.at(x, p, node.name, node) for x, p in zip(inputs, here, strict=True)]
+        inner = within(node, here)
+        args = ([*given, self.rank] if inner.reads_rank else given, *node.args[1:])
+        made = self.local.call_function(node.target, args)
+        made.meta = {**node.meta, "val": list(inner.values)}
+        self.results[node] = made, Strategy(tuple(here), inner.outputs)
+
     def _getitem(self, node: fx.Node) -> None:
         source, index = fx_nodes.operand(node), int(str(node.args[1]))
         made, strategy = self.results[source]
@@ -242,6 +271,8 @@ class _Walk:
         """Bytes to bring an operand to a placement, with the penalties of the choices above."""
         versions = self.have[x]
         if isinstance(want, Partial):
+            if want == Partial() and R in versions and not x.meta["val"].ndim:
+                return 0.0  # a number that every rank has, added to sums: by the first rank alone
             several = len(x.users) > 1
             return NEVER if want not in versions or several or strategy.costly else 0.0
         if want in versions:
@@ -268,6 +299,10 @@ class _Walk:
         versions = self.have[x]
         if want in versions:
             return versions[want]
+        if isinstance(want, Partial):
+            first = self._node(aten.ne.Scalar, (self.rank, 0), {}, x)
+            first.meta["val"] = self.fake(lambda: torch.zeros((), dtype=torch.bool, device=x.meta["val"].device))
+            return self._node(aten.masked_fill.Scalar, (versions[R], first, 0), {}, x)
         source = self._source(x, want)
         if isinstance(source, Partial) and source.how != "sum" and isinstance(want, Shard):
             self.at(x, R, reader, node)  # a maximum has no reduce_scatter
@@ -289,14 +324,19 @@ class _Walk:
         """Writes a transfer. The dims of its result lie in memory in the order that the global value has: views after
         it count on that."""
         if isinstance(source, Partial) and isinstance(want, Replicated):
-            done = self._node(ops.ALL_REDUCE, (mine, self.axis, source.how), {}, x)
+            base = self._owned(mine, x)
+            done = self._node(ops.ALL_REDUCE, (base, self.axis, self.n, source.how), {}, x)
+            if base.meta["val"].shape != mine.meta["val"].shape:
+                done = self._view(done, mine.meta["val"].shape, x)
         elif isinstance(source, Partial) and isinstance(want, Shard):
-            done = self._node(ops.REDUCE_SCATTER, (mine, self.axis, self.n, want.dim, want.groups), {}, x)
-        elif isinstance(source, Shard) and isinstance(want, Replicated):
-            done = self._node(ops.ALL_GATHER, (mine, self.axis, self.n, source.dim, source.groups), {}, x)
-        elif isinstance(source, Shard) and isinstance(want, Shard):
-            places = (source.dim, source.groups, want.dim, want.groups)
-            done = self._node(ops.ALL_TO_ALL, (mine, self.axis, self.n, *places), {}, x)
+            shape = list(local_shape(mine.meta["val"].shape, want, self.n))
+            done = self._node(ops.REDUCE_SCATTER, (self._parts(mine, want, x), self.axis, self.n, shape), {}, x)
+        elif isinstance(source, Shard):
+            if isinstance(want, Replicated):
+                target, given = ops.ALL_GATHER, self._owned(mine, x)
+            else:
+                target, given = ops.ALL_TO_ALL, self._parts(mine, want, x)
+            done = self._joined(target, given, source, local_shape(mine.meta["val"].shape, want, self.n), x)
         elif isinstance(want, Shard):
             done = self._node(ops.OWN_PART, (mine, self.rank, self.n, want.dim, want.groups), {}, x)
         else:
@@ -309,6 +349,40 @@ class _Walk:
         done = self._node(aten.clone.default, (done,), {"memory_format": torch.contiguous_format}, x)
         return self._node(aten.permute.default, (done, back), {}, x)
 
+    def _owned(self, mine: fx.Node, x: fx.Node) -> fx.Node:
+        """A contiguous value with memory of its own and the elements of `mine` in order: what a transfer reads."""
+        while mine.target in _VIEWS and fx_nodes.operand(mine).meta["val"].is_contiguous():
+            mine = fx_nodes.operand(mine)
+        if mine.op == "call_function" and not fx_nodes.is_view(mine) and mine.meta["val"].is_contiguous():
+            return mine
+        return self._node(aten.clone.default, (mine,), {"memory_format": torch.contiguous_format}, x)
+
+    def _view(self, mine: fx.Node, shape: Sequence[int], x: fx.Node) -> fx.Node:
+        return self._node(aten.view.default, (mine, list(shape)), {}, x)
+
+    def _parts(self, mine: fx.Node, want: Shard, x: fx.Node) -> fx.Node:
+        """The value in the order of its parts: rank by rank, what each holds under `want`."""
+        shape, dim, groups = mine.meta["val"].shape, want.dim, want.groups
+        if _leads(shape, want):
+            return self._owned(mine, x)
+        cut = [*shape[:dim], groups, self.n, shape[dim] // (groups * self.n), *shape[dim + 1 :]]
+        return self._ordered(self._view(mine, cut, x), [dim + 1, *(d for d in range(len(cut)) if d != dim + 1)], x)
+
+    def _joined(self, target: Any, given: fx.Node, source: Shard, part: Sequence[int], x: fx.Node) -> fx.Node:
+        """The result of a transfer: the parts of all ranks, each of shape `part`, joined along the dim of `source`."""
+        dim, groups = source.dim, source.groups
+        whole = [*part[:dim], part[dim] * self.n, *part[dim + 1 :]]
+        if _leads(part, source):
+            return self._node(target, (given, self.axis, self.n, whole), {}, x)
+        cut = [self.n, *part[:dim], groups, part[dim] // groups, *part[dim + 1 :]]
+        done = self._node(target, (given, self.axis, self.n, cut), {}, x)
+        return self._view(self._ordered(done, [*range(1, dim + 2), 0, *range(dim + 2, len(cut))], x), whole, x)
+
+    def _ordered(self, mine: fx.Node, order: Sequence[int], x: fx.Node) -> fx.Node:
+        """A copy with its dims in another order."""
+        moved = self._node(aten.permute.default, (mine, list(order)), {}, x)
+        return self._node(aten.clone.default, (moved,), {"memory_format": torch.contiguous_format}, x)
+
     def _form(self, node: fx.Node, strategy: Strategy, args: Any, kwargs: Any) -> fx.Node | list[fx.Node]:
         """A local form, traced and written in the op's place: its result, or its results."""
         nodes: list[fx.Node] = []
@@ -318,7 +392,7 @@ class _Walk:
         def local(rank: torch.Tensor, *tensors: torch.Tensor) -> Any:
             of = dict(zip(nodes, tensors, strict=True))
             a, k = fx.node.map_arg((args, kwargs), of.__getitem__)
-            return FORMS[strategy.local](_Traced(self.axis), rank, self.n, *a, **k)
+            return FORMS[strategy.local](_Traced(self.axis, self.n), rank, self.n, *a, **k)
 
         with self.mode if self.mode is not None else torch.no_grad():
             traced = make_fx(local)(self.rank.meta["val"], *(x.meta["val"] for x in nodes))
@@ -334,7 +408,7 @@ class _Walk:
 
     def _inside(self, node: fx.Node, transfer: fx.Node) -> None:
         """Notes a transfer within a local form."""
-        value, how = transfer.meta["val"], str(transfer.args[2])
+        value, how = transfer.meta["val"], str(transfer.args[3])
         nbytes = wire_bytes(Partial(how), R, value, self.n)
         phase, line = str(node.meta.get("phase") or "forward"), str(node.meta.get("source", ""))
         self.moves.append(Move("all_reduce", node.name, Partial(how), R, nbytes, phase, node.name, line, False))
@@ -357,11 +431,11 @@ class _Walk:
 class _Traced:
     """The communicator of a local form that is traced: a transfer becomes an op."""
 
-    def __init__(self, axis: str) -> None:
-        self.axis = axis
+    def __init__(self, axis: str, n: int) -> None:
+        self.axis, self.n = axis, n
 
     def all_reduce(self, x: torch.Tensor, how: str) -> torch.Tensor:
-        return ops.ALL_REDUCE(x, self.axis, how)
+        return ops.ALL_REDUCE(x, self.axis, self.n, how)
 
 
 _CASTS = {aten._to_copy.default}
@@ -388,6 +462,11 @@ def wire_bytes(source: Placement, want: Placement, value: torch.Tensor, n: int) 
     return {"": 0.0, "own_part": 0.0, "all_reduce": 2 * share, "all_to_all": share / n}.get(
         kind_of(source, want), share
     )
+
+
+def _leads(shape: Sequence[int], shard: Shard) -> bool:
+    """Whether the parts of a value lie one after the other in memory: nothing lies outside of the dim that is cut."""
+    return shard.groups == 1 and all(size == 1 for size in shape[: shard.dim])
 
 
 def _memory_order(value: torch.Tensor) -> list[int]:

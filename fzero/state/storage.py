@@ -8,6 +8,9 @@ import torch
 
 from fzero.ir.offset_assignment import ALIGN_BYTES
 from fzero.plan.layout import Leaf, Plan
+from fzero.shard.partition import AXIS
+from fzero.shard.placements import join as joined
+from fzero.shard.placements import own_part
 
 
 def block_of(device: torch.device | str) -> Callable[[int], torch.Tensor]:
@@ -42,7 +45,10 @@ def allocate(plan: Plan, block: Callable[[int], torch.Tensor], rank: int) -> dic
 
 
 def piece(plan: Plan, leaf: Leaf, rank: int) -> tuple[slice, slice]:
-    """(slice of the rank's flat buffer, slice of the flat leaf): the rank's part of a flat leaf, in both."""
+    """(slice of the rank's flat buffer, slice of the flat leaf): the rank's part of a flat leaf, in both.
+
+    With a mesh axis `tp` the leaf is what this rank holds of it there (`tp_part`).
+    """
     buffer = plan.buffers[leaf.buffer]
     bucket = plan.buckets[buffer.bucket or ""]
     first, last, _ = bucket.place(leaf.slot or 0, buffer.per)
@@ -82,7 +88,13 @@ def store(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, value: tor
         target.copy_(value)
         return
     here, there = piece(plan, leaf, rank)
-    target[here].copy_(value.reshape(-1)[there])
+    target[here].copy_(tp_part(plan, leaf, value, rank).reshape(-1)[there])
+
+
+def tp_part(plan: Plan, leaf: Leaf, value: torch.Tensor, rank: int) -> torch.Tensor:
+    """What a rank holds of a whole leaf on the axis `tp`, before ZeRO slices it: a view or a copy."""
+    place = plan.mesh.coordinate(rank, AXIS) if plan.tp > 1 else 0
+    return own_part(value, leaf.placement, plan.tp, place)
 
 
 def local(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> torch.Tensor:
@@ -95,18 +107,22 @@ def local(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int)
         return held
     here, _ = piece(plan, leaf, rank)
     part = held[here]
-    return part if plan.buffers[leaf.buffer].sharded else part.view(leaf.shape)
+    return part if plan.buffers[leaf.buffer].sharded else part.view(plan.local_shape(leaf))
 
 
 def join(plan: Plan, leaf: Leaf, parts: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
     """A logical leaf, put together from every rank's buffers. Per-rank leaves are stacked."""
     owners = plan.owners(plan.buffers[leaf.buffer])
-    slices = [local(plan, parts[rank], leaf, rank) for rank in owners]
     if leaf.per_rank:
-        return torch.stack(slices)
-    if leaf.slot is None or not plan.buffers[leaf.buffer].sharded:
-        return slices[0].clone()
-    return torch.cat(slices).view(leaf.shape)
+        return torch.stack([local(plan, parts[rank], leaf, rank) for rank in owners])
+    if leaf.slot is None:
+        return local(plan, parts[owners[0]], leaf, owners[0]).clone()
+    places = [plan.mesh.peers(rank, AXIS) if plan.tp > 1 else [rank] for rank in owners]  # of each slice, along `tp`
+    whole = [
+        torch.cat([local(plan, parts[rank], leaf, rank).reshape(-1) for rank in column]).view(plan.local_shape(leaf))
+        for column in zip(*places, strict=True)
+    ]
+    return joined(whole, leaf.placement)
 
 
 def shards(plan: Plan, leaves: Iterable[torch.Tensor], rank: int) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from fzero.ir.mesh import SAME_BATCH, parts_of, within
 from fzero.ir.program import Program
 from fzero.ir.records import GIVEN, PERSISTENT, VARYING, Bucket, Buffer, Op, Ref
 from fzero.plan.whole_leaves import is_whole
-from fzero.verify.terms import NOWHERE, Partial, Undefined, Vec, digest, evaluate, gathered, part, reduced, term
+from fzero.verify.terms import NOWHERE, Partial, Undefined, Vec, digest, evaluate, gathered, moved, part, reduced, term
 
 Span = tuple[int, int]
 
@@ -61,6 +61,8 @@ class Abstract:
         for name, buffer in program.buffers.items():
             if buffer.kind in PERSISTENT:
                 over = everywhere if buffer.kind in VARYING or buffer.per_rank else NOWHERE
+                if buffer.kind == "rank":
+                    over = frozenset(parts_of(name.partition(":")[2]))
                 self.memory[name] = Content(
                     {key: term("input", name, slot).over(over) for slot, key in self._keys(buffer)}
                 )
@@ -108,6 +110,8 @@ class Abstract:
         elif op.row.runs is not None:
             for i, ref in enumerate(op.writes):
                 self.write(ref, term(op.kind, i, op.attrs, *map(self.read, op.reads)))
+        elif op.is_collective and not op.row.small and self.program.buffers[op.reads[0].name].bucket is None:
+            self.move(op)
         elif op.gathers:
             self.gather(op.reads[0], op.writes[0], op.axis)
         elif op.reduces:
@@ -128,6 +132,20 @@ class Abstract:
             return self.read(ref)
         except Undefined as error:
             return error
+
+    def move(self, op: Op) -> None:
+        """A transfer of a value that lies in parts, in no bucket. Raises `Undefined` for anything but whole buffers."""
+        source, dest = op.reads[0], op.writes[0]
+        if op.axis is None or op.axis not in self.program.mesh:
+            raise Undefined(f"there is no axis {op.axis!r}")
+        if source.start is not None or dest.start is not None or self.program.buffers[dest.name].bucket is not None:
+            raise Undefined(f"a {op.kind} of a value takes all of it to a value, not {source} to {dest}")
+        for scratch in op.writes[1:]:
+            self.memory.pop(scratch.name, None)
+        world = self.program.mesh.size(op.axis)
+        if op.divisor != 1 or (op.reduction != "sum" and op.kind != "all_reduce"):
+            raise Undefined(f"a {op.kind} of a value takes a {op.reduction} divided by {op.divisor}")
+        self.write(dest, moved(op.kind, self.read(source), op.axis, world, op.reduction))
 
     def gather(self, source: Ref, dest: Ref, axis: str | None) -> None:
         """`dest` becomes all of the bucket whose own slice `source` is.

@@ -48,7 +48,6 @@ def graph_meaning(graph: Graph, plan: Plan, reduce: str, names: Sequence[str]) -
         values[node] = term("input", leaf.buffer, leaf.slot)
     for node, name in zip(nodes[len(plan.leaves) :], names, strict=True):
         values[node] = term("input", name, None)
-    n = plan.data_ranks
     folded: set[fx.Node] = set()  # means of a region's outputs: one division, by ranks x microbatches
     for node in graph.gm.graph.nodes:
         if node.op != "call_function":
@@ -58,6 +57,7 @@ def graph_meaning(graph: Graph, plan: Plan, reduce: str, names: Sequence[str]) -
         elif node.target is torch.ops.fzero.reduce.default:
             if node not in folded:
                 source, how, axis = node.args
+                n = plan.mesh.size(str(axis))
                 values[node] = reduced(values[source], how, axis, n, n if how == "mean" else 1)
         elif node.target is torch.ops.fzero.axis_index.default:
             values[node] = term("input", f"rank:{node.args[0]}", None)

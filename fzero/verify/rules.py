@@ -87,13 +87,16 @@ def transfers(program: Program) -> Iterator[Fault]:
         source, target = (program.buffers[ref.name] for ref in ((op.reads or op.writes)[0], (op.writes or op.reads)[0]))
         if op.gathers:
             cut, bucket = program.cut(op.reads[0]), program.buckets.get(source.bucket or "")
-            part = (
-                source.numel // n if cut is None or bucket is None else program.slice_length(bucket, cut) // source.per
-            )
+            if bucket is None:
+                part = source.numel
+            else:
+                part = source.numel // n if cut is None else program.slice_length(bucket, cut) // source.per
             if part * n != target.numel:
                 yield i, f"gathers {part} elements of {n} ranks into {target.numel}"
         elif op.reduces:
             yield from _reduction(program, i, op, n)
+        elif op.exchanges and (source.numel % n or source.numel != target.numel):
+            yield i, f"exchanges {source.numel} elements of {n} ranks for {target.numel}: equal parts of equal sizes"
         dtypes = {ref.name: DTYPE_NAMES[program.buffers[ref.name].dtype] for ref in (*op.reads, *op.writes)}
         if len(set(dtypes.values())) > 1:
             yield i, f"moves {' to '.join(f'{name} ({dtype})' for name, dtype in dtypes.items())}: dtypes differ"

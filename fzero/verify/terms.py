@@ -32,6 +32,7 @@ from torch import fx
 from fzero.ir import fx_nodes, traits
 from fzero.ir.mesh import parts_of
 from fzero.ir.records import ALIGN
+from fzero.shard.ops import TRANSFERS
 
 aten = torch.ops.aten
 _COPIES = {
@@ -110,6 +111,8 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
     """The value of one op on terms, `Vec`s and literals."""
     if target in _COPIES:
         return args[0]
+    if target in TRANSFERS:
+        return moved(TRANSFERS[target], *args)
     leaves = _leaves((args, kwargs))
     vectors = [a for a in leaves if isinstance(a, Vec)]
     if any(isinstance(a, Partial) for a in leaves):
@@ -202,6 +205,13 @@ def reduced(value: Any, how: str, axis: str, world: int, divisor: int) -> Any:
     return term("reduce", "sum" if how == "mean" else how, axis, world, divisor, value).over(
         _varies(value) - {*parts_of(axis)}
     )
+
+
+def moved(kind: str, value: Any, axis: str, world: int, how: Any = "sum") -> Any:
+    """The term of a transfer of a value that lies in parts: what every rank, or the own part of it, has then."""
+    if kind == "all_reduce":
+        return reduced(value, how, axis, world, 1)
+    return term("moved", kind, axis, world, value)
 
 
 def gathered(value: Any, axis: str) -> Any:

@@ -99,9 +99,11 @@ def run(made: Sharded, inputs: list[Tensor]) -> list[Tensor]:
 def _transfer(node: fx.Node, parts: list[Tensor]) -> list[Tensor]:
     n = len(parts)
     if node.target is ops.ALL_REDUCE:
-        return [join(parts, Partial(str(node.args[2])))] * n
-    shard = Shard(*node.args[3:5])
+        return [join(parts, Partial(str(node.args[3])))] * n
+    shape: Any = node.args[3]
     if node.target is ops.REDUCE_SCATTER:
-        return split(join(parts, Partial()), shard, n)
-    whole = join(parts, shard)
-    return [whole] * n if node.target is ops.ALL_GATHER else split(whole, Shard(*node.args[5:7]), n)
+        return [part.view(shape) for part in join(parts, Partial()).view(-1).chunk(n)]
+    if node.target is ops.ALL_GATHER:
+        return [torch.cat([part.view(-1) for part in parts]).view(shape)] * n
+    rows = [part.view(-1).chunk(n) for part in parts]
+    return [torch.cat([row[rank] for row in rows]).view(shape) for rank in range(n)]

@@ -123,6 +123,7 @@ LOSSES: tuple[Any, ...] = (
     aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default,
 )  # fmt: skip
 
+BY_NAME = {"fzero.reduce.default": Rule(broadcasted)}  # over the data axes
 RULES: Rules = {
     **{op: Rule(broadcasted, linear) for op, linear in LINEAR.items()},
     **{op: Rule(broadcasted, ("self",), moves=True) for op in MOVES},

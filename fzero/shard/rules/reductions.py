@@ -73,6 +73,13 @@ SCANS: tuple[Any, ...] = (
     aten.sort.default, aten.sort.stable,
 )  # fmt: skip
 
+def squared(call: Call) -> Factors:
+    """A sum of squares of all elements."""
+    m = Maker(call)
+    return m.factors({"x": m.dims(call.shape("x"), SUM)}, ())
+
+
+BY_NAME = {"fzero.sum_squares.default": Rule(squared)}
 RULES: Rules = {
     **{op: Rule(reduced(SUM), ("self",)) for op in SUMS},
     **{op: Rule(reduced(SUM, "mean"), ("self",)) for op in MEANS},

@@ -36,7 +36,9 @@ RULES: Rules = {
     **pointwise.RULES, **products.RULES, **reductions.RULES, **views.RULES, **pieces.RULES, **indexing.RULES,
     **norms.RULES, **attention.RULES, **images.RULES, **losses.RULES, **whole.RULES,
 }  # fmt: skip
-BY_NAME: dict[str, Rule] = {**products.BY_NAME, **whole.BY_NAME}  # ops that this folder must not import
+BY_NAME: dict[str, Rule] = {  # ops that this folder must not import
+    **pointwise.BY_NAME, **products.BY_NAME, **reductions.BY_NAME, **whole.BY_NAME,
+}  # fmt: skip
 
 
 class Unknown(FzeroError, LookupError):

@@ -1,0 +1,160 @@
+"""localise: the captured step, whose leaves are whole, becomes the step of one rank of the axis `tp`.
+
+The plan says which dims of leaves lie over the ranks. From there `fzero.shard.propagate` places every value: in each
+region, whose transfers become ops of its graph, and in the outer graph, whose transfers are sums of small values
+(`fzero::reduce` over `tp`), such as the terms of a norm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from fzero._torch_compat import graph_module
+from fzero.capture.graph import Graph, Region
+from fzero.capture.ops import REDUCE, REGION
+from fzero.errors import SpecError
+from fzero.ir import fx_nodes, segments
+from fzero.plan.layout import Plan
+from fzero.shard import ops
+from fzero.shard.partition import AXIS
+from fzero.shard.placements import Placement, Replicated
+from fzero.shard.propagate import Inner, Move, Sharded, propagate, split_bias
+
+R = Replicated()
+SMALL_BYTES = 1 << 20  # a value of the outer graph that may be summed over the ranks
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a step lies over the ranks of an axis: the result of `localise`.
+
+    graph: what was captured, with biases apart from products that are sums over ranks: what the local graph is equal
+    to. outer: the outer graph as a rank runs it. regions: by index, the same of each region. leaves: text of each leaf
+    with its placement and local shape.
+    """
+
+    axis: str
+    n: int
+    graph: Graph
+    outer: Sharded
+    regions: tuple[Sharded, ...]
+    leaves: tuple[str, ...]
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """The transfers of one microbatch, region by region, then those of the update."""
+        return (*(move for region in self.regions for move in region.moves), *self.outer.moves)
+
+    def __str__(self) -> str:
+        rows = [f"{self.axis}={self.n}", "leaves", *(f"  {leaf}" for leaf in self.leaves)]
+        sent = [move for move in self.moves if move.nbytes]
+        total = sum(move.nbytes for move in sent)
+        rows.append(f"transfers: {len(sent)}, {total:,.0f} bytes sent by a rank for each microbatch")
+        rows += [f"  {move}" for move in sent]
+        whole = [text for one in (*self.regions, self.outer) for text in one.replicated]
+        return "\n".join([*rows, *(f"computed whole: {text}" for text in whole)])
+
+
+def localise(graph: Graph, plan: Plan) -> tuple[Graph, Sharding | None]:
+    """(the graph of one rank, how it lies); the graph as it is where the mesh has one rank on the axis.
+
+    Raises SpecError where the update needs all of a leaf that is sharded, and as `propagate` does.
+    """
+    n = plan.tp
+    if n == 1:
+        return graph, None
+    whole = _split(graph, plan)
+    holders = fx_nodes.placeholders(whole.gm.graph)
+    given: list[Placement] = [leaf.placement for leaf in plan.leaves]
+    given += [R] * (len(holders) - len(given))
+    results = fx_nodes.outputs(whole.gm.graph)
+    wanted = [*given[: len(plan.leaves)], *[R] * (len(results) - len(plan.leaves))]
+    leaf_nodes = set(holders[: len(plan.leaves)])
+    inside: dict[int, Sharded] = {}
+
+    def within(node: fx.Node, here: list[Placement]) -> Inner:
+        index = int(str(node.args[1]))
+        inputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+        made = _region(whole.regions[index], here, [x in leaf_nodes for x in inputs], n)
+        inside[index] = made
+        values = tuple(x.meta["val"] for x in fx_nodes.outputs(made.gm.graph))
+        return Inner(made.outputs, values, _reads_rank(made))
+
+    outer = propagate(
+        whole.gm, given, wanted, n, AXIS, [x in leaf_nodes for x in holders], within,
+    )  # fmt: skip
+    _check_moves(outer, plan, holders)
+    _small_sums(outer)
+    regions = tuple(_local_region(region, inside[i]) for i, region in enumerate(whole.regions))
+    local = replace(whole, gm=outer.gm, regions=regions)
+    return local, Sharding(AXIS, n, whole, outer, tuple(inside[i] for i in range(len(regions))), _leaves(plan))
+
+
+def _split(graph: Graph, plan: Plan) -> Graph:
+    """The graph with biases added after products that are sums over ranks."""
+    leaf_of = dict(zip(fx_nodes.placeholders(graph.gm.graph), plan.leaves, strict=False))
+    regions = list(graph.regions)
+    for node in graph.gm.graph.nodes:
+        if node.target is REGION:
+            index, inputs = int(str(node.args[1])), list(node.args[0])
+            gm = graph_module(segments.copied(regions[index].gm.graph))
+            split_bias(gm, [leaf_of[x].placement if x in leaf_of else R for x in inputs])
+            regions[index] = replace(regions[index], gm=segments.merge_equal(gm))
+    return replace(graph, regions=tuple(regions))
+
+
+def _region(region: Region, here: list[Placement], leaves: list[bool], n: int) -> Sharded:
+    """A region as a rank runs it: gradients end where their leaves lie, the loss and what is beside it whole."""
+    wanted: list[Placement] = [R] * len(region.values)
+    for number, of in enumerate(region.grad_of):
+        wanted[1 + number] = here[of]
+    return propagate(region.gm, here, wanted, n, AXIS, leaves)
+
+
+def _reads_rank(made: Sharded) -> bool:
+    return bool(fx_nodes.placeholders(made.gm.graph)[-1].users)
+
+
+def _local_region(region: Region, made: Sharded) -> Region:
+    gm = made.gm
+    rank = fx_nodes.placeholders(gm.graph)[-1]
+    if not rank.users:
+        gm.graph.erase_node(rank)
+        gm.recompile()
+    values = tuple(x.meta["val"] for x in fx_nodes.outputs(gm.graph))
+    sliced = (*region.sliced, False) if rank.users else region.sliced
+    return replace(region, gm=gm, values=values, sliced=sliced)
+
+
+def _check_moves(outer: Sharded, plan: Plan, holders: list[fx.Node]) -> None:
+    """Raises SpecError for a transfer of the update that is no sum of a small value."""
+    name_of = {node.name: leaf.path for node, leaf in zip(holders, plan.leaves, strict=False)}
+    for move in outer.moves:
+        if move.nbytes and (move.kind != "all_reduce" or move.nbytes > SMALL_BYTES):
+            what = name_of.get(move.value, move.value)
+            raise SpecError(
+                f"the update reads all of {what} {move.line}, of which each rank of {AXIS!r} holds a part ({move}). Use "
+                "an optimizer that works element by element, as adamw, or keep the leaf whole: shard={'<its path>': "
+                "P()} before the rule that matches it"
+            )
+
+
+def _small_sums(outer: Sharded) -> None:
+    """Transfers of the outer graph as `fzero::reduce` over the axis. In place."""
+    for node in list(outer.gm.graph.nodes):
+        if node.target is ops.ALL_REDUCE:
+            x, axis, _, how = node.args
+            node.target, node.args = REDUCE, (x, how, axis)
+    outer.gm.recompile()
+
+
+def _leaves(plan: Plan) -> tuple[str, ...]:
+    width = max((len(leaf.path) for leaf in plan.leaves), default=0)
+    return tuple(
+        f"{leaf.path:{width}}  {str(leaf.placement):5} {list(leaf.shape)} -> {list(plan.local_shape(leaf))}"
+        for leaf in plan.leaves
+    )
+
+
