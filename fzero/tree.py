@@ -98,14 +98,17 @@ def parts(path: str) -> tuple[str, ...]:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether a path rule matches: `*` stands for one component or a part of it, `**` for any number of components.
+    """Whether a path rule matches: `*` stands for one component or a part of it, `**` for any number of components,
+    `[qkv]` for one of these characters.
 
-    A final `/**` covers the leaf of that name too: `params/**` matches `params`.
+    A final `/**` covers the leaf of that name too: `params/**` matches `params`. A path matches itself.
 
     >>> matches("blocks/**", "blocks/0/attn/w"), matches("**/bias", "blocks/0/bias"), matches("*/w", "a/b/w")
     (True, True, False)
+    >>> matches("*/w[qkv]", "0/wq"), matches("*/w[qkv]", "0/wo")
+    (True, False)
     """
-    return _compiled(pattern).fullmatch("/".join(parts(path))) is not None
+    return pattern == path or _compiled(pattern).fullmatch("/".join(parts(path))) is not None
 
 
 @lru_cache(maxsize=1024)
@@ -118,7 +121,8 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _component(part: str) -> str:
-    return re.escape(part).replace(r"\*", "[^/]*")
+    text = re.escape(part).replace(r"\*", "[^/]*")
+    return re.sub(r"\\\[([^\[\]/\\]+)\\\]", r"[\1]", text)
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
