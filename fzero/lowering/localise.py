@@ -21,6 +21,7 @@ from fzero.shard import ops
 from fzero.shard.partition import AXIS
 from fzero.shard.placements import Placement, Replicated
 from fzero.shard.propagate import Inner, Move, Sharded, propagate, split_bias
+from fzero.verify.sharding import check_sharding
 
 R = Replicated()
 SMALL_BYTES = 1 << 20  # a value of the outer graph that may be summed over the ranks
@@ -82,11 +83,19 @@ def localise(graph: Graph, plan: Plan) -> tuple[Graph, Sharding | None]:
         values = tuple(x.meta["val"] for x in fx_nodes.outputs(made.gm.graph))
         return Inner(made.outputs, values, _reads_rank(made))
 
-    outer = propagate(
-        whole.gm, given, wanted, n, AXIS, [x in leaf_nodes for x in holders], within,
-    )  # fmt: skip
+    outer = propagate(whole.gm, given, wanted, n, AXIS, [x in leaf_nodes for x in holders], within)
     _check_moves(outer, plan, holders)
     _small_sums(outer)
+
+    def inner(node: fx.Node) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
+        made = inside[int(str(node.args[1]))]
+        return made.inputs, made.outputs
+
+    check_sharding(whole.gm, outer.gm, given, wanted, n, AXIS, inner)
+    for index, made in inside.items():
+        check_sharding(whole.regions[index].gm, made.gm, made.inputs, made.outputs, n, AXIS)
+    outer.gm.graph.eliminate_dead_code()
+    outer.gm.recompile()
     regions = tuple(_local_region(region, inside[i]) for i, region in enumerate(whole.regions))
     local = replace(whole, gm=outer.gm, regions=regions)
     return local, Sharding(AXIS, n, whole, outer, tuple(inside[i] for i in range(len(regions))), _leaves(plan))
@@ -118,14 +127,14 @@ def _reads_rank(made: Sharded) -> bool:
 
 
 def _local_region(region: Region, made: Sharded) -> Region:
-    gm = made.gm
-    rank = fx_nodes.placeholders(gm.graph)[-1]
-    if not rank.users:
-        gm.graph.erase_node(rank)
-        gm.recompile()
-    values = tuple(x.meta["val"] for x in fx_nodes.outputs(gm.graph))
-    sliced = (*region.sliced, False) if rank.users else region.sliced
-    return replace(region, gm=gm, values=values, sliced=sliced)
+    graph = made.gm.graph
+    reads_rank = _reads_rank(made)
+    graph.eliminate_dead_code()
+    if not reads_rank:
+        graph.erase_node(fx_nodes.placeholders(graph)[-1])
+    made.gm.recompile()
+    values = tuple(x.meta["val"] for x in fx_nodes.outputs(graph))
+    return replace(region, gm=made.gm, values=values, sliced=(*region.sliced, *([False] * reads_rank)))
 
 
 def _check_moves(outer: Sharded, plan: Plan, holders: list[fx.Node]) -> None:

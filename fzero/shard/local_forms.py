@@ -9,7 +9,11 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+
+from fzero._torch_compat import make_fx
+from fzero.ir import fx_nodes
+from fzero.shard import ops
 
 aten = torch.ops.aten
 
@@ -130,3 +134,38 @@ FORMS = {
         nll_loss_backward, nll_loss_mean,
     )
 }  # fmt: skip
+
+
+def traced(
+    form: str, args: Any, kwargs: Any, rank: fx.Node, n: int, axis: str
+) -> tuple[fx.Graph, list[fx.Node], dict[fx.Node, fx.Node]]:
+    """(the graph of a form on these local arguments, its results, what each of its placeholders is).
+
+    args, kwargs: as the op has them, with nodes of the local graph for tensors. rank: the node that holds the rank.
+    """
+    found: list[fx.Node] = []
+    fx.node.map_arg((args, kwargs), found.append)
+    nodes = list(dict.fromkeys(found))
+
+    def local(rank: Tensor, *tensors: Tensor) -> Any:
+        of = dict(zip(nodes, tensors, strict=True))
+        a, k = fx.node.map_arg((args, kwargs), of.__getitem__)
+        return FORMS[form](_Traced(axis, n), rank, n, *a, **k)
+
+    mode = getattr(rank.meta["val"], "fake_mode", None)
+    with mode if mode is not None else torch.no_grad():
+        gm = make_fx(local)(rank.meta["val"], *(x.meta["val"] for x in nodes))
+    result: Any = fx_nodes.output(gm.graph).args[0]
+    results = [result] if isinstance(result, fx.Node) else list(result)
+    return gm.graph, results, dict(zip(fx_nodes.placeholders(gm.graph), [rank, *nodes], strict=True))
+
+
+class _Traced:
+    """The communicator of a local form that is traced: a transfer becomes an op."""
+
+    def __init__(self, axis: str, n: int) -> None:
+        self.axis, self.n = axis, n
+
+    def all_reduce(self, x: Tensor, how: str) -> Tensor:
+        result: Tensor = ops.ALL_REDUCE(x, self.axis, self.n, how)
+        return result

@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero._torch_compat import graph_module
 from fzero.errors import FzeroError
 from fzero.ir import fx_nodes
 from fzero.shard import ops
+from fzero.shard.claims import Claim, claim
 from fzero.shard.factors import Call
-from fzero.shard.local_forms import FORMS
+from fzero.shard.local_forms import traced
 from fzero.shard.placements import Partial, Placement, Replicated, Shard, local_shape
 from fzero.shard.rules import Strategy, Unknown, localised, strategies
 
@@ -67,9 +67,9 @@ class Move:
 class Sharded:
     """A graph as each of n ranks of a mesh axis runs it.
 
-    gm: the placeholders are the global graph's, in local shapes, then the rank on the axis (0-d int64). inputs,
-    outputs: the placements of the placeholders but the last, and of the outputs. moves: in order. replicated: what was
-    computed whole because nothing is known of the op.
+    gm: the placeholders are the global graph's, in local shapes, then the rank on the axis (0-d int64). Views that a
+    transfer went round are still there. inputs, outputs: the placements of the placeholders but the last, and of the
+    outputs. moves: in order. replicated: what was computed whole because nothing is known of the op.
     """
 
     gm: fx.GraphModule
@@ -134,7 +134,6 @@ def propagate(
         for x, want in zip(fx_nodes.outputs(gm.graph), wanted, strict=True)
     ]
     walk.local.output(results)
-    walk.local.eliminate_dead_code()
     return Sharded(
         graph_module(walk.local), n, axis, tuple(placed), tuple(wanted), tuple(walk.moves), tuple(walk.replicated)
     )
@@ -154,6 +153,7 @@ class _Walk:
     moves: list[Move] = field(default_factory=list)
     replicated: list[str] = field(default_factory=list)
     results: dict[fx.Node, tuple[fx.Node | list[fx.Node], Strategy]] = field(default_factory=dict)
+    given: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # of each call, its local operands
     rank: fx.Node = field(init=False)
     mode: Any = None
 
@@ -201,7 +201,10 @@ class _Walk:
         made = (
             self._form(node, strategy, args, kwargs) if strategy.local else self._node(node.target, args, kwargs, node)
         )
-        self.results[node] = made, strategy
+        self.results[node], self.given[node] = (made, strategy), given
+        if isinstance(made, fx.Node):
+            kind = "form" if strategy.local else "call"
+            claim(made, Claim(kind, node.name, strategy.outputs, tuple(given), strategy.local))
         if isinstance(made, fx.Node) and isinstance(node.meta["val"], torch.Tensor):
             self.have[node] = {strategy.outputs[0]: made}
         if (
@@ -221,13 +224,19 @@ class _Walk:
         args = ([*given, self.rank] if inner.reads_rank else given, *node.args[1:])
         made = self.local.call_function(node.target, args)
         made.meta = {**node.meta, "val": list(inner.values)}
+        claim(made, Claim("region", node.name, inner.outputs))
         self.results[node] = made, Strategy(tuple(here), inner.outputs)
 
     def _getitem(self, node: fx.Node) -> None:
         source, index = fx_nodes.operand(node), int(str(node.args[1]))
         made, strategy = self.results[source]
         position = [i for i, v in enumerate(source.meta["val"]) if isinstance(v, torch.Tensor)].index(index)
-        part = made[index] if isinstance(made, list) else self._node(operator.getitem, (made, index), {}, node)
+        if isinstance(made, list):
+            part = made[index]
+            given = tuple(self.given[source])
+            claim(part, Claim("form", node.name, strategy.outputs, given, strategy.local, position))
+        else:
+            part = self._node(operator.getitem, (made, index), {}, node)
         self.have[node] = {strategy.outputs[position]: part}
 
     def _chosen(self, node: fx.Node) -> Strategy:
@@ -302,7 +311,8 @@ class _Walk:
         if isinstance(want, Partial):
             first = self._node(aten.ne.Scalar, (self.rank, 0), {}, x)
             first.meta["val"] = self.fake(lambda: torch.zeros((), dtype=torch.bool, device=x.meta["val"].device))
-            return self._node(aten.masked_fill.Scalar, (versions[R], first, 0), {}, x)
+            done = self._node(aten.masked_fill.Scalar, (versions[R], first, 0), {}, x)
+            return claim(done, Claim("addend", x.name, (want,)))
         source = self._source(x, want)
         if isinstance(source, Partial) and source.how != "sum" and isinstance(want, Shard):
             self.at(x, R, reader, node)  # a maximum has no reduce_scatter
@@ -315,6 +325,7 @@ class _Walk:
             )
         )  # fmt: skip
         moved = self._moved(versions[source], source, want, x)
+        moved = claim(moved, Claim("move", x.name, (want,), (versions[source],)))
         if isinstance(source, Partial):
             del versions[source]  # the sum is taken once, for all who read later
         versions[want] = moved
@@ -385,26 +396,14 @@ class _Walk:
 
     def _form(self, node: fx.Node, strategy: Strategy, args: Any, kwargs: Any) -> fx.Node | list[fx.Node]:
         """A local form, traced and written in the op's place: its result, or its results."""
-        nodes: list[fx.Node] = []
-        fx.node.map_arg((args, kwargs), nodes.append)
-        nodes = list(dict.fromkeys(nodes))
-
-        def local(rank: torch.Tensor, *tensors: torch.Tensor) -> Any:
-            of = dict(zip(nodes, tensors, strict=True))
-            a, k = fx.node.map_arg((args, kwargs), of.__getitem__)
-            return FORMS[strategy.local](_Traced(self.axis, self.n), rank, self.n, *a, **k)
-
-        with self.mode if self.mode is not None else torch.no_grad():
-            traced = make_fx(local)(self.rank.meta["val"], *(x.meta["val"] for x in nodes))
-        env = dict(zip(fx_nodes.placeholders(traced.graph), [self.rank, *nodes], strict=True))
-        for each in traced.graph.nodes:
+        graph, results, env = traced(strategy.local, args, kwargs, self.rank, self.n, self.axis)
+        for each in graph.nodes:
             if each.op == "call_function":
                 a, k = fx.node.map_arg((each.args, each.kwargs), env.__getitem__)
                 env[each] = self._node(each.target, a, k, node)
                 if each.target is ops.ALL_REDUCE:
                     self._inside(node, each)
-        result: Any = fx_nodes.output(traced.graph).args[0]
-        return env[result] if isinstance(result, fx.Node) else [env[x] for x in result]
+        return env[results[0]] if isinstance(node.meta["val"], torch.Tensor) else [env[x] for x in results]
 
     def _inside(self, node: fx.Node, transfer: fx.Node) -> None:
         """Notes a transfer within a local form."""
@@ -426,16 +425,6 @@ class _Walk:
         made = self.local.call_function(target, tuple(args), dict(kwargs))
         made.meta = {**like.meta, "val": value}
         return made
-
-
-class _Traced:
-    """The communicator of a local form that is traced: a transfer becomes an op."""
-
-    def __init__(self, axis: str, n: int) -> None:
-        self.axis, self.n = axis, n
-
-    def all_reduce(self, x: torch.Tensor, how: str) -> torch.Tensor:
-        return ops.ALL_REDUCE(x, self.axis, self.n, how)
 
 
 _CASTS = {aten._to_copy.default}

@@ -1,0 +1,416 @@
+"""sharding: the graph of one rank is typed by the rules, and must compute the captured graph.
+
+Every value of the local graph is a part of a global one: its *type* is (the global value, its placement). The writer of
+a local graph claims a type for each value (`fzero.shard.claims`). Here no claim is believed:
+
+- a call is a call of the global op under one of the strategies that the rules allow for the types of its operands,
+  with the arguments that the rule says;
+- a transfer, and the copies and views around it, are followed back from elements of the result to the elements that
+  they come from, and these are the ones that both placements say;
+- a local form is the form of the rules;
+- the results are what was captured, where the plan says.
+
+So a sum that is missing or taken twice, a product of two addends, a value taken for whole that is none, and parts that
+are joined along another dim are all refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from fzero.errors import VerifyError
+from fzero.ir import fx_nodes
+from fzero.shard import ops
+from fzero.shard.claims import Claim, claim_of
+from fzero.shard.factors import Call
+from fzero.shard.local_forms import traced
+from fzero.shard.placements import Partial, Placement, Replicated, Shard, local_shape
+from fzero.shard.rules import Strategy, Unknown, localised, strategies
+
+aten = torch.ops.aten
+R = Replicated()
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
+Inner = Callable[[fx.Node], tuple[Sequence[Placement], Sequence[Placement]]]
+
+
+@dataclass(frozen=True)
+class _Type:
+    """What a local value is: a global value, and how it lies. of: None for the rank."""
+
+    of: fx.Node | None
+    placement: Placement
+
+
+def check_sharding(
+    whole: fx.GraphModule,
+    local: fx.GraphModule,
+    inputs: Sequence[Placement],
+    outputs: Sequence[Placement],
+    n: int,
+    axis: str,
+    inner: Inner | None = None,
+) -> None:
+    """Raises VerifyError unless `local`, run by n ranks, computes `whole`.
+
+    inputs, outputs: how the values lie. Further placeholders of `local` are the rank. inner: of a node that stands for
+    a graph of its own, how its inputs and outputs lie.
+    """
+    _Typing(whole, n, axis, inner).run(local, inputs, outputs)
+
+
+class _Typing:
+    """The walk over a local graph. `types` is what is proven of its values; only `run` and its helpers write it."""
+
+    def __init__(self, whole: fx.GraphModule, n: int, axis: str, inner: Inner | None) -> None:
+        self.whole, self.n, self.axis, self.inner = whole, n, axis, inner
+        self.names = {node.name: node for node in whole.graph.nodes}
+        self.types: dict[fx.Node, _Type] = {}
+        self.several: dict[fx.Node, tuple[fx.Node, tuple[Placement, ...]]] = {}  # calls with several results
+
+    def run(self, local: fx.GraphModule, inputs: Sequence[Placement], outputs: Sequence[Placement]) -> None:
+        globals_in = fx_nodes.placeholders(self.whole.graph)
+        holders = fx_nodes.placeholders(local.graph)
+        for node, x, placement in zip(holders, globals_in, inputs, strict=False):
+            self._shaped(node, x, placement)
+            self.types[node] = _Type(x, placement)
+        for node in holders[len(globals_in) :]:
+            self.types[node] = _Type(None, R)
+        for node in local.graph.nodes:
+            if node.op == "call_function":
+                self._node(node)
+        wanted = fx_nodes.outputs(self.whole.graph)
+        for node, x, placement in zip(fx_nodes.outputs(local.graph), wanted, outputs, strict=True):
+            if isinstance(x, fx.Node):
+                found = self.types.get(node)
+                if found is None or found.of is not x or found.placement != placement:
+                    self._refuse(node, f"is to be {x.name} as {placement}, and is {self._shown(node)}")
+
+    # --- one node
+
+    def _node(self, node: fx.Node) -> None:
+        """Proves the claim of a node; a node without one is on the way to another that has."""
+        if str(node.target) == "fzero.axis_index.default" and node.args[0] == self.axis:
+            self.types[node] = _Type(None, R)
+            return
+        if node.target is operator.getitem:
+            self._picked(node)
+            return
+        claim = claim_of(node)
+        if claim is None:
+            return
+        x = self.names.get(claim.of)
+        if x is None:
+            self._refuse(node, f"is said to be {claim.of}, which is not in the captured step")
+        proof: dict[str, Callable[[fx.Node, fx.Node, Claim], tuple[Placement, ...]]] = {
+            "call": self._call, "move": self._moved, "form": self._form, "addend": self._addend, "region": self._region,
+        }  # fmt: skip
+        found = proof[claim.kind](node, x, claim)
+        if isinstance(x.meta["val"], torch.Tensor):
+            self._shaped(node, x, found[0])
+            self.types[node] = _Type(x, found[0])
+        else:
+            self.several[node] = (x, found)
+
+    def _picked(self, node: fx.Node) -> None:
+        """One result of a call with several."""
+        source, index = fx_nodes.operand(node), int(str(node.args[1]))
+        if source not in self.several:
+            return
+        x, placements = self.several[source]
+        position = [i for i, v in enumerate(x.meta["val"]) if isinstance(v, torch.Tensor)].index(index)
+        pick = next((u for u in x.users if u.target is operator.getitem and u.args[1] == index), None)
+        if pick is not None:
+            self._shaped(node, pick, placements[position])
+            self.types[node] = _Type(pick, placements[position])
+
+    def _call(self, node: fx.Node, x: fx.Node, claim: Claim) -> tuple[Placement, ...]:
+        """A call of the global op under a strategy that the rules allow."""
+        operands = self._operands(node)
+        given = self._given(node, x, operands)
+        allowed = [s for s in self._strategies(x, given) if s.inputs == given and not s.local]
+        if not allowed:
+            lies = ", ".join(f"{a.name} {p}" for a, p in zip(Call.of(x).operands, given, strict=True))
+            self._refuse(node, f"no rule lets {x.target} work on {lies}")
+        for strategy in allowed:
+            if strategy.outputs == claim.placements and self._same_call(node, x, strategy):
+                return strategy.outputs
+        self._refuse(node, f"is no part of {x.name} = {x.format_node()} on operands {', '.join(map(str, given))}")
+
+    def _operands(self, node: fx.Node) -> list[fx.Node]:
+        found: list[fx.Node] = []
+        fx.node.map_arg((node.args, node.kwargs), found.append)
+        return found
+
+    def _given(self, node: fx.Node, x: fx.Node, operands: Sequence[fx.Node]) -> tuple[Placement, ...]:
+        """The placements of a call's operands, which are the parts of those of the global call."""
+        wanted = Call.of(x).operands
+        types = [self._type(a) for a in operands]
+        if len(types) != len(wanted):
+            self._refuse(node, f"takes {len(types)} tensors, {x.name} takes {len(wanted)}")
+        for a, found, want in zip(operands, types, wanted, strict=True):
+            if found is None or found.of is not want:
+                self._refuse(node, f"reads {self._shown(a)} where {x.name} reads {want.name}")
+        return tuple(t.placement for t in types if t is not None)
+
+    def _type(self, node: fx.Node) -> _Type | None:
+        """The type of a value; a copy has that of what it copies."""
+        while node not in self.types and node.target is aten.clone.default:
+            node = fx_nodes.operand(node)
+        return self.types.get(node)
+
+    def _strategies(self, x: fx.Node, given: Sequence[Placement]) -> Sequence[Strategy]:
+        call = Call.of(x)
+        replicated = Strategy((R,) * len(call.operands), (R,) * len(call.results))
+        try:
+            groups = sorted({1} | {p.groups for p in given if isinstance(p, Shard)})
+            return strategies(x, self.n, groups)
+        except Unknown:
+            return [replicated]
+
+    def _same_call(self, node: fx.Node, x: fx.Node, strategy: Strategy) -> bool:
+        whole = all(isinstance(p, Replicated) for p in (*strategy.inputs, *strategy.outputs))
+        wanted = (x.args, x.kwargs) if whole else localised(x, strategy, self.n)
+        return node.target is x.target and _plain((node.args, node.kwargs)) == _plain(wanted)
+
+    def _form(self, node: fx.Node, x: fx.Node, claim: Claim) -> tuple[Placement, ...]:
+        """A result of a local form: the nodes that lead to it are those of the form."""
+        call = fx_nodes.operand(x) if x.target is operator.getitem else x
+        given = self._given(node, call, claim.given)
+        rank = next(a for a in self.types if self.types[a].of is None)
+        for strategy in self._strategies(call, given):
+            if (strategy.inputs, strategy.local, strategy.outputs) != (given, claim.form, claim.placements):
+                continue
+            order = iter(claim.given)
+            args, kwargs = fx.node.map_arg(localised(call, strategy, self.n), lambda _, order=order: next(order))
+            _, results, same = traced(claim.form, args, kwargs, rank, self.n, self.axis)
+            if _equal(results[claim.result], node, same):
+                return (strategy.outputs[claim.result],)
+        self._refuse(node, f"is no local form {claim.form!r} of {x.name} on {', '.join(map(str, given))}")
+
+    def _addend(self, node: fx.Node, x: fx.Node, claim: Claim) -> tuple[Placement, ...]:
+        """A number that all ranks have, kept by the first alone: with zeros of the others it is a sum."""
+        value, mask, zero = node.args
+        found = self._type(value) if isinstance(value, fx.Node) else None
+        first = isinstance(mask, fx.Node) and mask.target is aten.ne.Scalar and mask.args[1] == 0
+        rank = first and self.types.get(fx_nodes.operand(mask))
+        if node.target is not aten.masked_fill.Scalar or zero != 0 or not rank or rank.of is not None:
+            self._refuse(node, f"is to be {x.name} on the first rank, and zero on the others")
+        if found != _Type(x, R):
+            self._refuse(node, f"takes {self._shown(value)} for all of {x.name}")
+        return (Partial(),)
+
+    def _region(self, node: fx.Node, x: fx.Node, claim: Claim) -> tuple[Placement, ...]:
+        """A node that stands for a graph of its own, which is checked by itself."""
+        assert self.inner is not None
+        inputs, outputs = self.inner(x)
+        operands = self._operands(node)
+        wanted: list[fx.Node] = list(x.args[0])  # type: ignore[arg-type]
+        for a, want, placement in zip(operands, wanted, inputs, strict=False):
+            if self._type(a) != _Type(want, placement):
+                self._refuse(node, f"reads {self._shown(a)} where it needs {want.name} as {placement}")
+        rest = operands[len(wanted) :]
+        if any(self.types.get(a) != _Type(None, R) for a in rest) or node.args[1:] != x.args[1:]:
+            self._refuse(node, f"is not {x.format_node()}")
+        return tuple(outputs)
+
+    # --- transfers
+
+    def _moved(self, node: fx.Node, x: fx.Node, claim: Claim) -> tuple[Placement, ...]:
+        """A value brought to another placement. Elements of the result, at the borders of what the ranks hold, are
+        followed back to those that they come from."""
+        (source,) = claim.given
+        (want,) = claim.placements
+        found = self.types.get(source)
+        if found is None or found.of is not x:
+            self._refuse(node, f"moves {self._shown(source)} as {x.name}")
+        start = {source, *_bases(source)}
+        shape = tuple(x.meta["val"].shape)
+        here = tuple(node.meta["val"].shape)
+        if here != local_shape(shape, want, self.n):
+            self._refuse(node, f"has shape {list(here)}: {x.name} of shape {list(shape)} as {want} has another")
+        for rank in sorted({0, min(1, self.n - 1), self.n - 1}):
+            for place in _borders(here):
+                came = _Origin(self, start).of(node, rank, _flat(place, here))
+                if came != self._expected(found.placement, want, shape, rank, place):
+                    self._refuse(node, f"is to bring {x.name} from {found.placement} to {want}, and brings others")
+        return (want,)
+
+    def _expected(
+        self, source: Placement, want: Placement, shape: Sequence[int], rank: int, place: Sequence[int]
+    ) -> tuple[str, frozenset[tuple[int, int]]]:
+        """(how they are joined, the ranks and elements of the source) of one element under `want`."""
+        spot = _whole_place(want, shape, self.n, rank, place)
+        if isinstance(source, Partial):
+            return source.how, frozenset((r, _flat(spot, shape)) for r in range(self.n))
+        if isinstance(source, Replicated):
+            return "", frozenset({(rank, _flat(spot, shape))})
+        dim, groups = source.dim, source.groups
+        own = shape[dim] // (groups * self.n)
+        group, rest = divmod(spot[dim], own * self.n)
+        owner, inside = divmod(rest, own)
+        there = (*spot[:dim], group * own + inside, *spot[dim + 1 :])
+        return "", frozenset({(owner, _flat(there, local_shape(shape, source, self.n)))})
+
+    # --- words
+
+    def _shaped(self, node: fx.Node, x: fx.Node, placement: Placement) -> None:
+        value, whole = node.meta["val"], x.meta["val"]
+        if tuple(value.shape) != local_shape(whole.shape, placement, self.n) or value.dtype is not whole.dtype:
+            self._refuse(node, f"has shape {list(value.shape)}: {x.name} as {placement} has another")
+
+    def _shown(self, node: Any) -> str:
+        found = self._type(node) if isinstance(node, fx.Node) else None
+        if found is None:
+            return f"{node}, of which nothing is proven"
+        return f"{found.of.name if found.of is not None else 'the rank'} as {found.placement}"
+
+    def _refuse(self, node: Any, what: str) -> NoReturn:
+        line = node.meta.get("source", "") if isinstance(node, fx.Node) else ""
+        raise VerifyError(f"[sharding] {node} {line}: {what}".replace(" :", ":"))
+
+
+class _Origin:
+    """Where elements come from. start: the nodes at which a way ends: the value that is moved, and what it views."""
+
+    def __init__(self, typing: _Typing, start: set[fx.Node]) -> None:
+        self.typing, self.start, self.how = typing, start, ""
+
+    def of(self, node: fx.Node, rank: int, at: int) -> tuple[str, frozenset[tuple[int, int]]]:
+        """(how they are joined, the (rank, element)s) of element `at` of a node on a rank."""
+        found = list(self._of(node, rank, at))
+        if len(set(found)) < len(found):
+            self.typing._refuse(node, "adds an element twice")
+        return self.how, frozenset(found)
+
+    def _of(self, node: fx.Node, rank: int, at: int) -> Iterator[tuple[int, int]]:
+        if node in self.start:
+            yield rank, at
+            return
+        n, target = self.typing.n, node.target
+        if target in ops.TRANSFERS or str(target) == "fzero.reduce.default":
+            yield from self._transferred(node, rank, at)
+        elif target is ops.OWN_PART:
+            whole, own, ranks, dim, groups = node.args
+            typed = self.typing.types.get(own)  # type: ignore[arg-type]
+            if typed is None or typed.of is not None or ranks != n:
+                self.typing._refuse(node, "takes the part of another rank")
+            shape = tuple(whole.meta["val"].shape)  # type: ignore[union-attr]
+            place = _unflat(at, tuple(node.meta["val"].shape))
+            spot = _whole_place(Shard(int(str(dim)), int(str(groups))), shape, n, rank, place)
+            yield from self._of(fx_nodes.operand(node), rank, _flat(spot, shape))
+        elif target in _VIEWS or target is aten.clone.default:
+            yield from self._of(fx_nodes.operand(node), rank, at)
+        elif target is aten.permute.default:
+            source = fx_nodes.operand(node)
+            place = _unflat(at, tuple(node.meta["val"].shape))
+            order: list[int] = list(node.args[1])  # type: ignore[arg-type]
+            back = [place[order.index(d)] for d in range(len(order))]
+            yield from self._of(source, rank, _flat(back, tuple(source.meta["val"].shape)))
+        else:
+            self.typing._refuse(node, f"{target} is on the way of a transfer")
+
+    def _transferred(self, node: fx.Node, rank: int, at: int) -> Iterator[tuple[int, int]]:
+        n, source = self.typing.n, fx_nodes.operand(node)
+        if node.target in ops.TRANSFERS:
+            kind, axis, ranks = ops.TRANSFERS[node.target], node.args[1], node.args[2]
+            how = str(node.args[3]) if kind == "all_reduce" else "sum"
+        else:
+            kind, axis, ranks, how = "all_reduce", node.args[2], n, str(node.args[1])
+        if (axis, ranks) != (self.typing.axis, n):
+            self.typing._refuse(node, f"runs over {ranks} ranks of {axis}, not {n} of {self.typing.axis}")
+        size = source.meta["val"].numel()
+        if kind in ("all_reduce", "reduce_scatter"):
+            if self.how:
+                self.typing._refuse(node, "is a sum of sums over the same ranks")
+            self.how = how
+            offset = rank * (size // n) if kind == "reduce_scatter" else 0
+            for other in range(n):
+                self.how, before = "", self.how
+                yield from self._of(source, other, offset + at)
+                if self.how:
+                    self.typing._refuse(node, "is a sum of sums over the same ranks")
+                self.how = before
+        elif kind == "all_gather":
+            yield from self._of(source, at // size, at % size)
+        else:
+            part = size // n
+            yield from self._of(source, at // part, rank * part + at % part)
+
+
+def _bases(node: fx.Node) -> Iterator[fx.Node]:
+    """What a contiguous value is a view of, with the same elements in the same order."""
+    while node.target in _VIEWS and fx_nodes.operand(node).meta["val"].is_contiguous():
+        node = fx_nodes.operand(node)
+        yield node
+
+
+def _borders(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Places of a tensor: the first, second, middle and last of each dim, with the first and the last of all others,
+    and some in between."""
+    if not math.prod(shape):
+        return
+    edges = [sorted({0, min(1, s - 1), s // 3, s // 2, 2 * s // 3, s - 1}) for s in shape]
+    for d, own in enumerate(edges):
+        for ends in (0, -1):
+            for place in own:
+                yield tuple(place if e == d else edges[e][ends] for e in range(len(shape)))
+    yield from itertools.islice(itertools.product(*edges), 0, 64)
+
+
+def _flat(place: Sequence[int], shape: Sequence[int]) -> int:
+    at = 0
+    for p, s in zip(place, shape, strict=True):
+        at = at * s + p
+    return at
+
+
+def _unflat(at: int, shape: Sequence[int]) -> tuple[int, ...]:
+    place = []
+    for s in reversed(shape):
+        at, p = divmod(at, s)
+        place.append(p)
+    return tuple(reversed(place))
+
+
+def _whole_place(want: Placement, shape: Sequence[int], n: int, rank: int, place: Sequence[int]) -> tuple[int, ...]:
+    """Where in the whole value an element of a rank's part lies."""
+    if not isinstance(want, Shard):
+        return tuple(place)
+    own = shape[want.dim] // (want.groups * n)
+    group, inside = divmod(place[want.dim], own)
+    return (*place[: want.dim], (group * n + rank) * own + inside, *place[want.dim + 1 :])
+
+
+def _plain(value: Any) -> Any:
+    """Arguments with every node as a mark, so that two calls on different nodes compare."""
+    marked = fx.node.map_arg(value, lambda _: "a tensor")
+    return fx.node.map_aggregate(marked, lambda a: tuple(a) if isinstance(a, (list, torch.Size)) else a)
+
+
+def _equal(a: Any, b: Any, same: dict[fx.Node, fx.Node]) -> bool:
+    """Whether node `a` of one graph is node `b` of another, given what placeholders of the first are."""
+    if a in same:
+        return same[a] is b
+    if not isinstance(b, fx.Node) or a.target is not b.target or a.op != "call_function":
+        return False
+    mine, theirs = _flattened(a), _flattened(b)
+    if _plain((a.args, a.kwargs)) != _plain((b.args, b.kwargs)) or len(mine) != len(theirs):
+        return False
+    if all(_equal(x, y, same) for x, y in zip(mine, theirs, strict=True)):
+        same[a] = b
+        return True
+    return False
+
+
+def _flattened(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), found.append)
+    return found
