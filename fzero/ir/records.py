@@ -311,7 +311,8 @@ class Op:
 
     @property
     def phase(self) -> str | None:
-        """ "region" in a `value_and_grad`, "outer" in the rest of the step."""
+        """Of a run: "region" in a `value_and_grad`, "outer" in the rest of the step. Of a transfer of a region's values:
+        "forward" or "backward"."""
         return self.get("phase")
 
     @property

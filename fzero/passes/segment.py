@@ -117,8 +117,8 @@ def _transfer(
         writes.append(Ref(scratch))
     chunk = {} if piece.chunk is None else {"chunk": piece.chunk}
     start = make_op(
-        kind, [source], writes, axis=axis, why=piece.why, region=str(op.region), microbatch=op.microbatch, **chunk,
-        **reduction,
+        kind, [source], writes, axis=axis, why=piece.why, region=str(op.region), microbatch=op.microbatch,
+        phase=str(node.meta.get("phase") or "forward"), **chunk, **reduction,
     )  # fmt: skip
     return [start, make_op("wait", [target], why=piece.why)]
 
@@ -172,13 +172,15 @@ def _grouped(
             continue
         used, last = units.get(node, set()), groups[-1]
         if node.target in TRANSFERS:
-            groups.append(_Group([node], chunk=chunk.get(node), transfers=True))
+            groups.append(_Group([node], set(last.units), chunk.get(node), transfers=True))
             group_of[node] = groups[-1]
             continue
         if not group_of:
             last.chunk = chunk.get(node)
-        elif last.transfers or (last.units and used - last.units) or chunk.get(node) != last.chunk:
+        elif (last.units and used - last.units) or chunk.get(node) != last.chunk:
             groups.append(_Group(chunk=chunk.get(node)))
+        elif last.transfers:
+            groups.append(_Group(units=set(last.units), chunk=last.chunk))
         groups[-1].units |= used
         groups[-1].nodes += [*waiting, node]
         group_of[node] = groups[-1]
@@ -331,6 +333,5 @@ def _pieces(gm: fx.GraphModule, groups: list[_Group], made_anew: MadeAnew) -> li
 
 def _moved(node: fx.Node, chunk: int | None) -> _Piece:
     """A transfer as a piece of its own."""
-    phase = node.meta.get("phase") or "forward"
-    why = f"{phase} {node.meta.get('moved', '')}".strip()
+    why = str(node.meta.get("moved") or node.meta.get("phase") or "forward")
     return _Piece(None, [fx_nodes.operand(node)], [node], [], why, chunk)

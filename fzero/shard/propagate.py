@@ -56,11 +56,13 @@ class Move:
     line: str
     is_leaf: bool
 
+    @property
+    def why(self) -> str:
+        """The value, its placements, who reads it and where, in words."""
+        return f"{self.phase} {self.value} {self.source} -> {self.target} for {self.reader} {self.line}".rstrip()
+
     def __str__(self) -> str:
-        return (
-            f"{self.kind} {self.value} {self.source} -> {self.target}, {self.nbytes:,.0f} bytes, "
-            f"{self.phase}: read by {self.reader} {self.line}".rstrip()
-        )
+        return f"{self.kind:14} {self.nbytes:12,.0f} bytes  {self.why}"
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,7 @@ class _Walk:
     given: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # of each call, its local operands
     rank: fx.Node = field(init=False)
     mode: Any = None
+    why: str = ""  # of the transfer that is being written
 
     def wish(self, outputs: Sequence[Any], wanted: Sequence[Placement]) -> None:
         """Notes where outputs are wanted, and what they are sums, casts and copies of."""
@@ -318,12 +321,12 @@ class _Walk:
             self.at(x, R, reader, node)  # a maximum has no reduce_scatter
             return self.at(x, want, reader, node)
         about = node or x
-        self.moves.append(
-            Move(
-                kind_of(source, want), x.name, source, want, wire_bytes(source, want, x.meta["val"], self.n),
-                str(about.meta.get("phase") or "forward"), reader, str(about.meta.get("source", "")), x in self.leaves,
-            )
+        move = Move(
+            kind_of(source, want), x.name, source, want, wire_bytes(source, want, x.meta["val"], self.n),
+            str(about.meta.get("phase") or "forward"), reader, str(about.meta.get("source", "")), x in self.leaves,
         )  # fmt: skip
+        self.moves.append(move)
+        self.why = move.why
         moved = self._moved(versions[source], source, want, x)
         moved = claim(moved, Claim("move", x.name, (want,), (versions[source],)))
         if isinstance(source, Partial):
@@ -400,9 +403,9 @@ class _Walk:
         for each in graph.nodes:
             if each.op == "call_function":
                 a, k = fx.node.map_arg((each.args, each.kwargs), env.__getitem__)
-                env[each] = self._node(each.target, a, k, node)
                 if each.target is ops.ALL_REDUCE:
                     self._inside(node, each)
+                env[each] = self._node(each.target, a, k, node)
         return env[results[0]] if isinstance(node.meta["val"], torch.Tensor) else [env[x] for x in results]
 
     def _inside(self, node: fx.Node, transfer: fx.Node) -> None:
@@ -411,6 +414,7 @@ class _Walk:
         nbytes = wire_bytes(Partial(how), R, value, self.n)
         phase, line = str(node.meta.get("phase") or "forward"), str(node.meta.get("source", ""))
         self.moves.append(Move("all_reduce", node.name, Partial(how), R, nbytes, phase, node.name, line, False))
+        self.why = self.moves[-1].why
 
     def _node(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
         """A node of the local graph, with its fake value. A view that local strides do not allow is made of a copy."""
@@ -424,6 +428,8 @@ class _Walk:
             return self._node(target, (first, *args[1:]), kwargs, like)
         made = self.local.call_function(target, tuple(args), dict(kwargs))
         made.meta = {**like.meta, "val": value}
+        if target in ops.TRANSFERS:
+            made.meta["moved"] = self.why
         return made
 
 

@@ -66,21 +66,28 @@ class Assigned:
         known: dict[str, Halves] = {}
         regions: list[str] = []
         drafts: list[tuple[Op, Group, frozenset[int] | None]] = []
+        group: Group
+        started: dict[str, Group] = {}  # of each transfer of a region's values
         for number, op in enumerate(self.program.ops):
             if op.phase == "region" and op.region not in regions:
                 regions.append(str(op.region))
             if number not in found:
-                group: Group = (len(regions), None)
+                group = (len(regions), None)
                 drafts += [(part, group, roles) for part, roles in self._outer(op)]
                 continue
             piece = found[number]
             role = self.schedule.role_of[piece.chunk]
+            if op.is_wait:
+                drafts.append((op, started[op.target], frozenset({role})))
+                continue
             index = regions.index(str(op.region)) + 1
             for part, kind in self._halves(op, piece.forward, known):
                 here, back = self._at_home(part, role)
-                drafts.append((here, (index, Action(kind, piece.chunk, op.microbatch)), frozenset({role})))
+                group = (index, Action(kind, piece.chunk, op.microbatch))
+                drafts.append((here, group, frozenset({role})))
+                started |= {op.target: group} if op.transfers else {}
                 drafts += [(copy, (index, None), frozenset({home})) for copy, home in back]
-            if piece.forward:
+            if piece.forward and op.computes:
                 drafts += self._made_anew(op, index, role, read_in)
         first = next(i for i, (_, group, _) in enumerate(drafts) if group[1] is not None)
         lent = [(work.op, work.group, work.roles) for work in self.lent.values()]
@@ -128,6 +135,8 @@ class Assigned:
             return [(op, FORWARD)]
         if not self.schedule.splits:
             return [(op, BACKWARD)]
+        if not op.computes:
+            return [(op, INPUT)]  # what it moves leaves its segment
         split = split_backward(self.program, op, known)
         self.buffers |= split.buffers
         self.segments |= split.segments

@@ -129,17 +129,21 @@ class Piece:
 
 
 def pieces(program: Program) -> dict[int, Piece]:
-    """By op number, the piece of every op of a region that has a chunk.
+    """By op number, the piece of every op of a region that has a chunk, and of the wait for a transfer among them.
 
     Raises SpecError where layers do not follow one another as the cut says.
     """
     made: dict[str, Piece] = {}
     found: dict[int, Piece] = {}
     for number, op in enumerate(program.ops):
-        if op.phase != "region" or op.chunk is None:
+        if op.is_wait and op.target in made:
+            found[number] = made[op.target]
+            continue
+        if op.chunk is None:
             continue
         again = any(ref.name.endswith(".again") for ref in op.writes)  # recompute: forward work, in the backward
-        piece = found[number] = Piece(op.chunk, phases(program, op) == {"forward"} and not again)
+        work = phases(program, op) if op.computes else {op.phase}
+        piece = found[number] = Piece(op.chunk, work == {"forward"} and not again)
         for ref in op.reads:
             source = made.get(ref.name)
             if source is not None:
