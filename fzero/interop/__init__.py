@@ -8,6 +8,7 @@ from fzero.interop.huggingface import export_safetensors, safetensors
 from fzero.interop.incoming import write_checkpoint
 from fzero.interop.module import Apply, Functional, from_module
 from fzero.interop.statistics import with_buffers
+from fzero.interop.tp_plan import tp_plan
 
 __all__ = [
     "Apply",
@@ -20,6 +21,7 @@ __all__ = [
     "fitted",
     "from_module",
     "safetensors",
+    "tp_plan",
     "with_buffers",
     "write_checkpoint",
 ]

@@ -317,8 +317,8 @@ class _Walk:
             done = self._node(aten.masked_fill.Scalar, (versions[R], first, 0), {}, x)
             return claim(done, Claim("addend", x.name, (want,)))
         source = self._source(x, want)
-        if isinstance(source, Partial) and source.how != "sum" and isinstance(want, Shard):
-            self.at(x, R, reader, node)  # a maximum has no reduce_scatter
+        if isinstance(want, Shard) and _by_way_of_whole(source, want):
+            self.at(x, R, reader, node)
             return self.at(x, want, reader, node)
         about = node or x
         move = Move(
@@ -449,11 +449,20 @@ def kind_of(source: Placement, want: Placement) -> str:
     return "all_gather" if isinstance(want, Replicated) else "all_to_all"
 
 
+def _by_way_of_whole(source: Placement, want: Shard) -> bool:
+    """Whether there is no transfer: a maximum has no reduce_scatter, and parts of one dim are not cut anew."""
+    if isinstance(source, Partial):
+        return source.how != "sum"
+    return isinstance(source, Shard) and source.dim == want.dim
+
+
 def wire_bytes(source: Placement, want: Placement, value: torch.Tensor, n: int) -> float:
     """What one rank sends to bring a global value from a placement to another; infinite where there is no way."""
     if isinstance(want, Partial):
         return 0.0 if source == want else NEVER
     share = (n - 1) / n * value.nbytes
+    if isinstance(want, Shard) and source != want and _by_way_of_whole(source, want):
+        return wire_bytes(source, R, value, n)
     return {"": 0.0, "own_part": 0.0, "all_reduce": 2 * share, "all_to_all": share / n}.get(
         kind_of(source, want), share
     )
