@@ -82,7 +82,7 @@ def _lower(
         fns=[step.loss],
     )
     choices: dict[str, str] = {}
-    local, sharding = localise(graph, plan)
+    local, sharding = localise(graph, plan, wanted.sequence)
     if wanted.matmul == "fastest":
         local, choices = matmul.choose(local, costs or Costs("products", measures=False))
     graph = local if sharding is None else graph

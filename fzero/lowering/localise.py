@@ -19,7 +19,7 @@ from fzero.ir import fx_nodes, segments
 from fzero.plan.layout import Plan
 from fzero.shard import ops
 from fzero.shard.partition import AXIS
-from fzero.shard.placements import Placement, Replicated
+from fzero.shard.placements import Placement, Replicated, Shard
 from fzero.shard.propagate import Inner, Move, Sharded, propagate, split_bias
 from fzero.verify.sharding import check_sharding
 
@@ -58,8 +58,10 @@ class Sharding:
         return "\n".join([*rows, *(f"computed whole: {text}" for text in whole)])
 
 
-def localise(graph: Graph, plan: Plan) -> tuple[Graph, Sharding | None]:
+def localise(graph: Graph, plan: Plan, sequence: bool = False) -> tuple[Graph, Sharding | None]:
     """(the graph of one rank, how it lies); the graph as it is where the mesh has one rank on the axis.
+
+    sequence: sums lie in parts along dim 1, the sequence, from where they are taken to where they are needed whole.
 
     Raises SpecError where the update needs all of a leaf that is sharded, and as `propagate` does.
     """
@@ -78,7 +80,7 @@ def localise(graph: Graph, plan: Plan) -> tuple[Graph, Sharding | None]:
     def within(node: fx.Node, here: list[Placement]) -> Inner:
         index = int(str(node.args[1]))
         inputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
-        made = _region(whole.regions[index], here, [x in leaf_nodes for x in inputs], n)
+        made = _region(whole.regions[index], here, [x in leaf_nodes for x in inputs], n, sequence)
         inside[index] = made
         values = tuple(x.meta["val"] for x in fx_nodes.outputs(made.gm.graph))
         return Inner(made.outputs, values, _reads_rank(made))
@@ -114,12 +116,12 @@ def _split(graph: Graph, plan: Plan) -> Graph:
     return replace(graph, regions=tuple(regions))
 
 
-def _region(region: Region, here: list[Placement], leaves: list[bool], n: int) -> Sharded:
+def _region(region: Region, here: list[Placement], leaves: list[bool], n: int, sequence: bool) -> Sharded:
     """A region as a rank runs it: gradients end where their leaves lie, the loss and what is beside it whole."""
     wanted: list[Placement] = [R] * len(region.values)
     for number, of in enumerate(region.grad_of):
         wanted[1 + number] = here[of]
-    return propagate(region.gm, here, wanted, n, AXIS, leaves)
+    return propagate(region.gm, here, wanted, n, AXIS, leaves, sequence=Shard(1) if sequence else None)
 
 
 def _reads_rank(made: Sharded) -> bool:
