@@ -9,9 +9,9 @@
 
 Every leaf is cut into *pieces*: elements [start, stop) of the flattened logical leaf. They lie 1-D in a shard under the
 leaf's path. The pieces of a leaf are in order and cover it exactly. A leaf with a `cut` lay over the ranks of an axis
-by a dim: its elements are counted part by part (`fzero.state.order`). A shard is hashed in blocks of 4 MiB. Its `sha256`
-is that of the digests of its blocks, one after the other (a hash tree of depth one). So a reader verifies exactly the
-blocks it reads.
+by a dim: its elements are counted part by part (`fzero.state.order`). A shard is hashed in blocks of 4 MiB. Its
+`sha256` is that of the digests of its blocks, one after the other (a hash tree of depth one). So a reader verifies
+exactly the blocks it reads.
 
 Nothing read is believed before it is checked: sizes and types, duplicate and unknown keys, the partition of every leaf,
 bytes against shards. A manifest that cannot be believed is a CorruptError that names it.
@@ -336,8 +336,15 @@ def _cut(leaf: Reader, shape: Sequence[int]) -> Cut | None:
         return None
     row = Reader(f"{leaf.where}.cut", value, ("dim", "groups", "ranks"))
     cut = Cut(row.integer("dim"), row.integer("groups", 1), row.integer("ranks", 2, 1 << 20))
-    if cut.dim >= len(shape) or not shape[cut.dim] or shape[cut.dim] % (cut.groups * cut.ranks) or leaf.value["per_rank"]:
-        raise Invalid(f"{row.where} cuts dim {cut.dim} of {shape} into {cut.groups} x {cut.ranks} parts: needed equal ones")
+    if (
+        cut.dim >= len(shape)
+        or not shape[cut.dim]
+        or shape[cut.dim] % (cut.groups * cut.ranks)
+        or leaf.value["per_rank"]
+    ):
+        raise Invalid(
+            f"{row.where} cuts dim {cut.dim} of {shape} into {cut.groups} x {cut.ranks} parts: needed equal ones"
+        )
     return cut
 
 

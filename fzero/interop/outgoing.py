@@ -1,9 +1,9 @@
 """outgoing: reads the leaves of a state or a checkpoint, one at a time, to write them to files of other formats.
 
 Of a live state every rank sends its part of the leaf to rank 0, straight into place if it lies together there. Beside
-its shards no rank holds more than that leaf, and a part that is scattered in it (`tp` over an inner dim). A checkpoint's directory, or another `Source`, is read by this process alone. If rank 0 fails (a
-full disk), all ranks learn it at the end. Until then rank 0 receives the parts of the others, so that none of them
-waits for ever.
+its shards no rank holds more than that leaf, and one part that is scattered in it (`tp` over an inner dim). A
+checkpoint's directory, or another `Source`, is read by this process alone. If rank 0 fails (a full disk), all ranks
+learn it at the end. Until then rank 0 receives the parts of the others, so that none of them waits for ever.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ from fzero.ir.mesh import PIPELINE, parts_of
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Op, Ref, make_op
 from fzero.plan.layout import Leaf, Plan
-from fzero.shard.partition import AXIS
-from fzero.shard.placements import join
 from fzero.runtime import compile_segments
 from fzero.runtime.executor import Executor
+from fzero.shard.partition import AXIS
+from fzero.shard.placements import join
 from fzero.spec import Spec
 from fzero.state import storage
 from fzero.state.state import Life, ShardedTensor, State

@@ -76,8 +76,12 @@ def cut(plan: Plan, leaf: Leaf) -> Cut | None:
 
 
 def order(plan: Plan, leaf: Leaf) -> Order:
-    """The order in which a leaf's elements are counted: what a rank holds of it is one range."""
-    return Order.of(leaf.shape, cut(plan, leaf))
+    """The order in which a leaf's elements are counted: what a rank holds of it is one range.
+
+    Of a per-rank leaf the elements of all ranks are counted.
+    """
+    shape = (plan.data_ranks, *leaf.shape) if leaf.per_rank else leaf.shape
+    return Order.of(shape, cut(plan, leaf))
 
 
 def tp_place(plan: Plan, rank: int) -> int:
@@ -99,8 +103,8 @@ def holders(plan: Plan, leaf: Leaf) -> list[int]:
 
 
 def placement(plan: Plan, leaf: Leaf) -> str:
-    """How a leaf lies, in words: `replicate`, `flat(bucket, offset)`, `per_rank`, or `S0 over tp` before a comma and
-    one of these."""
+    """How a leaf lies, in words: `replicate`, `flat(bucket, offset)`, `per_rank`, `S0 over tp`, or `S0 over tp,
+    flat(bucket, offset)`."""
     if leaf.per_rank:
         return "per_rank"
     buffer = plan.buffers[leaf.buffer]

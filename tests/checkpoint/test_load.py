@@ -286,6 +286,39 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
     return write(run, plan, [storage.shards(plan, leaves, rank) for rank in range(3)], treedef), whole
 
 
+ROWS, COLUMNS, FUSED = fzero.P("tp", None), fzero.P(None, "tp"), fzero.P(fzero.groups("tp", 3), None)
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "parts"),
+    [
+        (({"tp": 2}, COLUMNS), ({"tp": 2}, COLUMNS), 1),
+        (({"tp": 2}, FUSED), ({"tp": 2}, FUSED), 1),
+        (({"dp": 1}, None), ({"tp": 2}, ROWS), 1),
+        (({"tp": 2}, ROWS), ({"tp": 4}, ROWS), 1),
+        (({"dp": 1}, None), ({"tp": 2}, COLUMNS), 2),  # every block has a part of each row
+        (({"tp": 2}, COLUMNS), ({"tp": 4}, COLUMNS), 2),
+        (({"tp": 4}, COLUMNS), ({"dp": 1}, None), 1),
+    ],
+)
+def test_the_bytes_read_for_a_part_over_tp(one: Any, two: Any, parts: int, tmp_path: Path) -> None:
+    """`parts` times what is held, but for the blocks at the edges of a range; and few wants, however many rows."""
+    leaves = [noise(torch.zeros(6144, 1024), 1)]
+    plans = [planned(axes, 3, ["params/w"], leaves, {"w": dims}) for axes, dims in (one, two)]
+    memory = [storage.shards(plans[0], leaves, rank) for rank in range(plans[0].world_size)]
+    saved = write(tmp_path, plans[0], memory, tree.flatten({"params": {"w": leaves[0]}})[2])
+    rank, disk = plans[1].world_size - 1, Quick()
+    memory[0] = storage.allocate(plans[1], storage.block_of("cpu"), rank)
+    source, wants = Checkpoint(saved, disk), wanted(plans[1], rank, memory[0], set())
+    source.check(wants)
+    source.fill(wants)
+    held = len(wants[0].out) * 4
+    shards = len(source.manifest.shards)
+    assert sum(disk.read_bytes.values()) <= parts * held + 2 * shards * BLOCK
+    assert sum(len(batch.wants) for batch in source._batches(wants)) <= shards * -(-leaves[0].nbytes // BLOCK)
+    assert same_bits(memory[0]["params:w"], storage.shards(plans[1], leaves, rank)["params:w"])
+
+
 class Tensors(Source):
     """Leaves in memory: a source without a way of its own to fill."""
 

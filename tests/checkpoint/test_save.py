@@ -219,7 +219,9 @@ def test_what_tp_ranks_hold_alike_is_written_by_the_first():
     assert sum(one.nbytes for one in taken) == sum(x.nbytes for x in whole)
     for leaf, value in zip(plan.leaves, whole, strict=True):
         parts = [(span(plan, leaf, r), held(plan, memory[r], leaf, r)) for r in range(4)]
-        found = torch.cat([part for (start, stop), part in sorted(parts, key=lambda x: x[0]) if stop > start] or [value])
+        found = torch.cat(
+            [part for (start, stop), part in sorted(parts, key=lambda x: x[0]) if stop > start] or [value]
+        )
         assert same_bits(found.reshape(-1), value.reshape(-1)), leaf  # by rows the order is that of the flattened leaf
 
 

@@ -24,7 +24,13 @@ GRID = {"mesh": {"dp": 2, "tp": 2}, "shard": SHARD}
 
 def params() -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(0)
-    shapes = {"fused": (3 * WIDTH, WIDTH), "w1": (HIDDEN, WIDTH), "b1": (HIDDEN,), "w2": (WIDTH, HIDDEN), "b2": (WIDTH,)}
+    shapes = {
+        "fused": (3 * WIDTH, WIDTH),
+        "w1": (HIDDEN, WIDTH),
+        "b1": (HIDDEN,),
+        "w2": (WIDTH, HIDDEN),
+        "b2": (WIDTH,),
+    }
     return {name: 0.3 * torch.randn(shape, generator=draw) for name, shape in shapes.items()}
 
 
@@ -89,7 +95,13 @@ def around(folder: str, zero: int) -> dict[str, Any]:
     again, state = (fzero.step(x, batch(mesh.data_rank(rank), 2, 2)) for x in (again, state))
     assert not differing(by_path(again), by_path(state))
     shown = {name: leaf.placement.partition(", ")[0] for name, leaf in state.params.items()}
-    return {"whole": whole, "seen": seen, "shown": shown, "held": state.held_bytes, "loss": float(state.metrics["loss"])}
+    return {
+        "whole": whole,
+        "seen": seen,
+        "shown": shown,
+        "held": state.held_bytes,
+        "loss": float(state.metrics["loss"]),
+    }
 
 
 @pytest.mark.parametrize("zero", [0, 3])
