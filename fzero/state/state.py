@@ -117,14 +117,14 @@ class ShardedTensor:
 
     @property
     def placement(self) -> str:
-        """`replicate`, `flat(bucket, offset)` (in elements) or `per_rank`. Where the ranks of `tp` hold parts of dim 0 it
-        is `S0 over tp`, or that and `flat(...)`."""
+        """`replicate`, `flat(bucket, offset)` (in elements) or `per_rank`. Where ranks of `tp` hold parts of dim 0 it is
+        `S0 over tp`, or that and `flat(...)`."""
         return storage.placement(self.runtime.plan, self.leaf)
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's part, a view of the state's memory: 1-D if ZeRO slices the leaf, else in the leaf's shape or in that
-        of its part over `tp`. It is empty where another role of a pipeline keeps the leaf. Raises DonatedError."""
+        """This rank's part, a view of the state's memory: 1-D if ZeRO slices the leaf, else in the leaf's shape or
+        that of its part over `tp`. It is empty where another role of a pipeline keeps the leaf. Raises DonatedError."""
         self.life.check(self.path)
         return storage.local(self.runtime.plan, self.runtime.memory, self.leaf, self.runtime.rank)
 
