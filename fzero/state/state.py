@@ -117,8 +117,9 @@ class ShardedTensor:
 
     @property
     def placement(self) -> str:
-        """`replicate`, `flat(bucket, offset)` (in elements) or `per_rank`. Where ranks of `tp` hold parts of dim 0 it is
-        `S0 over tp`, or that and `flat(...)`."""
+        """`replicate`, `flat(bucket, offset)` (in elements) or `per_rank`.
+
+        Where the ranks of `tp` hold parts of dim 0 it is `S0 over tp`, or that and `flat(...)`."""
         return storage.placement(self.runtime.plan, self.leaf)
 
     @property
