@@ -146,8 +146,8 @@ def _check_moves(outer: Sharded, plan: Plan, holders: list[fx.Node]) -> None:
         if move.nbytes and (move.kind != "all_reduce" or move.nbytes > SMALL_BYTES):
             what = name_of.get(move.value, move.value)
             raise SpecError(
-                f"the update reads all of {what} {move.line}, of which each rank of {AXIS!r} holds a part ({move}). Use "
-                "an optimizer that works element by element, as adamw, or keep the leaf whole: shard={'<its path>': "
+                f"the update reads all of {what} {move.line}, of which each rank of {AXIS!r} holds a part ({move}). "
+                "Use an optimizer that works element by element, as adamw, or keep the leaf whole: shard={'<its path>': "
                 "P()} before the rule that matches it"
             )
 
@@ -164,8 +164,6 @@ def _small_sums(outer: Sharded) -> None:
 def _leaves(plan: Plan) -> tuple[str, ...]:
     width = max((len(leaf.path) for leaf in plan.leaves), default=0)
     return tuple(
-        f"{leaf.path:{width}}  {str(leaf.placement):5} {list(leaf.shape)} -> {list(plan.local_shape(leaf))}"
+        f"{leaf.path:{width}}  {leaf.placement!s:5} {list(leaf.shape)} -> {list(plan.local_shape(leaf))}"
         for leaf in plan.leaves
     )
-
-

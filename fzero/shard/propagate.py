@@ -229,7 +229,8 @@ class _Walk:
         given = [self.at(x, p, node.name, node) for x, p in zip(inputs, here, strict=True)]
         inner = within(node, here)
         args = ([*given, self.rank] if inner.reads_rank else given, *node.args[1:])
-        made = self.local.call_function(node.target, args)
+        target: Any = node.target
+        made = self.local.call_function(target, args)
         made.meta = {**node.meta, "val": list(inner.values)}
         claim(made, Claim("region", node.name, inner.outputs))
         self.results[node] = made, Strategy(tuple(here), inner.outputs)
@@ -379,10 +380,10 @@ class _Walk:
             shape = list(local_shape(mine.meta["val"].shape, want, self.n))
             done = self._node(ops.REDUCE_SCATTER, (self._parts(mine, want, x), self.axis, self.n, shape), {}, x)
         elif isinstance(source, Shard):
-            if isinstance(want, Replicated):
-                target, given = ops.ALL_GATHER, self._owned(mine, x)
-            else:
+            if isinstance(want, Shard):
                 target, given = ops.ALL_TO_ALL, self._parts(mine, want, x)
+            else:
+                target, given = ops.ALL_GATHER, self._owned(mine, x)
             done = self._joined(target, given, source, local_shape(mine.meta["val"].shape, want, self.n), x)
         elif isinstance(want, Shard):
             done = self._node(ops.OWN_PART, (mine, self.rank, self.n, want.dim, want.groups), {}, x)

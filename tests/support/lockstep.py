@@ -15,7 +15,7 @@ import fzero
 from fzero import tree
 from fzero.ir import fx_nodes, segments
 from fzero.shard import ops
-from fzero.shard.placements import Partial, Placement, Replicated, Shard, join, split
+from fzero.shard.placements import Partial, Placement, Replicated, join, split
 from fzero.shard.propagate import Sharded, propagate, split_bias
 
 REGION = torch.ops.fzero.region.default
