@@ -1,4 +1,4 @@
-"""tp_plan: the rules of `Spec(shard=...)` for a Hugging Face model: from its own plan, or by the names of its modules."""
+"""tp_plan: the rules of `Spec(shard=...)` for a Hugging Face model, from its own plan or the names of its modules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ NAMES = {  # of modules in models without a plan: the last components of their n
     **dict.fromkeys(_COLUMNS.split(), COLUMN),
     **dict.fromkeys(_ROWS.split(), ROW),
     **dict.fromkeys(_EMBEDDINGS.split(), EMBEDDING),
-    **{"embeddings": EMBEDDING, "c_attn": "column of 3", "Wqkv": "column of 3", "Wi": "column of 2"},
+    "embeddings": EMBEDDING,
+    "c_attn": "column of 3",
+    "Wqkv": "column of 3",
+    "Wi": "column of 2",
 }
 
 

@@ -32,8 +32,8 @@ class Sharding:
     """How a step lies over the ranks of an axis: the result of `localise`.
 
     graph: what was captured, with biases apart from products that are sums over ranks: what the local graph is equal
-    to. outer: the outer graph as a rank runs it. regions: by index, the same of each region. leaves: text of each leaf
-    with its placement and local shape.
+    to. outer: the outer graph as a rank runs it. regions: by index, the same of each region. leaves: text of each
+    parameter with its placement and local shape.
     """
 
     axis: str
@@ -49,11 +49,13 @@ class Sharding:
         return (*(move for region in self.regions for move in region.moves), *self.outer.moves)
 
     def __str__(self) -> str:
-        rows = [f"{self.axis}={self.n}", "leaves", *(f"  {leaf}" for leaf in self.leaves)]
-        sent = [move for move in self.moves if move.nbytes]
-        total = sum(move.nbytes for move in sent)
-        rows.append(f"transfers: {len(sent)}, {total:,.0f} bytes sent by a rank for each microbatch")
-        rows += [f"  {move}" for move in sent]
+        rows = [f"leaves over {self.n} ranks of {self.axis}", *(f"  {leaf}" for leaf in self.leaves)]
+        parts = [(f"region {i}, each microbatch", one) for i, one in enumerate(self.regions)] + [("update", self.outer)]
+        for name, one in parts:
+            sent = [move for move in one.moves if move.nbytes]
+            total = sum(move.nbytes for move in sent)
+            rows.append(f"{name}: {len(sent)} transfers, {total:,.0f} bytes sent by a rank")
+            rows += [f"  {move}" for move in sent]
         whole = [text for one in (*self.regions, self.outer) for text in one.replicated]
         return "\n".join([*rows, *(f"computed whole: {text}" for text in whole)])
 
@@ -146,9 +148,9 @@ def _check_moves(outer: Sharded, plan: Plan, holders: list[fx.Node]) -> None:
         if move.nbytes and (move.kind != "all_reduce" or move.nbytes > SMALL_BYTES):
             what = name_of.get(move.value, move.value)
             raise SpecError(
-                f"the update reads all of {what} {move.line}, of which each rank of {AXIS!r} holds a part ({move}). "
-                "Use an optimizer that works element by element, as adamw, or keep the leaf whole: shard={'<its path>': "
-                "P()} before the rule that matches it"
+                f"the update reads all of {what} {move.line}, of which each rank of {AXIS!r} holds a part "
+                f"({move.why}). Use an optimizer that works element by element, as adamw, or keep the leaf whole: "
+                "shard={'<its path>': P()} before the rule that matches it"
             )
 
 
@@ -162,8 +164,11 @@ def _small_sums(outer: Sharded) -> None:
 
 
 def _leaves(plan: Plan) -> tuple[str, ...]:
-    width = max((len(leaf.path) for leaf in plan.leaves), default=0)
+    """A line for each parameter: what mirrors it lies alike."""
+    shown = [leaf for leaf in plan.leaves if leaf.slot is not None and plan.buffers[leaf.buffer].kind == "param"]
+    shown = shown or [leaf for leaf in plan.leaves if leaf.slot is not None]
+    width = max((len(leaf.path) for leaf in shown), default=0)
     return tuple(
         f"{leaf.path:{width}}  {leaf.placement!s:5} {list(leaf.shape)} -> {list(plan.local_shape(leaf))}"
-        for leaf in plan.leaves
+        for leaf in shown
     )

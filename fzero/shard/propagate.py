@@ -162,6 +162,7 @@ class _Walk:
     given: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # of each call, its local operands
     rank: fx.Node = field(init=False)
     mode: Any = None
+    others: fx.Node | None = None  # whether this rank is another than the first
     why: str = ""  # of the transfer that is being written
 
     def wish(self, outputs: Sequence[Any], wanted: Sequence[Placement]) -> None:
@@ -340,9 +341,9 @@ class _Walk:
         if want in versions:
             return versions[want]
         if isinstance(want, Partial):
-            first = self._node(aten.ne.Scalar, (self.rank, 0), {}, x)
-            first.meta["val"] = self.fake(lambda: torch.zeros((), dtype=torch.bool, device=x.meta["val"].device))
-            done = self._node(aten.masked_fill.Scalar, (versions[R], first, 0), {}, x)
+            if self.others is None:
+                self.others = self._node(aten.ne.Scalar, (self.rank, 0), {}, self.rank)
+            done = self._node(aten.masked_fill.Scalar, (versions[R], self.others, 0), {}, x)
             return claim(done, Claim("addend", x.name, (want,)))
         viewed = fx_nodes.is_view(x) and x.target is not operator.getitem and len(x.all_input_nodes) == 1
         if want == R and viewed and x not in self.leaves and not any(isinstance(p, Partial) for p in versions):
