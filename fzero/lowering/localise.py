@@ -32,13 +32,14 @@ class Sharding:
     """How a step lies over the ranks of an axis: the result of `localise`.
 
     graph: what was captured, with biases apart from products that are sums over ranks: what the local graph is equal
-    to. outer: the outer graph as a rank runs it. regions: by index, the same of each region. leaves: text of each
+    to. local: the graph of one rank. outer: the outer graph as a rank runs it. regions: by index, the same of each region. leaves: text of each
     parameter with its placement and local shape.
     """
 
     axis: str
     n: int
     graph: Graph
+    local: Graph
     outer: Sharded
     regions: tuple[Sharded, ...]
     leaves: tuple[str, ...]
@@ -102,7 +103,7 @@ def localise(graph: Graph, plan: Plan, sequence: bool = False) -> tuple[Graph, S
     outer.gm.recompile()
     regions = tuple(_local_region(region, inside[i]) for i, region in enumerate(whole.regions))
     local = replace(whole, gm=outer.gm, regions=regions)
-    return local, Sharding(AXIS, n, whole, outer, tuple(inside[i] for i in range(len(regions))), _leaves(plan))
+    return local, Sharding(AXIS, n, whole, local, outer, tuple(inside[i] for i in range(len(regions))), _leaves(plan))
 
 
 def _split(graph: Graph, plan: Plan) -> Graph:

@@ -135,20 +135,29 @@ def flat(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) 
 
 
 def store(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, value: torch.Tensor, rank: int) -> None:
-    """Copies the rank's part of a whole leaf into its buffer; nothing where another role keeps it."""
+    """Copies the rank's part of a whole leaf into its buffer; nothing where another role keeps it.
+
+    Zeros are not written over zeros. So the moments of a first state take no memory of the machine until a step writes
+    them, beside the user's parameters.
+    """
     if leaf.buffer not in memory:
         return
-    target = memory[leaf.buffer]
-    if leaf.slot is None:
-        target.copy_(value)
-        return
-    here, there = piece(plan, leaf, rank)
-    target[here].copy_(tp_part(plan, leaf, value, rank).reshape(-1)[there])
+    target, part = memory[leaf.buffer], value
+    if leaf.slot is not None:
+        here, there = piece(plan, leaf, rank)
+        target, part = target[here], tp_part(plan, leaf, value, rank).reshape(-1)[there]
+    if not (_is_zero(part) and _is_zero(target)):
+        target.copy_(part)
 
 
 def tp_part(plan: Plan, leaf: Leaf, value: torch.Tensor, rank: int) -> torch.Tensor:
     """What a rank holds of a whole leaf on the axis `tp`, before ZeRO slices it: a view or a copy."""
     return own_part(value, leaf.placement, plan.tp, tp_place(plan, rank))
+
+
+def _is_zero(value: torch.Tensor) -> bool:
+    """Whether a tensor on the CPU has no bit set; False on another device, which is not asked."""
+    return value.device.type == "cpu" and not value.reshape(-1).view(torch.uint8).any()
 
 
 def local(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> torch.Tensor:
