@@ -291,7 +291,7 @@ def test_a_narrow_wire_shards_what_is_reduced_at_any_number_of_microbatches(
 def test_with_a_narrow_wire_many_microbatches_need_little_more_memory_than_one(zero: int) -> None:
     """What they add is the sum, of which a rank holds its slice, and a few buckets in flight: not a whole gradient."""
     made = [
-        cases.lowered(8, cases.layers(depth=12), zero=zero, microbatches=num, reduce="each", precision=NARROW_WIRE)
+        cases.lowered(8, cases.layers(depth=8), zero=zero, microbatches=num, reduce="each", precision=NARROW_WIRE)
         for num in (1, 4)
     ]
     elements = sum(bucket.length for bucket in made[0].plan.buckets.values())

@@ -14,8 +14,8 @@ from workers import memory as worker
 from fzero.state import storage
 
 aten = torch.ops.aten
-LARGE = ("gpt", "gpt of four layers", "convolutional", "embedding")
-TRAINED = ["gpt of one layer", *(pytest.param(model, marks=pytest.mark.acceptance) for model in LARGE)]
+LARGE = ("gpt of one layer", "gpt", "gpt of four layers", "convolutional", "embedding")
+TRAINED = ["tied", *(pytest.param(model, marks=pytest.mark.acceptance) for model in LARGE)]
 
 
 @cache

@@ -55,9 +55,10 @@ def same(a: Run, b: Run) -> None:
 @pytest.mark.parametrize("others", OTHERS)
 @pytest.mark.sampled(1)
 def test_every_way_has_the_bits_of_zero_3(others: str, whole: bool) -> None:
-    expected = trained(zero=3, **OTHERS[others])
+    given = OTHERS[others] if whole else {**PLAIN, **OTHERS[others]}
+    expected = trained(zero=3, **given)
     for zero in WAYS.values() if whole else (1, "hsdp", "hpz", HFSDP):
-        same(expected, trained(zero=zero, **OTHERS[others]))
+        same(expected, trained(zero=zero, **given))
 
 
 @pytest.mark.parametrize(("mesh", "world"), [({"dp_out": 2, "dp": 3}, 6), ({"dp_out": 3, "dp": -1}, 6)])
@@ -91,7 +92,10 @@ def test_what_crosses_which_axis() -> None:
 
     def counted(zero: Any) -> Counter[str]:
         lowered = fzero.lower(
-            spec(zero=zero, microbatches=2, reduce="each"), INIT(fzero.random.key(0)), tokens(0, 0), world_size=4
+            spec(zero=zero, microbatches=2, reduce="each", loss=PLAIN["loss"]),
+            PLAIN["init"](fzero.random.key(0)),
+            tokens(0, 0),
+            world_size=4,
         )
         return Counter(f"{op.kind} {op.axis}" for op in lowered.program.ops if op.is_collective and not op.row.small)
 

@@ -89,7 +89,7 @@ def close(found: dict[str, Tensor], expected: Any, tolerance: float, prefix: str
 
 @runs
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_loss_of_transforms(loss: Callable[[Any, Any], Tensor], dtype: torch.dtype, world: int) -> None:
     """As plain torch has it; sharded and not, with equal bits; and in microbatches."""
     start = params(dtype)

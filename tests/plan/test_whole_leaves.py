@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -208,7 +209,7 @@ def test_with_clipping_too_where_stages_share_a_layout() -> None:
     assert [differing(runs[0].final, one.final) for one in runs] == [[], [], [], []]
 
 
-def test_a_matrix_that_a_step_orthogonalises_by_itself() -> None:
+def test_a_matrix_that_a_step_orthogonalises_by_itself(whole: bool) -> None:
     """Of the state as it is, and twice, in a step of one's own: reads of a leaf, and work on work."""
 
     def step(state: Any, x: Tensor) -> Any:
@@ -226,7 +227,7 @@ def test_a_matrix_that_a_step_orthogonalises_by_itself() -> None:
         return {"params": params, "matrices": moved}, {"loss": value}
 
     params = drawn(2)
-    for world in (2, 3):
+    for world in (2, 3) if whole else (3,):
         start = {"params": params, "matrices": tree.map(torch.ones_like, params)}
         specs = [fzero.Spec(step=step, zero=zero) for zero in range(4)]
         finals = [run(one, start, batch(), world=world, steps=2).final for one in specs]
@@ -250,6 +251,7 @@ def test_processes_give_the_bits_of_the_interpreter() -> None:
 # --- the program ------------------------------------------------------------------------------------------------------
 
 
+@cache
 def lowered(world: int, zero: int) -> Program:
     return fzero.lower(spec(zero, HIDDEN), drawn(3), batch()(0, 0), world_size=world).program
 

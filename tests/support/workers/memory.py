@@ -50,6 +50,7 @@ def images(rank):
 
 
 MODELS = {
+    "tied": (*cases.tied(512, 128), lambda rank: cases.tokens(8, 128, 512, rank)),
     "gpt of one layer": (*cases.gpt(512, 128, 1), lambda rank: cases.tokens(4, 64, 512, rank)),
     "gpt": (*cases.gpt(512, 128, 2), lambda rank: cases.tokens(4, 128, 512, rank)),
     "gpt of four layers": (*cases.gpt(512, 128, 4), lambda rank: cases.tokens(4, 128, 512, rank)),
