@@ -57,6 +57,6 @@ def test_the_plan_lists_every_byte_of_state(world: int, zero: int) -> None:
 
 def test_the_account_is_of_the_peak_and_sums_to_it() -> None:
     for zero in (0, 1, 2, 3):
-        memory = cases.lowered(zero=zero, microbatches=2).memory
-        assert sum(memory.values()) == memory.peak
-        assert memory.state == cases.lowered(zero=zero, microbatches=2).plan.state_bytes
+        one = cases.lowered(zero=zero, microbatches=2)
+        assert sum(one.memory.values()) == one.memory.peak
+        assert one.memory.state == one.plan.state_bytes

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import kept
 import pytest
 import torch
 from helpers import differing, gloo, run, same_bits, values
@@ -92,7 +93,8 @@ def train(case: Case, steps: int) -> tuple[dict[str, Tensor], list[Tensor]]:
 
 
 def train_all(world: int, part: bool) -> dict[str, tuple[dict[str, Tensor], list[Tensor]]]:
-    return {name: train(case, FEW if part else STEPS) for name, case in picked(world, part).items()}
+    with kept.captures():
+        return {name: train(case, FEW if part else STEPS) for name, case in picked(world, part).items()}
 
 
 @dataclass

@@ -493,9 +493,9 @@ def test_value_and_grad_of_a_cast_tree(dtype: torch.dtype) -> None:
         return floats(rank, step, 4, 6)
 
     params = {"w": normal(random.key(2), 6, 9), "layers": [{"b": torch.zeros(9)}]}
-    world, steps = 2, 4
+    world, steps, step_fn = 2, 4, cast_step(dtype)
     runs = [
-        run(fzero.Spec(step=cast_step(dtype), zero=zero), {"params": params}, batch, world=world, steps=steps)
+        run(fzero.Spec(step=step_fn, zero=zero), {"params": params}, batch, world=world, steps=steps)
         for zero in (0, 1, 2, 3)
     ]
     assert [differing(one.final, runs[0].final) for one in runs] == [[], [], [], []]
@@ -629,7 +629,8 @@ def test_a_transformed_loss(loss: Callable[..., Tensor]) -> None:
 
     world, steps = 2, 3
     start = {"params": {"w": normal(random.key(8), 5, 4, scale=0.5), "b": normal(random.key(9), 4)}}
-    runs = [run(fzero.Spec(step=sgd_step(loss), zero=z), start, batch, world=world, steps=steps) for z in (0, 3)]
+    step_fn = sgd_step(loss)
+    runs = [run(fzero.Spec(step=step_fn, zero=z), start, batch, world=world, steps=steps) for z in (0, 3)]
     assert not differing(runs[0].final, runs[1].final)
     own = start["params"]
     for step in range(steps):
@@ -775,9 +776,9 @@ KINDS = [swap, shared, lookahead, trust, orthogonal, mixing, normed, twice, froz
 @pytest.mark.sampled(1)
 def test_steps_of_many_kinds(kind: Callable[..., Any], bucket_bytes: int, whole: bool) -> None:
     """As the reference does it, and the same bits under every stage."""
-    runs = []
+    runs, step_fn = [], with_grads(kind)
     for zero in (0, 1, 3, {"params/layers/0/**": 3, "**": 2}) if whole and bucket_bytes == 700 else (0, 3):
-        spec = fzero.Spec(step=with_grads(kind), zero=zero, bucket_bytes=bucket_bytes)
+        spec = fzero.Spec(step=step_fn, zero=zero, bucket_bytes=bucket_bytes)
         runs.append(run(spec, many_state(), many_batch, world=3, steps=3))
     graph = runs[-1].lowered.graph
     expected, metrics = run_reference(spec, many_state(), many_batch, world=3, steps=3, graph=graph)

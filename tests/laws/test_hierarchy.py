@@ -19,6 +19,7 @@ from fzero.errors import SpecError
 
 INIT, LOSS = cases.gpt(64, 16, 2, 2)
 PLAIN: dict[str, Any] = dict(zip(("init", "loss"), cases.tied(64, 16, 2), strict=True))  # where ops do not matter
+ADAMW = optim.adamw(1e-2)
 HFSDP = {"params": ("dp",), "grads": ("dp",), "optimizer": ("dp_out", "dp")}
 WAYS: dict[str, Any] = {"0": 0, "1": 1, "2": 2, "hsdp": "hsdp", "hpz": "hpz", "optimizer over both": HFSDP}
 OTHERS: dict[str, dict[str, Any]] = {
@@ -38,7 +39,7 @@ def tokens(rank: int, step: int) -> Any:
 
 
 def spec(**given: Any) -> fzero.Spec:
-    made = {"loss": LOSS, "optimizer": optim.adamw(1e-2), "transfers": "p2p", "mesh": {"dp_out": 2, "dp": 2}}
+    made = {"loss": LOSS, "optimizer": ADAMW, "transfers": "p2p", "mesh": {"dp_out": 2, "dp": 2}}
     return fzero.Spec(**{**made, **given})
 
 

@@ -18,6 +18,7 @@ from fzero import Mean, optim, random
 from fzero.precision import PRESETS
 
 ROWS, WIDTH, CLASSES = 16, 6, 5  # of the global batch
+ADAMW = optim.adamw(1e-2)
 SPREADS = [(world, num) for world in (1, 2, 4) for num in (1, 2, 4)]
 PART = [(1, 4), (2, 2), (4, 1), (4, 2)]  # of them, in `make test`
 
@@ -84,7 +85,7 @@ def train(loss: Any, mask: Any, world: int, num: int, steps: int = 10, **options
     def part(rank: int, step: int) -> Any:
         return {name: x.chunk(world)[rank].contiguous() for name, x in batches[step].items()}
 
-    given = {"optimizer": optim.adamw(1e-2), "zero": 3, **options}
+    given = {"optimizer": ADAMW, "zero": 3, **options}
     spec = fzero.Spec(loss=loss, microbatches=num, **given)
     result = run(spec, params(), part, world=world, steps=steps)
     found = [x.flatten() for path, x in result.final.items() if path.startswith("params/")]

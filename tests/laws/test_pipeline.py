@@ -9,6 +9,7 @@ from typing import Any
 
 import cases
 import hf_models
+import kept
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from fzero.pipeline import Pipeline, Schedule
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 STEPS = 2  # the second reads what the first wrote
 VOCAB, SEQUENCE = 64, 8
+ADAMW = optim.adamw(1e-2)
 INIT, LOSS = cases.gpt(VOCAB, 16, 4, 2)
 PLAIN_INIT, PLAIN_LOSS = cases.tied(VOCAB, 16, 4)  # where the layers' ops do not matter
 SHORT_INIT, SHORT_LOSS = cases.tied(VOCAB, 16, 2)  # two layers, for two chunks
@@ -43,7 +45,7 @@ def tokens(rank: int, step: int) -> Any:
 
 
 def spec(**given: Any) -> fzero.Spec:
-    made = {"loss": LOSS, "optimizer": optim.adamw(1e-2), "microbatches": 4, "reduce": "end", "transfers": "p2p"}
+    made = {"loss": LOSS, "optimizer": ADAMW, "microbatches": 4, "reduce": "end", "transfers": "p2p"}
     return fzero.Spec(**{**made, **given})
 
 
@@ -370,12 +372,12 @@ def test_sends_are_those_of_the_formula(schedule: str) -> None:
 
 def test_peaks_fall_with_the_microbatches_held() -> None:
     """1F1B holds p - r microbatches of activations, GPipe all: the planned peak of a deep role says so."""
-    params = INIT(fzero.random.key(0))
+    params, sgd = INIT(fzero.random.key(0)), optim.sgd(0.1)
     batch = cases.tokens(16, 64, VOCAB)
 
     def peaks(schedule: str) -> list[int]:
         given = {"mesh": {"pp": 4}, "pipeline": schedule, "microbatches": 8, "zero": 0}
-        programs = fzero.lower(spec(**given, optimizer=optim.sgd(0.1)), params, batch).programs
+        programs = kept.lower(spec(**given, optimizer=sgd), params, batch, 4).programs
         return [
             max(fzero.ir.liveness.live_bytes(p.ops, p.buffers, lambda b: b.kind == "activation"))
             for p in programs.values()

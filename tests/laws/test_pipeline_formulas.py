@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import cases
+import kept
 import pytest
 import torch
 from helpers import gloo, values
@@ -25,6 +26,7 @@ from fzero.pipeline import SCHEDULES
 VOCAB, WIDTH, SEQUENCE, MICROBATCHES, DEPTH = 64, 32, 40, 4, 4
 INIT, LOSS = cases.gpt(VOCAB, WIDTH, DEPTH, 2)
 SHORT_INIT, SHORT_LOSS = cases.gpt(VOCAB, WIDTH, 2, 2)  # a layer for each of two roles
+SGD = optim.sgd(1e-2)
 ACTIVATION = SEQUENCE * WIDTH * 4  # A: one sequence a microbatch
 EMBEDDING = VOCAB * WIDTH * 4  # E
 
@@ -34,7 +36,7 @@ def tokens(rank: int, step: int) -> Any:
 
 
 def spec(**given: Any) -> fzero.Spec:
-    made = {"loss": LOSS, "optimizer": optim.sgd(1e-2), "microbatches": MICROBATCHES, "reduce": "end", "zero": 0}
+    made = {"loss": LOSS, "optimizer": SGD, "microbatches": MICROBATCHES, "reduce": "end", "zero": 0}
     return fzero.Spec(**{**made, **given})
 
 
@@ -74,7 +76,7 @@ def test_bytes_on_the_wire_are_those_of_the_formula(schedule: str, roles: int) -
 def test_each_role_sends_what_the_formula_says(schedule: str) -> None:
     """Role 0 keeps the tied embedding."""
     short = spec(mesh={"pp": 2}, pipeline=schedule, loss=SHORT_LOSS)
-    lowered = fzero.lower(short, SHORT_INIT(fzero.random.key(0)), tokens(0, 0))
+    lowered = kept.lower(short, SHORT_INIT(fzero.random.key(0)), tokens(0, 0), 2)
     up, down = (sent(lowered.programs[role])["pp"] for role in (0, 1))
     assert up == MICROBATCHES * ACTIVATION + EMBEDDING  # the embedding, lent once
     assert down == MICROBATCHES * (ACTIVATION + EMBEDDING) + 4  # its gradients, and the loss
@@ -85,7 +87,7 @@ def test_each_role_sends_what_the_formula_says(schedule: str) -> None:
 def test_each_role_reduces_its_own_parameters_alone(zero: int, reduce: str) -> None:
     """Along dp, with r = (n - 1) / n and P_l the bytes of a role's parameters: r P_l for each reduction and gather."""
     given = {"mesh": {"pp": 2, "dp": 2}, "pipeline": "1f1b", "zero": zero, "reduce": reduce, "loss": SHORT_LOSS}
-    lowered = fzero.lower(spec(**given), SHORT_INIT(fzero.random.key(0)), tokens(0, 0))
+    lowered = kept.lower(spec(**given), SHORT_INIT(fzero.random.key(0)), tokens(0, 0), 4)
     m = MICROBATCHES
     for role, program in lowered.programs.items():
         whole = sum(

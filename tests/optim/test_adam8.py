@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -297,9 +298,13 @@ def odd_batch(rank: int, step: int) -> Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
+@cache
+def odd_tx(mask: str | None) -> fzero.optim.GradientTransformation:
+    return fzero.optim.adamw8bit(1e-2, weight_decay=0.1, mask=mask)
+
+
 def odd_spec(zero: Any, mask: str | None = None, **options: Any) -> fzero.Spec:
-    tx = fzero.optim.adamw8bit(1e-2, weight_decay=0.1, mask=mask)
-    return fzero.Spec(loss=odd_loss, optimizer=tx, zero=zero, **options)
+    return fzero.Spec(loss=odd_loss, optimizer=odd_tx(mask), zero=zero, **options)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -6,6 +6,7 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
+import kept
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from fzero import optim, random
 from fzero.ir.liveness import live_bytes
 
 DEPTH, DEEP, WIDTH, ROWS = 4, 6, 32, 64
+ADAMW = optim.adamw(1e-2)
 
 
 def params(key: Tensor, depth: int = DEPTH) -> Any:
@@ -58,7 +60,7 @@ def batch(rank: int, step: int) -> Tensor:
 
 
 def spec(fn: Any = loss, **options: Any) -> fzero.Spec:
-    return fzero.Spec(loss=fn, **{"optimizer": optim.adamw(1e-2), "zero": 3, "clip_norm": 0.1, **options})
+    return fzero.Spec(loss=fn, **{"optimizer": ADAMW, "zero": 3, "clip_norm": 0.1, **options})
 
 
 def train(fn: Any = loss, **options: Any) -> Run:
@@ -77,14 +79,14 @@ def activations(program: fzero.ir.program.Program) -> int:
     return most
 
 
-kept: dict[str, fzero.Lowered] = {}  # several tests look at the same step
+seen: dict[str, fzero.Lowered] = {}  # several tests look at the same step
 
 
 def lowered(fn: Any = loss, depth: int = DEPTH, **options: Any) -> fzero.Lowered:
     key = f"{fn.__name__} {depth} {options}"
-    if key not in kept:
-        kept[key] = fzero.lower(spec(fn, **options), partial(params, depth=depth), batch(0, 0), world_size=2)
-    return kept[key]
+    if key not in seen:
+        seen[key] = kept.lower(spec(fn, **options), partial(params, depth=depth), batch(0, 0), 2)
+    return seen[key]
 
 
 def gathers(one: fzero.Lowered) -> Counter[str]:
@@ -126,7 +128,7 @@ def test_bits_are_the_same_with_other_options(options: dict[str, Any]) -> None:
 
 def test_a_gpt_has_the_same_bits() -> None:
     def ends(**options: Any) -> dict[str, Tensor]:
-        given = fzero.Spec(loss=GPT.loss, optimizer=optim.adamw(1e-2), **options)
+        given = fzero.Spec(loss=GPT.loss, optimizer=ADAMW, **options)
         return run(given, GPT.init(random.key(0)), GPT.batch, world=3, steps=2).final
 
     plain = ends()

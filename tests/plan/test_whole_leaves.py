@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import kept
 import pytest
 import torch
 from helpers import differing, gloo, relative, run, run_reference, values
@@ -173,9 +174,14 @@ def batch(vocab: int = 8) -> Any:
     return lambda rank, step: torch.randn(4, vocab, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
+@cache
+def muon(masked: bool, moments: Any) -> fzero.optim.GradientTransformation:
+    return fzero.optim.muon(1e-2, mask=HIDDEN if masked else None, others=fzero.optim.adamw(1e-3), moments=moments)
+
+
 def spec(zero: Any, mask: Any = None, moments: Any = None, **options: Any) -> fzero.Spec:
-    tx = fzero.optim.muon(1e-2, mask=mask, others=fzero.optim.adamw(1e-3), moments=moments)
-    return fzero.Spec(loss=loss, optimizer=tx, zero=zero, **options)
+    assert mask in (None, HIDDEN)
+    return fzero.Spec(loss=loss, optimizer=muon(mask is not None, moments), zero=zero, **options)
 
 
 HIDDEN = ["layers/*/w", "layers/*/v"]
@@ -253,7 +259,7 @@ def test_processes_give_the_bits_of_the_interpreter() -> None:
 
 @cache
 def lowered(world: int, zero: int) -> Program:
-    return fzero.lower(spec(zero, HIDDEN), drawn(3), batch()(0, 0), world_size=world).program
+    return kept.lower(spec(zero, HIDDEN), drawn(3), batch()(0, 0), world).program
 
 
 def orthogonalising(program: Program) -> list[tuple[int, Op]]:

@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import cases
+import kept
 import pytest
 import torch
 import torch.nn.functional as F
@@ -121,7 +122,8 @@ def _fails_once(transfers: str) -> tuple[str, bool]:
     init, loss = cases.tied(64, 64)
     spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-2), transfers=transfers, prefetch=2)
     state, twin = fzero.init(init, spec), fzero.init(init, spec)
-    state, twin = (fzero.step(s, cases.tokens(2, 16, 64, 0)) for s in (state, twin))
+    with kept.captures():
+        state, twin = (fzero.step(s, cases.tokens(2, 16, 64, 0)) for s in (state, twin))
     bad = cases.tokens(2, 16, 64, 1)
     bad["x"][0, 0] = 1000
     try:

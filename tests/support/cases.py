@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import kept
 import torch
 import torch.nn.functional as F
 
@@ -24,6 +25,7 @@ from fzero.plan.stages import row_of
 from fzero.training import training_of
 
 Params = dict[str, Any]
+SGD = fzero.optim.sgd(0.1, momentum=0.9)
 
 
 def layers(width: int = 64, depth: int = 2) -> Params:
@@ -48,12 +50,12 @@ def batch(rows: int = 4) -> torch.Tensor:
 
 
 def spec(**options: Any) -> fzero.Spec:
-    given = {"loss": layers_loss, "optimizer": fzero.optim.sgd(0.1, momentum=0.9), **options}
+    given = {"loss": layers_loss, "optimizer": SGD, **options}
     return fzero.Spec(**given)
 
 
 def lowered(world: int = 2, params: Params | None = None, **options: Any) -> Lowered:
-    return fzero.lower(spec(**options), params or layers(), batch(options.get("microbatches", 1) * 4), world_size=world)
+    return kept.lower(spec(**options), params or layers(), batch(options.get("microbatches", 1) * 4), world)
 
 
 def naive(world: int = 2, params: Params | None = None, **options: Any) -> Program:
