@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import cases
+import kept
 import pytest
 import torch
 
@@ -27,16 +28,17 @@ from fzero.tools.mutate.text import damaged
 from fzero.verify.rules import verify
 
 INIT, LOSS = cases.tied(64, 16, 4)
+ADAMW = fzero.optim.adamw(1e-2)
 Programs = dict[int, Program]
 
 
 @cache
 def lowered(schedule: str, pp: int = 2, rows: int = 4, **given: Any) -> fzero.Lowered:
     spec = fzero.Spec(
-        loss=LOSS, optimizer=fzero.optim.adamw(1e-2), reduce="end", transfers="p2p", clip_norm=1.0, zero=1,
+        loss=LOSS, optimizer=ADAMW, reduce="end", transfers="p2p", clip_norm=1.0, zero=1,
         mesh={"pp": pp, "dp": 2}, pipeline=schedule, **{"microbatches": 4, **given},
     )  # fmt: skip
-    return fzero.lower(spec, INIT(fzero.random.key(0)), cases.tokens(rows, 8, 64))
+    return kept.lower(spec, INIT(fzero.random.key(0)), cases.tokens(rows, 8, 64))
 
 
 def refusal(programs: Programs) -> str:
