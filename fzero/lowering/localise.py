@@ -32,8 +32,8 @@ class Sharding:
     """How a step lies over the ranks of an axis: the result of `localise`.
 
     graph: what was captured, with biases apart from products that are sums over ranks: what the local graph is equal
-    to. local: the graph of one rank. outer: the outer graph as a rank runs it. regions: by index, the same of each region. leaves: text of each
-    parameter with its placement and local shape.
+    to. local: the graph of one rank. outer: its outer graph, with its transfers. regions: by index, the same of each
+    region. leaves: text of each parameter with its placement and local shape.
     """
 
     axis: str
