@@ -29,6 +29,7 @@ from fzero.errors import (
 )
 from fzero.functional import (
     axis_index,
+    constrain,
     forward,
     grad,
     per_rank,
@@ -80,6 +81,7 @@ __all__ = [
     "VerifyError",
     "axis_index",
     "checkpoint",
+    "constrain",
     "data",
     "evaluate",
     "forward",

@@ -21,10 +21,13 @@ from fzero.capture.graph import PerRank, Roles
 from fzero.capture.joint import Joint, safe
 from fzero.capture.provenance import describe, user_line
 from fzero.capture.region import add_region
-from fzero.errors import CaptureError, leaf_name
+from fzero.errors import CaptureError, SpecError, leaf_name
 from fzero.ir.mesh import parts_of
 from fzero.precision import Precision, policy
 from fzero.random.keys import is_key
+from fzero.shard.ops import CONSTRAIN
+from fzero.shard.partition import AXIS, P
+from fzero.shard.placements import Shard
 
 
 def value_and_grad(
@@ -192,6 +195,29 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
         return checkpoint(fn, *args, use_reentrant=False, **kwargs)
 
     return again
+
+
+def constrain(x: torch.Tensor, dims: P) -> torch.Tensor:
+    """The same value, of which ranks along a mesh axis hold parts from here on: as jax's `with_sharding_constraint`.
+
+    dims: the axis of each dim, as in `Spec(shard=...)`; `P()` makes the value whole. The gradient lies alike. In a loss
+    it changes what ranks exchange, and no number but in rounding; outside of a step, and without the axis, nothing.
+
+    Raises SpecError for an axis other than "tp".
+
+    >>> constrain(torch.ones(2, 4), P(None, "tp")).shape
+    torch.Size([2, 4])
+    """
+    if not isinstance(dims, P) or not {*dims.axes} <= {AXIS} or len(dims) > x.ndim:
+        raise SpecError(
+            f"constrain: needed an fzero.P of {AXIS!r} with at most {x.ndim} dims, as P({AXIS!r}), not {dims!r}"
+        )
+    if active() is None:
+        return x
+    placement = dims.place()
+    dim, groups = (placement.dim, placement.groups) if isinstance(placement, Shard) else (-1, 1)
+    result: torch.Tensor = CONSTRAIN(x, AXIS, dim, groups)
+    return result
 
 
 def _checked_axis(name: str, axis: str | None, tracing: Tracing | None) -> str:

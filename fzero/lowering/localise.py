@@ -70,7 +70,7 @@ def localise(graph: Graph, plan: Plan, sequence: bool = False) -> tuple[Graph, S
     """
     n = plan.tp
     if n == 1:
-        return graph, None
+        return _unconstrained(graph), None
     whole = _split(graph, plan)
     holders = fx_nodes.placeholders(whole.gm.graph)
     given: list[Placement] = [leaf.placement for leaf in plan.leaves]
@@ -104,6 +104,24 @@ def localise(graph: Graph, plan: Plan, sequence: bool = False) -> tuple[Graph, S
     regions = tuple(_local_region(region, inside[i]) for i, region in enumerate(whole.regions))
     local = replace(whole, gm=outer.gm, regions=regions)
     return local, Sharding(AXIS, n, whole, local, outer, tuple(inside[i] for i in range(len(regions))), _leaves(plan))
+
+
+def _unconstrained(graph: Graph) -> Graph:
+    """The graph without `fzero::constrain`, which says nothing where there is one rank."""
+
+    def without(gm: fx.GraphModule) -> fx.GraphModule:
+        if not any(node.target is ops.CONSTRAIN for node in gm.graph.nodes):
+            return gm
+        gm = graph_module(segments.copied(gm.graph))
+        for node in list(gm.graph.nodes):
+            if node.target is ops.CONSTRAIN:
+                node.replace_all_uses_with(fx_nodes.operand(node))
+                gm.graph.erase_node(node)
+        gm.recompile()
+        return gm
+
+    regions = tuple(replace(region, gm=without(region.gm)) for region in graph.regions)
+    return replace(graph, gm=without(graph.gm), regions=regions)
 
 
 def _split(graph: Graph, plan: Plan) -> Graph:

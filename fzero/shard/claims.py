@@ -1,4 +1,7 @@
-"""claims: what the writer of a local graph says of its values: `fzero.verify.sharding` believes none of it."""
+"""claims: what is said of the values of a graph: by the user (`constraint`), and by the writer of a local graph.
+
+`fzero.verify.sharding` believes no claim.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fzero.shard.placements import Placement
+from fzero.shard.placements import Placement, Replicated, Shard
 
 
 @dataclass(frozen=True)
@@ -37,3 +40,9 @@ def claim_of(node: fx.Node) -> Claim | None:
     """The claim on a node; None where there is none."""
     found = node.meta.get("claim")
     return found if isinstance(found, Claim) else None
+
+
+def constraint(node: fx.Node) -> Placement:
+    """Where a node `fzero::constrain` wants its value."""
+    _, _, dim, groups = node.args
+    return Replicated() if dim == -1 else Shard(int(str(dim)), int(str(groups)))

@@ -10,9 +10,13 @@ or joined, copies around them bring its parts together.
 | `tp_all_gather(x, axis, n, shape)` | a part | the parts of all ranks |
 | `tp_all_to_all(x, axis, n, shape)` | a part for each rank | each rank's part for it |
 | `tp_own_part(x, rank, n, dim, groups)` | nothing | its part of a value that every rank has |
+
+`constrain(x, axis, dim, groups)` is no transfer: in the captured graph it says where a value is to lie (dim -1: whole).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +27,13 @@ _LIBRARY.define("tp_reduce_scatter(Tensor x, str axis, int n, int[] shape) -> Te
 _LIBRARY.define("tp_all_gather(Tensor x, str axis, int n, int[] shape) -> Tensor")
 _LIBRARY.define("tp_all_to_all(Tensor x, str axis, int n, int[] shape) -> Tensor")
 _LIBRARY.define("tp_own_part(Tensor x, Tensor rank, int n, int dim, int groups) -> Tensor")
+_LIBRARY.define("constrain(Tensor x, str axis, int dim, int groups) -> Tensor")
 ALL_REDUCE = torch.ops.fzero.tp_all_reduce.default
 REDUCE_SCATTER = torch.ops.fzero.tp_reduce_scatter.default
 ALL_GATHER = torch.ops.fzero.tp_all_gather.default
 ALL_TO_ALL = torch.ops.fzero.tp_all_to_all.default
 OWN_PART = torch.ops.fzero.tp_own_part.default
+CONSTRAIN = torch.ops.fzero.constrain.default
 TRANSFERS: dict[object, str] = {
     ALL_REDUCE: "all_reduce", REDUCE_SCATTER: "reduce_scatter", ALL_GATHER: "all_gather", ALL_TO_ALL: "all_to_all",
 }  # fmt: skip
@@ -55,3 +61,31 @@ def _own_part_fake(x: Tensor, rank: Tensor, n: int, dim: int, groups: int) -> Te
 def _own_part(x: Tensor, rank: Tensor, n: int, dim: int, groups: int) -> Tensor:
     parts = x.unflatten(dim, (groups, n, x.shape[dim] // (groups * n)))
     return parts.index_select(dim + 1, rank.reshape(1)).flatten(dim, dim + 2)
+
+
+@torch.library.register_fake("fzero::constrain", lib=_LIBRARY)
+def _constrain_fake(x: Tensor, axis: str, dim: int, groups: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.impl("fzero::constrain", "CompositeExplicitAutograd", lib=_LIBRARY)
+def _constrain(x: Tensor, axis: str, dim: int, groups: int) -> Tensor:
+    return x.clone()
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.place = inputs[1:]
+
+
+def _constrain_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return CONSTRAIN(grad, *ctx.place), None, None, None
+
+
+def _constrain_vmap(
+    info: Any, in_dims: tuple[Any, ...], x: Tensor, axis: str, dim: int, groups: int
+) -> tuple[Tensor, int]:
+    return CONSTRAIN(x.movedim(in_dims[0], 0), axis, dim + 1 if dim >= 0 else dim, groups), 0
+
+
+torch.library.register_autograd("fzero::constrain", _constrain_backward, setup_context=_keep, lib=_LIBRARY)
+torch.library.register_vmap("fzero::constrain", _constrain_vmap, lib=_LIBRARY)

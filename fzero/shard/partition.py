@@ -73,16 +73,22 @@ class P(tuple[object, ...]):
         """
         if len(self) > len(shape):
             raise SpecError(f"shard: {self} names {len(self)} dims; {path} has shape {tuple(shape)}")
-        cut = [(d, dim) for d, dim in enumerate(self) if dim is not None]
-        if not cut:
-            return Replicated()
-        ((dim, axis),) = cut
-        placement = Shard(dim, axis.count if isinstance(axis, Groups) else 1)
+        placement = self.place()
+        if not isinstance(placement, Shard):
+            return placement
         try:
             local_shape(shape, placement, n)
         except SpecError as error:
             raise SpecError(f"shard: {path} of shape {tuple(shape)} as {self}: {error}") from None
         return placement if n > 1 else Replicated()
+
+    def place(self) -> Replicated | Shard:
+        """The placement of a value over one axis, whatever its shape."""
+        cut = [(d, dim) for d, dim in enumerate(self) if dim is not None]
+        if not cut:
+            return Replicated()
+        ((dim, axis),) = cut
+        return Shard(dim, axis.count if isinstance(axis, Groups) else 1)
 
     def __repr__(self) -> str:
         return f"P({', '.join(map(repr, self))})"

@@ -27,10 +27,10 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import graph_module
-from fzero.errors import FzeroError
+from fzero.errors import FzeroError, SpecError
 from fzero.ir import fx_nodes
 from fzero.shard import ops
-from fzero.shard.claims import Claim, claim
+from fzero.shard.claims import Claim, claim, constraint
 from fzero.shard.factors import Call
 from fzero.shard.local_forms import traced
 from fzero.shard.placements import Partial, Placement, Replicated, Shard, local_shape
@@ -198,6 +198,9 @@ class _Walk:
         if node.target is operator.getitem:
             self._getitem(node)
             return
+        if node.target is ops.CONSTRAIN:
+            self._constrain(node)
+            return
         strategy = self._chosen(node)
         call = Call.of(node)
         given = [self.at(x, want, node.name, node) for x, want in zip(call.operands, strategy.inputs, strict=True)]
@@ -235,6 +238,16 @@ class _Walk:
         made.meta = {**node.meta, "val": list(inner.values)}
         claim(made, Claim("region", node.name, inner.outputs))
         self.results[node] = made, Strategy(tuple(here), inner.outputs)
+
+    def _constrain(self, node: fx.Node) -> None:
+        """A value that the user places. Raises SpecError where the ranks would get unequal parts."""
+        want = constraint(node)
+        try:
+            local_shape(node.meta["val"].shape, want, self.n)
+        except SpecError as error:
+            raise SpecError(f"constrain {node.meta.get('source', '')}: {error}") from None
+        given = self.at(fx_nodes.operand(node), want, node.name, node)
+        self.have[node] = {want: claim(self._node(aten.alias.default, (given,), {}, node), _call(node, want))}
 
     def _getitem(self, node: fx.Node) -> None:
         source, index = fx_nodes.operand(node), int(str(node.args[1]))
@@ -349,7 +362,7 @@ class _Walk:
         if want == R and viewed and x not in self.leaves and not any(isinstance(p, Partial) for p in versions):
             base = self.at(fx_nodes.operand(x), R, reader, node)  # brought once, for all views of it
             seen = self._node(x.target, (base, *x.args[1:]), x.kwargs, x)
-            versions[R] = claim(seen, Claim("call", x.name, (R,)))
+            versions[R] = claim(seen, _call(x, R))
             return versions[R]
         source = self._source(x, want)
         if isinstance(want, Shard) and _by_way_of_whole(source, want):
@@ -360,6 +373,8 @@ class _Walk:
             kind_of(source, want), x.name, source, want, wire_bytes(source, want, x.meta["val"], self.n),
             str(about.meta.get("phase") or "forward"), reader, str(about.meta.get("source", "")), x in self.leaves,
         )  # fmt: skip
+        if node is not None and isinstance(source, Shard):
+            _check_heads(x, source, node, move, self.n)
         self.moves.append(move)
         self.why = move.why
         moved = self._moved(versions[source], source, want, x)
@@ -473,6 +488,10 @@ _VIEWS = {aten.view.default, aten._unsafe_view.default}
 _SAME_SHAPE = {aten.add.Tensor, aten._to_copy.default, aten.clone.default, aten.mul.Tensor, aten.div.Tensor}
 
 
+def _call(node: fx.Node, placement: Placement) -> Claim:
+    return Claim("call", node.name, (placement,))
+
+
 def kind_of(source: Placement, want: Placement) -> str:
     """The transfer from one placement to another; "" where they are equal."""
     if source == want:
@@ -482,6 +501,28 @@ def kind_of(source: Placement, want: Placement) -> str:
     if isinstance(source, Replicated):
         return "own_part"
     return "all_gather" if isinstance(want, Replicated) else "all_to_all"
+
+
+def _check_heads(x: fx.Node, source: Shard, reader: fx.Node, move: Move, n: int) -> None:
+    """Raises SpecError where a view takes a sharded dim apart into heads of which the ranks would cut some through.
+
+    Fewer heads than ranks are brought together instead, as keys of grouped attention are.
+    """
+    if reader.target not in _VIEWS:
+        return
+    before, after = x.meta["val"].shape, reader.meta["val"].shape
+    outer, d = math.prod(before[: source.dim]), 0
+    while d < len(after) and math.prod(after[:d]) < outer:
+        d += 1
+    heads = next((size for size in after[d:] if size > 1), 1)
+    if heads < before[source.dim] and before[source.dim] % heads == 0 and heads % n and n % heads:
+        fits = [k for k in range(2, heads + 1) if heads % k == 0 and before[source.dim] % k == 0]
+        raise SpecError(
+            f"{move.line}: a dim of {before[source.dim]:,} that lies in parts over {n} ranks becomes {heads} heads, and "
+            f"{n} ranks would cut some through: {move.nbytes:,.0f} bytes had to be gathered. Take as many ranks as "
+            f"divide the heads ({', '.join(map(str, fits))}), or keep the leaves of that product whole: P() before "
+            "their rule"
+        )
 
 
 def _by_way_of_whole(source: Placement, want: Shard) -> bool:

@@ -29,7 +29,7 @@ from torch import fx
 from fzero.errors import VerifyError
 from fzero.ir import fx_nodes
 from fzero.shard import ops
-from fzero.shard.claims import Claim, claim_of
+from fzero.shard.claims import Claim, claim_of, constraint
 from fzero.shard.factors import Call
 from fzero.shard.local_forms import traced
 from fzero.shard.placements import Partial, Placement, Replicated, Shard, local_shape
@@ -135,6 +135,10 @@ class _Typing:
         """A call of the global op under a strategy that the rules allow."""
         operands = self._operands(node)
         given = self._given(node, x, operands)
+        if x.target is ops.CONSTRAIN:
+            if node.target is not aten.alias.default or given != (constraint(x),):
+                self._refuse(node, f"is to be {x.name} as {constraint(x)}, where the user wants it")
+            return given
         allowed = [s for s in self._strategies(x, given) if s.inputs == given and not s.local]
         if not allowed:
             lies = ", ".join(f"{a.name} {p}" for a, p in zip(Call.of(x).operands, given, strict=True))
