@@ -518,7 +518,7 @@ def _check_heads(x: fx.Node, source: Shard, reader: fx.Node, move: Move, n: int)
     if heads < before[source.dim] and before[source.dim] % heads == 0 and heads % n and n % heads:
         fits = [k for k in range(2, heads + 1) if heads % k == 0 and before[source.dim] % k == 0]
         raise SpecError(
-            f"{move.line}: a dim of {before[source.dim]:,} that lies in parts over {n} ranks becomes {heads} heads, and "
+            f"{move.line}: a dim of {before[source.dim]:,} that lies in parts over {n} ranks becomes {heads} heads: "
             f"{n} ranks would cut some through: {move.nbytes:,.0f} bytes had to be gathered. Take as many ranks as "
             f"divide the heads ({', '.join(map(str, fits))}), or keep the leaves of that product whole: P() before "
             "their rule"
