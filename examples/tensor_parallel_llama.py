@@ -1,9 +1,9 @@
 """Train an unmodified Hugging Face Llama with its layers over the ranks: each holds a part of every weight matrix.
 
 One command starts four local ranks on the mesh {"dp": 2, "tp": 2}: two groups of ranks split the batch, the two of a
-group split the layers. The rules are the model's own plan (`fzero.interop.tp_plan`); the model and the loss know nothing
-of it. Before the run it prints where leaves lie and what ranks exchange, and why; after it the speed, and the bytes that
-a rank holds and sends.
+group split the layers. The rules are the model's own plan (`fzero.interop.tp_plan`); the model and the loss do not know
+of it. Before the run it prints where leaves lie and what ranks exchange, and why; after it the speed, and the bytes
+that a rank holds and sends.
 """
 
 import argparse
