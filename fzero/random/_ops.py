@@ -24,6 +24,7 @@ from fzero.random import _check
 # The last word of the counter. These values are part of a key's meaning: never change one, only add.
 _SPLIT, _FOLD, _UNIFORM, _NORMAL, _BITS = 1, 2, 3, 4, 5
 
+SHORT = 256  # numbers: below, a stretch by itself costs more than all numbers around it
 _CHUNK = 1 << 16  # numbers made at once on CPU, few enough for the second-level cache; changes no number
 
 
@@ -57,6 +58,31 @@ def uniform(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, low: fl
     return _filled(key, shape, dtype, _UNIFORM, *_check.bounds(dtype, low, high))
 
 
+@_op(
+    "uniform_part",
+    "(Tensor key, SymInt[] shape, ScalarType dtype, float low, float high, Tensor rank, int n, int dim) -> Tensor",
+)
+def uniform_part(
+    key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, low: float, high: float, rank: torch.Tensor, n: int,
+    dim: int,
+) -> torch.Tensor:  # fmt: skip
+    """Of `uniform` for one key (2,), part `rank` (0-d) of n parts of a dim: the same numbers, drawn alone.
+
+    On CPU only the part is drawn, unless it lies in stretches of under SHORT numbers; else all, and the part is kept.
+    """
+    whole = math.prod(shape[dim:])
+    run, count = whole // n, math.prod(shape[:dim])
+    part = [*shape[:dim], shape[dim] // n, *shape[dim + 1 :]]
+    if key.is_cuda or run < SHORT:
+        drawn = uniform(key, shape, dtype, low, high).unflatten(dim, (n, shape[dim] // n))
+        return drawn.index_select(dim, rank.reshape(1)).reshape(part)
+    rows, place = key.new_empty((count, run), dtype=dtype), int(rank)
+    words, bounds = _words(key.reshape(1, 2).contiguous())[0], _check.bounds(dtype, low, high)
+    for i, row in enumerate(rows):
+        _fill_row(row, words, _UNIFORM, *bounds, first=i * whole + place * run)
+    return rows.view(part)
+
+
 @_op("normal", "(Tensor key, SymInt[] shape, ScalarType dtype) -> Tensor")
 def normal(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Normal numbers (*B, *shape) of `dtype`."""
@@ -88,6 +114,14 @@ def _(key: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 def _(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, low: float, high: float) -> torch.Tensor:
     _check.bounds(dtype, low, high)
     return key.new_empty((*key.shape[:-1], *shape), dtype=dtype)
+
+
+@uniform_part.register_fake
+def _(
+    key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, low: float, high: float, rank: torch.Tensor, n: int,
+    dim: int,
+) -> torch.Tensor:  # fmt: skip
+    return key.new_empty((*shape[:dim], shape[dim] // n, *shape[dim + 1 :]), dtype=dtype)
 
 
 @normal.register_fake
@@ -176,11 +210,15 @@ def _filled(
     return rows.view((*key.shape[:-1], *shape))
 
 
-def _fill_row(row: torch.Tensor, words: npt.NDArray[np.uint64], domain: int, low: float, high: float) -> None:
-    """Writes the numbers of one key into a row of CPU memory, chunk by chunk."""
-    counter = np.array([0, 0, 0, domain], np.uint64)  # numpy adds one before it makes the first block
+def _fill_row(
+    row: torch.Tensor, words: npt.NDArray[np.uint64], domain: int, low: float, high: float, first: int = 0
+) -> None:
+    """Writes the numbers of one key into a row of CPU memory, chunk by chunk; uniform ones from number `first` on."""
+    of_block = 4 if row.dtype is torch.float64 else 8  # uniform numbers made of one block
+    counter = np.array([first // of_block, 0, 0, domain], np.uint64)  # numpy adds one before it makes the first block
     generator = np.random.Generator(np.random.Philox(key=words, counter=counter))
     draw: Any = generator.standard_normal if domain == _NORMAL else generator.random
+    draw(first % of_block, dtype=np.float64 if row.dtype is torch.float64 else np.float32)
     narrow = row.dtype in (torch.bfloat16, torch.float16)
     scratch = torch.empty(min(_CHUNK, len(row)), dtype=torch.float32, device="cpu") if narrow else row[:0]
     for piece in row.split(_CHUNK):

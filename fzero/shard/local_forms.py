@@ -117,6 +117,15 @@ def nll_loss_mean(
     return loss / total, total
 
 
+def uniform(
+    comm: Comm, rank: int | Tensor, size: int, key: Tensor, shape: list[int], dtype: torch.dtype, low: float,
+    high: float, *, dim: int,
+) -> Tensor:  # fmt: skip
+    """The own part, along a dim, of uniform numbers of this whole shape."""
+    part: Tensor = torch.ops.fzero.uniform_part(key, shape, dtype, low, high, torch.as_tensor(rank), size, dim)
+    return part
+
+
 _NONE, _MEAN, _SUM = range(3)  # torch's numbers of a loss's reduction
 
 
@@ -127,11 +136,11 @@ def _own(index: Tensor, rank: int | Tensor, size: int) -> tuple[Tensor, Tensor]:
     return torch.where(inside, local, 0), inside
 
 
-FORMS = {
+FORMS: dict[str, Any] = {
     form.__name__: form
     for form in (
         mean, embedding, embedding_dense_backward, log_softmax, log_softmax_backward, nll_loss_forward,
-        nll_loss_backward, nll_loss_mean,
+        nll_loss_backward, nll_loss_mean, uniform,
     )
 }  # fmt: skip
 
@@ -141,8 +150,11 @@ def traced(
 ) -> tuple[fx.Graph, list[fx.Node], dict[fx.Node, fx.Node]]:
     """(the graph of a form on these local arguments, its results, what each of its placeholders is).
 
-    args, kwargs: as the op has them, with nodes of the local graph for tensors. rank: the node that holds the rank.
+    form: a name of FORMS, and after a colon its `dim`, if it has one. args, kwargs: as the op has them, with nodes of
+    the local graph for tensors. rank: the node that holds the rank.
     """
+    name, _, dim = form.partition(":")
+    own = {"dim": int(dim)} if dim else {}
     found: list[fx.Node] = []
     fx.node.map_arg((args, kwargs), found.append)
     nodes = list(dict.fromkeys(found))
@@ -150,7 +162,7 @@ def traced(
     def local(rank: Tensor, *tensors: Tensor) -> Any:
         of = dict(zip(nodes, tensors, strict=True))
         a, k = fx.node.map_arg((args, kwargs), of.__getitem__)
-        return FORMS[form](_Traced(axis, n), rank, n, *a, **k)
+        return FORMS[name](_Traced(axis, n), rank, n, *a, **k, **own)
 
     mode = getattr(rank.meta["val"], "fake_mode", None)
     with mode if mode is not None else torch.no_grad():

@@ -35,6 +35,7 @@ from fzero.shard.factors import Call
 from fzero.shard.local_forms import traced
 from fzero.shard.placements import Partial, Placement, Replicated, Shard, local_shape
 from fzero.shard.rules import Strategy, Unknown, localised, strategies
+from fzero.shard.rules.whole import UNIFORM
 
 aten = torch.ops.aten
 R = Replicated()
@@ -162,6 +163,7 @@ class _Walk:
     given: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # of each call, its local operands
     rank: fx.Node = field(init=False)
     mode: Any = None
+    drawn: set[fx.Node] = field(default_factory=set)  # random numbers, and what is made of them element by element
     others: fx.Node | None = None  # whether this rank is another than the first
     why: str = ""  # of the transfer that is being written
 
@@ -213,6 +215,8 @@ class _Walk:
             self._form(node, strategy, args, kwargs) if strategy.local else self._node(node.target, args, kwargs, node)
         )
         self.results[node], self.given[node] = (made, strategy), given
+        if _is_drawn(node, self.drawn):
+            self.drawn.add(node)
         if isinstance(made, fx.Node):
             kind = "form" if strategy.local else "call"
             claim(made, Claim(kind, node.name, strategy.outputs, tuple(given), strategy.local))
@@ -294,7 +298,8 @@ class _Walk:
         if nbytes > SMALL_BYTES:
             raise FzeroError(
                 f"{node.target} {node.meta.get('source', '')}: nothing is known of how it may be sharded, and its "
-                f"operands are {nbytes:,} bytes, too many to gather. Give a rule with fzero.shard.rule"
+                f"operands are {nbytes:,} bytes, too many to gather. Say how its dims belong together: "
+                f"fzero.shard.rule(torch.ops.{node.target}, 'self:ij -> ij')"
             ) from error
         if sharded:
             self.replicated.append(f"{node.target} {node.meta.get('source', '')}".rstrip())
@@ -318,6 +323,8 @@ class _Walk:
         if x in self.leaves and kind != "own_part":
             return NEVER
         along = self.sequence is not None and strategy.outputs[0] == self.sequence
+        if kind == "own_part" and x in self.drawn:
+            return 0.0
         if kind == "own_part":
             return 0.0 if want in now or along else float(x.meta["val"].nbytes)  # nobody asked for it
         asked = want in now or self.wishes.get(x) == want or (along and want == self.sequence)
@@ -364,6 +371,9 @@ class _Walk:
             seen = self._node(x.target, (base, *x.args[1:]), x.kwargs, x)
             versions[R] = claim(seen, _call(x, R))
             return versions[R]
+        if isinstance(want, Shard) and x in self.drawn and R in versions:
+            versions[want] = self._drawn_part(x, want, reader, node)
+            return versions[want]
         source = self._source(x, want)
         if isinstance(want, Shard) and _by_way_of_whole(source, want):
             self.at(x, R, reader, node)
@@ -383,6 +393,24 @@ class _Walk:
             del versions[source]  # the sum is taken once, for all who read later
         versions[want] = moved
         return moved
+
+    def _drawn_part(self, x: fx.Node, want: Shard, reader: str, node: fx.Node | None) -> fx.Node:
+        """A part of numbers drawn from a key, or of what is made of them element by element: made again, alone."""
+        strategy = next((s for s in strategies(x, self.n) if s.outputs == (want,)), None)
+        if strategy is None:
+            self.drawn.discard(x)
+            return self.at(x, want, reader, node)
+        operands = Call.of(x).operands
+        given = [self.at(a, p, reader, node) for a, p in zip(operands, strategy.inputs, strict=True)]
+        order = iter(given)
+        args, kwargs = fx.node.map_arg(localised(x, strategy, self.n), lambda _: next(order))
+        if strategy.local:
+            made = self._form(x, strategy, args, kwargs)
+            assert isinstance(made, fx.Node)
+        else:
+            made = self._node(x.target, args, kwargs, x)
+        kind = "form" if strategy.local else "call"
+        return claim(made, Claim(kind, x.name, strategy.outputs, tuple(given), strategy.local))
 
     def _moved(self, mine: fx.Node, source: Placement, want: Placement, x: fx.Node) -> fx.Node:
         """Writes a transfer. The dims of its result lie in memory in the order that the global value has: views after
@@ -490,6 +518,14 @@ _SAME_SHAPE = {aten.add.Tensor, aten._to_copy.default, aten.clone.default, aten.
 
 def _call(node: fx.Node, placement: Placement) -> Claim:
     return Claim("call", node.name, (placement,))
+
+
+def _is_drawn(node: fx.Node, drawn: set[fx.Node]) -> bool:
+    """Whether a value is uniform numbers of one key, or made of such alone, element by element."""
+    if str(node.target) == UNIFORM:
+        return Call.of(node).ndim("key") == 1
+    sources = [a for a in node.all_input_nodes if a.meta["val"].ndim]
+    return fx_nodes.is_pointwise(node) and bool(sources) and all(a in drawn for a in sources)
 
 
 def kind_of(source: Placement, want: Placement) -> str:

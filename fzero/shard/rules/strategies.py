@@ -30,6 +30,7 @@ from fzero.shard.rules import (
     views,
     whole,
 )  # fmt: skip
+from fzero.shard.rules.given import GIVEN
 from fzero.shard.rules.rule import Rule, Rules, Strategy
 
 RULES: Rules = {
@@ -53,7 +54,7 @@ class Unknown(FzeroError, LookupError):
 
 def rule_of(op: Any) -> Rule:
     """The rule of an op. Raises `Unknown`."""
-    rule = RULES.get(op) or BY_NAME.get(str(op))
+    rule = GIVEN.get(op) or RULES.get(op) or BY_NAME.get(str(op))
     if rule is None and whole.is_random(op):
         rule = Rule(whole.whole)
     rule = rule or pointwise.rule_of(op)

@@ -1,8 +1,8 @@
-"""whole: ops of which no operand may be sharded.
+"""whole: ops of which no operand may be sharded, and random draws.
 
-Random draws are among them: a shard must draw its elements of the global tensor, and the ops draw from their first
-element on. So every rank draws all elements, the same ones: those of a key. What torch draws from a hidden state would
-differ between ranks; capture refuses it.
+A rank that holds a part of what is drawn from a key draws these elements of the global value: uniform numbers are found
+by their place (`fzero::uniform_part`). Normal ones are not, so every rank draws them all, the same ones. What torch
+draws from a hidden state would differ between ranks; capture refuses it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fzero.ir import strided_ops  # noqa: F401  (defines its ops)
-from fzero.shard.factors import Call, Factors, Maker
+from fzero.shard.factors import FREE, Call, Factors, Maker
 from fzero.shard.rules.rule import Rule, Rules
 
 aten, own = torch.ops.aten, torch.ops.fzero
@@ -21,6 +21,14 @@ aten, own = torch.ops.aten, torch.ops.fzero
 def whole(call: Call) -> Factors:
     """No factor may be sharded."""
     return Maker(call).factors({})
+
+
+def drawn(call: Call) -> Factors:
+    """Uniform numbers: each dim may be in parts. Those of several keys are whole."""
+    m = Maker(call)
+    if call.ndim("key") != 1:
+        return m.factors({})
+    return m.factors({}, tuple(m.dim(size, FREE, f"uniform:{d}") for d, size in enumerate(call.result)))
 
 
 def is_random(op: Any) -> bool:
@@ -37,5 +45,6 @@ OPS: tuple[Any, ...] = (
 )  # fmt: skip
 
 RULES: Rules = {op: Rule(whole) for op in OPS}
-DRAWS = ("random_split", "random_fold_in", "random_fold_in_tensor", "uniform", "normal", "random_bits")
-BY_NAME = {f"fzero.{name}.default": Rule(whole) for name in (*DRAWS, "axis_index")}  # defined above this folder
+DRAWS = ("random_split", "random_fold_in", "random_fold_in_tensor", "normal", "random_bits")
+UNIFORM = "fzero.uniform.default"
+BY_NAME = {f"fzero.{name}.default": Rule(whole) for name in (*DRAWS, "axis_index")} | {UNIFORM: Rule(drawn)}
