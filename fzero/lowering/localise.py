@@ -18,9 +18,11 @@ from fzero.errors import SpecError
 from fzero.ir import fx_nodes, segments
 from fzero.plan.layout import Plan
 from fzero.shard import ops
+from fzero.shard.moves import Move
 from fzero.shard.partition import AXIS
 from fzero.shard.placements import Placement, Replicated, Shard
-from fzero.shard.propagate import Inner, Move, Sharded, propagate, split_bias
+from fzero.shard.propagate import Inner, Sharded, propagate
+from fzero.shard.split_bias import split_bias
 from fzero.verify.sharding import check_sharding
 
 R = Replicated()
@@ -78,12 +80,14 @@ def localise(graph: Graph, plan: Plan, sequence: bool = False) -> tuple[Graph, S
     results = fx_nodes.outputs(whole.gm.graph)
     wanted = [*given[: len(plan.leaves)], *[R] * (len(results) - len(plan.leaves))]
     leaf_nodes = set(holders[: len(plan.leaves)])
+    name_of = {node: leaf.path for node, leaf in zip(holders, plan.leaves, strict=False)}
     inside: dict[int, Sharded] = {}
 
     def within(node: fx.Node, here: list[Placement]) -> Inner:
         index = int(str(node.args[1]))
         inputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
-        made = _region(whole.regions[index], here, [x in leaf_nodes for x in inputs], n, sequence)
+        names = [name_of.get(x, x.name) for x in inputs]
+        made = _region(whole.regions[index], here, [x in leaf_nodes for x in inputs], names, n, sequence)
         inside[index] = made
         values = tuple(x.meta["val"] for x in fx_nodes.outputs(made.gm.graph))
         return Inner(made.outputs, values, _reads_rank(made))
@@ -137,12 +141,14 @@ def _split(graph: Graph, plan: Plan) -> Graph:
     return replace(graph, regions=tuple(regions))
 
 
-def _region(region: Region, here: list[Placement], leaves: list[bool], n: int, sequence: bool) -> Sharded:
+def _region(
+    region: Region, here: list[Placement], leaves: list[bool], names: list[str], n: int, sequence: bool
+) -> Sharded:
     """A region as a rank runs it: gradients end where their leaves lie, the loss and what is beside it whole."""
     wanted: list[Placement] = [R] * len(region.values)
     for number, of in enumerate(region.grad_of):
         wanted[1 + number] = here[of]
-    return propagate(region.gm, here, wanted, n, AXIS, leaves, sequence=Shard(1) if sequence else None)
+    return propagate(region.gm, here, wanted, n, AXIS, leaves, sequence=Shard(1) if sequence else None, names=names)
 
 
 def _reads_rank(made: Sharded) -> bool:

@@ -17,8 +17,9 @@ from fzero.errors import FzeroError
 from fzero.interop import from_module
 from fzero.ir import fx_nodes
 from fzero.shard import ops
+from fzero.shard.moves import kind_of, wire_bytes
 from fzero.shard.placements import Partial, Placement, Replicated, Shard, join, split
-from fzero.shard.propagate import Sharded, kind_of, propagate, wire_bytes
+from fzero.shard.propagate import Sharded, propagate
 
 VOCAB, WIDTH, HEADS, SEQUENCE, ROWS, LAYERS = 512, 64, 8, 32, 4, 2
 APART: dict[str, Placement] = {

@@ -17,7 +17,8 @@ from fzero import tree
 from fzero.ir import fx_nodes, segments
 from fzero.shard import ops
 from fzero.shard.placements import Partial, Placement, Replicated, join, split
-from fzero.shard.propagate import Sharded, propagate, split_bias
+from fzero.shard.propagate import Sharded, propagate
+from fzero.shard.split_bias import split_bias
 
 REGION = torch.ops.fzero.region.default
 Loss = Callable[[Any, Any], Tensor]

@@ -1,0 +1,91 @@
+"""moves: what it takes to bring a value from one placement to another: the transfer, its bytes, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fzero.errors import SpecError
+from fzero.shard.placements import Partial, Placement, Replicated, Shard
+
+aten = torch.ops.aten
+NEVER = math.inf
+VIEWS = {aten.view.default, aten._unsafe_view.default}
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A transfer, or a part taken. nbytes: what one rank sends. value, reader: names of global nodes."""
+
+    kind: str
+    value: str
+    source: Placement
+    target: Placement
+    nbytes: float
+    phase: str
+    reader: str
+    line: str
+    is_leaf: bool
+
+    @property
+    def why(self) -> str:
+        """The value, its placements, who reads it and where, in words."""
+        return f"{self.phase} {self.value} {self.source} -> {self.target} for {self.reader} {self.line}".rstrip()
+
+    def __str__(self) -> str:
+        return f"{self.kind:14} {self.nbytes:12,.0f} bytes  {self.why}"
+
+
+def kind_of(source: Placement, want: Placement) -> str:
+    """The transfer from one placement to another; "" where they are equal."""
+    if source == want:
+        return ""
+    if isinstance(source, Partial):
+        return "all_reduce" if isinstance(want, Replicated) else "reduce_scatter"
+    if isinstance(source, Replicated):
+        return "own_part"
+    return "all_gather" if isinstance(want, Replicated) else "all_to_all"
+
+
+def by_way_of_whole(source: Placement, want: Shard) -> bool:
+    """Whether there is no transfer: a maximum has no reduce_scatter, and parts of one dim are not cut anew."""
+    if isinstance(source, Partial):
+        return source.how != "sum"
+    return isinstance(source, Shard) and source.dim == want.dim
+
+
+def wire_bytes(source: Placement, want: Placement, value: torch.Tensor, n: int) -> float:
+    """What one rank sends to bring a global value from a placement to another; infinite where there is no way."""
+    if isinstance(want, Partial):
+        return 0.0 if source == want else NEVER
+    share = (n - 1) / n * value.nbytes
+    if isinstance(want, Shard) and source != want and by_way_of_whole(source, want):
+        return wire_bytes(source, Replicated(), value, n)
+    return {"": 0.0, "own_part": 0.0, "all_reduce": 2 * share, "all_to_all": share / n}.get(
+        kind_of(source, want), share
+    )
+
+
+def check_heads(x: fx.Node, source: Shard, reader: fx.Node, move: Move, n: int) -> None:
+    """Raises SpecError where a view takes a sharded dim apart into heads of which the ranks would cut some through.
+
+    Fewer heads than ranks are brought together instead, as keys of grouped attention are.
+    """
+    if reader.target not in VIEWS:
+        return
+    before, after = x.meta["val"].shape, reader.meta["val"].shape
+    outer, d = math.prod(before[: source.dim]), 0
+    while d < len(after) and math.prod(after[:d]) < outer:
+        d += 1
+    heads = next((size for size in after[d:] if size > 1), 1)
+    if heads < before[source.dim] and before[source.dim] % heads == 0 and heads % n and n % heads:
+        fits = [k for k in range(2, heads + 1) if heads % k == 0 and before[source.dim] % k == 0]
+        raise SpecError(
+            f"{move.line}: a dim of {before[source.dim]:,} that lies in parts over {n} ranks becomes {heads} heads: "
+            f"{n} ranks would cut some through: {move.nbytes:,.0f} bytes had to be gathered. Take as many ranks as "
+            f"divide the heads ({', '.join(map(str, fits))}), or keep the leaves of that product whole: P() before "
+            "their rule"
+        )

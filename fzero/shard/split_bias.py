@@ -1,0 +1,48 @@
+"""split_bias: a bias is added after the sum of its product over ranks, once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from fzero.ir import fx_nodes
+from fzero.shard.moves import VIEWS
+from fzero.shard.placements import Placement, Shard
+
+aten = torch.ops.aten
+
+
+def split_bias(gm: fx.GraphModule, placed: Sequence[Placement]) -> None:
+    """`addmm(bias, x, w)` whose sum over a sharded dim is not complete on a rank becomes `mm`, the view after it, and
+    `+ bias`: the bias is added once, after the sum over ranks. In place."""
+    place = dict(zip(fx_nodes.placeholders(gm.graph), placed, strict=True))
+    for node in list(gm.graph.nodes):
+        if node.target is not aten.addmm.default or node.kwargs:
+            continue
+        bias, x, w = node.args
+        transposed, leaf = False, w
+        while leaf.op == "call_function" and (fx_nodes.is_view(leaf) or leaf.target is aten._to_copy.default):
+            transposed ^= leaf.target in (aten.t.default, aten.transpose.int, aten.permute.default)
+            leaf = fx_nodes.operand(leaf)
+        where = place.get(leaf)
+        if not isinstance(where, Shard) or where.dim != int(transposed):
+            continue
+        users = list(node.users)
+        view = users[0] if len(users) == 1 and users[0].target in VIEWS else None
+        last = view or node
+        with gm.graph.inserting_before(last):
+            product = gm.graph.call_function(aten.mm.default, (x, w))
+            product.meta = dict(node.meta)
+            whole = product
+            if view is not None:
+                whole = gm.graph.call_function(view.target, (product, *view.args[1:]))
+                whole.meta = dict(view.meta)
+            total = gm.graph.call_function(aten.add.Tensor, (whole, bias))
+        total.meta = dict(last.meta)
+        last.replace_all_uses_with(total)
+        gm.graph.erase_node(last)
+        if view is not None:
+            gm.graph.erase_node(node)
+    gm.recompile()
