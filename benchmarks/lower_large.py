@@ -1,10 +1,11 @@
-"""What it takes to lower the step of a 405B-shaped model for 2,048 ranks: one process, no device, no weights.
+"""What it takes to lower the step of a 405B-shaped model for 16,384 ranks: one process, no device, no weights.
 
 The layers have the shapes of Llama 3.1 405B: width 16,384, 128 heads of which 8 hold keys, 53,248 in the MLP, a
 vocabulary of 128,256. A rank's batch is 16 sequences of 8,192 tokens in 16 microbatches. Capture, the programs of all
 roles and their joint verification count.
 
     python -m benchmarks.lower_large                        # 126 layers, pp=16, dp=128
+    python -m benchmarks.lower_large --tp 8                 # and tp=8
     python -m benchmarks.lower_large --layers 8 --pp 2      # a small part of it
 """
 
@@ -26,6 +27,11 @@ from benchmarks import machine
 
 WIDTH, HIDDEN, HEADS, KEY_HEADS, VOCABULARY = 16_384, 53_248, 128, 8, 128_256
 HEAD = WIDTH // HEADS
+SHARD = {
+    "embed": fzero.P("tp", None), "head": fzero.P(None, "tp"), "blocks/*/[qkv]": fzero.P(None, "tp"),
+    "blocks/*/gate": fzero.P(None, "tp"), "blocks/*/up": fzero.P(None, "tp"), "blocks/*/o": fzero.P("tp", None),
+    "blocks/*/down": fzero.P("tp", None),
+}  # fmt: skip
 
 
 def parameters(layers: int) -> Any:
@@ -72,10 +78,11 @@ def loss(params: Any, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), batch["y"].flatten())
 
 
-def lowered(layers: int, pp: int, dp: int, microbatches: int, length: int) -> fzero.Lowered:
-    """The verified programs of all roles: 1F1B, ZeRO 1 over `dp`, bf16, gradients clipped."""
+def lowered(layers: int, pp: int, dp: int, tp: int, microbatches: int, length: int) -> fzero.Lowered:
+    """The verified programs of all roles: 1F1B, ZeRO 1 over `dp`, layers over `tp`, bf16, gradients clipped."""
     spec = fzero.Spec(
-        loss=loss, optimizer=fzero.optim.adamw(1e-4), mesh={"pp": pp, "dp": dp, "tp": 1}, microbatches=microbatches,
+        loss=loss, optimizer=fzero.optim.adamw(1e-4), mesh={"pp": pp, "dp": dp, "tp": tp}, microbatches=microbatches,
+        shard=SHARD if tp > 1 else None,
         pipeline="1f1b", zero=1, precision="bf16", reduce="end", clip_norm=1.0,
     )  # fmt: skip
     tokens = torch.empty(microbatches, length, dtype=torch.int64, device="meta")
@@ -84,12 +91,12 @@ def lowered(layers: int, pp: int, dp: int, microbatches: int, length: int) -> fz
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("layers", 126), ("pp", 16), ("dp", 128), ("microbatches", 16), ("length", 8192)):
+    for name, default in (("layers", 126), ("pp", 16), ("dp", 128), ("tp", 1), ("microbatches", 16), ("length", 8192)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out", help="the record is benchmarks/results/<OUT>.json")
     args = parser.parse_args(argv)
     cpu, began = time.process_time(), time.perf_counter()
-    made = lowered(args.layers, args.pp, args.dp, args.microbatches, args.length)
+    made = lowered(args.layers, args.pp, args.dp, args.tp, args.microbatches, args.length)
     record = {
         **{name: value for name, value in vars(args).items() if name != "out"},
         "ranks": made.plan.world_size,

@@ -207,22 +207,26 @@ def pss_bytes() -> int:
 class Peak:
     """A thread that reads the Pss every SAMPLE_S seconds.
 
-    `most` is the highest figure since the last `restart`. The thread writes it, and `restart` does.
+    `most` is the highest figure since the last `restart`. The thread writes it, and `restart` does, one at a
+    time: or a peak of before would be written back after a restart.
     """
 
     def __init__(self) -> None:
         self.most = 0
+        self.one = threading.Lock()
         threading.Thread(target=self._read, daemon=True).start()
 
     def restart(self) -> int:
         """Returns the peak until now; from here on it counts anew."""
-        most, self.most = max(self.most, pss_bytes()), 0
+        with self.one:
+            most, self.most = max(self.most, pss_bytes()), 0
         return most
 
     def _read(self) -> None:
         stop = threading.Event()
         while not stop.wait(SAMPLE_S):
-            self.most = max(self.most, pss_bytes())
+            with self.one:
+                self.most = max(self.most, pss_bytes())
 
 
 class Running:

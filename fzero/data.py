@@ -134,7 +134,7 @@ class Tokens:
         """Batches of `size` samples over all ranks, from `position` on, for ever; each rank gets its part.
 
         rank, world_size: by default those of the process group, or of torchrun before there is one. mesh: as
-        in `Spec(mesh=...)`; ranks that differ in `pp` alone are given the same part.
+        in `Spec(mesh=...)`; ranks that differ in `pp` or `tp` alone are given the same part.
 
         >>> tokens = Tokens(np.arange(100), sequence=8)
         >>> first = tokens.batches(6)

@@ -40,6 +40,8 @@ class Spec:
     shard: with `tp`, path rules of leaves to `fzero.P`: the dims that its ranks hold parts of; the first match wins,
     and a leaf without one is held by each. As {"blocks/*/attn/w[qkv]": P("tp", None), "blocks/*/attn/wo": P(None,
     "tp")}. The loss stays as it is: what ranks must exchange follows from the rules (docs/parallel.md).
+    sequence: "tp": what ranks of `tp` sum lies in parts along dim 1 (the tokens of a batch of sequences) until it is
+    needed whole: the same bytes travel, and norms, dropout and residuals take a share of the memory. None: it is whole.
     pipeline: with `pp`, the order of work: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", or an `fzero.Pipeline`.
     None: "1f1b". No order changes a bit (docs/parallel.md).
     zero: the ZeRO stage 0..3, or path rules to stages, first match wins: `{"blocks/**": 3, "**": 1}`. With an axis
@@ -93,6 +95,7 @@ class Spec:
     step: Callable[..., Any] | None = None
     mesh: Mapping[str, int] | None = None
     shard: Mapping[str, P] | None = None
+    sequence: str | None = None
     pipeline: str | Pipeline | None = None
     zero: int | str | Mapping[str, Any] = 3
     microbatches: int = 1
@@ -261,6 +264,7 @@ class Spec:
         mesh = dict(self.mesh or {})
         if self.shard is None:
             alone = mesh.get(AXIS, 1) == 1
+            _needs(self.sequence is None, "sequence", self.sequence, "shard=, which says what lies over the axis")
             _needs(alone, "mesh", mesh, f"shard= with {AXIS!r}, as in shard={{'blocks/*/w1': P('tp', None)}}")
             return
         form = "path rules to fzero.P, as in {'blocks/*/w1': fzero.P('tp', None)}"
@@ -269,6 +273,7 @@ class Spec:
             _needs(isinstance(rule, str) and isinstance(dims, P), "shard", {rule: dims}, form)
             only = f"the axis {AXIS!r} alone; zero= cuts leaves over the data axes, pipeline= over {PIPELINE!r}"
             _needs({*dims.axes} <= {AXIS}, "shard", {rule: dims}, only)
+        _choice("sequence", self.sequence, (None, AXIS))
         _needs(AXIS in mesh, "shard", dict(self.shard), f"an axis {AXIS!r} in mesh, as in mesh={{'dp': -1, 'tp': 2}}")
 
     def _check_pipeline(self) -> None:

@@ -149,12 +149,12 @@ def entry(shape: tuple[int, ...], dtype: torch.dtype, per_rank: bool, data_ranks
 
 
 def wanted(plan: Plan, rank: int, memory: Mapping[str, torch.Tensor], keep: set[str]) -> list[Want]:
-    """Returns the ranges that a rank's buffers hold of every leaf, without the leaves in `keep`."""
+    """Returns the ranges that a rank's buffers hold of every leaf, in its order, without the leaves in `keep`."""
     wants = []
     for leaf in plan.leaves:
         out, start = storage.flat(plan, memory, leaf, rank)
         if len(out) and leaf.path not in keep:
-            wants.append(Want(leaf.path, start, out))
+            wants.append(Want(leaf.path, start, out, storage.order(plan, leaf)))
     return wants
 
 

@@ -8,9 +8,10 @@
         shard-00000.safetensors               written by rank 0; file names are numbers, never names of leaves
 
 Every leaf is cut into *pieces*: elements [start, stop) of the flattened logical leaf. They lie 1-D in a shard under the
-leaf's path. The pieces of a leaf are in order and cover it exactly. A shard is hashed in blocks of 4 MiB. Its `sha256`
-is that of the digests of its blocks, one after the other (a hash tree of depth one). So a reader verifies exactly the
-blocks it reads.
+leaf's path. The pieces of a leaf are in order and cover it exactly. A leaf with a `cut` lay over the ranks of an axis
+by a dim: its elements are counted part by part (`fzero.state.order`). A shard is hashed in blocks of 4 MiB. Its
+`sha256` is that of the digests of its blocks, one after the other (a hash tree of depth one). So a reader verifies
+exactly the blocks it reads.
 
 Nothing read is believed before it is checked: sizes and types, duplicate and unknown keys, the partition of every leaf,
 bytes against shards. A manifest that cannot be believed is a CorruptError that names it.
@@ -22,7 +23,7 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,9 @@ from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.strict import MAX_INT, Invalid, Reader, check_json, dump, parse
 from fzero.errors import CheckpointError, CorruptError
 from fzero.ir.records import DTYPE_NAMES, DTYPES
+from fzero.state.order import Cut, Order
 
-FORMAT, VERSION = "fzero", 1
+FORMAT, VERSION = "fzero", 2  # 1, which older versions of fzero read too, where no leaf has a cut
 MANIFEST, MARKER, LATEST = "manifest.json", "COMMITTED", "latest"
 BLOCK = 4 << 20  # bytes that are hashed together
 MAX_MANIFEST = 64 << 20  # bytes
@@ -46,7 +48,7 @@ STEP = re.compile(r"step-([0-9]{8,19})")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements [start, stop) of a flattened leaf, in shard number `shard`."""
+    """Elements [start, stop) of a leaf, in its order, in shard number `shard`."""
 
     shard: int
     start: int
@@ -58,7 +60,8 @@ class LeafRecord:
     """A leaf of the saved state.
 
     shape: the logical shape; a per-rank leaf has the ranks as first dimension. placement: how the leaf lay when it was
-    saved, for people. pieces: in order; they cover the leaf exactly.
+    saved, for people. pieces: in order; they cover the leaf exactly. cut: over which ranks it lay by a dim, if it did;
+    its pieces are counted part by part.
     """
 
     path: str
@@ -68,6 +71,12 @@ class LeafRecord:
     kind: str
     per_rank: bool
     pieces: tuple[Piece, ...]
+    cut: Cut | None = None
+
+    @property
+    def order(self) -> Order:
+        """The order in which the pieces count the elements."""
+        return Order.of(self.shape, self.cut)
 
     @property
     def numel(self) -> int:
@@ -125,6 +134,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Returns the text of manifest.json."""
+        version = VERSION if any(leaf.cut for leaf in self.leaves) else 1
         leaves = [
             {
                 "path": leaf.path,
@@ -134,6 +144,7 @@ class Manifest:
                 "kind": leaf.kind,
                 "per_rank": leaf.per_rank,
                 "pieces": [{"shard": p.shard, "start": p.start, "stop": p.stop} for p in leaf.pieces],
+                **({"cut": leaf.cut and asdict(leaf.cut)} if version > 1 else {}),
             }
             for leaf in self.leaves
         ]
@@ -143,7 +154,7 @@ class Manifest:
         ]
         rows = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": version,
             "step": self.step,
             "mesh": dict(self.mesh),
             "zero": dict(self.zero) if isinstance(self.zero, Mapping) else self.zero,
@@ -232,7 +243,7 @@ def _manifest(value: Any) -> Manifest:
     names = ("format", "version", "step", "mesh", "zero", "versions", "program", "extra", "structure", "leaves")
     top = Reader("it", value, (*names, "shards"))
     top.text("format", FORMAT)
-    top.integer("version", VERSION, VERSION)
+    version = top.integer("version", 1, VERSION)
     mesh = {axis: _size(top, "mesh", n) for axis, n in top.table("mesh").items()}
     zero = top.value["zero"]
     stages = zero if type(zero) is dict else {"**": zero}
@@ -246,7 +257,7 @@ def _manifest(value: Any) -> Manifest:
     shards = tuple(_shard(i, s) for i, s in enumerate(top.objects("shards", ("file", "bytes", "sha256", "blocks"))))
     if len(shards) != math.prod(mesh.values()):
         raise Invalid(f"it has {len(shards)} shards for the mesh {mesh}")
-    fields = ("path", "shape", "dtype", "placement", "kind", "per_rank", "pieces")
+    fields = ("path", "shape", "dtype", "placement", "kind", "per_rank", "pieces", *(("cut",) if version > 1 else ()))
     leaves = tuple(_leaf(leaf, len(shards)) for leaf in top.objects("leaves", fields))
     _check_bytes(leaves, shards)
     if structure.count(top.value["structure"]) != len(leaves):
@@ -314,7 +325,27 @@ def _leaf(leaf: Reader, num_shards: int) -> LeafRecord:
         leaf.text("kind"),
         leaf.boolean("per_rank"),
         tuple(pieces),
+        _cut(leaf, shape),
     )
+
+
+def _cut(leaf: Reader, shape: Sequence[int]) -> Cut | None:
+    """A leaf's cut; None if it has none. Raises Invalid if the ranks would not have equal parts of it."""
+    value = leaf.value.get("cut")
+    if value is None:
+        return None
+    row = Reader(f"{leaf.where}.cut", value, ("dim", "groups", "ranks"))
+    cut = Cut(row.integer("dim"), row.integer("groups", 1), row.integer("ranks", 2, 1 << 20))
+    if (
+        cut.dim >= len(shape)
+        or not shape[cut.dim]
+        or shape[cut.dim] % (cut.groups * cut.ranks)
+        or leaf.value["per_rank"]
+    ):
+        raise Invalid(
+            f"{row.where} cuts dim {cut.dim} of {shape} into {cut.groups} x {cut.ranks} parts: needed equal ones"
+        )
+    return cut
 
 
 def _check_bytes(leaves: Sequence[LeafRecord], shards: Sequence[ShardRecord]) -> None:

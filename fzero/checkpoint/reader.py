@@ -4,13 +4,17 @@ The wanted bytes of a shard are sorted by the blocks of 4 MiB in which it is has
 once and verified. Its bytes go straight into place if a few wants make up all of it, otherwise by way of 4 MiB of
 scratch. A few threads do this at a time, since reading and hashing release the interpreter. So a load takes, beside the
 state, 4 MiB for each of them and the header of one shard.
+
+A leaf that lay over other ranks of `tp` than now is read in batches of 64 MiB and rearranged in memory
+(`fzero.state.source.batches`). The parts of the file that cover a batch are read, and the blocks at its edges again by
+the next batch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -24,7 +28,7 @@ from fzero.checkpoint import shards
 from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.manifest import BLOCK, Manifest, ShardRecord, read, shard_name
 from fzero.errors import CorruptError
-from fzero.state.source import Entry, Source, Want
+from fzero.state.source import Batch, Entry, Source, Want, batches
 
 MAX_THREADS = 8
 MAX_VIEWS = 8  # reads of one block; more are slower than one read and the copies
@@ -47,7 +51,7 @@ Need = tuple[str, int, torch.Tensor]  # of one shard: a leaf's path, the first e
 
 
 class Checkpoint(Source):
-    """One step's directory as a source. Nothing changes after it is made.
+    """One step's directory as a source. Nothing changes after it is made, but headers that were read are kept.
 
     Raises CorruptError, which names the file, when it is made or while it is read.
     """
@@ -55,6 +59,7 @@ class Checkpoint(Source):
     def __init__(self, directory: Path, disk: Disk | None = None) -> None:
         self.directory, self.disk = directory, disk or Disk()
         self.manifest: Manifest = read(directory, self.disk)
+        self._known: dict[int, dict[str, int]] = {}  # by shard, the byte at which each tensor starts, once it was read
 
     @property
     def step(self) -> int:
@@ -80,7 +85,7 @@ class Checkpoint(Source):
 
     def check(self, wants: Sequence[Want]) -> None:
         """Raises CorruptError unless every shard that is needed is there, and as long as when it was committed."""
-        for number in self._needs(wants):
+        for number in sorted({number for batch in self._batches(wants) for number in self._needs(batch.wants)}):
             shard, file = self.manifest.shards[number], self.file(number)
             size = self.disk.size(file)
             if size is None:
@@ -92,7 +97,16 @@ class Checkpoint(Source):
 
     def fill(self, wants: Iterable[Want]) -> None:
         """Reads, verifies and writes every wanted range into its tensor. Raises CorruptError."""
-        needs = self._needs(wants)
+        for batch in self._batches(wants):
+            self._fill(self._needs(batch.wants))
+            batch.finish()
+
+    def _batches(self, wants: Iterable[Want]) -> Iterator[Batch]:
+        """The wants in the order in which each leaf is stored."""
+        return batches(wants, lambda path: self.manifest.by_path[path].order)
+
+    def _fill(self, needs: Mapping[int, Sequence[Need]]) -> None:
+        """Reads and verifies ranges of shards."""
         scratch: SimpleQueue[torch.Tensor] = SimpleQueue()
         threads = _num_threads()
         for _ in range(threads):
@@ -106,7 +120,7 @@ class Checkpoint(Source):
         return self.directory / shard_name(shard)
 
     def _needs(self, wants: Iterable[Want]) -> dict[int, list[Need]]:
-        """By shard: the wanted ranges of its pieces."""
+        """By shard: the wanted ranges of its pieces. The wants are in the order in which the leaf is stored."""
         needs: dict[int, list[Need]] = {}
         for want in wants:
             stop = want.start + len(want.out)
@@ -122,7 +136,10 @@ class Checkpoint(Source):
     def _jobs(self, number: int, needs: Sequence[Need], scratch: SimpleQueue[torch.Tensor]) -> list[Callable[[], None]]:
         """Returns one call for each block that is needed. The ranges in the header's blocks are filled here."""
         file, shard = self.file(number), self.manifest.shards[number]
-        head, places = self._header(number)
+        head = torch.empty(0, dtype=torch.uint8)
+        if number not in self._known:
+            head, self._known[number] = self._header(number)
+        places = self._known[number]
         parts: list[Part] = []
         for path, first, out in needs:
             parts.append(Part(places[path] + first * out.dtype.itemsize, out.view(torch.uint8)))

@@ -2,7 +2,8 @@
 
 `snapshot` takes the part that this rank writes. Of a bucket of length L it is the slice [r L/N, (r+1) L/N), whether the
 bucket is sharded or replicated. So a replicated state is written once, by all ranks in parallel. Whole leaves are
-written by rank 0, per-rank leaves by each rank. Padding is left out. `write` is the protocol
+written by rank 0, per-rank leaves by each rank. Of a leaf over `tp` each place there writes its part; what all places
+hold alike is written by the first. Padding is left out. `write` is the protocol
 (`fzero.checkpoint.commit`) in four rounds:
 
     1. the ranks agree on the save           step, layout, extra
@@ -38,6 +39,7 @@ from fzero.comm.agree import agree
 from fzero.errors import CheckpointError, DonatedError, TreeError
 from fzero.plan.layout import Leaf, Plan
 from fzero.session.session import session_of
+from fzero.state import storage
 from fzero.state.state import State
 
 
@@ -193,11 +195,13 @@ def take(
 
 
 def span(plan: Plan, leaf: Leaf, rank: int) -> tuple[int, int]:
-    """Returns the elements [start, stop) of the flattened logical leaf that a rank writes: none where another role
-    keeps the leaf. What every role keeps is written by the first."""
+    """Returns the elements [start, stop) of a leaf, in its `storage.order`, that a rank writes: none where another role
+    keeps the leaf. What every role, or every place on `tp`, keeps alike is written by the first."""
     numel, place = torch.Size(leaf.shape).numel(), plan.mesh.data_rank(rank)
     buffer = plan.buffers[leaf.buffer]
     if plan.mesh.role(rank) != (plan.role_of(buffer) or 0):
+        return 0, 0
+    if storage.cut(plan, leaf) is None and storage.tp_place(plan, rank) != 0:
         return 0, 0
     if leaf.per_rank:
         return place * numel, (place + 1) * numel
@@ -208,7 +212,8 @@ def span(plan: Plan, leaf: Leaf, rank: int) -> tuple[int, int]:
     part = bucket.length // plan.data_ranks
     place = plan.mesh.coordinate(rank, plan.finest)
     start, stop = (min(max(edge, first), last) for edge in (place * part, (place + 1) * part))
-    return (start - first) // buffer.per, (stop - first) // buffer.per
+    before = storage.tp_start(plan, leaf, rank)
+    return before + (start - first) // buffer.per, before + (stop - first) // buffer.per
 
 
 def held(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> torch.Tensor:
@@ -225,19 +230,19 @@ def held(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) 
     if buffer.sharded:
         begin = plan.mesh.coordinate(rank, buffer.sharded) * (bucket.length // plan.mesh.size(buffer.sharded))
     zero = (bucket.place(leaf.slot, buffer.per)[0] - begin) // buffer.per  # where the leaf's element 0 lies, or would
+    zero -= storage.tp_start(plan, leaf, rank)
     return flat[zero + start : zero + stop]
 
 
 def _record(plan: Plan, leaf: Leaf) -> LeafRecord:
-    buffer = plan.buffers[leaf.buffer]
-    placement = "per_rank" if leaf.per_rank else "replicate"
-    if buffer.sharded and leaf.slot is not None:
-        placement = f"flat({buffer.bucket}, {plan.buckets[buffer.bucket or ''].slots[leaf.slot].start})"
     spans = [span(plan, leaf, rank) for rank in range(plan.world_size)]
     parts = [Piece(rank, start, stop) for rank, (start, stop) in enumerate(spans) if stop > start]
     pieces = tuple(sorted(parts, key=lambda piece: piece.start))
     shape = (plan.data_ranks, *leaf.shape) if leaf.per_rank else leaf.shape
-    return LeafRecord(leaf.path, tuple(shape), leaf.dtype, placement, buffer.kind, leaf.per_rank, pieces)
+    kind, cut = plan.buffers[leaf.buffer].kind, storage.cut(plan, leaf)
+    return LeafRecord(
+        leaf.path, tuple(shape), leaf.dtype, storage.placement(plan, leaf), kind, leaf.per_rank, pieces, cut
+    )
 
 
 def _copied(taken: Snapshot, reuse: Snapshot | None) -> Snapshot:

@@ -16,6 +16,7 @@ from fzero.errors import FzeroError
 from fzero.ir import fx_nodes
 from fzero.ir.mesh import PIPELINE
 from fzero.ir.program import Program
+from fzero.lowering.build import build
 from fzero.lowering.localise import Sharding
 from fzero.passes import Options, PassRecord, trail
 from fzero.pipeline import Schedule
@@ -32,7 +33,7 @@ class Lowered:
     programs: Mapping[int, Program]  # by role, the coordinate on the mesh axis `pp`; {0: ...} without a pipeline
     choices: Mapping[str, str]  # the decisions by name, with their reasons
     passes: tuple[PassRecord, ...]  # one line each: print(*lowered.passes, sep="\n")
-    naive: Program = field(repr=False)  # before all passes
+    reduce: str  # "end" or "each": when the gradients of microbatches are reduced
     options: Options = field(repr=False)  # of the passes
     schedule: Schedule | None = None  # the order of work of a pipeline
     sharding: Sharding | None = None  # with a mesh axis `tp`: leaves, transfers and their reasons; print it
@@ -43,6 +44,13 @@ class Lowered:
         if len(self.programs) > 1:
             raise FzeroError(f"there is a program for each of {len(self.programs)} roles: lowered.programs[role]")
         return next(iter(self.programs.values()))
+
+    @property
+    def naive(self) -> Program:
+        """The program before all passes. It is built anew, for nothing that runs needs its graphs."""
+        transport = next(iter(self.programs.values())).transport
+        graph = self.graph if self.sharding is None else self.sharding.local
+        return build(graph, self.plan, reduce=self.reduce, transport=transport)
 
     @property
     def roles(self) -> dict[int, Program]:

@@ -58,6 +58,7 @@ class LoweringOptions:
     matmul: str
     cuda_graph: bool
     pipeline: Pipeline
+    sequence: bool
 
 
 def train_step(spec: Spec, fn: Callable[..., Any] | None = None) -> TrainStep:
@@ -114,6 +115,7 @@ def lowering_options(spec: Spec) -> LoweringOptions:
         matmul=spec.matmul,
         cuda_graph=spec.cuda_graph,
         pipeline=pipeline_of(spec),
+        sequence=spec.sequence is not None,
     )
 
 

@@ -15,7 +15,7 @@ from fzero import tree
 from fzero._torch_compat import FakeTensorMode
 from fzero.capture import trace_step
 from fzero.codegen import matmul
-from fzero.compile.collector import collector_paused
+from fzero.compile.collector import collect, collector_paused
 from fzero.compile.layout import check_rules
 from fzero.compile.lowered import Lowered
 from fzero.compile.resolve import LoweringOptions, TrainStep, lowering_options, train_step
@@ -82,17 +82,19 @@ def _lower(
         fns=[step.loss],
     )
     choices: dict[str, str] = {}
-    local, sharding = localise(graph, plan)
+    local, sharding = localise(graph, plan, wanted.sequence)
     if wanted.matmul == "fastest":
         local, choices = matmul.choose(local, costs or Costs("products", measures=False))
-    graph = local if sharding is None else graph
+    graph, sharding = (local, None) if sharding is None else (graph, replace(sharding, local=local))
     one_way = plan.data_ranks == 1 or all(region.microbatches == 1 for region in graph.regions)
     ways = (wanted.reduce,) if wanted.reduce else ("end",) if one_way else ("end", "each")
-    naive = {how: build(local, plan, reduce=how, transport=transport) for how in ways}
+    collect()
     schedule = None
     if plan.cut is not None:
         schedule = wanted.pipeline.order(plan.mesh.roles, step.microbatches)
-    lowered = {how: _roles(program, plan, wanted, schedule, rates) for how, program in naive.items()}
+    lowered = {
+        how: _roles(build(local, plan, reduce=how, transport=transport), plan, wanted, schedule, rates) for how in ways
+    }
     chosen = _reduce({how: [role.program for role in roles.values()] for how, roles in lowered.items()})
     roles = lowered[chosen.value]
     for name, choice in (("reduce", chosen), ("prefetch", roles[0].prefetch)):
@@ -105,7 +107,7 @@ def _lower(
         found = [why for program in programs.values() if (why := obstacle(program, torch.device("cuda")))]
         choices["cuda_graph"] = f"not one graph: {found[0]}" if found else "the step is one graph"
     options = _options(wanted, roles[0].prefetch.value)
-    return Lowered(graph, plan, programs, choices, roles[0].records, naive[chosen.value], options, schedule, sharding)
+    return Lowered(graph, plan, programs, choices, roles[0].records, chosen.value, options, schedule, sharding)
 
 
 @dataclass(frozen=True)
@@ -118,11 +120,15 @@ class _Role:
 
 
 def _roles(
-    naive: Program, plan: Plan, wanted: LoweringOptions, schedule: Schedule | None, rates: Rates | None
+    program: Program, plan: Plan, wanted: LoweringOptions, schedule: Schedule | None, rates: Rates | None
 ) -> dict[int, _Role]:
     """The passes over a naive program; with a pipeline, from where it is cut on, over the program of each role."""
     chunk_of = {} if schedule is None else plan.chunk_of()
-    program, first = optimise(naive, replace(_options(wanted, 0), chunk_of=chunk_of), BEFORE_ROLES)
+    first: tuple[PassRecord, ...] = ()
+    for row in BEFORE_ROLES:
+        program, record = optimise(program, replace(_options(wanted, 0), chunk_of=chunk_of), [row])
+        first += record
+        collect()
     parts = {0: program} if schedule is None else by_role(program, schedule)
     roles = {}
     for number, part in parts.items():

@@ -1,9 +1,9 @@
 """outgoing: reads the leaves of a state or a checkpoint, one at a time, to write them to files of other formats.
 
-Of a live state every rank sends its part of the leaf to rank 0, straight into place. Beside its shards no rank holds
-more than that leaf. A checkpoint's directory, or another `Source`, is read by this process alone. If rank 0 fails (a
-full disk), all ranks learn it at the end. Until then rank 0 receives the parts of the others, so that none of them
-waits for ever.
+Of a live state every rank sends its part of the leaf to rank 0, straight into place if it lies together there. Beside
+its shards no rank holds more than that leaf, and one part that is scattered in it (`tp` over an inner dim). A
+checkpoint's directory, or another `Source`, is read by this process alone. If rank 0 fails (a full disk), all ranks
+learn it at the end. Until then rank 0 receives the parts of the others, so that none of them waits for ever.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from fzero.interop.places import directory
 from fzero.plan.layout import Leaf
 from fzero.session.session import session_of
 from fzero.state import storage
+from fzero.state.order import split_like
 from fzero.state.source import Entry, Source
 from fzero.state.state import ShardedTensor, State
 
@@ -126,23 +127,26 @@ class Live:
         """On rank 0 the leaf in host memory (no copy if it is whole there). Other ranks send and return their part."""
         here, plan = self.runtime, self.runtime.plan
         own = storage.local(plan, here.memory, leaf, here.rank).detach().cpu()
-        buffer = plan.buffers[leaf.buffer]
-        sharded = leaf.slot is not None and buffer.sharded
-        holders = plan.owners(buffer)
+        holders = storage.holders(plan, leaf)
         if here.rank:
             if here.rank in holders and own.numel():
                 dist.send(own.reshape(-1).view(torch.uint8), dst=0, group=here.group)
             return own
         if holders == [0]:
             return own
-        whole = torch.empty(leaf.shape, dtype=leaf.dtype)
-        flat = whole.view(-1)
+        whole, order = torch.empty(leaf.shape, dtype=leaf.dtype), storage.order(plan, leaf)
         for rank in holders:
-            part = flat[storage.piece(plan, leaf, rank)[1]] if sharded else flat
+            start, stop = storage.span(plan, leaf, rank)
+            views = order.views(whole.view(-1), 0, start, stop)
+            straight = len(views) == 1 and views[0].is_contiguous()
+            part = views[0].view(-1) if straight else torch.empty(stop - start, dtype=leaf.dtype)
             if rank == 0:
-                part.copy_(own)
+                part.copy_(own.reshape(-1))
             elif part.numel():
                 dist.recv(part.view(torch.uint8), src=rank, group=here.group)
+            if not straight:
+                for view, read in zip(views, split_like(part, views), strict=True):
+                    view.copy_(read)
         return whole
 
 

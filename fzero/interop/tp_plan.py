@@ -1,4 +1,4 @@
-"""tp_plan: the rules of `Spec(shard=...)` for a Hugging Face model: from its own plan, or by the names of its modules."""
+"""tp_plan: the rules of `Spec(shard=...)` for a Hugging Face model, from its own plan or the names of its modules."""
 
 from __future__ import annotations
 
@@ -15,17 +15,24 @@ STYLES = {  # of transformers 5: names of `_tp_plan`; those that are not here le
     "colwise": COLUMN, "colwise_rep": COLUMN, "colwise_gather_output": COLUMN, "rowwise": ROW, "rowwise_rep": ROW,
     "embedding_rowwise": EMBEDDING, "packed_colwise": "column of 2", "packed_rowwise": ROW,
 }  # fmt: skip
-NAMES = {  # of modules in models without a plan: the last components of their names, the longest first
-    "attention.output.dense": ROW, "intermediate.dense": COLUMN, "output.dense": ROW, "attention.dense": ROW,
-    "query_key_value": COLUMN, "dense_h_to_4h": COLUMN, "dense_4h_to_h": ROW,
-    "c_attn": "column of 3", "Wqkv": "column of 3", "qkv_proj": "column of 3", "Wi": "column of 2",
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "query", "key", "value", "q", "k", "v", "q_lin", "k_lin", "v_lin",
-                     "fc1", "pwconv1", "c_fc", "up_proj", "gate_proj", "wi", "wi_0", "wi_1", "lin1", "w1", "w3", "fc_in"), COLUMN),
-    **dict.fromkeys(("o_proj", "out_proj", "c_proj", "o", "wo", "Wo", "fc2", "pwconv2", "down_proj", "out_lin", "lin2", "w2",
-                     "fc_out", "projection"), ROW),
-    **dict.fromkeys(("embed_tokens", "wte", "word_embeddings", "shared", "tok_embeddings", "token_embedding",
-                     "embed_in", "lm_head", "embed_out", "embeddings"), EMBEDDING),
-}  # fmt: skip
+_COLUMNS = (
+    "q_proj k_proj v_proj query key value q k v q_lin k_lin v_lin fc1 c_fc pwconv1 up_proj gate_proj wi wi_0 wi_1 lin1 "
+    "w1 w3 fc_in query_key_value dense_h_to_4h intermediate.dense"
+)
+_ROWS = (
+    "o_proj out_proj c_proj o wo Wo fc2 pwconv2 down_proj out_lin lin2 w2 fc_out dense_4h_to_h attention.dense "
+    "output.dense attention.output.dense"
+)
+_EMBEDDINGS = "embed_tokens wte word_embeddings shared tok_embeddings token_embedding embed_in lm_head embed_out"
+NAMES = {  # of modules in models without a plan: the last components of their names
+    **dict.fromkeys(_COLUMNS.split(), COLUMN),
+    **dict.fromkeys(_ROWS.split(), ROW),
+    **dict.fromkeys(_EMBEDDINGS.split(), EMBEDDING),
+    "embeddings": EMBEDDING,
+    "c_attn": "column of 3",
+    "Wqkv": "column of 3",
+    "Wi": "column of 2",
+}
 
 
 def tp_plan(model: torch.nn.Module) -> dict[str, P]:

@@ -311,8 +311,8 @@ class Op:
 
     @property
     def phase(self) -> str | None:
-        """Of a run: "region" in a `value_and_grad`, "outer" in the rest of the step. Of a transfer of a region's values:
-        "forward" or "backward"."""
+        """Of a run: "region" in a `value_and_grad`, "outer" in the rest of the step. Of a transfer of values that lie
+        in parts: "forward" or "backward"."""
         return self.get("phase")
 
     @property

@@ -21,6 +21,7 @@ from torch import fx
 
 from fzero._torch_compat import graph_module
 from fzero.capture.graph import Graph
+from fzero.capture.ops import AXIS_INDEX, REDUCE, REGION
 from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.mesh import within
 from fzero.ir.program import Program
@@ -31,9 +32,6 @@ from fzero.plan.layout import Plan
 from fzero.verify.meaning import graph_meaning
 
 aten = torch.ops.aten
-REDUCE = torch.ops.fzero.reduce.default
-REGION = torch.ops.fzero.region.default
-INDEX = torch.ops.fzero.axis_index.default
 
 
 def build(graph: Graph, plan: Plan, *, reduce: str = "end", transport: str = "p2p") -> Program:
@@ -74,7 +72,7 @@ class _Builder:
         self.nodes = fx_nodes.placeholders(gm.graph)
         self._inputs()
         for node in gm.graph.nodes:
-            if node.target is INDEX:
+            if node.target is AXIS_INDEX:
                 self.to.where[node] = self._rank(str(node.args[0]))
         levels = _levels(gm.graph)
         results = fx_nodes.outputs(gm.graph)
@@ -233,7 +231,7 @@ def _is_comm(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     picks = node.target is operator.getitem and fx_nodes.operand(node).target is REGION
-    return node.target in (REGION, REDUCE, INDEX) or picks
+    return node.target in (REGION, REDUCE, AXIS_INDEX) or picks
 
 
 def _levels(graph: fx.Graph) -> dict[fx.Node, int]:

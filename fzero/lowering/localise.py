@@ -19,7 +19,7 @@ from fzero.ir import fx_nodes, segments
 from fzero.plan.layout import Plan
 from fzero.shard import ops
 from fzero.shard.partition import AXIS
-from fzero.shard.placements import Placement, Replicated
+from fzero.shard.placements import Placement, Replicated, Shard
 from fzero.shard.propagate import Inner, Move, Sharded, propagate, split_bias
 from fzero.verify.sharding import check_sharding
 
@@ -32,13 +32,14 @@ class Sharding:
     """How a step lies over the ranks of an axis: the result of `localise`.
 
     graph: what was captured, with biases apart from products that are sums over ranks: what the local graph is equal
-    to. outer: the outer graph as a rank runs it. regions: by index, the same of each region. leaves: text of each leaf
-    with its placement and local shape.
+    to. local: the graph of one rank. outer: its outer graph, with its transfers. regions: by index, the same of each
+    region. leaves: text of each parameter with its placement and local shape.
     """
 
     axis: str
     n: int
     graph: Graph
+    local: Graph
     outer: Sharded
     regions: tuple[Sharded, ...]
     leaves: tuple[str, ...]
@@ -49,17 +50,21 @@ class Sharding:
         return (*(move for region in self.regions for move in region.moves), *self.outer.moves)
 
     def __str__(self) -> str:
-        rows = [f"{self.axis}={self.n}", "leaves", *(f"  {leaf}" for leaf in self.leaves)]
-        sent = [move for move in self.moves if move.nbytes]
-        total = sum(move.nbytes for move in sent)
-        rows.append(f"transfers: {len(sent)}, {total:,.0f} bytes sent by a rank for each microbatch")
-        rows += [f"  {move}" for move in sent]
+        rows = [f"leaves over {self.n} ranks of {self.axis}", *(f"  {leaf}" for leaf in self.leaves)]
+        parts = [(f"region {i}, each microbatch", one) for i, one in enumerate(self.regions)] + [("update", self.outer)]
+        for name, one in parts:
+            sent = [move for move in one.moves if move.nbytes]
+            total = sum(move.nbytes for move in sent)
+            rows.append(f"{name}: {len(sent)} transfers, {total:,.0f} bytes sent by a rank")
+            rows += [f"  {move}" for move in sent]
         whole = [text for one in (*self.regions, self.outer) for text in one.replicated]
         return "\n".join([*rows, *(f"computed whole: {text}" for text in whole)])
 
 
-def localise(graph: Graph, plan: Plan) -> tuple[Graph, Sharding | None]:
+def localise(graph: Graph, plan: Plan, sequence: bool = False) -> tuple[Graph, Sharding | None]:
     """(the graph of one rank, how it lies); the graph as it is where the mesh has one rank on the axis.
+
+    sequence: sums lie in parts along dim 1, the sequence, from where they are taken to where they are needed whole.
 
     Raises SpecError where the update needs all of a leaf that is sharded, and as `propagate` does.
     """
@@ -78,7 +83,7 @@ def localise(graph: Graph, plan: Plan) -> tuple[Graph, Sharding | None]:
     def within(node: fx.Node, here: list[Placement]) -> Inner:
         index = int(str(node.args[1]))
         inputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
-        made = _region(whole.regions[index], here, [x in leaf_nodes for x in inputs], n)
+        made = _region(whole.regions[index], here, [x in leaf_nodes for x in inputs], n, sequence)
         inside[index] = made
         values = tuple(x.meta["val"] for x in fx_nodes.outputs(made.gm.graph))
         return Inner(made.outputs, values, _reads_rank(made))
@@ -98,7 +103,7 @@ def localise(graph: Graph, plan: Plan) -> tuple[Graph, Sharding | None]:
     outer.gm.recompile()
     regions = tuple(_local_region(region, inside[i]) for i, region in enumerate(whole.regions))
     local = replace(whole, gm=outer.gm, regions=regions)
-    return local, Sharding(AXIS, n, whole, outer, tuple(inside[i] for i in range(len(regions))), _leaves(plan))
+    return local, Sharding(AXIS, n, whole, local, outer, tuple(inside[i] for i in range(len(regions))), _leaves(plan))
 
 
 def _split(graph: Graph, plan: Plan) -> Graph:
@@ -114,12 +119,12 @@ def _split(graph: Graph, plan: Plan) -> Graph:
     return replace(graph, regions=tuple(regions))
 
 
-def _region(region: Region, here: list[Placement], leaves: list[bool], n: int) -> Sharded:
+def _region(region: Region, here: list[Placement], leaves: list[bool], n: int, sequence: bool) -> Sharded:
     """A region as a rank runs it: gradients end where their leaves lie, the loss and what is beside it whole."""
     wanted: list[Placement] = [R] * len(region.values)
     for number, of in enumerate(region.grad_of):
         wanted[1 + number] = here[of]
-    return propagate(region.gm, here, wanted, n, AXIS, leaves)
+    return propagate(region.gm, here, wanted, n, AXIS, leaves, sequence=Shard(1) if sequence else None)
 
 
 def _reads_rank(made: Sharded) -> bool:
@@ -144,9 +149,9 @@ def _check_moves(outer: Sharded, plan: Plan, holders: list[fx.Node]) -> None:
         if move.nbytes and (move.kind != "all_reduce" or move.nbytes > SMALL_BYTES):
             what = name_of.get(move.value, move.value)
             raise SpecError(
-                f"the update reads all of {what} {move.line}, of which each rank of {AXIS!r} holds a part ({move}). Use "
-                "an optimizer that works element by element, as adamw, or keep the leaf whole: shard={'<its path>': "
-                "P()} before the rule that matches it"
+                f"the update reads all of {what} {move.line}, of which each rank of {AXIS!r} holds a part "
+                f"({move.why}). Use an optimizer that works element by element, as adamw, or keep the leaf whole: "
+                "shard={'<its path>': P()} before the rule that matches it"
             )
 
 
@@ -160,10 +165,11 @@ def _small_sums(outer: Sharded) -> None:
 
 
 def _leaves(plan: Plan) -> tuple[str, ...]:
-    width = max((len(leaf.path) for leaf in plan.leaves), default=0)
+    """A line for each parameter: what mirrors it lies alike."""
+    shown = [leaf for leaf in plan.leaves if leaf.slot is not None and plan.buffers[leaf.buffer].kind == "param"]
+    shown = shown or [leaf for leaf in plan.leaves if leaf.slot is not None]
+    width = max((len(leaf.path) for leaf in shown), default=0)
     return tuple(
-        f"{leaf.path:{width}}  {str(leaf.placement):5} {list(leaf.shape)} -> {list(plan.local_shape(leaf))}"
-        for leaf in plan.leaves
+        f"{leaf.path:{width}}  {leaf.placement!s:5} {list(leaf.shape)} -> {list(plan.local_shape(leaf))}"
+        for leaf in shown
     )
-
-

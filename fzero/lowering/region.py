@@ -13,12 +13,11 @@ import torch
 from torch import fx
 
 from fzero.capture.graph import Graph, Region
+from fzero.capture.ops import REDUCE
 from fzero.ir import fx_nodes, segments
 from fzero.ir.records import DTYPE_NAMES, Buffer, Ref
 from fzero.lowering.emit import Emitter, line_of
 from fzero.verify.meaning import grad_places
-
-REDUCE = torch.ops.fzero.reduce.default
 
 
 @dataclass
@@ -109,7 +108,7 @@ class RegionBuilder:
         gradients travel in. Returns the buffer of the result."""
         name = f"{self.name}.red:{self.to.buffers[grad].bucket}.{m}"
         if not self.to.plan.sum_axes:
-            return self._flat(torch.div, self.k, grad, name, why) if self.k > 1 and not self.summed else grad
+            return self._flat(torch.div, self.k, grad, grad, why) if self.k > 1 and not self.summed else grad
         return self._summed(grad, name, self.to.plan.sum_axes[0], m, why)
 
     def _summed(self, grad: str, name: str, axis: str, m: int, why: str) -> str:
@@ -146,7 +145,7 @@ class RegionBuilder:
         why: str,
         dtype: torch.dtype | None = None,
     ) -> str:
-        """`fn(gradients, argument)`, elementwise, of a gradient bucket into a bucket of its own."""
+        """`fn(gradients, argument)`, elementwise, of a gradient bucket into another one, or in place."""
         b = self.to
         like = b.buffers[source]
         b.buffers[name] = Buffer(name, dtype or like.dtype, like.shape, "grad", like.bucket)

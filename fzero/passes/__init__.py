@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fzero.ir.program import Program
+from fzero.passes.accumulate import accumulate
 from fzero.passes.assign_memory import assign_memory
 from fzero.passes.cast_before_gather import cast_before_gather
 from fzero.passes.free import free
@@ -65,6 +66,7 @@ BEFORE_ROLES: Passes = (
 UNTIL_PREFETCH: Passes = (
     ("schedule_gathers", lambda p, o: schedule_gathers(p), "whole parameters only around their uses"),
     ("schedule_reductions", lambda p, o: schedule_reductions(p, o.overlap), "reductions where gradients are complete"),
+    ("accumulate", lambda p, o: accumulate(p), "sums over microbatches have their places; before results get theirs"),
     ("write_in_place", lambda p, o: write_in_place(p), "after all moves, so that what reads old values is known"),
 )
 

@@ -99,26 +99,25 @@ def _instantiated(
     return ops
 
 
-def _transfer(
-    op: Op, piece: _Piece, source: Ref, target: Ref, buffers: dict[str, Buffer], transport: str
-) -> list[Op]:
+def _transfer(op: Op, piece: _Piece, source: Ref, target: Ref, buffers: dict[str, Buffer], transport: str) -> list[Op]:
     """The start of a transfer within a region, and its wait."""
     (node,) = piece.outputs
     _, axis, n, *how = (str(x) for x in node.args)
     kind, size, dtype = TRANSFERS[node.target], buffers[source.name].numel, buffers[source.name].dtype
-    reduction = {"op": how[0] if kind == "all_reduce" else "sum", "divisor": 1} if "reduce" in kind else {}
+    attrs: dict[str, int | str] = {} if piece.chunk is None else {"chunk": piece.chunk}
+    if reduces := "reduce" in kind:
+        attrs |= {"op": how[0] if kind == "all_reduce" else "sum", "divisor": 1}
     if kind == "all_reduce" and size % int(n):
         kind = "all_reduce_small"
     writes = [target]
-    if reduction and transport == "p2p":
+    if reduces and transport == "p2p":
         scratch = f"{target.name}.scratch"
         part = size if kind == "all_reduce_small" else size // int(n)
         buffers[scratch] = Buffer(scratch, dtype, (int(n) - 1, part), "scratch")
         writes.append(Ref(scratch))
-    chunk = {} if piece.chunk is None else {"chunk": piece.chunk}
     start = make_op(
         kind, [source], writes, axis=axis, why=piece.why, region=str(op.region), microbatch=op.microbatch,
-        phase=str(node.meta.get("phase") or "forward"), **chunk, **reduction,
+        phase=str(node.meta.get("phase") or "forward"), **attrs,
     )  # fmt: skip
     return [start, make_op("wait", [target], why=piece.why)]
 

@@ -36,6 +36,7 @@ from fzero.plan.stages import Columns, Stage, row_of
 from fzero.shard.partition import AXIS, P
 from fzero.shard.placements import Placement, Replicated, Shard, local_shape
 
+R = Replicated()
 BUCKET_BYTES = 32 << 20  # where nothing was measured
 SMALL_BYTES = 64 << 10  # layers without a number below this share a bucket
 
@@ -53,7 +54,7 @@ class Leaf:
     buffer: str
     slot: int | None = None
     per_rank: bool = False
-    placement: Placement = Replicated()
+    placement: Placement = R
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,8 @@ def _placements(
 def _check_whole(leaf_class: Class, paths: Sequence[str], leaves: Sequence[torch.Tensor], rule: str) -> None:
     """Raises SpecError for a sharded leaf whose optimizer needs all of it, or cuts it into blocks of its own."""
     path = paths[leaf_class.members[0][1]]
-    fix = f"Take adamw for it (fzero.optim.multi_transform), or keep it whole: shard={{{path!r}: P(), ...}} before {rule!r}"
+    whole = f"shard={{{path!r}: P(), ...}} before {rule!r}"
+    fix = f"Take adamw for it (fzero.optim.multi_transform), or keep it whole: {whole}"
     for prefix, i in leaf_class.members:
         if whole_leaves.asks(prefix):
             raise SpecError(f"shard: {path} is stepped as a whole matrix ({prefix}), so no rank may hold a part. {fix}")

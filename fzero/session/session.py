@@ -30,11 +30,12 @@ from fzero.ir.mesh import PIPELINE, parts_of
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Op, Ref, make_op
 from fzero.plan.layout import Leaf, Plan
-from fzero.shard.partition import AXIS
-from fzero.shard.placements import Shard, join
 from fzero.runtime import compile_segments
 from fzero.runtime.executor import Executor
+from fzero.shard.partition import AXIS
+from fzero.shard.placements import join
 from fzero.spec import Spec
+from fzero.state import storage
 from fzero.state.state import Life, ShardedTensor, State
 from fzero.verify.rules import verify
 
@@ -180,9 +181,9 @@ class Session:
         self.presence.rename(call)
         return self.bind(lowered)
 
-    def whole(self, leaves: Sequence[ShardedTensor]) -> list[torch.Tensor]:
+    def whole(self, leaves: Sequence[ShardedTensor], over_tp: bool = True) -> list[torch.Tensor]:
         """Whole leaves of one state, on every rank. Collective: the ranks agree first that they ask for the same
-        leaves."""
+        leaves. over_tp: see `gather_leaves`."""
         failure: Exception | None = None
         try:
             for leaf in leaves:
@@ -190,14 +191,18 @@ class Session:
         except DonatedError as error:
             failure = error
         asked = hashlib.blake2b(repr([leaf.path for leaf in leaves]).encode(), digest_size=8).hexdigest()
-        request = f"the whole of {leaves[0].path!r}{f' and {len(leaves) - 1} more leaves' if len(leaves) > 1 else ''}"
+        part = "whole" if over_tp else "part over tp"
+        request = f"the {part} of {leaves[0].path!r}{f' and {len(leaves) - 1} more leaves' if len(leaves) > 1 else ''}"
         agree(self.rank, self.world_size, request, asked, self.group, failure)
         with self.presence.running(where=lambda: "gathering it"):
-            return self.gather_leaves([leaf.leaf for leaf in leaves])
+            return self.gather_leaves([leaf.leaf for leaf in leaves], over_tp)
 
-    def gather_leaves(self, leaves: Sequence[Leaf]) -> list[torch.Tensor]:
-        """Whole leaves on every rank. It does one gather for each sharded column among them. A column that one role of
-        a pipeline holds goes from there to the others."""
+    def gather_leaves(self, leaves: Sequence[Leaf], over_tp: bool = True) -> list[torch.Tensor]:
+        """Whole leaves on every rank. It does one gather for each sharded column among them, and one for each leaf that
+        lies over `tp`. A column that one role of a pipeline holds goes from there to the others.
+
+        over_tp: False leaves a leaf that lies over `tp` as the part that this rank's place there holds.
+        """
         wholes: dict[int, torch.Tensor] = {}
         columns: dict[str, list[int]] = {}
         for i, leaf in enumerate(leaves):
@@ -206,7 +211,8 @@ class Session:
             buffer = self.plan.buffers[name]
             column = self._lent(buffer, self._gathered(buffer, leaves[members[0]].per_rank))
             for i in members:
-                wholes[i] = self._cut(leaves[i], column)
+                part = self._cut(leaves[i], column)
+                wholes[i] = self._joined(leaves[i], part) if over_tp else part
         return [wholes[i] for i in range(len(leaves))]
 
     def _gathered(self, buffer: Buffer, per_rank: bool) -> torch.Tensor:
@@ -243,17 +249,21 @@ class Session:
             self.transport.comm.settle(op.target)
 
     def _cut(self, leaf: Leaf, column: torch.Tensor) -> torch.Tensor:
+        """A copy of one leaf of a whole column: its part, where it lies over `tp`."""
         if leaf.per_rank:
             return column.view(self.plan.data_ranks, *leaf.shape).clone()
         if leaf.slot is None:
             return column.view(leaf.shape).clone()
         buffer = self.plan.buffers[leaf.buffer]
         start, stop, _ = self.plan.buckets[buffer.bucket or ""].place(leaf.slot, buffer.per)
-        own = column[start // buffer.per : stop // buffer.per].view(self.plan.local_shape(leaf))
-        if not isinstance(leaf.placement, Shard):
-            return own.clone()
-        parts = own.new_empty((self.plan.tp, *own.shape))
-        self._move(make_op("all_gather", [Ref(leaf.buffer)], [Ref("unshard")], axis=AXIS), [own, parts])
+        return column[start // buffer.per : stop // buffer.per].view(self.plan.local_shape(leaf)).clone()
+
+    def _joined(self, leaf: Leaf, part: torch.Tensor) -> torch.Tensor:
+        """A whole leaf, from the parts of all places on `tp`."""
+        if storage.cut(self.plan, leaf) is None:
+            return part
+        parts = part.new_empty((self.plan.tp, *part.shape))
+        self._move(make_op("all_gather", [Ref(leaf.buffer)], [Ref("unshard")], axis=AXIS), [part, parts])
         return join(list(parts), leaf.placement)
 
 

@@ -28,7 +28,7 @@ REDUCE_SCATTER = torch.ops.fzero.tp_reduce_scatter.default
 ALL_GATHER = torch.ops.fzero.tp_all_gather.default
 ALL_TO_ALL = torch.ops.fzero.tp_all_to_all.default
 OWN_PART = torch.ops.fzero.tp_own_part.default
-TRANSFERS = {
+TRANSFERS: dict[object, str] = {
     ALL_REDUCE: "all_reduce", REDUCE_SCATTER: "reduce_scatter", ALL_GATHER: "all_gather", ALL_TO_ALL: "all_to_all",
 }  # fmt: skip
 

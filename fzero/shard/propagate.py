@@ -101,12 +101,14 @@ class Inner:
 def propagate(
     gm: fx.GraphModule, placed: Sequence[Placement], wanted: Sequence[Placement], n: int, axis: str = "tp",
     leaves: Sequence[bool] | None = None, within: Callable[[fx.Node, list[Placement]], Inner] | None = None,
+    sequence: Shard | None = None,
 ) -> Sharded:  # fmt: skip
     """The graph of one rank.
 
     placed: of each placeholder. wanted: of each output. leaves: which placeholders are leaves of the state, which never
     move (None: all that are sharded). within: for a graph with nodes `fzero::region`, what is inside of one whose
-    inputs lie so. The rank is then no placeholder but a node `fzero::axis_index`.
+    inputs lie so. The rank is then no placeholder but a node `fzero::axis_index`. sequence: where sums of values with
+    that many dims, and one more, are to lie rather than whole.
 
     Raises ValueError where n does not divide a dim, and FzeroError for an op of which nothing is known and whose
     operands are large.
@@ -114,8 +116,9 @@ def propagate(
     holders = fx_nodes.placeholders(gm.graph)
     fixed = list(leaves) if leaves is not None else [isinstance(p, Shard) for p in placed]
     walk = _Walk(
-        n, axis, dict(zip(holders, placed, strict=True)), {h for h, own in zip(holders, fixed, strict=True) if own}
-    )
+        n, axis, dict(zip(holders, placed, strict=True)), {h for h, own in zip(holders, fixed, strict=True) if own},
+        sequence,
+    )  # fmt: skip
     walk.wish(fx_nodes.outputs(gm.graph), wanted)
     for node in gm.graph.nodes:
         if node.op == "placeholder":
@@ -149,6 +152,7 @@ class _Walk:
     axis: str
     placed: Mapping[fx.Node, Placement]
     leaves: set[fx.Node]  # and views and casts of leaves
+    sequence: Shard | None = None
     local: fx.Graph = field(default_factory=fx.Graph)
     have: dict[fx.Node, dict[Placement, fx.Node]] = field(default_factory=dict)
     wishes: dict[fx.Node, Placement] = field(default_factory=dict)
@@ -158,6 +162,7 @@ class _Walk:
     given: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # of each call, its local operands
     rank: fx.Node = field(init=False)
     mode: Any = None
+    others: fx.Node | None = None  # whether this rank is another than the first
     why: str = ""  # of the transfer that is being written
 
     def wish(self, outputs: Sequence[Any], wanted: Sequence[Placement]) -> None:
@@ -225,7 +230,8 @@ class _Walk:
         given = [self.at(x, p, node.name, node) for x, p in zip(inputs, here, strict=True)]
         inner = within(node, here)
         args = ([*given, self.rank] if inner.reads_rank else given, *node.args[1:])
-        made = self.local.call_function(node.target, args)
+        target: Any = node.target
+        made = self.local.call_function(target, args)
         made.meta = {**node.meta, "val": list(inner.values)}
         claim(made, Claim("region", node.name, inner.outputs))
         self.results[node] = made, Strategy(tuple(here), inner.outputs)
@@ -258,6 +264,8 @@ class _Walk:
                 self._cost(node, x, want, strategy, now) for x, want in zip(operands, strategy.inputs, strict=True)
             )
             unwished = wish is not None and strategy.outputs[0] != wish
+            if wish is not None:
+                cost += wire_bytes(strategy.outputs[0], wish, node.meta["val"], self.n)
             idle = not any(isinstance(p, Shard) for p in strategy.inputs) and not unwished and bool(now)
             costs.append((cost, unwished, idle, number))
         best = min(costs)
@@ -289,16 +297,37 @@ class _Walk:
             return NEVER if want not in versions or several or strategy.costly else 0.0
         if want in versions:
             return 0.0
+        if want == R and self._seen_whole(x):
+            return 0.0
         source = self._source(x, want)
         nbytes = wire_bytes(source, want, x.meta["val"], self.n)
         kind = kind_of(source, want)
         if x in self.leaves and kind != "own_part":
             return NEVER
+        along = self.sequence is not None and strategy.outputs[0] == self.sequence
         if kind == "own_part":
-            return 0.0 if want in now else float(x.meta["val"].nbytes)  # nobody asked for it
-        if kind == "reduce_scatter" and want not in now and self.wishes.get(x) != want:
+            return 0.0 if want in now or along else float(x.meta["val"].nbytes)  # nobody asked for it
+        asked = want in now or self.wishes.get(x) == want or (along and want == self.sequence)
+        if kind == "reduce_scatter" and not asked:
             return 3 * nbytes  # a gather will follow
-        return nbytes + 1e-3
+        return (nbytes / self._readers(x) if kind == "all_gather" else nbytes) + 1e-3
+
+    def _readers(self, x: fx.Node) -> int:
+        """How many calls yet to be written read a value, or a view of it: they share what it is brought for."""
+        while fx_nodes.is_view(x) and fx_nodes.operand(x) in self.have:
+            x = fx_nodes.operand(x)
+        todo, found = [x], 0
+        while todo:
+            for user in todo.pop().users:
+                if fx_nodes.is_view(user):
+                    todo.append(user)
+                else:
+                    found += user not in self.results
+        return max(found, 1)
+
+    def _seen_whole(self, x: fx.Node) -> bool:
+        """Whether a value is a view of one that is there as a whole."""
+        return fx_nodes.is_view(x) and R in self.have.get(fx_nodes.operand(x), {})
 
     def _source(self, x: fx.Node, want: Placement) -> Placement:
         """The version from which a placement is reached with the fewest bytes."""
@@ -312,10 +341,16 @@ class _Walk:
         if want in versions:
             return versions[want]
         if isinstance(want, Partial):
-            first = self._node(aten.ne.Scalar, (self.rank, 0), {}, x)
-            first.meta["val"] = self.fake(lambda: torch.zeros((), dtype=torch.bool, device=x.meta["val"].device))
-            done = self._node(aten.masked_fill.Scalar, (versions[R], first, 0), {}, x)
+            if self.others is None:
+                self.others = self._node(aten.ne.Scalar, (self.rank, 0), {}, self.rank)
+            done = self._node(aten.masked_fill.Scalar, (versions[R], self.others, 0), {}, x)
             return claim(done, Claim("addend", x.name, (want,)))
+        viewed = fx_nodes.is_view(x) and x.target is not operator.getitem and len(x.all_input_nodes) == 1
+        if want == R and viewed and x not in self.leaves and not any(isinstance(p, Partial) for p in versions):
+            base = self.at(fx_nodes.operand(x), R, reader, node)  # brought once, for all views of it
+            seen = self._node(x.target, (base, *x.args[1:]), x.kwargs, x)
+            versions[R] = claim(seen, Claim("call", x.name, (R,)))
+            return versions[R]
         source = self._source(x, want)
         if isinstance(want, Shard) and _by_way_of_whole(source, want):
             self.at(x, R, reader, node)
@@ -346,10 +381,10 @@ class _Walk:
             shape = list(local_shape(mine.meta["val"].shape, want, self.n))
             done = self._node(ops.REDUCE_SCATTER, (self._parts(mine, want, x), self.axis, self.n, shape), {}, x)
         elif isinstance(source, Shard):
-            if isinstance(want, Replicated):
-                target, given = ops.ALL_GATHER, self._owned(mine, x)
-            else:
+            if isinstance(want, Shard):
                 target, given = ops.ALL_TO_ALL, self._parts(mine, want, x)
+            else:
+                target, given = ops.ALL_GATHER, self._owned(mine, x)
             done = self._joined(target, given, source, local_shape(mine.meta["val"].shape, want, self.n), x)
         elif isinstance(want, Shard):
             done = self._node(ops.OWN_PART, (mine, self.rank, self.n, want.dim, want.groups), {}, x)

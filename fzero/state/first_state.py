@@ -28,7 +28,8 @@ from fzero.errors import TreeError, leaf_name
 from fzero.ir import fx_nodes, segments
 from fzero.plan.layout import Plan
 from fzero.state import storage
-from fzero.state.source import Source, Want
+from fzero.state.order import Order
+from fzero.state.source import Source, Want, batches
 
 aten = torch.ops.aten
 
@@ -44,6 +45,13 @@ class Deferred:
         """The whole leaf on a device. It is named as a tensor's method, since both are inputs of a recipe."""
         shape = self.source.leaves[self.path].shape
         return self.source.read(self.path, 0, math.prod(shape)).view(shape).to(device)
+
+    def fill(self, out: torch.Tensor, start: int, order: Order) -> None:
+        """Reads the elements from `start` on, counted in `order`, into a part of the state."""
+        flat = Order.of(self.source.leaves[self.path].shape)
+        for batch in batches([Want(self.path, start, out, order)], lambda path: flat):
+            self.source.fill(batch.wants)
+            batch.finish()
 
 
 class Recipe:
@@ -99,8 +107,8 @@ class Recipe:
                 continue
             if isinstance(first := inputs.get(node), Deferred) and leaf.slot is not None:
                 value, start = storage.flat(plan, memory, leaf, rank)
-                first.source.fill([Want(first.path, start, value)])
-                if plan.buffers[leaf.buffer].sharded:  # each rank reads another part
+                first.fill(value, start, storage.order(plan, leaf))
+                if plan.buffers[leaf.buffer].sharded or storage.cut(plan, leaf):  # each rank reads another part
                     continue
             else:
                 value = _compute(node, inputs, order)

@@ -16,6 +16,7 @@ import torch
 from fzero import tree
 from fzero.errors import DonatedError, FzeroError
 from fzero.plan.layout import Leaf, Plan
+from fzero.shard.partition import AXIS
 from fzero.state import storage
 
 
@@ -54,8 +55,10 @@ class Home(Protocol):
     def last_program(self) -> Any:
         """The program of the last step; None before the first."""
 
-    def whole(self, leaves: Sequence[ShardedTensor]) -> list[torch.Tensor]:
-        """The full tensors of leaves of one state, on every rank. Collective."""
+    def whole(self, leaves: Sequence[ShardedTensor], over_tp: bool = True) -> list[torch.Tensor]:
+        """The full tensors of leaves of one state, on every rank. Collective.
+
+        over_tp: False leaves each as the part that this rank's place on `tp` holds."""
 
 
 @dataclass
@@ -78,7 +81,8 @@ class Life:
 class ShardedTensor:
     """A leaf of a state. `shape` and `dtype` are the logical ones: they do not depend on the part that this rank holds.
 
-    local: this rank's part, a view of the state's memory (1-D if sharded). full(): the whole tensor; a collective.
+    local: this rank's part, a view of the state's memory (1-D if ZeRO slices it). full(): the whole tensor; a
+    collective.
     """
 
     leaf: Leaf
@@ -113,18 +117,15 @@ class ShardedTensor:
 
     @property
     def placement(self) -> str:
-        """`replicate`, `flat(bucket, offset)` (in elements) or `per_rank`."""
-        buffer = self.runtime.plan.buffers[self.leaf.buffer]
-        if self.leaf.per_rank:
-            return "per_rank"
-        if not buffer.sharded or self.leaf.slot is None:
-            return "replicate"
-        return f"flat({buffer.bucket}, {self.runtime.plan.buckets[buffer.bucket or ''].slots[self.leaf.slot].start})"
+        """`replicate`, `flat(bucket, offset)` (in elements) or `per_rank`.
+
+        Where the ranks of `tp` hold parts of dim 0 it is `S0 over tp`, or that and `flat(...)`."""
+        return storage.placement(self.runtime.plan, self.leaf)
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's part, a view of the state's memory: 1-D if the leaf is sharded, and empty where another role of a
-        pipeline keeps it. Raises DonatedError."""
+        """This rank's part, a view of the state's memory: 1-D if ZeRO slices the leaf, else in the leaf's shape or
+        that of its part over `tp`. It is empty where another role of a pipeline keeps the leaf. Raises DonatedError."""
         self.life.check(self.path)
         return storage.local(self.runtime.plan, self.runtime.memory, self.leaf, self.runtime.rank)
 
@@ -133,17 +134,23 @@ class ShardedTensor:
         return self.runtime.whole([self])[0]
 
     def to_dtensor(self) -> Any:
-        """The whole tensor as a `torch.distributed.tensor.DTensor`, replicated over the mesh. Collective."""
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import DTensor, Replicate
+        """The tensor as a `torch.distributed.tensor.DTensor` over the mesh. Collective.
 
-        whole = self.full()
+        A leaf that lies over `tp` by a dim is a `Shard` of that dim there. All else, and a dim in groups, which DTensor
+        has no word for, is replicated, and so whole on every rank.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        axes, cut = self.runtime.plan.mesh, storage.cut(self.runtime.plan, self.leaf)
+        parted = cut is not None and cut.groups == 1
+        local = self.runtime.whole([self], over_tp=not parted)[0]
         if self.runtime.world_size == 1 and not torch.distributed.is_initialized():
             raise FzeroError("to_dtensor needs a process group, which a world of one has not: use full()")
-        axes = self.runtime.plan.mesh
         sizes = tuple(size for _, size in axes)
         mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=axes.names)
-        return DTensor.from_local(whole, mesh, [Replicate()] * len(sizes))
+        lies = [Shard(cut.dim) if cut and parted and name == AXIS else Replicate() for name in axes.names]
+        return DTensor.from_local(local, mesh, lies)
 
     def __repr__(self) -> str:
         return f"ShardedTensor({self.path!r}, {list(self.shape)}, {self.dtype}, {self.placement}, mesh={self.mesh})"

@@ -9,8 +9,9 @@ import torch
 from fzero.ir.offset_assignment import ALIGN_BYTES
 from fzero.plan.layout import Leaf, Plan
 from fzero.shard.partition import AXIS
+from fzero.shard.placements import Shard, own_part
 from fzero.shard.placements import join as joined
-from fzero.shard.placements import own_part
+from fzero.state.order import Cut, Order
 
 
 def block_of(device: torch.device | str) -> Callable[[int], torch.Tensor]:
@@ -67,39 +68,101 @@ def piece(plan: Plan, leaf: Leaf, rank: int) -> tuple[slice, slice]:
     )
 
 
+def cut(plan: Plan, leaf: Leaf) -> Cut | None:
+    """How a leaf lies over the ranks of `tp`; None if each of them holds the whole leaf."""
+    if plan.tp == 1 or not isinstance(leaf.placement, Shard):
+        return None
+    return Cut(leaf.placement.dim, leaf.placement.groups, plan.tp)
+
+
+def order(plan: Plan, leaf: Leaf) -> Order:
+    """The order in which a leaf's elements are counted: what a rank holds of it is one range.
+
+    Of a per-rank leaf the elements of all ranks are counted.
+    """
+    shape = (plan.data_ranks, *leaf.shape) if leaf.per_rank else leaf.shape
+    return Order.of(shape, cut(plan, leaf))
+
+
+def tp_place(plan: Plan, rank: int) -> int:
+    """Where a rank stands on the axis `tp`; 0 without one."""
+    return plan.mesh.coordinate(rank, AXIS) if plan.tp > 1 else 0
+
+
+def tp_start(plan: Plan, leaf: Leaf, rank: int) -> int:
+    """The element of a leaf, in its order, at which the part of a rank's place on `tp` begins."""
+    return 0 if cut(plan, leaf) is None else tp_place(plan, rank) * order(plan, leaf).part
+
+
+def holders(plan: Plan, leaf: Leaf) -> list[int]:
+    """The ranks that together hold a leaf once, in the order of its elements; of equal ranks the first."""
+    owners = plan.owners(plan.buffers[leaf.buffer])
+    if cut(plan, leaf) is None:
+        return owners
+    return [rank for column in zip(*(plan.mesh.peers(rank, AXIS) for rank in owners), strict=True) for rank in column]
+
+
+def placement(plan: Plan, leaf: Leaf) -> str:
+    """How a leaf lies, in words: `replicate`, `flat(bucket, offset)`, `per_rank`, `S0 over tp`, or `S0 over tp,
+    flat(bucket, offset)`."""
+    if leaf.per_rank:
+        return "per_rank"
+    buffer = plan.buffers[leaf.buffer]
+    words = [] if cut(plan, leaf) is None else [f"{leaf.placement} over {AXIS}"]
+    if buffer.sharded and leaf.slot is not None:
+        words.append(f"flat({buffer.bucket}, {plan.buckets[buffer.bucket or ''].slots[leaf.slot].start})")
+    return ", ".join(words) or "replicate"
+
+
+def span(plan: Plan, leaf: Leaf, rank: int) -> tuple[int, int]:
+    """The elements [start, stop) of a leaf that a rank of its role holds, in the leaf's `order`."""
+    if leaf.slot is None:
+        numel = torch.Size(leaf.shape).numel()
+        start = plan.mesh.coordinate(rank, plan.axis) * numel if leaf.per_rank else 0
+        return start, start + numel
+    there, before = piece(plan, leaf, rank)[1], tp_start(plan, leaf, rank)
+    return before + there.start, before + there.stop
+
+
 def flat(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> tuple[torch.Tensor, int]:
-    """(a rank's part of a leaf as a 1-D view, the element of the flattened logical leaf at which it begins). The part
-    is empty where another role keeps the leaf."""
+    """(a rank's part of a leaf as a 1-D view, the element at which it begins, in the leaf's `order`). The part is empty
+    where another role keeps the leaf."""
     if leaf.buffer not in memory:
         return next(iter(memory.values()), torch.empty(0)).new_empty(0, dtype=leaf.dtype), 0
     held = memory[leaf.buffer]
-    if leaf.slot is None:
-        return held.view(-1), plan.mesh.coordinate(rank, plan.axis) * held.numel() if leaf.per_rank else 0
-    here, there = piece(plan, leaf, rank)
-    return held[here], there.start
+    part = held.view(-1) if leaf.slot is None else held[piece(plan, leaf, rank)[0]]
+    return part, span(plan, leaf, rank)[0]
 
 
 def store(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, value: torch.Tensor, rank: int) -> None:
-    """Copies the rank's part of a whole leaf into its buffer; nothing where another role keeps it."""
+    """Copies the rank's part of a whole leaf into its buffer; nothing where another role keeps it.
+
+    Zeros are not written over zeros. So the moments of a first state take no memory of the machine until a step writes
+    them, beside the user's parameters.
+    """
     if leaf.buffer not in memory:
         return
-    target = memory[leaf.buffer]
-    if leaf.slot is None:
-        target.copy_(value)
-        return
-    here, there = piece(plan, leaf, rank)
-    target[here].copy_(tp_part(plan, leaf, value, rank).reshape(-1)[there])
+    target, part = memory[leaf.buffer], value
+    if leaf.slot is not None:
+        here, there = piece(plan, leaf, rank)
+        target, part = target[here], tp_part(plan, leaf, value, rank).reshape(-1)[there]
+    if not (_is_zero(part) and _is_zero(target)):
+        target.copy_(part)
 
 
 def tp_part(plan: Plan, leaf: Leaf, value: torch.Tensor, rank: int) -> torch.Tensor:
     """What a rank holds of a whole leaf on the axis `tp`, before ZeRO slices it: a view or a copy."""
-    place = plan.mesh.coordinate(rank, AXIS) if plan.tp > 1 else 0
-    return own_part(value, leaf.placement, plan.tp, place)
+    return own_part(value, leaf.placement, plan.tp, tp_place(plan, rank))
+
+
+def _is_zero(value: torch.Tensor) -> bool:
+    """Whether a tensor on the CPU has no bit set; False on another device, which is not asked."""
+    return value.device.type == "cpu" and not value.reshape(-1).view(torch.uint8).any()
 
 
 def local(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> torch.Tensor:
-    """The rank's part of a leaf, a view: 1-D if the leaf is sharded, in its own shape if it is whole. Where another
-    role keeps the leaf it is 1-D and empty."""
+    """The rank's part of a leaf, a view: 1-D if ZeRO slices it, else in the shape of the leaf or of its part over `tp`.
+    Where another role keeps the leaf it is 1-D and empty."""
     if leaf.buffer not in memory:
         return flat(plan, memory, leaf, rank)[0]
     held = memory[leaf.buffer]
@@ -112,17 +175,13 @@ def local(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int)
 
 def join(plan: Plan, leaf: Leaf, parts: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
     """A logical leaf, put together from every rank's buffers. Per-rank leaves are stacked."""
-    owners = plan.owners(plan.buffers[leaf.buffer])
+    ranks = holders(plan, leaf)
     if leaf.per_rank:
-        return torch.stack([local(plan, parts[rank], leaf, rank) for rank in owners])
-    if leaf.slot is None:
-        return local(plan, parts[owners[0]], leaf, owners[0]).clone()
-    places = [plan.mesh.peers(rank, AXIS) if plan.tp > 1 else [rank] for rank in owners]  # of each slice, along `tp`
-    whole = [
-        torch.cat([local(plan, parts[rank], leaf, rank).reshape(-1) for rank in column]).view(plan.local_shape(leaf))
-        for column in zip(*places, strict=True)
-    ]
-    return joined(whole, leaf.placement)
+        return torch.stack([local(plan, parts[rank], leaf, rank) for rank in ranks])
+    flattened = torch.cat([local(plan, parts[rank], leaf, rank).reshape(-1) for rank in ranks])
+    if cut(plan, leaf) is None:
+        return flattened.view(leaf.shape)
+    return joined(list(flattened.view(plan.tp, *plan.local_shape(leaf))), leaf.placement)
 
 
 def shards(plan: Plan, leaves: Iterable[torch.Tensor], rank: int) -> dict[str, torch.Tensor]:

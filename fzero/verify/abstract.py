@@ -62,7 +62,7 @@ class Abstract:
             if buffer.kind in PERSISTENT:
                 over = everywhere if buffer.kind in VARYING or buffer.per_rank else NOWHERE
                 if buffer.kind == "rank":
-                    over = frozenset(parts_of(name.partition(":")[2]))
+                    over = frozenset(a for a in parts_of(name.partition(":")[2]) if program.mesh.size(a) > 1)
                 self.memory[name] = Content(
                     {key: term("input", name, slot).over(over) for slot, key in self._keys(buffer)}
                 )

@@ -140,7 +140,7 @@ def reduced_once(program: Program) -> Iterator[Fault]:
             into.update({ref.name: total for ref in op.reads if ref.name != total})
         elif op.is_run:
             for ref in op.writes:
-                if program.buffers[ref.name].kind == "grad":
+                if program.buffers[ref.name].kind == "grad" and ref not in op.reads:  # else it is added to
                     key = (ref.name, ref.start, ref.stop)
                     wrote[key] += 1
                     if wrote[key] > 1:

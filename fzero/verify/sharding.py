@@ -202,8 +202,7 @@ class _Typing:
         for strategy in self._strategies(call, given):
             if (strategy.inputs, strategy.local, strategy.outputs) != (given, claim.form, claim.placements):
                 continue
-            order = iter(claim.given)
-            args, kwargs = fx.node.map_arg(localised(call, strategy, self.n), lambda _, order=order: next(order))
+            args, kwargs = _on(claim.given, localised(call, strategy, self.n))
             _, results, same = traced(claim.form, args, kwargs, rank, self.n, self.axis)
             if _equal(results[claim.result], node, same):
                 return (strategy.outputs[claim.result],)
@@ -214,7 +213,7 @@ class _Typing:
         value, mask, zero = node.args
         found = self._type(value) if isinstance(value, fx.Node) else None
         first = isinstance(mask, fx.Node) and mask.target is aten.ne.Scalar and mask.args[1] == 0
-        rank = first and self.types.get(fx_nodes.operand(mask))
+        rank = self.types.get(fx_nodes.operand(mask)) if isinstance(mask, fx.Node) and first else None
         if node.target is not aten.masked_fill.Scalar or zero != 0 or not rank or rank.of is not None:
             self._refuse(node, f"is to be {x.name} on the first rank, and zero on the others")
         if found != _Type(x, R):
@@ -423,6 +422,12 @@ def _plain(value: Any) -> Any:
     """Arguments with every node as a mark, so that two calls on different nodes compare."""
     marked = fx.node.map_arg(value, lambda _: "a tensor")
     return fx.node.map_aggregate(marked, lambda a: tuple(a) if isinstance(a, (list, torch.Size)) else a)
+
+
+def _on(given: Sequence[fx.Node], call: Any) -> Any:
+    """Arguments with these nodes for the tensors in it, in order."""
+    order = iter(given)
+    return fx.node.map_arg(call, lambda _: next(order))
 
 
 def _equal(a: Any, b: Any, same: dict[fx.Node, fx.Node]) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import cases
+import kept
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,7 @@ from fzero.precision import PRESETS, Precision
 from text import load, window
 
 SEQUENCE, WIDTH = 24, 32
+ADAMW = optim.adamw(1e-2)
 NARROW = ["bf16", "fp16", "bf16_params"]
 BOUNDS = {"bf16": (0.006, 0.002), "fp16": (0.0006, 0.0002), "bf16_params": (0.01, 0.004)}  # (largest, mean) of a loss
 
@@ -107,7 +109,7 @@ def test_stages_have_equal_bits_in_every_precision(name: str, reduce: str, how: 
     for zero in (0, 1, 2, 3):
         spec = fzero.Spec(
             loss=MLP.loss,
-            optimizer=optim.adamw(1e-2),
+            optimizer=ADAMW,
             zero=zero,
             precision=replace(PRESETS[name], reduce=reduce),
             **how,
@@ -150,8 +152,8 @@ POLICIES: dict[str, Any] = {
 
 
 def lowered(precision: Any, zero: int, **options: Any) -> fzero.Lowered:
-    spec = fzero.Spec(loss=GPT.loss, optimizer=optim.adamw(1e-3), zero=zero, precision=precision, **options)
-    return fzero.lower(spec, GPT.init, GPT.batch(0, 0), world_size=4)
+    spec = fzero.Spec(loss=GPT.loss, optimizer=ADAMW, zero=zero, precision=precision, **options)
+    return kept.lower(spec, GPT.init, GPT.batch(0, 0), 4)
 
 
 def travelled(one: fzero.Lowered, kind: str) -> tuple[set[torch.dtype], int]:
@@ -291,7 +293,7 @@ def test_a_narrow_wire_shards_what_is_reduced_at_any_number_of_microbatches(
 def test_with_a_narrow_wire_many_microbatches_need_little_more_memory_than_one(zero: int) -> None:
     """What they add is the sum, of which a rank holds its slice, and a few buckets in flight: not a whole gradient."""
     made = [
-        cases.lowered(8, cases.layers(depth=12), zero=zero, microbatches=num, reduce="each", precision=NARROW_WIRE)
+        cases.lowered(8, cases.layers(depth=8), zero=zero, microbatches=num, reduce="each", precision=NARROW_WIRE)
         for num in (1, 4)
     ]
     elements = sum(bucket.length for bucket in made[0].plan.buckets.values())

@@ -33,6 +33,8 @@ from fzero.checkpoint.reader import Checkpoint
 from fzero.compile.layout import plan_for
 from fzero.compile.resolve import mesh_of
 from fzero.errors import CheckpointError, CorruptError, DonatedError, MismatchError, SpecError
+from fzero.plan.layout import Plan
+from fzero.state import source as sources
 from fzero.state import storage
 from fzero.state.source import Entry, Source, Want
 from fzero.training import training_of
@@ -102,6 +104,89 @@ def test_every_pair_of_layouts(optimizer: str, tmp_path: Path) -> None:
     pairs = [(w, z) for w in WORLDS for z in STAGES]
     for n, (one, two) in enumerate((one, two) for one in pairs for two in pairs):
         check(params, options, one, two, tmp_path / str(n))
+
+
+@st.composite
+def cut_leaves(draw: st.DrawFn) -> dict[str, tuple[tuple[int, ...], fzero.P]]:
+    """Leaves of up to three dims, cut over tp at one of them, in groups or not; and one that no rank has a part of."""
+    found = {"whole": ((5, 3), fzero.P())}
+    for i in range(draw(st.integers(1, 3))):
+        count = draw(st.sampled_from([1, 1, 2, 3]))
+        shape = draw(st.lists(st.sampled_from([1, 2, 3, 5, 33]), min_size=1, max_size=3))
+        dim = draw(st.integers(0, len(shape) - 1))
+        shape[dim] = draw(st.sampled_from([12, 24])) * count
+        found[f"x{i}"] = tuple(shape), fzero.P(*[None] * dim, fzero.groups("tp", count))
+    return found
+
+
+PIPELINE = {"pipeline": "1f1b", "microbatches": 4}
+GRIDS: list[dict[str, int]] = [
+    *({"dp": dp, "tp": tp} for dp in (1, 2, 3, 4) for tp in (1, 2, 3, 4)),
+    {"tp": 2}, {"tp": 4, "dp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2, "tp": 3},
+]  # fmt: skip
+
+
+def planned(
+    axes: dict[str, int], zero: int, paths: list[str], leaves: list[Tensor], shard: Any, **options: Any
+) -> Plan:
+    more = {"shard": shard} if axes.get("tp", 1) > 1 else {}
+    more |= PIPELINE if "pp" in axes else {}
+    spec = fzero.Spec(loss=never, optimizer=OPTIMIZERS["adamw"], mesh=axes, zero=zero, **more, **options)
+    return plan_for(spec, paths, leaves, (), mesh_of(spec))
+
+
+@given(
+    cut_leaves(),
+    st.booleans(),
+    st.tuples(st.sampled_from(GRIDS), st.sampled_from(STAGES)),
+    st.tuples(st.sampled_from(GRIDS), st.sampled_from(STAGES)),
+    st.sampled_from([1 << 10, 32 << 20]),
+    st.sampled_from([64, 1000, 4 << 20]),
+)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_mesh_loads_any_other_bit_for_bit(
+    tmp_path_factory: pytest.TempPathFactory,
+    cut: dict[str, tuple[tuple[int, ...], fzero.P]],
+    turned: bool,
+    one: tuple[dict[str, int], int],
+    two: tuple[dict[str, int], int],
+    bucket_bytes: int,
+    chunk: int,
+) -> None:
+    """Also where the second cuts leaves at another dim, and where a batch of what is rearranged holds little."""
+    params = {"blocks": [{name: torch.zeros(shape) for name, (shape, _) in cut.items()} for _ in range(2)]}
+    shard = {f"blocks/*/{name}": dims for name, (_, dims) in cut.items()}
+    other = shard
+    if turned:  # at the last dim that twelve divides, without groups
+        other = {
+            f"blocks/*/{name}": fzero.P(*[None] * max((d for d, n in enumerate(shape) if n % 12 == 0), default=0), "tp")
+            for name, (shape, dims) in cut.items()
+            if name != "whole"
+        }
+    spec = fzero.Spec(loss=never, optimizer=OPTIMIZERS["adamw"])
+    paths, leaves = start(spec, params)
+    treedef = tree.flatten(training_of(spec).init(params, None))[2]
+    leaves = [noise(leaf, i) for i, leaf in enumerate(leaves)]
+    plan = planned(*one, paths, leaves, shard, bucket_bytes=bucket_bytes)
+    there = planned(*two, paths, leaves, other, bucket_bytes=bucket_bytes)
+    memory = [storage.shards(plan, leaves, rank) for rank in range(plan.world_size)]
+    saved = write(tmp_path_factory.mktemp("run"), plan, memory, treedef)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "CHUNK_BYTES", chunk)
+        patch.setattr(sources, "STAGED_BYTES", 4 * chunk)
+        found = read(saved, there)
+        source = Checkpoint(saved, Quick())
+        for path, leaf in zip(paths, leaves, strict=True):
+            low = leaf.numel() // 3
+            assert same_bits(source.read(path, low, leaf.numel()), leaf.reshape(-1)[low:]), path
+    for rank, buffers in enumerate(found):
+        expected = storage.shards(there, leaves, rank)
+        assert all(same_bits(tensor, expected[name]) for name, tensor in buffers.items()), rank
+    for leaf, value in zip(there.leaves, leaves, strict=True):
+        assert same_bits(storage.join(there, leaf, found), value), leaf.path
+    manifest = source.manifest
+    written = sum((piece.stop - piece.start) * leaf.dtype.itemsize for leaf in manifest.leaves for piece in leaf.pieces)
+    assert written == sum(leaf.nbytes for leaf in leaves)
 
 
 DTYPES = (
@@ -199,6 +284,39 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
     plan = plan_for(spec, paths, leaves, (), mesh_of(spec, 3))
     run = tmp_path_factory.mktemp("big")
     return write(run, plan, [storage.shards(plan, leaves, rank) for rank in range(3)], treedef), whole
+
+
+ROWS, COLUMNS, FUSED = fzero.P("tp", None), fzero.P(None, "tp"), fzero.P(fzero.groups("tp", 3), None)
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "parts"),
+    [
+        (({"tp": 2}, COLUMNS), ({"tp": 2}, COLUMNS), 1),
+        (({"tp": 2}, FUSED), ({"tp": 2}, FUSED), 1),
+        (({"dp": 1}, None), ({"tp": 2}, ROWS), 1),
+        (({"tp": 2}, ROWS), ({"tp": 4}, ROWS), 1),
+        (({"dp": 1}, None), ({"tp": 2}, COLUMNS), 2),  # every block has a part of each row
+        (({"tp": 2}, COLUMNS), ({"tp": 4}, COLUMNS), 2),
+        (({"tp": 4}, COLUMNS), ({"dp": 1}, None), 1),
+    ],
+)
+def test_the_bytes_read_for_a_part_over_tp(one: Any, two: Any, parts: int, tmp_path: Path) -> None:
+    """`parts` times what is held, but for the blocks at the edges of a range; and few wants, however many rows."""
+    leaves = [noise(torch.zeros(6144, 1024), 1)]
+    plans = [planned(axes, 3, ["params/w"], leaves, {"w": dims}) for axes, dims in (one, two)]
+    memory = [storage.shards(plans[0], leaves, rank) for rank in range(plans[0].world_size)]
+    saved = write(tmp_path, plans[0], memory, tree.flatten({"params": {"w": leaves[0]}})[2])
+    rank, disk = plans[1].world_size - 1, Quick()
+    memory[0] = storage.allocate(plans[1], storage.block_of("cpu"), rank)
+    source, wants = Checkpoint(saved, disk), wanted(plans[1], rank, memory[0], set())
+    source.check(wants)
+    source.fill(wants)
+    held = len(wants[0].out) * 4
+    shards = len(source.manifest.shards)
+    assert sum(disk.read_bytes.values()) <= parts * held + 2 * shards * BLOCK
+    assert sum(len(batch.wants) for batch in source._batches(wants)) <= shards * -(-leaves[0].nbytes // BLOCK)
+    assert same_bits(memory[0]["params:w"], storage.shards(plans[1], leaves, rank)["params:w"])
 
 
 class Tensors(Source):

@@ -243,6 +243,7 @@ def eager(loss: Callable[[Params, Tensor], Tensor], batch: Tensor) -> tuple[Tens
 
 
 @pytest.mark.parametrize("loss", CASES, ids=lambda f: f.__name__)
+@pytest.mark.sampled(15)
 def test_like_eager(loss: Callable[[Params, Tensor], Tensor]) -> None:
     expected = eager(loss, _batch())
     state = fzero.init({"w": _w()}, fzero.Spec(step=step_of(loss), zero=3))

@@ -12,10 +12,10 @@ import fzero
 from fzero.ir.program import Program, wire_bytes
 
 
-def program(zero: int, world: int, **options: object) -> tuple[Program, int]:
-    """The 12-layer GPT's program, and P: the bytes of its parameters."""
-    init, loss = cases.gpt(vocab=2048, width=256, depth=12)
-    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=zero, clip_norm=1.0, **options)
+def program(zero: int, world: int, depth: int) -> tuple[Program, int]:
+    """A GPT's program, and P: the bytes of its parameters."""
+    init, loss = cases.gpt(vocab=2048, width=256, depth=depth)
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=zero, clip_norm=1.0)
     lowered = fzero.lower(spec, init, cases.tokens(2, 64, 2048), world_size=world)
     params = [leaf for leaf in lowered.plan.leaves if leaf.path.startswith("params/")]
     numel = sum(math.prod(leaf.shape) for leaf in params)
@@ -35,10 +35,10 @@ def itemised(one: Program) -> Counter[str]:
     return found
 
 
-def gathered(one: Program, world: int) -> list[tuple[int, int]]:
+def gathered(one: Program, world: int, depth: int) -> list[tuple[int, int]]:
     """(times gathered, bytes sent each time) of every bucket: layers twice, and less where the backward needs none."""
     times = Counter(op.reads[0].name for op in one.ops if op.gathers)
-    assert {times[f"params:blocks.{i}"] for i in range(12)} == {2}
+    assert {times[f"params:blocks.{i}"] for i in range(depth)} == {2}
     assert times["params:wpe"] == 1  # its gradient needs no value of it
     return [
         (count, one.buckets[one.buffers[name].bucket or ""].length * 4 * (world - 1) // world)
@@ -49,8 +49,9 @@ def gathered(one: Program, world: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("world", [2, 3, 8, 64])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.sampled(1)
-def test_bytes_per_stage(zero: int, world: int) -> None:
-    one, params = program(zero, world)
+def test_bytes_per_stage(zero: int, world: int, whole: bool) -> None:
+    depth = 12 if whole else 4
+    one, params = program(zero, world, depth)
     share = params * (world - 1) / world
     found = itemised(one)
     scalars = found["all_reduce_small"]
@@ -63,7 +64,7 @@ def test_bytes_per_stage(zero: int, world: int) -> None:
         expected = {"reduce_scatter": 1, "gather updated": 1}
     else:
         expected = {"reduce_scatter": 1}
-        assert found["gather"] == sum(times * size for times, size in gathered(one, world))
+        assert found["gather"] == sum(times * size for times, size in gathered(one, world, depth))
         assert 1.9 * share < found["gather"] <= 2 * (share + padding)
     for what, times in expected.items():
         assert found[what] == pytest.approx(times * share, rel=0.01), (what, found)

@@ -156,7 +156,7 @@ def test_what_is_known_only_when_it_runs_is_refused(name: str) -> None:
 
 def test_losses_in_one_program_have_the_outcomes_of_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = replace(CASE, body=(*BODY, "v4 = v0 * v0.sum().item()"), terms=("v4.sum()",))
-    cases = [CASE, refused, *(case for n in range(5) if not apart(case := draw(7, n)))]
+    cases = [CASE, refused, *(case for n in range(3) if not apart(case := draw(7, n)))]
     assert check_together(cases) == [check(case) for case in cases]
     form = out_forms.out_form
     monkeypatch.setattr(out_forms, "out_form", lambda op: form(aten.sigmoid.default if op is aten.tanh.default else op))

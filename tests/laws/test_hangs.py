@@ -49,7 +49,7 @@ P2P_IS_LONG = pytest.mark.parametrize("transfers", ["shared", pytest.param("p2p"
 SHARED_IS_LONG = pytest.mark.parametrize("transfers", ["p2p", pytest.param("shared", marks=LONG)])
 
 
-@P2P_IS_LONG
+@SHARED_IS_LONG
 def test_a_rank_that_is_stopped_between_steps(transfers: str, tmp_path: Any) -> None:
     _, messages, _ = trouble(3, "stop", 1, transfers, "", tmp_path)
     for message in messages:

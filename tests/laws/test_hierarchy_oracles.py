@@ -36,8 +36,11 @@ def tokens(rank: int, step: int) -> Any:
     return cases.tokens(4, 8, 64, rank + 10 * step)
 
 
+ADAMW = optim.adamw(1e-2)
+
+
 def spec(**given: Any) -> fzero.Spec:
-    made = {"loss": LOSS, "optimizer": optim.adamw(1e-2), "transfers": "p2p", "mesh": BOTH}
+    made = {"loss": LOSS, "optimizer": ADAMW, "transfers": "p2p", "mesh": BOTH}
     return fzero.Spec(**{**made, **given})
 
 

@@ -175,6 +175,7 @@ def test_parts_draw_differently() -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.sampled(2)
 def test_stages_draw_alike(zero: int) -> None:
     assert not differing(train(world=2, num=2, zero=zero).final, train(world=2, num=2).final)
 

@@ -143,9 +143,12 @@ def batch(rank: int, step: int, bad: float = 1e30) -> Any:
     return x, y, torch.full((4,), bad if (step, rank) == (BAD, world - 1) else 1.0)
 
 
+ADAMW = optim.adamw(1e-2)
+
+
 def spec(**options: Any) -> fzero.Spec:
     scale = LossScale(initial=256.0, window=3, hysteresis=1)
-    given = {"precision": replace(PRESETS["fp16"], loss_scale=scale), "optimizer": optim.adamw(1e-2), **options}
+    given = {"precision": replace(PRESETS["fp16"], loss_scale=scale), "optimizer": ADAMW, **options}
     return fzero.Spec(loss=loss, **given)
 
 

@@ -17,7 +17,7 @@ import fzero
 from fzero import interop, optim, tree
 
 VOCAB, SEQUENCE, STEPS = 64, 32, 3
-INIT, LOSS = cases.gpt(VOCAB, 64, 4, 2)  # messages of 8 kB, which are read in place
+MODELS = {"gpt": cases.gpt(VOCAB, 64, 4, 2), "tied": cases.tied(VOCAB, 64, 4)}  # messages of 8 kB: read in place
 SMALL_INIT, SMALL_LOSS = cases.tied(VOCAB, 64, 2)  # as large messages: every rank lowers the step again
 
 
@@ -26,19 +26,19 @@ def tokens(rank: int, step: int) -> Any:
 
 
 def spec(**given: Any) -> fzero.Spec:
-    made = {"loss": LOSS, "optimizer": optim.adamw(1e-2), "microbatches": 4, "reduce": "end", "clip_norm": 0.5}
+    made = {"loss": SMALL_LOSS, "optimizer": optim.adamw(1e-2), "microbatches": 4, "reduce": "end", "clip_norm": 0.5}
     return fzero.Spec(**{**made, **given})
 
 
 def small(**given: Any) -> fzero.Spec:
-    return spec(**{"loss": SMALL_LOSS, "microbatches": 2, **given})
+    return spec(**{"microbatches": 2, **given})
 
 
-def trained(given: dict[str, Any]) -> tuple[dict[str, Tensor], list[float], dict[str, int]]:
+def trained(model: str, given: dict[str, Any]) -> tuple[dict[str, Tensor], list[float], dict[str, int]]:
     """(whole leaves by path, losses, the bytes held) of a rank of a grid."""
     torch.set_num_threads(1)
-    mine = spec(**given)
-    state = fzero.init(INIT, mine, key=fzero.random.key(0))
+    init, loss = MODELS[model]
+    state = fzero.init(init, spec(loss=loss, **given), key=fzero.random.key(0))
     mesh = state.runtime.plan.mesh
     losses = []
     for number in range(STEPS):
@@ -63,15 +63,17 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", GRIDS)
 @pytest.mark.sampled(1)
-def test_processes_have_the_bits_of_no_pipeline(name: str) -> None:
+def test_processes_have_the_bits_of_no_pipeline(name: str, whole: bool) -> None:
     world, given = GRIDS[name]
-    ranks = values(gloo(world, trained, given))
+    model = "gpt" if whole else "tied"
+    ranks = values(gloo(world, trained, model, given))
     hierarchy = "dp_out" in given["mesh"]
     data = world if hierarchy else world // 2
     plain = {key: value for key, value in given.items() if key not in ("mesh", "pipeline")}
     plain |= {"mesh": given["mesh"], "zero": 3} if hierarchy else {}
-    params = INIT(fzero.random.key(0))
-    expected = run(spec(**plain), params, tokens, world=data, steps=STEPS, key=fzero.random.key(0))
+    init, loss = MODELS[model]
+    params = init(fzero.random.key(0))
+    expected = run(spec(loss=loss, **plain), params, tokens, world=data, steps=STEPS, key=fzero.random.key(0))
     for leaves, losses, _ in ranks:
         assert losses == expected.losses()
         differing = [path for path, leaf in expected.final.items() if not torch.equal(leaves[path], leaf)]

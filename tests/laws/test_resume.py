@@ -106,7 +106,7 @@ def resumed(one: tuple[int, int], two: tuple[int, int], run: Path, **options: An
 
 
 @pytest.mark.parametrize(("one", "two"), [(0, 3), (3, 1), (2, 0), (3, 3)])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_run_that_was_stopped_ends_bit_for_bit_at_any_stage(one: int, two: int, tmp_path: Path) -> None:
     whole, again = resumed((2, one), (2, two), tmp_path)
     assert again.step == whole.step == 6

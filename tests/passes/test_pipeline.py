@@ -17,7 +17,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 
 @pytest.mark.parametrize("roles", [2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_receives_start_in_the_order_of_the_sends(schedule: str, roles: int) -> None:
     """A tied embedding, its gradients and a norm beside the activations: NCCL tells them apart by order alone."""
     init, loss = cases.tied(64, 16, 2 * roles if schedule in ("interleaved", "zb-v") else roles)  # a layer a chunk
@@ -76,7 +76,7 @@ MICROBATCHES = 4
 
 @pytest.mark.parametrize("roles", [2, 4])
 @pytest.mark.parametrize("name", cases.PLAIN)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 def test_a_border_carries_one_activation_and_one_gradient(name: str, roles: int) -> None:
     """And every role works with the leaves of its own layers alone. One layer a role, which may begin without a leaf
     and whose backward may read none."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
+import kept
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,16 +18,17 @@ import fzero
 from fzero import optim, random
 from fzero.ir.liveness import live_bytes
 
-DEPTH, WIDTH, ROWS = 6, 32, 64
+DEPTH, DEEP, WIDTH, ROWS = 4, 6, 32, 64
+ADAMW = optim.adamw(1e-2)
 
 
-def params(key: Tensor) -> Any:
+def params(key: Tensor, depth: int = DEPTH) -> Any:
     def block(key: Tensor) -> Any:
         up, down = random.split(key)
         return {"norm": torch.ones(WIDTH), "up": normal(up, 4 * WIDTH, WIDTH, scale=0.1),
                 "down": normal(down, WIDTH, 4 * WIDTH, scale=0.1)}  # fmt: skip
 
-    keys = random.split(key, DEPTH + 1)
+    keys = random.split(key, depth + 1)
     return {"blocks": [block(k) for k in keys[1:]], "out": normal(keys[0], WIDTH)}
 
 
@@ -57,7 +60,7 @@ def batch(rank: int, step: int) -> Tensor:
 
 
 def spec(fn: Any = loss, **options: Any) -> fzero.Spec:
-    return fzero.Spec(loss=fn, **{"optimizer": optim.adamw(1e-2), "zero": 3, "clip_norm": 0.1, **options})
+    return fzero.Spec(loss=fn, **{"optimizer": ADAMW, "zero": 3, "clip_norm": 0.1, **options})
 
 
 def train(fn: Any = loss, **options: Any) -> Run:
@@ -76,14 +79,14 @@ def activations(program: fzero.ir.program.Program) -> int:
     return most
 
 
-kept: dict[str, fzero.Lowered] = {}  # several tests look at the same step
+seen: dict[str, fzero.Lowered] = {}  # several tests look at the same step
 
 
-def lowered(fn: Any = loss, **options: Any) -> fzero.Lowered:
-    key = f"{fn.__name__} {options}"
-    if key not in kept:
-        kept[key] = fzero.lower(spec(fn, **options), params, batch(0, 0), world_size=2)
-    return kept[key]
+def lowered(fn: Any = loss, depth: int = DEPTH, **options: Any) -> fzero.Lowered:
+    key = f"{fn.__name__} {depth} {options}"
+    if key not in seen:
+        seen[key] = kept.lower(spec(fn, **options), partial(params, depth=depth), batch(0, 0), 2)
+    return seen[key]
 
 
 def gathers(one: fzero.Lowered) -> Counter[str]:
@@ -125,7 +128,7 @@ def test_bits_are_the_same_with_other_options(options: dict[str, Any]) -> None:
 
 def test_a_gpt_has_the_same_bits() -> None:
     def ends(**options: Any) -> dict[str, Tensor]:
-        given = fzero.Spec(loss=GPT.loss, optimizer=optim.adamw(1e-2), **options)
+        given = fzero.Spec(loss=GPT.loss, optimizer=ADAMW, **options)
         return run(given, GPT.init(random.key(0)), GPT.batch, world=3, steps=2).final
 
     plain = ends()
@@ -135,14 +138,15 @@ def test_a_gpt_has_the_same_bits() -> None:
 
 @pytest.mark.acceptance
 def test_activation_memory_falls() -> None:
-    plain, half, full = (lowered(remat=how) for how in ("none", {f"blocks/{i}/**": "full" for i in (0, 2, 4)}, "full"))
+    some = {f"blocks/{i}/**": "full" for i in (0, 2, 4)}
+    plain, half, full = (lowered(depth=DEEP, remat=how) for how in ("none", some, "full"))
     held = [activations(one.program) for one in (plain, half, full)]
     layer = ROWS * WIDTH * 4  # one checkpoint
     print("activations of buffers:", held, "peaks:", [one.memory.peak for one in (plain, half, full)])
     assert held[2] < held[1] < held[0]
-    assert held[0] > DEPTH * 8 * layer, "each layer keeps some multiples of its input"
+    assert held[0] > DEEP * 8 * layer, "each layer keeps some multiples of its input"
     assert held[2] < held[0] / 3
-    assert held[2] <= (DEPTH + 16) * layer, "one input a layer, and one layer at work"
+    assert held[2] <= (DEEP + 16) * layer, "one input a layer, and one layer at work"
     assert full.memory.peak < half.memory.peak < plain.memory.peak
     assert max(live_bytes(full.program.ops, full.program.buffers)) < max(
         live_bytes(plain.program.ops, plain.program.buffers)
@@ -151,7 +155,8 @@ def test_activation_memory_falls() -> None:
 
 @pytest.mark.acceptance
 def test_a_remat_of_the_users_saves_memory_too() -> None:
-    own, plain, full = lowered(wrapped), lowered(remat="none"), lowered(remat="full")
+    own = lowered(wrapped, DEEP)
+    plain, full = (lowered(depth=DEEP, remat=how) for how in ("none", "full"))
     assert activations(own.program) < activations(plain.program) / 2
     assert gathers(own) == gathers(full)
 

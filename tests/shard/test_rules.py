@@ -326,7 +326,7 @@ class Alone:
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 @pytest.mark.parametrize("name", hf_models.CASES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_every_op_of_a_model_has_a_rule(name: str) -> None:
     """And its local calls, on fake tensors, give results of the local shapes."""
     for node in ops(joint_graph(name)):

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import kept
 import torch
 import torch.nn.functional as F
 
 import fzero
 from fzero.capture import trace_step
+from fzero.capture.graph import Graph
 from fzero.compile.first_state import recipe_for
 from fzero.compile.layout import plan_for
 from fzero.compile.lowered import Lowered
@@ -18,10 +20,12 @@ from fzero.compile.step import fakes_on
 from fzero.ir.program import Program
 from fzero.ir.records import Bucket
 from fzero.lowering.build import build
+from fzero.plan.layout import Plan
 from fzero.plan.stages import row_of
 from fzero.training import training_of
 
 Params = dict[str, Any]
+SGD = fzero.optim.sgd(0.1, momentum=0.9)
 
 
 def layers(width: int = 64, depth: int = 2) -> Params:
@@ -46,30 +50,34 @@ def batch(rows: int = 4) -> torch.Tensor:
 
 
 def spec(**options: Any) -> fzero.Spec:
-    given = {"loss": layers_loss, "optimizer": fzero.optim.sgd(0.1, momentum=0.9), **options}
+    given = {"loss": layers_loss, "optimizer": SGD, **options}
     return fzero.Spec(**given)
 
 
 def lowered(world: int = 2, params: Params | None = None, **options: Any) -> Lowered:
-    return fzero.lower(spec(**options), params or layers(), batch(options.get("microbatches", 1) * 4), world_size=world)
+    return kept.lower(spec(**options), params or layers(), batch(options.get("microbatches", 1) * 4), world)
 
 
 def naive(world: int = 2, params: Params | None = None, **options: Any) -> Program:
     """The program before any pass."""
     one = spec(**options)
-    recipe = recipe_for(one, params or layers(), None, torch.device("cpu"))
+    graph, plan = captured(one, params or layers(), batch(one.microbatches * 4), world)
+    return build(graph, plan, reduce=one.reduce or "end")
+
+
+def captured(one: fzero.Spec, params: Any, given: Any, world: int = 1) -> tuple[Graph, Plan]:
+    """A step's graph and plan alone: `fzero.lower` takes more than twice as long."""
+    recipe = recipe_for(one, params, None, torch.device("cpu"))
     plan = plan_for(one, recipe.paths, recipe.values, recipe.per_rank, mesh_of(one, world))
-    assert one.loss is not None
-    assert one.optimizer is not None
     graph = trace_step.capture(
         training_of(one).step,
         fzero.tree.unflatten(recipe.treedef, recipe.values),
-        fakes_on(batch(one.microbatches * 4), torch.device("cpu")),
+        fakes_on(given, torch.device("cpu")),
         axis=plan.axis,
         microbatches=one.microbatches,
         fns=(one.loss,),
     )
-    return build(graph, plan, reduce=one.reduce or "end")
+    return graph, plan
 
 
 def bf16_loss(params: Params, x: torch.Tensor) -> torch.Tensor:

@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
+import kept
 import torch
 from torch import Tensor
 
 import fzero
 from fzero import tree
-from fzero.capture.graph import PerRank
+from fzero.capture.graph import Graph, PerRank
 from fzero.compile.first_state import needs_key
 from fzero.runtime.interpreter import interpret
 from fzero.runtime.reference import reference
@@ -83,7 +84,7 @@ def run(
 
     Keeps the leaves after the last step, or with `every_step` after each.
     """
-    lowered = fzero.lower(spec, params, batch(0, 0), world_size=world, key=key)
+    lowered = kept.lower(spec, params, batch(0, 0), world, key)
     plan, mesh = lowered.plan, lowered.plan.mesh
     programs = {rank: lowered.programs[mesh.coordinate(rank, "pp") if "pp" in mesh else 0] for rank in range(world)}
     program = programs[0]
@@ -108,13 +109,19 @@ def run(
 
 
 def run_reference(
-    spec: fzero.Spec, params: Any, batch: Callable[[int, int], Any], *, world: int, steps: int
+    spec: fzero.Spec,
+    params: Any,
+    batch: Callable[[int, int], Any],
+    *,
+    world: int,
+    steps: int,
+    graph: Graph | None = None,
 ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     """The same by `fzero.runtime.reference`: rank 0's leaves at the end, and its metrics per step.
 
-    Asserts that the ranks end with equal states.
+    `graph` is the step's, where a test has lowered it already. Asserts that the ranks end with equal states.
     """
-    graph = fzero.lower(spec, params, batch(0, 0), world_size=world).graph
+    graph = graph or kept.lower(spec, params, batch(0, 0), world).graph
     paths, leaves = start(spec, params)
     states = [[leaf.clone() for leaf in leaves] for _ in range(world)]
     metrics = []
@@ -173,7 +180,7 @@ def start_ranks(world: int, fn: Callable[..., Any], *args: Any) -> tuple[list[An
     context = multiprocessing.get_context("forkserver")
     # capture needs the first, test files the last: together they take two seconds, which no rank has to wait for
     context.set_forkserver_preload(["torch._dynamo", "fzero", "pytest", "hypothesis", "hypothesis.strategies"])
-    port = _free_port()
+    port = free_port()
     processes, pipes = [], []
     for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)
@@ -212,7 +219,7 @@ def _rank(pipe: Connection, env: dict[str, Any], fn: Callable[..., Any], args: t
     os._exit(0)  # destroying a group that a peer has left would wait for it
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import cases
 import torch
 from torch import Tensor, fx
 
@@ -39,7 +40,7 @@ class Captured:
 def captured(loss: Loss, params: Any, batch: Any) -> Captured:
     """The joint graph of a loss."""
     spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1))
-    graph = fzero.lower(spec, params, batch, world_size=1).graph
+    graph, _ = cases.captured(spec, params, batch)
     node = next(n for n in graph.gm.graph.nodes if n.target is REGION)
     region = graph.regions[0]
     outer = fx_nodes.placeholders(graph.gm.graph)
@@ -62,12 +63,13 @@ def sharded(case: Captured, rules: Mapping[str, Placement], n: int) -> Sharded:
     def place(path: str | None) -> Placement:
         return next((p for rule, p in rules.items() if path and fnmatch.fnmatchcase(path, rule)), Replicated())
 
+    gm = fx.GraphModule(torch.nn.Module(), segments.copied(case.gm.graph))
     placed = [place(path) for path in case.paths]
-    count = len(fx_nodes.outputs(case.gm.graph))
-    split_bias(case.gm, placed)
-    segments.merge_equal(case.gm)
+    count = len(fx_nodes.outputs(gm.graph))
+    split_bias(gm, placed)
+    segments.merge_equal(gm)
     wanted = [place(case.grad_of.get(i)) for i in range(count)]
-    return propagate(case.gm, placed, wanted, n, leaves=[path is not None for path in case.paths])
+    return propagate(gm, placed, wanted, n, leaves=[path is not None for path in case.paths])
 
 
 def run(made: Sharded, inputs: list[Tensor]) -> list[Tensor]:

@@ -21,15 +21,16 @@ from fzero.tools.mutate.oracle import difference, outcome
 
 # --- at random --------------------------------------------------------------------------------------------------------
 
-UNBROKEN, PIPELINES, HIERARCHIES, EACH = 14, 3, 2, 3
+UNBROKEN, PIPELINES, HIERARCHIES, EACH = 8, 2, 1, 3
+ALL_UNBROKEN, ALL_PIPELINES, ALL_HIERARCHIES = 14, 3, 2
 
 
 @pytest.fixture(scope="module")
-def benches() -> list[Bench]:
+def benches(whole: bool) -> list[Bench]:
     rng = random.Random(0)
-    drawn = [Bench(draw(rng, number)) for number in range(UNBROKEN)]
-    drawn += [Bench(draw_pipeline(rng, number)) for number in range(PIPELINES)]
-    drawn += [Bench(draw_hierarchy(rng, number)) for number in range(HIERARCHIES)]
+    drawn = [Bench(draw(rng, number)) for number in range(ALL_UNBROKEN if whole else UNBROKEN)]
+    drawn += [Bench(draw_pipeline(rng, number)) for number in range(ALL_PIPELINES if whole else PIPELINES)]
+    drawn += [Bench(draw_hierarchy(rng, number)) for number in range(ALL_HIERARCHIES if whole else HIERARCHIES)]
     return [*drawn, Bench(relay(3, torch.Generator().manual_seed(0)))]  # ranks whose programs differ, more than two
 
 

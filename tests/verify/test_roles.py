@@ -12,30 +12,33 @@ from functools import cache
 from typing import Any
 
 import cases
+import kept
 import pytest
 import torch
 
 import fzero
 from fzero.errors import VerifyError
+from fzero.ir import fx_nodes, segments
 from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import Op
 from fzero.tools.mutate import roles
-from fzero.tools.mutate.edits import drop, find, insert
+from fzero.tools.mutate.edits import Edit, drop, find, insert
 from fzero.tools.mutate.text import damaged
 from fzero.verify.rules import verify
 
 INIT, LOSS = cases.tied(64, 16, 4)
+ADAMW = fzero.optim.adamw(1e-2)
 Programs = dict[int, Program]
 
 
 @cache
 def lowered(schedule: str, pp: int = 2, rows: int = 4, **given: Any) -> fzero.Lowered:
     spec = fzero.Spec(
-        loss=LOSS, optimizer=fzero.optim.adamw(1e-2), reduce="end", transfers="p2p", clip_norm=1.0, zero=1,
+        loss=LOSS, optimizer=ADAMW, reduce="end", transfers="p2p", clip_norm=1.0, zero=1,
         mesh={"pp": pp, "dp": 2}, pipeline=schedule, **{"microbatches": 4, **given},
     )  # fmt: skip
-    return fzero.lower(spec, INIT(fzero.random.key(0)), cases.tokens(rows, 8, 64))
+    return kept.lower(spec, INIT(fzero.random.key(0)), cases.tokens(rows, 8, 64))
 
 
 def refusal(programs: Programs) -> str:
@@ -157,12 +160,36 @@ def test_messages_that_start_in_different_orders() -> None:
 def test_only_the_last_microbatch_is_trained() -> None:
     """Automodel #3530: the sum over microbatches is the last one's gradient."""
 
-    def last(op: Op) -> Op:
-        adds = op.is_run and op.is_flat and op.why.startswith("add ")
-        return replace(op, reads=(op.reads[1], op.reads[1])) if adds else op
+    def last(program: Program) -> Program:
+        pool, ops = dict(program.segments), []
+        for op in program.ops:
+            sums = [n for n, ref in enumerate(op.writes) if op.phase == "region" and ref in op.reads]
+            if sums:
+                graph = segments.copied(program.segments[op.segment].graph)
+                for n in sums:
+                    into = fx_nodes.placeholders(graph)[len(op.reads) + n - op.num_outputs]
+                    added = next(node for node in graph.nodes if node.kwargs.get("out") is into)
+                    added.target, added.args, added.kwargs = torch.ops.aten.copy_.default, (into, added.args[1]), {}
+                gm = segments.module(graph)
+                pool[segments.digest(gm)] = gm
+                op = op.with_attrs(segment=segments.digest(gm))
+            ops.append(op)
+        return replace(program, ops=tuple(ops), segments=pool)
 
-    programs = {rank: rewritten(program, last) for rank, program in lowered("1f1b").roles.items()}
+    programs = {rank: last(program) for rank, program in lowered("1f1b").roles.items()}
     assert "compute something else than what was captured" in refusal(programs)
+
+
+@pytest.mark.parametrize("edit", [roles.leave_gradient_out, roles.add_gradient_twice, roles.add_gradient_elsewhere])
+def test_each_gradient_is_added_once_and_in_its_place(edit: Edit) -> None:
+    usual, tried = lowered("1f1b").roles, 0
+    for rank, program in usual.items():
+        for seed in range(4):
+            broken = edit(random.Random(seed), program)
+            if broken is not None:
+                assert "compute something else than what was captured" in refusal({**usual, rank: broken})
+                tried += 1
+    assert tried >= 4
 
 
 def test_gradients_scaled_by_another_number() -> None:

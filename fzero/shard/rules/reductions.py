@@ -73,6 +73,7 @@ SCANS: tuple[Any, ...] = (
     aten.sort.default, aten.sort.stable,
 )  # fmt: skip
 
+
 def squared(call: Call) -> Factors:
     """A sum of squares of all elements."""
     m = Maker(call)

@@ -20,6 +20,7 @@ ROLES: dict[str, Mutation] = {
     "segment left out": roles.in_a_role(roles.leave_segment_out),
     "gradient left out": roles.in_a_role(roles.leave_gradient_out),
     "gradient added twice": roles.in_a_role(roles.add_gradient_twice),
+    "gradient added elsewhere": roles.in_a_role(roles.add_gradient_elsewhere),
     "another microbatch's activation": roles.in_a_role(roles.another_microbatch),
     "action before its input": roles.in_a_role(roles.action_early),
     "wrong group": roles.in_a_role(roles.wrong_group),

@@ -11,8 +11,10 @@ from dataclasses import replace
 
 import torch
 
+from fzero.ir import fx_nodes, segments
 from fzero.ir.program import Program
 from fzero.ir.records import PERSISTENT, Op, Ref
+from fzero.ir.rewrite import renamed
 from fzero.tools.mutate.edits import (
     Edit,
     Mutation,
@@ -20,7 +22,6 @@ from fzero.tools.mutate.edits import (
     alike,
     drop,
     find,
-    insert,
     move,
     names,
     on,
@@ -100,21 +101,51 @@ def leave_segment_out(rng: random.Random, p: Program) -> Program | None:
     return None if index is None else drop(p, index)
 
 
-def _sums(p: Program) -> list[int]:
-    """The ops that add a microbatch's gradients to those before."""
-    return find(p, lambda op: op.is_run and op.is_flat and op.why.removeprefix("W").startswith("add "))
+def _sums(p: Program) -> list[tuple[int, int]]:
+    """(op, write) of what adds a microbatch's gradients to those before: a flat op, or a segment of a region."""
+    return [
+        (i, n)
+        for i, op in enumerate(p.ops)
+        if op.is_run and (op.is_flat or op.phase == "region") and len(op.reads) > 1
+        for n, ref in enumerate(op.writes)
+        if ref in op.reads and p.buffers[ref.name].kind == "grad"
+    ]
+
+
+def _times(p: Program, place: tuple[int, int], factor: int) -> Program:
+    """The program with what is added to the sum at a place taken `factor` times."""
+    index, n = place
+    op = p.ops[index]
+    graph = segments.copied(p.segments[op.segment].graph)
+    into = fx_nodes.placeholders(graph)[len(op.reads) + n - op.num_outputs]
+    added = next(node for node in graph.nodes if node.kwargs.get("out") is into)
+    added.update_kwarg("alpha", factor)
+    gm = segments.module(graph)
+    key = segments.digest(gm)
+    return replace(put(p, index, op.with_attrs(segment=key)), segments={**p.segments, key: gm})
 
 
 def leave_gradient_out(rng: random.Random, p: Program) -> Program | None:
     """A microbatch's gradients are not added."""
-    index = pick(rng, _sums(p))
-    return None if index is None else drop(p, index)
+    place = pick(rng, _sums(p))
+    return None if place is None else _times(p, place, 0)
 
 
 def add_gradient_twice(rng: random.Random, p: Program) -> Program | None:
     """A microbatch's gradients are added twice."""
-    index = pick(rng, _sums(p))
-    return None if index is None else insert(p, index, p.ops[index])
+    place = pick(rng, _sums(p))
+    return None if place is None else _times(p, place, 2)
+
+
+def add_gradient_elsewhere(rng: random.Random, p: Program) -> Program | None:
+    """A leaf's gradient is added to another leaf's sum."""
+    sums = _sums(p)
+    if (place := pick(rng, sums)) is None:
+        return None
+    op, ref = p.ops[place[0]], p.ops[place[0]].writes[place[1]]
+    others = {p.ops[i].writes[n] for i, n in sums} & set(alike(p, ref)) - {*op.reads, *op.writes}
+    other = pick(rng, sorted(others, key=str))
+    return None if other is None else put(p, place[0], renamed(op, lambda one: other if one == ref else one))
 
 
 def another_microbatch(rng: random.Random, p: Program) -> Program | None:

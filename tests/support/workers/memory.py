@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cases
+import kept
 import torch
 import torch.nn.functional as F
 
@@ -50,6 +51,7 @@ def images(rank):
 
 
 MODELS = {
+    "tied": (*cases.tied(512, 128), lambda rank: cases.tokens(8, 128, 512, rank)),
     "gpt of one layer": (*cases.gpt(512, 128, 1), lambda rank: cases.tokens(4, 64, 512, rank)),
     "gpt": (*cases.gpt(512, 128, 2), lambda rank: cases.tokens(4, 128, 512, rank)),
     "gpt of four layers": (*cases.gpt(512, 128, 4), lambda rank: cases.tokens(4, 128, 512, rank)),
@@ -61,16 +63,18 @@ MODELS = {
 def rows(model: str) -> list[dict[str, Any]]:
     """This rank's planned and measured bytes of one step, by stage."""
     init, loss, batch = MODELS[model]
+    optimizer = fzero.optim.adamw(1e-3)
     found = []
     for zero in (0, 1, 2, 3):
         spec = fzero.Spec(
-            loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=zero, clip_norm=1.0, bucket_bytes=1 << 20,
+            loss=loss, optimizer=optimizer, zero=zero, clip_norm=1.0, bucket_bytes=1 << 20,
             transfers="p2p",  # shared memory is not the allocator's
         )  # fmt: skip
         state = fzero.init(init, spec)
         runtime = state.runtime
         given = batch(runtime.rank)
-        state = fzero.step(state, given)
+        with kept.captures():
+            state = fzero.step(state, given)
         held = sum(t.numel() * t.element_size() for t in runtime.memory.values())
         inputs = sum(t.numel() * t.element_size() for t in given.values())
         runtime.bound.clear()

@@ -1,5 +1,5 @@
 # ruff: noqa: E402
-"""fzero on a stand-in for CUDA (`standin`): run by test_cuda.py as one process, and under torchrun as two. With
+"""fzero on a stand-in for CUDA (`standin`): run by test_cuda.py as one process, and as two ranks. With
 FZERO_TEST_DEVICE=cuda it is no stand-in but the device that is there (test_gpu.py).
 
 Each scenario is a function; the last line of the output is JSON: what failed, and which of CUDA's lines each ran.
