@@ -230,11 +230,11 @@ class _Typing:
             if self._type(a) != _Type(want, placement):
                 self._refuse(node, f"reads {self._shown(a)} where it needs {want.name} as {placement}")
         rest = operands[len(wanted) :]
-        if (
-            len(operands) < len(wanted)
-            or any(self.types.get(a) != _Type(None, R) for a in rest)
-            or node.args[1:] != x.args[1:]
-        ):
+        if len(rest) != reads_rank or any(self.types.get(a) != _Type(None, R) for a in rest):
+            self._refuse(
+                node, f"reads {len(rest)} values beside those of {x.name}, and the rank {int(reads_rank)} times"
+            )
+        if node.args[1:] != x.args[1:]:
             self._refuse(node, f"is not {x.format_node()}")
         return tuple(outputs)
 

@@ -142,7 +142,7 @@ def _left_out(node: Any) -> bool:
 
 def _argument(place: int, value: Any) -> Any:
     def edit(node: Any) -> bool:
-        if "reduce" not in node.name:
+        if "reduce" not in node.name or node.args[place] == value:
             return False
         node.update_arg(place, value)
         return True
