@@ -59,6 +59,11 @@ def captured(loss: Loss, params: Any, batch: Any) -> Captured:
 
 def sharded(case: Captured, rules: Mapping[str, Placement], n: int) -> Sharded:
     """The graph of one rank, leaves placed by the first rule that matches their path."""
+    return with_whole(case, rules, n)[1]
+
+
+def with_whole(case: Captured, rules: Mapping[str, Placement], n: int) -> tuple[fx.GraphModule, Sharded]:
+    """The graph with biases apart, which the graph of one rank is to compute, and that graph."""
 
     def place(path: str | None) -> Placement:
         return next((p for rule, p in rules.items() if path and fnmatch.fnmatchcase(path, rule)), Replicated())
@@ -69,7 +74,7 @@ def sharded(case: Captured, rules: Mapping[str, Placement], n: int) -> Sharded:
     split_bias(gm, placed)
     segments.merge_equal(gm)
     wanted = [place(case.grad_of.get(i)) for i in range(count)]
-    return propagate(gm, placed, wanted, n, leaves=[path is not None for path in case.paths])
+    return gm, propagate(gm, placed, wanted, n, leaves=[path is not None for path in case.paths])
 
 
 def run(made: Sharded, inputs: list[Tensor]) -> list[Tensor]:

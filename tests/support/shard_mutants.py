@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from lockstep import Captured, evaluated
+from lockstep import evaluated
 from torch import Tensor, fx
 
 from fzero._torch_compat import graph_module
@@ -514,9 +514,9 @@ def two_outputs_trade_places(draft: Draft, rng: random.Random) -> fx.Node | None
 class Meaning:
     """The values of a captured graph and of the graph of its ranks, with which mutants are compared."""
 
-    def __init__(self, case: Captured, made: Sharded, inputs: list[Tensor]) -> None:
-        self.case, self.made, self.inputs = case, made, inputs
-        self.globals = evaluated_whole(case.gm, inputs)
+    def __init__(self, whole: fx.GraphModule, made: Sharded, inputs: list[Tensor]) -> None:
+        self.made, self.inputs = made, inputs
+        self.globals = evaluated_whole(whole, inputs)
         self.base = evaluated(made, inputs)
         self.named = {node.name: node for node in made.gm.graph.nodes}
         self.outputs = self._outputs(made, self.base)

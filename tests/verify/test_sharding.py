@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from lockstep import captured, sharded
+from lockstep import captured, with_whole
 from shard_mutants import KINDS, Draft, Meaning
 from torch import Tensor
 from tp_models import Model, gpt, of_hf, placements
@@ -59,13 +59,13 @@ def subject(name: str, n: int) -> tuple[Any, Sharded, Meaning]:
         return value.total / value.count if isinstance(value, Mean) else value
 
     case = captured(loss, model.params, model.batch(0, 0))
-    made = sharded(case, placements(model, n), n)
+    gm, made = with_whole(case, placements(model, n), n)
     g = torch.Generator().manual_seed(1)
     inputs = [  # no weight is one or zero, or half of the mutants would mean the same
         x + 0.1 * torch.randn(x.shape, generator=g) if path is not None else x
         for x, path in zip(case.inputs, case.paths, strict=True)
     ]
-    return case.gm, made, Meaning(case, made, inputs)
+    return gm, made, Meaning(gm, made, inputs)
 
 
 @pytest.fixture(autouse=True)
