@@ -96,9 +96,9 @@ def localise(graph: Graph, plan: Plan, sequence: bool = False) -> tuple[Graph, S
     _check_moves(outer, plan, holders)
     _small_sums(outer)
 
-    def inner(node: fx.Node) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
+    def inner(node: fx.Node) -> tuple[tuple[Placement, ...], tuple[Placement, ...], bool]:
         made = inside[int(str(node.args[1]))]
-        return made.inputs, made.outputs
+        return made.inputs, made.outputs, _reads_rank(made)
 
     check_sharding(whole.gm, outer.gm, given, wanted, n, AXIS, inner)
     for index, made in inside.items():

@@ -239,8 +239,8 @@ def _placements(
             found.append(Replicated())
             continue
         used.add(rule)
-        first = leaf_class.members[0][1]
-        found.append(rules[rule].placement(paths[first], leaves[first].shape, n))
+        shape = leaves[leaf_class.members[0][1]].shape
+        found.append(rules[rule].placement(_path_of(leaf_class, paths), shape, n))
         if isinstance(found[-1], Shard):
             _check_whole(leaf_class, paths, leaves, rule)
     for rule in rules:
@@ -250,9 +250,14 @@ def _placements(
     return found
 
 
+def _path_of(leaf_class: Class, paths: Sequence[str]) -> str:
+    """The path by which a user knows leaves that mirror one another: the parameter's, which is the shortest."""
+    return min((paths[i] for _, i in leaf_class.members), key=len)
+
+
 def _check_whole(leaf_class: Class, paths: Sequence[str], leaves: Sequence[torch.Tensor], rule: str) -> None:
     """Raises SpecError for a sharded leaf whose optimizer needs all of it, or cuts it into blocks of its own."""
-    path = paths[leaf_class.members[0][1]]
+    path = _path_of(leaf_class, paths)
     whole = f"shard={{{path!r}: P(), ...}} before {rule!r}"
     fix = f"Take adamw for it (fzero.optim.multi_transform), or keep it whole: {whole}"
     for prefix, i in leaf_class.members:

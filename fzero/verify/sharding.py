@@ -38,7 +38,7 @@ from fzero.shard.rules import Strategy, Unknown, localised, strategies
 aten = torch.ops.aten
 R = Replicated()
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
-Inner = Callable[[fx.Node], tuple[Sequence[Placement], Sequence[Placement]]]
+Inner = Callable[[fx.Node], tuple[Sequence[Placement], Sequence[Placement], bool]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def check_sharding(
     """Raises VerifyError unless `local`, run by n ranks, computes `whole`.
 
     inputs, outputs: how the values lie. Further placeholders of `local` are the rank. inner: of a node that stands for
-    a graph of its own, how its inputs and outputs lie.
+    a graph of its own, how its inputs and outputs lie, and whether it takes the rank as one more input.
     """
     _Typing(whole, n, axis, inner).run(local, inputs, outputs)
 
@@ -85,15 +85,27 @@ class _Typing:
             self.types[node] = _Type(None, R)
         for node in local.graph.nodes:
             if node.op == "call_function":
-                self._node(node)
-        wanted = fx_nodes.outputs(self.whole.graph)
-        for node, x, placement in zip(fx_nodes.outputs(local.graph), wanted, outputs, strict=True):
+                self._proven(node)
+        wanted, results = fx_nodes.outputs(self.whole.graph), fx_nodes.outputs(local.graph)
+        if len(results) != len(wanted):
+            self._refuse(fx_nodes.output(local.graph), f"has {len(results)} values, the captured step {len(wanted)}")
+        for node, x, placement in zip(results, wanted, outputs, strict=True):
             if isinstance(x, fx.Node):
                 found = self.types.get(node)
                 if found is None or found.of is not x or found.placement != placement:
                     self._refuse(node, f"is to be {x.name} as {placement}, and is {self._shown(node)}")
 
     # --- one node
+
+    def _proven(self, node: fx.Node) -> None:
+        """Proves the claim of a node. One that makes no sense (no such dim, no such result) is refused as well."""
+        try:
+            self._node(node)
+        except VerifyError:
+            raise
+        except Exception as error:
+            what = f"cannot be what is claimed, {claim_of(node)}: {type(error).__name__}: {error}"
+            raise self._refusal(node, what) from error
 
     def _node(self, node: fx.Node) -> None:
         """Proves the claim of a node; a node without one is on the way to another that has."""
@@ -104,6 +116,8 @@ class _Typing:
             self._picked(node)
             return
         claim = claim_of(node)
+        if claim is None or claim.kind == "move":
+            self._sized(node)
         if claim is None:
             return
         x = self.names.get(claim.of)
@@ -213,14 +227,18 @@ class _Typing:
     def _region(self, node: fx.Node, x: fx.Node, claim: Claim) -> tuple[Placement, ...]:
         """A node that stands for a graph of its own, which is checked by itself."""
         assert self.inner is not None
-        inputs, outputs = self.inner(x)
+        inputs, outputs, reads_rank = self.inner(x)
         operands = self._operands(node)
         wanted: list[fx.Node] = list(x.args[0])  # type: ignore[arg-type]
         for a, want, placement in zip(operands, wanted, inputs, strict=False):
             if self._type(a) != _Type(want, placement):
                 self._refuse(node, f"reads {self._shown(a)} where it needs {want.name} as {placement}")
         rest = operands[len(wanted) :]
-        if any(self.types.get(a) != _Type(None, R) for a in rest) or node.args[1:] != x.args[1:]:
+        if len(rest) != reads_rank or any(self.types.get(a) != _Type(None, R) for a in rest):
+            self._refuse(
+                node, f"reads {len(rest)} values beside those of {x.name}, and the rank {int(reads_rank)} times"
+            )
+        if node.args[1:] != x.args[1:]:
             self._refuse(node, f"is not {x.format_node()}")
         return tuple(outputs)
 
@@ -231,6 +249,8 @@ class _Typing:
         followed back to those that they come from."""
         (source,) = claim.given
         (want,) = claim.placements
+        if isinstance(want, Partial):
+            self._refuse(node, f"is moved to {want}: what is to be added is never sent")
         found = self.types.get(source)
         if found is None or found.of is not x:
             self._refuse(node, f"moves {self._shown(source)} as {x.name}")
@@ -269,6 +289,13 @@ class _Typing:
         if tuple(value.shape) != local_shape(whole.shape, placement, self.n) or value.dtype is not whole.dtype:
             self._refuse(node, f"has shape {list(value.shape)}: {x.name} as {placement} has another")
 
+    def _sized(self, node: fx.Node) -> None:
+        """A node that no rule speaks of has the shape that its arguments give: ways of elements go by it."""
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
+        value, held = node.target(*args, **kwargs), node.meta["val"]  # type: ignore[operator]
+        if value.shape != held.shape or value.dtype is not held.dtype:
+            self._refuse(node, f"has shape {list(held.shape)}; by its arguments it has {list(value.shape)}")
+
     def _shown(self, node: Any) -> str:
         found = self._type(node) if isinstance(node, fx.Node) else None
         if found is None:
@@ -276,8 +303,11 @@ class _Typing:
         return f"{found.of.name if found.of is not None else 'the rank'} as {found.placement}"
 
     def _refuse(self, node: Any, what: str) -> NoReturn:
+        raise self._refusal(node, what)
+
+    def _refusal(self, node: Any, what: str) -> VerifyError:
         line = node.meta.get("source", "") if isinstance(node, fx.Node) else ""
-        raise VerifyError(f"[sharding] {node} {line}: {what}".replace(" :", ":"))
+        return VerifyError(f"[sharding] {node} {line}: {what}".replace(" :", ":"))
 
 
 class _Origin:

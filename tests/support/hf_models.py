@@ -18,12 +18,12 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Case:
-    """`make()` is a model, `batch(rank, step)` the arguments of its forward and `labels`, `loss` the total and the
-    count of a mean. `zero_gradient` names leaves (path rules) whose true gradient is zero: what an optimizer makes of
-    their rounding is not compared."""
+    """`make()` is a model (options of its config may be given), `batch(rank, step)` the arguments of its forward and
+    `labels`, `loss` the total and the count of a mean. `zero_gradient` names leaves (path rules) whose true gradient is
+    zero: what an optimizer makes of their rounding is not compared."""
 
     task: str
-    make: Callable[[], nn.Module]
+    make: Callable[..., nn.Module]
     batch: Callable[[int, int], dict[str, Tensor]]
     loss: Callable[[Any, dict[str, Tensor]], tuple[Tensor, Tensor]]
     zero_gradient: tuple[str, ...] = ()
@@ -141,12 +141,12 @@ SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 EXPERTS = {**DECODER, "num_experts_per_tok": 2}
 
 
-def made(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
+def made(model: str, config: str, **options: Any) -> Callable[..., nn.Module]:
+    def make(**more: Any) -> nn.Module:
         import transformers  # seconds, which collecting the tests need not wait for
 
         transformers.logging.set_verbosity_error()
-        given = getattr(transformers, config)(**{**SPECIAL, **options})
+        given = getattr(transformers, config)(**{**SPECIAL, **options, **more})
         return getattr(transformers, model)(given)
 
     return make

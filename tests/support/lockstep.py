@@ -60,6 +60,11 @@ def captured(loss: Loss, params: Any, batch: Any) -> Captured:
 
 def sharded(case: Captured, rules: Mapping[str, Placement], n: int) -> Sharded:
     """The graph of one rank, leaves placed by the first rule that matches their path."""
+    return with_whole(case, rules, n)[1]
+
+
+def with_whole(case: Captured, rules: Mapping[str, Placement], n: int) -> tuple[fx.GraphModule, Sharded]:
+    """The graph with biases apart, which the graph of one rank is to compute, and that graph."""
 
     def place(path: str | None) -> Placement:
         return next((p for rule, p in rules.items() if path and fnmatch.fnmatchcase(path, rule)), Replicated())
@@ -70,22 +75,13 @@ def sharded(case: Captured, rules: Mapping[str, Placement], n: int) -> Sharded:
     split_bias(gm, placed)
     segments.merge_equal(gm)
     wanted = [place(case.grad_of.get(i)) for i in range(count)]
-    return propagate(gm, placed, wanted, n, leaves=[path is not None for path in case.paths])
+    return gm, propagate(gm, placed, wanted, n, leaves=[path is not None for path in case.paths])
 
 
 def run(made: Sharded, inputs: list[Tensor]) -> list[Tensor]:
     """The outputs, joined from all ranks'. Raises AssertionError where ranks differ in a replicated one."""
-    env: dict[fx.Node, list[Any]] = {}
-    feed = iter([*(split(x, p, made.n) for x, p in zip(inputs, made.inputs, strict=True)),
-                 [torch.tensor(rank) for rank in range(made.n)]])  # fmt: skip
+    env = evaluated(made, inputs)
     for node in made.gm.graph.nodes:
-        if node.op == "placeholder":
-            env[node] = next(feed)
-        elif node.target in ops.TRANSFERS:
-            env[node] = _transfer(node, env[node.args[0]])
-        elif node.op == "call_function":
-            calls = [fx.node.map_arg((node.args, node.kwargs), lambda x, r=r: env[x][r]) for r in range(made.n)]
-            env[node] = [node.target(*args, **kwargs) for args, kwargs in calls]
         if node.op == "call_function" and node.target is not operator.getitem:
             expected = node.meta["val"]
             if isinstance(expected, Tensor):
@@ -97,6 +93,26 @@ def run(made: Sharded, inputs: list[Tensor]) -> list[Tensor]:
             assert all(torch.equal(parts[0], part) for part in parts), x
         results.append(join(parts, placement))
     return results
+
+
+def evaluated(
+    made: Sharded, inputs: list[Tensor], known: Mapping[fx.Node, list[Any]] | None = None
+) -> dict[fx.Node, list[Any]]:
+    """Every value on all ranks. known: values that need not be computed."""
+    env: dict[fx.Node, list[Any]] = dict(known or {})
+    feed = iter([*(split(x, p, made.n) for x, p in zip(inputs, made.inputs, strict=True)),
+                 [torch.tensor(rank) for rank in range(made.n)]])  # fmt: skip
+    for node in made.gm.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(feed)
+        elif node in env:
+            continue
+        elif node.target in ops.TRANSFERS:
+            env[node] = _transfer(node, env[node.args[0]])
+        elif node.op == "call_function":
+            calls = [fx.node.map_arg((node.args, node.kwargs), lambda x, r=r: env[x][r]) for r in range(made.n)]
+            env[node] = [node.target(*args, **kwargs) for args, kwargs in calls]
+    return env
 
 
 def _transfer(node: fx.Node, parts: list[Tensor]) -> list[Tensor]:

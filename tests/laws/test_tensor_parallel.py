@@ -1,0 +1,349 @@
+"""Tensor parallelism changes where a step is computed, and nothing else.
+
+Loss and gradients are those of one rank but for rounding: of a GPT written here, and of architectures that nobody here
+wrote, with the rules that `interop.tp_plan` takes from them. At one mesh the bits depend on no stage and no schedule.
+Ranks send what Megatron's do, to the byte, and a real world does what the interpreter does.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from helpers import Run, differing, gloo, run, values
+from hf_models import CASES
+from torch import Tensor
+from tp_models import SEQUENCE, WIDTH, Model, gpt, of_hf
+
+import fzero
+from fzero import P, optim, tree
+from fzero.ir.program import Program, wire_bytes
+from fzero.pipeline import SCHEDULES
+
+LOSS, GRADIENT = 1e-6, 2e-6  # of the loss; of the largest of a leaf's gradient
+NORMS = 1e-5  # over fifty steps
+ROWS, LAYERS = 4, 2
+
+
+def rules(model: Model, mesh: dict[str, int]) -> dict[str, P] | None:
+    return dict(model.rules) if mesh.get("tp", 1) > 1 else None
+
+
+def world_of(mesh: dict[str, int]) -> int:
+    return math.prod(mesh.values())
+
+
+def gradients(model: Model, mesh: dict[str, int], **given: Any) -> tuple[Tensor, dict[str, Tensor], fzero.Lowered]:
+    """The loss of a step, the gradient of each leaf, and what was lowered."""
+
+    def step(state: Any, batch: Any) -> Any:
+        loss, grads = fzero.value_and_grad(model.loss)(state["params"], batch)
+        return {"params": state["params"], "grads": grads}, {"loss": loss}
+
+    start = {"params": model.params, "grads": tree.map(torch.zeros_like, model.params)}
+    spec = fzero.Spec(step=step, mesh=mesh, shard=rules(model, mesh), allow_unused=True, **given)
+    found = run(spec, start, model.batch, world=world_of(mesh), steps=1)
+    prefix = "grads/"
+    grads = {path.removeprefix(prefix): x for path, x in found.final.items() if path.startswith(prefix)}
+    found.losses()
+    return found.metrics[0][0]["loss"], grads, found.lowered
+
+
+def agree(model: Model, found: tuple[Any, ...], expected: tuple[Any, ...]) -> tuple[float, float]:
+    """Asserts that loss and gradients are the same but for rounding; returns how far they are."""
+    loss = abs(float(found[0]) / float(expected[0]) - 1)
+    assert loss <= LOSS, f"the loss differs by {loss:.1e}"
+    largest = max(float(x.abs().max()) for x in expected[1].values())
+    worst = 0.0
+    for path, one in expected[1].items():
+        far, scale = float((found[1][path] - one).abs().max()), float(one.abs().max())
+        if any(tree.matches(rule, path) for rule in model.zero_gradient) or scale == 0:
+            assert far <= 1e-5 * largest, f"the gradient of {path} is to be zero, and is {far:.1e}"
+            continue
+        worst = max(worst, far / scale)
+        assert far <= GRADIENT * scale, f"the gradient of {path} differs by {far / scale:.1e}"
+    return loss, worst
+
+
+# --- one rank's loss and gradients ------------------------------------------------------------------------------------
+
+GPTS = {"apart": lambda: gpt(), "fused": lambda: gpt(fused=True)}
+GRIDS: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"tp": 2}, {}), ({"tp": 4}, {}), ({"tp": 8}, {}), ({"dp": 2, "tp": 2}, {}), ({"dp": 2, "tp": 4}, {}),
+    ({"tp": 2}, {"microbatches": 2}), ({"dp": 2, "tp": 2}, {"microbatches": 4, "reduce": "each", "zero": 3}),
+    ({"dp": 2, "tp": 2}, {"microbatches": 2, "reduce": "end", "zero": 2}), ({"tp": 4}, {"remat": "full"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(GRIDS)), ids=lambda i: f"{GRIDS[i][0]} {GRIDS[i][1]}")
+@pytest.mark.parametrize("name", GPTS)
+@pytest.mark.sampled(2)
+def test_a_gpt_has_the_gradients_of_one_rank(name: str, number: int) -> None:
+    model, (mesh, given) = GPTS[name](), GRIDS[number]
+    data = {"dp": mesh.get("dp", 1)}
+    print(name, mesh, given, agree(model, gradients(model, mesh, **given), gradients(model, data, **given)))
+
+
+ONE_TOO_MANY = {"num_attention_heads": 4, "num_key_value_heads": 1}
+FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in CASES},
+    "Llama, one key head": ("Llama", ONE_TOO_MANY),
+    "Qwen3, one key head": ("Qwen3", ONE_TOO_MANY),
+}
+
+
+@cache
+def of_one(name: str) -> tuple[Model, tuple[Any, ...]]:
+    model = of_hf(FOREIGN[name][0], **FOREIGN[name][1])
+    return model, gradients(model, {"dp": 1})
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("name", [name for name in FOREIGN if name != "ResNet"])  # it has no names that a plan knows
+@pytest.mark.acceptance
+def test_models_that_nobody_here_wrote(name: str, n: int) -> None:
+    """Decoders, encoders, encoder-decoders, grouped heads, state spaces, experts and images, by their own plans."""
+    pytest.importorskip("transformers")
+    foreign(name, n)
+
+
+def test_more_ranks_than_key_heads() -> None:
+    pytest.importorskip("transformers")
+    foreign("Llama, one key head", 4)
+
+
+def foreign(name: str, n: int) -> None:
+    model, expected = of_one(name)
+    found = gradients(model, {"tp": n})
+    lowered = found[2]
+    assert lowered.sharding is not None
+    assert any("S" in leaf.split()[1] for leaf in lowered.sharding.leaves), "nothing is sharded"
+    print(name, n, agree(model, found, expected), len([move for move in lowered.sharding.moves if move.nbytes]))
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def trained(mesh: dict[str, int], model: Model | None = None, steps: int = 2, **given: Any) -> Run:
+    model = model or gpt(fused=True, layers=1)
+    options = {"loss": model.loss, "optimizer": optim.adamw(1e-2), "clip_norm": 1.0, **given}
+    spec = fzero.Spec(mesh=mesh, shard=rules(model, mesh), **options)
+    return run(spec, model.params, model.batch, world=world_of(mesh), steps=steps)
+
+
+def same(a: Run, b: Run) -> None:
+    assert a.losses() == b.losses()
+    assert differing(a.final, b.final) == []
+
+
+def test_no_stage_changes_a_bit(whole: bool) -> None:
+    mesh = {"dp": 2, "tp": 2}
+    first = trained(mesh, zero=0, microbatches=2)
+    assert first.losses()[0] != first.losses()[1]
+    for zero in (1, 2, 3) if whole else (3,):
+        same(trained(mesh, zero=zero, microbatches=2), first)
+
+
+def test_what_is_computed_again_changes_no_bit() -> None:
+    model = gpt(fused=True, layers=1)
+    same(trained({"tp": 2}, model, remat="full"), trained({"tp": 2}, model))
+
+
+def test_a_pipeline_changes_no_bit() -> None:
+    given = {"microbatches": 2, "reduce": "end", "steps": 1}
+    model = gpt(layers=2)
+    same(trained({"pp": 2, "tp": 2}, model, pipeline="1f1b", **given), trained({"tp": 2}, model, **given))
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_schedule_changes_a_bit(schedule: str, zero: int) -> None:
+    """A pipeline of sharded layers, on eight ranks: the bits of no pipeline at the same dp and tp."""
+    model = gpt(layers=4)
+    given = {"microbatches": 4, "reduce": "end", "zero": zero}
+    piped = trained({"pp": 2, "dp": 2, "tp": 2}, model, pipeline=schedule, **given)
+    same(piped, trained({"dp": 2, "tp": 2}, model, **given))
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("zero", ["hsdp", "hpz"])
+def test_a_grid_of_three_axes_within_a_hierarchy(zero: str) -> None:
+    mesh = {"dp_out": 2, "dp": 2, "tp": 2}
+    model = gpt(layers=1)
+    found = trained(mesh, model, zero=zero, clip_norm=None)
+    same(found, trained(mesh, model, zero=3, clip_norm=None))
+    flat = trained({"dp": 4}, model, zero=3, clip_norm=None)
+    assert found.losses() == pytest.approx(flat.losses(), rel=1e-5)
+
+
+PRECISIONS: dict[str, Any] = {
+    "bf16": "bf16",
+    "fp16": fzero.Precision(compute="fp16", reduce="fp32", loss_scale=fzero.LossScale(initial=128.0)),
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.sampled(1)
+def test_narrow_types_train_as_on_one_rank(precision: str) -> None:
+    model = gpt(fused=True, layers=1)
+    given = PRECISIONS[precision]
+    found, one = (trained(mesh, model, precision=given, steps=3) for mesh in ({"tp": 2}, {"dp": 1}))
+    assert found.losses()[-1] != found.losses()[-2], "no step was taken"
+    assert all(bool(leaf.isfinite().all()) for leaf in found.final.values() if leaf.is_floating_point())
+    assert found.losses() == pytest.approx(one.losses(), rel=2e-2)
+    assert found.losses("grad_norm") == pytest.approx(one.losses("grad_norm"), rel=5e-2)
+
+
+def test_a_norm_counts_each_element_once() -> None:
+    """Whole leaves once, sharded ones by their parts: the norm of one rank, and that of the gradients."""
+    model = gpt(layers=1)
+    grads = gradients(model, {"tp": 4})[1]
+    expected = math.sqrt(sum(float(x.double().square().sum()) for x in grads.values()))
+    for mesh in ({"tp": 4}, {"dp": 1}):
+        assert trained(mesh, model, steps=1).losses("grad_norm")[0] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 8}, {"dp": 2, "tp": 2}], ids=str)
+def test_fifty_steps_keep_the_norms_of_one_rank(mesh: dict[str, int]) -> None:
+    """With SGD, for Adam lets rounding grow where a gradient is next to nothing."""
+    given = {"steps": 50, "optimizer": optim.sgd(0.02, momentum=0.9), "clip_norm": 1e9}
+    found, one = trained(mesh, **given), trained({"dp": mesh.get("dp", 1)}, **given)
+    for name in ("loss", "grad_norm"):
+        gap = max(abs(a / b - 1) for a, b in zip(found.losses(name), one.losses(name), strict=True))
+        print(mesh, name, f"{gap:.1e}")
+        assert gap <= NORMS, f"{name} differs by {gap:.1e}"
+
+
+# --- bytes, and real processes ----------------------------------------------------------------------------------------
+
+
+def sent_over_tp(program: Program) -> int:
+    return sum(wire_bytes(program, op) for op in program.ops if op.axis == "tp")
+
+
+def megatron(n: int, rows: int, layers: int, microbatches: int, clip: bool) -> float:
+    """For each microbatch: four sums of the residual stream a layer, one for the embedding and one for the head; three
+    numbers of each row of the loss, and the loss, which is too small to be cut. The norm is 8 bytes to each other rank.
+    """
+    share, each = (n - 1) / n, rows // microbatches
+    stream = each * SEQUENCE * WIDTH * 4
+    one = (8 * layers + 4) * share * stream + 3 * 2 * share * each * SEQUENCE * 4 + 4 * (n - 1)
+    return microbatches * one + clip * 8 * (n - 1)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.sampled(1)
+def test_ranks_send_what_megatrons_do(fused: bool, n: int, microbatches: int) -> None:
+    layers = LAYERS if n == 4 else 1
+    model = gpt(fused=fused, layers=layers)
+    for clip in (None, 1.0):
+        spec = fzero.Spec(
+            loss=model.loss, optimizer=optim.adamw(1e-2), mesh={"tp": n}, shard=model.rules, clip_norm=clip,
+            microbatches=microbatches,
+        )  # fmt: skip
+        program = fzero.lower(spec, model.params, model.batch(0, 0), world_size=n).program
+        assert sent_over_tp(program) == megatron(n, ROWS, layers, microbatches, clip is not None)
+
+
+REAL: dict[int, list[dict[str, Any]]] = {
+    2: [{"mesh": {"tp": 2}, "transfers": "auto"}, {"mesh": {"tp": 2}, "transfers": "p2p"}],
+    4: [
+        {"mesh": {"dp": 2, "tp": 2}, "transfers": transfers, "zero": zero, "microbatches": 2}
+        for transfers, zero in (("auto", 3), ("p2p", 1))
+    ] + [{"mesh": {"tp": 4}, "transfers": "p2p"}, {"mesh": {"pp": 2, "tp": 2}, "pipeline": "1f1b", "microbatches": 2}],
+}  # fmt: skip
+
+
+def real_model(given: dict[str, Any]) -> Model:
+    return gpt(fused=True, layers=2 if "pp" in given["mesh"] else 1)
+
+
+def rank_trains(cases: list[dict[str, Any]]) -> list[tuple[dict[str, Tensor], list[float], dict[str, int]]]:
+    """Of each case the whole leaves, the losses, and the bytes that this rank sent in two steps."""
+    found = []
+    for given in cases:
+        model = real_model(given)
+        spec = fzero.Spec(
+            loss=model.loss, optimizer=optim.adamw(1e-2), clip_norm=1.0, shard=model.rules, **given
+        )  # fmt: skip
+        state = fzero.init(model.params, spec)
+        losses = []
+        for number in range(2):
+            batch = model.batch(state.runtime.plan.mesh.data_rank(int(os.environ["RANK"])), number)
+            state = fzero.step(state, batch)
+            losses.append(float(state.metrics["loss"]))
+        sent = dict(state.sent_bytes)
+        paths, leaves, _ = tree.flatten(fzero.unshard(state.tree))
+        found.append((dict(zip(paths, leaves, strict=True)), losses, sent))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.acceptance)])
+def test_real_ranks_have_the_bits_of_the_interpreter(world: int) -> None:
+    """And send the bytes that are written in the program."""
+    ranks = values(gloo(world, rank_trains, REAL[world]))
+    for number, given in enumerate(REAL[world]):
+        options = {key: value for key, value in given.items() if key not in ("mesh", "transfers")}
+        expected = trained(
+            given["mesh"],
+            real_model(given),
+            **options,
+            transfers=given["transfers"],
+        )
+        for mine in ranks:
+            leaves, losses, _ = mine[number]
+            assert losses == expected.losses(), given
+            assert differing(leaves, expected.final) == [], given
+        if "pp" in given["mesh"]:
+            continue
+        for mine in ranks:
+            assert mine[number][2]["tp"] == 2 * sent_over_tp(expected.lowered.program), given
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refused(match: str, **given: Any) -> None:
+    model = gpt(layers=1)
+    options = {"loss": model.loss, "optimizer": optim.adamw(1e-2), "mesh": {"tp": 2}, "shard": model.rules, **given}
+    with pytest.raises(fzero.SpecError, match=match):
+        fzero.lower(
+            fzero.Spec(**options), model.params, model.batch(0, 0), world_size=world_of(options["mesh"] or {"dp": 1})
+        )
+
+
+def test_a_dim_that_the_axis_does_not_divide() -> None:
+    text = r"params/wte of shape \(64, 32\) as P\('tp', None\).*64 is no multiple of 3; the next that is: 66"
+    refused(text, mesh={"tp": 3}, shard={"wte": P("tp", None)})
+
+
+def test_a_rule_that_matches_nothing() -> None:
+    refused(r"the rule 'blocks/\*/upp/w' matches no leaf.*blocks", shard={"blocks/*/upp/w": P("tp", None)})
+
+
+def test_dims_that_make_no_sense() -> None:
+    refused(r"shard.*P\('dp', None\).*the axis 'tp' alone", shard={"wte": P("dp", None)})
+    refused(r"P\('tp', None, None\) names 3 dims; params/wte has shape", shard={"wte": P("tp", None, None)})
+    with pytest.raises(fzero.SpecError, match="axis 'tp' cuts two dims"):
+        P("tp", "tp")
+    with pytest.raises(fzero.SpecError, match="one dim over several axes"):
+        P(("dp", "tp"), None)
+
+
+def test_an_axis_and_rules_belong_together() -> None:
+    refused(r"mesh=.*shard= with 'tp'", shard=None)
+    refused(r"shard=.*an axis 'tp' in mesh", mesh={"dp": 2})
+
+
+def test_an_optimizer_that_needs_all_of_a_leaf() -> None:
+    muon = optim.muon(1e-2, others=optim.adamw(1e-2))
+    refused(r"params/.*is stepped as a whole matrix.*P\(\)", optimizer=muon)
+    refused(r"params/.*has moments in blocks of 64 elements.*P\(\)", optimizer=optim.adamw8bit(1e-2))
