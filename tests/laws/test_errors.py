@@ -140,7 +140,7 @@ def test_an_unknown_mesh_axis_is_refused_with_a_suggestion() -> None:
         "['pp', 'dp_out', 'dp', 'tp']",
         "Did you mean 'dp'?",
     )
-    said(SpecError, lambda: spec(mesh={"tp": 2}), "mesh['tp']", "tensor parallelism is not built yet")
+    said(SpecError, lambda: spec(mesh={"tp": 2}), "mesh={'tp': 2}", "needed shard= with 'tp'")
     assert str(fzero.lower(spec(mesh={"dp": 2, "tp": 1}), params(), batch()).plan.mesh) == "dp=2 tp=1"
 
 

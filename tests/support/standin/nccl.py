@@ -119,6 +119,16 @@ class Nccl(dist.ProcessGroup):
 
         return self._run("reduce_scatter", input, output, run)
 
+    def alltoall_base(self, output: Any, input: Any, to_sizes: Any, from_sizes: Any, opts: Any = None) -> Work:
+        if input.numel() != output.numel() or input.numel() % self.size() or to_sizes or from_sizes:
+            raise ValueError("all_to_all_single without split sizes takes equal parts")
+        to, mine = tensors._inner(output), tensors._inner(input)
+
+        def run() -> None:
+            to.view(-1).copy_(self._all(mine).view(self.size(), self.size(), -1)[:, self.rank()].reshape(-1))
+
+        return self._run("all_to_all", input, output, run)
+
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base  # their names in 2.13.0
 
     def send(self, given: Any, peer: int, tag: int) -> Work:

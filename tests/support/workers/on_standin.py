@@ -410,6 +410,35 @@ def a_pipeline() -> None:
         assert {call.split()[1] for call in nccl.CALLS if call.startswith(("send", "recv"))} == {f"{RANK}-{1 - RANK}"}
 
 
+def parted_loss(params: Any, b: Any) -> Any:
+    x = torch.tanh(fzero.constrain(b["x"] @ params["up"], fzero.P("tp")))  # rows to ranks, where columns were
+    return (x @ params["down"] - b["x"]).square().mean()
+
+
+@scenario(2)
+def layers_in_parts() -> None:
+    """Matrices over two ranks, and every kind of transfer of a value: the bits of the interpreter."""
+    keys = fzero.random.split(fzero.random.key(0), 2)
+    params = {"up": fzero.random.normal(keys[0], (8, 16)) * 0.3, "down": fzero.random.normal(keys[1], (16, 8)) * 0.3}
+    shard = {"up": fzero.P(None, "tp"), "down": fzero.P("tp", None)}
+    given = {"loss": parted_loss, "optimizer": optim.sgd(0.1), "clip_norm": 1.0, "device": HERE}
+    state = fzero.init(params, fzero.Spec(mesh={"tp": 2}, shard=shard, timeout=30.0, **given))
+    session = session_of(state)
+    leaves = fzero.tree.flatten(fzero.unshard(state.tree))[1]
+    own = [storage.shards(session.plan, leaves, rank) for rank in range(WORLD)]
+    for step in range(3):
+        batch = fzero.tree.map(lambda x: x.to(HERE), data(step))
+        lowered = session.compiled(batch)
+        assert "all_to_all" in {op.kind for op in lowered.program.ops}
+        interpreted(lowered, own, batch)
+        state = fzero.step(state, batch)
+    for name, value in session.memory.items():
+        if STANDIN:
+            assert torch.equal(value, own[RANK][name]), name
+        else:
+            torch.testing.assert_close(value, own[RANK][name])
+
+
 def interpreted(lowered: Any, own: list[dict[str, torch.Tensor]], batch: Any) -> None:
     """A step of all roles in this process, on the states of `own`."""
     inputs = [name for name, b in lowered.programs[0].buffers.items() if b.kind == "batch"]
@@ -417,7 +446,8 @@ def interpreted(lowered: Any, own: list[dict[str, torch.Tensor]], batch: Any) ->
     constants = [name for name, b in lowered.programs[0].buffers.items() if b.kind == "constant"]
     more |= dict(zip(constants, lowered.graph.constants.values(), strict=True))
     with torch.no_grad():
-        interpret(lowered.programs, [{**memory, **more} for memory in own])
+        programs = {rank: lowered.on(rank) for rank in range(WORLD)}
+        interpret(programs, [{**memory, **more} for memory in own])
 
 
 if __name__ == "__main__":
