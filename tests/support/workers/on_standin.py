@@ -188,6 +188,9 @@ def random_numbers() -> None:
     for dtype in (F32, torch.float64, BF16):
         numbers = fzero.random.uniform(there, (300,), dtype=dtype, low=2.0, high=4.0).cpu()
         assert 2 <= numbers.min() < 2.2 < 3.8 < numbers.max() < 4
+    whole = _ops.uniform(there, [4, 6], F32, 0.0, 1.0)
+    part = _ops.uniform_part(there, [4, 6], F32, 0.0, 1.0, torch.ones((), dtype=torch.int64, device=HERE), 2, 1)
+    assert torch.equal(part, whole[:, 3:])
     assert abs(fzero.random.normal(there, (2000,)).mean().item()) < 0.1
     assert fzero.random.normal(there, (0,)).shape == (0,)
     assert _ops.split(there.new_empty(0, 2), 2).shape == (0, 2, 2)
