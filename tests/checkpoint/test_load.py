@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import same_bits, start
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading import OPTIMIZERS, STAGES, WORLDS, Quick, flat, noise, read, same, write
 from torch import Tensor
@@ -81,8 +81,7 @@ layouts = st.tuples(st.sampled_from(WORLDS), st.sampled_from(STAGES))
     layouts,
     layouts,
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_layout_loads_any_other_bit_for_bit(
+def _any_layout_loads_any_other_bit_for_bit(
     tmp_path_factory: pytest.TempPathFactory,
     shapes: list[tuple[int, ...]],
     width: int,
@@ -94,6 +93,10 @@ def test_any_layout_loads_any_other_bit_for_bit(
 ) -> None:
     options = {"optimizer": OPTIMIZERS[optimizer], "trainable": trainable, "bucket_bytes": bucket_bytes}
     check(params_of(shapes, width), options, one, two, tmp_path_factory.mktemp("run"))
+
+
+def test_any_layout_loads_any_other_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, whole: bool) -> None:
+    settings(max_examples=60 if whole else 16, deadline=None)(_any_layout_loads_any_other_bit_for_bit)(tmp_path_factory)
 
 
 @pytest.mark.acceptance
@@ -143,8 +146,7 @@ def planned(
     st.sampled_from([1 << 10, 32 << 20]),
     st.sampled_from([64, 1000, 4 << 20]),
 )
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_mesh_loads_any_other_bit_for_bit(
+def _any_mesh_loads_any_other_bit_for_bit(
     tmp_path_factory: pytest.TempPathFactory,
     cut: dict[str, tuple[tuple[int, ...], fzero.P]],
     turned: bool,
@@ -187,6 +189,10 @@ def test_any_mesh_loads_any_other_bit_for_bit(
     manifest = source.manifest
     written = sum((piece.stop - piece.start) * leaf.dtype.itemsize for leaf in manifest.leaves for piece in leaf.pieces)
     assert written == sum(leaf.nbytes for leaf in leaves)
+
+
+def test_any_mesh_loads_any_other_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, whole: bool) -> None:
+    settings(max_examples=80 if whole else 16, deadline=None)(_any_mesh_loads_any_other_bit_for_bit)(tmp_path_factory)
 
 
 DTYPES = (

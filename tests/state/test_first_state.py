@@ -40,6 +40,7 @@ def params() -> dict[str, Tensor]:
     return {name: noise(torch.zeros(shape), i) for i, (name, shape) in enumerate(shapes.items())}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 4}, {"dp": 3, "tp": 2}, {"tp": 2, "dp": 2}])
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("chunk", [64, 4 << 20])

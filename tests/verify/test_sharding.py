@@ -96,7 +96,7 @@ def verdict(whole: Any, made: Sharded) -> str:
 
 
 @pytest.mark.parametrize(("name", "n"), SIZES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_what_is_wrong_is_refused(name: str, n: int, whole: bool) -> None:
     gm, made, meaning = subject(name, n)
     assert verdict(gm, made) == "", "an unbroken graph is refused"
