@@ -82,9 +82,9 @@ class LocalGraph:
         value, how = transfer.meta["val"], str(transfer.args[3])
         nbytes = wire_bytes(Partial(how), Replicated(), value, self.n)
         phase, line = str(node.meta.get("phase") or "forward"), str(node.meta.get("source", ""))
-        self.moves.append(
-            Move("all_reduce", node.name, Partial(how), Replicated(), nbytes, phase, node.name, line, False)
-        )
+        sums = Partial(how), Replicated()
+        move = Move("all_reduce", node.name, *sums, nbytes, phase, node.name, line, False, value.dtype)
+        self.moves.append(move)
         self.why = self.moves[-1].why
 
     def addend(self, mine: fx.Node, x: fx.Node) -> fx.Node:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fzero.errors import SpecError
+from fzero.ir.records import DTYPE_NAMES
 from fzero.shard.placements import Partial, Placement, Replicated, Shard
 
 aten = torch.ops.aten
@@ -18,7 +19,8 @@ VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A transfer, or a part taken. nbytes: what one rank sends. value, reader: names of global nodes."""
+    """A transfer, or a part taken. nbytes: what one rank sends. dtype: in which it travels, and is summed. value,
+    reader: names of global nodes."""
 
     kind: str
     value: str
@@ -29,6 +31,7 @@ class Move:
     reader: str
     line: str
     is_leaf: bool
+    dtype: torch.dtype
 
     @property
     def why(self) -> str:
@@ -36,7 +39,7 @@ class Move:
         return f"{self.phase} {self.value} {self.source} -> {self.target} for {self.reader} {self.line}".rstrip()
 
     def __str__(self) -> str:
-        return f"{self.kind:14} {self.nbytes:12,.0f} bytes  {self.why}"
+        return f"{self.kind:14} {DTYPE_NAMES[self.dtype]:5} {self.nbytes:12,.0f} bytes  {self.why}"
 
 
 def kind_of(source: Placement, want: Placement) -> str:

@@ -349,6 +349,7 @@ class _Walk:
         move = Move(
             kind_of(source, want), x.name, source, want, wire_bytes(source, want, x.meta["val"], self.n),
             str(about.meta.get("phase") or "forward"), reader, str(about.meta.get("source", "")), x in self.leaves,
+            x.meta["val"].dtype,
         )  # fmt: skip
         if node is not None and isinstance(source, Shard):
             check_heads(x, source, node, move, self.n)

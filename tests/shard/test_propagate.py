@@ -148,7 +148,7 @@ def test_what_the_transfers_are() -> None:
     assert len(held) == len([move for move in made.moves if move.nbytes])
     assert Counter(move.phase for move in made.moves if move.nbytes) == {"forward": 7, "backward": 7}
     assert all("test_propagate.py" in str(move) for move in made.moves if move.phase == "forward")
-    assert str(made.moves[0]).startswith("all_reduce           32,768 bytes  forward embedding P -> R for add ")
+    assert str(made.moves[0]).startswith("all_reduce     f32         32,768 bytes  forward embedding P -> R for add ")
 
 
 ARCHITECTURES: dict[str, tuple[dict[str, Any], Mapping[str, Placement], int]] = {  # options, rules, transfers
