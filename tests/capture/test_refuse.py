@@ -41,6 +41,7 @@ RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", RANDOM)
 def test_ambient_randomness_is_refused(name: str) -> None:
     def loss(p: Any, b: Tensor) -> Tensor:

@@ -200,6 +200,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", DATA_DEPENDENT)
 def test_what_depends_on_a_value_is_refused(name: str) -> None:
     fn = DATA_DEPENDENT[name]

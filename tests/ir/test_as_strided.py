@@ -243,7 +243,7 @@ def eager(loss: Callable[[Params, Tensor], Tensor], batch: Tensor) -> tuple[Tens
 
 
 @pytest.mark.parametrize("loss", CASES, ids=lambda f: f.__name__)
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(8)
 def test_like_eager(loss: Callable[[Params, Tensor], Tensor]) -> None:
     expected = eager(loss, _batch())
     state = fzero.init({"w": _w()}, fzero.Spec(step=step_of(loss), zero=3))
@@ -253,6 +253,7 @@ def test_like_eager(loss: Callable[[Params, Tensor], Tensor]) -> None:
         torch.testing.assert_close(state.metrics["gradient"], expected[1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", [with_offset, written_through, pooled, short_time_fourier], ids=lambda f: f.__name__)
 def test_on_two_ranks(loss: Callable[[Params, Tensor], Tensor]) -> None:
     each = [eager(loss, _batch(rank)) for rank in range(2)]

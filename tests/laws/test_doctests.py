@@ -40,7 +40,7 @@ def test_examples_run(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.stem)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(5)
 def test_documents_run(path: Path) -> None:
     failed, _ = doctest.testfile(str(path), module_relative=False, optionflags=HOW, encoding="utf-8")
     assert failed == 0

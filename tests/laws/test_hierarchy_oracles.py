@@ -135,7 +135,7 @@ STATES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("given", STATES)
 @pytest.mark.parametrize("mesh", [BOTH, {"dp_out": 3, "dp": 2}, {"dp_out": 2, "dp": 3}], ids=str)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_odd_sizes_have_the_bits_of_zero_3(given: str, mesh: dict[str, int]) -> None:
     world = mesh["dp_out"] * mesh["dp"]
 

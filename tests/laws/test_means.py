@@ -127,6 +127,7 @@ def test_it_is_the_gradient_that_torch_computes() -> None:
     assert losses[0] == pytest.approx(value.item(), rel=1e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("world", "num"), [(1, 1), (2, 2)])
 def test_a_batch_without_terms_has_loss_zero_and_no_gradient(world: int, num: int, precision: str) -> None:

@@ -27,7 +27,7 @@ def cases(opdb: Any, name: str, most: dict[str, int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("which", [*range(DRAWN), *KNOWN])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 def test_an_op_is_right_or_refused(which: str | int, opdb: Any) -> None:
     drawn = sorted(random.Random(11).sample(sorted(opdb.OPS), DRAWN))
     name = which if isinstance(which, str) else drawn[which]

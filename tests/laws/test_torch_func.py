@@ -192,6 +192,7 @@ def clipped_one_by_one(p: Any, b: Any) -> Any:
     return total
 
 
+@pytest.mark.sampled(1)
 @runs
 @pytest.mark.parametrize("form", [clipped_in_the_step, clipped_in_the_loss], ids=lambda form: form.__name__)
 def test_private_gradients(form: Callable[[Any, Any], Any], dtype: torch.dtype, world: int) -> None:

@@ -104,6 +104,7 @@ def around(folder: str, zero: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_state_over_tp(zero: int, tmp_path: Path) -> None:
     ranks = values(gloo(4, around, str(tmp_path), zero))

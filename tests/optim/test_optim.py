@@ -333,6 +333,7 @@ def targets(gm: torch.fx.GraphModule) -> list[str]:
     return [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_trace_serves_every_step(name: str) -> None:
     tx = OPTIMIZERS[name].tx
@@ -380,7 +381,7 @@ MESHED = [name for name in OPTIMIZERS if not name.endswith(("_fused", "_schedule
     [(3, (3,)), pytest.param(3, (1, 2), marks=ACCEPTANCE), pytest.param(2, (1, 2, 3), marks=ACCEPTANCE)],
 )
 @pytest.mark.parametrize("name", MESHED)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_every_stage_gives_the_same_bits(name: str, world: int, stages: tuple[int, ...]) -> None:
     case = OPTIMIZERS[name]
     dtype = torch.bfloat16 if case.wide else torch.float32
@@ -403,7 +404,7 @@ ONE_RULE = [
 
 
 @pytest.mark.parametrize("name", ONE_RULE)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 def test_all_leaves_of_a_bucket_are_one_operation(name: str) -> None:
     """A scalar made for each leaf would make an operation for each."""
     lowered = fzero.lower(

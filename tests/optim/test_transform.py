@@ -191,6 +191,7 @@ def spoilt(rank: int, step: int) -> torch.Tensor:
     return batch(rank, step) * (float("inf") if (rank, step) == (1, 1) else 1.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_bad_gradient_on_one_rank_changes_nothing_but_the_count(zero: int) -> None:
     tx = optim.apply_if_finite(optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2)))
@@ -203,6 +204,7 @@ def test_a_bad_gradient_on_one_rank_changes_nothing_but_the_count(zero: int) -> 
     assert len(differing(states[2], states[1])) == len(states[0]) - 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_finite_step_has_the_bits_of_the_step_without_the_wrapper(dtype: torch.dtype) -> None:
     tx = optim.adamw(1e-2, moments="float32")

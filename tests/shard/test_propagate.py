@@ -127,7 +127,7 @@ def megatron(n: int, rows: int = ROWS * SEQUENCE) -> float:
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_megatrons_transfers_arise(name: str, n: int) -> None:
     """Fourteen for two layers, to the byte, none of it written into the model; loss and gradients are the whole's."""
     make, rules = CASES[name]
@@ -161,7 +161,7 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], Mapping[str, Placement], int]] = 
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_models_that_nobody_here_wrote(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     options, rules, transfers = ARCHITECTURES[name]

@@ -50,6 +50,7 @@ SCALARS = {aten.min.default, aten.all.default, aten.prod.default}  # of all elem
 # --- brute force ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(70)
 @pytest.mark.parametrize("op", CASES, ids=str)
 def test_every_strategy_computes_the_op(op: Any) -> None:
     """Parts, the local call, joined: the op on the whole. Ranks of a `Partial` hold random addends."""
@@ -272,6 +273,7 @@ NOT_OFFERED = {  # what DTensor accepts; brute force refuses it, but for `any`
 }
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("op", USUAL, ids=str)
 def test_what_dtensor_accepts_is_offered(op: Any) -> None:
     missing = [
