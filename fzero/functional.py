@@ -25,7 +25,7 @@ from fzero.errors import CaptureError, SpecError, leaf_name
 from fzero.ir.mesh import parts_of
 from fzero.precision import Precision, policy
 from fzero.random.keys import is_key
-from fzero.shard.ops import CONSTRAIN
+from fzero.shard.ops import constrained
 from fzero.shard.partition import AXIS, P
 from fzero.shard.placements import Shard
 
@@ -216,8 +216,7 @@ def constrain(x: torch.Tensor, dims: P) -> torch.Tensor:
         return x
     placement = dims.place()
     dim, groups = (placement.dim, placement.groups) if isinstance(placement, Shard) else (-1, 1)
-    result: torch.Tensor = CONSTRAIN(x, AXIS, dim, groups)
-    return result
+    return constrained(x, AXIS, dim, groups)
 
 
 def _checked_axis(name: str, axis: str | None, tracing: Tracing | None) -> str:

@@ -68,12 +68,17 @@ def trace(
 
 
 def _without_failed(gm: fx.GraphModule) -> None:
-    """Drops the nodes of ops that raised, where the user's code went on. Such a node has no value and no users."""
+    """Drops the nodes of ops that raised, where the user's code went on. Such a node has no value and no users. An op
+    that returns nothing has the value None."""
     for node in reversed(list(gm.graph.nodes)):
-        returns = getattr(getattr(node.target, "_schema", None), "returns", ())
-        if node.op == "call_function" and returns and not node.users and "val" not in node.meta:
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or node.users or schema is None or "val" in node.meta:
+            continue
+        if schema.returns:
             gm.graph.erase_node(node)
             gm.recompile()
+        else:
+            node.meta["val"] = None
 
 
 def lifted(gm: fx.GraphModule, graph_inputs: int) -> list[torch.Tensor]:

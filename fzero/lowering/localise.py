@@ -7,7 +7,9 @@ region, whose transfers become ops of its graph, and in the outer graph, whose t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 
@@ -21,7 +23,7 @@ from fzero.shard import ops
 from fzero.shard.moves import Move
 from fzero.shard.partition import AXIS
 from fzero.shard.placements import Placement, Replicated, Shard
-from fzero.shard.propagate import Inner, Sharded, propagate
+from fzero.shard.propagate import OUTPUT, Inner, Sharded, propagate
 from fzero.shard.split_bias import split_bias
 from fzero.verify.sharding import check_sharding
 
@@ -93,7 +95,7 @@ def localise(graph: Graph, plan: Plan, sequence: bool = False) -> tuple[Graph, S
         return Inner(made.outputs, values, _reads_rank(made))
 
     outer = propagate(whole.gm, given, wanted, n, AXIS, [x in leaf_nodes for x in holders], within)
-    _check_moves(outer, plan, holders)
+    _check_moves(outer, plan, holders, results)
     _small_sums(outer)
 
     def inner(node: fx.Node) -> tuple[tuple[Placement, ...], tuple[Placement, ...], bool]:
@@ -166,10 +168,19 @@ def _local_region(region: Region, made: Sharded) -> Region:
     return replace(region, gm=made.gm, values=values, sliced=(*region.sliced, *([False] * reads_rank)))
 
 
-def _check_moves(outer: Sharded, plan: Plan, holders: list[fx.Node]) -> None:
+def _check_moves(outer: Sharded, plan: Plan, holders: list[fx.Node], results: Sequence[Any]) -> None:
     """Raises SpecError for a transfer of the update that is no sum of a small value."""
     name_of = {node.name: leaf.path for node, leaf in zip(holders, plan.leaves, strict=False)}
+    end_of = {str(node): leaf for node, leaf in zip(results, plan.leaves, strict=False)}
     for move in outer.moves:
+        leaf = end_of.get(move.value)
+        if move.nbytes and move.reader == OUTPUT and leaf is not None and isinstance(move.source, Shard):
+            dims = ", ".join([*["None"] * move.source.dim, f"{AXIS!r}"])
+            raise SpecError(
+                f"the new value of {leaf.path} {list(leaf.shape)} lies in parts along dim {move.source.dim}, as leaves "
+                f"that it is computed from, but every rank of {AXIS!r} is to hold all of it. Cut it as well: "
+                f"shard={{{leaf.path!r}: P({dims})}}; or keep those leaves whole: P() before the rule that matches them"
+            )
         if move.nbytes and (move.kind != "all_reduce" or move.nbytes > SMALL_BYTES):
             what = name_of.get(move.value, move.value)
             raise SpecError(

@@ -245,9 +245,35 @@ def _placements(
             _check_whole(leaf_class, paths, leaves, rule)
     for rule in rules:
         if rule not in used and rule != "**":
-            known = {"/".join(c.key) for c in classes}
-            raise SpecError(f"Spec(shard=...): the rule {rule!r} matches no leaf.{tree.suggest(rule, known)}")
+            _check_unused(rule, rules, classes, paths, leaves)
     return found
+
+
+def _check_unused(
+    rule: str, rules: Mapping[str, P], classes: Sequence[Class], paths: Sequence[str], leaves: Sequence[torch.Tensor]
+) -> None:
+    """Raises SpecError for a rule that placed no leaf, with the reason. `P()` for a leaf that is never cut is right."""
+    names = [["/".join(c.key), *(paths[i] for _, i in c.members)] for c in classes]
+    for leaf_class, own in zip(classes, names, strict=True):
+        if any(tree.matches(rule, name) for name in own):
+            first = next(r for r in rules if any(tree.matches(r, name) for name in own))
+            raise SpecError(
+                f"Spec(shard=...): the rule {rule!r} places no leaf: {first!r} comes before it and places "
+                f"{_path_of(leaf_class, paths)}, and what mirrors it lies alike. Put {rule!r} first, or leave it out"
+            )
+    cut = {i for leaf_class in classes for _, i in leaf_class.members}
+    for i, path in enumerate(paths):
+        below = path.partition("/")[2]
+        if i not in cut and (tree.matches(rule, path) or below and tree.matches(rule, below)):
+            if not rules[rule].axes:
+                return
+            raise SpecError(
+                f"Spec(shard=...): the rule {rule!r} is to cut {path}, of shape {tuple(leaves[i].shape)} and "
+                f"{leaves[i].dtype}. Leaves of no dim, without elements, per rank or of integers are held whole by every "
+                "rank: leave the rule out"
+            )
+    known = {"/".join(c.key) for c in classes}
+    raise SpecError(f"Spec(shard=...): the rule {rule!r} matches no leaf.{tree.suggest(rule, known)}")
 
 
 def _path_of(leaf_class: Class, paths: Sequence[str]) -> str:

@@ -73,19 +73,34 @@ def _constrain(x: Tensor, axis: str, dim: int, groups: int) -> Tensor:
     return x.clone()
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.place = inputs[1:]
+class _Constrained(torch.autograd.Function):
+    """`constrain`, of which torch's transforms (`grad`, `jvp`, `vmap`) ask more than an op can be given."""
+
+    @staticmethod
+    def forward(x: Tensor, axis: str, dim: int, groups: int) -> Tensor:
+        result: Tensor = CONSTRAIN(x, axis, dim, groups)
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.place = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return constrained(grad, *ctx.place), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
+        return constrained(tangent, *ctx.place)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], x: Tensor, axis: str, dim: int, groups: int
+    ) -> tuple[Tensor, int]:
+        return constrained(x.movedim(in_dims[0], 0), axis, dim + 1 if dim >= 0 else dim, groups), 0
 
 
-def _constrain_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    return CONSTRAIN(grad, *ctx.place), None, None, None
-
-
-def _constrain_vmap(
-    info: Any, in_dims: tuple[Any, ...], x: Tensor, axis: str, dim: int, groups: int
-) -> tuple[Tensor, int]:
-    return CONSTRAIN(x.movedim(in_dims[0], 0), axis, dim + 1 if dim >= 0 else dim, groups), 0
-
-
-torch.library.register_autograd("fzero::constrain", _constrain_backward, setup_context=_keep, lib=_LIBRARY)
-torch.library.register_vmap("fzero::constrain", _constrain_vmap, lib=_LIBRARY)
+def constrained(x: Tensor, axis: str, dim: int, groups: int) -> Tensor:
+    """`x`, which is to lie along the axis as dim and groups say; so are its gradient and its tangent."""
+    result: Tensor = _Constrained.apply(x, axis, dim, groups)
+    return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fzero.errors import SpecError
 from fzero.shard.placements import Replicated, Shard, local_shape
@@ -60,6 +61,10 @@ class P(tuple[object, ...]):
             if names.count(name) > 1:
                 raise SpecError(f"{made}: axis {name!r} cuts two dims. Keep one of them")
         return made
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """What `__new__` takes: so that a copy and a pickle are made of the dims, one by one."""
+        return tuple(self)
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -40,6 +40,7 @@ from fzero.shard.rules.whole import UNIFORM
 aten = torch.ops.aten
 R = Replicated()
 SMALL_BYTES = 1 << 20  # operands of an unknown op that may be replicated
+OUTPUT = "the output"  # the reader of a value that a graph returns
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def propagate(
         elif node.op == "call_function":
             walk.call(node)
     results = [
-        walk.at(x, want, "the output") if isinstance(x, fx.Node) else x
+        walk.at(x, want, OUTPUT) if isinstance(x, fx.Node) else x
         for x, want in zip(fx_nodes.outputs(gm.graph), wanted, strict=True)
     ]
     local.graph.output(results)
@@ -255,7 +256,7 @@ class _Walk:
         while base not in self.names and base.op == "call_function":
             base = fx_nodes.operand(base)
         raise SpecError(
-            f"shard: {self.names.get(base, base.name)} lies as {next(iter(self.have[x]))}, and {node.target} "
+            f"shard: {self.names.get(base, base.name)} lies as {next(iter(self.have[base]))}, and {node.target} "
             f"{node.meta.get('source', '')} needs all of it: {x.meta['val'].nbytes:,} bytes would travel in each "
             "microbatch. Cut another dim of it, or keep it whole: P() before the rule that matches it"
         )

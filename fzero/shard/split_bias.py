@@ -1,8 +1,8 @@
-"""split_bias: a bias is added after the sum of its product over ranks, once."""
+"""split_bias: a bias is added after the sum of its product, or convolution, over ranks, once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -19,6 +19,8 @@ def split_bias(gm: fx.GraphModule, placed: Sequence[Placement]) -> None:
     `+ bias`: the bias is added once, after the sum over ranks. In place."""
     place = dict(zip(fx_nodes.placeholders(gm.graph), placed, strict=True))
     for node in list(gm.graph.nodes):
+        if node.target is aten.convolution.default:
+            _of_convolution(gm.graph, node, place)
         if node.target is not aten.addmm.default or node.kwargs:
             continue
         bias, x, w = node.args
@@ -46,3 +48,24 @@ def split_bias(gm: fx.GraphModule, placed: Sequence[Placement]) -> None:
         if view is not None:
             gm.graph.erase_node(node)
     gm.recompile()
+
+
+def _of_convolution(graph: fx.Graph, node: fx.Node, place: Mapping[fx.Node, Placement]) -> None:
+    """The same for a convolution whose operand's channels, which are summed over, lie in parts. In place."""
+    x, w, bias, *rest = node.args
+    leaf = w
+    while isinstance(leaf, fx.Node) and leaf.target is aten._to_copy.default:
+        leaf = fx_nodes.operand(leaf)
+    where, transposed = place.get(leaf), rest[3]  # type: ignore[arg-type]
+    if not isinstance(bias, fx.Node) or not isinstance(where, Shard) or where.dim != int(not transposed):
+        return
+    channels = [bias.meta["val"].shape[0], *[1] * (node.meta["val"].ndim - 2)]
+    with graph.inserting_before(node):
+        summed = graph.call_function(aten.convolution.default, (x, w, None, *rest))
+        seen = graph.call_function(aten.view.default, (bias, channels))
+        total = graph.call_function(aten.add.Tensor, (summed, seen))
+    for made in (summed, seen, total):
+        made.meta = dict(node.meta)
+    seen.meta["val"] = bias.meta["val"].view(channels)
+    node.replace_all_uses_with(total)
+    graph.erase_node(node)

@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from fzero.errors import VerifyError
-from fzero.ir import fx_nodes
+from fzero.ir import fx_nodes, fx_values
 from fzero.shard import ops
 from fzero.shard.claims import Claim, claim_of, constraint
 from fzero.shard.factors import Call
@@ -292,9 +292,10 @@ class _Typing:
     def _sized(self, node: fx.Node) -> None:
         """A node that no rule speaks of has the shape that its arguments give: ways of elements go by it."""
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
-        value, held = node.target(*args, **kwargs), node.meta["val"]  # type: ignore[operator]
-        if value.shape != held.shape or value.dtype is not held.dtype:
-            self._refuse(node, f"has shape {list(held.shape)}; by its arguments it has {list(value.shape)}")
+        values = fx_values.tensors(node.target(*args, **kwargs))  # type: ignore[operator]
+        for value, held in zip(values, fx_values.tensors(node.meta["val"]), strict=True):
+            if value.shape != held.shape or value.dtype is not held.dtype:
+                self._refuse(node, f"has shape {list(held.shape)}; by its arguments it has {list(value.shape)}")
 
     def _shown(self, node: Any) -> str:
         found = self._type(node) if isinstance(node, fx.Node) else None
