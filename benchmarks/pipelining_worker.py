@@ -8,7 +8,7 @@ import importlib
 import json
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -235,9 +235,8 @@ class Running:
     seconds: by round. Only `run` writes.
     """
 
-    def __init__(self, name: str, size_name: str) -> None:
-        self.step = CONTENDERS[name].make(size_name)
-        self.data = batches(SIZES[size_name], 0)  # the same on all ranks of a pipeline
+    def __init__(self, step: Step, data: Iterator[Batch]) -> None:
+        self.step, self.data = step, data
         self.seconds: list[list[float]] = []
         self.losses: list[float | None] = []
 
@@ -251,9 +250,14 @@ class Running:
         return torch.zeros(())
 
 
-def in_rounds(names: Sequence[str], size_name: str, warmup: int, steps: int, rounds: int) -> dict[str, Any]:
+def running(name: str, size_name: str) -> Running:
+    """A contender, with the batches that all ranks of a pipeline are given."""
+    return Running(CONTENDERS[name].make(size_name), batches(SIZES[size_name], 0))
+
+
+def in_rounds(running: Mapping[str, Running], warmup: int, steps: int, rounds: int) -> dict[str, Any]:
     """The record of each contender. In each round every contender runs in turn; the order rotates."""
-    running = {name: Running(name, size_name) for name in names}
+    names = list(running)
     for one in running.values():
         one.run(warmup)
     for number in range(rounds):
@@ -266,20 +270,20 @@ def in_rounds(names: Sequence[str], size_name: str, warmup: int, steps: int, rou
     }
 
 
-def in_memory(name: str, size_name: str, warmup: int, steps: int) -> dict[str, Any]:
+def in_memory(imports: Sequence[str], make: Callable[[], Running], warmup: int, steps: int) -> dict[str, Any]:
     """The record of one contender: its peaks of proportional memory, above that after imports."""
-    for module in CONTENDERS[name].imports:
+    for module in imports:
         importlib.import_module(module)
     dist.barrier()
     gc.collect()
     at_import, peak = pss_bytes(), Peak()
-    one = Running(name, size_name)
+    one = make()
     one.run(warmup)
     start = peak.restart()
     one.run(steps)
     in_steps = peak.restart()
     found = {"pss_import_bytes": at_import, "pss_peak_steps_bytes": in_steps - at_import}
-    return {name: {**found, "pss_peak_bytes": max(start, in_steps) - at_import, "losses": one.losses}}
+    return {**found, "pss_peak_bytes": max(start, in_steps) - at_import, "losses": one.losses}
 
 
 def main() -> None:
@@ -294,9 +298,12 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if args.rounds:
-        record = in_rounds(args.contenders, args.size, args.warmup, args.steps, args.rounds)
+        made = {name: running(name, args.size) for name in args.contenders}
+        record = in_rounds(made, args.warmup, args.steps, args.rounds)
     else:
-        record = in_memory(args.contenders[0], args.size, args.warmup, args.steps)
+        name = args.contenders[0]
+        imports = CONTENDERS[name].imports
+        record = {name: in_memory(imports, lambda: running(name, args.size), args.warmup, args.steps)}
     (args.out / f"rank{dist.get_rank()}.json").write_text(json.dumps(record))
     dist.barrier()
     dist.destroy_process_group()

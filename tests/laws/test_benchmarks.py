@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,13 +13,29 @@ import pytest
 import torch
 
 import fzero
-from benchmarks import chart, gpu, launch, link, lower_large, pipelining, run, summary, timelines, worker
+from benchmarks import (
+    chart,
+    gpu,
+    launch,
+    link,
+    lower_large,
+    pipelining,
+    run,
+    summary,
+    tensor,
+    tensor_models,
+    timelines,
+    worker,
+)
 from benchmarks.contenders import CONTENDERS, Setup
 from benchmarks.machine import ROOT
 from benchmarks.model import SIZES, Size, cross_entropy, empty_model, make_batch, make_model
 from benchmarks.pipelining_worker import SIZES as SIZES_OF_PIPELINES
 from benchmarks.pipelining_worker import Stage, late_receives
 from benchmarks.ratios import TABLE, ratios
+from benchmarks.tensor_worker import CONTENDERS as CONTENDERS_OF_TENSOR
+from benchmarks.tensor_worker import SIZES as SIZES_OF_TENSOR
+from benchmarks.tensor_worker import num_parameters, torch_plan
 from fzero.ir.records import Ref, make_op
 
 TINY = SIZES["tiny"]
@@ -347,3 +364,82 @@ def test_the_quick_benchmark_of_pipelines_runs(tmp_path: Path, monkeypatch: pyte
     (case,) = json.loads((tmp_path / "pipelining_quick.json").read_text())["cases"]
     assert case["gaps"].keys() == {"torch", "fzero_p2p", "fzero_auto"}
     assert max(case["gaps"].values()) <= pipelining.TOLERANCE
+
+
+# --- tensor parallelism beside DTensor and FSDP2 ----------------------------------------------------------------------
+
+
+def tensor_ranks(what: str, names: Sequence[str]) -> list[dict]:
+    """Records of four ranks: ours takes half of theirs."""
+    ranks = []
+    for rank in range(tensor.WORLD):
+        record: dict = {"others_cores": 0.0}
+        for name in names:
+            share = 1.0 if name.startswith("torch") else 0.5
+            losses = [2.0, 1.0] if share == 0.5 else [1.5 + (rank > 1), 0.5 + (rank > 1)]
+            record[name] = {
+                "rounds": {"step_s_rounds": [[share * (1 + rank), 9.0, 0.1]] * 2, "first_step_s": 1.0},
+                "memory": dict.fromkeys(tensor.MEMORY, 100 * share),
+                "start": {
+                    "made_s": 1.0, "first_step_s": 3.0, "step_s": [share, share], "sent_bytes": {"dp": 8, "tp": rank},
+                    "wire_bytes": 5.0,
+                },
+            }[what] | {"losses": losses}  # fmt: skip
+        ranks.append(record)
+    return ranks
+
+
+def test_tensor_parallel_contenders_are_timed_and_compared() -> None:
+    plan, out = tensor.parsed(["--case", "plain", "--size", "tiny"])
+    assert out == "tensor"
+    found = tensor.run_case("plain", plan, tensor_ranks, lambda _: None)
+    theirs = found["contenders"]["torch"]
+    assert theirs["step_s_rounds"] == [4.0, 4.0]  # of 4, 9 and 0.1
+    assert (theirs["total_s"], theirs["sent_bytes"]) == (5.0, {"dp": 8, "tp": 3})
+    assert found["gaps"]["fzero_p2p"] == 0.0  # of the mean over the ranks
+    row = next(row for row in found["ratios"] if row["ours"] == "fzero_auto")
+    assert (row["step_s"], row["pss_peak_bytes"], row["total_s"]) == (0.5, 0.5, 0.8)
+    assert all(row["reached"].values())
+    with pytest.raises(SystemExit, match=r"losses differ by more than 0\.0001"):
+        tensor.compared({"torch": [[2.0, 1.0]], "fzero_p2p": [[2.0, 1.001]]})
+    for wrong in (["--case", "no"], ["--rounds", "0"]):
+        with pytest.raises(SystemExit):
+            tensor.parsed(wrong)
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+def test_the_state_of_the_llama_is_a_gigabyte_and_torchs_plan_names_its_modules() -> None:
+    from benchmarks.tensor_worker import llama
+
+    size = SIZES_OF_TENSOR["llama"]
+    assert 16 * num_parameters(size) > 1e9
+    modules = {
+        name.replace("layers.0", "layers.*") for name, _ in llama(SIZES_OF_TENSOR["tiny"], "meta").named_modules()
+    }
+    for sequence in (False, True):
+        assert torch_plan(sequence).keys() <= modules
+    assert {name for names in tensor.CASES.values() for name in names} == CONTENDERS_OF_TENSOR.keys()
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+def test_an_architecture_over_two_ranks_is_judged() -> None:
+    assert tensor_models.judged("Llama", lambda: tensor_models.by_fzero("Llama")) == "runs"
+
+    def still() -> tensor_models.Result:
+        loss, _ = tensor_models.alone("Llama", tensor_models.build("Llama"))
+        return loss, dict(tensor_models.build("Llama").named_parameters())
+
+    assert tensor_models.judged("Llama", still).startswith("wrong gradients (by 1.0e+00")
+    assert tensor_models.judged("Llama", lambda: (0.0, {})).startswith("another loss")
+
+
+@pytest.mark.acceptance
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+def test_the_quick_benchmark_of_tensor_parallelism_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "RESULTS", tmp_path)
+    monkeypatch.setattr(pipelining, "RESULTS", tmp_path)
+    tensor.main(["--quick"])
+    plain, sequence = json.loads((tmp_path / "tensor_quick.json").read_text())["cases"]
+    for case in (plain, sequence):
+        assert case["contenders"].keys() == set(tensor.CASES[case["case"]])
+        assert max(case["gaps"].values()) <= tensor.TOLERANCE
