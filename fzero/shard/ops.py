@@ -86,17 +86,15 @@ class _Constrained(torch.autograd.Function):
         ctx.place = inputs[1:]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return constrained(grad, *ctx.place), None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
         return constrained(tangent, *ctx.place)
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], x: Tensor, axis: str, dim: int, groups: int
-    ) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, axis: str, dim: int, groups: int) -> tuple[Tensor, int]:
         return constrained(x.movedim(in_dims[0], 0), axis, dim + 1 if dim >= 0 else dim, groups), 0
 
 
