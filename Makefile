@@ -25,7 +25,7 @@ help:
 	@echo "make acceptance  the long checks, minutes each"
 	@echo "make bench       fzero and its peers side by side on the CPU (about half an hour; ARGS=--help)"
 	@echo "make bench-pipelining  pipelines beside torch.distributed.pipelining (about fifteen minutes; ARGS=--quick)"
-	@echo "make bench-tensor  tensor parallelism beside torch's DTensor and FSDP2 (about half an hour; ARGS=--quick)"
+	@echo "make bench-tensor  tensor parallelism beside torch's DTensor and FSDP2 (up to an hour; ARGS=--quick)"
 	@echo "make test-gpu    the tests that need a CUDA device"
 	@echo "make bench-gpu   the same on one CUDA device, and shares of larger worlds"
 

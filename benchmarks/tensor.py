@@ -3,7 +3,8 @@
 All train one Llama of transformers, as it is, on the mesh {"dp": 2, "tp": 2}: four ranks over gloo, one thread each.
 torch's side has torchtitan's plan. Every rank holds all contenders of a case and runs them in turn, a few steps each.
 Then each runs in processes of its own: once while a thread reads the proportional memory (Pss), once for the seconds
-of a first step and those after it. Losses that differ by more than TOLERANCE stop the run.
+of a first step and those after it. Losses that differ by more than TOLERANCE stop the run; they
+are then in tensor_CASE_differs.json.
 
     python -m benchmarks.tensor                              # weights in parts; and residuals along the tokens too
     python -m benchmarks.tensor --quick                      # whether this file works
@@ -80,7 +81,12 @@ def run_case(case: str, plan: Plan, run: Run, say: Callable[[str], None]) -> dic
     started = {name: run("start", [name]) for name in names}
     loads["after"] = os.getloadavg()[0]
     of = {name: {"rounds": timed, "memory": measured[name], "start": started[name]} for name in names}
-    gaps = compared({name: [losses(records, name) for records in of[name].values()] for name in names})
+    curves = {name: [losses(records, name) for records in of[name].values()] for name in names}
+    try:
+        gaps = compared(curves)
+    except SystemExit as error:
+        path = write(f"tensor_{case}_differs", {"case": case, "size": plan.size, "losses": curves, "records": of})
+        raise SystemExit(f"{error}\nall losses: {path}") from None
     found = {name: figures(name, of[name]) for name in names}
     return {
         "case": case,

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import cases
 import pytest
 import torch
+from rich.console import Console
 
 import fzero
 from benchmarks import (
@@ -400,6 +401,9 @@ def test_tensor_parallel_contenders_are_timed_and_compared() -> None:
     row = next(row for row in found["ratios"] if row["ours"] == "fzero_auto")
     assert (row["step_s"], row["pss_peak_bytes"], row["total_s"]) == (0.5, 0.5, 0.8)
     assert all(row["reached"].values())
+    console = Console(record=True, width=200)
+    tensor.show(console, found)
+    assert "fzero_auto: step_s 0.50 (reached)" in console.export_text()
     with pytest.raises(SystemExit, match=r"losses differ by more than 0\.0001"):
         tensor.compared({"torch": [[2.0, 1.0]], "fzero_p2p": [[2.0, 1.001]]})
     for wrong in (["--case", "no"], ["--rounds", "0"]):
