@@ -264,13 +264,13 @@ def _check_unused(
     cut = {i for leaf_class in classes for _, i in leaf_class.members}
     for i, path in enumerate(paths):
         below = path.partition("/")[2]
-        if i not in cut and (tree.matches(rule, path) or below and tree.matches(rule, below)):
+        if i not in cut and (tree.matches(rule, path) or (below and tree.matches(rule, below))):
             if not rules[rule].axes:
                 return
             raise SpecError(
                 f"Spec(shard=...): the rule {rule!r} is to cut {path}, of shape {tuple(leaves[i].shape)} and "
-                f"{leaves[i].dtype}. Leaves of no dim, without elements, per rank or of integers are held whole by every "
-                "rank: leave the rule out"
+                f"{leaves[i].dtype}. Leaves of no dim, without elements, per rank or of integers are held whole: leave "
+                "the rule out"
             )
     known = {"/".join(c.key) for c in classes}
     raise SpecError(f"Spec(shard=...): the rule {rule!r} matches no leaf.{tree.suggest(rule, known)}")

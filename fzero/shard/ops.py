@@ -94,9 +94,7 @@ class _Constrained(torch.autograd.Function):
         return constrained(tangent, *ctx.place)
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], x: Tensor, axis: str, dim: int, groups: int
-    ) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, axis: str, dim: int, groups: int) -> tuple[Tensor, int]:
         return constrained(x.movedim(in_dims[0], 0), axis, dim + 1 if dim >= 0 else dim, groups), 0
 
 
