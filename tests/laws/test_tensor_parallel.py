@@ -361,6 +361,19 @@ ODD: dict[str, tuple[Any, dict[str, Tensor], Tensor, dict[str, P]]] = {
 }  # fmt: skip
 
 
+def test_a_part_of_one_element_is_stored() -> None:
+    """In memory it has the stride of the whole: (1, 2) over two ranks."""
+    batch = drawn(6, 2)
+    spec = fzero.Spec(
+        loss=lambda p, x: (x * p["w"]).square().mean(), optimizer=optim.sgd(0.1), mesh={"dp": 2, "tp": 2}, zero=3,
+        shard={"w": P(None, "tp")},
+    )  # fmt: skip
+    for w in (torch.zeros(1, 2), torch.ones(1, 2)):
+        found = run(spec, {"w": w}, lambda rank, step: batch, world=4, steps=1)
+        gradient = batch.square().mean(0, keepdim=True) * w
+        torch.testing.assert_close(found.final["params/w"], w - 0.1 * gradient)
+
+
 @pytest.mark.parametrize("name", ODD)
 def test_an_odd_loss_has_the_gradients_of_one_rank(name: str) -> None:
     loss, params, batch, shard = ODD[name]
