@@ -269,8 +269,8 @@ def _check_unused(
                 return
             raise SpecError(
                 f"Spec(shard=...): the rule {rule!r} is to cut {path}, of shape {tuple(leaves[i].shape)} and "
-                f"{leaves[i].dtype}. Leaves of no dim, without elements, per rank or of integers are held whole by "
-                "every rank: leave the rule out"
+                f"{leaves[i].dtype}. Leaves of no dim, without elements, per rank or of integers are held whole: leave "
+                "the rule out"
             )
     known = {"/".join(c.key) for c in classes}
     raise SpecError(f"Spec(shard=...): the rule {rule!r} matches no leaf.{tree.suggest(rule, known)}")

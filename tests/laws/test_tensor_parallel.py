@@ -7,13 +7,16 @@ Ranks send what Megatron's do, to the byte, and a real world does what the inter
 
 from __future__ import annotations
 
+import copy
 import math
 import os
+import pickle
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import Run, differing, gloo, run, values
 from hf_models import CASES
 from torch import Tensor
@@ -306,6 +309,98 @@ def test_real_ranks_have_the_bits_of_the_interpreter(world: int) -> None:
             assert mine[number][2]["tp"] == 2 * sent_over_tp(expected.lowered.program), given
 
 
+# --- small losses that are odd ----------------------------------------------------------------------------------------
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def odd_conv(p: Any, x: Tensor) -> Tensor:
+    """Channels of the operand in parts, and a bias: it is added once, after the sum."""
+    return F.conv1d(F.conv1d(x, p["w"]).relu(), p["v"], p["b"]).square().mean()
+
+
+def odd_rows(p: Any, x: Tensor) -> Tensor:
+    """A mean over rows in parts: the number of rows that count is a sum over ranks."""
+    return F.cross_entropy((p["w"] * x) @ x.t(), torch.tensor([0, 1, 5, -100, 3, 3]))
+
+
+def odd_inverse(p: Any, x: Tensor) -> Tensor:
+    """The op of a check, which returns nothing, is in the graph."""
+    return (torch.linalg.inv(p["w"] @ p["w"].t() + torch.eye(4)) @ x).square().mean()
+
+
+def odd_einsum(p: Any, x: Tensor) -> Tensor:
+    """A rank holds one of two elements of the last dim: in memory its part has gaps."""
+    return torch.einsum("bi,iho->bh", x, p["w"]).sin().square().mean()
+
+
+def odd_constrained(p: Any, x: Tensor) -> Tensor:
+    """A value that is placed within gradients of examples, and one that is placed within a derivative along x."""
+
+    def one(y: Tensor) -> Tensor:
+        return fzero.constrain(fzero.constrain(y @ p["w"], P()).sin(), P("tp")).square().sum()
+
+    def rows(y: Tensor) -> Tensor:
+        return fzero.constrain(y @ p["w"], P(None, "tp")).sin()
+
+    along: Tensor = torch.func.jvp(rows, (x,), (x.sin(),))[1]
+    return torch.vmap(torch.func.grad(one))(x).square().mean() + along.square().mean()
+
+
+ODD: dict[str, tuple[Any, dict[str, Tensor], Tensor, dict[str, P]]] = {
+    "conv": (
+        odd_conv, {"w": drawn(6, 4, 3), "v": drawn(4, 6, 2), "b": drawn(4)}, drawn(2, 4, 7),
+        {"w": P("tp"), "v": P(None, "tp")},
+    ),
+    "rows": (odd_rows, {"w": drawn(6, 8)}, drawn(6, 8), {"w": P("tp")}),
+    "inverse": (odd_inverse, {"w": drawn(4, 8)}, drawn(4, 3), {"w": P(None, "tp")}),
+    "einsum": (odd_einsum, {"w": drawn(4, 3, 2)}, drawn(6, 4), {"w": P(None, None, "tp")}),
+    "constrained": (odd_constrained, {"w": drawn(4, 8)}, drawn(6, 4), {"w": P(None, "tp")}),
+}  # fmt: skip
+
+
+def test_a_part_of_one_element_is_stored() -> None:
+    """In memory it has the stride of the whole: (1, 2) over two ranks."""
+    batch = drawn(6, 2)
+    spec = fzero.Spec(
+        loss=lambda p, x: (x * p["w"]).square().mean(), optimizer=optim.sgd(0.1), mesh={"dp": 2, "tp": 2}, zero=3,
+        shard={"w": P(None, "tp")},
+    )  # fmt: skip
+    for w in (torch.zeros(1, 2), torch.ones(1, 2)):
+        found = run(spec, {"w": w}, lambda rank, step: batch, world=4, steps=1)
+        gradient = batch.square().mean(0, keepdim=True) * w
+        torch.testing.assert_close(found.final["params/w"], w - 0.1 * gradient)
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_loss_has_the_gradients_of_one_rank(name: str) -> None:
+    loss, params, batch, shard = ODD[name]
+    model = Model(params, loss, lambda rank, step: batch, shard)
+    agree(model, gradients(model, {"tp": 2}), gradients(model, {"dp": 1}))
+
+
+def test_means_of_rows_and_columns_lie_as_their_leaf() -> None:
+    """Adafactor holds means over rows and over columns: one of them lies in parts, where the user says so."""
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return ((x @ p["a"]).relu() @ p["b"]).square().mean()
+
+    params, batch = {"a": drawn(4, 8), "b": drawn(8, 4)}, drawn(6, 4)
+    rules = {"a": P(None, "tp"), "b": P("tp"), "opt_state/row/b": P("tp"), "opt_state/col/a": P("tp")}
+    base: dict[str, Any] = {"loss": loss, "optimizer": optim.adafactor(0.1)}
+    one = run(fzero.Spec(**base, mesh={"dp": 1}), params, lambda rank, step: batch, world=1, steps=2)
+    spec = fzero.Spec(**base, mesh={"tp": 2}, shard=rules)
+    found = run(spec, params, lambda rank, step: batch, world=2, steps=2)
+    for path, x in one.final.items():
+        torch.testing.assert_close(found.final[path], x, rtol=5e-6, atol=5e-6)
+    with pytest.raises(fzero.SpecError, match=r"new value of opt_state/row/b \[8\].*row/b': P\('tp'\)"):
+        fzero.lower(
+            fzero.Spec(**base, mesh={"tp": 2}, shard={"a": P(None, "tp"), "b": P("tp")}), params, batch, world_size=2
+        )
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -325,6 +420,33 @@ def test_a_dim_that_the_axis_does_not_divide() -> None:
 
 def test_a_rule_that_matches_nothing() -> None:
     refused(r"the rule 'blocks/\*/upp/w' matches no leaf.*blocks", shard={"blocks/*/upp/w": P("tp", None)})
+
+
+def test_a_rule_that_places_nothing() -> None:
+    """Behind another one, or for a leaf that is never cut: the reason is said. `P()` for such a leaf is no error."""
+    refused(r"the rule 'wte' places no leaf: '\*' comes before it and places params/wte", shard={"*": P(), "wte": P()})
+    spec = {"loss": lambda p, x: (x @ p["w"] * p["s"]).square().mean(), "optimizer": optim.sgd(0.1), "mesh": {"tp": 2}}
+    params, batch = {"w": drawn(4, 8), "s": torch.tensor(1.5)}, drawn(2, 4)
+    with pytest.raises(fzero.SpecError, match=r"the rule 's' is to cut params/s, of shape \(\)"):
+        fzero.lower(fzero.Spec(**spec, shard={"s": P("tp"), "w": P()}), params, batch, world_size=2)
+    fzero.lower(fzero.Spec(**spec, shard={"s": P(), "w": P(None, "tp")}), params, batch, world_size=2)
+
+
+def test_an_op_that_needs_all_of_a_leaf() -> None:
+    """The leaf's own placement is named, not that of a view of it."""
+    with pytest.raises(fzero.SpecError, match=r"params/w lies as S1, and aten.slice.*needs all of it"):
+        fzero.lower(
+            fzero.Spec(
+                loss=lambda p, x: (x @ p["w"].t()[1:]).square().mean(), optimizer=optim.sgd(0.1), mesh={"tp": 2},
+                shard={"w": P(None, "tp")},
+            ),
+            {"w": drawn(4, 8)}, drawn(2, 7), world_size=2,
+        )  # fmt: skip
+
+
+def test_dims_are_copied_and_pickled() -> None:
+    dims = P(None, fzero.groups("tp", 3))
+    assert copy.deepcopy(dims) == pickle.loads(pickle.dumps(dims)) == dims
 
 
 def test_dims_that_make_no_sense() -> None:
