@@ -200,6 +200,27 @@ def test_a_pipeline_on_four_ranks_with_one_command(tmp_path: Path) -> None:
     assert (tmp_path / "timeline.svg").exists()
 
 
+@pytest.mark.acceptance
+def test_layers_over_four_ranks_with_one_command(tmp_path: Path) -> None:
+    """The losses of four ranks without them, leaves and transfers in a file, and the bytes of a step."""
+    pytest.importorskip("transformers")
+    job = TRAIN_GPT.with_name("tensor_parallel_llama.py")
+    shown = {}
+    for tp, more in ((2, ["--sequence"]), (1, [])):
+        given = ["--layers", "1", "--steps", "4", "--seq", "32", "--tp", str(tp), *more, "--out", str(tmp_path)]
+        done = subprocess.run(
+            [sys.executable, str(job), *given], capture_output=True, text=True, timeout=600, check=False
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        shown[tp] = done.stdout
+    losses = {tp: [line for line in text.splitlines() if line.startswith("step ")] for tp, text in shown.items()}
+    assert losses[1] == losses[2]
+    assert len(losses[2]) == 4
+    for line in ("tokens/s", "sent over tp: ", "held bytes: param "):
+        assert line in shown[2]
+    assert "reduce_scatter" in (tmp_path / "sharding.txt").read_text()
+
+
 def test_a_timeline_as_text() -> None:
     schedule = fzero.pipeline.make_schedule("1f1b", roles=2, microbatches=2)
     assert pipeline_gpt.drawn(schedule).splitlines()[1:] == [
