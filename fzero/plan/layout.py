@@ -169,11 +169,9 @@ def layout(
 ) -> Plan:
     """The plan for these leaves.
 
-    shard: path rules to the dims that lie over the ranks of the axis `tp`; the first match wins.
-
-    pipeline: `pipeline_cut.cut_layers`, given
-    the elements of each numbered layer and of the leaves after them. compute: the dtype that a leaf is cast to in a
-    loss, from its path below its entry and its dtype.
+    pipeline: `pipeline_cut.cut_layers`, given the elements of each numbered layer and of the leaves after them.
+    compute: the dtype that a leaf is cast to in a loss, from its path below its entry and its dtype. shard: path rules
+    to the dims that lie over the ranks of the axis `tp`; the first match wins.
 
     Raises SpecError for a rule that matches nothing or leaves a leaf without a stage, and as `pipeline` does.
     """

@@ -32,12 +32,12 @@ from fzero.shard import ops
 from fzero.shard.claims import Claim, claim_of, constraint
 from fzero.shard.factors import Call
 from fzero.shard.local_forms import traced
+from fzero.shard.moves import VIEWS
 from fzero.shard.placements import Partial, Placement, Replicated, Shard, local_shape
 from fzero.shard.rules import Strategy, Unknown, localised, strategies
 
 aten = torch.ops.aten
 R = Replicated()
-_VIEWS = {aten.view.default, aten._unsafe_view.default}
 Inner = Callable[[fx.Node], tuple[Sequence[Placement], Sequence[Placement], bool]]
 
 
@@ -340,7 +340,7 @@ class _Origin:
             place = _unflat(at, tuple(node.meta["val"].shape))
             spot = _whole_place(Shard(int(str(dim)), int(str(groups))), shape, n, rank, place)
             yield from self._of(fx_nodes.operand(node), rank, _flat(spot, shape))
-        elif target in _VIEWS or target is aten.clone.default:
+        elif target in VIEWS or target is aten.clone.default:
             yield from self._of(fx_nodes.operand(node), rank, at)
         elif target is aten.permute.default:
             source = fx_nodes.operand(node)
@@ -381,7 +381,7 @@ class _Origin:
 
 def _bases(node: fx.Node) -> Iterator[fx.Node]:
     """What a contiguous value is a view of, with the same elements in the same order."""
-    while node.target in _VIEWS and fx_nodes.operand(node).meta["val"].is_contiguous():
+    while node.target in VIEWS and fx_nodes.operand(node).meta["val"].is_contiguous():
         node = fx_nodes.operand(node)
         yield node
 

@@ -25,6 +25,7 @@ from fzero.shard.factors import Call, Factors, Maker
 from fzero.shard.local_forms import FORMS
 from fzero.shard.placements import Partial, Replicated, Shard, local_shape
 from fzero.shard.rules import RULES, Rule, Strategy, Unknown, localised, rule_of, strategies
+from fzero.shard.rules.given import GIVEN, rule
 from fzero.shard.rules.whole import whole
 
 aten = torch.ops.aten
@@ -199,6 +200,17 @@ def test_an_op_without_a_rule_says_where_to_add_one() -> None:
     with pytest.raises(Unknown, match=r"aten.linalg_qr.default: no rule says .* fzero/shard/rules/") as caught:
         strategies(node, 2)
     assert caught.value.op is aten.linalg_qr.default
+
+
+def test_a_rule_that_a_user_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Letters of operands and results may be in parts, summed ones give addends; a dim that no operand has is whole."""
+    op = aten._cdist_forward.default
+    monkeypatch.setitem(GIVEN, op, None)
+    rule(op, "x1:id x2:jd -> ij")
+    node, _ = call(op, (zeros(4, 6), zeros(2, 6), 2.0, None))
+    assert [str(s) for s in strategies(node, 2)] == ["R, R -> R", "S0, R -> S0", "R, S0 -> S1"]
+    rule(op, "x1:id x2:jd -> ab")
+    assert [str(s) for s in strategies(node, 2)] == ["R, R -> R"]
 
 
 def test_local_arguments() -> None:

@@ -23,7 +23,6 @@ def rule(op: Any, text: str, *, summed: str = "") -> None:
     `fzero/shard/rules`. Raises SpecError for a text that does not fit the op.
 
     >>> import torch
-    >>> rule(torch.ops.aten._cdist_forward.default, "x1:id x2:jd -> ij")
     >>> rule(torch.ops.aten._cdist_forward.default, "left:id -> i")
     Traceback (most recent call last):
     fzero.errors.SpecError: rule(aten._cdist_forward.default, 'left:id -> i'): the op has no 'left': its arguments are \
@@ -52,7 +51,8 @@ x1, x2, p, compute_mode
                     found.append(m.dim(size, WHOLE))
                     continue
                 if letter not in of:
-                    everywhere = all(letter in result for result in results)
+                    read = any(letter in own for own in operands.values())
+                    everywhere = read and all(letter in result for result in results)
                     of[letter] = m.dim(size, SUM if letter in summed else FREE if everywhere else WHOLE)
                 found.append(of[letter])
             return tuple(found)
@@ -62,8 +62,3 @@ x1, x2, p, compute_mode
         return m.factors(dict(inputs), *outputs)
 
     GIVEN[op] = Rule(factors)
-
-
-def forget(op: Any) -> None:
-    """Takes back what `rule` said of an op."""
-    GIVEN.pop(op, None)
