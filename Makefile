@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # saves half a second in each of the some hundred processes that tests start.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Test processes at a time. A file stays in one, for what its tests share. Long files run first: tests/conftest.py.
-WORKERS ?= 2
+WORKERS ?= 3
 SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # What make check runs: where a step becomes a program and where that is judged, but for what trains or draws long.
 CHECKED := $(addprefix tests/,ir plan passes verify cost capture)

@@ -54,6 +54,7 @@ IN_PLACE = [_add, _augmented, _item, _view, _data, _detached, _out, _copy, _fore
 
 
 @pytest.mark.parametrize("change", IN_PLACE, ids=lambda fn: fn.__name__.strip("_"))
+@pytest.mark.sampled(4)
 def test_in_place_on_a_closed_over_tensor_is_refused_before_it_runs(change: Callable[[Tensor], None]) -> None:
     counts = torch.tensor([1.0, 2.0, 3.0])
 
