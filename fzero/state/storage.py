@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -15,34 +17,30 @@ from fzero.state.order import Cut, Order
 
 
 def block_of(device: torch.device | str) -> Callable[[int], torch.Tensor]:
-    """Returns a function from a number of bytes to new memory on a device (uint8, 1-D)."""
-    return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)
+    """Returns a function from a number of bytes to new memory on a device (uint8, 1-D): zeroed, and on the CPU of pages
+    of its own, which the machine provides when they are first written."""
+    return pages if torch.device(device).type == "cpu" else partial(torch.zeros, dtype=torch.uint8, device=device)
+
+
+def pages(nbytes: int) -> torch.Tensor:
+    """New zeroed memory of this process (uint8, 1-D, page-aligned). A page that is only read takes none."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def allocate(plan: Plan, block: Callable[[int], torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """A rank's state buffers, one after the other in one block. Padding is zero: the caller fills the leaves. (The
-    first touch of memory costs more than a copy.)"""
+    """A rank's state buffers, one after the other in one block of zeros: the caller fills the leaves."""
     held = plan.held_by(rank)
     places, total = [], 0
     for b in held.values():
         places.append(total)
         total += -(-b.nbytes // ALIGN_BYTES) * ALIGN_BYTES
     all_bytes = block(total)
-    memory = {
+    return {
         b.name: all_bytes[place : place + b.nbytes].view(b.dtype).view(b.shape)
         for b, place in zip(held.values(), places, strict=True)
     }
-    used: dict[str, list[slice]] = {b.name: [] for b in held.values() if b.bucket}
-    for leaf in plan.leaves:
-        if leaf.slot is not None and leaf.buffer in held:
-            used[leaf.buffer].append(piece(plan, leaf, rank)[0])
-    for name, places_used in used.items():
-        end = 0
-        for here in sorted((s for s in places_used if s.start < s.stop), key=lambda s: s.start):
-            memory[name][end : here.start].zero_()
-            end = here.stop
-        memory[name][end:].zero_()
-    return memory
 
 
 def piece(plan: Plan, leaf: Leaf, rank: int) -> tuple[slice, slice]:
@@ -135,10 +133,10 @@ def flat(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) 
 
 
 def store(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, value: torch.Tensor, rank: int) -> None:
-    """Copies the rank's part of a whole leaf into its buffer; nothing where another role keeps it.
+    """Copies the rank's part of a whole leaf into its new buffer (`allocate`); nothing where another role keeps it.
 
-    Zeros are not written over zeros. So the moments of a first state take no memory of the machine until a step writes
-    them, beside the user's parameters.
+    Zeros are there. So the moments of a first state take no memory of the machine until a step writes them, beside the
+    user's parameters.
     """
     if leaf.buffer not in memory:
         return
@@ -146,7 +144,7 @@ def store(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, value: tor
     if leaf.slot is not None:
         here, there = piece(plan, leaf, rank)
         target, part = target[here], tp_part(plan, leaf, value, rank).reshape(-1)[there]
-    if not (_is_zero(part) and _is_zero(target)):
+    if not _is_zero(part):
         target.copy_(part)
 
 
