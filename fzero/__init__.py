@@ -15,6 +15,7 @@ from fzero.compile.lowered import Lowered
 from fzero.errors import (
     CaptureError,
     CheckpointError,
+    ConfigError,
     CorruptError,
     DataError,
     DisagreementError,
@@ -56,6 +57,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "Checkpointer",
+    "ConfigError",
     "CorruptError",
     "DataError",
     "DisagreementError",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from fzero.errors import FzeroError
 from fzero.interop import commands
+from fzero.interop.config import command as config
 from fzero.tools import doctor, fuzz, mutate
 
 
@@ -44,6 +45,9 @@ def _version(_: argparse.Namespace) -> int:
 COMMANDS: dict[str, Command] = {
     "version": Command("print the versions of fzero and of what it stands on", _no_arguments, _version),
     "doctor": Command("try what fzero needs of this machine", doctor.add_arguments, doctor.command),
+    "config": Command(
+        "say what becomes of each key of a ds_config or an accelerate config", config.arguments, config.command
+    ),
     "convert": Command(
         "turn a checkpoint into safetensors, torch DCP, or one of fzero", commands.convert_arguments, commands.convert
     ),

@@ -7,8 +7,8 @@
     b  <- momentum * b + d                        if momentum
     p  <- p - learning_rate * b                   if momentum,  p - learning_rate * d  otherwise
 
-All of it is pointwise arithmetic: it stays flat under every stage. State: one tensor per parameter, one more if centred,
-and one more with momentum.
+All of it is pointwise arithmetic: it stays flat under every stage. State: one tensor per parameter, one more if
+centred, and one more with momentum.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
 def warmup(low: float, peak: float, steps: int, kind: str = "linear") -> Schedule:
     """From `low` at count 0 to `peak`, and `peak` from there on. `kind` "linear" is there at count `steps`.
 
-    `kind` "log" rises as `ln(count + 1) / ln(steps)`, with `steps` at least 2, and is there at count `steps - 1`. (It is
-    DeepSpeed's default: `shift(warmup(low, peak, steps, "log"), -1)` is its WarmupLR.)
+    `kind` "log" rises as `ln(count + 1) / ln(steps)`, with `steps` at least 2, and is there at count `steps - 1`. (It
+    is DeepSpeed's default: `shift(warmup(low, peak, steps, "log"), -1)` is its WarmupLR.)
 
     Raises `SpecError` for a negative value, `steps < 1`, and another kind.
 

@@ -38,7 +38,7 @@ def test_optimizers_are_optaxs() -> None:
     params = {"w": torch.randn(4, 6, dtype=torch.float64), "bias": torch.randn(6, dtype=torch.float64)}
     gradients = [{name: torch.randn_like(p) for name, p in params.items()} for _ in range(20)]
     given = [{name: jax.numpy.asarray(g.numpy()) for name, g in grads.items()} for grads in [params, *gradients]]
-    for name, (ours, theirs) in pairs.items():
+    for _name, (ours, theirs) in pairs.items():
         got = steps(ours, optim.apply_updates, params, gradients)
         wanted = steps(theirs, optax.apply_updates, given[0], given[1:])
         for leaf in params:

@@ -84,7 +84,7 @@ def by_paper(rate: float, beta1: float, beta2: float, decay: float) -> Callable[
 
 
 def by_trust(rate: float, decay: float, momentum: float | None) -> Callable[..., Any]:
-    """LAMB (momentum None) and LARS, as optax 0.2.8 chains them: decayed weights, a ratio, the rate, for LARS a trace."""
+    """LAMB (momentum None) and LARS, as optax 0.2.8 chains them: decayed weights, a ratio, the rate, and a trace."""
 
     def ratio(p: torch.Tensor, u: torch.Tensor) -> float:
         size, length = float(p.double().norm()), float(u.double().norm())
