@@ -11,7 +11,7 @@ from typing import Any
 from fzero.errors import SpecError
 from fzero.interop.config.calls import Call
 from fzero.interop.config.deepspeed_keys import ALIASES, DEEPSPEED, ZERO
-from fzero.interop.config.given import Given, finish
+from fzero.interop.config.given import OFFLOADS, Given, finish
 from fzero.interop.config.ledger import Ledger
 from fzero.interop.config.optimizers import optimizer
 from fzero.interop.config.read import read
@@ -198,20 +198,27 @@ def _zero(ledger: Ledger, compute: str | None) -> dict[str, Any]:
 
 
 def _offload(ledger: Ledger) -> dict[str, Any]:
-    """Homes of the optimizer's state and of the parameters."""
-    old = {"optimizer": ledger.take(f"{ZERO}.cpu_offload"), "param": ledger.take(f"{ZERO}.cpu_offload_param")}
-    for block, flag in old.items():
-        device, path = ledger.take(f"{ZERO}.offload_{block}.device"), ledger.take(f"{ZERO}.offload_{block}.nvme_path")
-        told = (
-            f"{ZERO}.offload_{block}.device"
-            if device != "none"
-            else f"{ZERO}.cpu_offload{'_param' * (block == 'param')}"
-        )
-        if device != "none" or flag:
-            ledger.refuse(told, "Spec has no offload yet", 'write "none"' if device != "none" else "write false")
-        elif path is not None:
-            ledger.became(f"{ZERO}.offload_{block}.nvme_path", "nothing: the device is none")
-    return {}
+    """Homes of the optimizer's state and of the parameters, and the folder of what lies on NVMe."""
+    homes, folders = {}, {}
+    for block, kind, old in (("optimizer", "optimizer", "cpu_offload"), ("param", "params", "cpu_offload_param")):
+        device, path = f"{ZERO}.offload_{block}.device", f"{ZERO}.offload_{block}.nvme_path"
+        home, folder = ledger.take(device), ledger.take(path)
+        if ledger.take(f"{ZERO}.{old}"):
+            device, home = f"{ZERO}.{old}", "cpu"
+        if home != "none":
+            homes[kind] = home
+            ledger.became(device, f"Spec(offload=): {kind} on {home}")
+            if not OFFLOADS:
+                ledger.refuse(device, "Spec has no offload yet", 'write "none", or take the block out')
+        if home == "nvme":
+            folders[path] = folder
+        elif folder is not None:
+            ledger.became(path, f"nothing: the device is {home}")
+    for path, folder in folders.items():
+        if folder in (None, "none") or folder != next(iter(folders.values())):
+            why = "needed a folder on a fast local disk" if folder in (None, "none") else "another folder is given too"
+            ledger.refuse(path, why, 'write "/local_nvme", or where it is')
+    return {"offload": homes or None, "nvme_path": next(iter(folders.values()), None)}
 
 
 # --- precision --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import fzero
 from fzero.errors import ConfigError, SpecError
 from fzero.interop import ds_config
 from fzero.interop.config.deepspeed_keys import DEEPSPEED
+from fzero.interop.config.given import OFFLOADS
 
 FILES = Path(__file__).parent / "files"
 ROWS = {"train_micro_batch_size_per_gpu": 2}
@@ -284,6 +285,25 @@ def test_stages_and_what_goes_with_them() -> None:
     assert fields({"zero_optimization": {"max_live_parameters": 10}})["gather_bytes"] == "40", "by its other name"
 
 
+def test_offload() -> None:
+    def zero(optimizer: Any = None, param: Any = None, **more: Any) -> dict[str, Any]:
+        blocks = {"offload_optimizer": optimizer, "offload_param": param}
+        return {"zero_optimization": {"stage": 3, **{name: b for name, b in blocks.items() if b}, **more}}
+
+    cpu, nvme = {"device": "cpu", "pin_memory": True}, {"device": "nvme", "nvme_path": "/local_nvme"}
+    assert fields(zero({"device": "none"}, {"device": "none", "nvme_path": "/x"})) == fields(zero())
+    both = refused({**ROWS, **zero({"device": "nvme"}, {"device": "nvme", "nvme_path": "/x"})})
+    assert "zero_optimization.offload_optimizer.nvme_path" in both
+    if not OFFLOADS:
+        for document, keys in ((zero(cpu, nvme), 2), (zero(cpu_offload=True), 1), (zero(cpu_offload_param=True), 1)):
+            assert len(refused({**ROWS, **document})) == keys
+        return
+    found = fields(zero(cpu, nvme))
+    assert (found["offload"], found["nvme_path"]) == ("{'optimizer': 'cpu', 'params': 'nvme'}", "'/local_nvme'")
+    assert fields(zero(cpu_offload=True))["offload"] == "{'optimizer': 'cpu'}"
+    assert fields(zero(cpu_offload=True, cpu_offload_param=True))["offload"] == "{'optimizer': 'cpu', 'params': 'cpu'}"
+
+
 def test_two_data_axes() -> None:
     def placed(world: int, **zero: Any) -> tuple[Any, Any]:
         found = fields({"zero_optimization": {"stage": 3, **zero}}, world_size=world)
@@ -359,7 +379,7 @@ AUTO = {
     "scheduler.params.warmup_num_steps": 5,
     "gradient_clipping": 1.0,
 }
-OFFLOAD = [f"zero_optimization.offload_{block}.device" for block in ("optimizer", "param")]
+OFFLOAD = [] if OFFLOADS else [f"zero_optimization.offload_{block}.device" for block in ("optimizer", "param")]
 VERDICTS: dict[str, list[str]] = {
     "adam_zero1": [],
     "breakdown": [],
@@ -407,7 +427,7 @@ def test_each_file_is_taken_or_refused_by_name(name: str) -> None:
 
 def test_without_values_for_auto_every_one_is_named() -> None:
     assert refused(FILES / "zero2_auto.json", world_size=2) == [
-        "scheduler.params.warmup_num_steps", "optimizer.params.lr", "zero_optimization.offload_optimizer.device",
+        "scheduler.params.warmup_num_steps", "optimizer.params.lr", *OFFLOAD[:1],
     ]  # fmt: skip
     assert refused(FILES / "adamw_zero3_cpu.json", world_size=2) == [
         "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping", *OFFLOAD,
