@@ -42,6 +42,7 @@ from fzero.functional import (
 )
 from fzero.ir.parse import parse
 from fzero.ir.program import Program
+from fzero.log import Log
 from fzero.pipeline import Pipeline, Schedule
 from fzero.precision import LossScale, Precision
 from fzero.profile import profile
@@ -64,6 +65,7 @@ __all__ = [
     "DonatedError",
     "FzeroError",
     "HangError",
+    "Log",
     "LossScale",
     "Lowered",
     "Manifest",

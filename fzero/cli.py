@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from fzero.errors import FzeroError
 from fzero.interop import commands
 from fzero.interop.config import command as config
+from fzero.log import plot
 from fzero.tools import doctor, fuzz, mutate
 
 
@@ -56,6 +57,7 @@ COMMANDS: dict[str, Command] = {
         commands.deepspeed_arguments,
         commands.import_deepspeed,
     ),
+    "plot": Command("draw loss, throughput and memory of runs (fzero.Log)", plot.arguments, plot.command),
     "fuzz": Command("run random losses through eager PyTorch and fzero and compare", fuzz.add_arguments, fuzz.command),
     "mutate": Command("break programs at random and count what verify catches", mutate.add_arguments, mutate.command),
 }
