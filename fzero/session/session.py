@@ -28,10 +28,11 @@ from fzero.cost.autotune import Costs
 from fzero.errors import DonatedError, TreeError, leaf_name
 from fzero.ir.mesh import PIPELINE, parts_of
 from fzero.ir.program import Program
-from fzero.ir.records import Buffer, Op, Ref, make_op
+from fzero.ir.records import HOST, Buffer, Op, Ref, make_op
 from fzero.plan.layout import Leaf, Plan
 from fzero.runtime import compile_segments
 from fzero.runtime.executor import Executor
+from fzero.runtime.lanes import Lanes
 from fzero.shard.partition import AXIS
 from fzero.shard.placements import join
 from fzero.spec import Spec
@@ -77,6 +78,10 @@ class Session:
     )  # holds the programs' buffers
     flags: Callable[[], int] = lambda: 0  # bits that this rank sends to the others with every step
     any_rank_flags: int = 0  # the bits that any rank sent with the last step
+    host_arena: torch.Tensor = field(
+        default_factory=lambda: torch.empty(0, dtype=torch.uint8)
+    )  # what moves pass through
+    lanes: Lanes = field(default_factory=Lanes)
     exhausted: torch.Tensor | None = None  # 0-d bool: whether the loss scale reached its end since the last look
     last_key: Any = None
     last_program: Program | None = None
@@ -142,13 +147,18 @@ class Session:
             self.bound.clear()  # they hold the old arena
             self.arena = self.arena.new_empty(0)
             self.arena = self.transport.block(program.arena_bytes)
+        if program.arenas[HOST] > self.host_arena.numel():
+            self.bound.clear()
+            self.host_arena = self.host_arena.new_empty(0)
+            self.host_arena = torch.empty(program.arenas[HOST], dtype=torch.uint8)
         if id(lowered) not in self.bound:
             constants = [name for name, b in program.buffers.items() if b.kind == "constant"]
             memory = {**self.memory, **dict(zip(constants, lowered.graph.constants.values(), strict=True))}
             compiled = self.compiled_segments.get(lowered.program_digest, {})
             self.bound[id(lowered)] = Executor(
-                program, self.rank, self.transport.comm, memory, self.arena, compiled, cuda_graph=self.spec.cuda_graph
-            )
+                program, self.rank, self.transport.comm, memory, self.arena, compiled, cuda_graph=self.spec.cuda_graph,
+                host_arena=self.host_arena, lanes=self.lanes,
+            )  # fmt: skip
         return self.bound[id(lowered)]
 
     def ready(self, lowered: Lowered) -> Executor:

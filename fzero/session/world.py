@@ -27,6 +27,7 @@ from fzero.comm.transport import bucket_bytes, transport_for
 from fzero.compile.layout import plan_for
 from fzero.compile.resolve import mesh_of
 from fzero.errors import SpecError, TreeError
+from fzero.ir.records import HOST
 from fzero.plan.layout import Plan
 from fzero.session.session import Session
 from fzero.spec import Spec
@@ -89,6 +90,7 @@ class World:
             ambient.check(name)
             check_spec(name, spec)
             device = _device(name, spec, like)
+            _check_offload(spec, device)
         except Exception as error:
             failure = error
         seconds = getattr(spec, "timeout", None)
@@ -132,7 +134,7 @@ class World:
             store = default_store() if self.size > 1 else None
             bytes_of_buckets = bucket_bytes(transport.name, mesh.data_ranks, self.rank, transport.rates, store)
             plan = plan_for(spec, filling.paths, filling.values, filling.per_rank, mesh, bytes_of_buckets)
-            memory = storage.allocate(plan, transport.block, self.rank)
+            memory = storage.allocate(plan, transport.block, self.rank, {HOST: storage.block_of("cpu")})
             common, own = filling.place(plan, self.rank, memory)
             values = f"{bytes_of_buckets} {common}"
         except Exception as error:
@@ -157,6 +159,15 @@ def check_spec(name: str, spec: Any) -> None:
             "load": "fzero.load(dir, spec) or fzero.load(dir, like=state)",
         }
         raise SpecError(f"fzero.{name} needed a Spec, got {type(spec).__name__}: call {calls[name]}")
+
+
+def _check_offload(spec: Spec, device: torch.device) -> None:
+    """Raises SpecError where a state is to be offloaded from a device that has no lanes yet."""
+    if spec.offload is not None and device.type != "cpu":
+        raise SpecError(
+            f"Spec(offload={spec.offload!r}) on {device}: moves to and from a CUDA device are not built yet. They run "
+            "on CPU worlds, and fzero.lower plans them for any device. Leave offload= out, or use device='cpu'"
+        )
 
 
 def _device(name: str, spec: Spec, like: Any) -> torch.device:

@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from fzero.ir.offset_assignment import ALIGN_BYTES
+from fzero.ir.records import DEVICE, SPACES, Buffer
 from fzero.plan.layout import Leaf, Plan
 from fzero.shard.partition import AXIS
 from fzero.shard.placements import Shard, own_part
 from fzero.shard.placements import join as joined
 from fzero.state.order import Cut, Order
+
+Block = Callable[[int], torch.Tensor]  # makes memory of a number of bytes (uint8, 1-D)
 
 
 def block_of(device: torch.device | str) -> Callable[[int], torch.Tensor]:
@@ -19,19 +22,22 @@ def block_of(device: torch.device | str) -> Callable[[int], torch.Tensor]:
     return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def allocate(plan: Plan, block: Callable[[int], torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """A rank's state buffers, one after the other in one block. Padding is zero: the caller fills the leaves. (The
-    first touch of memory costs more than a copy.)"""
+def allocate(plan: Plan, block: Block, rank: int, blocks: Mapping[str, Block] | None = None) -> dict[str, torch.Tensor]:
+    """A rank's state buffers, one after the other in one block of each space. Padding is zero: the caller fills the
+    leaves. (The first touch of memory costs more than a copy.)
+
+    block: makes the device's memory. blocks: by space, what makes the memory of others; a buffer of a space without one
+    is left out. None: all lie on the device.
+    """
     held = plan.held_by(rank)
-    places, total = [], 0
-    for b in held.values():
-        places.append(total)
-        total += -(-b.nbytes // ALIGN_BYTES) * ALIGN_BYTES
-    all_bytes = block(total)
-    memory = {
-        b.name: all_bytes[place : place + b.nbytes].view(b.dtype).view(b.shape)
-        for b, place in zip(held.values(), places, strict=True)
-    }
+    memory: dict[str, torch.Tensor] = {}
+    for space in SPACES:
+        own = [b for b in held.values() if b.space == space]
+        makes = block if blocks is None or space == DEVICE else blocks.get(space)
+        if own and makes is not None:
+            memory.update(_in_a_block(own, makes))
+    memory = {name: memory[name] for name in held if name in memory}
+    held = {name: held[name] for name in memory}
     used: dict[str, list[slice]] = {b.name: [] for b in held.values() if b.bucket}
     for leaf in plan.leaves:
         if leaf.slot is not None and leaf.buffer in held:
@@ -43,6 +49,17 @@ def allocate(plan: Plan, block: Callable[[int], torch.Tensor], rank: int) -> dic
             end = here.stop
         memory[name][end:].zero_()
     return memory
+
+
+def _in_a_block(buffers: Sequence[Buffer], block: Block) -> dict[str, torch.Tensor]:
+    """New memory for buffers, in one block."""
+    places, total = [], 0
+    for b in buffers:
+        places.append(total)
+        total += -(-b.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    all_bytes = block(total)
+    rooms = [all_bytes[place : place + b.nbytes] for b, place in zip(buffers, places, strict=True)]
+    return {b.name: room.view(b.dtype).view(b.shape) for b, room in zip(buffers, rooms, strict=True)}
 
 
 def piece(plan: Plan, leaf: Leaf, rank: int) -> tuple[slice, slice]:

@@ -81,7 +81,7 @@ def _left(rank: Rank) -> frozenset[str]:
     named = {name for name, b in rank.program.buffers.items() if b.kind in PERSISTENT}
     named |= set(rank.program.metrics.values())
     comm: Any = rank.comm
-    waits = {f"transfer into {name}" for name in (*comm.pending, *comm.inbox, *comm.outbox)}
+    waits = {f"transfer into {name}" for name in (*comm.pending, *comm.inbox, *comm.outbox, *comm.moves)}
     mail = {f"message {key}" for key, letters in comm.world.mail.items() if letters}
     return frozenset((rank.memory.keys() - named) | waits | mail)
 
