@@ -78,8 +78,9 @@ class Spec:
     parameters to them, as {"blocks/**": "full"}. Same bits, less memory, up to a third more compute.
     offload: path rules of leaves to where they are held between their uses: "device", "cpu" (the host's memory) or
     "nvme" (a file), as {"opt_state/**": "nvme", "params/**": "cpu"}; the first match wins, and a leaf without one stays
-    on the device. "optimizer" is short for all but the parameters on "cpu", "optimizer+params" for both. Moves bring
-    them where they are used (docs/offload.md). No bit changes.
+    on the device. A rule may be "params", or "optimizer" for all that is no parameter. "optimizer" alone is short for
+    {"optimizer": "cpu"}, and "optimizer+params" for both. Moves bring leaves to their uses (docs/offload.md), and no
+    bit changes.
     nvme_path: with "nvme", the folder on a fast disk where each rank keeps its one file, which ends with the process.
     update_on: where elementwise work on offloaded leaves runs: on the "device", or on the "cpu". None: where fewer
     bytes move; `lowered.choices` gives the reason.

@@ -21,7 +21,7 @@ from fzero.comm.protocol import Comm
 from fzero.ir import fx_nodes, fx_values
 from fzero.ir.liveness import waits_with_settle
 from fzero.ir.program import Program, op_text
-from fzero.ir.records import DEVICE, HOST, PERSISTENT, Buffer, Op, Ref
+from fzero.ir.records import DEVICE, DISK, HOST, PERSISTENT, Buffer, Op, Ref
 from fzero.kernels import kernel_for
 
 _AS_PLANNED: WeakSet[fx.GraphModule] = WeakSet()  # segments whose values were seen to have the planned strides
@@ -47,7 +47,7 @@ class Rank:
     ) -> None:
         """Takes `memory` (inputs by buffer name) as it is; makes the arena and the rank's number."""
         self.program, self.rank, self.comm, self.device, self.poison = program, rank, comm, device, poison
-        self.memory: dict[str, torch.Tensor] = dict(memory)
+        self.memory = {**memory, **on_disk(program, memory)}
         for buffer in program.buffers.values():
             if buffer.kind == "rank":
                 place = program.mesh.coordinate(rank, buffer.name.partition(":")[2])
@@ -84,6 +84,16 @@ class Rank:
         for start, stop in padding(self.program, self.rank, buffer):
             tensor[start:stop].zero_()
         return tensor
+
+
+def on_disk(program: Program, memory: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of the buffers that lie on disk, each at its place in one piece of memory that stands for the file."""
+    held = {name: b for name, b in program.buffers.items() if b.space == DISK and name in memory}
+    file = torch.empty(program.arenas[DISK], dtype=torch.uint8)
+    views = {n: file[b.at : (b.at or 0) + b.nbytes].view(b.dtype).view(b.shape) for n, b in held.items()}
+    for name, view in views.items():
+        view.copy_(memory[name])
+    return views
 
 
 def part(program: Program, rank: int, whole: torch.Tensor, ref: Ref) -> torch.Tensor:
