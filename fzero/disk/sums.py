@@ -43,8 +43,8 @@ class Sums:
 def sums_of(data: NDArray[np.uint8]) -> NDArray[np.int64]:
     """Returns the sum of each unit of `data`, whose length is a multiple of UNIT.
 
-    >>> one, other = sums_of(np.ones(8192, np.uint8))
-    >>> one == other, sums_of(np.zeros(4096, np.uint8))
-    (True, array([0]))
+    >>> one, other = sums_of(np.ones(8192, np.uint8)).tolist()
+    >>> one == other, sums_of(np.zeros(4096, np.uint8)).tolist()
+    (True, [0])
     """
     return np.einsum("uw,w->u", data.view(np.int64).reshape(-1, UNIT // 8), _WEIGHTS)
