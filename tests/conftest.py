@@ -62,7 +62,7 @@ def _left_out(item: pytest.Item) -> bool:
     return any(item.get_closest_marker(name) for name in ("gpu", "acceptance"))
 
 
-STARTERS = {"gloo", "start_ranks", "kill_loop", "kills", "subprocess", "multiprocessing", "fork"}
+STARTERS = {"gloo", "start_ranks", "started", "kill_loop", "kills", "subprocess", "multiprocessing", "fork"}
 
 
 def _starts_processes(item: pytest.Function) -> bool:

@@ -26,12 +26,12 @@ from fzero.capture import ambient
 from fzero.capture.graph import PerRank
 from fzero.checkpoint.commit import locate
 from fzero.checkpoint.compare import Difference, difference
-from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.manifest import LeafRecord
 from fzero.checkpoint.reader import Checkpoint
 from fzero.comm.agree import tell
 from fzero.compile.first_state import recipe_for
 from fzero.compile.resolve import mesh_of
+from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, CorruptError, DisagreementError, DonatedError, MismatchError, SpecError
 from fzero.plan.layout import Plan
 from fzero.random import key as first_key

@@ -29,13 +29,13 @@ import torch
 
 from fzero._version import __version__
 from fzero.checkpoint import commit, shards, structure
-from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.manifest import LeafRecord, Manifest, Piece, ShardRecord, shard_name
 from fzero.checkpoint.ranks import Ranks
 from fzero.checkpoint.shards import Part
 from fzero.checkpoint.strict import Invalid, check_json, check_text, dump, parse
 from fzero.comm import heartbeat
 from fzero.comm.agree import agree
+from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, DonatedError, TreeError
 from fzero.plan.layout import Leaf, Plan
 from fzero.session.session import session_of

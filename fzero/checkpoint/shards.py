@@ -24,9 +24,9 @@ from pathlib import Path
 
 import torch
 
-from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.manifest import BLOCK, ShardRecord, root
 from fzero.checkpoint.strict import MAX_INT, Invalid, Reader, dump, parse
+from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, CorruptError
 
 MAX_HEADER = 100_000_000  # bytes; the library's own limit
