@@ -248,9 +248,11 @@ def _move(bound: Executor, op: Op) -> list[Call]:
     source, target = op.reads[0], op.writes[0]
     bound.moving.add(op.target)
     if bound.is_on_disk(source):
-        return [lambda: bound.lanes.read(op.target, _offset(bound, source), bound.destination(target))]
+        at, name = _offset(bound, source), f"{source} for {op.why.removeprefix('for ')}"
+        return [lambda: bound.lanes.read(op.target, at, bound.destination(target), name)]
     if bound.is_on_disk(target):
-        return [lambda: bound.lanes.write(op.target, _offset(bound, target), bound.tensor(source))]
+        at, name = _offset(bound, target), str(target)
+        return [lambda: bound.lanes.write(op.target, at, bound.tensor(source), name)]
     if bound._is_loose((source, target)):
         return [lambda: bound.lanes.copy(bound.tensor(source), bound.destination(target))]
     return [partial(bound.lanes.copy, bound.tensor(source), bound.tensor(target))]

@@ -15,11 +15,11 @@ import torch
 class File(Protocol):
     """The rank's file, as the lanes use it. Offsets are bytes."""
 
-    def read(self, offset: int, into: torch.Tensor) -> Future[None]:
-        """Starts to read bytes into a contiguous tensor."""
+    def read(self, offset: int, into: torch.Tensor, what: str = "") -> Future[None]:
+        """Starts to read bytes into a contiguous tensor. what: its name in errors."""
 
-    def write(self, offset: int, source: torch.Tensor) -> Future[None]:
-        """Starts to write the bytes of a contiguous tensor."""
+    def write(self, offset: int, source: torch.Tensor, what: str = "") -> Future[None]:
+        """Starts to write the bytes of a contiguous tensor. what: its name in errors."""
 
 
 class Lanes:
@@ -34,15 +34,15 @@ class Lanes:
         """Moves between the device and the host."""
         target.copy_(source.view(target.shape))
 
-    def read(self, name: str, offset: int, into: torch.Tensor) -> None:
+    def read(self, name: str, offset: int, into: torch.Tensor, what: str) -> None:
         """Starts to bring bytes of the file to the host."""
         assert self.file is not None, "a program with a disk needs the rank's file"
-        self.pending[name] = self.file.read(offset, into)
+        self.pending[name] = self.file.read(offset, into, what)
 
-    def write(self, name: str, offset: int, source: torch.Tensor) -> None:
+    def write(self, name: str, offset: int, source: torch.Tensor, what: str) -> None:
         """Starts to write bytes of the host to the file."""
         assert self.file is not None, "a program with a disk needs the rank's file"
-        self.pending[name] = self.file.write(offset, source)
+        self.pending[name] = self.file.write(offset, source, what)
 
     def wait(self, name: str) -> None:
         """Returns when the move that fills `name` is done. Raises its error."""

@@ -26,12 +26,15 @@ from fzero.comm.agree import Same, agree
 from fzero.comm.transport import bucket_bytes, transport_for
 from fzero.compile.layout import plan_for
 from fzero.compile.resolve import mesh_of
+from fzero.disk import DiskFile
 from fzero.errors import SpecError, TreeError
 from fzero.ir.records import HOST
 from fzero.plan.layout import Plan
+from fzero.runtime.lanes import Lanes
 from fzero.session.session import Session
 from fzero.spec import Spec
 from fzero.state import storage
+from fzero.state.homes import Homes, file_bytes
 from fzero.state.state import Life, State
 
 
@@ -134,8 +137,11 @@ class World:
             store = default_store() if self.size > 1 else None
             bytes_of_buckets = bucket_bytes(transport.name, mesh.data_ranks, self.rank, transport.rates, store)
             plan = plan_for(spec, filling.paths, filling.values, filling.per_rank, mesh, bytes_of_buckets)
+            file = _file(spec, plan, self.rank)
             memory = storage.allocate(plan, transport.block, self.rank, {HOST: storage.block_of("cpu")})
-            common, own = filling.place(plan, self.rank, memory)
+            homes = Homes(plan, self.rank, memory, file)
+            placed = [filling.place(plan, self.rank, buffers) for buffers in homes.rounds()]
+            common, own = (" ".join(sorted({*texts})) for texts in zip(*placed, strict=True))
             values = f"{bytes_of_buckets} {common}"
         except Exception as error:
             failure, values = error, ""
@@ -144,7 +150,8 @@ class World:
         self.agree(call, values, failure, [same])
         here.leave()
         runtime = Session(
-            spec, self.rank, self.size, self.device, plan, filling.treedef, memory, transport, self.group, here
+            spec, self.rank, self.size, self.device, plan, filling.treedef, homes, transport, self.group, here,
+            lanes=Lanes(file),
         )  # fmt: skip
         life = Life()
         return State(runtime.sharded(life), filling.step, {}, runtime, life)
@@ -168,6 +175,12 @@ def _check_offload(spec: Spec, device: torch.device) -> None:
             f"Spec(offload={spec.offload!r}) on {device}: moves to and from a CUDA device are not built yet. They run "
             "on CPU worlds, and fzero.lower plans them for any device. Leave offload= out, or use device='cpu'"
         )
+
+
+def _file(spec: Spec, plan: Plan, rank: int) -> DiskFile | None:
+    """The rank's file for what lies on disk; None where nothing does. Raises OffloadError."""
+    nbytes = file_bytes(plan, rank)
+    return DiskFile(spec.nvme_path, nbytes) if nbytes and spec.nvme_path is not None else None
 
 
 def _device(name: str, spec: Spec, like: Any) -> torch.device:
