@@ -74,8 +74,9 @@ class Spec:
     gather_bytes: the most bytes of gathered buffers at one time. None: as many as `prefetch` needs. With two data axes,
     slices on their way from one to the other come on top.
     overlap: False waits for every transfer at its start (same bits, slower).
-    remat: "none", "full" (a layer keeps its input and computes the rest again in the backward), or path rules of
-    parameters to them, as {"blocks/**": "full"}. Same bits, less memory, up to a third more compute.
+    remat: "none", "full" (a layer keeps its input and computes the rest again in the backward), "offload" (what it
+    keeps waits on the host until then), or path rules of parameters to them, as {"blocks/**": "full"}. Same bits, less
+    memory; "full" takes up to a third more compute, "offload" moves bytes.
     offload: path rules of leaves to where they are held between their uses: "device", "cpu" (the host's memory) or
     "nvme" (a file), as {"opt_state/**": "nvme", "params/**": "cpu"}; the first match wins, and a leaf without one stays
     on the device. A rule may be "params", or "optimizer" for all that is no parameter. "optimizer" alone is short for
@@ -206,8 +207,10 @@ class Spec:
     def _check_remat(self) -> None:
         remat = self.remat
         for rule, choice in remat.items() if isinstance(remat, Mapping) else [("**", remat)]:
-            form = '"none", "full", or path rules to them, as {"blocks/**": "full"}'
-            _needs(isinstance(rule, str) and choice in ("none", "full"), "remat", remat, form)
+            form = '"none", "full", "offload", or path rules to them, as {"blocks/**": "full"}'
+            _needs(isinstance(rule, str) and choice in ("none", "full", "offload"), "remat", remat, form)
+        if "offload" in self.remat_rules.values():
+            self._check_alone("remat", remat)
 
     def _check_offload(self) -> None:
         """Checks `offload`, what belongs to it, and the budgets."""
@@ -239,8 +242,11 @@ class Spec:
             text = isinstance(self.nvme_path, (str, os.PathLike))
             _needs(text, "nvme_path", self.nvme_path, "the path of a folder")
             _needs(away, "nvme_path", self.nvme_path, "a rule of offload= to 'nvme', or none")
-        alone = PIPELINE not in (self.mesh or {}) or (self.mesh or {})[PIPELINE] == 1
-        _needs(alone, "offload", self.offload, f"a mesh without {PIPELINE!r}: pipelines do not offload yet")
+        self._check_alone("offload", self.offload)
+
+    def _check_alone(self, name: str, value: Any) -> None:
+        alone = (self.mesh or {}).get(PIPELINE, 1) == 1
+        _needs(alone, name, value, f"a mesh without {PIPELINE!r}: pipelines do not offload yet")
 
     def _check_precision(self) -> None:
         """Checks the precision policy against `step` and `nonfinite`."""

@@ -27,13 +27,21 @@ from fzero.optim.transform import (
     masked,
     scale,
 )
-from fzero.optim.wrappers import IfFiniteState, InjectState, apply_if_finite, inject_hyperparams
+from fzero.optim.wrappers import (
+    DelayedState,
+    IfFiniteState,
+    InjectState,
+    apply_if_finite,
+    delayed,
+    inject_hyperparams,
+)
 
 __all__ = [
     "AdafactorState",
     "Adam8State",
     "AdamState",
     "Blocks",
+    "DelayedState",
     "GradientTransformation",
     "IfFiniteState",
     "InjectState",
@@ -55,6 +63,7 @@ __all__ = [
     "clip_by_value",
     "constant",
     "cosine",
+    "delayed",
     "global_norm",
     "identity",
     "inject_hyperparams",

@@ -16,6 +16,7 @@ from fzero.passes.assign_memory import assign_memory
 from fzero.passes.cast_before_gather import cast_before_gather
 from fzero.passes.free import free
 from fzero.passes.narrow import narrow
+from fzero.passes.offload.offload_activations import offload_activations
 from fzero.passes.offload.place_moves import place_moves
 from fzero.passes.offload.tile_updates import tile_updates
 from fzero.passes.offload.to_spaces import to_spaces
@@ -87,6 +88,11 @@ FROM_PREFETCH: Passes = (
         "split_gathers",
         lambda p, o: split_gathers(p, o.overlap),
         "where gathers start is final; every axis has its link",
+    ),
+    (
+        "offload_activations",
+        lambda p, o: offload_activations(p, o.remat, o.ahead),
+        "where segments and gathers are is final",
     ),
     (
         "tile_updates",

@@ -29,7 +29,7 @@ from fzero.ir.liveness import waits_with_settle
 from fzero.ir.program import Program, op_text
 from fzero.ir.records import DEVICE, DISK, GIVEN, HOST, PERSISTENT, Op, Ref
 from fzero.runtime import cuda_graphs
-from fzero.runtime.handlers import padding, part
+from fzero.runtime.handlers import moves_whole, padding, part
 from fzero.runtime.lanes import Lanes
 
 Call = Callable[[], Any]
@@ -255,6 +255,11 @@ def _move(bound: Executor, op: Op) -> list[Call]:
         return [lambda: bound.lanes.write(op.target, at, bound.tensor(source), name)]
     if bound._is_loose((source, target)):
         return [lambda: bound.lanes.copy(bound.tensor(source), bound.destination(target))]
+    buffer = bound.program.buffers[target.name]
+    if buffer.at is not None and moves_whole(bound.program, op):
+        bound.memory[target.name] = segment_memory.tensor_at(
+            bound.arenas[buffer.space], buffer.at, bound.tensor(source)
+        )
     return [partial(bound.lanes.copy, bound.tensor(source), bound.tensor(target))]
 
 

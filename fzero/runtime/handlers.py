@@ -196,8 +196,17 @@ def _local(rank: Rank, op: Op) -> None:
     op.row.runs([rank.tensor(ref) for ref in op.reads], [rank.destination(ref) for ref in op.writes])
 
 
+def moves_whole(program: Program, op: Op) -> bool:
+    """Whether a move is of a whole value in no bucket, whose dims its copy keeps in their order in memory."""
+    refs = (op.reads[0], op.writes[0])
+    return op.moves and all(ref.start is None and program.buffers[ref.name].bucket is None for ref in refs)
+
+
 def _start(rank: Rank, op: Op) -> None:
     reads = [rank.tensor(ref) for ref in op.reads]
+    if op.target not in rank.memory and moves_whole(rank.program, op):
+        room = rank.allocate(rank.program.buffers[op.target])
+        rank.memory[op.target] = room.as_strided(reads[0].shape, reads[0].stride())
     writes = [rank.destination(ref) for ref in op.writes]
     if (op.gathers or op.moves) and rank.program.buffers[op.writes[0].name].kind in PERSISTENT:
         rank.wrote_state = True

@@ -170,10 +170,12 @@ def check_spec(name: str, spec: Any) -> None:
 
 def _check_offload(spec: Spec, device: torch.device) -> None:
     """Raises SpecError where a state is to be offloaded from a device that has no lanes yet."""
-    if spec.offload is not None and device.type != "cpu":
+    moved = {"offload": spec.offload, "remat": spec.remat if "offload" in spec.remat_rules.values() else None}
+    name = next((name for name, value in moved.items() if value is not None), None)
+    if name is not None and device.type != "cpu":
         raise SpecError(
-            f"Spec(offload={spec.offload!r}) on {device}: moves to and from a CUDA device are not built yet. They run "
-            "on CPU worlds, and fzero.lower plans them for any device. Leave offload= out, or use device='cpu'"
+            f"Spec({name}={moved[name]!r}) on {device}: moves to and from a CUDA device are not built yet. They run "
+            "on CPU worlds, and fzero.lower plans them for any device. Leave it out, or use device='cpu'"
         )
 
 

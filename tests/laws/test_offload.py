@@ -4,8 +4,11 @@
 after it is gone, is NaN. What lies on disk is memory there.
 """
 
+import errno
+import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,15 @@ import kept
 import pytest
 import torch
 from helpers import differing, gloo, run, values
-from models import MLP, UNTIED, Model
+from models import GPT, MLP, UNTIED, Model
 from torch import Tensor
 
 import fzero
 from fzero import tree
 from fzero.compile import step
+from fzero.cost import step_time
+from fzero.cost.rates import Rates
+from fzero.disk import Disk
 from fzero.state import homes as homes_of_state
 
 TX = {
@@ -252,3 +258,134 @@ def test_the_account_and_the_text_say_what_moves(folder: Path) -> None:
     assert "  # disk→host " in str(lowered.program)
     assert fzero.parse(str(lowered.program), lowered.program.segments) == lowered.program
     assert "update_on='cpu' by the bytes that a step moves" in lower(**homes(folder)["nvme"]).choices["update_on"]
+
+
+# --- activations, a late update, and what programs cost ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"zero": 3}, {"zero": 1, "microbatches": 2, "offload": "optimizer"}])
+def test_activations_that_wait_on_the_host_change_no_bit(options: dict[str, Any]) -> None:
+    params = GPT.init(fzero.random.key(0))
+    plain = run(spec(GPT, ADAMW, **options), params, GPT.batch, world=2, steps=2)
+    rules = {"blocks/0/**": "offload", "blocks/1/**": "full"}
+    moved = run(spec(GPT, ADAMW, remat=rules, **options), params, GPT.batch, world=2, steps=2)
+    assert differing(plain.final, moved.final) == []
+    assert plain.losses() == moved.losses()
+    program = moved.lowered.program
+    down = [op.reads[0].name for op in program.ops if op.moves and op.why.startswith("activations of forward blocks.0")]
+    assert len(down) >= 3
+    assert not any("forward blocks.1" in op.why for op in program.ops if op.moves)
+
+
+def test_activations_on_the_host_lower_the_devices_peak() -> None:
+    """A deep stack whose activations are nearly all of its memory."""
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        for w in params["layers"]:
+            x = torch.tanh(x @ w)
+        return x.square().mean()
+
+    params = {"layers": [torch.empty(32, 32, device="meta") for _ in range(12)]}
+    peaks = {}
+    for remat in ("none", "offload"):
+        given = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1), remat=remat)
+        peaks[remat] = fzero.lower(given, params, torch.empty(4096, 32, device="meta")).memory.spaces
+    assert peaks["offload"]["device"] < 0.6 * peaks["none"]["device"]
+    assert peaks["offload"]["host"] > 0.4 * peaks["none"]["device"]
+    assert peaks["none"]["host"] == 0
+
+
+@pytest.mark.parametrize("offload", [None, "optimizer"])
+def test_a_delayed_update_is_plain_adamw_with_the_gradients_of_the_step_before(offload: str | None) -> None:
+    """The oracle: torch's AdamW, given at each step the gradients that the step before computed."""
+    params = MLP.init(fzero.random.key(0))
+    found = run(
+        spec(MLP, fzero.optim.delayed(fzero.optim.adamw(1e-2, weight_decay=0.1)), offload=offload),
+        params,
+        MLP.batch,
+        world=1,
+        steps=4,
+    )
+    paths, leaves_, treedef = tree.flatten(params)
+    own = [leaf.clone().requires_grad_() for leaf in leaves_]
+    reference = torch.optim.AdamW(own, lr=1e-2, weight_decay=0.1)
+    pending = None
+    for number in range(4):
+        loss = MLP.loss(tree.unflatten(treedef, own), MLP.batch(0, number))
+        grads = torch.autograd.grad(loss, own)
+        if pending is not None:
+            for leaf, grad in zip(own, pending, strict=True):
+                leaf.grad = grad
+            reference.step()
+        pending = grads
+    for path, leaf in zip(paths, own, strict=True):
+        torch.testing.assert_close(found.final[f"params/{path}"], leaf.detach(), rtol=1e-5, atol=1e-6)
+    assert found.final["opt_state/steps"] == 4
+
+
+def test_a_step_takes_as_long_as_its_slowest_lane() -> None:
+    """Predicted seconds: nothing without rates of lanes; with a slow disk, its bytes."""
+    lowered = lower(offload={"optimizer": "nvme"}, nvme_path="/nvme", update_on="cpu")
+    some = dict.fromkeys(("all_gather", "reduce_scatter"), 1e-9), dict.fromkeys(("all_gather", "reduce_scatter"), 1e18)
+    free = Rates(*some, 1.0, {2: 1e18, 4: 1e18}, 1e18)
+    slow = replace(free, lanes={"disk→host": 1e6, "host→disk": 1e6})
+    bytes_read, bytes_written = (lowered.memory.lanes[way] for way in ("disk→host", "host→disk"))
+    assert step_time.seconds(lowered.program, free) < 1e-6
+    taken = step_time.seconds(lowered.program, slow)
+    assert max(bytes_read, bytes_written) / 1e6 <= taken <= (bytes_read + bytes_written) / 1e6 + 1e-6
+
+
+def test_a_profile_shows_the_lanes(folder: Path) -> None:
+    state, _ = train(homes(folder)["nvme"], range(1))
+    fzero.profile(state, UNTIED.batch(0, 1), folder / "profile")
+    page = (folder / "profile" / "rank0.html").read_text()
+    trace = (folder / "profile" / "rank0.trace.json").read_text()
+    for way in ("disk→host", "host→disk", "host→device"):
+        assert way in page
+        assert json.dumps(way)[1:-1] in trace or way in trace
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+class Broken(Disk):
+    """A disk whose n-th call of a kind fails."""
+
+    def __init__(self, kind: str, at: int) -> None:
+        self.kind, self.left = kind, at
+
+    def run(self, kind: str, path: Path, call: Any) -> Any:
+        if kind == self.kind:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(errno.EIO, "Input/output error")
+        return call()
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_an_error_of_the_disk_names_leaf_and_op_and_ends_the_state_only_once_it_was_written(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, _ = train(homes(folder)["nvme"], range(1))
+    file = state.runtime.memory.file
+    monkeypatch.setattr(file.file, "disk", Broken(kind, 0))
+    with pytest.raises(fzero.FzeroError, match=r"params|opt_state") as found:
+        fzero.step(state, UNTIED.batch(0, 1))
+    assert any("in op " in note for note in found.value.__notes__)
+    monkeypatch.setattr(file.file, "disk", Disk())
+    if kind == "read":  # the first read comes before the first write
+        again, losses = train({}, range(1, 2), state)
+        whole, wanted = train({}, range(2))
+        assert losses == wanted[1:]
+        assert differing(leaves(again), leaves(whole)) == []
+    else:
+        with pytest.raises(fzero.DonatedError, match="failed after it began to write"):
+            fzero.step(state, UNTIED.batch(0, 1))
+
+
+def test_a_folder_that_cannot_hold_the_file_is_an_error_of_init(folder: Path) -> None:
+    with pytest.raises(fzero.FzeroError, match="there is no such folder: make it"):
+        train({"offload": {"**": "nvme"}, "nvme_path": str(folder / "missing")}, range(1))
+    with pytest.raises(fzero.FzeroError, match="tmpfs"):
+        train({"offload": {"**": "nvme"}, "nvme_path": "/dev/shm"}, range(1))
+    assert os.listdir(folder) == []

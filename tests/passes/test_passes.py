@@ -34,7 +34,7 @@ OFFLOADED: dict[str, Any] = {
     "offload": {"opt_state/nu/**": "nvme", "**": "cpu"},
     "nvme_path": "/nvme",
 }
-OFFLOADING = ("to_spaces", "tile_updates", "place_moves")
+OFFLOADING = ("to_spaces", "offload_activations", "tile_updates", "place_moves")
 GOLDENS = [(name, case) for case in GOLDEN_CASES for name, _, _ in (("lower", 0, 0), *PASSES) if name not in OFFLOADING]
 GOLDENS += [(name, f"zero3_offload_{where}") for where in ("device", "cpu") for name in OFFLOADING]
 
@@ -64,7 +64,7 @@ def stages(program: Program, options: Options) -> dict[str, Stage]:
 def golden_stages(case: str) -> dict[str, Stage]:
     if case in GOLDEN_CASES:
         return stages(cases.naive(**GOLDEN_CASES[case]), Options(remat=cases.spec(**GOLDEN_CASES[case]).remat_rules))
-    options = Options(on_host=case.endswith("cpu"), tile_bytes=2048 * 4)
+    options = Options(on_host=case.endswith("cpu"), tile_bytes=2048 * 4, remat={"first": "offload"})
     return stages(cases.naive(**OFFLOADED), options)
 
 

@@ -74,7 +74,7 @@ class _Placing:
 
     def __init__(self, program: Program, home: Mapping[str, str], on_host: bool, ahead: int) -> None:
         self.program, self.home, self.ahead = program, home, ahead
-        self.ops = _without_moves(program)
+        self.ops = _without_moves(program, home)
         self.runs = [i for i, op in enumerate(self.ops) if op.computes]
         self.host = [on_host and self._may_run_on_host(op) for op in self.ops]
         self.visits: list[_Visit] = []
@@ -119,7 +119,8 @@ class _Placing:
         for ref in dict.fromkeys((*op.reads, *op.writes)):
             held = replace(ref, name=self.home.get(ref.name, ref.name))
             stays, visit = ref.name not in self.home, None
-            if self.program.buffers[held.name].space != space:
+            elsewhere = self.program.buffers[held.name].space != space
+            if elsewhere and not (stays and (op.moves or op.is_mark)):
                 visit = self._visit(index, held, space, stays=stays)
                 visit.last = index
                 visit.reads |= ref in op.reads or held != visit.source
@@ -277,12 +278,12 @@ class _Placing:
             self._insert(settled, phase, make_op("wait", [Ref(own.name)], why=why))
 
 
-def _without_moves(program: Program) -> list[Op]:
-    """The ops but the moves, and the waits for them."""
+def _without_moves(program: Program, home: Mapping[str, str]) -> list[Op]:
+    """The ops but the moves of what is held, and the waits for them."""
     ops: list[Op] = []
     moving: set[str] = set()
     for op in program.ops:
-        if op.moves:
+        if op.moves and (op.target in home or op.reads[0].name in home):
             moving.add(op.target)
         elif op.is_wait and op.target in moving:
             moving.discard(op.target)

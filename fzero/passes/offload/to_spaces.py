@@ -53,10 +53,11 @@ def chain(refs: list[Ref], why: str) -> Iterator[Op]:
 
 
 def copies_of(program: Program) -> dict[str, str]:
-    """By the name of a copy on the device, or on the way there, the name of what it is a copy of."""
+    """By the name of a copy of what is held, on the device or on the way there or back, the name of that."""
     home: dict[str, str] = {}
     for op in program.ops:
         if op.moves and program.buffers[op.target].kind == "staging":
-            source = op.reads[0].name
-            home[op.target] = home.get(source, source)
+            source = home.get(op.reads[0].name, op.reads[0].name)
+            if program.buffers[source].kind in PERSISTENT:
+                home[op.target] = source
     return home
