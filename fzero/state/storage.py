@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -19,8 +21,16 @@ Block = Callable[[int], torch.Tensor]  # makes memory of a number of bytes (uint
 
 
 def block_of(device: torch.device | str) -> Callable[[int], torch.Tensor]:
-    """Returns a function from a number of bytes to new memory on a device (uint8, 1-D)."""
-    return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)
+    """Returns a function from a number of bytes to new memory on a device (uint8, 1-D): zeroed, and on the CPU of pages
+    of its own, which the machine provides when they are first written."""
+    return pages if torch.device(device).type == "cpu" else partial(torch.zeros, dtype=torch.uint8, device=device)
+
+
+def pages(nbytes: int) -> torch.Tensor:
+    """New zeroed memory of this process (uint8, 1-D, page-aligned). A page that is only read takes none."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 @runtime_checkable
@@ -52,8 +62,7 @@ def allocate(
     blocks: Mapping[str, Block] | None = None,
     only: Collection[str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """A rank's state buffers, one after the other in one block of each space. Padding is zero: the caller fills the
-    leaves. (The first touch of memory costs more than a copy.)
+    """A rank's state buffers, one after the other in one block of zeros for each space: the caller fills the leaves.
 
     block: makes the device's memory. blocks: by space, what makes the memory of others; a buffer of a space without one
     is left out. None: all lie on the device. only: the buffers that are made; None: all.
@@ -65,19 +74,7 @@ def allocate(
         makes = block if blocks is None or space == DEVICE else blocks.get(space)
         if own and makes is not None:
             memory.update(_in_a_block(own, makes))
-    memory = {name: memory[name] for name in held if name in memory}
-    held = {name: held[name] for name in memory}
-    used: dict[str, list[slice]] = {b.name: [] for b in held.values() if b.bucket}
-    for leaf in plan.leaves:
-        if leaf.slot is not None and leaf.buffer in held:
-            used[leaf.buffer].append(piece(plan, leaf, rank)[0])
-    for name, places_used in used.items():
-        end = 0
-        for here in sorted((s for s in places_used if s.start < s.stop), key=lambda s: s.start):
-            memory[name][end : here.start].zero_()
-            end = here.stop
-        memory[name][end:].zero_()
-    return memory
+    return {name: memory[name] for name in held if name in memory}
 
 
 def _in_a_block(buffers: Sequence[Buffer], block: Block) -> dict[str, torch.Tensor]:
@@ -185,10 +182,10 @@ def flat(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) 
 
 
 def store(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, value: torch.Tensor, rank: int) -> None:
-    """Copies the rank's part of a whole leaf into its buffer; nothing where another role keeps it.
+    """Copies the rank's part of a whole leaf into its new buffer (`allocate`); nothing where another role keeps it.
 
-    Zeros are not written over zeros. So the moments of a first state take no memory of the machine until a step writes
-    them, beside the user's parameters.
+    Zeros are there. So the moments of a first state take no memory of the machine until a step writes them, beside the
+    user's parameters.
     """
     if leaf.buffer not in memory:
         return
@@ -196,7 +193,7 @@ def store(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, value: tor
     if leaf.slot is not None:
         here, there = piece(plan, leaf, rank)
         target, part = target[here], tp_part(plan, leaf, value, rank).reshape(-1)[there]
-    if not (_is_zero(part) and _is_zero(target)):
+    if not _is_zero(part):
         target.copy_(part)
 
 

@@ -58,10 +58,10 @@ def write(
 
 
 def read(directory: Path, plan: Plan, disk: Disk | None = None) -> list[dict[str, Tensor]]:
-    """Every rank's buffers from a checkpoint, in memory that was full of something else."""
+    """Every rank's buffers from a checkpoint."""
     ranks = []
     for rank in range(plan.world_size):
-        memory = storage.allocate(plan, lambda n: torch.full((n,), 0xAB, dtype=torch.uint8), rank)
+        memory = storage.allocate(plan, storage.block_of("cpu"), rank)
         source = Checkpoint(directory, disk or Quick())
         wants = wanted(plan, rank, memory, set())
         source.check(wants)
