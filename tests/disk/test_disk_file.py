@@ -131,6 +131,28 @@ def test_many_transfers_at_a_time(either: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(tiles, back, strict=True))
 
 
+def test_the_kernel_counts_the_same_bytes(folder: Path) -> None:
+    """Nothing is moved twice, and nothing that is counted was not moved."""
+
+    def counted() -> tuple[int, int]:
+        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+    size = 3 * blocks.BLOCK
+    tile = draw(size)
+    with DiskFile(folder, size) as file:
+        if not file.direct:
+            pytest.skip("through the page cache the kernel counts pages")
+        before = counted()
+        file.write(0, tile).result()
+        file.read(0, tile).result()
+        file.read(blocks.BLOCK, tile[: blocks.BLOCK]).result()
+        read, written = (after - first for after, first in zip(counted(), before, strict=True))
+        assert read == pytest.approx(file.bytes_read, rel=0.005)
+        assert written == pytest.approx(file.bytes_written, rel=0.005)
+        assert (file.bytes_read, file.bytes_written) == (4 * blocks.BLOCK, size)
+
+
 def test_a_fresh_file_is_zeros(either: Path) -> None:
     into = draw(3 * UNIT)
     with DiskFile(either, 3 * UNIT) as file:
