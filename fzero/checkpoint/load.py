@@ -176,14 +176,14 @@ def _into(state: State, dir: Path, strict: bool, disk: Disk) -> State:
             saved = Checkpoint(chosen, disk)
             here = {x.path: entry(x.shape, x.dtype, x.per_rank, plan.data_ranks) for x in plan.leaves}
             keep = _compared(here, saved, strict).unfit
-            wants = wanted(plan, world.rank, runtime.memory, keep)
-            saved.check(wants)
+            saved.check(wanted(plan, world.rank, runtime.memory.shapes(), keep))
             digest = saved.digest
         except Exception as error:
             failure = error
         world.agree("load", digest, failure)
         try:
-            saved.fill(wants)
+            for buffers in runtime.memory.rounds():
+                saved.fill(wanted(plan, world.rank, buffers, keep))
         except BaseException as error:
             failure = error
         try:
