@@ -6,6 +6,7 @@ is told apart from one that says no.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}  # f_type: linux/magic.h
+HUGE = 2 << 20  # bytes of a huge page, on x86 and most of ARM
 DIOALIGN, EMPTY_PATH = 0x2000, 0x1000  # STATX_DIOALIGN (Linux 6.1), AT_EMPTY_PATH
 MASK_AT, MEMORY_AT, OFFSET_AT, STATX_BYTES = 0, 152, 156, 256  # of struct statx
 
@@ -54,16 +56,24 @@ def alignment(fd: int) -> Direct | None:
 
 
 def aligned(nbytes: int) -> Tensor:
-    """Returns zeroed memory for direct I/O: uint8, 1-D, `nbytes` long, at the beginning of a page.
+    """Returns zeroed memory for direct I/O: uint8, 1-D, `nbytes` long, at the beginning of a page. It is freed with the
+    last tensor on it.
 
-    Its pages are shared, as direct I/O beside a fork needs it (open(2), NOTES). They are freed with the last tensor on
-    them.
+    From 2 MiB on the kernel is asked for huge pages. A request to a disk has a limited number of pieces, so with small
+    pages it is cut into more.
 
     >>> aligned(5000).shape, aligned(5000).data_ptr() % 4096
     (torch.Size([5000]), 0)
     """
-    pages = mmap.mmap(-1, -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE)
-    return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
+    huge = HUGE if nbytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE") else 0
+    size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE + huge
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge:
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    first = -memory.data_ptr() % huge if huge else 0
+    return memory[first : first + nbytes]
 
 
 def turn_on(fd: int) -> bool:

@@ -6,7 +6,8 @@ kept in memory when they are written and compared when they are read (`sums`).
 
 The file is scratch: it has no name, and goes with its process (`open_file`). What lasts is a checkpoint.
 
-Memory: 8 bytes for 4,096 of the file, and a block for each thread that moved to memory direct I/O cannot use.
+Memory: 8 bytes for 4,096 of the file, and a block for each thread that moved to memory direct I/O cannot use. Four
+threads each way, so that some have a call running while others compute sums.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class DiskFile:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], nbytes: int, *, checksums: bool = True, threads: int = 2,
+        self, folder: str | os.PathLike[str], nbytes: int, *, checksums: bool = True, threads: int = 4,
         disk: Disk | None = None,
     ) -> None:  # fmt: skip
         if nbytes < 0 or threads < 1:

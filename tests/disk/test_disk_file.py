@@ -5,6 +5,7 @@ The oracle is a plain array in memory, or the same file opened a second time by 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import gc
@@ -14,7 +15,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,15 @@ class Faulty(Disk):
 
     def run(self, kind: str, path: Path, call: Callable[[], Any]) -> Any:
         return self.fault(kind, call) if kind in ("read", "write", "sync") else call()
+
+
+@contextlib.contextmanager
+def released(event: threading.Event) -> Iterator[None]:
+    """Sets the event in the end, so that a test that fails does not wait for it."""
+    try:
+        yield
+    finally:
+        event.set()
 
 
 def on_disk(file: DiskFile) -> bytes:
@@ -121,6 +131,28 @@ def test_many_transfers_at_a_time(either: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(tiles, back, strict=True))
 
 
+def test_the_kernel_counts_the_same_bytes(folder: Path) -> None:
+    """Nothing is moved twice, and nothing that is counted was not moved."""
+
+    def counted() -> tuple[int, int]:
+        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+    size = 3 * blocks.BLOCK
+    tile = draw(size)
+    with DiskFile(folder, size) as file:
+        if not file.direct:
+            pytest.skip("through the page cache the kernel counts pages")
+        before = counted()
+        file.write(0, tile).result()
+        file.read(0, tile).result()
+        file.read(blocks.BLOCK, tile[: blocks.BLOCK]).result()
+        read, written = (after - first for after, first in zip(counted(), before, strict=True))
+        assert read == pytest.approx(file.bytes_read, rel=0.005)
+        assert written == pytest.approx(file.bytes_written, rel=0.005)
+        assert (file.bytes_read, file.bytes_written) == (4 * blocks.BLOCK, size)
+
+
 def test_a_fresh_file_is_zeros(either: Path) -> None:
     into = draw(3 * UNIT)
     with DiskFile(either, 3 * UNIT) as file:
@@ -162,7 +194,7 @@ def test_a_range_in_flight_cannot_be_touched(folder: Path) -> None:
     go = threading.Event()
     disk = Faulty(lambda kind, call: (go.wait(60), call())[1])
     tile = draw(2 * UNIT)
-    with DiskFile(folder, 8 * UNIT, disk=disk) as file:
+    with DiskFile(folder, 8 * UNIT, disk=disk) as file, released(go):
         writing = file.write(2 * UNIT, tile[:5000], "op 3")
         for begin in (file.read, file.write):
             for offset, length in ((2 * UNIT, 4), (3 * UNIT, 8), (UNIT, UNIT + 1)):
@@ -181,7 +213,7 @@ def test_a_range_in_flight_cannot_be_touched(folder: Path) -> None:
 def test_reading_goes_on_while_writing_is_stuck(folder: Path) -> None:
     go = threading.Event()
     disk = Faulty(lambda kind, call: (kind == "read" or go.wait(60), call())[1])
-    with DiskFile(folder, 4 * UNIT, disk=disk) as file:
+    with DiskFile(folder, 4 * UNIT, disk=disk) as file, released(go):
         stuck = [file.write(UNIT * n, draw(UNIT)) for n in range(3)]
         file.read(3 * UNIT, aligned(UNIT)).result(30)
         assert not any(one.done() for one in stuck)
