@@ -23,10 +23,7 @@ NAMED_STAGES = ("hsdp", "hpz")
 COLUMNS = {"params", "grads", "optimizer"}  # of the state, which `zero` may place one by one
 DEFAULT_PARAMS = ("params/**",)
 SPACE_OF = {"device": "device", "cpu": "host", "nvme": "disk"}  # the user's words, and those of programs
-OPTIMIZER, PARAMS = KINDS_OF_LEAVES = (
-    "optimizer",
-    "params",
-)  # names in `offload` for what is no parameter, and what is
+KINDS_OF_LEAVES = OPTIMIZER, PARAMS = "optimizer", "params"  # rules of `offload`: all that is no parameter; those
 SHORT_OFFLOADS = {"optimizer": (OPTIMIZER,), "optimizer+params": (OPTIMIZER, PARAMS)}
 RENAMED = {"products": "matmul"}  # fields of a Spec: old name, new name
 
