@@ -189,6 +189,7 @@ def store(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, value: tor
     """
     if leaf.buffer not in memory:
         return
+    assert not is_on_disk(memory, leaf.buffer), "a buffer on disk is filled in a round of `Homes.rounds`"
     target, part = memory[leaf.buffer], value
     if leaf.slot is not None:
         here, there = piece(plan, leaf, rank)

@@ -44,7 +44,8 @@ def _move(program: Program, op: Op) -> Iterator[str]:
         yield f"brings {source.dtype} to {target.dtype}: a move changes nothing"
     for ref in (op.reads[0], op.writes[0]):
         buffer = program.buffers[ref.name]
-        if buffer.space == DISK and program.local_range(ref, 0)[0] * buffer.dtype.itemsize % PAGE_BYTES:
+        starts = {program.local_range(ref, rank)[0] for rank in (0, program.world_size - 1)}
+        if buffer.space == DISK and any(start * buffer.dtype.itemsize % PAGE_BYTES for start in starts):
             yield f"{ref} begins off a page of the disk: tiles there are multiples of {PAGE_BYTES:,} bytes"
     sizes = [_numel(program, ref) for ref in (op.reads[0], op.writes[0])]
     if sizes[0] != sizes[1]:

@@ -155,10 +155,11 @@ class _Placing:
         return visit
 
     def _brought(self, held: Ref) -> Ref:
-        """What a use of a copy brings: all of the buffer, or the tile that the use is in."""
-        if held.tile is None:
-            return Ref(held.name)
+        """What a use of a copy brings: all of the buffer, or the tile that the use is in. Tiles of an own slice of what
+        lies whole on disk begin anywhere in a page: then it is all."""
         buffer = self.program.buffers[held.name]
+        if held.tile is None or (buffer.space == DISK and self.program.cut(held) != buffer.sharded):
+            return Ref(held.name)
         return Ref(held.name, 0, self.program.buckets[buffer.bucket or ""].length, None, held.mine, held.tile)
 
     def _turn(self, index: int) -> int:
