@@ -19,11 +19,11 @@ from torch import Tensor
 import fzero
 from fzero import tree
 from fzero.checkpoint import commit, shards
-from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.load import wanted
 from fzero.checkpoint.manifest import shard_name
 from fzero.checkpoint.reader import Checkpoint
 from fzero.checkpoint.save import take
+from fzero.disk.calls import Disk
 from fzero.plan.layout import Plan
 from fzero.state import storage
 
