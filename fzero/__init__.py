@@ -15,6 +15,7 @@ from fzero.compile.lowered import Lowered
 from fzero.errors import (
     CaptureError,
     CheckpointError,
+    ConfigError,
     CorruptError,
     DataError,
     DisagreementError,
@@ -42,6 +43,7 @@ from fzero.functional import (
 )
 from fzero.ir.parse import parse
 from fzero.ir.program import Program
+from fzero.log import Log
 from fzero.pipeline import Pipeline, Schedule
 from fzero.precision import LossScale, Precision
 from fzero.profile import profile
@@ -57,12 +59,14 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "Checkpointer",
+    "ConfigError",
     "CorruptError",
     "DataError",
     "DisagreementError",
     "DonatedError",
     "FzeroError",
     "HangError",
+    "Log",
     "LossScale",
     "Lowered",
     "Manifest",

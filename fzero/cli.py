@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from fzero.errors import FzeroError
 from fzero.interop import commands
+from fzero.interop.config import command as config
+from fzero.log import plot
 from fzero.tools import doctor, fuzz, mutate
 
 
@@ -44,6 +46,9 @@ def _version(_: argparse.Namespace) -> int:
 COMMANDS: dict[str, Command] = {
     "version": Command("print the versions of fzero and of what it stands on", _no_arguments, _version),
     "doctor": Command("try what fzero needs of this machine", doctor.add_arguments, doctor.command),
+    "config": Command(
+        "say what becomes of each key of a ds_config or an accelerate config", config.arguments, config.command
+    ),
     "convert": Command(
         "turn a checkpoint into safetensors, torch DCP, or one of fzero", commands.convert_arguments, commands.convert
     ),
@@ -52,6 +57,7 @@ COMMANDS: dict[str, Command] = {
         commands.deepspeed_arguments,
         commands.import_deepspeed,
     ),
+    "plot": Command("draw loss, throughput and memory of runs (fzero.Log)", plot.arguments, plot.command),
     "fuzz": Command("run random losses through eager PyTorch and fzero and compare", fuzz.add_arguments, fuzz.command),
     "mutate": Command("break programs at random and count what verify catches", mutate.add_arguments, mutate.command),
 }

@@ -13,6 +13,17 @@ class SpecError(FzeroError, ValueError):
     """A `Spec`, a mesh or a path rule that cannot be used."""
 
 
+class ConfigError(SpecError):
+    """A configuration of another library that cannot be taken over as it stands.
+
+    `refusals` has a (path, text) for each key that is in the way; the message holds all texts.
+    """
+
+    def __init__(self, message: str, refusals: Sequence[tuple[str, str]] = ()) -> None:
+        super().__init__(message)
+        self.refusals = tuple(refusals)
+
+
 class TreeError(FzeroError, ValueError):
     """A pytree that differs from the one expected; names the path."""
 

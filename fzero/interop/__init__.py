@@ -1,6 +1,7 @@
 """interop: a `torch.nn.Module` (Hugging Face's too) as plain values and a pure function of them; and checkpoints of
 other libraries, read and written one tensor at a time. See README.md."""
 
+from fzero.interop.config import Given, accelerate_config, ds_config
 from fzero.interop.dcp_folder import dcp, export_dcp
 from fzero.interop.deepspeed_folder import deepspeed
 from fzero.interop.fitted import Fitted, fitted
@@ -14,8 +15,11 @@ __all__ = [
     "Apply",
     "Fitted",
     "Functional",
+    "Given",
+    "accelerate_config",
     "dcp",
     "deepspeed",
+    "ds_config",
     "export_dcp",
     "export_safetensors",
     "fitted",

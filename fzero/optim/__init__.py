@@ -2,12 +2,29 @@
 
 from fzero.optim._round import stochastic_round
 from fzero.optim.adafactor import AdafactorState, adafactor
+from fzero.optim.adagrad import AdagradState, adagrad
 from fzero.optim.adam import AdamState, adam, adamw
 from fzero.optim.adam8 import Adam8State, Blocks, adamw8bit
+from fzero.optim.averages import EmaParamsState, EmaState, ema, ema_params
 from fzero.optim.groups import multi_transform, scale_by_path
 from fzero.optim.lion import LionState, lion
-from fzero.optim.muon import MuonState, muon
-from fzero.optim.schedules import Schedule, constant, cosine, linear_warmup, warmup_cosine
+from fzero.optim.muon import MuonState, hidden_matrices, muon
+from fzero.optim.nadam import NadamState, nadam
+from fzero.optim.radam import RadamState, radam
+from fzero.optim.rmsprop import RmspropState, rmsprop
+from fzero.optim.schedules import (
+    Schedule,
+    constant,
+    cosine,
+    exponential,
+    joined,
+    linear_warmup,
+    piecewise,
+    polynomial,
+    shift,
+    warmup,
+    warmup_cosine,
+)
 from fzero.optim.sgd import SgdState, sgd
 from fzero.optim.simple import (
     ScheduleState,
@@ -27,6 +44,7 @@ from fzero.optim.transform import (
     masked,
     scale,
 )
+from fzero.optim.trust import lamb, lars, scale_by_trust_ratio
 from fzero.optim.wrappers import (
     DelayedState,
     IfFiniteState,
@@ -38,20 +56,27 @@ from fzero.optim.wrappers import (
 
 __all__ = [
     "AdafactorState",
+    "AdagradState",
     "Adam8State",
     "AdamState",
     "Blocks",
     "DelayedState",
+    "EmaParamsState",
+    "EmaState",
     "GradientTransformation",
     "IfFiniteState",
     "InjectState",
     "LionState",
     "MuonState",
+    "NadamState",
+    "RadamState",
+    "RmspropState",
     "Schedule",
     "ScheduleState",
     "SgdState",
     "TraceState",
     "adafactor",
+    "adagrad",
     "adam",
     "adamw",
     "adamw8bit",
@@ -64,19 +89,34 @@ __all__ = [
     "constant",
     "cosine",
     "delayed",
+    "ema",
+    "ema_params",
+    "exponential",
     "global_norm",
+    "hidden_matrices",
     "identity",
     "inject_hyperparams",
+    "joined",
+    "lamb",
+    "lars",
     "linear_warmup",
     "lion",
     "masked",
     "multi_transform",
     "muon",
+    "nadam",
+    "piecewise",
+    "polynomial",
+    "radam",
+    "rmsprop",
     "scale",
     "scale_by_path",
     "scale_by_schedule",
+    "scale_by_trust_ratio",
     "sgd",
+    "shift",
     "stochastic_round",
     "trace",
+    "warmup",
     "warmup_cosine",
 ]

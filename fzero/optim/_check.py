@@ -84,6 +84,17 @@ def steps(name: str, value: Any, *, low: int = 0) -> int:
     return int(value)
 
 
+def flag(name: str, value: Any) -> None:
+    """Raises SpecError unless `value` is True or False.
+
+    >>> flag("sgd: nesterov", 1)
+    Traceback (most recent call last):
+    fzero.errors.SpecError: sgd: nesterov is 1 (int), but it must be True or False
+    """
+    if not isinstance(value, bool):
+        raise SpecError(f"{name} is {kind(value)}, but it must be True or False")
+
+
 def trainable(where: str, params: Any) -> None:
     """Raises TreeError unless every leaf is a floating-point tensor, so that it can have a gradient and moments.
 

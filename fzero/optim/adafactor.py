@@ -28,7 +28,7 @@ from fzero import tree
 from fzero.errors import SpecError, TreeError
 from fzero.optim import _check
 from fzero.optim.schedules import Schedule, as_schedule
-from fzero.optim.transform import GradientTransformation, PyTree, _delta, _sum_squares
+from fzero.optim.transform import GradientTransformation, PyTree, _delta, sum_squares
 
 
 class AdafactorState(NamedTuple):
@@ -131,7 +131,7 @@ def _direction(g: Tensor, held: list[Tensor], newest: Tensor, eps: float) -> tup
 
 def _rms(x: Tensor) -> Tensor:
     """The root of the mean square: 0-d float64."""
-    return torch.sqrt(_sum_squares(x) / max(x.numel(), 1))
+    return torch.sqrt(sum_squares(x) / max(x.numel(), 1))
 
 
 def _check_held(path: str, p: Tensor, held: list[Tensor | None]) -> None:

@@ -99,6 +99,15 @@ def muon(
     return GradientTransformation(options.init, options.update)
 
 
+def hidden_matrices(path: str, leaf: Tensor) -> bool:
+    """A mask for `muon`: matrices that are neither an embedding nor an output head, by the words of their path.
+
+    >>> hidden_matrices("h.0.mlp.weight", torch.ones(2, 2)), hidden_matrices("embed_tokens.weight", torch.ones(2, 2))
+    (True, False)
+    """
+    return leaf.dim() == 2 and not any(word in path.lower() for word in ("embed", "lm_head"))
+
+
 @dataclass(frozen=True)
 class _Muon:
     """The options, checked."""

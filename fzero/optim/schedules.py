@@ -12,15 +12,21 @@ part of the compiled step and its trace serves every step. Any function of this 
 | `linear_warmup` | peak * min(1, c / steps)                                                           |
 | `cosine`        | end + (peak - end) * (1 + cos(pi * min(1, c / steps))) / 2                         |
 | `warmup_cosine` | `linear_warmup` up to warmup_steps, then `cosine` over total_steps - warmup_steps  |
+| `warmup`        | low + (peak - low) * min(1, c / steps), or * min(1, ln(c + 1) / ln(steps))          |
+| `polynomial`    | end + (peak - end) * (1 - min(1, c / steps)) ^ power                               |
+| `exponential`   | peak * rate ^ (c / steps), not beyond end                                          |
+| `piecewise`     | value, times each factor whose boundary is <= c                                    |
+| `joined`        | each schedule from its boundary on, which is its count 0                           |
+| `shift`         | schedule(max(0, c + by))                                                           |
 
-As in optax and in Hugging Face's schedules the warm-up starts at 0: the first update of all changes
+As in optax and in Hugging Face's schedules `linear_warmup` starts at 0: the first update of all changes
 moments only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -93,6 +99,134 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
         return torch.where(count < warmup_steps, warm, decayed)
 
     return schedule
+
+
+def warmup(low: float, peak: float, steps: int, kind: str = "linear") -> Schedule:
+    """From `low` at count 0 to `peak`, and `peak` from there on. `kind` "linear" is there at count `steps`.
+
+    `kind` "log" rises as `ln(count + 1) / ln(steps)`, with `steps` at least 2, and is there at count `steps - 1`. (It
+    is DeepSpeed's default: `shift(warmup(low, peak, steps, "log"), -1)` is its WarmupLR.)
+
+    Raises `SpecError` for a negative value, `steps < 1`, and another kind.
+
+    >>> [round(warmup(0.0, 1.0, 4, "log")(torch.tensor(c)).item(), 4) for c in (0, 1, 2, 3, 4)]
+    [0.0, 0.5, 0.7925, 1.0, 1.0]
+    >>> warmup(0.5, 1.0, 4)(torch.tensor(1)).item()
+    0.625
+    """
+    low, peak = _check.number("warmup: low", low), _check.number("warmup: peak", peak)
+    steps = _check.steps("warmup: steps", steps, low=1)
+    if kind not in ("linear", "log"):
+        raise SpecError(f"warmup: kind is {kind!r}, but it must be 'linear' or 'log'")
+    if kind == "linear":
+        return lambda count: low + (peak - low) * _progress(count, steps)
+    whole = math.log(max(steps, 2))
+    return lambda count: low + (peak - low) * torch.clamp(torch.log(count.to(torch.float64) + 1) / whole, max=1.0)
+
+
+def polynomial(peak: float, steps: int, end: float = 0.0, power: float = 1.0) -> Schedule:
+    """From `peak` at count 0 to `end` at count `steps`, as `(1 - count / steps) ** power`, and `end` from there on.
+
+    With `power=1` it is linear. Raises `SpecError` for a negative value, `steps < 1` and `power <= 0`.
+
+    >>> [polynomial(1.0, 4, end=0.2, power=2.0)(torch.tensor(c)).item() for c in (0, 2, 4, 9)]
+    [1.0, 0.4, 0.2, 0.2]
+    """
+    peak, end = _check.number("polynomial: peak", peak), _check.number("polynomial: end", end)
+    steps = _check.steps("polynomial: steps", steps, low=1)
+    power = _check.number("polynomial: power", power, above=True)
+    return lambda count: end + (peak - end) * (1 - _progress(count, steps)) ** power
+
+
+def exponential(peak: float, steps: int, rate: float, staircase: bool = False, end: float | None = None) -> Schedule:
+    """`peak * rate ** (count / steps)`: multiplied by `rate` every `steps`; with `staircase` all at once.
+
+    `end` is the value that it does not pass: the least if `rate < 1`, else the largest. Raises `SpecError` for a
+    negative value, `steps < 1` and `rate <= 0`.
+
+    >>> [exponential(1.0, 2, 0.25, end=0.1)(torch.tensor(c)).item() for c in (0, 1, 2, 9)]
+    [1.0, 0.5, 0.25, 0.1]
+    >>> exponential(1.0, 2, 0.25, staircase=True)(torch.tensor(3)).item()
+    0.25
+    """
+    peak = _check.number("exponential: peak", peak)
+    steps = _check.steps("exponential: steps", steps, low=1)
+    rate = _check.number("exponential: rate", rate, above=True)
+    _check.flag("exponential: staircase", staircase)
+    limit = None if end is None else _check.number("exponential: end", end)
+
+    def schedule(count: Tensor) -> Tensor:
+        times = count // steps if staircase else count.to(torch.float64) / steps
+        value = peak * rate ** times.to(torch.float64)
+        return value if limit is None else value.clamp(min=limit) if rate < 1 else value.clamp(max=limit)
+
+    return schedule
+
+
+def piecewise(value: float, factors: Mapping[int, float]) -> Schedule:
+    """`value`, multiplied by each factor from its boundary on: `{30_000: 0.1, 60_000: 0.1}` divides twice by ten.
+
+    Raises `SpecError` for a negative value or factor, and for a boundary that is no whole number.
+
+    >>> [round(piecewise(1.0, {2: 0.5, 4: 0.1})(torch.tensor(c)).item(), 6) for c in (0, 1, 2, 4, 9)]
+    [1.0, 1.0, 0.5, 0.05, 0.05]
+    """
+    value = _check.number("piecewise: value", value)
+    if not isinstance(factors, Mapping):
+        raise SpecError(
+            f"piecewise: factors is {_check.kind(factors)}, but it must say a factor by boundary: write {{30_000: 0.1}}"
+        )
+    pairs = [
+        (_check.steps("piecewise: a boundary", at), _check.number(f"piecewise: factors[{at}]", factor))
+        for at, factor in factors.items()
+    ]
+
+    def schedule(count: Tensor) -> Tensor:
+        held = constant(value)(count)
+        for at, factor in pairs:
+            held = torch.where(count < at, held, held * factor)
+        return held
+
+    return schedule
+
+
+def joined(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
+    """Returns the first schedule up to the first boundary, then the second, whose count is 0 there, and so on.
+
+    Raises `SpecError` unless there is one boundary less than schedules, in increasing order.
+
+    >>> schedule = joined([linear_warmup(1.0, 2), polynomial(1.0, 4)], [2])
+    >>> [schedule(torch.tensor(c)).item() for c in (0, 1, 2, 3, 6)]
+    [0.0, 0.5, 1.0, 0.75, 0.0]
+    """
+    if len(boundaries) != len(schedules) - 1:
+        raise SpecError(
+            f"joined: {len(schedules)} schedules have {max(len(schedules) - 1, 0)} boundaries between them, but "
+            f"{len(boundaries)} are given"
+        )
+    starts = [_check.steps(f"joined: boundaries[{i}]", at) for i, at in enumerate(boundaries)]
+    if starts != sorted(starts):
+        raise SpecError(f"joined: boundaries is {list(boundaries)}, but they must be in increasing order")
+    parts = [as_schedule("joined", part, f"schedules[{i}]") for i, part in enumerate(schedules)]
+
+    def schedule(count: Tensor) -> Tensor:
+        value = parts[0](count)
+        for start, part in zip(starts, parts[1:], strict=True):
+            value = torch.where(count < start, value, part((count - start).clamp(min=0)))
+        return value
+
+    return schedule
+
+
+def shift(schedule: Schedule, by: int) -> Schedule:
+    """Returns the schedule read `by` counts ahead, or behind if `by` is negative: then its first value comes again.
+
+    >>> [shift(linear_warmup(1.0, 2), -1)(torch.tensor(c)).item() for c in (0, 1, 2, 3)]
+    [0.0, 0.0, 0.5, 1.0]
+    """
+    by = _check.steps("shift: by", by, low=-(2**62))
+    part = as_schedule("shift", schedule, "schedule")
+    return lambda count: part((count + by).clamp(min=0))
 
 
 def as_schedule(where: str, learning_rate: float | Tensor | Schedule, name: str = "learning_rate") -> Schedule:

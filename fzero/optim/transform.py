@@ -261,11 +261,16 @@ def plus_scaled(x: Tensor, y: Tensor, factor: float | Tensor) -> Tensor:
 
 def _wide_norm(values: PyTree) -> Tensor:
     """The norm in float64, in which squares of float32 do not overflow."""
-    sums = [_sum_squares(leaf) for leaf in tree.flatten(values)[1]]
+    sums = [sum_squares(leaf) for leaf in tree.flatten(values)[1]]
     return torch.sqrt(functools.reduce(operator.add, sums)) if sums else torch.zeros((), dtype=torch.float64)
 
 
-def _sum_squares(x: Tensor) -> Tensor:
+def sum_squares(x: Tensor) -> Tensor:
+    """Returns the sum of squares of a leaf: 0-d float64, over all ranks that hold a part of it.
+
+    >>> sum_squares(torch.tensor([3.0, 4.0]))
+    tensor(25., dtype=torch.float64)
+    """
     return x.to(torch.float64).square().sum() if _ops.watched(x) else _ops.sum_squares(x)
 
 

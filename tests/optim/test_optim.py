@@ -83,6 +83,47 @@ def by_paper(rate: float, beta1: float, beta2: float, decay: float) -> Callable[
     return reference
 
 
+def by_trust(rate: float, decay: float, momentum: float | None) -> Callable[..., Any]:
+    """LAMB (momentum None) and LARS, as optax 0.2.8 chains them: decayed weights, a ratio, the rate, and a trace."""
+
+    def ratio(p: torch.Tensor, u: torch.Tensor) -> float:
+        size, length = float(p.double().norm()), float(u.double().norm())
+        return (1.0 if momentum is None else 1e-3) * size / length if size * length else 1.0
+
+    def reference(params: Named, gradients: list[Named]) -> Named:
+        params = dict(params)
+        mu, nu = ({path: torch.zeros_like(p) for path, p in params.items()} for _ in range(2))
+        for t, grads in enumerate(gradients, 1):
+            for path, g in grads.items():
+                p = params[path]
+                if momentum is None:
+                    mu[path] = 0.9 * mu[path] + 0.1 * g
+                    nu[path] = 0.999 * nu[path] + 0.001 * g**2
+                    u = mu[path] / (1 - 0.9**t) / ((nu[path] / (1 - 0.999**t)).sqrt() + 1e-6) + decay * p
+                    params[path] = p - rate * ratio(p, u) * u
+                else:
+                    u = g + decay * p
+                    mu[path] = -rate * ratio(p, u) * u + momentum * mu[path]
+                    params[path] = p + mu[path]
+        return params
+
+    return reference
+
+
+def averaged(rate: float, decay: float) -> Callable[..., Any]:
+    """SGD whose updates are a moving average without its bias, as optax.ema(decay) makes it."""
+
+    def reference(params: Named, gradients: list[Named]) -> Named:
+        params, held = dict(params), {path: torch.zeros_like(p) for path, p in params.items()}
+        for t, grads in enumerate(gradients, 1):
+            for path, g in grads.items():
+                held[path] = decay * held[path] + (1 - decay) * g
+                params[path] = params[path] - rate * held[path] / (1 - decay**t)
+        return params
+
+    return reference
+
+
 def is_matrix(path: str, p: torch.Tensor) -> bool:
     return p.dim() == 2
 
@@ -138,6 +179,42 @@ OPTIMIZERS = {
     "lion_bfloat16": Case(
         optim.lion(1e-2, moments="bfloat16"), by_paper(1e-2, 0.9, 0.99, 0.0), tolerance=1e-2, anywhere=False, wide=True
     ),
+    "rmsprop": Case(optim.rmsprop(1e-2), every(lambda p: T.RMSprop(p, lr=1e-2))),
+    "rmsprop_tuned": Case(
+        optim.rmsprop(1e-3, 0.9, 1e-6, 0.1, 0.8, centered=True),
+        every(lambda p: T.RMSprop(p, 1e-3, alpha=0.9, eps=1e-6, weight_decay=0.1, momentum=0.8, centered=True)),
+        tolerance=1e-5,  # nu - mu^2 cancels
+        anywhere=False,
+    ),
+    "adagrad": Case(optim.adagrad(1e-2), every(lambda p: T.Adagrad(p, lr=1e-2))),
+    "adagrad_tuned": Case(
+        optim.adagrad(1e-2, 0.1, 0.2, 0.3, 1e-6),
+        every(
+            lambda p: T.Adagrad(p, 1e-2, lr_decay=0.1, weight_decay=0.2, initial_accumulator_value=0.3, eps=1e-6)
+        ),
+    ),
+    "nadam": Case(optim.nadam(1e-2), every(lambda p: T.NAdam(p, lr=1e-2))),
+    "nadam_l2": Case(
+        optim.nadam(1e-2, (0.8, 0.9), 1e-6, 0.1, 1e-2),
+        every(lambda p: T.NAdam(p, 1e-2, (0.8, 0.9), 1e-6, weight_decay=0.1, momentum_decay=1e-2)),
+    ),
+    "nadam_decoupled": Case(
+        optim.nadam(1e-2, weight_decay=0.1, decoupled_weight_decay=True),
+        every(lambda p: T.NAdam(p, 1e-2, weight_decay=0.1, decoupled_weight_decay=True)),
+    ),
+    "radam": Case(optim.radam(1e-2), every(lambda p: T.RAdam(p, lr=1e-2))),
+    "radam_l2": Case(
+        optim.radam(1e-2, (0.8, 0.9), 1e-6, 0.1),
+        every(lambda p: T.RAdam(p, 1e-2, (0.8, 0.9), 1e-6, weight_decay=0.1)),
+    ),
+    "radam_decoupled": Case(
+        optim.radam(1e-2, weight_decay=0.1, decoupled_weight_decay=True),
+        every(lambda p: T.RAdam(p, 1e-2, weight_decay=0.1, decoupled_weight_decay=True)),
+    ),
+    "lamb": Case(optim.lamb(1e-2, weight_decay=0.1), by_trust(1e-2, 0.1, None), tolerance=1e-5),
+    "lars": Case(optim.lars(1.0, weight_decay=0.1), by_trust(1.0, 0.1, 0.9), tolerance=1e-5),
+    "ema": Case(optim.chain(optim.ema(0.9), optim.sgd(1e-2)), averaged(1e-2, 0.9)),
+    "ema_params": Case(optim.ema_params(optim.adamw(1e-2), 0.9), every(lambda p: AdamW(p, lr=1e-2))),
     "adafactor": Case(optim.adafactor(1e-2), every(lambda p: T.Adafactor(p, lr=1e-2)), flat=False, wide=True),
     "adafactor_tuned": Case(
         optim.adafactor(1e-1, -0.7, (1e-3, 1e-2), 2.0, 0.1),
@@ -399,7 +476,7 @@ def test_every_stage_gives_the_same_bits(name: str, world: int, stages: tuple[in
 ONE_RULE = [
     name
     for name, case in OPTIMIZERS.items()
-    if case.flat and name not in ("multi_transform", "scale_by_path", "adamw8bit")
+    if case.flat and name not in ("multi_transform", "scale_by_path", "adamw8bit", "lamb", "lars")  # a scalar a leaf
 ]
 
 

@@ -337,3 +337,40 @@ def test_schedules_are_those_of_torch() -> None:
     assert rates(optim.cosine(0.5, 9, end=0.1), 10) == pytest.approx(annealed)
     ramp = torch_rates(lambda o: lr.LambdaLR(o, warmup))
     assert rates(optim.linear_warmup(0.5, 5), 10) == pytest.approx(ramp)
+
+
+def test_the_average_of_parameters_is_torchs() -> None:
+    params, gradients = example(), [example() for _ in range(5)]
+    twin = torch.nn.ParameterList([p.clone() for p in leaves(params)])
+    average = torch.optim.swa_utils.AveragedModel(twin, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.75))
+    average.update_parameters(twin)  # torch's average starts with the first parameters that it is shown
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for grads in gradients:
+        for p, g in zip(twin, leaves(grads), strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+        average.update_parameters(twin)
+    _, state = train(optim.ema_params(optim.sgd(0.1), 0.75), params, gradients)
+    for got, wanted in zip(leaves(state.average), average.module, strict=True):
+        torch.testing.assert_close(got, wanted.detach())
+
+
+def test_ema_without_correction_starts_small() -> None:
+    tx, params = optim.ema(0.75, debias=False), [torch.zeros(1)]
+    updates, state = tx.update([torch.tensor([4.0])], tx.init(params), params)
+    assert updates == [torch.tensor([1.0])]
+    assert tx.update([torch.tensor([0.0])], state, params)[0] == [torch.tensor([0.75])]
+
+
+def test_trust_ratios_are_bounded_and_one_for_zeros() -> None:
+    params, grads = [torch.tensor([30.0, 40.0]), torch.zeros(2)], [torch.tensor([0.0, 1.0]), torch.ones(2)]
+    scaled, _ = optim.scale_by_trust_ratio(bounds=(0.01, 10.0)).update(grads, (), params)
+    assert_close(scaled, [torch.tensor([0.0, 10.0]), torch.ones(2)])
+    whole, _ = optim.scale_by_trust_ratio(0.5, eps=1.0).update(grads, (), params)
+    assert_close(whole, [torch.tensor([0.0, 12.5]), torch.ones(2)])
+
+
+def test_lars_leaves_out_what_its_mask_leaves_out() -> None:
+    tx, params = optim.lars(1.0, weight_decay=0.5, mask="w"), {"w": torch.ones(4), "bias": torch.ones(4)}
+    updates, _ = tx.update({"w": torch.ones(4), "bias": torch.ones(4)}, tx.init(params), params)
+    assert_close(updates, {"w": torch.full((4,), -1e-3), "bias": -torch.ones(4)})

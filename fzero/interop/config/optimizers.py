@@ -1,0 +1,196 @@
+"""optimizers: DeepSpeed's optimizers and learning-rate schedules in the words of fzero.optim.
+
+What a type means is what DeepSpeed 0.19.8 makes of it: "Adam" is AdamW unless `adam_w_mode` is false, an absent weight
+decay is 0, and a name that is not DeepSpeed's own is one of `torch.optim`. At update c a schedule has the value of
+DeepSpeed's scheduler after c - 1 steps of it: the scheduler starts at -1, and is stepped after the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from fzero.interop.config.calls import Call, Name
+from fzero.interop.config.ledger import Ledger, nearest
+
+Values = Mapping[str, Any]
+Rate = Callable[[float], Any]  # what an optimizer of this learning rate is given: the rate, or a schedule
+
+
+class Row(NamedTuple):
+    """A type: what makes its call, the parameters that it takes, and those that must be given."""
+
+    make: Callable[[Values, Any], Any]
+    names: tuple[str, ...]
+    needed: tuple[str, ...] = ()
+
+
+def optimizer(ledger: Ledger) -> tuple[Call | None, Call | None]:
+    """(the optimizer, the schedule) of a document. The schedule is in the optimizer, and by itself only where the
+    document names no optimizer. Refusals go to the ledger."""
+    rising, shape = _block(ledger, "scheduler", SCHEDULES, "schedule")
+    kind, values = _block(ledger, "optimizer", OPTIMIZERS, "optimizer")
+    if kind is not None:
+        if rising and shape.get("warmup_max_lr", values.get("lr")) != values.get("lr") and "lr" in values:
+            ledger.became("optimizer.params.lr", f"nothing: the schedule sets the rate, up to {shape['warmup_max_lr']}")
+        call = kind.make(values, (lambda lr: rising.make(shape, lr)) if rising else lambda lr: lr)
+        ledger.became("optimizer.type", f"Spec(optimizer={call.name}(...))")
+        return call, None
+    alone = rising.make(shape, None) if rising else None
+    if rising and alone is None:
+        why = "its highest rate is the optimizer's, and the document has no optimizer"
+        ledger.refuse("scheduler.type", why, "write the optimizer with its lr, or WarmupLR with warmup_max_lr")
+    return None, alone
+
+
+def _block(ledger: Ledger, block: str, known: Mapping[str, Row], noun: str) -> tuple[Row | None, Values]:
+    """(the row, the values that are given) of `optimizer` or `scheduler`; no row if it names no type."""
+    kind = ledger.take(f"{block}.type")
+    name = next((n for n in known if n == kind or (n in CASELESS and n.lower() == str(kind).lower())), None)
+    if kind is not None and name is None:
+        fix = nearest(str(kind), known) or f"take it out, and give Spec(optimizer=). Known are {', '.join(known)}"
+        ledger.refuse(f"{block}.type", REFUSED.get(str(kind).lower(), f"fzero has no {noun} of this name"), fix)
+    row = known[name] if name else None
+    values: dict[str, Any] = {}
+    for path, key in ledger.table.items():
+        if not (path.startswith(f"{block}.params.") and key.verdict.reads):
+            continue
+        param, given = path.rpartition(".")[2], ledger.has(path)
+        value = ledger.take(path, **({"auto": AUTO.get(param)} if row is None or param in AUTO else {}))
+        if given and row and param not in row.names:
+            fix = nearest(path, [f"{block}.params.{n}" for n in row.names]) or "take it out"
+            ledger.refuse(path, f"{name} has no such parameter", fix)
+        elif given and kind is None:
+            ledger.refuse(path, f"no {noun} takes it", f"write {block}.type")
+        elif given and value is not None and value != key.default:
+            values[param] = value
+    for param in row.needed if row else ():
+        path = f"{block}.params.{param}"
+        if not ledger.has(path):
+            ledger.refuse(path, f"{name} needs it", f"give auto={{{path!r}: ...}}, or write it")
+    return row, values
+
+
+# --- schedules --------------------------------------------------------------------------------------------------------
+
+
+def _warmup(values: Values, low: float, peak: float) -> tuple[Call, int]:
+    """(the warm-up, its steps), for the scheduler's own count."""
+    steps = max(2, values.get("warmup_num_steps", 1000))
+    kind = values.get("warmup_type", "log")
+    return Call("fzero.optim.warmup", (low, peak, steps), {"kind": kind}), steps
+
+
+def _behind(schedule: Call) -> Call:
+    return Call("fzero.optim.shift", (schedule, -1))
+
+
+def _warmup_lr(values: Values, lr: float | None) -> Call | None:
+    peak = values.get("warmup_max_lr", lr)
+    return None if peak is None else _behind(_warmup(values, values.get("warmup_min_lr", 0.0), peak)[0])
+
+
+def _warmup_decay_lr(values: Values, lr: float | None) -> Call | None:
+    low, peak = values.get("warmup_min_lr", 0.0), values.get("warmup_max_lr", 0.001)
+    rise, steps = _warmup(values, low, peak)
+    rest = values.get("total_num_steps", 0) - steps
+    fall = (
+        Call("fzero.optim.polynomial", (peak, rest), {"end": low}) if rest > 0 else Call("fzero.optim.constant", (low,))
+    )
+    return _behind(Call("fzero.optim.joined", ([rise, fall], [steps])))
+
+
+def _warmup_cosine_lr(values: Values, lr: float | None) -> Call | None:
+    if lr is None:
+        return None
+    low = lr * values.get("warmup_min_ratio", 0.0)
+    rise, steps = _warmup(values, low, lr)
+    rest = max(1, values.get("total_num_steps", 0) - steps)
+    fall = Call("fzero.optim.cosine", (lr, rest), {"end": lr * values.get("cos_min_ratio", 1e-4)})
+    curve = Call("fzero.optim.joined", ([rise, Call("fzero.optim.shift", (fall, 1))], [steps]))
+    if low == 0.0:
+        return _behind(curve)
+    return Call("fzero.optim.joined", ([Call("fzero.optim.constant", (0.0,)), curve], [1]))  # its first rate is 0
+
+
+_RISE = ("warmup_num_steps", "warmup_type")
+_TOTAL = ("total_num_steps",)
+SCHEDULES = {
+    "WarmupLR": Row(_warmup_lr, ("warmup_min_lr", "warmup_max_lr", *_RISE)),
+    "WarmupDecayLR": Row(_warmup_decay_lr, ("warmup_min_lr", "warmup_max_lr", *_RISE, *_TOTAL), _TOTAL),
+    "WarmupCosineLR": Row(_warmup_cosine_lr, ("warmup_min_ratio", "cos_min_ratio", *_RISE, *_TOTAL), _TOTAL),
+}
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def _adam(values: Values, rate: Rate, decoupled: bool) -> Call:
+    """FusedAdam's and CPUAdam's formula; with `torch_adam` that of torch, whose AdamW decays by 0.01."""
+    decay = values.get("weight_decay", 0.01 if decoupled and values.get("torch_adam") else 0.0)
+    named = {**_moments(values), "weight_decay": decay}
+    return Call(f"fzero.optim.{'adamw' if decoupled else 'adam'}", (rate(values.get("lr", 1e-3)),), named)
+
+
+def _muon(values: Values, rate: Rate) -> Call:
+    muon_lr, adam_lr = (values.get(own, values.get("lr", d)) for own, d in (("muon_lr", 0.02), ("adam_lr", 3e-4)))
+    decay = values.get("weight_decay", 0.0)
+    others = _moments({"betas": (0.9, 0.95), "eps": 1e-10, **values})
+    aux = Call(f"fzero.optim.{'adamw' if values.get('adam_w_mode', True) else 'adam'}", (rate(adam_lr),),
+               {**others, "weight_decay": decay})  # fmt: skip
+    named = {"weight_decay": decay, "mask": Name("fzero.optim.hidden_matrices"), "others": aux}
+    return Call("fzero.optim.muon", (rate(muon_lr),), _given(values, momentum="momentum") | named)
+
+
+def _of_torch(name: str, lr: float, **renamed: str) -> Callable[[Values, Rate], Call]:
+    """An optimizer of torch.optim, whose formula and defaults fzero's has; `renamed` are fzero's names by torch's."""
+
+    def make(values: Values, rate: Rate) -> Call:
+        return Call(f"fzero.optim.{name}", (rate(values.get("lr", lr)),), _given(values, **renamed))
+
+    return make
+
+
+def _moments(values: Values) -> dict[str, Any]:
+    return _given(values, betas="betas", eps="eps")
+
+
+def _given(values: Values, **renamed: str) -> dict[str, Any]:
+    """The arguments that are given, under fzero's names."""
+    found = {ours: values[theirs] for theirs, ours in renamed.items() if theirs in values}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+_ADAM = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam")
+_L2 = {"weight_decay": "weight_decay"}
+_BOTH = {"betas": "betas", "eps": "eps", **_L2, "decoupled_weight_decay": "decoupled_weight_decay"}
+_ADAGRAD = {"lr_decay": "lr_decay", **_L2, "initial_accumulator_value": "initial", "eps": "eps"}
+_RMS = {"alpha": "alpha", "eps": "eps", **_L2, "momentum": "momentum", "centered": "centered"}
+_SGD = {"momentum": "momentum", "nesterov": "nesterov", **_L2}
+OPTIMIZERS = {
+    "Adam": Row(lambda values, rate: _adam(values, rate, values.get("adam_w_mode", True)), _ADAM),
+    "AdamW": Row(lambda values, rate: _adam(values, rate, True), _ADAM),
+    "Lion": Row(
+        lambda values, rate: _of_torch("lion", 1e-3, betas="betas", **_L2)({"betas": (0.9, 0.999), **values}, rate),
+        ("lr", "betas", "weight_decay"),
+    ),
+    "Muon": Row(_muon, ("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", "adam_w_mode")),
+    "Adagrad": Row(_of_torch("adagrad", 1e-2, **_ADAGRAD), ("lr", *_ADAGRAD)),
+    "SGD": Row(_of_torch("sgd", 1e-3, **_SGD), ("lr", *_SGD)),
+    "RMSprop": Row(_of_torch("rmsprop", 1e-2, **_RMS), ("lr", *_RMS)),
+    "NAdam": Row(_of_torch("nadam", 2e-3, **_BOTH, momentum_decay="momentum_decay"), ("lr", *_BOTH, "momentum_decay")),
+    "RAdam": Row(_of_torch("radam", 1e-3, **_BOTH), ("lr", *_BOTH)),
+}
+CASELESS = ("Adam", "AdamW", "Lion", "Muon", "Adagrad")  # DeepSpeed's own names, which it takes in any case
+REFUSED = {
+    "lamb": "DeepSpeed's FusedLamb bounds its trust ratio and leaves out the bias: fzero.optim.lamb has other numbers",
+    "onebitadam": "DeepSpeed 0.19 has removed it, and fzero compresses no gradients",
+    "zerooneadam": "DeepSpeed 0.19 has removed it, and fzero compresses no gradients",
+    "onebitlamb": "DeepSpeed 0.19 has removed it, and fzero compresses no gradients",
+    "muadam": "it is of the library mup",
+    "muadamw": "it is of the library mup",
+    "musgd": "it is of the library mup",
+    "onecycle": "it turns Adam's betas too, which are numbers in fzero",
+    "lrrangetest": "it is a search for a rate",
+}
+AUTO = {"warmup_min_lr": 0.0, "warmup_max_lr": None}  # as transformers fills them: 0, and the optimizer's own rate

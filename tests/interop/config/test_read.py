@@ -1,0 +1,85 @@
+"""Configuration files as people keep them: comments, commas, spaces of web pages, keys twice, Python's words."""
+
+from pathlib import Path
+
+import pytest
+
+from fzero.errors import ConfigError
+from fzero.interop.config.read import from_json, from_yaml, read
+
+FILES = Path(__file__).parent / "files"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"a": 1, // one\n "b": 2}', {"a": 1, "b": 2}),
+        ('{"a": 1, # one\n "b": 2, /* two\n lines */ "c": [3, 4,],}', {"a": 1, "b": 2, "c": [3, 4]}),
+        ('{"a": "http://x, y # z /* no */ ,]"}', {"a": "http://x, y # z /* no */ ,]"}),
+        ('{"a": "a \\" quote, // and a slash"}', {"a": 'a " quote, // and a slash'}),
+        ('\ufeff{\u00a0"a":\u00a01\u3000}', {"a": 1}),
+        ('{"a": "b\u00a0c"}', {"a": "b\u00a0c"}),
+        ('{"a": 2e8, "b": [], "c": {}, "d": null}', {"a": 2e8, "b": [], "c": {}, "d": None}),
+    ],
+)
+def test_json_as_people_write_it(text: str, value: object) -> None:
+    assert from_json(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": 1,\n "b": True}', "x: line 2, column 7: 'T' cannot stand here. Write true"),
+        ("{'a': 1}", 'x: line 1, column 2: "\'" cannot stand here. Write "'),
+        ('{"a": None}', "x: line 1, column 7: 'N' cannot stand here. Write null"),
+        ("{\u201ca\u201d: 1}", "x: line 1, column 2: '\u201c' cannot stand here. Write \""),
+        ('{"a": 1, // one\n "b" 2}', "x: line 2, column 6: '2' cannot stand here (Expecting ':' delimiter)"),
+        ('{"a": 1', "x: line 1, column 8: the text ends too early (Expecting ',' delimiter)"),
+        ('{"a": {"b": 1, "b": 2}}', "x: 'b' comes twice in one block. Keep one of them"),
+        ('{"a": NaN}', "x: NaN is no number in JSON. Write a number"),
+        ("[" * 100_000, "x: its blocks lie too deep in one another"),
+    ],
+)
+def test_what_is_no_json_is_said_with_its_place(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        from_json(text, "x")
+    assert str(error.value) == message
+
+
+def test_yaml_is_read_by_its_safe_loader() -> None:
+    pytest.importorskip("yaml")
+    assert from_yaml("a:\u00a01\nb:\n\u00a0 c: 'no'\n\u00a0 d: null") == {"a": 1, "b": {"c": "no", "d": None}}
+    for text, message in (
+        ("a: 1\na: 2", "'a' comes twice in one block"),
+        ("a: !!python/object/apply:os.getcwd []", "line 1, column 4: could not determine a constructor"),
+        ("a: [1", "expected ',' or ']'"),
+    ):
+        with pytest.raises(ConfigError, match=message.replace("[", "\\[").replace("]", "\\]")):
+            from_yaml(text)
+
+
+PASTED = [
+    ("adam_zero1_pasted.json", "adam_zero1.json"),
+    ("fsdp_pasted.yaml", "fsdp.yaml"),
+    ("zero2_auto_comments.json", "zero2_auto.json"),
+]
+
+
+@pytest.mark.parametrize(("pasted", "plain"), PASTED)
+def test_pasted_files_are_the_plain_ones(pasted: str, plain: str) -> None:
+    if plain.endswith("yaml"):
+        pytest.importorskip("yaml")
+    assert read(FILES / pasted)[1] == read(FILES / plain)[1]
+
+
+def test_what_is_no_configuration_file(tmp_path: Path) -> None:
+    for name, content, message in (
+        ("list.json", b"[1]", "holds list, but a configuration is a block of keys"),
+        ("bytes.json", b'{"a": "\xff"}', "byte 7 is 0xff: it is not UTF-8 text"),
+        ("empty.json", b"", "the text ends too early"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=message):
+            read(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"none\.json: there is no such file"):
+        read(tmp_path / "none.json")
