@@ -40,7 +40,8 @@ def tp_plan(model: torch.nn.Module) -> dict[str, P]:
 
     The rules come from the model's own tensor-parallel plan (`model._tp_plan`), else from the names of its modules:
     projections to heads and hidden units are cut by rows of their weight, those back by columns, embeddings by words.
-    What a rule does not name is held by every rank. No rule changes what is computed, only what ranks must exchange.
+    What a rule does not name is held by every rank. `fzero.lower` refuses a dim that the ranks do not divide, such as
+    GPT-2's 50,257 words: pad it, or drop its rule. No rule changes what is computed, only what ranks must exchange.
 
     Raises SpecError where neither says anything.
 
@@ -52,11 +53,14 @@ def tp_plan(model: torch.nn.Module) -> dict[str, P]:
     {'fc1.weight': P('tp', None), 'fc1.bias': P('tp'), 'fc2.weight': P(None, 'tp')}
     """
     plan = {name: STYLES[style] for name, style in _own_plan(model).items() if style in STYLES}
+    of_layers = any("*" in key for key in plan)  # else it speaks of the head alone
     rules: dict[str, P] = {}
     for name, parameter in model.named_parameters():
         module, _, kind = name.rpartition(".")
-        style = _planned(plan, name, module) if plan else _by_name(module)
-        if style is None or (not plan and kind not in ("weight", "bias")):
+        style = _planned(plan, name, module)
+        if style is None and not of_layers and kind in ("weight", "bias"):
+            style = _fused(_by_name(module), model.get_submodule(module))
+        if style is None:
             continue
         owner = model.get_submodule(module)
         dims = _dims(style, parameter, kind, transposed=type(owner).__name__ == "Conv1D")
@@ -68,6 +72,15 @@ def tp_plan(model: torch.nn.Module) -> dict[str, P]:
             f"({', '.join(list(NAMES)[:8])}, ...). Write the rules: shard={{'<path>': fzero.P('tp', None), ...}}"
         )
     return rules
+
+
+def _fused(style: str | None, owner: torch.nn.Module) -> str | None:
+    """The style of a projection that may make q, k and v at once, with as many parts as its weight has."""
+    weight = getattr(owner, "weight", None)
+    if style is None or " of " not in style or not isinstance(weight, torch.Tensor) or weight.ndim != 2:
+        return style
+    small, large = sorted(weight.shape)
+    return f"{COLUMN} of {large // small}" if large % small == 0 and large // small > 1 else style
 
 
 def _own_plan(model: Any) -> dict[str, str]:

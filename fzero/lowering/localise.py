@@ -95,7 +95,8 @@ def localise(graph: Graph, plan: Plan, sequence: bool = False) -> tuple[Graph, S
         values = tuple(x.meta["val"] for x in fx_nodes.outputs(made.gm.graph))
         return Inner(made.outputs, values, _reads_rank(made))
 
-    outer = propagate(whole.gm, given, wanted, n, AXIS, [x in leaf_nodes for x in holders], within)
+    names = [leaf.path for leaf in plan.leaves]
+    outer = propagate(whole.gm, given, wanted, n, AXIS, [x in leaf_nodes for x in holders], within, None, names)
     _check_moves(outer, plan, holders, results)
     _small_sums(outer)
 

@@ -32,7 +32,7 @@ def mean(comm: Comm, rank: int | Tensor, size: int, x: Tensor, *args: Any, **kwa
 
 def embedding(comm: Comm, rank: int | Tensor, size: int, weight: Tensor, indices: Tensor, *_: Any) -> Tensor:
     """Rows of the weight's own part; zeros where another rank has the row."""
-    own, inside = _own(indices, rank, len(weight))
+    own, inside = _own(indices, rank, len(weight), size)
     return aten.embedding.default(weight, own).masked_fill(~inside.unsqueeze(-1), 0)
 
 
@@ -48,7 +48,7 @@ def embedding_dense_backward(
 ) -> Tensor:
     """The own rows of the weight's gradient."""
     rows = num_weights // size
-    own, inside = _own(indices, rank, rows)
+    own, inside = _own(indices, rank, rows, size)
     grad = grad.masked_fill(~(inside & (indices != padding_idx)).unsqueeze(-1), 0)
     return aten.embedding_dense_backward.default(grad, own, rows, -1, by_freq)
 
@@ -80,8 +80,8 @@ def nll_loss_forward(
     ignore_index: int,
 ) -> tuple[Tensor, Tensor]:
     """An addend of the loss over sharded classes (dim 1), and the count of rows."""
-    own, inside = _own(target, rank, x.shape[1])
     valid = target != ignore_index
+    own, inside = _own(target.where(valid, 0), rank, x.shape[1], size)
     loss = -x.gather(1, own.unsqueeze(1)).squeeze(1).masked_fill(~(inside & valid), 0)
     count = valid.sum().to(x.dtype)
     if reduction == _NONE:
@@ -94,9 +94,10 @@ def nll_loss_backward(
     ignore_index: int, total_weight: Tensor,
 ) -> Tensor:  # fmt: skip
     """The own classes of the loss's gradient."""
-    own, inside = _own(target, rank, x.shape[1])
+    valid = target != ignore_index
+    own, inside = _own(target.where(valid, 0), rank, x.shape[1], size)
     value = -grad / total_weight if reduction == _MEAN else -grad
-    value = value.expand(target.shape).masked_fill(~(inside & (target != ignore_index)), 0)
+    value = value.expand(target.shape).masked_fill(~(inside & valid), 0)
     return torch.zeros_like(x).scatter(1, own.unsqueeze(1), value.unsqueeze(1))
 
 
@@ -129,11 +130,13 @@ def uniform(
 _NONE, _MEAN, _SUM = range(3)  # torch's numbers of a loss's reduction
 
 
-def _own(index: Tensor, rank: int | Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Global indices as those of this rank's part, 0 where they are another's, and whether they are this rank's."""
-    local = index - rank * size
-    inside = (local >= 0) & (local < size)
-    return torch.where(inside, local, 0), inside
+def _own(index: Tensor, rank: int | Tensor, own: int, size: int) -> tuple[Tensor, Tensor]:
+    """Global indices as those of this rank's part of `own` elements, 0 where they are another's, and whether they are
+    this rank's. One that no rank has stays as it is: the op refuses it, on every rank."""
+    local = index - rank * own
+    inside = (local >= 0) & (local < own)
+    nobodys = (index < 0) | (index >= own * size)
+    return torch.where(inside, local, torch.where(nobodys, index, 0)), inside
 
 
 FORMS: dict[str, Any] = {

@@ -257,8 +257,8 @@ class _Walk:
             base = fx_nodes.operand(base)
         raise SpecError(
             f"shard: {self.names.get(base, base.name)} lies as {next(iter(self.have[base]))}, and {node.target} "
-            f"{node.meta.get('source', '')} needs all of it: {x.meta['val'].nbytes:,} bytes would travel in each "
-            "microbatch. Cut another dim of it, or keep it whole: P() before the rule that matches it"
+            f"{node.meta.get('source', '')} needs all of it: {x.meta['val'].nbytes:,} bytes would travel each "
+            "time. Cut another dim of it, or keep it whole: P() before the rule that matches it"
         )
 
     def _whole(self, node: fx.Node, error: Unknown) -> Strategy:
@@ -334,7 +334,8 @@ class _Walk:
         if isinstance(want, Partial):
             return self.local.addend(versions[R], x)
         viewed = fx_nodes.is_view(x) and x.target is not operator.getitem and len(x.all_input_nodes) == 1
-        if want == R and viewed and x not in self.leaves and not any(isinstance(p, Partial) for p in versions):
+        once = viewed and (self._seen_whole(x) or fx_nodes.operand(x).meta["val"].nbytes <= x.meta["val"].nbytes)
+        if want == R and once and x not in self.leaves and not any(isinstance(p, Partial) for p in versions):
             base = self.at(fx_nodes.operand(x), R, reader, node)  # brought once, for all views of it
             seen = self.local.node(x.target, (base, *x.args[1:]), x.kwargs, x)
             versions[R] = claim(seen, _call(x, R))

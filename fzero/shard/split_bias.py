@@ -28,6 +28,8 @@ def split_bias(gm: fx.GraphModule, placed: Sequence[Placement]) -> None:
             continue
         users = list(node.users)
         view = users[0] if len(users) == 1 and users[0].target in VIEWS else None
+        if view is not None and not _fits(bias, node, view):
+            view = None  # the bias is added before it
         last = view or node
         with gm.graph.inserting_before(last):
             product = gm.graph.call_function(aten.mm.default, (x, w))
@@ -45,24 +47,41 @@ def split_bias(gm: fx.GraphModule, placed: Sequence[Placement]) -> None:
     gm.recompile()
 
 
-def contracts(weight: fx.Node, place: Mapping[fx.Node, Placement]) -> bool:
-    """Whether a matrix on the right of a product is a leaf, or a view of one, that lies in parts along its rows."""
-    transposed = False
+def _fits(bias: fx.Node, product: fx.Node, view: fx.Node) -> bool:
+    """Whether a bias of the product's last dim is one of the view's last dim."""
+    width = product.meta["val"].shape[-1]
+    return tuple(bias.meta["val"].shape) == (width,) and tuple(view.meta["val"].shape[-1:]) == (width,)
+
+
+def contracts(weight: fx.Node, place: Mapping[fx.Node, Placement], dim: int = 0) -> bool:
+    """Whether the dim of a weight over which a product sums is one along which its leaf lies in parts.
+
+    weight: the leaf, or views and casts of it. dim: of `weight`; 0 for the matrix on the right of a product.
+    """
     while weight.op == "call_function" and (fx_nodes.is_view(weight) or weight.target is aten._to_copy.default):
-        transposed ^= weight.target in (aten.t.default, aten.transpose.int, aten.permute.default)
-        weight = fx_nodes.operand(weight)
+        source = fx_nodes.operand(weight)
+        if weight.target in (aten.t.default, aten.transpose.int, aten.permute.default):
+            ndim = source.meta["val"].ndim
+            order = list(range(ndim))
+            if weight.target is aten.permute.default:
+                order = [int(d) % ndim for d in weight.args[1]]  # type: ignore[arg-type,union-attr]
+            else:
+                a, b = (int(str(d)) % ndim for d in (weight.args[1:] or (0, ndim - 1)))
+                order[a], order[b] = order[b], order[a]
+            dim = order[dim]
+        elif weight.target is aten.select.int:
+            dim += dim >= int(str(weight.args[1])) % source.meta["val"].ndim
+        elif weight.target is aten.unsqueeze.default:
+            dim -= dim > int(str(weight.args[1])) % weight.meta["val"].ndim
+        weight = source
     where = place.get(weight)
-    return isinstance(where, Shard) and where.dim == int(transposed)
+    return isinstance(where, Shard) and where.dim == dim
 
 
 def _of_convolution(graph: fx.Graph, node: fx.Node, place: Mapping[fx.Node, Placement]) -> None:
     """The same for a convolution whose operand's channels, which are summed over, lie in parts. In place."""
     x, w, bias, *rest = node.args
-    leaf = w
-    while isinstance(leaf, fx.Node) and leaf.target is aten._to_copy.default:
-        leaf = fx_nodes.operand(leaf)
-    where, transposed = place.get(leaf), rest[3]  # type: ignore[arg-type]
-    if not isinstance(bias, fx.Node) or not isinstance(where, Shard) or where.dim != int(not transposed):
+    if not isinstance(bias, fx.Node) or not isinstance(w, fx.Node) or not contracts(w, place, int(not rest[3])):
         return
     channels = [bias.meta["val"].shape[0], *[1] * (node.meta["val"].ndim - 2)]
     with graph.inserting_before(node):

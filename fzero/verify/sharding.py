@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -116,6 +116,8 @@ class _Typing:
             self._picked(node)
             return
         claim = claim_of(node)
+        if claim is None and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            self._refuse(node, "writes into a value, and nothing is said of it")
         if claim is None or claim.kind == "move":
             self._sized(node)
         if claim is None:
@@ -230,6 +232,8 @@ class _Typing:
         inputs, outputs, reads_rank = self.inner(x)
         operands = self._operands(node)
         wanted: list[fx.Node] = list(x.args[0])  # type: ignore[arg-type]
+        if len(operands) < len(wanted):
+            self._refuse(node, f"reads {len(operands)} values, and {x.name} reads {len(wanted)}")
         for a, want, placement in zip(operands, wanted, inputs, strict=False):
             if self._type(a) != _Type(want, placement):
                 self._refuse(node, f"reads {self._shown(a)} where it needs {want.name} as {placement}")
@@ -259,8 +263,10 @@ class _Typing:
         here = tuple(node.meta["val"].shape)
         if here != local_shape(shape, want, self.n):
             self._refuse(node, f"has shape {list(here)}: {x.name} of shape {list(shape)} as {want} has another")
+        cuts = [p for p in (found.placement, want) if isinstance(p, Shard)]
+        units = {p.dim: min(shape[q.dim] // (q.groups * self.n) for q in cuts if q.dim == p.dim) for p in cuts}
         for rank in sorted({0, min(1, self.n - 1), self.n - 1}):
-            for place in _borders(here):
+            for place in _borders(here, units):
                 came = _Origin(self, start).of(node, rank, _flat(place, here))
                 if came != self._expected(found.placement, want, shape, rank, place):
                     self._refuse(node, f"is to bring {x.name} from {found.placement} to {want}, and brings others")
@@ -386,12 +392,16 @@ def _bases(node: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
-def _borders(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _borders(shape: Sequence[int], units: Mapping[int, int]) -> Iterator[tuple[int, ...]]:
     """Places of a tensor: the first, second, middle and last of each dim, with the first and the last of all others,
-    and some in between."""
+    and some in between. units: of dims that are cut, the elements of a piece: the first and last of each piece too."""
     if not math.prod(shape):
         return
-    edges = [sorted({0, min(1, s - 1), s // 3, s // 2, 2 * s // 3, s - 1}) for s in shape]
+    found = [{0, min(1, s - 1), s // 3, s // 2, 2 * s // 3, s - 1} for s in shape]
+    for d, unit in units.items():
+        starts = range(0, shape[d], max(unit, 1))
+        found[d] |= {*starts, *(start - 1 for start in starts if start)}
+    edges = [sorted(own) for own in found]
     for d, own in enumerate(edges):
         for ends in (0, -1):
             for place in own:

@@ -175,8 +175,9 @@ def _zero_padded(call: Call, n: int) -> Iterable[Strategy]:
 
 def _parts(call: Call, strategy: Strategy, n: int, at: int) -> int:
     """By how much the pieces of dim `at` shrink."""
-    shape = call.result
-    return shape[at] // (local_shape(shape, strategy.outputs[0], n)[at] or 1) if shape[at] else 1
+    pieces = zip((tuple(x.shape) for x in call.results), strategy.outputs, strict=True)
+    shape, placement = next(((s, p) for s, p in pieces if s[at]), (call.result, strategy.outputs[0]))
+    return shape[at] // (local_shape(shape, placement, n)[at] or 1) if shape[at] else 1
 
 
 def _cut_local(call: Call, strategy: Strategy, n: int) -> dict[str, Any]:

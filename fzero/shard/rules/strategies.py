@@ -125,6 +125,8 @@ def _shard(rule: Factors, dims: Dims, number: int, cut: int) -> Shard | None:
     """The sharding of a tensor by one factor; None for a tensor without it."""
     for d, dim in enumerate(dims):
         if number in dim:
+            if any(rule.factors[f].size == 0 for f in dim):
+                return Shard(d, cut)  # an empty piece: every rank's part of it is empty
             outer = math.prod(rule.factors[f].size for f in dim[: dim.index(number)])
             return Shard(d, outer * cut)
     return None
