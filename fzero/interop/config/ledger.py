@@ -161,8 +161,10 @@ def nearest(path: str, table: Iterable[str]) -> str:
     parent, _, name = path.rpartition(".")
     prefix = f"{parent}." if parent else ""
     beside = {other.removeprefix(prefix).split(".")[0] for other in table if other.startswith(prefix)}
-    by_distance = sorted((_distance(name.lower(), other.lower()), other) for other in beside)
-    if by_distance and by_distance[0][0] <= max(1, len(name) // 4):
+    most = max(1, len(name) // 4)
+    alike = [other for other in beside if abs(len(other) - len(name)) <= most]  # the rest is further away in any case
+    by_distance = sorted((_distance(name.lower(), other.lower()), other) for other in alike)
+    if by_distance and by_distance[0][0] <= most:
         return f"Did you mean {prefix + by_distance[0][1]!r}?"
     elsewhere = [other for other in table if other.rpartition(".")[2] == name]
     if elsewhere:
