@@ -13,7 +13,7 @@ SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 CHECKED := $(addprefix tests/,ir plan passes verify cost capture)
 TRAINING := $(addprefix --ignore=tests/,ir/test_as_strided.py capture/test_ambient.py plan/test_whole_leaves.py passes/test_recompute.py cost/test_memory.py)
 
-.PHONY: help demo check test lint format acceptance bench bench-pipelining bench-tensor test-gpu bench-gpu clean
+.PHONY: help demo check test lint format acceptance bench bench-pipelining bench-tensor bench-disk test-gpu bench-gpu clean
 
 help:
 	@echo "make demo        train a small GPT on two local ranks with zero=3 (about three minutes);"
@@ -26,6 +26,7 @@ help:
 	@echo "make bench       fzero and its peers side by side on the CPU (about half an hour; ARGS=--help)"
 	@echo "make bench-pipelining  pipelines beside torch.distributed.pipelining (about fifteen minutes; ARGS=--quick)"
 	@echo "make bench-tensor  tensor parallelism beside torch's DTensor and FSDP2 (up to an hour; ARGS=--quick)"
+	@echo "make bench-disk  the disk lane beside fio and DeepSpeed's aio op (minutes; ARGS='--folder /local_nvme')"
 	@echo "make test-gpu    the tests that need a CUDA device"
 	@echo "make bench-gpu   the same on one CUDA device, and shares of larger worlds"
 
@@ -80,6 +81,9 @@ bench-pipelining: $(VENV)/.bench
 
 bench-tensor: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.tensor $(ARGS)
+
+bench-disk: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.disk $(ARGS)
 
 bench-gpu: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.gpu $(ARGS)

@@ -40,6 +40,7 @@ from fzero.ir.mesh import Mesh
 from fzero.ir.records import Op
 from fzero.session.session import Session, session_of
 from fzero.state import storage
+from fzero.state.homes import Homes
 from fzero.state.state import Life, State
 
 SIZES = {
@@ -124,7 +125,8 @@ def share_of(setup: Setup, zero: int, world_size: int) -> State:
     transport = Transport(
         Filled(0, world_size), transport_name(device, spec.transfers), block, "filled by this rank alone"
     )
-    runtime = Session(spec, 0, world_size, device, plan, recipe.treedef, memory, transport, None)
+    homes = Homes(plan, 0, memory, None)
+    runtime = Session(spec, 0, world_size, device, plan, recipe.treedef, homes, transport, None)
     life = Life()
     return State(runtime.sharded(life), 0, {}, runtime, life)
 

@@ -26,8 +26,8 @@ from benchmarks.pipelining_worker import Running, in_memory, in_rounds
 MESH = {"dp": 2, "tp": 2}
 SIZES = {
     "tiny": Size(layers=2, width=64, heads=4, vocabulary=256, sequence=32, batch=2, inner=128),  # for the tests
-    "llama": Size(layers=8, width=768, heads=12, vocabulary=16384, sequence=128, batch=2, inner=2048),  # 77M
-    "tokens": Size(layers=8, width=768, heads=12, vocabulary=16384, sequence=256, batch=4, inner=2048),
+    "llama": Size(layers=10, width=768, heads=12, vocabulary=16384, sequence=128, batch=2, inner=2048),  # 90M: 1.1 GB
+    "tokens": Size(layers=10, width=768, heads=12, vocabulary=16384, sequence=256, batch=4, inner=2048),
 }
 CLIP = 1.0
 

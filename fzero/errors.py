@@ -81,11 +81,24 @@ class CheckpointError(FzeroError):
 
 
 class CorruptError(CheckpointError):
-    """Bytes of a checkpoint that are not those that were committed: damaged, truncated, missing or foreign."""
+    """Bytes of a checkpoint that are not those that were committed: damaged, truncated, missing or foreign. Also bytes
+    of an offload file that are not those that were written."""
 
 
 class MismatchError(CheckpointError):
     """A checkpoint whose leaves are not those that were asked for: names all of them. Nothing was loaded."""
+
+
+class OffloadError(FzeroError):
+    """The file for what a rank keeps on disk cannot be made, written or read.
+
+    file: the folder that it is in; the message begins with it. errno: the operating system's number, if it reported
+    one.
+    """
+
+    def __init__(self, file: object, text: str, errno: int | None = None) -> None:
+        self.file, self.text, self.errno = str(file), text, errno
+        super().__init__(f"{self.file}: {text}")
 
 
 def leaf_name(tree: str, path: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeGuard
@@ -21,6 +22,9 @@ MESH_AXES = (PIPELINE, "dp_out", "dp", "tp")
 NAMED_STAGES = ("hsdp", "hpz")
 COLUMNS = {"params", "grads", "optimizer"}  # of the state, which `zero` may place one by one
 DEFAULT_PARAMS = ("params/**",)
+SPACE_OF = {"device": "device", "cpu": "host", "nvme": "disk"}  # the user's words, and those of programs
+KINDS_OF_LEAVES = OPTIMIZER, PARAMS = "optimizer", "params"  # rules of `offload`: all that is no parameter; those
+SHORT_OFFLOADS = {"optimizer": (OPTIMIZER,), "optimizer+params": (OPTIMIZER, PARAMS)}
 RENAMED = {"products": "matmul"}  # fields of a Spec: old name, new name
 
 
@@ -67,8 +71,19 @@ class Spec:
     gather_bytes: the most bytes of gathered buffers at one time. None: as many as `prefetch` needs. With two data axes,
     slices on their way from one to the other come on top.
     overlap: False waits for every transfer at its start (same bits, slower).
-    remat: "none", "full" (a layer keeps its input and computes the rest again in the backward), or path rules of
-    parameters to them, as {"blocks/**": "full"}. Same bits, less memory, up to a third more compute.
+    remat: "none", "full" (a layer keeps its input and computes the rest again in the backward), "offload" (what it
+    keeps waits on the host until then), or path rules of parameters to them, as {"blocks/**": "full"}. Same bits, less
+    memory; "full" takes up to a third more compute, "offload" moves bytes.
+    offload: path rules of leaves to where they are held between their uses: "device", "cpu" (the host's memory) or
+    "nvme" (a file), as {"opt_state/**": "nvme", "params/**": "cpu"}; the first match wins, and a leaf without one stays
+    on the device. A rule may be "params", or "optimizer" for all that is no parameter. "optimizer" alone is short for
+    {"optimizer": "cpu"}, and "optimizer+params" for both. Moves bring leaves to their uses (docs/offload.md), and no
+    bit changes.
+    nvme_path: with "nvme", the folder on a fast disk where each rank keeps its one file, which ends with the process.
+    update_on: where elementwise work on offloaded leaves runs: on the "device", or on the "cpu". None: where fewer
+    bytes move; `lowered.choices` gives the reason.
+    device_bytes, host_bytes: the most bytes that a rank may need there. A step that needs more is refused with
+    SpecError, which names its fullest op and the least that works.
     matmul: the library for fp32 matrix products on CPU. "default": torch's own choice. "fastest": the faster of
     torch's two libraries for each shape, measured once per machine and kept in a file (`fzero.codegen.matmul`): the
     same accuracy. Another machine may choose otherwise, so the bits hold for this machine only.
@@ -110,6 +125,11 @@ class Spec:
     gather_bytes: int | None = None
     overlap: bool = True
     remat: str | Mapping[str, str] = "none"
+    offload: str | Mapping[str, str] | None = None
+    nvme_path: str | None = None
+    update_on: str | None = None
+    device_bytes: int | None = None
+    host_bytes: int | None = None
     matmul: str = "default"
     allow_unused: bool = False
     compile: str = "none"
@@ -155,6 +175,7 @@ class Spec:
         _choice("matmul", self.matmul, ("default", "fastest"))
         self._check_precision()
         self._check_remat()
+        self._check_offload()
         for name in ("overlap", "allow_unused", "cuda_graph"):
             _needs(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
 
@@ -183,8 +204,46 @@ class Spec:
     def _check_remat(self) -> None:
         remat = self.remat
         for rule, choice in remat.items() if isinstance(remat, Mapping) else [("**", remat)]:
-            form = '"none", "full", or path rules to them, as {"blocks/**": "full"}'
-            _needs(isinstance(rule, str) and choice in ("none", "full"), "remat", remat, form)
+            form = '"none", "full", "offload", or path rules to them, as {"blocks/**": "full"}'
+            _needs(isinstance(rule, str) and choice in ("none", "full", "offload"), "remat", remat, form)
+        if "offload" in self.remat_rules.values():
+            self._check_alone("remat", remat)
+
+    def _check_offload(self) -> None:
+        """Checks `offload`, what belongs to it, and the budgets."""
+        for name in ("device_bytes", "host_bytes"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        _choice("update_on", self.update_on, (None, "device", "cpu"))
+        if self.offload is None:
+            for name in ("nvme_path", "update_on"):
+                given = getattr(self, name)
+                _needs(
+                    given is None, name, given, "offload=, which says what lies off the device, as offload='optimizer'"
+                )
+            return
+        if isinstance(self.offload, str):
+            _choice("offload", self.offload, tuple(SHORT_OFFLOADS))
+        else:
+            form = 'path rules to "device", "cpu" or "nvme", as {"opt_state/**": "cpu"}'
+            _needs(isinstance(self.offload, Mapping) and bool(self.offload), "offload", self.offload, form)
+            for rule, home in self.offload.items():
+                _needs(isinstance(rule, str) and home in SPACE_OF, "offload", {rule: home}, form)
+        away = "nvme" in self.offload_rules.values()
+        if self.nvme_path is None and away:
+            raise SpecError(
+                f"Spec(offload={self.offload!r}): 'nvme' needed nvme_path=, a folder on a fast local disk, as "
+                "nvme_path='/local_nvme'"
+            )
+        if self.nvme_path is not None:
+            text = isinstance(self.nvme_path, (str, os.PathLike))
+            _needs(text, "nvme_path", self.nvme_path, "the path of a folder")
+            _needs(away, "nvme_path", self.nvme_path, "a rule of offload= to 'nvme', or none")
+        self._check_alone("offload", self.offload)
+
+    def _check_alone(self, name: str, value: Any) -> None:
+        alone = (self.mesh or {}).get(PIPELINE, 1) == 1
+        _needs(alone, name, value, f"a mesh without {PIPELINE!r}: pipelines do not offload yet")
 
     def _check_precision(self) -> None:
         """Checks the precision policy against `step` and `nonfinite`."""
@@ -296,6 +355,13 @@ class Spec:
     def remat_rules(self) -> dict[str, str]:
         """`remat` as path rules, in order."""
         return dict(self.remat) if isinstance(self.remat, Mapping) else {"**": str(self.remat)}
+
+    @property
+    def offload_rules(self) -> dict[str, str]:
+        """`offload` as rules to "device", "cpu" or "nvme", in order: path rules, and names of `KINDS_OF_LEAVES`."""
+        if isinstance(self.offload, str):
+            return dict.fromkeys(SHORT_OFFLOADS[self.offload], "cpu")
+        return dict(self.offload or {})
 
     @property
     def nonfinite_policy(self) -> str:

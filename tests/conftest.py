@@ -12,6 +12,7 @@ test that starts processes is found by the names that it uses and marked, so tha
 """
 
 import inspect
+import os
 import random
 from collections import defaultdict
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from fzero.disk import direct
 
 GOLDEN = Path(__file__).parent / "golden"
 FIRST = [
@@ -62,7 +65,7 @@ def _left_out(item: pytest.Item) -> bool:
     return any(item.get_closest_marker(name) for name in ("gpu", "acceptance"))
 
 
-STARTERS = {"gloo", "start_ranks", "kill_loop", "kills", "subprocess", "multiprocessing", "fork"}
+STARTERS = {"gloo", "start_ranks", "started", "kill_loop", "kills", "subprocess", "multiprocessing", "fork"}
 
 
 def _starts_processes(item: pytest.Function) -> bool:
@@ -127,3 +130,14 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         )
 
     return check
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder on a disk; the temporary directory is memory on some systems."""
+    fd = os.open(tmp_path, os.O_RDONLY)
+    kind = direct.in_memory(fd)
+    os.close(fd)
+    if kind:
+        pytest.skip(f"{tmp_path} lies in memory ({kind}): run with --basetemp on a disk")
+    return tmp_path

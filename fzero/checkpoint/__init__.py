@@ -7,9 +7,9 @@ import os
 
 from fzero.checkpoint import manifest as records
 from fzero.checkpoint.commit import committed, locate
-from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.manifest import Manifest
 from fzero.checkpoint.save import Snapshot, save, snapshot, write
+from fzero.disk.calls import Disk
 
 
 def manifest(directory: str | os.PathLike[str], disk: Disk | None = None) -> Manifest:

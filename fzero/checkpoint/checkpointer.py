@@ -32,10 +32,10 @@ import torch.distributed as dist
 from fzero import api
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.checkpoint.commit import begun
-from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.load import load
 from fzero.checkpoint.manifest import read, step_name
 from fzero.checkpoint.save import Snapshot, snapshot, write
+from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError
 from fzero.session.session import Session, session_of
 from fzero.spec import Spec

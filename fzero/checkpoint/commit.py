@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fzero.checkpoint import manifest as records
-from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.manifest import LATEST, MANIFEST, MARKER, MARKER_BYTES, Manifest
+from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, CorruptError
 
 log = logging.getLogger("fzero")

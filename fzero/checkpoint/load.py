@@ -26,12 +26,12 @@ from fzero.capture import ambient
 from fzero.capture.graph import PerRank
 from fzero.checkpoint.commit import locate
 from fzero.checkpoint.compare import Difference, difference
-from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.manifest import LeafRecord
 from fzero.checkpoint.reader import Checkpoint
 from fzero.comm.agree import tell
 from fzero.compile.first_state import recipe_for
 from fzero.compile.resolve import mesh_of
+from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, CorruptError, DisagreementError, DonatedError, MismatchError, SpecError
 from fzero.plan.layout import Plan
 from fzero.random import key as first_key
@@ -176,14 +176,14 @@ def _into(state: State, dir: Path, strict: bool, disk: Disk) -> State:
             saved = Checkpoint(chosen, disk)
             here = {x.path: entry(x.shape, x.dtype, x.per_rank, plan.data_ranks) for x in plan.leaves}
             keep = _compared(here, saved, strict).unfit
-            wants = wanted(plan, world.rank, runtime.memory, keep)
-            saved.check(wants)
+            saved.check(wanted(plan, world.rank, runtime.memory.shapes(), keep))
             digest = saved.digest
         except Exception as error:
             failure = error
         world.agree("load", digest, failure)
         try:
-            saved.fill(wants)
+            for buffers in runtime.memory.rounds():
+                saved.fill(wanted(plan, world.rank, buffers, keep))
         except BaseException as error:
             failure = error
         try:

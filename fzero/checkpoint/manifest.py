@@ -31,8 +31,8 @@ from typing import Any
 import torch
 
 from fzero.checkpoint import structure
-from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.strict import MAX_INT, Invalid, Reader, check_json, dump, parse
+from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, CorruptError
 from fzero.ir.records import DTYPE_NAMES, DTYPES
 from fzero.state.order import Cut, Order

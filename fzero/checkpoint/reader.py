@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from fzero.checkpoint import shards
-from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.manifest import BLOCK, Manifest, ShardRecord, read, shard_name
+from fzero.disk.calls import Disk
 from fzero.errors import CorruptError
 from fzero.state.source import Batch, Entry, Source, Want, batches
 

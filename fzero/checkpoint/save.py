@@ -22,6 +22,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,13 @@ import torch
 
 from fzero._version import __version__
 from fzero.checkpoint import commit, shards, structure
-from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.manifest import LeafRecord, Manifest, Piece, ShardRecord, shard_name
 from fzero.checkpoint.ranks import Ranks
 from fzero.checkpoint.shards import Part
 from fzero.checkpoint.strict import Invalid, check_json, check_text, dump, parse
 from fzero.comm import heartbeat
 from fzero.comm.agree import agree
+from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, DonatedError, TreeError
 from fzero.plan.layout import Leaf, Plan
 from fzero.session.session import session_of
@@ -190,7 +191,7 @@ def take(
     )
     mesh, stages = dict(plan.mesh), rules
     manifest = Manifest(step, mesh, stages, versions, program, extra_copy, tree, leaves, empty)
-    parts = [Part(leaf.path, held(plan, memory, leaf, rank)) for leaf in plan.leaves]
+    parts = [part_of(plan, memory, leaf, rank) for leaf in plan.leaves]
     return Snapshot(rank, manifest, tuple(shards.in_order(parts)), torch.empty(0, dtype=torch.uint8))
 
 
@@ -216,14 +217,25 @@ def span(plan: Plan, leaf: Leaf, rank: int) -> tuple[int, int]:
     return before + (start - first) // buffer.per, before + (stop - first) // buffer.per
 
 
-def held(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> torch.Tensor:
-    """Returns those elements, 1-D: a view of the rank's buffer."""
+def part_of(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> Part:
+    """Returns those elements: a view of the rank's buffer, or what reads them from its file."""
+    first, last = places(plan, leaf, rank)
+    if first == last:
+        return Part(leaf.path, torch.empty(0, dtype=leaf.dtype))
+    if storage.is_on_disk(memory, leaf.buffer):
+        form = torch.empty(last - first, dtype=leaf.dtype, device="meta")
+        read = partial(storage.elements, memory, leaf.buffer)
+        return Part(leaf.path, form, lambda start, stop: read(first + start, first + stop))
+    return Part(leaf.path, memory[leaf.buffer].reshape(-1)[first:last])
+
+
+def places(plan: Plan, leaf: Leaf, rank: int) -> tuple[int, int]:
+    """Returns where those elements lie in the rank's buffer."""
     start, stop = span(plan, leaf, rank)
     if start == stop:
-        return torch.empty(0, dtype=leaf.dtype)
-    flat = memory[leaf.buffer].reshape(-1)
+        return 0, 0
     if leaf.slot is None:
-        return flat[: stop - start]
+        return 0, stop - start
     buffer = plan.buffers[leaf.buffer]
     bucket = plan.buckets[buffer.bucket or ""]
     begin = 0  # of this buffer, in the bucket
@@ -231,7 +243,7 @@ def held(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) 
         begin = plan.mesh.coordinate(rank, buffer.sharded) * (bucket.length // plan.mesh.size(buffer.sharded))
     zero = (bucket.place(leaf.slot, buffer.per)[0] - begin) // buffer.per  # where the leaf's element 0 lies, or would
     zero -= storage.tp_start(plan, leaf, rank)
-    return flat[zero + start : zero + stop]
+    return zero + start, zero + stop
 
 
 def _record(plan: Plan, leaf: Leaf) -> LeafRecord:
@@ -248,14 +260,18 @@ def _record(plan: Plan, leaf: Leaf) -> LeafRecord:
 def _copied(taken: Snapshot, reuse: Snapshot | None) -> Snapshot:
     """Returns the snapshot with its parts copied, one after the other, into one block of host memory."""
     block = torch.empty(0) if reuse is None else reuse.block
-    source = taken.parts[0].data.device if taken.parts else torch.device("cpu")
+    devices = {part.data.device for part in taken.parts if part.read is None}
+    source = devices.pop() if devices else torch.device("cpu")
     if block.numel() != taken.nbytes or block.dtype != torch.uint8:
         block = torch.empty(taken.nbytes, dtype=torch.uint8, pin_memory=source.type == "cuda")
     parts, place = [], 0
     for part in taken.parts:
         size = part.data.numel() * part.data.dtype.itemsize
         to = block[place : place + size].view(part.data.dtype)
-        to.copy_(part.data, non_blocking=True)
+        end = 0
+        for value in part.values():
+            to[end : end + value.numel()].copy_(value, non_blocking=True)
+            end += value.numel()
         parts.append(Part(part.path, to))
         place += size
     if source.type == "cuda":

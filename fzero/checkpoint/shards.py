@@ -17,19 +17,21 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
 
-from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.manifest import BLOCK, ShardRecord, root
 from fzero.checkpoint.strict import MAX_INT, Invalid, Reader, dump, parse
+from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, CorruptError
 
 MAX_HEADER = 100_000_000  # bytes; the library's own limit
+AHEAD = 16  # blocks that are written before they are hashed
 HASHERS = 2  # threads: SHA-256 reaches 1.7 GB/s on one core, which a disk may exceed
 METADATA = "__metadata__"
 
@@ -58,10 +60,21 @@ BYTES = {name: dtype.itemsize for dtype, name in NAMES.items() if dtype != torch
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece to write: a 1-D tensor on the CPU, under its leaf's path."""
+    """A piece to write: a 1-D tensor on the CPU, under its leaf's path. One of the meta device has the form alone, and
+    `read(start, stop)` gives its elements."""
 
     path: str
     data: torch.Tensor
+    read: Callable[[int, int], torch.Tensor] | None = None
+
+    def values(self) -> Iterator[torch.Tensor]:
+        """Its elements, in order: all, or what is read, `BLOCK` bytes at a time."""
+        if self.read is None:
+            yield self.data
+            return
+        step = BLOCK // self.data.dtype.itemsize
+        for start in range(0, self.data.numel(), step):
+            yield self.read(start, min(start + step, self.data.numel()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,22 +123,25 @@ def write(disk: Disk, path: Path, parts: Sequence[Part]) -> ShardRecord:
     first = header_of(parts)
     if len(first) > MAX_HEADER:
         raise CheckpointError(path, f"would need a header of {len(first):,} bytes: at most {MAX_HEADER:,} are allowed")
-    views = [memoryview(first), *(_bytes(part.data) for part in parts)]
-    groups = list(blocks(views))
+    views = chain([memoryview(first)], (_bytes(value) for part in parts for value in part.values()))
+    digests: list[Future[bytes]] = []
     with disk.create(path) as file, ThreadPoolExecutor(HASHERS) as pool:
         try:
-            hashed = pool.map(_digest, groups)
-            for block in groups:
+            for block in blocks(views):
+                digests.append(pool.submit(_digest, block))
                 file.write(block)
-            digests = list(hashed)
+                if len(digests) > AHEAD:  # what is read from a file is not kept for a hasher that is behind
+                    digests[-1 - AHEAD].result()
+            rows = [digest.result() for digest in digests]
         except BaseException:
             pool.shutdown(cancel_futures=True)  # or the rest would be hashed before the error is seen
             raise
         file.sync()
-    return ShardRecord(sum(v.nbytes for v in views), root(digests), tuple(d.hex() for d in digests))
+    nbytes = len(first) + sum(part.data.numel() * part.data.dtype.itemsize for part in parts)
+    return ShardRecord(nbytes, root(rows), tuple(d.hex() for d in rows))
 
 
-def blocks(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+def blocks(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
     """Yields the bytes of the views in groups of BLOCK bytes (the last group may be shorter)."""
     group: list[memoryview] = []
     room = BLOCK

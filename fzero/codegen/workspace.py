@@ -21,6 +21,7 @@ from fzero._torch_compat import AMX
 from fzero.codegen import matmul
 from fzero.ir import fx_nodes, fx_values
 from fzero.optim.adam8 import BUFFER_BYTES, CHUNK
+from fzero.optim.transform import PIECE
 
 aten = torch.ops.aten
 fzero_ops = torch.ops.fzero
@@ -131,6 +132,16 @@ def _selection(node: fx.Node) -> int:
     return value.numel() * (value.element_size() + 8)
 
 
+def _sum_squares(node: fx.Node) -> int:
+    """A chunk in float64, and its sum. A rank's own part of a range may be less than the chunk that is planned."""
+    return 8 * (min(PIECE["cpu"], fx_nodes.operand(node).meta["val"].numel()) + 1)
+
+
+def _stochastic_round(node: fx.Node) -> int:
+    """Two int32 numbers for each element of a chunk."""
+    return 8 * min(PIECE["cpu"], fx_nodes.operand(node).meta["val"].numel()) + 20
+
+
 def _reduced(count: int) -> Callable[[fx.Node], int]:
     """A loss's terms, where it returns their sum or mean."""
     return lambda node: count * _bytes(node) if _result_bytes(node) < _bytes(node) else 0
@@ -172,6 +183,8 @@ RULES: dict[object, Callable[[fx.Node], int]] = {
     aten.native_batch_norm_backward.default: _bytes,
     aten.logsumexp.default: _bytes,
     aten.mse_loss.default: _reduced(2),
+    fzero_ops.sum_squares.default: _sum_squares,
+    fzero_ops.stochastic_round.default: _stochastic_round,
     fzero_ops.adamw8.default: _adamw8,
     fzero_ops.adamw8_.default: _adamw8,
     fzero_ops.orthogonalize.default: _orthogonalize,

@@ -38,8 +38,8 @@ log = logging.getLogger("fzero")
 class Transport:
     """How a run moves bytes. Fixed once it is made.
 
-    comm: runs transfers. name: the transport's name in programs. block: makes memory that it can use, as uint8 of a
-    number of bytes. why: the choice in words. rates: the measured rates; None if none were measured.
+    comm: runs transfers. name: the transport's name in programs. block: makes zeroed memory that it can use, as uint8
+    of a number of bytes. why: the choice in words. rates: the measured rates; None if none were measured.
     """
 
     comm: Any

@@ -11,9 +11,10 @@ from fzero import tree
 from fzero.compile.resolve import layout_rules, pipeline_of
 from fzero.errors import SpecError
 from fzero.ir.mesh import Mesh
+from fzero.ir.records import DEVICE
 from fzero.plan.layout import BUCKET_BYTES, Plan, layout
 from fzero.plan.pipeline_cut import Cut, cut_layers
-from fzero.spec import Spec
+from fzero.spec import KINDS_OF_LEAVES, OPTIMIZER, PARAMS, SPACE_OF, Spec
 
 
 def plan_for(
@@ -33,6 +34,7 @@ def plan_for(
         check_rules("Spec(params=...)", rules.params, paths)
     of_params = [path.removeprefix("params/") for path in paths if path.startswith("params/")]
     check_rules("Spec(trainable=...)", rules.trainable, of_params)
+    check_rules("Spec(offload=...)", [rule for rule in rules.offload if rule not in KINDS_OF_LEAVES], paths)
     plan = layout(
         paths,
         values,
@@ -44,9 +46,32 @@ def plan_for(
         per_rank=per_rank,
         compute=rules.compute_dtype,
         shard=rules.shard,
+        home=partial(home_of, rules.offload, rules.params),
     )
+    _check_offloaded(rules.offload, plan)
     check_rules("Spec(remat=...)", rules.remat, [*paths, *(s.path for b in plan.buckets.values() for s in b.slots)])
     return plan
+
+
+def home_of(rules: Mapping[str, str], params: Sequence[str], path: str) -> str:
+    """The space that a leaf is held in, by the first path rule that matches. A rule may be the name of all parameters
+    or of all other leaves."""
+    kind = PARAMS if any(tree.matches(rule, path) for rule in params) else OPTIMIZER
+    home = next((to for rule, to in rules.items() if rule == kind or tree.matches(rule, path)), "device")
+    return SPACE_OF[home]
+
+
+def _check_offloaded(rules: Mapping[str, str], plan: Plan) -> None:
+    """Raises SpecError where a rule is to take leaves off the device, and each leaf that it matches stays there."""
+    away = {leaf.path for leaf in plan.leaves if plan.buffers[leaf.buffer].space != DEVICE}
+    for rule, to in rules.items():
+        matched = [leaf.path for leaf in plan.leaves if rule not in KINDS_OF_LEAVES and tree.matches(rule, leaf.path)]
+        if to != "device" and matched and away.isdisjoint(matched):
+            raise SpecError(
+                f"Spec(offload={{{rule!r}: {to!r}}}): all that it matches stays on the device, as {matched[0]}. Only "
+                "floating leaves of one dim or more, and what mirrors them, are offloaded, and the first rule that "
+                "matches a leaf decides. Leave the rule out, or put it first"
+            )
 
 
 def _cut(spec: Spec, mesh: Mesh) -> Callable[[Mapping[str, int], int], Cut] | None:

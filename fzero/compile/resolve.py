@@ -42,6 +42,7 @@ class LayoutRules:
     remat: Mapping[str, str]
     bucket_bytes: int | None
     shard: Mapping[str, P]
+    offload: Mapping[str, str]
     compute_dtype: Callable[[str, torch.dtype], torch.dtype]
 
 
@@ -54,6 +55,10 @@ class LoweringOptions:
     gather_bytes: int | None
     overlap: bool
     remat: Mapping[str, str]
+    update_on: str | None
+    offloads: bool
+    device_bytes: int | None
+    host_bytes: int | None
     compile: str
     matmul: str
     cuda_graph: bool
@@ -86,6 +91,7 @@ def layout_rules(spec: Spec) -> LayoutRules:
         remat=spec.remat_rules,
         bucket_bytes=spec.bucket_bytes,
         shard=spec.shard or {},
+        offload=spec.offload_rules,
         compute_dtype=spec.policy.compute_dtype,
     )
 
@@ -111,6 +117,10 @@ def lowering_options(spec: Spec) -> LoweringOptions:
         gather_bytes=spec.gather_bytes,
         overlap=spec.overlap,
         remat=spec.remat_rules,
+        update_on=spec.update_on,
+        offloads=spec.offload is not None,
+        device_bytes=spec.device_bytes,
+        host_bytes=spec.host_bytes,
         compile=spec.compile,
         matmul=spec.matmul,
         cuda_graph=spec.cuda_graph,

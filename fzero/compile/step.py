@@ -15,6 +15,7 @@ from fzero import tree
 from fzero._torch_compat import FakeTensorMode
 from fzero.capture import trace_step
 from fzero.codegen import matmul
+from fzero.compile import budgets
 from fzero.compile.collector import collect, collector_paused
 from fzero.compile.layout import check_rules
 from fzero.compile.lowered import Lowered
@@ -24,10 +25,12 @@ from fzero.cost.autotune import Costs
 from fzero.cost.choose import Choice
 from fzero.cost.memory import account
 from fzero.cost.rates import Rates
-from fzero.ir.program import Program, wire_bytes
+from fzero.errors import SpecError
+from fzero.ir.program import Program, lane_bytes, wire_bytes
 from fzero.lowering.build import build
 from fzero.lowering.localise import localise
-from fzero.passes import BEFORE_ROLES, FROM_PREFETCH, UNTIL_PREFETCH, Options, PassRecord, optimise
+from fzero.passes import BEFORE_ROLES, TILE_BYTES, UNTIL_PREFETCH, Options, PassRecord, optimise
+from fzero.passes.offload.place_moves import place_moves
 from fzero.passes.pipeline.assign_roles import LENT
 from fzero.passes.pipeline.by_role import by_role
 from fzero.passes.prefetch import prefetch
@@ -92,12 +95,17 @@ def _lower(
     schedule = None
     if plan.cut is not None:
         schedule = wanted.pipeline.order(plan.mesh.roles, step.microbatches)
-    lowered = {
-        how: _roles(build(local, plan, reduce=how, transport=transport), plan, wanted, schedule, rates) for how in ways
-    }
+    lowered: dict[str, dict[int, _Role]] = {}
+    for how in ways:
+        try:
+            naive = build(local, plan, reduce=how, transport=transport)
+            lowered[how] = _roles(naive, plan, wanted, schedule, rates)
+        except SpecError:  # under a budget, another way may fit
+            if how == ways[-1] and not lowered:
+                raise
     chosen = _reduce({how: [role.program for role in roles.values()] for how, roles in lowered.items()})
     roles = lowered[chosen.value]
-    for name, choice in (("reduce", chosen), ("prefetch", roles[0].prefetch)):
+    for name, choice in (("reduce", chosen), ("prefetch", roles[0].prefetch), ("update_on", roles[0].update_on)):
         if choice.reason:
             choices[name] = choice.reason
     programs = {number: role.program for number, role in roles.items()}
@@ -106,16 +114,19 @@ def _lower(
     if transport == "nccl" and wanted.cuda_graph:
         found = [why for program in programs.values() if (why := obstacle(program, torch.device("cuda")))]
         choices["cuda_graph"] = f"not one graph: {found[0]}" if found else "the step is one graph"
-    options = _options(wanted, roles[0].prefetch.value)
+    options = roles[0].options
     return Lowered(graph, plan, programs, choices, roles[0].records, chosen.value, options, schedule, sharding)
 
 
 @dataclass(frozen=True)
 class _Role:
-    """The program of one role, how far ahead its gathers start, and what the passes changed."""
+    """The program of one role, how far ahead its gathers start, where its updates run, the options of the last passes,
+    and what all passes changed."""
 
     program: Program
     prefetch: Choice[int]
+    update_on: Choice[str]
+    options: Options
     records: tuple[PassRecord, ...]
 
 
@@ -138,10 +149,24 @@ def _roles(
             )
             first = (*first[: len(BEFORE_ROLES)], cut)
         half, second = optimise(part, _options(wanted, 0), UNTIL_PREFETCH)
-        ahead = _prefetch(half, wanted, rates)
-        done, third = optimise(half, _options(wanted, ahead.value), FROM_PREFETCH)
-        roles[number] = _Role(done, ahead, (*first, *second, *third))
+        ahead, on_host = _prefetch(half, wanted, rates), _update_on(half, wanted)
+        options = replace(_options(wanted, ahead.value), on_host=on_host.value == "cpu")
+        done, options, third = budgets.fitted(half, options, wanted.device_bytes, wanted.host_bytes)
+        roles[number] = _Role(done, ahead, on_host, options, (*first, *second, *third))
     return roles
+
+
+def _update_on(program: Program, wanted: LoweringOptions) -> Choice[str]:
+    """Where elementwise work on offloaded leaves runs: by the spec, else where a step moves fewer bytes."""
+    if wanted.update_on is not None or not wanted.offloads:
+        return Choice(wanted.update_on or "device")
+    moved = {where: lane_bytes(place_moves(program, on_host=where == "cpu")) for where in ("device", "cpu")}
+    total = {where: sum(lanes.values()) for where, lanes in moved.items()}
+    where = "cpu" if total["cpu"] < total["device"] else "device"
+    shown = ", ".join(f"{name}: {nbytes:,}" for name, nbytes in total.items())
+    return Choice(
+        where, f"update_on={where!r} by the bytes that a step moves ({shown}). Spec(update_on=...) chooses otherwise"
+    )
 
 
 def _options(wanted: LoweringOptions, ahead: int) -> Options:
@@ -151,6 +176,7 @@ def _options(wanted: LoweringOptions, ahead: int) -> Options:
         overlap=wanted.overlap,
         remat=wanted.remat,
         compile=wanted.compile,
+        tile_bytes=TILE_BYTES,
     )
 
 

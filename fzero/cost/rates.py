@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,8 @@ class Rates:
     hidden: the part of a transfer that passes beside compute, 0 to 1.
     flops: operations a second of matrix products, by the bytes of an element (2 or 4).
     memory_bytes: bytes a second that other ops read and write.
+    lanes: by lane (`disk→host`), the bytes a second of its moves. One that is not given takes no time.
+    lane_hidden: the part of a move that passes beside compute, 0 to 1.
     """
 
     latency: Mapping[str, float]
@@ -21,6 +23,8 @@ class Rates:
     hidden: float
     flops: Mapping[int, float]
     memory_bytes: float
+    lanes: Mapping[str, float] = field(default_factory=dict)
+    lane_hidden: float = 1.0
 
     def transfer(self, kind: str, nbytes: int) -> float:
         """Seconds of one transfer of a whole buffer of `nbytes`, with nothing beside it."""

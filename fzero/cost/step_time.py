@@ -1,13 +1,15 @@
 """step_time: how long a program takes on one rank, by measured rates.
 
-Two lanes. The rank computes, op after op. The wire moves one transfer after the other, in the order they start. While
-a segment runs, the transfer at the head of the wire advances by `hidden` of that time. A wait takes the time that is
-left of its transfer and of those before it.
+The rank computes, op after op. The wire moves one transfer after the other, in the order they start, and so does each
+lane between device, host and disk. While a segment runs, the transfer at the head of the wire advances by `hidden` of
+that time, the move at the head of a lane by `lane_hidden`. A wait takes the time that is left of its transfer and of
+those before it; meanwhile the others go on.
 
 A segment takes the sum over its nodes. A matmul, a convolution or an attention takes its operations (2 m n k) at
 `flops`. Another op takes the bytes that it reads and writes at `memory_bytes` a second, a view nothing.
 
-Left out are ranks that come late, ops too small for any rate (some microseconds each), and caches.
+Left out are ranks that come late, ops too small for any rate (some microseconds each), caches, and that reads and
+writes share a disk.
 """
 
 from __future__ import annotations
@@ -17,15 +19,17 @@ from torch import fx
 
 from fzero.cost.rates import Rates
 from fzero.ir import fx_nodes, fx_values
-from fzero.ir.program import Program
+from fzero.ir.program import Program, lane, moved_bytes
 
 aten = torch.ops.aten
+WIRE = "wire"
 
 
 def seconds(program: Program, rates: Rates) -> float:
     """The seconds that one rank needs for the program."""
     clock = 0.0
-    wire: dict[str, float] = {}  # seconds left of each transfer, by the buffer that it writes, in order
+    # by lane, the seconds left of each transfer, by the buffer that it writes, in order
+    queues: dict[str, dict[str, float]] = {WIRE: {}}
     by_segment: dict[str, float] = {}
     for op in program.ops:
         if op.computes:
@@ -36,18 +40,31 @@ def seconds(program: Program, rates: Rates) -> float:
                 else by_segment.setdefault(key, _compute(program.segments[key], rates))
             )
             clock += taken
-            _advance(wire, rates.hidden * taken)
+            for name, queue in queues.items():
+                _advance(queue, (rates.hidden if name == WIRE else rates.lane_hidden) * taken)
         elif op.row.runs is not None:
             moved = sum(program.buffers[ref.name].nbytes for ref in (*op.reads, *op.writes))
             clock += moved / rates.memory_bytes
         elif op.is_collective:
             whole = op.writes[0] if op.gathers else op.reads[0]
-            wire[op.target] = rates.transfer(op.row.rate, program.buffers[whole.name].nbytes)
-        elif op.is_wait and op.reads[0].name in wire:
-            names = list(wire)
-            for name in names[: names.index(op.reads[0].name) + 1]:
-                clock += wire.pop(name)
+            queues[WIRE][op.target] = rates.transfer(op.row.rate, program.buffers[whole.name].nbytes)
+        elif way := "→".join(lane(program, op)):
+            rate = rates.lanes.get(way)
+            queues.setdefault(way, {})[op.target] = moved_bytes(program, op) / rate if rate else 0.0
+        elif op.is_wait:
+            clock += _waited(queues, op.target)
     return clock
+
+
+def _waited(queues: dict[str, dict[str, float]], target: str) -> float:
+    """The seconds until a transfer is done: of it, and of those before it in its queue. In place."""
+    queue = next((queue for queue in queues.values() if target in queue), {})
+    names = list(queue)
+    taken = sum(queue.pop(name) for name in names[: names.index(target) + 1] if name in queue) if names else 0.0
+    for other in queues.values():
+        if other is not queue:
+            _advance(other, taken)
+    return taken
 
 
 def _advance(wire: dict[str, float], budget: float) -> None:

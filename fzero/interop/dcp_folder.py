@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fzero.checkpoint.disk import Disk
+from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, CorruptError
 from fzero.interop import pickled
 from fzero.interop.fitted import Fitted, Names, Tied, fitted, renamed, tied_names

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.strict import Invalid, parse
+from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, CorruptError
 from fzero.interop.fitted import Fitted, Names, Tied, fitted, renamed, tied_names
 from fzero.interop.outgoing import Given, outgoing

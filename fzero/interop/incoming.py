@@ -19,8 +19,8 @@ import torch
 import fzero
 from fzero import tree
 from fzero.checkpoint import commit, shards, structure
-from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.manifest import BLOCK, LeafRecord, Manifest, Piece, ShardRecord, root, shard_name
+from fzero.disk.calls import Disk
 from fzero.errors import TreeError
 from fzero.interop.places import raw
 from fzero.state.source import Source, like

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from fzero import tree
 from fzero.checkpoint.commit import locate
-from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.reader import Checkpoint
 from fzero.comm.agree import agree
+from fzero.disk.calls import Disk
 from fzero.errors import TreeError
 from fzero.interop.places import directory
 from fzero.plan.layout import Leaf

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from fzero.checkpoint import shards
-from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.strict import dump
+from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, CorruptError
 from fzero.state.source import Entry
 

@@ -13,6 +13,7 @@ verification, the interpreter, the executor, the cost model, the profile and the
 | `all_reduce_small` | any -> the same shape | the same for a value with no equal slices: every rank sends all of it |
 | `all_to_all` | any -> the same size | equal parts, one for each rank; every rank gets each rank's part for it |
 | `send`, `recv` | one -> nothing; nothing -> one | a message between two ranks |
+| `move` | any -> the same in another space | brings a value from device, host or disk to another of them |
 | `wait` | the target of a transfer | returns when the transfer has arrived |
 | `settle` | the target of a transfer | returns when no other rank reads the sources of a waited-for transfer any more |
 | `free` | buffers | the buffers hold nothing from here on |
@@ -46,6 +47,7 @@ class OpKind:
     collective: all ranks of the axis take part, in the same order.
     gathers, reduces, scatters, exchanges: what a collective does to the slices of ranks.
     small: a collective on a value without equal slices: each rank sends all of it to each other rank.
+    moves: the transfer stays on the rank and goes from one space to another, on the lane of the two.
     changes_target: the target is a source of the transfer too, for the second half of an all-reduce.
     scattered: the kind that does the same for the own slice alone; "" where there is none.
     slices_sent: slices of 1/N of the whole that one rank sends to N - 1 others.
@@ -65,6 +67,7 @@ class OpKind:
     scatters: bool = False
     exchanges: bool = False
     small: bool = False
+    moves: bool = False
     changes_target: bool = False
     scattered: str = ""
     slices_sent: int = 0
@@ -106,6 +109,7 @@ OPS: dict[str, OpKind] = {
         ),
         OpKind("send", (1, 1), (0, 0), transfers=True),
         OpKind("recv", (0, 0), (1, 1), transfers=True),
+        OpKind("move", (1, 1), (1, 1), transfers=True, moves=True, copies=True),
         OpKind("wait", (1, 1), (0, 0)),
         OpKind("settle", (1, 1), (0, 0)),
         OpKind("free", (1, ANY), (0, 0)),

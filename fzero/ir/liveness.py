@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from fzero.ir.records import PERSISTENT, Buffer, Op, Ref
+from fzero.ir.records import DEVICE, PERSISTENT, Buffer, Op, Ref
 
 
 def uses(op: Op) -> tuple[Ref, ...]:
@@ -123,15 +123,17 @@ def endangered(op: Op, buffers: Mapping[str, Buffer], sources: Iterable[str]) ->
     A `free` of a buffer with a place in the arena gives nothing back: its bytes stay until an op writes there.
     """
     written = {ref.name for ref in op.writes}
-    places = [(b.at, b.at + b.nbytes) for b in map(buffers.__getitem__, written) if b.at is not None]
+    places = [(b.space, b.at, b.at + b.nbytes) for b in map(buffers.__getitem__, written) if b.at is not None]
     if op.offset is not None:
-        places.append((op.offset, op.offset + op.workspace))
+        spaces = [buffers[ref.name].space for ref in (*op.writes, *op.reads) if ref.name in buffers]
+        places.append(((*spaces, DEVICE)[0], op.offset, op.offset + op.workspace))
     freed = {ref.name for ref in op.reads} if op.is_free else set()
 
     def is_lost(name: str) -> bool:
-        low, nbytes = buffers[name].at, buffers[name].nbytes
+        low, nbytes, where = buffers[name].at, buffers[name].nbytes, buffers[name].space
         if low is None:
             return name in written or name in freed
-        return name in written or any(first < low + nbytes and low < last for first, last in places)
+        over = (space == where and first < low + nbytes and low < last for space, first, last in places)
+        return name in written or any(over)
 
     return [name for name in sorted(sources) if is_lost(name)]

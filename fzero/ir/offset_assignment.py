@@ -15,12 +15,13 @@ from heapq import heappop, heappush
 import numpy as np
 
 ALIGN_BYTES = 64  # a cache line, and the widest vector load
+PAGE_BYTES = 4096  # what direct reads and writes of a disk want, of memory and of the file
 
 
-def pack(items: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
+def pack(items: Sequence[tuple[int, int, int]], align: int = ALIGN_BYTES) -> tuple[list[int], int]:
     """(an offset in bytes for each item, bytes of the arena). An item is (first moment, last moment, bytes).
 
-    Offsets are multiples of `ALIGN_BYTES`. Items that are alive at one moment, ends included, share no byte; items of 0
+    Offsets are multiples of `align`. Items that are alive at one moment, ends included, share no byte; items of 0
     bytes have offset 0.
 
     >>> pack([(0, 1, 64), (1, 2, 128), (2, 3, 64)])  # the third lives after the first
@@ -33,7 +34,7 @@ def pack(items: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
         first, last, size = items[index]
         if size == 0:
             continue
-        size = -(-size // ALIGN_BYTES) * ALIGN_BYTES
+        size = -(-size // align) * align
         offsets, ends, firsts, lasts = table[:, :count]
         beside = (firsts <= last) & (lasts >= first)
         taken = np.maximum.accumulate(ends[beside])

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from fzero.ir.mesh import Mesh
 from fzero.ir.program import HEADER, TRANSPORTS, Program
-from fzero.ir.records import DTYPES, Bucket, Buffer, Op, Ref, Slot
+from fzero.ir.records import DEVICE, DTYPES, Bucket, Buffer, Op, Ref, Slot
 
 
 def parse(text: str, segments: Mapping[str, Any] | None = None) -> Program:
@@ -81,13 +81,15 @@ def _parse_buffer(words: list[str], note: str) -> Buffer:
     if match is None:
         raise ValueError(f"{form!r} is no dtype[shape]")
     options = dict(word.split("=") for word in extra if word != "per_rank")
-    if unknown := options.keys() - {"bucket", "sharded", "at", "per"}:
+    if unknown := options.keys() - {"bucket", "sharded", "at", "per", "space", "tile"}:
         raise ValueError(f"a buffer has no {min(unknown)!r}")
     shape = _shape(match[2])
     offset = int(options["at"]) if "at" in options else None
     block_size = int(options.get("per", 1))
     bucket, sharded = options.get("bucket"), options.get("sharded")
-    return Buffer(name, DTYPES[match[1]], shape, kind, bucket, sharded, offset, note, block_size, "per_rank" in extra)
+    per_rank, space = "per_rank" in extra, options.get("space", DEVICE)
+    tile = _tile(options["tile"]) if "tile" in options else None
+    return Buffer(name, DTYPES[match[1]], shape, kind, bucket, sharded, offset, note, block_size, per_rank, space, tile)
 
 
 def _parse_op(words: list[str], comment: str) -> Op:
@@ -110,14 +112,19 @@ def _parse_op(words: list[str], comment: str) -> Op:
 
 
 def _ref(word: str) -> Ref:
-    match = re.fullmatch(r"([^\[\]]+)(?:\[(\d+):(\d+):([\dx]*|flat|mine)\])?", word)
+    match = re.fullmatch(r"([^\[\]]+)(?:\[(\d+):(\d+):([\dx]*|flat|mine)(?::(\d+\*\d+))?\])?", word)
     if match is None:
         raise ValueError(f"{word!r} is no reference")
-    name, start, stop, form = match.groups()
+    name, start, stop, form, tile = match.groups()
     if start is None:
         return Ref(name)
     shape = None if form in ("flat", "mine") else _shape(form)
-    return Ref(name, int(start), int(stop), shape, form == "mine")
+    return Ref(name, int(start), int(stop), shape, form == "mine", _tile(tile) if tile else None)
+
+
+def _tile(text: str) -> tuple[int, int]:
+    number, size = text.split("*")
+    return int(number), int(size)
 
 
 def _unquoted(text: str) -> str:

@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 from fzero.ir.liveness import live_bytes
 from fzero.ir.mesh import Mesh
-from fzero.ir.records import ALIGN, DTYPE_NAMES, Bucket, Buffer, Op, Ref, shape_text
+from fzero.ir.records import ALIGN, DEVICE, DTYPE_NAMES, SPACES, Bucket, Buffer, Op, Ref, shape_text, tile_text
 
 HEADER = "fzero program 2"
 TRANSPORTS = ("p2p", "shared", "nccl")
@@ -77,12 +77,27 @@ class Program:
         size, place = self.slice_length(bucket, axis), self.mesh.coordinate(rank, axis)
         return place * size, (place + 1) * size
 
-    @cached_property
+    def space(self, op: Op) -> str:
+        """The space that an op works in: that of what it names. A move is of the space that it brings a value to."""
+        names = [ref.name for ref in (*op.writes, *op.reads) if ref.name in self.buffers]
+        return self.buffers[names[0]].space if names else DEVICE
+
+    @property
     def arena_bytes(self) -> int:
-        """Bytes of the one piece of memory that placed buffers and workspaces lie in."""
-        ends = [b.at + b.nbytes for b in self.buffers.values() if b.at is not None]
-        ends += [op.offset + op.workspace for op in self.ops if op.offset is not None]
-        return -(-max(ends, default=0) // ALIGN) * ALIGN  # whole elements of every dtype
+        """Bytes of the one piece of device memory that placed buffers and workspaces lie in."""
+        return self.arenas[DEVICE]
+
+    @cached_property
+    def arenas(self) -> Mapping[str, int]:
+        """By space, the bytes of the one piece of it that placed buffers and workspaces lie in. Disk: the file."""
+        ends = {space: [0] for space in SPACES}
+        for b in self.buffers.values():
+            if b.at is not None:
+                ends[b.space].append(b.at + b.nbytes)
+        for op in self.ops:
+            if op.offset is not None:
+                ends[self.space(op)].append(op.offset + op.workspace)
+        return {space: -(-max(of) // ALIGN) * ALIGN for space, of in ends.items()}  # whole elements of every dtype
 
     @cached_property
     def digest(self) -> str:
@@ -101,15 +116,44 @@ class Program:
             low, high = self._slice(bucket, axis, rank)
             start, stop = min(max(start, low), high), min(max(stop, low), high)
             base = self._slice(bucket, buffer.sharded, rank)[0] if buffer.sharded else 0
+        if tile := ref.tile or buffer.tile:
+            low, high = self.tile_range(ref, tile, rank)
+            start, stop = min(max(start, low), high), min(max(stop, low), high)
+            base = low if buffer.tile else base
         return (start - base) // buffer.per, (stop - base) // buffer.per
+
+    def tile_range(self, ref: Ref, tile: tuple[int, int], rank: int) -> tuple[int, int]:
+        """The elements of a tile of what `ref` names on `rank`, in the bucket's coordinates."""
+        bucket = self.buckets[self.buffers[ref.name].bucket or ""]
+        axis, (number, size) = self.cut(ref), tile
+        low, high = self._slice(bucket, axis, rank) if axis else (0, bucket.length)
+        return min(low + number * size, high), min(low + (number + 1) * size, high)
+
+    def num_tiles(self, ref: Ref, size: int) -> int:
+        """How many tiles of so many elements there are of what a rank has of a reference's bucket."""
+        return -(-self.slice_of(ref) // size)
+
+    def slice_of(self, ref: Ref) -> int:
+        """The elements of its bucket that a rank has of what a reference may name: all, or an equal slice."""
+        bucket, axis = self.buckets[self.buffers[ref.name].bucket or ""], self.cut(ref)
+        return self.slice_length(bucket, axis) if axis else bucket.length
+
+    def own_length(self, buffer: Buffer) -> int:
+        """The elements of its bucket that a buffer has: all, an equal slice of them, or a tile of either."""
+        bucket = self.buckets[buffer.bucket or ""]
+        length = self.slice_length(bucket, buffer.sharded) if buffer.sharded else bucket.length
+        if buffer.tile is None:
+            return length
+        number, size = buffer.tile
+        return max(min(length - number * size, size), 0)
 
     def extent(self, buffer: Buffer) -> int:
         """The elements a whole reference spans, in the coordinates references use: the bucket's for a shard."""
-        sharded = buffer.sharded and buffer.bucket is not None
+        sharded = (buffer.sharded or buffer.tile) and buffer.bucket is not None
         return self.buckets[buffer.bucket or ""].length if sharded else buffer.numel * buffer.per
 
     def __str__(self) -> str:
-        return to_text(self, live_bytes(self.ops, self.buffers))
+        return to_text(self, live_bytes(self.ops, self.buffers, lambda buffer: buffer.space == DEVICE))
 
 
 def to_text(program: Program, live: Iterable[int]) -> str:
@@ -135,6 +179,8 @@ def to_text(program: Program, live: Iterable[int]) -> str:
         extra += (f" sharded={b.sharded}" if b.sharded else "") + (" per_rank" if b.per_rank else "")
         extra += f" per={b.per}" if b.per != 1 else ""
         extra += f" at={b.at}" if b.at is not None else ""
+        extra += f" space={b.space}" if b.space != DEVICE else ""
+        extra += f" tile={tile_text(b.tile)}" if b.tile is not None else ""
         extra += f"  # {b.note}" if b.note else ""
         lines.append(f"buffer {b.name} {DTYPE_NAMES[b.dtype]}[{shape_text(b.shape)}] {b.kind}{extra}")
     for name, buffer in program.metrics.items():
@@ -143,7 +189,7 @@ def to_text(program: Program, live: Iterable[int]) -> str:
     levels = list(live)
     for index, op in enumerate(program.ops):
         after = levels[index] if index < len(levels) else None
-        lines.append(_op_line(index, op, wire_bytes(program, op), after))
+        lines.append(_op_line(index, op, bytes_text(program, op), after))
     return "\n".join(lines) + "\n"
 
 
@@ -154,9 +200,16 @@ def op_text(op: Op) -> str:
     return text + "".join(f"  {key}={value}" for key, value in ((("axis", op.axis),) if op.axis else ()) + op.attrs)
 
 
-def _op_line(index: int, op: Op, wire: int, live: int | None) -> str:
+def bytes_text(program: Program, op: Op) -> str:
+    """What an op sends or moves, as its comment has it; "" where it does neither."""
+    if wire := wire_bytes(program, op):
+        return f"wire {wire:,}"
+    return f"{'→'.join(lane(program, op))} {moved_bytes(program, op):,}" if lane(program, op) else ""
+
+
+def _op_line(index: int, op: Op, moved: str, live: int | None) -> str:
     text = f"{index:4d} {op_text(op)}"
-    notes = ([f"wire {wire:,}"] if wire else []) + ([f"live {live:,}"] if live is not None else [])
+    notes = ([moved] if moved else []) + ([f"live {live:,}"] if live is not None else [])
     comment = " ".join(notes) + (f" | {op.why}" if op.why else "")
     return text.rstrip() + (f"  # {comment}" if comment else "")
 
@@ -175,3 +228,35 @@ def wire_bytes(program: Program, op: Op) -> int:
     if not op.is_collective or op.axis not in program.mesh or not refs:
         return 0
     return op.row.wire_bytes(program.buffers[refs[0].name].nbytes, program.mesh.size(str(op.axis)))
+
+
+def lane(program: Program, op: Op) -> tuple[str, ...]:
+    """(from which space, to which) a move goes; () for any other op, or where it does not fit its program."""
+    names = [ref.name for ref in (*op.reads[:1], *op.writes[:1])]
+    if not op.moves or len(names) < 2 or any(name not in program.buffers for name in names):
+        return ()
+    return tuple(program.buffers[name].space for name in names)
+
+
+def moved_bytes(program: Program, op: Op) -> int:
+    """Bytes that a move brings from one space to another on the first rank; 0 for any other op."""
+    if not lane(program, op):
+        return 0
+    ref = op.reads[0]
+    buffer = program.buffers[ref.name]
+    if ref.start is None:
+        return buffer.nbytes
+    if buffer.bucket is None:
+        return ((ref.stop or 0) - ref.start) * buffer.dtype.itemsize
+    start, stop = program.local_range(ref, 0)
+    return (stop - start) * buffer.dtype.itemsize
+
+
+def lane_bytes(program: Program) -> dict[str, int]:
+    """By lane (`disk→host`), the bytes that one rank moves in a step."""
+    total: dict[str, int] = {}
+    for op in program.ops:
+        if way := lane(program, op):
+            name = "→".join(way)
+            total[name] = total.get(name, 0) + moved_bytes(program, op)
+    return total

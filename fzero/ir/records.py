@@ -4,7 +4,11 @@ A **bucket** is one contiguous 1-D stretch of elements that holds leaves on 64-e
 is memory: of a bucket's geometry (whole, or a `shard`: the 1/N that this rank owns) or of any shape. A buffer with
 `per=64` has one element for each block of 64 of the bucket's (the scales of quantised moments). An op names what it
 reads and writes by **`Ref`**: a buffer, or elements [start, stop) of it in the *bucket's* coordinates seen as some
-shape. `mine` cuts that range with the rank's own slice, so one text serves every rank.
+shape. `mine` cuts that range with the rank's own slice, so one text serves every rank. `tile=(i, size)` cuts it once
+more, with the i-th stretch of so many elements of what the rank has.
+
+A buffer lies in a **space**: the device's memory, the host's, or the rank's file on disk. Only `move` ops go from one
+to another.
 """
 
 from __future__ import annotations
@@ -47,7 +51,11 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 GIVEN = ("batch", "constant", "rank")  # inputs of a step that it never changes; "rank": this rank's place on an axis
 PERSISTENT = ("param", "optimizer", "state", *GIVEN)  # live before and after the step
 VARYING = ("batch", "rank")  # they differ from rank to rank
-KINDS = (*PERSISTENT, "gathered", "grad", "scratch", "activation", "metric")
+KINDS = (*PERSISTENT, "gathered", "grad", "scratch", "activation", "metric", "staging")
+
+DEVICE, HOST, DISK = "device", "host", "disk"
+SPACES = (DEVICE, HOST, DISK)
+LANES = ((DEVICE, HOST), (HOST, DEVICE), (HOST, DISK), (DISK, HOST))  # from where to where a move goes
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +137,8 @@ class Buffer:
     sharded: the axis along which it is the own slice of the bucket; None for all of it.
     at: its place in the step's arena, in bytes; None: memory of its own, from the allocator.
     per: elements of the bucket for each of its own. per_rank: every rank keeps a leaf of its own.
+    space: "device", "host" or "disk". There `at` is a byte of the rank's file, and what is held has one too.
+    tile: (i, size) where it is only the i-th stretch of so many elements of what the rank has; the last may be shorter.
     """
 
     name: str
@@ -141,6 +151,8 @@ class Buffer:
     note: str = ""
     per: int = 1
     per_rank: bool = False
+    space: str = DEVICE
+    tile: tuple[int, int] | None = None
 
     @property
     def numel(self) -> int:
@@ -155,18 +167,23 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A buffer, or elements [start, stop) of it as `shape`; `mine`: only the part in this rank's slice (1-D)."""
+    """A buffer, or elements [start, stop) of it as `shape`; `mine`: only the part in this rank's slice (1-D).
+
+    tile: (i, size), only the part in the i-th stretch of so many elements of what the rank has (1-D).
+    """
 
     name: str
     start: int | None = None
     stop: int | None = None
     shape: tuple[int, ...] | None = None
     mine: bool = False
+    tile: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         if self.start is None:
             return self.name
         form = "mine" if self.mine else ("flat" if self.shape is None else shape_text(self.shape))
+        form += "" if self.tile is None else f":{tile_text(self.tile)}"
         return f"{self.name}[{self.start}:{self.stop}:{form}]"
 
     def overlaps(self, other: Ref) -> bool:
@@ -175,6 +192,9 @@ class Ref:
             return False
         if self.start is None or other.start is None:
             return True
+        alike = self.tile and other.tile and (self.tile[1], self.mine) == (other.tile[1], other.mine)
+        if alike and self.tile != other.tile:
+            return False  # two tiles of one cut
         return self.start < (other.stop or 0) and other.start < (self.stop or 0)
 
 
@@ -241,6 +261,11 @@ class Op:
     def exchanges(self) -> bool:
         """Whether every rank gets a part of every rank's source."""
         return self.row.exchanges
+
+    @property
+    def moves(self) -> bool:
+        """Whether it brings a value from one space to another."""
+        return self.row.moves
 
     @property
     def is_run(self) -> bool:
@@ -382,6 +407,11 @@ def make_op(
 def shape_text(shape: tuple[int, ...]) -> str:
     """A shape as the text form has it: `8x64`, and nothing for a scalar."""
     return "x".join(map(str, shape))
+
+
+def tile_text(tile: tuple[int, int]) -> str:
+    """A tile as the text form has it, its number and the elements of one: `3*65536`."""
+    return f"{tile[0]}*{tile[1]}"
 
 
 def buffer_name(text: str) -> str:

@@ -20,6 +20,7 @@ from fzero.errors import SpecError
 from fzero.ir import fx_nodes, segments
 from fzero.plan.layout import Plan
 from fzero.shard import ops
+from fzero.shard.join_sums import join_sums
 from fzero.shard.moves import Move
 from fzero.shard.partition import AXIS
 from fzero.shard.placements import Placement, Replicated, Shard
@@ -131,14 +132,16 @@ def _unconstrained(graph: Graph) -> Graph:
 
 
 def _split(graph: Graph, plan: Plan) -> Graph:
-    """The graph with biases added after products that are sums over ranks."""
+    """The graph with biases added after products that are sums over ranks, and such products added to one another."""
     leaf_of = dict(zip(fx_nodes.placeholders(graph.gm.graph), plan.leaves, strict=False))
     regions = list(graph.regions)
     for node in graph.gm.graph.nodes:
         if node.target is REGION:
             index, inputs = int(str(node.args[1])), list(node.args[0])
             gm = graph_module(segments.copied(regions[index].gm.graph))
-            split_bias(gm, [leaf_of[x].placement if x in leaf_of else R for x in inputs])
+            placed = [leaf_of[x].placement if x in leaf_of else R for x in inputs]
+            split_bias(gm, placed)
+            join_sums(gm, placed)
             regions[index] = replace(regions[index], gm=segments.merge_equal(gm))
     return replace(graph, regions=tuple(regions))
 

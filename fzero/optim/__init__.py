@@ -45,7 +45,14 @@ from fzero.optim.transform import (
     scale,
 )
 from fzero.optim.trust import lamb, lars, scale_by_trust_ratio
-from fzero.optim.wrappers import IfFiniteState, InjectState, apply_if_finite, inject_hyperparams
+from fzero.optim.wrappers import (
+    DelayedState,
+    IfFiniteState,
+    InjectState,
+    apply_if_finite,
+    delayed,
+    inject_hyperparams,
+)
 
 __all__ = [
     "AdafactorState",
@@ -53,6 +60,7 @@ __all__ = [
     "Adam8State",
     "AdamState",
     "Blocks",
+    "DelayedState",
     "EmaParamsState",
     "EmaState",
     "GradientTransformation",
@@ -80,6 +88,7 @@ __all__ = [
     "clip_by_value",
     "constant",
     "cosine",
+    "delayed",
     "ema",
     "ema_params",
     "exponential",

@@ -39,7 +39,7 @@ from fzero.ir import traits
 from fzero.kernels import kernel_for
 
 _HYPER = "Tensor count, Tensor lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled"
-_CHUNK = {"cpu": 65_536, "cuda": 1 << 22}  # elements; larger on CUDA, where each chunk is three launches
+PIECE = {"cpu": 65_536, "cuda": 1 << 22}  # elements at a time; more on CUDA, where each chunk is three launches
 
 __test__: dict[str, str] = {}  # doctest does not look inside a CustomOpDef: it finds their examples here
 
@@ -165,7 +165,7 @@ def sum_squares(x: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     if x.numel() == 0:
         return total
-    flat, chunk = x.reshape(-1), _CHUNK.get(x.device.type, _CHUNK["cuda"])
+    flat, chunk = x.reshape(-1), PIECE.get(x.device.type, PIECE["cuda"])
     buffer = torch.empty(min(chunk, flat.numel()), dtype=torch.float64, device=x.device)
     for piece in flat.split(chunk):
         wide = buffer[: piece.numel()].copy_(piece)

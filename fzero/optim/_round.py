@@ -25,9 +25,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fzero.optim._ops import _op, watched
+from fzero.optim._ops import PIECE, _op, watched
 
-_CHUNK = 65_536  # elements: fewer, and the fixed cost of an operation shows; more, and the caches overflow
 _MAX = 0x7F7F0000  # bits of bfloat16's largest finite number
 _INF = 0x7F800000
 _C1, _C2 = 0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32)  # as int32
@@ -71,9 +70,9 @@ def rounded(x: Tensor, seed: Tensor) -> Tensor:
     key1, key2 = _keys(seed.to(x.device))
     bits, target = dense.view(torch.int32), flat.view(torch.int16)
     if x.is_cpu:
-        size = min(_CHUNK, dense.numel())
+        size = min(PIECE["cpu"], dense.numel())
         h, t = torch.empty(size, dtype=torch.int32), torch.empty(size, dtype=torch.int32)
-        for source, into in zip(bits.split(_CHUNK), target.split(_CHUNK), strict=True):
+        for source, into in zip(bits.split(PIECE["cpu"]), target.split(PIECE["cpu"]), strict=True):
             n = source.numel()
             _round_into(into, source, h[:n], t[:n], key1, key2)
     else:

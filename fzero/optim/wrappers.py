@@ -183,8 +183,74 @@ def apply_if_finite(tx: GradientTransformation) -> GradientTransformation:
             raise TreeError(
                 "apply_if_finite: the transformation returned a state of another structure than it was given"
             )
-        chosen = [n if n is o else torch.where(finite, n, o) for n, o in zip(new, old, strict=True)]
+        chosen = _chosen(finite, new, old)
         skipped = state.skipped + torch.logical_not(finite).to(torch.int64)
         return tree.map(or_zero, updates), IfFiniteState(skipped, tree.unflatten(structure, chosen))
 
     return GradientTransformation(init, update)
+
+
+class DelayedState(NamedTuple):
+    """The state of `delayed`. The transformation makes a new one at each update.
+
+    steps: updates so far, 0-d int64. pending: the gradients of the last step, like params. inner: the transformation's
+    own state.
+
+    >>> from fzero.optim import scale
+    >>> delayed(scale(1.0)).init([torch.ones(2)])
+    DelayedState(steps=tensor(0), pending=[tensor([0., 0.])], inner=())
+    """
+
+    steps: Tensor
+    pending: PyTree
+    inner: PyTree
+
+
+def delayed(tx: GradientTransformation) -> GradientTransformation:
+    """Returns `tx` one step late: each update uses the gradients of the step before (ZeRO-Offload's delayed update).
+
+    The gradients wait in the state, so a checkpoint has them, and the update depends on nothing of the present batch. A
+    program may run it beside the forward and backward. The first update changes nothing: there is no gradient yet. It
+    costs a gradient's bytes in the state, in the parameter's dtype, and `tx`'s old state beside the new one while a
+    bucket is updated. It trains otherwise than `tx`: docs/optimizers.md says what changes.
+
+    Raises `SpecError` if `tx` is no transformation.
+
+    >>> from fzero.optim import sgd
+    >>> tx, params = delayed(sgd(0.5)), [torch.ones(1)]
+    >>> first, opt_state = tx.update([torch.tensor([2.0])], tx.init(params), params)
+    >>> second, opt_state = tx.update([torch.tensor([4.0])], opt_state, params)
+    >>> first, second, opt_state.pending
+    ([tensor([0.])], [tensor([-1.])], [tensor([4.])])
+    """
+    if not isinstance(tx, GradientTransformation):
+        raise SpecError(
+            f"delayed: tx is {getattr(tx, '__name__', _check.kind(tx))}, not a GradientTransformation: call it, as in "
+            "delayed(adamw(3e-4))"
+        )
+
+    def init(params: PyTree) -> DelayedState:
+        return DelayedState(_check.zero_count(params), tree.map(torch.zeros_like, params), tx.init(params))
+
+    def update(grads: PyTree, state: DelayedState, params: PyTree) -> tuple[PyTree, DelayedState]:
+        begun = state.steps > 0
+        updates, inner = tx.update(state.pending, state.inner, params)
+        zeros: dict[Any, Tensor] = {}  # one scalar for all leaves, or their work would not be one op on a mesh
+
+        def or_zero(x: Tensor) -> Tensor:
+            key = x.dtype, x.device
+            if key not in zeros:
+                zeros[key] = torch.zeros((), dtype=x.dtype, device=x.device)
+            return torch.where(begun, x, zeros[key])
+
+        _, old, structure = tree.flatten(state.inner)
+        inner = tree.unflatten(structure, _chosen(begun, tree.flatten(inner)[1], old))
+        pending = tree.map(lambda g, p: g.to(p.dtype), grads, state.pending)
+        return tree.map(or_zero, updates), DelayedState(state.steps + 1, pending, inner)
+
+    return GradientTransformation(init, update)
+
+
+def _chosen(flag: Tensor, new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
+    """The new leaves where the flag is set, else the old ones."""
+    return [n if n is o else torch.where(flag, n, o) for n, o in zip(new, old, strict=True)]

@@ -16,6 +16,10 @@ from fzero.passes.assign_memory import assign_memory
 from fzero.passes.cast_before_gather import cast_before_gather
 from fzero.passes.free import free
 from fzero.passes.narrow import narrow
+from fzero.passes.offload.offload_activations import offload_activations
+from fzero.passes.offload.place_moves import place_moves
+from fzero.passes.offload.tile_updates import tile_updates
+from fzero.passes.offload.to_spaces import to_spaces
 from fzero.passes.pipeline.chunks import crossing
 from fzero.passes.prefetch import prefetch
 from fzero.passes.recompute import recompute
@@ -29,11 +33,15 @@ from fzero.passes.size_workspaces import size_workspaces
 from fzero.passes.split_gathers import split_gathers
 from fzero.passes.write_in_place import write_in_place
 
+TILE_BYTES = 16 << 20  # of a column held off the device, what elementwise work takes at once
+
 
 @dataclass(frozen=True)
 class Options:
     """The options of the passes: see the fields of the same names in `fzero.Spec`. chunk_of: of each bucket of a
-    numbered layer, its chunk of a pipeline; empty without one."""
+    numbered layer, its chunk of a pipeline; empty without one. on_host: whether elementwise work on what is held off
+    the device runs on the host. ahead: how many runs before its use a fetch starts. tile_bytes: of a column, the most
+    that is brought at once."""
 
     prefetch: int = 1
     gather_bytes: int | None = None
@@ -41,12 +49,16 @@ class Options:
     remat: Mapping[str, str] = field(default_factory=dict)
     compile: str = "none"
     chunk_of: Mapping[str, int] = field(default_factory=dict)
+    on_host: bool = False
+    ahead: int = 1
+    tile_bytes: int = TILE_BYTES
 
 
 Pass = Callable[[Program, Options], Program]
 Passes = Sequence[tuple[str, Pass, str]]
 
 BEFORE_ROLES: Passes = (
+    ("to_spaces", lambda p, o: to_spaces(p), "first: the others see nothing but the device"),
     ("shard_update", lambda p, o: shard_update(p), "elementwise work on slices, while new leaves still have names"),
     ("narrow", lambda p, o: narrow(p), "then what only slices are read of need not be gathered or all-reduced"),
     ("cast_before_gather", lambda p, o: cast_before_gather(p), "fewer bytes travel; before segments hide the casts"),
@@ -76,6 +88,21 @@ FROM_PREFETCH: Passes = (
         "split_gathers",
         lambda p, o: split_gathers(p, o.overlap),
         "where gathers start is final; every axis has its link",
+    ),
+    (
+        "offload_activations",
+        lambda p, o: offload_activations(p, o.remat, o.ahead),
+        "where segments and gathers are is final",
+    ),
+    (
+        "tile_updates",
+        lambda p, o: tile_updates(p, o.tile_bytes),
+        "segments are final; before copies are made of a size",
+    ),
+    (
+        "place_moves",
+        lambda p, o: place_moves(p, on_host=o.on_host, ahead=o.ahead),
+        "all uses have their places; copies of what lies elsewhere only around them",
     ),
     ("free", lambda p, o: free(p), "lifetimes are final now"),
     ("size_workspaces", lambda p, o: size_workspaces(p, o.compile), "the account needs the final segments"),

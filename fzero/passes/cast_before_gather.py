@@ -30,7 +30,7 @@ def cast_before_gather(program: Program) -> Program:
         op.writes[0].name: op
         for op in program.ops
         if op.gathers and program.buffers[op.reads[0].name].sharded
-        and program.buffers[op.reads[0].name].kind in PERSISTENT
+        and program.buffers[op.reads[0].name].kind in (*PERSISTENT, "staging")
     }  # fmt: skip
     chosen = _common_casts(program, set(source))
     if not chosen:

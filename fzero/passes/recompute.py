@@ -30,8 +30,8 @@ ANYWHERE = (aten._to_copy.default, aten.clone.default, aten.copy_.default)
 
 def recompute(program: Program, rules: Rules, keep: frozenset[str] = frozenset()) -> Program:
     """The program with forward values made again before the backward, for the leaves that `rules` match. `rules` map
-    path rules to "full" or "none"; the first match wins, and a leaf without a match keeps everything. The buffers of
-    `keep` are not made again."""
+    path rules to "full", "offload" or "none"; the first match wins, and a leaf without a match keeps everything. The
+    buffers of `keep` are not made again."""
     pool: dict[str, fx.GraphModule] = {}
     buffers = dict(program.buffers)
     readers = rewrite.reads_of(program.ops)
@@ -41,7 +41,7 @@ def recompute(program: Program, rules: Rules, keep: frozenset[str] = frozenset()
     changed: dict[int, Op] = {}
     renames: dict[str, str] = {}
     for index, op in enumerate(program.ops):
-        if work[index] != {"forward"} or not _chosen(program, op, rules):
+        if work[index] != {"forward"} or not says(program, op, rules, "full"):
             continue
         unread = [ref for ref in op.writes if _only_backward(readers.get(ref.name, ()), backward)]
         again = [ref for ref in unread if ref.name not in keep]
@@ -98,10 +98,10 @@ def _only_backward(readers: Sequence[tuple[int, Ref]], backward: Sequence[bool])
     return bool(readers) and all(backward[i] for i, _ in readers)
 
 
-def _chosen(program: Program, op: Op, rules: Rules) -> bool:
-    """Whether, for any parameter of this segment, the first rule that matches it says "full"."""
+def says(program: Program, op: Op, rules: Rules, word: str) -> bool:
+    """Whether, for any parameter of this segment, the first rule that matches it says `word`."""
     said = [_says(rules, names) for ref in op.reads for names in _leaves(program, ref)]
-    return "full" in said
+    return word in said
 
 
 def _says(rules: Rules, names: Sequence[str]) -> str:

@@ -62,4 +62,9 @@ def _near(program: Program, target: Buffer, inner: str, name: str) -> Buffer:
 def _start(ops: list[Op], source: str, last: int) -> int:
     """Where an outer gather starts: behind the last write to its source, and at `last` or later."""
     behind = range(len(ops) - 1, last - 1, -1)
-    return next((i + 1 for i in behind if any(r.name == source for r in ops[i].writes)), last)
+    waits = (
+        i
+        for i in behind
+        if any(r.name == source for r in ops[i].writes) or (ops[i].is_wait and ops[i].target == source)
+    )
+    return next((i + 1 for i in waits), last)

@@ -67,7 +67,8 @@ def _into_state(program: Program) -> list[Op]:
         own_only = all(ref.mine for _, ref in writers)
         late = bool(writers) and writers[0][0] >= last_loss
         read = any(not (ops[i].gathers or ops[i].is_update) for i, _ in reads[new])  # as the new value, by its name
-        if (own_only or not program.buffers[old].sharded) and late and not read and _dead(old, writers, reads):
+        olds = [(i, ref) for i, ref in reads.get(old, ()) if not ops[i].moves]  # a move back takes the new value
+        if (own_only or not program.buffers[old].sharded) and late and not read and _dead(old, writers, olds):
             into[new] = old
     dropped = {id(op) for new in into for op in keeps[new]}
     result = []
@@ -80,10 +81,10 @@ def _into_state(program: Program) -> list[Op]:
     return result
 
 
-def _dead(old: str, writers: list[tuple[int, Ref]], reads: dict[str, list[tuple[int, Ref]]]) -> bool:
-    """Whether no op reads elements of `old` that an earlier one of `writers` would write."""
+def _dead(old: str, writers: list[tuple[int, Ref]], reads: list[tuple[int, Ref]]) -> bool:
+    """Whether none of `reads` is of elements of `old` that an earlier one of `writers` would write."""
     spans = rewrite.Spans(replace(ref, name=old) for _, ref in writers)
-    return not any(writers[w][0] < i for i, ref in reads.get(old, ()) for w in spans.over(ref))
+    return not any(writers[w][0] < i for i, ref in reads for w in spans.over(ref))
 
 
 # --- 2. kernels that write into a given tensor

@@ -3,7 +3,8 @@
 A floating leaf of one or more dimensions is *flat*: it lies in a bucket. Leaves that mirror one another (a parameter,
 its moments, its EMA: same shape, and a path that ends alike) form a class and take the same place in buckets of one
 geometry, so that everything pointwise over them runs on flat slices. An 8-bit leaf may mirror too (the codes of a
-quantised moment), and the fp32 scales of its blocks of 64 elements go with it. Matrices that an optimizer needs whole
+quantised moment), and the fp32 scales of its blocks of 64 elements go with it. Each column of a bucket has one home:
+device, host, or a range of the rank's file on disk. Matrices that an optimizer needs whole
 (`fzero.plan.whole_leaves`) are packed so that none lies on two ranks. Other integer leaves, 0-d and per-rank ones are
 kept whole.
 
@@ -28,7 +29,8 @@ import torch
 from fzero import tree
 from fzero.errors import SpecError
 from fzero.ir.mesh import PIPELINE, Mesh, parts_of
-from fzero.ir.records import ALIGN, Bucket, Buffer, Ref, Slot, buffer_name
+from fzero.ir.offset_assignment import PAGE_BYTES
+from fzero.ir.records import ALIGN, DEVICE, DISK, Bucket, Buffer, Ref, Slot, buffer_name
 from fzero.plan import whole_leaves
 from fzero.plan.block_scales import CODES, Class, scales, with_scales
 from fzero.plan.pipeline_cut import FIRST, Cut, layer_of
@@ -166,12 +168,14 @@ def layout(
     per_rank: Sequence[str] = (),
     compute: Callable[[str, torch.dtype], torch.dtype] = lambda path, held: held,
     shard: Mapping[str, P] | None = None,
+    home: Callable[[str], str] = lambda path: DEVICE,
 ) -> Plan:
     """The plan for these leaves.
 
     pipeline: `pipeline_cut.cut_layers`, given the elements of each numbered layer and of the leaves after them.
     compute: the dtype that a leaf is cast to in a loss, from its path below its entry and its dtype. shard: path rules
-    to the dims that lie over the ranks of the axis `tp`; the first match wins.
+    to the dims that lie over the ranks of the axis `tp`; the first match wins. home: the space in which a leaf of a
+    bucket is held, from its path; leaves in no bucket stay on the device.
 
     Raises SpecError for a rule that matches nothing or leaves a leaf without a stage, and as `pipeline` does.
     """
@@ -189,7 +193,8 @@ def layout(
         _check_params(stages, zero, params)
     casts = [compute("/".join(leaf_class.key), leaves[leaf_class.members[0][1]].dtype) for leaf_class in classes]
     cut = pipeline(*_layers(classes, leaves)) if pipeline is not None else None
-    groups = _groups(classes, stages, casts, leaves, cut)
+    homes = [home(path) for path in paths]
+    groups = _groups(classes, stages, casts, leaves, cut, homes)
     buckets: dict[str, Bucket] = {}
     buffers: dict[str, Buffer] = {}
     places: dict[int, Leaf] = {}
@@ -207,7 +212,7 @@ def layout(
             length = (bucket.length // mesh.size(sharded) if sharded else bucket.length) // block_size
             column_name = _unused(buffer_name(f"{prefix}:{name}" if prefix else name), buffers)
             buffers[column_name] = Buffer(
-                column_name, leaves[first].dtype, (length,), kind, name, sharded, per=block_size
+                column_name, leaves[first].dtype, (length,), kind, name, sharded, per=block_size, space=homes[first]
             )
             for index, c in enumerate(members):
                 i = classes[c].members[column][1]
@@ -217,7 +222,19 @@ def layout(
         name = _unused(buffer_name(paths[i] or "state"), buffers)
         places[i] = leaf = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, name, None, paths[i] in per_rank)
         buffers[name] = Buffer(name, leaf.dtype, leaf.shape, "state", per_rank=leaf.per_rank)
-    return Plan(mesh.data_axes, mesh, buckets, buffers, tuple(places[i] for i in range(len(paths))), cut)
+    leaves_in_order = tuple(places[i] for i in range(len(paths)))
+    return Plan(mesh.data_axes, mesh, buckets, _on_disk(buffers), leaves_in_order, cut)
+
+
+def _on_disk(buffers: Mapping[str, Buffer]) -> dict[str, Buffer]:
+    """The buffers, those on disk one behind the other in the rank's file, each from the start of a page."""
+    placed, end = {}, 0
+    for name, buffer in buffers.items():
+        placed[name] = buffer
+        if buffer.space == DISK:
+            placed[name] = replace(buffer, at=end)
+            end += _round_up(buffer.nbytes, PAGE_BYTES)
+    return placed
 
 
 def _placements(
@@ -410,9 +427,10 @@ def _groups(
     casts: list[torch.dtype],
     leaves: Sequence[torch.Tensor],
     cut: Cut | None,
+    homes: Sequence[str],
 ) -> dict[tuple[object, ...], list[int]]:
-    """Class indices by (layer, stage, chunk, cast, columns), in canonical order: the tree's, matrices before vectors in
-    a layer."""
+    """Class indices by (layer, stage, chunk, cast, columns and their homes), in canonical order: the tree's, matrices
+    before vectors in a layer."""
     sizes: dict[str, int] = {}
     layers: list[tuple[str, bool]] = []
     for leaf_class in classes:
@@ -422,7 +440,7 @@ def _groups(
     groups: dict[tuple[object, ...], list[int]] = {}
     for c, (leaf_class, (layer, numbered)) in enumerate(zip(classes, layers, strict=True)):
         layer = layer if numbered or sizes[layer] >= SMALL_BYTES else "small"
-        columns = tuple((prefix, leaves[i].dtype) for prefix, i in leaf_class.members)
+        columns = tuple((prefix, leaves[i].dtype, homes[i]) for prefix, i in leaf_class.members)
         chunk = None if cut is None else cut.chunk("/".join(leaf_class.key))
         groups.setdefault((layer, stages[c], chunk, casts[c], columns), []).append(c)
     for members in groups.values():

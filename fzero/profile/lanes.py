@@ -13,11 +13,12 @@ from typing import Any
 
 from fzero.ir.kinds import OPS
 from fzero.ir.program import op_text, wire_bytes
-from fzero.ir.records import Ref
+from fzero.ir.records import LANES, Ref
 from fzero.profile.record import StepRecord, leaves, phase
 
 OWN = ("compute", "waiting", "starts and frees")
-KINDS = (*(name for name, row in OPS.items() if row.collective), "send/recv")  # a lane each
+MOVES = tuple("→".join(way) for way in LANES)
+KINDS = (*(name for name, row in OPS.items() if row.collective), "send/recv", *MOVES)  # a lane each
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Lane:
 
 
 def lanes(record: StepRecord) -> list[Lane]:
-    """Returns the lanes of a record: the rank's own three, then one for each kind of transfer."""
+    """Returns the lanes of a record: the rank's own three, then one for each kind of transfer and way of moves."""
     own: dict[str, list[Span]] = {name: [] for name in OWN}
     for i, op in enumerate(record.program.ops):
         lane = "compute" if op.computes else "waiting" if op.is_wait else "starts and frees"

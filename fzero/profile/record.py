@@ -28,18 +28,19 @@ from fzero.capture.provenance import describe
 from fzero.compile.lowered import Lowered
 from fzero.cost.memory import SHOWN, MemoryAccount
 from fzero.ir.liveness import live_bytes
-from fzero.ir.program import Program, wire_bytes
-from fzero.ir.records import Op
+from fzero.ir.program import Program, lane, moved_bytes, wire_bytes
+from fzero.ir.records import DEVICE, Op
 from fzero.session.session import execute, session_of
 from fzero.state.state import State
 
 HELD = ("params", "optimizer", "batch", "other")  # kinds of memory, from the bottom of a chart to its top
-LIVE = ("gather buffers", "receive buffers", "gradients", "activations", "workspace")
+LIVE = ("gather buffers", "receive buffers", "gradients", "staging", "activations", "workspace")
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A transfer: op number `op` starts it and `wait` ends it. `kind` is `send/recv` for both of those."""
+    """A transfer: op number `op` starts it and `wait` ends it. `kind` is `send/recv` for both of those, and the
+    lane of a move (`disk→host`). wire_bytes: what it sends, or moves."""
 
     kind: str
     name: str
@@ -115,9 +116,11 @@ class StepRecord:
                 name = op.reads[0].name
                 start = flight.pop(name)
                 source = self.program.ops[start]
-                kind = source.kind if source.is_collective else "send/recv"
-                wire = wire_bytes(self.program, source)
+                way = "→".join(lane(self.program, source))
+                kind = source.kind if source.is_collective else way or "send/recv"
+                wire = wire_bytes(self.program, source) or moved_bytes(self.program, source)
                 via = self.program.transport + (f" over {source.axis}" if len(self.program.mesh.axes) > 1 else "")
+                via = via if not way else "this rank"
                 transfers.append(Transfer(kind, name, start, i, self.bucket(start), wire, via))
         return transfers
 
@@ -130,7 +133,7 @@ class StepRecord:
     @cached_property
     def sent_bytes(self) -> int:
         """The bytes on the wire of all transfers."""
-        return sum(transfer.wire_bytes for transfer in self.transfers)
+        return sum(transfer.wire_bytes for transfer in self.transfers if "→" not in transfer.kind)
 
     @cached_property
     def planned(self) -> list[int]:
@@ -143,10 +146,11 @@ class StepRecord:
         ops, buffers = self.program.ops, self.program.buffers
 
         def level(kind: str) -> list[int]:
-            return live_bytes(ops, buffers, lambda buffer: SHOWN.get(buffer.kind, "other") == kind)
+            return live_bytes(ops, buffers, lambda b: b.space == DEVICE and SHOWN.get(b.kind, "other") == kind)
 
         levels_of = {kind: level(kind) for kind in (*HELD, *LIVE[:-1])}
-        return {**levels_of, "workspace": [needs(op) for op in self.program.ops]}
+        here = [self.program.space(op) == DEVICE for op in ops]
+        return {**levels_of, "workspace": [needs(op) * mine for op, mine in zip(ops, here, strict=True)]}
 
 
 def needs(op: Op) -> int:

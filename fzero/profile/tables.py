@@ -8,7 +8,7 @@ from html import escape
 from fzero.cost.memory import SHOWN
 from fzero.ir.liveness import live_names
 from fzero.ir.program import op_text
-from fzero.ir.records import PERSISTENT
+from fzero.ir.records import DEVICE, PERSISTENT
 from fzero.profile.charts import bytes_text, time_text
 from fzero.profile.record import StepRecord, Transfer, needs, phase
 
@@ -41,6 +41,8 @@ def peak_rows(record: StepRecord, most: int = 12) -> Iterator[tuple[str, str, in
     sizes: dict[tuple[str, str], int] = {}
     for name in live_names(program.ops, program.buffers, peak_op):
         buffer = program.buffers[name]
+        if buffer.space != DEVICE:
+            continue
         name = f"{name.partition(':')[0]} (held)" if buffer.kind in PERSISTENT else name
         key = (name, SHOWN.get(buffer.kind, "other"))
         sizes[key] = sizes.get(key, 0) + buffer.nbytes

@@ -30,6 +30,8 @@ def obstacle(program: Program, device: torch.device) -> str | None:
     if program.transport != "nccl" and any(op.transfers for op in program.ops):
         return f"transfers via {program.transport} run on the host"
     for i, op in enumerate(program.ops):
+        if op.moves:
+            return f"op {i} ({op.why}) moves between device and host, which is not built for CUDA yet"
         for node in program.segments[op.segment].graph.nodes if op.segment else ():
             if (why := _waits(node)) is not None:
                 return f"op {i} ({op.why}) {why}"

@@ -3,7 +3,7 @@
 Everything that stays the same from step to step is done once: the place of each buffer in the arena, the views that a
 segment takes of it, the tensors that a transfer moves. The rest of an op is a few calls without arguments. The loop
 over these calls is all the Python of a step. State keeps its addresses. The batch is copied into the arena, and metrics
-are copied out of it.
+are copied out of it. What lies on the host has an arena there, and moves run on `lanes`.
 
 A buffer may have no place (in a program written by hand, or before the last pass). Such a *loose* buffer is made when
 it is first written. Ops that touch one look it up when they run.
@@ -27,9 +27,10 @@ from fzero.comm.protocol import Comm
 from fzero.ir import fx_nodes
 from fzero.ir.liveness import waits_with_settle
 from fzero.ir.program import Program, op_text
-from fzero.ir.records import GIVEN, PERSISTENT, Op, Ref
+from fzero.ir.records import DEVICE, DISK, GIVEN, HOST, PERSISTENT, Op, Ref
 from fzero.runtime import cuda_graphs
-from fzero.runtime.handlers import padding, part
+from fzero.runtime.handlers import moves_whole, padding, part
+from fzero.runtime.lanes import Lanes
 
 Call = Callable[[], Any]
 
@@ -38,8 +39,10 @@ class Executor:
     """A program on this rank.
 
     memory: the tensors by buffer name: the state's buffers and the constants, and every buffer with a place. arena: at
-    least `program.arena_bytes` bytes. compiled: segments that replace some of the program's, by hash. On CUDA, the
-    steps after the first are one graph if the program allows it (`fzero.runtime.cuda_graphs`).
+    least `program.arena_bytes` bytes. compiled: segments that replace some of the program's, by hash. host_arena: as
+    `arena`, on the host, from the start of a page; None: it is made here. lanes: what runs moves; without a file there,
+    buffers on disk are tensors in `memory`. On CUDA, the steps after the first are one graph if the program allows it
+    (`fzero.runtime.cuda_graphs`).
 
     `calls` holds the calls of each op and never changes. A run writes `position` (the op that runs; -1 before the
     first), `num_runs` and `recording`; binding an op and its calls write `memory`. Only this module writes fields.
@@ -55,18 +58,24 @@ class Executor:
         compiled: Mapping[str, fx.GraphModule] | None = None,
         *,
         cuda_graph: bool = False,
+        host_arena: torch.Tensor | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
         """Binds the program: places every buffer and makes the calls of each op."""
         self.program, self.rank, self.comm, self.arena = program, rank, comm, arena
-        self.compiled = compiled or {}
+        self.compiled, self.lanes = compiled or {}, lanes or Lanes()
+        if host_arena is None:
+            host_arena = torch.empty(program.arenas[HOST], dtype=torch.uint8)
+        self.arenas = {DEVICE: arena, HOST: host_arena}
+        self.moving: set[str] = set()  # while ops are bound: the targets of the moves before
         self.memory = dict(memory)
         self.loose = {n for n, b in program.buffers.items() if b.at is None and b.kind not in PERSISTENT}
         for name, buffer in program.buffers.items():
             if buffer.kind == "rank":
                 place = program.mesh.coordinate(rank, name.partition(":")[2])
                 self.memory[name] = torch.full((), place, dtype=buffer.dtype, device=arena.device)
-            elif buffer.at is not None:
-                room = arena[buffer.at : buffer.at + buffer.nbytes]
+            elif buffer.at is not None and buffer.space != DISK:
+                room = self.arenas[buffer.space][buffer.at : buffer.at + buffer.nbytes]
                 self.memory[name] = room.view(buffer.dtype).view(buffer.shape)
         self.batch = [self.memory.get(name) for name, b in program.buffers.items() if b.kind == "batch"]
         self.metrics = list(program.metrics.items())
@@ -101,6 +110,7 @@ class Executor:
         """
         self.position = -1
         self.comm.drain()  # after a run that failed; else nothing is in flight
+        self.lanes.drain()
         with torch.no_grad(), torch.autocast(self.arena.device.type, enabled=False), below_autograd():
             for target, value in zip(self.batch, batch, strict=True):
                 if target is not None:
@@ -148,7 +158,7 @@ class Executor:
                     calls += self._zeroed(ref)
                 started.add(ref.name)
             calls += binder(op)(self, op)
-            if op.is_wait and index not in deferred:
+            if op.is_wait and index not in deferred and op.target not in self.moving:
                 calls.append(partial(self.comm.settle, op.target))
             if op.is_free:
                 started -= {ref.name for ref in op.reads}
@@ -169,10 +179,15 @@ class Executor:
         """The tensor that a written reference names. A loose buffer is made here, with zero padding."""
         if ref.name not in self.memory:
             buffer = self.program.buffers[ref.name]
-            self.memory[ref.name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.arena.device)
+            device = self.arenas[buffer.space].device
+            self.memory[ref.name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
             for start, stop in padding(self.program, self.rank, buffer):
                 self.memory[ref.name][start:stop].zero_()
         return self.tensor(ref)
+
+    def is_on_disk(self, ref: Ref) -> bool:
+        """Whether a reference is to the rank's file."""
+        return ref.name not in self.memory and self.program.buffers[ref.name].space == DISK
 
     def _is_loose(self, refs: Sequence[Ref]) -> bool:
         return any(ref.name in self.loose for ref in refs)
@@ -191,14 +206,15 @@ def _run(bound: Executor, op: Op) -> list[Call]:
     outputs, into = op.writes[:num_outputs], op.writes[num_outputs:]
     if bound._is_loose((*op.reads, *op.writes)):
         return [partial(_call, bound, gm.forward, op, outputs, (*op.reads, *into))]
+    arena = bound.arenas[bound.program.space(op)]
     for ref, node in zip(outputs, fx_nodes.outputs(gm.graph), strict=True):
         buffer = bound.program.buffers[ref.name]
         start = buffer.at or 0
-        bound.memory[ref.name] = segment_memory.tensor_at(bound.arena[: start + buffer.nbytes], start, node.meta["val"])
+        bound.memory[ref.name] = segment_memory.tensor_at(arena[: start + buffer.nbytes], start, node.meta["val"])
     start, size = (op.offset or 0), op.workspace
     inputs = [bound.tensor(ref) for ref in (*op.reads, *into)]
     results = [bound.memory[ref.name] for ref in outputs]
-    return bind.bind(gm, inputs, results, bound.arena[start : start + size], inplace.apart(op))
+    return bind.bind(gm, inputs, results, arena[start : start + size], inplace.apart(op))
 
 
 def _call(bound: Executor, fn: Callable[..., Any], op: Op, outputs: Sequence[Ref], inputs: Sequence[Ref]) -> None:
@@ -221,13 +237,42 @@ def _local(bound: Executor, op: Op) -> list[Call]:
 
 def _start(bound: Executor, op: Op) -> list[Call]:
     refs = (*op.reads, *op.writes)
+    bound.moving.discard(op.target)
     if bound._is_loose(refs):
         reads, writes = op.reads, op.writes
         return [lambda: bound.comm.start(op.target, op, [*map(bound.tensor, reads), *map(bound.destination, writes)])]
     return [partial(bound.comm.start, op.target, op, [bound.tensor(ref) for ref in refs])]
 
 
+def _move(bound: Executor, op: Op) -> list[Call]:
+    source, target = op.reads[0], op.writes[0]
+    bound.moving.add(op.target)
+    if bound.is_on_disk(source):
+        at, name = _offset(bound, source), f"{source} for {op.why.removeprefix('for ')}"
+        return [lambda: bound.lanes.read(op.target, at, bound.destination(target), name)]
+    if bound.is_on_disk(target):
+        at, name = _offset(bound, target), str(target)
+        return [lambda: bound.lanes.write(op.target, at, bound.tensor(source), name)]
+    if bound._is_loose((source, target)):
+        return [lambda: bound.lanes.copy(bound.tensor(source), bound.destination(target))]
+    buffer = bound.program.buffers[target.name]
+    if buffer.at is not None and moves_whole(bound.program, op):
+        bound.memory[target.name] = segment_memory.tensor_at(
+            bound.arenas[buffer.space], buffer.at, bound.tensor(source)
+        )
+    return [partial(bound.lanes.copy, bound.tensor(source), bound.tensor(target))]
+
+
+def _offset(bound: Executor, ref: Ref) -> int:
+    """The byte of the rank's file at which a reference begins."""
+    buffer = bound.program.buffers[ref.name]
+    first, _ = bound.program.local_range(ref, bound.rank)
+    return (buffer.at or 0) + first * buffer.dtype.itemsize
+
+
 def _wait(bound: Executor, op: Op) -> list[Call]:
+    if op.target in bound.moving:
+        return [partial(bound.lanes.wait, op.target)]
     return [partial(bound.comm.wait, op.target)]
 
 
@@ -242,6 +287,7 @@ def _free(bound: Executor, op: Op) -> list[Call]:
 BINDERS: dict[str, Callable[[Executor, Op], list[Call]]] = {
     "run": _run,
     "update": _run,
+    "move": _move,
     "wait": _wait,
     "settle": _settle,
     "free": _free,
@@ -250,4 +296,12 @@ BINDERS: dict[str, Callable[[Executor, Op], list[Call]]] = {
 
 def binder(op: Op) -> Callable[[Executor, Op], list[Call]]:
     """The function that binds an op. Raises KeyError for an unknown kind."""
-    return _start if op.transfers else _local if op.row.runs is not None else BINDERS[op.kind]
+    return (
+        BINDERS[op.kind]
+        if op.moves
+        else _start
+        if op.transfers
+        else _local
+        if op.row.runs is not None
+        else BINDERS[op.kind]
+    )

@@ -21,7 +21,7 @@ from fzero.comm.protocol import Comm
 from fzero.ir import fx_nodes, fx_values
 from fzero.ir.liveness import waits_with_settle
 from fzero.ir.program import Program, op_text
-from fzero.ir.records import PERSISTENT, Buffer, Op, Ref
+from fzero.ir.records import DEVICE, DISK, HOST, PERSISTENT, Buffer, Op, Ref
 from fzero.kernels import kernel_for
 
 _AS_PLANNED: WeakSet[fx.GraphModule] = WeakSet()  # segments whose values were seen to have the planned strides
@@ -47,12 +47,15 @@ class Rank:
     ) -> None:
         """Takes `memory` (inputs by buffer name) as it is; makes the arena and the rank's number."""
         self.program, self.rank, self.comm, self.device, self.poison = program, rank, comm, device, poison
-        self.memory: dict[str, torch.Tensor] = dict(memory)
+        self.memory = {**memory, **on_disk(program, memory)}
         for buffer in program.buffers.values():
             if buffer.kind == "rank":
                 place = program.mesh.coordinate(rank, buffer.name.partition(":")[2])
                 self.memory[buffer.name] = torch.full((), place, dtype=buffer.dtype, device=device)
-        self.arena = torch.empty(program.arena_bytes, dtype=torch.uint8, device=device)
+        self.arenas = {
+            DEVICE: torch.empty(program.arenas[DEVICE], dtype=torch.uint8, device=device),
+            HOST: torch.empty(program.arenas[HOST], dtype=torch.uint8),
+        }
         self.calls = {key: partial(as_planned, gm) for key, gm in program.segments.items()}
         self.deferred = waits_with_settle(program.ops)
         self.started: dict[str, set[str]] = {}
@@ -72,15 +75,25 @@ class Rank:
     def allocate(self, buffer: Buffer) -> torch.Tensor:
         """Memory for a buffer: its place in the arena, or new. Padding is zero; under `poison` the rest is NaN."""
         if buffer.at is None:
-            tensor = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
+            tensor = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.arenas[buffer.space].device)
         else:
-            room = self.arena[buffer.at : buffer.at + buffer.nbytes]
+            room = self.arenas[buffer.space][buffer.at : buffer.at + buffer.nbytes]
             tensor = room.view(buffer.dtype).view(buffer.shape)
         if self.poison:
             spoil(tensor)
         for start, stop in padding(self.program, self.rank, buffer):
             tensor[start:stop].zero_()
         return tensor
+
+
+def on_disk(program: Program, memory: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of the buffers that lie on disk, each at its place in one piece of memory that stands for the file."""
+    held = {name: b for name, b in program.buffers.items() if b.space == DISK and name in memory}
+    file = torch.empty(program.arenas[DISK], dtype=torch.uint8)
+    views = {n: file[b.at : (b.at or 0) + b.nbytes].view(b.dtype).view(b.shape) for n, b in held.items()}
+    for name, view in views.items():
+        view.copy_(memory[name])
+    return views
 
 
 def part(program: Program, rank: int, whole: torch.Tensor, ref: Ref) -> torch.Tensor:
@@ -163,13 +176,12 @@ def _run(rank: Rank, op: Op) -> None:
     inputs = [rank.tensor(ref) for ref in op.reads]
     num_out = op.num_outputs
     into = [rank.destination(ref) for ref in op.writes[num_out:]]
+    arena = rank.arenas[rank.program.space(op)]
     if rank.poison and op.offset is not None:
-        spoil(rank.arena[op.offset :][: op.workspace])
+        spoil(arena[op.offset :][: op.workspace])
     for ref, value in zip(op.writes, call(*inputs, *into), strict=False):
         place = rank.program.buffers[ref.name].at
-        rank.memory[ref.name] = (
-            value if place is None else segment_memory.tensor_at(rank.arena, place, value).copy_(value)
-        )
+        rank.memory[ref.name] = value if place is None else segment_memory.tensor_at(arena, place, value).copy_(value)
 
 
 def _update(rank: Rank, op: Op) -> None:
@@ -184,10 +196,19 @@ def _local(rank: Rank, op: Op) -> None:
     op.row.runs([rank.tensor(ref) for ref in op.reads], [rank.destination(ref) for ref in op.writes])
 
 
+def moves_whole(program: Program, op: Op) -> bool:
+    """Whether a move is of a whole value in no bucket, whose dims its copy keeps in their order in memory."""
+    refs = (op.reads[0], op.writes[0])
+    return op.moves and all(ref.start is None and program.buffers[ref.name].bucket is None for ref in refs)
+
+
 def _start(rank: Rank, op: Op) -> None:
     reads = [rank.tensor(ref) for ref in op.reads]
+    if op.target not in rank.memory and moves_whole(rank.program, op):
+        room = rank.allocate(rank.program.buffers[op.target])
+        rank.memory[op.target] = room.as_strided(reads[0].shape, reads[0].stride())
     writes = [rank.destination(ref) for ref in op.writes]
-    if op.gathers and rank.program.buffers[op.writes[0].name].kind in PERSISTENT:
+    if (op.gathers or op.moves) and rank.program.buffers[op.writes[0].name].kind in PERSISTENT:
         rank.wrote_state = True
     rank.started[op.target] = op.sources if op.is_collective else set()
     rank.comm.start(op.target, op, [*reads, *writes])

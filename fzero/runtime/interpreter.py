@@ -86,9 +86,9 @@ class Mailbox:
 class LocalComm:
     """`Comm` among the ranks of one process. Only its methods write its fields.
 
-    pending: by target, the axis and the index of a collective. inbox, outbox: by name, the messages in flight. before:
-    under `poison`, the tensors of a transfer with their values at its start. lent: those that other ranks may still
-    read, with their values at the wait.
+    pending: by target, the axis and the index of a collective. inbox, outbox: by name, the messages in flight. moves:
+    by target, the source and the target of a move. before: under `poison`, the tensors of a transfer with their values
+    at its start. lent: those that other ranks may still read, with their values at the wait.
     """
 
     number = 0
@@ -98,6 +98,7 @@ class LocalComm:
         self.pending: dict[str, tuple[str, int]] = {}
         self.inbox: dict[str, tuple[tuple[object, ...], torch.Tensor]] = {}
         self.outbox: dict[str, _Letter] = {}
+        self.moves: dict[str, list[torch.Tensor]] = {}
         self.before: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self.lent: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
@@ -107,7 +108,9 @@ class LocalComm:
         if self.world.poison:
             self._poison(op, tensors)
             self.before[name] = [(tensor, tensor.clone()) for tensor in tensors]
-        if op.is_send:
+        if op.moves:
+            self.moves[name] = tensors
+        elif op.is_send:
             key = (axis, self.rank, self.world.peer(self.rank, op), op.tag)
             self.outbox[name] = _Letter(tensors[0])
             self.world.mail.setdefault(key, deque()).append(self.outbox[name])
@@ -162,6 +165,10 @@ class LocalComm:
             return
         if name in self.outbox:
             self.outbox.pop(name).read()
+            return
+        if name in self.moves:
+            source, target = self.moves.pop(name)
+            target.copy_(source.view(target.shape))
             return
         axis, index = self.pending.pop(name)
         parts = {rank: issued[index] for rank, issued in self.world.of_group(self.rank, axis).items()}

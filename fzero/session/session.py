@@ -25,17 +25,20 @@ from fzero.compile.collector import return_freed
 from fzero.compile.lowered import Lowered
 from fzero.compile.step import fakes_on, lower_step
 from fzero.cost.autotune import Costs
+from fzero.disk import aligned
 from fzero.errors import DonatedError, TreeError, leaf_name
 from fzero.ir.mesh import PIPELINE, parts_of
 from fzero.ir.program import Program
-from fzero.ir.records import Buffer, Op, Ref, make_op
+from fzero.ir.records import HOST, Buffer, Op, Ref, make_op
 from fzero.plan.layout import Leaf, Plan
 from fzero.runtime import compile_segments
 from fzero.runtime.executor import Executor
+from fzero.runtime.lanes import Lanes
 from fzero.shard.partition import AXIS
 from fzero.shard.placements import join
 from fzero.spec import Spec
 from fzero.state import storage
+from fzero.state.homes import Homes
 from fzero.state.state import Life, ShardedTensor, State
 from fzero.verify.rules import verify
 
@@ -47,12 +50,12 @@ MAX_EVALUATIONS = 16  # evaluations kept: a function that is made anew for every
 class Session:
     """The spec, world, layout, memory and programs that the states of one `init` share.
 
-    memory: the state's buffers by name. programs: the lowered steps by batch key. evaluations: the lowered evaluations,
-    the last used at the end. bound: executors by the id of their `Lowered`. compiled_segments: by the digest of a
-    program.
+    memory: the state's buffers by name, in memory and on disk. programs: the lowered steps by batch key. evaluations:
+    the lowered evaluations, the last used at the end. bound: executors by the id of their `Lowered`. compiled_segments:
+    by the digest of a program. lanes: what runs moves, with the rank's file.
 
-    Invariants: all executors share `arena`, which is as large as the largest program needs. `programs` and
-    `compiled_segments` gain an entry on all ranks or on none.
+    Invariants: all executors share `arena` and `host_arena`, which are as large as the largest program needs.
+    `programs` and `compiled_segments` gain an entry on all ranks or on none.
 
     Only the methods here and `fzero.api` write the fields. Two exceptions: a `Checkpointer` sets `flags`, and adds to
     `any_rank_flags`.
@@ -64,7 +67,7 @@ class Session:
     device: torch.device
     plan: Plan
     treedef: Any
-    memory: dict[str, torch.Tensor]
+    memory: Homes
     transport: Transport
     group: Any
     presence: Presence = ALONE
@@ -77,6 +80,10 @@ class Session:
     )  # holds the programs' buffers
     flags: Callable[[], int] = lambda: 0  # bits that this rank sends to the others with every step
     any_rank_flags: int = 0  # the bits that any rank sent with the last step
+    host_arena: torch.Tensor = field(
+        default_factory=lambda: torch.empty(0, dtype=torch.uint8)
+    )  # what moves pass through
+    lanes: Lanes = field(default_factory=Lanes)
     exhausted: torch.Tensor | None = None  # 0-d bool: whether the loss scale reached its end since the last look
     last_key: Any = None
     last_program: Program | None = None
@@ -142,13 +149,18 @@ class Session:
             self.bound.clear()  # they hold the old arena
             self.arena = self.arena.new_empty(0)
             self.arena = self.transport.block(program.arena_bytes)
+        if program.arenas[HOST] > self.host_arena.numel():
+            self.bound.clear()
+            self.host_arena = self.host_arena.new_empty(0)
+            self.host_arena = aligned(program.arenas[HOST])
         if id(lowered) not in self.bound:
             constants = [name for name, b in program.buffers.items() if b.kind == "constant"]
-            memory = {**self.memory, **dict(zip(constants, lowered.graph.constants.values(), strict=True))}
+            memory = {**self.memory.in_memory, **dict(zip(constants, lowered.graph.constants.values(), strict=True))}
             compiled = self.compiled_segments.get(lowered.program_digest, {})
             self.bound[id(lowered)] = Executor(
-                program, self.rank, self.transport.comm, memory, self.arena, compiled, cuda_graph=self.spec.cuda_graph
-            )
+                program, self.rank, self.transport.comm, memory, self.arena, compiled, cuda_graph=self.spec.cuda_graph,
+                host_arena=self.host_arena, lanes=self.lanes,
+            )  # fmt: skip
         return self.bound[id(lowered)]
 
     def ready(self, lowered: Lowered) -> Executor:

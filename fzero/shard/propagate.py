@@ -7,7 +7,7 @@ choices carry the result (each was measured on real models):
 1. A leaf never moves: its product is computed where the leaf lies.
 2. A sum is taken once for all its readers, at the first that needs it whole.
 3. A sum not yet taken passes through views, casts, additions and numbers alone, and not where several read it.
-4. A bias is added after the sum of its product (`split_bias`).
+4. A bias is added after the sum of its product (`split_bias`). Sums are added to one another first (`join_sums`).
 5. A gathered value is kept for all who want it.
 6. A value that goes to an output is computed where the output is wanted, if that costs nothing more.
 

@@ -24,12 +24,7 @@ def split_bias(gm: fx.GraphModule, placed: Sequence[Placement]) -> None:
         if node.target is not aten.addmm.default or node.kwargs:
             continue
         bias, x, w = node.args
-        transposed, leaf = False, w
-        while leaf.op == "call_function" and (fx_nodes.is_view(leaf) or leaf.target is aten._to_copy.default):
-            transposed ^= leaf.target in (aten.t.default, aten.transpose.int, aten.permute.default)
-            leaf = fx_nodes.operand(leaf)
-        where = place.get(leaf)
-        if not isinstance(where, Shard) or where.dim != int(transposed):
+        if not contracts(w, place):
             continue
         users = list(node.users)
         view = users[0] if len(users) == 1 and users[0].target in VIEWS else None
@@ -48,6 +43,16 @@ def split_bias(gm: fx.GraphModule, placed: Sequence[Placement]) -> None:
         if view is not None:
             gm.graph.erase_node(node)
     gm.recompile()
+
+
+def contracts(weight: fx.Node, place: Mapping[fx.Node, Placement]) -> bool:
+    """Whether a matrix on the right of a product is a leaf, or a view of one, that lies in parts along its rows."""
+    transposed = False
+    while weight.op == "call_function" and (fx_nodes.is_view(weight) or weight.target is aten._to_copy.default):
+        transposed ^= weight.target in (aten.t.default, aten.transpose.int, aten.permute.default)
+        weight = fx_nodes.operand(weight)
+    where = place.get(weight)
+    return isinstance(where, Shard) and where.dim == int(transposed)
 
 
 def _of_convolution(graph: fx.Graph, node: fx.Node, place: Mapping[fx.Node, Placement]) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from fzero import tree
 from fzero.errors import DonatedError, FzeroError
+from fzero.ir.records import DISK
 from fzero.plan.layout import Leaf, Plan
 from fzero.shard.partition import AXIS
 from fzero.state import storage
@@ -189,11 +190,12 @@ class State:
     @property
     def held_bytes(self) -> dict[str, int]:
         """The bytes that this rank holds between steps: the state's by kind ("param", "optimizer", "state"), and those
-        of the arena that every step works in ("arena"; 0 before the first step)."""
+        of the arena that every step works in ("arena"; 0 before the first step). What lies on disk is apart,
+        "disk"."""
         totals = {"param": 0, "optimizer": 0, "state": 0, "arena": self.runtime.arena.numel()}
-        for name, tensor in self.runtime.memory.items():
-            buffer = self.runtime.plan.buffers[name]
-            totals[buffer.kind] += tensor.numel() * tensor.element_size()
+        for buffer in self.runtime.plan.held_by(self.runtime.rank).values():
+            kind = "disk" if buffer.space == DISK else buffer.kind
+            totals[kind] = totals.get(kind, 0) + buffer.nbytes
         return totals
 
     @property

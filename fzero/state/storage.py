@@ -2,47 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import mmap
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 
-from fzero.ir.offset_assignment import ALIGN_BYTES
+from fzero.ir.offset_assignment import ALIGN_BYTES, PAGE_BYTES
+from fzero.ir.records import DEVICE, SPACES, Buffer
 from fzero.plan.layout import Leaf, Plan
 from fzero.shard.partition import AXIS
 from fzero.shard.placements import Shard, own_part
 from fzero.shard.placements import join as joined
 from fzero.state.order import Cut, Order
 
+Block = Callable[[int], torch.Tensor]  # makes memory of a number of bytes (uint8, 1-D)
+
 
 def block_of(device: torch.device | str) -> Callable[[int], torch.Tensor]:
-    """Returns a function from a number of bytes to new memory on a device (uint8, 1-D)."""
-    return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)
+    """Returns a function from a number of bytes to new memory on a device (uint8, 1-D): zeroed, and on the CPU of pages
+    of its own, which the machine provides when they are first written."""
+    return pages if torch.device(device).type == "cpu" else partial(torch.zeros, dtype=torch.uint8, device=device)
 
 
-def allocate(plan: Plan, block: Callable[[int], torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """A rank's state buffers, one after the other in one block. Padding is zero: the caller fills the leaves. (The
-    first touch of memory costs more than a copy.)"""
-    held = plan.held_by(rank)
+def pages(nbytes: int) -> torch.Tensor:
+    """New zeroed memory of this process (uint8, 1-D, page-aligned). A page that is only read takes none."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+
+
+@runtime_checkable
+class Parts(Protocol):
+    """Buffers of which some lie elsewhere (`fzero.state.homes.Homes`)."""
+
+    @property
+    def on_disk(self) -> Mapping[str, Buffer]:
+        """Those that lie in the rank's file."""
+
+    def part(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a buffer, 1-D: a view, or a copy of what lies elsewhere."""
+
+
+def is_on_disk(memory: Mapping[str, torch.Tensor], name: str) -> bool:
+    """Whether a buffer lies in the rank's file."""
+    return isinstance(memory, Parts) and name in memory.on_disk
+
+
+def elements(memory: Mapping[str, torch.Tensor], name: str, start: int, stop: int) -> torch.Tensor:
+    """Elements [start, stop) of a buffer, 1-D: a view, or a copy of what lies on disk."""
+    return memory.part(name, start, stop) if isinstance(memory, Parts) else memory[name].view(-1)[start:stop]
+
+
+def allocate(
+    plan: Plan,
+    block: Block,
+    rank: int,
+    blocks: Mapping[str, Block] | None = None,
+    only: Collection[str] | None = None,
+) -> dict[str, torch.Tensor]:
+    """A rank's state buffers, one after the other in one block of zeros for each space: the caller fills the leaves.
+
+    block: makes the device's memory. blocks: by space, what makes the memory of others; a buffer of a space without one
+    is left out. None: all lie on the device. only: the buffers that are made; None: all.
+    """
+    held = {name: b for name, b in plan.held_by(rank).items() if only is None or name in only}
+    memory: dict[str, torch.Tensor] = {}
+    for space in SPACES:
+        own = [b for b in held.values() if b.space == space]
+        makes = block if blocks is None or space == DEVICE else blocks.get(space)
+        if own and makes is not None:
+            memory.update(_in_a_block(own, makes))
+    return {name: memory[name] for name in held if name in memory}
+
+
+def _in_a_block(buffers: Sequence[Buffer], block: Block) -> dict[str, torch.Tensor]:
+    """New memory for buffers, in one block."""
     places, total = [], 0
-    for b in held.values():
+    for b in buffers:
+        align = ALIGN_BYTES if b.space == DEVICE else PAGE_BYTES
         places.append(total)
-        total += -(-b.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        total += -(-b.nbytes // align) * align
     all_bytes = block(total)
-    memory = {
-        b.name: all_bytes[place : place + b.nbytes].view(b.dtype).view(b.shape)
-        for b, place in zip(held.values(), places, strict=True)
-    }
-    used: dict[str, list[slice]] = {b.name: [] for b in held.values() if b.bucket}
-    for leaf in plan.leaves:
-        if leaf.slot is not None and leaf.buffer in held:
-            used[leaf.buffer].append(piece(plan, leaf, rank)[0])
-    for name, places_used in used.items():
-        end = 0
-        for here in sorted((s for s in places_used if s.start < s.stop), key=lambda s: s.start):
-            memory[name][end : here.start].zero_()
-            end = here.stop
-        memory[name][end:].zero_()
-    return memory
+    rooms = [all_bytes[place : place + b.nbytes] for b, place in zip(buffers, places, strict=True)]
+    return {b.name: room.view(b.dtype).view(b.shape) for b, room in zip(buffers, rooms, strict=True)}
 
 
 def piece(plan: Plan, leaf: Leaf, rank: int) -> tuple[slice, slice]:
@@ -129,24 +173,28 @@ def flat(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) 
     where another role keeps the leaf."""
     if leaf.buffer not in memory:
         return next(iter(memory.values()), torch.empty(0)).new_empty(0, dtype=leaf.dtype), 0
-    held = memory[leaf.buffer]
-    part = held.view(-1) if leaf.slot is None else held[piece(plan, leaf, rank)[0]]
+    if leaf.slot is None:
+        part = memory[leaf.buffer].view(-1)
+    else:
+        here = piece(plan, leaf, rank)[0]
+        part = elements(memory, leaf.buffer, here.start, here.stop)
     return part, span(plan, leaf, rank)[0]
 
 
 def store(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, value: torch.Tensor, rank: int) -> None:
-    """Copies the rank's part of a whole leaf into its buffer; nothing where another role keeps it.
+    """Copies the rank's part of a whole leaf into its new buffer (`allocate`); nothing where another role keeps it.
 
-    Zeros are not written over zeros. So the moments of a first state take no memory of the machine until a step writes
-    them, beside the user's parameters.
+    Zeros are there. So the moments of a first state take no memory of the machine until a step writes them, beside the
+    user's parameters.
     """
     if leaf.buffer not in memory:
         return
+    assert not is_on_disk(memory, leaf.buffer), "a buffer on disk is filled in a round of `Homes.rounds`"
     target, part = memory[leaf.buffer], value
     if leaf.slot is not None:
         here, there = piece(plan, leaf, rank)
         target, part = target[here], tp_part(plan, leaf, value, rank).reshape(-1)[there]
-    if not (_is_zero(part) and _is_zero(target)):
+    if not _is_zero(part):
         target.copy_(part)
 
 
@@ -164,15 +212,14 @@ def _is_zero(value: torch.Tensor) -> bool:
 
 
 def local(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> torch.Tensor:
-    """The rank's part of a leaf, a view: 1-D if ZeRO slices it, else in the shape of the leaf or of its part over `tp`.
-    Where another role keeps the leaf it is 1-D and empty."""
+    """The rank's part of a leaf, a view, or a copy of what lies on disk: 1-D if ZeRO slices it, else in the shape of
+    the leaf or of its part over `tp`. Where another role keeps the leaf it is 1-D and empty."""
     if leaf.buffer not in memory:
         return flat(plan, memory, leaf, rank)[0]
-    held = memory[leaf.buffer]
     if leaf.slot is None:
-        return held
+        return memory[leaf.buffer]
     here, _ = piece(plan, leaf, rank)
-    part = held[here]
+    part = elements(memory, leaf.buffer, here.start, here.stop)
     return part if plan.buffers[leaf.buffer].sharded else part.view(plan.local_shape(leaf))
 
 

@@ -2,7 +2,8 @@
 
 A probe is a function that yields findings; `PROBES` is the list. Each runs in a thread of its own, for a limited number
 of seconds. A probe that raises or does not end is a finding too. Figures are measured here and now: transfers between
-two processes of this machine, and a file written, synced and read in the given directory. `--mesh` says which axes of
+two processes of this machine, and files written and read in the given directory
+(`fzero.tools.disk_speed`). `--mesh` says which axes of
 a mesh cross nodes (`fzero.tools.placement`).
 """
 
@@ -18,7 +19,6 @@ import re
 import shutil
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,9 +31,9 @@ import torch.distributed as dist
 
 from fzero._torch_compat import inductor_lacks
 from fzero.comm import selftest
-from fzero.errors import FzeroError
+from fzero.errors import FzeroError, OffloadError
 from fzero.ir.mesh import Mesh
-from fzero.tools import placement
+from fzero.tools import disk_speed, placement
 
 MB = 1 << 20
 LEAST_FREE_BYTES = 256 * MB
@@ -306,41 +306,56 @@ def _placed(place: placement.AxisPlace, nodes: Sequence[int], speeds: Mapping[st
 
 
 def disk(folder: Path, megabytes: int) -> Iterator[Finding]:
-    """The speed of the disk of `folder`, and its free bytes; writes at most `megabytes`."""
+    """The disk of `folder`, as checkpoints use it, and its free bytes; writes at most `megabytes`."""
     name = f"disk {folder}"
     free = shutil.disk_usage(folder).free
-    size = min(megabytes * MB, free // 10) // MB * MB
-    if size < MB:
+    size = _tried(free, megabytes)
+    if not size:
         yield Finding(
             name, "missing", f"{_size(free)} free: too little to write anything", "free some, or name --dir", True
         )
         return
-    block = os.urandom(MB)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".fzero-doctor-") as file:
-        began = time.perf_counter()
-        for _ in range(size // MB):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-        writing = time.perf_counter() - began
-        cold = hasattr(os, "posix_fadvise")
-        if cold:  # a read from memory says nothing about the disk
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        began = time.perf_counter()
-        file.seek(0)
-        same = all(file.read(MB) == block for _ in range(size // MB))
-        reading = time.perf_counter() - began
-    figures = {"write_mb_per_s": size / MB / writing, "read_mb_per_s": size / MB / reading, "free_bytes": float(free)}
+    speed = disk_speed.of_checkpoints(folder, size)
+    figures = {"write_mb_per_s": speed.write, "read_mb_per_s": speed.read, "free_bytes": float(free)}
     text = (
-        f"{_size(free)} free; {figures['write_mb_per_s']:,.0f} MB/s written and synced, "
-        f"{figures['read_mb_per_s']:,.0f} MB/s read {'' if cold else 'from memory '}({size // MB} MB)"
+        f"{_size(free)} free; {speed.write:,.0f} MB/s written and synced, "
+        f"{speed.read:,.0f} MB/s read {'' if speed.cold else 'from memory '}({size // MB} MB)"
     )
-    if not same:
+    if not speed.right:
         yield Finding(name, "missing", f"{text}, and not what was written", "name another --dir", True, figures)
     elif free < LEAST_FREE_BYTES:
         yield Finding(name, "warning", text, "free some, or name another --dir", figures=figures)
     else:
         yield Finding(name, "ok", text, figures=figures)
+
+
+def offload(folder: Path, megabytes: int) -> Iterator[Finding]:
+    """The disk of `folder`, as `Spec(nvme_path=)` uses it: direct I/O, its alignment, and rates."""
+    name = f"offload {folder}"
+    size = _tried(shutil.disk_usage(folder).free, megabytes)
+    try:
+        if not size:
+            raise OffloadError(folder, "too little is free to write anything")
+        speed = disk_speed.of_offload(folder, size)
+    except FzeroError as error:
+        fix = "only offload to nvme needs it: name a folder on a disk with --dir to try that one"
+        yield Finding(name, "warning", getattr(error, "text", str(error)), fix)
+        return
+    figures = {
+        "write_mb_per_s": speed.write, "read_mb_per_s": speed.read, "mixed_mb_per_s": speed.mixed,
+        "direct": float(bool(speed.direct)), "memory_alignment_bytes": float(speed.direct.memory),
+        "offset_alignment_bytes": float(speed.direct.offset),
+    }  # fmt: skip
+    how = f"direct I/O (memory at {speed.direct.memory:,}, ranges at {speed.direct.offset:,} bytes)"
+    rates = f"{speed.write:,.0f} MB/s written, {speed.read:,.0f} read, {speed.mixed:,.0f} of both at a time"
+    text = f"{how if speed.direct else 'no direct I/O: through the page cache'}; {rates} ({size // MB} MB)"
+    fix = "" if speed.direct else "name a folder with --dir on a file system with direct I/O, as ext4 or xfs"
+    yield Finding(name, "ok" if speed.direct else "warning", text, fix, figures=figures)
+
+
+def _tried(free: int, megabytes: int) -> int:
+    """The bytes that a measurement writes: a tenth of what is free, at most."""
+    return min(megabytes * MB, free // 10) // MB * MB
 
 
 def limits() -> Iterator[Finding]:
@@ -388,6 +403,7 @@ def probes(folder: Path, megabytes: int, mesh: str = "") -> list[tuple[str, floa
         ("shared memory", 10, shared_memory),
         ("loopback", selftest.SECONDS + 10, transfers),
         (f"disk {folder}", 60, partial(disk, folder, megabytes)),
+        (f"offload {folder}", 60, partial(offload, folder, megabytes)),
         ("limits", 10, limits),
     ]
 

@@ -4,7 +4,8 @@ step.
 Memory is modelled as the ops see it. A buffer holds terms by range; a flat buffer holds one for each leaf. It knows the
 ranges of which only the own slice was written. Flat references read and write whole leaves. A reference is `Undefined`
 if it cuts through a leaf, reads a value that was never computed, or takes one rank's slice for the whole. A write
-removes all terms that it overlaps: a later read must have the range of a write.
+removes all terms that it overlaps: a later read must have the range of a write. A leaf of which tiles are written one
+by one has a term for each tile (`Tiles`) until they are one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,30 @@ from fzero.plan.whole_leaves import is_whole
 from fzero.verify.terms import NOWHERE, Partial, Undefined, Vec, digest, evaluate, gathered, moved, part, reduced, term
 
 Span = tuple[int, int]
+
+
+class Tiles(tuple[Any, ...]):
+    """(the elements of a tile, the terms of a leaf by tile, as a tuple); None for one that was never written."""
+
+
+def _tile_of(held: Any, tile: tuple[int, int], ref: Ref) -> Any:
+    """The term of one tile of a leaf."""
+    if not isinstance(held, Tiles):
+        return held
+    size, terms = held
+    if size != tile[1] or terms[tile[0]] is None:
+        raise Undefined(f"{ref} reads a tile that was not computed")
+    return terms[tile[0]]
+
+
+def _with_tile(held: Any, tile: tuple[int, int], value: Any, parts: int) -> Any:
+    """The terms of a leaf in so many tiles once one tile has this one: one term where all tiles have it."""
+    number, size = tile
+    terms = [None if isinstance(held, Tiles) else held] * parts
+    if isinstance(held, Tiles) and held[0] == size:
+        terms = list(held[1])
+    terms[number] = value
+    return value if all(other == value for other in terms) else Tiles((size, tuple(terms)))
 
 
 class Content:
@@ -105,6 +130,8 @@ class Abstract:
             for position, value in written.items():
                 reads_too = position < len(op.reads)
                 self.write(op.reads[position] if reads_too else dests[position - len(op.reads)], value)
+        elif op.moves and op.reads[0].start is None and op.writes[0].start is None:
+            self.bring(op.reads[0], op.writes[0])
         elif op.row.copies:
             self.write(op.writes[0], self.read(op.reads[0]))
         elif op.row.runs is not None:
@@ -147,6 +174,15 @@ class Abstract:
             raise Undefined(f"a {op.kind} of a value takes a {op.reduction} divided by {op.divisor}")
         self.write(dest, moved(op.kind, self.read(source), op.axis, world, op.reduction))
 
+    def bring(self, source: Ref, dest: Ref) -> None:
+        """All of a buffer is moved to one of its form. Raises `Undefined` where they are not of one form."""
+        a, b = self.program.buffers[source.name], self.program.buffers[dest.name]
+        if (a.bucket, a.sharded, a.per, a.tile, a.numel) != (b.bucket, b.sharded, b.per, b.tile, b.numel):
+            raise Undefined(f"{source.name} and {dest.name} do not have the same leaves at the same places")
+        held = self._content(source.name)
+        content = self.memory[dest.name] = Content(held.terms)
+        content.own_slices = set(held.own_slices)
+
     def gather(self, source: Ref, dest: Ref, axis: str | None) -> None:
         """`dest` becomes all of the bucket whose own slice `source` is.
 
@@ -164,6 +200,8 @@ class Abstract:
             raise Undefined(f"{source.name} and {dest.name} are of different buckets")
         content = self._content(source.name)
         held = content.terms
+        if buffer.tile or origin.tile or any(isinstance(value, Tiles) for value in held.values()):
+            raise Undefined(f"{source} is gathered, of which only tiles are there")
         if content.own_slices and self.program.cut(source) == origin.sharded:
             raise Undefined(f"{source} is gathered, of which only a part was written")
         if held and all(value.varies & {*parts_of(axis)} for value in held.values()):
@@ -199,7 +237,8 @@ class Abstract:
             self.memory[dest.name] = Content({k: over(v) for k, v in content.terms.items()})
             return
         content = self._content(source.name)
-        if source.start is not None or dest.start is not None or content.own_slices:
+        tiled = buffer.tile or target.tile or any(isinstance(value, Tiles) for value in content.terms.values())
+        if source.start is not None or dest.start is not None or content.own_slices or tiled:
             raise Undefined(f"a reduction takes a whole bucket, not {source} to {dest}")
         cut = within(target.sharded, buffer.sharded)
         if buffer.bucket != target.bucket or cut != (op.axis if op.row.scatters else ""):
@@ -227,18 +266,20 @@ class Abstract:
         if ref.shape is not None:
             if bucket.find((start, stop, ref.shape), buffer.per) is None:
                 raise Undefined(f"{ref} is no leaf of {bucket.name}")
-            if buffer.sharded or (start, stop) in content.own_slices:
+            if buffer.sharded or buffer.tile or (start, stop) in content.own_slices:
                 raise Undefined(f"{ref} reads a whole leaf of which only one rank's slice is there")
             return self._term(content, (start, stop), ref)
         keys = {i: bucket.place(i, buffer.per)[:2] for i in self._slots(bucket, start, stop, ref)}
-        own_slice = self.program.cut(ref)
-        terms = {i: self._term(content, key, ref) for i, key in keys.items()}
+        own_slice, tile = self.program.cut(ref), ref.tile or buffer.tile
+        if tile is not None and tile[0] >= self.program.num_tiles(ref, tile[1]):
+            raise Undefined(f"{ref} is a tile beyond what a rank has")
+        terms = {i: self._term(content, key, ref, tile) for i, key in keys.items()}
         if own_slice == buffer.sharded and any(key in content.own_slices for key in keys.values()):
             raise Undefined(f"{ref} reads beyond the own slice, which is all that was written")
         tight = sum(last - first for first, last in keys.values()) == stop - start
         ranks = self.program.mesh.size(own_slice) if own_slice else 1
         shapes = {i: bucket.slots[i].shape for i in keys if buffer.per == 1 and is_whole(bucket, i, ranks)}
-        return Vec(terms, own_slice, (start, stop), buffer.per, tight, shapes)
+        return Vec(terms, own_slice, (start, stop), buffer.per, tight, shapes, tile)
 
     def write(self, ref: Ref, value: Any) -> None:
         """Writes a term, or a `Vec` of them, to a reference. Removes the terms that it overlaps.
@@ -246,6 +287,8 @@ class Abstract:
         Raises `Undefined` where the value and the reference do not fit.
         """
         buffer = self.program.buffers[ref.name]
+        if ref.tile is not None and ref.tile[0] >= self.program.num_tiles(ref, ref.tile[1]):
+            raise Undefined(f"{ref} is a tile beyond what a rank has")
         content = self.memory.setdefault(ref.name, Content())
         if buffer.bucket is None:
             if isinstance(value, Vec):
@@ -256,18 +299,29 @@ class Abstract:
         start, stop = (0, bucket.length) if ref.start is None else (ref.start, ref.stop or 0)
         if not isinstance(value, Vec):
             slot = bucket.find((start, stop, ref.shape), buffer.per)
-            if slot is None or buffer.sharded or isinstance(value, Partial):
+            if slot is None or buffer.sharded or buffer.tile or isinstance(value, Partial):
                 raise Undefined(f"{ref} cannot hold a whole leaf's value")
             content.put((start, stop), value)
             return
-        own_slice = self.program.cut(ref)
+        own_slice, tile = self.program.cut(ref), ref.tile or buffer.tile
+        if value.tile != tile:
+            raise Undefined(f"{ref} gets tile {value.tile}")
         if (value.own_slice, value.span, value.block_size) != (own_slice, (start, stop), buffer.per):
             blocks = "" if value.block_size == buffer.per else f", one element for each {value.block_size}"
             raise Undefined(
                 f"{ref} gets the range {value.span}{' of the own slice' if value.own_slice else ''}{blocks}"
             )
         for index, slot_term in value.slots.items():
-            content.put(bucket.place(index, buffer.per)[:2], slot_term, own_slice=own_slice != buffer.sharded)
+            key = bucket.place(index, buffer.per)[:2]
+            own = own_slice != buffer.sharded
+            if ref.tile is not None and buffer.tile is None:
+                held = content.terms.get(key)
+                if (key in content.own_slices) > own or (
+                    isinstance(held, Tiles) and (key in content.own_slices) != own
+                ):
+                    raise Undefined(f"{ref} is a tile of all that the rank has, beside tiles of the own slice")
+                slot_term = _with_tile(held, ref.tile, slot_term, self.program.num_tiles(ref, ref.tile[1]))
+            content.put(key, slot_term, own_slice=own)
 
     def _part(self, ref: Ref, buffer: Buffer, content: Content) -> Any:
         key = (ref.start or 0, ref.stop or 0)
@@ -283,10 +337,15 @@ class Abstract:
             raise Undefined(f"{name} holds nothing")
         return self.memory[name]
 
-    def _term(self, content: Content, key: tuple[int, int], ref: Ref) -> Any:
+    def _term(self, content: Content, key: tuple[int, int], ref: Ref, tile: tuple[int, int] | None = None) -> Any:
         if key not in content.terms:
             raise Undefined(f"{ref} reads elements {key}, which were not computed")
-        return content.terms[key]
+        held = content.terms[key]
+        if tile is not None:
+            return _tile_of(held, tile, ref)
+        if isinstance(held, Tiles):
+            raise Undefined(f"{ref} reads elements {key}, whose tiles are not of one value")
+        return held
 
     def _slots(self, bucket: Bucket, start: int, stop: int, ref: Ref) -> list[int]:
         block_size = self.program.buffers[ref.name].per

@@ -17,7 +17,7 @@ from fzero.ir import as_strided, fx_nodes, fx_values
 from fzero.ir.kinds import ANY, OPS, UNKNOWN
 from fzero.ir.mesh import PIPELINE, within
 from fzero.ir.program import Program
-from fzero.ir.records import ALIGN, DTYPE_NAMES, KINDS, PERSISTENT, Buffer, Op, Ref
+from fzero.ir.records import ALIGN, DTYPE_NAMES, KINDS, PERSISTENT, SPACES, Buffer, Op, Ref, tile_text
 from fzero.ir.rewrite import Spans
 from fzero.ir.traits import BLOCKWISE, IN_PLACE
 from fzero.verify.lifetimes import Fault
@@ -69,6 +69,10 @@ def _buffer(program: Program, buffer: Buffer) -> Iterator[str]:
         yield f"is sharded along {buffer.sharded}: its bucket is cut along {bucket.axis}"
     if buffer.per < 1:
         yield f"has one element for each {buffer.per}"
+    if buffer.space not in SPACES:
+        yield f"lies in {buffer.space}: none of {', '.join(SPACES)}"
+    if buffer.tile is not None and (buffer.bucket is None or not _is_tile(buffer.tile)):
+        yield f"is tile {tile_text(buffer.tile)}: of a buffer of a bucket, whole blocks of {ALIGN} elements"
     if buffer.nbytes >= MOST or abs(buffer.at or 0) >= MOST:
         yield f"has {buffer.nbytes:,} bytes at {buffer.at}: more than memory has"
 
@@ -85,6 +89,8 @@ def _op(program: Program, op: Op) -> Iterator[str]:
     for ref in (*op.reads, *op.writes):
         if ref.name not in program.buffers:
             yield f"there is no buffer {ref.name}"
+        if ref.tile is not None and not (_is_tile(ref.tile) and ref.shape is None):
+            yield f"{ref} names a tile that is none: needed whole blocks of {ALIGN} elements of a flat range"
     for name in NUMBERS:
         value = op.get(name, 0)
         if not isinstance(value, int) or not 0 <= value < MOST:
@@ -93,6 +99,11 @@ def _op(program: Program, op: Op) -> Iterator[str]:
         yield "divides by zero"
     if op.is_message and op.peer is None:
         yield f"names no peer to {op.kind} with"
+
+
+def _is_tile(tile: tuple[int, int]) -> bool:
+    number, size = tile
+    return 0 <= number < MOST and 0 < size < MOST and size % ALIGN == 0
 
 
 def partition(program: Program) -> Iterator[Fault]:
@@ -111,14 +122,13 @@ def partition(program: Program) -> Iterator[Fault]:
     for buffer in program.buffers.values():
         if buffer.bucket is not None:
             bucket = program.buckets[buffer.bucket]
-            own = program.slice_length(bucket, buffer.sharded) if buffer.sharded else bucket.length
-            needed = (own // buffer.per,)
+            needed = (program.own_length(buffer) // buffer.per,)
             if ALIGN % buffer.per:
                 yield -1, f"{buffer.name} has one element for each {buffer.per}: they do not part {ALIGN} evenly"
             if buffer.shape != needed:
                 yield (
                     -1,
-                    f"{buffer.name} has shape {buffer.shape}: a {'shard' if buffer.sharded else 'whole'} has {needed}",
+                    f"{buffer.name} has shape {buffer.shape}: a {_part_text(buffer)} has {needed}",
                 )
     for i, op in enumerate(program.ops):
         for ref in (*op.reads, *op.writes):
@@ -130,11 +140,18 @@ def partition(program: Program) -> Iterator[Fault]:
             cut = buffer.kind == "batch" and ref.start is not None and ref.shape is not None
             if cut and (ref.shape or ())[1:] != buffer.shape[1:]:
                 yield i, f"{ref} is no part of the batch: {ref.name} of shape {buffer.shape} is cut along its first dim"
-            if ref.mine and buffer.bucket is None:
+            if (ref.mine or ref.tile) and buffer.bucket is None:
                 yield i, f"{ref}: {buffer.name} is in no bucket and has no own slice"
+            if buffer.tile is not None and ref.start is not None and ref.tile != buffer.tile:
+                yield i, f"{ref} is not of the tile that {buffer.name} is: {tile_text(buffer.tile)}"
             if ref.shape is not None and math.prod(ref.shape) * buffer.per != (ref.stop or 0) - (ref.start or 0):
                 yield i, f"{ref} has {math.prod(ref.shape)} elements in its shape, and others in its range"
         yield from _cut_alike(program, i, op)
+
+
+def _part_text(buffer: Buffer) -> str:
+    """What a buffer has of its bucket, in a word."""
+    return "tile" if buffer.tile is not None else "shard" if buffer.sharded else "whole"
 
 
 def _cut_alike(program: Program, i: int, op: Op) -> Iterator[Fault]:
@@ -232,6 +249,8 @@ def _unfit(program: Program, ref: Ref, value: torch.Tensor) -> str | None:
         bucket = program.buckets.get(buffer.bucket or "")
         cut = program.cut(ref)
         most = min(length(program, ref), program.slice_length(bucket, cut) if cut and bucket else MOST)
+        if (tile := ref.tile or buffer.tile) is not None and bucket is not None:
+            most = min(most, tile[1])
         if value.ndim != 1 or most // buffer.per > value.numel():
             return f"{ref} has up to {most // buffer.per} elements: {wanted}"
     return None

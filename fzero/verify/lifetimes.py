@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fzero.ir.liveness import endangered, intervals, waits_with_settle
-from fzero.ir.offset_assignment import ALIGN_BYTES, clash
+from fzero.ir.offset_assignment import ALIGN_BYTES, PAGE_BYTES, clash
 from fzero.ir.program import Program
-from fzero.ir.records import GIVEN, PERSISTENT, Op, Ref
+from fzero.ir.records import DEVICE, DISK, GIVEN, HOST, PERSISTENT, SPACES, Op, Ref
 from fzero.ir.rewrite import Spans
 
 Fault = tuple[int, str]
@@ -76,7 +76,7 @@ class _Walk:
                 started, other = self.flight[name]
                 if any(ref.overlaps(w) for w in other.writes):
                     yield i, f"reads {ref} before the transfer into {name} (op {started}) is waited for"
-            if not (op.gathers and ref.mine):  # it brings together the new value
+            if not (op.moves or (op.gathers and ref.mine)):  # they bring the new value
                 for written in (self.written[w][0] for w in self.spans.over(ref)):
                     if written < i:
                         yield i, f"reads {ref}, which was donated: op {written} wrote its new value"
@@ -112,29 +112,41 @@ def lifetimes(program: Program) -> Iterator[Fault]:
 
 def places(program: Program) -> Iterator[Fault]:
     """Buffers and workspaces that are alive at one moment lie apart in the arena, and every place is aligned."""
-    items: list[tuple[int, int, int, int]] = []
-    names: list[str] = []
+    items: dict[str, list[tuple[int, int, int, int]]] = {space: [] for space in SPACES}
+    names: dict[str, list[str]] = {space: [] for space in SPACES}
     lives = intervals(program.ops, program.buffers, program.metrics.values())
     for name, buffer in program.buffers.items():
-        if buffer.at is not None and (buffer.kind in PERSISTENT) > (buffer.kind == "batch"):
+        if buffer.space == DISK:
+            if buffer.at is None:
+                yield -1, f"{name} has no place in the rank's file"
+                continue
+            names[DISK].append(name)
+            items[DISK].append((0, 0, buffer.at, buffer.nbytes))
+        elif buffer.at is not None and (buffer.kind in PERSISTENT) > (buffer.kind == "batch"):
             yield -1, f"{name} has a place in the step's arena, but is held between steps"
         elif buffer.at is None and buffer.kind == "batch" and name in lives and "assign_memory" in program.passes:
             yield -1, f"{name} has no place in the step's arena: the batch is copied there"
         elif buffer.at is not None and name in lives:
-            names.append(name)
-            items.append((*lives[name], buffer.at, buffer.nbytes))
+            names[buffer.space].append(name)
+            items[buffer.space].append((*lives[name], buffer.at, buffer.nbytes))
     for i, op in enumerate(program.ops):
         if op.offset is not None:
-            names.append(f"the workspace of op {i}")
-            items.append((i, i, (op.offset or 0), op.workspace))
+            names[program.space(op)].append(f"the workspace of op {i}")
+            items[program.space(op)].append((i, i, (op.offset or 0), op.workspace))
         elif op.workspace and "assign_memory" in program.passes:
             yield i, "its workspace has no place in the step's arena"
-    for name, (_, _, low, _) in zip(names, items, strict=True):
-        if low < 0 or low % ALIGN_BYTES:
-            yield -1, f"{name} lies at byte {low} of the arena: not a multiple of {ALIGN_BYTES}"
-    if (pair := clash(items)) is not None:
-        a, b = pair
-        yield max(items[a][0], items[b][0]), f"{names[a]} and {names[b]} share memory of the arena while both are alive"
+    for space, own in items.items():
+        align = ALIGN_BYTES if space == DEVICE else PAGE_BYTES
+        what = {DEVICE: "the arena", HOST: "the host's arena", DISK: "the rank's file"}[space]
+        for name, (_, _, low, _) in zip(names[space], own, strict=True):
+            if low < 0 or low % align:
+                yield -1, f"{name} lies at byte {low} of {what}: not a multiple of {align}"
+        if (pair := clash(own)) is not None:
+            a, b = (names[space][n] for n in pair)
+            if space == DISK:
+                yield -1, f"{a} and {b} share bytes of {what}"
+            else:
+                yield max(own[n][0] for n in pair), f"{a} and {b} share memory of {what} while both are alive"
 
 
 def settled(program: Program) -> Iterator[Fault]:
@@ -163,7 +175,8 @@ def needed(program: Program) -> Iterator[Fault]:
     for i, op in enumerate(program.ops):
         target = op.writes[0] if op.transfers and op.writes else None
         for ref in op.reads:
-            if not op.is_wait and (target is None or ref.name != target.name):
+            own = unread.get(ref.name, {}) if target is not None and ref.name == target.name else {}
+            if not op.is_wait and all(program.ops[first].moves for first in own.values()):
                 unread.pop(ref.name, None)
         if target is not None:
             brought = unread.setdefault(target.name, {})

@@ -26,6 +26,7 @@ from fzero.verify.form import MOST, aliasing, calls, form, inside, length, parti
 from fzero.verify.lifetimes import Fault, lifetimes, needed, places, settled
 from fzero.verify.messages import unmatched
 from fzero.verify.roles import RolesUndefined, joint_meaning, kept_by
+from fzero.verify.spaces import spaces
 from fzero.verify.terms import Undefined
 
 Rule = Callable[[Program], Iterator[Fault]]
@@ -78,7 +79,7 @@ def _message(rule: str, rank: int, program: Program, index: int, what: str, seve
 def transfers(program: Program) -> Iterator[Fault]:
     """Collectives run over an axis of the mesh, on whole buffers of sizes that fit."""
     for i, op in enumerate(program.ops):
-        if not op.transfers:
+        if not op.transfers or op.moves:
             continue
         if op.axis not in program.mesh:
             yield i, f"runs over axis {op.axis!r}: the mesh has {list(program.mesh.names)}"
@@ -166,7 +167,8 @@ def microbatches(program: Program) -> Iterator[Fault]:
 
 def updated_once(program: Program) -> Iterator[Fault]:
     """Every trainable slot of a parameter is written by exactly one update; no state is written twice."""
-    count: Counter[tuple[str, int]] = Counter()
+    count: Counter[tuple[str, int, tuple[int, int] | None]] = Counter()
+    updated: set[tuple[str, int]] = set()
     for i, op in enumerate(program.ops):
         if not op.is_update:
             continue
@@ -175,18 +177,19 @@ def updated_once(program: Program) -> Iterator[Fault]:
             bucket = program.buckets.get(buffer.bucket or "")
             start, stop = (0, MOST) if ref.start is None else (ref.start, ref.stop or 0)
             for slot in range(1) if bucket is None else bucket.inside(start, stop):
-                count[(ref.name, slot)] += 1
-                if count[(ref.name, slot)] > 1:
+                count[(ref.name, slot, ref.tile)] += 1
+                updated.add((ref.name, slot))
+                if count[(ref.name, slot, ref.tile)] > 1:
                     yield i, f"updates {ref} a second time"
     columns: dict[str | None, list[str]] = {}
     for name, buffer in program.buffers.items():
-        if buffer.kind in PERSISTENT:
+        if buffer.kind in (*PERSISTENT, "staging"):
             columns.setdefault(buffer.bucket, []).append(name)
     if any(op.is_update for op in program.ops):
         for slot_key in program.trainable:
             bucket_name, _, slot_text = slot_key.rpartition(":")
             own = columns.get(bucket_name, [])
-            if own and not any(count[(name, int(slot_text))] for name in own):
+            if own and not any((name, int(slot_text)) in updated for name in own):
                 path = program.buckets[bucket_name].slots[int(slot_text)].path
                 yield -1, f"{path} has a gradient and is never updated"
 
@@ -230,6 +233,7 @@ RULES: dict[str, Rule] = {
     "updated once": updated_once,
     "cap": cap,
     "places": places,
+    "spaces": spaces,
     "settled": settled,
     "meaning": meaning,
 }

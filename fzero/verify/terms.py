@@ -89,7 +89,8 @@ def _varies(value: Any) -> frozenset[str]:
 class Vec:
     """Terms of the leaves in a flat range, by slot. `own_slice`: only of that along this axis. `block_size`: the
     elements of the range for each element of the value; a tuple where an op has several results. `tight`: no padding
-    lies in the range. `shapes`: those of the leaves that no rank boundary cuts."""
+    lies in the range. `shapes`: those of the leaves that no rank boundary cuts. `tile`: (i, size) where it is only
+    the i-th stretch of so many elements of that."""
 
     slots: Mapping[int, Term]
     own_slice: str | None
@@ -97,6 +98,7 @@ class Vec:
     block_size: Any = 1
     tight: bool = True
     shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    tile: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
         return _leaf(target, args, kwargs)
     if target in traits.BLOCKWISE:
         first = replace(_blocks(target, args), block_size=traits.BLOCKWISE[target][1])
-    elif len({(v.span, v.own_slice, v.block_size) for v in vectors}) > 1:
+    elif len({(v.span, v.own_slice, v.block_size, v.tile) for v in vectors}) > 1:
         raise Undefined(f"{target} works on ranges that do not match")
 
     def term_of(slot: int) -> Term:
@@ -137,8 +139,8 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
         return term(name, *_plain((own[0], tuple(sorted(own[1].items())))))
 
     if name in _SUMS:
-        if len(first.slots) != 1:
-            raise Undefined(f"{target} sums over several leaves at once")
+        if len(first.slots) != 1 or first.tile is not None:
+            raise Undefined(f"{target} sums over several leaves at once, or over a tile")
         (only,) = first.slots
         return Partial(term_of(only), first.own_slice) if first.own_slice else term_of(only)
     if not traits.is_pointwise(target) and target not in traits.BLOCKWISE:
@@ -155,7 +157,7 @@ def _blocks(target: Any, args: Any) -> Vec:
         isinstance(v, Vec) and v.block_size == block_size for v, block_size in zip(operands, wanted, strict=True)
     ):
         raise Undefined(f"{target} wants columns with an element for each {wanted}")
-    if len({(_ratio(v, ALIGN).span, v.own_slice, *v.slots) for v in operands}) > 1:
+    if len({(_ratio(v, ALIGN).span, v.own_slice, v.tile, *v.slots) for v in operands}) > 1:
         raise Undefined(f"{target} works on ranges that do not match")
     if not all(v.tight for v in operands):
         raise Undefined(f"{target} takes padding into the blocks of a leaf")
@@ -170,7 +172,7 @@ def _leaf(target: Any, args: Any, kwargs: Any) -> Vec:
     if not isinstance(vector, Vec) or len(vector.slots) != 1 or not vector.tight:
         raise Undefined(f"{target} works on one leaf at a time, without padding")
     ((slot, of),) = vector.slots.items()
-    if slot not in vector.shapes:
+    if slot not in vector.shapes or vector.tile is not None:
         raise Undefined(f"{target} needs a whole leaf, of which a rank boundary leaves each rank a part")
     if vector.shapes[slot] != tuple(shape):
         raise Undefined(f"{target} takes a leaf of shape {vector.shapes[slot]} for one of shape {tuple(shape)}")

@@ -20,12 +20,12 @@ from workers.saves import kills, saved_by_two
 import fzero
 from fzero import tree
 from fzero.checkpoint import Disk, manifest, shards, snapshot, write
-from fzero.checkpoint.disk import ADVICE
 from fzero.checkpoint.manifest import Manifest
 from fzero.checkpoint.save import held, span, take
 from fzero.compile.first_state import recipe_for
 from fzero.compile.layout import plan_for
 from fzero.compile.resolve import mesh_of
+from fzero.disk.calls import ADVICE
 from fzero.errors import CheckpointError, CorruptError, DisagreementError, DonatedError, TreeError
 from fzero.ir.records import DTYPE_NAMES
 from fzero.state import storage

@@ -153,6 +153,8 @@ def _own() -> dict[Any, tuple[Any, ...]]:
         ops.adamw8.default: step,
         ops.adamw8_.default: step,
         ops.orthogonalize.default: (m, *rest),
+        ops.sum_squares.default: (torch.randn(100_000),),
+        ops.stochastic_round.default: (torch.randn(100_000), torch.tensor(7)),
         ops.orthogonalize_flat.default: (m.view(-1), [512, 1024], *rest),
     }
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fzero
-from fzero.checkpoint.disk import Disk
+from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, CorruptError, MismatchError, TreeError
 from fzero.interop import (
     export_safetensors,

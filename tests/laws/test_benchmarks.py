@@ -16,6 +16,7 @@ from rich.console import Console
 import fzero
 from benchmarks import (
     chart,
+    disk,
     gpu,
     launch,
     link,
@@ -447,3 +448,21 @@ def test_the_quick_benchmark_of_tensor_parallelism_runs(tmp_path: Path, monkeypa
     for case in (plain, sequence):
         assert case["contenders"].keys() == set(tensor.CASES[case["case"]])
         assert max(case["gaps"].values()) <= tensor.TOLERANCE
+
+
+def test_disks_are_compared_with_the_best_of_the_others() -> None:
+    """The lane against a setting that is best in the median, and every byte moved by each, read back as it was."""
+    rates = {"fzero": [3, 9, 1], "fio a": [1, 1, 1], "fio b": [2, 2, 9], "deepspeed x": [6, 1, 6]}
+    times = {"write": {name: {"gb_per_s": rate} for name, rate in rates.items()}}
+    assert disk.shares(times) == {"write": {"fio": 1.5, "deepspeed": 0.5}}
+    size = 64 << 10
+    memory = disk.aligned(size).random_(0, 256)
+    expected = memory.clone()
+    lane = disk.of_fzero(disk.DiskFile(".", size), memory, 12 << 10)
+    for kind in disk.KINDS:
+        assert sum(nbytes for _, _, nbytes in disk.ranges_of(kind, size)) == size
+        seconds, cpu = lane(disk.ranges_of(kind, size))
+        assert min(seconds, cpu) > 0
+    memory.zero_()
+    lane(disk.ranges_of("read", size))
+    assert torch.equal(memory, expected)

@@ -1040,17 +1040,16 @@ def test_init_from_a_function_takes_the_shard_and_one_leaf(world: int) -> None:
             recipe.place(plan, rank, memory)
             return memory
 
-        memory, peak = measured_peak(placed)
+        memory, peak = measured_peak(placed)  # the state lies in pages that are not the allocator's
         held = sum(t.numel() * t.element_size() for t in memory.values())
         assert held == plan.state_bytes
-        assert held < peak <= held + largest + SMALL, f"rank {rank} of {world}: {peak - held:,} over {held:,}"
+        assert 0 < peak <= largest + SMALL, f"rank {rank} of {world}: {peak:,} beside the state"
 
 
 def test_fzero_init_from_a_function_takes_the_state_and_one_leaf() -> None:
     spec = fzero.Spec(loss=lambda p, b: p["embedding"].sum(), optimizer=TX, zero=3)
     state, peak = measured_peak(lambda: fzero.init(lambda key: large(key)["params"], spec))
-    held = state.runtime.plan.state_bytes
-    assert peak <= held + ROWS * 4 + SMALL
+    assert 0 < peak <= ROWS * 4 + SMALL  # beside the state
     assert same_bits(state.params["embedding"].full(), large(random.key(0))["params"]["embedding"])
 
 

@@ -28,6 +28,15 @@ GOLDEN_CASES: dict[str, dict[str, Any]] = {
     "zero2_accumulate": {"zero": 2, "microbatches": 2, "reduce": "each"},
     "zero3_remat": {"zero": 3, "remat": {"layers/**": "full"}},
 }
+OFFLOADED: dict[str, Any] = {
+    "zero": 3,
+    "optimizer": fzero.optim.adamw(1e-3),
+    "offload": {"opt_state/nu/**": "nvme", "**": "cpu"},
+    "nvme_path": "/nvme",
+}
+OFFLOADING = ("to_spaces", "offload_activations", "tile_updates", "place_moves")
+GOLDENS = [(name, case) for case in GOLDEN_CASES for name, _, _ in (("lower", 0, 0), *PASSES) if name not in OFFLOADING]
+GOLDENS += [(name, f"zero3_offload_{where}") for where in ("device", "cpu") for name in OFFLOADING]
 
 
 class Stage(NamedTuple):
@@ -53,7 +62,10 @@ def stages(program: Program, options: Options) -> dict[str, Stage]:
 
 @cache
 def golden_stages(case: str) -> dict[str, Stage]:
-    return stages(cases.naive(**GOLDEN_CASES[case]), Options(remat=cases.spec(**GOLDEN_CASES[case]).remat_rules))
+    if case in GOLDEN_CASES:
+        return stages(cases.naive(**GOLDEN_CASES[case]), Options(remat=cases.spec(**GOLDEN_CASES[case]).remat_rules))
+    options = Options(on_host=case.endswith("cpu"), tile_bytes=2048 * 4, remat={"first": "offload"})
+    return stages(cases.naive(**OFFLOADED), options)
 
 
 @cache
@@ -71,8 +83,7 @@ def upto(name: str, program: Program, options: Options | None = None) -> Program
     return program
 
 
-@pytest.mark.parametrize("case", GOLDEN_CASES)
-@pytest.mark.parametrize("name", ["lower", *(name for name, _, _ in PASSES)])
+@pytest.mark.parametrize(("name", "case"), GOLDENS)
 def test_golden(name: str, case: str, golden: Callable[[str, str], None]) -> None:
     golden(f"{name}/{case}", golden_stages(case)[name].text)
 

@@ -56,7 +56,7 @@ def test_each_rank_reads_its_part_of_a_source(
         source = Tensors(held)
         recipe = recipe_for(spec, source, None, torch.device("cpu"))
         plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, mesh_of(spec))
-        memory = storage.allocate(plan, lambda n: torch.full((n,), 0xAB, dtype=torch.uint8), rank)
+        memory = storage.allocate(plan, storage.block_of("cpu"), rank)
         recipe.place(plan, rank, memory)
         wanted = storage.shards(plan, leaves, rank)
         assert recipe.paths == paths

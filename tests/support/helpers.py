@@ -175,12 +175,17 @@ def gloo(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 600.0)
     return [outcomes.get(rank, killed) for rank in range(world)]
 
 
+def server() -> Any:
+    """The server that forks processes which have imported torch, with the names of `multiprocessing`."""
+    context = multiprocessing.get_context("forkserver")
+    # capture needs the first, test files the last: together they take two seconds, which no process has to wait for
+    context.set_forkserver_preload(["torch._dynamo", "fzero", "pytest", "hypothesis", "hypothesis.strategies"])
+    return context
+
+
 def start_ranks(world: int, fn: Callable[..., Any], *args: Any) -> tuple[list[Any], list[Connection]]:
     """The processes of `gloo`, and by rank the pipe on which each sends its pickled Outcome before it ends."""
-    context = multiprocessing.get_context("forkserver")
-    # capture needs the first, test files the last: together they take two seconds, which no rank has to wait for
-    context.set_forkserver_preload(["torch._dynamo", "fzero", "pytest", "hypothesis", "hypothesis.strategies"])
-    port = free_port()
+    context, port = server(), free_port()
     processes, pipes = [], []
     for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)

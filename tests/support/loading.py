@@ -19,11 +19,11 @@ from torch import Tensor
 import fzero
 from fzero import tree
 from fzero.checkpoint import commit, shards
-from fzero.checkpoint.disk import Disk
 from fzero.checkpoint.load import wanted
 from fzero.checkpoint.manifest import shard_name
 from fzero.checkpoint.reader import Checkpoint
 from fzero.checkpoint.save import take
+from fzero.disk.calls import Disk
 from fzero.plan.layout import Plan
 from fzero.state import storage
 
@@ -58,10 +58,10 @@ def write(
 
 
 def read(directory: Path, plan: Plan, disk: Disk | None = None) -> list[dict[str, Tensor]]:
-    """Every rank's buffers from a checkpoint, in memory that was full of something else."""
+    """Every rank's buffers from a checkpoint."""
     ranks = []
     for rank in range(plan.world_size):
-        memory = storage.allocate(plan, lambda n: torch.full((n,), 0xAB, dtype=torch.uint8), rank)
+        memory = storage.allocate(plan, storage.block_of("cpu"), rank)
         source = Checkpoint(directory, disk or Quick())
         wants = wanted(plan, rank, memory, set())
         source.check(wants)

@@ -16,6 +16,7 @@ import torch
 from fzero import cli
 from fzero.comm import selftest
 from fzero.comm.selftest import LoopbackError, TransportResult
+from fzero.disk import direct
 from fzero.tools import doctor
 from fzero.tools.doctor import Finding, guarded, healthy, line
 
@@ -40,6 +41,10 @@ def test_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     disk = findings[f"disk {tmp_path}"]
     assert "(2 MB)" in disk.text
     assert disk.figures["free_bytes"] > 0
+    lane = findings[f"offload {tmp_path}"]
+    if "memory" not in lane.text:  # the temporary directory is memory on some systems
+        assert all(lane.figures[f"{way}_mb_per_s"] > 0 for way in ("write", "read", "mixed"))
+        assert "(2 MB)" in lane.text
     assert list(tmp_path.iterdir()) == []
 
 
@@ -100,6 +105,33 @@ def test_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (little,) = doctor.disk(tmp_path, 64)
     assert little.status == "warning"
     assert "(4 MB)" in little.text  # a tenth of what is free
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_to_offload_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is no disk; a disk without direct I/O is named as one; one that is full is not written to."""
+    with monkeypatch.context() as patch:
+        patch.setattr(direct, "in_memory", lambda fd: "tmpfs")
+        (memory,) = doctor.offload(tmp_path, 1)
+    assert (memory.status, memory.needed) == ("warning", False)
+    assert memory.text == "lies on tmpfs, which is memory: name a folder on a disk with Spec(nvme_path=)"
+    assert memory.fix == "only offload to nvme needs it: name a folder on a disk with --dir to try that one"
+    monkeypatch.setattr(direct, "in_memory", lambda fd: "")
+    with monkeypatch.context() as patch:
+        patch.setattr(direct, "alignment", lambda fd: direct.Direct(4, 512))
+        patch.setattr(direct, "turn_on", lambda fd: True)
+        (right,) = doctor.offload(tmp_path, 1)
+    assert right.status == "ok"
+    assert right.text.startswith("direct I/O (memory at 4, ranges at 512 bytes); ")
+    assert (right.figures["memory_alignment_bytes"], right.figures["offset_alignment_bytes"]) == (4, 512)
+    monkeypatch.setattr(direct, "alignment", lambda fd: direct.Direct())
+    (buffered,) = doctor.offload(tmp_path, 1)
+    assert buffered.status == "warning"
+    assert buffered.text.startswith("no direct I/O: through the page cache; ")
+    assert buffered.figures["direct"] == 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
+    (full,) = doctor.offload(tmp_path, 64)
+    assert full.text == "too little is free to write anything"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from fzero.cost.memory import account
 from fzero.errors import VerifyError
 from fzero.ir.program import Program
-from fzero.tools.mutate.corpus import Case, draw, draw_hierarchy, draw_pipeline
-from fzero.tools.mutate.kinds import HIERARCHY, KINDS, ROLES
+from fzero.tools.mutate.corpus import Case, draw, draw_hierarchy, draw_offloaded, draw_pipeline
+from fzero.tools.mutate.kinds import HIERARCHY, KINDS, MOVES, ROLES
 from fzero.tools.mutate.oracle import Outcome, difference, executed, outcome
 from fzero.verify.rules import verify
 
 __all__ = [
-    "HIERARCHY", "KINDS", "ROLES", "Bench", "Case", "Mutant", "Report",
-    "draw", "draw_hierarchy", "draw_pipeline", "run",
+    "HIERARCHY", "KINDS", "MOVES", "ROLES", "Bench", "Case", "Mutant", "Report",
+    "draw", "draw_hierarchy", "draw_offloaded", "draw_pipeline", "run",
 ]  # fmt: skip
 
 
@@ -177,6 +177,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--roles", action="store_true", help="pipelines alone, and the kinds of mutant that only they have"
     )
     parser.add_argument(
+        "--moves", action="store_true", help="offloaded states alone, and the kinds of mutant that only they have"
+    )
+    parser.add_argument(
         "--hierarchy", action="store_true", help="two data axes alone, and the kinds of mutant that only they have"
     )
 
@@ -187,6 +190,8 @@ def command(arguments: argparse.Namespace) -> int:
     kinds, source = KINDS, draw
     if arguments.roles:
         kinds, source = ROLES, draw_pipeline
+    elif arguments.moves:
+        kinds, source = MOVES, draw_offloaded
     elif arguments.hierarchy:
         kinds, source = HIERARCHY, draw_hierarchy
     report = run(

@@ -24,6 +24,7 @@ from fzero.ir import segments
 from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Op, Ref, make_op
+from fzero.passes import optimise
 from fzero.plan.layout import Leaf, Plan
 from fzero.spec import Spec
 from fzero.state import storage
@@ -78,6 +79,10 @@ def _normal(g: torch.Generator, *shape: int) -> Tensor:
 
 def _layers(g: torch.Generator) -> Any:
     return {"layers": [{"w": _normal(g, 8, 8), "b": _normal(g, 8)} for _ in range(3)]}
+
+
+def _wide(g: torch.Generator) -> Any:
+    return {"layers": [{"w": _normal(g, 8, 256), "b": _normal(g, 256)}, {"w": _normal(g, 256, 8), "b": _normal(g, 8)}]}
 
 
 def _pairs(g: torch.Generator) -> dict[str, Tensor]:
@@ -228,6 +233,7 @@ MODELS: dict[str, Model] = {
     "gpt": Model(_gpt_params, _tokens, _gpt_loss, part="blocks/**"),
     "conv": Model(_conv_params, _images, _conv_loss, part="convs/**"),
     "bag": Model(_bag_params, _bags, _bag_loss, part="output"),
+    "wide": Model(_wide, _pairs, _mlp_loss),
     "bf16": Model(_layers, _pairs, _low_loss),
     "averaged": Model(_layers, _pairs, step=_averaged, state=_averaged_state, part="ema/**"),
     "aux": Model(_layers, _pairs, step=_with_aux, part="**/w",
@@ -249,9 +255,17 @@ OPTIMIZERS: dict[str, Callable[[], Tx]] = {
 
 
 def draw(rng: random.Random, number: int) -> Case:
-    """The programs of this number: models in turn, everything else at random. Of thirteen two are pipelines, one a
-    relay, and two have an outer data axis."""
-    names = [*MODELS, "pipeline", "relay", "hierarchy", "pipeline", "hierarchy"]
+    """The programs of this number: models in turn, everything else at random. Of fourteen two are pipelines, one
+    a relay, two have an outer data axis, and the state of one is offloaded."""
+    names = [
+        *(n for n in MODELS if n != "wide"),
+        "pipeline",
+        "relay",
+        "hierarchy",
+        "pipeline",
+        "hierarchy",
+        "offloaded",
+    ]
     name = names[number % len(names)]
     generator = torch.Generator().manual_seed(rng.getrandbits(31))
     if name == "relay":
@@ -261,6 +275,8 @@ def draw(rng: random.Random, number: int) -> Case:
         return pipeline(rng, generator, shared=shared)
     if name == "hierarchy":
         return hierarchy(rng, generator, shared=shared)
+    if name == "offloaded":
+        return offloaded(rng, generator, shared=shared)
     return _flat(rng, name, generator, {}, rng.choice((1, 2, 2, 3, 4)), shared=shared)
 
 
@@ -287,6 +303,24 @@ def hierarchy(rng: random.Random, generator: torch.Generator, *, shared: bool) -
     if rng.random() < 0.25:
         return pipeline(rng, generator, shared=shared, given={**given, "mesh": {**mesh, "dp_out": 2}})
     return _flat(rng, rng.choice(list(MODELS)), generator, given, mesh["dp_out"] * mesh["dp"], shared=shared)
+
+
+def draw_offloaded(rng: random.Random, number: int) -> Case:
+    """A model whose state is held on host and disk: of half of them the large columns move in tiles."""
+    return offloaded(rng, torch.Generator().manual_seed(rng.getrandbits(31)), shared=number % 3 == 0)
+
+
+def offloaded(rng: random.Random, generator: torch.Generator, *, shared: bool) -> Case:
+    """A model with any homes, on any world, its updates on the device or on the host."""
+    homes = rng.choice(({"**": "nvme"}, {"params/**": "cpu", "**": "nvme"}, {"optimizer": "cpu"}, {"**": "cpu"}))
+    given = {
+        "offload": homes,
+        "nvme_path": "/nvme" if "nvme" in homes.values() else None,
+        "update_on": rng.choice((None, "device", "cpu")),
+        "tile_bytes": rng.choice((256, 4096, 1 << 20)),
+    }
+    name = rng.choice(("wide", "wide", *(n for n, model in MODELS.items() if model.loss is not None)))
+    return _flat(rng, name, generator, given, rng.choice((1, 2, 2, 3)), shared=shared)
 
 
 def draw_pipeline(rng: random.Random, number: int) -> Case:
@@ -336,7 +370,9 @@ def _shown(placed: Mapping[str, Any]) -> str:
 
 
 def lowered(name: str, model: Model, tx: Tx, placed: Mapping[str, Any], world: int, generator: torch.Generator) -> Case:
-    """A model's case under these fields of `Spec`, on `world` ranks."""
+    """A model's case under these fields of `Spec`, on `world` ranks. One that is none: `tile_bytes`, of the passes."""
+    tile_bytes = placed.get("tile_bytes")
+    placed = {key: value for key, value in placed.items() if key != "tile_bytes"}
     params = model.params(generator)
     if model.step is not None and model.state is not None:
         state, spec = model.state(params, tx), Spec(step=model.step(tx), **placed)
@@ -344,6 +380,8 @@ def lowered(name: str, model: Model, tx: Tx, placed: Mapping[str, Any], world: i
         state, spec = params, Spec(loss=model.loss, optimizer=tx, **placed)
     batches = [model.batch(generator) for _ in range(world)]
     done = api.lower(spec, state, batches[0], world_size=world)
+    if tile_bytes is not None:
+        done = replace(done, programs={0: optimise(done.naive, replace(done.options, tile_bytes=tile_bytes))[0]})
     buffers, mesh = done.programs[0].buffers, done.plan.mesh
     names = [n for n, b in buffers.items() if b.kind == "batch"]
     held = [n for n, b in buffers.items() if b.kind == "constant"]

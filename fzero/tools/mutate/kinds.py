@@ -7,7 +7,7 @@ mutants are only another good schedule, and the oracle finds out.
 
 from __future__ import annotations
 
-from fzero.tools.mutate import hierarchy, records, roles, room, timing, values, within
+from fzero.tools.mutate import hierarchy, moves, records, roles, room, timing, values, within
 from fzero.tools.mutate.edits import Mutation, on
 
 # of pipelines alone
@@ -41,6 +41,16 @@ HIERARCHY: dict[str, Mutation] = {
     "slice along another axis": hierarchy.on_two_axes(hierarchy.cut_along_another),
     "a finer slice or a coarser": hierarchy.on_two_axes(hierarchy.another_slice),
     "bucket cut along another axis": hierarchy.on_two_axes(hierarchy.cut_a_bucket_along_another),
+}
+
+# of programs with moves alone
+MOVES: dict[str, Mutation] = {
+    "write-back left out": on(moves.drop_write_back),
+    "another tile": on(moves.swap_tiles),
+    "copy refilled early": on(moves.refill_early),
+    "wait for another copy": on(moves.wait_for_another),
+    "move behind its use": on(moves.move_late),
+    "ranges of the file overlap": on(moves.alias_disk),
 }
 
 KINDS: dict[str, Mutation] = {
@@ -137,4 +147,5 @@ KINDS: dict[str, Mutation] = {
     "one rank's segment": on(within.inside(within.wrong_literal), alone=True),
     **ROLES,
     **HIERARCHY,
+    **MOVES,
 }

@@ -11,7 +11,7 @@ that all ranks share, fewer bytes on the wire, fewer bytes of buffers, and a low
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,9 @@ from fzero._torch_compat import quiet_fakes
 from fzero.cost.memory import account
 from fzero.ir.liveness import gathered_bytes
 from fzero.ir.program import Program, op_text, wire_bytes
-from fzero.ir.records import PERSISTENT
+from fzero.ir.records import DISK, HOST, PERSISTENT
 from fzero.runtime.executor import Executor
-from fzero.runtime.handlers import Rank
+from fzero.runtime.handlers import Rank, on_disk
 from fzero.runtime.interpreter import LocalComm, Mailbox, interpret
 from fzero.state import storage
 from fzero.tools.mutate import room
@@ -54,7 +54,7 @@ def outcome(case: Case, programs: Mapping[int, Program]) -> Outcome:
     every = [programs[rank] for rank in sorted(programs)]
     try:
         ranks = interpret(programs, memory, poison=True)
-        state = tuple(storage.local(case.plan, own, x, r) for r, own in enumerate(memory) for x in case.plan.leaves)
+        state = _state(case, memory, [rank.memory for rank in ranks])
         read_only = all(_same(own[name], was[name]) for own, was in zip(memory, case.memory, strict=True)
                         for name in was.keys() - case.plan.buffers.keys())  # fmt: skip
         metrics = tuple(r.memory[buffer] for r in ranks for _, buffer in sorted(r.program.metrics.items()))
@@ -76,12 +76,21 @@ def outcome(case: Case, programs: Mapping[int, Program]) -> Outcome:
         return Outcome(f"{type(error).__name__}: {error}".splitlines()[0])
 
 
+def _state(
+    case: Case, memory: Sequence[Mapping[str, torch.Tensor]], after: Sequence[Mapping[str, torch.Tensor]]
+) -> tuple[torch.Tensor, ...]:
+    """The state of every rank: what it was given, written in place; of what lies on disk, the copy in the file."""
+    disk = [name for name, b in case.plan.buffers.items() if b.space == DISK]
+    held = [{**own, **{n: then[n] for n in disk if n in own}} for own, then in zip(memory, after, strict=True)]
+    return tuple(storage.local(case.plan, own, x, r) for r, own in enumerate(held) for x in case.plan.leaves)
+
+
 def _left(rank: Rank) -> frozenset[str]:
     """The buffers and transfers that a rank still holds at the end, beside the state, the batch and the metrics."""
     named = {name for name, b in rank.program.buffers.items() if b.kind in PERSISTENT}
     named |= set(rank.program.metrics.values())
     comm: Any = rank.comm
-    waits = {f"transfer into {name}" for name in (*comm.pending, *comm.inbox, *comm.outbox)}
+    waits = {f"transfer into {name}" for name in (*comm.pending, *comm.inbox, *comm.outbox, *comm.moves)}
     mail = {f"message {key}" for key, letters in comm.world.mail.items() if letters}
     return frozenset((rank.memory.keys() - named) | waits | mail)
 
@@ -102,7 +111,7 @@ def executed(case: Case, programs: Mapping[int, Program]) -> Outcome:
         running = [_calls(bound) for bound in ranks]
         for _ in range(1 + sum(len(p.ops) for p in programs.values())):
             running = [rank for rank in running if next(rank, None) is not None]
-        state = tuple(storage.local(case.plan, own, x, r) for r, own in enumerate(memory) for x in case.plan.leaves)
+        state = _state(case, memory, [bound.memory for bound in ranks])
         metrics = tuple(bound.memory[buffer] for bound in ranks for _, buffer in sorted(bound.metrics))
         return Outcome("ranks wait for one another" if running else None, state, metrics)
     except Exception as error:
@@ -112,7 +121,10 @@ def executed(case: Case, programs: Mapping[int, Program]) -> Outcome:
 def _bound(program: Program, rank: int, comm: LocalComm, memory: Mapping[str, torch.Tensor]) -> Executor:
     arena = torch.full((program.arena_bytes,), 255, dtype=torch.uint8)
     batch = {name for name, b in program.buffers.items() if b.kind == "batch"}
-    bound = Executor(program, rank, comm, {name: t for name, t in memory.items() if name not in batch}, arena)
+    memory = {**memory, **on_disk(program, memory)}
+    host = torch.full((program.arenas[HOST],), 255, dtype=torch.uint8)
+    held = {name: tensor for name, tensor in memory.items() if name not in batch}
+    bound = Executor(program, rank, comm, held, arena, host_arena=host)
     for name, place in zip((n for n, b in program.buffers.items() if b.kind == "batch"), bound.batch, strict=True):
         if place is not None:
             place.copy_(memory[name])

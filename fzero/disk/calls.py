@@ -1,4 +1,4 @@
-"""disk: every file operation of a save or a load goes through one small object.
+"""calls: every file operation of a save or a load goes through one small object, `Disk`.
 
 Each operation has a kind and a path and passes `Disk.run`. So a test can kill a process before or after it, make it
 fail, slow it down or record it. An error of the operating system becomes a `CheckpointError` that names the file and

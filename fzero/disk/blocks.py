@@ -1,0 +1,118 @@
+"""blocks: one block of a file, read into memory or written from it, whole and checked.
+
+A call that moved fewer bytes than asked is followed by one for the rest, from a place that direct I/O may begin at. A
+call that was interrupted is repeated. A block whose memory direct I/O cannot use, or whose end is no whole unit, passes
+through a scratch block; the rest of its last unit is written as zeros.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fzero.disk.direct import aligned
+from fzero.disk.open_file import ANOTHER, OpenFile, advised
+from fzero.disk.sums import UNIT, Sums, sums_of
+from fzero.errors import CorruptError, OffloadError
+
+Bytes = NDArray[np.uint8]
+BLOCK = 8 << 20  # bytes, at most
+IDLE = 8  # calls in a row that moved nothing, after which a block has failed
+PAUSE_SECONDS = 0.001  # after the first of them; twice as long after each further one
+
+_scratch = threading.local()  # a block of each thread that needed one
+
+
+def read(file: OpenFile, sums: Sums | None, offset: int, into: Bytes) -> None:
+    """Fills `into` from byte `offset`. Raises OffloadError, and CorruptError for other bytes than were written."""
+    straight = _straight(file, into)
+    data = into if straight else _scratch_of(len(into))
+    _move("read", file, offset, data, os.preadv)
+    if not file.direct:
+        _forget(file, offset, len(data))
+    if sums is not None and (wrong := sums.wrong(offset, data)):
+        raise CorruptError(file.folder, _told(offset, len(data), wrong))
+    if not straight:
+        into[:] = data[: len(into)]
+
+
+def write(file: OpenFile, sums: Sums | None, offset: int, source: Bytes) -> None:
+    """Writes `source` from byte `offset` on. Raises OffloadError."""
+    data = source
+    if not _straight(file, source):
+        data = _scratch_of(len(source))
+        data[: len(source)] = source
+        data[len(source) :] = 0
+    kept = None if sums is None else sums_of(data)
+    _move("write", file, offset, data, os.pwritev)
+    if not file.direct:
+        _sync(file, offset, len(data))
+        _forget(file, offset, len(data))
+    if sums is not None and kept is not None:
+        sums.keep(offset, kept)
+
+
+def _straight(file: OpenFile, memory: Bytes) -> bool:
+    """Whether a block can be moved to or from `memory` itself."""
+    return len(memory) % UNIT == 0 and (not file.direct or memory.ctypes.data % file.direct.memory == 0)
+
+
+def _scratch_of(nbytes: int) -> Bytes:
+    if not hasattr(_scratch, "block"):
+        _scratch.block = aligned(BLOCK).numpy()
+    return _scratch.block[: -(-nbytes // UNIT) * UNIT]
+
+
+def _move(kind: str, file: OpenFile, offset: int, data: Bytes, call: Callable[..., int]) -> None:
+    """Calls `call` until all of `data` was moved."""
+    step = max(file.direct.memory, file.direct.offset, 1)
+    done = idle = 0
+    while done < len(data):
+        place, rest = offset + done, data[done:]
+        try:
+            end = done + file.disk.run(kind, file.folder, partial(call, file.fd, [rest], place))
+        except (InterruptedError, BlockingIOError):
+            end = done
+        except OSError as error:
+            raise _failed(kind, file, place, len(rest), advised(error), error.errno) from error
+        end -= 0 if end == len(data) else end % step
+        idle = 0 if end > done else idle + 1
+        if idle == IDLE:
+            text = f"{IDLE} calls in a row moved nothing: look at the kernel's log, {ANOTHER}"
+            raise _failed(kind, file, place, len(rest), text, errno.EIO)
+        if idle:
+            time.sleep(PAUSE_SECONDS * 2**idle)
+        done = end
+
+
+def _sync(file: OpenFile, offset: int, nbytes: int) -> None:
+    try:
+        file.disk.run("sync", file.folder, partial(os.fdatasync, file.fd))
+    except OSError as error:
+        raise _failed("sync", file, offset, nbytes, advised(error), error.errno) from error
+
+
+def _failed(kind: str, file: OpenFile, offset: int, nbytes: int, text: str, number: int | None) -> OffloadError:
+    where = f"{kind} of {nbytes:,} bytes at byte {offset:,} of the offload file failed"
+    return OffloadError(file.folder, f"{where}: {text}", number)
+
+
+def _told(offset: int, nbytes: int, wrong: list[int]) -> str:
+    places = f"{len(wrong)} of {nbytes // UNIT} units of {UNIT:,} bytes, the first at byte {wrong[0]:,},"
+    return (
+        f"read of {nbytes:,} bytes at byte {offset:,} of the offload file: {places} are not what was written there. "
+        "The disk or its driver lost or changed them: load the last checkpoint, and look at the kernel's log"
+    )
+
+
+def _forget(file: OpenFile, offset: int, nbytes: int) -> None:
+    """Drops a range from the page cache, which would hold the whole file in the end."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,1 @@
+"""offload: see fzero/passes/README.md."""

@@ -1,0 +1,67 @@
+"""offload_activations: what a layer's forward keeps for its backward waits on the host.
+
+A rule may match a parameter that a forward segment reads. Then each value of that segment that a backward segment reads
+moves down after its last use in the forward, and up again `ahead` runs before its first in the backward. In between the
+device holds none of it. A value that is used again at once stays. The bits are the same, for a move changes nothing.
+
+    run x0 w0 -> x1 a1;  run x1 w1 -> x2 a2;  ...;  run g1 a1 w0 -> g0
+    becomes   run x0 w0 -> x1 a1;  move a1 -> a1.host;  run x1 w1 -> x2 a2;  wait a1.host;  ...;
+              move a1.host -> a1.back;  run ...;  wait a1.back;  run g1 a1.back w0 -> g0
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fzero.ir import rewrite
+from fzero.ir.program import Program
+from fzero.ir.records import DEVICE, HOST, Op, Ref, make_op
+from fzero.passes.offload.to_spaces import staging
+from fzero.passes.recompute import phases, says
+
+APART = 2  # runs from one use to the next that a move needs more than: beside one it goes down, beside one up
+
+
+def offload_activations(program: Program, rules: Mapping[str, str], ahead: int = 1) -> Program:
+    """The program with the values that `rules` say "offload" for on the host between forward and backward; itself where
+    none does. `rules` map path rules of parameters to "offload", "full" or "none"; the first match wins."""
+    if "offload" not in rules.values():
+        return program
+    runs = [i for i, op in enumerate(program.ops) if op.computes]
+    work = {i: phases(program, program.ops[i]) for i in runs if program.ops[i].phase == "region"}
+    reads, writes = rewrite.reads_of(program.ops), rewrite.writes_of(program.ops)
+    buffers = dict(program.buffers)
+    before: dict[int, list[Op]] = {}
+    renamed: dict[tuple[int, str], str] = {}
+    for index in (i for i, found in work.items() if found == {"forward"}):
+        op = program.ops[index]
+        if not says(program, op, rules, "offload"):
+            continue
+        for ref in (r for r in op.writes if r.start is None and len(writes[r.name]) == 1):
+            uses = [i for i, _ in reads.get(ref.name, ())]
+            late = [i for i in uses if work.get(i) == {"backward"}]
+            last = max((i for i in uses if i not in late), default=index)
+            first = min(late, default=0)
+            gap = bisect_left(runs, first) - bisect_left(runs, last)
+            if program.buffers[ref.name].kind != "activation" or last < index or gap <= APART:
+                continue
+            down, up = f"{ref.name}.host", f"{ref.name}.back"
+            buffers[down] = staging(buffers[ref.name], down, HOST)
+            buffers[up] = staging(buffers[ref.name], up, DEVICE)
+            why = f"activations of {op.why}"
+            settled = runs[bisect_left(runs, last) + 1] + 1
+            start = max(runs[bisect_left(runs, first) - ahead], settled)
+            before.setdefault(last + 1, []).append(make_op("move", [ref], [Ref(down)], why=why))
+            before.setdefault(settled, []).append(make_op("wait", [Ref(down)], why=why))
+            before.setdefault(start, []).append(make_op("move", [Ref(down)], [Ref(up)], why=why))
+            before.setdefault(first, []).append(make_op("wait", [Ref(up)], why=why))
+            renamed.update({(i, ref.name): up for i in late})
+    ops: list[Op] = []
+    for index, op in enumerate(program.ops):
+        ops += before.get(index, [])
+        names = {r.name: renamed[index, r.name] for r in op.reads if (index, r.name) in renamed}
+        reads_now = tuple(replace(r, name=names.get(r.name, r.name)) for r in op.reads)
+        ops.append(replace(op, reads=reads_now) if names else op)
+    return rewrite.finish(program, "offload_activations", ops=ops, buffers=buffers)

@@ -1,0 +1,293 @@
+"""place_moves: what is held off the device is brought to each stretch of its uses, and no longer held there.
+
+The moves of `to_spaces` go away. Each stretch of neighbouring uses gets a copy of its own (a *visit*): brought before
+the first use, written back after the last where it changed. Elementwise work may run on the host instead (`update_on`):
+then what is held there is used in place, and what else the work needs visits the host.
+
+Moves of one lane run in their order, beside compute. A fetch starts `ahead` runs before its use, but behind the last
+write of what it reads. A write-back is waited for a run after its start, or before the next op that needs it.
+
+    move mu -> mu.in; wait mu.in; ...; update g mu.in -> p mu.in; ...; move mu.in -> mu; wait mu      becomes
+    ...; move mu -> mu.0; run ...; wait mu.0; update g mu.0 -> p mu.0; move mu.0 -> mu; ...; wait mu  or, on the host,
+    ...; move g -> g.0; move p -> p.0; wait g.0; wait p.0; update g.0 mu -> p.0 mu; move p.0 -> p; wait p
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from fzero.ir import rewrite
+from fzero.ir.program import Program
+from fzero.ir.records import DEVICE, DISK, HOST, Buffer, Op, Ref, make_op
+from fzero.passes.offload.to_spaces import copies_of, staging
+
+# the order of what is inserted before one op
+(SETTLED, WRITE, WRITE_ON, WRITTEN, FETCH, FETCH_ON, FETCHED) = range(7)
+
+
+def place_moves(program: Program, *, on_host: bool = False, ahead: int = 1) -> Program:
+    """The program with moves around the uses of what is held off the device; itself where nothing is.
+
+    on_host: elementwise work on what is held off the device runs on the host. ahead: how many runs before its use a
+    fetch starts.
+    """
+    home = copies_of(program)
+    if not home:
+        return program
+    return _Placing(program, home, on_host, ahead).done()
+
+
+@dataclass
+class _Visit:
+    """A stretch of uses of one value away from where it is held.
+
+    source: what is brought and written back: a buffer, or a tile or a range of it. space: where it is used. first,
+    last: the ops of its first and last use. reads, writes: whether an op needs the value, and whether one changes it.
+    names: the copies on the way there, the last one for the uses. start: before which op the fetch starts.
+    """
+
+    source: Ref
+    space: str
+    first: int
+    last: int
+    reads: bool = False
+    writes: bool = False
+    names: list[str] = field(default_factory=list)
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One reference of op `index`. held: what it stands for, by the name of what is held. visit: None where the op
+    works on that itself. writes: whether the op, or the transfer that it waits for, changes it."""
+
+    index: int
+    held: Ref
+    visit: _Visit | None
+    writes: bool
+
+
+class _Placing:
+    """One program whose moves are placed. `done` writes the fields."""
+
+    def __init__(self, program: Program, home: Mapping[str, str], on_host: bool, ahead: int) -> None:
+        self.program, self.home, self.ahead = program, home, ahead
+        self.ops = _without_moves(program, home)
+        self.runs = [i for i, op in enumerate(self.ops) if op.computes]
+        self.host = [on_host and self._may_run_on_host(op) for op in self.ops]
+        self.visits: list[_Visit] = []
+        self.current: dict[str, _Visit] = {}  # by what is held, the visit in progress
+        self.place: dict[tuple[int, Ref], _Use] = {}  # of each use of a visit, or of what is held off the device
+        self.uses: dict[str, list[_Use]] = {}  # by what is held, all uses in order
+        self.buffers = dict(program.buffers)
+        self.inserted: list[tuple[int, int, int, Op]] = []
+
+    def done(self) -> Program:
+        """The program with its moves placed."""
+        for index, op in enumerate(self.ops):
+            self._look(index, op)
+        for number, visit in enumerate(self.visits):
+            self._allocate(number, visit)
+        self._fetches()
+        self._write_backs()
+        before: dict[int, list[Op]] = {}
+        for index, _, _, op in sorted(self.inserted, key=lambda row: row[:3]):
+            before.setdefault(index, []).append(op)
+        ops: list[Op] = []
+        for index, op in enumerate(self.ops):
+            ops += before.get(index, [])
+            ops.append(rewrite.renamed(op, lambda ref, index=index: self._renamed(index, ref)))  # type: ignore[misc]
+        ops += before.get(len(self.ops), [])
+        return rewrite.finish(self.program, "place_moves", ops=ops, buffers=self.buffers)
+
+    # --- which visits there are
+
+    def _may_run_on_host(self, op: Op) -> bool:
+        """Whether an op is elementwise work on ranges of what is held off the device."""
+        refs = (*op.reads, *op.writes)
+        flat = all(ref.shape is None and ref.start is not None for ref in refs if self._bucket(ref) is not None)
+        return op.computes and op.is_flat and flat and any(ref.name in self.home for ref in refs)
+
+    def _bucket(self, ref: Ref) -> str | None:
+        return self.program.buffers[ref.name].bucket
+
+    def _look(self, index: int, op: Op) -> None:
+        """Finds the visits that an op's references belong to; begins those that there are not."""
+        space = HOST if self.host[index] else DEVICE
+        for ref in dict.fromkeys((*op.reads, *op.writes)):
+            held = replace(ref, name=self.home.get(ref.name, ref.name))
+            stays, visit = ref.name not in self.home, None
+            elsewhere = self.program.buffers[held.name].space != space
+            if elsewhere and not (stays and (op.moves or op.is_mark)):
+                visit = self._visit(index, held, space, stays=stays)
+                visit.last = index
+                visit.reads |= ref in op.reads or held != visit.source
+                visit.writes |= ref in op.writes
+            elif not stays or ref in op.writes:
+                self.current.pop(held.name, None)  # a new value, which no copy has
+            use = _Use(index, held, visit, ref in op.writes or op.is_wait)
+            self.uses.setdefault(held.name, []).append(use)
+            if visit is not None or not stays:
+                self.place[index, ref] = use
+
+    def _visit(self, index: int, held: Ref, space: str, *, stays: bool) -> _Visit:
+        """The visit that a use belongs to: the one in progress, or a new one. stays: the value is held on the device
+        and visits the host; then exactly what the op names is brought."""
+        source = held if stays else self._brought(held)
+        visit = self.current.get(held.name)
+        op = self.ops[index]
+        completes = op.transfers and op.reads[0].name == op.target  # the gather that brings together an update
+        near = visit is not None and (
+            stays or completes or op.is_wait or self._turn(index) - self._turn(visit.last) <= 1
+        )
+        ranged = stays and self._bucket(held) is not None  # else a scalar, which stays until it changes
+        if (
+            visit is None
+            or not near
+            or (visit.source, visit.space) != (source, space)
+            or (ranged and visit.last < index)
+        ):
+            visit = _Visit(source, space, index, index)
+            self.visits.append(visit)
+            self.current[held.name] = visit
+        return visit
+
+    def _brought(self, held: Ref) -> Ref:
+        """What a use of a copy brings: all of the buffer, or the tile that the use is in. Tiles of an own slice of what
+        lies whole on disk begin anywhere in a page: then it is all."""
+        buffer = self.program.buffers[held.name]
+        if held.tile is None or (buffer.space == DISK and self.program.cut(held) != buffer.sharded):
+            return Ref(held.name)
+        return Ref(held.name, 0, self.program.buckets[buffer.bucket or ""].length, None, held.mine, held.tile)
+
+    def _turn(self, index: int) -> int:
+        return bisect_left(self.runs, index)
+
+    # --- the copies
+
+    def _allocate(self, number: int, visit: _Visit) -> None:
+        """Names the copies of a visit, and makes their buffers."""
+        held = self.program.buffers[visit.source.name]
+        spaces = [HOST, DEVICE] if (held.space, visit.space) == (DISK, DEVICE) else [visit.space]
+        visit.names = [f"{held.name}.{number}{suffix}" for suffix in ((".up", "") if len(spaces) > 1 else ("",))]
+        for name, space in zip(visit.names, spaces, strict=True):
+            self.buffers[name] = self._copy(visit.source, name, space)
+
+    def _copy(self, source: Ref, name: str, space: str) -> Buffer:
+        """A buffer for what `source` names."""
+        like = staging(self.program.buffers[source.name], name, space)
+        if source.start is None:
+            return like
+        if like.bucket is None:
+            shape = source.shape if source.shape is not None else ((source.stop or 0) - source.start,)
+            return replace(like, shape=shape)
+        like = replace(like, sharded=self.program.cut(source), tile=source.tile)
+        return replace(like, shape=(self.program.own_length(like) // like.per,))
+
+    def _renamed(self, index: int, ref: Ref) -> Ref:
+        """The reference of a use to its copy, or to what is held where the op runs."""
+        if (index, ref) not in self.place:
+            return ref
+        held, visit = self.place[index, ref].held, self.place[index, ref].visit
+        if visit is None:
+            return held
+        name = visit.names[-1]
+        return replace(held, name=name) if self._bucket(visit.source) is not None else Ref(name)
+
+    # --- where the moves go
+
+    def _insert(self, index: int, phase: int, op: Op) -> None:
+        self.inserted.append((index, phase, len(self.inserted), op))
+
+    def _fetches(self) -> None:
+        for visit in self.visits:
+            visit.start = visit.first
+            if not visit.reads:
+                continue
+            barrier, why = self._written_before(visit), f"for {self.ops[visit.first].why.removeprefix('for ')}"
+            hops = len(visit.names)
+            starts = [max(barrier, self._back(visit.first, self.ahead * (hops - n))) for n in range(hops)]
+            visit.start, source = starts[0], visit.source
+            for n, (start, name) in enumerate(zip(starts, visit.names, strict=True)):
+                if n:
+                    self._insert(start, FETCH_ON, make_op("wait", [Ref(source.name)], why=why))
+                move = make_op("move", [source], [self._into(visit, name)], why=why)
+                self._insert(start, FETCH_ON if n else FETCH, move)
+                source = self._into(visit, name)
+            self._insert(visit.first, FETCHED, make_op("wait", [Ref(source.name)], why=why))
+
+    def _into(self, visit: _Visit, name: str) -> Ref:
+        """All of a copy, in the form that the visit's source has."""
+        source = visit.source
+        return (
+            replace(source, name=name) if source.start is not None and self._bucket(source) is not None else Ref(name)
+        )
+
+    def _back(self, index: int, runs: int) -> int:
+        """The op that is so many runs before op `index`."""
+        place = bisect_left(self.runs, index) - runs
+        return index if runs == 0 else self.runs[place] if place >= 0 else 0
+
+    def _forward(self, index: int, runs: int) -> int:
+        """The op behind the next so many runs from op `index` on."""
+        place = bisect_left(self.runs, index) + runs - 1
+        return self.runs[place] + 1 if place < len(self.runs) else len(self.ops)
+
+    def _written_before(self, visit: _Visit) -> int:
+        """Before which op the value is there that a visit brings."""
+        for use in reversed(self.uses[visit.source.name]):
+            if use.index < visit.first and use.writes and use.held.overlaps(visit.source):
+                return (use.index if use.visit is None else use.visit.last) + 1
+        return 0
+
+    def _needed_after(self, visit: _Visit) -> int:
+        """Before which op a write-back must be done: the next that uses what it writes, there or on a visit."""
+        for use in self.uses[visit.source.name]:
+            if use.index > visit.last and use.held.overlaps(visit.source):
+                other = use.visit
+                return use.index if other is None else max(other.start, visit.last + 1)
+        return len(self.ops)
+
+    def _write_backs(self) -> None:
+        """Writes back what visits changed, in the order of their last uses."""
+        writing = sorted((v for v in self.visits if v.writes), key=lambda v: v.last)
+        following: dict[str, int] = {}  # by what is held, where the next write-back of it starts
+        plans = []
+        for visit in reversed(writing):
+            start, hops = visit.last + 1, len(visit.names)
+            limit = min(self._needed_after(visit), following.get(visit.source.name, len(self.ops)))
+            onward = min(self._forward(start, 1), limit) if hops > 1 else start
+            onward = start if onward == following.get(visit.source.name) else onward
+            settled = max(onward, min(self._forward(onward, 1), limit))
+            following[visit.source.name] = onward
+            plans.append((visit, start, onward, settled))
+        for visit, start, onward, settled in reversed(plans):
+            why = f"keep {visit.source.name}"
+            own, name = visit.source, visit.names[-1]
+            if len(visit.names) > 1:
+                down = f"{name}.down"
+                self.buffers[down] = self._copy(visit.source, down, HOST)
+                self._insert(
+                    start, WRITE, make_op("move", [self._into(visit, name)], [self._into(visit, down)], why=why)
+                )
+                self._insert(onward, WRITE_ON, make_op("wait", [Ref(down)], why=why))
+                name = down
+            self._insert(onward, WRITE_ON, make_op("move", [self._into(visit, name)], [own], why=why))
+            phase = SETTLED if settled > onward else WRITTEN
+            self._insert(settled, phase, make_op("wait", [Ref(own.name)], why=why))
+
+
+def _without_moves(program: Program, home: Mapping[str, str]) -> list[Op]:
+    """The ops but the moves of what is held, and the waits for them."""
+    ops: list[Op] = []
+    moving: set[str] = set()
+    for op in program.ops:
+        if op.moves and (op.target in home or op.reads[0].name in home):
+            moving.add(op.target)
+        elif op.is_wait and op.target in moving:
+            moving.discard(op.target)
+        else:
+            ops.append(op)
+    return ops

@@ -1,0 +1,63 @@
+"""to_spaces: what is held off the device is brought there at the top of a step, and back at its end.
+
+From here on every op works on the device's copies, and the passes in between see nothing of homes. It is right and
+slow: all copies are held for the whole step. `place_moves` brings each to its uses alone. What lies on disk goes
+through the host.
+
+    run mu -> mu      becomes      move mu -> mu.in; wait mu.in; run mu.in -> mu.in; move mu.in -> mu; wait mu
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+from fzero.ir import rewrite
+from fzero.ir.program import Program
+from fzero.ir.records import DEVICE, DISK, HOST, PERSISTENT, Buffer, Op, Ref, make_op
+
+
+def to_spaces(program: Program) -> Program:
+    """The program with a copy on the device of all that is held elsewhere and named; itself where there is nothing."""
+    away = {name: b for name, b in program.buffers.items() if b.kind in PERSISTENT and b.space != DEVICE}
+    named = {ref.name for op in program.ops for ref in (*op.reads, *op.writes)} & away.keys()
+    if not named:
+        return program
+    written = {ref.name for op in program.ops for ref in op.writes} & named
+    buffers = dict(program.buffers)
+    top: list[Op] = []
+    bottom: list[Op] = []
+    for name in (name for name in away if name in named):
+        up, down = [f"{name}.in"], [f"{name}.in"]
+        if away[name].space == DISK:
+            up, down = [f"{name}.up", f"{name}.in"], [f"{name}.in", f"{name}.down"]
+            buffers.update({n: staging(away[name], n, HOST) for n in (up[0], down[-1])})
+        buffers[up[-1]] = staging(away[name], up[-1], DEVICE)
+        top += chain([Ref(n) for n in (name, *up)], f"{name} at the top")
+        bottom += chain([Ref(n) for n in (*down, name)], f"keep {name}") if name in written else []
+    ops = [rewrite.moved(op, {name: f"{name}.in" for name in named}) for op in program.ops]
+    return rewrite.finish(program, "to_spaces", ops=[*top, *ops, *bottom], buffers=buffers)
+
+
+def staging(like: Buffer, name: str, space: str) -> Buffer:
+    """A buffer that a step moves `like` through, in a space."""
+    return replace(like, name=name, kind="staging", space=space, at=None, note="")
+
+
+def chain(refs: list[Ref], why: str) -> Iterator[Op]:
+    """Moves from each reference to the next, each waited for at once."""
+    for source, target in pairwise(refs):
+        yield make_op("move", [source], [target], why=why)
+        yield make_op("wait", [Ref(target.name)], why=why)
+
+
+def copies_of(program: Program) -> dict[str, str]:
+    """By the name of a copy of what is held, on the device or on the way there or back, the name of that."""
+    home: dict[str, str] = {}
+    for op in program.ops:
+        if op.moves and program.buffers[op.target].kind == "staging":
+            source = home.get(op.reads[0].name, op.reads[0].name)
+            if program.buffers[source].kind in PERSISTENT:
+                home[op.target] = source
+    return home

@@ -1,0 +1,56 @@
+"""lanes: the moves of one rank from one of its spaces to another.
+
+On a CPU world the device's memory and the host's are both RAM: a copy between them is made when it starts. The disk's
+lanes read and write the rank's file in threads, so a step goes on beside them.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+
+
+class File(Protocol):
+    """The rank's file, as the lanes use it. Offsets are bytes."""
+
+    def read(self, offset: int, into: torch.Tensor, what: str = "") -> Future[None]:
+        """Starts to read bytes into a contiguous tensor. what: its name in errors."""
+
+    def write(self, offset: int, source: torch.Tensor, what: str = "") -> Future[None]:
+        """Starts to write the bytes of a contiguous tensor. what: its name in errors."""
+
+
+class Lanes:
+    """The moves of one rank. `pending` holds those that the disk works on, by the buffer that they fill; only the
+    methods here write it."""
+
+    def __init__(self, file: File | None = None) -> None:
+        self.file = file
+        self.pending: dict[str, Future[None]] = {}
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Moves between the device and the host."""
+        target.copy_(source.view(target.shape))
+
+    def read(self, name: str, offset: int, into: torch.Tensor, what: str) -> None:
+        """Starts to bring bytes of the file to the host."""
+        assert self.file is not None, "a program with a disk needs the rank's file"
+        self.pending[name] = self.file.read(offset, into, what)
+
+    def write(self, name: str, offset: int, source: torch.Tensor, what: str) -> None:
+        """Starts to write bytes of the host to the file."""
+        assert self.file is not None, "a program with a disk needs the rank's file"
+        self.pending[name] = self.file.write(offset, source, what)
+
+    def wait(self, name: str) -> None:
+        """Returns when the move that fills `name` is done. Raises its error."""
+        if name in self.pending:
+            self.pending.pop(name).result()
+
+    def drain(self) -> None:
+        """Ends every move in flight, after a step that failed; their errors are those of that step."""
+        for future in self.pending.values():
+            future.exception()
+        self.pending.clear()

@@ -1,0 +1,391 @@
+"""Where leaves are held never changes a bit: device, host, disk, and any mixture, at every stage and world.
+
+`run` interprets the programs of all ranks with poisoned memory: a copy that is read before its move was waited for, or
+after it is gone, is NaN. What lies on disk is memory there.
+"""
+
+import errno
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import kept
+import pytest
+import torch
+from helpers import differing, gloo, run, values
+from models import GPT, MLP, UNTIED, Model
+from torch import Tensor
+
+import fzero
+from fzero import tree
+from fzero.compile import step
+from fzero.cost import step_time
+from fzero.cost.rates import Rates
+from fzero.disk import Disk
+from fzero.state import homes as homes_of_state
+
+TX = {
+    "adamw": lambda: fzero.optim.adamw(1e-2),
+    "sgd": lambda: fzero.optim.sgd(0.05, momentum=0.9, nesterov=True),
+    "adamw8": lambda: fzero.optim.adamw8bit(1e-2),
+    "muon": lambda: fzero.optim.muon(1e-2, others=fzero.optim.adamw(1e-2)),
+}
+HOMES: dict[str, Any] = {
+    "optimizer on cpu": "optimizer",
+    "all on cpu": "optimizer+params",
+    "optimizer on nvme": {"opt_state/**": "nvme"},
+    "all on nvme": {"**": "nvme"},
+    "mixed": {"**/out*": "device", "opt_state/**": "nvme", "params/**": "cpu"},
+}
+OPTIONS: tuple[tuple[int, int, str, dict[str, Any]], ...] = (
+    (1, 3, "adamw", {}),
+    (2, 0, "adamw", {"clip_norm": 0.3}),
+    (2, 1, "sgd", {"microbatches": 2, "reduce": "end"}),
+    (2, 2, "adamw", {"precision": "bf16", "clip_norm": 0.3}),
+    (2, 3, "adamw", {"microbatches": 2, "reduce": "each", "clip_norm": 0.3}),
+    (2, 3, "adamw", {"precision": "bf16"}),
+    (2, 3, "adamw8", {}),
+    (2, 3, "muon", {}),
+    (3, 1, "adamw", {"trainable": "part"}),
+    (3, 3, "adamw", {"precision": "fp16", "bucket_bytes": 256}),
+)
+CASES = [(*options, home) for options in OPTIONS for home in HOMES]
+
+
+def spec(model: Model, tx: Any, **options: Any) -> fzero.Spec:
+    rules = options.get("offload")
+    if isinstance(rules, dict) and "nvme" in rules.values():
+        options["nvme_path"] = "/tmp"
+    return fzero.Spec(loss=model.loss, optimizer=tx, **options)
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("model", ["mlp", "tiles of untied"])
+@pytest.mark.parametrize("update_on", ["device", "cpu"])
+@pytest.mark.parametrize(
+    ("world", "zero", "tx", "options", "home"), CASES, ids=[f"{w}-{z}-{t}-{'-'.join(o)}-{h}" for w, z, t, o, h in CASES]
+)
+def test_bits_do_not_depend_on_where_leaves_are_held(
+    world: int,
+    zero: int,
+    tx: str,
+    options: dict[str, Any],
+    home: str,
+    update_on: str,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies of whole columns; then tiles of 1,024 elements, several of the large columns."""
+    if model != "mlp":
+        monkeypatch.setattr(step, "TILE_BYTES", 4096)
+    chosen = MLP if model == "mlp" else UNTIED
+    if "trainable" in options:
+        options = {"trainable": "layers/**" if chosen is MLP else "[eh]*"}
+    params, optimizer = chosen.init(fzero.random.key(0)), TX[tx]()
+    plain = run(spec(chosen, optimizer, zero=zero, **options), params, chosen.batch, world=world, steps=3)
+    moved = spec(chosen, optimizer, zero=zero, offload=HOMES[home], update_on=update_on, **options)
+    found = run(moved, params, chosen.batch, world=world, steps=3)
+    assert differing(plain.final, found.final) == []
+    assert plain.losses() == found.losses()
+    assert any(op.moves for op in found.lowered.program.ops)
+    assert not any(op.moves for op in plain.lowered.program.ops)
+    tiled = any(ref.tile for op in found.lowered.program.ops for ref in op.reads)
+    assert tiled == (model != "mlp")
+
+
+# --- real memory and real files ---------------------------------------------------------------------------------------
+
+ADAMW = fzero.optim.adamw(1e-2)
+
+
+def train(options: dict[str, Any], steps: range, state: Any = None) -> tuple[Any, list[float]]:
+    """The state after these steps, and their losses; the state's tiles are of 1,024 elements."""
+    if state is None:
+        state = fzero.init(UNTIED.init(fzero.random.key(0)), fzero.Spec(loss=UNTIED.loss, optimizer=ADAMW, **options))
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    losses = []
+    for number in steps:
+        state = fzero.step(state, UNTIED.batch(rank, number))
+        losses.append(float(state.metrics["loss"]))
+    return state, losses
+
+
+def leaves(state: Any) -> dict[str, Tensor]:
+    """The whole leaves, by path, on every rank."""
+    paths, found, _ = tree.flatten(fzero.unshard(state.tree))
+    return dict(zip(paths, found, strict=True))
+
+
+def homes(folder: Path) -> dict[str, dict[str, Any]]:
+    disk = {"nvme_path": str(folder)}
+    return {
+        "none": {},
+        "cpu": {"offload": "optimizer+params"},
+        "nvme": {"offload": {"**": "nvme"}, **disk},
+        "mixed": {"offload": {"params/output": "device", "optimizer": "nvme", "**": "cpu"}, **disk},
+    }
+
+
+def in_a_world(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """In a rank's process: of each home the losses, the state, the bytes held, and what lies in the folder."""
+    step.TILE_BYTES = 4096
+    result = {}
+    with kept.captures():
+        for name, home in homes(folder).items():
+            state, losses = train({**options, **home}, range(3))
+            result[name] = losses, leaves(state), state.held_bytes, os.listdir(folder)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, {"zero": 3, "transfers": "shared", "clip_norm": 1.0}),
+        pytest.param(2, {"zero": 2, "transfers": "p2p", "precision": "bf16"}, marks=pytest.mark.acceptance),
+        pytest.param(3, {"zero": 3, "microbatches": 2, "transfers": "p2p"}, marks=pytest.mark.acceptance),
+    ],
+    ids=["2 shared", "2 p2p", "3"],
+)
+def test_ranks_with_files_of_their_own_give_the_same_bits(world: int, options: dict[str, Any], folder: Path) -> None:
+    for found in values(gloo(world, in_a_world, folder, options)):
+        losses, state, _, _ = found["none"]
+        for name, (other_losses, other, held, files) in found.items():
+            assert other_losses == losses, name
+            assert differing(state, other) == [], name
+            assert files == [], f"{name} left files"
+            assert (held.get("disk", 0) > 0) == (name in ("nvme", "mixed"))
+        assert found["nvme"][2]["param"] == found["nvme"][2]["optimizer"] == 0
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["none", "cpu", "nvme", "mixed"])
+def test_a_checkpoint_goes_from_any_home_to_any_other(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved after two steps under one home, loaded under another, two more steps: the bits of four under one."""
+    monkeypatch.setattr(step, "TILE_BYTES", 4096)
+    monkeypatch.setattr(homes_of_state, "ROUND_BYTES", 20_000)
+    whole, losses = train({}, range(4))
+    source = homes(folder)[name]
+    state, first = train(source, range(2))
+    fzero.save(state, folder / "run")
+    for other, home in homes(folder).items():
+        loaded = fzero.load(folder / "run", fzero.Spec(loss=UNTIED.loss, optimizer=ADAMW, **home))
+        after, rest = train(home, range(2, 4), loaded)
+        assert first + rest == losses, other
+        assert differing(leaves(after), leaves(whole)) == [], other
+    later, _ = train(source, range(2, 3), state)
+    again, rest = train(source, range(2, 4), fzero.load(folder / "run", like=later))
+    assert first + rest == losses
+    assert differing(leaves(again), leaves(whole)) == []
+
+
+def test_a_snapshot_of_what_lies_on_disk_stays_while_steps_go_on(folder: Path) -> None:
+    state, _ = train(homes(folder)["nvme"], range(1))
+    taken, before = fzero.checkpoint.snapshot(state), leaves(state)
+    train({}, range(1, 2), state)
+    fzero.checkpoint.write(taken, folder / "run")
+    loaded = fzero.load(folder / "run", fzero.Spec(loss=UNTIED.loss, optimizer=ADAMW))
+    assert differing(leaves(loaded), before) == []
+
+
+# --- what is said, and what is refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"offload": "optimiser"}, "needed one of ['optimizer', 'optimizer+params']. Did you mean 'optimizer'?"),
+        ({"offload": {"params/**": "gpu"}}, 'needed path rules to "device", "cpu" or "nvme"'),
+        ({"offload": {"**": "nvme"}}, "'nvme' needed nvme_path=, a folder on a fast local disk"),
+        ({"offload": "optimizer", "nvme_path": "/tmp"}, "needed a rule of offload= to 'nvme', or none"),
+        ({"nvme_path": "/tmp"}, "needed offload=, which says what lies off the device"),
+        ({"update_on": "cpu"}, "needed offload=, which says what lies off the device"),
+        ({"offload": "optimizer", "update_on": "gpu"}, "needed one of [None, 'device', 'cpu']"),
+        ({"offload": "optimizer", "mesh": {"pp": 2, "dp": 1}}, "pipelines do not offload yet"),
+        ({"device_bytes": -1}, "needed a positive int"),
+    ],
+)
+def test_what_cannot_be_is_refused_when_it_is_written(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(fzero.SpecError, match=re.escape(says)):
+        fzero.Spec(loss=UNTIED.loss, optimizer=ADAMW, **options)
+
+
+def lower(**options: Any) -> fzero.Lowered:
+    given = fzero.Spec(loss=UNTIED.loss, optimizer=options.pop("optimizer", ADAMW), **options)
+    with kept.captures():
+        return fzero.lower(given, UNTIED.init(fzero.random.key(0)), UNTIED.batch(0, 0), world_size=2)
+
+
+def test_a_rule_that_matches_no_leaf_or_moves_none_is_refused() -> None:
+    with pytest.raises(fzero.SpecError, match=r"offload=...\): the rule 'param/\*\*' matches no leaf"):
+        lower(offload={"param/**": "cpu"})
+    with pytest.raises(fzero.SpecError, match="all that it matches stays on the device, as opt_state/count"):
+        lower(offload={"opt_state/count": "cpu"})
+
+
+def test_a_budget_that_is_too_small_is_refused_with_the_least_that_works() -> None:
+    plain = lower(offload="optimizer")
+    assert plain.memory.spaces == {**plain.memory.spaces, "device": plain.memory.peak, "disk": 0}
+    with pytest.raises(
+        fzero.SpecError, match=r"needs [\d,]+ bytes of the device on a rank, most of them at op \d+"
+    ) as found:
+        lower(offload="optimizer", device_bytes=plain.memory.peak // 2)
+    least = int(re.findall(r"The least that works is device_bytes=(\d+)", str(found.value))[0])
+    fits = lower(offload="optimizer", device_bytes=least)
+    assert fits.memory.spaces["device"] == least <= plain.memory.peak
+    with pytest.raises(fzero.SpecError, match="device_bytes"):
+        lower(offload="optimizer", device_bytes=least - 1)
+    with pytest.raises(fzero.SpecError, match=r"host_bytes=1000.*Or keep more on 'nvme'"):
+        lower(offload="optimizer", host_bytes=1000)
+
+
+def test_the_account_and_the_text_say_what_moves(folder: Path) -> None:
+    """AdamW in fp32 on the host: for each element of a parameter the update reads and writes 12 bytes of the file, and
+    a gather reads 4."""
+    lowered = lower(**homes(folder)["nvme"], update_on="cpu")
+    elements = sum(b.numel for b in lowered.plan.buffers.values() if b.kind == "param")
+    lanes, program = lowered.memory.lanes, lowered.program
+    gathered = sum(program.buffers[op.reads[0].name].nbytes for op in program.ops if op.gathers)
+    assert gathered >= 4 * elements
+    assert lanes == {
+        "disk→host": 12 * elements + gathered,
+        "host→disk": 12 * elements,
+        "host→device": gathered,
+        "device→host": 4 * elements + 16,  # the gradient, the count and the learning rate
+    }
+    assert "  # disk→host " in str(lowered.program)
+    assert fzero.parse(str(lowered.program), lowered.program.segments) == lowered.program
+    assert "update_on='cpu' by the bytes that a step moves" in lower(**homes(folder)["nvme"]).choices["update_on"]
+
+
+# --- activations, a late update, and what programs cost ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"zero": 3}, {"zero": 1, "microbatches": 2, "offload": "optimizer"}])
+def test_activations_that_wait_on_the_host_change_no_bit(options: dict[str, Any]) -> None:
+    params = GPT.init(fzero.random.key(0))
+    plain = run(spec(GPT, ADAMW, **options), params, GPT.batch, world=2, steps=2)
+    rules = {"blocks/0/**": "offload", "blocks/1/**": "full"}
+    moved = run(spec(GPT, ADAMW, remat=rules, **options), params, GPT.batch, world=2, steps=2)
+    assert differing(plain.final, moved.final) == []
+    assert plain.losses() == moved.losses()
+    program = moved.lowered.program
+    down = [op.reads[0].name for op in program.ops if op.moves and op.why.startswith("activations of forward blocks.0")]
+    assert len(down) >= 3
+    assert not any("forward blocks.1" in op.why for op in program.ops if op.moves)
+
+
+def test_activations_on_the_host_lower_the_devices_peak() -> None:
+    """A deep stack whose activations are nearly all of its memory."""
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        for w in params["layers"]:
+            x = torch.tanh(x @ w)
+        return x.square().mean()
+
+    params = {"layers": [torch.empty(32, 32, device="meta") for _ in range(12)]}
+    peaks = {}
+    for remat in ("none", "offload"):
+        given = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1), remat=remat)
+        peaks[remat] = fzero.lower(given, params, torch.empty(4096, 32, device="meta")).memory.spaces
+    assert peaks["offload"]["device"] < 0.6 * peaks["none"]["device"]
+    assert peaks["offload"]["host"] > 0.4 * peaks["none"]["device"]
+    assert peaks["none"]["host"] == 0
+
+
+@pytest.mark.parametrize("offload", [None, "optimizer"])
+def test_a_delayed_update_is_plain_adamw_with_the_gradients_of_the_step_before(offload: str | None) -> None:
+    """The oracle: torch's AdamW, given at each step the gradients that the step before computed."""
+    params = MLP.init(fzero.random.key(0))
+    found = run(
+        spec(MLP, fzero.optim.delayed(fzero.optim.adamw(1e-2, weight_decay=0.1)), offload=offload),
+        params,
+        MLP.batch,
+        world=1,
+        steps=4,
+    )
+    paths, leaves_, treedef = tree.flatten(params)
+    own = [leaf.clone().requires_grad_() for leaf in leaves_]
+    reference = torch.optim.AdamW(own, lr=1e-2, weight_decay=0.1)
+    pending = None
+    for number in range(4):
+        loss = MLP.loss(tree.unflatten(treedef, own), MLP.batch(0, number))
+        grads = torch.autograd.grad(loss, own)
+        if pending is not None:
+            for leaf, grad in zip(own, pending, strict=True):
+                leaf.grad = grad
+            reference.step()
+        pending = grads
+    for path, leaf in zip(paths, own, strict=True):
+        torch.testing.assert_close(found.final[f"params/{path}"], leaf.detach(), rtol=1e-5, atol=1e-6)
+    assert found.final["opt_state/steps"] == 4
+
+
+def test_a_step_takes_as_long_as_its_slowest_lane() -> None:
+    """Predicted seconds: nothing without rates of lanes; with a slow disk, its bytes."""
+    lowered = lower(offload={"optimizer": "nvme"}, nvme_path="/nvme", update_on="cpu")
+    some = dict.fromkeys(("all_gather", "reduce_scatter"), 1e-9), dict.fromkeys(("all_gather", "reduce_scatter"), 1e18)
+    free = Rates(*some, 1.0, {2: 1e18, 4: 1e18}, 1e18)
+    slow = replace(free, lanes={"disk→host": 1e6, "host→disk": 1e6})
+    bytes_read, bytes_written = (lowered.memory.lanes[way] for way in ("disk→host", "host→disk"))
+    assert step_time.seconds(lowered.program, free) < 1e-6
+    taken = step_time.seconds(lowered.program, slow)
+    assert max(bytes_read, bytes_written) / 1e6 <= taken <= (bytes_read + bytes_written) / 1e6 + 1e-6
+
+
+def test_a_profile_shows_the_lanes(folder: Path) -> None:
+    state, _ = train(homes(folder)["nvme"], range(1))
+    fzero.profile(state, UNTIED.batch(0, 1), folder / "profile")
+    page = (folder / "profile" / "rank0.html").read_text()
+    trace = (folder / "profile" / "rank0.trace.json").read_text()
+    for way in ("disk→host", "host→disk", "host→device"):
+        assert way in page
+        assert json.dumps(way)[1:-1] in trace or way in trace
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+class Broken(Disk):
+    """A disk whose n-th call of a kind fails."""
+
+    def __init__(self, kind: str, at: int) -> None:
+        self.kind, self.left = kind, at
+
+    def run(self, kind: str, path: Path, call: Any) -> Any:
+        if kind == self.kind:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(errno.EIO, "Input/output error")
+        return call()
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_an_error_of_the_disk_names_leaf_and_op_and_ends_the_state_only_once_it_was_written(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, _ = train(homes(folder)["nvme"], range(1))
+    file = state.runtime.memory.file
+    monkeypatch.setattr(file.file, "disk", Broken(kind, 0))
+    with pytest.raises(fzero.FzeroError, match=r"params|opt_state") as found:
+        fzero.step(state, UNTIED.batch(0, 1))
+    assert any("in op " in note for note in found.value.__notes__)
+    monkeypatch.setattr(file.file, "disk", Disk())
+    if kind == "read":  # the first read comes before the first write
+        again, losses = train({}, range(1, 2), state)
+        whole, wanted = train({}, range(2))
+        assert losses == wanted[1:]
+        assert differing(leaves(again), leaves(whole)) == []
+    else:
+        with pytest.raises(fzero.DonatedError, match="failed after it began to write"):
+            fzero.step(state, UNTIED.batch(0, 1))
+
+
+def test_a_folder_that_cannot_hold_the_file_is_an_error_of_init(folder: Path) -> None:
+    with pytest.raises(fzero.FzeroError, match="there is no such folder: make it"):
+        train({"offload": {"**": "nvme"}, "nvme_path": str(folder / "missing")}, range(1))
+    with pytest.raises(fzero.FzeroError, match="tmpfs"):
+        train({"offload": {"**": "nvme"}, "nvme_path": "/dev/shm"}, range(1))
+    assert os.listdir(folder) == []
