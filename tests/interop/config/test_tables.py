@@ -16,7 +16,6 @@ from fzero.errors import ConfigError
 from fzero.interop import ds_config
 from fzero.interop.config.accelerate_keys import ACCELERATE
 from fzero.interop.config.deepspeed_keys import ALIASES, DEEPSPEED
-from fzero.interop.config.given import OFFLOADS
 from fzero.interop.config.keys import FLAG, Key, Verdict, blocks, is_off, leaves
 from fzero.interop.config.ledger import nearest
 from fzero.interop.config.optimizers import OPTIMIZERS, SCHEDULES
@@ -101,11 +100,8 @@ VALUES: dict[str, Any] = {
     "tensor_parallel.vocab_parallel_ce_backend": "liger", "seq_parallel_communication_data_type": "fp16",
     "train_batch_size": 32, "train_micro_batch_size_per_gpu": 4,
 }  # fmt: skip
-OLD_OFFLOAD = ("zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param")
-REFUSABLE = {  # honoured keys whose other values are refused, with a reason
-    "data_types.param_dtype", "data_types.grad_accum_dtype",
-    *(p for p in [*DEEPSPEED] * (not OFFLOADS) if p in OLD_OFFLOAD or (".offload_" in p and p.endswith(".device"))),
-}  # fmt: skip
+# honoured keys whose other values are refused, with a reason
+REFUSABLE = {"data_types.param_dtype", "data_types.grad_accum_dtype"}
 QUIET = {  # honoured keys that decide nothing by themselves
     *(path for path in DEEPSPEED if path.endswith(".nvme_path")),
 }
