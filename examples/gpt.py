@@ -26,12 +26,14 @@ HEAD_DIM = 64
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes. `width` is a multiple of 64; `tied` uses the embedding as the output layer too."""
+    """Sizes. `width` is a multiple of 64; `tied` uses the embedding as the output layer too; a larger `vocabulary` than
+    256 has rows that no byte asks for."""
 
     num_layers: int
     width: int
     sequence: int
     tied: bool = True
+    vocabulary: int = VOCABULARY
 
 
 def sizes(sequence: int) -> dict[str, Config]:
@@ -71,13 +73,13 @@ def init_gpt(key: Tensor, config: Config) -> Params:
         }
 
     params = {
-        "tokens": normal(keys[0], VOCABULARY, width, scale=0.05),
+        "tokens": normal(keys[0], config.vocabulary, width, scale=0.05),
         "positions": normal(keys[1], config.sequence, width),
         "blocks": [block(k) for k in keys[3:]],
         "norm": {"scale": torch.ones(width), "bias": torch.zeros(width)},
     }
     if not config.tied:
-        params["output"] = normal(keys[2], VOCABULARY, width)
+        params["output"] = normal(keys[2], config.vocabulary, width)
     return params
 
 
@@ -101,7 +103,7 @@ def mlp(params: Params, x: Tensor) -> Tensor:
 
 
 def gpt(params: Params, tokens: Tensor) -> Tensor:
-    """Logits (B, T, 256) for the byte after each of `tokens` (B, T), int64, T at most `config.sequence`."""
+    """Logits (B, T, vocabulary) for the byte after each of `tokens` (B, T), int64, T at most `config.sequence`."""
     x = F.embedding(tokens, params["tokens"]) + params["positions"][: tokens.shape[1]]  # (B, T, D)
     for block in params["blocks"]:
         x = x + attention(block["attention"], norm(block["norm1"], x))

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import fzero
@@ -113,7 +112,7 @@ def train(args: argparse.Namespace, rank: int) -> None:
         if rank == 0 and (state.step == 1 or state.step % max(1, args.steps // 10) == 0):
             print(f"step {state.step:>5}  loss {loss:.3f}", flush=True)
     seconds = time.perf_counter() - began
-    held = every_rank(state.held_bytes)
+    held = ranks.every_rank(state.held_bytes)
     if rank == 0:
         if args.steps > 1:
             print(f"{(args.steps - 1) * args.batch * args.seq / seconds:,.0f} tokens/s")
@@ -145,15 +144,6 @@ def drawn(schedule: Schedule) -> str:
     if schedule.chunks > schedule.roles:
         lines.append("(' marks the later chunks of a role)")
     return "\n".join(lines)
-
-
-def every_rank(value: Any) -> list[Any]:
-    """The value of every rank, by rank."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def table(held: Sequence[dict[str, int]], ranks_of_a_role: int) -> str:

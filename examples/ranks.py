@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -88,6 +89,15 @@ def run(args: argparse.Namespace, script: str, argv: Sequence[str] | None, train
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
+
+
+def every_rank(value: Any) -> list[Any]:
+    """The value of every rank, by rank."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:

@@ -220,13 +220,17 @@ def span(plan: Plan, leaf: Leaf, rank: int) -> tuple[int, int]:
 def part_of(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> Part:
     """Returns those elements: a view of the rank's buffer, or what reads them from its file."""
     first, last = places(plan, leaf, rank)
-    if first == last:
-        return Part(leaf.path, torch.empty(0, dtype=leaf.dtype))
-    if storage.is_on_disk(memory, leaf.buffer):
+    if storage.is_on_disk(memory, leaf.buffer) and first < last:
         form = torch.empty(last - first, dtype=leaf.dtype, device="meta")
         read = partial(storage.elements, memory, leaf.buffer)
         return Part(leaf.path, form, lambda start, stop: read(first + start, first + stop))
-    return Part(leaf.path, memory[leaf.buffer].reshape(-1)[first:last])
+    return Part(leaf.path, held(plan, memory, leaf, rank))
+
+
+def held(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> torch.Tensor:
+    """Returns those elements, 1-D: a view of the rank's buffer."""
+    first, last = places(plan, leaf, rank)
+    return memory[leaf.buffer].reshape(-1)[first:last] if first < last else torch.empty(0, dtype=leaf.dtype)
 
 
 def places(plan: Plan, leaf: Leaf, rank: int) -> tuple[int, int]:

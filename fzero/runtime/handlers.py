@@ -198,7 +198,7 @@ def _local(rank: Rank, op: Op) -> None:
 
 def moves_whole(program: Program, op: Op) -> bool:
     """Whether a move is of a whole value in no bucket, whose dims its copy keeps in their order in memory."""
-    refs = (op.reads[0], op.writes[0])
+    refs = (*op.reads, *op.writes)
     return op.moves and all(ref.start is None and program.buffers[ref.name].bucket is None for ref in refs)
 
 

@@ -8,6 +8,8 @@ import pytest
 import fzero
 from fzero.passes import PASSES
 
+OFFLOADING = ("to_spaces", "offload_activations", "tile_updates", "place_moves")
+
 
 @pytest.mark.parametrize("options", [{}, {"prefetch": 3}, {"microbatches": 2, "reduce": "end"}], ids=str)
 def test_the_program_after_every_pass(options: dict[str, object]) -> None:
@@ -17,7 +19,8 @@ def test_the_program_after_every_pass(options: dict[str, object]) -> None:
     assert before.passes == ("lower",)
     for record in lowered.passes:
         program = lowered.after(record.name)
-        assert program.passes == (*before.passes, record.name)
+        idle = record.name in OFFLOADING  # nothing lies elsewhere: these give back what they are given
+        assert program.passes == (before.passes if idle else (*before.passes, record.name))
         assert fzero.parse(str(program)) == program
         counts = {kind: sum(op.kind == kind for op in program.ops) for kind in record.after}
         assert counts == dict(record.after)
@@ -26,7 +29,7 @@ def test_the_program_after_every_pass(options: dict[str, object]) -> None:
 
 
 def test_a_pass_that_there_is_not() -> None:
-    with pytest.raises(KeyError, match="there is no pass 'gather': the passes are lower, shard_update, narrow"):
+    with pytest.raises(KeyError, match="there is no pass 'gather': the passes are lower, to_spaces, shard_update"):
         cases.lowered(2).after("gather")
 
 

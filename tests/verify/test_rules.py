@@ -12,6 +12,7 @@ from fzero.ir import fx_nodes, segments
 from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import ALIGN, Op, Ref, Slot, make_op
+from fzero.passes import optimise
 from fzero.tools.mutate import Bench
 from fzero.tools.mutate.corpus import MODELS, OPTIMIZERS, Case, lowered, relay
 from fzero.tools.mutate.edits import drop, find, insert, move, never_freed, put, replaced, with_buffers, with_ops
@@ -406,6 +407,93 @@ def test_a_segment_that_returns_nothing(good: Program) -> None:
     gm = segments.module(graph)
     broken = replace(good, segments={**good.segments, good.ops[at].segment: gm})
     _refused(broken, "calls", "returns nothing for")
+
+
+# --- device, host and disk --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def moving() -> Program:
+    """Second moments on disk, the rest on the host; updates on the device, in tiles of 1,024 elements."""
+    options = {"zero": 3, "optimizer": fzero.optim.adamw(1e-3), "update_on": "device", "nvme_path": "/nvme"}
+    lowered = cases.lowered(offload={"opt_state/nu/**": "nvme", "**": "cpu"}, **options)
+    program, _ = optimise(lowered.naive, replace(lowered.options, tile_bytes=4096))
+    verify({0: program, 1: program})
+    return program
+
+
+def _move(program: Program, source: str, target: str, kind: str = "staging") -> int:
+    """The first move between these spaces into a buffer of this kind."""
+    return find(
+        program,
+        lambda op: (
+            op.moves
+            and (program.buffers[op.reads[0].name].space, program.buffers[op.target].space) == (source, target)
+            and (program.buffers[op.target].kind == "staging") == (kind == "staging")
+        ),
+    )[0]
+
+
+def test_an_op_that_names_two_spaces_or_the_disk(moving: Program) -> None:
+    update = find(moving, lambda op: op.is_update and op.is_flat)[0]
+    on_disk = next(name for name, b in moving.buffers.items() if b.space == "disk")
+    up = moving.ops[_move(moving, "disk", "host")].target
+    copy = next(n for n, ref in enumerate(moving.ops[update].reads) if ref.name.startswith("opt_state/nu"))
+    ref = moving.ops[update].reads[copy]
+    broken = put(moving, update, replaced(moving.ops[update], "reads", copy, replace(ref, name=on_disk)))
+    _refused(broken, "spaces", f"names {re.escape(on_disk)}, which lies on disk: a move brings it to the host first")
+    hosted = with_buffers(moving, replace(moving.buffers[ref.name], space="host", at=moving.buffers[up].at))
+    with pytest.raises(fzero.VerifyError, match=r"\[(spaces|places)\] "):
+        verify(hosted)
+    gather = _first(moving, "all_gather")
+    source = moving.buffers[moving.ops[gather].reads[0].name]
+    _refused(with_buffers(moving, replace(source, space="host", at=1 << 30)), "spaces", "lies on the host|no such lane")
+
+
+def test_a_move_that_has_no_lane_or_changes_what_it_brings(moving: Program) -> None:
+    fetch = _move(moving, "disk", "host")
+    copy = moving.buffers[moving.ops[fetch].target]
+    _refused(
+        with_buffers(moving, replace(copy, space="device", at=1 << 30)), "spaces", "from disk to device: there is no"
+    )
+    _refused(
+        with_buffers(moving, replace(copy, kind="staging", space="disk", at=1 << 30)), "spaces", "only what is held"
+    )
+    low = replace(copy, dtype=torch.int32)
+    _refused(with_buffers(moving, low), "spaces", "a move changes nothing")
+    _refused(with_buffers(moving, replace(copy, space="moon")), "form", "lies in moon: none of device, host, disk")
+
+
+def test_ranges_of_the_file_that_meet_or_begin_off_a_page(moving: Program) -> None:
+    one, other = [b for b in moving.buffers.values() if b.space == "disk"][:2]
+    _refused(with_buffers(moving, replace(one, at=other.at)), "places", "share bytes of the rank's file")
+    _refused(with_buffers(moving, replace(one, at=64)), "places", "of the rank's file: not a multiple of 4096")
+    _refused(with_buffers(moving, replace(one, at=None)), "places", "has no place in the rank's file")
+    tiled = find(moving, lambda op: op.moves and op.reads[0].tile is not None and op.reads[0].tile[0] > 0)
+    at = next(i for i in tiled if moving.buffers[moving.ops[i].reads[0].name].space == "disk")
+    ref = moving.ops[at].reads[0]
+    odd = put(moving, at, replaced(moving.ops[at], "reads", 0, replace(ref, tile=(ref.tile[0], 960))))  # type: ignore[index]
+    _refused(odd, "spaces", "begins off a page of the disk")
+    _refused(
+        put(moving, at, replaced(moving.ops[at], "reads", 0, replace(ref, tile=(0, 100)))),
+        "form",
+        "a tile that is none",
+    )
+
+
+def test_a_write_back_that_is_lost_or_of_another_tile(moving: Program) -> None:
+    """DeepSpeed #2272, #4696 and #6963: training goes on with moments that were never written."""
+    for source, target in (("host", "disk"), ("device", "host")):
+        at = _move(moving, source, target, "held")
+        broken = drop(moving, at, _wait(moving, at))
+        _refused(broken, "meaning", "computes something else|tiles are not of one value")
+    at = find(
+        moving, lambda op: op.moves and op.writes[0].tile is not None and moving.buffers[op.target].space == "disk"
+    )
+    one, other = moving.ops[at[0]], moving.ops[at[1]]
+    swapped = put(put(moving, at[0], replace(one, writes=other.writes)), at[1], replace(other, writes=one.writes))
+    with pytest.raises(fzero.VerifyError, match=r"\[(meaning|spaces|lifetimes|needed)\] "):
+        verify(swapped)
 
 
 def test_every_rule_is_broken_by_some_program_here(request: pytest.FixtureRequest) -> None:
