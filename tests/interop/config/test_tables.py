@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import random
@@ -260,7 +261,7 @@ def built(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             if not isinstance(inner.get(part), dict):
                 inner[part] = {}
             inner = inner[part]
-        inner[name] = value
+        inner[name] = copy.deepcopy(value)  # a drawn block is filled further on
     return document
 
 
