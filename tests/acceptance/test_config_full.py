@@ -84,7 +84,7 @@ def more(stage: int) -> dict[str, dict[str, Any]]:
     cosine = {"total_num_steps": 15, "warmup_num_steps": 5, "warmup_min_ratio": 0.1}
     l2 = {"type": "Adam", "params": {"lr": 2e-2, "adam_w_mode": False, "weight_decay": 0.3}}
     torchs = {"type": "AdamW", "params": {"lr": 2e-2, "torch_adam": True}}
-    sgd = {"type": "SGD", "params": {"lr": 0.2, "momentum": 0.8}}
+    sgd = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.8}}
     return {
         "linear": {**base, "optimizer": adam, "scheduler": {"type": "WarmupLR", "params": linear}},
         "decay": {
@@ -96,6 +96,7 @@ def more(stage: int) -> dict[str, dict[str, Any]]:
         "l2": {**base, "optimizer": l2, "gradient_clipping": 0},
         "torch": {**base, "optimizer": torchs, "gradient_clipping": 0.3},
         "sgd": {**base, "optimizer": sgd, "gradient_clipping": 0.0},
+        "clipped": {**base, "optimizer": sgd},
     }
 
 
@@ -146,7 +147,7 @@ BROKEN: dict[str, tuple[str, Any]] = {  # a document that shows it, and the faul
         "linear",
         lambda m: m.setitem(optimizers.OPTIMIZERS, "Adam", _decayed(True, {"weight_decay": 0.01})),
     ),
-    "nothing is clipped": ("linear", lambda m: m.setattr(deepspeed, "_clipping", _taken)),
+    "nothing is clipped": ("clipped", lambda m: m.setattr(deepspeed, "_clipping", _taken)),
     "the schedule is not behind": ("linear", lambda m: m.setattr(optimizers, "_behind", lambda schedule: schedule)),
     "the warm-up is linear": ("adamw_zero2_cpu", lambda m: m.setattr(optimizers, "_warmup", _linear)),
 }

@@ -19,7 +19,7 @@ from fzero.interop.config.accelerate_keys import (
 )
 from fzero.interop.config.calls import Call
 from fzero.interop.config.deepspeed import ds_config, world
-from fzero.interop.config.given import OFFLOADS, Given, finish
+from fzero.interop.config.given import Given, finish
 from fzero.interop.config.ledger import Ledger, Refusal
 from fzero.interop.config.read import read
 
@@ -104,8 +104,6 @@ def _fsdp(ledger: Ledger, sharded: bool, ranks: int) -> dict[str, Any]:
     )
     remat, offload = ledger.take(f"{FSDP}.activation_checkpointing"), ledger.take(f"{FSDP}.offload_params")
     ledger.take(f"{FSDP}.state_dict_type")
-    if offload and sharded and not OFFLOADS:
-        ledger.refuse(f"{FSDP}.offload_params", "Spec has no offload yet", "write false")
     if replicas * shards > 1 and replicas * shards * tp != ranks:
         path = f"{PARALLEL}.dp_shard_size"
         ledger.refuse(

@@ -11,7 +11,7 @@ from typing import Any
 from fzero.errors import SpecError
 from fzero.interop.config.calls import Call
 from fzero.interop.config.deepspeed_keys import ALIASES, DEEPSPEED, ZERO
-from fzero.interop.config.given import OFFLOADS, Given, finish
+from fzero.interop.config.given import Given, finish
 from fzero.interop.config.ledger import Ledger
 from fzero.interop.config.optimizers import optimizer
 from fzero.interop.config.read import read
@@ -208,8 +208,6 @@ def _offload(ledger: Ledger) -> dict[str, Any]:
         if home != "none":
             homes[kind] = home
             ledger.became(device, f"Spec(offload=): {kind} on {home}")
-            if not OFFLOADS:
-                ledger.refuse(device, "Spec has no offload yet", 'write "none", or take the block out')
         if home == "nvme":
             folders[path] = folder
         elif folder is not None:

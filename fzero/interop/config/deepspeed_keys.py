@@ -138,8 +138,8 @@ DEEPSPEED = table(
          mics_shard_size=Of(SIGNED, -1)),
     keys(ZERO, HINT, LAYOUT, mics_hierarchical_params_gather=False),
     # --- offload
-    keys(f"{ZERO}.offload_optimizer", HONOURED, "Spec(offload=) of opt_state", device=Of(DEVICE, "none")),
-    keys(f"{ZERO}.offload_param", HONOURED, "Spec(offload=) of params", device=Of(DEVICE, "none")),
+    keys(f"{ZERO}.offload_optimizer", HONOURED, "Spec(offload=): the optimizer's state", device=Of(DEVICE, "none")),
+    keys(f"{ZERO}.offload_param", HONOURED, "Spec(offload=): the parameters, in fp32", device=Of(DEVICE, "none")),
     keys(f"{ZERO}.offload_optimizer", HONOURED, "Spec(nvme_path=)", nvme_path=Of(TEXT)),
     keys(f"{ZERO}.offload_param", HONOURED, "Spec(nvme_path=)", nvme_path=Of(TEXT)),
     keys(ZERO, HONOURED, "Spec(offload=): the old form", cpu_offload=Of(FLAG), cpu_offload_param=Of(FLAG)),

@@ -16,8 +16,6 @@ from fzero.interop.config.ledger import Ledger, Line
 from fzero.shard.partition import P
 from fzero.spec import Spec
 
-OFFLOADS = "offload" in Spec.__dataclass_fields__  # whether Spec(offload=) is there: until then it is refused by name
-
 
 @dataclass(frozen=True, eq=False)
 class Given(Mapping[str, Any]):

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import Any, NamedTuple
 
 
@@ -157,10 +158,11 @@ def leaves(document: Mapping[str, Any], blocks: Collection[str], at: str = "") -
             yield path, value
 
 
-def blocks(paths: Collection[str]) -> set[str]:
+@cache
+def blocks(paths: tuple[str, ...]) -> frozenset[str]:
     """The blocks that keys lie in.
 
-    >>> sorted(blocks(["optimizer.params.lr", "steps"]))
+    >>> sorted(blocks(("optimizer.params.lr", "steps")))
     ['optimizer', 'optimizer.params']
     """
-    return {".".join(path.split(".")[:i]) for path in paths for i in range(1, path.count(".") + 1)}
+    return frozenset(".".join(path.split(".")[:i]) for path in paths for i in range(1, path.count(".") + 1))

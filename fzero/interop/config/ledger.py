@@ -53,7 +53,7 @@ class Ledger:
         self.lines: dict[str, Line] = {}
         self.refusals: list[Refusal] = []
         self._told: set[str] = set()  # paths of which more is said than the row says
-        inner = blocks(table)
+        inner = blocks(tuple(table))
         for path, value in leaves(_renamed(document, aliases or {}, self), inner):
             self._enter(path, value, path in inner)
         for path in self.auto:
@@ -71,7 +71,7 @@ class Ledger:
         key, value = self.table[path], self.values.get(path)
         assert key.verdict.reads, path
         assert path not in self.lines, path
-        shown = _shown(value)
+        shown = _shown(value) if path in self.values else "(absent)"
         if (value is None or value == AUTO) and path in self.auto:
             value, shown = self.auto[path], f"{_shown(self.auto[path])} (given)"
         elif value == AUTO and auto is not ABSENT:
@@ -80,7 +80,7 @@ class Ledger:
             self.refuse(path, *_unresolved(key))
             value = key.default
         if value is None:
-            shown, value = shown if path in self.values else "(absent)", key.default
+            value = key.default
         elif value is not auto and not key.kind.fits(value):
             self.refuse(path, f"needed {key.kind.needed}", _typed(key, value))
             value = key.default
@@ -161,8 +161,10 @@ def nearest(path: str, table: Iterable[str]) -> str:
     parent, _, name = path.rpartition(".")
     prefix = f"{parent}." if parent else ""
     beside = {other.removeprefix(prefix).split(".")[0] for other in table if other.startswith(prefix)}
-    by_distance = sorted((_distance(name.lower(), other.lower()), other) for other in beside)
-    if by_distance and by_distance[0][0] <= max(1, len(name) // 4):
+    most = max(1, len(name) // 4)
+    alike = [other for other in beside if abs(len(other) - len(name)) <= most]  # the rest is further away in any case
+    by_distance = sorted((_distance(name.lower(), other.lower()), other) for other in alike)
+    if by_distance and by_distance[0][0] <= most:
         return f"Did you mean {prefix + by_distance[0][1]!r}?"
     elsewhere = [other for other in table if other.rpartition(".")[2] == name]
     if elsewhere:

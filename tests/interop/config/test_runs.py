@@ -13,7 +13,6 @@ from helpers import gloo, run, values
 import fzero
 from fzero import optim
 from fzero.interop import Given, accelerate_config, ds_config
-from fzero.interop.config.given import OFFLOADS
 from fzero.interop.config.read import read
 
 FILES = Path(__file__).parent / "files"
@@ -36,12 +35,9 @@ NEEDED = {
 }
 
 
-def given_of(name: str, offload: bool) -> Given:
-    """What a file gives on two ranks; without `offload`, of its document with everything on the device."""
-    document = read(FILES / f"{name}.json")[1]
-    for block in () if offload else ("offload_optimizer", "offload_param"):
-        document.get("zero_optimization", {}).pop(block, None)
-    return ds_config(document, world_size=2, auto={path: AUTO[path] for path in NEEDED[name]})
+def given_of(name: str) -> Given:
+    """What a file gives on two ranks, as it stands."""
+    return ds_config(FILES / f"{name}.json", world_size=2, auto={path: AUTO[path] for path in NEEDED[name]})
 
 
 def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
@@ -64,7 +60,7 @@ def spec_of(given: Given) -> fzero.Spec:
 
 @pytest.mark.parametrize("name", NEEDED)
 def test_each_file_trains(name: str) -> None:
-    given = given_of(name, offload=OFFLOADS)
+    given = given_of(name)
     rows = given.rank_batch or 0
     result = run(spec_of(given), params(), lambda rank, step: batch(rank, step, rows), world=2, steps=2)
     assert len(result.losses()) == 2
