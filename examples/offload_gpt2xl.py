@@ -66,7 +66,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--world", type=int, default=2, metavar="N", help="ranks to start on this machine (2)")
     add("--steps", type=int, default=5, metavar="N", help="optimizer steps (5)")
     add("--seq", type=int, default=256, metavar="N", help="bytes per sequence; each rank has one (256)")
-    add("--lr", type=float, default=1e-5, help="learning rate (1e-5)")
+    add("--lr", type=float, default=1e-6, help="learning rate; there is no warm-up (1e-6)")
     add("--data", type=Path, metavar="PATH", help="a text file or a directory of them (Python's standard library)")
     add("--out", type=Path, default=Path("runs/offload_gpt2xl"), metavar="DIR", help="for logs (runs/offload_gpt2xl)")
     add("--seed", type=int, default=0, metavar="N", help="of the parameters and the batches (0)")
