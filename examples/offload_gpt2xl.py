@@ -66,7 +66,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--world", type=int, default=2, metavar="N", help="ranks to start on this machine (2)")
     add("--steps", type=int, default=5, metavar="N", help="optimizer steps (5)")
     add("--seq", type=int, default=256, metavar="N", help="bytes per sequence; each rank has one (256)")
-    add("--lr", type=float, default=1e-5, help="learning rate (1e-5)")
+    add("--lr", type=float, default=1e-6, help="learning rate; there is no warm-up (1e-6)")
     add("--data", type=Path, metavar="PATH", help="a text file or a directory of them (Python's standard library)")
     add("--out", type=Path, default=Path("runs/offload_gpt2xl"), metavar="DIR", help="for logs (runs/offload_gpt2xl)")
     add("--seed", type=int, default=0, metavar="N", help="of the parameters and the batches (0)")
@@ -78,10 +78,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def spec_of(args: argparse.Namespace) -> fzero.Spec:
     """The job. Layers are computed again in the backward, so that what they keep is small too."""
     rules = {"optimizer": args.offload} if args.keep == "params" else {"**": args.offload}
-    away = {"offload": rules} if args.offload != "none" else {}
+    away: dict[str, Any] = {"offload": rules} if args.offload != "none" else {}
+    if args.offload == "nvme":
+        away["nvme_path"] = str(args.nvme_path)
     return fzero.Spec(
         loss=loss_fn, optimizer=fzero.optim.adamw(args.lr, weight_decay=0.1), mesh={"dp": args.world}, zero=3,
-        remat={"blocks/**": "full"}, **away, **({"nvme_path": str(args.nvme_path)} if args.offload == "nvme" else {}),
+        remat={"blocks/**": "full"}, **away,
     )  # fmt: skip
 
 
