@@ -1,11 +1,15 @@
 """The main job runs, as a user runs it: a process of its own, tiny size, a few steps."""
 
+import contextlib
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ import gan
 import lora
 import maml
 import memory
+import offload_gpt2xl
 import pipeline_gpt
 import ranks
 import text
@@ -180,6 +185,44 @@ def test_a_pipeline_on_two_ranks(tmp_path: Path) -> None:
     given[given.index("zb-v")] = "1f1b"  # the tiny model has two layers: a chunk for each rank
     assert values(gloo(2, pipeline_gpt.main, given)) == [0, 0]
     assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
+
+
+def offloaded(folder: Path) -> dict[str, str]:
+    """What rank 0 prints of the example, tiny, with its state in memory and on a disk."""
+    small = ["--size", "tiny", "--seq", "32", "--steps", "3", "--lr", "1e-3"]
+    printed = {}
+    for where in ("none", "nvme"):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            args = offload_gpt2xl.parse([*small, "--offload", where, "--nvme-path", str(folder), "--out", str(folder)])
+            offload_gpt2xl.train(args, fzero.data._here()[0])
+        printed[where] = out.getvalue()
+    return printed
+
+
+def test_a_state_on_a_disk_on_two_ranks(tmp_path: Path) -> None:
+    """The losses of no offload, and what was read and written, as the program said."""
+    losses = {}
+    for where, shown in values(gloo(2, offloaded, tmp_path))[0].items():
+        losses[where] = re.findall(r"loss +([\d.]+)", shown)
+        lanes = re.search(r"moved by each in a step: disk→host ([\d.]+) MB.* host→disk ([\d.]+) MB", shown)
+        assert (lanes is not None) == (where == "nvme")
+    assert losses["none"] == losses["nvme"]
+    assert float(losses["nvme"][2]) < float(losses["nvme"][0])
+    assert lanes is not None
+    last = re.findall(r"read ([\d.]+) MB, written ([\d.]+) MB", shown)[-1]
+    assert [float(x) for x in last] == pytest.approx([2 * float(lanes[1]), 2 * float(lanes[2])], abs=0.2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_is_told_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_gpt2xl.shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
+    with pytest.raises(SystemExit) as caught:
+        offload_gpt2xl.main(["--size", "tiny", "--seq", "32", "--world", "1", "--nvme-path", str(tmp_path)])
+    text = str(caught.value)
+    assert re.match(
+        rf"{tmp_path} has 0.1 MB free, and the parameters and moments of all ranks take [\d.]+ MB\.\n", text
+    )
+    assert "Name a folder on a larger disk with --nvme-path" in text
 
 
 @pytest.mark.acceptance
