@@ -78,10 +78,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def spec_of(args: argparse.Namespace) -> fzero.Spec:
     """The job. Layers are computed again in the backward, so that what they keep is small too."""
     rules = {"optimizer": args.offload} if args.keep == "params" else {"**": args.offload}
-    away = {"offload": rules} if args.offload != "none" else {}
+    away: dict[str, Any] = {"offload": rules} if args.offload != "none" else {}
+    if args.offload == "nvme":
+        away["nvme_path"] = str(args.nvme_path)
     return fzero.Spec(
         loss=loss_fn, optimizer=fzero.optim.adamw(args.lr, weight_decay=0.1), mesh={"dp": args.world}, zero=3,
-        remat={"blocks/**": "full"}, **away, **({"nvme_path": str(args.nvme_path)} if args.offload == "nvme" else {}),
+        remat={"blocks/**": "full"}, **away,
     )  # fmt: skip
 
 
