@@ -239,7 +239,8 @@ def lane(program: Program, op: Op) -> tuple[str, ...]:
 
 
 def moved_bytes(program: Program, op: Op) -> int:
-    """Bytes that a move brings from one space to another on the first rank; 0 for any other op."""
+    """Bytes that a move brings from one space to another on the first rank; 0 for any other op, or where it does not
+    fit its program."""
     if not lane(program, op):
         return 0
     ref = op.reads[0]
@@ -248,8 +249,12 @@ def moved_bytes(program: Program, op: Op) -> int:
         return buffer.nbytes
     if buffer.bucket is None:
         return ((ref.stop or 0) - ref.start) * buffer.dtype.itemsize
+    bucket = program.buckets.get(buffer.bucket)
+    axes = [axis for axis in (bucket.axis, buffer.sharded) if axis is not None] if bucket is not None else []
+    if bucket is None or buffer.per < 1 or any(axis not in program.mesh for axis in axes):
+        return 0
     start, stop = program.local_range(ref, 0)
-    return (stop - start) * buffer.dtype.itemsize
+    return max(stop - start, 0) * buffer.dtype.itemsize
 
 
 def lane_bytes(program: Program) -> dict[str, int]:

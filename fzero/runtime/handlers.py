@@ -30,9 +30,10 @@ _AS_PLANNED: WeakSet[fx.GraphModule] = WeakSet()  # segments whose values were s
 class Rank:
     """One rank's memory while it runs a program.
 
-    memory: the live buffers by name, always whole. started: by target, the sources of a transfer that is in flight.
-    lent: the same for a transfer that was waited for and has not settled. wrote_state: whether an op has begun to
-    change the state. poison: fill memory with NaN where no value may be read. Only this module writes the fields.
+    memory: the live buffers by name, always whole. on_disk: those of them that stand for ranges of the file. started:
+    by target, the sources of a transfer that is in flight. lent: the same for a transfer that was waited for and has
+    not settled. wrote_state: whether an op has begun to change the state. poison: fill memory with NaN where no value
+    may be read. Only this module writes the fields.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class Rank:
     ) -> None:
         """Takes `memory` (inputs by buffer name) as it is; makes the arena and the rank's number."""
         self.program, self.rank, self.comm, self.device, self.poison = program, rank, comm, device, poison
-        self.memory = {**memory, **on_disk(program, memory)}
+        self.on_disk = on_disk(program, memory)
+        self.memory = {**memory, **self.on_disk}
         for buffer in program.buffers.values():
             if buffer.kind == "rank":
                 place = program.mesh.coordinate(rank, buffer.name.partition(":")[2])

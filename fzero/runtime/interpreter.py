@@ -249,6 +249,9 @@ def interpret(
         if running and waiting == stuck and len(stuck) == len(running):
             where = "; ".join(f"rank {r} at op {i}: {programs[r].ops[i].reads[0]}" for r, i in waiting.items())
             raise DeadlockError(f"every rank waits for another: {where}")
+    for rank in ranks:
+        for name in rank.on_disk:
+            memory[rank.rank][name].copy_(rank.memory[name])
     return ranks
 
 

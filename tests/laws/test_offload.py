@@ -93,7 +93,8 @@ def test_bits_do_not_depend_on_where_leaves_are_held(
     assert any(op.moves for op in found.lowered.program.ops)
     assert not any(op.moves for op in plain.lowered.program.ops)
     tiled = any(ref.tile for op in found.lowered.program.ops for ref in op.reads)
-    assert tiled == (model != "mlp")
+    if tx != "adamw8":  # the scales of a tile are to fill pages of the disk: these columns are too small for two tiles
+        assert tiled == (model != "mlp")
 
 
 # --- real memory and real files ---------------------------------------------------------------------------------------
@@ -389,3 +390,32 @@ def test_a_folder_that_cannot_hold_the_file_is_an_error_of_init(folder: Path) ->
     with pytest.raises(fzero.FzeroError, match="tmpfs"):
         train({"offload": {"**": "nvme"}, "nvme_path": "/dev/shm"}, range(1))
     assert os.listdir(folder) == []
+
+
+def test_the_bytes_that_the_program_names_are_those_that_the_kernel_counts(folder: Path) -> None:
+    """Past the page cache each byte of the file is one of the device."""
+    if not Path("/proc/self/io").exists():
+        pytest.skip("this system does not count")
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        for w in params["layers"]:
+            x = torch.tanh(x @ w)
+        return x.square().mean()
+
+    def counted() -> dict[str, int]:
+        rows = (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return {name: int(value) for name, value in rows}
+
+    params = {"layers": [torch.ones(512, 512) for _ in range(3)]}
+    given = fzero.Spec(loss=loss, optimizer=ADAMW, **homes(folder)["nvme"])
+    state = fzero.step(fzero.init(params, given), torch.ones(8, 512))
+    file, before = state.runtime.memory.file, counted()
+    done = file.bytes_read, file.bytes_written
+    state = fzero.step(state, torch.ones(8, 512))
+    after, (lowered,) = counted(), state.runtime.programs.values()
+    read, written = (lowered.memory.lanes[way] for way in ("disk→host", "host→disk"))
+    assert (file.bytes_read - done[0], file.bytes_written - done[1]) == (read, written)
+    assert written == 12 * 3 * 512 * 512
+    if file.direct:
+        assert after["read_bytes"] - before["read_bytes"] == pytest.approx(read, rel=0.005)
+        assert after["write_bytes"] - before["write_bytes"] == pytest.approx(written, rel=0.005)
