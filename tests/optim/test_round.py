@@ -87,7 +87,13 @@ def test_bits_do_not_depend_on_slices_strides_or_chunks() -> None:
     x = torch.randn(3 * _round.PIECE["cpu"] + 17)
     x[5], x[-1] = float("nan"), 3.4e38  # one chunk takes the careful way, the others do not
     whole = rounded(x, 3).view(torch.int16)
-    for start, stop in ((0, 1), (1, 70), (64, 200_000), (_round.PIECE["cpu"] - 1, _round.PIECE["cpu"] + 1), (100, len(x))):
+    for start, stop in (
+        (0, 1),
+        (1, 70),
+        (64, 200_000),
+        (_round.PIECE["cpu"] - 1, _round.PIECE["cpu"] + 1),
+        (100, len(x)),
+    ):
         assert torch.equal(rounded(x[start:stop], 3).view(torch.int16), whole[start:stop])
     matrix = x[:3000].view(50, 60)
     assert torch.equal(rounded(matrix.t(), 3).t().contiguous().view(torch.int16), whole[:3000].view(50, 60))
