@@ -26,6 +26,7 @@ from fzero.shard.partition import AXIS
 from fzero.shard.placements import Placement, Replicated, Shard
 from fzero.shard.propagate import OUTPUT, Inner, Sharded, propagate
 from fzero.shard.split_bias import split_bias
+from fzero.verify.regrouped import check_regrouped
 from fzero.verify.sharding import check_sharding
 
 R = Replicated()
@@ -143,6 +144,7 @@ def _split(graph: Graph, plan: Plan) -> Graph:
             placed = [leaf_of[x].placement if x in leaf_of else R for x in inputs]
             split_bias(gm, placed)
             join_sums(gm, placed)
+            check_regrouped(regions[index].gm, gm)
             regions[index] = replace(regions[index], gm=segments.merge_equal(gm))
     return replace(graph, regions=tuple(regions))
 
