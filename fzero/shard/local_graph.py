@@ -170,8 +170,8 @@ def _leads(shape: Sequence[int], shard: Shard) -> bool:
 
 
 def _memory_order(value: torch.Tensor) -> list[int]:
-    """The dims from the outermost in memory to the innermost. An expanded dim, of stride 0, is as it would be in a copy:
-    kernels of attention read a last dim that is not innermost wrongly."""
+    """The dims from the outermost in memory to the innermost. An expanded dim, of stride 0, is as it would be in a
+    copy: kernels of attention read a last dim that is not innermost wrongly."""
     strides, inner = list(value.stride()), 1
     for d in reversed(range(value.ndim)):
         strides[d] = strides[d] or inner

@@ -25,6 +25,7 @@ from tp_models import SEQUENCE, WIDTH, Model, gpt, of_hf
 import fzero
 from fzero import P, optim, tree
 from fzero.ir.program import Program, wire_bytes
+from fzero.lowering import localise
 from fzero.pipeline import SCHEDULES
 
 LOSS, GRADIENT = 1e-6, 2e-6  # of the loss; of the largest of a leaf's gradient
@@ -56,10 +57,10 @@ def gradients(model: Model, mesh: dict[str, int], **given: Any) -> tuple[Tensor,
     return found.metrics[0][0]["loss"], grads, found.lowered
 
 
-def agree(model: Model, found: tuple[Any, ...], expected: tuple[Any, ...]) -> tuple[float, float]:
-    """Asserts that loss and gradients are the same but for rounding; returns how far they are."""
+def agree(model: Model, found: tuple[Any, ...], expected: tuple[Any, ...], loose: float = 1.0) -> tuple[float, float]:
+    """Asserts that loss and gradients are the same but for rounding, `loose` times; returns how far they are."""
     loss = abs(float(found[0]) / float(expected[0]) - 1)
-    assert loss <= LOSS, f"the loss differs by {loss:.1e}"
+    assert loss <= loose * LOSS, f"the loss differs by {loss:.1e}"
     largest = max(float(x.abs().max()) for x in expected[1].values())
     worst = 0.0
     for path, one in expected[1].items():
@@ -68,7 +69,7 @@ def agree(model: Model, found: tuple[Any, ...], expected: tuple[Any, ...]) -> tu
             assert far <= 1e-5 * largest, f"the gradient of {path} is to be zero, and is {far:.1e}"
             continue
         worst = max(worst, far / scale)
-        assert far <= GRADIENT * scale, f"the gradient of {path} differs by {far / scale:.1e}"
+        assert far <= loose * GRADIENT * scale, f"the gradient of {path} differs by {far / scale:.1e}"
     return loss, worst
 
 
@@ -98,6 +99,9 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+LOOSE = {"CLIP": 3.0}  # its logits are scaled by 14; in float64 loss and gradients agree to 4e-15
+
+
 @cache
 def of_one(name: str) -> tuple[Model, tuple[Any, ...]]:
     model = of_hf(FOREIGN[name][0], **FOREIGN[name][1])
@@ -111,11 +115,20 @@ def test_models_that_nobody_here_wrote(name: str, n: int) -> None:
     """Decoders, encoders, encoder-decoders, grouped heads, state spaces, experts and images, by their own plans."""
     pytest.importorskip("transformers")
     model, expected = of_one(name)
+    if (name, n) == ("Mamba2", 4):  # propagation lays its 12 tokens over 4 ranks, which cut its 3 chunks
+        with pytest.raises(fzero.SpecError, match="would cut some through"):
+            gradients(model, {"tp": n})
+        return
     found = gradients(model, {"tp": n})
     lowered = found[2]
     assert lowered.sharding is not None
     assert any("S" in leaf.split()[1] for leaf in lowered.sharding.leaves), "nothing is sharded"
-    print(name, n, agree(model, found, expected), len([move for move in lowered.sharding.moves if move.nbytes]))
+    print(
+        name,
+        n,
+        agree(model, found, expected, LOOSE.get(name, 1.0)),
+        len([move for move in lowered.sharding.moves if move.nbytes]),
+    )
 
 
 def drawn(*shape: int) -> Tensor:
@@ -299,7 +312,7 @@ def test_real_ranks_have_the_bits_of_the_interpreter(world: int) -> None:
             given["mesh"],
             real_model(given),
             **options,
-            transfers=given["transfers"],
+            transfers=given.get("transfers", "auto"),
         )
         for mine in ranks:
             leaves, losses, _ = mine[number]
@@ -380,6 +393,30 @@ def odd_constrained(p: Any, x: Tensor) -> Tensor:
     return torch.vmap(torch.func.grad(one))(x).square().mean() + along.square().mean()
 
 
+def odd_bias(p: Any, x: Tensor) -> Tensor:
+    """A bias of rows behind a product that is a sum over ranks, and a view after it that joins rows."""
+    return torch.addmm(p["b"], (x @ p["v"]).tanh(), p["w"]).view(2, 4, 4).sin().sum()
+
+
+def odd_heads(p: Any, x: Tensor) -> Tensor:
+    """A bias behind such a product, cut into heads."""
+    y = F.linear((x @ p["v"]).relu(), p["w"].t(), p["b"]).reshape(-1, 2, 4)
+    return (y[:, :, :0].sum() + (0.1 * y).sin()).mean()
+
+
+def odd_layers(p: Any, x: Tensor) -> Tensor:
+    """Layers in one leaf, with biases."""
+    for i in range(2):
+        x = F.linear((x @ p["v"][i]).relu(), p["w"][i].t(), p["b"][i])
+    return x.square().mean()
+
+
+def odd_empty(p: Any, x: Tensor) -> Tensor:
+    """Pieces of no elements along a dim in parts."""
+    h = x @ p["w"]
+    return torch.cat([h[:, :0], h], -1).square().mean() + torch.split(h, [0, 8], -1)[1].sin().mean()
+
+
 ODD: dict[str, tuple[Any, dict[str, Tensor], Tensor, dict[str, P]]] = {
     "conv": (
         odd_conv, {"w": drawn(6, 4, 3), "v": drawn(4, 6, 2), "b": drawn(4)}, drawn(2, 4, 7),
@@ -388,6 +425,13 @@ ODD: dict[str, tuple[Any, dict[str, Tensor], Tensor, dict[str, P]]] = {
     "rows": (odd_rows, {"w": drawn(6, 8)}, drawn(6, 8), {"w": P("tp")}),
     "inverse": (odd_inverse, {"w": drawn(4, 8)}, drawn(4, 3), {"w": P(None, "tp")}),
     "einsum": (odd_einsum, {"w": drawn(4, 3, 2)}, drawn(6, 4), {"w": P(None, None, "tp")}),
+    "bias": (odd_bias, {"v": drawn(8, 16), "w": drawn(16, 8), "b": drawn(4, 1)}, drawn(4, 8),
+             {"v": P(None, "tp"), "w": P("tp", None)}),
+    "heads": (odd_heads, {"v": drawn(8, 16), "w": drawn(16, 8), "b": drawn(8)}, drawn(4, 8),
+              {"v": P(None, "tp"), "w": P("tp", None)}),
+    "layers": (odd_layers, {"v": drawn(2, 8, 16), "w": drawn(2, 16, 8), "b": drawn(2, 8)}, drawn(4, 8),
+               {"v": P(None, None, "tp"), "w": P(None, "tp", None)}),
+    "empty": (odd_empty, {"w": drawn(4, 8)}, drawn(6, 4), {"w": P(None, "tp")}),
     "constrained": (odd_constrained, {"w": drawn(4, 8)}, drawn(6, 4), {"w": P(None, "tp")}),
 }  # fmt: skip
 
@@ -409,6 +453,39 @@ def test_a_part_of_one_element_is_stored() -> None:
 def test_an_odd_loss_has_the_gradients_of_one_rank(name: str) -> None:
     loss, params, batch, shard = ODD[name]
     model = Model(params, loss, lambda rank, step: batch, shard)
+    agree(model, gradients(model, {"tp": 2}), gradients(model, {"dp": 1}))
+
+
+@pytest.mark.parametrize("bad", ["id", "target", "negative"])
+def test_ids_that_no_rank_has_are_refused(bad: str) -> None:
+    ids = {"x": torch.tensor([1, 5, 7]), "y": torch.tensor([0, 3, 6])}
+    ids["x" if bad == "id" else "y"][1] = -1 if bad == "negative" else 8
+
+    def loss(p: Any, b: Any) -> Tensor:
+        return F.cross_entropy(F.embedding(b["x"], p["w"]) @ p["w"].t(), b["y"])
+
+    model = Model({"w": drawn(8, 4)}, loss, lambda rank, step: ids, {"w": P("tp", None)})
+    with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+        gradients(model, {"tp": 2})
+
+
+def test_what_is_rewritten_before_propagation_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    def worse(gm: Any, placed: Any) -> None:
+        for node in gm.graph.nodes:
+            if node.target is torch.ops.aten.gelu.default:
+                node.target = torch.ops.aten.silu.default
+                node.kwargs = {}
+
+    model = gpt(layers=1)
+    monkeypatch.setattr(localise, "join_sums", worse)
+    with pytest.raises(fzero.VerifyError, match=r"output .* is not what was captured"):
+        gradients(model, {"tp": 2})
+
+
+def test_grouped_heads_on_more_ranks_than_key_heads() -> None:
+    """A copy of an expanded value keeps its last dim innermost: attention reads it so."""
+    pytest.importorskip("transformers")
+    model = of_hf("Llama", **ONE_TOO_MANY, num_hidden_layers=1)
     agree(model, gradients(model, {"tp": 2}), gradients(model, {"dp": 1}))
 
 

@@ -141,6 +141,26 @@ def evaluating_profiling_and_saving() -> None:
     saved_and_loaded(state)
 
 
+@scenario(1)
+def a_record_of_a_run() -> None:
+    state = trained(steps=2)[2]
+    with fzero.Log(every=1, flops=1e9, show=False) as log:
+        log(state)
+        record = log(fzero.step(state, batch_of(HERE, 2)))
+    assert record is not None
+    assert record["measured_peak_bytes"] > 0
+    assert not STANDIN or "mfu" not in record, "nobody knows what a stand-in can do"
+
+
+@scenario(1)
+def moves_are_in_no_graph() -> None:
+    given = {"optimizer": optim.adamw(1e-2), "offload": "optimizer", "device": HERE}
+    program = fzero.lower(fzero.Spec(loss=loss, **given), init, batch_of(HERE, 0)).program
+    why = cuda_graphs.obstacle(program, torch.device(HERE))
+    assert why is not None
+    assert "moves between device and host" in why
+
+
 def saved_and_loaded(state: Any) -> None:
     folder = os.environ.get("FZERO_STANDIN_RUN") or tempfile.mkdtemp()
     before = [x.cpu() for x in fzero.tree.flatten(fzero.unshard(state.params))[1]]
