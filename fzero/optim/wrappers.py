@@ -167,14 +167,7 @@ def apply_if_finite(tx: GradientTransformation) -> GradientTransformation:
 
     def update(grads: PyTree, state: IfFiniteState, params: PyTree) -> tuple[PyTree, IfFiniteState]:
         finite = torch.isfinite(_wide_norm(grads))
-        zeros: dict[Any, Tensor] = {}  # one scalar for all leaves, or their work would not be one op on a mesh
-
-        def or_zero(x: Tensor) -> Tensor:
-            key = x.dtype, x.device
-            if key not in zeros:
-                zeros[key] = torch.zeros((), dtype=x.dtype, device=x.device)
-            return torch.where(finite, x, zeros[key])
-
+        or_zero = _or_zero(finite)
         # the gradients too: so all of tx comes after the flag, and nothing of it has to be kept until then
         updates, inner = tx.update(tree.map(or_zero, grads), state.inner, params)
         _, old, structure = tree.flatten(state.inner)
@@ -188,6 +181,20 @@ def apply_if_finite(tx: GradientTransformation) -> GradientTransformation:
         return tree.map(or_zero, updates), IfFiniteState(skipped, tree.unflatten(structure, chosen))
 
     return GradientTransformation(init, update)
+
+
+def _or_zero(flag: Tensor) -> Callable[[Tensor], Tensor]:
+    """A function that gives a tensor where `flag` is set, else zeros. It makes one zero for all leaves of a dtype, or
+    their work would not be one op on a mesh."""
+    zeros: dict[Any, Tensor] = {}
+
+    def chosen(x: Tensor) -> Tensor:
+        key = x.dtype, x.device
+        if key not in zeros:
+            zeros[key] = torch.zeros((), dtype=x.dtype, device=x.device)
+        return torch.where(flag, x, zeros[key])
+
+    return chosen
 
 
 class DelayedState(NamedTuple):
@@ -235,14 +242,7 @@ def delayed(tx: GradientTransformation) -> GradientTransformation:
     def update(grads: PyTree, state: DelayedState, params: PyTree) -> tuple[PyTree, DelayedState]:
         begun = state.steps > 0
         updates, inner = tx.update(state.pending, state.inner, params)
-        zeros: dict[Any, Tensor] = {}  # one scalar for all leaves, or their work would not be one op on a mesh
-
-        def or_zero(x: Tensor) -> Tensor:
-            key = x.dtype, x.device
-            if key not in zeros:
-                zeros[key] = torch.zeros((), dtype=x.dtype, device=x.device)
-            return torch.where(begun, x, zeros[key])
-
+        or_zero = _or_zero(begun)
         _, old, structure = tree.flatten(state.inner)
         inner = tree.unflatten(structure, _chosen(begun, tree.flatten(inner)[1], old))
         pending = tree.map(lambda g, p: g.to(p.dtype), grads, state.pending)

@@ -296,12 +296,6 @@ BINDERS: dict[str, Callable[[Executor, Op], list[Call]]] = {
 
 def binder(op: Op) -> Callable[[Executor, Op], list[Call]]:
     """The function that binds an op. Raises KeyError for an unknown kind."""
-    return (
-        BINDERS[op.kind]
-        if op.moves
-        else _start
-        if op.transfers
-        else _local
-        if op.row.runs is not None
-        else BINDERS[op.kind]
-    )
+    if op.transfers and not op.moves:
+        return _start
+    return _local if op.row.runs is not None else BINDERS[op.kind]

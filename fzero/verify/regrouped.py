@@ -39,6 +39,7 @@ class _Terms:
         self.numbers: dict[Hashable, int] = {}
         self.sums: dict[int, tuple[int, ...]] = {}  # of a sum, what it adds, in order of numbers
         self.shapes: dict[int, Shape] = {}
+        self.dtypes: dict[int, torch.dtype | None] = {}
 
     def outputs(self, gm: fx.GraphModule) -> list[Any]:
         held: dict[fx.Node, int] = {}
@@ -91,7 +92,8 @@ class _Terms:
         shape = tuple(value.shape)
         bag: list[int] = []
         for term in terms:
-            inner = self.sums.get(term) if self.shapes[term] == shape else None
+            alike = (self.shapes[term], self.dtypes[term]) == (shape, value.dtype)  # a narrower sum is rounded
+            inner = self.sums.get(term) if alike else None
             bag += inner if inner is not None else (term,)
         found = self.number(("sum", *sorted(bag)), value)
         self.sums[found] = tuple(sorted(bag))
@@ -103,7 +105,7 @@ class _Terms:
     def number(self, term: Hashable, value: Any) -> int:
         form = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else ((), None)
         found = self.numbers.setdefault((term, form), len(self.numbers))
-        self.shapes[found] = form[0]
+        self.shapes[found], self.dtypes[found] = form
         return found
 
 

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
+from fzero._torch_compat import OpOverload
 from fzero.errors import VerifyError
 from fzero.ir import fx_nodes, fx_values
 from fzero.shard import ops
@@ -116,7 +117,7 @@ class _Typing:
             self._picked(node)
             return
         claim = claim_of(node)
-        if claim is None and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if claim is None and isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             self._refuse(node, "writes into a value, and nothing is said of it")
         if claim is None or claim.kind == "move":
             self._sized(node)
