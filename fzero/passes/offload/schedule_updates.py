@@ -2,8 +2,8 @@
 
 A gradient then lives from its reduction to its update, not until all updates at the step's end. The update waits for
 every op before it that writes what it reads, and for every use of what it writes: with clipping by a norm over all
-gradients, or a test that all are finite, it stays where it was. A step that holds all on the device keeps its order: there a
-loss that fails leaves the state as it was.
+all gradients, or a test that all are finite, it stays where it was. A step that holds all on the device keeps its
+order: there a loss that fails in its backward leaves the state as it was.
 
     run bwd1; reduce g1; run bwd0; wait g1; reduce g0; wait g0; update g0 -> p0; update g1 -> p1
     becomes   run bwd1; reduce g1; run bwd0; wait g1; update g1 -> p1; reduce g0; wait g0; update g0 -> p0
