@@ -24,6 +24,7 @@ COLUMNS = {"params", "grads", "optimizer"}  # of the state, which `zero` may pla
 DEFAULT_PARAMS = ("params/**",)
 SPACE_OF = {"device": "device", "cpu": "host", "nvme": "disk"}  # the user's words, and those of programs
 KINDS_OF_LEAVES = OPTIMIZER, PARAMS = "optimizer", "params"  # rules of `offload`: all that is no parameter; those
+GRADS = "grads/"  # rules of `offload` that begin so name gradients that wait for all others: grads/blocks/**
 SHORT_OFFLOADS = {"optimizer": (OPTIMIZER,), "optimizer+params": (OPTIMIZER, PARAMS)}
 RENAMED = {"products": "matmul"}  # fields of a Spec: old name, new name
 
@@ -77,8 +78,8 @@ class Spec:
     offload: path rules of leaves to where they are held between their uses: "device", "cpu" (the host's memory) or
     "nvme" (a file), as {"opt_state/**": "nvme", "params/**": "cpu"}; the first match wins, and a leaf without one stays
     on the device. A rule may be "params", or "optimizer" for all that is no parameter. "optimizer" alone is short for
-    {"optimizer": "cpu"}, and "optimizer+params" for both. Moves bring leaves to their uses (docs/offload.md), and no
-    bit changes.
+    {"optimizer": "cpu"}, and "optimizer+params" for both. Rules as "grads/**" say where gradients wait that are clipped
+    together; no other rule means them. Moves bring leaves to their uses (docs/offload.md), and no bit changes.
     nvme_path: with "nvme", the folder on a fast disk where each rank keeps its one file, which ends with the process.
     update_on: where elementwise work on offloaded leaves runs: on the "device", or on the "cpu". None: where fewer
     bytes move; `lowered.choices` gives the reason.

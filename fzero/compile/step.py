@@ -27,6 +27,7 @@ from fzero.cost.memory import account
 from fzero.cost.rates import Rates
 from fzero.errors import SpecError
 from fzero.ir.program import Program, lane_bytes, wire_bytes
+from fzero.ir.records import DISK, HOST
 from fzero.lowering.build import build
 from fzero.lowering.localise import localise
 from fzero.passes import BEFORE_ROLES, TILE_BYTES, UNTIL_PREFETCH, Options, PassRecord, optimise
@@ -108,6 +109,8 @@ def _lower(
     for name, choice in (("reduce", chosen), ("prefetch", roles[0].prefetch), ("update_on", roles[0].update_on)):
         if choice.reason:
             choices[name] = choice.reason
+    if wanted.gradients:
+        choices["gradients"] = _gradients(roles[0].program)
     programs = {number: role.program for number, role in roles.items()}
     if lent := _lent(programs):
         choices["pipeline"] = lent
@@ -169,6 +172,17 @@ def _update_on(program: Program, wanted: LoweringOptions) -> Choice[str]:
     )
 
 
+def _gradients(program: Program) -> str:
+    """What waits off the device of gradients that are clipped together, as text."""
+    held = dict.fromkeys((HOST, DISK), 0)
+    for b in program.buffers.values():
+        held[b.space] = held.get(b.space, 0) + (b.nbytes if b.kind == "grad" else 0)
+    shown = ", ".join(f"{held[space]:,} bytes on the {space}" for space in (HOST, DISK) if held[space])
+    if shown:
+        return f"gradients wait for the last of them off the device: {shown} of a rank, written and read once a step"
+    return "no gradient waits for others: none leaves the device, whatever offload= says of grads/"
+
+
 def _options(wanted: LoweringOptions, ahead: int) -> Options:
     return Options(
         prefetch=ahead,
@@ -177,6 +191,7 @@ def _options(wanted: LoweringOptions, ahead: int) -> Options:
         remat=wanted.remat,
         compile=wanted.compile,
         tile_bytes=TILE_BYTES,
+        gradients=wanted.gradients,
     )
 
 

@@ -48,8 +48,8 @@ class DiskFile:
 
     Raises OffloadError if the file cannot be made. It says how many bytes are needed and how many are free.
 
-    Written here alone: `in_flight`, under `lock`, and the counters `bytes_read` and `bytes_written` (asked for, by
-    transfers that ended well).
+    Written here alone: `nbytes`, by `grow`; `in_flight`, under `lock`; and the counters `bytes_read` and
+    `bytes_written` (asked for, by transfers that ended well).
 
     >>> with DiskFile(".", 8192) as file:
     ...     moments, back = torch.randn(1500), torch.empty(1500)
@@ -95,6 +95,14 @@ class DiskFile:
         the range then holds anything. ValueError: see `read`.
         """
         return self._begin("write", offset, source, what)
+
+    def grow(self, nbytes: int) -> None:
+        """Makes the file at least so large; what is new is zeros. Nothing may be in flight. Raises OffloadError."""
+        if nbytes > self.nbytes:
+            open_file.grow(self.file, nbytes)
+            self.nbytes = self.file.nbytes
+            if self.sums is not None:
+                self.sums.grow(self.nbytes)
 
     def busy(self) -> list[str]:
         """Returns a line for each transfer that has not ended, the oldest first, for a report of a hang."""

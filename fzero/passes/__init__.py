@@ -17,6 +17,7 @@ from fzero.passes.cast_before_gather import cast_before_gather
 from fzero.passes.free import free
 from fzero.passes.narrow import narrow
 from fzero.passes.offload.offload_activations import offload_activations
+from fzero.passes.offload.offload_gradients import offload_gradients
 from fzero.passes.offload.place_moves import place_moves
 from fzero.passes.offload.schedule_updates import schedule_updates
 from fzero.passes.offload.tile_updates import tile_updates
@@ -42,7 +43,7 @@ class Options:
     """The options of the passes: see the fields of the same names in `fzero.Spec`. chunk_of: of each bucket of a
     numbered layer, its chunk of a pipeline; empty without one. on_host: whether elementwise work on what is held off
     the device runs on the host. ahead: how many runs before its use a fetch starts. tile_bytes: of a column, the most
-    that is brought at once."""
+    that is brought at once. gradients: path rules of gradients that wait for all others to the space where they do."""
 
     prefetch: int = 1
     gather_bytes: int | None = None
@@ -53,6 +54,7 @@ class Options:
     on_host: bool = False
     ahead: int = 1
     tile_bytes: int = TILE_BYTES
+    gradients: Mapping[str, str] = field(default_factory=dict)
 
 
 Pass = Callable[[Program, Options], Program]
@@ -80,6 +82,11 @@ UNTIL_PREFETCH: Passes = (
     ("schedule_gathers", lambda p, o: schedule_gathers(p), "whole parameters only around their uses"),
     ("schedule_reductions", lambda p, o: schedule_reductions(p, o.overlap), "reductions where gradients are complete"),
     ("accumulate", lambda p, o: accumulate(p), "sums over microbatches have their places; before results get theirs"),
+    (
+        "offload_gradients",
+        lambda p, o: offload_gradients(p, o.gradients),
+        "where gradients are complete is known; before updates are written in place, which read what waits",
+    ),
     ("write_in_place", lambda p, o: write_in_place(p), "after all moves, so that what reads old values is known"),
     (
         "schedule_updates",

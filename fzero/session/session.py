@@ -29,7 +29,7 @@ from fzero.disk import aligned
 from fzero.errors import DonatedError, TreeError, leaf_name
 from fzero.ir.mesh import PIPELINE, parts_of
 from fzero.ir.program import Program
-from fzero.ir.records import HOST, Buffer, Op, Ref, make_op
+from fzero.ir.records import DISK, HOST, Buffer, Op, Ref, make_op
 from fzero.plan.layout import Leaf, Plan
 from fzero.runtime import compile_segments
 from fzero.runtime.executor import Executor
@@ -153,6 +153,8 @@ class Session:
             self.bound.clear()
             self.host_arena = self.host_arena.new_empty(0)
             self.host_arena = aligned(program.arenas[HOST])
+        if self.memory.file is not None:
+            self.memory.file.grow(program.arenas[DISK])
         if id(lowered) not in self.bound:
             constants = [name for name, b in program.buffers.items() if b.kind == "constant"]
             memory = {**self.memory.in_memory, **dict(zip(constants, lowered.graph.constants.values(), strict=True))}

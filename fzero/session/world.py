@@ -185,9 +185,9 @@ def _check_offload(spec: Spec, device: torch.device) -> None:
 
 
 def _file(spec: Spec, plan: Plan, rank: int) -> DiskFile | None:
-    """The rank's file for what lies on disk; None where nothing does. Raises OffloadError."""
-    nbytes = file_bytes(plan, rank)
-    return DiskFile(spec.nvme_path, nbytes) if nbytes and spec.nvme_path is not None else None
+    """The rank's file for what lies on disk; None where nothing does. A program whose gradients wait there makes it
+    larger. Raises OffloadError."""
+    return None if spec.nvme_path is None else DiskFile(spec.nvme_path, file_bytes(plan, rank))
 
 
 def _device(name: str, spec: Spec, like: Any) -> torch.device:

@@ -38,6 +38,8 @@ HOMES: dict[str, Any] = {
     "all on cpu": "optimizer+params",
     "optimizer on nvme": {"opt_state/**": "nvme"},
     "all on nvme": {"**": "nvme"},
+    "clipped gradients on nvme": {"grads/**": "nvme", "**": "nvme"},
+    "clipped gradients on cpu": {"grads/**": "cpu", "optimizer": "cpu"},
     "mixed": {"**/out*": "device", "opt_state/**": "nvme", "params/**": "cpu"},
 }
 OPTIONS: tuple[tuple[int, int, str, dict[str, Any]], ...] = (
@@ -62,7 +64,7 @@ def spec(model: Model, tx: Any, **options: Any) -> fzero.Spec:
     return fzero.Spec(loss=model.loss, optimizer=tx, **options)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("model", ["mlp", "tiles of untied"])
 @pytest.mark.parametrize("update_on", ["device", "cpu"])
 @pytest.mark.parametrize(
@@ -219,6 +221,16 @@ def lower(**options: Any) -> fzero.Lowered:
         return fzero.lower(given, UNTIED.init(fzero.random.key(0)), UNTIED.batch(0, 0), world_size=2)
 
 
+def deep(depth: int, width: int) -> Any:
+    return {"layers": [torch.empty(width, width, device="meta") for _ in range(depth)]}
+
+
+def deep_loss(params: Any, x: Tensor) -> Tensor:
+    for w in params["layers"]:
+        x = torch.tanh(x @ w)
+    return x.square().mean()
+
+
 def test_a_rule_that_matches_no_leaf_or_moves_none_is_refused() -> None:
     with pytest.raises(fzero.SpecError, match=r"offload=...\): the rule 'param/\*\*' matches no leaf"):
         lower(offload={"param/**": "cpu"})
@@ -240,6 +252,85 @@ def test_a_budget_that_is_too_small_is_refused_with_the_least_that_works() -> No
         lower(offload="optimizer", device_bytes=least - 1)
     with pytest.raises(fzero.SpecError, match=r"host_bytes=1000.*Or keep more on 'nvme'"):
         lower(offload="optimizer", host_bytes=1000)
+
+
+@pytest.mark.parametrize("space", ["disk", "host"])
+def test_clipped_gradients_may_wait_off_the_device(space: str, folder: Path) -> None:
+    """What waits is written and read once, what does not is not, and the choice says so."""
+    to = {"disk": "nvme", "host": "cpu"}[space]
+
+    def lower(rules: Any, **options: Any) -> fzero.Lowered:
+        away = {"nvme_path": str(folder), "update_on": "device"}
+        given = fzero.Spec(loss=deep_loss, optimizer=ADAMW, zero=3, offload=rules, **away, **options)
+        return fzero.lower(given, deep(8, 64), torch.empty(8, 64, device="meta"), world_size=2)
+
+    rules = {"optimizer": "nvme"}
+    stays, waits = lower(rules, clip_norm=1.0), lower({**rules, "grads/**": to}, clip_norm=1.0)
+    kept = [b for b in waits.program.buffers.values() if b.kind == "grad" and b.space == space]
+    size = sum(b.nbytes for b in kept)
+    assert len(kept) >= 6
+    assert f"{size:,} bytes on the {space}" in waits.choices["gradients"]
+    way = "host→disk" if space == "disk" else "device→host"
+    back = "→".join(reversed(way.split("→")))
+    assert waits.memory.lanes[way] - stays.memory.lanes[way] == size
+    assert waits.memory.lanes[back] - stays.memory.lanes[back] == size
+    assert waits.memory.spaces["device"] < stays.memory.spaces["device"]
+    free = lower({**rules, "grads/**": to})
+    assert free.choices["gradients"].startswith("no gradient waits for others")
+    assert free.program.ops == lower(rules).program.ops
+    assert "gradients" not in stays.choices
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("to", ["nvme", "cpu"])
+@pytest.mark.parametrize(("world", "options"), [(2, {"zero": 3, "microbatches": 2}), (3, {"zero": 1}), (1, {})])
+def test_bits_do_not_depend_on_where_clipped_gradients_wait(
+    to: str, world: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In tiles of 1,024 elements, of which the slices of a layer have several."""
+    monkeypatch.setattr(step, "TILE_BYTES", 4096)
+    keys = fzero.random.split(fzero.random.key(0), 5)
+    params = {"layers": [fzero.random.normal(key, (96, 96)) * 0.1 for key in keys]}
+    options = {"loss": deep_loss, "optimizer": ADAMW, "clip_norm": 0.01, "bucket_bytes": 1 << 10, **options}
+
+    def batch(rank: int, number: int) -> Tensor:
+        return torch.randn(4, 96, generator=torch.Generator().manual_seed(10 * number + rank))
+
+    plain = run(fzero.Spec(**options), params, batch, world=world, steps=3)
+    path = "/tmp" if to == "nvme" else None
+    for rules in ({"optimizer": to}, {"params/**": "device"}):
+        away = fzero.Spec(**options, offload={"grads/**": to, **rules}, nvme_path=path)
+        found = run(away, params, batch, world=world, steps=3)
+        assert differing(plain.final, found.final) == []
+        assert plain.losses() == found.losses()
+        held = {"nvme": "disk", "cpu": "host"}[to]
+        buffers = found.lowered.program.buffers.values()
+        assert sum(b.kind == "grad" and b.space == held for b in buffers) >= 2
+
+
+def test_a_file_grows_for_gradients(folder: Path) -> None:
+    """Nothing of the state lies on disk; two programs, of which the first has no gradient that waits."""
+    params = {"layers": [torch.ones(96, 96) / 96 for _ in range(5)]}
+    finals, files = [], []
+    for away in ({}, {"offload": {"grads/**": "nvme"}, "nvme_path": str(folder)}):
+        given = fzero.Spec(loss=deep_loss, optimizer=ADAMW, clip_norm=0.01, bucket_bytes=1 << 10, **away)
+        state = fzero.init(params, given)
+        for rows in (2, 4, 4):
+            state = fzero.step(state, torch.ones(rows, 96))
+        finals.append(leaves(state))
+        files.append(state.runtime.memory.file)
+    assert differing(*finals) == []
+    assert files[1].nbytes >= files[1].bytes_written / 3 >= 2 * 96 * 96 * 4
+    assert files[1].bytes_read == files[1].bytes_written
+    files[1].file.disk = Broken("allocate", 0)
+    with pytest.raises(fzero.FzeroError, match=r"no file of .* bytes can be made here"):
+        files[1].grow(1 << 30)
+    assert files[1].nbytes < 1 << 30
+
+
+def test_a_rule_of_gradients_that_matches_none_is_refused() -> None:
+    with pytest.raises(fzero.SpecError, match=r"the rule 'grads/block/\*\*' matches no leaf"):
+        lower(offload={"grads/block/**": "cpu", "optimizer": "cpu"}, clip_norm=1.0)
 
 
 def test_the_account_and_the_text_say_what_moves(folder: Path) -> None:
@@ -280,17 +371,10 @@ def test_activations_that_wait_on_the_host_change_no_bit(options: dict[str, Any]
 
 def test_activations_on_the_host_lower_the_devices_peak() -> None:
     """A deep stack whose activations are nearly all of its memory."""
-
-    def loss(params: Any, x: Tensor) -> Tensor:
-        for w in params["layers"]:
-            x = torch.tanh(x @ w)
-        return x.square().mean()
-
-    params = {"layers": [torch.empty(32, 32, device="meta") for _ in range(12)]}
     peaks = {}
     for remat in ("none", "offload"):
-        given = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1), remat=remat)
-        peaks[remat] = fzero.lower(given, params, torch.empty(4096, 32, device="meta")).memory.spaces
+        given = fzero.Spec(loss=deep_loss, optimizer=fzero.optim.sgd(0.1), remat=remat)
+        peaks[remat] = fzero.lower(given, deep(12, 32), torch.empty(4096, 32, device="meta")).memory.spaces
     assert peaks["offload"]["device"] < 0.6 * peaks["none"]["device"]
     assert peaks["offload"]["host"] > 0.4 * peaks["none"]["device"]
     assert peaks["none"]["host"] == 0
@@ -397,17 +481,12 @@ def test_the_bytes_that_the_program_names_are_those_that_the_kernel_counts(folde
     if not Path("/proc/self/io").exists():
         pytest.skip("this system does not count")
 
-    def loss(params: Any, x: Tensor) -> Tensor:
-        for w in params["layers"]:
-            x = torch.tanh(x @ w)
-        return x.square().mean()
-
     def counted() -> dict[str, int]:
         rows = (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
         return {name: int(value) for name, value in rows}
 
     params = {"layers": [torch.ones(512, 512) for _ in range(3)]}
-    given = fzero.Spec(loss=loss, optimizer=ADAMW, **homes(folder)["nvme"])
+    given = fzero.Spec(loss=deep_loss, optimizer=ADAMW, **homes(folder)["nvme"])
     state = fzero.step(fzero.init(params, given), torch.ones(8, 512))
     file, before = state.runtime.memory.file, counted()
     done = file.bytes_read, file.bytes_written

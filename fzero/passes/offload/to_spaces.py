@@ -53,11 +53,13 @@ def chain(refs: list[Ref], why: str) -> Iterator[Op]:
 
 
 def copies_of(program: Program) -> dict[str, str]:
-    """By the name of a copy of what is held, on the device or on the way there or back, the name of that."""
+    """By the name of a copy of what is held, on the device or on the way there or back, the name of that. A gradient
+    that waits on the host or on disk is held there."""
     home: dict[str, str] = {}
     for op in program.ops:
         if op.moves and program.buffers[op.target].kind == "staging":
             source = home.get(op.reads[0].name, op.reads[0].name)
-            if program.buffers[source].kind in PERSISTENT:
+            held = program.buffers[source]
+            if held.kind in PERSISTENT or (held.kind == "grad" and held.space != DEVICE):
                 home[op.target] = source
     return home
