@@ -18,6 +18,7 @@ from fzero.passes.free import free
 from fzero.passes.narrow import narrow
 from fzero.passes.offload.offload_activations import offload_activations
 from fzero.passes.offload.place_moves import place_moves
+from fzero.passes.offload.schedule_updates import schedule_updates
 from fzero.passes.offload.tile_updates import tile_updates
 from fzero.passes.offload.to_spaces import to_spaces
 from fzero.passes.pipeline.chunks import crossing
@@ -80,6 +81,11 @@ UNTIL_PREFETCH: Passes = (
     ("schedule_reductions", lambda p, o: schedule_reductions(p, o.overlap), "reductions where gradients are complete"),
     ("accumulate", lambda p, o: accumulate(p), "sums over microbatches have their places; before results get theirs"),
     ("write_in_place", lambda p, o: write_in_place(p), "after all moves, so that what reads old values is known"),
+    (
+        "schedule_updates",
+        lambda p, o: schedule_updates(p),
+        "state is written in place: a gradient ends with its update",
+    ),
 )
 
 FROM_PREFETCH: Passes = (
