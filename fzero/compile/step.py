@@ -150,7 +150,7 @@ def _roles(
             first = (*first[: len(BEFORE_ROLES)], cut)
         half, second = optimise(part, _options(wanted, 0), UNTIL_PREFETCH)
         ahead, on_host = _prefetch(half, wanted, rates), _update_on(half, wanted)
-        options = replace(_options(wanted, ahead.value), on_host=on_host.value == "cpu")
+        options = replace(_options(wanted, ahead.value), on_host=on_host.value == "cpu", ahead=_ahead(half))
         done, options, third = budgets.fitted(half, options, wanted.device_bytes, wanted.host_bytes)
         roles[number] = _Role(done, ahead, on_host, options, (*first, *second, *third))
     return roles
@@ -167,6 +167,13 @@ def _update_on(program: Program, wanted: LoweringOptions) -> Choice[str]:
     return Choice(
         where, f"update_on={where!r} by the bytes that a step moves ({shown}). Spec(update_on=...) chooses otherwise"
     )
+
+
+def _ahead(program: Program) -> int:
+    """How many runs before its use a fetch from the host starts. A CUDA device computes while both of its lanes move:
+    GPT-2 large with all on the host is simulated at 0.42 s a step for 1, 0.36 for 3 and for 8 (450 TFLOP/s, 45 GB/s
+    each way)."""
+    return 3 if program.transport == "nccl" else 1
 
 
 def _options(wanted: LoweringOptions, ahead: int) -> Options:

@@ -110,7 +110,7 @@ FROM_PREFETCH: Passes = (
         lambda p, o: place_moves(p, on_host=o.on_host, ahead=o.ahead),
         "all uses have their places; copies of what lies elsewhere only around them",
     ),
-    ("free", lambda p, o: free(p), "lifetimes are final now"),
+    ("free", lambda p, o: free(p, o.ahead - 1), "lifetimes are final now"),
     ("size_workspaces", lambda p, o: size_workspaces(p, o.compile), "the account needs the final segments"),
     ("assign_memory", lambda p, o: assign_memory(p), "lives and sizes are final: all of a step's memory in one arena"),
     ("settle", lambda p, o: settle(p), "where memory lies is known: until when other ranks may read it"),

@@ -200,7 +200,7 @@ def a_state_larger_than_the_device() -> None:
         return x.square().mean()
 
     given: dict[str, Any] = {"loss": deep, "optimizer": ADAMW, "bucket_bytes": width * width * 4}
-    moved = {"offload": "optimizer+params", "update_on": "device", "cuda_graph": False}
+    moved = {"offload": "optimizer+params", "update_on": "device", "cuda_graph": False, "device_bytes": 140_000}
     x = torch.ones(2, width)
     need = fzero.lower(fzero.Spec(**given, device=HERE, **moved), make, x).memory.spaces["device"]
     held = 3 * 4 * layers * width * width
