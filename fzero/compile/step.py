@@ -20,17 +20,17 @@ from fzero.compile.collector import collect, collector_paused
 from fzero.compile.layout import check_rules
 from fzero.compile.lowered import Lowered
 from fzero.compile.resolve import LoweringOptions, TrainStep, lowering_options, train_step
+from fzero.compile.update_place import update_place
 from fzero.cost import choose
 from fzero.cost.autotune import Costs
 from fzero.cost.choose import Choice
 from fzero.cost.memory import account
 from fzero.cost.rates import Rates
 from fzero.errors import SpecError
-from fzero.ir.program import Program, lane_bytes, wire_bytes
+from fzero.ir.program import Program, wire_bytes
 from fzero.lowering.build import build
 from fzero.lowering.localise import localise
 from fzero.passes import BEFORE_ROLES, TILE_BYTES, UNTIL_PREFETCH, Options, PassRecord, optimise
-from fzero.passes.offload.place_moves import place_moves
 from fzero.passes.pipeline.assign_roles import LENT
 from fzero.passes.pipeline.by_role import by_role
 from fzero.passes.prefetch import prefetch
@@ -157,16 +157,10 @@ def _roles(
 
 
 def _update_on(program: Program, wanted: LoweringOptions) -> Choice[str]:
-    """Where elementwise work on offloaded leaves runs: by the spec, else where a step moves fewer bytes."""
+    """Where elementwise work on offloaded leaves runs: by the spec, else where it costs less."""
     if wanted.update_on is not None or not wanted.offloads:
         return Choice(wanted.update_on or "device")
-    moved = {where: lane_bytes(place_moves(program, on_host=where == "cpu")) for where in ("device", "cpu")}
-    total = {where: sum(lanes.values()) for where, lanes in moved.items()}
-    where = "cpu" if total["cpu"] < total["device"] else "device"
-    shown = ", ".join(f"{name}: {nbytes:,}" for name, nbytes in total.items())
-    return Choice(
-        where, f"update_on={where!r} by the bytes that a step moves ({shown}). Spec(update_on=...) chooses otherwise"
-    )
+    return update_place(program)
 
 
 def _ahead(program: Program) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import fzero
 from fzero import tree
-from fzero.compile import step
+from fzero.compile import step, update_place
 from fzero.cost import step_time
 from fzero.cost.rates import Rates
 from fzero.disk import Disk
@@ -259,6 +259,23 @@ def test_the_account_and_the_text_say_what_moves(folder: Path) -> None:
     assert "  # disk→host " in str(lowered.program)
     assert fzero.parse(str(lowered.program), lowered.program.segments) == lowered.program
     assert "update_on='cpu' by the bytes that a step moves" in lower(**homes(folder)["nvme"]).choices["update_on"]
+
+
+def test_a_cuda_step_updates_where_that_takes_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the formulas: the moments go both ways, or a gradient comes down and 28 bytes of the host are used."""
+
+    def choice() -> str:
+        return lower(offload="optimizer+params", device="cuda").choices["update_on"]
+
+    elements = sum(leaf.numel() for leaf in tree.flatten(UNTIED.init(fzero.random.key(0)))[1])
+    assert "update_on='device' by the time of copies at 45 GB/s each way" in choice()
+    monkeypatch.setattr(update_place, "UPDATE_RATE", 1e15)
+    assert "update_on='cpu'" in choice()
+    monkeypatch.setattr(update_place, "LANE_RATE", 1e15)
+    monkeypatch.setattr(update_place, "UPDATE_RATE", 28.0)
+    seconds = re.search(r"cpu: (\S+) s", choice())
+    assert seconds is not None
+    assert elements / 2 <= float(seconds[1]) <= 1.2 * elements / 2, "a rank's half and padding, at 28 bytes a second"
 
 
 # --- activations, a late update, and what programs cost ---------------------------------------------------------------
