@@ -183,7 +183,7 @@ def offloaded() -> None:
             near(moved, trained(optimizer=tx, **plain), *loose)
             if given.get("update_on") == "device":
                 assert all(map(torch.equal, moved[1], trained(optimizer=tx, **plain)[1])), name
-    saved_and_loaded(moved[2])
+    saved_and_loaded(moved[2], "offloaded")
 
 
 @scenario(1)
@@ -281,13 +281,13 @@ def work_on_the_host_is_waited_for() -> None:
         host_memory(where, 4096)
 
 
-def saved_and_loaded(state: Any) -> None:
-    folder = os.environ.get("FZERO_STANDIN_RUN") or tempfile.mkdtemp()
+def saved_and_loaded(state: Any, name: str = "device") -> None:
+    folder = Path(os.environ.get("FZERO_STANDIN_RUN") or tempfile.mkdtemp()) / name
     before = [x.cpu() for x in fzero.tree.flatten(fzero.unshard(state.params))[1]]
-    path = fzero.save(state, Path(folder) / "run")
+    path = fzero.save(state, folder / "run")
     again = fzero.load(path, like=state)
     assert all(map(torch.equal, before, [x.cpu() for x in fzero.tree.flatten(fzero.unshard(again.params))[1]]))
-    with fzero.Checkpointer(Path(folder) / "other") as checkpointer:
+    with fzero.Checkpointer(folder / "other") as checkpointer:
         checkpointer.save(again)
         again = fzero.step(again, batch_of(HERE, 5))  # while it writes
     assert order.VIOLATIONS == []
