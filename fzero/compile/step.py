@@ -149,18 +149,18 @@ def _roles(
             )
             first = (*first[: len(BEFORE_ROLES)], cut)
         half, second = optimise(part, _options(wanted, 0), UNTIL_PREFETCH)
-        ahead, on_host = _prefetch(half, wanted, rates), _update_on(half, wanted)
+        ahead, on_host = _prefetch(half, wanted, rates), _update_on(half, wanted, rates)
         options = replace(_options(wanted, ahead.value), on_host=on_host.value == "cpu", ahead=_ahead(half))
         done, options, third = budgets.fitted(half, options, wanted.device_bytes, wanted.host_bytes)
         roles[number] = _Role(done, ahead, on_host, options, (*first, *second, *third))
     return roles
 
 
-def _update_on(program: Program, wanted: LoweringOptions) -> Choice[str]:
+def _update_on(program: Program, wanted: LoweringOptions, rates: Rates | None) -> Choice[str]:
     """Where elementwise work on offloaded leaves runs: by the spec, else where it costs less."""
     if wanted.update_on is not None or not wanted.offloads:
         return Choice(wanted.update_on or "device")
-    return update_place(program)
+    return update_place(program, rates)
 
 
 def _ahead(program: Program) -> int:

@@ -23,7 +23,7 @@ import fzero
 from fzero import tree
 from fzero.compile import step, update_place
 from fzero.cost import step_time
-from fzero.cost.rates import Rates
+from fzero.cost.rates import H100, Rates
 from fzero.disk import Disk
 from fzero.state import homes as homes_of_state
 
@@ -269,10 +269,9 @@ def test_a_cuda_step_updates_where_that_takes_less_time(monkeypatch: pytest.Monk
 
     elements = sum(leaf.numel() for leaf in tree.flatten(UNTIED.init(fzero.random.key(0)))[1])
     assert "update_on='device' by the time of copies at 45 GB/s each way" in choice()
-    monkeypatch.setattr(update_place, "UPDATE_RATE", 1e15)
+    monkeypatch.setattr(update_place, "H100", replace(H100, host_bytes=1e15))
     assert "update_on='cpu'" in choice()
-    monkeypatch.setattr(update_place, "LANE_RATE", 1e15)
-    monkeypatch.setattr(update_place, "UPDATE_RATE", 28.0)
+    monkeypatch.setattr(update_place, "H100", replace(H100, lanes=dict.fromkeys(H100.lanes, 1e15), host_bytes=28.0))
     seconds = re.search(r"cpu: (\S+) s", choice())
     assert seconds is not None
     assert elements / 2 <= float(seconds[1]) <= 1.2 * elements / 2, "a rank's half and padding, at 28 bytes a second"
