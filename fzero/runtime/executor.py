@@ -163,13 +163,20 @@ class Executor:
                 started.add(ref.name)
             calls += binder(op)(self, op)
             if op.computes and self.program.space(op) == HOST:
-                calls = self.lanes.on_host(calls, [self.tensor(ref) for ref in (*op.reads, *op.writes)])
+                calls = self._on_host(op, calls)
             if op.is_wait and index not in deferred and op.target not in self.moving:
                 calls.append(partial(self.comm.settle, op.target))
             if op.is_free:
                 started -= {ref.name for ref in op.reads}
             calls_of_ops.append(calls)
         return calls_of_ops
+
+    def _on_host(self, op: Op, calls: list[Call]) -> list[Call]:
+        """The calls of an op on the host, beside the lanes. With a loose buffer it waits for all of them."""
+        refs = (*op.reads, *op.writes)
+        if self._is_loose(refs):
+            return [self.lanes.finish, *calls]
+        return self.lanes.on_host(calls, [self.tensor(ref) for ref in refs])
 
     def _zeroed(self, ref: Ref) -> Iterator[Call]:
         buffer = self.program.buffers[ref.name]

@@ -15,8 +15,9 @@ from typing import Any
 import kept
 import pytest
 import torch
+import tp_models
 from helpers import differing, gloo, run, values
-from models import GPT, MLP, UNTIED, Model
+from models import GPT, MLP, UNTIED
 from torch import Tensor
 
 import fzero
@@ -55,7 +56,7 @@ OPTIONS: tuple[tuple[int, int, str, dict[str, Any]], ...] = (
 CASES = [(*options, home) for options in OPTIONS for home in HOMES]
 
 
-def spec(model: Model, tx: Any, **options: Any) -> fzero.Spec:
+def spec(model: Any, tx: Any, **options: Any) -> fzero.Spec:
     rules = options.get("offload")
     if isinstance(rules, dict) and "nvme" in rules.values():
         options["nvme_path"] = "/tmp"
@@ -95,6 +96,28 @@ def test_bits_do_not_depend_on_where_leaves_are_held(
     tiled = any(ref.tile for op in found.lowered.program.ops for ref in op.reads)
     if tx != "adamw8":  # the scales of a tile are to fill pages of the disk: these columns are too small for two tiles
         assert tiled == (model != "mlp")
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("home", ["optimizer on cpu", "all on cpu", "all on nvme"])
+@pytest.mark.parametrize("update_on", ["device", "cpu"])
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.3, "precision": "bf16"}], ids=["plain", "clipped"])
+@pytest.mark.parametrize(
+    ("mesh", "zero"), [({"tp": 2}, 0), ({"tp": 2}, 3), ({"dp": 2, "tp": 2}, 1), ({"dp": 2, "tp": 2}, 3)]
+)
+def test_bits_over_tp_do_not_depend_on_where_leaves_are_held(
+    mesh: dict[str, int], zero: int, options: dict[str, Any], update_on: str, home: str
+) -> None:
+    model, tx, world = tp_models.gpt(layers=1), TX["adamw"](), 2 * mesh.get("dp", 1)
+    given = {"mesh": mesh, "shard": model.rules, "zero": zero, **options}
+
+    def ran(**homes: Any) -> Any:
+        return run(spec(model, tx, **given, **homes), model.params, model.batch, world=world, steps=2)
+
+    plain, moved = ran(), ran(offload=HOMES[home], update_on=update_on)
+    assert differing(plain.final, moved.final) == []
+    assert plain.losses() == moved.losses()
+    assert any(op.moves for op in moved.lowered.program.ops)
 
 
 # --- real memory and real files ---------------------------------------------------------------------------------------
