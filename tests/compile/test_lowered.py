@@ -36,7 +36,7 @@ def test_the_program_after_every_pass(options: dict[str, object]) -> None:
 
 
 def test_a_pass_that_there_is_not() -> None:
-    with pytest.raises(KeyError, match="there is no pass 'gather': the passes are lower, to_spaces, shard_update"):
+    with pytest.raises(KeyError, match="there is no pass 'gather': the passes are lower, shard_update"):
         cases.lowered(2).after("gather")
 
 
