@@ -94,7 +94,7 @@ def planned(model: Model, rows: int, world: int, options: dict[str, Any]) -> dic
 
 
 def largest(model: Model, world: int, options: dict[str, Any], room: float) -> tuple[int, dict[str, int]]:
-    """(the most rows whose planned peak fits into `room` bytes of the device, the peaks with them; 0 rows: with one)."""
+    """(the most rows whose planned peak fits `room` bytes of the device, the peaks with them). 0 rows: with one."""
     one, two = (planned(model, rows, world, options) for rows in (1, 2))
     row = two["device"] - one["device"]
     rows = max(int((room - one["device"]) / row) + 1, 0) if one["device"] <= room else 0

@@ -82,7 +82,7 @@ class Spec:
     together; no other rule means them. Moves bring leaves to their uses (docs/offload.md), and no bit changes.
     nvme_path: with "nvme", the folder on a fast disk where each rank keeps its one file, which ends with the process.
     update_on: where elementwise work on offloaded leaves runs: on the "device", or on the "cpu". None: where fewer
-    bytes move; `lowered.choices` gives the reason.
+    bytes move, for a CUDA device where it takes less time; `lowered.choices` gives the reason.
     device_bytes, host_bytes: the most bytes that a rank may need there. A step that needs more is refused with
     SpecError, which names its fullest op and the least that works.
     matmul: the library for fp32 matrix products on CPU. "default": torch's own choice. "fastest": the faster of

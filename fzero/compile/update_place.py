@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fzero.cost.choose import Choice
 from fzero.cost.rates import H100, Rates
-from fzero.ir.program import Program, lane_bytes
+from fzero.ir.program import Program, lane_bytes, named_bytes
 from fzero.ir.records import HOST
 from fzero.passes.offload.place_moves import place_moves
 
@@ -34,5 +34,5 @@ def _seconds(program: Program, rates: Rates) -> float:
     updated = 0
     for op in program.ops:
         if op.computes and program.space(op) == HOST:
-            updated += sum(program.buffers[ref.name].nbytes for ref in (*op.reads, *op.writes))
+            updated += sum(named_bytes(program, ref) for ref in (*op.reads, *op.writes))
     return busier + updated / rates.host_bytes

@@ -25,7 +25,7 @@ from torch import fx
 
 from fzero.cost.rates import Rates
 from fzero.ir import fx_nodes, fx_values
-from fzero.ir.program import Program, lane, moved_bytes
+from fzero.ir.program import Program, lane, moved_bytes, named_bytes
 from fzero.ir.records import DISK, HOST, Op
 
 aten = torch.ops.aten
@@ -99,8 +99,10 @@ class _Walk:
         """Goes past an op."""
         program, rates = self.program, self.rates
         if op.computes and rates.host_bytes and program.space(op) == HOST:
-            moved = sum(program.buffers[ref.name].nbytes for ref in (*op.reads, *op.writes))
+            moved = sum(named_bytes(program, ref) for ref in (*op.reads, *op.writes))
             self._start(UPDATES, op.writes[0].name, moved / rates.host_bytes)
+            for ref in op.writes[1:]:
+                self._start(UPDATES, ref.name, 0.0)
         elif op.computes:
             key = op.segment
             if key not in self.by_segment:

@@ -163,7 +163,7 @@ class Executor:
                 started.add(ref.name)
             calls += binder(op)(self, op)
             if op.computes and self.program.space(op) == HOST:
-                calls = self._on_host(op, calls)
+                calls = self._on_host(index, op, calls)
             if op.is_wait and index not in deferred and op.target not in self.moving:
                 calls.append(partial(self.comm.settle, op.target))
             if op.is_free:
@@ -171,12 +171,15 @@ class Executor:
             calls_of_ops.append(calls)
         return calls_of_ops
 
-    def _on_host(self, op: Op, calls: list[Call]) -> list[Call]:
+    def _on_host(self, index: int, op: Op, calls: list[Call]) -> list[Call]:
         """The calls of an op on the host, beside the lanes. With a loose buffer it waits for all of them."""
         refs = (*op.reads, *op.writes)
         if self._is_loose(refs):
             return [self.lanes.finish, *calls]
-        return self.lanes.on_host(calls, [self.tensor(ref) for ref in refs])
+        start = op.offset or 0
+        workspace = self.arenas[HOST][start : start + op.workspace]
+        what = f"op {index}: {op_text(op)} | {op.why}"
+        return self.lanes.on_host(calls, [*(self.tensor(ref) for ref in refs), workspace], what)
 
     def _zeroed(self, ref: Ref) -> Iterator[Call]:
         buffer = self.program.buffers[ref.name]

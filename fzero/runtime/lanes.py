@@ -53,8 +53,8 @@ class Lanes:
         if name in self.pending:
             self.pending.pop(name).result()
 
-    def on_host(self, calls: list[Call], tensors: Sequence[torch.Tensor]) -> list[Call]:
-        """What runs `calls` of the host, which read and write these tensors."""
+    def on_host(self, calls: list[Call], tensors: Sequence[torch.Tensor], what: str) -> list[Call]:
+        """What runs `calls` of the host, which read and write these tensors. what: the op's name in errors."""
         return calls
 
     def finish(self) -> None:

@@ -57,6 +57,7 @@ class StreamLanes(Lanes):
     # --- moves
 
     def copy(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._reap()
         over = _range(source if target.is_cuda else target)
         start = partial(self._copy, self._mark(torch.cuda.current_stream(self.device)), source, target, over)
         if any(_meet(over, used) for job in self.jobs for used in job.over):
@@ -79,21 +80,29 @@ class StreamLanes(Lanes):
             return super().wait(name)
         if isinstance(copy, _Job):
             copy = copy.ended.result()
+            self._reap()
         assert copy is not None
         return torch.cuda.current_stream(self.device).wait_event(copy.done)
 
     # --- the host
 
-    def on_host(self, calls: list[Call], tensors: Sequence[torch.Tensor]) -> list[Call]:
+    def on_host(self, calls: list[Call], tensors: Sequence[torch.Tensor], what: str) -> list[Call]:
         over = tuple(_range(tensor) for tensor in tensors)
 
         def run() -> None:
-            for call in calls:
-                call()
+            try:
+                for call in calls:
+                    call()
+            except Exception as error:
+                error.add_note(f"in {what}")
+                raise
 
         def submit() -> None:
-            events = [copy.done for copy in self.unseen if any(_meet(copy.over, used) for used in over)]
-            self._submit(partial(_after, events, run), over)
+            self._reap()
+            self.unseen = [copy for copy in self.unseen if not copy.done.query()]
+            copies: list[_Copy | _Job] = [copy for copy in self.unseen if any(_meet(copy.over, used) for used in over)]
+            started = [job for job in self.jobs if any(_meet(one, used) for one in job.over for used in over)]
+            self._submit(partial(_after, [*copies, *started], run), over)
 
         return [submit]
 
@@ -112,6 +121,13 @@ class StreamLanes(Lanes):
             for left in (self.jobs, self.unseen, self.copies):
                 left.clear()
 
+    def _reap(self) -> None:
+        """Forgets the thread's work that has ended; a copy that it started is one that the host has not seen."""
+        while self.jobs and self.jobs[0].ended.done():
+            copy = self.jobs.pop(0).ended.result()
+            if copy is not None:
+                self.unseen.append(copy)
+
     def _see(self, over: Range) -> None:
         """Waits for the work and the copies that use a range of the host."""
         if any(_meet(over, used) for job in self.jobs for used in job.over):
@@ -123,10 +139,8 @@ class StreamLanes(Lanes):
     def _end_jobs(self) -> None:
         """Waits for all of the thread's work. Raises the first error."""
         while self.jobs:
-            copy = self.jobs[0].ended.result()
-            if copy is not None:
-                self.unseen.append(copy)
-            del self.jobs[0]
+            self.jobs[-1].ended.exception()
+            self._reap()
 
     def _submit(self, call: Callable[[], _Copy | None], over: tuple[Range, ...]) -> _Job:
         before = self.jobs[-1].ended if self.jobs else None
@@ -156,10 +170,12 @@ class StreamLanes(Lanes):
         return event
 
 
-def _after(events: Sequence[torch.cuda.Event], run: Call) -> None:
-    """Calls `run` when the events have come."""
-    for event in events:
-        event.synchronize()
+def _after(work: Sequence[_Copy | _Job], run: Call) -> None:
+    """Calls `run` when copies are done. Of the thread's own work, which has ended, a copy may still be under way."""
+    for one in work:
+        copy = one.ended.result() if isinstance(one, _Job) else one
+        if copy is not None:
+            copy.done.synchronize()
     run()
 
 

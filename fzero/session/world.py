@@ -175,8 +175,8 @@ def check_spec(name: str, spec: Any) -> None:
 
 
 def _file(spec: Spec, plan: Plan, rank: int) -> DiskFile | None:
-    """The rank's file for what lies on disk; None where nothing does. A program whose gradients wait there makes it
-    larger. Raises OffloadError."""
+    """The rank's file for what lies on disk; None where the spec names no folder. A program whose gradients wait there
+    makes it larger. Raises OffloadError."""
     return None if spec.nvme_path is None else DiskFile(spec.nvme_path, file_bytes(plan, rank))
 
 

@@ -19,7 +19,8 @@ ROUND_BYTES = 64 << 20  # of buffers on disk that are filled together; a larger 
 
 
 class Homes(Mapping[str, torch.Tensor]):
-    """A rank's state buffers. in_memory: those that are tensors. on_disk: the others. file: None if there are none.
+    """A rank's state buffers. in_memory: those that are tensors. on_disk: the others. file: the rank's, if the spec
+    names a folder for one.
 
     Nothing changes after it is made but the contents of tensors and file.
     """

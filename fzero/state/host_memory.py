@@ -28,6 +28,8 @@ class _Locked(mmap.mmap):
         address = ctypes.addressof(ctypes.c_char.from_buffer(self))
         code = torch.cuda.cudart().cudaHostRegister(address, len(self), 0)
         if int(code) != 0:
+            with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next launch to find: this one
+                torch.ones(1, device="cuda")
             raise OffloadError(
                 "the host's memory",
                 f"{len(self):,} bytes cannot be page-locked for CUDA (cudaHostRegister: error {int(code)}). Needed: "
@@ -38,14 +40,16 @@ class _Locked(mmap.mmap):
 
     def __del__(self) -> None:
         if self.locked:
+            with contextlib.suppress(Exception):  # after a step that failed copies may be in flight
+                torch.cuda.synchronize(self.device)
             with contextlib.suppress(Exception):  # at the end of the process CUDA may be gone
-                torch.cuda.synchronize(self.device)  # after a step that failed copies may be in flight
                 torch.cuda.cudart().cudaHostUnregister(self.locked)
 
 
 def host_memory(device: torch.device, nbytes: int) -> torch.Tensor:
     """Returns new zeroed memory of the host (uint8, 1-D, `nbytes` long, from the start of a page), page-locked if
-    `device` is a CUDA device. It is freed with the last tensor on it. Raises OffloadError if it cannot be locked.
+    `device` is a CUDA device: whole pages, and from 2 MiB on 2 MiB more, to begin at a huge page. It is freed with
+    the last tensor on it. Raises OffloadError if it cannot be locked.
 
     >>> host_memory(torch.device("cpu"), 5000).shape
     torch.Size([5000])

@@ -95,11 +95,18 @@ def test_updates_on_the_host_pass_beside_the_device() -> None:
     found = fzero.simulate(lowered, machine)
     assert found.busy["host"] == pytest.approx(28 * 128 * 128 / 1e6, rel=1e-3)
     assert found.seconds == pytest.approx(found.busy["host"], rel=1e-2), "the end waits for it"
+    tiled = fzero.lower(spec, {"w": torch.empty(4096, 4096)}, torch.empty(64, 4096))
+    assert sum(op.computes and tiled.program.space(op) == "host" for op in tiled.program.ops) > 1
+    assert fzero.simulate(tiled, machine).busy["host"] == pytest.approx(28 * 4096**2 / 1e6, rel=1e-3), "once each"
 
 
 def test_a_transfer_without_a_rate_is_named() -> None:
     with pytest.raises(fzero.SpecError, match=r"without a rate: all_gather, reduce_scatter\. Needed in rates.latency"):
         fzero.simulate(lowered(prefetch=1), rates.H100)
+    with pytest.raises(fzero.SpecError, match=r"bytes on disk→host, a lane without a rate\. Needed in rates.lanes"):
+        fzero.simulate(lowered(offload={"optimizer": "nvme"}, nvme_path="/nvme"), NETWORK)
+    with pytest.raises(fzero.SpecError, match="rank 2 of a world of 2"):
+        fzero.simulate(lowered(prefetch=1), NETWORK, rank=2)
 
 
 @pytest.mark.acceptance

@@ -84,7 +84,7 @@ def moves_out_of_order_are_races() -> None:
     for method, instead, text, given in (
         ("wait", deaf, "which nothing puts after", on_device),
         ("_copy", at_once, "which nothing puts after", on_device),
-        ("on_host", lambda self, calls, _: calls, "on the host", on_host),
+        ("on_host", lambda self, calls, *_: calls, "on the host", on_host),
         ("_see", nothing, "on the host", on_disk),
     ):
         with changed(stream_lanes.StreamLanes, method, instead), fails(order.RaceError, text):

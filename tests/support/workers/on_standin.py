@@ -251,7 +251,7 @@ def work_on_the_host_is_waited_for() -> None:
         slot.add_(n)
 
     def update(n: float) -> None:
-        (start,) = lanes.on_host([partial(add, n)], [slot])
+        (start,) = lanes.on_host([partial(add, n)], [slot], f"op {n}")
         start()
 
     update(1)
@@ -268,17 +268,49 @@ def work_on_the_host_is_waited_for() -> None:
     update(1)
     lanes.finish()
     assert slot.tolist() == [12.0] * 4
-    (broken,) = lanes.on_host([lambda: 1 / 0], [slot])
+    (broken,) = lanes.on_host([lambda: 1 / 0], [slot], "op 7: an update")
     broken()
     update(1000)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as error:
         lanes.finish()
+    assert error.value.__notes__ == ["in op 7: an update"]
     lanes.drain()
     assert slot.tolist() == [12.0] * 4, "nothing runs behind work that failed"
     lanes.finish()
     cudart, full = torch.cuda.cudart(), mock.Mock(return_value=2)
     with mock.patch.object(cudart, "cudaHostRegister", full), fails(fzero.FzeroError, "memlock"):
         host_memory(where, 4096)
+
+
+@scenario(1)
+def updates_on_the_host_in_slots_used_again() -> None:
+    """Ten layers: gradients come down into places where updates worked before, and workspaces lie between them."""
+    keys, after = fzero.random.split(fzero.random.key(0), 10), stream_lanes._after
+
+    def deep(params: Any, x: Any) -> Any:
+        for w in params:
+            x = torch.tanh(x @ w)
+        return x.square().mean()
+
+    def late(*given: Any) -> None:
+        time.sleep(0.003)
+        after(*given)
+
+    def ran(where: str, **options: Any) -> list[torch.Tensor]:
+        given = {"loss": deep, "bucket_bytes": 4096, "device": where, **options}
+        state = fzero.init([fzero.random.normal(key, (32, 32)) / 6 for key in keys], fzero.Spec(**given))
+        for number in range(2):
+            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
+            state = fzero.step(state, x.to(where))
+        return [x.cpu() for x in fzero.unshard(state.params)]
+
+    for options in ({"optimizer": optim.adamw(1e-2), "clip_norm": 1e-3}, {"optimizer": optim.sgd(0.1, momentum=0.9)}):
+        wanted = ran("cpu", **options)
+        for offload, delay in (("optimizer", after), ("optimizer+params", late)):
+            with mock.patch.object(stream_lanes, "_after", delay):
+                found = ran(HERE, **options, offload=offload, update_on="cpu")
+            for a, b in zip(found, wanted, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def saved_and_loaded(state: Any, name: str = "device") -> None:
