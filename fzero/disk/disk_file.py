@@ -50,8 +50,8 @@ class DiskFile:
 
     Raises OffloadError if the file cannot be made. It says how many bytes are needed and how many are free.
 
-    Written here alone: `nbytes`, by `grow`; `patience`, by `wait`; `in_flight`, under `lock`; and the counters `bytes_read` and
-    `bytes_written` (asked for, by transfers that ended well).
+    Written here alone: `nbytes`, by `grow`; `patience`, by `wait`; `in_flight`, under `lock`; and the counters
+    `bytes_read` and `bytes_written` (asked for, by transfers that ended well).
 
     >>> with DiskFile(".", 8192) as file:
     ...     moments, back = torch.randn(1500), torch.empty(1500)
@@ -105,7 +105,7 @@ class DiskFile:
         HangError: one did not end in `timeout` seconds. It may still use its memory. Later waits do not wait again:
         they raise at once unless the disk has answered meanwhile.
         """
-        ended, late = wait(transfers, self.patience)
+        _, late = wait(transfers, self.patience)
         if late:
             self.patience = 0.0
             raise self._hang(late)
