@@ -82,17 +82,19 @@ def test_bits_do_not_depend_on_where_leaves_are_held(
     update_on: str,
     model: str,
     monkeypatch: pytest.MonkeyPatch,
+    whole: bool,
 ) -> None:
-    """Copies of whole columns; then tiles of 1,024 elements, several of the large columns."""
+    """Copies of whole columns; then tiles of 1,024 elements, several of the large columns. Three steps, or 20."""
+    steps = 20 if whole else 3
     if model != "mlp":
         monkeypatch.setattr(step, "TILE_BYTES", 4096)
     chosen = MLP if model == "mlp" else UNTIED
     if "trainable" in options:
         options = {"trainable": "layers/**" if chosen is MLP else "[eh]*"}
     params, optimizer = chosen.init(fzero.random.key(0)), TX[tx]()
-    plain = run(spec(chosen, optimizer, zero=zero, **options), params, chosen.batch, world=world, steps=3)
+    plain = run(spec(chosen, optimizer, zero=zero, **options), params, chosen.batch, world=world, steps=steps)
     moved = spec(chosen, optimizer, zero=zero, offload=HOMES[home], update_on=update_on, **options)
-    found = run(moved, params, chosen.batch, world=world, steps=3)
+    found = run(moved, params, chosen.batch, world=world, steps=steps)
     assert differing(plain.final, found.final) == []
     assert plain.losses() == found.losses()
     assert any(op.moves for op in found.lowered.program.ops)

@@ -11,11 +11,3 @@ def test_a_kill_changes_no_bit(tmp_path: Path) -> None:
     assert counts["kills"] == 1
     assert counts["runs"] >= 1
     assert counts["late"] == 0, "a survivor did not end when it was told to"
-
-
-def test_a_kill_of_offloaded_training_changes_no_bit_and_leaves_no_file(folder: Path) -> None:
-    """All of the state lies on disk; the bits are those of a run without offload. `make acceptance` kills 50 times."""
-    (folder / "nvme").mkdir()
-    counts = kill_loop(folder, kills=2, steps=20, seed=2, nvme=folder / "nvme")
-    assert counts["kills"] == 2
-    assert counts["late"] == 0, "a survivor did not end when it was told to"
