@@ -57,8 +57,8 @@ class PeerError(FzeroError, RuntimeError):
 
 
 class HangError(DisagreementError):
-    """This rank waited for another in vain. `missing` holds the ranks that did not come; the message says where every
-    rank was.
+    """This rank waited in vain for another, or for its disk. `missing` holds the ranks that did not come; the message
+    says where every rank was, or what the disk was asked for.
 
     The process group cannot be used any more. The given state stays usable unless it says that it is not.
     """

@@ -96,7 +96,8 @@ class Spec:
     "auto": shared if possible, each gather by measured cost. Same bits.
     cuda_graph: on CUDA, launch a step as one graph if the step allows it (`lowered.choices` gives the reason if not).
     timeout: seconds that a rank waits for another before HangError names the missing ranks (docs/hangs.md), in process
-    groups that fzero starts. None: 600. A group that you started has its own: init_process_group(timeout=).
+    groups that fzero starts, and for its disk. None: 600. A group that you started has its own:
+    init_process_group(timeout=).
     device: the device of the state, as "cuda" (under torchrun: this rank's). None: that of the given tensors, else
     "cpu".
 

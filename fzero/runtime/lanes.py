@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from fzero.errors import HangError
+
 Call = Callable[[], Any]
 
 
@@ -24,6 +26,9 @@ class File(Protocol):
 
     def write(self, offset: int, source: torch.Tensor, what: str = "") -> Future[None]:
         """Starts to write the bytes of a contiguous tensor. what: its name in errors."""
+
+    def wait(self, *transfers: Future[None]) -> None:
+        """Returns when these have ended. Raises the first error, and HangError if one does not end."""
 
 
 class Lanes:
@@ -49,9 +54,10 @@ class Lanes:
         self.pending[name] = self.file.write(offset, source, what)
 
     def wait(self, name: str) -> None:
-        """Returns when what follows may use what the move `name` fills. Raises its error."""
+        """Returns when what follows may use what the move `name` fills. Raises its error. HangError: the disk does not
+        answer; the move stays in `pending`."""
         if name in self.pending:
-            self.pending.pop(name).result()
+            self._end(name)
 
     def on_host(self, calls: list[Call], tensors: Sequence[torch.Tensor], what: str) -> list[Call]:
         """What runs `calls` of the host, which read and write these tensors. what: the op's name in errors."""
@@ -61,7 +67,20 @@ class Lanes:
         """Ends a step: what it left on the host can be read there."""
 
     def drain(self) -> None:
-        """Ends every move in flight, after a step that failed; their errors are those of that step."""
-        for future in self.pending.values():
-            future.exception()
-        self.pending.clear()
+        """Ends every move in flight, after a step that failed; their errors are those of that step. Raises HangError
+        if the disk still does not answer."""
+        for name in list(self.pending):
+            try:
+                self._end(name)
+            except HangError:
+                raise
+            except Exception:
+                continue
+
+    def _end(self, name: str) -> None:
+        assert self.file is not None
+        try:
+            self.file.wait(self.pending[name])
+        finally:
+            if self.pending[name].done():
+                del self.pending[name]

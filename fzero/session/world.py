@@ -138,7 +138,7 @@ class World:
             store = default_store() if self.size > 1 else None
             bytes_of_buckets = bucket_bytes(transport.name, mesh.data_ranks, self.rank, transport.rates, store)
             plan = plan_for(spec, filling.paths, filling.values, filling.per_rank, mesh, bytes_of_buckets)
-            file = _file(spec, plan, self.rank)
+            file = _file(spec, plan, self.rank, here)
             memory = storage.allocate(plan, transport.block, self.rank, {HOST: partial(host_memory, self.device)})
             homes = Homes(plan, self.rank, memory, file)
             placed = [filling.place(plan, self.rank, buffers) for buffers in homes.rounds()]
@@ -174,10 +174,13 @@ def check_spec(name: str, spec: Any) -> None:
         raise SpecError(f"fzero.{name} needed a Spec, got {type(spec).__name__}: call {calls[name]}")
 
 
-def _file(spec: Spec, plan: Plan, rank: int) -> DiskFile | None:
+def _file(spec: Spec, plan: Plan, rank: int, here: heartbeat.Presence) -> DiskFile | None:
     """The rank's file for what lies on disk; None where the spec names no folder. A program whose gradients wait there
     makes it larger. Raises OffloadError."""
-    return None if spec.nvme_path is None else DiskFile(spec.nvme_path, file_bytes(plan, rank))
+    if spec.nvme_path is None:
+        return None
+    patience = spec.timeout or process_group.TIMEOUT_SECONDS
+    return DiskFile(spec.nvme_path, file_bytes(plan, rank), timeout=patience, owner=here.label(rank))
 
 
 def _device(name: str, spec: Spec, like: Any) -> torch.device:

@@ -8,6 +8,8 @@ import errno
 import json
 import os
 import re
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from fzero import tree
 from fzero.compile import step, update_place
 from fzero.cost import step_time
 from fzero.cost.rates import H100, Rates
-from fzero.disk import Disk
+from fzero.disk import Disk, disk_file
 from fzero.state import homes as homes_of_state
 
 TX = {
@@ -80,17 +82,19 @@ def test_bits_do_not_depend_on_where_leaves_are_held(
     update_on: str,
     model: str,
     monkeypatch: pytest.MonkeyPatch,
+    whole: bool,
 ) -> None:
-    """Copies of whole columns; then tiles of 1,024 elements, several of the large columns."""
+    """Copies of whole columns; then tiles of 1,024 elements, several of the large columns. Three steps, or 20."""
+    steps = 20 if whole else 3
     if model != "mlp":
         monkeypatch.setattr(step, "TILE_BYTES", 4096)
     chosen = MLP if model == "mlp" else UNTIED
     if "trainable" in options:
         options = {"trainable": "layers/**" if chosen is MLP else "[eh]*"}
     params, optimizer = chosen.init(fzero.random.key(0)), TX[tx]()
-    plain = run(spec(chosen, optimizer, zero=zero, **options), params, chosen.batch, world=world, steps=3)
+    plain = run(spec(chosen, optimizer, zero=zero, **options), params, chosen.batch, world=world, steps=steps)
     moved = spec(chosen, optimizer, zero=zero, offload=HOMES[home], update_on=update_on, **options)
-    found = run(moved, params, chosen.batch, world=world, steps=3)
+    found = run(moved, params, chosen.batch, world=world, steps=steps)
     assert differing(plain.final, found.final) == []
     assert plain.losses() == found.losses()
     assert any(op.moves for op in found.lowered.program.ops)
@@ -564,6 +568,66 @@ def test_an_error_of_the_disk_names_leaf_and_op_and_ends_the_state_only_once_it_
     else:
         with pytest.raises(fzero.DonatedError, match="failed after it began to write"):
             fzero.step(state, UNTIED.batch(0, 1))
+
+
+class Stuck(Disk):
+    """A disk whose calls of a kind do not return before `go`."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.go = kind, threading.Event()
+
+    def run(self, kind: str, path: Path, call: Any) -> Any:
+        if kind == self.kind:
+            self.go.wait(60)
+        return call()
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_disk_that_does_not_answer_is_a_hang_that_names_rank_op_leaf_and_folder(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a step, in the next step, and in `full`. When it answers after all, a state that was not written goes on."""
+    state, _ = train({**homes(folder)["nvme"], "timeout": 0.3}, range(1))
+    file, disk = state.runtime.memory.file, Stuck(kind)
+    monkeypatch.setattr(file.file, "disk", disk)
+    try:
+        with pytest.raises(fzero.HangError, match=r"^rank 0: the disk of .* does not answer, in 0\.3 s") as found:
+            fzero.step(state, UNTIED.batch(0, 1))
+        first, *others = str(found.value).splitlines()
+        assert str(folder) in first
+        assert re.search(rf"to (params|opt_state).*: {kind} of [\d,]+ bytes at byte", first), first
+        assert any(re.match(rf"  in flight: .*: {kind} of .* for 0\.[3-9] s", line) for line in others)
+        assert any(re.match(r"in op \d+: wait ", note) for note in found.value.__notes__)
+        if kind == "read":
+            began = time.monotonic()
+            with pytest.raises(fzero.HangError):
+                fzero.step(state, UNTIED.batch(0, 1))
+            with pytest.raises(fzero.HangError, match="a read of params"):
+                state.params["output"].full()
+            assert time.monotonic() - began < 0.6
+    finally:
+        disk.go.set()
+    monkeypatch.setattr(file.file, "disk", Disk())
+    if kind == "write":
+        with pytest.raises(fzero.DonatedError, match="failed after it began to write"):
+            fzero.step(state, UNTIED.batch(0, 1))
+        return
+    while file.busy():
+        time.sleep(0.001)
+    again, losses = train({}, range(1, 2), state)
+    whole, wanted = train({}, range(2))
+    assert losses == wanted[1:]
+    assert differing(leaves(again), leaves(whole)) == []
+
+
+def test_a_disk_that_does_not_answer_is_a_hang_of_init(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Stuck("write")
+    monkeypatch.setattr(disk_file, "Disk", lambda: disk)
+    try:
+        with pytest.raises(fzero.HangError, match=r"rank 0: the disk .* to the first (params|opt_state).*: write of "):
+            train({**homes(folder)["nvme"], "timeout": 0.3}, range(1))
+    finally:
+        disk.go.set()
 
 
 def test_a_folder_that_cannot_hold_the_file_is_an_error_of_init(folder: Path) -> None:
