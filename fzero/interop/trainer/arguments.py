@@ -9,6 +9,7 @@ from typing import Any
 import transformers
 
 from fzero.errors import ConfigError
+from fzero.interop.config.read import from_json, read
 
 LAUNCHED = {"ACCELERATE_USE_DEEPSPEED": "deepspeed=", "ACCELERATE_USE_FSDP": "fsdp="}  # by `accelerate launch`
 
@@ -22,7 +23,7 @@ class TrainingArguments(transformers.TrainingArguments):
 
     pad_to: sequences are padded on the right to pad_to * 2**k places, for the least k that all ranks' batches of a step
     fit in. A program is made for each such length, so few are made. 0 pads nothing. spec: more fields of `fzero.Spec`,
-    in JSON, as {"zero": 2, "remat": "full"}; they come last.
+    as {"zero": 2, "remat": "full"}, in JSON or its file; they come last.
 
     Raises ConfigError for an environment in which `accelerate launch` has chosen DeepSpeed or FSDP by itself.
 
@@ -30,8 +31,6 @@ class TrainingArguments(transformers.TrainingArguments):
     >>> args.deepspeed, args.parallel["deepspeed"], args.pad_to
     (None, {'zero_optimization': {'stage': 2}}, 64)
     """
-
-    _VALID_DICT_FIELDS = (*transformers.TrainingArguments._VALID_DICT_FIELDS, "spec")
 
     pad_to: int = field(default=64, metadata={"help": "Pad sequences to this many places, times a power of two."})
     spec: dict[str, Any] | str | None = field(default=None, metadata={"help": "More fields of fzero.Spec, in JSON."})
@@ -43,6 +42,9 @@ class TrainingArguments(transformers.TrainingArguments):
                     f"TrainingArguments({LAUNCHED[name]}...)" for name in chosen]  # fmt: skip
             texts = [(name, text.strip()) for name, text in zip(chosen, said, strict=True)]
             raise ConfigError("\n".join(["the environment: another engine is chosen", *said]), texts)
+        if isinstance(self.spec, str):
+            text = self.spec.strip()
+            self.spec = from_json(text, "TrainingArguments(spec=)") if text.startswith("{") else read(text)[1]
         self.parallel = {name: getattr(self, name) for name in ("deepspeed", "fsdp", "fsdp_config")}
         self.deepspeed = self.fsdp = self.fsdp_config = None
         super().__post_init__()

@@ -198,13 +198,16 @@ class Mixin(transformers.Trainer):
 
     @contextlib.contextmanager
     def counted(self, items: Any) -> Iterator[None]:
-        """Within, `_get_num_items_in_batch` is what the batch brought with it: nothing is gathered while a step is
-        captured."""
+        """While `prediction_step` is captured: its inputs are where they belong, and the number of its items came with
+        them, so nothing is gathered."""
         self._counted, self._items = True, None if items is None else items.reshape(())
         try:
             yield
         finally:
             self._counted, self._items = False, None
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs if self._counted else super()._prepare_inputs(inputs)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         return self._items if self._counted else super()._get_num_items_in_batch(batch_samples, device)
