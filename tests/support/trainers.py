@@ -63,11 +63,12 @@ def make(kind: str, name: str, folder: Path, **options: Any) -> Any:
         from transformers import Trainer, TrainingArguments  # type: ignore[assignment]
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    loss, num_rows = options.pop("compute_loss_func", None), options.pop("num_rows", 45)
     args = TrainingArguments(str(folder), **{**QUIET, **options})
     model, rows, collate = TASKS[name]()
-    data = {"train_dataset": rows(options.pop("rows", 45), 0), "eval_dataset": rows(13, 1)}
-    data = data if args.eval_strategy != "no" else {**data, "eval_dataset": None}
-    return Trainer(model, args, data_collator=collate, **data)
+    held_out = rows(13, 1) if args.eval_strategy != "no" else None
+    data = {"train_dataset": rows(num_rows, 0), "eval_dataset": held_out}
+    return Trainer(model, args, data_collator=collate, compute_loss_func=loss, **data)
 
 
 QUIET: dict[str, Any] = {
