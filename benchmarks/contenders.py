@@ -117,21 +117,24 @@ def ddp(setup: Setup, zero_redundancy: bool = False) -> Step:
     return step
 
 
-def fsdp2(setup: Setup, reshard: bool, compiled: bool = False) -> Step:
+def fsdp2(setup: Setup, reshard: bool, compiled: bool = False, offload: bool = False) -> Step:
     """`fully_shard` on each block, then on the rest (the embedding, tied, which stays gathered between the two passes:
-    torch's own default for the root). Compiled per block, as torchtitan does."""
+    torch's own default for the root). Compiled per block, as torchtitan does. offload: parameters, gradients and
+    optimizer on the CPU, in page-locked memory."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    model = setup.model()
+    model = setup.model().cpu() if offload else setup.model()
+    homes = CPUOffloadPolicy() if offload else OffloadPolicy()
     mesh = init_device_mesh(setup.device, (torch.distributed.get_world_size(),))
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = low if setup.dtype == "bf16" else MixedPrecisionPolicy()
     for block in model.blocks:  # type: ignore[union-attr]
         if compiled:
             block.compile()
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshard else False)
+        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=homes, reshard_after_forward=reshard)
+    again = None if reshard else False
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=homes, reshard_after_forward=again)
     return _trains(setup, model, _adamw(model.parameters()))
 
 
@@ -199,6 +202,7 @@ def fzero(setup: Setup, zero: int, **options: Any) -> Step:
 
 FSDP = ("torch.distributed.fsdp",)
 DDP = ("torch.distributed.optim",)
+HOME = ("fzero.interop",)
 
 CONTENDERS: dict[str, Contender] = {
     "reference": Contender(
@@ -207,17 +211,28 @@ CONTENDERS: dict[str, Contender] = {
     "alone": Contender("one process, the other core idle", alone, world=1, talks=False),
     "floor": Contender("floor: two processes, no communication", alone, talks=False),
     "floor_compiled": Contender("floor, compiled", partial(alone, compiled=True), talks=False, compiled=True),
-    **{
-        f"fzero{zero}": Contender(f"fzero zero={zero}", partial(fzero, zero=zero), ("fzero.interop",))
-        for zero in range(4)
-    },
-    "fzero3_fastest": Contender(
-        "fzero zero=3, matmul='fastest'", partial(fzero, zero=3, matmul="fastest"), ("fzero.interop",)
-    ),
+    **{f"fzero{zero}": Contender(f"fzero zero={zero}", partial(fzero, zero=zero), HOME) for zero in range(4)},
+    "fzero3_fastest": Contender("fzero zero=3, matmul='fastest'", partial(fzero, zero=3, matmul="fastest"), HOME),
     "fzero3_compiled": Contender(
-        "fzero zero=3, compile='auto'", partial(fzero, zero=3, compile="auto"), ("fzero.interop",), compiled=True
+        "fzero zero=3, compile='auto'", partial(fzero, zero=3, compile="auto"), HOME, compiled=True
     ),
-    "fzero3_p2p": Contender("fzero zero=3, over gloo", partial(fzero, zero=3, transfers="p2p"), ("fzero.interop",)),
+    "fzero3_moments": Contender(
+        "fzero zero=3, moments on the host", partial(fzero, zero=3, offload="optimizer", update_on="device"), HOME
+    ),
+    "fzero3_moved": Contender(
+        "fzero zero=3, all on the host, updates on the device",
+        partial(fzero, zero=3, offload="optimizer+params", update_on="device"),
+        HOME,
+    ),
+    "fzero3_on_cpu": Contender(
+        "fzero zero=3, all on the host, updates there",
+        partial(fzero, zero=3, offload="optimizer+params", update_on="cpu"),
+        HOME,
+    ),
+    "fsdp_offload": Contender(
+        "FSDP2, all on the host, updates there", partial(fsdp2, reshard=True, offload=True), FSDP
+    ),
+    "fzero3_p2p": Contender("fzero zero=3, over gloo", partial(fzero, zero=3, transfers="p2p"), HOME),
     "ddp": Contender("DDP", ddp, DDP),
     "ddp_zero": Contender("DDP + ZeroRedundancyOptimizer", partial(ddp, zero_redundancy=True), DDP),
     "fsdp": Contender("FSDP2, resharding", partial(fsdp2, reshard=True), FSDP),

@@ -90,10 +90,10 @@ class MismatchError(CheckpointError):
 
 
 class OffloadError(FzeroError):
-    """The file for what a rank keeps on disk cannot be made, written or read.
+    """The file for what a rank keeps on disk cannot be made, written or read, or the host's memory cannot be locked.
 
-    file: the folder that it is in; the message begins with it. errno: the operating system's number, if it reported
-    one.
+    file: the folder that it is in, or "the host's memory"; the message begins with it. errno: the operating system's
+    number, if it reported one.
     """
 
     def __init__(self, file: object, text: str, errno: int | None = None) -> None:

@@ -206,8 +206,6 @@ class Spec:
         for rule, choice in remat.items() if isinstance(remat, Mapping) else [("**", remat)]:
             form = '"none", "full", "offload", or path rules to them, as {"blocks/**": "full"}'
             _needs(isinstance(rule, str) and choice in ("none", "full", "offload"), "remat", remat, form)
-        if "offload" in self.remat_rules.values():
-            self._check_alone("remat", remat)
 
     def _check_offload(self) -> None:
         """Checks `offload`, what belongs to it, and the budgets."""
@@ -239,11 +237,6 @@ class Spec:
             text = isinstance(self.nvme_path, (str, os.PathLike))
             _needs(text, "nvme_path", self.nvme_path, "the path of a folder")
             _needs(away, "nvme_path", self.nvme_path, "a rule of offload= to 'nvme', or none")
-        self._check_alone("offload", self.offload)
-
-    def _check_alone(self, name: str, value: Any) -> None:
-        alone = (self.mesh or {}).get(PIPELINE, 1) == 1
-        _needs(alone, name, value, f"a mesh without {PIPELINE!r}: pipelines do not offload yet")
 
     def _check_precision(self) -> None:
         """Checks the precision policy against `step` and `nonfinite`."""

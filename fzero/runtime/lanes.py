@@ -1,15 +1,19 @@
 """lanes: the moves of one rank from one of its spaces to another.
 
-On a CPU world the device's memory and the host's are both RAM: a copy between them is made when it starts. The disk's
-lanes read and write the rank's file in threads, so a step goes on beside them.
+On a CPU world the device's memory and the host's are both RAM: a copy between them is made when it starts (`Lanes`). On
+CUDA each direction has a stream of its own (`fzero.runtime.stream_lanes`). The disk's lanes read and write the rank's
+file in threads, so a step goes on beside them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+
+Call = Callable[[], Any]
 
 
 class File(Protocol):
@@ -30,8 +34,8 @@ class Lanes:
         self.file = file
         self.pending: dict[str, Future[None]] = {}
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Moves between the device and the host."""
+    def copy(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Starts a move between the device and the host."""
         target.copy_(source.view(target.shape))
 
     def read(self, name: str, offset: int, into: torch.Tensor, what: str) -> None:
@@ -45,9 +49,16 @@ class Lanes:
         self.pending[name] = self.file.write(offset, source, what)
 
     def wait(self, name: str) -> None:
-        """Returns when the move that fills `name` is done. Raises its error."""
+        """Returns when what follows may use what the move `name` fills. Raises its error."""
         if name in self.pending:
             self.pending.pop(name).result()
+
+    def on_host(self, calls: list[Call], tensors: Sequence[torch.Tensor]) -> list[Call]:
+        """What runs `calls` of the host, which read and write these tensors."""
+        return calls
+
+    def finish(self) -> None:
+        """Ends a step: what it left on the host can be read there."""
 
     def drain(self) -> None:
         """Ends every move in flight, after a step that failed; their errors are those of that step."""

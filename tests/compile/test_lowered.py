@@ -8,7 +8,7 @@ import pytest
 import fzero
 from fzero.passes import PASSES
 
-OFFLOADING = ("to_spaces", "offload_activations", "tile_updates", "place_moves")
+OFFLOADING = ("to_spaces", "schedule_updates", "offload_activations", "tile_updates", "place_moves")
 
 
 @pytest.mark.parametrize("options", [{}, {"prefetch": 3}, {"microbatches": 2, "reduce": "end"}], ids=str)

@@ -139,7 +139,7 @@ def test_own_slices_partition_a_range(world: int, parts: int, data: st.DataObjec
 
 def test_optimise_notes_its_passes() -> None:
     program, _ = optimise(cases.naive(), Options())
-    offloading = {"to_spaces", "offload_activations", "tile_updates", "place_moves"}  # nothing lies elsewhere here
+    offloading = {"to_spaces", "schedule_updates", "offload_activations", "tile_updates", "place_moves"}  # nothing is
     assert program.passes == ("lower", *(name for name, _, _ in fzero.passes.PASSES if name not in offloading))
 
 

@@ -15,15 +15,16 @@ from typing import Any
 import kept
 import pytest
 import torch
+import tp_models
 from helpers import differing, gloo, run, values
-from models import GPT, MLP, UNTIED, Model
+from models import GPT, MLP, UNTIED
 from torch import Tensor
 
 import fzero
 from fzero import tree
-from fzero.compile import step
+from fzero.compile import step, update_place
 from fzero.cost import step_time
-from fzero.cost.rates import Rates
+from fzero.cost.rates import H100, Rates
 from fzero.disk import Disk
 from fzero.state import homes as homes_of_state
 
@@ -55,7 +56,7 @@ OPTIONS: tuple[tuple[int, int, str, dict[str, Any]], ...] = (
 CASES = [(*options, home) for options in OPTIONS for home in HOMES]
 
 
-def spec(model: Model, tx: Any, **options: Any) -> fzero.Spec:
+def spec(model: Any, tx: Any, **options: Any) -> fzero.Spec:
     rules = options.get("offload")
     if isinstance(rules, dict) and "nvme" in rules.values():
         options["nvme_path"] = "/tmp"
@@ -95,6 +96,58 @@ def test_bits_do_not_depend_on_where_leaves_are_held(
     tiled = any(ref.tile for op in found.lowered.program.ops for ref in op.reads)
     if tx != "adamw8":  # the scales of a tile are to fill pages of the disk: these columns are too small for two tiles
         assert tiled == (model != "mlp")
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("home", ["optimizer on cpu", "all on cpu", "all on nvme"])
+@pytest.mark.parametrize("update_on", ["device", "cpu"])
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.3, "precision": "bf16"}], ids=["plain", "clipped"])
+@pytest.mark.parametrize(
+    ("mesh", "zero"), [({"tp": 2}, 0), ({"tp": 2}, 3), ({"dp": 2, "tp": 2}, 1), ({"dp": 2, "tp": 2}, 3)]
+)
+def test_bits_over_tp_do_not_depend_on_where_leaves_are_held(
+    mesh: dict[str, int], zero: int, options: dict[str, Any], update_on: str, home: str
+) -> None:
+    model, tx, world = tp_models.gpt(layers=1), TX["adamw"](), 2 * mesh.get("dp", 1)
+    given = {"mesh": mesh, "shard": model.rules, "zero": zero, **options}
+
+    def ran(**homes: Any) -> Any:
+        return run(spec(model, tx, **given, **homes), model.params, model.batch, world=world, steps=2)
+
+    plain, moved = ran(), ran(offload=HOMES[home], update_on=update_on)
+    assert differing(plain.final, moved.final) == []
+    assert plain.losses() == moved.losses()
+    assert any(op.moves for op in moved.lowered.program.ops)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("homes", [*(name for name in HOMES if name != "mixed"), "activations"])
+@pytest.mark.parametrize("update_on", ["device", "cpu"])
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.3, "precision": "bf16"}], ids=["plain", "clipped"])
+@pytest.mark.parametrize(
+    ("mesh", "zero", "schedule"),
+    [
+        ({"pp": 2}, 0, "1f1b"),
+        ({"pp": 2}, 3, "gpipe"),
+        ({"pp": 2, "dp": 2}, 1, "zb-h1"),
+        ({"pp": 2, "dp": 2}, 3, "1f1b"),
+    ],
+)
+def test_bits_of_a_pipeline_do_not_depend_on_where_leaves_are_held(
+    mesh: dict[str, int], zero: int, schedule: str, options: dict[str, Any], update_on: str, homes: str
+) -> None:
+    """Each role moves what it holds. A cast of a leaf that another role reads lies on the device."""
+    params, tx, world = GPT.init(fzero.random.key(0)), TX["adamw"](), 2 * mesh.get("dp", 1)
+    given = {"mesh": mesh, "pipeline": fzero.Pipeline(schedule), "zero": zero, "microbatches": 2, **options}
+    moves = {"offload": HOMES[homes], "update_on": update_on} if homes in HOMES else {"remat": "offload"}
+
+    def ran(**homes: Any) -> Any:
+        return run(spec(GPT, tx, **given, **homes), params, GPT.batch, world=world, steps=2)
+
+    plain, moved = ran(), ran(**moves)
+    assert differing(plain.final, moved.final) == []
+    assert plain.losses() == moved.losses()
+    assert any(op.moves for program in moved.lowered.programs.values() for op in program.ops)
 
 
 # --- real memory and real files ---------------------------------------------------------------------------------------
@@ -161,6 +214,36 @@ def test_ranks_with_files_of_their_own_give_the_same_bits(world: int, options: d
         assert found["nvme"][2]["param"] == found["nvme"][2]["optimizer"] == 0
 
 
+def in_a_pipeline(folder: Path) -> list[Any]:
+    """In a role's process: losses and leaves of each home; on disk, with a checkpoint on the way."""
+    found = []
+    for home in ({}, {"offload": {"**": "nvme"}, "nvme_path": folder}):
+        given = fzero.Spec(
+            loss=GPT.loss,
+            optimizer=ADAMW,
+            mesh={"pp": 2},
+            microbatches=2,
+            clip_norm=1.0,
+            pipeline=fzero.Pipeline("1f1b"),
+            **home,
+        )
+        state, losses = fzero.init(GPT.init(fzero.random.key(0)), given), []
+        for number in range(4):
+            state = fzero.step(state, GPT.batch(0, number))
+            losses.append(float(state.metrics["loss"]))
+            if home and number == 1:
+                state = fzero.load(fzero.save(state, folder / "run"), given)
+        found.append((losses, leaves(state), state.held_bytes.get("disk", 0)))
+    return found
+
+
+def test_the_roles_of_a_pipeline_have_files_of_their_own(folder: Path) -> None:
+    for plain, moved in values(gloo(2, in_a_pipeline, folder)):
+        assert plain[0] == moved[0]
+        assert differing(plain[1], moved[1]) == []
+        assert plain[2] == 0 < moved[2]
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["none", "cpu", "nvme", "mixed"])
 def test_a_checkpoint_goes_from_any_home_to_any_other(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +287,6 @@ def test_a_snapshot_of_what_lies_on_disk_stays_while_steps_go_on(folder: Path) -
         ({"nvme_path": "/tmp"}, "needed offload=, which says what lies off the device"),
         ({"update_on": "cpu"}, "needed offload=, which says what lies off the device"),
         ({"offload": "optimizer", "update_on": "gpu"}, "needed one of [None, 'device', 'cpu']"),
-        ({"offload": "optimizer", "mesh": {"pp": 2, "dp": 1}}, "pipelines do not offload yet"),
         ({"device_bytes": -1}, "needed a positive int"),
     ],
 )
@@ -259,6 +341,22 @@ def test_the_account_and_the_text_say_what_moves(folder: Path) -> None:
     assert "  # disk→host " in str(lowered.program)
     assert fzero.parse(str(lowered.program), lowered.program.segments) == lowered.program
     assert "update_on='cpu' by the bytes that a step moves" in lower(**homes(folder)["nvme"]).choices["update_on"]
+
+
+def test_a_cuda_step_updates_where_that_takes_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the formulas: the moments go both ways, or a gradient comes down and 28 bytes of the host are used."""
+
+    def choice() -> str:
+        return lower(offload="optimizer+params", device="cuda").choices["update_on"]
+
+    elements = sum(leaf.numel() for leaf in tree.flatten(UNTIED.init(fzero.random.key(0)))[1])
+    assert "update_on='device' by the time of copies at 45 GB/s each way" in choice()
+    monkeypatch.setattr(update_place, "H100", replace(H100, host_bytes=1e15))
+    assert "update_on='cpu'" in choice()
+    monkeypatch.setattr(update_place, "H100", replace(H100, lanes=dict.fromkeys(H100.lanes, 1e15), host_bytes=28.0))
+    seconds = re.search(r"cpu: (\S+) s", choice())
+    assert seconds is not None
+    assert elements / 2 <= float(seconds[1]) <= 1.2 * elements / 2, "a rank's half and padding, at 28 bytes a second"
 
 
 # --- activations, a late update, and what programs cost ---------------------------------------------------------------

@@ -1,8 +1,8 @@
 """to_spaces: what is held off the device is brought there at the top of a step, and back at its end.
 
-From here on every op works on the device's copies, and the passes in between see nothing of homes. It is right and
-slow: all copies are held for the whole step. `place_moves` brings each to its uses alone. What lies on disk goes
-through the host.
+Until here nothing looks at where leaves are held; in a pipeline each role brings its own. From here on every op works
+on the device's copies, and the passes in between see nothing of homes. It is right and slow: all copies are held for
+the whole step. `place_moves` brings each to its uses alone. What lies on disk goes through the host.
 
     run mu -> mu      becomes      move mu -> mu.in; wait mu.in; run mu.in -> mu.in; move mu.in -> mu; wait mu
 """
@@ -25,7 +25,9 @@ def to_spaces(program: Program) -> Program:
     if not named:
         return program
     written = {ref.name for op in program.ops for ref in op.writes} & named
-    buffers = dict(program.buffers)
+    buffers = {
+        n: b if n in away else replace(b, space=DEVICE) for n, b in program.buffers.items()
+    }  # as casts of leaves
     top: list[Op] = []
     bottom: list[Op] = []
     for name in (name for name in away if name in named):
