@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
 _frozen = False  # whether a `collector_paused` around this one has frozen what there is
 
 

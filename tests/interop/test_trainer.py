@@ -1,4 +1,4 @@
-"""`fzero.interop.Trainer` beside the stock Trainer: the same losses, norms, rates, evaluations and predictions, from the
+"""`fzero.interop.Trainer` beside the stock Trainer: the same losses, norms, rates, evaluations, predictions, from the
 same script; and what it leaves on disk."""
 
 import dataclasses
@@ -97,11 +97,14 @@ def test_what_is_asked_for_is_done(options: dict[str, Any], tmp_path: Path) -> N
 
 
 class Halved:
-    """A subclass's loss, for either Trainer."""
+    """A subclass's loss, for either Trainer: padded places weigh nothing in it."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)  # type: ignore[misc]
-        loss = loss / 2 + 1e-3 * outputs.logits.square().mean()
+        there = (inputs["labels"] != -100)[..., None]
+        loss = loss / 2 + 1e-3 * (outputs.logits.square() * there).sum() / there.sum()
         return (loss, outputs) if return_outputs else loss
 
 
@@ -109,14 +112,23 @@ def test_a_subclass_has_its_own_loss_optimizer_and_schedule(tmp_path: Path) -> N
     """And its own rate for the embedding. The last batch of an epoch has fewer rows, and a program of its own."""
     found = []
     for kind in (OURS, STOCK):
-        first = make(kind, "llama", tmp_path / kind, **SHORT, gradient_accumulation_steps=1, per_device_train_batch_size=4)
+        first = make(
+            kind, "llama", tmp_path / kind, **SHORT, gradient_accumulation_steps=1, per_device_train_batch_size=4
+        )
         model = first.model
         slow = [p for n, p in model.named_parameters() if "embed" in n]
         rest = [p for n, p in model.named_parameters() if "embed" not in n]
-        optimizer = torch.optim.AdamW([{"params": rest}, {"params": slow, "lr": 1e-4}], lr=1e-2, weight_decay=0.01)
+        optimizer = torch.optim.AdamW(
+            [{"params": rest}, {"params": slow, "lr": 1e-4}], lr=1e-2, eps=1e-4, weight_decay=0.01
+        )
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
         again = type("Own", (Halved, type(first)), {})(
-            model, first.args, first.data_collator, first.train_dataset, first.eval_dataset, optimizers=(optimizer, schedule)
+            model,
+            first.args,
+            first.data_collator,
+            first.train_dataset,
+            first.eval_dataset,
+            optimizers=(optimizer, schedule),
         )
         again.train()
         found.append(result(again))
@@ -242,7 +254,8 @@ def test_adapters_go_in_and_out(tmp_path: Path) -> None:
     assert loaded
     assert all(same_bits(p.detach(), params[n]) for n, p in loaded.items())
     moved = trainer.engine.state.tree["opt_state"]
-    assert fzero.tree.flatten(moved)[0] and all("lora" in p for p in fzero.tree.flatten(moved.mu)[0])
+    assert fzero.tree.flatten(moved)[0]
+    assert all("lora" in p for p in fzero.tree.flatten(moved.mu)[0])
 
 
 def test_another_trainers_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -280,7 +293,12 @@ def test_a_seq2seq_trainer_generates_with_one_gather(tmp_path: Path, caplog: pyt
 
     found = []
     quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "seed": 5}
-    quiet |= {"max_steps": 2, "predict_with_generate": True, "generation_max_length": 6, "per_device_eval_batch_size": 4}
+    quiet |= {
+        "max_steps": 2,
+        "predict_with_generate": True,
+        "generation_max_length": 6,
+        "per_device_eval_batch_size": 4,
+    }
     for trainer_class, args_class in (
         (Seq2SeqTrainer, Seq2SeqTrainingArguments),
         (transformers.Seq2SeqTrainer, transformers.Seq2SeqTrainingArguments),

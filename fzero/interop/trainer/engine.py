@@ -175,4 +175,3 @@ def _of_document(trainer: Any, schedule: optim.Schedule) -> optim.Schedule:
     )
     trainer._created_lr_scheduler = True
     return schedule
-
