@@ -73,6 +73,18 @@ def capturing(module: nn.Module) -> Iterator[None]:
         ) from None
 
 
+def renamed_in_files(module: Any) -> bool:
+    """Whether transformers writes a model's parameters under other names, or in other shapes, than the module has
+    (`_weight_conversions`, `get_model_conversion_mapping`: transformers 5.23.0)."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    loaded = getattr(module, "_weight_conversions", None)
+    if loaded is not None:
+        return bool(loaded)
+    return any(not isinstance(x, PrefixChange) for x in get_model_conversion_mapping(module, add_legacy=False))
+
+
 def _loops_over_experts(part: nn.Module) -> bool:
     """Whether this is a transformers layer of experts in its plain form (5.0.0, 5.23.0)."""
     kind, config = type(part), getattr(part, "config", None)

@@ -15,7 +15,7 @@ A write of the forward to a buffer: see `mutable`. A write to another attribute 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -72,6 +72,19 @@ class Apply:
     ) -> Any:
         """Runs a copy of the module with these tensors in place of its own. Raises TreeError for tensors that do not
         fit, CaptureError for a forward that writes where it must not."""
+        return self.call(params, buffers, lambda module: module(*args, **kwargs))
+
+    def call(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], function: Callable[[nn.Module], Any]
+    ) -> Any:
+        """`function` of that copy of the module, for a function that calls the module itself. Returns and raises as a
+        plain call does.
+
+        >>> linear = torch.nn.Linear(2, 1, bias=False)
+        >>> params, buffers, apply = from_module(linear)
+        >>> apply.call({"weight": torch.ones(1, 2)}, buffers, lambda module: module(torch.ones(2)) * 10)
+        tensor([20.])
+        """
         memo: dict[int, Any] = {id(value): value for value in self._others}
         memo |= self._placed("params", self._module.named_parameters(), params)
         traced = active() is not None or any(map(is_fake, params.values()))
@@ -84,7 +97,7 @@ class Apply:
         before = [version(value) for value in self._others]
         try:
             with _hf_compat.capturing(module) if traced else Guard(self.name, params):
-                output = module(*args, **kwargs)
+                output = function(module)
         except Refused as error:
             for name, value in placed.items():
                 if error.written is value:

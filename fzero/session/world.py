@@ -192,7 +192,7 @@ def _device(name: str, spec: Spec, like: Any) -> torch.device:
             raise SpecError(f"Spec(device={spec.device!r}): this torch sees no CUDA device. Leave it out, or use 'cpu'")
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        return device
+        return torch.device("cpu") if device.type == "cpu" else device  # "cpu:0" too, on which tensors lie on "cpu"
     if callable(like):
         return torch.device("cpu")
     devices = {x.device for x in tree.flatten(like)[1] if isinstance(x, torch.Tensor)}

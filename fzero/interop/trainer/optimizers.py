@@ -1,0 +1,176 @@
+"""optimizers: an optimizer of torch and its schedule, as a transformation of fzero.optim.
+
+The rate of every update is known before the run: the schedule is run ahead once, into a table of float64, and put back.
+So every schedule that depends on the count alone is exact, whoever wrote it.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero import optim
+from fzero.optim import GradientTransformation, Schedule
+
+Values = Mapping[str, Any]
+
+
+class Handle(torch.optim.Optimizer):
+    """What a loop holds in the place of an optimizer: groups whose rates its schedule sets. It updates nothing.
+
+    `step_was_skipped` is Accelerate's name: whether the last step left the parameters as they were.
+    """
+
+    def __init__(self, groups: Sequence[Values]) -> None:
+        """groups: the hyperparameters of each, without parameters."""
+        held = [{**group, "params": [torch.nn.Parameter(torch.zeros(()))]} for group in groups]
+        super().__init__(held, {})
+        self.step_was_skipped = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing: the update is in fzero's step."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: there are no gradients outside of fzero's step."""
+
+
+def empty(optimizer: torch.optim.Optimizer) -> None:
+    """Leaves an optimizer its groups and their rates, and nothing to update: so it holds no parameter alive."""
+    for group in optimizer.param_groups:
+        group["params"] = [torch.nn.Parameter(torch.zeros(()))] if group["params"] else []
+    optimizer.step_was_skipped = False  # type: ignore[attr-defined]  # Accelerate's name
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """An optimizer as data: its kind, its hyperparameters, and what differs by parameter. Immutable.
+
+    lr, values: of the first group. decay: the weight decay of each parameter by name; factors: its rate as a multiple
+    of `lr`. refusals: (field, why, fix) of what fzero.optim has no counterpart for.
+    """
+
+    kind: str
+    lr: float
+    values: Values
+    decay: Mapping[str, float]
+    factors: Mapping[str, float] = field(default_factory=dict)
+    refusals: tuple[tuple[str, str, str], ...] = ()
+
+    def transformation(self, rate: Schedule) -> GradientTransformation:
+        """The transformation whose rate is a schedule."""
+        made = _MAKE[self.kind](rate, self)
+        factors = {name: factor for name, factor in self.factors.items() if factor != 1.0}
+        return optim.chain(made, optim.scale_by_path(factors)) if factors else made
+
+
+def chosen(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Chosen:
+    """An optimizer of torch as data. names: those of the parameters by their identity."""
+    kind, groups = type(optimizer).__name__, optimizer.param_groups
+    owner = type(optimizer).__module__.split(".")[0]
+    first = next((group for group in groups if group["params"]), groups[0])
+    values = {name: value for name, value in first.items() if name not in ("params", "lr", "initial_lr")}
+    lr = float(first.get("initial_lr", first["lr"]))
+    refusals = []
+    if kind not in _MAKE or owner not in ("torch", "fzero"):
+        why = f"fzero has no counterpart of {type(optimizer).__module__}.{kind}"
+        refusals.append(("optimizer", why, f"take one of torch.optim's {', '.join(TORCH)}"))
+    for option in ("amsgrad", "maximize"):
+        if values.get(option):
+            refusals.append((f"optimizer.{option}", "fzero.optim has no such option", "leave it out"))
+    decay, factors = {}, {}
+    for group in groups:
+        beside = {n: v for n, v in group.items() if n not in ("params", "lr", "initial_lr", "weight_decay")}
+        if any(beside[name] != values[name] for name in beside.keys() & values.keys()):
+            differing = sorted(name for name in beside if beside[name] != values.get(name))
+            refusals.append((f"optimizer.{differing[0]}", "it differs between groups", "give all groups one value"))
+        for parameter in group["params"]:
+            name = names.get(id(parameter), "")
+            decay[name] = float(group.get("weight_decay", 0.0))
+            factors[name] = float(group.get("initial_lr", group["lr"])) / lr if lr else 1.0
+    if len({value for value in decay.values() if value}) > 1:
+        refusals.append(("optimizer.weight_decay", "groups have several decays above 0", "give them one value, or 0"))
+    return Chosen(kind, lr, values, decay, factors, tuple(refusals))
+
+
+def rates(optimizer: torch.optim.Optimizer, schedule: Any, num_updates: int) -> Tensor:
+    """The rate of the first group with parameters at each of `num_updates` updates and one more: float64 of shape
+    (num_updates + 1,). The schedule and the optimizer are as before then.
+
+    >>> handle = Handle([{"lr": 1.0}])
+    >>> rates(handle, torch.optim.lr_scheduler.StepLR(handle, 2, 0.5), 4).tolist()
+    [1.0, 1.0, 0.5, 0.5, 0.25]
+    """
+    groups = optimizer.param_groups
+    place = next((i for i, group in enumerate(groups) if group["params"]), 0)
+    before, held = copy.deepcopy(schedule.state_dict()), [group["lr"] for group in groups]
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a schedule that goes ahead of its optimizer
+        for _ in range(num_updates + 1):
+            found.append(float(groups[place]["lr"]))
+            schedule.step()
+    schedule.load_state_dict(before)
+    for group, lr in zip(groups, held, strict=True):
+        group["lr"] = lr
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def tabled(table: Tensor) -> Schedule:
+    """The schedule that reads a table, and stays at its last value.
+
+    >>> tabled(torch.tensor([0.5, 0.25], dtype=torch.float64))(torch.tensor(7))
+    tensor(0.2500, dtype=torch.float64)
+    """
+    return lambda count: table.index_select(0, count.clamp(max=len(table) - 1).reshape(1)).reshape(())
+
+
+# --- the kinds --------------------------------------------------------------------------------------------------------
+
+
+def _decoupled(make: Callable[..., GradientTransformation], *taken: str) -> Any:
+    """Of an optimizer whose decay is no gradient, and is masked."""
+
+    def made(rate: Schedule, of: Chosen) -> GradientTransformation:
+        decay = max(of.decay.values(), default=0.0)
+        mask = None if all(of.decay.values()) or not decay else lambda path, leaf: bool(of.decay[path])
+        given = {name: of.values[name] for name in taken if name in of.values}
+        return make(rate, **given, weight_decay=decay, mask=mask)
+
+    return made
+
+
+def _coupled(make: Callable[..., GradientTransformation], **taken: str) -> Any:
+    """Of an optimizer whose decay is an L2 term: it comes before, for the leaves that have one. taken: fzero's names by
+    torch's."""
+
+    def made(rate: Schedule, of: Chosen) -> GradientTransformation:
+        decay = max(of.decay.values(), default=0.0)
+        given = {ours: of.values[theirs] for theirs, ours in taken.items() if theirs in of.values}
+        given = {name: value for name, value in given.items() if value is not None}
+        made = make(rate, **given)
+        if not decay:
+            return made
+        decayed = optim.masked(optim.add_decayed_weights(decay), lambda path, leaf: bool(of.decay[path]))
+        return optim.chain(decayed, made)
+
+    return made
+
+
+_MOMENTS = {"betas": "betas", "eps": "eps"}
+_MAKE: dict[str, Callable[[Schedule, Chosen], GradientTransformation]] = {
+    "AdamW": _decoupled(optim.adamw, "betas", "eps"),
+    "Lion": _decoupled(optim.lion, "betas"),
+    "AdamW8bit": _decoupled(optim.adamw8bit, "betas", "eps"),
+    "Adam": _coupled(optim.adam, **_MOMENTS),
+    "SGD": _coupled(optim.sgd, momentum="momentum", nesterov="nesterov"),
+    "Adagrad": _coupled(optim.adagrad, lr_decay="lr_decay", initial_accumulator_value="initial", eps="eps"),
+    "RMSprop": _coupled(optim.rmsprop, alpha="alpha", eps="eps", momentum="momentum", centered="centered"),
+}
+OURS = ("Lion", "AdamW8bit")  # kinds without an optimizer of torch
+TORCH = tuple(kind for kind in _MAKE if kind not in OURS)

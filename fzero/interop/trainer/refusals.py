@@ -1,0 +1,164 @@
+"""refusals: what a Trainer of fzero cannot do, said at the start: all of it in one error, with the smallest fix.
+
+A field at its default is never refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import transformers
+from torch.utils.data import IterableDataset
+
+from fzero.errors import ConfigError
+from fzero.interop.trainer.arguments import LAUNCHED
+from fzero.interop.trainer.optimizers import OURS
+from fzero.interop.trainer.parallel import given_of
+
+KINDS = {"lion_32bit": "Lion", "lion": "Lion", "adamw_8bit": "AdamW8bit", "adamw_bnb_8bit": "AdamW8bit"}
+OPTIMS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", *KINDS)
+METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+REMAT_KWARGS = ("use_reentrant", "preserve_rng_state")  # of activation_checkpointing_kwargs: they change no number here
+Refusal = tuple[str, str]  # the path of what is in the way, and a text that begins with it
+assert set(KINDS.values()) == set(OURS)
+
+
+class Row(NamedTuple):
+    """A field of TrainingArguments: whether a value is in the way, why, and the smallest fix."""
+
+    name: str
+    refused: Callable[[Any], Any]
+    why: str
+    fix: str
+
+
+FIELDS = (
+    Row("auto_find_batch_size", bool, "a step has one batch size",
+        "set it to False, and per_device_train_batch_size to what fits: fzero.lower plans the peak without a device"),
+    Row("torch_compile", bool, "fzero captures the step by itself", 'leave it out, or give spec={"compile": "auto"}'),
+    Row("parallelism_config", lambda v: v is not None, "the axes are those of a Spec's mesh", "leave it out"),
+    Row("fp16_full_eval", bool, "evaluation runs in the precision of training", "leave it out"),
+    Row("bf16_full_eval", bool, "evaluation runs in the precision of training", "leave it out, or set bf16=True"),
+    Row("neftune_noise_alpha", lambda v: v is not None, "its hooks are not captured", "leave it out"),
+    Row("use_liger_kernel", bool, "its kernels are not captured", "leave it out"),
+    Row("optim", lambda v: str(getattr(v, "value", v)) not in OPTIMS, "fzero has no counterpart",
+        f"take one of {', '.join(OPTIMS)}"),
+    Row("lr_scheduler_type", lambda v: str(getattr(v, "value", v)) in METRIC_SCHEDULES,
+        "rates are known before the run, and this one follows the metrics", "take a schedule of the step count"),
+    Row("debug", bool, "its hooks are not captured", "leave it out"),
+    Row("deepspeed", bool, "transformers has started DeepSpeed's engine for it",
+        "import TrainingArguments from fzero.interop"),
+    Row("fsdp", bool, "transformers has made FSDP's plugin for it", "import TrainingArguments from fzero.interop"),
+    Row("n_gpu", lambda v: v > 1, "one process would drive several devices",
+        "launch with torchrun --nproc-per-node=<devices>"),
+    Row("pad_to", lambda v: type(v) is not int or v < 0, "needed a whole number of at least 0", "set it to 64"),
+)  # fmt: skip
+
+
+def check(trainer: Any, base: type, args: Any, model: Any, optimizers: Any) -> None:
+    """Raises ConfigError for all that is in the way of a Trainer that is being made. base: the class whose methods a
+    subclass may not replace."""
+    found = [*_fields(args), *_beside(args), *_subclass(trainer, base), *_model(model)]
+    schedule = type(optimizers[1]).__name__
+    if schedule in ("ReduceLROnPlateau", "GreedyLR"):
+        why = "rates are known before the run, and this one follows the metrics"
+        found.append(("optimizers", f"optimizers[1], a {schedule}: {why}. Take a schedule of the step count"))
+    given: Any = None
+    try:
+        given = given_of(args)
+    except ConfigError as error:
+        found += list(error.refusals) or [("deepspeed", str(error))]
+    extra = args.spec if isinstance(getattr(args, "spec", None), dict) else {}
+    axes = {**((given or {}).get("mesh") or {}), **(extra.get("mesh") or {})}
+    for axis in [axis for axis in ("pp", "tp") if axes.get(axis, 1) != 1]:
+        why = "the Trainer's data loader gives each rank rows of its own"
+        found.append(("mesh", f"mesh axis {axis!r}: {why}. Write the loop with fzero.step, as docs/parallel.md does"))
+    raise_all(found)
+
+
+def raise_all(found: Sequence[Refusal]) -> None:
+    """Raises ConfigError for refusals, (path, text), if there are any."""
+    if found:
+        count = "one thing is" if len(found) == 1 else f"{len(found)} things are"
+        raise ConfigError("\n".join([f"Trainer: {count} in the way", *(f"  {text}" for _, text in found)]), found)
+
+
+def _fields(args: Any) -> Iterator[Refusal]:
+    for row in FIELDS:
+        value = getattr(args, row.name, None)
+        if value is not None and row.refused(value):
+            shown = getattr(value, "value", value)
+            yield row.name, f"{row.name}={shown!r}: {row.why}. {row.fix[:1].upper()}{row.fix[1:]}"
+
+
+def _beside(args: Any) -> Iterator[Refusal]:
+    """What is refused of several fields together, of blocks, and of the environment."""
+    if args.save_only_model and args.load_best_model_at_end:
+        why = "load_best_model_at_end reads the whole state of the best step"
+        yield "save_only_model", f"save_only_model=True: {why}. Leave one of them out"
+    kwargs = args.activation_checkpointing_kwargs or {}
+    for name in kwargs if args.activation_checkpointing else ():
+        if name not in REMAT_KWARGS:
+            path = f"activation_checkpointing_kwargs[{name!r}]"
+            yield path, f"{path}: it is Spec(remat='full') here. Leave it out, or give spec={{'remat': {{...}}}}"
+    if args.accelerator_config is not None and not args.accelerator_config.even_batches:
+        why = "a rank without a batch would leave the others waiting"
+        yield "accelerator_config", f"accelerator_config.even_batches=False: {why}. Set it to True"
+    for name in LAUNCHED:
+        if os.environ.get(name, "").lower() in ("1", "true"):
+            yield name, f"{name}=true: `accelerate launch` has chosen another engine. Launch with torchrun"
+
+
+def _subclass(trainer: Any, base: type) -> Iterator[Refusal]:
+    kind = type(trainer)
+    for name in ("training_step", "get_batch_samples", "_clip_grad_norm"):
+        if getattr(kind, name) is not getattr(base, name):
+            fix = "Override compute_loss, or write the step with fzero.Spec(step=...)"
+            yield name, f"{kind.__name__}.{name}: its work is inside the captured step. {fix}"
+
+
+def _model(model: Any) -> Iterator[Refusal]:
+    """What is refused of a model; what `from_module` refuses comes from there."""
+    if model is None:
+        return
+    placed = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
+    if placed or getattr(model, "is_distributed_loading_by_transformers", False):
+        yield "model", "model: it lies on several devices already. Load it without device_map= and distributed_config="
+    norms = [path for path, part in model.named_modules() if getattr(part, "track_running_stats", False)]
+    if norms:
+        why = "writes running statistics in training, and a Trainer's step has no place for them"
+        yield "model", f"model: {norms[0]!r} {why}. Write the step with fzero.interop.with_buffers"
+
+
+# --- short batches ----------------------------------------------------------------------------------------------------
+
+
+def short_batches(trainer: Any, args: Any, dataset: Any) -> None:
+    """Raises ConfigError for a last batch of an epoch that cannot be filled up without changing its mean."""
+    if args.world_size > 1 or args.dataloader_drop_last or args.gradient_accumulation_steps == 1:
+        return  # Accelerate fills the batches of several ranks; a step of one batch has a program of its own
+    left = 0 if isinstance(dataset, IterableDataset) else len(dataset) % args.train_batch_size
+    if left and not fills(trainer, None):
+        short_batch(left, args.train_batch_size)
+
+
+def short_batch(num_rows: int, rows: int) -> None:
+    """Raises ConfigError: a batch that is too short, of a loss that no rows can be left out of."""
+    why = "this loss has no rows that weigh nothing"
+    text = f"train_dataset: the last batch of an epoch has {num_rows} rows of {rows}, and {why}"
+    raise_all([("train_dataset", f"{text}. Set dataloader_drop_last=True")])
+
+
+def fills(trainer: Any, batch: Any) -> bool:
+    """Whether rows without labels weigh nothing in the trainer's loss. batch: None for what is known before there is
+    one."""
+    config = getattr(trainer.model, "config", None)
+    own = trainer.compute_loss_func is not None or type(trainer).compute_loss is not transformers.Trainer.compute_loss
+    if own or trainer.label_names != ["labels"] or getattr(config, "output_router_logits", False):
+        return False
+    if batch is None:
+        floats = getattr(config, "problem_type", None) in ("regression", "multi_label_classification")
+        return not floats and getattr(config, "num_labels", 2) != 1
+    return "labels" in batch and not batch["labels"].is_floating_point()

@@ -1,0 +1,76 @@
+"""step: the Trainer's loss and its evaluation as pure functions, and the batch that fzero's step is given.
+
+transformers takes the gradient of a sum over a window's micro batches and of a mean over the ranks. It sums what the
+trainer's own `compute_loss` returns: a loss that was divided by `num_items_in_batch`, the tokens of the window over all
+ranks, or else the mean of a micro batch, divided by their number. Either is a `fzero.Mean`, whose count is 1 a rank,
+or 1 a micro batch. A short window is filled up with copies of its first micro batch, whose weight is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fzero
+from fzero.interop.module import Functional
+from fzero.interop.trainer import shapes
+
+
+def loss_of(trainer: Any, module: Functional) -> Callable[[Any, Any], fzero.Mean]:
+    """The loss of a window, as `window` made it, for `fzero.Spec(loss=)`."""
+
+    def loss(params: Any, batch: Any) -> fzero.Mean:
+        items = batch.get("items")
+        inputs, count = dict(batch["inputs"]), None if items is None else items.reshape(())
+
+        def call(copy: Any) -> Any:
+            return trainer.compute_loss(copy, inputs, num_items_in_batch=count)
+
+        value = module.apply.call(params, module.buffers, call)
+        return fzero.Mean(value.float() * batch["weight"].reshape(()), batch["count"].reshape(()))
+
+    return loss
+
+
+def window(batches: Sequence[shapes.Batch], items: Any, microbatches: int, scaled: bool, device: Any) -> dict[str, Any]:
+    """The batch of a step: the micro batches of a window, of one shape.
+
+    items: tokens of the window over all ranks, or None. scaled: whether the loss has been divided by them.
+    """
+    short = microbatches - len(batches)
+    weight = torch.tensor([1] * len(batches) + [0] * short, device=device)
+    once = torch.tensor([1] + [0] * (microbatches - 1), device=device)
+    batch = {
+        "inputs": shapes.joined([*batches, *[batches[0]] * short]),
+        "weight": weight,
+        "count": once if scaled else weight,
+    }
+    return batch if items is None else {**batch, "items": whole(items, device).expand(microbatches).contiguous()}
+
+
+def whole(items: Any, device: Any) -> Tensor:
+    """A number of items as an int64 tensor, which no precision rounds."""
+    return torch.as_tensor(items, device=device).reshape(-1)[:1].round().to(torch.int64)
+
+
+def scored_of(trainer: Any, module: Functional, loss_only: bool, ignored: Any, stock: Callable[..., Any]) -> Any:
+    """The function of `fzero.evaluate`: transformers' own `prediction_step` on a copy of the module.
+
+    Returns {"loss": this rank's, of shape (1,), "outputs": its logits}, without what there is not.
+    """
+
+    def scored(params: Any, batch: Any) -> dict[str, Any]:
+        items = batch.get("items")
+
+        def call(copy: Any) -> Any:
+            with trainer.counted(items):
+                return stock(copy, dict(batch["inputs"]), loss_only, ignore_keys=ignored)
+
+        loss, outputs, _ = module.apply.call(params, module.buffers, call)
+        found = {"loss": None if loss is None else loss.float().reshape(1), "outputs": outputs}
+        return {name: value for name, value in found.items() if value is not None}
+
+    return scored

@@ -1,0 +1,272 @@
+"""trainer: transformers' Trainer, whose step, evaluation and files are fzero's. Its loop stays its own.
+
+Overridden are the places where transformers wraps a model, runs a micro batch, clips, evaluates, saves and loads
+(transformers 5.23.0). Data, callbacks, logs, schedules and the names of folders are transformers'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import fzero
+from fzero.cost.memory import account
+from fzero.errors import CheckpointError
+from fzero.interop.trainer import refusals, shapes, step, weights
+from fzero.interop.trainer.arguments import TrainingArguments
+from fzero.interop.trainer.engine import Engine
+
+FOLDER = "fzero"  # of a checkpoint: the state
+
+
+class Mixin(transformers.Trainer):
+    """What `Trainer` and `Seq2SeqTrainer` put over transformers' classes.
+
+    `engine` is None until training or evaluation begins; then the model's parameters are in `engine.state`, and the
+    module is on the meta device. `gathered` brings them back for a while.
+    """
+
+    model: Any
+    optimizer: Any
+
+    def __init__(self, model: Any = None, args: Any = None, *more: Any, **named: Any) -> None:
+        args = TrainingArguments("tmp_trainer") if args is None else args
+        bound = inspect.signature(transformers.Trainer.__init__).bind(self, model, args, *more, **named).arguments
+        refusals.check(self, Mixin, args, model, bound.get("optimizers", (None, None)))
+        self.engine: Engine | None = None
+        self._held: weights.Held | None = None
+        self._items: Any = None
+        self._counted = False
+        self._window: list[Any] = []
+        super().__init__(model, args, *more, **named)
+        if self.train_dataset is not None:
+            refusals.short_batches(self, args, self.train_dataset)
+
+    # --- before the loop
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """Nothing: a rank moves only its part."""
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        if self._created_lr_scheduler:
+            self.optimizer = self.lr_scheduler = None
+            self._created_lr_scheduler = False
+        if self.args.activation_checkpointing:  # which the Spec's remat does
+            self.model.activation_checkpointing_disable()
+        self._here("training begins")
+        self.engine = Engine.to_train(self, max_steps, _state_of(resume_from_checkpoint))
+        self._begin()
+        self.callback_handler.train_dataloader = train_dataloader
+        return self.model, train_dataloader
+
+    def _begin(self) -> None:
+        """After the start of an engine: the module without parameters, and nothing left for Accelerate to wrap."""
+        assert self._held is not None
+        self._held.taken(self.args.device)
+        self.model_wrapped = self.model
+        self.accelerator._models, self.accelerator._optimizers = [self.model], [self.optimizer]
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+
+    def _here(self, why: str) -> None:
+        """The module with its parameters, for an engine to begin with."""
+        if self._held is None or self._held.module is not self.model:
+            self._held = weights.Held(self.model)
+        elif self._held.away and self.engine is not None:
+            self._held.back(self.engine.state, why)
+
+    # --- a step
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """The batches of a window, of one shape on all ranks, and its number of items."""
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = self._shaped(batches, self.args.train_batch_size)[0]
+        self._window = []
+        return batches, items
+
+    def _shaped(self, batches: list[Any], rows: int) -> tuple[list[Any], shapes.Lengths, shapes.Lengths]:
+        """(batches padded and filled, the lengths of all after that, the last one's before). A collective if they have
+        lengths."""
+        decodes = bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
+        batches = [dict(batch) for batch in batches]
+        own = [shapes.lengths(batch, decodes) for batch in batches]
+        agreed = self._agreed((max(a for a, _ in own), max(b for _, b in own))) if own else (0, 0)
+        results = []
+        for batch, lengths in zip(batches, own, strict=True):
+            batch = shapes.padded(batch, lengths, agreed, self._pad_token())
+            if shapes.num_rows(batch) < rows:
+                batch = self._filled(batch, rows, len(batches))
+            results.append(batch)
+        return results, agreed, own[-1] if own else (0, 0)
+
+    def _agreed(self, longest: shapes.Lengths) -> shapes.Lengths:
+        """The lengths to pad to, the same on all ranks."""
+        pad_to = getattr(self.args, "pad_to", 64)
+        if not any(longest) or not pad_to:
+            return longest
+        if self.args.world_size > 1:
+            every = self.accelerator.gather(torch.tensor([longest], device=self.args.device))
+            longest = tuple(every.amax(0).tolist())
+        config = getattr(self.model, "config", None)
+        most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+        most = most if isinstance(most, int) else None
+        return shapes.rounded(longest[0], pad_to, most), shapes.rounded(longest[1], pad_to, most)
+
+    def _pad_token(self) -> int:
+        known = (getattr(self.processing_class, "pad_token_id", None), getattr(self.model.config, "pad_token_id", None))
+        return next((token for token in known if isinstance(token, int) and token >= 0), 0)
+
+    def _filled(self, batch: Any, rows: int, num_batches: int) -> Any:
+        if refusals.fills(self, batch):
+            return shapes.filled(batch, rows)
+        if num_batches > 1:
+            refusals.short_batch(shapes.num_rows(batch), rows)
+        return batch  # of a step of one batch, with a program of its own
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Keeps a micro batch; the last of a window makes the step. Returns the window's loss then, and 0 before."""
+        assert self.engine is not None
+        self._window.append(self._prepare_inputs(inputs))
+        if len(self._window) < self.current_gradient_accumulation_steps:
+            return torch.zeros((), device=self.args.device)
+        scaled = self.loss_is_scaled_for_ga
+        if scaled is None:
+            counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            scaled = counted or self.compute_loss_func is not None
+        steps = self.args.gradient_accumulation_steps
+        batch = step.window(self._window, num_items_in_batch, steps, scaled, self.args.device)
+        self._window = []
+        metrics = self.engine.step(batch)
+        self.optimizer.step_was_skipped = "finite" in metrics and not bool(metrics["finite"])
+        return metrics["loss"].detach().float()
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return self._get_grad_norm(model)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        assert self.engine is not None
+        return self.engine.state.metrics["grad_norm"]
+
+    def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
+        """transformers' log, with the planned peak of the step's program in bytes, and that of the device on CUDA."""
+        program = self.engine.state.program if self.engine is not None and "loss" in logs else None
+        if program is not None:
+            logs["planned_peak_bytes"] = account(program).peak
+            if self.args.device.type == "cuda":
+                logs["measured_peak_bytes"] = torch.cuda.max_memory_allocated(self.args.device)
+        super().log(logs, *more, **named)
+
+    # --- evaluation
+
+    def evaluation_loop(self, *given: Any, **named: Any) -> Any:
+        """transformers' loop. With predict_with_generate the model is whole for its length."""
+        if self.engine is None or self._held is None or self._held.module is not self.model:
+            self._here("evaluation begins")
+            self.engine = Engine.to_evaluate(self)
+            self._begin()
+        generates = getattr(self.args, "predict_with_generate", False)
+        with self.gathered() if generates else contextlib.nullcontext():
+            return super().evaluation_loop(*given, **named)
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **more: Any
+    ) -> Any:
+        """transformers' own, on the sharded parameters."""
+        stock = super().prediction_step
+        if self._held is None or not self._held.away:
+            return stock(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **more)
+        assert self.engine is not None
+        inputs = self._prepare_inputs(inputs)
+        labels = tuple(inputs.get(name) for name in self.label_names)
+        rows = shapes.num_rows(inputs)
+        (batch,), to, own = self._shaped([inputs], self.args.eval_batch_size)
+        items = self._get_num_items_in_batch([inputs], self.args.device)
+        given = {"inputs": batch} if items is None else {"inputs": batch, "items": step.whole(items, self.args.device)}
+        found = self.engine.evaluate(given, prediction_loss_only, tuple(ignore_keys or ()), ignore_keys, stock)
+        outputs = shapes.trimmed(found.get("outputs"), rows, to, own)
+        loss = found["loss"][0] if "loss" in found else None
+        if prediction_loss_only:
+            return loss, None, None
+        whole = None if not labels or any(label is None for label in labels) else labels
+        return loss, outputs, whole[0] if whole and len(whole) == 1 else whole
+
+    @contextlib.contextmanager
+    def counted(self, items: Any) -> Iterator[None]:
+        """While `prediction_step` is captured: its inputs are where they belong, and the number of its items came with
+        them, so nothing is gathered."""
+        self._counted, self._items = True, None if items is None else items.reshape(())
+        try:
+            yield
+        finally:
+            self._counted, self._items = False, None
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs if self._counted else super()._prepare_inputs(inputs)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        return self._items if self._counted else super()._get_num_items_in_batch(batch_samples, device)
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[Any]:
+        """The module with its whole parameters on every rank, to call it or to generate: a collective.
+
+        They are gathered once, and the log of fzero (level INFO) says their bytes. Changes to them are lost at the end.
+        """
+        away = self._held is not None and self._held.away
+        if away and self.engine is not None:
+            assert self._held is not None
+            self._held.back(self.engine.state, "gathered()")
+        try:
+            yield self.model
+        finally:
+            if away:
+                assert self._held is not None
+                self._held.taken(self.args.device)
+
+    # --- files
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the model for `from_pretrained`: a collective. There is no training_args.bin, which is a pickle."""
+        if self.engine is None:
+            return super().save_model(output_dir, _internal_call)
+        folder = Path(output_dir or str(self.args.output_dir))
+        weights.write(self, self.engine.state, self.engine.trained.apply, folder, self.engine.export_dtype)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        return None
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.engine is not None
+        folder = Path(output_dir) / FOLDER
+        if self.args.should_save and folder.exists():  # of a run that has gone back since
+            shutil.rmtree(folder)
+        self.accelerator.wait_for_everyone()
+        fzero.save(self.engine.state, folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Nothing yet: the state is loaded once the step is known."""
+
+    def _load_best_model(self) -> None:
+        assert self.engine is not None
+        self.engine.load(_state_of(self.state.best_model_checkpoint))
+
+
+def _state_of(checkpoint: Any) -> Path | None:
+    """The folder of the state in a checkpoint of a Trainer. Raises CheckpointError if it has none."""
+    if not checkpoint:
+        return None
+    folder = Path(checkpoint) / FOLDER
+    if not folder.is_dir():
+        raise CheckpointError(
+            Path(checkpoint),
+            f"has no folder {FOLDER!r}: it was saved by another Trainer, or with save_only_model. To begin from its "
+            f"weights: model = AutoModel...from_pretrained({str(checkpoint)!r})",
+        )
+    return folder

@@ -1,0 +1,150 @@
+"""weights: the parameters of a module that a state holds: taken out of it, put back, and written."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import fzero
+from fzero.errors import FzeroError
+from fzero.interop import _hf_compat
+from fzero.interop.huggingface import SINGLE, export_safetensors
+from fzero.interop.module import Apply
+
+log = logging.getLogger("fzero")
+
+
+class Held:
+    """A module whose parameters are in a state: on the meta device, or whole for a while.
+
+    `taken` and `back` change the module. Both may be called at any time.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._guard: Any = None
+
+    @property
+    def away(self) -> bool:
+        """Whether the module's parameters are on the meta device."""
+        return self._guard is not None
+
+    def taken(self, device: torch.device) -> None:
+        """Leaves the module without parameters, and its buffers on `device`. A call of it is an error from then on."""
+        put(self.module, {n: torch.empty_like(p, device="meta") for n, p in self.module.named_parameters()})
+        for part in self.module.modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[name] = buffer.to(device)
+        if self._guard is None:
+            self._guard = self.module.register_forward_pre_hook(_absent)
+
+    def back(self, state: fzero.State, why: str) -> None:
+        """Gathers the whole parameters into the module, on every rank: a collective. `why` is for the log."""
+        sizes = [p.numel() * p.element_size() for p in self.module.parameters()]
+        log.info("fzero: %s: gathers %s bytes of parameters on every rank", why, f"{sum(sizes):,}")
+        put(self.module, fzero.unshard(state.params))
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
+
+
+def _absent(module: nn.Module, inputs: Any) -> None:
+    raise FzeroError(
+        f"{type(module).__name__} has no parameters of its own now: the Trainer's state holds them, in parts. To call "
+        "it or to generate: with trainer.gathered() as model: model.generate(...). To write it: "
+        "trainer.save_model(folder)"
+    )
+
+
+def put(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Gives a module other parameters, by the names of `named_parameters`. Tied ones stay tied."""
+    new = {
+        id(old): nn.Parameter(tensors[name].detach(), requires_grad=old.requires_grad)
+        for name, old in module.named_parameters()
+    }
+    for part in module.modules():
+        for name, old in list(part._parameters.items()):
+            if old is not None:
+                setattr(part, name, new[id(old)])
+
+
+def same_on_all(tensors: Mapping[str, Tensor]) -> None:
+    """Gives every rank the values of rank 0, as DistributedDataParallel does."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for value in tensors.values():
+            dist.broadcast(value.detach(), 0)
+
+
+def write(trainer: Any, state: fzero.State, apply: Apply, folder: Path, dtype: torch.dtype | None) -> None:
+    """Writes the model as transformers' `save_pretrained` does: a collective.
+
+    A model whose file has the module's own names goes leaf by leaf, and rank 0 holds one leaf at a time. Of an adapter
+    (PEFT) what trains is gathered. Else the whole model is, and the log says its bytes.
+    """
+    module = trainer.model
+    params = state.params
+    if hasattr(module, "peft_config"):
+        prefix = getattr(getattr(module, "base_model", None), "prefix", None) or "lora_"
+        own = {name: leaf for name, leaf in params.items() if name in apply.trainable or prefix in name}
+        _whole(trainer, folder, _host(fzero.unshard(own), dtype))
+        return
+    beside = _persistent(module, params)
+    plain = isinstance(module, transformers.PreTrainedModel) and not beside and not _hf_compat.renamed_in_files(module)
+    if not plain:
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in params.values())
+        log.info("fzero: %s: gathers %s bytes of parameters on every rank", folder, f"{size:,}")
+        _whole(trainer, folder, _host({**fzero.unshard(params), **beside}, dtype))
+        return
+    export_safetensors(state, folder / "weights.tmp", tied=apply, config=module.config, dtype=dtype)
+    if not trainer.args.should_save:
+        return
+    _processor(trainer, folder)
+    for old in folder.glob("model*.safetensors*"):
+        old.unlink()
+    for file in (folder / "weights.tmp").iterdir():
+        os.replace(file, folder / file.name)
+    (folder / "weights.tmp").rmdir()
+    if module.can_generate():
+        module.generation_config.save_pretrained(folder)
+
+
+def _whole(trainer: Any, folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes tensors that are whole on every rank as the module's own `save_pretrained` does, or as safetensors."""
+    if not trainer.args.should_save:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    _processor(trainer, folder)
+    if hasattr(trainer.model, "save_pretrained"):
+        trainer.model.save_pretrained(folder, state_dict=tensors)
+    else:
+        save_file({name: value.contiguous() for name, value in tensors.items()}, folder / SINGLE, {"format": "pt"})
+
+
+def _processor(trainer: Any, folder: Path) -> None:
+    """Writes the tokenizer, or whatever else prepared the inputs."""
+    processor = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    if processor is not None:
+        processor.save_pretrained(folder)
+
+
+def _host(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    return {
+        n: t.to("cpu", dtype if dtype is not None and t.is_floating_point() else t.dtype) for n, t in tensors.items()
+    }
+
+
+def _persistent(module: nn.Module, params: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The buffers that a file of the module holds."""
+    known = {name for name, _ in module.named_buffers()}
+    return {name: value for name, value in module.state_dict().items() if name in known and name not in params}
