@@ -49,7 +49,7 @@ def both(folder: Path, name: str, **options: Any) -> tuple[Result, Result]:
 
 
 @pytest.mark.parametrize("name", TASKS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_it_trains_as_the_stock_trainer_does(name: str, tmp_path: Path, whole: bool) -> None:
     """Batches of many lengths, windows of four batches of which the last of an epoch is short, and a short batch."""
     if name == "lora":
@@ -60,7 +60,7 @@ def test_it_trains_as_the_stock_trainer_does(name: str, tmp_path: Path, whole: b
 
 
 @pytest.mark.parametrize("name", TASKS)
-@pytest.mark.sampled(1)
+@pytest.mark.acceptance
 def test_two_ranks_train_as_two_ranks_of_the_stock_trainer_do(name: str, tmp_path: Path, whole: bool) -> None:
     if name == "lora":
         pytest.importorskip("peft")
@@ -90,7 +90,7 @@ def weighted(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Te
     ],
     ids=lambda options: "-".join(options),
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_what_is_asked_for_is_done(options: dict[str, Any], tmp_path: Path) -> None:
     ours, stock = both(tmp_path, "llama", **{**SHORT, "max_steps": 4, **options})
     assert_alike(ours, stock)
@@ -108,6 +108,7 @@ class Halved:
         return (loss, outputs) if return_outputs else loss
 
 
+@pytest.mark.acceptance
 def test_a_subclass_has_its_own_loss_optimizer_and_schedule(tmp_path: Path) -> None:
     """And its own rate for the embedding. The last batch of an epoch has fewer rows, and a program of its own."""
     found = []
@@ -135,6 +136,7 @@ def test_a_subclass_has_its_own_loss_optimizer_and_schedule(tmp_path: Path) -> N
     assert_alike(*found)
 
 
+@pytest.mark.acceptance
 def test_predictions_and_metrics_are_those_of_the_stock_trainer(tmp_path: Path) -> None:
     """Before training. Rows and places that were added are cut off again."""
     seen: list[Any] = []
@@ -206,7 +208,8 @@ def resumed(folder: str, name: str, options: dict[str, Any], resume: str | None)
     return trained(OURS, name, Path(folder), resume, **options)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), pytest.param(2, 4, marks=pytest.mark.acceptance)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4)])
+@pytest.mark.acceptance
 def test_a_run_goes_on_in_another_world(before: int, after: int, tmp_path: Path) -> None:
     """With the same rows a step: the losses are those of the world before."""
     rows = {"gradient_accumulation_steps": 2, "max_steps": 6, "save_strategy": "steps", "save_steps": 3, "num_rows": 48}
@@ -217,6 +220,7 @@ def test_a_run_goes_on_in_another_world(before: int, after: int, tmp_path: Path)
     assert max(float((rest.params[n] - whole.params[n]).abs().max()) for n in rest.params) < 1e-4
 
 
+@pytest.mark.acceptance
 def test_the_best_model_is_there_at_the_end(tmp_path: Path) -> None:
     """The rate is so high that it gets worse, so that the best is not the last."""
     options = {**SHORT, "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "learning_rate": 0.3}
@@ -227,6 +231,7 @@ def test_the_best_model_is_there_at_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["t5", "vit"])
+@pytest.mark.sampled(1)
 def test_what_is_saved_loads_in_transformers(name: str, tmp_path: Path) -> None:
     """Tied weights, a generation config, and over an older file."""
     trainer = make(OURS, name, tmp_path, max_steps=2)
@@ -288,6 +293,7 @@ def test_the_module_is_empty_until_it_is_gathered(tmp_path: Path, caplog: pytest
     assert not all(same_bits(params[n], p) for n, p in fzero.unshard(trainer.engine.state.params).items())
 
 
+@pytest.mark.acceptance
 def test_a_seq2seq_trainer_generates_with_one_gather(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from fzero.interop import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
