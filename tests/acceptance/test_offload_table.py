@@ -1,7 +1,7 @@
 """The largest GPT that fits a device by plan, for every home, stage and world: the table of docs/offload.md.
 
-`FZERO_UPDATE_OFFLOAD=1` writes the table; without it the test compares. Nothing is allocated and nothing runs. Models of
-8 and 12 layers are lowered, and what a further layer takes is the fourth part of the difference; that a deeper model
+`FZERO_UPDATE_OFFLOAD=1` writes the table; without it the test compares. Nothing is allocated and nothing runs. Models
+of 8 and 12 layers are lowered, and what a further layer takes is the fourth part of the difference; that a deeper model
 takes what this says is a test too. On one rank with its state off the device that would be 3 to 6 % off: there a model
 of 13B itself is lowered, and stage 0 on several ranks, where each holds all as one does, is left out.
 """
