@@ -155,12 +155,10 @@ class Mixin(transformers.Trainer):
         return self.engine.state.metrics["grad_norm"]
 
     def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
-        """transformers' log, with the planned peak of the step's program in bytes, and that of the device on CUDA."""
+        """transformers' log, with the planned peak of the step's program in bytes."""
         program = self.engine.state.program if self.engine is not None and "loss" in logs else None
         if program is not None:
             logs["planned_peak_bytes"] = account(program).peak
-            if self.args.device.type == "cuda":
-                logs["measured_peak_bytes"] = torch.cuda.max_memory_allocated(self.args.device)
         super().log(logs, *more, **named)
 
     # --- evaluation

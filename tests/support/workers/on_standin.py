@@ -234,6 +234,9 @@ class _Drive:
         self.content.copy_(source)
         return self.done()
 
+    def wait(self, *transfers: Future[None]) -> None:
+        """They have ended."""
+
     def done(self) -> Future[None]:
         future: Future[None] = Future()
         future.set_result(None)
