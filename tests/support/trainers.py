@@ -63,11 +63,12 @@ def make(kind: str, name: str, folder: Path, **options: Any) -> Any:
         from transformers import Trainer, TrainingArguments  # type: ignore[assignment]
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    loss, num_rows = options.pop("compute_loss_func", None), options.pop("num_rows", 45)
     args = TrainingArguments(str(folder), **{**QUIET, **options})
     model, rows, collate = TASKS[name]()
-    data = {"train_dataset": rows(options.pop("rows", 45), 0), "eval_dataset": rows(13, 1)}
-    data = data if args.eval_strategy != "no" else {**data, "eval_dataset": None}
-    return Trainer(model, args, data_collator=collate, **data)
+    held_out = rows(13, 1) if args.eval_strategy != "no" else None
+    data = {"train_dataset": rows(num_rows, 0), "eval_dataset": held_out}
+    return Trainer(model, args, data_collator=collate, compute_loss_func=loss, **data)
 
 
 QUIET: dict[str, Any] = {
@@ -151,8 +152,8 @@ def bert() -> Task:
     import transformers
 
     config = transformers.BertConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, vocab_size=VOCAB, num_labels=3,
-        max_position_embeddings=64, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, vocab_size=VOCAB,
+        num_labels=3, max_position_embeddings=64, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
     )  # fmt: skip
     return seeded(lambda: transformers.BertForSequenceClassification(config)), classified, padded
 
@@ -161,7 +162,14 @@ def t5() -> Task:
     import transformers
 
     config = transformers.T5Config(
-        d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, vocab_size=VOCAB, dropout_rate=0, decoder_start_token_id=0
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        vocab_size=VOCAB,
+        dropout_rate=0,
+        decoder_start_token_id=0,
     )
     return seeded(lambda: transformers.T5ForConditionalGeneration(config)), translated, padded
 
@@ -179,7 +187,9 @@ def vit() -> Task:
 def lora() -> Task:
     import peft
 
-    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], lora_dropout=0, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], lora_dropout=0, task_type="CAUSAL_LM"
+    )
     return seeded(lambda: peft.get_peft_model(llama()[0], config)), text, padded
 
 

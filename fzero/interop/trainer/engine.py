@@ -123,21 +123,18 @@ def _optimizer(trainer: Any, given: Given | None, num_updates: int) -> GradientT
         return _document(trainer, given, num_updates)
     kind = refusals.KINDS.get(str(trainer.args.optim.value))
     if trainer.optimizer is None and kind is not None:
-        chosen, schedule = _by_name(trainer, kind), None
+        chosen, schedule = _by_name(trainer, kind), trainer.lr_scheduler
+        trainer.optimizer = optimizers.Handle([{"lr": chosen.lr}])
     else:
         trainer.create_optimizer()
         chosen = optimizers.chosen(trainer.optimizer, {id(p): name for name, p in trainer.model.named_parameters()})
         schedule = trainer.lr_scheduler
     refusals.raise_all([(path, f"{path}: {why}. {fix[:1].upper()}{fix[1:]}") for path, why, fix in chosen.refusals])
-    if schedule is not None:  # the caller's own, on the caller's optimizer
-        table = optimizers.rates(trainer.optimizer, schedule, num_updates)
-        trainer.optimizer = optimizers.Handle([{"lr": chosen.lr}])
-    elif given is not None and given.schedule is not None:
+    if schedule is None and given is not None and given.schedule is not None:
         return chosen.transformation(_of_document(trainer, given.schedule))
-    else:
-        trainer.optimizer = optimizers.Handle([{"lr": chosen.lr, **_plain(chosen.values)}])
-        trainer.create_scheduler(num_updates)
-        table = optimizers.rates(trainer.optimizer, trainer.lr_scheduler, num_updates)
+    optimizers.empty(trainer.optimizer)
+    trainer.create_scheduler(num_updates)  # unless there is one
+    table = optimizers.rates(trainer.optimizer, trainer.lr_scheduler, num_updates)
     return chosen.transformation(optimizers.tabled(table.to(device)))
 
 
@@ -178,7 +175,3 @@ def _of_document(trainer: Any, schedule: optim.Schedule) -> optim.Schedule:
     )
     trainer._created_lr_scheduler = True
     return schedule
-
-
-def _plain(values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if isinstance(value, (int, float, tuple, list))}

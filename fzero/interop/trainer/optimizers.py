@@ -40,6 +40,13 @@ class Handle(torch.optim.Optimizer):
         """Nothing: there are no gradients outside of fzero's step."""
 
 
+def empty(optimizer: torch.optim.Optimizer) -> None:
+    """Leaves an optimizer its groups and their rates, and nothing to update: so it holds no parameter alive."""
+    for group in optimizer.param_groups:
+        group["params"] = [torch.nn.Parameter(torch.zeros(()))] if group["params"] else []
+    optimizer.step_was_skipped = False  # type: ignore[attr-defined]  # Accelerate's name
+
+
 @dataclass(frozen=True)
 class Chosen:
     """An optimizer as data: its kind, its hyperparameters, and what differs by parameter. Immutable.

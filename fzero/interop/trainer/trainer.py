@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -243,7 +244,11 @@ class Mixin(transformers.Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.engine is not None
-        fzero.save(self.engine.state, Path(output_dir) / FOLDER)
+        folder = Path(output_dir) / FOLDER
+        if self.args.should_save and folder.exists():  # of a run that has gone back since
+            shutil.rmtree(folder)
+        self.accelerator.wait_for_everyone()
+        fzero.save(self.engine.state, folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Nothing yet: the state is loaded once the step is known."""

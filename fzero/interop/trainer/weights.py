@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fzero
 from fzero.errors import FzeroError
 from fzero.interop import _hf_compat
-from fzero.interop.huggingface import export_safetensors
+from fzero.interop.huggingface import SINGLE, export_safetensors
 from fzero.interop.module import Apply
 
 log = logging.getLogger("fzero")
@@ -95,18 +97,19 @@ def write(trainer: Any, state: fzero.State, apply: Apply, folder: Path, dtype: t
     if hasattr(module, "peft_config"):
         prefix = getattr(getattr(module, "base_model", None), "prefix", None) or "lora_"
         own = {name: leaf for name, leaf in params.items() if name in apply.trainable or prefix in name}
-        trainer._save(str(folder), state_dict=_host(fzero.unshard(own), dtype))
+        _whole(trainer, folder, _host(fzero.unshard(own), dtype))
         return
     beside = _persistent(module, params)
     plain = isinstance(module, transformers.PreTrainedModel) and not beside and not _hf_compat.renamed_in_files(module)
     if not plain:
-        size = sum(leaf.numel() * leaf.dtype.itemsize for leaf in params.values())
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in params.values())
         log.info("fzero: %s: gathers %s bytes of parameters on every rank", folder, f"{size:,}")
-        trainer._save(str(folder), state_dict=_host({**fzero.unshard(params), **beside}, dtype))
+        _whole(trainer, folder, _host({**fzero.unshard(params), **beside}, dtype))
         return
     export_safetensors(state, folder / "weights.tmp", tied=apply, config=module.config, dtype=dtype)
     if not trainer.args.should_save:
         return
+    _processor(trainer, folder)
     for old in folder.glob("model*.safetensors*"):
         old.unlink()
     for file in (folder / "weights.tmp").iterdir():
@@ -114,6 +117,22 @@ def write(trainer: Any, state: fzero.State, apply: Apply, folder: Path, dtype: t
     (folder / "weights.tmp").rmdir()
     if module.can_generate():
         module.generation_config.save_pretrained(folder)
+
+
+def _whole(trainer: Any, folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes tensors that are whole on every rank as the module's own `save_pretrained` does, or as safetensors."""
+    if not trainer.args.should_save:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    _processor(trainer, folder)
+    if hasattr(trainer.model, "save_pretrained"):
+        trainer.model.save_pretrained(folder, state_dict=tensors)
+    else:
+        save_file({name: value.contiguous() for name, value in tensors.items()}, folder / SINGLE, {"format": "pt"})
+
+
+def _processor(trainer: Any, folder: Path) -> None:
+    """Writes the tokenizer, or whatever else prepared the inputs."""
     processor = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if processor is not None:
         processor.save_pretrained(folder)
