@@ -8,6 +8,8 @@ bf16 products is in `BF16`, and differs, because the libraries do.
 from __future__ import annotations
 
 import importlib
+import os
+import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -53,6 +55,7 @@ class Contender:
     talks: bool = True  # its ranks share gradients, so all such rows have one loss curve
     compiled: bool = False
     parts: int = 1  # ranks whose batches one process takes
+    offloads: bool = False  # holds state off the device: runs where it is asked for
 
     def missing(self) -> str | None:
         """The first package that it needs and that is not installed."""
@@ -117,36 +120,50 @@ def ddp(setup: Setup, zero_redundancy: bool = False) -> Step:
     return step
 
 
-def fsdp2(setup: Setup, reshard: bool, compiled: bool = False) -> Step:
+def fsdp2(setup: Setup, reshard: bool, compiled: bool = False, offload: bool = False) -> Step:
     """`fully_shard` on each block, then on the rest (the embedding, tied, which stays gathered between the two passes:
-    torch's own default for the root). Compiled per block, as torchtitan does."""
+    torch's own default for the root). Compiled per block, as torchtitan does. offload: parameters, gradients and
+    optimizer on the CPU, in page-locked memory."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    model = setup.model()
+    model = setup.model().cpu() if offload else setup.model()
+    homes = CPUOffloadPolicy() if offload else OffloadPolicy()
     mesh = init_device_mesh(setup.device, (torch.distributed.get_world_size(),))
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = low if setup.dtype == "bf16" else MixedPrecisionPolicy()
     for block in model.blocks:  # type: ignore[union-attr]
         if compiled:
             block.compile()
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshard else False)
+        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=homes, reshard_after_forward=reshard)
+    again = None if reshard else False
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=homes, reshard_after_forward=again)
     return _trains(setup, model, _adamw(model.parameters()))
 
 
-def deepspeed(setup: Setup, stage: int) -> Step:
+def nvme_path() -> str:
+    """The folder for what is offloaded to a disk: FZERO_BENCH_NVME, or that of temporary files."""
+    return os.environ.get("FZERO_BENCH_NVME") or tempfile.gettempdir()
+
+
+def deepspeed(setup: Setup, stage: int, nvme: bool = False) -> Step:
     """Its default buckets of 5e8 elements hold 2 GB each and are no faster here; neither is overlap_comm, on gloo.
 
-    Its bf16 mode has no fp32 masters at stage 0, where its autocast is the nearest that has."""
+    Its bf16 mode has no fp32 masters at stage 0, where its autocast is the nearest that has. nvme: the optimizer's
+    state on disk, read and written in a pipeline; with parameters there too it would train in bf16, whatever it is
+    told."""
     import deepspeed
 
     model = setup.model()
     buckets = {"reduce_bucket_size": 25_000_000, "allgather_bucket_size": 25_000_000}
+    away: dict[str, Any] = {}
+    if nvme:
+        swapped = {"device": "nvme", "nvme_path": nvme_path(), "buffer_count": 12}
+        away = {"offload_optimizer": {**swapped, "pipeline_read": True, "pipeline_write": True}}
     config = {
         "train_micro_batch_size_per_gpu": setup.size.batch,
         "gradient_clipping": 0.0,  # its default is 1.0
-        "zero_optimization": {"stage": stage, "contiguous_gradients": True, "overlap_comm": False, **buckets},
+        "zero_optimization": {"stage": stage, "contiguous_gradients": True, "overlap_comm": False, **buckets, **away},
         "zero_allow_untested_optimizer": True,  # torch's fused AdamW, as everybody's
         "bf16": {"enabled": setup.dtype == "bf16" and stage > 0},
         "torch_autocast": {"enabled": setup.dtype == "bf16" and stage == 0, "dtype": "bfloat16"},
@@ -197,8 +214,13 @@ def fzero(setup: Setup, zero: int, **options: Any) -> Step:
     return step
 
 
+def on_disk(setup: Setup) -> Step:
+    return fzero(setup, 3, offload={"optimizer": "nvme"}, nvme_path=nvme_path())
+
+
 FSDP = ("torch.distributed.fsdp",)
 DDP = ("torch.distributed.optim",)
+HOME = ("fzero.interop",)
 
 CONTENDERS: dict[str, Contender] = {
     "reference": Contender(
@@ -207,17 +229,37 @@ CONTENDERS: dict[str, Contender] = {
     "alone": Contender("one process, the other core idle", alone, world=1, talks=False),
     "floor": Contender("floor: two processes, no communication", alone, talks=False),
     "floor_compiled": Contender("floor, compiled", partial(alone, compiled=True), talks=False, compiled=True),
-    **{
-        f"fzero{zero}": Contender(f"fzero zero={zero}", partial(fzero, zero=zero), ("fzero.interop",))
-        for zero in range(4)
-    },
-    "fzero3_fastest": Contender(
-        "fzero zero=3, matmul='fastest'", partial(fzero, zero=3, matmul="fastest"), ("fzero.interop",)
-    ),
+    **{f"fzero{zero}": Contender(f"fzero zero={zero}", partial(fzero, zero=zero), HOME) for zero in range(4)},
+    "fzero3_fastest": Contender("fzero zero=3, matmul='fastest'", partial(fzero, zero=3, matmul="fastest"), HOME),
     "fzero3_compiled": Contender(
-        "fzero zero=3, compile='auto'", partial(fzero, zero=3, compile="auto"), ("fzero.interop",), compiled=True
+        "fzero zero=3, compile='auto'", partial(fzero, zero=3, compile="auto"), HOME, compiled=True
     ),
-    "fzero3_p2p": Contender("fzero zero=3, over gloo", partial(fzero, zero=3, transfers="p2p"), ("fzero.interop",)),
+    "fzero3_moments": Contender(
+        "fzero zero=3, moments on the host",
+        partial(fzero, zero=3, offload="optimizer", update_on="device"),
+        HOME,
+        offloads=True,
+    ),
+    "fzero3_moved": Contender(
+        "fzero zero=3, all on the host, updates on the device",
+        partial(fzero, zero=3, offload="optimizer+params", update_on="device"),
+        HOME,
+        offloads=True,
+    ),
+    "fzero3_on_cpu": Contender(
+        "fzero zero=3, all on the host, updates there",
+        partial(fzero, zero=3, offload="optimizer+params", update_on="cpu"),
+        HOME,
+        offloads=True,
+    ),
+    "fzero3_nvme": Contender("fzero zero=3, moments on disk", on_disk, HOME, offloads=True),
+    "deepspeed3_nvme": Contender(
+        "DeepSpeed stage 3, optimizer on disk", partial(deepspeed, stage=3, nvme=True), ("deepspeed",), offloads=True
+    ),
+    "fsdp_offload": Contender(
+        "FSDP2, all on the host, updates there", partial(fsdp2, reshard=True, offload=True), FSDP, offloads=True
+    ),
+    "fzero3_p2p": Contender("fzero zero=3, over gloo", partial(fzero, zero=3, transfers="p2p"), HOME),
     "ddp": Contender("DDP", ddp, DDP),
     "ddp_zero": Contender("DDP + ZeroRedundancyOptimizer", partial(ddp, zero_redundancy=True), DDP),
     "fsdp": Contender("FSDP2, resharding", partial(fsdp2, reshard=True), FSDP),

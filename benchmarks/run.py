@@ -145,10 +145,11 @@ def compared(dtype: str, records: dict[str, list[summary.Records]], reference: S
 
 
 def chosen(only: str | None) -> tuple[str, ...]:
-    """The contenders that --only names, by name or by the beginning of names; all but the reference without it."""
+    """The contenders that --only names, by name or by the beginning of names; without it all but the reference, the
+    compiled ones and those that offload."""
     known = [name for name in CONTENDERS if name != "reference"]
     if only is None:
-        return tuple(name for name in known if not CONTENDERS[name].compiled)
+        return tuple(name for name in known if not (CONTENDERS[name].compiled or CONTENDERS[name].offloads))
     found: list[str] = []
     for asked in ["" if only == "all" else part for part in only.split(",")]:
         exact = [asked] if asked in known else [name for name in known if name.startswith(asked)]

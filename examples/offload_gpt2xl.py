@@ -67,6 +67,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=5, metavar="N", help="optimizer steps (5)")
     add("--seq", type=int, default=256, metavar="N", help="bytes per sequence; each rank has one (256)")
     add("--lr", type=float, default=1e-6, help="learning rate; there is no warm-up (1e-6)")
+    add(
+        "--clip",
+        type=float,
+        metavar="NORM",
+        help="clip gradients to this norm; until then they wait where the state is",
+    )
     add("--data", type=Path, metavar="PATH", help="a text file or a directory of them (Python's standard library)")
     add("--out", type=Path, default=Path("runs/offload_gpt2xl"), metavar="DIR", help="for logs (runs/offload_gpt2xl)")
     add("--seed", type=int, default=0, metavar="N", help="of the parameters and the batches (0)")
@@ -78,12 +84,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def spec_of(args: argparse.Namespace) -> fzero.Spec:
     """The job. Layers are computed again in the backward, so that what they keep is small too."""
     rules = {"optimizer": args.offload} if args.keep == "params" else {"**": args.offload}
+    rules = rules if args.clip is None else {"grads/**": args.offload, **rules}
     away: dict[str, Any] = {"offload": rules} if args.offload != "none" else {}
     if args.offload == "nvme":
         away["nvme_path"] = str(args.nvme_path)
     return fzero.Spec(
         loss=loss_fn, optimizer=fzero.optim.adamw(args.lr, weight_decay=0.1), mesh={"dp": args.world}, zero=3,
-        remat={"blocks/**": "full"}, **away,
+        remat={"blocks/**": "full"}, clip_norm=args.clip, **away,
     )  # fmt: skip
 
 
@@ -104,9 +111,10 @@ def train(args: argparse.Namespace, rank: int) -> None:
         return init_gpt(key, config)
 
     first = next(tokens.batches(args.world, mesh={"dp": args.world}))
-    account = fzero.lower(spec, init, first, world_size=args.world).memory
+    lowered = fzero.lower(spec, init, first, world_size=args.world)
+    account, waiting = lowered.memory, lowered.choices.get("gradients")
     say = partial(console.print, soft_wrap=True)
-    say(f"text: {corpus.description}\n{planned(account, args.world)}")
+    say(f"text: {corpus.description}\n{planned(account, args.world)}" + (f"\n{waiting}" if waiting else ""))
     if rank == 0 and (lack := too_little(args.nvme_path, args.world * account.spaces["disk"])):
         sys.exit(lack)
     began = time.perf_counter()

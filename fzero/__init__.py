@@ -12,6 +12,7 @@ from fzero.checkpoint import Manifest, save
 from fzero.checkpoint.checkpointer import Checkpointer
 from fzero.checkpoint.load import load
 from fzero.compile.lowered import Lowered
+from fzero.compile.simulate import simulate
 from fzero.errors import (
     CaptureError,
     CheckpointError,
@@ -107,6 +108,7 @@ __all__ = [
     "random",
     "remat",
     "save",
+    "simulate",
     "step",
     "unshard",
     "value_and_grad",

@@ -57,8 +57,8 @@ class PeerError(FzeroError, RuntimeError):
 
 
 class HangError(DisagreementError):
-    """This rank waited for another in vain. `missing` holds the ranks that did not come; the message says where every
-    rank was.
+    """This rank waited in vain for another, or for its disk. `missing` holds the ranks that did not come; the message
+    says where every rank was, or what the disk was asked for.
 
     The process group cannot be used any more. The given state stays usable unless it says that it is not.
     """
@@ -90,10 +90,10 @@ class MismatchError(CheckpointError):
 
 
 class OffloadError(FzeroError):
-    """The file for what a rank keeps on disk cannot be made, written or read.
+    """The file for what a rank keeps on disk cannot be made, written or read, or the host's memory cannot be locked.
 
-    file: the folder that it is in; the message begins with it. errno: the operating system's number, if it reported
-    one.
+    file: the folder that it is in, or "the host's memory"; the message begins with it. errno: the operating system's
+    number, if it reported one.
     """
 
     def __init__(self, file: object, text: str, errno: int | None = None) -> None:

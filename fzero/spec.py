@@ -24,6 +24,7 @@ COLUMNS = {"params", "grads", "optimizer"}  # of the state, which `zero` may pla
 DEFAULT_PARAMS = ("params/**",)
 SPACE_OF = {"device": "device", "cpu": "host", "nvme": "disk"}  # the user's words, and those of programs
 KINDS_OF_LEAVES = OPTIMIZER, PARAMS = "optimizer", "params"  # rules of `offload`: all that is no parameter; those
+GRADS = "grads/"  # rules of `offload` that begin so name gradients that wait for all others: grads/blocks/**
 SHORT_OFFLOADS = {"optimizer": (OPTIMIZER,), "optimizer+params": (OPTIMIZER, PARAMS)}
 RENAMED = {"products": "matmul"}  # fields of a Spec: old name, new name
 
@@ -77,11 +78,11 @@ class Spec:
     offload: path rules of leaves to where they are held between their uses: "device", "cpu" (the host's memory) or
     "nvme" (a file), as {"opt_state/**": "nvme", "params/**": "cpu"}; the first match wins, and a leaf without one stays
     on the device. A rule may be "params", or "optimizer" for all that is no parameter. "optimizer" alone is short for
-    {"optimizer": "cpu"}, and "optimizer+params" for both. Moves bring leaves to their uses (docs/offload.md), and no
-    bit changes.
+    {"optimizer": "cpu"}, and "optimizer+params" for both. Rules as "grads/**" say where gradients wait that are clipped
+    together; no other rule means them. Moves bring leaves to their uses (docs/offload.md), and no bit changes.
     nvme_path: with "nvme", the folder on a fast disk where each rank keeps its one file, which ends with the process.
     update_on: where elementwise work on offloaded leaves runs: on the "device", or on the "cpu". None: where fewer
-    bytes move; `lowered.choices` gives the reason.
+    bytes move, for a CUDA device where it takes less time; `lowered.choices` gives the reason.
     device_bytes, host_bytes: the most bytes that a rank may need there. A step that needs more is refused with
     SpecError, which names its fullest op and the least that works.
     matmul: the library for fp32 matrix products on CPU. "default": torch's own choice. "fastest": the faster of
@@ -95,7 +96,8 @@ class Spec:
     "auto": shared if possible, each gather by measured cost. Same bits.
     cuda_graph: on CUDA, launch a step as one graph if the step allows it (`lowered.choices` gives the reason if not).
     timeout: seconds that a rank waits for another before HangError names the missing ranks (docs/hangs.md), in process
-    groups that fzero starts. None: 600. A group that you started has its own: init_process_group(timeout=).
+    groups that fzero starts, and for its disk. None: 600. A group that you started has its own:
+    init_process_group(timeout=).
     device: the device of the state, as "cuda" (under torchrun: this rank's). None: that of the given tensors, else
     "cpu".
 
@@ -206,8 +208,6 @@ class Spec:
         for rule, choice in remat.items() if isinstance(remat, Mapping) else [("**", remat)]:
             form = '"none", "full", "offload", or path rules to them, as {"blocks/**": "full"}'
             _needs(isinstance(rule, str) and choice in ("none", "full", "offload"), "remat", remat, form)
-        if "offload" in self.remat_rules.values():
-            self._check_alone("remat", remat)
 
     def _check_offload(self) -> None:
         """Checks `offload`, what belongs to it, and the budgets."""
@@ -239,11 +239,6 @@ class Spec:
             text = isinstance(self.nvme_path, (str, os.PathLike))
             _needs(text, "nvme_path", self.nvme_path, "the path of a folder")
             _needs(away, "nvme_path", self.nvme_path, "a rule of offload= to 'nvme', or none")
-        self._check_alone("offload", self.offload)
-
-    def _check_alone(self, name: str, value: Any) -> None:
-        alone = (self.mesh or {}).get(PIPELINE, 1) == 1
-        _needs(alone, name, value, f"a mesh without {PIPELINE!r}: pipelines do not offload yet")
 
     def _check_precision(self) -> None:
         """Checks the precision policy against `step` and `nonfinite`."""

@@ -25,7 +25,7 @@ from torch import fx
 from fzero._torch_compat import function_schema, inductor_rounds
 from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.program import Program
-from fzero.ir.records import Op, Ref
+from fzero.ir.records import HOST, Op, Ref
 
 aten = torch.ops.aten
 AUTO_BYTES = 1 << 18  # the least that a stretch moves for how="auto": below it the time is not in the loops
@@ -103,21 +103,27 @@ def fuse(program: Program, how: str) -> tuple[dict[str, fx.GraphModule], dict[st
 def aliased(program: Program) -> dict[str, dict[int, int]]:
     """{segment: {destination: the read that is the same memory}}, both as numbers of placeholders.
 
-    Left out are segments whose ops differ in it, where memory overlaps in part, and where a rank's own part may be
-    shorter than another's: shapes are compiled in.
+    Left out are segments whose ops differ in it, where memory overlaps in part, where a rank's own part may be shorter
+    than another's (shapes are compiled in), and that run on the host of another device.
     """
     same_of: dict[str, list[dict[int, int]]] = {}
     uneven: set[str] = set()
     for op in program.ops:
         if op.segment:
             same_of.setdefault(op.segment, []).append(_same(op))
-            if any(_is_part(program, ref) for ref in (*op.reads, *op.writes)):
+            away = program.space(op) == HOST and _device(program.segments[op.segment]) != "cpu"
+            if away or any(_is_part(program, ref) for ref in (*op.reads, *op.writes)):
                 uneven.add(op.segment)
     return {
         key: seen[0]
         for key, seen in same_of.items()
         if key not in uneven and all(op == seen[0] for op in seen) and -1 not in seen[0].values()
     }
+
+
+def _device(gm: fx.GraphModule) -> str:
+    """The type of device that a segment was captured for."""
+    return next((node.meta["val"].device.type for node in fx_nodes.placeholders(gm.graph)), "cpu")
 
 
 def _is_part(program: Program, ref: Ref) -> bool:

@@ -40,6 +40,8 @@ def fitted(program: Program, options: Options, device_bytes: int | None, host_by
 def _attempts(options: Options) -> Iterator[Options]:
     """The options in the order in which they are tried: each needs less memory than the one before."""
     yield options
+    if options.ahead > 1:
+        yield replace(options, ahead=1)
     yield replace(options, ahead=0)
     yield replace(options, ahead=0, prefetch=0)
     yield replace(options, ahead=0, prefetch=0, tile_bytes=min(options.tile_bytes, SMALL_TILE))

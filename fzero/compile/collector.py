@@ -8,21 +8,27 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_frozen = False  # whether a `collector_paused` around this one has frozen what there is
+
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """A context without garbage collection but by `collect`. The collector would walk the graphs of a lowering,
     hundreds of thousands of objects, again and again: a third of the time. What was there before is not walked at all,
-    unless somebody else has frozen objects."""
-    was, freezes = gc.isenabled(), gc.get_freeze_count() == 0
+    unless somebody else has frozen objects. (Python counts frozen objects one by one: it is not asked in a context
+    within a context.)"""
+    global _frozen
+    was, freezes = gc.isenabled(), not _frozen and gc.get_freeze_count() == 0
     gc.disable()
     if freezes:
+        _frozen = True
         gc.freeze()
     try:
         yield
     finally:
         if freezes:
             gc.unfreeze()
+            _frozen = False
         if was:
             gc.enable()
 

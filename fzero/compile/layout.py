@@ -14,7 +14,7 @@ from fzero.ir.mesh import Mesh
 from fzero.ir.records import DEVICE
 from fzero.plan.layout import BUCKET_BYTES, Plan, layout
 from fzero.plan.pipeline_cut import Cut, cut_layers
-from fzero.spec import KINDS_OF_LEAVES, OPTIMIZER, PARAMS, SPACE_OF, Spec
+from fzero.spec import GRADS, KINDS_OF_LEAVES, OPTIMIZER, PARAMS, SPACE_OF, Spec
 
 
 def plan_for(
@@ -34,7 +34,8 @@ def plan_for(
         check_rules("Spec(params=...)", rules.params, paths)
     of_params = [path.removeprefix("params/") for path in paths if path.startswith("params/")]
     check_rules("Spec(trainable=...)", rules.trainable, of_params)
-    check_rules("Spec(offload=...)", [rule for rule in rules.offload if rule not in KINDS_OF_LEAVES], paths)
+    of_state = [rule for rule in rules.offload if rule not in KINDS_OF_LEAVES and not rule.startswith(GRADS)]
+    check_rules("Spec(offload=...)", of_state, paths)
     plan = layout(
         paths,
         values,
@@ -49,6 +50,8 @@ def plan_for(
         home=partial(home_of, rules.offload, rules.params),
     )
     _check_offloaded(rules.offload, plan)
+    gradients = [f"{GRADS}{slot.path}" for bucket in plan.buckets.values() for slot in bucket.slots]
+    check_rules("Spec(offload=...)", [rule for rule in rules.offload if rule.startswith(GRADS)], gradients)
     check_rules("Spec(remat=...)", rules.remat, [*paths, *(s.path for b in plan.buckets.values() for s in b.slots)])
     return plan
 

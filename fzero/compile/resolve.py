@@ -16,7 +16,7 @@ from fzero.pipeline import Pipeline
 from fzero.plan.stages import Columns, Stage
 from fzero.precision import Precision
 from fzero.shard.partition import P
-from fzero.spec import DEFAULT_PARAMS, Spec, by_column
+from fzero.spec import DEFAULT_PARAMS, GRADS, SPACE_OF, Spec, by_column
 from fzero.training import training_of
 
 
@@ -57,6 +57,7 @@ class LoweringOptions:
     remat: Mapping[str, str]
     update_on: str | None
     offloads: bool
+    gradients: Mapping[str, str]
     device_bytes: int | None
     host_bytes: int | None
     compile: str
@@ -119,6 +120,9 @@ def lowering_options(spec: Spec) -> LoweringOptions:
         remat=spec.remat_rules,
         update_on=spec.update_on,
         offloads=spec.offload is not None,
+        gradients={
+            rule.removeprefix(GRADS): SPACE_OF[to] for rule, to in spec.offload_rules.items() if rule.startswith(GRADS)
+        },
         device_bytes=spec.device_bytes,
         host_bytes=spec.host_bytes,
         compile=spec.compile,

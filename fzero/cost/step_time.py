@@ -1,9 +1,12 @@
-"""step_time: how long a program takes on one rank, by measured rates.
+"""step_time: how long a program takes on one rank, by given rates.
 
 The rank computes, op after op. The wire moves one transfer after the other, in the order they start, and so does each
 lane between device, host and disk. While a segment runs, the transfer at the head of the wire advances by `hidden` of
 that time, the move at the head of a lane by `lane_hidden`. A wait takes the time that is left of its transfer and of
 those before it; meanwhile the others go on.
+
+Beside a CUDA device updates on the host are work of a lane of their own, `host`. A move of what they write waits for
+them, and so does the end of the step.
 
 A segment takes the sum over its nodes. A matmul, a convolution or an attention takes its operations (2 m n k) at
 `flops`. Another op takes the bytes that it reads and writes at `memory_bytes` a second, a view nothing.
@@ -14,57 +17,140 @@ writes share a disk.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
 import torch
 from torch import fx
 
 from fzero.cost.rates import Rates
 from fzero.ir import fx_nodes, fx_values
-from fzero.ir.program import Program, lane, moved_bytes
+from fzero.ir.program import Program, lane, moved_bytes, named_bytes
+from fzero.ir.records import DISK, HOST, Op
 
 aten = torch.ops.aten
-WIRE = "wire"
+WIRE, UPDATES = "wire", "host"
+DAY = 86_400
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step on one rank, as predicted.
+
+    seconds: of the step. compute: of its segments. busy: by lane (`wire`, `disk→host`, `host` for updates there), the
+    seconds that it works. waited: by lane, the seconds that the rank stands still for it. written: bytes that the step
+    writes to disk.
+    """
+
+    seconds: float
+    compute: float
+    busy: Mapping[str, float]
+    waited: Mapping[str, float]
+    written: int
+
+    @property
+    def written_a_day(self) -> float:
+        """Bytes that go to the rank's disk in a day of such steps."""
+        return self.written * DAY / self.seconds if self.seconds else 0.0
+
+    def days(self, endurance: float) -> float:
+        """The days until a drive has taken the bytes that its maker allows (a "600 TBW" drive: 600e12), if this rank
+        alone writes to it; infinite where nothing is written."""
+        return endurance / self.written_a_day if self.written_a_day else float("inf")
+
+    def __str__(self) -> str:
+        lanes = [
+            f"{name:>12}  busy {busy:.4g} s ({busy / self.seconds:.0%}), waited for {self.waited.get(name, 0.0):.3g} s"
+            for name, busy in self.busy.items()
+        ]
+        written = [f"{self.written_a_day / 1e12:.3g} TB written to disk a day"] if self.written else []
+        return "\n".join([f"{self.seconds:.4g} s a step, {self.compute:.4g} s of them computing", *lanes, *written])
 
 
 def seconds(program: Program, rates: Rates) -> float:
     """The seconds that one rank needs for the program."""
-    clock = 0.0
-    # by lane, the seconds left of each transfer, by the buffer that it writes, in order
-    queues: dict[str, dict[str, float]] = {WIRE: {}}
-    by_segment: dict[str, float] = {}
+    return step_time(program, rates).seconds
+
+
+def step_time(program: Program, rates: Rates) -> StepTime:
+    """The time of a step on the first rank of its role, by lane."""
+    walk = _Walk(program, rates)
     for op in program.ops:
-        if op.computes:
+        walk.take(op)
+    return walk.done()
+
+
+@dataclass
+class _Walk:
+    """The clock of a rank on its way through a program. queues: by lane, the seconds left of each piece of work, by
+    what it writes, in order. Only the methods here write the fields."""
+
+    program: Program
+    rates: Rates
+    clock: float = 0.0
+    compute: float = 0.0
+    written: int = 0
+    queues: dict[str, dict[str, float]] = field(default_factory=lambda: {WIRE: {}})
+    busy: dict[str, float] = field(default_factory=dict)
+    waited: dict[str, float] = field(default_factory=dict)
+    by_segment: dict[str, float] = field(default_factory=dict)
+
+    def take(self, op: Op) -> None:
+        """Goes past an op."""
+        program, rates = self.program, self.rates
+        if op.computes and rates.host_bytes and program.space(op) == HOST:
+            moved = sum(named_bytes(program, ref) for ref in (*op.reads, *op.writes))
+            self._start(UPDATES, op.writes[0].name, moved / rates.host_bytes)
+            for ref in op.writes[1:]:
+                self._start(UPDATES, ref.name, 0.0)
+        elif op.computes:
             key = op.segment
-            taken = (
-                by_segment[key]
-                if key in by_segment
-                else by_segment.setdefault(key, _compute(program.segments[key], rates))
-            )
-            clock += taken
-            for name, queue in queues.items():
-                _advance(queue, (rates.hidden if name == WIRE else rates.lane_hidden) * taken)
+            if key not in self.by_segment:
+                self.by_segment[key] = _compute(program.segments[key], rates)
+            self.clock += self.by_segment[key]
+            self.compute += self.by_segment[key]
+            for name, queue in self.queues.items():
+                _advance(queue, (rates.hidden if name == WIRE else rates.lane_hidden) * self.by_segment[key])
         elif op.row.runs is not None:
             moved = sum(program.buffers[ref.name].nbytes for ref in (*op.reads, *op.writes))
-            clock += moved / rates.memory_bytes
+            self.clock += moved / rates.memory_bytes
         elif op.is_collective:
             whole = op.writes[0] if op.gathers else op.reads[0]
-            queues[WIRE][op.target] = rates.transfer(op.row.rate, program.buffers[whole.name].nbytes)
+            self._start(WIRE, op.target, rates.transfer(op.row.rate, program.buffers[whole.name].nbytes))
         elif way := "→".join(lane(program, op)):
-            rate = rates.lanes.get(way)
-            queues.setdefault(way, {})[op.target] = moved_bytes(program, op) / rate if rate else 0.0
+            updates = self.queues.get(UPDATES, {})
+            if op.reads[0].name in updates:
+                self._wait(op.reads[0].name)
+            nbytes, rate = moved_bytes(program, op), rates.lanes.get(way)
+            self.written += nbytes if program.space(op) == DISK else 0
+            self._start(way, op.target, nbytes / rate if rate else 0.0)
         elif op.is_wait:
-            clock += _waited(queues, op.target)
-    return clock
+            self._wait(op.target)
 
+    def done(self) -> StepTime:
+        """The figures, once the last update on the host is done."""
+        if updates := self.queues.get(UPDATES):
+            self._wait(list(updates)[-1])
+        return StepTime(self.clock, self.compute, self.busy, self.waited, self.written)
 
-def _waited(queues: dict[str, dict[str, float]], target: str) -> float:
-    """The seconds until a transfer is done: of it, and of those before it in its queue. In place."""
-    queue = next((queue for queue in queues.values() if target in queue), {})
-    names = list(queue)
-    taken = sum(queue.pop(name) for name in names[: names.index(target) + 1] if name in queue) if names else 0.0
-    for other in queues.values():
-        if other is not queue:
-            _advance(other, taken)
-    return taken
+    def _start(self, lane: str, target: str, taken: float) -> None:
+        queue = self.queues.setdefault(lane, {})
+        queue[target] = queue.pop(target, 0.0) + taken  # of one buffer several tiles may be on their way
+        self.busy[lane] = self.busy.get(lane, 0.0) + taken
+
+    def _wait(self, target: str) -> None:
+        """Waits for a piece of work, and for those before it in its queue."""
+        lane = next((name for name, queue in self.queues.items() if target in queue), None)
+        if lane is None:
+            return
+        queue = self.queues[lane]
+        names = list(queue)
+        taken = sum(queue.pop(name) for name in names[: names.index(target) + 1])
+        for other in self.queues.values():
+            if other is not queue:
+                _advance(other, taken)
+        self.clock += taken
+        self.waited[lane] = self.waited.get(lane, 0.0) + taken
 
 
 def _advance(wire: dict[str, float], budget: float) -> None:

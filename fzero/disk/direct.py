@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -55,9 +56,17 @@ def alignment(fd: int) -> Direct | None:
     return Direct(memory, offset) if mask & DIOALIGN else None
 
 
-def aligned(nbytes: int) -> Tensor:
+@runtime_checkable
+class Lockable(Protocol):
+    """Pages of memory that can be page-locked (`fzero.state.host_memory`)."""
+
+    def lock(self) -> None:
+        """Locks all of them."""
+
+
+def aligned(nbytes: int, kind: type[mmap.mmap] = mmap.mmap) -> Tensor:
     """Returns zeroed memory for direct I/O: uint8, 1-D, `nbytes` long, at the beginning of a page. It is freed with the
-    last tensor on it.
+    last tensor on it. kind: what makes the pages; those that are `Lockable` are locked.
 
     From 2 MiB on the kernel is asked for huge pages. A request to a disk has a limited number of pieces, so with small
     pages it is cut into more.
@@ -67,10 +76,12 @@ def aligned(nbytes: int) -> Tensor:
     """
     huge = HUGE if nbytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE") else 0
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE + huge
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = kind(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge:
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
+    if isinstance(pages, Lockable):
+        pages.lock()
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     first = -memory.data_ptr() % huge if huge else 0
     return memory[first : first + nbytes]

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -31,10 +31,11 @@ from fzero.disk.blocks import BLOCK, Bytes
 from fzero.disk.calls import Disk
 from fzero.disk.open_file import OpenFile
 from fzero.disk.sums import UNIT, Sums
-from fzero.errors import CorruptError, OffloadError
+from fzero.errors import CorruptError, HangError, OffloadError
 
 log = logging.getLogger("fzero")
 CLOSE_SECONDS = 60.0  # that `close` waits for what was started
+TOLD = 4  # transfers in flight that a report of a hang names
 
 
 class DiskFile:
@@ -44,29 +45,31 @@ class DiskFile:
     the rest of its last unit becomes zeros. Transfers of ranges that overlap must be apart in time, unless both read.
 
     folder: on a disk; tmpfs is refused. checksums: whether what is read is compared with what was written. threads: how
-    many read, and how many write. disk: through which the system is called; tests make it fail.
+    many read, and how many write. disk: through which the system is called; tests make it fail. timeout: seconds that
+    `wait` waits for a transfer. owner: whose file it is, in the error of a wait that ended badly.
 
     Raises OffloadError if the file cannot be made. It says how many bytes are needed and how many are free.
 
-    Written here alone: `in_flight`, under `lock`, and the counters `bytes_read` and `bytes_written` (asked for, by
-    transfers that ended well).
+    Written here alone: `nbytes`, by `grow`; `patience`, by `wait`; `in_flight`, under `lock`; and the counters
+    `bytes_read` and `bytes_written` (asked for, by transfers that ended well).
 
     >>> with DiskFile(".", 8192) as file:
     ...     moments, back = torch.randn(1500), torch.empty(1500)
-    ...     file.write(0, moments).result()
-    ...     file.read(0, back).result()
+    ...     file.wait(file.write(0, moments))
+    ...     file.wait(file.read(0, back))
     >>> bool((back == moments).all())
     True
     """
 
     def __init__(
         self, folder: str | os.PathLike[str], nbytes: int, *, checksums: bool = True, threads: int = 4,
-        disk: Disk | None = None,
+        disk: Disk | None = None, timeout: float = 1800.0, owner: str = "this process",
     ) -> None:  # fmt: skip
         if nbytes < 0 or threads < 1:
             raise ValueError(f"nbytes={nbytes} and threads={threads}: needed at least 0 and at least 1")
         self.file = open_file.make(Path(folder), nbytes, disk or Disk())
         self.folder, self.nbytes, self.direct = self.file.folder, self.file.nbytes, bool(self.file.direct)
+        self.timeout, self.patience, self.owner = timeout, timeout, owner
         self.sums = Sums(self.nbytes) if checksums else None
         self.lock = threading.Lock()
         self.in_flight: list[Transfer] = []
@@ -95,6 +98,28 @@ class DiskFile:
         the range then holds anything. ValueError: see `read`.
         """
         return self._begin("write", offset, source, what)
+
+    def wait(self, *transfers: Future[None]) -> None:
+        """Returns when transfers have ended; raises the first error.
+
+        HangError: one did not end in `timeout` seconds. It may still use its memory. Later waits do not wait again:
+        they raise at once unless the disk has answered meanwhile.
+        """
+        _, late = wait(transfers, self.patience)
+        if late:
+            self.patience = 0.0
+            raise self._hang(late)
+        self.patience = self.timeout
+        for transfer in transfers:
+            transfer.result()
+
+    def grow(self, nbytes: int) -> None:
+        """Makes the file at least so large; what is new is zeros. Nothing may be in flight. Raises OffloadError."""
+        if nbytes > self.nbytes:
+            open_file.grow(self.file, nbytes)
+            self.nbytes = self.file.nbytes
+            if self.sums is not None:
+                self.sums.grow(self.nbytes)
 
     def busy(self) -> list[str]:
         """Returns a line for each transfer that has not ended, the oldest first, for a report of a hang."""
@@ -140,6 +165,20 @@ class DiskFile:
                 part = memory[start : start + BLOCK]
                 queue.put(partial(self._run, transfer, partial(move, self.file, self.sums, offset + start, part)))
         return transfer.future
+
+    def _hang(self, late: set[Future[None]]) -> HangError:
+        with self.lock:
+            names = [str(one) for one in self.in_flight if one.future in late]
+        doing = self.busy()
+        more = [f"and {len(doing) - TOLD} more"] * (len(doing) > TOLD)
+        lines = [
+            f"{self.owner}: the disk of {self.folder} does not answer, in {self.timeout:g} s (Spec(timeout=)), to "
+            f"{names[0] if names else 'a transfer that has just ended'}",
+            *(f"in flight: {line}" for line in (*doing[:TOLD], *more)),
+            "Look at the kernel's log and at the drive. What was in flight may still use its memory: start all ranks "
+            "again, from the last checkpoint; Spec(nvme_path=) names another disk.",
+        ]
+        return HangError("\n  ".join(lines))
 
     def _run(self, transfer: Transfer, block: Callable[[], None]) -> None:
         """Runs a block of a transfer, unless one before it failed; the last block ends the transfer."""

@@ -43,7 +43,7 @@ class OpenFile:
     """An unnamed file that is open. `make` makes one.
 
     direct: the alignment of direct I/O; false if reads and writes go through the page cache. fd: -1 once it is closed;
-    `close` alone writes it.
+    `close` alone writes it. nbytes: `grow` alone writes it.
     """
 
     def __init__(self, folder: Path, nbytes: int, fd: int, direct: Direct, disk: Disk) -> None:
@@ -72,9 +72,7 @@ def make(folder: Path, nbytes: int, disk: Disk) -> OpenFile:
         alignment, why = _direct(fd)
     except OSError as error:
         _close(fd)
-        room = f", {free:,} are free" if error.errno in FULL and free >= 0 else ""
-        text = f"no file of {size:,} bytes can be made here for what is offloaded{room}: {advised(error)}"
-        raise OffloadError(folder, text, error.errno) from error
+        raise _no_room(folder, size, free, error) from error
     except BaseException:
         _close(fd)
         raise
@@ -83,6 +81,24 @@ def make(folder: Path, nbytes: int, disk: Disk) -> OpenFile:
         if hasattr(os, "posix_fadvise"):  # nothing is read ahead, which nobody would drop from the cache
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     return OpenFile(folder, size, fd, alignment, disk)
+
+
+def grow(file: OpenFile, nbytes: int) -> None:
+    """Makes a file larger, to `nbytes`, rounded up to UNIT. Raises OffloadError: not enough room; it is as it was."""
+    size = -(-nbytes // UNIT) * UNIT
+    free = -1
+    try:
+        free = file.disk.run("free", file.folder, lambda: _free(file.folder))
+        file.disk.run("allocate", file.folder, lambda: _allocate(file.fd, size, free + file.nbytes))
+    except OSError as error:
+        raise _no_room(file.folder, size, free, error) from error
+    file.nbytes = size
+
+
+def _no_room(folder: Path, size: int, free: int, error: OSError) -> OffloadError:
+    room = f", {free:,} are free" if error.errno in FULL and free >= 0 else ""
+    text = f"no file of {size:,} bytes can be made here for what is offloaded{room}: {advised(error)}"
+    return OffloadError(folder, text, error.errno)
 
 
 def advised(error: OSError) -> str:

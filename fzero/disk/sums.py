@@ -22,11 +22,15 @@ _WEIGHTS = np.array([_draw.getrandbits(64) | 1 for _ in range(UNIT // 8)], np.ui
 class Sums:
     """The sums of a file's units. A fresh file is zeros, and so are its sums.
 
-    `keep` alone writes `values`. Threads may call the methods at one time, on ranges that are apart.
+    `keep` and `grow` alone write `values`. Threads may call the others at one time, on ranges that are apart.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.values = np.zeros(nbytes // UNIT, np.int64)
+
+    def grow(self, nbytes: int) -> None:
+        """Adds the sums of zeros up to byte `nbytes`. No other method may run."""
+        self.values = np.concatenate([self.values, np.zeros(nbytes // UNIT - len(self.values), np.int64)])
 
     def keep(self, offset: int, sums: NDArray[np.int64]) -> None:
         """Stores the sums of the units from byte `offset` on."""

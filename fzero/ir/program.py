@@ -241,9 +241,11 @@ def lane(program: Program, op: Op) -> tuple[str, ...]:
 def moved_bytes(program: Program, op: Op) -> int:
     """Bytes that a move brings from one space to another on the first rank; 0 for any other op, or where it does not
     fit its program."""
-    if not lane(program, op):
-        return 0
-    ref = op.reads[0]
+    return named_bytes(program, op.reads[0]) if lane(program, op) else 0
+
+
+def named_bytes(program: Program, ref: Ref) -> int:
+    """Bytes that a reference names on the first rank; 0 where it does not fit its program."""
     buffer = program.buffers[ref.name]
     if ref.start is None:
         return buffer.nbytes

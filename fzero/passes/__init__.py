@@ -17,7 +17,9 @@ from fzero.passes.cast_before_gather import cast_before_gather
 from fzero.passes.free import free
 from fzero.passes.narrow import narrow
 from fzero.passes.offload.offload_activations import offload_activations
+from fzero.passes.offload.offload_gradients import offload_gradients
 from fzero.passes.offload.place_moves import place_moves
+from fzero.passes.offload.schedule_updates import schedule_updates
 from fzero.passes.offload.tile_updates import tile_updates
 from fzero.passes.offload.to_spaces import to_spaces
 from fzero.passes.pipeline.chunks import crossing
@@ -41,7 +43,7 @@ class Options:
     """The options of the passes: see the fields of the same names in `fzero.Spec`. chunk_of: of each bucket of a
     numbered layer, its chunk of a pipeline; empty without one. on_host: whether elementwise work on what is held off
     the device runs on the host. ahead: how many runs before its use a fetch starts. tile_bytes: of a column, the most
-    that is brought at once."""
+    that is brought at once. gradients: path rules of gradients that wait for all others to the space where they do."""
 
     prefetch: int = 1
     gather_bytes: int | None = None
@@ -52,13 +54,13 @@ class Options:
     on_host: bool = False
     ahead: int = 1
     tile_bytes: int = TILE_BYTES
+    gradients: Mapping[str, str] = field(default_factory=dict)
 
 
 Pass = Callable[[Program, Options], Program]
 Passes = Sequence[tuple[str, Pass, str]]
 
 BEFORE_ROLES: Passes = (
-    ("to_spaces", lambda p, o: to_spaces(p), "first: the others see nothing but the device"),
     ("shard_update", lambda p, o: shard_update(p), "elementwise work on slices, while new leaves still have names"),
     ("narrow", lambda p, o: narrow(p), "then what only slices are read of need not be gathered or all-reduced"),
     ("cast_before_gather", lambda p, o: cast_before_gather(p), "fewer bytes travel; before segments hide the casts"),
@@ -76,10 +78,25 @@ BEFORE_ROLES: Passes = (
 )
 
 UNTIL_PREFETCH: Passes = (
+    (
+        "to_spaces",
+        lambda p, o: to_spaces(p),
+        "each role brings what it holds; what follows sees nothing but the device",
+    ),
     ("schedule_gathers", lambda p, o: schedule_gathers(p), "whole parameters only around their uses"),
     ("schedule_reductions", lambda p, o: schedule_reductions(p, o.overlap), "reductions where gradients are complete"),
     ("accumulate", lambda p, o: accumulate(p), "sums over microbatches have their places; before results get theirs"),
+    (
+        "offload_gradients",
+        lambda p, o: offload_gradients(p, o.gradients),
+        "where gradients are complete is known; before updates are written in place, which read what waits",
+    ),
     ("write_in_place", lambda p, o: write_in_place(p), "after all moves, so that what reads old values is known"),
+    (
+        "schedule_updates",
+        lambda p, o: schedule_updates(p),
+        "state is written in place: a gradient ends with its update",
+    ),
 )
 
 FROM_PREFETCH: Passes = (
@@ -104,7 +121,7 @@ FROM_PREFETCH: Passes = (
         lambda p, o: place_moves(p, on_host=o.on_host, ahead=o.ahead),
         "all uses have their places; copies of what lies elsewhere only around them",
     ),
-    ("free", lambda p, o: free(p), "lifetimes are final now"),
+    ("free", lambda p, o: free(p, o.ahead - 1), "lifetimes are final now"),
     ("size_workspaces", lambda p, o: size_workspaces(p, o.compile), "the account needs the final segments"),
     ("assign_memory", lambda p, o: assign_memory(p), "lives and sizes are final: all of a step's memory in one arena"),
     ("settle", lambda p, o: settle(p), "where memory lies is known: until when other ranks may read it"),

@@ -190,7 +190,8 @@ def record(state: State, lowered: Lowered, batch: Any, ready: Callable[[], None]
     runtime = session_of(state)
     bound = runtime.bind(lowered)  # so that it is not part of the time
     tensors = [x for x in tree.flatten(batch)[1] if isinstance(x, torch.Tensor)]
-    held = _held([*bound.memory.values(), bound.arena, *tensors])
+    here = [x for x in bound.memory.values() if x.device.type == runtime.device.type]
+    held = _held([*here, bound.arena, *tensors])
     clock = _Device(runtime.device) if runtime.device.type == "cuda" else _Host()
     with clock.watching():
         ready()

@@ -3,8 +3,8 @@
 A bound program (`fzero.runtime.executor`) is ready for a graph: state, arena and batch have fixed addresses, no Python
 decides, and the host does not wait. The first step runs op by op, which loads and tunes kernels. The second step is
 recorded (recording runs nothing). From then on the graph is replayed, with collectives and optimizer. NCCL's kernels
-are recorded on its own side stream, with the events that join it. The agreement of the ranks at the start of a step
-stays outside.
+are recorded on its own side stream, with the events that join it, and copies to and from the host on theirs. The
+agreement of the ranks at the start of a step stays outside.
 
 Not every program allows this: `obstacle` returns the reason.
 """
@@ -19,6 +19,7 @@ import torch
 
 from fzero.ir import fx_nodes, fx_values
 from fzero.ir.program import Program
+from fzero.ir.records import DISK, HOST
 
 log = logging.getLogger("fzero")
 
@@ -27,11 +28,14 @@ def obstacle(program: Program, device: torch.device) -> str | None:
     """The reason why this program cannot be one CUDA graph on `device`; None if no reason is known."""
     if device.type != "cuda":
         return f"the state is on {device.type}"
-    if program.transport != "nccl" and any(op.transfers for op in program.ops):
+    if program.transport != "nccl" and any(op.transfers and not op.moves for op in program.ops):
         return f"transfers via {program.transport} run on the host"
     for i, op in enumerate(program.ops):
-        if op.moves:
-            return f"op {i} ({op.why}) moves between device and host, which is not built for CUDA yet"
+        spaces = {program.buffers[ref.name].space for ref in (*op.reads, *op.writes)}
+        if op.moves and DISK in spaces:
+            return f"op {i} ({op.why}) reads or writes the disk, which the host does"
+        if op.computes and HOST in spaces:
+            return f"op {i} ({op.why}) runs on the host"
         for node in program.segments[op.segment].graph.nodes if op.segment else ():
             if (why := _waits(node)) is not None:
                 return f"op {i} ({op.why}) {why}"

@@ -31,6 +31,7 @@ from fzero.ir.records import DEVICE, DISK, GIVEN, HOST, PERSISTENT, Op, Ref
 from fzero.runtime import cuda_graphs
 from fzero.runtime.handlers import moves_whole, padding, part
 from fzero.runtime.lanes import Lanes
+from fzero.runtime.stream_lanes import lanes_for
 
 Call = Callable[[], Any]
 
@@ -63,7 +64,7 @@ class Executor:
     ) -> None:
         """Binds the program: places every buffer and makes the calls of each op."""
         self.program, self.rank, self.comm, self.arena = program, rank, comm, arena
-        self.compiled, self.lanes = compiled or {}, lanes or Lanes()
+        self.compiled, self.lanes = compiled or {}, lanes or lanes_for(arena.device)
         if host_arena is None:
             host_arena = torch.empty(program.arenas[HOST], dtype=torch.uint8)
         self.arenas = {DEVICE: arena, HOST: host_arena}
@@ -83,6 +84,7 @@ class Executor:
         self.recordable = cuda_graph and cuda_graphs.obstacle(program, arena.device) is None
         self.recording: Any = None  # the step as one CUDA graph
         self.num_runs = 0
+        self.leaves_on_host = any(op.moves or program.space(op) == HOST for op in program.ops)
         self.first_write = next((i for i, op in enumerate(program.ops) if _writes_state(program, op)), len(program.ops))
         with torch.no_grad():
             self.calls = self._bind()
@@ -123,6 +125,8 @@ class Executor:
                 self.recording.replay()
             else:
                 self.issue(watch)
+            if self.leaves_on_host:
+                self.lanes.finish()
             self.num_runs += 1
             self.position = len(self.calls)
             return {name: self.memory[buffer].clone() for name, buffer in self.metrics}
@@ -158,12 +162,24 @@ class Executor:
                     calls += self._zeroed(ref)
                 started.add(ref.name)
             calls += binder(op)(self, op)
+            if op.computes and self.program.space(op) == HOST:
+                calls = self._on_host(index, op, calls)
             if op.is_wait and index not in deferred and op.target not in self.moving:
                 calls.append(partial(self.comm.settle, op.target))
             if op.is_free:
                 started -= {ref.name for ref in op.reads}
             calls_of_ops.append(calls)
         return calls_of_ops
+
+    def _on_host(self, index: int, op: Op, calls: list[Call]) -> list[Call]:
+        """The calls of an op on the host, beside the lanes. With a loose buffer it waits for all of them."""
+        refs = (*op.reads, *op.writes)
+        if self._is_loose(refs):
+            return [self.lanes.finish, *calls]
+        start = op.offset or 0
+        workspace = self.arenas[HOST][start : start + op.workspace]
+        what = f"op {index}: {op_text(op)} | {op.why}"
+        return self.lanes.on_host(calls, [*(self.tensor(ref) for ref in refs), workspace], what)
 
     def _zeroed(self, ref: Ref) -> Iterator[Call]:
         buffer = self.program.buffers[ref.name]
@@ -254,13 +270,13 @@ def _move(bound: Executor, op: Op) -> list[Call]:
         at, name = _offset(bound, target), str(target)
         return [lambda: bound.lanes.write(op.target, at, bound.tensor(source), name)]
     if bound._is_loose((source, target)):
-        return [lambda: bound.lanes.copy(bound.tensor(source), bound.destination(target))]
+        return [lambda: bound.lanes.copy(op.target, bound.tensor(source), bound.destination(target))]
     buffer = bound.program.buffers[target.name]
     if buffer.at is not None and moves_whole(bound.program, op):
         bound.memory[target.name] = segment_memory.tensor_at(
             bound.arenas[buffer.space], buffer.at, bound.tensor(source)
         )
-    return [partial(bound.lanes.copy, bound.tensor(source), bound.tensor(target))]
+    return [partial(bound.lanes.copy, op.target, bound.tensor(source), bound.tensor(target))]
 
 
 def _offset(bound: Executor, ref: Ref) -> int:

@@ -89,12 +89,13 @@ class Rank:
 
 
 def on_disk(program: Program, memory: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies of the buffers that lie on disk, each at its place in one piece of memory that stands for the file."""
-    held = {name: b for name, b in program.buffers.items() if b.space == DISK and name in memory}
-    file = torch.empty(program.arenas[DISK], dtype=torch.uint8)
+    """Copies of the buffers that lie on disk, each at its place in one piece of memory that stands for the file. What
+    is not given, gradients that wait there, is NaN."""
+    held = {name: b for name, b in program.buffers.items() if b.space == DISK and b.at is not None}
+    file = torch.full((program.arenas[DISK],), 255, dtype=torch.uint8)
     views = {n: file[b.at : (b.at or 0) + b.nbytes].view(b.dtype).view(b.shape) for n, b in held.items()}
-    for name, view in views.items():
-        view.copy_(memory[name])
+    for name in views.keys() & memory.keys():
+        views[name].copy_(memory[name])
     return views
 
 

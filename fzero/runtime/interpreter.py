@@ -250,7 +250,7 @@ def interpret(
             where = "; ".join(f"rank {r} at op {i}: {programs[r].ops[i].reads[0]}" for r, i in waiting.items())
             raise DeadlockError(f"every rank waits for another: {where}")
     for rank in ranks:
-        for name in rank.on_disk:
+        for name in rank.on_disk.keys() & memory[rank.rank].keys():
             memory[rank.rank][name].copy_(rank.memory[name])
     return ranks
 

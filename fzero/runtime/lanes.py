@@ -1,15 +1,21 @@
 """lanes: the moves of one rank from one of its spaces to another.
 
-On a CPU world the device's memory and the host's are both RAM: a copy between them is made when it starts. The disk's
-lanes read and write the rank's file in threads, so a step goes on beside them.
+On a CPU world the device's memory and the host's are both RAM: a copy between them is made when it starts (`Lanes`). On
+CUDA each direction has a stream of its own (`fzero.runtime.stream_lanes`). The disk's lanes read and write the rank's
+file in threads, so a step goes on beside them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+
+from fzero.errors import HangError
+
+Call = Callable[[], Any]
 
 
 class File(Protocol):
@@ -21,6 +27,9 @@ class File(Protocol):
     def write(self, offset: int, source: torch.Tensor, what: str = "") -> Future[None]:
         """Starts to write the bytes of a contiguous tensor. what: its name in errors."""
 
+    def wait(self, *transfers: Future[None]) -> None:
+        """Returns when these have ended. Raises the first error, and HangError if one does not end."""
+
 
 class Lanes:
     """The moves of one rank. `pending` holds those that the disk works on, by the buffer that they fill; only the
@@ -30,8 +39,8 @@ class Lanes:
         self.file = file
         self.pending: dict[str, Future[None]] = {}
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Moves between the device and the host."""
+    def copy(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Starts a move between the device and the host."""
         target.copy_(source.view(target.shape))
 
     def read(self, name: str, offset: int, into: torch.Tensor, what: str) -> None:
@@ -45,12 +54,33 @@ class Lanes:
         self.pending[name] = self.file.write(offset, source, what)
 
     def wait(self, name: str) -> None:
-        """Returns when the move that fills `name` is done. Raises its error."""
+        """Returns when what follows may use what the move `name` fills. Raises its error. HangError: the disk does not
+        answer; the move stays in `pending`."""
         if name in self.pending:
-            self.pending.pop(name).result()
+            self._end(name)
+
+    def on_host(self, calls: list[Call], tensors: Sequence[torch.Tensor], what: str) -> list[Call]:
+        """What runs `calls` of the host, which read and write these tensors. what: the op's name in errors."""
+        return calls
+
+    def finish(self) -> None:
+        """Ends a step: what it left on the host can be read there."""
 
     def drain(self) -> None:
-        """Ends every move in flight, after a step that failed; their errors are those of that step."""
-        for future in self.pending.values():
-            future.exception()
-        self.pending.clear()
+        """Ends every move in flight, after a step that failed; their errors are those of that step. Raises HangError
+        if the disk still does not answer."""
+        for name in list(self.pending):
+            try:
+                self._end(name)
+            except HangError:
+                raise
+            except Exception:
+                continue
+
+    def _end(self, name: str) -> None:
+        assert self.file is not None
+        try:
+            self.file.wait(self.pending[name])
+        finally:
+            if self.pending[name].done():
+                del self.pending[name]

@@ -25,11 +25,10 @@ from fzero.compile.collector import return_freed
 from fzero.compile.lowered import Lowered
 from fzero.compile.step import fakes_on, lower_step
 from fzero.cost.autotune import Costs
-from fzero.disk import aligned
 from fzero.errors import DonatedError, TreeError, leaf_name
 from fzero.ir.mesh import PIPELINE, parts_of
 from fzero.ir.program import Program
-from fzero.ir.records import HOST, Buffer, Op, Ref, make_op
+from fzero.ir.records import DISK, HOST, Buffer, Op, Ref, make_op
 from fzero.plan.layout import Leaf, Plan
 from fzero.runtime import compile_segments
 from fzero.runtime.executor import Executor
@@ -39,6 +38,7 @@ from fzero.shard.placements import join
 from fzero.spec import Spec
 from fzero.state import storage
 from fzero.state.homes import Homes
+from fzero.state.host_memory import host_memory
 from fzero.state.state import Life, ShardedTensor, State
 from fzero.verify.rules import verify
 
@@ -152,7 +152,9 @@ class Session:
         if program.arenas[HOST] > self.host_arena.numel():
             self.bound.clear()
             self.host_arena = self.host_arena.new_empty(0)
-            self.host_arena = aligned(program.arenas[HOST])
+            self.host_arena = host_memory(self.device, program.arenas[HOST])
+        if self.memory.file is not None:
+            self.memory.file.grow(program.arenas[DISK])
         if id(lowered) not in self.bound:
             constants = [name for name, b in program.buffers.items() if b.kind == "constant"]
             memory = {**self.memory.in_memory, **dict(zip(constants, lowered.graph.constants.values(), strict=True))}
@@ -232,7 +234,7 @@ class Session:
         ranks = self.plan.data_ranks if per_rank else self.plan.mesh.size(buffer.sharded) if buffer.sharded else 1
         if buffer.name not in self.memory:
             return torch.empty(buffer.numel * ranks, dtype=buffer.dtype, device=self.device)
-        own = self.memory[buffer.name].reshape(-1)
+        own = self.memory[buffer.name].reshape(-1).to(self.device)
         axes = [self.plan.axis] if per_rank else reversed(parts_of(buffer.sharded))  # the outermost first
         for axis in axes:
             if (size := self.plan.mesh.size(axis)) > 1:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -30,11 +31,12 @@ from fzero.disk import DiskFile
 from fzero.errors import SpecError, TreeError
 from fzero.ir.records import HOST
 from fzero.plan.layout import Plan
-from fzero.runtime.lanes import Lanes
+from fzero.runtime.stream_lanes import lanes_for
 from fzero.session.session import Session
 from fzero.spec import Spec
 from fzero.state import storage
 from fzero.state.homes import Homes, file_bytes
+from fzero.state.host_memory import host_memory
 from fzero.state.state import Life, State
 
 
@@ -93,7 +95,6 @@ class World:
             ambient.check(name)
             check_spec(name, spec)
             device = _device(name, spec, like)
-            _check_offload(spec, device)
         except Exception as error:
             failure = error
         seconds = getattr(spec, "timeout", None)
@@ -137,8 +138,8 @@ class World:
             store = default_store() if self.size > 1 else None
             bytes_of_buckets = bucket_bytes(transport.name, mesh.data_ranks, self.rank, transport.rates, store)
             plan = plan_for(spec, filling.paths, filling.values, filling.per_rank, mesh, bytes_of_buckets)
-            file = _file(spec, plan, self.rank)
-            memory = storage.allocate(plan, transport.block, self.rank, {HOST: storage.block_of("cpu")})
+            file = _file(spec, plan, self.rank, here)
+            memory = storage.allocate(plan, transport.block, self.rank, {HOST: partial(host_memory, self.device)})
             homes = Homes(plan, self.rank, memory, file)
             placed = [filling.place(plan, self.rank, buffers) for buffers in homes.rounds()]
             common, own = (_one_digest(texts) for texts in zip(*placed, strict=True))
@@ -151,7 +152,7 @@ class World:
         here.leave()
         runtime = Session(
             spec, self.rank, self.size, self.device, plan, filling.treedef, homes, transport, self.group, here,
-            lanes=Lanes(file),
+            lanes=lanes_for(self.device, file),
         )  # fmt: skip
         life = Life()
         return State(runtime.sharded(life), filling.step, {}, runtime, life)
@@ -173,21 +174,13 @@ def check_spec(name: str, spec: Any) -> None:
         raise SpecError(f"fzero.{name} needed a Spec, got {type(spec).__name__}: call {calls[name]}")
 
 
-def _check_offload(spec: Spec, device: torch.device) -> None:
-    """Raises SpecError where a state is to be offloaded from a device that has no lanes yet."""
-    moved = {"offload": spec.offload, "remat": spec.remat if "offload" in spec.remat_rules.values() else None}
-    name = next((name for name, value in moved.items() if value is not None), None)
-    if name is not None and device.type != "cpu":
-        raise SpecError(
-            f"Spec({name}={moved[name]!r}) on {device}: moves to and from a CUDA device are not built yet. They run "
-            "on CPU worlds, and fzero.lower plans them for any device. Leave it out, or use device='cpu'"
-        )
-
-
-def _file(spec: Spec, plan: Plan, rank: int) -> DiskFile | None:
-    """The rank's file for what lies on disk; None where nothing does. Raises OffloadError."""
-    nbytes = file_bytes(plan, rank)
-    return DiskFile(spec.nvme_path, nbytes) if nbytes and spec.nvme_path is not None else None
+def _file(spec: Spec, plan: Plan, rank: int, here: heartbeat.Presence) -> DiskFile | None:
+    """The rank's file for what lies on disk; None where the spec names no folder. A program whose gradients wait there
+    makes it larger. Raises OffloadError."""
+    if spec.nvme_path is None:
+        return None
+    patience = spec.timeout or process_group.TIMEOUT_SECONDS
+    return DiskFile(spec.nvme_path, file_bytes(plan, rank), timeout=patience, owner=here.label(rank))
 
 
 def _device(name: str, spec: Spec, like: Any) -> torch.device:

@@ -19,7 +19,8 @@ ROUND_BYTES = 64 << 20  # of buffers on disk that are filled together; a larger 
 
 
 class Homes(Mapping[str, torch.Tensor]):
-    """A rank's state buffers. in_memory: those that are tensors. on_disk: the others. file: None if there are none.
+    """A rank's state buffers. in_memory: those that are tensors. on_disk: the others. file: the rank's, if the spec
+    names a folder for one.
 
     Nothing changes after it is made but the contents of tensors and file.
     """
@@ -54,7 +55,7 @@ class Homes(Mapping[str, torch.Tensor]):
         first = (buffer.at or 0) + start * size
         low = first // UNIT * UNIT
         room = aligned((buffer.at or 0) + stop * size - low)
-        self.file.read(low, room, f"a read of {name}").result()
+        self.file.wait(self.file.read(low, room, f"a read of {name}"))
         return (
             room[first - low :].view(buffer.dtype)
             if first % size == 0
@@ -75,8 +76,7 @@ class Homes(Mapping[str, torch.Tensor]):
             yield memory
             assert self.file is not None
             writes = [self.file.write(self.on_disk[n].at or 0, memory[n], f"the first {n}") for n in names]
-            for write in writes:
-                write.result()
+            self.file.wait(*writes)
 
 
 def file_bytes(plan: Plan, rank: int) -> int:

@@ -80,9 +80,8 @@ def of_offload(folder: Path, nbytes: int) -> OffloadSpeed:
                 if n < len(reads):
                     running.append(file.read(tile * reads[n], into[n % TILES]))
                 while len(running) >= TILES:  # so that a slot is read into once at a time
-                    running.popleft().result()
-            for transfer in running:
-                transfer.result()
+                    file.wait(running.popleft())
+            file.wait(*running)
             return tile * (len(reads) + len(writes)) / MB / (time.perf_counter() - began)
 
         half, nothing, everything = count // 2, range(0), range(count)

@@ -269,6 +269,20 @@ def _together(programs: Mapping[int, Program]) -> None:
         if (wanted := _given(programs[first])) != (given := _given(program)):
             what = f"it is given {given}, rank {first} is given {wanted}: every rank takes one form of batch"
             raise VerifyError(_message("same order", rank, program, -1, what, True))
+    _one_layout(programs)
+
+
+def _one_layout(programs: Mapping[int, Program]) -> None:
+    """Ranks cut one layout into slices: else two of them may take one slice, and none another."""
+    first: dict[tuple[int, str], tuple[int, object]] = {}  # by role and name, a rank, and how the thing lies there
+    for rank, program in programs.items():
+        buckets = {f"bucket {name}": bucket for name, bucket in program.buckets.items()}
+        buffers = {name: (b.bucket, b.sharded) for name, b in program.buffers.items() if b.bucket is not None}
+        for name, lies in {**buckets, **buffers}.items():
+            other, known = first.setdefault((program.role or 0, name), (rank, lies))
+            if known != lies:
+                what = f"{name} lies as {lies}, on rank {other} as {known}: ranks cut one layout into slices"
+                raise VerifyError(_message("same order", rank, program, -1, what, True))
 
 
 def _messages(programs: Mapping[int, Program]) -> None:

@@ -13,8 +13,8 @@ from fzero.verify.lifetimes import Fault
 def spaces(program: Program) -> Iterator[Fault]:
     """An op names memory of one space, never the disk's. A move alone goes between two, with a value of one form."""
     for buffer in program.buffers.values():
-        if buffer.space == DISK and buffer.kind not in PERSISTENT:
-            yield -1, f"{buffer.name} lies on disk, where only what is held between steps lies"
+        if buffer.space == DISK and buffer.kind not in (*PERSISTENT, "grad"):
+            yield -1, f"{buffer.name} lies on disk, where only what is held between steps and gradients lie"
     for i, op in enumerate(program.ops):
         if op.moves:
             yield from ((i, what) for what in _move(program, op))
@@ -26,7 +26,7 @@ def _apart(program: Program, op: Op) -> Iterator[str]:
     first: dict[str, Ref] = {}
     for ref in (*op.reads, *op.writes):
         space = program.buffers[ref.name].space
-        if space == DISK:
+        if space == DISK and not op.is_free:
             yield f"names {ref.name}, which lies on disk: a move brings it to the host first"
         elif op.transfers and space != "device":
             yield f"sends {ref.name}, which lies on the host: ranks exchange what lies on the device"

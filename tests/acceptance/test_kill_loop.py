@@ -26,6 +26,17 @@ def test_fifty_kills_change_no_bit(seed: int, tmp_path: Path) -> None:
     assert counts["late"] == 0, "a survivor did not end when it was told to"
 
 
+@pytest.mark.timeout(600)
+def test_fifty_kills_of_offloaded_training_change_no_bit_and_leave_no_file(folder: Path) -> None:
+    """All of the state lies on disk. The bits are those of a run without offload."""
+    (folder / "nvme").mkdir()
+    counts = kill_loop(folder, kills=50, steps=120, seed=4, nvme=folder / "nvme")
+    print(dict(counts))
+    assert counts["kills"] == 50
+    assert min(counts["starting"], counts["stepping"], counts["saving"]) > 0, "some phase was never hit"
+    assert counts["late"] == 0, "a survivor did not end when it was told to"
+
+
 def test_torchrun_brings_a_killed_rank_back(tmp_path: Path) -> None:
     """`torchrun --max-restarts=2`: rank 1 kills itself twice, at other steps; nothing is lost or repeated."""
     script = tmp_path / "job.py"

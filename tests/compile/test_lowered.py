@@ -8,7 +8,14 @@ import pytest
 import fzero
 from fzero.passes import PASSES
 
-OFFLOADING = ("to_spaces", "offload_activations", "tile_updates", "place_moves")
+OFFLOADING = (
+    "to_spaces",
+    "offload_gradients",
+    "schedule_updates",
+    "offload_activations",
+    "tile_updates",
+    "place_moves",
+)
 
 
 @pytest.mark.parametrize("options", [{}, {"prefetch": 3}, {"microbatches": 2, "reduce": "end"}], ids=str)
@@ -29,7 +36,7 @@ def test_the_program_after_every_pass(options: dict[str, object]) -> None:
 
 
 def test_a_pass_that_there_is_not() -> None:
-    with pytest.raises(KeyError, match="there is no pass 'gather': the passes are lower, to_spaces, shard_update"):
+    with pytest.raises(KeyError, match="there is no pass 'gather': the passes are lower, shard_update"):
         cases.lowered(2).after("gather")
 
 

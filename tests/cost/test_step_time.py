@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,52 @@ def test_a_gather_passes_beside_a_segment_that_runs(monkeypatch: pytest.MonkeyPa
         {"all_gather": 0.25, "reduce_scatter": 0.25}, {"all_gather": 1e18, "reduce_scatter": 1e18}, 1.0, {}, 1.0
     )
     assert runs < step_time.seconds(whole, hidden) < step_time.seconds(whole, exposed)
+
+
+def test_a_simulation_says_what_lanes_do_and_what_is_written() -> None:
+    """By hand: one layer of 128 x 128 on one rank, with moments on disk that pass through the host."""
+    spec = fzero.Spec(
+        loss=lambda p, x: torch.tanh(x @ p["w"]).square().mean(), optimizer=fzero.optim.adamw(1e-3), device="cuda",
+        offload="optimizer", update_on="device",
+    )  # fmt: skip
+    params, x, nbytes = {"w": torch.empty(128, 128)}, torch.empty(64, 128), 128 * 128 * 4
+    lanes = {"disk→host": 1e6, "host→disk": 2e6, "host→device": 4e6, "device→host": 4e6}
+    machine = replace(rates.H100, lanes=lanes, flops={2: 1e18, 4: 1e18}, memory_bytes=1e18)
+    on_disk = replace(spec, offload={"optimizer": "nvme"}, nvme_path="/local_nvme")
+    found = fzero.simulate(fzero.lower(on_disk, params, x), machine)
+    assert found.busy == pytest.approx({name: 2 * nbytes / rate for name, rate in lanes.items()})
+    assert found.written == 2 * nbytes
+    assert found.written_a_day == pytest.approx(86_400 * found.written / found.seconds)
+    assert found.days(2 * found.written_a_day) == pytest.approx(2)
+    assert max(found.busy.values()) <= found.seconds <= sum(found.busy.values()) * (1 + 1e-6)
+    assert sum(found.waited.values()) == pytest.approx(found.seconds - found.compute)
+    assert "TB written to disk a day" in str(found)
+    plain = fzero.simulate(fzero.lower(replace(spec, offload=None, update_on=None), params, x), machine)
+    assert (plain.busy, plain.written, plain.days(1e12)) == ({}, 0, float("inf"))
+
+
+def test_updates_on_the_host_pass_beside_the_device() -> None:
+    spec = fzero.Spec(
+        loss=lambda p, x: torch.tanh(x @ p["w"]).square().mean(), optimizer=fzero.optim.adamw(1e-3), device="cuda",
+        offload="optimizer+params", update_on="cpu",
+    )  # fmt: skip
+    lowered = fzero.lower(spec, {"w": torch.empty(128, 128)}, torch.empty(64, 128))
+    machine = replace(rates.H100, flops={2: 1e18, 4: 1e18}, memory_bytes=1e18, host_bytes=1e6)
+    found = fzero.simulate(lowered, machine)
+    assert found.busy["host"] == pytest.approx(28 * 128 * 128 / 1e6, rel=1e-3)
+    assert found.seconds == pytest.approx(found.busy["host"], rel=1e-2), "the end waits for it"
+    tiled = fzero.lower(spec, {"w": torch.empty(4096, 4096)}, torch.empty(64, 4096))
+    assert sum(op.computes and tiled.program.space(op) == "host" for op in tiled.program.ops) > 1
+    assert fzero.simulate(tiled, machine).busy["host"] == pytest.approx(28 * 4096**2 / 1e6, rel=1e-3), "once each"
+
+
+def test_a_transfer_without_a_rate_is_named() -> None:
+    with pytest.raises(fzero.SpecError, match=r"without a rate: all_gather, reduce_scatter\. Needed in rates.latency"):
+        fzero.simulate(lowered(prefetch=1), rates.H100)
+    with pytest.raises(fzero.SpecError, match=r"bytes on disk→host, a lane without a rate\. Needed in rates.lanes"):
+        fzero.simulate(lowered(offload={"optimizer": "nvme"}, nvme_path="/nvme"), NETWORK)
+    with pytest.raises(fzero.SpecError, match="rank 2 of a world of 2"):
+        fzero.simulate(lowered(prefetch=1), NETWORK, rank=2)
 
 
 @pytest.mark.acceptance

@@ -26,7 +26,7 @@ from disks import draw
 
 from fzero.disk import UNIT, Disk, DiskFile, aligned, blocks, direct, disk_file, open_file
 from fzero.disk.direct import Direct
-from fzero.errors import CorruptError, OffloadError
+from fzero.errors import CorruptError, HangError, OffloadError
 
 MB = 1 << 20
 
@@ -219,6 +219,32 @@ def test_reading_goes_on_while_writing_is_stuck(folder: Path) -> None:
         assert not any(one.done() for one in stuck)
         go.set()
     assert all(one.done() for one in stuck), "close ends what was started"
+
+
+def test_a_disk_that_does_not_answer_ends_the_wait_and_is_not_waited_for_again(folder: Path) -> None:
+    """The first wait takes the whole timeout, the next none; a disk that answers after all is waited for as before."""
+    go = threading.Event()
+    disk = Faulty(lambda kind, call: (go.wait(60), call())[1])
+    with DiskFile(folder, 16 * UNIT, disk=disk, timeout=0.3, owner="rank 5") as file, released(go):
+        stuck = [file.read(UNIT * n, aligned(UNIT), f"op {n}") for n in range(6)]
+        began = time.monotonic()
+        with pytest.raises(HangError) as found:
+            file.wait(stuck[2])
+        first = time.monotonic()
+        with pytest.raises(HangError):
+            file.wait(*stuck)
+        assert first - began >= 0.3 > time.monotonic() - first
+        lines = str(found.value).splitlines()
+        assert lines[0].startswith(
+            f"rank 5: the disk of {folder} does not answer, in 0.3 s (Spec(timeout=)), to op 2: "
+        )
+        assert [line.split(":")[1].strip() for line in lines[1:5]] == [f"op {n}" for n in range(4)]
+        assert lines[5] == "  in flight: and 2 more"
+        go.set()
+        for one in stuck:
+            one.result(30)
+        file.wait(*stuck)
+        assert file.patience == 0.3
 
 
 # --- counts -----------------------------------------------------------------------------------------------------------

@@ -68,18 +68,36 @@ def test_the_steps_after_the_first_are_one_graph() -> None:
     assert bound.recordable
 
 
-def test_the_planned_peak_holds_on_cuda() -> None:
+HOMES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "optimizer": {"offload": "optimizer", "update_on": "device"},
+    "optimizer+params": {"offload": "optimizer+params", "update_on": "device"},
+    "updates on the host": {"offload": "optimizer+params", "update_on": "cpu"},
+}
+
+
+@pytest.mark.parametrize("homes", HOMES)
+def test_the_planned_peak_holds_on_cuda(homes: str) -> None:
     init, loss = cases.gpt(vocab=4096, width=256, depth=4)
-    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), device="cuda", cuda_graph=False)
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), device="cuda", cuda_graph=False, **HOMES[homes])
     state = fzero.init(init, spec)
     batch = fzero.tree.map(lambda x: x.cuda(), cases.tokens(4, 256, 4096))
     state = fzero.step(state, batch)
     state.runtime.bound.clear()
     state.runtime.arena = state.runtime.arena.new_empty(0)  # so that the arena is allocated where it is measured
-    held = sum(t.numel() * t.element_size() for t in [*state.runtime.memory.values(), *batch.values()])
-    planned = state.runtime.compiled(batch).memory.peak
+    on_device = [t for t in [*state.runtime.memory.values(), *batch.values()] if t.is_cuda]
+    held = sum(t.numel() * t.element_size() for t in on_device)
+    planned = state.runtime.compiled(batch).memory.spaces["device"]
     _, extra = measured_peak(lambda: fzero.step(state, batch), "cuda")
     assert abs(planned - held - extra) <= 0.05 * (held + extra)
+
+
+@pytest.mark.parametrize("homes", [name for name in HOMES if name != "device"])
+def test_offloaded_state_trains_as_state_on_the_device(homes: str) -> None:
+    plain, moved = trained("cuda"), trained("cuda", **HOMES[homes])
+    assert moved[0] == pytest.approx(plain[0], rel=1e-4)
+    if HOMES[homes]["update_on"] == "device":
+        assert all(torch.equal(plain[1][path], moved[1][path]) for path in plain[1])
 
 
 WORKERS = Path(__file__).parents[1] / "support" / "workers"
@@ -110,7 +128,7 @@ def test_what_the_stand_in_runs_runs_here() -> None:
         {"compile": "inductor", "precision": "bf16"},
         {"zero": 0},
     ],
-    ids=str,
+    ids=lambda options: "-".join(f"{k}={v if isinstance(v, (str, int)) else ''}" for k, v in options.items()),
 )
 def test_options_agree_with_the_cpu(options: dict[str, Any]) -> None:
     cpu, cuda = (

@@ -8,6 +8,8 @@ import errno
 import json
 import os
 import re
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,17 @@ from typing import Any
 import kept
 import pytest
 import torch
+import tp_models
 from helpers import differing, gloo, run, values
-from models import GPT, MLP, UNTIED, Model
+from models import GPT, MLP, UNTIED
 from torch import Tensor
 
 import fzero
 from fzero import tree
-from fzero.compile import step
+from fzero.compile import step, update_place
 from fzero.cost import step_time
-from fzero.cost.rates import Rates
-from fzero.disk import Disk
+from fzero.cost.rates import H100, Rates
+from fzero.disk import Disk, disk_file
 from fzero.state import homes as homes_of_state
 
 TX = {
@@ -38,6 +41,8 @@ HOMES: dict[str, Any] = {
     "all on cpu": "optimizer+params",
     "optimizer on nvme": {"opt_state/**": "nvme"},
     "all on nvme": {"**": "nvme"},
+    "clipped gradients on nvme": {"grads/**": "nvme", "**": "nvme"},
+    "clipped gradients on cpu": {"grads/**": "cpu", "optimizer": "cpu"},
     "mixed": {"**/out*": "device", "opt_state/**": "nvme", "params/**": "cpu"},
 }
 OPTIONS: tuple[tuple[int, int, str, dict[str, Any]], ...] = (
@@ -55,14 +60,14 @@ OPTIONS: tuple[tuple[int, int, str, dict[str, Any]], ...] = (
 CASES = [(*options, home) for options in OPTIONS for home in HOMES]
 
 
-def spec(model: Model, tx: Any, **options: Any) -> fzero.Spec:
+def spec(model: Any, tx: Any, **options: Any) -> fzero.Spec:
     rules = options.get("offload")
     if isinstance(rules, dict) and "nvme" in rules.values():
         options["nvme_path"] = "/tmp"
     return fzero.Spec(loss=model.loss, optimizer=tx, **options)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("model", ["mlp", "tiles of untied"])
 @pytest.mark.parametrize("update_on", ["device", "cpu"])
 @pytest.mark.parametrize(
@@ -77,17 +82,19 @@ def test_bits_do_not_depend_on_where_leaves_are_held(
     update_on: str,
     model: str,
     monkeypatch: pytest.MonkeyPatch,
+    whole: bool,
 ) -> None:
-    """Copies of whole columns; then tiles of 1,024 elements, several of the large columns."""
+    """Copies of whole columns; then tiles of 1,024 elements, several of the large columns. Three steps, or 20."""
+    steps = 20 if whole else 3
     if model != "mlp":
         monkeypatch.setattr(step, "TILE_BYTES", 4096)
     chosen = MLP if model == "mlp" else UNTIED
     if "trainable" in options:
         options = {"trainable": "layers/**" if chosen is MLP else "[eh]*"}
     params, optimizer = chosen.init(fzero.random.key(0)), TX[tx]()
-    plain = run(spec(chosen, optimizer, zero=zero, **options), params, chosen.batch, world=world, steps=3)
+    plain = run(spec(chosen, optimizer, zero=zero, **options), params, chosen.batch, world=world, steps=steps)
     moved = spec(chosen, optimizer, zero=zero, offload=HOMES[home], update_on=update_on, **options)
-    found = run(moved, params, chosen.batch, world=world, steps=3)
+    found = run(moved, params, chosen.batch, world=world, steps=steps)
     assert differing(plain.final, found.final) == []
     assert plain.losses() == found.losses()
     assert any(op.moves for op in found.lowered.program.ops)
@@ -95,6 +102,58 @@ def test_bits_do_not_depend_on_where_leaves_are_held(
     tiled = any(ref.tile for op in found.lowered.program.ops for ref in op.reads)
     if tx != "adamw8":  # the scales of a tile are to fill pages of the disk: these columns are too small for two tiles
         assert tiled == (model != "mlp")
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("home", ["optimizer on cpu", "all on cpu", "all on nvme"])
+@pytest.mark.parametrize("update_on", ["device", "cpu"])
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.3, "precision": "bf16"}], ids=["plain", "clipped"])
+@pytest.mark.parametrize(
+    ("mesh", "zero"), [({"tp": 2}, 0), ({"tp": 2}, 3), ({"dp": 2, "tp": 2}, 1), ({"dp": 2, "tp": 2}, 3)]
+)
+def test_bits_over_tp_do_not_depend_on_where_leaves_are_held(
+    mesh: dict[str, int], zero: int, options: dict[str, Any], update_on: str, home: str
+) -> None:
+    model, tx, world = tp_models.gpt(layers=1), TX["adamw"](), 2 * mesh.get("dp", 1)
+    given = {"mesh": mesh, "shard": model.rules, "zero": zero, **options}
+
+    def ran(**homes: Any) -> Any:
+        return run(spec(model, tx, **given, **homes), model.params, model.batch, world=world, steps=2)
+
+    plain, moved = ran(), ran(offload=HOMES[home], update_on=update_on)
+    assert differing(plain.final, moved.final) == []
+    assert plain.losses() == moved.losses()
+    assert any(op.moves for op in moved.lowered.program.ops)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("homes", [*(name for name in HOMES if name != "mixed"), "activations"])
+@pytest.mark.parametrize("update_on", ["device", "cpu"])
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.3, "precision": "bf16"}], ids=["plain", "clipped"])
+@pytest.mark.parametrize(
+    ("mesh", "zero", "schedule"),
+    [
+        ({"pp": 2}, 0, "1f1b"),
+        ({"pp": 2}, 3, "gpipe"),
+        ({"pp": 2, "dp": 2}, 1, "zb-h1"),
+        ({"pp": 2, "dp": 2}, 3, "1f1b"),
+    ],
+)
+def test_bits_of_a_pipeline_do_not_depend_on_where_leaves_are_held(
+    mesh: dict[str, int], zero: int, schedule: str, options: dict[str, Any], update_on: str, homes: str
+) -> None:
+    """Each role moves what it holds. A cast of a leaf that another role reads lies on the device."""
+    params, tx, world = GPT.init(fzero.random.key(0)), TX["adamw"](), 2 * mesh.get("dp", 1)
+    given = {"mesh": mesh, "pipeline": fzero.Pipeline(schedule), "zero": zero, "microbatches": 2, **options}
+    moves = {"offload": HOMES[homes], "update_on": update_on} if homes in HOMES else {"remat": "offload"}
+
+    def ran(**homes: Any) -> Any:
+        return run(spec(GPT, tx, **given, **homes), params, GPT.batch, world=world, steps=2)
+
+    plain, moved = ran(), ran(**moves)
+    assert differing(plain.final, moved.final) == []
+    assert plain.losses() == moved.losses()
+    assert any(op.moves for program in moved.lowered.programs.values() for op in program.ops)
 
 
 # --- real memory and real files ---------------------------------------------------------------------------------------
@@ -161,6 +220,36 @@ def test_ranks_with_files_of_their_own_give_the_same_bits(world: int, options: d
         assert found["nvme"][2]["param"] == found["nvme"][2]["optimizer"] == 0
 
 
+def in_a_pipeline(folder: Path) -> list[Any]:
+    """In a role's process: losses and leaves of each home; on disk, with a checkpoint on the way."""
+    found = []
+    for home in ({}, {"offload": {"**": "nvme"}, "nvme_path": folder}):
+        given = fzero.Spec(
+            loss=GPT.loss,
+            optimizer=ADAMW,
+            mesh={"pp": 2},
+            microbatches=2,
+            clip_norm=1.0,
+            pipeline=fzero.Pipeline("1f1b"),
+            **home,
+        )
+        state, losses = fzero.init(GPT.init(fzero.random.key(0)), given), []
+        for number in range(4):
+            state = fzero.step(state, GPT.batch(0, number))
+            losses.append(float(state.metrics["loss"]))
+            if home and number == 1:
+                state = fzero.load(fzero.save(state, folder / "run"), given)
+        found.append((losses, leaves(state), state.held_bytes.get("disk", 0)))
+    return found
+
+
+def test_the_roles_of_a_pipeline_have_files_of_their_own(folder: Path) -> None:
+    for plain, moved in values(gloo(2, in_a_pipeline, folder)):
+        assert plain[0] == moved[0]
+        assert differing(plain[1], moved[1]) == []
+        assert plain[2] == 0 < moved[2]
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["none", "cpu", "nvme", "mixed"])
 def test_a_checkpoint_goes_from_any_home_to_any_other(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +293,6 @@ def test_a_snapshot_of_what_lies_on_disk_stays_while_steps_go_on(folder: Path) -
         ({"nvme_path": "/tmp"}, "needed offload=, which says what lies off the device"),
         ({"update_on": "cpu"}, "needed offload=, which says what lies off the device"),
         ({"offload": "optimizer", "update_on": "gpu"}, "needed one of [None, 'device', 'cpu']"),
-        ({"offload": "optimizer", "mesh": {"pp": 2, "dp": 1}}, "pipelines do not offload yet"),
         ({"device_bytes": -1}, "needed a positive int"),
     ],
 )
@@ -217,6 +305,16 @@ def lower(**options: Any) -> fzero.Lowered:
     given = fzero.Spec(loss=UNTIED.loss, optimizer=options.pop("optimizer", ADAMW), **options)
     with kept.captures():
         return fzero.lower(given, UNTIED.init(fzero.random.key(0)), UNTIED.batch(0, 0), world_size=2)
+
+
+def deep(depth: int, width: int) -> Any:
+    return {"layers": [torch.empty(width, width, device="meta") for _ in range(depth)]}
+
+
+def deep_loss(params: Any, x: Tensor) -> Tensor:
+    for w in params["layers"]:
+        x = torch.tanh(x @ w)
+    return x.square().mean()
 
 
 def test_a_rule_that_matches_no_leaf_or_moves_none_is_refused() -> None:
@@ -242,6 +340,85 @@ def test_a_budget_that_is_too_small_is_refused_with_the_least_that_works() -> No
         lower(offload="optimizer", host_bytes=1000)
 
 
+@pytest.mark.parametrize("space", ["disk", "host"])
+def test_clipped_gradients_may_wait_off_the_device(space: str, folder: Path) -> None:
+    """What waits is written and read once, what does not is not, and the choice says so."""
+    to = {"disk": "nvme", "host": "cpu"}[space]
+
+    def lower(rules: Any, **options: Any) -> fzero.Lowered:
+        away = {"nvme_path": str(folder), "update_on": "device"}
+        given = fzero.Spec(loss=deep_loss, optimizer=ADAMW, zero=3, offload=rules, **away, **options)
+        return fzero.lower(given, deep(8, 64), torch.empty(8, 64, device="meta"), world_size=2)
+
+    rules = {"optimizer": "nvme"}
+    stays, waits = lower(rules, clip_norm=1.0), lower({**rules, "grads/**": to}, clip_norm=1.0)
+    kept = [b for b in waits.program.buffers.values() if b.kind == "grad" and b.space == space]
+    size = sum(b.nbytes for b in kept)
+    assert len(kept) >= 6
+    assert f"{size:,} bytes on the {space}" in waits.choices["gradients"]
+    way = "host→disk" if space == "disk" else "device→host"
+    back = "→".join(reversed(way.split("→")))
+    assert waits.memory.lanes[way] - stays.memory.lanes[way] == size
+    assert waits.memory.lanes[back] - stays.memory.lanes[back] == size
+    assert waits.memory.spaces["device"] < stays.memory.spaces["device"]
+    free = lower({**rules, "grads/**": to})
+    assert free.choices["gradients"].startswith("no gradient waits for others")
+    assert free.program.ops == lower(rules).program.ops
+    assert "gradients" not in stays.choices
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("to", ["nvme", "cpu"])
+@pytest.mark.parametrize(("world", "options"), [(2, {"zero": 3, "microbatches": 2}), (3, {"zero": 1}), (1, {})])
+def test_bits_do_not_depend_on_where_clipped_gradients_wait(
+    to: str, world: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In tiles of 1,024 elements, of which the slices of a layer have several."""
+    monkeypatch.setattr(step, "TILE_BYTES", 4096)
+    keys = fzero.random.split(fzero.random.key(0), 5)
+    params = {"layers": [fzero.random.normal(key, (96, 96)) * 0.1 for key in keys]}
+    options = {"loss": deep_loss, "optimizer": ADAMW, "clip_norm": 0.01, "bucket_bytes": 1 << 10, **options}
+
+    def batch(rank: int, number: int) -> Tensor:
+        return torch.randn(4, 96, generator=torch.Generator().manual_seed(10 * number + rank))
+
+    plain = run(fzero.Spec(**options), params, batch, world=world, steps=3)
+    path = "/tmp" if to == "nvme" else None
+    for rules in ({"optimizer": to}, {"params/**": "device"}):
+        away = fzero.Spec(**options, offload={"grads/**": to, **rules}, nvme_path=path)
+        found = run(away, params, batch, world=world, steps=3)
+        assert differing(plain.final, found.final) == []
+        assert plain.losses() == found.losses()
+        held = {"nvme": "disk", "cpu": "host"}[to]
+        buffers = found.lowered.program.buffers.values()
+        assert sum(b.kind == "grad" and b.space == held for b in buffers) >= 2
+
+
+def test_a_file_grows_for_gradients(folder: Path) -> None:
+    """Nothing of the state lies on disk; two programs, of which the first has no gradient that waits."""
+    params = {"layers": [torch.ones(96, 96) / 96 for _ in range(5)]}
+    finals, files = [], []
+    for away in ({}, {"offload": {"grads/**": "nvme"}, "nvme_path": str(folder)}):
+        given = fzero.Spec(loss=deep_loss, optimizer=ADAMW, clip_norm=0.01, bucket_bytes=1 << 10, **away)
+        state = fzero.init(params, given)
+        for rows in (2, 4, 4):
+            state = fzero.step(state, torch.ones(rows, 96))
+        finals.append(leaves(state))
+        files.append(state.runtime.memory.file)
+    assert differing(*finals) == []
+    assert files[1].nbytes >= files[1].bytes_written / 3 >= 2 * 96 * 96 * 4
+    assert files[1].bytes_read == files[1].bytes_written
+    files[1].file.disk = Broken("allocate", 0)
+    with pytest.raises(fzero.FzeroError, match=r"no file of .* bytes can be made here"):
+        files[1].grow(1 << 30)
+    assert files[1].nbytes < 1 << 30
+
+
+def test_a_rule_of_gradients_that_matches_none_is_refused() -> None:
+    with pytest.raises(fzero.SpecError, match=r"the rule 'grads/block/\*\*' matches no leaf"):
+        lower(offload={"grads/block/**": "cpu", "optimizer": "cpu"}, clip_norm=1.0)
+
+
 def test_the_account_and_the_text_say_what_moves(folder: Path) -> None:
     """AdamW in fp32 on the host: for each element of a parameter the update reads and writes 12 bytes of the file, and
     a gather reads 4."""
@@ -259,6 +436,22 @@ def test_the_account_and_the_text_say_what_moves(folder: Path) -> None:
     assert "  # disk→host " in str(lowered.program)
     assert fzero.parse(str(lowered.program), lowered.program.segments) == lowered.program
     assert "update_on='cpu' by the bytes that a step moves" in lower(**homes(folder)["nvme"]).choices["update_on"]
+
+
+def test_a_cuda_step_updates_where_that_takes_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the formulas: the moments go both ways, or a gradient comes down and 28 bytes of the host are used."""
+
+    def choice() -> str:
+        return lower(offload="optimizer+params", device="cuda").choices["update_on"]
+
+    elements = sum(leaf.numel() for leaf in tree.flatten(UNTIED.init(fzero.random.key(0)))[1])
+    assert "update_on='device' by the time of copies at 45 GB/s each way" in choice()
+    monkeypatch.setattr(update_place, "H100", replace(H100, host_bytes=1e15))
+    assert "update_on='cpu'" in choice()
+    monkeypatch.setattr(update_place, "H100", replace(H100, lanes=dict.fromkeys(H100.lanes, 1e15), host_bytes=28.0))
+    seconds = re.search(r"cpu: (\S+) s", choice())
+    assert seconds is not None
+    assert elements / 2 <= float(seconds[1]) <= 1.2 * elements / 2, "a rank's half and padding, at 28 bytes a second"
 
 
 # --- activations, a late update, and what programs cost ---------------------------------------------------------------
@@ -280,17 +473,10 @@ def test_activations_that_wait_on_the_host_change_no_bit(options: dict[str, Any]
 
 def test_activations_on_the_host_lower_the_devices_peak() -> None:
     """A deep stack whose activations are nearly all of its memory."""
-
-    def loss(params: Any, x: Tensor) -> Tensor:
-        for w in params["layers"]:
-            x = torch.tanh(x @ w)
-        return x.square().mean()
-
-    params = {"layers": [torch.empty(32, 32, device="meta") for _ in range(12)]}
     peaks = {}
     for remat in ("none", "offload"):
-        given = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1), remat=remat)
-        peaks[remat] = fzero.lower(given, params, torch.empty(4096, 32, device="meta")).memory.spaces
+        given = fzero.Spec(loss=deep_loss, optimizer=fzero.optim.sgd(0.1), remat=remat)
+        peaks[remat] = fzero.lower(given, deep(12, 32), torch.empty(4096, 32, device="meta")).memory.spaces
     assert peaks["offload"]["device"] < 0.6 * peaks["none"]["device"]
     assert peaks["offload"]["host"] > 0.4 * peaks["none"]["device"]
     assert peaks["none"]["host"] == 0
@@ -384,6 +570,66 @@ def test_an_error_of_the_disk_names_leaf_and_op_and_ends_the_state_only_once_it_
             fzero.step(state, UNTIED.batch(0, 1))
 
 
+class Stuck(Disk):
+    """A disk whose calls of a kind do not return before `go`."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.go = kind, threading.Event()
+
+    def run(self, kind: str, path: Path, call: Any) -> Any:
+        if kind == self.kind:
+            self.go.wait(60)
+        return call()
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_disk_that_does_not_answer_is_a_hang_that_names_rank_op_leaf_and_folder(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a step, in the next step, and in `full`. When it answers after all, a state that was not written goes on."""
+    state, _ = train({**homes(folder)["nvme"], "timeout": 0.3}, range(1))
+    file, disk = state.runtime.memory.file, Stuck(kind)
+    monkeypatch.setattr(file.file, "disk", disk)
+    try:
+        with pytest.raises(fzero.HangError, match=r"^rank 0: the disk of .* does not answer, in 0\.3 s") as found:
+            fzero.step(state, UNTIED.batch(0, 1))
+        first, *others = str(found.value).splitlines()
+        assert str(folder) in first
+        assert re.search(rf"to (params|opt_state).*: {kind} of [\d,]+ bytes at byte", first), first
+        assert any(re.match(rf"  in flight: .*: {kind} of .* for 0\.[3-9] s", line) for line in others)
+        assert any(re.match(r"in op \d+: wait ", note) for note in found.value.__notes__)
+        if kind == "read":
+            began = time.monotonic()
+            with pytest.raises(fzero.HangError):
+                fzero.step(state, UNTIED.batch(0, 1))
+            with pytest.raises(fzero.HangError, match="a read of params"):
+                state.params["output"].full()
+            assert time.monotonic() - began < 0.6
+    finally:
+        disk.go.set()
+    monkeypatch.setattr(file.file, "disk", Disk())
+    if kind == "write":
+        with pytest.raises(fzero.DonatedError, match="failed after it began to write"):
+            fzero.step(state, UNTIED.batch(0, 1))
+        return
+    while file.busy():
+        time.sleep(0.001)
+    again, losses = train({}, range(1, 2), state)
+    whole, wanted = train({}, range(2))
+    assert losses == wanted[1:]
+    assert differing(leaves(again), leaves(whole)) == []
+
+
+def test_a_disk_that_does_not_answer_is_a_hang_of_init(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Stuck("write")
+    monkeypatch.setattr(disk_file, "Disk", lambda: disk)
+    try:
+        with pytest.raises(fzero.HangError, match=r"rank 0: the disk .* to the first (params|opt_state).*: write of "):
+            train({**homes(folder)["nvme"], "timeout": 0.3}, range(1))
+    finally:
+        disk.go.set()
+
+
 def test_a_folder_that_cannot_hold_the_file_is_an_error_of_init(folder: Path) -> None:
     with pytest.raises(fzero.FzeroError, match="there is no such folder: make it"):
         train({"offload": {"**": "nvme"}, "nvme_path": str(folder / "missing")}, range(1))
@@ -397,17 +643,12 @@ def test_the_bytes_that_the_program_names_are_those_that_the_kernel_counts(folde
     if not Path("/proc/self/io").exists():
         pytest.skip("this system does not count")
 
-    def loss(params: Any, x: Tensor) -> Tensor:
-        for w in params["layers"]:
-            x = torch.tanh(x @ w)
-        return x.square().mean()
-
     def counted() -> dict[str, int]:
         rows = (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
         return {name: int(value) for name, value in rows}
 
     params = {"layers": [torch.ones(512, 512) for _ in range(3)]}
-    given = fzero.Spec(loss=loss, optimizer=ADAMW, **homes(folder)["nvme"])
+    given = fzero.Spec(loss=deep_loss, optimizer=ADAMW, **homes(folder)["nvme"])
     state = fzero.step(fzero.init(params, given), torch.ones(8, 512))
     file, before = state.runtime.memory.file, counted()
     done = file.bytes_read, file.bytes_written

@@ -57,11 +57,15 @@ class Watched(Disk):
             self.saving[0] = 0
 
 
-def train(out: Path, text: Path, steps: int, watched: Path | None = None) -> dict[str, Tensor]:
-    """A run up to `steps` steps, from the last committed one: the whole state's leaves by path."""
+def train(
+    out: Path, text: Path, steps: int, watched: Path | None = None, nvme: Path | None = None
+) -> dict[str, Tensor]:
+    """A run up to `steps` steps, from the last committed one: the whole state's leaves by path. nvme: a folder on a
+    disk, which holds all of the state then."""
     rank = fzero.data._here()[0]
     shown = np.zeros((WORLD, 2), np.uint8) if watched is None else _watched(watched)
-    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-2), zero=3, clip_norm=1.0)
+    away: dict[str, Any] = {} if nvme is None else {"offload": {"**": "nvme"}, "nvme_path": str(nvme)}
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-2), zero=3, clip_norm=1.0, **away)
     tokens = fzero.data.Tokens(text, dtype="uint8", sequence=SEQUENCE)
     with fzero.Checkpointer(out, every=2, keep=2, disk=Watched(shown[rank, 1:])) as saver:
         state = saver.resume(init, spec, key=fzero.random.key(3))
@@ -80,11 +84,12 @@ def _watched(path: Path) -> Any:
     return np.memmap(path, np.uint8, "r+", shape=(WORLD, 2))
 
 
-def kill_loop(folder: Path, *, kills: int, steps: int, seed: int) -> Counter[str]:
+def kill_loop(folder: Path, *, kills: int, steps: int, seed: int, nvme: Path | None = None) -> Counter[str]:
     """What happened, counted: `kills` in all; of processes killed, those that were `starting` or `stepping`, and those
     that were `saving` too; `runs`; `stops` (a SIGTERM that was heard); `late` (survivors that needed SIGKILL).
 
-    Fails where a run ends with other bits than the run that nobody disturbed.
+    nvme: a folder on a disk, in which those runs keep their state, not the one that nobody disturbs. Fails where a run
+    ends with other bits than that one, and where ranks that have ended leave a file in `nvme`.
     """
     text, watched = folder / "text.bin", folder / "watched"
     np.random.default_rng(0).integers(0, 64, 2000).astype(np.uint8).tofile(text)
@@ -95,7 +100,7 @@ def kill_loop(folder: Path, *, kills: int, steps: int, seed: int) -> Counter[str
         out, found = folder / f"run{counts['runs']}", None
         for _ in range(20 * steps):
             disturb = counts["kills"] < kills
-            if (found := _attempt(out, text, steps, watched, draw if disturb else None, counts)) is not None:
+            if (found := _attempt(out, text, steps, watched, nvme, draw if disturb else None, counts)) is not None:
                 break
         assert found is not None, "it does not get any further"
         assert found.keys() == expected.keys()
@@ -106,18 +111,20 @@ def kill_loop(folder: Path, *, kills: int, steps: int, seed: int) -> Counter[str
 
 
 def _attempt(
-    out: Path, text: Path, steps: int, watched: Path, draw: random.Random | None, counts: Counter[str]
-) -> dict[str, Tensor] | None:
+    out: Path, text: Path, steps: int, watched: Path, nvme: Path | None, draw: random.Random | None,
+    counts: Counter[str],
+) -> dict[str, Tensor] | None:  # fmt: skip
     """One start of both ranks and, with `draw`, a signal: the final state where they ended before it, else None."""
     shown = _watched(watched)
     shown[:] = 0
-    processes, pipes = start_ranks(WORLD, train, out, text, steps, watched)
+    processes, pipes = start_ranks(WORLD, train, out, text, steps, watched, nvme)
     disturbed = draw is not None and not _passed(processes, shown, draw)
     if draw is not None and disturbed:
         number = signal.SIGKILL if draw.random() < 0.85 else signal.SIGTERM
         sent = [_sent(processes[rank], number, shown[rank], counts) for rank in draw.choice([[0], [1], [0, 1]])]
         counts["kills"] += number == signal.SIGKILL and any(sent)
     outcomes = _ended(processes, pipes, counts)
+    assert nvme is None or os.listdir(nvme) == [], "an offload file was left"
     errors = [None if outcome is None else outcome.error for outcome in outcomes]
     assert disturbed or errors == [None] * WORLD, f"a rank failed that nobody had disturbed: {outcomes}"
     counts["stops"] += any(error is not None and error.startswith("SystemExit: 143") for error in errors)

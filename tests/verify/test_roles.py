@@ -209,3 +209,19 @@ def test_ranks_that_are_given_other_batches() -> None:
     buffers = {**programs[middle].buffers, unread.name: replace(unread, dtype=torch.int32)}
     programs[middle] = replace(programs[middle], buffers=buffers)
     assert "every rank takes one form of batch" in refusal(programs)
+
+
+def test_ranks_that_cut_another_layout_into_slices() -> None:
+    """The norm of clipped gradients sums the slices of all ranks: with other axes on one rank it misses a slice."""
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x @ p["w"]).square().mean()
+
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-2), clip_norm=1.0, mesh={"dp_out": 2, "dp": 2}, zero=0)
+    program = fzero.lower(spec, {"w": torch.empty(8, 8)}, torch.empty(4, 8), world_size=4).program
+    (bucket,) = program.buckets.values()
+    assert str(bucket.axis) == "dp.dp_out"
+    other = replace(program, buckets={bucket.name: replace(bucket, axis="dp_out.dp")})
+    verify(dict.fromkeys(range(4), program))
+    verify(dict.fromkeys(range(4), other))
+    assert "ranks cut one layout into slices" in refusal({0: program, 1: other, 2: program, 3: program})

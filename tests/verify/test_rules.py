@@ -436,7 +436,7 @@ def _move(program: Program, source: str, target: str, kind: str = "staging") -> 
 
 def test_an_op_that_names_two_spaces_or_the_disk(moving: Program) -> None:
     update = find(moving, lambda op: op.is_update and op.is_flat)[0]
-    on_disk = next(name for name, b in moving.buffers.items() if b.space == "disk")
+    on_disk = f"opt_state/nu:{moving.buffers[moving.ops[update].reads[0].name].bucket}"
     up = moving.ops[_move(moving, "disk", "host")].target
     copy = next(n for n, ref in enumerate(moving.ops[update].reads) if ref.name.startswith("opt_state/nu"))
     ref = moving.ops[update].reads[copy]

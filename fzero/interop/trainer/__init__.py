@@ -19,11 +19,11 @@ class Trainer(Mixin):
     device. `trainer.save_model(folder)` writes it for `from_pretrained`; `with trainer.gathered() as model` has it
     whole. Raises ConfigError, at once, with all that cannot work.
 
-    >>> import torch, tempfile
+    >>> import contextlib, tempfile, torch
     >>> config = transformers.LlamaConfig(
     ...     hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=16)
     >>> rows = [{"input_ids": torch.arange(n) % 16, "labels": torch.arange(n) % 16} for n in (6, 6, 6, 6)]
-    >>> with tempfile.TemporaryDirectory() as folder:
+    >>> with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
     ...     args = TrainingArguments(folder, max_steps=2, per_device_train_batch_size=2, pad_to=8, report_to="none",
     ...                              use_cpu=True, save_strategy="no", disable_tqdm=True, logging_strategy="no")
     ...     trainer = Trainer(transformers.LlamaForCausalLM(config), args, train_dataset=rows)

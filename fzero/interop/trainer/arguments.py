@@ -18,8 +18,8 @@ LAUNCHED = {"ACCELERATE_USE_DEEPSPEED": "deepspeed=", "ACCELERATE_USE_FSDP": "fs
 class TrainingArguments(transformers.TrainingArguments):
     """transformers' TrainingArguments, for `fzero.interop.Trainer`. All fields are taken as they are, and two more.
 
-    `deepspeed=` and `fsdp=` (with `fsdp_config=`) are read by `ds_config` and `accelerate_config`: neither DeepSpeed
-    nor FSDP is imported. Then `deepspeed`, `fsdp` and `fsdp_config` are None here, and `parallel` holds what they said.
+    `deepspeed=` and `fsdp=` (with `fsdp_config=`) are read by `ds_config` and `accelerate_config`: neither engine
+    is started. Then `deepspeed`, `fsdp` and `fsdp_config` are None here, and `parallel` holds what they said.
 
     pad_to: sequences are padded on the right to pad_to * 2**k places, for the least k that all ranks' batches of a step
     fit in. A program is made for each such length, so few are made. 0 pads nothing. spec: more fields of `fzero.Spec`,

@@ -5,7 +5,8 @@ the first use, written back after the last where it changed. Elementwise work ma
 then what is held there is used in place, and what else the work needs visits the host.
 
 Moves of one lane run in their order, beside compute. A fetch starts `ahead` runs before its use, but behind the last
-write of what it reads. A write-back is waited for a run after its start, or before the next op that needs it.
+write of what it reads. A write-back is waited for `ahead` runs after its start (at least one), or before the next op
+that needs it.
 
     move mu -> mu.in; wait mu.in; ...; update g mu.in -> p mu.in; ...; move mu.in -> mu; wait mu      becomes
     ...; move mu -> mu.0; run ...; wait mu.0; update g mu.0 -> p mu.0; move mu.0 -> mu; ...; wait mu  or, on the host,
@@ -31,7 +32,7 @@ def place_moves(program: Program, *, on_host: bool = False, ahead: int = 1) -> P
     """The program with moves around the uses of what is held off the device; itself where nothing is.
 
     on_host: elementwise work on what is held off the device runs on the host. ahead: how many runs before its use a
-    fetch starts.
+    fetch starts, and behind its start a write-back is waited for.
     """
     home = copies_of(program)
     if not home:
@@ -260,7 +261,7 @@ class _Placing:
             limit = min(self._needed_after(visit), following.get(visit.source.name, len(self.ops)))
             onward = min(self._forward(start, 1), limit) if hops > 1 else start
             onward = start if onward == following.get(visit.source.name) else onward
-            settled = max(onward, min(self._forward(onward, 1), limit))
+            settled = max(onward, min(self._forward(onward, max(self.ahead, 1)), limit))
             following[visit.source.name] = onward
             plans.append((visit, start, onward, settled))
         for visit, start, onward, settled in reversed(plans):

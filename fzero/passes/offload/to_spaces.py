@@ -1,8 +1,8 @@
 """to_spaces: what is held off the device is brought there at the top of a step, and back at its end.
 
-From here on every op works on the device's copies, and the passes in between see nothing of homes. It is right and
-slow: all copies are held for the whole step. `place_moves` brings each to its uses alone. What lies on disk goes
-through the host.
+Until here nothing looks at where leaves are held; in a pipeline each role brings its own. From here on every op works
+on the device's copies, and the passes in between see nothing of homes. It is right and slow: all copies are held for
+the whole step. `place_moves` brings each to its uses alone. What lies on disk goes through the host.
 
     run mu -> mu      becomes      move mu -> mu.in; wait mu.in; run mu.in -> mu.in; move mu.in -> mu; wait mu
 """
@@ -25,7 +25,9 @@ def to_spaces(program: Program) -> Program:
     if not named:
         return program
     written = {ref.name for op in program.ops for ref in op.writes} & named
-    buffers = dict(program.buffers)
+    buffers = {
+        n: b if n in away else replace(b, space=DEVICE) for n, b in program.buffers.items()
+    }  # as casts of leaves
     top: list[Op] = []
     bottom: list[Op] = []
     for name in (name for name in away if name in named):
@@ -53,11 +55,13 @@ def chain(refs: list[Ref], why: str) -> Iterator[Op]:
 
 
 def copies_of(program: Program) -> dict[str, str]:
-    """By the name of a copy of what is held, on the device or on the way there or back, the name of that."""
+    """By the name of a copy of what is held, on the device or on the way there or back, the name of that. A gradient
+    that waits on the host or on disk is held there."""
     home: dict[str, str] = {}
     for op in program.ops:
         if op.moves and program.buffers[op.target].kind == "staging":
             source = home.get(op.reads[0].name, op.reads[0].name)
-            if program.buffers[source].kind in PERSISTENT:
+            held = program.buffers[source]
+            if held.kind in PERSISTENT or (held.kind == "grad" and held.space != DEVICE):
                 home[op.target] = source
     return home

@@ -313,6 +313,7 @@ def draw_offloaded(rng: random.Random, number: int) -> Case:
 def offloaded(rng: random.Random, generator: torch.Generator, *, shared: bool) -> Case:
     """A model with any homes, on any world, its updates on the device or on the host."""
     homes = rng.choice(({"**": "nvme"}, {"params/**": "cpu", "**": "nvme"}, {"optimizer": "cpu"}, {"**": "cpu"}))
+    homes = {**rng.choice(({}, {"grads/**": "nvme"}, {"grads/**": "cpu"})), **homes}
     given = {
         "offload": homes,
         "nvme_path": "/nvme" if "nvme" in homes.values() else None,

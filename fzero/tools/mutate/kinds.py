@@ -50,6 +50,7 @@ MOVES: dict[str, Mutation] = {
     "copy refilled early": on(moves.refill_early),
     "wait for another copy": on(moves.wait_for_another),
     "move behind its use": on(moves.move_late),
+    "update before a use": on(moves.update_before_use),
     "ranges of the file overlap": on(moves.alias_disk),
 }
 

@@ -132,6 +132,28 @@ def move_late(rng: random.Random, p: Program) -> Program | None:
     return with_ops(rest, [*rest.ops[:at], start, end, *rest.ops[at:]])
 
 
+def update_before_use(rng: random.Random, p: Program) -> Program | None:
+    """An update comes before an op that still needs the old value, with its copies on their ways there and back."""
+    if (index := pick(rng, find(p, lambda op: op.is_update and op.is_flat))) is None:
+        return None
+    copies = {name for name in names((*p.ops[index].reads, *p.ops[index].writes)) if p.buffers[name].kind == "staging"}
+    onward = find(p, lambda op: op.moves and all(p.buffers[r.name].kind == "staging" for r in (*op.reads, *op.writes)))
+    for i in [*onward, *reversed(onward)]:
+        ends = {p.ops[i].reads[0].name, p.ops[i].target}
+        copies |= ends if ends & copies else set()
+    moves = find(p, lambda op: op.moves and not copies.isdisjoint(names((*op.reads, *op.writes))))
+    held = {name for i in (*moves, index) for name in names((*p.ops[i].reads, *p.ops[i].writes)) - copies}
+    held = {name for name in held if p.buffers[name].kind in PERSISTENT}
+    frees = find(p, lambda op: op.is_free and not copies.isdisjoint(names(op.reads)))
+    chain = {index, *moves, *(w for i in moves if (w := wait_of(p, i)) is not None), *frees}
+    users = [i for i, op in enumerate(p.ops[:index]) if i not in chain and not op.is_mark and held & names(op.reads)]
+    if (at := pick(rng, users)) is None:
+        return None
+    early = [op for i, op in enumerate(p.ops) if i in chain and i > at]
+    rest = [op for i, op in enumerate(p.ops) if i > at and i not in chain]
+    return with_ops(p, [*p.ops[:at], *early, p.ops[at], *rest])
+
+
 def alias_disk(rng: random.Random, p: Program) -> Program | None:
     """Two ranges of the rank's file share bytes: all of one, or a page."""
     held = [b for b in p.buffers.values() if b.space == DISK and b.nbytes]

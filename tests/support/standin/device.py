@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from standin.order import HOST, Agent, CaptureError, Memory, Use, check
 
@@ -136,9 +137,10 @@ class Graph:
         refuse_in_capture("a replay")
         stream = current_stream(self.origin.device or 0)
         LOG.append(f"{stream.name}: replay of {len(self.calls)}")
-        for what, uses, run in self.calls:
-            use(stream, f"{what} (replayed)", *uses)
-            run()
+        with _disable_current_modes(), torch._C.DisableTorchFunction():  # this is the device, not the host
+            for what, uses, run in self.calls:
+                use(stream, f"{what} (replayed)", *uses)
+                run()
 
     def reset(self) -> None:
         self.calls = []
@@ -287,5 +289,9 @@ def install() -> None:
     cuda: Any = torch.cuda
     cuda._initialized, cuda._exchange_device, cuda._maybe_exchange_device = True, exchange_device, exchange_device
     cuda._get_device_properties = _properties
-    cuda.cudart = lambda: SimpleNamespace(cudaMemGetInfo=_mem_get_info)
+    from standin import tensors  # which needs what is above
+
+    runtime = {"cudaMemGetInfo": _mem_get_info, "cudaHostRegister": tensors.lock, "cudaHostUnregister": tensors.unlock}
+    cudart = SimpleNamespace(**runtime)
+    cuda.cudart = lambda: cudart
     torch.version.cuda = "stand-in"

@@ -15,8 +15,9 @@ import fzero
 from fzero import optim
 from fzero.comm import transfers
 from fzero.kernels import norms
+from fzero.runtime import stream_lanes
 from standin import device, order
-from standin.running import HERE, fails, logged, scenario, trained
+from standin.running import HERE, batch_of, fails, logged, scenario, started, trained
 
 # --- faults that the stand-in must find -------------------------------------------------------------------------------
 
@@ -62,6 +63,38 @@ def an_op_on_another_stream_is_a_race() -> None:
         trained(cuda_graph=False, optimizer=optim.sgd(0.1))
     gc.collect()
     order.VIOLATIONS.clear()
+
+
+@scenario(1)
+def moves_out_of_order_are_races() -> None:
+    """Each wait of `StreamLanes` is needed."""
+    wait, start = stream_lanes.StreamLanes.wait, stream_lanes.StreamLanes._copy
+
+    def at_once(self: Any, after: Any, *what: Any) -> Any:
+        return start(self, torch.cuda.Event(), *what)
+
+    def deaf(self: Any, name: str) -> None:
+        if self.copies.pop(name, None) is None:
+            wait(self, name)
+
+    on_device = {"offload": "optimizer+params", "update_on": "device", "cuda_graph": False}
+    on_host = {"offload": "optimizer", "update_on": "cpu"}
+    on_disk = {"offload": {"opt_state/**": "nvme"}, "nvme_path": tempfile.gettempdir(), "update_on": "device"}
+    nothing = lambda self, *_: None  # noqa: E731
+    for method, instead, text, given in (
+        ("wait", deaf, "which nothing puts after", on_device),
+        ("_copy", at_once, "which nothing puts after", on_device),
+        ("on_host", lambda self, calls, *_: calls, "on the host", on_host),
+        ("_see", nothing, "on the host", on_disk),
+    ):
+        with changed(stream_lanes.StreamLanes, method, instead), fails(order.RaceError, text):
+            trained(**given)
+    with changed(stream_lanes.StreamLanes, "finish", nothing), fails(order.RaceError, "on the host"):
+        state = fzero.step(started(**on_device), batch_of(HERE, 0))
+        fzero.tree.map(lambda leaf: leaf.local.sum(), state.params)
+    del state
+    gc.collect()
+    order.VIOLATIONS.clear()  # that memory of moves went back too early
 
 
 @scenario(1)

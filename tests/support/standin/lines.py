@@ -11,7 +11,8 @@ A statement is one of them if
 4. it is in a function of `fzero/kernels` that launches a kernel, or that only such functions name. (The kernels
    themselves are compiled and interpreted by test_kernels.py.)
 
-Definitions, docstrings and declarations are not statements here: they run when a module is imported.
+Definitions, docstrings and what is in a class but in no function are not statements here: they run when a module is
+imported.
 """
 
 from __future__ import annotations
@@ -101,6 +102,11 @@ def _is_docstring(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
+def _runs_later(node: Any) -> list[ast.stmt]:
+    """The statements of a function or class that do not run when it is defined."""
+    return [x for x in node.body if isinstance(x, _DEFINITIONS)] if isinstance(node, ast.ClassDef) else node.body
+
+
 class _File:
     """One file's statements, and which of them are CUDA's."""
 
@@ -123,7 +129,7 @@ class _File:
                 if not any("jit" in ast.unparse(d) for d in node.decorator_list):
                     where = f"{inside}.{node.name}".lstrip(".")
                     self.definitions[where] = node, inside
-                    self._walk(node.body, where, only)
+                    self._walk(_runs_later(node), where, only)
                 continue
             after = self._statement(node, inside, only)
             only = only or after
@@ -155,7 +161,7 @@ class _File:
     def take(self, where: str) -> None:
         """A whole function or class is CUDA's."""
         node: Any = self.definitions[where][0]
-        self._walk(node.body, where, True)
+        self._walk(_runs_later(node), where, True)
 
     def references(self, name: str) -> Iterator[int]:
         """The lines that name something outside its own definition and outside imports."""

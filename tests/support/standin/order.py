@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
+
 
 class RaceError(AssertionError):
     """A use of memory that nothing puts after an earlier one by another stream."""
@@ -71,6 +73,7 @@ VIOLATIONS: list[str] = []  # found where nothing can be raised: memory given ba
 class Memory:
     """One allocation of a device, or of pinned host memory (`home` is then the host)."""
 
+    budget: ClassVar[int] = 0  # bytes of each device; 0: as many as the machine has
     num_bytes: ClassVar[dict[int, int]] = {}
     peak_bytes: ClassVar[dict[int, int]] = {}
 
@@ -79,6 +82,8 @@ class Memory:
         self.kept = False  # in a graph's own pool
         if home.device is not None:
             now = Memory.num_bytes.get(home.device, 0) + self.nbytes
+            if Memory.budget and now > Memory.budget:
+                raise torch.OutOfMemoryError(f"{nbytes:,} more bytes: the budget is {Memory.budget:,}")
             Memory.num_bytes[home.device] = now
             Memory.peak_bytes[home.device] = max(now, Memory.peak_bytes.get(home.device, 0))
 

@@ -22,11 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.capture import ambient
 from standin import device
-from standin.order import HOST, Memory
+from standin.order import HOST, VIOLATIONS, Memory
 
 aten = torch.ops.aten
 Uses = list[tuple[Memory, int, int, bool]]
 PINNED: list[tuple[torch.Tensor, Memory]] = []  # kept, so that no other memory has their address
+LOCKED: dict[int, tuple[int, Memory]] = {}  # by the address of pages that were locked, where they end
 
 
 class Cuda(torch.Tensor):
@@ -94,10 +95,30 @@ def uses(x: Any, writes: bool) -> Uses:
     return [(memory, *extent(x), writes)] if memory is not None else []
 
 
+def lock(address: int, nbytes: int, flags: int) -> int:
+    """`cudaHostRegister`. Returns CUDA's number of an error."""
+    if any(low < address + nbytes and address < high for low, (high, _) in LOCKED.items()):
+        return 712  # cudaErrorHostMemoryAlreadyRegistered
+    LOCKED[address] = (address + nbytes, Memory(nbytes, HOST))
+    return 0
+
+
+def unlock(address: int) -> int:
+    """`cudaHostUnregister`. Nothing may be using the pages."""
+    _, memory = LOCKED.pop(address)
+    for use in memory.ledger:
+        if use.agent is not HOST and HOST.clock.get(use.agent, 0) < use.time:
+            VIOLATIONS.append(f"memory was unlocked before its last use is over: {use}")
+    return 0
+
+
 def pinned(x: torch.Tensor) -> Memory | None:
-    if not PINNED or type(x) is not torch.Tensor or x.device.type != "cpu" or x.layout is not torch.strided:
+    if not (PINNED or LOCKED) or type(x) is not torch.Tensor or x.device.type != "cpu" or x.layout is not torch.strided:
         return None
     where = x.untyped_storage().data_ptr()
+    for low, (high, memory) in LOCKED.items():
+        if low <= where < high:
+            return memory
     return next((memory for held, memory in PINNED if where and held.untyped_storage().data_ptr() == where), None)
 
 

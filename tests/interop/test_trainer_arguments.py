@@ -15,7 +15,7 @@ from fzero.errors import ConfigError
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-from trainers import OURS, QUIET, TASKS, make, trained  # noqa: E402
+from trainers import OURS, QUIET, STOCK, TASKS, make, trained  # noqa: E402
 
 from fzero.interop import Trainer, TrainingArguments  # noqa: E402
 from fzero.interop.trainer.parallel import given_of  # noqa: E402
@@ -133,7 +133,11 @@ def test_a_schedule_of_metrics_is_refused(tmp_path: Path) -> None:
 
 # --- deepspeed= and fsdp= ---------------------------------------------------------------------------------------------
 
-AUTO = {  # the document that transformers' own pages show
+BATCHES: dict[str, Any] = {
+    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
+    "gradient_clipping": "auto", "zero_optimization": {"stage": 2},
+}  # fmt: skip
+AUTO: dict[str, Any] = {  # the document that transformers' own pages show
     "fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
     "scheduler": {"type": "WarmupLR", "params": {
@@ -142,6 +146,28 @@ AUTO = {  # the document that transformers' own pages show
     "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000,
     "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": False,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "zero"),
+    [
+        ({"deepspeed": BATCHES}, 2),
+        ({"fsdp": "full_shard"}, 3),
+        ({"fsdp": True, "fsdp_config": {"reshard_after_forward": True}}, 3),
+    ],
+    ids=["deepspeed", "fsdp-legacy", "fsdp"],
+)
+@pytest.mark.sampled(1)
+def test_the_two_fields_are_the_spec(options: dict[str, Any], zero: int, tmp_path: Path) -> None:
+    """And neither engine is started. The numbers are those of a Trainer without them."""
+    ours = make(OURS, "llama", tmp_path / OURS, max_steps=3, **options)
+    assert not ours.is_deepspeed_enabled
+    assert not ours.is_fsdp_enabled
+    ours.train()
+    assert ours.engine.spec.zero == zero
+    stock = trained(STOCK, "llama", tmp_path / STOCK, max_steps=3).losses
+    found = {entry["step"]: entry["loss"] for entry in ours.state.log_history if "loss" in entry}
+    assert found == pytest.approx(stock, abs=1e-5)
 
 
 def test_a_ds_config_decides_the_spec(tmp_path: Path) -> None:
@@ -216,6 +242,7 @@ def test_a_spec_in_json_comes_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("optim", "state"), [("lion_32bit", "LionState"), ("adamw_8bit", "Adam8State")])
+@pytest.mark.sampled(1)
 def test_optimizers_of_other_libraries_are_fzeros_own(optim: str, state: str, tmp_path: Path) -> None:
     """By their names in `optim=`; bitsandbytes is not needed."""
     trainer = make(OURS, "llama", tmp_path, max_steps=3, optim=optim)

@@ -1,0 +1,52 @@
+"""simulate: what a lowered step takes on a machine of given rates, before anything runs."""
+
+from __future__ import annotations
+
+from fzero.compile.lowered import Lowered
+from fzero.cost.rates import Rates
+from fzero.cost.step_time import StepTime, step_time
+from fzero.errors import SpecError
+from fzero.ir.program import lane_bytes
+from fzero.ir.records import DISK
+
+
+def simulate(lowered: Lowered, rates: Rates, rank: int = 0) -> StepTime:
+    """Returns the predicted time of a step on one rank, by lane, with the bytes that it writes to disk.
+
+    rates: `fzero.cost.rates.H100`, or figures of your machine; `fzero doctor` measures a disk's. A lane of the
+    device that has no rate takes no time. Raises SpecError where a lane of the disk has none, or a kind of transfer
+    between ranks. Messages between the roles of a pipeline take no time; `lowered.timeline()` draws those.
+
+    >>> import torch, fzero
+    >>> from fzero.cost.rates import H100
+    >>> spec = fzero.Spec(
+    ...     loss=lambda p, x: (x @ p["w"]).square().mean(),
+    ...     optimizer=fzero.optim.adamw(1e-3),
+    ...     offload="optimizer",
+    ...     update_on="device",
+    ...     device="cuda",
+    ... )
+    >>> found = fzero.simulate(fzero.lower(spec, {"w": torch.zeros(512, 512)}, torch.zeros(64, 512)), H100)
+    >>> sorted(found.busy), found.written
+    (['device→host', 'host→device'], 0)
+    >>> round(found.busy["host→device"] * 45e9)  # two moments of 4 bytes an element
+    2097152
+    """
+    if not 0 <= rank < lowered.plan.mesh.world_size:
+        raise SpecError(f"simulate: rank {rank} of a world of {lowered.plan.mesh.world_size}")
+    program = lowered.on(rank)
+    moved = lane_bytes(program)
+    if unknown := [name for name in moved if DISK in name and name not in rates.lanes]:
+        raise SpecError(
+            f"simulate: the step moves {moved[unknown[0]]:,} bytes on {unknown[0]}, a lane without a rate. Needed in "
+            f"rates.lanes (bytes a second), as `fzero doctor` measures it: dataclasses.replace(rates, "
+            f"lanes={{**rates.lanes, {unknown[0]!r}: 2e9}})"
+        )
+    kinds = {op.row.rate for op in program.ops if op.is_collective}
+    if lacking := sorted(kinds - set(rates.latency) | kinds - set(rates.wire_bytes)):
+        raise SpecError(
+            f"simulate: the step has transfers of a kind without a rate: {', '.join(lacking)}. Needed in "
+            "rates.latency (seconds) and rates.wire_bytes (bytes a second): "
+            f"dataclasses.replace(rates, latency={{{lacking[0]!r}: 1e-5}}, wire_bytes={{{lacking[0]!r}: 4e11}})"
+        )
+    return step_time(program, rates)
