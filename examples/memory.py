@@ -7,9 +7,15 @@ not know a gradient from an activation, so the table gives their sum, not a spli
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from torch import Tensor
+
+import fzero
+from fzero import tree
+from fzero.cost.allocator import measured_peak
+from fzero.cost.memory import account
 
 STEP = "the step's arena and more"
 
@@ -32,6 +38,28 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind `tensors`, each counted once however many views it has."""
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     return sum(storages.values())
+
+
+class Peaks(NamedTuple):
+    """The most bytes that one rank needs in a step: by the plan of its program, and by the allocator."""
+
+    planned: int
+    measured: int
+
+    def __str__(self) -> str:
+        share = self.measured / self.planned
+        return f"peak: {_bytes(self.planned)} planned, {_bytes(self.measured)} measured ({share:.1%})"
+
+
+def measured_step(state: fzero.State, batch: Any) -> tuple[fzero.State, Peaks]:
+    """(the state after one step, the bytes of that step on this rank). It is no measure of time."""
+    tensors = [leaf for leaf in tree.flatten(batch)[1] if isinstance(leaf, Tensor)]
+    device = tensors[0].device
+    state, step = measured_peak(lambda: fzero.step(state, batch), device)
+    assert state.program is not None
+    held = state.held_bytes
+    kept = sum(held[kind] for kind in ("param", "optimizer", "state", "arena"))
+    return state, Peaks(account(state.program).peak, kept + held_bytes(tensors) + step)
 
 
 def planned_table(memory: Mapping[str, int], peak: int) -> Table:

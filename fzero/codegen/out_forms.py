@@ -130,6 +130,12 @@ def _copy(into: torch.Tensor, source: torch.Tensor, **_: Any) -> Iterator[Call]:
     yield partial(into.copy_, source)
 
 
+def _copy_over(into: torch.Tensor, _: Any, source: torch.Tensor, *__: Any, **___: Any) -> Iterator[Call]:
+    """Of `copy(self, source)`, of whose `self` only the form counts. torch's kernel copies all memory behind it first:
+    here that is the arena."""
+    yield partial(into.copy_, source)
+
+
 def _fill(value: float) -> Callable[..., Iterator[Call]]:
     def form(into: torch.Tensor, *_: Any, **__: Any) -> Iterator[Call]:
         yield partial(into.fill_, value)
@@ -188,6 +194,7 @@ def _embedding_backward_by_columns(
 
 _SPECIAL: dict[Any, Callable[..., Iterator[Call]]] = {
     aten.clone.default: _copy,
+    aten.copy.default: _copy_over,
     aten._to_copy.default: _copy,
     aten.empty.memory_format: _leave,
     aten.empty_like.default: _leave,

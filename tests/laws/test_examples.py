@@ -327,3 +327,45 @@ def test_lora_trains_adapters_alone(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "the base has the bits it had" in shown
     alone, adapted = (float(x) for x in shown.splitlines()[-2].replace(",", "").split() if "." in x)
     assert adapted < alone
+
+
+# --- scripts of transformers' shape -----------------------------------------------------------------------------------
+
+
+def peaks(printed: str) -> tuple[float, float]:
+    """The planned and the measured peak that an example prints, in bytes."""
+    found = re.search(r"peak: ([\d.]+) (\w+) planned, ([\d.]+) (\w+) measured", printed)
+    assert found, printed
+    unit = {"kB": 1e3, "MB": 1e6}
+    return float(found[1]) * unit[found[2]], float(found[3]) * unit[found[4]]
+
+
+def test_a_classifier_by_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """GLUE's shape; the bytes that the allocator saw are those that were planned."""
+    pytest.importorskip("accelerate")
+    import finetune_bert
+
+    printed = printed_by(finetune_bert.main, tmp_path, capsys, "--steps", "3", "--batch", "8", "--seq", "32")
+    planned, measured = peaks(printed)
+    assert measured == pytest.approx(planned, rel=0.1)
+    assert "accuracy on 400 other lines" in printed
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_a_causal_language_model_by_a_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The arguments of run_clm_no_trainer.py; what it leaves, it takes."""
+    pytest.importorskip("transformers")
+    import run_clm
+
+    small = ["--block_size", "32", "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2"]
+    printed = printed_by(run_clm.main, tmp_path / "a", capsys, *small, "--max_train_steps", "20")
+    planned, measured = peaks(printed)
+    assert measured == pytest.approx(planned, rel=0.1)
+    first = float(re.findall(r"perplexity ([\d.]+)", printed)[-1])
+    assert first < 0.8 * 256
+    more = ["--model_name_or_path", str(tmp_path / "a" / "model"), "--max_train_steps", "2", "--learning_rate", "1e-6"]
+    printed = printed_by(run_clm.main, tmp_path / "b", capsys, *small, *more)
+    again = float(re.findall(r"perplexity ([\d.]+)", printed)[-1])
+    assert again == pytest.approx(first, rel=0.01), "it went on from the saved model"
+    steps = [json.loads(line)["step"] for line in (tmp_path / "a" / "log.jsonl").read_text().splitlines()]
+    assert steps == [20]

@@ -12,7 +12,6 @@ import torch
 
 import fzero
 from fzero import optim
-from fzero.errors import ConfigError
 from fzero.interop.config import Given
 from fzero.interop.config.calls import Call
 from fzero.interop.module import Functional, from_module
@@ -105,10 +104,7 @@ def _fields(trainer: Any, module: Functional, given: Given | None) -> dict[str, 
         "timeout": float(args.ddp_timeout),
     }
     fields |= dict(given or {})
-    extra = getattr(args, "spec", None) or {}
-    if not isinstance(extra, dict):
-        raise ConfigError(f"TrainingArguments(spec={extra!r}): needed a dict of Spec's fields, or its JSON")
-    fields |= extra
+    fields |= getattr(args, "spec", None) or {}
     fields.setdefault("clip_norm", float("inf"))  # so that the norm is measured
     return fields
 

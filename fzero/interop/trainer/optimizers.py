@@ -80,7 +80,7 @@ def chosen(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Chosen
     if kind not in _MAKE or owner not in ("torch", "fzero"):
         why = f"fzero has no counterpart of {type(optimizer).__module__}.{kind}"
         refusals.append(("optimizer", why, f"take one of torch.optim's {', '.join(TORCH)}"))
-    for option in ("amsgrad", "maximize"):
+    for option in ("amsgrad", "maximize", "dampening"):
         if values.get(option):
             refusals.append((f"optimizer.{option}", "fzero.optim has no such option", "leave it out"))
     decay, factors = {}, {}

@@ -62,9 +62,8 @@ def _flags(
     auto: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "train_batch_size": args.world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps,
     }
-    clip = {"gradient_clipping": float(args.max_grad_norm)}
+    total = args.world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps
     params = {
         "lr": args.learning_rate,
         "betas": [args.adam_beta1, args.adam_beta2],
@@ -78,7 +77,8 @@ def _flags(
         "total_num_steps": updates,
     }
     flags = {
-        **clip,
+        "train_batch_size": total,
+        "gradient_clipping": float(args.max_grad_norm),
         **{f"optimizer.params.{name}": value for name, value in params.items()},
         **{f"scheduler.params.{name}": value for name, value in schedule.items()},
         "fp16.enabled": args.fp16,

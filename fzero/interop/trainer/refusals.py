@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import transformers
 from torch.utils.data import IterableDataset
 
+import fzero
+from fzero import optim
 from fzero.errors import ConfigError
 from fzero.interop.trainer.arguments import LAUNCHED
 from fzero.interop.trainer.optimizers import OURS
@@ -71,6 +73,7 @@ def check(trainer: Any, base: type, args: Any, model: Any, optimizers: Any) -> N
     except ConfigError as error:
         found += list(error.refusals) or [("deepspeed", str(error))]
     extra = args.spec if isinstance(getattr(args, "spec", None), dict) else {}
+    found += _spec(extra)
     axes = {**((given or {}).get("mesh") or {}), **(extra.get("mesh") or {})}
     for axis in [axis for axis in ("pp", "tp") if axes.get(axis, 1) != 1]:
         why = "the Trainer's data loader gives each rank rows of its own"
@@ -109,6 +112,18 @@ def _beside(args: Any) -> Iterator[Refusal]:
     for name in LAUNCHED:
         if os.environ.get(name, "").lower() in ("1", "true"):
             yield name, f"{name}=true: `accelerate launch` has chosen another engine. Launch with torchrun"
+
+
+def _spec(extra: dict[str, Any]) -> Iterator[Refusal]:
+    """What `fzero.Spec` refuses of `spec=`, and what is the Trainer's own there."""
+    ours = [name for name in extra if name in ("loss", "optimizer", "step", "microbatches")]
+    for name in ours:
+        yield f"spec.{name}", f"spec[{name!r}]: the other arguments say it. Leave it out"
+    try:
+        kept = {name: value for name, value in extra.items() if name not in (*ours, "mesh", "shard")}
+        fzero.Spec(loss=_subclass, optimizer=optim.sgd(0.0), **kept)
+    except fzero.SpecError as error:
+        yield "spec", f"spec: {error}"
 
 
 def _subclass(trainer: Any, base: type) -> Iterator[Refusal]:

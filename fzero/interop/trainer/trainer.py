@@ -45,6 +45,7 @@ class Mixin(transformers.Trainer):
         self._items: Any = None
         self._counted = False
         self._window: list[Any] = []
+        self._flops_per_token: float | None = None
         super().__init__(model, args, *more, **named)
         if self.train_dataset is not None:
             refusals.short_batches(self, args, self.train_dataset)
@@ -70,7 +71,7 @@ class Mixin(transformers.Trainer):
         """After the start of an engine: the module without parameters, and nothing left for Accelerate to wrap."""
         assert self._held is not None
         self._held.taken(self.args.device)
-        self.model_wrapped = self.model
+        self._flops_per_token, self.model_wrapped = None, self.model
         self.accelerator._models, self.accelerator._optimizers = [self.model], [self.optimizer]
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
@@ -153,6 +154,15 @@ class Mixin(transformers.Trainer):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         assert self.engine is not None
         return self.engine.state.metrics["grad_norm"]
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """transformers' estimate. It is proportional to the tokens, so the parameters are counted once."""
+        if not hasattr(self.model, "estimate_tokens"):
+            return super().floating_point_ops(inputs)
+        tokens = self.model.estimate_tokens(inputs)
+        if self._flops_per_token is None and tokens:
+            self._flops_per_token = super().floating_point_ops(inputs) / tokens
+        return round((self._flops_per_token or 0.0) * tokens)
 
     def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
         """transformers' log, with the planned peak of the step's program in bytes."""
