@@ -331,3 +331,12 @@ def test_the_log_has_the_planned_peak(tmp_path: Path) -> None:
 def test_importing_interop_imports_no_transformers() -> None:
     script = "import sys, fzero.interop as i; assert 'transformers' not in sys.modules; assert 'Trainer' in i.__all__"
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=120).returncode == 0
+
+
+def test_the_estimate_of_work_is_transformers(tmp_path: Path) -> None:
+    """Of each batch, though the parameters are counted once."""
+    trainer = make(OURS, "llama", tmp_path, max_steps=1)
+    for shape in ((2, 3), (4, 5)):
+        batch = {"input_ids": torch.zeros(shape, dtype=torch.int64)}
+        assert trainer.floating_point_ops(batch) == transformers.Trainer.floating_point_ops(trainer, batch) > 0
+    assert trainer.floating_point_ops({"inputs_embeds": torch.zeros(1)}) == 0

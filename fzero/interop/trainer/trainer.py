@@ -45,7 +45,7 @@ class Mixin(transformers.Trainer):
         self._items: Any = None
         self._counted = False
         self._window: list[Any] = []
-        self._flops_per_token: float | None = None
+        self._flops_per_element: int | None = None
         super().__init__(model, args, *more, **named)
         if self.train_dataset is not None:
             refusals.short_batches(self, args, self.train_dataset)
@@ -71,7 +71,7 @@ class Mixin(transformers.Trainer):
         """After the start of an engine: the module without parameters, and nothing left for Accelerate to wrap."""
         assert self._held is not None
         self._held.taken(self.args.device)
-        self._flops_per_token, self.model_wrapped = None, self.model
+        self._flops_per_element, self.model_wrapped = None, self.model
         self.accelerator._models, self.accelerator._optimizers = [self.model], [self.optimizer]
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
@@ -156,13 +156,13 @@ class Mixin(transformers.Trainer):
         return self.engine.state.metrics["grad_norm"]
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """transformers' estimate. It is proportional to the tokens, so the parameters are counted once."""
-        if not hasattr(self.model, "estimate_tokens"):
+        """transformers' estimate, which is proportional to the elements of the input: parameters are counted once."""
+        size = getattr(inputs.get(getattr(self.model, "main_input_name", "input_ids")), "numel", int)()
+        if not size:
             return super().floating_point_ops(inputs)
-        tokens = self.model.estimate_tokens(inputs)
-        if self._flops_per_token is None and tokens:
-            self._flops_per_token = super().floating_point_ops(inputs) / tokens
-        return round((self._flops_per_token or 0.0) * tokens)
+        if self._flops_per_element is None:
+            self._flops_per_element = super().floating_point_ops(inputs) // size
+        return self._flops_per_element * size
 
     def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
         """transformers' log, with the planned peak of the step's program in bytes."""
