@@ -47,7 +47,6 @@ def test_examples_run(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.stem)
-@pytest.mark.sampled(5)
 def test_documents_run(path: Path) -> None:
     needs_accelerate(path.stem)
     failed, _ = doctest.testfile(str(path), module_relative=False, optionflags=HOW, encoding="utf-8")
