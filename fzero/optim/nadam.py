@@ -19,11 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero import tree
 from fzero.optim import _check
-from fzero.optim.adam import shrunk
+from fzero.optim._two_moments import moved, zeros
 from fzero.optim.schedules import Schedule, as_schedule
-from fzero.optim.transform import GradientTransformation, PyTree, plus_scaled
+from fzero.optim.transform import GradientTransformation, PyTree
 
 
 class NadamState(NamedTuple):
@@ -71,31 +70,23 @@ def nadam(
     def init(params: PyTree) -> NadamState:
         _check.trainable("nadam", params)
         count = _check.zero_count(params)
-        moments = (tree.map(torch.zeros_like, params) for _ in range(2))
-        return NadamState(count, torch.ones((), dtype=torch.float64, device=count.device), *moments)
+        return NadamState(count, torch.ones((), dtype=torch.float64, device=count.device), *zeros(params))
 
     def update(grads: PyTree, state: NadamState, params: PyTree) -> tuple[PyTree, NadamState]:
-        _, old, structure = tree.flatten(params)
-        grad = _check.alike("nadam", "grads", grads, params)
-        mu, nu = (_check.alike("nadam", name, getattr(state, name), params) for name in ("mu", "nu"))
         count, rate = state.count + 1, schedule(state.count)
         t = count.to(torch.float64)
         product, ahead = state.product * momentum(t), momentum(t + 1)
-        # one scalar for all leaves, or their work would not be one op on a mesh
+        # scalars for all leaves, or their work would not be one op on a mesh
         by_grad, by_mu = (1 - momentum(t)) / (1 - product), ahead / (1 - product * ahead)
-        correction, shrink, descent = 1 - beta2**t, rate * decay, -rate
-        updates, new_mu, new_nu = [], [], []
-        for p, g, m, v in zip(old, grad, mu, nu, strict=True):
-            kept = shrunk(p, shrink) if decoupled_weight_decay else p
-            g = g if decoupled_weight_decay else plus_scaled(g, p, decay)
-            m = torch.lerp(m, g, 1 - beta1)
-            v = torch.addcmul(v * beta2, g, g, value=1 - beta2)
-            direction = (g * by_grad + m * by_mu) / ((v / correction).sqrt() + eps)
-            step = (direction * descent).to(p.dtype)  # a 0-d leaf would become float64
-            updates.append(step + (kept - p) if decoupled_weight_decay else step)
-            new_mu.append(m)
-            new_nu.append(v)
-        moments = (tree.unflatten(structure, leaves) for leaves in (new_mu, new_nu))
-        return tree.unflatten(structure, updates), NadamState(count, product, *moments)
+        correction = 1 - beta2**t
+
+        def direction(g: Tensor, m: Tensor, v: Tensor) -> Tensor:
+            return (g * by_grad + m * by_mu) / ((v / correction).sqrt() + eps)
+
+        updates, mu, nu = moved(
+            "nadam", grads, state, params, betas=(beta1, beta2), decay=decay, decoupled=decoupled_weight_decay,
+            rate=rate, descent=-rate, direction=direction,
+        )  # fmt: skip
+        return updates, NadamState(count, product, mu, nu)
 
     return GradientTransformation(init, update)

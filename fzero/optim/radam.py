@@ -20,11 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero import tree
 from fzero.optim import _check
-from fzero.optim.adam import shrunk
+from fzero.optim._two_moments import moved, zeros
 from fzero.optim.schedules import Schedule, as_schedule
-from fzero.optim.transform import GradientTransformation, PyTree, plus_scaled
+from fzero.optim.transform import GradientTransformation, PyTree
 
 
 class RadamState(NamedTuple):
@@ -65,32 +64,23 @@ def radam(
 
     def init(params: PyTree) -> RadamState:
         _check.trainable("radam", params)
-        moments = (tree.map(torch.zeros_like, params) for _ in range(2))
-        return RadamState(_check.zero_count(params), *moments)
+        return RadamState(_check.zero_count(params), *zeros(params))
 
     def update(grads: PyTree, state: RadamState, params: PyTree) -> tuple[PyTree, RadamState]:
-        _, old, structure = tree.flatten(params)
-        grad = _check.alike("radam", "grads", grads, params)
-        mu, nu = (_check.alike("radam", name, getattr(state, name), params) for name in ("mu", "nu"))
         count, rate = state.count + 1, schedule(state.count)
-        # one scalar for all leaves, or their work would not be one op on a mesh
+        # scalars for all leaves, or their work would not be one op on a mesh
         t = count.to(torch.float64)
         length = most - 2 * t * beta2**t / (1 - beta2**t)
         square = (length - 4) * (length - 2) * most / ((most - 4) * (most - 2) * length)
         rectified, factor = length > 5, (square.clamp(min=0) * (1 - beta2**t)).sqrt()
-        descent, shrink = -rate / (1 - beta1**t), rate * decay
-        updates, new_mu, new_nu = [], [], []
-        for p, g, m, v in zip(old, grad, mu, nu, strict=True):
-            kept = shrunk(p, shrink) if decoupled_weight_decay else p
-            g = g if decoupled_weight_decay else plus_scaled(g, p, decay)
-            m = torch.lerp(m, g, 1 - beta1)
-            v = torch.addcmul(v * beta2, g, g, value=1 - beta2)
-            direction = torch.where(rectified, m * factor / (v.sqrt() + eps), m)
-            step = (direction * descent).to(p.dtype)  # a 0-d leaf would become float64
-            updates.append(step + (kept - p) if decoupled_weight_decay else step)
-            new_mu.append(m)
-            new_nu.append(v)
-        moments = (tree.unflatten(structure, leaves) for leaves in (new_mu, new_nu))
-        return tree.unflatten(structure, updates), RadamState(count, *moments)
+
+        def direction(g: Tensor, m: Tensor, v: Tensor) -> Tensor:
+            return torch.where(rectified, m * factor / (v.sqrt() + eps), m)
+
+        updates, mu, nu = moved(
+            "radam", grads, state, params, betas=(beta1, beta2), decay=decay, decoupled=decoupled_weight_decay,
+            rate=rate, descent=-rate / (1 - beta1**t), direction=direction,
+        )  # fmt: skip
+        return updates, RadamState(count, mu, nu)
 
     return GradientTransformation(init, update)
