@@ -60,7 +60,7 @@ class StreamLanes(Lanes):
         self._reap()
         over = _range(source if target.is_cuda else target)
         start = partial(self._copy, self._mark(torch.cuda.current_stream(self.device)), source, target, over)
-        if any(_meet(over, used) for job in self.jobs for used in job.over):
+        if self._jobs_on(over):
             self.copies[name] = self._submit(start, (over,))
         else:
             self.copies[name] = copy = start()
@@ -101,8 +101,7 @@ class StreamLanes(Lanes):
             self._reap()
             self.unseen = [copy for copy in self.unseen if not copy.done.query()]
             copies: list[_Copy | _Job] = [copy for copy in self.unseen if any(_meet(copy.over, used) for used in over)]
-            started = [job for job in self.jobs if any(_meet(one, used) for one in job.over for used in over)]
-            self._submit(partial(_after, [*copies, *started], run), over)
+            self._submit(partial(_after, [*copies, *self._jobs_on(*over)], run), over)
 
         return [submit]
 
@@ -130,11 +129,15 @@ class StreamLanes(Lanes):
 
     def _see(self, over: Range) -> None:
         """Waits for the work and the copies that use a range of the host."""
-        if any(_meet(over, used) for job in self.jobs for used in job.over):
+        if self._jobs_on(over):
             self._end_jobs()
         for copy in [c for c in self.unseen if _meet(c.over, over)]:
             copy.done.synchronize()
             self.unseen.remove(copy)
+
+    def _jobs_on(self, *ranges: Range) -> list[_Job]:
+        """The thread's work that uses one of these ranges and has not been seen to end."""
+        return [job for job in self.jobs if any(_meet(used, over) for used in job.over for over in ranges)]
 
     def _end_jobs(self) -> None:
         """Waits for all of the thread's work. Raises the first error."""

@@ -8,6 +8,11 @@ from collections.abc import Set as AbstractSet
 from fzero.ir.records import Op, Ref
 
 
+def last_of_losses(ops: Sequence[Op]) -> int:
+    """The number of the last op of a loss; that behind the last op where there is none."""
+    return max((i for i, op in enumerate(ops) if op.phase == "region"), default=len(ops))
+
+
 def moved_early(ops: Sequence[Op], movable: AbstractSet[int], ends: Callable[[Op], bool]) -> tuple[list[Op], int]:
     """(the ops in their new order, how many moved): those of `movable` that `ends` says, and what only these need.
 

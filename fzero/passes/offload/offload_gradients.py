@@ -22,7 +22,7 @@ from fzero.ir import fx_nodes, rewrite, segments
 from fzero.ir.offset_assignment import PAGE_BYTES
 from fzero.ir.program import Program
 from fzero.ir.records import DEVICE, DISK, HOST, Buffer, Op, Ref
-from fzero.passes.offload.early import moved_early
+from fzero.passes.offload.early import last_of_losses, moved_early
 from fzero.passes.offload.to_spaces import chain, staging
 
 APART = 2  # runs from one use to the next that a wait elsewhere needs more than
@@ -33,7 +33,7 @@ def offload_gradients(program: Program, rules: Mapping[str, str]) -> Program:
     none does. The first rule that matches decides. A bucket whose leaves differ stays on the device."""
     if not rules or not any(space != DEVICE for space in rules.values()):
         return program
-    last_loss = max((i for i, op in enumerate(program.ops) if op.phase == "region"), default=len(program.ops))
+    last_loss = last_of_losses(program.ops)
     pool: dict[str, fx.GraphModule] = {}
     ops: list[Op] = []
     sums: set[int] = set()
@@ -89,7 +89,7 @@ class _Waiting:
     def __init__(self, program: Program, ops: list[Op], rules: Mapping[str, str]) -> None:
         self.program, self.ops, self.rules = program, ops, rules
         self.runs = [i for i, op in enumerate(ops) if op.computes]
-        self.last_loss = max(i for i, op in enumerate(ops) if op.phase == "region")
+        self.last_loss = last_of_losses(ops)
         self.reads, self.writes = rewrite.reads_of(ops), rewrite.writes_of(ops)
         self.waits = {op.target: i for i, op in enumerate(ops) if op.is_wait}
         self.buffers = dict(program.buffers)

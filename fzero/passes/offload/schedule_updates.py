@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from fzero.ir import rewrite
 from fzero.ir.program import Program
-from fzero.passes.offload.early import moved_early
+from fzero.passes.offload.early import last_of_losses, moved_early
 from fzero.passes.offload.to_spaces import copies_of
 
 
@@ -22,7 +22,7 @@ def schedule_updates(program: Program) -> Program:
     what only they need; itself where nothing is held off the device."""
     if not copies_of(program):
         return program
-    last_loss = max((i for i, op in enumerate(program.ops) if op.phase == "region"), default=len(program.ops))
+    last_loss = last_of_losses(program.ops)
     movable = {i for i, op in enumerate(program.ops) if i > last_loss and op.computes and op.is_flat}
     ops, _ = moved_early(program.ops, movable, lambda op: op.is_update)
     return rewrite.finish(program, "schedule_updates", ops=ops)
