@@ -7,6 +7,7 @@ through a scratch block; the rest of its last unit is written as zeros.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -35,8 +36,7 @@ def read(file: OpenFile, sums: Sums | None, offset: int, into: Bytes) -> None:
     straight = _straight(file, into)
     data = into if straight else _scratch_of(len(into))
     _move("read", file, offset, data, os.preadv)
-    if not file.direct:
-        _forget(file, offset, len(data))
+    forget(file, offset, len(data))
     if sums is not None and (wrong := sums.wrong(offset, data)):
         raise CorruptError(file.folder, _told(offset, len(data), wrong))
     if not straight:
@@ -54,9 +54,18 @@ def write(file: OpenFile, sums: Sums | None, offset: int, source: Bytes) -> None
     _move("write", file, offset, data, os.pwritev)
     if not file.direct:
         _sync(file, offset, len(data))
-        _forget(file, offset, len(data))
+        forget(file, offset, len(data))
     if sums is not None and kept is not None:
         sums.keep(offset, kept)
+
+
+def forget(file: OpenFile, offset: int, nbytes: int) -> None:
+    """Drops a range of a buffered file from the page cache, which would hold the whole file in the end.
+
+    Pages that another thread's sync holds stay: whoever moved a range asks again when no thread is in it."""
+    if not file.direct and hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):  # advice: without it the bytes are as right
+            os.posix_fadvise(file.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _straight(file: OpenFile, memory: Bytes) -> bool:
@@ -110,9 +119,3 @@ def _told(offset: int, nbytes: int, wrong: list[int]) -> str:
         f"read of {nbytes:,} bytes at byte {offset:,} of the offload file: {places} are not what was written there. "
         "The disk or its driver lost or changed them: load the last checkpoint, and look at the kernel's log"
     )
-
-
-def _forget(file: OpenFile, offset: int, nbytes: int) -> None:
-    """Drops a range from the page cache, which would hold the whole file in the end."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)

@@ -191,6 +191,8 @@ class DiskFile:
             transfer.left -= 1
             if transfer.left:
                 return
+        blocks.forget(self.file, transfer.offset, transfer.nbytes)
+        with self.lock:
             self.in_flight.remove(transfer)
             if transfer.error is None and transfer.kind == "read":
                 self.bytes_read += transfer.nbytes

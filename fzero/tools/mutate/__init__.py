@@ -185,8 +185,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Runs `fzero mutate` and prints the table, and on stderr the counts after every program. Returns 1 if a mutant was
-    missed or an unbroken program refused."""
+    """Runs `fzero mutate` and prints the table, and on stderr, after every program, the counts and what was missed.
+    Returns 1 if a mutant was missed or an unbroken program refused."""
     kinds, source = KINDS, draw
     if arguments.roles:
         kinds, source = ROLES, draw_pipeline
@@ -194,6 +194,14 @@ def command(arguments: argparse.Namespace) -> int:
         kinds, source = MOVES, draw_offloaded
     elif arguments.hierarchy:
         kinds, source = HIERARCHY, draw_hierarchy
+    shown: list[str] = []
+
+    def show(report: Report) -> None:
+        for missed in report.missed[len(shown) :]:
+            print(f"missed in program {report.unbroken}: {missed}", file=sys.stderr)
+            shown.append(missed)
+        print(report.progress, file=sys.stderr, flush=True)
+
     report = run(
         arguments.count,
         arguments.seed,
@@ -201,7 +209,7 @@ def command(arguments: argparse.Namespace) -> int:
         unbroken=arguments.unbroken,
         kinds=tuple(kinds),
         source=source,
-        after_program=lambda report: print(report.progress, file=sys.stderr, flush=True),
+        after_program=show,
     )
     print(report)
     return 0 if report.good else 1
