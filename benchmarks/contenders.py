@@ -165,6 +165,7 @@ def deepspeed(setup: Setup, stage: int, nvme: bool = False) -> Step:
         "gradient_clipping": 0.0,  # its default is 1.0
         "zero_optimization": {"stage": stage, "contiguous_gradients": True, "overlap_comm": False, **buckets, **away},
         "zero_allow_untested_optimizer": True,  # torch's fused AdamW, as everybody's
+        "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": setup.dtype == "bf16" and stage > 0},
         "torch_autocast": {"enabled": setup.dtype == "bf16" and stage == 0, "dtype": "bfloat16"},
         "steps_per_print": 10**9,
