@@ -190,7 +190,8 @@ def resident_share() -> int:
 @contextlib.contextmanager
 def shown(console: Console, account: fzero.compile.lowered.MemoryAccount, step: int) -> Iterator[None]:
     """On a terminal, bars of what this rank has read and written in the step, and its seconds of compute."""
-    ways = {"read": account.lanes.get("disk→host", 0), "written": account.lanes.get("host→disk", 0)}
+    moved = [sum(n for way, n in account.lanes.items() if way.split("→")[end] == "disk") for end in (0, 1)]
+    ways = dict(zip(("read", "written"), moved, strict=True))
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         tasks = [bars.add_task(f"step {step} {way}", total=total or None) for way, total in ways.items()]

@@ -21,7 +21,20 @@ from urllib.parse import quote
 
 from fzero.ir.liveness import live_bytes
 from fzero.ir.mesh import Mesh
-from fzero.ir.records import ALIGN, DEVICE, DTYPE_NAMES, SPACES, Bucket, Buffer, Op, Ref, shape_text, tile_text
+from fzero.ir.records import (
+    ALIGN,
+    DEVICE,
+    DISK,
+    DTYPE_NAMES,
+    HOST,
+    SPACES,
+    Bucket,
+    Buffer,
+    Op,
+    Ref,
+    shape_text,
+    tile_text,
+)
 
 HEADER = "fzero program 2"
 TRANSPORTS = ("p2p", "shared", "nccl")
@@ -228,6 +241,14 @@ def wire_bytes(program: Program, op: Op) -> int:
     if not op.is_collective or op.axis not in program.mesh or not refs:
         return 0
     return op.row.wire_bytes(program.buffers[refs[0].name].nbytes, program.mesh.size(str(op.axis)))
+
+
+def route(program: Program, source: str, target: str) -> tuple[str, ...]:
+    """The spaces that a value comes to on its way from one to another, the last included. A disk reads and writes the
+    CPU's memory, which is a CPU world's device too; to a CUDA device it goes through the host."""
+    if program.transport == "nccl" and {source, target} == {DEVICE, DISK}:
+        return (HOST, target)
+    return (target,)
 
 
 def lane(program: Program, op: Op) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ KINDS = (*PERSISTENT, "gathered", "grad", "scratch", "activation", "metric", "st
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 SPACES = (DEVICE, HOST, DISK)
-LANES = ((DEVICE, HOST), (HOST, DEVICE), (HOST, DISK), (DISK, HOST))  # from where to where a move goes
+LANES = tuple((one, other) for one in SPACES for other in SPACES if one != other)  # from where to where a move goes
 
 
 @dataclass(frozen=True, slots=True)

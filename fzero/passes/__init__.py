@@ -118,7 +118,7 @@ FROM_PREFETCH: Passes = (
     ),
     (
         "place_moves",
-        lambda p, o: place_moves(p, on_host=o.on_host, ahead=o.ahead),
+        lambda p, o: place_moves(p, on_host=o.on_host, ahead=o.ahead, tile_bytes=o.tile_bytes),
         "all uses have their places; copies of what lies elsewhere only around them",
     ),
     ("free", lambda p, o: free(p, o.ahead - 1), "lifetimes are final now"),

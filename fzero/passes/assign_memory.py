@@ -16,10 +16,8 @@ from dataclasses import replace
 from fzero.ir import rewrite
 from fzero.ir.liveness import intervals
 from fzero.ir.offset_assignment import ALIGN_BYTES, PAGE_BYTES, pack
-from fzero.ir.program import Program
-from fzero.ir.records import DEVICE, HOST
-
-ALIGNMENT = {DEVICE: ALIGN_BYTES, HOST: PAGE_BYTES}
+from fzero.ir.program import Program, lane
+from fzero.ir.records import DEVICE, DISK, HOST
 
 
 def assign_memory(program: Program) -> Program:
@@ -27,7 +25,8 @@ def assign_memory(program: Program) -> Program:
     lives = intervals(program.ops, program.buffers, program.metrics.values())
     blocks = [i for i, op in enumerate(program.ops) if op.workspace]
     offset_of: dict[str | int, int] = {}
-    for space, align in ALIGNMENT.items():
+    disks = {lane(program, op) for op in program.ops} & {(DEVICE, DISK), (DISK, DEVICE)}
+    for space, align in ((DEVICE, PAGE_BYTES if disks else ALIGN_BYTES), (HOST, PAGE_BYTES)):
         names = [name for name in lives if program.buffers[name].space == space]
         runs = [i for i in blocks if program.space(program.ops[i]) == space]
         items = [(*lives[name], program.buffers[name].nbytes) for name in names]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fzero.ir.offset_assignment import PAGE_BYTES
-from fzero.ir.program import Program
+from fzero.ir.program import Program, route
 from fzero.ir.records import DISK, LANES, PERSISTENT, Op, Ref
 from fzero.verify.lifetimes import Fault
 
@@ -38,7 +38,7 @@ def _apart(program: Program, op: Op) -> Iterator[str]:
 
 def _move(program: Program, op: Op) -> Iterator[str]:
     source, target = (program.buffers[ref.name] for ref in (op.reads[0], op.writes[0]))
-    if (source.space, target.space) not in LANES:
+    if (source.space, target.space) not in LANES or len(route(program, source.space, target.space)) > 1:
         yield f"goes from {source.space} to {target.space}: there is no such lane"
     if source.dtype is not target.dtype:
         yield f"brings {source.dtype} to {target.dtype}: a move changes nothing"

@@ -103,7 +103,7 @@ def test_updates_on_the_host_pass_beside_the_device() -> None:
 def test_a_transfer_without_a_rate_is_named() -> None:
     with pytest.raises(fzero.SpecError, match=r"without a rate: all_gather, reduce_scatter\. Needed in rates.latency"):
         fzero.simulate(lowered(prefetch=1), rates.H100)
-    with pytest.raises(fzero.SpecError, match=r"bytes on disk→host, a lane without a rate\. Needed in rates.lanes"):
+    with pytest.raises(fzero.SpecError, match=r"bytes on disk→device, a lane without a rate\. Needed in rates.lanes"):
         fzero.simulate(lowered(offload={"optimizer": "nvme"}, nvme_path="/nvme"), NETWORK)
     with pytest.raises(fzero.SpecError, match="rank 2 of a world of 2"):
         fzero.simulate(lowered(prefetch=1), NETWORK, rank=2)

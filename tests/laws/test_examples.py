@@ -204,7 +204,7 @@ def test_a_state_on_a_disk_on_two_ranks(tmp_path: Path) -> None:
     losses = {}
     for where, shown in values(gloo(2, offloaded, tmp_path))[0].items():
         losses[where] = re.findall(r"loss +([\d.]+)", shown)
-        lanes = re.search(r"moved by each in a step: disk→host ([\d.]+) MB.* host→disk ([\d.]+) MB", shown)
+        lanes = re.search(r"moved by each in a step: disk→device ([\d.]+) MB.* device→disk ([\d.]+) MB", shown)
         assert (lanes is not None) == (where == "nvme")
     assert losses["none"] == losses["nvme"]
     assert float(losses["nvme"][2]) < float(losses["nvme"][0])

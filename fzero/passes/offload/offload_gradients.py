@@ -20,7 +20,7 @@ from torch import fx
 from fzero import tree
 from fzero.ir import fx_nodes, rewrite, segments
 from fzero.ir.offset_assignment import PAGE_BYTES
-from fzero.ir.program import Program
+from fzero.ir.program import Program, route
 from fzero.ir.records import DEVICE, DISK, HOST, Buffer, Op, Ref
 from fzero.passes.offload.early import last_of_losses, moved_early
 from fzero.passes.offload.to_spaces import chain, staging
@@ -140,6 +140,7 @@ class _Waiting:
         if space == DISK:
             kept = replace(kept, at=self.end)
             self.end += _pages(kept.nbytes)
+        if len(route(self.program, DEVICE, space)) > 1:
             down, up = [f"{name}.down", kept.name], [f"{name}.up", f"{name}.in"]
             self.buffers.update({n: staging(buffer, n, HOST) for n in (down[0], up[0])})
         self.buffers[kept.name] = kept

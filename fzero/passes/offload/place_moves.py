@@ -5,8 +5,9 @@ the first use, written back after the last where it changed. Elementwise work ma
 then what is held there is used in place, and what else the work needs visits the host.
 
 Moves of one lane run in their order, beside compute. A fetch starts `ahead` runs before its use, but behind the last
-write of what it reads. A write-back is waited for `ahead` runs after its start (at least one), or before the next op
-that needs it.
+write of what it reads. Elementwise work takes little time and does not count: there a fetch starts as early as
+IN_FLIGHT tiles for each of `ahead` allow, one run before its use at least. A write-back is waited for as long after its
+start (one run at least), or before the next op that needs it.
 
     move mu -> mu.in; wait mu.in; ...; update g mu.in -> p mu.in; ...; move mu.in -> mu; wait mu      becomes
     ...; move mu -> mu.0; run ...; wait mu.0; update g mu.0 -> p mu.0; move mu.0 -> mu; ...; wait mu  or, on the host,
@@ -15,29 +16,31 @@ that needs it.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 from fzero.ir import rewrite
-from fzero.ir.program import Program
+from fzero.ir.program import Program, route
 from fzero.ir.records import DEVICE, DISK, HOST, Buffer, Op, Ref, make_op
 from fzero.passes.offload.to_spaces import copies_of, staging
 
 # the order of what is inserted before one op
 (SETTLED, WRITE, WRITE_ON, WRITTEN, FETCH, FETCH_ON, FETCHED) = range(7)
+IN_FLIGHT = 4  # tiles that wait for their use, and that are on their way back
 
 
-def place_moves(program: Program, *, on_host: bool = False, ahead: int = 1) -> Program:
+def place_moves(program: Program, *, on_host: bool = False, ahead: int = 1, tile_bytes: int = 16 << 20) -> Program:
     """The program with moves around the uses of what is held off the device; itself where nothing is.
 
     on_host: elementwise work on what is held off the device runs on the host. ahead: how many runs before its use a
-    fetch starts, and behind its start a write-back is waited for.
+    fetch starts, and behind its start a write-back is waited for. tile_bytes: of a tile of one column.
     """
     home = copies_of(program)
     if not home:
         return program
-    return _Placing(program, home, on_host, ahead).done()
+    return _Placing(program, home, on_host, ahead, IN_FLIGHT * ahead * tile_bytes).done()
 
 
 @dataclass
@@ -73,10 +76,11 @@ class _Use:
 class _Placing:
     """One program whose moves are placed. `done` writes the fields."""
 
-    def __init__(self, program: Program, home: Mapping[str, str], on_host: bool, ahead: int) -> None:
-        self.program, self.home, self.ahead = program, home, ahead
+    def __init__(self, program: Program, home: Mapping[str, str], on_host: bool, ahead: int, in_flight: int) -> None:
+        self.program, self.home, self.ahead, self.in_flight = program, home, ahead, in_flight
         self.ops = _without_moves(program, home)
         self.runs = [i for i, op in enumerate(self.ops) if op.computes]
+        self.long = [i for i in self.runs if not self.ops[i].is_flat]
         self.host = [on_host and self._may_run_on_host(op) for op in self.ops]
         self.visits: list[_Visit] = []
         self.current: dict[str, _Visit] = {}  # by what is held, the visit in progress
@@ -91,6 +95,8 @@ class _Placing:
             self._look(index, op)
         for number, visit in enumerate(self.visits):
             self._allocate(number, visit)
+        self.fetched = self._sums((v.first, v) for v in self.visits if v.reads)
+        self.written = self._sums((v.last, v) for v in self.visits if v.writes)
         self._fetches()
         self._write_backs()
         before: dict[int, list[Op]] = {}
@@ -171,7 +177,7 @@ class _Placing:
     def _allocate(self, number: int, visit: _Visit) -> None:
         """Names the copies of a visit, and makes their buffers."""
         held = self.program.buffers[visit.source.name]
-        spaces = [HOST, DEVICE] if (held.space, visit.space) == (DISK, DEVICE) else [visit.space]
+        spaces = route(self.program, held.space, visit.space)
         visit.names = [f"{held.name}.{number}{suffix}" for suffix in ((".up", "") if len(spaces) > 1 else ("",))]
         for name, space in zip(visit.names, spaces, strict=True):
             self.buffers[name] = self._copy(visit.source, name, space)
@@ -199,6 +205,15 @@ class _Placing:
 
     # --- where the moves go
 
+    def _sums(self, visits: Iterable[tuple[int, _Visit]]) -> list[tuple[int, int]]:
+        """For each visit, in the order of these ops: (the op, the bytes of the copies up to it)."""
+        total = 0
+        rows = []
+        for index, visit in sorted(visits, key=_first):
+            total += self.buffers[visit.names[-1]].nbytes
+            rows.append((index, total))
+        return rows
+
     def _insert(self, index: int, phase: int, op: Op) -> None:
         self.inserted.append((index, phase, len(self.inserted), op))
 
@@ -209,7 +224,7 @@ class _Placing:
                 continue
             barrier, why = self._written_before(visit), f"for {self.ops[visit.first].why.removeprefix('for ')}"
             hops = len(visit.names)
-            starts = [max(barrier, self._back(visit.first, self.ahead * (hops - n))) for n in range(hops)]
+            starts = [max(barrier, self._early(visit.first, hops - n)) for n in range(hops)]
             visit.start, source = starts[0], visit.source
             for n, (start, name) in enumerate(zip(starts, visit.names, strict=True)):
                 if n:
@@ -226,15 +241,25 @@ class _Placing:
             replace(source, name=name) if source.start is not None and self._bucket(source) is not None else Ref(name)
         )
 
-    def _back(self, index: int, runs: int) -> int:
-        """The op that is so many runs before op `index`."""
-        place = bisect_left(self.runs, index) - runs
-        return index if runs == 0 else self.runs[place] if place >= 0 else 0
+    def _early(self, index: int, hops: int) -> int:
+        """Before which op a fetch for op `index` starts that has so many hops to go."""
+        runs, most = self.ahead * hops, self.in_flight * hops
+        if runs == 0:
+            return index
+        left = self.fetched[bisect_right(self.fetched, index, key=_first) - 1][1] - most
+        full = self.fetched[bisect_left(self.fetched, left, key=_second)][0] if left > 0 else 0
+        return min(_back(self.runs, index, runs), max(_back(self.long, index, runs), full))
 
-    def _forward(self, index: int, runs: int) -> int:
-        """The op behind the next so many runs from op `index` on."""
-        place = bisect_left(self.runs, index) + runs - 1
-        return self.runs[place] + 1 if place < len(self.runs) else len(self.ops)
+    def _late(self, index: int) -> int:
+        """Before which op a write-back is waited for that starts before op `index`."""
+        soon = _forward(self.runs, index, max(self.ahead, 1), len(self.ops))
+        if self.ahead == 0:
+            return soon
+        place = bisect_left(self.written, index, key=_first)
+        most = self.in_flight + (self.written[place - 1][1] if place else 0)
+        full = bisect_right(self.written, most, key=_second)
+        room = self.written[full][0] + 1 if full < len(self.written) else len(self.ops)
+        return max(soon, min(_forward(self.long, index, self.ahead, len(self.ops)), room))
 
     def _written_before(self, visit: _Visit) -> int:
         """Before which op the value is there that a visit brings."""
@@ -259,9 +284,9 @@ class _Placing:
         for visit in reversed(writing):
             start, hops = visit.last + 1, len(visit.names)
             limit = min(self._needed_after(visit), following.get(visit.source.name, len(self.ops)))
-            onward = min(self._forward(start, 1), limit) if hops > 1 else start
+            onward = min(_forward(self.runs, start, 1, len(self.ops)), limit) if hops > 1 else start
             onward = start if onward == following.get(visit.source.name) else onward
-            settled = max(onward, min(self._forward(onward, max(self.ahead, 1)), limit))
+            settled = max(onward, min(self._late(onward), limit))
             following[visit.source.name] = onward
             plans.append((visit, start, onward, settled))
         for visit, start, onward, settled in reversed(plans):
@@ -278,6 +303,21 @@ class _Placing:
             self._insert(onward, WRITE_ON, make_op("move", [self._into(visit, name)], [own], why=why))
             phase = SETTLED if settled > onward else WRITTEN
             self._insert(settled, phase, make_op("wait", [Ref(own.name)], why=why))
+
+
+_first, _second = itemgetter(0), itemgetter(1)
+
+
+def _back(runs: Sequence[int], index: int, count: int) -> int:
+    """The op that is so many of `runs` before op `index`; 0 where there are fewer."""
+    place = bisect_left(runs, index) - count
+    return runs[place] if place >= 0 else 0
+
+
+def _forward(runs: Sequence[int], index: int, count: int, end: int) -> int:
+    """The op behind the next so many of `runs` from op `index` on; `end` where there are fewer."""
+    place = bisect_left(runs, index) + count - 1
+    return runs[place] + 1 if place < len(runs) else end
 
 
 def _without_moves(program: Program, home: Mapping[str, str]) -> list[Op]:

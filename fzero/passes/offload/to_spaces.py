@@ -2,7 +2,7 @@
 
 Until here nothing looks at where leaves are held; in a pipeline each role brings its own. From here on every op works
 on the device's copies, and the passes in between see nothing of homes. It is right and slow: all copies are held for
-the whole step. `place_moves` brings each to its uses alone. What lies on disk goes through the host.
+the whole step. `place_moves` brings each to its uses alone. To a CUDA device, what lies on disk goes through the host.
 
     run mu -> mu      becomes      move mu -> mu.in; wait mu.in; run mu.in -> mu.in; move mu.in -> mu; wait mu
 """
@@ -14,8 +14,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from fzero.ir import rewrite
-from fzero.ir.program import Program
-from fzero.ir.records import DEVICE, DISK, HOST, PERSISTENT, Buffer, Op, Ref, make_op
+from fzero.ir.program import Program, route
+from fzero.ir.records import DEVICE, PERSISTENT, Buffer, Op, Ref, make_op
 
 
 def to_spaces(program: Program) -> Program:
@@ -31,11 +31,12 @@ def to_spaces(program: Program) -> Program:
     top: list[Op] = []
     bottom: list[Op] = []
     for name in (name for name in away if name in named):
-        up, down = [f"{name}.in"], [f"{name}.in"]
-        if away[name].space == DISK:
-            up, down = [f"{name}.up", f"{name}.in"], [f"{name}.in", f"{name}.down"]
-            buffers.update({n: staging(away[name], n, HOST) for n in (up[0], down[-1])})
-        buffers[up[-1]] = staging(away[name], up[-1], DEVICE)
+        copy, space = f"{name}.in", away[name].space
+        on_the_way = route(program, space, DEVICE)[:-1]
+        up, down = [*(f"{name}.up" for _ in on_the_way), copy], [copy, *(f"{name}.down" for _ in on_the_way)]
+        for passed in (up[:-1], down[1:]):
+            buffers.update({n: staging(away[name], n, via) for n, via in zip(passed, on_the_way, strict=True)})
+        buffers[copy] = staging(away[name], copy, DEVICE)
         top += chain([Ref(n) for n in (name, *up)], f"{name} at the top")
         bottom += chain([Ref(n) for n in (*down, name)], f"keep {name}") if name in written else []
     ops = [rewrite.moved(op, {name: f"{name}.in" for name in named}) for op in program.ops]
