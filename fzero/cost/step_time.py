@@ -31,6 +31,7 @@ from fzero.ir.records import DISK, HOST, Op
 aten = torch.ops.aten
 WIRE, UPDATES = "wire", "host"
 DAY = 86_400
+Work = tuple[int, str]
 
 
 @dataclass(frozen=True)
@@ -82,15 +83,16 @@ def step_time(program: Program, rates: Rates) -> StepTime:
 
 @dataclass
 class _Walk:
-    """The clock of a rank on its way through a program. queues: by lane, the seconds left of each piece of work, by
-    what it writes, in order. Only the methods here write the fields."""
+    """The clock of a rank on its way through a program. queues: by lane, the seconds left of each piece of work, in
+    order, by its number and what it writes. Only the methods here write the fields."""
 
     program: Program
     rates: Rates
     clock: float = 0.0
     compute: float = 0.0
     written: int = 0
-    queues: dict[str, dict[str, float]] = field(default_factory=lambda: {WIRE: {}})
+    started: int = 0
+    queues: dict[str, dict[Work, float]] = field(default_factory=lambda: {WIRE: {}})
     busy: dict[str, float] = field(default_factory=dict)
     waited: dict[str, float] = field(default_factory=dict)
     by_segment: dict[str, float] = field(default_factory=dict)
@@ -118,9 +120,7 @@ class _Walk:
             whole = op.writes[0] if op.gathers else op.reads[0]
             self._start(WIRE, op.target, rates.transfer(op.row.rate, program.buffers[whole.name].nbytes))
         elif way := "→".join(lane(program, op)):
-            updates = self.queues.get(UPDATES, {})
-            if op.reads[0].name in updates:
-                self._wait(op.reads[0].name)
+            self._wait_for_update(op.reads[0].name)
             nbytes, rate = moved_bytes(program, op), rates.lanes.get(way)
             self.written += nbytes if program.space(op) == DISK else 0
             self._start(way, op.target, nbytes / rate if rate else 0.0)
@@ -130,22 +130,30 @@ class _Walk:
     def done(self) -> StepTime:
         """The figures, once the last update on the host is done."""
         if updates := self.queues.get(UPDATES):
-            self._wait(list(updates)[-1])
+            self._pass(UPDATES, list(updates)[-1])
         return StepTime(self.clock, self.compute, self.busy, self.waited, self.written)
 
     def _start(self, lane: str, target: str, taken: float) -> None:
-        queue = self.queues.setdefault(lane, {})
-        queue[target] = queue.pop(target, 0.0) + taken  # of one buffer several tiles may be on their way
+        self.started += 1
+        self.queues.setdefault(lane, {})[self.started, target] = taken
         self.busy[lane] = self.busy.get(lane, 0.0) + taken
 
     def _wait(self, target: str) -> None:
-        """Waits for a piece of work, and for those before it in its queue."""
-        lane = next((name for name, queue in self.queues.items() if target in queue), None)
-        if lane is None:
-            return
+        """Waits for the first transfer in flight into a buffer."""
+        for name in self.queues.keys() - {UPDATES}:
+            if found := [work for work in self.queues[name] if work[1] == target]:
+                return self._pass(name, found[0])
+
+    def _wait_for_update(self, name: str) -> None:
+        """Waits for the last update on the host that writes a buffer."""
+        if found := [work for work in self.queues.get(UPDATES, ()) if work[1] == name]:
+            self._pass(UPDATES, found[-1])
+
+    def _pass(self, lane: str, until: Work) -> None:
+        """Goes past a piece of work, and those before it in its queue."""
         queue = self.queues[lane]
-        names = list(queue)
-        taken = sum(queue.pop(name) for name in names[: names.index(target) + 1])
+        order = list(queue)
+        taken = sum(queue.pop(work) for work in order[: order.index(until) + 1])
         for other in self.queues.values():
             if other is not queue:
                 _advance(other, taken)
@@ -153,10 +161,10 @@ class _Walk:
         self.waited[lane] = self.waited.get(lane, 0.0) + taken
 
 
-def _advance(wire: dict[str, float], budget: float) -> None:
-    """Takes `budget` seconds off the transfers, the first ones first. In place."""
-    for name, left in wire.items():
-        wire[name] = max(left - budget, 0.0)
+def _advance(queue: dict[Work, float], budget: float) -> None:
+    """Takes `budget` seconds off the work, the first pieces first. In place."""
+    for work, left in queue.items():
+        queue[work] = max(left - budget, 0.0)
         budget = max(budget - left, 0.0)
 
 

@@ -1,8 +1,8 @@
 """blocks: one block of a file, read into memory or written from it, whole and checked.
 
 A call that moved fewer bytes than asked is followed by one for the rest, from a place that direct I/O may begin at. A
-call that was interrupted is repeated. A block whose memory direct I/O cannot use, or whose end is no whole unit, passes
-through a scratch block; the rest of its last unit is written as zeros.
+call that was interrupted is repeated. What direct I/O cannot use, memory off its alignment or an end that is no whole
+unit, passes through a scratch block; the rest of the last unit is written as zeros.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -33,30 +33,30 @@ _scratch = threading.local()  # a block of each thread that needed one
 
 def read(file: OpenFile, sums: Sums | None, offset: int, into: Bytes) -> None:
     """Fills `into` from byte `offset`. Raises OffloadError, and CorruptError for other bytes than were written."""
-    straight = _straight(file, into)
-    data = into if straight else _scratch_of(len(into))
-    _move("read", file, offset, data, os.preadv)
-    forget(file, offset, len(data))
-    if sums is not None and (wrong := sums.wrong(offset, data)):
-        raise CorruptError(file.folder, _told(offset, len(data), wrong))
-    if not straight:
-        into[:] = data[: len(into)]
+    for start, part, data in _parts(file, into):
+        place = offset + start
+        _move("read", file, place, data, os.preadv)
+        forget(file, place, len(data))
+        if sums is not None and (wrong := sums.wrong(place, data)):
+            raise CorruptError(file.folder, _told(place, len(data), wrong))
+        if data is not part:
+            part[:] = data[: len(part)]
 
 
 def write(file: OpenFile, sums: Sums | None, offset: int, source: Bytes) -> None:
     """Writes `source` from byte `offset` on. Raises OffloadError."""
-    data = source
-    if not _straight(file, source):
-        data = _scratch_of(len(source))
-        data[: len(source)] = source
-        data[len(source) :] = 0
-    kept = None if sums is None else sums_of(data)
-    _move("write", file, offset, data, os.pwritev)
-    if not file.direct:
-        _sync(file, offset, len(data))
-        forget(file, offset, len(data))
-    if sums is not None and kept is not None:
-        sums.keep(offset, kept)
+    for start, part, data in _parts(file, source):
+        place = offset + start
+        if data is not part:
+            data[: len(part)] = part
+            data[len(part) :] = 0
+        kept = None if sums is None else sums_of(data)
+        _move("write", file, place, data, os.pwritev)
+        if not file.direct:
+            _sync(file, place, len(data))
+            forget(file, place, len(data))
+        if sums is not None and kept is not None:
+            sums.keep(place, kept)
 
 
 def forget(file: OpenFile, offset: int, nbytes: int) -> None:
@@ -68,9 +68,15 @@ def forget(file: OpenFile, offset: int, nbytes: int) -> None:
             os.posix_fadvise(file.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
-def _straight(file: OpenFile, memory: Bytes) -> bool:
-    """Whether a block can be moved to or from `memory` itself."""
-    return len(memory) % UNIT == 0 and (not file.direct or memory.ctypes.data % file.direct.memory == 0)
+def _parts(file: OpenFile, memory: Bytes) -> Iterator[tuple[int, Bytes, Bytes]]:
+    """(where it begins, a part of the memory, what is moved for it): whole units as they are, where the disk can use
+    that memory, and the rest through a scratch block."""
+    usable = not file.direct or memory.ctypes.data % file.direct.memory == 0
+    whole = len(memory) - len(memory) % UNIT if usable else 0
+    if whole:
+        yield 0, (part := memory[:whole]), part
+    if whole < len(memory):
+        yield whole, memory[whole:], _scratch_of(len(memory) - whole)
 
 
 def _scratch_of(nbytes: int) -> Bytes:

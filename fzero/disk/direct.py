@@ -65,8 +65,9 @@ class Lockable(Protocol):
 
 
 def aligned(nbytes: int, kind: type[mmap.mmap] = mmap.mmap) -> Tensor:
-    """Returns zeroed memory for direct I/O: uint8, 1-D, `nbytes` long, at the beginning of a page. It is freed with the
-    last tensor on it. kind: what makes the pages; those that are `Lockable` are locked.
+    """Returns zeroed memory of this process: uint8, 1-D, `nbytes` long, at the beginning of a page, as direct I/O needs
+    it. It is freed with the last tensor on it. A page that is only read takes none. kind: what makes the pages; those
+    that are `Lockable` are locked.
 
     From 2 MiB on the kernel is asked for huge pages. A request to a disk has a limited number of pieces, so with small
     pages it is cut into more.
@@ -74,6 +75,8 @@ def aligned(nbytes: int, kind: type[mmap.mmap] = mmap.mmap) -> Tensor:
     >>> aligned(5000).shape, aligned(5000).data_ptr() % 4096
     (torch.Size([5000]), 0)
     """
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
     huge = HUGE if nbytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE") else 0
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE + huge
     pages = kind(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -82,9 +85,8 @@ def aligned(nbytes: int, kind: type[mmap.mmap] = mmap.mmap) -> Tensor:
             pages.madvise(mmap.MADV_HUGEPAGE)
     if isinstance(pages, Lockable):
         pages.lock()
-    memory = torch.frombuffer(pages, dtype=torch.uint8)
-    first = -memory.data_ptr() % huge if huge else 0
-    return memory[first : first + nbytes]
+    first = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % huge if huge else 0
+    return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=first)
 
 
 def turn_on(fd: int) -> bool:

@@ -52,14 +52,14 @@ def live_bytes(
 def last_uses(ops: Sequence[Op]) -> dict[str, int]:
     """By buffer, the last op that uses it: that reads or writes it, or waits for a transfer that does."""
     last: dict[str, int] = {}
-    pending: dict[str, tuple[str, ...]] = {}
+    pending: dict[str, list[tuple[str, ...]]] = {}  # several moves into one buffer end in their order
     for index, op in enumerate(ops):
         for ref in uses(op):
             last[ref.name] = index
         if op.transfers:
-            pending[op.target] = tuple(r.name for r in (*op.reads, *op.writes))
-        if op.is_wait:
-            for name in pending.pop(op.reads[0].name, ()):
+            pending.setdefault(op.target, []).append(tuple(r.name for r in (*op.reads, *op.writes)))
+        if op.is_wait and pending.get(op.reads[0].name):
+            for name in pending[op.reads[0].name].pop(0):
                 last[name] = max(last[name], index)
     return last
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import resource
 import time
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -108,13 +109,13 @@ class StepRecord:
     @cached_property
     def transfers(self) -> list[Transfer]:
         """The transfers of the program, in the order of their ends."""
-        transfers, flight = [], {}
+        transfers, flight = [], defaultdict[str, list[int]](list)
         for i, op in enumerate(self.program.ops):
             if op.transfers:
-                flight[(op.writes or op.reads)[0].name] = i
+                flight[op.target].append(i)
             elif op.is_wait:
                 name = op.reads[0].name
-                start = flight.pop(name)
+                start = flight[name].pop(0)
                 source = self.program.ops[start]
                 way = "→".join(lane(self.program, source))
                 kind = source.kind if source.is_collective else way or "send/recv"

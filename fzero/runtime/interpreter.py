@@ -87,8 +87,8 @@ class LocalComm:
     """`Comm` among the ranks of one process. Only its methods write its fields.
 
     pending: by target, the axis and the index of a collective. inbox, outbox: by name, the messages in flight. moves:
-    by target, the source and the target of a move. before: under `poison`, the tensors of a transfer with their values
-    at its start. lent: those that other ranks may still read, with their values at the wait.
+    by target, the source and the target of each move, in order. before: under `poison`, by target, the tensors of each
+    transfer with their values at its start. lent: those that other ranks may still read, with their values at the wait.
     """
 
     number = 0
@@ -98,8 +98,8 @@ class LocalComm:
         self.pending: dict[str, tuple[str, int]] = {}
         self.inbox: dict[str, tuple[tuple[object, ...], torch.Tensor]] = {}
         self.outbox: dict[str, _Letter] = {}
-        self.moves: dict[str, list[torch.Tensor]] = {}
-        self.before: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.moves: dict[str, list[list[torch.Tensor]]] = {}
+        self.before: dict[str, list[list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         self.lent: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
@@ -107,9 +107,9 @@ class LocalComm:
         axis = op.axis or ""
         if self.world.poison:
             self._poison(op, tensors)
-            self.before[name] = [(tensor, tensor.clone()) for tensor in tensors]
+            self.before.setdefault(name, []).append([(tensor, tensor.clone()) for tensor in tensors])
         if op.moves:
-            self.moves[name] = tensors
+            self.moves.setdefault(name, []).append(tensors)
         elif op.is_send:
             key = (axis, self.rank, self.world.peer(self.rank, op), op.tag)
             self.outbox[name] = _Letter(tensors[0])
@@ -134,7 +134,7 @@ class LocalComm:
             scratch.zero_()
 
     def _check(self, name: str) -> None:
-        for tensor, was in self.before.pop(name, ()):
+        for tensor, was in self.before[name].pop(0) if self.before.get(name) else ():
             if not _same_bits(tensor, was):
                 raise HazardError(f"rank {self.rank}: memory of the transfer into {name} changed before its wait")
 
@@ -166,8 +166,8 @@ class LocalComm:
         if name in self.outbox:
             self.outbox.pop(name).read()
             return
-        if name in self.moves:
-            source, target = self.moves.pop(name)
+        if self.moves.get(name):
+            source, target = self.moves[name].pop(0)
             target.copy_(source.view(target.shape))
             return
         axis, index = self.pending.pop(name)

@@ -32,12 +32,12 @@ class File(Protocol):
 
 
 class Lanes:
-    """The moves of one rank. `pending` holds those that the disk works on, by the buffer that they fill; only the
-    methods here write it."""
+    """The moves of one rank. `pending` holds those that the disk works on, by the buffer that they fill, in the order
+    of their starts, which is that of their waits; only the methods here write it."""
 
     def __init__(self, file: File | None = None) -> None:
         self.file = file
-        self.pending: dict[str, Future[None]] = {}
+        self.pending: dict[str, list[Future[None]]] = {}
 
     def copy(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
         """Starts a move between the device and the host."""
@@ -46,16 +46,16 @@ class Lanes:
     def read(self, name: str, offset: int, into: torch.Tensor, what: str) -> None:
         """Starts to bring bytes of the file to the host."""
         assert self.file is not None, "a program with a disk needs the rank's file"
-        self.pending[name] = self.file.read(offset, into, what)
+        self.pending.setdefault(name, []).append(self.file.read(offset, into, what))
 
     def write(self, name: str, offset: int, source: torch.Tensor, what: str) -> None:
         """Starts to write bytes of the host to the file."""
         assert self.file is not None, "a program with a disk needs the rank's file"
-        self.pending[name] = self.file.write(offset, source, what)
+        self.pending.setdefault(name, []).append(self.file.write(offset, source, what))
 
     def wait(self, name: str) -> None:
-        """Returns when what follows may use what the move `name` fills. Raises its error. HangError: the disk does not
-        answer; the move stays in `pending`."""
+        """Returns when what follows may use what the first move in flight into `name` fills. Raises its error.
+        HangError: the disk does not answer; the move stays in `pending`."""
         if name in self.pending:
             self._end(name)
 
@@ -69,9 +69,9 @@ class Lanes:
     def drain(self) -> None:
         """Ends every move in flight, after a step that failed; their errors are those of that step. Raises HangError
         if the disk still does not answer."""
-        for name in list(self.pending):
+        while self.pending:
             try:
-                self._end(name)
+                self._end(next(iter(self.pending)))
             except HangError:
                 raise
             except Exception:
@@ -79,8 +79,11 @@ class Lanes:
 
     def _end(self, name: str) -> None:
         assert self.file is not None
+        moves = self.pending[name]
         try:
-            self.file.wait(self.pending[name])
+            self.file.wait(moves[0])
         finally:
-            if self.pending[name].done():
+            if moves[0].done():
+                del moves[0]
+            if not moves:
                 del self.pending[name]

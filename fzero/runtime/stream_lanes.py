@@ -40,16 +40,16 @@ class _Job:
 class StreamLanes(Lanes):
     """Lanes of a CUDA device.
 
-    copies: by the buffer that it fills, the copy that the current stream has not waited for, or the thread's work that
-    starts it. unseen: the copies that the host has not waited for. jobs: the thread's work whose end nobody has seen.
-    Only the methods here write the three.
+    copies: by the buffer that they fill, the copies that the current stream has not waited for, in the order of their
+    starts, or the thread's work that starts one. unseen: the copies that the host has not waited for. jobs: the
+    thread's work whose end nobody has seen. Only the methods here write the three.
     """
 
     def __init__(self, device: torch.device, file: File | None = None) -> None:
         super().__init__(file)
         self.device = device
         self.up, self.down = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.copies: dict[str, _Copy | _Job] = {}
+        self.copies: dict[str, list[_Copy | _Job]] = {}
         self.unseen: list[_Copy] = []
         self.jobs: list[_Job] = []
         self.thread = ThreadPoolExecutor(1, "fzero-host")
@@ -61,10 +61,10 @@ class StreamLanes(Lanes):
         over = _range(source if target.is_cuda else target)
         start = partial(self._copy, self._mark(torch.cuda.current_stream(self.device)), source, target, over)
         if self._jobs_on(over):
-            self.copies[name] = self._submit(start, (over,))
+            self.copies.setdefault(name, []).append(self._submit(start, (over,)))
         else:
-            self.copies[name] = copy = start()
-            self.unseen.append(copy)
+            self.unseen.append(start())
+            self.copies.setdefault(name, []).append(self.unseen[-1])
 
     def read(self, name: str, offset: int, into: torch.Tensor, what: str) -> None:
         self._see(_range(into))
@@ -75,11 +75,13 @@ class StreamLanes(Lanes):
         super().write(name, offset, source, what)
 
     def wait(self, name: str) -> None:
-        copy = self.copies.pop(name, None)
-        if copy is None:
+        if name not in self.copies:
             return super().wait(name)
-        if isinstance(copy, _Job):
-            copy = copy.ended.result()
+        first = self.copies[name].pop(0)
+        if not self.copies[name]:
+            del self.copies[name]
+        copy = first.ended.result() if isinstance(first, _Job) else first
+        if isinstance(first, _Job):
             self._reap()
         assert copy is not None
         return torch.cuda.current_stream(self.device).wait_event(copy.done)

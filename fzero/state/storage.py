@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
 
+from fzero.disk import aligned
 from fzero.ir.offset_assignment import ALIGN_BYTES, PAGE_BYTES
 from fzero.ir.records import DEVICE, SPACES, Buffer
 from fzero.plan.layout import Leaf, Plan
@@ -23,14 +23,7 @@ Block = Callable[[int], torch.Tensor]  # makes memory of a number of bytes (uint
 def block_of(device: torch.device | str) -> Callable[[int], torch.Tensor]:
     """Returns a function from a number of bytes to new memory on a device (uint8, 1-D): zeroed, and on the CPU of pages
     of its own, which the machine provides when they are first written."""
-    return pages if torch.device(device).type == "cpu" else partial(torch.zeros, dtype=torch.uint8, device=device)
-
-
-def pages(nbytes: int) -> torch.Tensor:
-    """New zeroed memory of this process (uint8, 1-D, page-aligned). A page that is only read takes none."""
-    if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    return aligned if torch.device(device).type == "cpu" else partial(torch.zeros, dtype=torch.uint8, device=device)
 
 
 @runtime_checkable

@@ -17,13 +17,17 @@ Fault = tuple[int, str]
 
 @dataclass
 class _Walk:
-    """Lifetimes along one program. Only `faults` and its helpers write the fields."""
+    """Lifetimes along one program. Only `faults` and its helpers write the fields.
+
+    flight: by target, the transfers in flight into it, in order: several moves of apart ranges may be. touched: by
+    buffer, the transfers in flight that use it.
+    """
 
     program: Program
     live: set[str] = field(default_factory=set)
     freed: dict[str, int] = field(default_factory=dict)
-    flight: dict[str, tuple[int, Op]] = field(default_factory=dict)
-    touched: dict[str, dict[str, None]] = field(default_factory=dict)  # by buffer, the transfers in flight that use it
+    flight: dict[str, list[int]] = field(default_factory=dict)
+    touched: dict[str, dict[int, None]] = field(default_factory=dict)
 
     def faults(self) -> Iterator[Fault]:
         """The faults of the program, in the order of its ops."""
@@ -39,8 +43,8 @@ class _Walk:
                 yield from self._free(i, op)
             elif not op.is_settle:
                 yield from self._ordinary(i, op)
-        for name, (i, _) in self.flight.items():
-            yield i, f"the transfer into {name} is started and never waited for"
+        for name, started in self.flight.items():
+            yield from ((i, f"the transfer into {name} is started and never waited for") for i in started)
         for name in p.metrics.values():
             if name not in self.live:
                 yield len(p.ops), f"metric buffer {name} is not live at the end"
@@ -51,11 +55,12 @@ class _Walk:
 
     def _wait(self, i: int, op: Op) -> Iterator[Fault]:
         name = op.reads[0].name
-        if name not in self.flight:
+        if not self.flight.get(name):
             yield i, f"waits for a transfer into {name}, of which none is in flight"
-        _, other = self.flight.pop(name, (i, op))
-        for ref in (*other.reads, *other.writes):
-            self.touched.get(ref.name, {}).pop(name, None)
+            return
+        started = self.flight[name].pop(0)
+        for ref in (*self.program.ops[started].reads, *self.program.ops[started].writes):
+            self.touched[ref.name].pop(started, None)
 
     def _free(self, i: int, op: Op) -> Iterator[Fault]:
         for ref in op.reads:
@@ -72,10 +77,10 @@ class _Walk:
         for ref in op.reads:
             if ref.name not in self.live:
                 yield i, f"reads {ref}, which is not live{self._since(ref.name)}"
-            for name in self.touched.get(ref.name, ()):
-                started, other = self.flight[name]
+            for started in self.touched.get(ref.name, ()):
+                other = self.program.ops[started]
                 if any(ref.overlaps(w) for w in other.writes):
-                    yield i, f"reads {ref} before the transfer into {name} (op {started}) is waited for"
+                    yield i, f"reads {ref} before the transfer into {other.target} (op {started}) is waited for"
             if not (op.moves or (op.gathers and ref.mine)):  # they bring the new value
                 for written in (self.written[w][0] for w in self.spans.over(ref)):
                     if written < i:
@@ -88,18 +93,18 @@ class _Walk:
                 yield i, f"writes {ref}, which is the user's and read-only"
             self.live.add(ref.name)
         if op.transfers:
-            name = (op.writes or op.reads)[0].name
-            if name in self.flight:
-                yield i, f"starts a transfer into {name} while another is in flight"
-            self.flight[name] = (i, op)
+            others = self.flight.setdefault(op.target, [])
+            if not all(one.moves for one in (op, *map(self.program.ops.__getitem__, others))) and others:
+                yield i, f"starts a transfer into {op.target} while another is in flight"
+            others.append(i)
             for ref in (*op.reads, *op.writes):
-                self.touched.setdefault(ref.name, {})[name] = None
+                self.touched.setdefault(ref.name, {})[i] = None
 
     def _busy(self, i: int, ref: Ref, does: str) -> Iterator[Fault]:
-        for name in self.touched.get(ref.name, ()):
-            started, other = self.flight[name]
+        for started in self.touched.get(ref.name, ()):
+            other = self.program.ops[started]
             if any(ref.overlaps(r) for r in (*other.reads, *other.writes)):
-                yield i, f"{does} {ref.name} while the transfer into {name} (op {started}) is in flight"
+                yield i, f"{does} {ref.name} while the transfer into {other.target} (op {started}) is in flight"
 
     def _since(self, name: str) -> str:
         return f": freed at op {self.freed[name]}" if name in self.freed else ": nothing wrote it"

@@ -7,7 +7,7 @@ then what is held there is used in place, and what else the work needs visits th
 Moves of one lane run in their order, beside compute. A fetch starts `ahead` runs before its use, but behind the last
 write of what it reads. Elementwise work takes little time and does not count: there a fetch starts as early as
 IN_FLIGHT tiles for each of `ahead` allow, one run before its use at least. A write-back is waited for as long after its
-start (one run at least), or before the next op that needs it.
+start (one run at least), or before the next op that needs it. Moves into one buffer are waited for in their order.
 
     move mu -> mu.in; wait mu.in; ...; update g mu.in -> p mu.in; ...; move mu.in -> mu; wait mu      becomes
     ...; move mu -> mu.0; run ...; wait mu.0; update g mu.0 -> p mu.0; move mu.0 -> mu; ...; wait mu  or, on the host,
@@ -279,15 +279,15 @@ class _Placing:
     def _write_backs(self) -> None:
         """Writes back what visits changed, in the order of their last uses."""
         writing = sorted((v for v in self.visits if v.writes), key=lambda v: v.last)
-        following: dict[str, int] = {}  # by what is held, where the next write-back of it starts
+        following: dict[str, tuple[int, int]] = {}  # by what is held: where the next starts, and is waited for
         plans = []
         for visit in reversed(writing):
             start, hops = visit.last + 1, len(visit.names)
-            limit = min(self._needed_after(visit), following.get(visit.source.name, len(self.ops)))
-            onward = min(_forward(self.runs, start, 1, len(self.ops)), limit) if hops > 1 else start
-            onward = start if onward == following.get(visit.source.name) else onward
+            after, end = following.get(visit.source.name, (len(self.ops), len(self.ops)))
+            limit = min(self._needed_after(visit), end)
+            onward = min(_forward(self.runs, start, 1, len(self.ops)), limit, after) if hops > 1 else start
             settled = max(onward, min(self._late(onward), limit))
-            following[visit.source.name] = onward
+            following[visit.source.name] = onward, settled
             plans.append((visit, start, onward, settled))
         for visit, start, onward, settled in reversed(plans):
             why = f"keep {visit.source.name}"
