@@ -28,7 +28,7 @@ BLOCK = 8 << 20  # bytes, at most
 IDLE = 8  # calls in a row that moved nothing, after which a block has failed
 PAUSE_SECONDS = 0.001  # after the first of them; twice as long after each further one
 
-_scratch = threading.local()  # a block of each thread that needed one
+_scratch = threading.local()  # of each thread: what it needed so far
 
 
 def read(file: OpenFile, sums: Sums | None, offset: int, into: Bytes) -> None:
@@ -80,9 +80,10 @@ def _parts(file: OpenFile, memory: Bytes) -> Iterator[tuple[int, Bytes, Bytes]]:
 
 
 def _scratch_of(nbytes: int) -> Bytes:
-    if not hasattr(_scratch, "block"):
-        _scratch.block = aligned(BLOCK).numpy()
-    return _scratch.block[: -(-nbytes // UNIT) * UNIT]
+    size = -(-nbytes // UNIT) * UNIT
+    if not hasattr(_scratch, "block") or len(_scratch.block) < size:
+        _scratch.block = aligned(size).numpy()
+    return _scratch.block[:size]
 
 
 def _move(kind: str, file: OpenFile, offset: int, data: Bytes, call: Callable[..., int]) -> None:

@@ -69,8 +69,8 @@ def aligned(nbytes: int, kind: type[mmap.mmap] = mmap.mmap) -> Tensor:
     it. It is freed with the last tensor on it. A page that is only read takes none. kind: what makes the pages; those
     that are `Lockable` are locked.
 
-    From 2 MiB on the kernel is asked for huge pages. A request to a disk has a limited number of pieces, so with small
-    pages it is cut into more.
+    The kernel is asked for huge pages, but for the end that fills none. A request to a disk has a limited number of
+    pieces, so with small pages it is cut into more.
 
     >>> aligned(5000).shape, aligned(5000).data_ptr() % 4096
     (torch.Size([5000]), 0)
@@ -80,12 +80,12 @@ def aligned(nbytes: int, kind: type[mmap.mmap] = mmap.mmap) -> Tensor:
     huge = HUGE if nbytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE") else 0
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE + huge
     pages = kind(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    first = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % huge if huge else 0
     if huge:
         with contextlib.suppress(OSError):  # a kernel without them
-            pages.madvise(mmap.MADV_HUGEPAGE)
+            pages.madvise(mmap.MADV_HUGEPAGE, first, nbytes // huge * huge)
     if isinstance(pages, Lockable):
         pages.lock()
-    first = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % huge if huge else 0
     return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=first)
 
 
