@@ -46,6 +46,7 @@ class Mixin(transformers.Trainer):
         self._counted = False
         self._window: list[Any] = []
         self._flops_per_element: int | None = None
+        self._planned: tuple[Any, int] = (None, 0)  # a program and its planned peak
         super().__init__(model, args, *more, **named)
         if self.train_dataset is not None:
             refusals.short_batches(self, args, self.train_dataset)
@@ -167,8 +168,10 @@ class Mixin(transformers.Trainer):
     def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
         """transformers' log, with the planned peak of the step's program in bytes."""
         program = self.engine.state.program if self.engine is not None and "loss" in logs else None
+        if program is not None and program is not self._planned[0]:
+            self._planned = (program, account(program).peak)
         if program is not None:
-            logs["planned_peak_bytes"] = account(program).peak
+            logs["planned_peak_bytes"] = self._planned[1]
         super().log(logs, *more, **named)
 
     # --- evaluation
