@@ -6,8 +6,8 @@ kept in memory when they are written and compared when they are read (`sums`).
 
 The file is scratch: it has no name, and goes with its process (`open_file`). What lasts is a checkpoint.
 
-Memory: 8 bytes for 4,096 of the file, and a block for each thread that moved to memory direct I/O cannot use. Four
-threads each way, so that some have a call running while others compute sums.
+Memory: 8 bytes for 4,096 of the file, and a block for each thread that moved to memory that direct I/O cannot use, or
+uses badly. Four threads each way, so that some have a call running while others compute sums.
 """
 
 from __future__ import annotations

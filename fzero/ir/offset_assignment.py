@@ -18,26 +18,28 @@ ALIGN_BYTES = 64  # a cache line, and the widest vector load
 PAGE_BYTES = 4096  # what direct reads and writes of a disk want, of memory and of the file
 
 
-def pack(items: Sequence[tuple[int, int, int]], align: int = ALIGN_BYTES) -> tuple[list[int], int]:
+def pack(items: Sequence[tuple[int, int, int]], align: int | Sequence[int] = ALIGN_BYTES) -> tuple[list[int], int]:
     """(an offset in bytes for each item, bytes of the arena). An item is (first moment, last moment, bytes).
 
-    Offsets are multiples of `align`. Items that are alive at one moment, ends included, share no byte; items of 0
-    bytes have offset 0.
+    Offsets are multiples of `align`, or of the item's own. Items that are alive at one moment, ends included, share no
+    byte; items of 0 bytes have offset 0.
 
     >>> pack([(0, 1, 64), (1, 2, 128), (2, 3, 64)])  # the third lives after the first
     ([128, 0, 128], 192)
     """
     offset_of = [0] * len(items)
+    aligns = [align] * len(items) if isinstance(align, int) else align
     table = np.empty((4, len(items)), np.int64)  # offset, end, first and last moment of the items so far, by offset
     count = total = 0
     for index in sorted(range(len(items)), key=lambda i: (-items[i][2], items[i][0], i)):
         first, last, size = items[index]
         if size == 0:
             continue
-        size = -(-size // align) * align
+        unit = aligns[index]
+        size = -(-size // unit) * unit
         offsets, ends, firsts, lasts = table[:, :count]
         beside = (firsts <= last) & (lasts >= first)
-        taken = np.maximum.accumulate(ends[beside])
+        taken = -(-np.maximum.accumulate(ends[beside]) // unit) * unit
         free = np.concatenate(([0], taken[:-1])) if taken.size else taken
         gaps = np.nonzero(offsets[beside] - free >= size)[0]
         offset = int(free[gaps[0]]) if gaps.size else int(taken[-1]) if taken.size else 0

@@ -44,12 +44,12 @@ class Lanes:
         target.copy_(source.view(target.shape))
 
     def read(self, name: str, offset: int, into: torch.Tensor, what: str) -> None:
-        """Starts to bring bytes of the file to the host."""
+        """Starts to bring bytes of the file to memory of the CPU."""
         assert self.file is not None, "a program with a disk needs the rank's file"
         self.pending.setdefault(name, []).append(self.file.read(offset, into, what))
 
     def write(self, name: str, offset: int, source: torch.Tensor, what: str) -> None:
-        """Starts to write bytes of the host to the file."""
+        """Starts to write bytes of such memory to the file."""
         assert self.file is not None, "a program with a disk needs the rank's file"
         self.pending.setdefault(name, []).append(self.file.write(offset, source, what))
 

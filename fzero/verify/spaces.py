@@ -27,7 +27,7 @@ def _apart(program: Program, op: Op) -> Iterator[str]:
     for ref in (*op.reads, *op.writes):
         space = program.buffers[ref.name].space
         if space == DISK and not op.is_free:
-            yield f"names {ref.name}, which lies on disk: a move brings it to the host first"
+            yield f"names {ref.name}, which lies on disk: a move brings it to memory first"
         elif op.transfers and space != "device":
             yield f"sends {ref.name}, which lies on the host: ranks exchange what lies on the device"
         first.setdefault(space, ref)

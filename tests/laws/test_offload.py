@@ -145,6 +145,7 @@ def test_bits_of_a_pipeline_do_not_depend_on_where_leaves_are_held(
     """Each role moves what it holds. A cast of a leaf that another role reads lies on the device."""
     params, tx, world = GPT.init(fzero.random.key(0)), TX["adamw"](), 2 * mesh.get("dp", 1)
     given = {"mesh": mesh, "pipeline": fzero.Pipeline(schedule), "zero": zero, "microbatches": 2, **options}
+    given = {"reduce": "end", **given}  # else it is chosen by the planned peak, which offload changes
     moves = {"offload": HOMES[homes], "update_on": update_on} if homes in HOMES else {"remat": "offload"}
 
     def ran(**homes: Any) -> Any:

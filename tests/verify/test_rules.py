@@ -442,7 +442,7 @@ def test_an_op_that_names_two_spaces_or_the_disk(moving: Program) -> None:
     copy = next(n for n, ref in enumerate(moving.ops[update].reads) if ref.name.startswith("opt_state/nu"))
     ref = moving.ops[update].reads[copy]
     broken = put(moving, update, replaced(moving.ops[update], "reads", copy, replace(ref, name=on_disk)))
-    _refused(broken, "spaces", f"names {re.escape(on_disk)}, which lies on disk: a move brings it to the host first")
+    _refused(broken, "spaces", f"names {re.escape(on_disk)}, which lies on disk: a move brings it to memory first")
     hosted = with_buffers(moving, replace(moving.buffers[ref.name], space="host"))
     with pytest.raises(fzero.VerifyError, match=r"\[(spaces|places)\] "):
         verify(hosted)

@@ -270,11 +270,9 @@ class _Placing:
 
     def _needed_after(self, visit: _Visit) -> int:
         """Before which op a write-back must be done: the next that uses what it writes, there or on a visit."""
-        for use in self.uses[visit.source.name]:
-            if use.index > visit.last and use.held.overlaps(visit.source):
-                other = use.visit
-                return use.index if other is None else max(other.start, visit.last + 1)
-        return len(self.ops)
+        uses = (u for u in self.uses[visit.source.name] if u.index > visit.last and u.held.overlaps(visit.source))
+        first = (u.index if u.visit is None else max(u.visit.start, visit.last + 1) for u in uses)
+        return min(first, default=len(self.ops))
 
     def _write_backs(self) -> None:
         """Writes back what visits changed, in the order of their last uses."""

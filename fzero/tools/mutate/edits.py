@@ -58,11 +58,15 @@ def touching(program: Program, name: str) -> list[int]:
 
 
 def wait_of(program: Program, index: int) -> int | None:
-    """Returns the number of the wait for the transfer that op `index` starts; None if there is none."""
-    op = program.ops[index]
-    name = (op.writes or op.reads)[0].name
-    waits = find(program, lambda other: other.is_wait and other.reads[0].name == name)
-    return next((i for i in waits if i > index), None)
+    """Returns the number of the wait for the transfer that op `index` starts; None if there is none. Several moves into
+    one buffer are waited for in their order."""
+    name, flight = program.ops[index].target, list[int]()
+    for i, op in enumerate(program.ops):
+        if op.transfers and op.target == name:
+            flight.append(i)
+        elif op.is_wait and op.target == name and flight and flight.pop(0) == index:
+            return i
+    return None
 
 
 def alive(program: Program, name: str, index: int) -> bool:
