@@ -28,9 +28,9 @@ from benchmarks.contenders import nvme_path
 from fzero.disk.direct import aligned
 from fzero.disk.disk_file import DiskFile
 from fzero.passes import TILE_BYTES
+from fzero.passes.offload.place_moves import IN_FLIGHT
 
 LEAVES = 6
-IN_FLIGHT = 4  # tiles, as in `fzero.passes.offload.place_moves`
 
 
 def update(elements: int, offload: dict[str, Any]) -> Callable[[], None]:

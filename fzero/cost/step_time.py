@@ -140,8 +140,8 @@ class _Walk:
 
     def _wait(self, target: str) -> None:
         """Waits for the first transfer in flight into a buffer."""
-        for name in self.queues.keys() - {UPDATES}:
-            if found := [work for work in self.queues[name] if work[1] == target]:
+        for name, queue in self.queues.items():
+            if name != UPDATES and (found := [work for work in queue if work[1] == target]):
                 return self._pass(name, found[0])
 
     def _wait_for_update(self, name: str) -> None:

@@ -79,7 +79,7 @@ def aligned(nbytes: int, kind: type[mmap.mmap] = mmap.mmap) -> Tensor:
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     huge = HUGE if nbytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE") else 0
-    size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE + huge
+    size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE + huge
     pages = kind(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     first = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % huge if huge else 0
     if huge:
