@@ -22,6 +22,7 @@ from fzero.ir.mesh import PIPELINE
 from fzero.ir.program import Program, op_text
 from fzero.ir.records import DTYPE_NAMES, GIVEN, PERSISTENT, Op
 from fzero.verify.abstract import program_meaning
+from fzero.verify.circles import waiting_in_a_circle
 from fzero.verify.form import MOST, aliasing, calls, form, inside, length, partition
 from fzero.verify.lifetimes import Fault, lifetimes, needed, places, settled
 from fzero.verify.messages import unmatched
@@ -243,7 +244,7 @@ RULES: dict[str, Rule] = {
 
 
 def _together(programs: Mapping[int, Program]) -> None:
-    """All ranks issue the same collectives in the same order per axis."""
+    """All ranks issue the same collectives in the same order per axis, and none waits for itself over several."""
     known = {id(program): _collectives(program) for program in programs.values()}
     issued = {rank: known[id(program)] for rank, program in programs.items()}
     leaders: dict[tuple[str, int], int] = {}  # of each group of an axis, the first rank that is given
@@ -261,6 +262,8 @@ def _together(programs: Mapping[int, Program]) -> None:
             if len(ours) != len(theirs):
                 what = f"{len(theirs)} collectives over {axis}, rank {first} has {len(ours)}"
                 raise VerifyError(_message("same order", rank, programs[rank], len(programs[rank].ops), what, True))
+    for rank, index, what in waiting_in_a_circle(programs):
+        raise VerifyError(_message("same order", rank, programs[rank], index, what, True))
     first = min(issued)
     for rank, program in programs.items():
         if program.mesh != programs[first].mesh:

@@ -5,6 +5,7 @@ An edit finds no place in a program whose mesh has no axis `dp_out`.
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from fzero.ir.records import PERSISTENT, Op, Ref, make_op
 from fzero.tools.mutate.edits import (
     Edit,
     Mutation,
+    Programs,
     drop,
     find,
     insert,
@@ -275,3 +277,19 @@ def cut_a_bucket_along_another(rng: random.Random, p: Program) -> Program | None
         if buffer.bucket == bucket.name and buffer.sharded and buffer.kind not in PERSISTENT:
             broken = _cut(broken, name, axis, fit=True)
     return broken
+
+
+# --- several axes at once ---------------------------------------------------------------------------------------------
+
+
+def in_a_circle(rng: random.Random, programs: Programs) -> dict[int, Program] | None:
+    """Some ranks start two collectives along different axes, one after the other, the other way round."""
+    p = programs[rng.choice(sorted(programs))]
+    starts = find(p, lambda op: op.is_collective)
+    pairs = [(a, b) for a, b in itertools.pairwise(starts) if p.ops[a].axis != p.ops[b].axis]
+    pair, sharing = pick(rng, pairs), [r for r, other in programs.items() if other is p]
+    if pair is None or len(sharing) < 2:
+        return None
+    broken = move(p, pair[1], pair[0])
+    chosen = rng.sample(sharing, rng.randint(1, len(sharing) - 1))
+    return {r: broken if r in chosen else other for r, other in programs.items()}

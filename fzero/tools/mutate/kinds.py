@@ -41,6 +41,7 @@ HIERARCHY: dict[str, Mutation] = {
     "slice along another axis": hierarchy.on_two_axes(hierarchy.cut_along_another),
     "a finer slice or a coarser": hierarchy.on_two_axes(hierarchy.another_slice),
     "bucket cut along another axis": hierarchy.on_two_axes(hierarchy.cut_a_bucket_along_another),
+    "collectives in a circle": hierarchy.in_a_circle,
 }
 
 # of programs with moves alone

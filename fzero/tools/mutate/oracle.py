@@ -1,12 +1,13 @@
 """oracle: whether a broken program means something else, found by running it.
 
 A program's outcome is what it leaves behind and what it costs: the state's leaves and the metrics of every rank, bit
-for bit, interpreted with poisoned memory; the order of each rank's collectives; the bytes on the wire, of the buffers,
-at the planned peak; gathered bytes above the cap; what is still held or in flight at the end; the runs whose workspace
-is less than the executor lays out in it. Where all of that is equal, the executor runs it too, bound to one arena a
-rank, where a place or a workspace over something in use shows. A mutant whose outcome differs from the unbroken
-program's is *meaning-changing*. Four liberties are a schedule's own and no difference: another order of collectives
-that all ranks share, fewer bytes on the wire, fewer bytes of buffers, and a lower peak.
+for bit, interpreted with poisoned memory; the order of each rank's collectives along each axis, and whether ranks that
+stay in each until its group is there come to their ends; the bytes on the wire, of the buffers, at the planned peak;
+gathered bytes above the cap; what is still held or in flight at the end; the runs whose workspace is less than the
+executor lays out in it. Where all of that is equal, the executor runs it too, bound to one arena a rank, where a place
+or a workspace over something in use shows. A mutant whose outcome differs from the unbroken program's is
+*meaning-changing*. Four liberties are a schedule's own and no difference: another order of collectives that all ranks
+share, fewer bytes on the wire, fewer bytes of buffers, and a lower peak.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Outcome:
     read_only: bool = True  # batch and constants are as they were
     left: tuple[frozenset[str], ...] = ()
     order: frozenset[tuple[str, ...]] = frozenset()
+    circle: bool = False  # ranks that stay in a collective until its whole group is there never end
     wire: tuple[int, ...] = ()
     buffers: tuple[int, ...] = ()
     peak: tuple[int, ...] = ()
@@ -66,6 +68,7 @@ def outcome(case: Case, programs: Mapping[int, Program]) -> Outcome:
             read_only,
             tuple(map(_left, ranks)),
             frozenset(map(_order, every)),
+            _circle(programs),
             tuple(sum(wire_bytes(p, op) for op in p.ops) for p in every),
             tuple(sum(b.nbytes for b in p.buffers.values()) for p in every),
             tuple(account(p).peak for p in every),
@@ -142,7 +145,18 @@ def _calls(bound: Executor) -> Iterator[int]:
 
 
 def _order(program: Program) -> tuple[str, ...]:
-    return tuple(op_text(op) for op in program.ops if op.is_collective)
+    """The collectives along each axis in their order, one axis after the other."""
+    return tuple(map(op_text, sorted((op for op in program.ops if op.is_collective), key=lambda op: str(op.axis))))
+
+
+def _circle(programs: Mapping[int, Program]) -> bool:
+    meshes = {rank: program.mesh for rank, program in programs.items()}
+    roads = {rank: [frozenset(meshes[rank].peers(rank, str(op.axis))) for op in program.ops if op.is_collective]
+             for rank, program in programs.items()}  # fmt: skip
+    while meeting := next((r[0] for r in roads.values() if r and all(roads[x][:1] == r[:1] for x in r[0])), None):
+        for rank in meeting:
+            del roads[rank][0]
+    return any(roads.values())
 
 
 def difference(sound: Outcome, broken: Outcome) -> str | None:
@@ -155,6 +169,8 @@ def difference(sound: Outcome, broken: Outcome) -> str | None:
             return f"other {name}"
     if len(broken.order) > len(sound.order):
         return "ranks issue collectives in different orders"
+    if broken.circle and not sound.circle:
+        return "ranks wait for one another in a circle"
     for name in ("names", "read_only", "cramped", "left", "over_cap"):
         a, b = getattr(sound, name), getattr(broken, name)
         if a != b:
