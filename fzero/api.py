@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fzero import tree
+from fzero import progress, tree
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.capture import ambient
 from fzero.capture.leaves import check_leaf
@@ -163,8 +163,9 @@ def lower(
     for path, leaf in zip(*tree.flatten(batch_like)[:2], strict=True):
         if isinstance(leaf, torch.Tensor):
             check_leaf(leaf_name("batch", path), leaf)
-    lowered = lower_step(spec, state, fakes_on(batch_like, device), plan, transport)
-    verify(lowered.roles)
+    with progress.shown("lowering the step"):
+        lowered = lower_step(spec, state, fakes_on(batch_like, device), plan, transport)
+        verify(lowered.roles)
     return lowered
 
 

@@ -25,6 +25,7 @@ import torch
 
 from fzero.disk import direct
 
+os.environ.setdefault("FZERO_PROGRESS", "0")  # under load anything may take seconds, and say so where a test reads
 GOLDEN = Path(__file__).parent / "golden"
 FIRST = [
     "laws/test_cuda.py", "laws/test_pipeline.py", "laws/test_examples.py", "laws/test_custom_step.py",

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fzero import tree
+from fzero import progress, tree
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.capture import ambient
 from fzero.capture.graph import PerRank
@@ -182,8 +182,9 @@ def _into(state: State, dir: Path, strict: bool, disk: Disk) -> State:
             failure = error
         world.agree("load", digest, failure)
         try:
-            for buffers in runtime.memory.rounds():
-                saved.fill(wanted(plan, world.rank, buffers, keep))
+            with progress.shown("loading the state"):
+                for buffers in runtime.memory.rounds():
+                    saved.fill(wanted(plan, world.rank, buffers, keep))
         except BaseException as error:
             failure = error
         try:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from fzero import progress
 from fzero.checkpoint import shards
 from fzero.checkpoint.manifest import BLOCK, Manifest, ShardRecord, read, shard_name
 from fzero.disk.calls import Disk
@@ -97,15 +98,18 @@ class Checkpoint(Source):
 
     def fill(self, wants: Iterable[Want]) -> None:
         """Reads, verifies and writes every wanted range into its tensor. Raises CorruptError."""
-        for batch in self._batches(wants):
-            self._fill(self._needs(batch.wants))
-            batch.finish()
+        wants = list(wants)
+        nbytes = sum(want.out.numel() * want.out.dtype.itemsize for want in wants)
+        with progress.shown(f"reading {self.directory}", nbytes, "B") as work:
+            for batch in self._batches(wants):
+                self._fill(self._needs(batch.wants), work)
+                batch.finish()
 
     def _batches(self, wants: Iterable[Want]) -> Iterator[Batch]:
         """The wants in the order in which each leaf is stored."""
         return batches(wants, lambda path: self.manifest.by_path[path].order)
 
-    def _fill(self, needs: Mapping[int, Sequence[Need]]) -> None:
+    def _fill(self, needs: Mapping[int, Sequence[Need]], work: progress.Work) -> None:
         """Reads and verifies ranges of shards."""
         scratch: SimpleQueue[torch.Tensor] = SimpleQueue()
         threads = _num_threads()
@@ -113,7 +117,7 @@ class Checkpoint(Source):
             scratch.put(torch.empty(BLOCK, dtype=torch.uint8))
         with ThreadPoolExecutor(threads) as pool:
             for number in sorted(needs):
-                _run(pool if threads > 1 else None, self._jobs(number, needs[number], scratch))
+                _run(pool if threads > 1 else None, self._jobs(number, needs[number], scratch, work))
 
     def file(self, shard: int) -> Path:
         """Returns the path of a shard."""
@@ -133,7 +137,9 @@ class Checkpoint(Source):
 
     # --- one shard
 
-    def _jobs(self, number: int, needs: Sequence[Need], scratch: SimpleQueue[torch.Tensor]) -> list[Callable[[], None]]:
+    def _jobs(
+        self, number: int, needs: Sequence[Need], scratch: SimpleQueue[torch.Tensor], work: progress.Work
+    ) -> list[Callable[[], None]]:
         """Returns one call for each block that is needed. The ranges in the header's blocks are filled here."""
         file, shard = self.file(number), self.manifest.shards[number]
         head = torch.empty(0, dtype=torch.uint8)
@@ -149,7 +155,7 @@ class Checkpoint(Source):
                 for part, start, stop in inside:
                     part.out[start - part.start : stop - part.start].copy_(head[start:stop])
             else:
-                jobs.append(partial(_block, self.disk, file, shard, index, inside, scratch))
+                jobs.append(partial(_block, self.disk, file, shard, index, inside, scratch, work))
         return jobs
 
     def _header(self, number: int) -> tuple[torch.Tensor, dict[str, int]]:
@@ -207,11 +213,13 @@ def _block(
     index: int,
     inside: Sequence[tuple[Part, int, int]],
     scratch: SimpleQueue[torch.Tensor],
+    work: progress.Work,
 ) -> None:
     """Reads a block and copies its bytes to their destinations."""
     low, high = index * BLOCK, min((index + 1) * BLOCK, shard.bytes)
     inside = sorted(inside, key=lambda row: row[1])
     outs = [part.out[start - part.start : stop - part.start] for part, start, stop in inside]
+    work.advance(sum(map(len, outs)))
     if len(outs) <= MAX_VIEWS and sum(map(len, outs)) == high - low and all(x.device.type == "cpu" for x in outs):
         _verified(disk, file, shard, index, outs)
         return

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from fzero import progress
 from fzero._version import __version__
 from fzero.checkpoint import commit, shards, structure
 from fzero.checkpoint.manifest import LeafRecord, Manifest, Piece, ShardRecord, shard_name
@@ -329,14 +330,15 @@ def _write(
         return final.name
 
     try:
-        temporary = run / ranks.round("preparing a save", prepared)[0]
-        try:
-            shard_rows = ranks.round("writing its shard", written)
-            return run / ranks.round("committing", committed)[0]
-        except BaseException:
-            if rank == 0:
-                commit.undo(run, taken.step, temporary, disk)
-            raise
+        with progress.shown(f"saving step {taken.step} to {run}"):
+            temporary = run / ranks.round("preparing a save", prepared)[0]
+            try:
+                shard_rows = ranks.round("writing its shard", written)
+                return run / ranks.round("committing", committed)[0]
+            except BaseException:
+                if rank == 0:
+                    commit.undo(run, taken.step, temporary, disk)
+                raise
     finally:
         release()
 

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from fzero import progress
 from fzero.checkpoint.manifest import BLOCK, ShardRecord, root
 from fzero.checkpoint.strict import MAX_INT, Invalid, Reader, dump, parse
 from fzero.disk.calls import Disk
@@ -125,11 +126,14 @@ def write(disk: Disk, path: Path, parts: Sequence[Part]) -> ShardRecord:
         raise CheckpointError(path, f"would need a header of {len(first):,} bytes: at most {MAX_HEADER:,} are allowed")
     views = chain([memoryview(first)], (_bytes(value) for part in parts for value in part.values()))
     digests: list[Future[bytes]] = []
-    with disk.create(path) as file, ThreadPoolExecutor(HASHERS) as pool:
+    nbytes = len(first) + sum(part.data.numel() * part.data.dtype.itemsize for part in parts)
+    writing = progress.shown("writing", nbytes, "B")
+    with disk.create(path) as file, ThreadPoolExecutor(HASHERS) as pool, writing as work:
         try:
             for block in blocks(views):
                 digests.append(pool.submit(_digest, block))
                 file.write(block)
+                work.advance(sum(view.nbytes for view in block))
                 if len(digests) > AHEAD:  # what is read from a file is not kept for a hasher that is behind
                     digests[-1 - AHEAD].result()
             rows = [digest.result() for digest in digests]
@@ -137,7 +141,6 @@ def write(disk: Disk, path: Path, parts: Sequence[Part]) -> ShardRecord:
             pool.shutdown(cancel_futures=True)  # or the rest would be hashed before the error is seen
             raise
         file.sync()
-    nbytes = len(first) + sum(part.data.numel() * part.data.dtype.itemsize for part in parts)
     return ShardRecord(nbytes, root(rows), tuple(d.hex() for d in rows))
 
 

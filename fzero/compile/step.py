@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fzero import tree
+from fzero import progress, tree
 from fzero._torch_compat import FakeTensorMode
 from fzero.capture import trace_step
 from fzero.codegen import matmul
@@ -74,6 +74,7 @@ def _lower(
 ) -> Lowered:  # fmt: skip
     """Captures the step, lowers it once for each way to reduce gradients, runs the passes, and keeps the better
     program."""
+    progress.now("capture")
     graph = trace_step.capture(
         step.user,
         state,

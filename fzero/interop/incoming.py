@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import fzero
-from fzero import tree
+from fzero import progress, tree
 from fzero.checkpoint import commit, shards, structure
 from fzero.checkpoint.manifest import BLOCK, LeafRecord, Manifest, Piece, ShardRecord, root, shard_name
 from fzero.disk.calls import Disk
@@ -77,9 +77,11 @@ def _shard(source: Source, parts: list[shards.Part], file: Path, disk: Disk) -> 
                 yield raw(source.read(part.path, start, min(start + step, part.data.numel())))
 
     digests, size = [], 0
-    with disk.create(file) as out:
+    nbytes = sum(part.data.numel() * part.data.dtype.itemsize for part in parts)
+    with disk.create(file) as out, progress.shown(f"writing {file.parent}", nbytes, "B") as work:
         for block in _blocks(views()):
             out.write([block])
+            work.advance(len(block))
             digests.append(hashlib.sha256(block).digest())
             size += len(block)
         out.sync()

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from fzero import tree
+from fzero import progress, tree
 from fzero.checkpoint.commit import locate
 from fzero.checkpoint.reader import Checkpoint
 from fzero.comm.agree import agree
@@ -73,11 +73,12 @@ class Stored:
 
     def write(self, order: Sequence[str], folder: Path, body: Body, disk: Disk) -> None:
         """See `Outgoing.write`."""
-        with directory(folder, disk) as place:
+        with directory(folder, disk) as place, progress.shown(f"writing {folder}", _bytes(self, order), "B"):
             body(place, self._whole)
 
     def _whole(self, path: str) -> torch.Tensor:
         entry = self.entries[path]
+        progress.advance(_bytes(self, [path]))
         return self.source.read(self.paths[path], 0, math.prod(entry.shape)).view(entry.shape)
 
 
@@ -109,10 +110,11 @@ class Live:
 
             def take(path: str) -> torch.Tensor:
                 assert path == next(left)
+                progress.advance(_bytes(self, [path]))
                 return self._whole(self.leaves[path].leaf)
 
             try:
-                with directory(folder, disk) as place:
+                with directory(folder, disk) as place, progress.shown(f"writing {folder}", _bytes(self, order), "B"):
                     body(place, take)
             except Exception as error:
                 failure = error
@@ -148,6 +150,10 @@ class Live:
                 for view, read in zip(views, split_like(part, views), strict=True):
                     view.copy_(read)
         return whole
+
+
+def _bytes(leaves: Outgoing, paths: Sequence[str]) -> int:
+    return sum(math.prod(leaves.entries[path].shape) * leaves.entries[path].dtype.itemsize for path in paths)
 
 
 def _below(paths: Sequence[str], part: str) -> dict[str, str]:

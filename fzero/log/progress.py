@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from fzero.progress import Display
+
 _SHOWN = {"loss": "loss {:.4g}", "grad_norm": "norm {:.3g}", "rate": "rate {:.2e}", "loss_scale": "scale {:g}",
           "tokens_per_second": "{:,.0f} tokens/s", "step_seconds": "{:.3g} s a step"}  # fmt: skip
 
@@ -25,31 +27,18 @@ class Progress:
 
     def __init__(self, total: int | None, stream: TextIO | None = None) -> None:
         self.stream = stream or sys.stderr
-        self.bar = _bar(total, self.stream) if self.stream.isatty() else None
+        self.display = Display.on(self.stream)
+        self.total, self.task = total, None if self.display is None else self.display.add(total)
 
     def show(self, record: Mapping[str, Any]) -> None:
         """Moves the bar, or prints a line."""
-        if self.bar is None:
+        if self.display is None or self.task is None:
             print(text(record), file=self.stream, flush=True)
-            return
-        bar, task = self.bar
-        bar.update(task, completed=record["step"], description=text(record))
+        else:
+            self.display.show(self.task, text(record), record["step"], self.total)
 
     def close(self) -> None:
-        """Ends the bar."""
-        if self.bar is not None:
-            self.bar[0].stop()
-
-
-def _bar(total: int | None, stream: TextIO) -> tuple[Any, Any] | None:
-    """(rich's progress, its task); None where rich is not installed."""
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
-    except ImportError:
-        return None
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    bar = Bar(*columns, console=Console(file=stream))
-    bar.start()
-    return bar, bar.add_task("step 0", total=total)
+        """Ends the bar, which stays as it is."""
+        if self.display is not None and self.task is not None:
+            self.display.remove(self.task, keep=True)
+            self.task = None

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fzero import progress
 from fzero.ir.program import Program
 from fzero.passes.accumulate import accumulate
 from fzero.passes.assign_memory import assign_memory
@@ -157,6 +158,7 @@ class PassRecord:
 def trail(program: Program, options: Options, passes: Passes = PASSES) -> Iterator[tuple[PassRecord, Program]]:
     """Runs passes in order; yields the record of each and the program after it."""
     for name, run, why in passes:
+        progress.now(f"pass {name}")
         before, program = program, run(program, options)
         yield PassRecord.of(name, why, before, program), program
 

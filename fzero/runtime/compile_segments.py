@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import private_folder
+from fzero import private_folder, progress
 from fzero._torch_compat import inductor_cache_dir, inductor_compile, inductor_lacks
 from fzero.codegen.fusion import Fused, fuse
 from fzero.comm.agree import gathered
@@ -118,7 +118,8 @@ def _failed(stretches: Sequence[Fused], errors: Mapping[str, str], world_size: i
 def _compile_here(stretches: Sequence[Fused], device: torch.device, alone: bool) -> dict[str, str]:
     """Compiles with workers, or (`alone`) loads the results of another rank."""
     errors: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    shown = progress.shown("loading what is compiled" if alone else "compiling", len(stretches), "stretches")
+    with shown, tempfile.TemporaryDirectory() as folder:
         for stretch in stretches[:1]:  # it leaves the precompiled headers; else each worker would make them
             _compile(stretch, device, errors)
         workers = [] if alone else _workers(folder, stretches[1:], device)
@@ -136,6 +137,7 @@ def _compile_here(stretches: Sequence[Fused], device: torch.device, alone: bool)
 
 
 def _compile(stretch: Fused, device: torch.device, errors: dict[str, str]) -> None:
+    progress.advance()
     try:
         stretch.run = inductor_compile(stretch.graph, _inputs(stretch.graph, device))
         os.makedirs(_mark(stretch.digest), exist_ok=True)

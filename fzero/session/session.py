@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fzero import tree
+from fzero import progress, tree
 from fzero._torch_compat import default_store
 from fzero.capture import ambient
 from fzero.capture.provenance import describe
@@ -134,8 +134,10 @@ class Session:
     def _lowered(self, batch: Any, fn: Callable[..., Any] | None) -> Lowered:
         state = fakes_on(self.like, self.device)
         costs = self.costs if self.spec.matmul == "fastest" else None
-        lowered = lower_step(self.spec, state, batch, self.plan, self.transport.name, fn, costs, self.transport.rates)
-        verify(lowered.roles)
+        with progress.shown(f"lowering the {'step' if fn is None else 'evaluation'}"):
+            rates = self.transport.rates
+            lowered = lower_step(self.spec, state, batch, self.plan, self.transport.name, fn, costs, rates)
+            verify(lowered.roles)
         return_freed()
         for chosen in lowered.choices.values():
             log.info("fzero: %s", chosen)
@@ -208,7 +210,7 @@ class Session:
         part = "whole" if over_tp else "part over tp"
         request = f"the {part} of {leaves[0].path!r}{f' and {len(leaves) - 1} more leaves' if len(leaves) > 1 else ''}"
         agree(self.rank, self.world_size, request, asked, self.group, failure)
-        with self.presence.running(where=lambda: "gathering it"):
+        with self.presence.running(where=lambda: "gathering it"), progress.shown(f"gathering {request}"):
             return self.gather_leaves([leaf.leaf for leaf in leaves], over_tp)
 
     def gather_leaves(self, leaves: Sequence[Leaf], over_tp: bool = True) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fzero import tree
+from fzero import progress, tree
 from fzero._torch_compat import default_store
 from fzero.capture import ambient
 from fzero.comm import group as process_group
@@ -141,7 +141,8 @@ class World:
             file = _file(spec, plan, self.rank, here)
             memory = storage.allocate(plan, transport.block, self.rank, {HOST: partial(host_memory, self.device)})
             homes = Homes(plan, self.rank, memory, file)
-            placed = [filling.place(plan, self.rank, buffers) for buffers in homes.rounds()]
+            with progress.shown("loading the state" if name == "load" else "making the first state"):
+                placed = [filling.place(plan, self.rank, buffers) for buffers in homes.rounds()]
             common, own = (_one_digest(texts) for texts in zip(*placed, strict=True))
             values = f"{bytes_of_buckets} {common}"
         except Exception as error:

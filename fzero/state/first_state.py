@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import tree
+from fzero import progress, tree
 from fzero._torch_compat import FakeTensorMode
 from fzero.capture.context import Tracing
 from fzero.capture.graph import PerRank
@@ -105,6 +105,7 @@ class Recipe:
         for leaf, node in zip(plan.leaves, fx_nodes.outputs(self.gm.graph), strict=True):
             if leaf.buffer not in memory or (only is not None and leaf.path not in only):
                 continue
+            progress.now(leaf.path)
             if isinstance(first := inputs.get(node), Deferred) and leaf.slot is not None:
                 value, start = storage.flat(plan, memory, leaf, rank)
                 first.fill(value, start, storage.order(plan, leaf))

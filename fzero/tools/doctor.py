@@ -29,6 +29,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fzero import progress
 from fzero._torch_compat import inductor_lacks
 from fzero.comm import selftest
 from fzero.errors import FzeroError, OffloadError
@@ -460,7 +461,8 @@ def command(arguments: argparse.Namespace) -> int:
         guarded(*tried[0])
         return 0
     for name, seconds, probe in tried:
-        new = guarded(name, seconds, probe)
+        with progress.shown(f"trying {name}"):
+            new = guarded(name, seconds, probe)
         findings += new
         if not arguments.json:
             print("\n".join(map(line, new)), flush=True)

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
+from fzero import progress
 from fzero.cost.memory import account
 from fzero.errors import VerifyError
 from fzero.ir.liveness import gathered_bytes
@@ -39,6 +40,7 @@ def verify(programs: Program | Mapping[int, Program], *, budget_bytes: int | Non
     `programs` is one program for every rank, or `{rank: program}`; of a pipeline, at least one rank of each role
     (`lowered.roles`), for the meaning is that of all roles together. `budget_bytes` bounds the planned peak per rank.
     """
+    progress.now("verifying it")
     by_rank = {0: programs} if isinstance(programs, Program) else dict(programs)
     rules: dict[str, Rule] = {**RULES, "budget": partial(_budget, budget_bytes)}
     checked: list[Program] = []

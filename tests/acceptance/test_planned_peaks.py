@@ -1,12 +1,13 @@
 """What Hugging Face's models take on a CUDA device by plan: the tables of docs/models.md.
 
 `FZERO_UPDATE_PEAKS=1` writes them; without it the tests compare. Nothing is allocated and nothing runs: the models are
-on the meta device. A largest batch is guessed from models of 4 and 8 layers with 4 and 8 rows, and then shown with the
+on the meta device. A largest batch is guessed from models of 4 and 8 layers with 8 and 16 rows, and then shown with the
 whole model: it fits, and one row more does not.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -40,7 +41,7 @@ TEXTS: dict[str, tuple[int, dict[str, Any]]] = {  # tokens of a row, and how act
     "512 tokens": (512, {}),
     '1,024 tokens, remat="full"': (1024, {"remat": "full"}),
 }
-FEW_LAYERS, FEW_ROWS = (4, 8), (4, 8)
+FEW_LAYERS, FEW_ROWS = (4, 8), (8, 16)
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
@@ -48,6 +49,7 @@ def functional(kind: type, config: Any) -> tuple[Loss, Any]:
     """(its own loss in training mode, its parameters), without memory."""
     with accelerate.init_empty_weights():  # buffers have values
         model = kind(config)
+    model.tie_weights()  # which that undid
     params, buffers, apply = from_module(model, train=True)
 
     def loss(params: Any, batch: Any) -> torch.Tensor:
@@ -83,8 +85,8 @@ def of_gpt2(size: str, layers: int, state: str, text: str, rows: int) -> int:
     return planned(*gpt2(size, layers), batch, RANKS, **STATES[state], **saved)
 
 
-def guessed(size: str, state: str, text: str) -> int:
-    """The rows that fit, if what a layer and a row add is the same everywhere."""
+def line(size: str, state: str, text: str) -> tuple[float, float]:
+    """(bytes without a row, bytes of a row) of the whole model, if what a layer and a row add is the same everywhere."""
     (few, more), (low, high) = FEW_LAYERS, FEW_ROWS
     layers = GPT2[size][1]
 
@@ -92,19 +94,24 @@ def guessed(size: str, state: str, text: str) -> int:
         a, b = (of_gpt2(size, depth, state, text, rows) for depth in FEW_LAYERS)
         return a + (b - a) / (more - few) * (layers - few)
 
-    a, b = whole(low), whole(high)
-    return max(0, int(low + (CARD - a) / (b - a) * (high - low)))
+    row = (whole(high) - whole(low)) / (high - low)
+    return whole(low) - row * low, row
 
 
 def largest(size: str, state: str, text: str) -> tuple[int, int]:
-    """(the most rows of a rank that fit the card, the bytes that they take)."""
-    layers = GPT2[size][1]
-    rows = guessed(size, state, text)
-    while rows > 0 and of_gpt2(size, layers, state, text, rows) > CARD:
-        rows -= 1
-    while of_gpt2(size, layers, state, text, rows + 1) <= CARD:
-        rows += 1
-    return rows, of_gpt2(size, layers, state, text, rows) if rows else 0
+    """(the most rows of a rank that fit the card, the bytes that they take). One row more does not fit."""
+    base, row = line(size, state, text)
+    peaks, rows = {0: 0}, max(1, int((CARD - base) / row))
+    while True:
+        peaks[rows] = of_gpt2(size, GPT2[size][1], state, text, rows)
+        print(size, state, text, rows, peaks[rows] / GB, flush=True)
+        fit = max(n for n, peak in peaks.items() if peak <= CARD)
+        over = min((n for n, peak in peaks.items() if peak > CARD), default=10**6)
+        if over == fit + 1:
+            return fit, peaks[fit]
+        known = fit or over
+        guess = known + math.floor((CARD - peaks[known]) / row)
+        rows = min(max(guess, fit + 1), over - 1)
 
 
 def of_batches() -> Iterator[str]:
