@@ -76,7 +76,7 @@ def stepped() -> fzero.State:
 
 def seconds(state: fzero.State, folder: Path, trackers: list[Any]) -> list[float]:
     schedule = fzero.optim.warmup_cosine(1e-3, 10, 100)
-    given = {"tokens": 1024, "flops": 1e9, "peak_flops": 1e12, "rate": schedule, "show": False}
+    given: dict[str, Any] = {"tokens": 1024, "flops": 1e9, "peak_flops": 1e12, "rate": schedule, "show": False}
     taken = []
     with fzero.Log(folder / "log.jsonl", every=1, to=trackers, **given) as log:
         for _ in range(WARM + RECORDS):

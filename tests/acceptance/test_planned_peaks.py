@@ -86,7 +86,7 @@ def of_gpt2(size: str, layers: int, state: str, text: str, rows: int) -> int:
 
 
 def line(size: str, state: str, text: str) -> tuple[float, float]:
-    """(bytes without a row, bytes of a row) of the whole model, if what a layer and a row add is the same everywhere."""
+    """(bytes without a row, bytes of a row) of the whole model, if a layer and a row always add the same."""
     (few, more), (low, high) = FEW_LAYERS, FEW_ROWS
     layers = GPT2[size][1]
 

@@ -96,6 +96,43 @@ def test_what_is_asked_for_is_done(options: dict[str, Any], tmp_path: Path) -> N
     assert_alike(ours, stock)
 
 
+def without_values(folder: Path) -> Any:
+    """The model that a folder holds, on the meta device, as a script makes it. Buffers have values."""
+    accelerate = pytest.importorskip("accelerate")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with accelerate.init_empty_weights():
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_model_without_values_is_read_from_its_folder_and_never_whole(name: str, tmp_path: Path) -> None:
+    """With the bits of the model that is whole at first: losses, evaluations and parameters."""
+    first = make(OURS, name, tmp_path / "first", **SHORT)
+    first.model.save_pretrained(tmp_path / "weights")
+    first.train()
+    data = {"train_dataset": first.train_dataset, "eval_dataset": first.eval_dataset}
+    model, other = (without_values(tmp_path / "weights") for _ in range(2))
+    again = type(first)(model, first.args, data_collator=first.data_collator, **data)
+    again.train()
+    evaluated = type(first)(other, first.args, data_collator=first.data_collator, **data).evaluate()
+    assert evaluated["eval_loss"] == make(OURS, name, tmp_path / "whole", **SHORT).evaluate()["eval_loss"]
+    a, b = result(first), result(again)
+    assert (a.losses, a.evals) == (b.losses, b.evals)
+    assert all(same_bits(a.params[n], b.params[n]) for n in a.params)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_a_model_without_values_and_without_a_folder_is_refused(tmp_path: Path) -> None:
+    first = make(OURS, "llama", tmp_path, **SHORT)
+    first.model.save_pretrained(tmp_path / "weights")
+    model = without_values(tmp_path / "weights")
+    (tmp_path / "weights" / "model.safetensors").unlink()
+    with pytest.raises(FzeroError, match="on the meta device, and its name_or_path"):
+        type(first)(model, first.args, data_collator=first.data_collator, train_dataset=first.train_dataset)
+
+
 class Halved:
     """A subclass's loss, for either Trainer: padded places weigh nothing in it."""
 

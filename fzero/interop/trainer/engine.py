@@ -46,7 +46,7 @@ class Engine:
         transformation = _optimizer(trainer, given, num_updates)
         fields = _fields(trainer, trained, given)
         spec = fzero.Spec(loss=step.loss_of(trainer, trained), **{**fields, "optimizer": transformation})
-        state = _begun(spec, trained.params, args.seed, folder)
+        state = _begun(spec, trainer.model, trained, args.seed, folder)
         made = state.step - (int(state.tree["loss_scale"]["skipped"].full()) if "loss_scale" in state.tree else 0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a schedule that goes ahead of its optimizer
@@ -61,7 +61,7 @@ class Engine:
         trained = from_module(trainer.model, train=False)
         fields = {**_fields(trainer, trained, given), "optimizer": optim.sgd(0.0)}
         spec = fzero.Spec(loss=step.loss_of(trainer, trained), **fields)
-        state = _begun(spec, trained.params, trainer.args.seed, None)
+        state = _begun(spec, trainer.model, trained, trainer.args.seed, None)
         return cls(trainer, spec, trained, state, given.export_dtype if given else None)
 
     def step(self, batch: Any) -> Any:
@@ -82,12 +82,16 @@ class Engine:
         return fzero.evaluate(self.state, batch, self._scored[key])
 
 
-def _begun(spec: fzero.Spec, params: dict[str, torch.Tensor], seed: int, folder: Path | None) -> fzero.State:
+def _begun(spec: fzero.Spec, model: Any, module: Functional, seed: int, folder: Path | None) -> fzero.State:
+    """The first state: of a checkpoint, of the model's own folder if its parameters are on the meta device, else of
+    these."""
     key = fzero.random.key(seed)
     if folder is not None:
-        return fzero.load(folder, spec, like=params, key=key)
-    weights.same_on_all(params)
-    return fzero.init(params, spec, key=key)
+        return fzero.load(folder, spec, like=module.params, key=key)
+    if weights.on_meta(model):
+        return fzero.init(weights.in_files(model, module), spec, key=key)
+    weights.same_on_all(module.params)
+    return fzero.init(module.params, spec, key=key)
 
 
 def _fields(trainer: Any, module: Functional, given: Given | None) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from torch.utils.data import IterableDataset
 import fzero
 from fzero import optim
 from fzero.errors import ConfigError
+from fzero.interop import _hf_compat
+from fzero.interop.trainer import weights
 from fzero.interop.trainer.arguments import LAUNCHED
 from fzero.interop.trainer.optimizers import OURS
 from fzero.interop.trainer.parallel import given_of
@@ -141,10 +143,28 @@ def _model(model: Any) -> Iterator[Refusal]:
     placed = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
     if placed or getattr(model, "is_distributed_loading_by_transformers", False):
         yield "model", "model: it lies on several devices already. Load it without device_map= and distributed_config="
+    if weights.on_meta(model):
+        yield from _without_values(model)
     norms = [path for path, part in model.named_modules() if getattr(part, "track_running_stats", False)]
     if norms:
         why = "writes running statistics in training, and a Trainer's step has no place for them"
         yield "model", f"model: {norms[0]!r} {why}. Write the step with fzero.interop.with_buffers"
+
+
+def _without_values(model: Any) -> Iterator[Refusal]:
+    """What is in the way of reading the parameters of a model on the meta device from its folder."""
+    folder, why = weights.folder_of(model), ""
+    if not all(p.is_meta for p in model.parameters()):
+        why = "some of its parameters are on the meta device, and others have values"
+    elif not (isinstance(model, transformers.PreTrainedModel) and list(folder.glob("*.safetensors"))):
+        why = (
+            f"its parameters are on the meta device, and its name_or_path, {str(folder)!r}, is no folder of safetensors"
+        )
+    elif _hf_compat.renamed_in_files(model):
+        why = "its parameters are on the meta device, and its files have other names than the module"
+    if why:
+        fix = "Take a config of AutoConfig.from_pretrained(folder), or make the model with its values"
+        yield "model", f"model: {why}. {fix}"
 
 
 # --- short batches ----------------------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 import fzero
 from fzero.errors import FzeroError
 from fzero.interop import _hf_compat
-from fzero.interop.huggingface import SINGLE, export_safetensors
-from fzero.interop.module import Apply
+from fzero.interop.fitted import Fitted
+from fzero.interop.huggingface import SINGLE, export_safetensors, safetensors
+from fzero.interop.module import Apply, Functional
 
 log = logging.getLogger("fzero")
 
@@ -65,6 +66,22 @@ def _absent(module: nn.Module, inputs: Any) -> None:
         "it or to generate: with trainer.gathered() as model: model.generate(...). To write it: "
         "trainer.save_model(folder)"
     )
+
+
+def on_meta(module: Any) -> bool:
+    """Whether parameters of a module have no values yet."""
+    return any(p.is_meta for p in module.parameters())
+
+
+def in_files(module: Any, functional: Functional) -> Fitted:
+    """The parameters of a model on the meta device, to be read leaf by leaf from the folder that it is named after.
+    Raises CheckpointError and MismatchError."""
+    return safetensors(folder_of(module), functional.params, tied=functional.apply, strict=False)
+
+
+def folder_of(module: Any) -> Path:
+    """The folder that `AutoConfig.from_pretrained` was given."""
+    return Path(getattr(module, "name_or_path", "") or "")
 
 
 def put(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
