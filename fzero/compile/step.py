@@ -100,8 +100,7 @@ def _lower(
     lowered: dict[str, dict[int, _Role]] = {}
     for how in ways:
         try:
-            naive = build(local, plan, reduce=how, transport=transport)
-            lowered[how] = _roles(naive, plan, wanted, schedule, rates)
+            lowered[how] = _roles(build(local, plan, reduce=how, transport=transport), plan, wanted, schedule, rates)
         except SpecError:  # under a budget, another way may fit
             if how == ways[-1] and not lowered:
                 raise
@@ -144,9 +143,11 @@ def _roles(
         program, record = optimise(program, replace(_options(wanted, 0), chunk_of=chunk_of), [row])
         first += record
         collect()
-    parts = {0: program} if schedule is None else by_role(program, schedule)
+    parts = {0: program} if schedule is None else dict(by_role(program, schedule))
     roles = {}
-    for number, part in parts.items():
+    for number in list(parts):
+        part = parts.pop(number)
+        collect()
         if schedule is not None:
             cut = PassRecord.of(
                 "by_role", f"from here on there is a program for each role: this is {number}", program, part

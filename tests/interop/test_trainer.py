@@ -70,6 +70,17 @@ def test_two_ranks_train_as_two_ranks_of_the_stock_trainer_do(name: str, tmp_pat
     assert all(same_bits(outcomes[0][1].params[n], outcomes[1][1].params[n]) for n in outcomes[0][1].params)
 
 
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.acceptance
+def test_in_bf16_it_is_as_near_as_16_bits_are(name: str, tmp_path: Path) -> None:
+    """Which ops are rounded when is not torch's autocast to the letter; nor is the stock one's distance to fp32 less."""
+    if name == "lora":
+        pytest.importorskip("peft")
+    ours, stock = both(tmp_path, name, max_steps=20, bf16=True)
+    assert gap(ours.losses, stock.losses) < 1e-2
+    assert gap(ours.norms, stock.norms) < 3e-2
+
+
 def weighted(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     """A loss of the caller's: the squares of the logits count too."""
     picked = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
