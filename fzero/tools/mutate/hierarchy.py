@@ -283,7 +283,8 @@ def cut_a_bucket_along_another(rng: random.Random, p: Program) -> Program | None
 
 
 def in_a_circle(rng: random.Random, programs: Programs) -> dict[int, Program] | None:
-    """Some ranks start two collectives along different axes, one after the other, the other way round."""
+    """Some ranks start two collectives along different axes, one after the other, the other way round: mostly those
+    none of which is next to another on the grid, so that each waits for one that does not."""
     p = programs[rng.choice(sorted(programs))]
     starts = find(p, lambda op: op.is_collective)
     pairs = [(a, b) for a, b in itertools.pairwise(starts) if p.ops[a].axis != p.ops[b].axis]
@@ -291,5 +292,7 @@ def in_a_circle(rng: random.Random, programs: Programs) -> dict[int, Program] | 
     if pair is None or len(sharing) < 2:
         return None
     broken = move(p, pair[1], pair[0])
-    chosen = rng.sample(sharing, rng.randint(1, len(sharing) - 1))
+    chosen = {r for r in sharing if sum(p.mesh.coordinate(r, axis) for axis in p.mesh.names) % 2}
+    if rng.random() < 0.3:
+        chosen = {*rng.sample(sharing, rng.randint(1, len(sharing) - 1))}
     return {r: broken if r in chosen else other for r, other in programs.items()}
