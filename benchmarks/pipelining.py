@@ -188,7 +188,7 @@ def show(console: Console, case: dict[str, Any]) -> None:
 def parsed(argv: Sequence[str] | None = None) -> tuple[Plan, str]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="2 ranks of a tiny model, two rounds")
-    parser.add_argument("--large", action="store_true", help="2 and 4 ranks of 63M parameters: what is held, not the tracing")
+    parser.add_argument("--large", action="store_true", help="63M parameters: what is held, not the tracing")
     parser.add_argument("--world", help="ranks, of 2 and 4; commas between several (default: both)")
     parser.add_argument("--link", help=f"of {', '.join(LINKS)} (default: both)")
     parser.add_argument("--rounds", type=int, default=9)

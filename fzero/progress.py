@@ -90,6 +90,16 @@ def shown(what: str, total: float = 0, unit: str = "") -> Iterator[Work]:
             watcher.join()
 
 
+@contextmanager
+def quietly() -> Iterator[None]:
+    """What is in it is not shown: it says by itself how far it is."""
+    token = _shown.set(Work(""))
+    try:
+        yield
+    finally:
+        _shown.reset(token)
+
+
 def now(words: str) -> None:
     """Says in what is shown around it, if anything is, what it does now."""
     if (work := _shown.get()) is not None:

@@ -73,7 +73,7 @@ def test_two_ranks_train_as_two_ranks_of_the_stock_trainer_do(name: str, tmp_pat
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.acceptance
 def test_in_bf16_it_is_as_near_as_16_bits_are(name: str, tmp_path: Path) -> None:
-    """Which ops are rounded when is not torch's autocast to the letter; nor is the stock one's distance to fp32 less."""
+    """Which ops are rounded when is not torch's autocast to the letter. Autocast is as far from fp32."""
     if name == "lora":
         pytest.importorskip("peft")
     ours, stock = both(tmp_path, name, max_steps=20, bf16=True)

@@ -22,6 +22,7 @@ from typing import TextIO
 
 import torch
 
+from fzero import progress
 from fzero.tools.fuzz.case import Case
 from fzero.tools.fuzz.check import Outcome, apart, check, check_together
 from fzero.tools.fuzz.draw import draw
@@ -92,6 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shrink", action="store_true", help="with --case: print the smallest script that fails so")
 
 
+@progress.quietly()
 def command(arguments: argparse.Namespace) -> int:
     """Runs `fzero fuzz` and prints the counts. Returns 1 if a case was wrong or crashed."""
     torch.set_num_threads(1)

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fzero import progress
 from fzero.cost.memory import account
 from fzero.errors import VerifyError
 from fzero.ir.program import Program
@@ -184,6 +185,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@progress.quietly()
 def command(arguments: argparse.Namespace) -> int:
     """Runs `fzero mutate` and prints the table, and on stderr, after every program, the counts and what was missed.
     Returns 1 if a mutant was missed or an unbroken program refused."""
