@@ -34,6 +34,7 @@ class Work:
     def __init__(self, what: str, total: float = 0, unit: str = "") -> None:
         self.what, self.total, self.unit, self.done, self.now = what, total, unit, 0.0, ""
         self.inner: Work | None = None
+        self.failed = True  # until it has come to its end
         self.began, self.ended = time.monotonic(), threading.Event()
 
     def advance(self, amount: float = 1) -> None:
@@ -81,6 +82,7 @@ def shown(what: str, total: float = 0, unit: str = "") -> Iterator[Work]:
     token = _shown.set(work)
     try:
         yield work
+        work.failed = False
     finally:
         _shown.reset(token)
         work.ended.set()
@@ -130,7 +132,8 @@ def _watch(work: Work) -> None:
         while not said or not work.ended.wait(EVERY):
             print(f"fzero: {work} ({time.monotonic() - work.began:.0f} s)", file=stream, flush=True)
             said = True
-        print(f"fzero: {work.what}: done in {time.monotonic() - work.began:.0f} s", file=stream, flush=True)
+        ended = "failed after" if work.failed else "done in"
+        print(f"fzero: {work.what}: {ended} {time.monotonic() - work.began:.0f} s", file=stream, flush=True)
         return
     task = display.add(work.total or None)
     while not work.ended.wait(REDRAWN):
@@ -150,7 +153,7 @@ class Display:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
         self.bars: Any = Progress(*columns, console=Console(file=stream))
         self.tasks: set[int] = set()
 

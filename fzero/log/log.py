@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, TextIO
@@ -89,7 +89,8 @@ class Log:
         self.close()
 
     def __call__(self, state: State, **more: float) -> dict[str, Any] | None:
-        """Takes notice of a step. Returns the record that it wrote, or None. `more` joins the record."""
+        """Takes notice of a step. Returns the record that it wrote, or None. `more`, numbers or 0-d tensors, joins it.
+        Raises SpecError for what is no number."""
         if state.runtime.rank != 0:
             return None
         if self._last is None:
@@ -116,7 +117,7 @@ class Log:
     # --- pieces
 
     def _record(self, state: State, more: dict[str, float]) -> dict[str, Any]:
-        record: dict[str, Any] = {"step": state.step, **_metrics(state), **more}
+        record: dict[str, Any] = {"step": state.step, **_metrics(state), **_numbers(more)}
         now = time.monotonic()  # after the read, which waits for the device
         steps, began = self._last or (state.step, now)
         self._last = (state.step, now)
@@ -167,6 +168,14 @@ def _metrics(state: State) -> dict[str, float]:
         return {}
     read = torch.stack([leaf.detach().to(torch.float64) for leaf in scalars.values()]).tolist()
     return dict(zip(scalars, read, strict=True))
+
+
+def _numbers(given: Mapping[str, Any]) -> dict[str, float]:
+    """What the caller adds, as numbers."""
+    for name, value in given.items():
+        if name == "step" or not (isinstance(value, (int, float)) or _is_scalar(value)):
+            raise SpecError(f"log(state, {name}={value!r}): needed a number, and another name than step")
+    return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
 
 
 def _is_scalar(leaf: Any) -> bool:

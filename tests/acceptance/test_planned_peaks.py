@@ -157,9 +157,9 @@ def of_models() -> Iterator[str]:
 @pytest.mark.parametrize("made", [of_batches, of_models], ids=lambda made: made.__name__)
 def test_the_docs_have_what_models_take_by_plan(made: Callable[[], Iterator[str]]) -> None:
     first, last = f"<!-- {made.__name__} -->\n", f"<!-- to here: {made.__name__} -->\n"
+    table = "\n".join(made()) + "\n"
     before, _, rest = DOCS.read_text().partition(first)
     _, _, after = rest.partition(last)
-    table = "\n".join(made()) + "\n"
     if "FZERO_UPDATE_PEAKS" in os.environ:
         DOCS.write_text(f"{before}{first}\n{table}\n{last}{after}")
     assert f"{first}\n{table}\n{last}" in DOCS.read_text(), f"{DOCS.name} is out of date: FZERO_UPDATE_PEAKS=1 pytest"

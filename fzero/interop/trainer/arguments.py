@@ -22,17 +22,19 @@ class TrainingArguments(transformers.TrainingArguments):
     is started. Then `deepspeed`, `fsdp` and `fsdp_config` are None here, and `parallel` holds what they said.
 
     pad_to: sequences are padded on the right to pad_to * 2**k places, for the least k that all ranks' batches of a step
-    fit in. A program is made for each such length, so few are made. 0 pads nothing. spec: more fields of `fzero.Spec`,
-    as {"zero": 2, "remat": "full"}, in JSON or its file; they come last.
+    fit in. A program is made for each such length, so few are made. 0 pads nothing. None is 64 for transformers' own
+    models that mask, and else 0: a number says that padded places weigh nothing in this model's loss.
+
+    spec: more fields of `fzero.Spec`, as {"zero": 2, "remat": "full"}, in JSON or its file; they come last.
 
     Raises ConfigError for an environment in which `accelerate launch` has chosen DeepSpeed or FSDP by itself.
 
     >>> args = TrainingArguments("runs/doc", deepspeed={"zero_optimization": {"stage": 2}}, use_cpu=True)
     >>> args.deepspeed, args.parallel["deepspeed"], args.pad_to
-    (None, {'zero_optimization': {'stage': 2}}, 64)
+    (None, {'zero_optimization': {'stage': 2}}, None)
     """
 
-    pad_to: int = field(default=64, metadata={"help": "Pad sequences to this many places, times a power of two."})
+    pad_to: int | None = field(default=None, metadata={"help": "Pad sequences to these places, times a power of two."})
     spec: dict[str, Any] | str | None = field(default=None, metadata={"help": "More fields of fzero.Spec, in JSON."})
 
     def __post_init__(self) -> None:

@@ -127,7 +127,7 @@ def _optimizer(trainer: Any, given: Given | None, num_updates: int) -> GradientT
         trainer.optimizer = optimizers.Handle([{"lr": chosen.lr}])
     else:
         trainer.create_optimizer()
-        chosen = optimizers.chosen(trainer.optimizer, {id(p): name for name, p in trainer.model.named_parameters()})
+        chosen = _read(trainer)
         schedule = trainer.lr_scheduler
     refusals.raise_all([(path, f"{path}: {why}. {fix[:1].upper()}{fix[1:]}") for path, why, fix in chosen.refusals])
     if schedule is None and given is not None and given.schedule is not None:
@@ -136,6 +136,17 @@ def _optimizer(trainer: Any, given: Given | None, num_updates: int) -> GradientT
     trainer.create_scheduler(num_updates)  # unless there is one
     table = optimizers.rates(trainer.optimizer, trainer.lr_scheduler, num_updates)
     return chosen.transformation(optimizers.tabled(table.to(device)))
+
+
+def _read(trainer: Any) -> optimizers.Chosen:
+    """The trainer's optimizer, as it was before it was emptied."""
+    before, read = getattr(trainer, "_optimizer_read", (None, None))
+    if read is None or before is not trainer.optimizer:
+        named = dict(trainer.model.named_parameters())
+        names = {id(p): name for name, p in named.items()}
+        read = optimizers.chosen(trainer.optimizer, names, [name for name, p in named.items() if p.requires_grad])
+        trainer._optimizer_read = trainer.optimizer, read
+    return read
 
 
 def _by_name(trainer: Any, kind: str) -> optimizers.Chosen:

@@ -7,8 +7,9 @@ So every schedule that depends on the count alone is exact, whoever wrote it.
 from __future__ import annotations
 
 import copy
+import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor
 
 from fzero import optim
+from fzero.errors import ConfigError
 from fzero.optim import GradientTransformation, Schedule
 
 Values = Mapping[str, Any]
+CYCLED = ("betas", "momentum")  # what schedules of cycles change beside the rate
 
 
 class Handle(torch.optim.Optimizer):
@@ -69,13 +72,14 @@ class Chosen:
         return optim.chain(made, optim.scale_by_path(factors)) if factors else made
 
 
-def chosen(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Chosen:
-    """An optimizer of torch as data. names: those of the parameters by their identity."""
+def chosen(optimizer: torch.optim.Optimizer, names: Mapping[int, str], trained: Iterable[str] = ()) -> Chosen:
+    """An optimizer of torch as data. names: those of the parameters by their identity. trained: those that require
+    grad; what is in no group has the rate 0, but counts in the norm of all gradients."""
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     owner = type(optimizer).__module__.split(".")[0]
-    first = next((group for group in groups if group["params"]), groups[0])
+    first = groups[_leading(groups)]
     values = {name: value for name, value in first.items() if name not in ("params", "lr", "initial_lr")}
-    lr = float(first.get("initial_lr", first["lr"]))
+    lr = group_rate(first)
     refusals = []
     if kind not in _MAKE or owner not in ("torch", "fzero"):
         why = f"fzero has no counterpart of {type(optimizer).__module__}.{kind}"
@@ -83,7 +87,12 @@ def chosen(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Chosen
     for option in ("amsgrad", "maximize", "dampening"):
         if values.get(option):
             refusals.append((f"optimizer.{option}", "fzero.optim has no such option", "leave it out"))
-    decay, factors = {}, {}
+    if values.pop("decoupled_weight_decay", False) and kind == "Adam":
+        kind = "AdamW"
+    if any(float(own.get("step", 0)) or own.get("momentum_buffer") is not None for own in optimizer.state.values()):
+        fix = "give a new one, or resume from a checkpoint of this Trainer"
+        refusals.append(("optimizer", "it has made steps already, and its moments would be lost", fix))
+    decay, factors = dict.fromkeys(trained, 0.0), dict.fromkeys(trained, 0.0)
     for group in groups:
         beside = {n: v for n, v in group.items() if n not in ("params", "lr", "initial_lr", "weight_decay")}
         if any(beside[name] != values[name] for name in beside.keys() & values.keys()):
@@ -92,33 +101,59 @@ def chosen(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Chosen
         for parameter in group["params"]:
             name = names.get(id(parameter), "")
             decay[name] = float(group.get("weight_decay", 0.0))
-            factors[name] = float(group.get("initial_lr", group["lr"])) / lr if lr else 1.0
+            factors[name] = group_rate(group) / lr if lr else 1.0
     if len({value for value in decay.values() if value}) > 1:
         refusals.append(("optimizer.weight_decay", "groups have several decays above 0", "give them one value, or 0"))
     return Chosen(kind, lr, values, decay, factors, tuple(refusals))
 
 
+def _leading(groups: Sequence[Values]) -> int:
+    """The place of the group whose rate the others' are multiples of: the first with parameters and a rate above 0."""
+    filled = [i for i, group in enumerate(groups) if group["params"]] or [0]
+    return next((i for i in filled if group_rate(groups[i])), filled[0])
+
+
+def group_rate(group: Values) -> float:
+    """The rate that a group began with."""
+    return float(group.get("initial_lr", group["lr"]))
+
+
 def rates(optimizer: torch.optim.Optimizer, schedule: Any, num_updates: int) -> Tensor:
     """The rate of the first group with parameters at each of `num_updates` updates and one more: float64 of shape
-    (num_updates + 1,). The schedule and the optimizer are as before then.
+    (num_updates + 1,). The schedule and the optimizer are as before then. Raises ConfigError for a schedule that
+    changes something else, or groups differently.
 
     >>> handle = Handle([{"lr": 1.0}])
     >>> rates(handle, torch.optim.lr_scheduler.StepLR(handle, 2, 0.5), 4).tolist()
     [1.0, 1.0, 0.5, 0.5, 0.25]
     """
     groups = optimizer.param_groups
-    place = next((i for i, group in enumerate(groups) if group["params"]), 0)
-    before, held = copy.deepcopy(schedule.state_dict()), [group["lr"] for group in groups]
-    found = []
+    place = _leading(groups)
+    before, held = copy.deepcopy(schedule.state_dict()), [_changing(group) for group in groups]
+    lead, found = group_rate(groups[place]), []
+    refused = ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a schedule that goes ahead of its optimizer
         for _ in range(num_updates + 1):
             found.append(float(groups[place]["lr"]))
+            for group, was in zip(groups, held, strict=True):
+                share = group_rate(group) / lead if lead else 1.0
+                if group["params"] and not math.isclose(group["lr"], found[-1] * share, rel_tol=1e-9, abs_tol=1e-15):
+                    refused = "the rates of groups are no multiples of one another's: give all groups one schedule"
+                if any(group[name] != was[name] for name in CYCLED if name in group):
+                    refused = "it changes more than the rate: give cycle_momentum=False"
             schedule.step()
     schedule.load_state_dict(before)
-    for group, lr in zip(groups, held, strict=True):
-        group["lr"] = lr
+    for group, was in zip(groups, held, strict=True):
+        group.update(was)
+    if refused:
+        text = f"lr_scheduler, a {type(schedule).__name__}: {refused}"
+        raise ConfigError(f"Trainer: one thing is in the way\n  {text}", [("lr_scheduler", text)])
     return torch.tensor(found, dtype=torch.float64)
+
+
+def _changing(group: Values) -> dict[str, Any]:
+    return {name: group[name] for name in ("lr", *CYCLED) if name in group}
 
 
 def tabled(table: Tensor) -> Schedule:

@@ -16,7 +16,7 @@ import fzero
 from fzero import optim
 from fzero.errors import ConfigError
 from fzero.interop import _hf_compat
-from fzero.interop.trainer import weights
+from fzero.interop.trainer import weightless, weights
 from fzero.interop.trainer.arguments import LAUNCHED
 from fzero.interop.trainer.optimizers import OURS
 from fzero.interop.trainer.parallel import given_of
@@ -57,7 +57,8 @@ FIELDS = (
     Row("fsdp", bool, "transformers has made FSDP's plugin for it", "import TrainingArguments from fzero.interop"),
     Row("n_gpu", lambda v: v > 1, "one process would drive several devices",
         "launch with torchrun --nproc-per-node=<devices>"),
-    Row("pad_to", lambda v: type(v) is not int or v < 0, "needed a whole number of at least 0", "set it to 64"),
+    Row("pad_to", lambda v: type(v) is not int or v < 0, "needed a whole number of at least 0, or None",
+        "leave it out"),
 )  # fmt: skip
 
 
@@ -160,11 +161,20 @@ def _without_values(model: Any) -> Iterator[Refusal]:
         why = (
             f"its parameters are on the meta device, and its name_or_path, {str(folder)!r}, is no folder of safetensors"
         )
+    elif _untied(model):
+        why = "its parameters are on the meta device, and those that its config ties are apart"
     elif _hf_compat.renamed_in_files(model):
         why = "its parameters are on the meta device, and its files have other names than the module"
     if why:
         fix = "Take a config of AutoConfig.from_pretrained(folder), or make the model with its values"
+        fix = "Call model.tie_weights(), which init_empty_weights undoes" if "apart" in why else fix
         yield "model", f"model: {why}. {fix}"
+
+
+def _untied(model: Any) -> bool:
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = getattr(model.config, "tie_word_embeddings", False) and head is not None and table is not None
+    return bool(tied and head.weight is not table.weight)
 
 
 # --- short batches ----------------------------------------------------------------------------------------------------
@@ -175,25 +185,12 @@ def short_batches(trainer: Any, args: Any, dataset: Any) -> None:
     if args.world_size > 1 or args.dataloader_drop_last or args.gradient_accumulation_steps == 1:
         return  # Accelerate fills the batches of several ranks; a step of one batch has a program of its own
     left = 0 if isinstance(dataset, IterableDataset) else len(dataset) % args.train_batch_size
-    if left and not fills(trainer, None):
+    if left and not weightless.rows(trainer, None):
         short_batch(left, args.train_batch_size)
 
 
 def short_batch(num_rows: int, rows: int) -> None:
     """Raises ConfigError: a batch that is too short, of a loss that no rows can be left out of."""
-    why = "this loss has no rows that weigh nothing"
+    why = "it is not known of this loss that rows without labels weigh nothing"
     text = f"train_dataset: the last batch of an epoch has {num_rows} rows of {rows}, and {why}"
     raise_all([("train_dataset", f"{text}. Set dataloader_drop_last=True")])
-
-
-def fills(trainer: Any, batch: Any) -> bool:
-    """Whether rows without labels weigh nothing in the trainer's loss. batch: None for what is known before there is
-    one."""
-    config = getattr(trainer.model, "config", None)
-    own = trainer.compute_loss_func is not None or type(trainer).compute_loss is not transformers.Trainer.compute_loss
-    if own or trainer.label_names != ["labels"] or getattr(config, "output_router_logits", False):
-        return False
-    if batch is None:
-        floats = getattr(config, "problem_type", None) in ("regression", "multi_label_classification")
-        return not floats and getattr(config, "num_labels", 2) != 1
-    return "labels" in batch and not batch["labels"].is_floating_point()

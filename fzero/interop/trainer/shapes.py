@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fzero import tree
+from fzero.errors import DataError
 
 IGNORED = -100  # the label of a place that weighs nothing, in transformers and in torch
 Batch = Mapping[str, Any]
@@ -50,11 +51,11 @@ def rounded(length: int, pad_to: int, most: int | None = None) -> int:
     return fits if most is None else max(length, min(fits, most))
 
 
-def padded(batch: Batch, own: Lengths, to: Lengths, token: int) -> dict[str, Any]:
-    """The batch with its sequences of the lengths `own` padded on the right to those of `to`.
+def padded(batch: Batch, own: Lengths, to: Lengths, token: int, masks: bool = True) -> dict[str, Any]:
+    """The batch with its sequences of the lengths `own` padded on the right to those of `to`; 0: not padded.
 
-    token: the id at padded places. Labels are -100 there, and masks 0. A batch without a mask gets one, for a model
-    would attend to what is added. What has another length, or another name, stays as it is.
+    token: the id at padded places. Labels are -100 there, and masks 0. A batch without a mask gets one if the model
+    `masks`, for it would attend to what is added. What has another length, or another name, stays as it is.
 
     >>> batch = padded({"input_ids": torch.ones(1, 2, dtype=torch.int64)}, (2, 0), (4, 0), token=7)
     >>> batch["input_ids"].tolist(), batch["attention_mask"].tolist()
@@ -62,7 +63,7 @@ def padded(batch: Batch, own: Lengths, to: Lengths, token: int) -> dict[str, Any
     """
     fill = {**dict.fromkeys(TOKENS, token), "labels": IGNORED, "special_tokens_mask": 1}
     result = dict(batch)
-    if own[0] and "position_ids" not in batch and "attention_mask" not in batch:
+    if masks and own[0] and to[0] and "position_ids" not in batch and "attention_mask" not in batch:
         result["attention_mask"] = torch.ones_like(batch["input_ids"])
     for names, length, wanted in ((INPUTS, own[0], to[0]), (DECODED, own[1], to[1])):
         for name in names:
@@ -97,6 +98,12 @@ def joined(batches: Sequence[Batch]) -> dict[str, Any]:
     leaves = []
     for path, leaf, column in zip(paths, first, zip(*others, strict=True), strict=True):
         if isinstance(leaf, Tensor):
+            if len(found := sorted({tuple(x.shape) for x in column})) > 1:
+                raise DataError(
+                    f"batch/{path}: the batches of a step have the shapes {found}: a step takes one. Pad in the "
+                    "collator to one length, set gradient_accumulation_steps=1, or pad_to=64 if the model and its loss "
+                    "leave padded places out"
+                )
             leaves.append(torch.cat(column) if leaf.dim() else torch.stack(column))
         elif all(other == leaf for other in column):
             leaves.append(leaf)
@@ -110,11 +117,12 @@ def num_rows(batch: Batch) -> int:
     return next((leaf.shape[0] for leaf in tree.flatten(dict(batch))[1] if isinstance(leaf, Tensor) and leaf.dim()), 0)
 
 
-def trimmed(outputs: Any, rows: int, padded_to: Lengths, own: Lengths) -> Any:
+def trimmed(outputs: Any, rows: int, padded_to: Lengths, own: Lengths, num_labels: int | None = None) -> Any:
     """Outputs of a padded and filled batch, as tensors of its own rows and lengths.
 
     A tensor whose dim 1 is a padded length is cut to the length before. Where inputs and labels were padded to one
-    length, the first output (the logits) has that of the labels, and the others that of the inputs.
+    length, the first output (the logits) has that of the labels, and the others that of the inputs. Scores of
+    `num_labels` classes are none of places; the weights of attention are of places in two dims.
     """
     decoded = {padded_to[1]: own[1]} if own[1] else {}
     inputs = {padded_to[0]: own[0]} if own[0] else {}
@@ -122,7 +130,10 @@ def trimmed(outputs: Any, rows: int, padded_to: Lengths, own: Lengths) -> Any:
     def cut(value: Any, cuts: Mapping[int, int]) -> Any:
         if isinstance(value, Tensor) and value.dim():
             value = value[:rows]
-            if value.dim() > 1 and value.shape[1] in cuts:
+            scores = value.dim() == 2 and value.is_floating_point() and value.shape[1] == num_labels
+            if value.dim() == 4 and value.shape[2] in cuts and value.shape[3] in cuts:
+                value = value[:, :, : cuts[value.shape[2]], : cuts[value.shape[3]]]
+            elif value.dim() > 1 and value.shape[1] in cuts and not scores:
                 value = value[:, : cuts[value.shape[1]]]
         return value
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +20,11 @@ import transformers
 import fzero
 from fzero.cost.memory import account
 from fzero.errors import CheckpointError
-from fzero.interop.trainer import refusals, shapes, step, weights
+from fzero.interop.trainer import refusals, shapes, step, weightless, weights
 from fzero.interop.trainer.arguments import TrainingArguments
 from fzero.interop.trainer.engine import Engine
 
+log = logging.getLogger("fzero")
 FOLDER = "fzero"  # of a checkpoint: the state
 
 
@@ -47,6 +49,8 @@ class Mixin(transformers.Trainer):
         self._window: list[Any] = []
         self._flops_per_element: int | None = None
         self._planned: tuple[Any, int] = (None, 0)  # a program and its planned peak
+        self._warned = False
+        self._given_optimizer = (bound.get("optimizers") or (None, None))[0]
         super().__init__(model, args, *more, **named)
         if self.train_dataset is not None:
             refusals.short_batches(self, args, self.train_dataset)
@@ -58,8 +62,11 @@ class Mixin(transformers.Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if self._created_lr_scheduler:
-            self.optimizer = self.lr_scheduler = None
+            self.optimizer, self.lr_scheduler = self._given_optimizer, None
             self._created_lr_scheduler = False
+        if self.engine is not None and self.engine.state.step and not resume_from_checkpoint:
+            log.warning("fzero: train() again begins with new moments of the optimizer. To go on with the old ones: "
+                        "resume_from_checkpoint=, with a larger max_steps")  # fmt: skip
         if self.args.activation_checkpointing:  # which the Spec's remat does
             self.model.activation_checkpointing_disable()
         self._here("training begins")
@@ -102,7 +109,7 @@ class Mixin(transformers.Trainer):
         agreed = self._agreed((max(a for a, _ in own), max(b for _, b in own))) if own else (0, 0)
         results = []
         for batch, lengths in zip(batches, own, strict=True):
-            batch = shapes.padded(batch, lengths, agreed, self._pad_token())
+            batch = shapes.padded(batch, lengths, agreed, self._pad_token(), weightless.takes_mask(self.model))
             if shapes.num_rows(batch) < rows:
                 batch = self._filled(batch, rows, len(batches))
             results.append(batch)
@@ -110,9 +117,11 @@ class Mixin(transformers.Trainer):
 
     def _agreed(self, longest: shapes.Lengths) -> shapes.Lengths:
         """The lengths to pad to, the same on all ranks."""
-        pad_to = getattr(self.args, "pad_to", 64)
+        pad_to = getattr(self.args, "pad_to", None)
+        if pad_to is None:
+            pad_to = weightless.PAD_TO if weightless.places(self) else 0
         if not any(longest) or not pad_to:
-            return longest
+            return 0, 0
         if self.args.world_size > 1:
             every = self.accelerator.gather(torch.tensor([longest], device=self.args.device))
             longest = tuple(every.amax(0).tolist())
@@ -122,11 +131,14 @@ class Mixin(transformers.Trainer):
         return shapes.rounded(longest[0], pad_to, most), shapes.rounded(longest[1], pad_to, most)
 
     def _pad_token(self) -> int:
-        known = (getattr(self.processing_class, "pad_token_id", None), getattr(self.model.config, "pad_token_id", None))
+        known = (
+            getattr(self.processing_class, "pad_token_id", None),
+            getattr(getattr(self.model, "config", None), "pad_token_id", None),
+        )
         return next((token for token in known if isinstance(token, int) and token >= 0), 0)
 
     def _filled(self, batch: Any, rows: int, num_batches: int) -> Any:
-        if refusals.fills(self, batch):
+        if weightless.rows(self, batch):
             return shapes.filled(batch, rows)
         if num_batches > 1:
             refusals.short_batch(shapes.num_rows(batch), rows)
@@ -138,6 +150,12 @@ class Mixin(transformers.Trainer):
         self._window.append(self._prepare_inputs(inputs))
         if len(self._window) < self.current_gradient_accumulation_steps:
             return torch.zeros((), device=self.args.device)
+        if not self.accelerator.gradient_state.sync_gradients:  # transformers would go on in the next epoch's window
+            log.warning("fzero: the last %d batches of an epoch fill no window of %d, and are left out: give the data "
+                        "set a length", len(self._window), self.args.gradient_accumulation_steps)  # fmt: skip
+            self._window = []
+            return torch.zeros((), device=self.args.device)
+        self._same_rate()
         scaled = self.loss_is_scaled_for_ga
         if scaled is None:
             counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
@@ -148,6 +166,14 @@ class Mixin(transformers.Trainer):
         metrics = self.engine.step(batch)
         self.optimizer.step_was_skipped = "finite" in metrics and not bool(metrics["finite"])
         return metrics["loss"].detach().float()
+
+    def _same_rate(self) -> None:
+        """Warns of a rate that a callback has set: those of the step are the schedule's."""
+        said = getattr(self.lr_scheduler, "_last_lr", None)
+        if said and not self._warned and self.optimizer.param_groups[0]["lr"] != said[0]:
+            self._warned = True
+            log.warning("fzero: param_groups[0]['lr'] is %g, and the step takes %g, its schedule's: give a schedule",
+                        self.optimizer.param_groups[0]["lr"], said[0])  # fmt: skip
 
     def _clip_grad_norm(self, model: Any) -> Any:
         return self._get_grad_norm(model)
@@ -201,7 +227,8 @@ class Mixin(transformers.Trainer):
         items = self._get_num_items_in_batch([inputs], self.args.device)
         given = {"inputs": batch} if items is None else {"inputs": batch, "items": step.whole(items, self.args.device)}
         found = self.engine.evaluate(given, prediction_loss_only, tuple(ignore_keys or ()), ignore_keys, stock)
-        outputs = shapes.trimmed(found.get("outputs"), rows, to, own)
+        num_labels = getattr(getattr(model, "config", None), "num_labels", None)
+        outputs = shapes.trimmed(found.get("outputs"), rows, to, own, num_labels)
         loss = found["loss"][0] if "loss" in found else None
         if prediction_loss_only:
             return loss, None, None

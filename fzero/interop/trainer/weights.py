@@ -48,7 +48,8 @@ class Held:
                 if buffer is not None:
                     part._buffers[name] = buffer.to(device)
         if self._guard is None:
-            self._guard = self.module.register_forward_pre_hook(_absent)
+            self._guard = (self.module.register_forward_pre_hook(_absent),
+                           self.module.register_state_dict_pre_hook(_absent))  # fmt: skip
 
     def back(self, state: fzero.State, why: str) -> None:
         """Gathers the whole parameters into the module, on every rank: a collective. `why` is for the log."""
@@ -56,11 +57,12 @@ class Held:
         log.info("fzero: %s: gathers %s bytes of parameters on every rank", why, f"{sum(sizes):,}")
         put(self.module, fzero.unshard(state.params))
         if self._guard is not None:
-            self._guard.remove()
+            for hook in self._guard:
+                hook.remove()
             self._guard = None
 
 
-def _absent(module: nn.Module, inputs: Any) -> None:
+def _absent(module: nn.Module, *given: Any) -> None:
     raise FzeroError(
         f"{type(module).__name__} has no parameters of its own now: the Trainer's state holds them, in parts. To call "
         "it or to generate: with trainer.gathered() as model: model.generate(...). To write it: "
@@ -111,6 +113,13 @@ def write(trainer: Any, state: fzero.State, apply: Apply, folder: Path, dtype: t
     """
     module = trainer.model
     params = state.params
+    if any(getattr(config, "is_prompt_learning", False) for config in getattr(module, "peft_config", {}).values()):
+        with trainer.gathered() as whole:  # PEFT runs a part of it to know what to write
+            if trainer.args.should_save:
+                folder.mkdir(parents=True, exist_ok=True)
+                _processor(trainer, folder)
+                whole.save_pretrained(folder)
+        return
     if hasattr(module, "peft_config"):
         prefix = getattr(getattr(module, "base_model", None), "prefix", None) or "lora_"
         own = {name: leaf for name, leaf in params.items() if name in apply.trainable or prefix in name}
@@ -163,5 +172,10 @@ def _host(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str,
 
 def _persistent(module: nn.Module, params: Mapping[str, Any]) -> dict[str, Tensor]:
     """The buffers that a file of the module holds."""
-    known = {name for name, _ in module.named_buffers()}
-    return {name: value for name, value in module.state_dict().items() if name in known and name not in params}
+    held = {
+        f"{path}.{name}".lstrip("."): value
+        for path, part in module.named_modules()
+        for name, value in part._buffers.items()
+        if value is not None and name not in part._non_persistent_buffers_set
+    }
+    return {name: value for name, value in held.items() if name not in params}

@@ -1,0 +1,64 @@
+"""weightless: where a batch may be padded or filled up, for what is added weighs nothing in the model's loss.
+
+That is known of transformers' own models, whose forward takes a mask and whose loss leaves out labels of -100. Of a
+model or a loss that somebody wrote it is not, so nothing is added to its batches unless `pad_to=` says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import transformers
+from torch.nn.modules.batchnorm import _BatchNorm
+
+PAD_TO = 64  # places, where nothing else is said
+UNMASKED = ("convbert",)  # model types whose convolutions read padded places
+
+
+def inner(model: Any) -> Any:
+    """The model below an adapter of PEFT."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def known(model: Any) -> bool:
+    """Whether the forward, and so the loss, is transformers' own."""
+    model = inner(model)
+    own = getattr(type(model).forward, "__module__", "") or ""
+    return isinstance(model, transformers.PreTrainedModel) and own.startswith("transformers.models.")
+
+
+def takes_mask(model: Any) -> bool:
+    """Whether a mask can be given to the forward."""
+    parameters = inspect.signature(inner(model).forward).parameters
+    return "attention_mask" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def places(trainer: Any) -> bool:
+    """Whether padded places weigh nothing in the model's loss: its softmax is not one over places, its forward takes a
+    mask, and it need not look for the last token."""
+    model = inner(trainer.model)
+    if not known(trainer.model) or trainer.label_names not in (["labels"], []):
+        return False
+    config = model.config
+    looks = type(model).__name__.endswith("ForSequenceClassification") and config.pad_token_id is None
+    masked = "attention_mask" in inspect.signature(model.forward).parameters
+    return masked and not looks and config.model_type not in UNMASKED
+
+
+def rows(trainer: Any, batch: Any) -> bool:
+    """Whether rows without labels weigh nothing in the trainer's loss. batch: None for what is known before there is
+    one."""
+    model = inner(trainer.model)
+    own = trainer.compute_loss_func is not None or type(trainer).compute_loss is not transformers.Trainer.compute_loss
+    if own or not known(trainer.model) or trainer.label_names != ["labels"]:
+        return False
+    config = model.config
+    if getattr(config, "output_router_logits", False) or hasattr(config, "semantic_loss_ignore_index"):
+        return False
+    if any(isinstance(part, _BatchNorm) for part in model.modules()):  # which mix rows
+        return False
+    if batch is None:
+        floats = getattr(config, "problem_type", None) in ("regression", "multi_label_classification")
+        return not floats and getattr(config, "num_labels", 2) != 1
+    return "labels" in batch and not batch["labels"].is_floating_point()
