@@ -14,6 +14,7 @@ from helpers import gloo, values
 
 import fzero
 from fzero import Log, optim
+from fzero.errors import SpecError
 from fzero.log.log import _metrics
 from fzero.log.progress import Progress, text
 
@@ -179,6 +180,17 @@ def logged(folder: str) -> list[Any]:
         state = fzero.step(state, torch.ones(3, 2))
         found.append(log(state) is not None)
     return found
+
+
+def test_what_the_caller_adds_is_a_number(tmp_path: Path) -> None:
+    log = fzero.Log(tmp_path / "log.jsonl", every=1, show=False)
+    (state,) = states(1)
+    record = log(state, eval_loss=torch.tensor(0.5), epoch=2)
+    assert record is not None
+    assert (record["eval_loss"], record["epoch"]) == (0.5, 2)
+    for wrong in ({"note": "text"}, {"step": 3}, {"norms": torch.ones(2)}):
+        with pytest.raises(SpecError, match="needed a number, and another name than step"):
+            log(state, **wrong)
 
 
 def test_only_the_first_rank_writes(tmp_path: Path) -> None:

@@ -63,6 +63,16 @@ def test_lines_say_what_is_done_and_how_much_of_it(lines: io.StringIO) -> None:
     assert lines.getvalue().splitlines()[-1].startswith("fzero: saving: done in ")
 
 
+def test_names_are_no_markup_and_an_error_is_said(monkeypatch: pytest.MonkeyPatch, lines: io.StringIO) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(progress, "REDRAWN", 0.01)
+    terminal = Terminal()
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=terminal))
+    with progress.shown("saving to runs/[/x] [i]") as work:
+        assert said(work, terminal, "saving to runs/[/x] [i]")
+    assert progress.Display._one is None
+
+
 def test_an_error_ends_it(lines: io.StringIO) -> None:
     def failing() -> None:
         with progress.shown("a file") as work:
@@ -72,6 +82,7 @@ def test_an_error_ends_it(lines: io.StringIO) -> None:
     with pytest.raises(KeyError):
         failing()
     before = lines.getvalue()
+    assert before.splitlines()[-1].startswith("fzero: a file: failed after ")
     with progress.shown("another") as work:
         assert said(work, lines, "fzero: another (")
     assert lines.getvalue().startswith(before)
