@@ -1,4 +1,4 @@
-"""Models, losses, optimizers and data that are not of transformers' usual kind: the stock Trainer's numbers, or a word."""
+"""Models, losses, optimizers and data that are not of the usual kind: the stock Trainer's numbers, or a word of it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Collate = Callable[[Sequence[Row]], Row]
 
 
 def trained(kind: str, folder: Path, model: Any, rows: Any, collate: Collate = padded, **given: Any) -> Any:
-    """A Trainer of either kind that has run. given: of the Trainer (optimizers, compute_metrics, eval_dataset), the rest
-    of TrainingArguments."""
+    """A Trainer of either kind that has run. given: of the Trainer (optimizers, compute_metrics, eval_dataset), and of
+    TrainingArguments."""
     from fzero.interop import Trainer, TrainingArguments
 
     beside = {name: given.pop(name) for name in ("optimizers", "compute_metrics", "eval_dataset") if name in given}
