@@ -101,7 +101,7 @@ def points(count: int) -> list[Row]:
 
 def answers(rows: Sequence[Row]) -> Row:
     """Question answering: a softmax over places, which no mask leaves out."""
-    batch = padded([{"input_ids": row["input_ids"], "labels": row["labels"]} for row in rows])
+    batch = padded([{"input_ids": row["input_ids"]} for row in rows])
     ends = torch.tensor([len(row["input_ids"]) - 1 for row in rows])
     return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "start_positions": ends // 2,
             "end_positions": ends}  # fmt: skip

@@ -41,7 +41,7 @@ def places(trainer: Any) -> bool:
     if not known(trainer.model) or trainer.label_names not in (["labels"], []):
         return False
     config = model.config
-    looks = type(model).__name__.endswith("ForSequenceClassification") and config.pad_token_id is None
+    looks = type(model).__name__.endswith("ForSequenceClassification") and getattr(config, "pad_token_id", None) is None
     masked = "attention_mask" in inspect.signature(model.forward).parameters
     return masked and not looks and config.model_type not in UNMASKED
 
