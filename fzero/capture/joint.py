@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from fzero.capture.leaves import check_leaf
 from fzero.capture.provenance import defined_at, describe
 from fzero.errors import CaptureError, leaf_name
 from fzero.precision import LOW, Precision
+
+log = logging.getLogger("fzero")
 
 
 @dataclass(frozen=True)
@@ -201,12 +204,16 @@ class Joint:
 
     def _check_used(self, grads: Sequence[Tensor | None]) -> None:
         missing = [path for path, g in zip(self.paths, grads, strict=True) if g is None]
-        if missing and not self.unused:
+        if not missing:
+            return
+        shown = f"{', '.join(repr(p) for p in missing[:5])}{' and more' if len(missing) > 5 else ''}"
+        if not self.unused:
             raise CaptureError(
-                f"{', '.join(repr(p) for p in missing[:5])}{' and more' if len(missing) > 5 else ''} get no "
-                f"gradient from the loss {defined_at(self.fn)}. Use them, leave them out of the parameters, or "
-                "pass allow_unused=True"
+                f"{shown} get no gradient from the loss {defined_at(self.fn)}. Use them, leave them out of the "
+                "parameters, or pass allow_unused=True"
             )
+        log.warning("fzero: %s get no gradient from the loss: it is zero here, and weight decay moves them still",
+                    shown)  # fmt: skip
 
 
 class _Call:
