@@ -408,7 +408,9 @@ def test_what_nobody_could_read_is_not_committed(tmp_path, monkeypatch):
 def test_a_run_in_the_directory_of_another_is_warned(tmp_path, caplog):
     (tmp_path / "step-00000009").mkdir()
     (tmp_path / "step-00000009" / "notes.txt").touch()
-    fzero.save(trained(2), tmp_path)
+    state = trained(2)
+    caplog.clear()
+    fzero.save(state, tmp_path)
     assert not caplog.text
     fzero.save(trained(1), tmp_path)
     assert "step-00000002 is newer: it is what a load of this run takes" in caplog.text
