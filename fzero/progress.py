@@ -58,7 +58,7 @@ class Work:
         return f"{self.done / scale:.3g} of {self.total / scale:.3g} {unit}"
 
     def __str__(self) -> str:
-        inner = "" if self.inner is None else str(self.inner)
+        inner = str(self.inner or "")
         return ", ".join(part for part in (self.what, self.amount, self.now, inner) if part)
 
 
@@ -137,7 +137,7 @@ def _watch(work: Work) -> None:
         return
     task = display.add(work.total or None)
     while not work.ended.wait(REDRAWN):
-        part = work if work.total or work.inner is None else work.inner
+        part = work if work.total else work.inner or work  # read once: the work goes on beside
         display.show(task, str(work), part.done, part.total or None)
     display.remove(task)
 

@@ -155,6 +155,7 @@ def _model(model: Any) -> Iterator[Refusal]:
 def _without_values(model: Any) -> Iterator[Refusal]:
     """What is in the way of reading the parameters of a model on the meta device from its folder."""
     folder, why = weights.folder_of(model), ""
+    fix = "Take a config of AutoConfig.from_pretrained(folder), or make the model with its values"
     if not all(p.is_meta for p in model.parameters()):
         why = "some of its parameters are on the meta device, and others have values"
     elif not (isinstance(model, transformers.PreTrainedModel) and list(folder.glob("*.safetensors"))):
@@ -163,11 +164,10 @@ def _without_values(model: Any) -> Iterator[Refusal]:
         )
     elif _untied(model):
         why = "its parameters are on the meta device, and those that its config ties are apart"
+        fix = "Call model.tie_weights(), which init_empty_weights undoes"
     elif _hf_compat.renamed_in_files(model):
         why = "its parameters are on the meta device, and its files have other names than the module"
     if why:
-        fix = "Take a config of AutoConfig.from_pretrained(folder), or make the model with its values"
-        fix = "Call model.tie_weights(), which init_empty_weights undoes" if "apart" in why else fix
         yield "model", f"model: {why}. {fix}"
 
 

@@ -10,9 +10,10 @@ import inspect
 from typing import Any
 
 import transformers
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import nn
 
 PAD_TO = 64  # places, where nothing else is said
+MIX_ROWS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 UNMASKED = ("convbert",)  # model types whose convolutions read padded places
 
 
@@ -56,7 +57,7 @@ def rows(trainer: Any, batch: Any) -> bool:
     config = model.config
     if getattr(config, "output_router_logits", False) or hasattr(config, "semantic_loss_ignore_index"):
         return False
-    if any(isinstance(part, _BatchNorm) for part in model.modules()):  # which mix rows
+    if any(isinstance(part, MIX_ROWS) for part in model.modules()):
         return False
     if batch is None:
         floats = getattr(config, "problem_type", None) in ("regression", "multi_label_classification")
