@@ -15,20 +15,21 @@ from fzero.capture.leaves import check_leaf
 from fzero.capture.provenance import describe
 from fzero.comm.agree import Same, agree
 from fzero.comm.transport import bucket_bytes, transport_name
+from fzero.compile.checked import checked_step
 from fzero.compile.collector import collector_paused
 from fzero.compile.first_state import check_key, recipe_for
 from fzero.compile.layout import plan_for
 from fzero.compile.lowered import Lowered
 from fzero.compile.resolve import by_flags, mesh_of
-from fzero.compile.step import fakes_on, lower_step
+from fzero.compile.step import fakes_on
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, leaf_name
 from fzero.ir.mesh import SAME_BATCH
+from fzero.session.interrupts import keeps_state
 from fzero.session.session import execute, session_of
 from fzero.session.world import World, check_spec
 from fzero.spec import Spec
 from fzero.state.first_state import fingerprint
 from fzero.state.state import Life, State
-from fzero.verify.rules import verify
 
 # steps between the host's looks at the end of the loss scale; at a look it waits for the device
 LOOKS_AFTER = {"cpu": 1, "cuda": 16}
@@ -57,6 +58,7 @@ def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
     return world.state("init", spec, lambda: recipe_for(spec, params, key, world.device))
 
 
+@keeps_state
 @untraced_by_dynamo
 @ambient.steady()
 def step(state: State, batch: Any) -> State:
@@ -66,7 +68,8 @@ def step(state: State, batch: Any) -> State:
     in `pp` alone give the same, which is checked. Leaves that are no tensors are static: a new value retraces.
     Mappings of any type, as a tokenizer's BatchEncoding, arrive at the loss as dicts.
     `result.metrics` holds the loss (or the metrics of a `step=`). All checks come before the first write: an error
-    before that leaves `state` as it was, one after it marks `state` unusable.
+    before that leaves `state` as it was, one after it marks `state` unusable. Ctrl-C waits for the end of the step, and
+    `state` itself then is the state after it; a second Ctrl-C does not wait.
 
     >>> import fzero
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.sgd(0.1))
@@ -157,16 +160,14 @@ def lower(
     transport = transport_name(device, spec.transfers)
     device = device if torch.cuda.is_available() else torch.device("cpu")  # shapes do not need the device
     recipe = recipe_for(spec, params_like, key, device)
-    cap = bucket_bytes(transport, mesh.size("dp"))
+    cap = bucket_bytes(transport, mesh)
     plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, mesh, cap)
     state = fakes_on(tree.unflatten(recipe.treedef, recipe.values), device)
     for path, leaf in zip(*tree.flatten(batch_like)[:2], strict=True):
         if isinstance(leaf, torch.Tensor):
             check_leaf(leaf_name("batch", path), leaf)
     with progress.shown("lowering the step"):
-        lowered = lower_step(spec, state, fakes_on(batch_like, device), plan, transport)
-        verify(lowered.roles)
-    return lowered
+        return checked_step(spec, state, fakes_on(batch_like, device), plan, transport)
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ def agreed(name: str, call: str, state: Any, batch: Any, fn: Callable[..., Any] 
         runtime.group,
         failure,
         runtime.flags(),
-        lambda: _shown(batch),
+        lambda: {**_shown(batch), **(lowered.graph.reads.numbers() if lowered else {})},
         _same(state, batch) if failure is None else (),
     )
     assert lowered is not None

@@ -11,12 +11,15 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from fzero.errors import FzeroError
+from fzero._version import __version__
+from fzero.errors import FzeroError, printable
 from fzero.interop import commands
 from fzero.interop.config import command as config
 from fzero.log import plot
-from fzero.tools import doctor, fuzz, mutate
+from fzero.tools import doctor, fuzz_command, mutate, verify_report
+from fzero.tree import suggest
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,17 @@ class Command:
 
 def _no_arguments(parser: argparse.ArgumentParser) -> None:
     """For a command that takes none."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the nearest command where it is given one that it does not have."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        named = [word for word in (args or ())[:1] if not word.startswith("-")]
+        if self.prog == "fzero" and named and named[0] not in COMMANDS:
+            known = ", ".join(COMMANDS)
+            self.error(f"there is no command {named[0]!r}.{suggest(named[0], COMMANDS)} Commands are {known}")
+        return super().parse_known_args(args, namespace)
 
 
 def _version(_: argparse.Namespace) -> int:
@@ -58,13 +72,21 @@ COMMANDS: dict[str, Command] = {
         commands.import_deepspeed,
     ),
     "plot": Command("draw loss, throughput and memory of runs (fzero.Log)", plot.arguments, plot.command),
-    "fuzz": Command("run random losses through eager PyTorch and fzero and compare", fuzz.add_arguments, fuzz.command),
+    "fuzz": Command(
+        "run random losses through eager PyTorch and fzero and compare",
+        fuzz_command.add_arguments,
+        fuzz_command.command,
+    ),
+    "verify": Command(
+        "verify the program of a report again, that an error named", verify_report.add_arguments, verify_report.command
+    ),
     "mutate": Command("break programs at random and count what verify catches", mutate.add_arguments, mutate.command),
 }
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fzero", description="Plan, check and inspect fzero's training programs.")
+    parser = _Parser(prog="fzero", description="Plan, check and inspect fzero's training programs.")
+    parser.add_argument("--version", action="version", version=f"fzero {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=command.help, description=command.help)
@@ -74,11 +96,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit status."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().parse_args(sys.argv[1:] if argv is None else argv)
     try:
         return COMMANDS[arguments.command].run(arguments)
     except (FzeroError, OSError, ValueError, TypeError) as error:
-        print(f"fzero {arguments.command}: {error}", file=sys.stderr)
+        print(printable(f"fzero {arguments.command}: {error}"), file=sys.stderr)
         return 2
 
 

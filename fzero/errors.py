@@ -16,12 +16,19 @@ class SpecError(FzeroError, ValueError):
 class ConfigError(SpecError):
     """A configuration of another library that cannot be taken over as it stands.
 
-    `refusals` has a (path, text) for each key that is in the way; the message holds all texts.
+    `refusals` has a (path, text) for each key that is in the way; the message holds all texts. `lines` are the report
+    of the other keys, as (path, value, what became of it); `open` the paths of refusals that a value would settle.
     """
 
-    def __init__(self, message: str, refusals: Sequence[tuple[str, str]] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        refusals: Sequence[tuple[str, str]] = (),
+        lines: Sequence[tuple[str, str, str]] = (),
+        open: Sequence[str] = (),
+    ) -> None:
         super().__init__(message)
-        self.refusals = tuple(refusals)
+        self.refusals, self.lines, self.open = tuple(refusals), tuple(lines), tuple(open)
 
 
 class TreeError(FzeroError, ValueError):
@@ -50,6 +57,10 @@ class DataError(FzeroError, ValueError):
 
 class DisagreementError(FzeroError, RuntimeError):
     """The ranks do not run the same program; names the ranks."""
+
+
+class LimitError(FzeroError, OSError):
+    """This process may not open as many files as it needs; says which limit to raise."""
 
 
 class PeerError(FzeroError, RuntimeError):
@@ -99,6 +110,15 @@ class OffloadError(FzeroError):
     def __init__(self, file: object, text: str, errno: int | None = None) -> None:
         self.file, self.text, self.errno = str(file), text, errno
         super().__init__(f"{self.file}: {text}")
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: what would move the cursor or colour it is shown as Python writes it.
+
+    >>> printable("a key\\x1b[2J\\n of two lines")
+    'a key\\\\x1b[2J\\n of two lines'
+    """
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def leaf_name(tree: str, path: str) -> str:

@@ -33,7 +33,8 @@ RENAMED = {"products": "matmul"}  # fields of a Spec: old name, new name
 class Spec:
     """The training step and its placement. Give `loss` and `optimizer`, or `step`. Immutable.
 
-    Functions are traced when a batch of a new kind is first seen. Python values that they close over are read then.
+    Functions are traced when a batch of a new kind is first seen. What they read from Python is read then, once, and
+    compared before each step (`on_change`, docs/read-once.md).
 
     loss: `(params, batch) -> 0-d floating tensor`, pure; params are whole tensors there, batch this rank's part.
     optimizer: an `fzero.optim` transformation (optax's `init` and `update`).
@@ -54,8 +55,9 @@ class Spec:
     second copy of the parameters over `dp` from the forward to the backward), or the axes of each column:
     `{"params": ("dp",), "grads": ("dp",), "optimizer": ("dp_out", "dp")}`.
     microbatches: parts the batch is cut into along dim 0. Must divide it.
-    reduce: "each" microbatch's gradients, or their sum at the "end". None: "end", which sends least, unless it would
-    raise the planned peak by more than a tenth; `lowered.choices` gives the choice and its reason.
+    reduce: "each" microbatch's gradients, or their sum at the "end". None: "end", which sends least, unless whole
+    gradients would be more than a tenth of what a rank holds at stage 3. The two differ in bits, so neither the stage
+    nor the homes of leaves enter; `lowered.choices` gives the choice and its reason.
     precision: "fp32", "bf16", "fp16", "bf16_params" or an `fzero.Precision`: the dtypes of the computation and of
     transfers.
     trainable: with `loss`, path rules of the parameters that train. The others get no gradient and no moments, and are
@@ -81,6 +83,7 @@ class Spec:
     {"optimizer": "cpu"}, and "optimizer+params" for both. Rules as "grads/**" say where gradients wait that are clipped
     together; no other rule means them. Moves bring leaves to their uses (docs/offload.md), and no bit changes.
     nvme_path: with "nvme", the folder on a fast disk where each rank keeps its one file, which ends with the process.
+        "{local_rank}" in it is the rank's number on its node, and ranks may give other paths: a drive for each device.
     update_on: where elementwise work on offloaded leaves runs: on the "device", or on the "cpu". None: where fewer
     bytes move, for a CUDA device where it takes less time; `lowered.choices` gives the reason.
     device_bytes, host_bytes: the most bytes that a rank may need there. A step that needs more is refused with
@@ -89,6 +92,8 @@ class Spec:
     torch's two libraries for each shape, measured once per machine and kept in a file (`fzero.codegen.matmul`): the
     same accuracy. Another machine may choose otherwise, so the bits hold for this machine only.
     allow_unused: parameters without a gradient get a zero one instead of an error.
+    on_change: where a value that the functions have read from Python (a global, a variable of an outer function, an
+    attribute) is another at a later step: "error", or "retrace", which makes a new program.
     compile: "inductor" compiles the stretches of loops in each segment, "none" runs plain aten, "auto" compiles if
     that was measured to gain (docs/compile.md). Without a compiler both run plain aten, and log it.
     params: with `step` and stage 1 or 2, path rules of the leaves that stay whole.
@@ -134,6 +139,7 @@ class Spec:
     host_bytes: int | None = None
     matmul: str = "default"
     allow_unused: bool = False
+    on_change: str = "error"
     compile: str = "none"
     params: str | Sequence[str] = DEFAULT_PARAMS
     transfers: str = "auto"
@@ -170,6 +176,7 @@ class Spec:
         _choice("transfers", self.transfers, ("auto", "shared", "p2p"))
         _choice("compile", self.compile, ("none", "auto", "inductor"))
         _choice("nonfinite", self.nonfinite, (None, "ignore", "skip", "raise"))
+        _choice("on_change", self.on_change, ("error", "retrace"))
         if self.trainable is not None:
             rules = (self.trainable_rules or ()) if isinstance(self.trainable, (str, Sequence)) else ()
             text = bool(rules) and all(isinstance(rule, str) and rule for rule in rules)
@@ -229,6 +236,8 @@ class Spec:
             _needs(isinstance(self.offload, Mapping) and bool(self.offload), "offload", self.offload, form)
             for rule, home in self.offload.items():
                 _needs(isinstance(rule, str) and home in SPACE_OF, "offload", {rule: home}, form)
+        moves = any(home != "device" for home in self.offload_rules.values())
+        _needs(moves, "offload", self.offload, "a rule that takes something off the device, or no offload=")
         away = "nvme" in self.offload_rules.values()
         if self.nvme_path is None and away:
             raise SpecError(
@@ -237,6 +246,7 @@ class Spec:
             )
         if self.nvme_path is not None:
             text = isinstance(self.nvme_path, (str, os.PathLike))
+            text = text and "\0" not in os.fsdecode(self.nvme_path) and bool(self.nvme_path)
             _needs(text, "nvme_path", self.nvme_path, "the path of a folder")
             _needs(away, "nvme_path", self.nvme_path, "a rule of offload= to 'nvme', or none")
 
@@ -327,6 +337,8 @@ class Spec:
             _needs(isinstance(rule, str) and isinstance(dims, P), "shard", {rule: dims}, form)
             only = f"the axis {AXIS!r} alone; zero= cuts leaves over the data axes, pipeline= over {PIPELINE!r}"
             _needs({*dims.axes} <= {AXIS}, "shard", {rule: dims}, only)
+        cuts = any(AXIS in dims.axes for dims in self.shard.values())
+        _needs(cuts, "shard", dict(self.shard), f"a rule that cuts something over {AXIS!r}, as P({AXIS!r}, None)")
         _choice("sequence", self.sequence, (None, AXIS))
         _needs(AXIS in mesh, "shard", dict(self.shard), f"an axis {AXIS!r} in mesh, as in mesh={{'dp': -1, 'tp': 2}}")
 
@@ -340,6 +352,20 @@ class Spec:
         shown = self.pipeline if isinstance(self.pipeline, str) else type(self.pipeline).__name__
         fits = isinstance(self.mesh, Mapping) and PIPELINE in self.mesh
         _needs(fits, "pipeline", shown, f"an axis `pp` in mesh, as in mesh={{'pp': 2, 'dp': -1}}; it is {self.mesh}")
+
+    def __copy__(self) -> Spec:
+        return self  # nothing in it changes
+
+    def __deepcopy__(self, memo: Any) -> Spec:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.optimizer is None:
+            return super().__reduce_ex__(protocol)
+        raise SpecError(
+            "a Spec cannot be pickled: it holds functions. Make it in each process, by a function of your own. What "
+            "training made is kept by fzero.save(state, folder), or on the host by fzero.checkpoint.snapshot(state)"
+        )
 
     @property
     def policy(self) -> Precision:

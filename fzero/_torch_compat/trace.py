@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (  # 2.11.0, 2.13.0
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    UnsupportedOperatorException,
 )
 from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors  # 2.11.0, 2.13.0
 from torch.fx import _lazy_graph_module  # 2.11.0, 2.13.0
@@ -44,12 +45,16 @@ __all__ = [
     "OpOverload",
     "RngStateMode",
     "TorchDispatchMode",
+    "UnsupportedOperatorException",
     "ambient_modes",
     "autocast_left",
+    "backward_number",
     "by_decompositions",
     "compiled_functions_traced",
     "disable_proxy_modes_tracing",
     "distributions_unchecked",
+    "forget_fakes",
+    "forward_number",
     "graph_module",
     "in_functorch",
     "is_fake",
@@ -63,6 +68,13 @@ __all__ = [
     "untraced_by_dynamo",
     "unwatched",
 ]
+
+
+def forget_fakes(most: int) -> None:
+    """Drops what torch keeps of every op on fake tensors of every shape, for as long as the process lives, if that is
+    more than so many results (`FakeTensorMode.cache`: 2.11.0, 2.13.0)."""
+    if len(FakeTensorMode.cache) > most:
+        FakeTensorMode.cache_clear()
 
 
 def is_fake(value: Any) -> bool:
@@ -164,6 +176,18 @@ def ambient_modes() -> list[Any]:
     (2.11.0, 2.13.0)."""
     functions = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
     return [*functions, *_get_current_dispatch_mode_stack()]
+
+
+def forward_number() -> int:
+    """The number of the node of autograd that was made last; of an op that is dispatched now, its own node
+    (2.11.0, 2.13.0)."""
+    return int(torch.autograd._get_sequence_nr()) - 1
+
+
+def backward_number() -> int | None:
+    """The number of the node of autograd whose backward runs now; None outside of a backward (2.11.0, 2.13.0)."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
 
 
 def saved_tensor_hooks() -> bool:

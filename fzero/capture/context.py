@@ -6,7 +6,7 @@ They are called by the user's code, so nothing can be handed to them. The one Co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,10 @@ class Tracing:
     regions: those found so far; a `fzero::region` node holds an index into them.
     watching: the `Watch` modes that are on, innermost last.
     known: the values that depend on no input.
+    lines: the user's line of each op of a forward that has a backward, by the number of autograd's node; and of each
+    op that is not torch's, by its name.
+    failed: the user's line of the last op that raised.
+    paused: a context for the work on an op, in which no line of the user is followed (`reads`).
     """
 
     mode: FakeTensorMode
@@ -40,6 +44,9 @@ class Tracing:
     regions: list[Region] = field(default_factory=list)
     watching: list[Any] = field(default_factory=list)
     known: Known = field(default_factory=Known)
+    lines: dict[int | str, str] = field(default_factory=dict)
+    failed: str = ""
+    paused: Any = field(default_factory=nullcontext)
 
 
 _active: ContextVar[Tracing | None] = ContextVar("fzero_tracing", default=None)

@@ -50,7 +50,7 @@ def purified(gm: fx.GraphModule) -> None:
 def _pure_form(node: fx.Node) -> Any:
     """The op without the write that gives a node's value, strides and all; None where it must run to know."""
     written = fx_nodes.mutated(node) if fx_nodes.is_compute(node) else []
-    if not written or written != node.all_input_nodes:
+    if len(written) != 1 or written != node.all_input_nodes or not isinstance(node.args[0], fx.Node):
         return None
     (changed,) = written
     own = fx_nodes.is_compute(changed) and fx_nodes.source(changed) is None and not fx_nodes.mutated(changed)
@@ -96,11 +96,14 @@ def _replayed(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch.Tenso
     shared = [n for n in gm.graph.nodes if n.op == "get_attr" and not all(u.target in _LITERAL for u in n.users)]
     constants = {str(n.target): x for n in shared if isinstance(x := attribute(gm, n), torch.Tensor)}
 
+    def place() -> str:
+        return str(replay.node.meta.get("source") or "")
+
     def watched(*xs: torch.Tensor) -> Any:
-        with Watch(tracing, lambda: replay.node.meta.get("source", ""), lambda: replay.node.meta.get("phase")):
+        with Watch(tracing, place, phase=lambda: replay.node.meta.get("phase")):
             return torch.func.functionalize(replay.with_constants)(constants, *xs)
 
-    with explained(), tracing.mode, compiled_functions_traced():
+    with explained(tracing, place), tracing.mode, compiled_functions_traced():
         try:
             return make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
         except (RuntimeError, ValueError) as error:  # the pure form fails where the traced op did not

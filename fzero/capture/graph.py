@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
 from fzero.capture.known import Baked
+from fzero.capture.reads.noted import Reads
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Graph:
     constants: closed-over tensors, by the names that the user's code has for them.
     varying_metrics: the names of the metrics that may differ between ranks.
     baked: closed-over tensors whose values have decided the graph.
+    reads: what else of Python the step has read, to be compared before it runs.
     """
 
     gm: fx.GraphModule
@@ -68,6 +70,12 @@ class Graph:
     metrics_treedef: Any
     varying_metrics: tuple[str, ...]
     baked: tuple[Baked, ...] = ()
+    reads: Reads = field(default_factory=Reads)
+
+    def change(self) -> tuple[str, str] | None:
+        """(what the step read from Python and is another now, the remedy); None if all is as it was."""
+        changes = (baked.change() for baked in self.baked)
+        return next((change for change in changes if change), None) or self.reads.change()
 
 
 @dataclass(frozen=True)

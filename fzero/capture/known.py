@@ -22,7 +22,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fzero._torch_compat import is_fake, unwatched, version
 from fzero.capture.provenance import name_of
-from fzero.errors import CaptureError
 
 MOST = 1 << 22  # elements of a value that is kept: a mask of 2,048 tokens
 IN_ALL = 1 << 30  # bytes that one trace computes
@@ -39,15 +38,17 @@ class Baked:
     version: int
     name: str
 
-    def check(self) -> None:
-        """Raises CaptureError if it was changed in place since."""
+    def change(self) -> tuple[str, str] | None:
+        """(what was changed in place since, the remedy); None if it was not."""
         tensor = self.tensor()
-        if tensor is not None and version(tensor) != self.version:
-            raise CaptureError(
-                f"{self.name} is closed over, its value was read while the step was traced (`if mask.any()`, "
-                "`mask.nonzero()`, a slice's end), and it was changed in place since: the program would be that of "
-                "the old value. Make a new tensor and a new function that closes over it, or pass it in the batch"
-            )
+        if tensor is None or version(tensor) == self.version:
+            return None
+        return (
+            f"{self.name} is closed over, its value was read while the step was traced (`if mask.any()`, "
+            "`mask.nonzero()`, a slice's end), and it was changed in place since: the program would be that of "
+            "the old value",
+            "Make a new tensor and a new function that closes over it, or pass it in the batch",
+        )
 
 
 @dataclass
@@ -79,6 +80,10 @@ class Known:
             if is_fake(fake) and fake.shape == value.shape:
                 self.values[fake] = value, real_args[2]
                 self.computed_bytes += value.nbytes
+
+    def holds(self, tensor: Any) -> bool:
+        """Whether the value of a tensor in the trace is known, so that it may be asked for."""
+        return isinstance(tensor, torch.Tensor) and tensor in self.values
 
     def value(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
         """(the result of an op that asks for values,), where all of them are known; else None."""

@@ -29,11 +29,16 @@ def is_users(filename: str) -> bool:
     return not filename.startswith((*_OURS, "<")) or filename.startswith(("<stdin>", "<ipython", "<doctest"))
 
 
-def user_line(frame: types.FrameType | None = None) -> str:
-    """`file.py:12` of the innermost caller outside torch, fzero, optree and Python's decorators."""
+def user_line(frame: types.FrameType | None = None, *, within: str | None = None) -> str:
+    """`file.py:12` of the innermost caller outside torch, fzero, optree and Python's decorators.
+
+    "" where there is none. With `within` the search ends at a function of that file that is not a caller of this one.
+    """
     frame = frame or sys._getframe(1)
-    while frame is not None and not is_users(frame.f_code.co_filename):
+    while within is not None and frame is not None and frame.f_code.co_filename == within:
         frame = frame.f_back
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = None if frame.f_code.co_filename == within else frame.f_back
     if frame is None:
         return ""
     return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"

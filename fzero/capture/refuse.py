@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,10 +18,12 @@ from torch.overrides import TorchFunctionMode
 from fzero._torch_compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    UnsupportedOperatorException,
     by_decompositions,
     is_fake,
 )
 from fzero.capture.ambient_rng import no_dropout
+from fzero.capture.context import Tracing
 from fzero.capture.provenance import describe, is_users, name_of, user_line
 from fzero.errors import CaptureError
 from fzero.ir import fx_nodes
@@ -126,6 +129,13 @@ SPARSE = (
 )
 
 
+PLAIN = (
+    "The tensors of a step are plain. Pass x.as_subclass(torch.Tensor), and what the class adds as other tensors; "
+    "instead of attn_mask=causal_lower_right(q, k) write attn_mask=torch.ones(q, k, dtype=torch.bool).tril(k - q)"
+)
+_RAGGED = "Rows of several lengths are one padded tensor and a mask of the lengths (torch.arange(T) < lengths[:, None])"
+
+
 class Refused(Exception):
     """A CaptureError on its way out of torch, which takes a TypeError in an operator for "try the other operand".
 
@@ -144,7 +154,8 @@ _SETS_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 class NoExchange(TorchFunctionMode):
     """Refuses `x.data = y`: it is no op, so a trace would go on with the old value.
 
-    On CUDA, recurrent layers become the ops that they are made of.
+    Recurrent layers become the ops that they are made of. cuDNN would read where the weights lie; oneDNN's LSTM saves
+    nothing for a backward that is not autograd's (2.13.0).
     """
 
     def __torch_function__(
@@ -155,30 +166,78 @@ class NoExchange(TorchFunctionMode):
                 f"`.data = ...` at {user_line()} puts another value into a tensor, which a trace cannot follow. Write "
                 "x = value; of a parameter, compute with the new value, and return it from the step to keep it"
             )
-        if func in RECURRENT and any(isinstance(x, torch.Tensor) and x.is_cuda for x in args):
-            with by_decompositions():  # cuDNN would read where the weights lie
+        if func in RECURRENT:
+            on_cuda = any(isinstance(x, torch.Tensor) and x.is_cuda for x in args)
+            with by_decompositions() if on_cuda else torch.backends.mkldnn.flags(enabled=False):
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def explained() -> Iterator[None]:
-    """Turns torch's errors about values that a trace does not have into one with the user's line and a remedy."""
+def explained(tracing: Tracing, place: Callable[[], str]) -> Iterator[None]:
+    """Turns torch's errors about what a trace does not have into one with the user's line and a remedy.
+
+    `place()` is told where no op has raised the error and no line of the user's is among its callers.
+    """
+    tracing.failed = ""
     try:
         yield
     except Refused as error:
         raise CaptureError(str(error)) from None
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise _data_dependent(error, str(error.func)) from None
-    except (RuntimeError, TypeError, ValueError) as error:
+        raise _data_dependent(error, str(error.func), tracing.failed or place()) from None
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         if isinstance(error, CaptureError) or (isinstance(error, ValueError) and _NO_VIEW not in str(error)):
             raise
+        where = _frames(error)[0][0] or tracing.failed or place()
         if "tracing tensor" in str(error) or "data-dependent" in str(error).lower():
-            raise _data_dependent(error, "a tensor's value") from None
+            raise _data_dependent(error, "a tensor's value", where) from None
+        if why := _op_without_rule(error):
+            raise CaptureError(f"{where}: {why}") from None
+        if match := _NO_FORMULA.search(str(error)):
+            raise CaptureError(
+                f"{match[1]} at {tracing.lines.get(match[1], where)} has no backward. Give it "
+                "one with torch.library.register_autograd, or detach() its operands"
+            ) from None
         for part, why in _TORCH_SAYS.items():
             if part in str(error):
-                raise CaptureError(f"{_raised_at(error) or 'in the step'}: {why}") from None
+                raise CaptureError(f"{where}: {why}") from None
         raise
+
+
+_NO_FORMULA = re.compile(r"Trying to backward through (\S+) but no autograd formula was registered")
+_NO_FAKE = re.compile(r"no fake impl registered for <CustomOpDef\((\S+)\)>")
+_OF_FUNCTIONS = re.compile(r"no rule registered for (?:HigherOrderOperator|HOP) (\w+)")
+_STACKED = (
+    "Write a Python loop, as in `for x in xs.unbind(0): ...`, and torch.stack its results: the program holds every turn"
+)
+# beginning of the name of an op that takes functions -> the remedy
+_FUNCTIONS = {
+    "cond": "Compute both and choose: torch.where(condition, a, b)",
+    "while_loop": "Write a Python loop over a fixed number of turns, and keep the old value where it has ended: "
+    "x = torch.where(going_on, new, x)",
+    "scan": _STACKED,
+    "associative_scan": _STACKED,
+    "map": f"{_STACKED}. Or torch.vmap",
+    "flex_attention": "F.scaled_dot_product_attention takes a mask or a bias as attn_mask=",
+}
+
+
+def _op_without_rule(error: Exception) -> str | None:
+    """The reason and the remedy, where torch cannot trace an op at all; None for another error."""
+    if match := _OF_FUNCTIONS.search(str(error)):
+        remedy = next((text for name, text in _FUNCTIONS.items() if match[1].startswith(name)), "Write it in plain ops")
+        return f"torch's op {match[1]} runs functions of its own, which a program does not hold. {remedy}"
+    custom = _NO_FAKE.search(str(error))
+    if custom is None and not isinstance(error, UnsupportedOperatorException):
+        return None
+    op = custom[1] if custom else str(getattr(error, "func", error))
+    if "nested" in op:
+        return f"{op} makes a nested tensor. {_RAGGED}"
+    if op.startswith(("aten", "prims")):
+        return f"torch has no shape rule for {op}. Write it in other ops"
+    name = ".".join(op.split(".")[:2]).replace(".", "::", 1)
+    return f"{op} has no fake rule, which says its result's shape. Give it one: torch.library.register_fake({name!r})"
 
 
 _NO_VIEW = "Cannot view a tensor with shape"  # a ValueError on fake tensors
@@ -203,13 +262,15 @@ _TORCH_SAYS = {
     "does not require grad and does not have a grad_fn": "a gradient is asked for of a value that is no function of a "
     "tensor that requires grad (one that is detached, made under no_grad, or closed over). Take it of "
     "x.detach().requires_grad_(), made in the loss",
+    "Creating a new Tensor subclass": f"a tensor of another class is made. {PLAIN}",
+    "self.shape_env must not be None": f"a nested tensor is made. {_RAGGED}",
     "a dynamo-optimized function": "a torch.compiled function is called. Pass the plain one: fzero compiles the step",
 }
 
 
-def _data_dependent(error: Exception, value_name: str) -> CaptureError:
+def _data_dependent(error: Exception, value_name: str, where: str) -> CaptureError:
     (users, code), library = _frames(error)
-    text = f"{users}: the program would depend on {value_name}, which is known only when it runs"
+    text = f"{users or where}: the program would depend on {value_name}, which is known only when it runs"
     if library is not None:
         where, code = library
         text += f"; {where} asks for it: `{code}`"
@@ -220,7 +281,8 @@ def _data_dependent(error: Exception, value_name: str) -> CaptureError:
 
 _IN_GENERAL = (
     "Instead of `if x > 0:` write torch.where(x > 0, a, b); instead of x.item() keep the 0-d tensor; "
-    "instead of x[mask] multiply by the mask; what does not depend on the state or the batch may be asked for freely"
+    "instead of x[mask] multiply by the mask, and instead of x[mask] = y write x = torch.where(mask, y, x); "
+    "what does not depend on the state or the batch may be asked for freely"
 )
 
 # part of "op file:line in function `line of code`" -> the remedy. The first that fits is shown.
@@ -271,8 +333,3 @@ def _library(filename: str) -> str | None:
     if inner == filename or (inner.startswith("torch/") and not inner.startswith(shown)):
         return None
     return inner if not inner.startswith(("fzero/", "optree/")) else None
-
-
-def _raised_at(error: Exception) -> str:
-    """The innermost line outside torch, fzero and optree of an error's traceback."""
-    return _frames(error)[0][0]

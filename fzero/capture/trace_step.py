@@ -24,6 +24,7 @@ from fzero.capture.fold_updates import fold_updates
 from fzero.capture.graph import Graph, PerRank
 from fzero.capture.leaves import check_leaf, check_names, fake_like
 from fzero.capture.provenance import describe, found_name
+from fzero.capture.reads.reading import Reading
 from fzero.capture.tracing import lifted, trace
 from fzero.capture.varying import varying_metrics
 from fzero.errors import CaptureError, TreeError, leaf_name
@@ -73,9 +74,13 @@ def capture(
 
     names = [leaf_name("state", p) for p in state_paths]
     names += [leaf_name("batch", p) for p, tensor in zip(batch_paths, is_tensor, strict=True) if tensor]
+    reading = Reading((*fns, step))
     tracing = Tracing(mode, (*fns, step), microbatches, allow_unused, axis, precision or Precision())
+    tracing.paused = reading.paused
     with while_active(tracing):
-        gm = trace(tracing, flat, inputs, names)
+        with reading:
+            gm = trace(tracing, flat, inputs, names)
+        reads = reading.noted()
         constants = _lift(tracing, gm)
     fold_updates(gm)
     segments.normalised(gm)
@@ -89,6 +94,7 @@ def capture(
         metrics_treedef,
         (),
         tracing.known.baked(tracing.fns),
+        reads,
     )
     return replace(graph, varying_metrics=varying_metrics(graph, per_rank))
 

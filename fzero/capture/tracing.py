@@ -15,16 +15,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from fzero._torch_compat import compiled_functions_traced, distributions_unchecked, is_fake, jiterator_refused, make_fx
+from fzero._torch_compat import (
+    backward_number,
+    compiled_functions_traced,
+    distributions_unchecked,
+    is_fake,
+    jiterator_refused,
+    make_fx,
+)
 from fzero.capture import ambient
 from fzero.capture.context import Tracing
 from fzero.capture.functionalise import functionalised, purified
-from fzero.capture.provenance import user_line
+from fzero.capture.provenance import defined_at, user_line
 from fzero.capture.refuse import NoExchange, Refused, attribute, check_graph, explained
 from fzero.capture.watch import Watch
 from fzero.ir import as_strided, fx_nodes
@@ -51,11 +59,12 @@ def trace(
                 stack.enter_context(NoExchange())
                 stack.enter_context(distributions_unchecked())
                 stack.enter_context(jiterator_refused(_no_jiterator))
-            stack.enter_context(Watch(tracing, user_line, known=tracing.known))
+            line = partial(_line, tracing)
+            stack.enter_context(Watch(tracing, line, where=partial(_place, tracing), known=tracing.known))
             stack.enter_context(torch.enable_grad())
             return fn(*xs)
 
-    with explained(), tracing.mode, compiled_functions_traced():
+    with explained(tracing, lambda: _place(tracing)), tracing.mode, compiled_functions_traced():
         gm = make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     check_graph(gm, names, tracing.fns, in_region=tracing.depth > 0)
     _without_failed(gm)
@@ -65,6 +74,22 @@ def trace(
     if any(fx_nodes.mutated(node) for node in gm.graph.nodes):
         gm = functionalised(tracing, gm, inputs)
     return as_strided.rebased(gm)
+
+
+def _line(tracing: Tracing) -> str:
+    """The user's line of the op at hand, for the program's text."""
+    return _place(tracing) if tracing.phase else user_line()
+
+
+def _place(tracing: Tracing) -> str:
+    """The user's line of the op at hand, for errors.
+
+    An op of a backward is called by torch: its line is that of the op of the forward that it belongs to. Where fzero
+    calls it, as in an optimizer's update, the place is the user's function.
+    """
+    number = backward_number()
+    line = user_line(within=__file__) or ("" if number is None else tracing.lines.get(number))
+    return line or (defined_at(tracing.fns[0]) if tracing.fns else "the step")
 
 
 def _without_failed(gm: fx.GraphModule) -> None:

@@ -12,11 +12,19 @@ from typing import Any
 import optree
 import torch
 
-from fzero._torch_compat import TorchDispatchMode, in_functorch, is_fake, scatters_keep_overlap, tracing_graph
+from fzero._torch_compat import (
+    TorchDispatchMode,
+    backward_number,
+    forward_number,
+    in_functorch,
+    is_fake,
+    scatters_keep_overlap,
+    tracing_graph,
+)
 from fzero.capture.context import Tracing
 from fzero.capture.known import READS, Known
-from fzero.capture.provenance import describe, name_of, user_line
-from fzero.capture.refuse import SPARSE, Refused, ambient_draw, closed_over_write
+from fzero.capture.provenance import describe, name_of
+from fzero.capture.refuse import PLAIN, SPARSE, Refused, ambient_draw, closed_over_write
 from fzero.ir import fx_values
 
 aten = torch.ops.aten
@@ -41,17 +49,17 @@ _ONE_DTYPE = {
 class Watch(TorchDispatchMode):
     """Sees every op before it is traced.
 
-    It refuses writes to real tensors before they happen. Where it is the innermost, it notes on each new node the
-    user's line (`line()`) and, after the forward, the phase (`phase()`). With `known` it follows the values that depend
-    on no input.
+    It refuses writes to real tensors before they happen, at the place `where()`. Where it is the innermost, it notes on
+    each new node the user's line (`line()`) and, after the forward, the phase (`phase()`). With `known` it follows the
+    values that depend on no input.
     """
 
     def __init__(
-        self, tracing: Tracing, line: Callable[[], str], phase: Callable[[], str | None] | None = None,
-        *, known: Known | None = None,
+        self, tracing: Tracing, line: Callable[[], str], *, where: Callable[[], str] | None = None,
+        phase: Callable[[], str | None] | None = None, known: Known | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.tracing, self.line, self.known = tracing, line, known
+        self.tracing, self.line, self.where, self.known = tracing, line, where or line, known
         self.phase = phase or (lambda: tracing.phase)
 
     def __enter__(self) -> Watch:
@@ -67,40 +75,60 @@ class Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Checks an op, runs it, and notes its source on the new nodes. Raises Refused."""
+        with self.tracing.paused:
+            return self._seen(func, args, kwargs)
+
+    def _seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if func is aten.native_batch_norm.default and args[5] and args[3] is not None:
             func = aten._native_batch_norm_legit.default  # the same op, with a schema that marks its writes
         if func._schema.is_mutable:
             self._refuse_real(func, args, kwargs or {})
         if sparse := [x for x in args if isinstance(x, torch.Tensor) and x.layout is not torch.strided]:
             name = name_of(sparse[0], self.tracing.fns)
-            raise Refused(f"{func} at {self.line()} reads {name}, of {sparse[0].layout}. {SPARSE}")
+            raise Refused(f"{func} at {self.where()} reads {name}, of {sparse[0].layout}. {SPARSE}")
+        if odd := [x for x in args if isinstance(x, torch.Tensor) and _is_subclass(x)]:
+            name = name_of(odd[0], self.tracing.fns)
+            raise Refused(f"{func} at {self.where()} reads {name}, a {type(odd[0]).__name__}. {PLAIN}")
         if func in _ONE_DTYPE and len({value.dtype for value in args if isinstance(value, torch.Tensor)}) > 1:
             operands = " and ".join(describe(value) for value in args if isinstance(value, torch.Tensor))
             raise Refused(
-                f"{func} at {self.line()} is given {operands}: it needs one dtype. Cast one, as in x.to(w.dtype)"
+                f"{func} at {self.where()} is given {operands}: it needs one dtype. Cast one, as in x.to(w.dtype)"
             )
         if func in _SCATTERS and not fx_values.is_dense(args[0]) and scatters_keep_overlap():
             args = (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
         if any(isinstance(value, torch.Generator) for value in (kwargs or {}).values()):
-            raise Refused(str(ambient_draw(func, user_line())))
+            raise Refused(str(ambient_draw(func, self.where())))
         if func is aten._efficientzerotensor.default:
             func = aten.zeros.default  # forward mode's zero tangents, which have no memory
         innermost = self is self.tracing.watching[-1]  # a region is traced inside a step
-        result = self._result(func, args, kwargs or {}, self.known if innermost else None)
+        try:
+            result = self._result(func, args, kwargs or {}, self.known if innermost else None)
+        except Exception:
+            self.tracing.failed = self.where()
+            raise
         if layouts := [value.layout for value in fx_values.tensors(result) if value.layout is not torch.strided]:
-            raise Refused(f"{func} at {self.line()} makes a tensor of {layouts[0]}. {SPARSE}")
+            raise Refused(f"{func} at {self.where()} makes a tensor of {layouts[0]}. {SPARSE}")
         graph = tracing_graph()
         if graph is not None and innermost:
             line = None
             for node in reversed(graph.nodes):
                 if "source" in node.meta or node.op in ("placeholder", "root"):
                     break
-                line = self.line() if line is None else line
+                line = self._noted(func) if line is None else line
                 node.meta["source"] = line
                 node.meta["no_grad"] = not torch.is_grad_enabled() or not _has_gradient(func, args)
                 if phase := self.phase():
                     node.meta["phase"] = phase
         return result
+
+    def _noted(self, func: Any) -> str:
+        """The line of the op that was traced, kept for its backward."""
+        line = self.line()
+        if self.phase() is None and backward_number() is None and torch.is_grad_enabled():
+            self.tracing.lines[forward_number()] = line
+        if func.namespace not in ("aten", "fzero"):
+            self.tracing.lines[str(func)] = line
+        return line
 
     def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known | None) -> Any:
         """The result of an op; of one that asks for values that depend on no input, a literal."""
@@ -127,7 +155,13 @@ class Watch(TorchDispatchMode):
             written = named.get(argument.name)
             for value in written if isinstance(written, (list, tuple)) else [written]:
                 if isinstance(value, torch.Tensor) and not is_fake(value):
-                    raise Refused(str(closed_over_write(self.tracing.fns, value, func, user_line())), written=value)
+                    raise Refused(str(closed_over_write(self.tracing.fns, value, func, self.where())), written=value)
+
+
+def _is_subclass(value: torch.Tensor) -> bool:
+    """Whether a tensor is of a class of its own that torch's modes do not see."""
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter) or is_fake(value)
+    return not plain and type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def _has_gradient(func: Any, args: tuple[Any, ...]) -> bool:

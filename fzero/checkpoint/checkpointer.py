@@ -36,7 +36,7 @@ from fzero.checkpoint.load import load
 from fzero.checkpoint.manifest import read, step_name
 from fzero.checkpoint.save import Snapshot, snapshot, write
 from fzero.disk.calls import Disk
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, HangError
 from fzero.session.session import Session, session_of
 from fzero.spec import Spec
 from fzero.state.state import State
@@ -45,6 +45,7 @@ Extra = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 
 log = logging.getLogger("fzero")
 PATIENCE_SECONDS = 30.0  # for a save in flight once an error has ended the loop: the rank it waits for may be gone
+LOST_SECONDS = 0.25  # the same once the process group is lost: only a commit that needs no other rank can still end
 
 
 class RankFlags(IntFlag):
@@ -156,6 +157,8 @@ class Checkpointer:
         self._join(session_of(state))
         try:
             self._finish()
+        except HangError:
+            raise
         except Exception as error:
             log.warning("fzero: an earlier save failed: %s", error)
         if self.saved != state.step:
@@ -179,7 +182,8 @@ class Checkpointer:
             if kind is None:
                 self.close()
             else:
-                self._finish(patience=PATIENCE_SECONDS)
+                lost = self._runtime is not None and self._runtime.presence.hang is not None
+                self._finish(patience=LOST_SECONDS if lost else PATIENCE_SECONDS)
         except Exception as error:
             if kind is None:
                 raise
@@ -237,13 +241,17 @@ class Checkpointer:
         write(taken, self.dir, keep=self.keep, group=self._group, disk=self.disk)
 
     def _finish(self, *, others_failed: bool = False, patience: float | None = None) -> None:
-        """Waits for the save in flight, if any, and raises its error."""
+        """Waits for the save in flight, if any, and raises its error; HangError if a rank is silent for the timeout.
+        patience: seconds after which it is given up."""
         if self._writing is None:
             return
         writing, self._writing, step = self._writing, None, self.saved
-        if not writing.wait(patience):
-            self._taken = None  # the thread may still write that memory
+        taken, self._taken = self._taken, None  # until the save has ended, its thread reads that memory
+        if patience is None and self._runtime is not None:
+            self._runtime.presence.wait_for(writing.wait, f"the save of step {step}")
+        elif not writing.wait(patience):
             raise CheckpointError(self.dir, f"step {step} was not written within {patience:g} s: it is given up")
+        self._taken = taken
         if writing.error is not None or others_failed:
             self.saved = None
             raise writing.error or CheckpointError(self.dir, f"another rank could not save step {step}: see its error")

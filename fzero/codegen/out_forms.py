@@ -119,7 +119,8 @@ def copy_results(compute: Call, into: Sequence[tuple[int, torch.Tensor]]) -> Non
     """Computes several results and copies those numbered in `into`."""
     results = compute()
     for index, tensor in into:
-        if results[index].numel() or not tensor.numel():  # some ops leave out a result that is not needed
+        result = results[index]  # some ops leave out what is not needed: none, or without elements
+        if result is not None and (result.numel() or not tensor.numel()):
             tensor.copy_(results[index])
 
 
@@ -159,6 +160,17 @@ def _scalar(into: torch.Tensor, value: Any, **_: Any) -> Iterator[Call]:
 def _strided_scatter(into: torch.Tensor, x: torch.Tensor, values: torch.Tensor, *layout: Any) -> Iterator[Call]:
     yield partial(into.copy_, x)
     yield partial(strided_ops.strided(into, *layout).copy_, values)
+
+
+def _scatter(view: Any) -> Callable[..., Iterator[Call]]:
+    """Of an op that gives a copy with a view of it replaced. torch's kernels copy all memory behind the operand: here
+    that is the arena."""
+
+    def form(into: torch.Tensor, x: torch.Tensor, values: torch.Tensor, *place: Any, **named: Any) -> Iterator[Call]:
+        yield partial(into.copy_, x)
+        yield partial(view(into, *place, **named).copy_, values)
+
+    return form
 
 
 def _embedding(into: torch.Tensor, weight: torch.Tensor, index: torch.Tensor, *_: Any) -> Iterator[Call]:
@@ -211,6 +223,9 @@ _SPECIAL: dict[Any, Callable[..., Iterator[Call]]] = {
     aten.full_like.default: _full,
     aten.scalar_tensor.default: _scalar,
     torch.ops.fzero.strided_scatter.default: _strided_scatter,
+    aten.slice_scatter.default: _scatter(aten.slice.Tensor),
+    aten.select_scatter.default: _scatter(aten.select.int),
+    aten.diagonal_scatter.default: _scatter(aten.diagonal.default),
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
 }

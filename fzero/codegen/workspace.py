@@ -4,15 +4,19 @@ The rules are for ATen's CPU kernels: the plan of another machine cannot measure
 under the profiler (torch 2.13.0, oneDNN) and comparing the bytes that the allocator saw with the results' bytes. The
 ops of common models without a rule were seen to need nothing, or less than a hundredth of their operands.
 
-oneDNN's convolutions reorder into blocked layouts. Operands of another dtype are cast first. Attention keeps a tile per
-thread. Two needs are not known: of matmuls in 16 bits, of which oneDNN packs an operand or two, and of matmuls of
-expanded operands, which are copied.
+Three kinds of memory come again and again. A kernel that walks its operand by itself copies an operand that is not
+contiguous first (`COPIES`); BLAS copies a matrix whose rows and columns both lie apart (`_gemm`); an op that returns a
+sum keeps its terms (`_reduced`). oneDNN's convolutions reorder into blocked layouts. Operands of another dtype are cast
+first. Attention keeps a tile per thread. The need of matmuls in 16 bits is not known: oneDNN packs an operand or two.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import fx
@@ -147,6 +151,133 @@ def _reduced(count: int) -> Callable[[fx.Node], int]:
     return lambda node: count * _bytes(node) if _result_bytes(node) < _bytes(node) else 0
 
 
+def _bce_with_logits(node: fx.Node) -> int:
+    """The terms and their product with the target, a copy of logits in another order, and the weights of classes."""
+    logits, weights = _values(node, (0,))[0], _values(node, (3,))
+    size = torch.broadcast_shapes(*(x.shape for x in _values(node, (0, 1)))).numel() * logits.element_size()
+    result = fx_values.tensors(node.meta["val"])[0]
+    times = 1 + (result.numel() < logits.numel()) + (not logits.is_contiguous())
+    return times * size + sum(x.nbytes for x in weights) + 16
+
+
+TRANSPOSED = 60 * 60  # elements of the block through which ATen copies a transposed matrix
+
+
+def _copy_bytes(value: torch.Tensor) -> int:
+    """Bytes of a contiguous copy of a value, and of what its kernel takes; 0 where it is contiguous."""
+    if value.is_contiguous() or not value.numel():
+        return 0
+    return (value.numel() + _transposed(value) * TRANSPOSED) * value.element_size()
+
+
+def _transposed(value: torch.Tensor) -> bool:
+    return value.dim() == 2 and value.stride(0) == 1 and value.numel() >= TRANSPOSED
+
+
+def _copies(*places: int) -> Callable[[fx.Node], int]:
+    """Contiguous copies of the operands at these places, of those that are tensors."""
+    return lambda node: sum(map(_copy_bytes, _values(node, places)))
+
+
+def _values(node: fx.Node, places: Sequence[int]) -> list[torch.Tensor]:
+    operands = [*node.args, *node.kwargs.values()]
+    return [x.meta["val"] for i in places if i < len(operands) and isinstance(x := operands[i], fx.Node)]
+
+
+def _all(*rules: Callable[[fx.Node], int]) -> Callable[[fx.Node], int]:
+    return lambda node: sum(rule(node) for rule in rules)
+
+
+def _gemm(node: fx.Node) -> int:
+    """Copies of matrices whose rows and columns both lie apart; of a batch one matrix at a time."""
+    matrices = [v for v in _values(node, range(len(node.args)))[-2:] if v.dim() >= 2]
+    return sum(math.prod(v.shape[-2:]) * v.element_size() for v in matrices if not _for_blas(v))
+
+
+def _for_blas(matrix: torch.Tensor) -> bool:
+    (rows, cols), (down, right) = matrix.shape[-2:], matrix.stride()[-2:]
+    return (right == 1 and down >= cols) or (down == 1 and right >= rows)
+
+
+def _block(node: fx.Node) -> int:
+    """The block of a copy of a transposed matrix into a contiguous one."""
+    (result, *_) = fx_values.tensors(node.meta["val"])
+    sources = [v for v in _values(node, range(len(node.args))) if _transposed(v) and v.dtype is result.dtype]
+    return TRANSPOSED * result.element_size() if sources and result.is_contiguous() else 0
+
+
+def _lapack(place: int) -> Callable[[fx.Node], int]:
+    """LAPACK's copy of an operand, column by column, and the block of a copy of the result."""
+
+    def rule(node: fx.Node) -> int:
+        result = fx_values.tensors(node.meta["val"])[0]
+        return _bytes(node, place) + _transposed(result) * TRANSPOSED * result.element_size()
+
+    return rule
+
+
+def _sort(node: fx.Node) -> int:
+    """The numbers of the elements along the dim."""
+    value = fx_nodes.operand(node).meta["val"]
+    stable = "stable" in str(node.target)
+    given = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 and not stable else -1)
+    return 8 * value.shape[given] if value.dim() and isinstance(given, int) else 8
+
+
+def _fft(node: fx.Node) -> int:
+    """A copy of an operand whose other dims are not one stretch of equal steps. Real results of several dims also need
+    the complex values before the last one."""
+    source, dims = fx_nodes.operand(node).meta["val"], cast(Sequence[int], node.args[1])
+    if node.target is not aten._fft_c2r.default or len(dims) == 1:
+        return _fft_copy(source, dims)
+    like = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
+    between = aten._fft_c2c.default(like, dims[:-1], 0, False)
+    nbytes = source.numel() * source.element_size()
+    return nbytes + max(_fft_copy(source, dims[:-1]) - _result_bytes(node), _fft_copy(between, dims[-1:]))
+
+
+def _fft_copy(value: torch.Tensor, dims: Sequence[int]) -> int:
+    others = sorted((d for d in range(value.dim()) if d not in dims), key=value.stride, reverse=True)
+    steps = [(value.shape[d], value.stride(d)) for d in others if value.shape[d] > 1]
+    joined = all(outer == size * inner for (_, outer), (size, inner) in itertools.pairwise(steps))
+    return 0 if joined else value.numel() * value.element_size()
+
+
+def _group_norm_backward(node: fx.Node) -> int:
+    """Two sums for each channel of each sample."""
+    rows, channels = node.args[5:7]
+    return 2 * rows * channels * fx_nodes.operand(node, 1).meta["val"].element_size()  # type: ignore[operator]
+
+
+def _triangle(node: fx.Node) -> int:
+    """A copy of matrices that do not follow one another."""
+    value = fx_nodes.operand(node).meta["val"]
+    steps = [math.prod(value.shape[d + 1 :]) for d in range(value.dim() - 2)]
+    apart = any(value.shape[d] > 1 and value.stride(d) != step for d, step in enumerate(steps))
+    return _copy_bytes(value) if apart else 0
+
+
+def _householder(node: fx.Node) -> int:
+    """LAPACK's work for a block of some columns, and the block of a copy of the matrix."""
+    value = fx_nodes.operand(node).meta["val"]
+    return (40 * max(value.shape[-2:]) + TRANSPOSED) * value.element_size()
+
+
+def _cdist(first: int) -> Callable[[fx.Node], int]:
+    """Copies of both points, the first at place `first`; two columns more where a product gives the distances."""
+
+    def rule(node: fx.Node) -> int:
+        points = _values(node, (first, first + 1))
+        batch = torch.broadcast_shapes(*(x.shape[:-2] for x in points))
+        wide = [x.expand(*batch, *x.shape[-2:]) for x in points]
+        p, how = (*node.args[first + 2 :], None)[:2]
+        product = not first and p == 2 and (how == 1 or (not how and max(x.shape[-2] for x in points) > 25))
+        columns = sum((x.shape[-1] + 2) * x.shape[:-1].numel() * x.element_size() for x in wide) if product else 0
+        return columns + sum(map(_copy_bytes, wide)) + _copies(0)(node) * first
+
+    return rule
+
+
 def _upsample(node: fx.Node) -> int:
     """Operand and result with their channels last."""
     return _bytes(node) + _result_bytes(node)
@@ -177,7 +308,62 @@ def _orthogonalize(node: fx.Node) -> int:
     return 2 * rows * cols + 4 * rows * rows + blocks
 
 
+# by op, the places of the operands of which its kernel needs contiguous copies
+COPIES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(
+        str.split(
+            "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d avg_pool2d avg_pool3d "
+            "max_pool2d_with_indices max_pool3d_with_indices _log_softmax _softmax log_sigmoid_forward "
+            "narrow_copy reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
+            "replication_pad3d median.dim nanmedian.dim aminmax max min"
+        ),
+        (0,),
+    ),
+    **dict.fromkeys(
+        str.split(
+            "_log_softmax_backward_data _softmax_backward_data max_unpool2d max_unpool3d multi_margin_loss "
+            "multilabel_margin_loss_forward native_group_norm"
+        ),
+        (0, 1),
+    ),
+    "fractional_max_pool2d": (0, 3),
+    "masked_scatter": (2,),
+    "multi_margin_loss_backward": (1, 2),
+    "multilabel_margin_loss_backward": (1, 2, 5),
+    "native_layer_norm": (0, 2, 3),
+}
+
+
+def _op(name: str) -> object:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(aten, packet), overload or "default")
+
+
 RULES: dict[object, Callable[[fx.Node], int]] = {
+    **{_op(name): _copies(*places) for name, places in COPIES.items()},
+    **dict.fromkeys(map(_op, ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv")), _gemm),
+    **dict.fromkeys(map(_op, ("_fft_r2c", "_fft_c2c", "_fft_c2r")), _fft),
+    **dict.fromkeys(map(_op, ("clone", "_to_copy", "copy", "copy_", "masked_fill.Scalar")), _block),
+    **dict.fromkeys(map(_op, ("median", "nanmedian", "ormqr")), _lapack(0)),
+    **dict.fromkeys(map(_op, ("linalg_qr", "geqrf")), _householder),
+    **dict.fromkeys(map(_op, ("tril", "triu")), _triangle),
+    aten.linalg_solve_triangular.default: _copies(0),
+    aten.linalg_pinv.atol_rtol_tensor: lambda node: 3 * _bytes(node),
+    aten.lu_unpack.default: lambda node: fx_values.tensors(node.meta["val"])[-1].nbytes,
+    aten.unfold_backward.default: lambda node: 2 * _result_bytes(node),
+    aten.masked_scatter_backward.default: lambda node: _bytes(node) + 10 * _values(node, (1,))[0].numel(),
+    aten.cholesky_solve.default: _lapack(1),
+    aten._cdist_forward.default: _cdist(0),
+    aten._cdist_backward.default: _cdist(1),
+    **dict.fromkeys(map(_op, ("searchsorted.Tensor", "searchsorted.Scalar")), _copies(0, 1, 2, 3, 4)),
+    aten.cholesky.default: lambda node: _lapack(0)(node) - _bytes(node),
+    **dict.fromkeys((aten.sort.default, aten.sort.stable), _sort),
+    aten._safe_softmax.default: _all(_copies(0), lambda node: _values(node, (0,))[0].numel()),  # a mask
+    aten.roll.default: lambda node: _bytes(node) * (len(cast(Sequence[int], node.args[1])) > 1),  # dim by dim
+    aten.native_group_norm_backward.default: _all(_group_norm_backward, _copies(0, 1)),
+    aten.binary_cross_entropy_with_logits.default: _bce_with_logits,
+    aten.soft_margin_loss.default: _reduced(1),
+    aten.soft_margin_loss_backward.default: lambda node: 2 * _result_bytes(node),
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
     aten.native_batch_norm_backward.default: _bytes,
@@ -196,14 +382,14 @@ RULES: dict[object, Callable[[fx.Node], int]] = {
     aten.smooth_l1_loss.default: _reduced(2),
     aten.cumsum.default: _cast_input,
     aten.linalg_inv_ex.default: lambda node: _bytes(node) + _per_matrix(1)(node),
-    aten.linalg_qr.default: _per_matrix(1),
     aten._linalg_svd.default: lambda node: _bytes(node) + _per_matrix(1)(node),
     aten._linalg_eigh.default: _per_matrix(3),
-    aten.linalg_matrix_exp.default: lambda node: 10 * _bytes(node),
+    aten.linalg_matrix_exp.default: lambda node: 12 * _bytes(node),
     aten.kthvalue.default: _selection,
     aten.upsample_nearest2d.default: _upsample,
+    aten._upsample_nearest_exact2d.default: _upsample,
     aten.upsample_bilinear2d.default: _upsample,
-    aten.im2col.default: _bytes,
+    aten.im2col.default: _all(_bytes, _copies(0)),
     aten.col2im.default: _bytes,
     aten.sum.default: _cast_input,
     aten.sum.dim_IntList: _cast_input,

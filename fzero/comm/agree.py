@@ -28,13 +28,15 @@ NOTE_BYTES = 512
 class Same:
     """A value that some of the ranks must share: those that give the same `among`.
 
-    what: the value in words. remedy: how to mend a difference.
+    what: the value in words. remedy: how to mend a difference. shown: whether the error shows the two values (a
+    digest would say nothing).
     """
 
     what: str
     among: int
     value: str
     remedy: str = ""
+    shown: bool = False
 
 
 def tell(note: bytes, world_size: int, group: Any) -> list[bytes]:
@@ -101,13 +103,13 @@ def agree(
             presence.set_agreed(call)
             if failure is None:
                 parts = [note.decode(errors="replace").split("\n", 4) for note in notes]
-                if len({part[1] for part in parts}) == 1 < len({part[2] for part in parts}) and not any(
-                    part[0].startswith("!") for part in parts
-                ):
-                    tables = [_table(note) for note in tell(_text(inputs()), world_size, group)]
-                    _compare_inputs(tables, presence.label)
-                _compare(rank, parts, presence.label)
-                _compare_shared(same, [json.loads(part[3]) for part in parts], presence.label)
+                _compare_failures(rank, parts, presence.label)
+                if len({part[1] for part in parts}) == 1:  # one call: as many shared values on every rank
+                    _compare_shared(same, [json.loads(part[3]) for part in parts], presence.label)
+                    if len({part[2] for part in parts}) > 1:
+                        tables = [_table(note) for note in tell(_text(inputs()), world_size, group)]
+                        _compare_inputs(tables, presence.label)
+                _compare(parts, presence.label)
                 any_rank_flags = functools.reduce(operator.or_, (int(part[0][1:]) for part in parts))
         if failure is not None:
             raise failure
@@ -141,16 +143,21 @@ def _compare_inputs(tables: list[dict[str, str]], label: Callable[[int], str]) -
             shapes = first.partition("[")[0] == other.partition("[")[0] and "[" in first
             raise DisagreementError(
                 f"{name} is {first} on {label(0)}, {other} on {label(rank)}: a step needs batches of the same shapes, "
-                f"dtypes and static values on all ranks{f'. {remedy}' if shapes else ''}"
+                "dtypes and static values on all ranks, and functions that read the same values of Python"
+                f"{f'. {remedy}' if shapes else ''}"
             )
 
 
-def _compare(rank: int, notes: list[list[str]], label: Callable[[int], str]) -> None:
-    """Raises DisagreementError if a rank failed, or if calls or digests differ. A note is [mark and flags, call,
-    digest, shared values, error text]."""
+def _compare_failures(rank: int, notes: list[list[str]], label: Callable[[int], str]) -> None:
+    """Raises DisagreementError if a rank failed. A note is [mark and flags, call, digest, shared values, error
+    text]."""
     failed = [(r, note[-1]) for r, note in enumerate(notes) if note[0].startswith("!")]
     if failed:
         raise DisagreementError("; ".join(f"{label(r)} failed before {notes[rank][1]}: {text}" for r, text in failed))
+
+
+def _compare(notes: list[list[str]], label: Callable[[int], str]) -> None:
+    """Raises DisagreementError if calls or digests differ."""
     if len({(note[1], note[2]) for note in notes}) > 1:
         shown = "; ".join(f"{label(r)}: {note[1]} of {note[2]}" for r, note in enumerate(notes))
         raise DisagreementError(
@@ -169,4 +176,7 @@ def _compare_shared(same: Sequence[Same], notes: list[list[list[Any]]], label: C
             among, value = note[number]
             other = first.setdefault(among, rank)
             if notes[other][number][1] != value:
-                raise DisagreementError(f"{own.what} differs between {label(other)} and {label(rank)}. {own.remedy}")
+                values = f": {notes[other][number][1]} and {value}" if own.shown else ""
+                raise DisagreementError(
+                    f"{own.what} differs between {label(other)} and {label(rank)}{values}. {own.remedy}"
+                )

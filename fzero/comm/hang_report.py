@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
@@ -142,6 +142,18 @@ def no_store(
     return HangError("\n  ".join(lines), missing)
 
 
+def not_come(rank: int, world_size: int, missing: Sequence[int], seconds: float, cause: str = "") -> HangError:
+    """Returns the error of a rank that waited in vain for others to start the process group with it."""
+    who = _ranks([*missing]) if missing else "some"
+    their = "its process" if len(missing) == 1 else "their processes"
+    return HangError(
+        f"rank {rank}: {who} of {world_size} did not come within {seconds:g} s to start the process group"
+        f"{f' ({cause})' if cause else ''}. What {their} printed has the first error. Start all ranks again, or give "
+        "them more time: Spec(timeout=)",
+        missing,
+    )
+
+
 def _missing(statuses: Mapping[int, RankStatus | None], silent: Collection[int]) -> tuple[int, ...]:
     ended = (Phase.ENDED, Phase.LEFT)
     failed = [r for r, status in statuses.items() if status is not None and status.end == Phase.FAILED]
@@ -159,6 +171,8 @@ def sentence(rank: str, status: RankStatus | None, silent: bool = False, newest:
         return f"{rank} is missing: it has not called fzero yet"
     if status.end == Phase.FAILED:
         return f"{rank} failed alone, {status.at}: {status.why}"
+    if status.end == Phase.LOST:
+        return f"{rank} waited in vain before, {status.at}{f' ({status.why})' if status.why else ''}"
     if status.end != Phase.GOING:
         reason = "its program ended" if status.end == Phase.ENDED else "it left the process group"
         return f"{rank} is missing: {reason}{f' ({status.why})' if status.why else ''}, {status.at}"

@@ -5,8 +5,9 @@ A thread of each rank sleeps. Once a tick (one second; longer in large worlds) i
 that the step writes anyway. So an op costs nothing, and a tick costs 0.03 to 0.1 ms of one core.
 
 A rank whose process is not stopped keeps writing, even if its main thread is stuck. A rank whose wait ended badly (time
-is up, a connection closed) does three things. It writes "lost". It reads the records of all ranks twice, two seconds
-apart. It raises `HangError` with the result. Other ranks learn at their next tick that a rank failed or gave up. If
+is up, a connection closed) does three things. It writes "lost". It reads the records of all ranks until each has
+changed, or has stood still for two seconds; a rank that has waited for long reads them before, and knows at once. It
+raises `HangError` with the result. Other ranks learn at their next tick that a rank failed or gave up. If
 they wait for it in that call, in vain, their wait is ended. Over messages the thread lets a receive on the group time
 out, and with gloo this ends all transfers of that group on this rank. Over shared memory the waiting rank looks at
 `halted` itself.
@@ -191,6 +192,25 @@ class Presence:
                 )
         return self.hang
 
+    def wait_for(self, done: Callable[[float | None], bool], what: str) -> None:
+        """Returns once `done(seconds)`, which waits for so long (None: for as long as it takes), has returned True.
+
+        For what a thread does together with threads of the other ranks. However long that takes, a rank that is silent
+        for the timeout meanwhile ends the wait: HangError.
+        """
+        if not self._alive():
+            done(None)
+            return
+        before, began = self.where, time.monotonic()
+        self.where = replace(before, name=what, inside=True, op=lambda: "until all ranks have done their part")
+        self.heartbeat.listens = True
+        try:
+            while not done(self.heartbeat.tick):
+                if silent := self.heartbeat.silent(began, self.timeout_seconds):
+                    raise self.lost(PeerError(f"{what} waits for {self.label(silent[0])}, which is silent"))
+        finally:
+            self.heartbeat.listens, self.where = False, before
+
     def failed(self, error: BaseException) -> None:
         """Writes that this rank failed in the middle of a call, alone as far as it knows."""
         if self.ending.phase is Phase.GOING and self._alive():
@@ -212,15 +232,31 @@ class Presence:
         return self.heartbeat.alive() and os.getpid() == self.pid
 
 
+@dataclass(frozen=True)
+class Heard:
+    """The last record that was read of another rank; None if it never wrote one. at: when it was first read (seconds of
+    time.monotonic). news: whether another one was read before it."""
+
+    status: RankStatus | None
+    at: float
+    news: bool
+
+    @property
+    def ended(self) -> bool:
+        """Whether the rank will write no more, and says so."""
+        return self.status is not None and self.status.end is not Phase.GOING
+
+
 Statuses = tuple[dict[int, RankStatus | None], set[int]]  # the last record of each rank; the ranks that were silent
 
 
 class Heartbeat:
     """The thread that writes this rank's record each tick, reads those of the other ranks, and ends waits in vain.
 
-    The main thread calls the public methods, and adds to `groups`: the presence's group first, if it has one, then
-    the smaller ones. Only the heartbeat's own thread, which runs the private ones, writes `beat` (records written),
-    `answered_at` (when the store last answered, in seconds of time.monotonic), `halted` (why a wait was ended),
+    The main thread calls the public methods, sets `listens` (whether the records of the others are read each tick), and
+    adds to `groups`: the presence's group first, if it has one, then the smaller ones. Only the heartbeat's own thread,
+    which runs the private ones, writes `beat` (records written), `answered_at` (when the store last answered, in
+    seconds of time.monotonic), `halted` (why a wait was ended), `heard` (the last record of each other rank),
     `statuses` (the result of the roll call), `left` (set when the group is gone), `told` (the others need not answer
     this rank any more), and `last` and `since` (the place last seen, and since when). `wake` and `stopped` are set by
     the main thread; `published` and `answered` by this one.
@@ -240,6 +276,8 @@ class Heartbeat:
         self.answered_at = self.since = time.monotonic()
         self.last: tuple[int, bool, int, bool] | None = None
         self.left: Ending | None = None
+        self.listens = False
+        self.heard: dict[int, Heard] = {}
         self.statuses: Statuses | None = None
 
     # --- for the main thread
@@ -267,6 +305,12 @@ class Heartbeat:
         while not self.answered.wait(self.tick) and time.monotonic() < self.answered_at + self.patience + self.tick:
             pass
         return self.statuses
+
+    def silent(self, began: float, seconds: float) -> list[int]:
+        """The ranks that have been silent for so many seconds since `began` (of time.monotonic) while `listens`."""
+        now = time.monotonic()
+        heard = list(self.heard.items())
+        return [r for r, last in heard if not last.ended and now - max(last.at, began) >= seconds]
 
     def stop(self, seconds: float) -> None:
         """Ends the thread; waits for it at most `seconds`."""
@@ -320,11 +364,16 @@ class Heartbeat:
         if ending.phase is not Phase.GOING:
             self.store.set("over", "1")
             self.published.set()
-        elif waits and stays and not self.halted and self.store.check(["over"]):
-            statuses = self._read(set(range(presence.world_size)) - {presence.rank})
-            ended = [r for r, other in statuses.items() if other is not None and other.stops(where.call)]
+        elif self.listens:
+            self._listen()
+        elif waits and stays and not self.halted:
+            over = self.store.check(["over"])
+            if over or now - self.since > presence.timeout_seconds - self.patience - 2 * self.tick:
+                self._listen()  # before the time is up: the roll call knows then who has been silent
+            heard = {r: other.status for r, other in self.heard.items() if over and other.status is not None}
+            ended = [r for r, other in heard.items() if other.stops(where.call)]
             if ended and place == self._place(presence.where, presence.waits):
-                self.halted = sentence(self.presence.label(ended[0]), statuses[ended[0]])
+                self.halted = sentence(presence.label(ended[0]), heard[ended[0]])
                 self._poison()
         self.answered_at = time.monotonic()
 
@@ -334,23 +383,32 @@ class Heartbeat:
         self.answered_at = time.monotonic()
         return {r: RankStatus.from_json(text) for r, text in texts.items()}
 
+    def _listen(self) -> None:
+        """Reads the records of the others, and notes those that are new."""
+        for r, status in self._read(set(range(self.presence.world_size)) - {self.presence.rank}).items():
+            before = self.heard.get(r)
+            if before is None or status != before.status:
+                self.heard[r] = Heard(status, time.monotonic(), before is not None)
+
     def _roll_call(self) -> Statuses:
-        """The last record of every rank, and the ranks that were silent. Takes at most `patience` and a read."""
-        first = self._read(set(range(self.presence.world_size)))
-        statuses, silent = dict(first), set(first) - {self.presence.rank}
-        until = time.monotonic() + self.patience
-        while silent and time.monotonic() < until and not self.stopped.is_set():
-            time.sleep(self.tick / 4)
+        """The last record of every rank, and the ranks that were silent. Takes at most `patience` and a read: a tick
+        where the others were listened to before."""
+        began = time.monotonic()
+        while True:
             self._tell()
-            for r, now in self._read(silent).items():
-                before = first[r]
-                if now is not None and (now.end or before is None or now.beat > before.beat):
-                    statuses[r] = now
-                    silent.discard(r)
+            self._listen()
+            now = time.monotonic()
+            answers = {r for r, heard in self.heard.items() if heard.ended or (heard.news and heard.at > began)}
+            silent = {r for r, heard in self.heard.items() if now - heard.at >= self.patience} - answers
+            undecided = {*self.heard} - answers - silent
+            if not undecided or self.stopped.is_set():
+                break
+            time.sleep(self.tick / 4)
         self.told = True
         self._tell()
+        statuses = {r: heard.status for r, heard in self.heard.items()} | self._read({self.presence.rank})
         self._let_read({r for r, status in statuses.items() if status is not None and status.waits} - silent)
-        return statuses, silent
+        return dict(sorted(statuses.items())), silent | undecided
 
     def _let_read(self, ranks: set[int]) -> None:
         """If this process holds the store: waits, for at most `patience`, until these ranks have read or ended."""

@@ -251,8 +251,8 @@ class SharedMemoryPeers:
 
     def _fail(self, peer: _Peer, label: str) -> PeerError:
         how = {
-            "died": "ended: the first error is in its log. Start all ranks again",
-            "closed": "closed its side: did its program end earlier?",
+            "died": "ended its connection: the first error is in its log. Start all ranks again",
+            "closed": "closed its side: it gave up before, or has come to its end",
             "": f"did not come within {self.timeout_seconds:g} s: it is stopped, or does something else",
         }[peer.end]
         self.failure = f"{label}: rank {self.rank} waited for rank {peer.rank}, which {how}"

@@ -10,6 +10,9 @@ group is made, the ranks agree on a name that no earlier start had:
     rank 0      lets the offer go that all ranks have accepted
 
 The keys of an earlier start hold no token of this one, so no rank can take them for new. This takes some milliseconds.
+
+When the time is up, each rank finds in the store who is missing. Rank 0, which may hold the store, lets the others read
+its answer before it raises.
 """
 
 from __future__ import annotations
@@ -21,15 +24,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fzero.errors import DisagreementError
+from fzero.comm.hang_report import not_come
 
 POLL_SECONDS = 0.005
+TOLD_SECONDS = 2.0  # that rank 0 waits for the others to read who is missing
 
 
 def prefixed(store: Any, rank: int, world_size: int, timeout_seconds: float) -> Any:
     """Returns `store` under a prefix that only the ranks of this start have. Collective.
 
-    Raises DisagreementError if not all ranks come within `timeout_seconds`.
+    Raises HangError, which names the missing, if not all ranks come within `timeout_seconds`.
     """
     token, deadline = secrets.token_hex(8), time.monotonic() + timeout_seconds
     everyone = range(world_size)
@@ -40,7 +44,7 @@ def prefixed(store: Any, rank: int, world_size: int, timeout_seconds: float) -> 
             store.set("offer", " ".join(store.get(f"token/{r}").decode() for r in everyone))
         if store.check(["offer"]):
             offer = store.get("offer").decode()
-            name = hashlib.sha256(offer.encode()).hexdigest()[:16]
+            name = _name(offer)
             tokens = offer.split(" ")
             if len(tokens) == world_size and tokens[rank] == token:
                 store.set(f"accepted/{rank}", name)
@@ -49,8 +53,38 @@ def prefixed(store: Any, rank: int, world_size: int, timeout_seconds: float) -> 
                     store.set("go", name)
                 if store.check(["go"]) and store.get("go").decode() == name:
                     return dist.PrefixStore(name, store)
+        if store.check([f"missing/{token}"]):
+            missing = [int(r) for r in store.get(f"missing/{token}").decode().split()]
+            store.set(f"told/{token}", "")
+            raise not_come(rank, world_size, missing, timeout_seconds)
         time.sleep(POLL_SECONDS)
-    raise DisagreementError(
-        f"rank {rank}: not all {world_size} ranks came within {timeout_seconds:g} s. Look at what the others printed, "
-        "or give them more time: Spec(timeout=)"
-    )
+    missing = _missing(store, rank, world_size, token)
+    if rank == 0:
+        others = [store.get(f"token/{r}").decode() for r in everyone[1:] if r not in missing]
+        for other in others:
+            store.set(f"missing/{other}", " ".join(map(str, missing)))
+        wait_for_keys(store, [f"told/{other}" for other in others], TOLD_SECONDS)
+    raise not_come(rank, world_size, missing, timeout_seconds)
+
+
+def wait_for_keys(store: Any, keys: list[str], seconds: float) -> list[str]:
+    """Returns once all keys are in the store, or after so many seconds. Returns those that are not."""
+    until = time.monotonic() + seconds
+    while (absent := [key for key in keys if not store.check([key])]) and time.monotonic() < until:
+        time.sleep(POLL_SECONDS)
+    return absent
+
+
+def _missing(store: Any, rank: int, world_size: int, token: str) -> list[int]:
+    """The ranks that did not do their part in a start that did not come about."""
+    if silent := [r for r in range(world_size) if not store.check([f"token/{r}"])]:
+        return silent
+    offer = store.get("offer").decode() if store.check(["offer"]) else ""
+    if token not in offer.split(" "):
+        return [0]  # it offers what it finds, again and again
+    accepted = {r: store.get(f"accepted/{r}").decode() for r in range(world_size) if store.check([f"accepted/{r}"])}
+    return [r for r in range(world_size) if accepted.get(r) != _name(offer)]
+
+
+def _name(offer: str) -> str:
+    return hashlib.sha256(offer.encode()).hexdigest()[:16]

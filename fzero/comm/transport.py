@@ -103,14 +103,14 @@ def _joined(along: Mapping[str, Line], comms: Mapping[str, Comm]) -> Comm:
     return ByAxis(comms, {axis: line.size for axis, line in along.items()})
 
 
-def bucket_bytes(transport: str, world_size: int, rank: int = 0, rates: Rates | None = None, store: Any = None) -> int:
+def bucket_bytes(transport: str, mesh: Mesh, rank: int = 0, rates: Rates | None = None, store: Any = None) -> int:
     """Returns the bytes at which buckets are cut if the spec does not say: BUCKET_BYTES if nothing was measured.
 
     The choice rests on the costs of transfers when this machine first had such a world. They are kept, so that all runs
     have one layout, and so one order of sums. `store` makes the choice the same on every rank.
     """
     costs = Costs("buckets", measures=rates is not None, rank=rank, store=store)
-    question = f"{transport}, {world_size} ranks"
+    question = f"{transport}, {mesh.data_ranks} ranks"
     measured = costs.find([question], lambda _: choose.bucket_costs(rates) if rates is not None else {})
     known = {size: cost for size, cost in measured.get(question, {}).items() if size in map(str, choose.BUCKETS)}
     if not known:

@@ -10,13 +10,13 @@ from functools import cached_property
 import torch
 
 from fzero.capture.graph import Graph
+from fzero.compile import judged
 from fzero.compile.timeline import draw
 from fzero.cost.memory import MemoryAccount, account
 from fzero.errors import FzeroError
 from fzero.ir import fx_nodes
 from fzero.ir.mesh import PIPELINE
 from fzero.ir.program import Program
-from fzero.lowering.build import build
 from fzero.lowering.localise import Sharding
 from fzero.passes import Options, PassRecord, trail
 from fzero.pipeline import Schedule
@@ -50,7 +50,7 @@ class Lowered:
         """The program before all passes. It is built anew, for nothing that runs needs its graphs."""
         transport = next(iter(self.programs.values())).transport
         graph = self.graph if self.sharding is None else self.sharding.local
-        return build(graph, self.plan, reduce=self.reduce, transport=transport)
+        return judged.naive(graph, self.plan, reduce=self.reduce, transport=transport)
 
     @property
     def roles(self) -> dict[int, Program]:

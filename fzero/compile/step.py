@@ -1,11 +1,11 @@
 """step: the way from a user's step to a program: capture, lowering, passes, and the decisions between them.
 
-A decision is a `Choice(value, reason)`. If two programs are possible, both are lowered and compared.
+A decision is a `Choice(value, reason)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,20 +17,19 @@ from fzero.capture import trace_step
 from fzero.codegen import matmul
 from fzero.compile import budgets
 from fzero.compile.collector import collect, collector_paused
+from fzero.compile.judged import local_step, naive
 from fzero.compile.layout import check_rules
 from fzero.compile.lowered import Lowered
+from fzero.compile.reduce_when import reduce_when
 from fzero.compile.resolve import LoweringOptions, TrainStep, lowering_options, train_step
 from fzero.compile.update_place import update_place
 from fzero.cost import choose
 from fzero.cost.autotune import Costs
 from fzero.cost.choose import Choice
-from fzero.cost.memory import account
 from fzero.cost.rates import Rates
 from fzero.errors import SpecError
-from fzero.ir.program import Program, wire_bytes
+from fzero.ir.program import Program
 from fzero.ir.records import DISK, HOST
-from fzero.lowering.build import build
-from fzero.lowering.localise import localise
 from fzero.passes import BEFORE_ROLES, TILE_BYTES, UNTIL_PREFETCH, Options, PassRecord, optimise
 from fzero.passes.pipeline.assign_roles import LENT
 from fzero.passes.pipeline.by_role import by_role
@@ -72,8 +71,7 @@ def _lower(
     step: TrainStep, wanted: LoweringOptions, state: Any, batch: Any, plan: Plan, transport: str,
     costs: Costs | None, rates: Rates | None,
 ) -> Lowered:  # fmt: skip
-    """Captures the step, lowers it once for each way to reduce gradients, runs the passes, and keeps the better
-    program."""
+    """Captures the step, lowers it and runs the passes."""
     progress.now("capture")
     graph = trace_step.capture(
         step.user,
@@ -87,25 +85,24 @@ def _lower(
         fns=[step.loss],
     )
     choices: dict[str, str] = {}
-    local, sharding = localise(graph, plan, wanted.sequence)
+    local, sharding = local_step(graph, plan, wanted.sequence)
     if wanted.matmul == "fastest":
         local, choices = matmul.choose(local, costs or Costs("products", measures=False))
     graph, sharding = (local, None) if sharding is None else (graph, replace(sharding, local=local))
     one_way = plan.data_ranks == 1 or all(region.microbatches == 1 for region in graph.regions)
-    ways = (wanted.reduce,) if wanted.reduce else ("end",) if one_way else ("end", "each")
+    chosen = Choice(wanted.reduce or "end") if wanted.reduce or one_way else reduce_when(local, plan)
     collect()
     schedule = None
     if plan.cut is not None:
         schedule = wanted.pipeline.order(plan.mesh.roles, step.microbatches)
-    lowered: dict[str, dict[int, _Role]] = {}
-    for how in ways:
-        try:
-            lowered[how] = _roles(build(local, plan, reduce=how, transport=transport), plan, wanted, schedule, rates)
-        except SpecError:  # under a budget, another way may fit
-            if how == ways[-1] and not lowered:
-                raise
-    chosen = _reduce({how: [role.program for role in roles.values()] for how, roles in lowered.items()})
-    roles = lowered[chosen.value]
+    try:
+        roles = _roles(naive(local, plan, reduce=chosen.value, transport=transport), plan, wanted, schedule, rates)
+    except SpecError as error:  # of a budget, which may not choose other bits
+        if chosen.reason and chosen.value == "end" and wanted.device_bytes is not None:
+            raise SpecError(
+                f"{error}. Or say reduce='each', which holds no whole gradients and has other bits"
+            ) from None
+        raise
     for name, choice in (("reduce", chosen), ("prefetch", roles[0].prefetch), ("update_on", roles[0].update_on)):
         if choice.reason:
             choices[name] = choice.reason
@@ -224,18 +221,6 @@ def _lent(programs: Mapping[int, Program]) -> str:
         f"pipeline: {sum(lent.values()):,} bytes of leaves are sent each step to a role that uses and does not keep "
         f"them ({shown}). So is a tied leaf; layers that run in another order than their numbers send it too"
     )
-
-
-def _reduce(programs: Mapping[str, Sequence[Program]]) -> Choice[str]:
-    """How gradients are reduced. "end" sends the least; it is taken unless whole gradients raise the planned peak by a
-    tenth."""
-    if len(programs) == 1:
-        return Choice(next(iter(programs)))
-    peak = {how: max(account(program).peak for program in roles) for how, roles in programs.items()}
-    sent = {how: sum(wire_bytes(p, op) for p in roles for op in p.ops) for how, roles in programs.items()}
-    how = "end" if peak["end"] <= 1.1 * peak["each"] else "each"
-    shown = (f"{name}: peak {peak[name] / 1e9:.3g} GB, {sent[name] / 1e9:.3g} GB sent" for name in ("end", "each"))
-    return Choice(how, f"reduce={how!r} by memory ({'; '.join(shown)}). Spec(reduce=...) chooses otherwise")
 
 
 def fakes_on(like: Any, device: torch.device) -> Any:

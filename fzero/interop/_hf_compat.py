@@ -1,8 +1,10 @@
 """The only file of interop that uses private names, of torch and of transformers; each with the version it was seen in.
 
 transformers asks `is_tracing(tensor)`, which knows fake tensors (5.0.0, 5.23.0), before it looks at the values of a
-mask; so a captured model builds the mask that an uncaptured one may leave out, and computes the same. transformers
-before 5 does not ask, and its models capture only without an `attention_mask`.
+mask or of positions. Of a tensor whose values a capture knows, such as the positions that a model makes itself, the
+answer is here no: a captured model then leaves out the same masks as an uncaptured one. A mask or positions from the
+batch are known only when the step runs, so their mask is built. transformers before 5 does not ask, and its models
+capture only without an `attention_mask`.
 """
 
 from __future__ import annotations
@@ -16,11 +18,34 @@ import torch
 from torch import nn
 
 from fzero._torch_compat import DataDependentOutputException, DynamicOutputShapeException, is_fake
+from fzero.capture.context import active
 from fzero.errors import CaptureError
 
 
 def install() -> None:
-    """Lets transformers' grouped matrix product trace in fp32 (`_can_use_grouped_mm`: transformers 5.23.0).
+    """Lets the transformers that is imported capture as well as it runs: grouped products, and masks left out."""
+    _let_grouped_products_trace()
+    for name in ("transformers.masking_utils", "transformers.modeling_attn_mask_utils"):
+        _let_known_values_be_asked(sys.modules.get(name))
+
+
+def _let_known_values_be_asked(module: Any) -> None:
+    """`is_tracing(tensor)` of this module says False of a tensor whose values the capture knows (5.0.0, 5.23.0)."""
+    is_tracing = getattr(module, "is_tracing", None)
+    if is_tracing is None or hasattr(is_tracing, "fzero"):
+        return
+
+    def unknown(tensor: Any = None) -> bool:
+        if not torch.compiler.is_compiling() and (tracing := active()) is not None and tracing.known.holds(tensor):
+            return False
+        return bool(is_tracing(tensor))
+
+    unknown.fzero = True  # type: ignore[attr-defined]
+    module.is_tracing = unknown
+
+
+def _let_grouped_products_trace() -> None:
+    """transformers' grouped matrix product in fp32 (`_can_use_grouped_mm`: transformers 5.23.0).
 
     torch's shape rule knows bfloat16 only; transformers has an op of its own for the rest, which it takes under
     `torch.compile`, and now for fake tensors. Real tensors take the road they took before.
@@ -42,17 +67,11 @@ def capturing(module: nn.Module) -> Iterator[None]:
     """For the traced call of a module: keeps layers off library ops that cannot be traced. For a mixture of experts
     that loops over them, its error gives the way to capture it.
 
-    cuDNN's BatchNorm writes running statistics without saying so, oneDNN's LSTM saves nothing for a backward that is
-    not autograd's (2.13.0).
+    cuDNN's BatchNorm writes running statistics without saying so (2.13.0).
     """
-    parts = [type(part) for part in module.modules()]
-    no_cudnn = any("BatchNorm" in part.__name__ for part in parts)
-    no_mkldnn = any(issubclass(part, nn.LSTM) for part in parts)
+    no_cudnn = any("BatchNorm" in type(part).__name__ for part in module.modules())
     try:
-        with (
-            torch.backends.cudnn.flags(enabled=False) if no_cudnn else nullcontext(),
-            torch.backends.mkldnn.flags(enabled=False) if no_mkldnn else nullcontext(),
-        ):
+        with torch.backends.cudnn.flags(enabled=False) if no_cudnn else nullcontext():
             yield
     except (DataDependentOutputException, DynamicOutputShapeException):
         looping = next((part for part in module.modules() if _loops_over_experts(part)), None)

@@ -1,4 +1,4 @@
-"""liveness: which buffers hold values at which op. The one place that knows; passes, verify and accounts read it here.
+"""liveness: which buffers hold values at which op. Passes and accounts read it here; `verify` finds out by itself.
 
 A buffer is live from the op that first writes it to its `free`; before lifetimes are written as `free` ops, to its last
 use. Buffers held between steps (`PERSISTENT`) are live throughout.

@@ -107,8 +107,14 @@ class Mesh:
 
     @property
     def data_axes(self) -> str:
-        """The axes that a batch is split over, as one; "" where there are none."""
-        return ".".join(name for name, _ in self.axes if name not in SAME_BATCH)
+        """The axes that a batch is split over, as one: those with several ranks, or the last one where none has; ""
+        where there are no data axes.
+
+        >>> Mesh((("dp_out", 2), ("dp", 2))).data_axes, Mesh((("dp_out", 2), ("dp", 1))).data_axes
+        ('dp_out.dp', 'dp_out')
+        """
+        axes = [(name, size) for name, size in self.axes if name not in SAME_BATCH]
+        return ".".join([name for name, size in axes if size > 1] or [name for name, _ in axes[-1:]])
 
     @property
     def roles(self) -> int:

@@ -336,9 +336,15 @@ class Op:
 
     @property
     def phase(self) -> str | None:
-        """Of a run: "region" in a `value_and_grad`, "outer" in the rest of the step. Of a transfer of values that lie
-        in parts: "forward" or "backward"."""
+        """Of a run: "outer" in the rest of the step; in a `value_and_grad` "forward", "backward", "recompute" for
+        forward work that is done again in the backward, and "region" where it holds forward and backward. Of a transfer
+        of values that lie in parts: "forward", "backward" or "recompute"."""
         return self.get("phase")
+
+    @property
+    def in_region(self) -> bool:
+        """Whether it executes a segment of a `value_and_grad`."""
+        return self.computes and self.region is not None
 
     @property
     def region(self) -> str | None:

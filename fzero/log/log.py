@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -9,9 +10,11 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from io import FileIO
 from os import PathLike
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -77,7 +80,7 @@ class Log:
         self.trackers = [Tracker(target) for target in to]
         self.total, self.show = total, show
         self._progress: Progress | None = None
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
         self._last: tuple[int, float] | None = None  # the step and the time of the last record
         self._planned: tuple[Any, int] = (None, 0)  # a program and its planned peak
         self._warned = False
@@ -111,8 +114,9 @@ class Log:
         if self._progress is not None:
             self._progress.close()
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            with suppress(OSError):  # NFS tells of a full disk here; what was to be said is said
+                file.close()
 
     # --- pieces
 
@@ -150,9 +154,12 @@ class Log:
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  # closed by close
-            self._file.write(json.dumps({**record, "time": time.time()}) + os.linesep)
-            self._file.flush()
+                self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  # closed by close
+            line = (json.dumps({**record, "time": time.time()}) + os.linesep).encode()
+            end = self._file.seek(0, os.SEEK_END)
+            if self._file.write(line) != len(line):  # the rest had no room, and half a record would spoil the file
+                self._file.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             if not self._warned:
                 self._warned = True

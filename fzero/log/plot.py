@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     """The records of a run, in the order of steps. A step that was run again after a restart is there once, as it ran
     last. A last line that is cut off is left out. Raises DataError for another line that is no record."""
     file = path / "log.jsonl" if path.is_dir() else path
+    if file.exists() and not file.is_file():
+        raise DataError(f"{file}: is no file, but a pipe or a device, which may never end")
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -46,8 +49,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            records[int(record["step"])] = record
-        except (ValueError, KeyError, TypeError):
+            step = record["step"]
+            if type(step) is not int or not 0 <= step < 1 << 53:
+                raise ValueError
+            records[step] = record
+        except (ValueError, KeyError, TypeError, RecursionError):
             if number < len(lines):
                 raise DataError(f"{file}: line {number} is no record of fzero.Log: {line[:40]!r}") from None
     if not records:
@@ -83,9 +89,16 @@ def plot(runs: Mapping[str, Sequence[Mapping[str, Any]]], out: Path) -> Path:
 
 
 def _points(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[tuple[int, float]]:
-    """(step, value) of the first of the names that a run has, without steps that are not finite."""
+    """(step, value) of the first of the names that a run has, without values that are not finite."""
     name = next((n for n in names if any(n in record for record in records)), "")
-    return [(record["step"], record[name]) for record in records if isinstance(record.get(name), (int, float))]
+    return [(record["step"], float(record[name])) for record in records if _is_finite(record.get(name))]
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return False
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -29,13 +29,14 @@ from fzero.ir.records import Buffer, Ref
 from fzero.lowering.emit import Emitter, line_of
 from fzero.lowering.region import RegionBuilder
 from fzero.plan.layout import Plan
-from fzero.verify.meaning import graph_meaning
 
 aten = torch.ops.aten
+SHORT = 4  # elementwise ops on a gradient or a leaf that are done again rather than kept from one level to another
 
 
 def build(graph: Graph, plan: Plan, *, reduce: str = "end", transport: str = "p2p") -> Program:
-    """The naive program. `reduce` is "each" or "end"; `transport` is "p2p", "nccl" or "shared"."""
+    """The naive program, which does not say yet what it is to mean. `reduce` is "each" or "end"; `transport` is "p2p",
+    "nccl" or "shared"."""
     to = Emitter(plan, transport)
     builder = _Builder(to, graph, reduce)
     builder.run()
@@ -45,7 +46,6 @@ def build(graph: Graph, plan: Plan, *, reduce: str = "end", transport: str = "p2
         buffers=to.buffers,
         ops=tuple(to.ops),
         metrics=builder.metrics,
-        meaning=graph_meaning(graph, plan, reduce, builder.input_names),
         microbatches=max((region.microbatches for region in graph.regions), default=1),
         trainable=tuple(sorted(builder.trainable)),
         passes=("lower",),
@@ -63,7 +63,6 @@ class _Builder:
     reduce: str
     metrics: dict[str, str] = field(default_factory=dict)
     trainable: set[str] = field(default_factory=set)
-    input_names: list[str] = field(default_factory=list)
 
     def run(self) -> None:
         """Writes the whole program: levels of the outer graph in turn, then the updates of the state."""
@@ -74,7 +73,7 @@ class _Builder:
         for node in gm.graph.nodes:
             if node.target is AXIS_INDEX:
                 self.to.where[node] = self._rank(str(node.args[0]))
-        levels = _levels(gm.graph)
+        levels = _repeated(gm.graph, _levels(gm.graph))
         results = fx_nodes.outputs(gm.graph)
         num = len(self.to.plan.leaves)
         self.new_leaf = {n: i for i, n in enumerate(results[:num]) if n is not self.nodes[i]}
@@ -135,7 +134,6 @@ class _Builder:
         for node, name in zip(self.nodes[num:], names, strict=True):
             kind = "batch" if name.startswith("batch:") else "constant"
             self.to.where[node] = self.to.new(name, node.meta["val"], kind)
-            self.input_names.append(self.to.where[node].name)
 
     def _gathered(self, column: str) -> str:
         name = f"{column}.full"
@@ -251,6 +249,30 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
             needed = [levels[u] - (u.target in (REGION, REDUCE)) for u in node.users if u.op != "output"]
             levels[node] = max(levels[node], min(needed, default=0))
     return levels
+
+
+def _repeated(graph: fx.Graph, levels: dict[fx.Node, int]) -> dict[fx.Node, int]:
+    """The levels, with short elementwise chains on values that are kept anyway (a gradient over a count) computed again
+    at each later level that uses them. Such a value is then no whole tensor between levels, and may be a slice. In
+    place."""
+    depth: dict[fx.Node, int] = {}
+    for node in levels:
+        if node.op != "call_function" or _is_comm(node):
+            depth[node] = 0
+        elif fx_nodes.is_pointwise(node):
+            wide = (a for a in node.all_input_nodes if any(t.ndim for t in fx_values.tensors(a.meta["val"])))
+            depth[node] = 1 + max((depth.get(a, SHORT) for a in wide), default=SHORT)
+    for node in reversed(list(levels)):
+        if not 0 < depth.get(node, 0) <= SHORT:
+            continue
+        users = [(u, levels[u] - (u.target in (REGION, REDUCE))) for u in node.users if u in levels]
+        for level in sorted({at for _, at in users if at > levels[node]}):
+            with graph.inserting_after(node):
+                copy = graph.node_copy(node, lambda n: n)
+            levels[copy] = level
+            for user in (u for u, at in users if at == level):
+                user.replace_input_with(node, copy)
+    return {node: levels[node] for node in graph.nodes if node in levels}
 
 
 def _ranges(slots: list[int]) -> list[tuple[int, int]]:

@@ -26,8 +26,6 @@ from fzero.shard.partition import AXIS
 from fzero.shard.placements import Placement, Replicated, Shard
 from fzero.shard.propagate import OUTPUT, Inner, Sharded, propagate
 from fzero.shard.split_bias import split_bias
-from fzero.verify.regrouped import check_regrouped
-from fzero.verify.sharding import check_sharding
 
 R = Replicated()
 SMALL_BYTES = 1 << 20  # a value of the outer graph that may be summed over the ranks
@@ -67,16 +65,28 @@ class Sharding:
         return "\n".join([*rows, *(f"computed whole: {text}" for text in whole)])
 
 
-def localise(graph: Graph, plan: Plan, sequence: bool = False) -> tuple[Graph, Sharding | None]:
-    """(the graph of one rank, how it lies); the graph as it is where the mesh has one rank on the axis.
+@dataclass(frozen=True)
+class Proposal:
+    """How a step is to lie over the ranks of an axis, to be proven: views that transfers went round are still there.
+
+    graph, outer, regions: as in `Sharding`.
+    """
+
+    axis: str
+    n: int
+    graph: Graph
+    outer: Sharded
+    regions: tuple[Sharded, ...]
+
+
+def localise(graph: Graph, plan: Plan, sequence: bool = False) -> Proposal:
+    """How a step lies over several ranks.
 
     sequence: sums lie in parts along dim 1, the sequence, from where they are taken to where they are needed whole.
 
     Raises SpecError where the update needs all of a leaf that is sharded, and as `propagate` does.
     """
     n = plan.tp
-    if n == 1:
-        return _unconstrained(graph), None
     whole = _split(graph, plan)
     holders = fx_nodes.placeholders(whole.gm.graph)
     given: list[Placement] = [leaf.placement for leaf in plan.leaves]
@@ -94,28 +104,25 @@ def localise(graph: Graph, plan: Plan, sequence: bool = False) -> tuple[Graph, S
         made = _region(whole.regions[index], here, [x in leaf_nodes for x in inputs], names, n, sequence)
         inside[index] = made
         values = tuple(x.meta["val"] for x in fx_nodes.outputs(made.gm.graph))
-        return Inner(made.outputs, values, _reads_rank(made))
+        return Inner(made.outputs, values, reads_rank(made))
 
     names = [leaf.path for leaf in plan.leaves]
     outer = propagate(whole.gm, given, wanted, n, AXIS, [x in leaf_nodes for x in holders], within, None, names)
     _check_moves(outer, plan, holders, results)
     _small_sums(outer)
-
-    def inner(node: fx.Node) -> tuple[tuple[Placement, ...], tuple[Placement, ...], bool]:
-        made = inside[int(str(node.args[1]))]
-        return made.inputs, made.outputs, _reads_rank(made)
-
-    check_sharding(whole.gm, outer.gm, given, wanted, n, AXIS, inner)
-    for index, made in inside.items():
-        check_sharding(whole.regions[index].gm, made.gm, made.inputs, made.outputs, n, AXIS)
-    outer.gm.graph.eliminate_dead_code()
-    outer.gm.recompile()
-    regions = tuple(_local_region(region, inside[i]) for i, region in enumerate(whole.regions))
-    local = replace(whole, gm=outer.gm, regions=regions)
-    return local, Sharding(AXIS, n, whole, local, outer, tuple(inside[i] for i in range(len(regions))), _leaves(plan))
+    return Proposal(AXIS, n, whole, outer, tuple(inside[i] for i in range(len(whole.regions))))
 
 
-def _unconstrained(graph: Graph) -> Graph:
+def settled(made: Proposal, plan: Plan) -> Sharding:
+    """The proposal without what nothing reads, and the graph of one rank. Changes the proposal's graphs."""
+    made.outer.gm.graph.eliminate_dead_code()
+    made.outer.gm.recompile()
+    regions = tuple(map(_local_region, made.graph.regions, made.regions))
+    local = replace(made.graph, gm=made.outer.gm, regions=regions)
+    return Sharding(made.axis, made.n, made.graph, local, made.outer, made.regions, _leaves(plan))
+
+
+def unconstrained(graph: Graph) -> Graph:
     """The graph without `fzero::constrain`, which says nothing where there is one rank."""
 
     def without(gm: fx.GraphModule) -> fx.GraphModule:
@@ -144,7 +151,6 @@ def _split(graph: Graph, plan: Plan) -> Graph:
             placed = [leaf_of[x].placement if x in leaf_of else R for x in inputs]
             split_bias(gm, placed)
             join_sums(gm, placed)
-            check_regrouped(regions[index].gm, gm)
             regions[index] = replace(regions[index], gm=segments.merge_equal(gm))
     return replace(graph, regions=tuple(regions))
 
@@ -159,19 +165,20 @@ def _region(
     return propagate(region.gm, here, wanted, n, AXIS, leaves, sequence=Shard(1) if sequence else None, names=names)
 
 
-def _reads_rank(made: Sharded) -> bool:
+def reads_rank(made: Sharded) -> bool:
+    """Whether the graph of a rank, as it was proposed, reads the rank."""
     return bool(fx_nodes.placeholders(made.gm.graph)[-1].users)
 
 
 def _local_region(region: Region, made: Sharded) -> Region:
     graph = made.gm.graph
-    reads_rank = _reads_rank(made)
+    reads = reads_rank(made)
     graph.eliminate_dead_code()
-    if not reads_rank:
+    if not reads:
         graph.erase_node(fx_nodes.placeholders(graph)[-1])
     made.gm.recompile()
     values = tuple(x.meta["val"] for x in fx_nodes.outputs(graph))
-    return replace(region, gm=made.gm, values=values, sliced=(*region.sliced, *([False] * reads_rank)))
+    return replace(region, gm=made.gm, values=values, sliced=(*region.sliced, *([False] * reads)))
 
 
 def _check_moves(outer: Sharded, plan: Plan, holders: list[fx.Node], results: Sequence[Any]) -> None:

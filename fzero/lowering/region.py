@@ -17,7 +17,6 @@ from fzero.capture.ops import REDUCE
 from fzero.ir import fx_nodes, segments
 from fzero.ir.records import DTYPE_NAMES, Buffer, Ref
 from fzero.lowering.emit import Emitter, line_of
-from fzero.verify.meaning import grad_places
 
 
 @dataclass
@@ -38,7 +37,7 @@ class RegionBuilder:
         inputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
         gm_outs = fx_nodes.outputs(region.gm.graph)
         self.getitems = {int(u.args[1]): u for u in node.users}  # type: ignore[arg-type]
-        self.place = grad_places(region, inputs, self.leaf_nodes, b.plan)
+        self.place = self._places(inputs)
         self.slots: dict[str, dict[int, int]] = {}  # by bucket, which output is the gradient of which slot
         for i, (bucket, slot) in self.place.items():
             self.slots.setdefault(bucket, {})[i] = slot
@@ -67,6 +66,18 @@ class RegionBuilder:
             if i not in self.place:
                 self._plain(i, refs)
         return {f"{bucket}:{slot}" for bucket, slot in self.place.values()}
+
+    def _places(self, inputs: Sequence[fx.Node]) -> dict[int, tuple[str, int]]:
+        """By output, the (bucket, slot) of the flat leaf whose gradient it is. Of several for one place, the first."""
+        plan = self.to.plan
+        place_of = {
+            node: (plan.buffers[leaf.buffer].bucket or "", leaf.slot)
+            for node, leaf in zip(self.leaf_nodes, plan.leaves, strict=True)
+            if leaf.slot is not None
+        }
+        outputs = {1 + n: inputs[of] for n, of in enumerate(self.region.grad_of) if inputs[of] in place_of}
+        first = {place_of[node]: i for i, node in reversed(outputs.items())}
+        return {i: place_of[node] for i, node in outputs.items() if first[place_of[node]] == i}
 
     def _grad_ref(self, i: int, m: int) -> Ref:
         b = self.to

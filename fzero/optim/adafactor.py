@@ -13,7 +13,8 @@ dimensions (the last two are rows and columns; each mean is over the other one's
 have shapes (r,) and (c,). They, `nu` and the step are in float32 at least, since they cost next to nothing.
 
 On a mesh the factored estimate of a matrix needs all of its gradient, which is gathered under stages 2 and 3. The norm
-of a parameter is a sum over slices. Vectors and scalars stay flat, except for two norms.
+of a parameter is a sum over slices. Vectors and scalars stay flat, except for two norms. `row` and `col` lie with their
+leaf: on its role of a pipeline, and over `tp` as the dims that they have (`fzero.plan.followers`).
 """
 
 from __future__ import annotations

@@ -21,12 +21,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fzero import tree
 from fzero.optim import _check, _moments, _ops
 from fzero.optim.schedules import Schedule, as_schedule
 from fzero.optim.transform import GradientTransformation, Mask, PyTree, selected
+
+ENDLESS = 1 << 62  # a step number at which beta^t is 0, and so no bias is left to correct
 
 
 class AdamState(NamedTuple):
@@ -48,6 +51,7 @@ def adam(
     eps: float = 1e-8,
     weight_decay: float | Tensor = 0.0,
     moments: str | None = None,
+    bias_correction: bool = True,
 ) -> GradientTransformation:
     """Adam; `weight_decay` is an L2 term added to the gradient, as in `torch.optim.Adam`.
 
@@ -55,6 +59,7 @@ def adam(
     parameter's), "float32", or "bfloat16" (rounded stochastically: half the memory of float32 moments). With a dtype
     given, the step is computed in float32 at least, gradients may have any dtype, and updates are float32 at least;
     `apply_updates` rounds them into the parameter. `learning_rate` and `weight_decay` may be 0-d tensors.
+    `bias_correction=False` leaves out both divisions by 1 - beta^t.
 
     Raises `SpecError` for a value out of range or of the wrong type, `TreeError` for params that are not
     floating-point tensors or gradients unlike them, and `TypeError` where a derivative would have to pass through the
@@ -65,7 +70,9 @@ def adam(
     >>> updates
     {'w': tensor([-0.1000,  0.1000])}
     """
-    return _adam("adam", learning_rate, betas, eps, weight_decay, moments, mask=None, decoupled=False)
+    _check.flag("adam: bias_correction", bias_correction)
+    chosen = {"decoupled": False, "corrected": bias_correction}
+    return _adam("adam", learning_rate, betas, eps, weight_decay, moments, None, **chosen)
 
 
 def adamw(
@@ -75,6 +82,7 @@ def adamw(
     weight_decay: float | Tensor = 0.01,
     mask: Mask | None = None,
     moments: str | None = None,
+    bias_correction: bool = True,
 ) -> GradientTransformation:
     """AdamW: weight decay decoupled from the gradient, as in `torch.optim.AdamW`.
 
@@ -93,7 +101,9 @@ def adamw(
     >>> updates, opt_state.mu[0].dtype
     ([tensor([-0.1010, -0.1010])], torch.bfloat16)
     """
-    return _adam("adamw", learning_rate, betas, eps, weight_decay, moments, mask=mask, decoupled=True)
+    _check.flag("adamw: bias_correction", bias_correction)
+    chosen = {"decoupled": True, "corrected": bias_correction}
+    return _adam("adamw", learning_rate, betas, eps, weight_decay, moments, mask, **chosen)
 
 
 def _adam(
@@ -103,9 +113,10 @@ def _adam(
     eps: float,
     weight_decay: float | Tensor,
     moments: str | None,
-    *,
     mask: Mask | None,
+    *,
     decoupled: bool,
+    corrected: bool,
 ) -> GradientTransformation:
     """Adam or AdamW (`decoupled`), with its arguments checked. `where` is its name in messages."""
     schedule = as_schedule(where, learning_rate)
@@ -131,12 +142,13 @@ def _adam(
             )
         count, rate = state.count + 1, schedule(state.count)
         old, grad, mu, nu = (kind.wide(tensors, old) for tensors in (old, grad, mu, nu))
+        t = count if corrected else torch.full_like(count, ENDLESS)
         stepped, shrink = [], rate * decay  # one scalar for all leaves, or their work would not be one op on a mesh
         for p, g, m, v, chosen in zip(old, grad, mu, nu, selected(where, mask, params), strict=True):
             literal = decay if isinstance(decay, float) and chosen else 0.0
             if isinstance(decay, Tensor) and chosen:  # the kernel takes a Python number alone
                 p, g = (shrunk(p, shrink), g) if decoupled else (p, (g + p * decay).to(g.dtype))
-            stepped.append(_ops.adamw(p, g, m, v, count, rate, beta1, beta2, eps, literal, decoupled))
+            stepped.append(_ops.adamw(p, g, m, v, t, rate, beta1, beta2, eps, literal, decoupled))
         new, mu, nu = ([triple[i] for triple in stepped] for i in range(3))
         updates = [_ops.delta(n, p) for n, p in zip(new, old, strict=True)]
         mu, nu = kind.stored(mu, count + _moments.FIRST), kind.stored(nu, count + _moments.SECOND)

@@ -108,14 +108,16 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 
 
 def global_norm(values: PyTree) -> Tensor:
-    """Returns the L2 norm of all leaves together: 0-d float32, summed in float64 leaf by leaf in the tree's order.
+    """Returns the L2 norm of all leaves together, summed in float64 leaf by leaf in the tree's order: 0-d, float64 if a
+    leaf is float64, else float32.
 
     Leaves are floating-point tensors of any shape on one device. A tree without leaves has norm 0.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
     tensor(5.)
     """
-    return _wide_norm(values).to(torch.float32)
+    wide = any(leaf.dtype is torch.float64 for leaf in tree.flatten(values)[1])
+    return _wide_norm(values).to(torch.float64 if wide else torch.float32)
 
 
 def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:

@@ -32,6 +32,7 @@ from fzero.passes.schedule_reductions import schedule_reductions
 from fzero.passes.segment import segment
 from fzero.passes.settle import settle
 from fzero.passes.shard_update import shard_update
+from fzero.passes.share import share
 from fzero.passes.size_workspaces import size_workspaces
 from fzero.passes.split_gathers import split_gathers
 from fzero.passes.write_in_place import write_in_place
@@ -65,6 +66,7 @@ BEFORE_ROLES: Passes = (
     ("shard_update", lambda p, o: shard_update(p), "elementwise work on slices, while new leaves still have names"),
     ("narrow", lambda p, o: narrow(p), "then what only slices are read of need not be gathered or all-reduced"),
     ("cast_before_gather", lambda p, o: cast_before_gather(p), "fewer bytes travel; before segments hide the casts"),
+    ("share", lambda p, o: share(p, o.chunk_of), "equal values in layers; before views are made for each use"),
     ("rematerialise_views", lambda p, o: rematerialise_views(p), "only owned memory may cross the cuts made next"),
     (
         "segment",

@@ -96,7 +96,7 @@ def _writes_leaves(op: Op, name: str) -> bool:
     """Whether an op is a segment that writes leaves of a buffer, and does not read it."""
     fresh, into = op.writes[: op.num_outputs], op.writes[op.num_outputs :]
     return (
-        op.phase == "region"
+        op.in_region
         and all(ref.name != name for ref in (*op.reads, *fresh))
         and all(ref.shape is not None and not ref.mine for ref in into if ref.name == name)
     )

@@ -57,7 +57,7 @@ def _common_casts(program: Program, whole: set[str]) -> dict[str, torch.dtype]:
     for op in program.ops:
         if op.is_mark or whole.isdisjoint(ref.name for ref in op.reads):
             continue
-        region = op.phase == "region"
+        region = op.in_region
         holders = fx_nodes.placeholders(program.segments[op.segment].graph) if region else []
         for ref, holder in zip_longest(op.reads, holders[: len(op.reads)]):
             if ref.name in casts:

@@ -4,98 +4,172 @@ A rule may match a parameter that a forward segment reads. The segment then no l
 backward reads. Just before the first backward segment that reads one, a segment of the same nodes on the same inputs
 makes them again, with the same bits. Values that the next layer's forward reads stay: those are the checkpoints. A
 layer then keeps its input instead of its intermediate values; its forward runs twice, without the work that only the
-next layer needs. Its parameters are gathered once for the second forward and the backward.
+next layer needs, and without what leads to a value that is kept. Its parameters are gathered once for the second
+forward and the backward.
+
+A transfer between two such segments is repeated too, on all ranks of its axis, if that saves more bytes than it sends.
+A gather and an exchange do: their source is made again, or is a part. A sum over ranks does not. The op says both
+numbers.
 
     run x0 w0 -> x1 a1;  run x1 w1 -> x2 a2;  run g2 a2 w1 -> g1 ...
     becomes   run x0 w0 -> x1;  run x1 w1 -> x2;  run x1 w1 -> a2.again;  run g2 a2.again w1 -> g1 ...
+
+    run x w0 -> p;  all_gather p -> q;  run q w0 -> y a;  run g a q w0 -> g0 ...
+    becomes   run x w0 -> p;  all_gather p -> q;  run q w0 -> y;  run x w0 -> p.again;  all_gather p.again -> q.again;
+              run q.again w0 -> a.again;  run g a.again q.again w0 -> g0 ...
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import torch
 from torch import fx
 
 from fzero import tree
 from fzero.ir import fx_nodes, rewrite, segments
-from fzero.ir.program import Program
+from fzero.ir.program import Program, wire_bytes
 from fzero.ir.records import Op, Ref
 
 Rules = Mapping[str, str]
-aten = torch.ops.aten
-ANYWHERE = (aten._to_copy.default, aten.clone.default, aten.copy_.default)
 
 
 def recompute(program: Program, rules: Rules, keep: frozenset[str] = frozenset()) -> Program:
     """The program with forward values made again before the backward, for the leaves that `rules` match. `rules` map
     path rules to "full", "offload" or "none"; the first match wins, and a leaf without a match keeps everything. The
     buffers of `keep` are not made again."""
-    pool: dict[str, fx.GraphModule] = {}
-    buffers = dict(program.buffers)
-    readers = rewrite.reads_of(program.ops)
-    work = [phases(program, op) if op.phase == "region" else set() for op in program.ops]
-    backward = [op_phases == {"backward"} for op_phases in work]
-    before: dict[int, list[Op]] = {}
-    changed: dict[int, Op] = {}
-    renames: dict[str, str] = {}
-    for index, op in enumerate(program.ops):
-        if work[index] != {"forward"} or not says(program, op, rules, "full"):
-            continue
-        unread = [ref for ref in op.writes if _only_backward(readers.get(ref.name, ()), backward)]
-        again = [ref for ref in unread if ref.name not in keep]
-        if not again or len(again) == len(op.writes):
-            continue
-        halves = _halves(program, op, again)
-        changed[index] = rewrite.run_op(op, halves.kept, op.reads, halves.kept_refs)
-        pool.setdefault(changed[index].segment, halves.kept)
-        for ref in again:
-            renames[ref.name] = f"{ref.name}.again"
-            buffers[renames[ref.name]] = replace(buffers[ref.name], name=renames[ref.name])
-        writes = [replace(ref, name=renames[ref.name]) for ref in again]
-        repeated = rewrite.run_op(op, halves.again, op.reads, writes)
-        pool.setdefault(repeated.segment, halves.again)
-        first = min(i for ref in again for i, _ in readers[ref.name])
-        before.setdefault(first, []).append(replace(repeated, why=f"again {op.why}"))
+    again = _Again(program, _under(program, rules), keep)
+    for index in reversed(range(len(program.ops))):
+        op = program.ops[index]
+        if again.full[index]:
+            again.run(index, op)
+        elif op.transfers and op.phase == "forward" and program.buffers[op.target].kind == "activation":
+            again.transfer(index, op)
     ops: list[Op] = []
     for index, op in enumerate(program.ops):
-        ops += before.get(index, [])
-        ops.append(changed.get(index) or rewrite.moved(op, renames))
-    return rewrite.finish(program, "recompute", ops=ops, buffers=buffers, new_segments=pool)
+        ops += [rewrite.moved(repeated, again.renames) for repeated in again.before.get(index, [])]
+        op = again.changed.get(index, op)
+        ops.append(rewrite.moved(op, again.renames) if again.backward[index] else op)
+    return rewrite.finish(program, "recompute", ops=ops, buffers=again.buffers, new_segments=again.pool)
 
 
-@dataclass
-class _Halves:
-    """A forward segment without the values that are made again, and one that makes only them."""
+class _Again:
+    """What is made again, found from the last op to the first: then it is known what the repeated ops read.
 
-    kept: fx.GraphModule
-    kept_refs: list[Ref]
-    again: fx.GraphModule
+    backward: whether a run's work is the backward's alone. full: whether it is the forward's alone, and under a rule.
+    renames: by value, its name where it is made again. wanted: those that the forward reads too, sources of repeated
+    transfers. before: the repeated ops, by the op that they come before. changed: runs that write less than they did.
+    late: by value, its uses after the forward, those of repeated ops too: before which op, and the chunk.
+    Only the methods `run` and `transfer` write these.
+    """
 
+    def __init__(self, program: Program, under: Sequence[bool], keep: frozenset[str]) -> None:
+        self.program, self.keep = program, keep
+        self.pool: dict[str, fx.GraphModule] = {}
+        self.buffers = dict(program.buffers)
+        self.readers = rewrite.reads_of(program.ops)
+        self.writers = {ref.name: i for i, op in enumerate(program.ops) for ref in op.writes}
+        self.backward = [op.in_region and op.phase == "backward" for op in program.ops]
+        self.full = [op.in_region and op.phase == "forward" and under[i] for i, op in enumerate(program.ops)]
+        self.renames: dict[str, str] = {}
+        self.wanted: set[str] = set()
+        self.before: dict[int, list[Op]] = {}
+        self.changed: dict[int, Op] = {}
+        self.late: dict[str, list[tuple[int, int | None]]] = {}
+        for name, refs in self.readers.items():
+            uses = [(i, program.ops[i].chunk) for i, _ in refs if self.backward[i]]
+            if uses:
+                self.late[name] = uses
 
-def _halves(program: Program, op: Op, again: Sequence[Ref]) -> _Halves:
-    gm = program.segments[op.segment]
-    inputs = fx_nodes.placeholders(gm.graph)
-    body = [n for n in gm.graph.nodes if n.op == "call_function"]
-    outs = dict(zip(op.writes, fx_nodes.outputs(gm.graph), strict=True))
-    kept = [ref for ref in op.writes if ref not in again]
-    return _Halves(
-        segments.extract(body, inputs, [outs[ref] for ref in kept]),
-        kept,
-        segments.extract(body, inputs, [outs[ref] for ref in again]),
-    )
+    def run(self, index: int, op: Op) -> None:
+        """A forward run: what only the backward reads is left out, and made again with what is wanted."""
+        unread = [ref for ref in op.writes if _only_backward(self.readers.get(ref.name, ()), self.backward)]
+        unread = [ref for ref in unread if ref.name not in self.keep]
+        if len(unread) == len(op.writes):
+            return
+        repeated = [ref for ref in op.writes if ref in unread or ref.name in self.wanted]
+        if not repeated:
+            return
+        kept = [ref for ref in op.writes if ref not in unread]
+        there = [ref for ref in kept if ref not in repeated and self._read_late(ref, op)]
+        self.changed[index] = self._making(op, kept, ())
+        again = self._making(op, repeated, there)
+        self._repeat([replace(again, writes=tuple(map(self._named, repeated)), why=f"again {op.why}")], repeated)
 
+    def transfer(self, index: int, op: Op) -> None:
+        """A transfer of the forward whose result the backward reads, where that saves more bytes than it sends.
 
-def phases(program: Program, op: Op) -> set[str]:
-    """The phases of a segment's work. Views and casts do not count: they are made anew wherever they are used."""
-    nodes = [n for n in program.segments[op.segment].graph.nodes if n.op == "call_function"]
-    work = [n for n in nodes if not fx_nodes.is_view(n) and n.target not in ANYWHERE]
-    return {n.meta.get("phase") or "forward" for n in work}
+        Its source is made again too, by the run that made it, or is kept."""
+        target, source = op.writes[0], op.reads[0]
+        uses = self.late.get(target.name, [])
+        asked = any(self.full[i] for i, _ in self.readers.get(target.name, ()))
+        if not uses or not asked or target.name in self.keep or any(chunk != op.chunk for _, chunk in uses):
+            return
+        maker = self.writers.get(source.name, -1)  # -1: it is held anyway
+        alike = self.program.ops[maker].chunk == op.chunk
+        made = maker >= 0 and self.full[maker] and alike and source.name not in self.keep
+        held = 0 if made or maker < 0 or source.name in self.late else self.buffers[source.name].nbytes
+        saved, sent = self.buffers[target.name].nbytes - held, wire_bytes(self.program, op)
+        reason = f"{saved:,} bytes less are kept for {sent:,} sent"
+        if sent >= saved:
+            self.changed[index] = replace(op, why=f"{op.why}; kept: else {reason}")
+            return
+        if made:
+            self.wanted.add(source.name)
+        start = replace(op, writes=tuple(map(self._named, op.writes)), why=f"again {op.why}: {reason}")
+        self._repeat([start, Op("wait", (start.writes[0],), why=start.why)], [target])
+
+    def _read_late(self, ref: Ref, op: Op) -> bool:
+        """Whether the backward of this op's chunk reads a value."""
+        return any(chunk == op.chunk for _, chunk in self.late.get(ref.name, ()))
+
+    def _making(self, op: Op, results: Sequence[Ref], there: Sequence[Ref]) -> Op:
+        """The run that makes these results of a run, from what it reads and those of its results that are `there`. It
+        reads no value that it does not need."""
+        gm = self.program.segments[op.segment]
+        outs = dict(zip(op.writes, fx_nodes.outputs(gm.graph), strict=True))
+        inputs = dict(zip(fx_nodes.placeholders(gm.graph), op.reads, strict=True))
+        inputs |= {outs[ref]: ref for ref in there}
+        needed: set[fx.Node] = set()
+        left = [outs[ref] for ref in results]
+        while left:
+            node = left.pop()
+            if node not in needed:
+                needed.add(node)
+                left += [] if node in inputs else node.all_input_nodes
+        read = [n for n, ref in inputs.items() if n in needed or self.buffers[ref.name].kind != "activation"]
+        nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n in needed and n not in inputs]
+        part = segments.extract(nodes, read, [outs[ref] for ref in results])
+        made = rewrite.run_op(op, part, [inputs[n] for n in read], results)
+        self.pool.setdefault(made.segment, part)
+        return made
+
+    def _named(self, ref: Ref) -> Ref:
+        """A reference to what is made again, for which a buffer is made."""
+        name = self.renames[ref.name] = f"{ref.name}.again"
+        self.buffers[name] = replace(self.buffers[ref.name], name=name)
+        return replace(ref, name=name)
+
+    def _repeat(self, ops: list[Op], results: Sequence[Ref]) -> None:
+        """Puts repeated ops before the first use of a result of theirs after the forward."""
+        ops = [op if op.is_wait else op.with_attrs(phase="recompute") for op in ops]
+        first = min(i for ref in results for i, _ in self.late[ref.name])
+        self.before[first] = [*ops, *self.before.get(first, [])]
+        for ref in ops[0].reads:
+            self.late.setdefault(ref.name, []).append((first, ops[0].chunk))
 
 
 def _only_backward(readers: Sequence[tuple[int, Ref]], backward: Sequence[bool]) -> bool:
     return bool(readers) and all(backward[i] for i, _ in readers)
+
+
+def _under(program: Program, rules: Rules) -> list[bool]:
+    """By op, whether "full" holds for a run. One that reads no leaf, as between two transfers, is as the run before."""
+    found: list[bool] = []
+    for op in program.ops:
+        own = op.computes and any(_leaves(program, ref) for ref in op.reads)
+        found.append(says(program, op, rules, "full") if own else bool(found) and found[-1])
+    return found
 
 
 def says(program: Program, op: Op, rules: Rules, word: str) -> bool:

@@ -29,7 +29,7 @@ def rematerialise_views(program: Program) -> Program:
     done: dict[str, fx.GraphModule] = {}
     ops: list[Op] = []
     for op in program.ops:
-        if op.phase == "region":
+        if op.in_region:
             key = op.segment
             if key not in done:
                 params = {i for i, ref in enumerate(op.reads) if program.buffers[ref.name].bucket is not None}

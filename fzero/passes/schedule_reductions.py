@@ -52,7 +52,7 @@ def _reduced_bucket(program: Program, op: Op) -> Bucket | None:
 def _placed(ops: list[Op], pairs: list[tuple[Op, Op]], overlap: bool) -> list[Op]:
     """The ops with each reduction behind the last write to its bucket, and its wait behind the next segment."""
     reads, writes = rewrite.reads_of(ops), rewrite.writes_of(ops)
-    segments = [i for i, op in enumerate(ops) if op.phase == "region"]
+    segments = [i for i, op in enumerate(ops) if op.in_region]
     behind: dict[int, list[Op]] = {}
     for start, wait in pairs:
         complete = writes[start.reads[0].name][-1][0]

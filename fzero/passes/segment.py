@@ -3,7 +3,8 @@
 A *unit* is a layer's buckets; a bucket that is used only where another unnumbered one is (a final norm beside the tied
 embedding) joins its unit. Nodes are taken in the order of the joint graph. A new segment begins where a node uses a
 unit that the segment does not use. In the backward it also begins where a node feeds only the gradients of such a unit.
-In a pipeline it also begins where the chunk changes (`pipeline/chunks`), and each run says its chunk.
+In a pipeline it also begins where the chunk changes (`pipeline/chunks`), and each run says its chunk. Each says its
+phase: equal layers share a segment, so what is forward cannot be read off it.
 A transfer within the region (`fzero.shard.ops`) is an op of the program, between two segments.
 A value that crosses a border becomes a buffer. Equal layers give segments of equal text, hence one hash: 12 layers, 5
 segments.
@@ -29,7 +30,9 @@ from fzero.passes.rematerialise_views import MadeAnew, again
 from fzero.plan.layout import SMALL_BYTES
 from fzero.shard.ops import TRANSFERS
 
-COPY = torch.ops.aten.copy_.default
+aten = torch.ops.aten
+COPY = aten.copy_.default
+ANYWHERE = (aten._to_copy.default, aten.clone.default)  # work that may stand in either phase
 
 
 def segment(program: Program, chunk_of: Mapping[str, int] | None = None) -> Program:
@@ -42,7 +45,7 @@ def segment(program: Program, chunk_of: Mapping[str, int] | None = None) -> Prog
     cuts: dict[tuple[object, ...], list[_Piece]] = {}
     ops: list[Op] = []
     for op in program.ops:
-        if op.phase != "region":
+        if not op.in_region:
             ops.append(op)
             continue
         key = (op.segment, tuple(program.buffers[r.name].bucket for r in (*op.reads, *op.writes)))
@@ -61,6 +64,7 @@ class _Piece:
     inputs: list[fx.Node]
     outputs: list[fx.Node]
     dests: list[fx.Node]  # placeholders of the region that are written
+    phase: str
     why: str
     chunk: int | None
 
@@ -94,7 +98,7 @@ def _instantiated(
             continue
         done = rewrite.run_op(op, piece.gm, reads, writes)
         pool.setdefault(done.segment, piece.gm)
-        done = replace(done, axis=None, why=piece.why)
+        done = replace(done, axis=None, why=piece.why).with_attrs(phase=piece.phase)
         ops.append(done if piece.chunk is None else done.with_attrs(chunk=piece.chunk))
     return ops
 
@@ -117,7 +121,7 @@ def _transfer(op: Op, piece: _Piece, source: Ref, target: Ref, buffers: dict[str
         writes.append(Ref(scratch))
     start = make_op(
         kind, [source], writes, axis=axis, why=piece.why, region=str(op.region), microbatch=op.microbatch,
-        phase=str(node.meta.get("phase") or "forward"), **attrs,
+        phase=piece.phase, **attrs,
     )  # fmt: skip
     return [start, make_op("wait", [target], why=piece.why)]
 
@@ -169,6 +173,8 @@ def _grouped(
             group_of[node] = group_of[fx_nodes.operand(node)]  # a tuple never crosses a border
             group_of[node].nodes.append(node)
             continue
+        if groups[-1].transfers and chunk.get(node) != groups[-1].chunk:
+            groups.append(_Group(chunk=groups[-1].chunk))  # for gradients that the transfer brings
         used, last = units.get(node, set()), groups[-1]
         if node.target in TRANSFERS:
             groups.append(_Group([node], set(last.units), chunk.get(node), transfers=True))
@@ -185,7 +191,7 @@ def _grouped(
         group_of[node] = groups[-1]
         waiting = []
     if groups[-1].transfers:
-        groups.append(_Group(chunk=groups[-1].chunk))  # for gradients that a transfer brings
+        groups.append(_Group(chunk=groups[-1].chunk))
     groups[-1].nodes += waiting
     for i in range(len(groups) - 1):
         if groups[i].chunk == groups[i + 1].chunk and not (groups[i].transfers or groups[i + 1].transfers):
@@ -322,15 +328,24 @@ def _pieces(gm: fx.GraphModule, groups: list[_Group], made_anew: MadeAnew) -> li
         results = [*(fx_nodes.operand(c, 1) for c in ends), *outputs]
         piece = segments.extract(group, inputs, results, [fx_nodes.operand(c) for c in ends])
         piece = segments.merge_equal(piece)
-        phases = {n.meta.get("phase") or "forward" for n in group if not made_anew(n)}
-        phase = " and ".join(sorted(phases, reverse=True))
+        phase = _phase([n for n in group if not made_anew(n)])
         line = next((n.meta["source"] for n in group if n.meta.get("source") and not n.meta.get("phase")), "")
-        why = " ".join(filter(None, [phase, *sorted(units), f"({line})" if line else ""]))
-        pieces.append(_Piece(piece, inputs, outputs, [fx_nodes.operand(c) for c in ends], why, chunk))
+        shown = "forward and backward" if phase == "region" else phase
+        why = " ".join(filter(None, [shown, *sorted(units), f"({line})" if line else ""]))
+        pieces.append(_Piece(piece, inputs, outputs, [fx_nodes.operand(c) for c in ends], phase, why, chunk))
     return pieces
+
+
+def _phase(nodes: list[fx.Node]) -> str:
+    """The phase of a segment's work; "region" where it holds forward and backward. Casts and copies count only where
+    there is nothing else. A segment that only brings gradients to their places is of the backward."""
+    work = [n for n in nodes if n.target not in ANYWHERE] or nodes
+    phases = {n.meta.get("phase") or "forward" for n in work} or {"backward"}
+    return "region" if len(phases) > 1 else str(phases.pop())
 
 
 def _moved(node: fx.Node, chunk: int | None) -> _Piece:
     """A transfer as a piece of its own."""
-    why = str(node.meta.get("moved") or node.meta.get("phase") or "forward")
-    return _Piece(None, [fx_nodes.operand(node)], [node], [], why, chunk)
+    phase = _phase([node])
+    why = str(node.meta.get("moved") or phase)
+    return _Piece(None, [fx_nodes.operand(node)], [node], [], phase, why, chunk)

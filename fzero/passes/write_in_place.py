@@ -54,7 +54,7 @@ def write_in_place(program: Program) -> Program:
 def _into_state(program: Program) -> list[Op]:
     """The ops with new leaves written straight into the state, where that is safe."""
     ops = list(program.ops)
-    last_loss = max((i for i, op in enumerate(ops) if op.phase == "region"), default=-1)
+    last_loss = max((i for i, op in enumerate(ops) if op.in_region), default=-1)
     keeps: dict[str, list[Op]] = {}
     for op in ops:
         if op.is_update:

@@ -33,6 +33,7 @@ from fzero.ir.offset_assignment import PAGE_BYTES
 from fzero.ir.records import ALIGN, DEVICE, DISK, Bucket, Buffer, Ref, Slot, buffer_name
 from fzero.plan import whole_leaves
 from fzero.plan.block_scales import CODES, Class, scales, with_scales
+from fzero.plan.followers import Follows, followers
 from fzero.plan.pipeline_cut import FIRST, Cut, layer_of
 from fzero.plan.stages import Columns, Stage, row_of
 from fzero.shard.partition import AXIS, P
@@ -184,23 +185,28 @@ def layout(
     apart = {i for i, path in enumerate(paths) if path in per_rank} | set(codes_of)
     flat = [i for i, leaf in enumerate(leaves) if i not in apart and _may_be_cut(leaf)]
     classes = with_scales(_classes(flat, paths, leaves), codes_of, paths, leaves)
-    placements = _placements(classes, paths, leaves, shard or {}, dict(mesh).get(AXIS, 1))
+    is_param = [any(tree.matches(p, path) for p in params) for path in paths]
+    follows = followers(classes, leaves, is_param)
+    placements = _placements(classes, follows, paths, leaves, shard or {}, dict(mesh).get(AXIS, 1))
     whole = leaves
     leaves = _parts(classes, leaves, placements, dict(mesh).get(AXIS, 1))
     stages = _stages(classes, paths, zero)
-    is_param = [any(tree.matches(p, path) for p in params) for path in paths]
     if world_size > 1 and not any(is_param[i] for i in flat):
         _check_params(stages, zero, params)
     casts = [compute("/".join(leaf_class.key), leaves[leaf_class.members[0][1]].dtype) for leaf_class in classes]
-    cut = pipeline(*_layers(classes, leaves)) if pipeline is not None else None
+    led = [leaf_class if of is None else classes[of.leader] for leaf_class, of in zip(classes, follows, strict=True)]
+    own = [leaf_class for leaf_class, of in zip(classes, follows, strict=True) if of is None]
+    cut = pipeline(*_layers(own, leaves)) if pipeline is not None else None
+    chunks = [None if cut is None else cut.chunk("/".join(leaf_class.key)) for leaf_class in led]
     homes = [home(path) for path in paths]
-    groups = _groups(classes, stages, casts, leaves, cut, homes)
+    groups = _groups(classes, stages, casts, leaves, chunks, homes)
     buckets: dict[str, Bucket] = {}
     buffers: dict[str, Buffer] = {}
     places: dict[int, Leaf] = {}
     for stage, bucket, members in _buckets(groups, classes, leaves, bucket_bytes, world_size, axes):
-        if cut is not None:
-            bucket = replace(bucket, role=cut.role_of[cut.chunk(bucket.slots[0].path)])
+        chunk = chunks[members[0]]
+        if cut is not None and chunk is not None:
+            bucket = replace(bucket, role=cut.role_of[chunk])
         name = bucket.name
         buckets[name] = bucket
         for column, (prefix, first) in enumerate(classes[members[0]].members):
@@ -239,24 +245,29 @@ def _on_disk(buffers: Mapping[str, Buffer]) -> dict[str, Buffer]:
 
 def _placements(
     classes: Sequence[Class],
+    follows: Sequence[Follows | None],
     paths: Sequence[str],
     leaves: Sequence[torch.Tensor],
     rules: Mapping[str, P],
     n: int,
 ) -> list[Placement]:
-    """Of each class, the placement over the ranks of `tp`: leaves that mirror one another lie alike."""
+    """Of each class, the placement over the ranks of `tp`: leaves that mirror one another lie alike, and one that
+    follows another as that does, unless a rule is for it alone."""
     used: set[str] = set()
-    found: list[Placement] = []
-    for leaf_class in classes:
-        names = ["/".join(leaf_class.key), *(paths[i] for _, i in leaf_class.members)]
-        rule = next((r for r in rules if any(tree.matches(r, name) for name in names)), None)
+    found: list[Placement] = [R] * len(classes)
+    names = [["/".join(c.key), *(paths[i] for _, i in c.members)] for c in classes]
+    for number, leaf_class in sorted(enumerate(classes), key=lambda row: follows[row[0]] is not None):
+        of = follows[number]
+        rule = next((r for r in rules if any(tree.matches(r, name) for name in names[number])), None)
+        if of is not None and (rule is None or any(tree.matches(rule, name) for name in names[of.leader])):
+            found[number] = of.placement(found[of.leader])
+            continue
         if rule is None:
-            found.append(Replicated())
             continue
         used.add(rule)
         shape = leaves[leaf_class.members[0][1]].shape
-        found.append(rules[rule].placement(_path_of(leaf_class, paths), shape, n))
-        if isinstance(found[-1], Shard):
+        found[number] = rules[rule].placement(_path_of(leaf_class, paths), shape, n)
+        if isinstance(found[number], Shard):
             _check_whole(leaf_class, paths, leaves, rule)
     for rule in rules:
         if rule not in used and rule != "**":
@@ -426,7 +437,7 @@ def _groups(
     stages: Sequence[Stage],
     casts: list[torch.dtype],
     leaves: Sequence[torch.Tensor],
-    cut: Cut | None,
+    chunks: Sequence[int | None],
     homes: Sequence[str],
 ) -> dict[tuple[object, ...], list[int]]:
     """Class indices by (layer, stage, chunk, cast, columns and their homes), in canonical order: the tree's, matrices
@@ -441,8 +452,7 @@ def _groups(
     for c, (leaf_class, (layer, numbered)) in enumerate(zip(classes, layers, strict=True)):
         layer = layer if numbered or sizes[layer] >= SMALL_BYTES else "small"
         columns = tuple((prefix, leaves[i].dtype, homes[i]) for prefix, i in leaf_class.members)
-        chunk = None if cut is None else cut.chunk("/".join(leaf_class.key))
-        groups.setdefault((layer, stages[c], chunk, casts[c], columns), []).append(c)
+        groups.setdefault((layer, stages[c], chunks[c], casts[c], columns), []).append(c)
     for members in groups.values():
         members.sort(key=lambda c: (leaves[classes[c].members[0][1]].ndim < 2, c))
     return groups

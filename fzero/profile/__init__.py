@@ -23,12 +23,14 @@ from fzero.profile.lanes import op_args
 from fzero.profile.page import page
 from fzero.profile.record import StepRecord, record
 from fzero.profile.trace import trace
+from fzero.session.interrupts import keeps_state
 from fzero.session.session import session_of
 from fzero.state.state import State
 
 log = logging.getLogger("fzero")
 
 
+@keeps_state
 @untraced_by_dynamo
 @ambient.steady()
 def profile(state: State, batch: Any, folder: str | Path = "runs/profile") -> State:

@@ -163,10 +163,9 @@ def phase(op: Op) -> str:
     """Returns the part of the step to which an op belongs: forward, backward, recompute, update, or its kind."""
     if op.is_update or not op.computes:
         return op.kind
-    for name, word in (("recompute", "again "), ("backward", "backward"), ("forward", "forward")):
-        if op.phase == "region" and word in op.why:
-            return name
-    return "other"
+    if not op.in_region:
+        return "other"
+    return op.phase if op.phase in ("forward", "recompute") else "backward"
 
 
 def leaves(program: Program, op: Op) -> list[str]:

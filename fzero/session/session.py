@@ -15,17 +15,20 @@ from typing import Any
 import torch
 
 from fzero import progress, tree
-from fzero._torch_compat import default_store
+from fzero._torch_compat import default_store, forget_fakes
 from fzero.capture import ambient
 from fzero.capture.provenance import describe
+from fzero.capture.reads.noted import own_changes_forgotten
 from fzero.comm.agree import agree
 from fzero.comm.heartbeat import ALONE, Presence
 from fzero.comm.transport import Transport
+from fzero.compile import fault_report
+from fzero.compile.checked import checked_step
 from fzero.compile.collector import return_freed
 from fzero.compile.lowered import Lowered
-from fzero.compile.step import fakes_on, lower_step
+from fzero.compile.step import fakes_on
 from fzero.cost.autotune import Costs
-from fzero.errors import DonatedError, TreeError, leaf_name
+from fzero.errors import CaptureError, DonatedError, TreeError, VerifyError, leaf_name
 from fzero.ir.mesh import PIPELINE, parts_of
 from fzero.ir.program import Program
 from fzero.ir.records import DISK, HOST, Buffer, Op, Ref, make_op
@@ -40,9 +43,10 @@ from fzero.state import storage
 from fzero.state.homes import Homes
 from fzero.state.host_memory import host_memory
 from fzero.state.state import Life, ShardedTensor, State
-from fzero.verify.rules import verify
 
 log = logging.getLogger("fzero")
+MAX_PROGRAMS = 32  # steps and evaluations kept: every length of a batch has a program of its own, of half a MB or more
+MAX_FAKES = 4096  # results of ops on fake tensors that torch keeps: 1 KB each, some thousands for a large model
 MAX_EVALUATIONS = 16  # evaluations kept: a function that is made anew for every call must not fill the memory
 
 
@@ -52,10 +56,11 @@ class Session:
 
     memory: the state's buffers by name, in memory and on disk. programs: the lowered steps by batch key. evaluations:
     the lowered evaluations, the last used at the end. bound: executors by the id of their `Lowered`. compiled_segments:
-    by the digest of a program. lanes: what runs moves, with the rank's file.
+    by the digest of a program, the last used at the end. lanes: what runs moves, with the rank's file.
 
     Invariants: all executors share `arena` and `host_arena`, which are as large as the largest program needs.
-    `programs` and `compiled_segments` gain an entry on all ranks or on none.
+    `programs` and `compiled_segments` gain an entry on all ranks or on none. So do they lose one: the program that was
+    not used for the longest time goes when all ranks have agreed on one more than MAX_PROGRAMS.
 
     Only the methods here and `fzero.api` write the fields. Two exceptions: a `Checkpointer` sets `flags`, and adds to
     `any_rank_flags`.
@@ -116,28 +121,47 @@ class Session:
             key = _batch_key(batch["batch"], self.device)  # so that errors name its leaves
             return self._evaluation(fn, batch, (fn, key, batch["key"] is None))
         key = _batch_key(batch, self.device)
+        self._drop_changed(self.programs, [key] if key in self.programs else [*self.programs])
         if key not in self.programs:
-            if self.last_key is not None:
+            if self.last_key not in (None, key):
                 log.warning("fzero: a new program is traced: %s", _difference(self.last_key, key))
             self.programs[key] = self._lowered(batch, None)
         self.last_key = key
-        return _current(self.programs[key])
+        return self.programs[key]
 
     def _evaluation(self, fn: Callable[..., Any], batch: Any, key: Any) -> Lowered:
+        of_fn = [other for other in self.evaluations if other[0] is fn]
+        self._drop_changed(self.evaluations, [key] if key in self.evaluations else of_fn)
         lowered = self.evaluations.pop(key, None) or self._lowered(batch, fn)
-        self.evaluations[key] = _current(lowered)
+        self.evaluations[key] = lowered
         if len(self.evaluations) > MAX_EVALUATIONS:
-            gone = self.evaluations.pop(next(iter(self.evaluations)))
-            self.bound.pop(id(gone), None)
+            self._drop(self.evaluations, next(iter(self.evaluations)))
         return lowered
+
+    def _drop_changed(self, programs: dict[Any, Lowered], keys: Sequence[Any]) -> None:
+        """Raises CaptureError if a value that these programs have read from Python is another now. With
+        `Spec(on_change="retrace")` the programs are dropped instead."""
+        for key in keys:
+            change = programs[key].graph.change()
+            if change is None:
+                continue
+            if self.spec.on_change == "error":
+                raise CaptureError(". ".join(change))
+            log.warning("fzero: a new program is traced: %s", change[0])
+            self._drop(programs, key)
+
+    def _drop(self, programs: dict[Any, Lowered], key: Any) -> None:
+        self.bound.pop(id(programs.pop(key)), None)
 
     def _lowered(self, batch: Any, fn: Callable[..., Any] | None) -> Lowered:
         state = fakes_on(self.like, self.device)
         costs = self.costs if self.spec.matmul == "fastest" else None
         with progress.shown(f"lowering the {'step' if fn is None else 'evaluation'}"):
             rates = self.transport.rates
-            lowered = lower_step(self.spec, state, batch, self.plan, self.transport.name, fn, costs, rates)
-            verify(lowered.roles)
+            others = [program.graph.reads for program in (*self.programs.values(), *self.evaluations.values())]
+            with own_changes_forgotten(others):
+                lowered = checked_step(self.spec, state, batch, self.plan, self.transport.name, fn, costs, rates)
+        forget_fakes(MAX_FAKES)
         return_freed()
         for chosen in lowered.choices.values():
             log.info("fzero: %s", chosen)
@@ -174,6 +198,7 @@ class Session:
         """
         digest = lowered.program_digest
         if digest in self.compiled_segments:
+            self.compiled_segments[digest] = self.compiled_segments.pop(digest)
             return self.bind(lowered)
         failure: Exception | None = None
         call = self.presence.call_name
@@ -187,6 +212,9 @@ class Session:
                 group=self.group,
             )
             self.bind(lowered)
+        except VerifyError as error:
+            programs = {self.rank: lowered.on(self.rank)}
+            failure = fault_report.explained(error, self.spec, self.plan, {}, programs, lowered.reduce)
         except Exception as error:
             failure = error
         try:
@@ -195,7 +223,20 @@ class Session:
             self.compiled_segments.pop(digest, None)  # on every rank: it is new again to all of them
             raise
         self.presence.rename(call)
+        while len(self.compiled_segments) > MAX_PROGRAMS:
+            self._forget(next(iter(self.compiled_segments)))
         return self.bind(lowered)
+
+    def _forget(self, digest: str) -> None:
+        """Drops all there is of a program."""
+        del self.compiled_segments[digest]
+        for table in (self.programs, self.evaluations):
+            for key in [key for key, lowered in table.items() if lowered.program_digest == digest]:
+                self._drop(table, key)
+        log.warning(
+            "fzero: more than %d programs: the one that was not used for the longest time is dropped, and traced again "
+            "when it is needed. Batches of fewer shapes need fewer: pad them to some lengths", MAX_PROGRAMS,
+        )  # fmt: skip
 
     def whole(self, leaves: Sequence[ShardedTensor], over_tp: bool = True) -> list[torch.Tensor]:
         """Whole leaves of one state, on every rank. Collective: the ranks agree first that they ask for the same
@@ -296,6 +337,7 @@ def execute(state: State, lowered: Lowered, batch: Any, watch: Callable[[int], N
     """
     bound = session_of(state).ready(lowered)
     tensors = [x.detach() for x in tree.flatten(batch)[1] if isinstance(x, torch.Tensor)]
+    state.life.steps = True
     try:
         with session_of(state).presence.running(lambda: bound.position, bound.where):
             metrics = bound.run(tensors, watch)
@@ -308,13 +350,6 @@ def execute(state: State, lowered: Lowered, batch: Any, watch: Callable[[int], N
             )
         raise
     return tree.unflatten(lowered.graph.metrics_treedef, [metrics[name] for name in lowered.graph.metric_names])
-
-
-def _current(lowered: Lowered) -> Lowered:
-    """The program. Raises CaptureError if a closed-over tensor whose value decided it has changed."""
-    for tensor in lowered.graph.baked:
-        tensor.check()
-    return lowered
 
 
 def _batch_key(batch: Any, device: torch.device) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from fzero import progress, tree
 from fzero._torch_compat import default_store
+from fzero._version import __version__
 from fzero.capture import ambient
 from fzero.comm import group as process_group
 from fzero.comm import heartbeat
@@ -129,14 +131,14 @@ class World:
             digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         except Exception as error:  # sent to the other ranks before it is raised here
             failure = error
-        self.agree(name, digest, failure)
+        self.agree(name, digest, failure, [_libraries()])
         here = heartbeat.of(self.group)
         with here.running():
             transport = transport_for(self.rank, mesh, self.device, spec.transfers, here)
         own = ""
         try:
             store = default_store() if self.size > 1 else None
-            bytes_of_buckets = bucket_bytes(transport.name, mesh.data_ranks, self.rank, transport.rates, store)
+            bytes_of_buckets = bucket_bytes(transport.name, mesh, self.rank, transport.rates, store)
             plan = plan_for(spec, filling.paths, filling.values, filling.per_rank, mesh, bytes_of_buckets)
             file = _file(spec, plan, self.rank, here)
             memory = storage.allocate(plan, transport.block, self.rank, {HOST: partial(host_memory, self.device)})
@@ -157,6 +159,14 @@ class World:
         )  # fmt: skip
         life = Life()
         return State(runtime.sharded(life), filling.step, {}, runtime, life)
+
+
+def _libraries() -> Same:
+    """What all ranks run: with other versions the same step is another program, or has other bits, and a rank of
+    another byte order reads other numbers."""
+    value = f"fzero {__version__}, torch {torch.__version__}, {sys.byteorder}-endian"
+    remedy = "Start all ranks from one environment, on machines of one byte order"
+    return Same("what the ranks run", 0, value, remedy, shown=True)
 
 
 def _one_digest(texts: Iterable[str]) -> str:
@@ -181,7 +191,8 @@ def _file(spec: Spec, plan: Plan, rank: int, here: heartbeat.Presence) -> DiskFi
     if spec.nvme_path is None:
         return None
     patience = spec.timeout or process_group.TIMEOUT_SECONDS
-    return DiskFile(spec.nvme_path, file_bytes(plan, rank), timeout=patience, owner=here.label(rank))
+    folder = os.fspath(spec.nvme_path).replace("{local_rank}", os.environ.get("LOCAL_RANK", "0"))
+    return DiskFile(folder, file_bytes(plan, rank), timeout=patience, owner=here.label(rank))
 
 
 def _device(name: str, spec: Spec, like: Any) -> torch.device:
@@ -211,7 +222,8 @@ def _device(name: str, spec: Spec, like: Any) -> torch.device:
 
 
 def _spec_text(spec: Spec) -> str:
-    """The fields of a spec that ranks can compare before a trace, as text: all but its functions and its device."""
-    own = ("loss", "optimizer", "step", "device")  # a rank may name its device by its number
+    """The fields of a spec that ranks can compare before a trace, as text: all but its functions, and what a rank may
+    have of its own: its device by its number, and its drive."""
+    own = ("loss", "optimizer", "step", "device", "nvme_path")
     plain = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name not in own}
     return repr({k: sorted(v.items()) if isinstance(v, Mapping) else v for k, v in plain.items()})

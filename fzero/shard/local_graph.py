@@ -22,8 +22,9 @@ aten = torch.ops.aten
 class LocalGraph:
     """The nodes of one rank's graph. graph: holds them. rank: the node that holds the rank. moves: what was moved.
 
-    Each method appends nodes, with their fake values; only the methods write the fields, and `propagate` sets `rank`.
-    In all of them `x` is the global value that a node belongs to, or a part of.
+    Each method appends nodes, with their fake values; only the methods write the fields, and `propagate` sets `rank`
+    and `phase`. In all of them `x` is the global value that a node belongs to, or a part of. A node is of the phase of
+    the call that it is written for, not of its value's: what the backward first asks for is moved in the backward.
     """
 
     rank: fx.Node
@@ -35,6 +36,7 @@ class LocalGraph:
         self.mode: Any = None  # of the fake tensors
         self.others: fx.Node | None = None  # whether this rank is another than the first
         self.why = ""  # of the transfer that is being written
+        self.phase: str | None = None  # of the call that nodes are written for
 
     def fake(self, make: Callable[[], Any]) -> Any:
         """The result of a call on fake tensors."""
@@ -61,7 +63,7 @@ class LocalGraph:
             first = self.node(aten.clone.default, (args[0],), {"memory_format": torch.contiguous_format}, like)
             return self.node(target, (first, *args[1:]), kwargs, like)
         made = self.graph.call_function(target, tuple(args), dict(kwargs))
-        made.meta = {**like.meta, "val": value}
+        made.meta = {**like.meta, "val": value, "phase": self.phase}
         if target in ops.TRANSFERS:
             made.meta["moved"] = self.why
         return made

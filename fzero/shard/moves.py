@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from fzero.errors import SpecError
+from fzero.ir import fx_nodes
 from fzero.ir.records import DTYPE_NAMES
 from fzero.shard.placements import Partial, Placement, Replicated, Shard
 
 aten = torch.ops.aten
 NEVER = math.inf
 VIEWS = {aten.view.default, aten._unsafe_view.default}
+PRODUCTS: dict[Any, Sequence[tuple[int, int]]] = {  # (an operand, the dim of the result that it gives, from the end)
+    aten.mm.default: ((1, 1), (0, 2)),
+    aten.bmm.default: ((1, 1), (0, 2)),
+    aten.addmm.default: ((2, 1), (1, 2)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +80,12 @@ def wire_bytes(source: Placement, want: Placement, value: torch.Tensor, n: int) 
     )
 
 
-def check_heads(x: fx.Node, source: Shard, reader: fx.Node, move: Move, n: int) -> None:
+def check_heads(x: fx.Node, source: Shard, reader: fx.Node, move: Move, n: int, leaf: str) -> None:
     """Raises SpecError where a view takes a sharded dim apart into heads of which the ranks would cut some through.
 
-    Fewer heads than ranks are brought together instead, as keys of grouped attention are.
+    Fewer heads than ranks are brought together instead, as keys of grouped attention are. leaf: its path,
+    whose rule cuts the dim.
     """
-    if reader.target not in VIEWS:
-        return
     before, after = x.meta["val"].shape, reader.meta["val"].shape
     outer, d = math.prod(before[: source.dim]), 0
     while d < len(after) and math.prod(after[:d]) < outer:
@@ -87,8 +94,31 @@ def check_heads(x: fx.Node, source: Shard, reader: fx.Node, move: Move, n: int) 
     if heads < before[source.dim] and before[source.dim] % heads == 0 and heads % n and n % heads:
         fits = [k for k in range(2, heads + 1) if heads % k == 0 and before[source.dim] % k == 0]
         raise SpecError(
-            f"{move.line}: a dim of {before[source.dim]:,} that lies in parts over {n} ranks becomes {heads} heads: "
-            f"{n} ranks would cut some through: {move.nbytes:,.0f} bytes had to be gathered. Take as many ranks as "
-            f"divide the heads ({', '.join(map(str, fits))}), or keep the leaves of that product whole: P() before "
-            "their rule"
+            f"{move.line}: a dim of {before[source.dim]:,} that lies in parts over {n} ranks, as {leaf} does, becomes "
+            f"{heads} heads: {n} ranks would cut some through: {move.nbytes:,.0f} bytes had to be gathered. Take as "
+            f"many ranks as divide the heads ({', '.join(map(str, fits)) or '1'}), or keep the leaves of that product "
+            "whole: P() before their rule"
         )
+
+
+def cutting_leaf(
+    x: fx.Node, have: Mapping[fx.Node, Mapping[Placement, object]], leaves: Set[fx.Node]
+) -> fx.Node | None:
+    """The leaf along whose cut dim a value lies in parts, through views and elementwise work; None where it is another
+    dim, such as the tokens of a batch.
+
+    have: the placements of values. leaves: leaves, and views and casts of them.
+    """
+    todo, seen = [x], {x}
+    while todo:
+        y = todo.pop()
+        where = next((p.dim for p in have.get(y, ()) if isinstance(p, Shard)), None)
+        for place, dim_from_end in PRODUCTS.get(y.target, ()):
+            operand = y.args[place]
+            own = where == y.meta["val"].ndim - dim_from_end and isinstance(operand, fx.Node) and operand in leaves
+            if own and Replicated() not in have[operand]:  # type: ignore[index]
+                return operand  # type: ignore[return-value]
+        if fx_nodes.is_view(y) or torch.Tag.pointwise in getattr(y.target, "tags", ()):
+            todo += [a for a in y.all_input_nodes if a not in seen]
+            seen.update(y.all_input_nodes)
+    return None

@@ -32,7 +32,7 @@ from fzero.shard import ops
 from fzero.shard.claims import Claim, claim, constraint
 from fzero.shard.factors import Call
 from fzero.shard.local_graph import LocalGraph
-from fzero.shard.moves import NEVER, Move, by_way_of_whole, check_heads, kind_of, wire_bytes
+from fzero.shard.moves import NEVER, VIEWS, Move, by_way_of_whole, check_heads, cutting_leaf, kind_of, wire_bytes
 from fzero.shard.placements import Partial, Placement, Replicated, Shard, local_shape
 from fzero.shard.rules import Strategy, Unknown, localised, strategies
 from fzero.shard.rules.whole import UNIFORM
@@ -151,6 +151,7 @@ class _Walk:
 
     def call(self, node: fx.Node) -> None:
         """Writes one op: its operands where the chosen strategy wants them, the local call, the result's version."""
+        self.local.phase = node.meta.get("phase")
         if node.target is operator.getitem:
             self._getitem(node)
             return
@@ -250,16 +251,19 @@ class _Walk:
 
     def _refuse_leaf(self, node: fx.Node) -> NoReturn:
         """Raises SpecError: an op could only be computed if a leaf moved."""
-        held = [x for x in Call.of(node).operands if x in self.leaves and R not in self.have[x]]
-        x = held[0]
-        base = x
-        while base not in self.names and base.op == "call_function":
-            base = fx_nodes.operand(base)
+        x = next(x for x in Call.of(node).operands if x in self.leaves and R not in self.have[x])
+        base = self._base(x)
         raise SpecError(
             f"shard: {self.names.get(base, base.name)} lies as {next(iter(self.have[base]))}, and {node.target} "
             f"{node.meta.get('source', '')} needs all of it: {x.meta['val'].nbytes:,} bytes would travel each "
             "time. Cut another dim of it, or keep it whole: P() before the rule that matches it"
         )
+
+    def _base(self, x: fx.Node) -> fx.Node:
+        """The leaf that a value is a view or a cast of."""
+        while x not in self.names and x.op == "call_function":
+            x = fx_nodes.operand(x)
+        return x
 
     def _whole(self, node: fx.Node, error: Unknown) -> Strategy:
         """Everything replicated, for an op of which nothing is known. Raises FzeroError if its operands are large."""
@@ -353,13 +357,17 @@ class _Walk:
             str(about.meta.get("phase") or "forward"), reader, str(about.meta.get("source", "")), x in self.leaves,
             x.meta["val"].dtype,
         )  # fmt: skip
-        if node is not None and isinstance(source, Shard):
-            check_heads(x, source, node, move, self.n)
+        if node is not None and isinstance(source, Shard) and node.target in VIEWS:
+            self._check_heads(x, source, node, move)
         moved = self.local.move(versions[source], move, x)
         if isinstance(source, Partial):
             del versions[source]  # the sum is taken once, for all who read later
         versions[want] = moved
         return moved
+
+    def _check_heads(self, x: fx.Node, source: Shard, node: fx.Node, move: Move) -> None:
+        if (leaf := cutting_leaf(x, self.have, self.leaves)) is not None:
+            check_heads(x, source, node, move, self.n, self.names.get(self._base(leaf), leaf.name))
 
     def _drawn_part(self, x: fx.Node, want: Shard, reader: str, node: fx.Node | None) -> fx.Node:
         """A part of numbers drawn from a key, or of what is made of them element by element: made again, alone."""

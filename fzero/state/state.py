@@ -14,11 +14,18 @@ from typing import Any, Protocol
 import torch
 
 from fzero import tree
-from fzero.errors import DonatedError, FzeroError
+from fzero.errors import DonatedError, FzeroError, TreeError
 from fzero.ir.records import DISK
 from fzero.plan.layout import Leaf, Plan
 from fzero.shard.partition import AXIS
 from fzero.state import storage
+
+NO_COPY = (
+    "cannot be copied or pickled: its memory belongs to its ranks, and the next step takes it. "
+    "fzero.save(state, folder) keeps the state on disk and fzero.load brings it back; "
+    "fzero.checkpoint.snapshot(state) copies this rank's part to the host; fzero.unshard(state.params) makes whole "
+    "tensors"
+)
 
 
 class Home(Protocol):
@@ -67,10 +74,11 @@ class Life:
     """Whether a state's memory is still its own. The state and its leaves share it.
 
     ended: "" while the memory is its own, else the end of a sentence about the state. `fzero.api` and `session.execute`
-    write it, once.
+    write it, once. steps: whether a step runs on it, which may have written; `session` writes it.
     """
 
     ended: str = ""
+    steps: bool = False
 
     def check(self, path: str) -> None:
         """Raises DonatedError, naming the leaf, if the memory is another state's by now."""
@@ -153,6 +161,9 @@ class ShardedTensor:
         lies = [Shard(cut.dim) if cut and parted and name == AXIS else Replicate() for name in axes.names]
         return DTensor.from_local(local, mesh, lies)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TreeError(f"a {type(self).__name__} {NO_COPY}")
+
     def __repr__(self) -> str:
         return f"ShardedTensor({self.path!r}, {list(self.shape)}, {self.dtype}, {self.placement}, mesh={self.mesh})"
 
@@ -166,6 +177,14 @@ class State:
     metrics: Mapping[str, Any]
     runtime: Home = field(repr=False)
     life: Life = field(repr=False)
+
+    def become(self, after: State) -> None:
+        """Makes this donated state the one that it became, which nobody else would hold (`session.interrupts`)."""
+        for name in ("tree", "step", "metrics", "life"):
+            object.__setattr__(self, name, getattr(after, name))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TreeError(f"a {type(self).__name__} {NO_COPY}")
 
     @property
     def params(self) -> Any:

@@ -18,8 +18,20 @@ from fzero.ir import fx_nodes
 from fzero.ir.mesh import SAME_BATCH, parts_of, within
 from fzero.ir.program import Program
 from fzero.ir.records import GIVEN, PERSISTENT, VARYING, Bucket, Buffer, Op, Ref
-from fzero.plan.whole_leaves import is_whole
-from fzero.verify.terms import NOWHERE, Partial, Undefined, Vec, digest, evaluate, gathered, moved, part, reduced, term
+from fzero.verify.terms import (
+    NOWHERE,
+    Partial,
+    Undefined,
+    Vec,
+    digest,
+    evaluate,
+    gathered,
+    metric,
+    moved,
+    part,
+    reduced,
+    term,
+)
 
 Span = tuple[int, int]
 
@@ -113,7 +125,8 @@ class Abstract:
                     if key in content.own_slices:
                         raise Undefined(f"{name} keeps only one rank's slice of {key}: it was not gathered")
                     state[(name, slot)] = self._term(content, key, Ref(name))
-        return state, {name: self.read(Ref(buffer)) for name, buffer in self.program.metrics.items()}
+        metrics = {name: self.program.buffers[buffer] for name, buffer in self.program.metrics.items()}
+        return state, {name: metric(self.read(Ref(b.name)), b.dtype, b.shape) for name, b in metrics.items()}
 
     def step(self, op: Op) -> None:
         """Runs one op on terms: changes `memory`. Raises `Undefined` where the op has no meaning."""
@@ -151,6 +164,8 @@ class Abstract:
         elif op.is_recv:
             over = frozenset((str(op.axis),))
             self.write(op.writes[0], term("recv", op.axis, op.peer, op.tag).over(over))
+        elif not op.is_mark:
+            raise Undefined(f"{op.kind} of {', '.join(map(str, op.reads))} has no meaning")
 
     def _held(self, ref: Ref) -> Any:
         """The term of a destination before it is written, for ops that work in place on it; `Undefined` where it holds
@@ -278,7 +293,7 @@ class Abstract:
             raise Undefined(f"{ref} reads beyond the own slice, which is all that was written")
         tight = sum(last - first for first, last in keys.values()) == stop - start
         ranks = self.program.mesh.size(own_slice) if own_slice else 1
-        shapes = {i: bucket.slots[i].shape for i in keys if buffer.per == 1 and is_whole(bucket, i, ranks)}
+        shapes = {i: bucket.slots[i].shape for i in keys if buffer.per == 1 and _on_one_rank(bucket, i, ranks)}
         return Vec(terms, own_slice, (start, stop), buffer.per, tight, shapes, tile)
 
     def write(self, ref: Ref, value: Any) -> None:
@@ -365,6 +380,12 @@ class Abstract:
             return [(None, (0, buffer.numel))]
         bucket = self.program.buckets[buffer.bucket]
         return [(i, bucket.place(i, buffer.per)[:2]) for i in range(len(bucket.slots))]
+
+
+def _on_one_rank(bucket: Bucket, index: int, ranks: int) -> bool:
+    """Whether one of the equal slices of so many ranks holds all of a leaf."""
+    slot, size = bucket.slots[index], bucket.length // ranks
+    return any(low <= slot.start and slot.stop <= low + size for low in range(0, bucket.length, size))
 
 
 def program_meaning(program: Program) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from fzero.ir.liveness import endangered, intervals, waits_with_settle
 from fzero.ir.offset_assignment import ALIGN_BYTES, PAGE_BYTES, clash
 from fzero.ir.program import Program
 from fzero.ir.records import DEVICE, DISK, GIVEN, HOST, PERSISTENT, SPACES, Op, Ref
@@ -119,7 +118,7 @@ def places(program: Program) -> Iterator[Fault]:
     """Buffers and workspaces that are alive at one moment lie apart in the arena, and every place is aligned."""
     items: dict[str, list[tuple[int, int, int, int]]] = {space: [] for space in SPACES}
     names: dict[str, list[str]] = {space: [] for space in SPACES}
-    lives = intervals(program.ops, program.buffers, program.metrics.values())
+    lives = _lives(program)
     for name, buffer in program.buffers.items():
         if buffer.space == DISK:
             if buffer.at is None:
@@ -154,10 +153,23 @@ def places(program: Program) -> Iterator[Fault]:
                 yield max(own[n][0] for n in pair), f"{a} and {b} share memory of {what} while both are alive"
 
 
+def _lives(program: Program) -> dict[str, tuple[int, int]]:
+    """(first op, last op) that names a buffer which is not held between steps. The step's copy of the batch is there
+    before the first op, and a metric after the last one."""
+    found: dict[str, tuple[int, int]] = {}
+    for i, op in enumerate(program.ops):
+        for ref in () if op.is_settle else (*op.reads, *op.writes):
+            kind = program.buffers[ref.name].kind
+            if kind not in PERSISTENT or kind == "batch":
+                found[ref.name] = found.get(ref.name, (-1 if kind == "batch" else i, i))[0], i
+    shown = set(program.metrics.values())
+    return {name: (first, len(program.ops) if name in shown else last) for name, (first, last) in found.items()}
+
+
 def settled(program: Program) -> Iterator[Fault]:
     """No op writes into the source of a transfer between its `wait` and its `settle`: other ranks may read it still."""
     started: dict[str, Op] = {}
-    deferred = waits_with_settle(program.ops)
+    deferred = _settled_later(program)
     lent: dict[str, set[str]] = {}  # by target: the sources that other ranks may read
     for i, op in enumerate(program.ops):
         if op.is_settle:
@@ -166,12 +178,42 @@ def settled(program: Program) -> Iterator[Fault]:
             lent.pop(op.target, None)
             continue
         for target, sources in lent.items():
-            for name in endangered(op, program.buffers, sources):
+            for name in sorted(name for name in sources if _lost(program, op, name)):
                 yield i, f"writes or frees {name} before the transfer into {target} is settled"
         if op.transfers:
             started[op.target] = op
         elif i in deferred and op.target in started:
             lent[op.target] = started[op.target].sources
+
+
+def _settled_later(program: Program) -> set[int]:
+    """The waits for transfers that a `settle` ends: the last wait for a target before each settle of it, unless a
+    transfer into it starts between them."""
+    waits: set[int] = set()
+    waited: dict[str, int] = {}
+    for i, op in enumerate(program.ops):
+        if op.is_wait:
+            waited[op.target] = i
+        elif op.is_settle and op.target in waited:
+            waits.add(waited.pop(op.target))
+        elif op.transfers:
+            waited.pop(op.target, None)
+    return waits
+
+
+def _lost(program: Program, op: Op, name: str) -> bool:
+    """Whether an op writes into a buffer, by its name or where it lies, or gives its memory back."""
+    buffer = program.buffers[name]
+    if any(ref.name == name for ref in op.writes):
+        return True
+    if buffer.at is None:
+        return op.is_free and any(ref.name == name for ref in op.reads)
+    spans = [(b.space, b.at, b.nbytes) for b in (program.buffers[ref.name] for ref in op.writes) if b.at is not None]
+    if op.offset is not None:
+        spans.append((program.space(op), op.offset, op.workspace))
+    return any(
+        space == buffer.space and at < buffer.at + buffer.nbytes and buffer.at < at + size for space, at, size in spans
+    )
 
 
 def needed(program: Program) -> Iterator[Fault]:

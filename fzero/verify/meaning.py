@@ -16,16 +16,17 @@ from torch import fx
 
 from fzero.capture.graph import Graph, Region
 from fzero.ir import fx_nodes
+from fzero.ir.program import Program
 from fzero.plan.layout import Plan
-from fzero.verify.terms import Term, apply, digest, evaluate, part, reduced, term
+from fzero.verify.terms import Term, apply, digest, evaluate, metric, part, reduced, term
 
 aten = torch.ops.aten
 
 
-def grad_places(
+def _gradients_in_buckets(
     region: Region, inputs: Sequence[Any], leaf_nodes: Sequence[Any], plan: Plan
 ) -> dict[int, tuple[str, int]]:
-    """For each output of a region that is the gradient of a flat leaf: that leaf's (bucket, slot)."""
+    """For each output of a region that is the gradient of a leaf in a bucket: that leaf's (bucket, slot)."""
     places: dict[int, tuple[str, int]] = {}
     seen: set[tuple[str, int]] = set()
     position = {node: i for i, node in enumerate(leaf_nodes)}
@@ -39,8 +40,11 @@ def grad_places(
     return places
 
 
-def graph_meaning(graph: Graph, plan: Plan, reduce: str, names: Sequence[str]) -> str:
-    """The meaning of a captured step. `names` are the buffers of its inputs after the state's leaves."""
+def graph_meaning(graph: Graph, plan: Plan, reduce: str, program: Program) -> str:
+    """The meaning of a captured step. What the step is given beside the state is in the program's buffers of kinds
+    "batch" and "constant", in their order: so a run fills them."""
+    names = [*(n for n, b in program.buffers.items() if b.kind == "batch"),
+             *(n for n, b in program.buffers.items() if b.kind == "constant")]  # fmt: skip
     nodes = fx_nodes.placeholders(graph.gm.graph)
     leaf_nodes = nodes[: len(plan.leaves)]
     values: dict[fx.Node, Any] = {}
@@ -64,10 +68,11 @@ def graph_meaning(graph: Graph, plan: Plan, reduce: str, names: Sequence[str]) -
         elif node not in values:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: values[a])
             values[node] = apply(node.target, args, kwargs)
-    outs = [values[x] for x in fx_nodes.outputs(graph.gm.graph)]
-    state = {(leaf.buffer, leaf.slot): t for leaf, t in zip(plan.leaves, outs, strict=False)}
-    metrics = dict(zip(graph.metric_names, outs[len(plan.leaves) :], strict=True))
-    return digest(state, metrics)
+    outs = fx_nodes.outputs(graph.gm.graph)
+    state = {(leaf.buffer, leaf.slot): values[x] for leaf, x in zip(plan.leaves, outs, strict=False)}
+    shown = dict(zip(graph.metric_names, outs[len(plan.leaves) :], strict=True))
+    forms = {name: x.meta["val"] for name, x in shown.items()}
+    return digest(state, {n: metric(values[x], forms[n].dtype, forms[n].shape) for n, x in shown.items()})
 
 
 def _region_terms(
@@ -77,7 +82,7 @@ def _region_terms(
     """Sets the values of a region's picked outputs and of the means over ranks taken of them."""
     region = graph.regions[int(node.args[1])]  # type: ignore[arg-type]
     inputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
-    places = grad_places(region, inputs, leaf_nodes, plan)
+    places = _gradients_in_buckets(region, inputs, leaf_nodes, plan)
     n, k = plan.data_ranks, region.microbatches
     runs = []
     for m in range(k):

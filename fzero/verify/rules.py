@@ -19,7 +19,7 @@ from fzero import progress
 from fzero.cost.memory import account
 from fzero.errors import VerifyError
 from fzero.ir.liveness import gathered_bytes
-from fzero.ir.mesh import PIPELINE
+from fzero.ir.mesh import PIPELINE, parts_of
 from fzero.ir.program import Program, op_text
 from fzero.ir.records import DTYPE_NAMES, GIVEN, PERSISTENT, Op
 from fzero.verify.abstract import program_meaning
@@ -87,6 +87,8 @@ def transfers(program: Program) -> Iterator[Fault]:
         if op.axis not in program.mesh:
             yield i, f"runs over axis {op.axis!r}: the mesh has {list(program.mesh.names)}"
             continue
+        if alone := [part for part in parts_of(op.axis) if program.mesh.size(part) == 1]:
+            yield i, f"runs over axis {op.axis!r}: along {alone[0]} there is one rank, and ranks open no group for it"
         n = program.mesh.size(str(op.axis))
         source, target = (program.buffers[ref.name] for ref in ((op.reads or op.writes)[0], (op.writes or op.reads)[0]))
         if op.gathers:
@@ -109,6 +111,9 @@ def transfers(program: Program) -> Iterator[Fault]:
 def _reduction(program: Program, i: int, op: Op, n: int) -> Iterator[Fault]:
     size, room = length(program, op.reads[0]), length(program, op.writes[0])
     needed_room = size // n if op.row.scatters else size
+    dtype = program.buffers[op.reads[0].name].dtype
+    if op.divisor != 1 and not (dtype.is_floating_point or dtype.is_complex):
+        yield i, f"divides {DTYPE_NAMES[dtype]} by {op.divisor}: a sum of integers has no mean"
     if not op.row.small and size % n:
         yield i, f"reduces {size} elements: {n} ranks have no equal slices of them"
     elif op.row.small and op.reads[0].start is None and program.buffers[op.reads[0].name].bucket is not None:
@@ -161,7 +166,7 @@ def microbatches(program: Program) -> Iterator[Fault]:
     """Every region runs all its segments for every microbatch."""
     runs: dict[str, Counter[int]] = {}
     for op in program.ops:
-        if op.phase == "region":
+        if op.in_region:
             runs.setdefault(str(op.region), Counter())[op.microbatch] += 1
     for region, counts in runs.items():
         if len(set(counts.values())) > 1 or sorted(counts) != list(range(max(counts) + 1)):

@@ -227,6 +227,11 @@ def digest(state: Mapping[tuple[str, int | None], Any], metrics: Mapping[str, An
     return str(term(sorted(state.items(), key=str), sorted(metrics.items())))
 
 
+def metric(value: Any, dtype: torch.dtype, shape: Sequence[int]) -> Term:
+    """The term of a metric: its value, in the form in which the user gets it."""
+    return term("metric", value, str(dtype), tuple(shape))
+
+
 def part(value: Any, start: int, stop: int, shape: tuple[int, ...]) -> Term:
     """The term of elements [start, stop) of a contiguous tensor."""
     return term("part", value, start, stop, tuple(shape))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from helpers import run
+from workers import deepspeed_losses as worker
 
 import fzero
 from fzero import optim
@@ -22,8 +23,6 @@ from fzero.interop.config.read import read
 ROOT = Path(__file__).parents[1]
 FILES = ROOT / "interop" / "config" / "files"
 WORKER = ROOT / "support" / "workers" / "deepspeed_losses.py"
-sys.path.insert(0, str(WORKER.parent))
-import deepspeed_losses as worker  # noqa: E402
 
 pytestmark = pytest.mark.acceptance
 

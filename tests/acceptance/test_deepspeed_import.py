@@ -22,6 +22,8 @@ WORKER = Path(__file__).parents[1] / "support" / "workers" / "deepspeed_checkpoi
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_masters_and_moments_are_those_deepspeed_held(stage: int, dtype: str, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
+    from workers import deepspeed_checkpoint as worker  # imports deepspeed
+
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(WORKER)]
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*run, str(tmp_path), str(stage), dtype], env=env, capture_output=True, timeout=200)
@@ -30,9 +32,6 @@ def test_masters_and_moments_are_those_deepspeed_held(stage: int, dtype: str, tm
     losses = held.pop("losses").tolist()
 
     assert cli.main(["import-deepspeed", str(tmp_path / "checkpoint"), str(tmp_path / "run")]) == 0
-    sys.path.insert(0, str(WORKER.parent))
-    import deepspeed_checkpoint as worker
-
     _, buffers, apply = from_module(worker.model())
     adam = fzero.optim.adamw(1e-2, betas=(0.9, 0.95), weight_decay=0.0)
     spec = fzero.Spec(loss=lambda p, b: apply(p, buffers, b), optimizer=adam, zero=3, trainable=apply.trainable)

@@ -6,7 +6,17 @@ import pytest
 import torch
 
 import fzero
-from fzero.tools.mutate import HIERARCHY, KINDS, ROLES, draw, draw_hierarchy, draw_pipeline, run
+from fzero.tools.mutate import (
+    AXES,
+    HIERARCHY,
+    KINDS,
+    ROLES,
+    draw,
+    draw_hierarchy,
+    draw_parallel,
+    draw_pipeline,
+    run,
+)
 from fzero.tools.mutate.text import damaged
 from fzero.verify.rules import verify
 
@@ -21,7 +31,7 @@ def test_eight_thousand_mutants_are_caught_and_no_program_is_refused() -> None:
     assert report.unbroken >= 200
     assert sum(report.changing.values()) >= 8000
     assert [kind for kind in KINDS if report.changing[kind] < 50] == []
-    assert len(KINDS) >= 28 + 35 + len(ROLES) + len(HIERARCHY)
+    assert len(KINDS) >= 28 + 35 + len(ROLES) + len(HIERARCHY) + len(AXES)
 
 
 def test_a_hundred_of_each_kind_of_pipelines_are_caught_and_no_pipeline_is_refused() -> None:
@@ -40,6 +50,16 @@ def test_fifty_of_each_kind_of_two_data_axes_are_caught_and_no_program_is_refuse
     assert report.refused == []
     assert [kind for kind in HIERARCHY if report.changing[kind] < 50] == []
     assert len(HIERARCHY) >= 10
+
+
+def test_fifteen_hundred_of_meshes_with_tp_are_caught_and_no_program_is_refused() -> None:
+    report = run(count=1500, seed=0, each=50, unbroken=60, kinds=tuple(AXES), source=draw_parallel)
+    print(report)
+    assert report.missed == []
+    assert report.refused == []
+    assert sum(report.changing.values()) >= 1500
+    assert [kind for kind in AXES if report.changing[kind] < 50] == []
+    assert len(AXES) >= 12
 
 
 def test_no_text_brings_verify_to_another_end_than_an_answer() -> None:

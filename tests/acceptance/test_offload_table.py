@@ -9,7 +9,6 @@ of 13B itself is lowered, and stage 0 on several ranks, where each holds all as 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -20,11 +19,9 @@ import pytest
 import torch
 
 import fzero
+from gpt import Config, init_gpt, loss_fn
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "examples"))
-
-from gpt import Config, init_gpt, loss_fn  # noqa: E402
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(1800)]
 DOCS = ROOT / "docs" / "offload.md"

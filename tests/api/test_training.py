@@ -17,7 +17,7 @@ from models import GPT, MLP, normal
 from torch import Tensor
 
 import fzero
-from fzero import optim, random, tree
+from fzero import P, optim, random, tree
 
 stages = pytest.mark.parametrize("zero", [0, 1, 2, 3])
 
@@ -202,6 +202,51 @@ def test_clip_norm_is_torchs(limit: float, zero: int) -> None:
     assert 0.1 < float(norm) < 100
 
 
+MESHES = [{"dp": 2}, {"dp_out": 2, "dp": 1}, {"pp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}]
+
+
+def deep_params() -> Any:
+    g = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=g, dtype=torch.float64) * 0.5  # noqa: E731
+    return {"layers": [{"up": draw(6, 8), "b": draw(8), "down": draw(8, 6)} for _ in range(2)], "scale": draw(6)}
+
+
+def deep_loss(p: Any, batch: Any) -> Tensor:
+    x = batch["x"]
+    for layer in p["layers"]:
+        x = x + torch.tanh(x @ layer["up"] + layer["b"]) @ layer["down"]
+    return ((x * p["scale"] - batch["y"]) ** 2).mean()
+
+
+def deep_batch(rank: int, step: int) -> Any:
+    g = torch.Generator().manual_seed(rank)
+    return {name: torch.randn(4, 6, generator=g, dtype=torch.float64) for name in ("x", "y")}
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("zero", [0, 3])
+def test_float64_is_clipped_in_float64(mesh: dict[str, int], zero: int) -> None:
+    """Beside torch, on every axis: a norm that is rounded to float32 anywhere on the way is 1e-8 off."""
+    rules = {"**/up": P(None, "tp"), "**/b": P("tp"), "**/down": P("tp", None)} if "tp" in mesh else None
+    limit, num = 0.3, 2 if "pp" in mesh else 1
+    spec = fzero.Spec(loss=deep_loss, optimizer=optim.sgd(1.0), clip_norm=limit, mesh=mesh, shard=rules, zero=zero,
+                      microbatches=num)  # fmt: skip
+    world = math.prod(mesh.values())
+    result = run(spec, deep_params(), deep_batch, world=world, steps=1)
+    paths, leaves, structure = tree.flatten(deep_params())
+    leaves = [x.requires_grad_() for x in leaves]
+    both = [deep_batch(rank, 0) for rank in range(mesh.get("dp", 1) * mesh.get("dp_out", 1))]
+    deep_loss(tree.unflatten(structure, leaves), tree.map(lambda *x: torch.cat(x), *both)).backward()
+    norm = torch.nn.utils.clip_grad_norm_(leaves, limit)
+    for metrics in result.metrics[0]:
+        if "grad_norm" in metrics:
+            torch.testing.assert_close(metrics["grad_norm"], norm, rtol=1e-12, atol=0)
+    assert float(norm) > 2 * limit
+    for path, x in zip(paths, leaves, strict=True):
+        wanted = (x - x.grad).detach()
+        torch.testing.assert_close(result.final[f"params/{path}"], wanted, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("num", [1, 2])
 def test_clip_value_is_torchs(num: int) -> None:
     found, metrics = clipped(clip_value=0.01, microbatches=num)
@@ -258,12 +303,35 @@ def reductions(one: fzero.Lowered) -> int:
 def test_the_reduction_is_chosen_by_memory_and_says_so() -> None:
     """Whole gradients are a small part beside large activations, and most of it beside small ones."""
     end, each = chosen(8192), chosen(4)
-    assert end.choices["reduce"].startswith("reduce='end' by memory (end: peak ")
-    assert each.choices["reduce"].startswith("reduce='each' by memory (end: peak ")
+    assert end.choices["reduce"].startswith("reduce='end': whole gradients would be ")
+    assert each.choices["reduce"].startswith("reduce='each': whole gradients would be ")
     assert "Spec(reduce=...) chooses otherwise" in each.choices["reduce"]
     assert (reductions(end), reductions(each)) == (8, 32)
     assert each.memory.peak * 1.1 < chosen(4, reduce="end").memory.peak
     assert end.memory.peak <= chosen(8192, reduce="each").memory.peak * 1.1
+
+
+@pytest.mark.parametrize("rows", [256, 2240])  # of small activations, and where both ways are near
+def test_the_reduction_is_chosen_without_regard_to_what_changes_no_bit(rows: int) -> None:
+    """Each option changes the planned memory, and promises to change no bit: the two ways differ in bits."""
+    plain = chosen(rows).reduce
+    options: list[dict[str, Any]] = [
+        {"zero": 0},
+        {"offload": "optimizer+params"},
+        {"offload": {"params/**": "cpu", "grads/**": "cpu"}, "clip_norm": 1.0},
+        {"prefetch": 4},
+        {"remat": "full"},
+        {"transfers": "p2p", "bucket_bytes": 1 << 14},
+    ]
+    assert [one for one in options if chosen(rows, **one).reduce != plain] == []
+
+
+def test_a_budget_chooses_no_other_bits() -> None:
+    need = chosen(4096, reduce="each").memory.spaces["device"]
+    assert chosen(4096).reduce == "end"
+    assert chosen(4096, reduce="each", device_bytes=need).reduce == "each"
+    with pytest.raises(fzero.SpecError, match=r"Or say reduce='each', which holds no whole gradients"):
+        chosen(4096, device_bytes=need)
 
 
 def test_there_is_nothing_to_choose_without_microbatches_or_when_told() -> None:

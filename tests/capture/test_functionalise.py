@@ -200,13 +200,13 @@ def test_a_value_that_is_exchanged_is_refused(loss: Callable[[Any, Tensor], Tens
 
 def test_what_cannot_be_made_pure_is_refused_with_its_line() -> None:
     def loss(p: Any, b: Tensor) -> Tensor:
-        z = torch.complex(p["w"], p["w"]).conj()
+        z = torch.complex(p["w"], p["w"]).conj()  # here: of its backward
         z.mul_(2j)
         return z.abs().sum()
 
     refused(
         loss,
-        "capturing.py",
+        here(loss),
         "in-place work that cannot be made pure",
         "Write x = x.op(...) instead of x.op_(...)",
     )
@@ -294,3 +294,43 @@ def test_scalars_on_a_value_of_ones_own_need_no_second_run(monkeypatch: pytest.M
     monkeypatch.setattr(tracing, "purified", lambda gm: None)
     assert program() == local
     assert replayed
+
+
+def foreach_scaled(x: Tensor) -> None:
+    torch._foreach_mul_([x[0], x[1]], 2.0)
+
+
+def foreach_of_views(x: Tensor) -> None:
+    torch._foreach_add_([x.view(-1)[2:5], x[3]], torch.tensor(1.5))
+
+
+def foreach_of_lists(x: Tensor) -> None:
+    torch._foreach_div_([x[1], x[2]], [x[0].exp(), x[3].exp()])
+
+
+def foreach_of_one(x: Tensor) -> None:
+    torch._foreach_exp_([x[2]])
+
+
+def foreach_zeroed(x: Tensor) -> None:
+    torch._foreach_zero_([x[1], x[3]])
+
+
+def foreach_of_three(x: Tensor) -> None:
+    torch._foreach_addcmul_([x[0], x[1]], [torch.arange(3.0), torch.ones(3)], [torch.ones(3), torch.arange(3.0)], 0.5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [foreach_scaled, foreach_of_views, foreach_of_lists, foreach_of_one, foreach_zeroed, foreach_of_three],
+    ids=lambda change: change.__name__,
+)
+@pytest.mark.sampled(3)
+def test_several_tensors_changed_in_place_by_one_op_are_followed(change: Callable[[Tensor], None]) -> None:
+    def loss(p: Any, b: Tensor) -> Tensor:
+        x = (b * p["w"]).clone()
+        before = x[1] * 3
+        change(x)
+        return (x.square() + before).sum()
+
+    agrees(loss)

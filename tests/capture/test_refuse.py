@@ -1,6 +1,7 @@
-"""Refusals by name: ambient randomness, and reductions and gradients where they do not belong."""
+"""Refusals by name: ambient randomness, reductions and gradients in the wrong place, and what torch cannot trace."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,19 @@ import torch.nn.functional as F
 from capturing import (
     agrees,
     batch,
+    captured,
+    defined,
     here,
     mean_square,
+    nodes,
     params,
     refused,
     refused_step,
     said,
+    sgd_step,
 )
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 import fzero
 from fzero import CaptureError
@@ -116,3 +122,200 @@ def test_reductions_of_the_wrong_thing() -> None:
     refused_step(lambda s, b: (s, {"m": fzero.psum({"a": ["x"]})}), "fzero.psum of a/0: needed a tensor, got 'x'")
     refused_step(lambda s, b: (s, {"m": fzero.pmean(b.long())}), "needed a floating dtype. Use psum, or cast")
     refused_step(lambda s, b: (s, {"m": fzero.pmean(b, "tp")}), "over axis 'tp'", "the data axes dp")
+
+
+# --- what torch cannot trace ------------------------------------------------------------------------------------------
+
+
+def scores(p: Any, b: Tensor) -> Tensor:
+    return (b * p["w"]).view(1, 1, 4, 3)
+
+
+def by_cond(p: Any, b: Tensor) -> Tensor:
+    return torch.cond(b.sum() > 0, lambda x: x.sum(), lambda x: (2 * x).sum(), (b * p["w"],))  # here
+
+
+def by_while(p: Any, b: Tensor) -> Tensor:
+    loop = torch._higher_order_ops.while_loop
+    return loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 2), (torch.tensor(0), b * p["w"]))[1].sum()  # here
+
+
+def by_scan(p: Any, b: Tensor) -> Tensor:
+    return torch._higher_order_ops.scan(lambda c, x: (c + x, c * x), torch.zeros(3), b * p["w"])[0].sum()  # here
+
+
+def by_map(p: Any, b: Tensor) -> Tensor:
+    return torch._higher_order_ops.map(lambda x: 2 * x, b * p["w"]).sum()  # here
+
+
+def by_cond_of_data(p: Any, b: Tensor) -> Tensor:
+    flag = torch.cond(b.sum() > 0, lambda x: x.sum(), lambda x: (2 * x).sum(), (b,))  # here
+    return mean_square(p, b) * flag
+
+
+def lower_right(p: Any, b: Tensor) -> Tensor:
+    q = scores(p, b)
+    mask = causal_lower_right(2, 4)  # here
+    return F.scaled_dot_product_attention(q[:, :, :2], q, q, attn_mask=mask).sum()
+
+
+class Own(Tensor):
+    pass
+
+
+OWN = torch.ones(3).as_subclass(Own)
+
+
+def own_closed_over(p: Any, b: Tensor) -> Tensor:
+    return (p["w"] * OWN).sum()  # here
+
+
+def own_made(p: Any, b: Tensor) -> Tensor:
+    return p["w"].as_subclass(Own).sum()  # here
+
+
+def jagged(p: Any, b: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([b[0], b[1]], layout=torch.jagged).values().sum() * p["w"].sum()  # here
+
+
+def nested(p: Any, b: Tensor) -> Tensor:
+    return torch.nested.as_nested_tensor([b[0] * p["w"], b[1] * p["w"]]).values().sum()  # here
+
+
+LIBRARY = torch.library.Library("fzero_test", "FRAGMENT")
+LIBRARY.define("twice(Tensor x) -> Tensor")
+LIBRARY.impl("twice", lambda x: 2 * x, "CPU")
+
+
+@torch.library.custom_op("fzero_test::without_fake", mutates_args=())
+def without_fake(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+@torch.library.custom_op("fzero_test::without_backward", mutates_args=())
+def without_backward(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+without_backward.register_fake(torch.empty_like)
+
+
+def no_shape(p: Any, b: Tensor) -> Tensor:
+    return torch.ops.fzero_test.twice(b * p["w"]).sum()  # here
+
+
+def no_fake(p: Any, b: Tensor) -> Tensor:
+    return mean_square(p, without_fake(b))  # here
+
+
+def no_backward(p: Any, b: Tensor) -> Tensor:
+    y = without_backward(b * p["w"])  # here
+    return y.square().mean()
+
+
+UNTRACED: dict[Any, tuple[str, ...]] = {
+    by_cond: ("torch's op cond runs functions of its own", "torch.where(condition, a, b)"),
+    by_cond_of_data: ("torch's op cond", "torch.where(condition, a, b)"),
+    by_while: ("torch's op while_loop", "Write a Python loop over a fixed number of turns", "torch.where"),
+    by_scan: ("torch's op scan", "Write a Python loop", "torch.stack"),
+    by_map: ("torch's op map", "Write a Python loop", "torch.vmap"),
+    lower_right: ("a tensor of another class", "attn_mask=torch.ones(q, k, dtype=torch.bool).tril(k - q)"),
+    own_closed_over: ("reads tensor 'OWN', a Own", "Pass x.as_subclass(torch.Tensor)"),
+    own_made: ("a tensor of another class is made", "Pass x.as_subclass(torch.Tensor)"),
+    jagged: ("a nested tensor is made", "one padded tensor and a mask of the lengths"),
+    nested: ("makes a nested tensor", "one padded tensor and a mask of the lengths"),
+    no_shape: ("fzero_test.twice.default has no fake rule", "torch.library.register_fake('fzero_test::twice')"),
+    no_fake: ("has no fake rule", "torch.library.register_fake('fzero_test::without_fake')"),
+    no_backward: ("fzero_test.without_backward.default at", "has no backward", "torch.library.register_autograd"),
+}
+
+
+@pytest.mark.parametrize("loss", UNTRACED, ids=lambda loss: loss.__name__)
+@pytest.mark.sampled(8)
+def test_what_torch_cannot_trace_is_refused_by_line_with_a_remedy(loss: Any) -> None:
+    refused(loss, here(loss), *UNTRACED[loss])
+    refused_step(
+        lambda s, b: (s, {"m": loss(s["p"], b)}), here(loss), *UNTRACED[loss]
+    ) if loss is not no_backward else None
+
+
+def test_the_remedies_work() -> None:
+    def chosen(p: Any, b: Tensor) -> Tensor:
+        x, total = b * p["w"], b.new_zeros(3)
+        for row in x.unbind(0):
+            total = torch.where(row.sum() > 0, total + row, total)
+        return total.square().sum()
+
+    def masked(p: Any, b: Tensor) -> Tensor:
+        q = scores(p, b)
+        mask = torch.ones(2, 4, dtype=torch.bool).tril(4 - 2)
+        return F.scaled_dot_product_attention(q[:, :, :2], q, q, attn_mask=mask).sum()
+
+    for loss in (chosen, masked, lambda p, b: (p["w"] * OWN.as_subclass(Tensor) * b).sum()):
+        agrees(loss)
+    w = params()["w"].requires_grad_()
+    assert lower_right({"w": w}, batch()).item() == pytest.approx(masked({"w": w}, batch()).item())
+
+
+# --- what only the backward, or fzero itself, does --------------------------------------------------------------------
+
+
+def test_a_refusal_of_the_backward_names_the_line_of_the_forward() -> None:
+    def assigned(p: Any, b: Tensor) -> Tensor:
+        h = b * p["w"]
+        h[b > 0] = p["w"][0]  # here
+        return h.sum()
+
+    def rows(p: Any, b: Tensor) -> Tensor:
+        h = b * p["w"]
+        h[b[:, 0] > 0] = p["w"]  # here
+        return h.square().sum()
+
+    def sparse(p: Any, b: Tensor) -> Tensor:
+        y = F.embedding(b.long(), p["w"][:, None], sparse=True)  # here
+        return y.sum()
+
+    refused(
+        assigned, here(assigned), "aten.nonzero.default", "instead of x[mask] = y write x = torch.where(mask, y, x)"
+    )
+    refused(rows, here(rows), "aten.nonzero.default")
+    refused(sparse, here(sparse), "makes a tensor of torch.sparse_coo")
+    agrees(lambda p, b: torch.where(b > 0, p["w"][0], b * p["w"]).square().sum())
+
+
+class Asks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2 if grad.sum() > 0 else grad  # here
+
+
+def test_a_refusal_in_a_backward_of_the_users_own_names_its_line() -> None:
+    refused(lambda p, b: Asks.apply(b * p["w"]).sum(), here(Asks), "aten._local_scalar_dense.default")
+
+
+def test_nodes_of_the_backward_have_the_line_of_the_forward() -> None:
+    def loss(p: Any, b: Tensor) -> Tensor:
+        return (b @ p["w"]).tanh().sum()  # here
+
+    graph = captured(sgd_step(loss))
+    backward = [n for n in nodes(graph.regions[0].gm) if n.meta.get("phase") == "backward"]
+    made = [n for n in backward if n.all_input_nodes and n.target is not torch.ops.aten.ones_like.default]
+    assert {n.meta["source"] for n in made} == {here(loss)}
+    assert torch.ops.aten.tanh_backward.default in {n.target for n in made}
+
+
+def test_a_refusal_in_the_work_of_fzero_itself_names_the_users_function() -> None:
+    def loss(p: Any, b: Tensor) -> Tensor:
+        return mean_square(p, b)
+
+    def update(grads: Any, state: Any, p: Any) -> Any:
+        return fzero.tree.map(torch.ops.fzero_test.twice, grads), state
+
+    inner = fzero.optim.GradientTransformation(lambda p: {}, partial(update))
+    update.__code__ = update.__code__.replace(co_filename=fzero.optim.__file__)  # as an optimizer of fzero's own
+    spec = fzero.Spec(loss=loss, optimizer=inner)
+    said(CaptureError, lambda: fzero.lower(spec, params(), batch()), defined(loss), "has no fake rule")

@@ -230,7 +230,7 @@ def test_microbatches_are_traced_once_at_the_shape_of_one() -> None:
     assert (region.microbatches, region.sliced) == (4, (False, False, True))
     assert len(nodes(graph.gm, REGION)) == 1
     lowered = fzero.lower(fzero.Spec(loss=loss, optimizer=SGD, microbatches=4, zero=0), params(), given, world_size=2)
-    runs = [op for op in lowered.program.ops if op.phase == "region"]
+    runs = [op for op in lowered.program.ops if op.in_region]
     assert {op.microbatch for op in runs} == {0, 1, 2, 3}, "the program repeats it"
 
 

@@ -143,6 +143,31 @@ def test_ops_that_use_their_out_for_more_than_the_result(name: str) -> None:
     torch.testing.assert_close(state.params["w"].full(), w - 0.1 * leaf.grad)
 
 
+SCATTERS: dict[str, Any] = {
+    "slice": lambda x: torch.slice_scatter(x, x[:64] * 2, 0, 32, 96),
+    "select": lambda x: torch.select_scatter(x, x[3] * 2, 1, 5),
+    "diagonal": lambda x: torch.diagonal_scatter(x, x[:, 0] * 2),
+}
+
+
+@pytest.mark.parametrize("name", SCATTERS)
+def test_a_part_is_replaced_without_memory_beside_the_arena(name: str) -> None:
+    """torch's kernels copy all memory behind the tensor that they are given: that was the arena, for each such op."""
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = torch.tanh(SCATTERS[name](x @ params["w"]))
+        return x.square().mean()
+
+    batch, w = torch.linspace(-1, 1, 128 * 128).view(128, 128), torch.eye(128)
+    state = fzero.step(fzero.init({"w": w}, fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1))), batch)
+    leaf = w.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(loss({"w": leaf}, batch), [leaf])
+    torch.testing.assert_close(state.params["w"].full(), w - 0.1 * grad)
+    state, extra = measured_peak(lambda: fzero.step(state, batch))
+    assert extra <= max(op.heap for op in state.runtime.compiled(batch).program.ops) + 8192
+
+
 def test_dropout_needs_no_memory_beside_the_arena() -> None:
     """torch's `copy` copies all memory behind the tensor that it is given: that was the arena, once a dropout."""
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import opdb
 import pytest
 import torch
 import torch.nn.functional as F
+import workspaces
 from torch import fx
 
 import fzero
@@ -173,6 +175,32 @@ def test_so_is_that_of_an_op_of_fzero(target: Any) -> None:
     assert -0.03 * peak - 256 <= said - peak <= 0.1 * peak + 256, f"{said}, allocator {peak}"
 
 
+BY_DATABASE = (  # ops of torch's database whose calls meet the rules that nothing above does
+    "_softmax_backward_data", "addmm", "addmv", "aminmax", "bmm", "cdist", "cholesky", "cholesky_solve", "fft.hfft",
+    "fft.irfft2", "fft.rfft2", "geqrf", "masked_scatter", "median", "msort", "nanmedian", "narrow_copy",
+    "nn.functional.adaptive_avg_pool2d", "nn.functional.adaptive_max_pool2d", "nn.functional.avg_pool2d",
+    "nn.functional.binary_cross_entropy_with_logits", "nn.functional.cross_entropy",
+    "nn.functional.fractional_max_pool2d", "nn.functional.group_norm", "nn.functional.interpolate.nearest-exact",
+    "nn.functional.layer_norm", "nn.functional.logsigmoid", "nn.functional.max_pool2d", "nn.functional.max_unpool2d",
+    "nn.functional.multi_margin_loss", "nn.functional.multilabel_margin_loss", "nn.functional.pad.reflect",
+    "nn.functional.pad.replicate", "nn.functional.soft_margin_loss", "ormqr", "pinverse", "searchsorted", "softmax",
+    "sort", "stft", "tril", "unfold",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in BY_DATABASE if name in opdb.OPS])
+@pytest.mark.sampled(2)
+def test_no_call_of_an_op_of_torchs_database_asks_for_more(name: str, whole: bool) -> None:
+    """At three sizes, with contiguous and with strided operands; `tests/support/workspaces.py` does all ops."""
+    op = opdb.OPS[name]
+    sizes = workspaces.SIZES if whole else workspaces.SIZES[:1]
+    measured = list(workspaces.lines(op, opdb.dtypes_of(op)[0], sizes))
+    assert measured
+    for line in measured:
+        assert line["given"] <= 1.05 * line["planned"] + workspaces.SLACK, line
+
+
+@pytest.mark.acceptance
 def test_every_rule_is_tried() -> None:
     tried = {
         *_own(),
@@ -187,4 +215,8 @@ def test_every_rule_is_tried() -> None:
         aten.linalg_matrix_exp.default, aten.kthvalue.default, aten.upsample_nearest2d.default,
         aten.upsample_bilinear2d.default, aten.im2col.default, aten.col2im.default,
     }  # fmt: skip
-    assert set(RULES) <= tried
+    left = {str(target) for target in set(RULES) - tried}
+    for name in set(BY_DATABASE) & set(opdb.OPS):
+        op = opdb.OPS[name]
+        left -= {line["call"] for line in workspaces.lines(op, opdb.dtypes_of(op)[0], workspaces.SIZES[:1], every=True)}
+    assert not left

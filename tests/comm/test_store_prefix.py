@@ -43,8 +43,10 @@ def test_each_start_meets_in_a_part_of_its_own(order: list[int]) -> None:
 def test_a_start_that_died_half_way_leaves_nothing_that_counts() -> None:
     """A rank that wrote its token and died, and another world size, before the one that comes together."""
     store = dist.HashStore()
-    for rank, world in ((1, 2), (0, 2), (0, 3)):
-        with pytest.raises(fzero.DisagreementError, match=rf"rank {rank}: not all {world} ranks came within 0.05 s"):
+    for rank, world, missing in ((1, 2, 0), (0, 2, 1), (0, 3, 2)):
+        message = rf"rank {rank}: rank {missing} of {world} did not come within 0.05 s to start the process group"
+        with pytest.raises(fzero.HangError, match=message) as error:
             prefixed(store, rank, world, 0.05)
+        assert error.value.missing == (missing,)
     assert started(store, 2, [0, 1]) == ["2"] * 2
     assert started(store, 3, [2, 0, 1]) == ["3"] * 3

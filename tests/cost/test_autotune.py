@@ -4,14 +4,19 @@ import json
 import logging
 import multiprocessing
 import os
+import pickle
 import threading
 import time
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import start_ranks, values
 
+import fzero
+from fzero.codegen import matmul
 from fzero.cost import autotune
 from fzero.cost.autotune import Costs, Figures
 
@@ -152,6 +157,51 @@ def test_processes_that_write_at_once_lose_nothing() -> None:
     assert len(found) == 81
     left = sorted(path.suffix for path in autotune.folder().iterdir())
     assert left == [".json", ".lock"]
+
+
+def loss(p: dict[str, list[torch.Tensor]], batch: torch.Tensor) -> torch.Tensor:
+    for w in p["w"]:
+        batch = (batch @ w).tanh() + batch
+    return batch.square().mean()
+
+
+def _meet(place: Path, name: str, number: int) -> None:
+    """Waits until so many processes have met here by names that differ in digits alone."""
+    (place / name).touch()
+    while len([*place.glob(f"{name.rstrip('0123456789')}*")]) < number:
+        time.sleep(0.001)
+
+
+def train_at_once(place: Path, run: int, compile: str) -> tuple[str, bytes]:
+    """The program and the parameters of a run that chooses by measurement. Torch's products are the fastest in one run,
+    oneDNN's in the other, and both measure at once."""
+
+    def measured(_: object) -> Figures:
+        _meet(place, f"measures{run}", 2)
+        return {"torch": 1.0, "onednn": 0.1 + 10 * run}
+
+    matmul.measured = measured
+    os.environ["FZERO_CACHE"] = str(place / "cache")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(place / "inductor")
+    _meet(place, f"here{os.getpid()}", 4)
+    sgd = fzero.optim.sgd(1e-2)
+    spec = fzero.Spec(loss=loss, optimizer=sgd, zero=3, matmul="fastest", compile=compile)
+    state = fzero.init({"w": [torch.linspace(-1, 1, n * n).view(n, n) / n for n in (64, 64, 64)]}, spec)
+    for _ in range(2):
+        state = fzero.step(state, torch.linspace(-1, 1, 32 * 64).view(32, 64))
+    return str(state.program), b"".join(w.full().numpy().tobytes() for w in state.params["w"])
+
+
+@pytest.mark.parametrize("compile", ["none", pytest.param("inductor", marks=pytest.mark.acceptance)])
+def test_runs_that_begin_at_once_with_one_cache(tmp_path: Path, compile: str) -> None:
+    """They measure at once, and both use what was written first: the same bits. No file is torn, none is left over."""
+    pipes = [start_ranks(2, train_at_once, tmp_path, run, compile)[1] for run in range(2)]
+    found = values([pickle.loads(pipe.recv_bytes()) for pipe in chain(*pipes)])
+    assert len(set(found)) == 1
+    files = [*(tmp_path / "cache").iterdir()]
+    kinds = sorted((path.name.split("-")[0], path.suffix) for path in files)
+    assert kinds == [(kind, end) for kind in ("buckets", "products") for end in (".json", ".lock")]
+    assert all(json.loads(path.read_text())["figures"] for path in files if path.suffix == ".json")
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------

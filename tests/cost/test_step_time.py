@@ -16,6 +16,7 @@ from fzero.cost import choose, rates, step_time
 from fzero.cost.autotune import folder, remember
 from fzero.cost.rates import Rates
 from fzero.ir import fx_nodes
+from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.plan.layout import BUCKET_BYTES
 
@@ -169,16 +170,34 @@ def test_buckets_are_as_small_as_latency_lets_them() -> None:
 
 def test_the_size_of_buckets_is_kept_for_the_machine(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FZERO_CACHE", str(tmp_path))
-    assert bucket_bytes("p2p", 2) == BUCKET_BYTES, "nothing was measured"
-    assert bucket_bytes("p2p", 2, rates=NETWORK) == 8 << 20
+
+    def of(ranks: int) -> Mesh:
+        return Mesh((("pp", 2), ("dp", ranks)))
+
+    assert bucket_bytes("p2p", of(2)) == BUCKET_BYTES, "nothing was measured"
+    assert bucket_bytes("p2p", of(2), rates=NETWORK) == 8 << 20
     other = figures((1.0, 1.0), 1e9, 0, {}, 1)
-    assert bucket_bytes("p2p", 2, rates=other) == 8 << 20, "a later run keeps the layout of the first"
-    assert bucket_bytes("p2p", 2) == 8 << 20, "lower plans what init will do"
-    assert bucket_bytes("p2p", 4) == BUCKET_BYTES
+    assert bucket_bytes("p2p", of(2), rates=other) == 8 << 20, "a later run keeps the layout of the first"
+    assert bucket_bytes("p2p", of(2)) == 8 << 20, "lower plans what init will do"
+    assert bucket_bytes("p2p", of(4)) == BUCKET_BYTES
     remember("buckets", {"shared, 2 ranks": {str(64 << 20): 1.0}})
-    assert bucket_bytes("shared", 2) == 64 << 20
+    assert bucket_bytes("shared", of(2)) == 64 << 20
     remember("buckets", {"p2p, 8 ranks": {"huge": 1.0, "-8": 0.1}})
-    assert bucket_bytes("p2p", 8) == BUCKET_BYTES, "what is no size of a bucket is none"
+    assert bucket_bytes("p2p", of(8)) == BUCKET_BYTES, "what is no size of a bucket is none"
+
+
+def test_lower_has_the_buckets_of_init(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the ranks of all data axes, not of one: else a plan has other buckets than the run."""
+    monkeypatch.setenv("FZERO_CACHE", str(tmp_path))
+    remember("buckets", {"p2p, 4 ranks": {str(8 << 20): 1.0}, "p2p, 2 ranks": {str(64 << 20): 1.0}})
+    leaf = torch.empty(1200, 1200, device="meta")  # 5.8 MB: two of them in 64 MiB, one in 8
+    spec = fzero.Spec(
+        loss=lambda p, b: torch.tanh(b @ p["layers"][0]["v"] @ p["layers"][0]["w"]).mean(),
+        optimizer=fzero.optim.sgd(0.1), mesh={"dp_out": 2, "dp": 2}, transfers="p2p",
+    )  # fmt: skip
+    plan = fzero.lower(spec, {"layers": [{"v": leaf, "w": leaf}]}, torch.empty(2, 1200, device="meta")).plan
+    assert bucket_bytes("p2p", plan.mesh) == 8 << 20
+    assert len(plan.buckets) == 2
 
 
 def test_a_user_without_a_home_has_a_folder_for_figures(monkeypatch: pytest.MonkeyPatch) -> None:

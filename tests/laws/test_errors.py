@@ -336,7 +336,7 @@ def test_a_program_that_the_verifier_refuses_stays_refused(monkeypatch: pytest.M
         raise fzero.VerifyError("op 3 of pass free: broken")
 
     with changes_nothing(zero=1) as state, monkeypatch.context() as patch:  # of no other test: no program for two rows
-        patch.setattr("fzero.session.session.verify", refuse)
+        patch.setattr("fzero.compile.checked.verify", refuse)
         for _ in range(2):
             said(fzero.VerifyError, lambda: fzero.step(state, batch(2)), "op 3")
 
@@ -527,6 +527,7 @@ STEPS: dict[str, tuple[dict[str, Any], Wrong]] = {
     "batch: one unhashable": ({}, lambda s, r: fzero.step(s, {**batch(), "n": {1} if r == 1 else 1})),
     "batch: one does not divide": ({"microbatches": 2}, lambda s, r: fzero.step(s, batch(3 if r == 1 else 4))),
     "one retraces": ({}, lambda s, r: fzero.step(s, batch(6 if r == 0 else 4))),
+    "losses differ": ("factor is 1.0 on rank 0, 2.0 on rank 1", "functions that read the same values"),
     "the last retraces": ({}, lambda s, r: fzero.step(s, batch(6 if r == dist.get_world_size() - 1 else 4))),
     "full on one rank": ({}, lambda s, r: s.params["v"].full() if r == 0 else fzero.step(s, batch())),
     "unshard of other leaves": ({}, lambda s, r: fzero.unshard(s.params if r else s.opt_state)),

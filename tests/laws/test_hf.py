@@ -350,3 +350,31 @@ def test_the_example_says_how_to_get_transformers(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delitem(sys.modules, "finetune_hf", raising=False)
     with pytest.raises(SystemExit, match=r"needs transformers: pip install 'fzero\[hf\]'"):  # a text: the status is 1
         importlib.import_module("finetune_hf")
+
+
+# --- draws of a library -----------------------------------------------------------------------------------------------
+
+
+def test_a_mask_that_a_model_draws_with_numpy_is_refused() -> None:
+    """Wav2Vec2 masks its input by numpy: a program would train on one mask for ever. Without that the model runs."""
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    def state(augment: bool) -> fzero.State:
+        config = Wav2Vec2Config(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, conv_dim=(16, 16),
+            conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2, vocab_size=8, mask_time_length=2,
+            mask_time_prob=0.3, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, layerdrop=0.0,
+            apply_spec_augment=augment,
+        )  # fmt: skip
+        params, buffers, apply = from_module(Wav2Vec2ForCTC(config))
+
+        def loss(p: Any, x: Tensor) -> Tensor:
+            return apply(p, buffers, x).logits.square().mean()
+
+        spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1), allow_unused=True)
+        return fzero.init(params, spec, key=fzero.random.key(0))
+
+    place = r"_compute_mask_indices \(modeling_wav2vec2.py:\d+\) draws from the global generator of numpy.random"
+    with pytest.raises(fzero.CaptureError, match=rf"{place} .* What a library draws for itself, switch off"):
+        fzero.step(state(True), torch.randn(2, 400))
+    assert fzero.step(state(False), torch.randn(2, 400)).step == 1

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import fzero
-from fzero import interop, optim, tree
+from fzero import P, interop, optim, tree
 
 VOCAB, SEQUENCE, STEPS = 64, 32, 3
 MODELS = {"gpt": cases.gpt(VOCAB, 64, 4, 2), "tied": cases.tied(VOCAB, 64, 4)}  # messages of 8 kB: read in place
@@ -78,6 +78,37 @@ def test_processes_have_the_bits_of_no_pipeline(name: str, whole: bool) -> None:
         assert losses == expected.losses()
         differing = [path for path, leaf in expected.final.items() if not torch.equal(leaves[path], leaf)]
         assert differing == []
+
+
+ALONE: dict[int, list[dict[str, Any]]] = {  # by the number of ranks, grids with data axes of one rank
+    2: [{"mesh": {"dp_out": 2}}, {"mesh": {"dp_out": 2, "dp": 1}, "zero": 3},
+        {"mesh": {"dp_out": 1, "dp": 2}, "zero": "hsdp"}],
+    4: [{"mesh": {"dp_out": 2, "tp": 2}, "shard": {"**/w": P(None, "tp"), "**/b": P("tp")}}],
+}  # fmt: skip
+
+
+def stepped(grids: list[dict[str, Any]]) -> list[tuple[list[float], dict[str, Tensor]]]:
+    """Of each grid, the loss of a step and the leaves at the end."""
+    torch.set_num_threads(1)
+    found = []
+    for given in grids:
+        state = fzero.init(SMALL_INIT, small(microbatches=1, **given), key=fzero.random.key(0))
+        state = fzero.step(state, tokens(state.runtime.plan.mesh.data_rank(state.runtime.rank), 0))
+        paths, leaves, _ = tree.flatten(fzero.unshard(state.tree))
+        found.append(([float(state.metrics["loss"])], dict(zip(paths, leaves, strict=True))))
+    return found
+
+
+@pytest.mark.parametrize("world", ALONE)
+def test_a_data_axis_of_one_rank(world: int) -> None:
+    """Ranks open no group for it, and no transfer names it."""
+    ranks = values(gloo(world, stepped, ALONE[world]))
+    for number, given in enumerate(ALONE[world]):
+        one = small(microbatches=1, **given)
+        expected = run(one, SMALL_INIT(fzero.random.key(0)), tokens, world=world, steps=1, key=fzero.random.key(0))
+        for losses, leaves in (rank[number] for rank in ranks):
+            assert losses == expected.losses()
+            assert [path for path, leaf in expected.final.items() if not torch.equal(leaves[path], leaf)] == []
 
 
 # --- what users do with a state ---------------------------------------------------------------------------------------

@@ -157,6 +157,40 @@ def test_bits_of_a_pipeline_do_not_depend_on_where_leaves_are_held(
     assert any(op.moves for program in moved.lowered.programs.values() for op in program.ops)
 
 
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("home", ["all on cpu", "all on nvme", "optimizer on cpu", "params on cpu", "activations"])
+@pytest.mark.parametrize("update_on", ["device", "cpu"])
+@pytest.mark.parametrize("reduce", ["end", "each"])
+@pytest.mark.parametrize("zero", [1, 2, 3, 0, "hsdp", "hpz"])
+def test_bits_on_two_data_axes_do_not_depend_on_where_leaves_are_held(
+    zero: Any, reduce: str, update_on: str, home: str
+) -> None:
+    """A gather over both axes is two: what they bring together after an update is not fetched in between."""
+    moves = {"offload": {**HOMES, "params on cpu": {"params": "cpu"}}.get(home), "update_on": update_on}
+    moves = {"remat": "offload", "offload": {"params": "cpu"}} if home == "activations" else moves
+    given = {"mesh": {"dp_out": 2, "dp": 2}, "zero": zero, "microbatches": 2, "reduce": reduce}
+    tx, params = TX["adamw"](), MLP.init(fzero.random.key(0))
+
+    def ran(**homes: Any) -> Any:
+        return run(spec(MLP, tx, **given, **homes), params, MLP.batch, world=4, steps=2)
+
+    plain, moved = ran(), ran(**moves)
+    assert differing(plain.final, moved.final) == []
+    assert plain.losses() == moved.losses()
+    assert any(op.moves for op in moved.lowered.program.ops)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp_out": 2, "dp": 2}])
+def test_a_parameter_is_fetched_and_kept_once_an_update(mesh: dict[str, int]) -> None:
+    """On two data axes as on one: from the update to the gather that brings it together it stays on the device."""
+    given = {"mesh": mesh, "zero": 1, "microbatches": 2, "reduce": "end", "offload": {"params": "cpu"}}
+    lowered = kept.lower(spec(MLP, TX["adamw"](), **given), MLP.init(fzero.random.key(0)), MLP.batch(0, 0), 4)
+    ops, held = lowered.program.ops, [name for name, b in lowered.program.buffers.items() if b.kind == "param"]
+    assert held
+    for name in held:
+        assert sum(op.moves and op.target == name for op in ops) == 1, name
+
+
 # --- real memory and real files ---------------------------------------------------------------------------------------
 
 ADAMW = fzero.optim.adamw(1e-2)

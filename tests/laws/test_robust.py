@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import resource
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,31 @@ def test_ranks_with_other_numbers_of_threads_are_told() -> None:
         assert "threads=1; rank 1: step 1 of" in text
         assert "threads=2): give every rank" in text
         assert "OMP_NUM_THREADS" in text
+
+
+def of_other_libraries(what: str) -> str:
+    if os.environ["RANK"] == "1":
+        if what == "torch":
+            torch.__version__ = type(torch.__version__)("2.11.0+other")
+        else:
+            sys.byteorder = "big"
+    try:
+        started()
+    except fzero.FzeroError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no rank noticed"
+
+
+@pytest.mark.parametrize(
+    ("what", "first", "second"),
+    [("torch", f"torch {torch.__version__}", r"torch 2.11.0\+other"), ("bytes", "little-endian", "big-endian")],
+)
+def test_ranks_with_other_libraries_or_another_byte_order_are_told(what: str, first: str, second: str) -> None:
+    """The same step is another program there, or the same bytes are other numbers."""
+    for text in values(gloo(2, of_other_libraries, what)):
+        both = f".*{re.escape(first)}.* and .*{second}.*"
+        assert re.fullmatch(f"DisagreementError: what the ranks run differs between rank 0 and rank 1: {both}", text)
+        assert text.endswith(". Start all ranks from one environment, on machines of one byte order")
 
 
 def paused(folder: str) -> float:

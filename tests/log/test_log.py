@@ -203,3 +203,33 @@ def test_no_warning_where_nothing_fails(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         with Log(tmp_path / "log.jsonl", every=1, show=False) as log:
             assert log(states(1)[0]) is not None
+
+
+def test_a_full_disk_is_one_warning_also_at_the_end() -> None:
+    (state,) = states(1)
+    with warnings.catch_warnings(record=True) as said, Log("/dev/full", every=1, show=False) as log:
+        warnings.simplefilter("always")
+        assert log(state)
+        assert log(state)
+    (one,) = said
+    assert "/dev/full: cannot be written at step 1: [Errno 28] No space left" in str(one.message)
+
+
+def test_a_record_that_had_no_room_leaves_no_half_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (state,), log = states(1), Log(tmp_path / "log.jsonl", every=1, show=False)
+    log(state)
+    whole = (tmp_path / "log.jsonl").read_bytes()
+    real = log._file
+
+    class Full:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def write(self, data: bytes) -> int:
+            return real.write(data[:7])
+
+    log._file = Full()  # type: ignore[assignment]
+    with pytest.warns(RuntimeWarning, match="No space left"):
+        log(state)
+    assert (tmp_path / "log.jsonl").read_bytes() == whole
+    log.close()

@@ -1,6 +1,7 @@
 """`fzero plot`: runs to a picture, and what is no run."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,21 @@ def test_what_is_no_run(tmp_path: Path) -> None:
 def test_runs_are_named_by_what_tells_them_apart() -> None:
     assert plot._names([Path("a/one/log.jsonl"), Path("a/two/log.jsonl")]) == ["one/log", "two/log"]
     assert plot._names([Path("runs/a.jsonl")]) == ["a"]
+
+
+def test_what_a_hostile_file_holds(tmp_path: Path) -> None:
+    """Steps and values that are no finite numbers, lines too deep to read, and files that never end."""
+    good = json.dumps({"step": 1, "loss": 1.5})
+    digits = "1" + "0" * 400
+    for number, step in enumerate(("Infinity", "NaN", digits, "-1", "1.5", '"x"', "true", "[" * 100_000)):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(f'{{"step": {step}, "loss": 1}}\n{good}\n')
+        with pytest.raises(DataError, match="line 1 is no record"):
+            plot.read(path)
+    values = ["Infinity", "-Infinity", "NaN", digits, f"-{digits}", "2.5"]
+    (tmp_path / "log.jsonl").write_text("".join(f'{{"step": {n}, "loss": {v}}}\n' for n, v in enumerate(values)))
+    assert plot._points(plot.read(tmp_path), ("loss",)) == [(5, 2.5)]
+    os.mkfifo(tmp_path / "fifo")
+    for endless in (tmp_path / "fifo", Path("/dev/zero")):
+        with pytest.raises(DataError, match="is no file, but a pipe or a device"):
+            plot.read(endless)

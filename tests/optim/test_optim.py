@@ -489,3 +489,20 @@ def test_all_leaves_of_a_bucket_are_one_operation(name: str) -> None:
     )
     assert len(lowered.plan.buckets) == 1
     assert sum(op.is_flat for op in lowered.program.ops) == 1
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_adam_without_bias_correction_is_the_plain_formula(decoupled: bool) -> None:
+    """Against the formula in float64: both moments as they are, from the first step on."""
+    make = fzero.optim.adamw if decoupled else fzero.optim.adam
+    tx = make(1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, bias_correction=False)
+    params = {"w": torch.linspace(-1, 1, 7, dtype=torch.float64)}
+    p, mu, nu, state = params["w"].clone(), torch.zeros(7).double(), torch.zeros(7).double(), tx.init(params)
+    for step in range(4):
+        g = torch.sin(torch.arange(7, dtype=torch.float64) + step)
+        updates, state = tx.update({"w": g}, state, params)
+        params = fzero.optim.apply_updates(params, updates)
+        kept, g = (p * (1 - 1e-2 * 0.1), g) if decoupled else (p, g + 0.1 * p)
+        mu, nu = 0.8 * mu + 0.2 * g, 0.95 * nu + 0.05 * g * g
+        p = kept - 1e-2 * mu / (nu.sqrt() + 1e-6)
+        torch.testing.assert_close(params["w"], p, rtol=1e-13, atol=1e-15)

@@ -44,6 +44,27 @@ def test_clip_is_that_of_torch(max_norm: float) -> None:
     torch.testing.assert_close(optim.global_norm(grads), norm)
 
 
+@pytest.mark.parametrize("max_norm", [0.5, 3.0, 1e6])
+@pytest.mark.parametrize("both", [False, True], ids=["float64", "float64 and float32"])
+def test_float64_leaves_are_clipped_in_float64(max_norm: float, both: bool) -> None:
+    """A norm that is rounded to float32 on the way is 1e-8 off."""
+    g = torch.Generator().manual_seed(0)
+    grads = [torch.randn(size, generator=g, dtype=torch.float64) for size in ((17, 5), (3,), ())]
+    grads += [torch.randn(4, generator=g)] if both else []
+    params = [torch.zeros_like(x, requires_grad=True) for x in grads]
+    for p, x in zip(params, grads, strict=True):
+        p.grad = x.clone()
+    wanted = torch.nn.utils.clip_grad_norm_(params, max_norm)
+    if both:  # torch takes the norm of each leaf in its own dtype
+        wanted = sum((x.double().square().sum() for x in grads), torch.zeros((), dtype=torch.float64)).sqrt()
+    norm = optim.global_norm(grads)
+    assert norm.dtype == wanted.dtype == torch.float64
+    torch.testing.assert_close(norm, wanted, rtol=1e-12, atol=0)
+    clipped, _ = optim.clip_by_global_norm(max_norm).update(grads, (), None)
+    for x, p in zip(clipped[:3], params, strict=False):
+        torch.testing.assert_close(x, p.grad, rtol=1e-7 if both else 1e-12, atol=0)
+
+
 def test_clip_edge_cases() -> None:
     grads = [torch.tensor(3.0).bfloat16(), torch.ones(2).bfloat16()]
     assert [g.dtype for g in optim.clip_by_global_norm(1.0).update(grads, (), None)[0]] == [torch.bfloat16] * 2

@@ -192,7 +192,7 @@ def test_a_full_gradient_bucket_never_outlives_its_reduction_under_2_and_does_un
 def test_a_reduction_under_2_is_waited_for_after_at_most_one_more_segment() -> None:
     program = cases.lowered(zero=2, params=cases.layers(depth=6)).program
     started: dict[str, int] = {}
-    segments_run = list(accumulate(op.phase == "region" for op in program.ops))
+    segments_run = list(accumulate(op.in_region for op in program.ops))
     for i, op in enumerate(program.ops):
         if op.reduces:
             started[op.writes[0].name] = segments_run[i]
@@ -210,7 +210,7 @@ def lowered_gpt(depth: int) -> fzero.Lowered:
 @pytest.mark.parametrize("depth", [6, *(pytest.param(depth, marks=pytest.mark.acceptance) for depth in (12, 24))])
 def test_equal_layers_have_at_most_six_unique_segments(depth: int) -> None:
     made = lowered_gpt(depth)
-    runs = [op for op in made.program.ops if op.phase == "region"]
+    runs = [op for op in made.program.ops if op.in_region]
     assert len({op.segment for op in runs}) <= 6
     assert len(runs) == 2 * depth + 3
 
@@ -316,17 +316,17 @@ def ends_of_gradients(program: Program) -> list[tuple[str, int, int]]:
 def test_an_update_follows_its_gradient(options: dict[str, Any]) -> None:
     program = offloaded(**options)
     verify({0: program, 1: program})
-    last_loss = max(i for i, op in enumerate(program.ops) if op.phase == "region")
+    last_loss = max(i for i, op in enumerate(program.ops) if op.in_region)
     early = [(complete, at) for _, complete, at in ends_of_gradients(program) if at < last_loss]
     assert len(early) >= 2
-    assert not [i for complete, at in early for i in range(complete + 1, at) if program.ops[i].phase == "region"]
+    assert not [i for complete, at in early for i in range(complete + 1, at) if program.ops[i].in_region]
 
 
 @pytest.mark.parametrize("options", [{"clip_norm": 1.0}, {"precision": "fp16"}], ids=str)
 def test_an_update_that_needs_every_gradient_stays_behind_all(options: dict[str, Any]) -> None:
     lowered = cases.lowered(2, **{**OFFLOADED, **options})
     program = lowered.after("schedule_updates")
-    last_loss = max(i for i, op in enumerate(program.ops) if op.phase == "region")
+    last_loss = max(i for i, op in enumerate(program.ops) if op.in_region)
     assert all(at > last_loss for _, _, at in ends_of_gradients(program))
 
 
@@ -343,7 +343,7 @@ def test_an_update_before_the_last_use_of_the_old_value_is_refused() -> None:
     for _, _, at in ends_of_gradients(program):
         update = program.ops[at]
         written, grads = ({ref.name for ref in refs} for refs in (update.writes, update.reads))
-        uses = [i for i, op in enumerate(program.ops[:at]) if op.phase == "region"]
+        uses = [i for i, op in enumerate(program.ops[:at]) if op.in_region]
         last = max(i for i in uses if written & {ref.name for ref in program.ops[i].reads})
         complete = max(i for i in uses if grads & {ref.name for ref in program.ops[i].writes})
         if complete < last:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import cases
+import kept
 import pytest
 import torch
 from torch import Tensor
+from tp_models import gpt
 
 import fzero
+from fzero.passes.pipeline.chunks import pieces
+from fzero.passes.segment import segment
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 
@@ -87,7 +93,7 @@ def test_a_border_carries_one_activation_and_one_gradient(name: str, roles: int)
     programs = fzero.lower(spec, params, batch(0, 0)).programs
     sent: dict[tuple[int, int], list[int]] = defaultdict(list)
     for role, program in programs.items():
-        regions = [op for op in program.ops if op.computes and op.phase == "region"]
+        regions = [op for op in program.ops if op.in_region]
         buckets = {program.buffers[ref.name].bucket for op in regions for ref in (*op.reads, *op.writes)} - {None}
         assert {program.buckets[name].slots[0].path.split("/")[1] for name in buckets} == {str(role)}
         for op in program.ops:
@@ -120,3 +126,60 @@ def test_a_penalty_sends_the_gradient_of_a_number() -> None:
         if op.is_send and op.peer < role
     ]
     assert set(down) == {1, 16}
+
+
+class Mirrored(torch.autograd.Function):
+    """Its backward is its forward: the gradient of its input is taken by the same product."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        return z @ w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g @ ctx.saved_tensors[0], None
+
+
+def mirrored(p: Any, batch: Tensor) -> Tensor:
+    z = batch @ p["embed"]
+    for w in p["blocks"]:
+        z = Mirrored.apply(z, w)
+    return z.square().mean() + sum(w.square().sum() for w in p["blocks"])
+
+
+def of_mirrored(mesh: dict[str, int], **given: Any) -> fzero.Lowered:
+    params = {"embed": torch.empty(8, 8), "blocks": [torch.empty(8, 8) for _ in range(4)]}
+    spec = fzero.Spec(loss=mirrored, optimizer=fzero.optim.sgd(0.1), mesh=mesh, bucket_bytes=64, **given)
+    return kept.lower(spec, params, torch.empty(4, 8), math.prod(mesh.values()))
+
+
+def test_a_segment_that_forward_and_backward_share() -> None:
+    """Each run of it says its phase. Read off the segment, a backward run would be forward work of a later chunk."""
+    phases: dict[str, set[str | None]] = defaultdict(set)
+    for op in of_mirrored({"dp": 1}).after("segment").ops:
+        phases[op.segment] |= {op.phase} if op.in_region else set()
+    assert {"forward", "backward"} in phases.values()
+    of_mirrored({"pp": 4}, pipeline="1f1b", microbatches=2)
+
+
+def test_a_cut_that_does_not_follow_the_step_names_both_ops() -> None:
+    program = segment(of_mirrored({"dp": 1}).after("rematerialise_views"), {f"blocks.{n}": n for n in range(4)})
+    assert {piece.chunk for piece in pieces(program).values()} == {0, 1, 2, 3}
+    at = next(i for i, op in enumerate(program.ops) if op.chunk == 1 and op.phase == "forward")
+    wrong = replace(program, ops=(*program.ops[:at], program.ops[at].with_attrs(chunk=3), *program.ops[at + 1 :]))
+    text = r"`forward blocks\.2 .*` on chunk 2 reads what `forward blocks\.1 .*` makes on chunk 3: values go up"
+    with pytest.raises(fzero.SpecError, match=text):
+        pieces(wrong)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_gradient_that_a_transfer_brings_stays_in_its_chunk(schedule: str) -> None:
+    """With the sequence over tp a norm's gain has its gradient's sum at the end of its layer, next to the border."""
+    model = gpt(layers=2)
+    spec = fzero.Spec(
+        loss=model.loss, optimizer=fzero.optim.sgd(0.1), mesh={"pp": 2, "tp": 2}, shard=model.rules, sequence="tp",
+        pipeline=schedule, microbatches=2,
+    )  # fmt: skip
+    programs = fzero.lower(spec, model.params, model.batch(0, 0), world_size=4).programs
+    assert [name for program in programs.values() for name in program.buffers if ".back" in name] == []

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from lockstep import Captured, captured, run, sharded
 from torch import Tensor, fx
 
-from fzero.errors import FzeroError
+from fzero.errors import FzeroError, SpecError
 from fzero.interop import from_module
 from fzero.ir import fx_nodes
 from fzero.shard import ops
@@ -107,6 +107,10 @@ CASES = {
 }
 
 
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
 def agrees(case: Captured, made: Sharded) -> None:
     """Loss within 1e-6, gradients within 2e-6 of each leaf's largest; true gradients of zero stay small."""
     reference = case.reference()
@@ -151,6 +155,21 @@ def test_what_the_transfers_are() -> None:
     assert str(made.moves[0]).startswith("all_reduce     f32         32,768 bytes  forward embedding P -> R for add ")
 
 
+def test_what_the_backward_asks_for_is_of_the_backward() -> None:
+    """A part of a forward value that only the backward reads: in a pipeline it runs with the backward."""
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return (F.gelu(x @ p["up"]) @ p["down"]).square().mean()
+
+    params = {"up": torch.randn(4, 8), "down": torch.randn(8, 4)}
+    made = sharded(captured(loss, params, torch.randn(6, 4)), {"down": Shard(0)}, 2)
+    nodes = [node for node in made.gm.graph.nodes if node.op == "call_function"]
+    phases = [str(node.meta.get("phase") or "forward") for node in nodes]
+    assert phases == sorted(phases, reverse=True), "forward work stands in the backward"
+    late = [node for node, phase in zip(nodes, phases, strict=True) if phase == "backward"]
+    assert any(node.target is ops.OWN_PART for node in late)
+
+
 ARCHITECTURES: dict[str, tuple[dict[str, Any], Mapping[str, Placement], int]] = {  # options, rules, transfers
     "Qwen3": ({"head_dim": 16}, LLAMA, 18),  # and the gains of its norms of q and k
     "Qwen2": ({}, {**LLAMA, "*.[qkv]_proj.bias": Shard(0)}, 14),
@@ -190,6 +209,29 @@ def test_more_ranks_than_key_heads() -> None:
 def test_a_dim_that_ranks_do_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match=r"is no multiple of 3; the next that is"):
         sharded(gpt(fused=False), APART, 3)
+
+
+def test_heads_that_ranks_would_cut_through_are_refused() -> None:
+    """Also behind a bias and what is done element by element. Of a graph without names the message says its own."""
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        q = (torch.tanh(x @ p["q"] + p["b"]) * 2).view(4, 3, 4)
+        return (q.transpose(0, 1) @ q.permute(1, 2, 0)).square().mean()
+
+    case = captured(loss, {"q": drawn(8, 12), "b": drawn(12)}, drawn(4, 8))
+    with pytest.raises(SpecError, match=r"12 that lies in parts over 2 ranks, as \w+ does, becomes 3 heads.*\(3\), or"):
+        sharded(case, {"q": Shard(1), "b": Shard(0)}, 2)
+
+
+def test_tokens_are_no_heads() -> None:
+    """The twelve tokens of three rows may lie in parts; to see them as rows they are joined, and nothing is refused."""
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        y = torch.tanh((x.view(-1, 8) @ p["up"]).view(3, 4, 8) * p["norm"])
+        return (y @ p["down"]).square().mean()
+
+    case = captured(loss, {"up": drawn(8, 8), "norm": drawn(8), "down": drawn(8, 8)}, drawn(3, 4, 8))
+    agrees(case, sharded(case, {"norm": Shard(0)}, 2))
 
 
 def test_an_op_of_which_nothing_is_known() -> None:

@@ -13,13 +13,13 @@ import fzero
 from fzero.capture import trace_step
 from fzero.capture.graph import Graph
 from fzero.compile.first_state import recipe_for
+from fzero.compile.judged import naive as built
 from fzero.compile.layout import plan_for
 from fzero.compile.lowered import Lowered
 from fzero.compile.resolve import mesh_of
 from fzero.compile.step import fakes_on
 from fzero.ir.program import Program
 from fzero.ir.records import Bucket
-from fzero.lowering.build import build
 from fzero.plan.layout import Plan
 from fzero.plan.stages import row_of
 from fzero.training import training_of
@@ -62,7 +62,7 @@ def naive(world: int = 2, params: Params | None = None, **options: Any) -> Progr
     """The program before any pass."""
     one = spec(**options)
     graph, plan = captured(one, params or layers(), batch(one.microbatches * 4), world)
-    return build(graph, plan, reduce=one.reduce or "end")
+    return built(graph, plan, reduce=one.reduce or "end")
 
 
 def captured(one: fzero.Spec, params: Any, given: Any, world: int = 1) -> tuple[Graph, Plan]:

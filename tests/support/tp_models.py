@@ -84,18 +84,22 @@ def of_hf(name: str, **options: Any) -> Model:
     """An architecture of `hf_models`, with the rules of `interop.tp_plan`. options: other values of its config."""
     from hf_models import CASES
 
+    return of_case(CASES[name], **options)[0]
+
+
+def of_case(case: Any, **options: Any) -> tuple[Model, Any]:
+    """A case in the form of `hf_models`, with the rules of `interop.tp_plan`, and its module."""
     from fzero.interop import from_module, tp_plan
 
-    case = CASES[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = case.make(**options).eval()
-    params, buffers, apply = from_module(model)
+        module = case.make(**options).eval()
+    params, buffers, apply = from_module(module)
 
     def loss(p: Any, batch: Any) -> Any:
         return fzero.Mean(*case.loss(apply(p, buffers, **{k: x for k, x in batch.items() if k != "labels"}), batch))
 
-    return Model(params, loss, case.batch, tp_plan(model), case.zero_gradient)
+    return Model(params, loss, case.batch, tp_plan(module), case.zero_gradient), module
 
 
 def placements(model: Model, n: int) -> dict[str, Placement]:

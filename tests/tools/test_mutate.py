@@ -14,23 +14,33 @@ import fzero
 from fzero.ir.records import Ref, make_op
 from fzero.runtime.interpreter import interpret
 from fzero.state import storage
-from fzero.tools.mutate import KINDS, Bench, draw, draw_hierarchy, draw_pipeline
-from fzero.tools.mutate.corpus import MODELS, Case, lowered, relay
+from fzero.tools.mutate import (
+    AXES,
+    KINDS,
+    Bench,
+    draw,
+    draw_hierarchy,
+    draw_offloaded,
+    draw_parallel,
+    draw_pipeline,
+    run,
+)
+from fzero.tools.mutate.corpus import Case, lowered, relay
 from fzero.tools.mutate.edits import find, insert, never_freed, with_buffers
+from fzero.tools.mutate.models import MODELS
 from fzero.tools.mutate.oracle import difference, outcome
 
 # --- at random --------------------------------------------------------------------------------------------------------
 
-UNBROKEN, PIPELINES, HIERARCHIES, EACH = 8, 2, 1, 3
-ALL_UNBROKEN, ALL_PIPELINES, ALL_HIERARCHIES = 14, 3, 2
+UNBROKEN, EACH = {draw: 8, draw_pipeline: 2, draw_hierarchy: 1, draw_offloaded: 2, draw_parallel: 1}, 3
+ALL_UNBROKEN = {draw: 14, draw_pipeline: 3, draw_hierarchy: 2, draw_offloaded: 3, draw_parallel: 4}
 
 
 @pytest.fixture(scope="module")
 def benches(whole: bool) -> list[Bench]:
     rng = random.Random(0)
-    drawn = [Bench(draw(rng, number)) for number in range(ALL_UNBROKEN if whole else UNBROKEN)]
-    drawn += [Bench(draw_pipeline(rng, number)) for number in range(ALL_PIPELINES if whole else PIPELINES)]
-    drawn += [Bench(draw_hierarchy(rng, number)) for number in range(ALL_HIERARCHIES if whole else HIERARCHIES)]
+    sources = ALL_UNBROKEN if whole else UNBROKEN
+    drawn = [Bench(source(rng, number)) for source, count in sources.items() for number in range(count)]
     return [*drawn, Bench(relay(3, torch.Generator().manual_seed(0)))]  # ranks whose programs differ, more than two
 
 
@@ -65,6 +75,13 @@ def test_every_mutant_that_changes_meaning_is_refused(kind: str, benches: list[B
                 break
     assert missed == []
     assert changing >= EACH, f"only {changing} mutants changed a meaning"
+
+
+def test_mutants_of_several_axes_are_refused() -> None:
+    """One of each kind at least; 1,500 under `make acceptance`."""
+    report = run(count=12, seed=1, each=1, unbroken=1, kinds=tuple(AXES), source=draw_parallel)
+    assert report.good, report
+    assert min(report.changing[kind] for kind in AXES) >= 1
 
 
 # --- what the oracle stands on: poison --------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ def test_only_the_last_microbatch_is_trained() -> None:
     def last(program: Program) -> Program:
         pool, ops = dict(program.segments), []
         for op in program.ops:
-            sums = [n for n, ref in enumerate(op.writes) if op.phase == "region" and ref in op.reads]
+            sums = [n for n, ref in enumerate(op.writes) if op.in_region and ref in op.reads]
             if sums:
                 graph = segments.copied(program.segments[op.segment].graph)
                 for n in sums:

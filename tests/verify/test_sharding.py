@@ -19,8 +19,8 @@ from torch import Tensor
 from tp_models import Model, gpt, of_hf, placements
 
 from fzero import Mean, P, Spec, lower, optim
+from fzero.compile import judged
 from fzero.errors import VerifyError
-from fzero.lowering import localise
 from fzero.shard.propagate import Sharded
 from fzero.verify import sharding
 from fzero.verify.sharding import check_sharding
@@ -116,7 +116,7 @@ def test_the_graph_around_the_regions(monkeypatch: pytest.MonkeyPatch) -> None:
         given.append((args, Draft.of(Sharded(args[1], args[4], args[5], *[()] * 4), args[0])))
         check_sharding(*args)
 
-    monkeypatch.setattr(localise, "check_sharding", check)
+    monkeypatch.setattr(judged, "check_sharding", check)
     model = gpt(layers=1)
     spec = Spec(loss=model.loss, optimizer=optim.adamw(1e-2), mesh={"tp": 2}, shard=model.rules, clip_norm=1.0)
     lower(spec, model.params, model.batch(0, 0), world_size=2)

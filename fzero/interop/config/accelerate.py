@@ -20,7 +20,9 @@ from fzero.interop.config.accelerate_keys import (
 from fzero.interop.config.calls import Call
 from fzero.interop.config.deepspeed import ds_config, world
 from fzero.interop.config.given import Given, finish
+from fzero.interop.config.keys import says_off
 from fzero.interop.config.ledger import Ledger, Refusal
+from fzero.interop.config.others import refuse_others
 from fzero.interop.config.read import read
 
 _ZERO2 = {"params": (), "grads": ("dp",), "optimizer": ("dp",)}
@@ -60,11 +62,12 @@ def accelerate_config(
       num_processes                  2       the ranks
       mixed_precision                "bf16"  Spec(precision=)
       fsdp_config.sharding_strategy  1       FULL_SHARD
-      fsdp_config.offload_params     false   Spec(offload=)
+      fsdp_config.offload_params     false   nothing: off
     >>> given["zero"], given["precision"].compute
     (3, 'bf16')
     """
     where, document = read(source)
+    refuse_others(document, where)
     auto = dict(auto or {})
     inner = {path: auto.pop(path) for path in list(auto) if path not in ACCELERATE}
     ledger = Ledger(where, document, ACCELERATE, auto, ALIASES)
@@ -97,7 +100,8 @@ def is_accelerate(document: Mapping[str, Any]) -> bool:
 
 def _fsdp(ledger: Ledger, sharded: bool, ranks: int) -> dict[str, Any]:
     """`zero`, `mesh` and `remat`. Every key is taken; without FSDP they decide nothing."""
-    zero = ZERO[_strategy(ledger)] if sharded else 0
+    strategy = _strategy(ledger)
+    zero = ZERO[strategy] if sharded else 0
     nodes = ledger.take("num_machines")
     replicas, shards, tp = (
         ledger.take(f"{PARALLEL}.{name}") for name in ("dp_replicate_size", "dp_shard_size", "tp_size")
@@ -133,14 +137,15 @@ def _strategy(ledger: Ledger) -> str:
     """The strategy that version 1 names, or version 2 by `reshard_after_forward`."""
     version, reshard = ledger.take(f"{FSDP}.version"), ledger.take(f"{FSDP}.reshard_after_forward")
     path, named = f"{FSDP}.sharding_strategy", ledger.take(f"{FSDP}.sharding_strategy")
-    again = {"true": True, "false": False}.get(str(reshard).lower(), reshard)
+    again = False if says_off(reshard) else {"true": True}.get(str(reshard).lower(), reshard)
     if version == 2:
         if again not in (None, True, False):
             ledger.refuse(f"{FSDP}.reshard_after_forward", "version 2 takes true or false", "write true")
         if named is not None:
             ledger.became(path, "nothing: version 2 reads reshard_after_forward")
         return "SHARD_GRAD_OP" if again is False else "FULL_SHARD"
-    text = str(named if named is not None else "FULL_SHARD" if reshard is None else reshard).upper()
+    unnamed = "FULL_SHARD" if again is None else "SHARD_GRAD_OP" if again is False else reshard
+    text = str(unnamed if named is None else named).upper()
     text = STRATEGIES[int(text) - 1] if text.isdigit() and 1 <= int(text) <= len(STRATEGIES) else text
     if text not in STRATEGIES:
         ledger.refuse(
@@ -190,6 +195,7 @@ def _deepspeed(ledger: Ledger, ranks: int, auto: Mapping[str, Any], where: str) 
         inner = ds_config(document, world_size=ranks, auto=auto)
     except ConfigError as error:
         ledger.refusals += [Refusal(*refusal) for refusal in error.refusals] or [Refusal("", str(error))]
+        ledger.open += error.open
     lines = ledger.close()
     fields = {**inner.expressions, **({"device": device} if device else {})}
     return replace(inner, where=where, expressions=fields, lines=(*lines, *inner.lines))

@@ -7,7 +7,9 @@ from fzero.interop.config.keys import (
     BLOCK,
     COUNT,
     FLAG,
+    FOLDER,
     INT,
+    NAME,
     POSITIVE,
     SIGNED,
     TEXT,
@@ -24,19 +26,20 @@ FSDP, DEEPSPEED, PARALLEL = "fsdp_config", "deepspeed_config", "parallelism_conf
 
 DEVICE = one_of("none", "cpu", "nvme")
 PRECISIONS = ("no", "fp16", "bf16")
-PRECISION = Kind(
-    "'no', 'fp16' or 'bf16'", lambda value: value is False or value in PRECISIONS
-)  # YAML's bare no is false
+PRECISION = one_of(*PRECISIONS)  # YAML's bare no is false
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 STRATEGY = Kind(
     f"1 to {len(STRATEGIES)}, or one of {', '.join(STRATEGIES)}",
     lambda value: str(value).upper() in (*STRATEGIES, *map(str, range(1, len(STRATEGIES) + 1))),
+    off="NO_SHARD",
 )
+TYPE = Kind("a name", lambda value: NAME.fits(value) or str(value).upper() == "NO", off="NO")
+LIMIT = POSITIVE._replace(off=0.0)
 BY_STRUCTURE = "layers are found by their structure"
 LAUNCHER = "for the launcher"
 
 ACCELERATE = table(
-    keys("", HONOURED, "Spec(zero=, mesh=)", distributed_type=Of(TEXT, "NO")),
+    keys("", HONOURED, "Spec(zero=, mesh=)", distributed_type=Of(TYPE, "NO")),
     keys("", REFUSED, "fzero starts no jobs of SageMaker", "launch with torchrun", compute_environment="LOCAL_MACHINE"),
     keys("", HONOURED, "the ranks", num_processes=Of(SIGNED, -1)),
     keys("", HONOURED, "nodes, for hybrid sharding", num_machines=Of(COUNT, 1)),
@@ -63,11 +66,11 @@ ACCELERATE = table(
          ignored_modules=Of(ANY)),
     keys(FSDP, REFUSED, "saved activations stay on the device", "take it out", activation_checkpointing_offload=False),
     # --- DeepSpeed's plugin: the rest is in its own file, or filled in as Accelerate fills it
-    keys(DEEPSPEED, HONOURED, "the file, read beside this one", deepspeed_config_file=Of(TEXT)),
+    keys(DEEPSPEED, HONOURED, "the file, read beside this one", deepspeed_config_file=Of(NAME)),
     keys(DEEPSPEED, HONOURED, "as in a ds_config", gradient_accumulation_steps=Of(COUNT, 1),
-         gradient_clipping=Of(POSITIVE, 1.0), zero_stage=Of(one_of(0, 1, 2, 3), 2),
+         gradient_clipping=Of(LIMIT, 1.0), zero_stage=Of(one_of(0, 1, 2, 3), 2),
          offload_optimizer_device=Of(DEVICE, "none"), offload_param_device=Of(DEVICE, "none"),
-         offload_optimizer_nvme_path=Of(TEXT), offload_param_nvme_path=Of(TEXT), zero3_save_16bit_model=False),
+         offload_optimizer_nvme_path=Of(FOLDER), offload_param_nvme_path=Of(FOLDER), zero3_save_16bit_model=False),
     keys(DEEPSPEED, ALWAYS, "a state is made in slices", zero3_init_flag=False),
     keys(DEEPSPEED, HINT, BY_STRUCTURE, deepspeed_moe_layer_cls_names=Of(ANY)),
     keys(DEEPSPEED, HINT, LAUNCHER, deepspeed_multinode_launcher=Of(TEXT), deepspeed_hostfile=Of(TEXT),

@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, printable
 from fzero.interop.config.accelerate import accelerate_config, is_accelerate
 from fzero.interop.config.deepspeed import ds_config
+from fzero.interop.config.ledger import Line, table_of
 from fzero.interop.config.read import read
 
 
@@ -23,12 +24,22 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Prints the table or the Python. Returns the exit status; a ConfigError is for the caller."""
+    """Prints the table or the Python. Returns the exit status: 0 too where only values are open, unless `--python` asks
+    for a Spec that they would be in. What is in the way is a ConfigError, after the table, for the caller."""
     auto = dict(_pair(text) for text in arguments.auto)
     document = read(arguments.file)[1]
     translate = accelerate_config if is_accelerate(document) else ds_config
-    given = translate(arguments.file, world_size=arguments.world, auto=auto)
-    print(given.python() if arguments.python else given)
+    try:
+        given = translate(arguments.file, world_size=arguments.world, auto=auto)
+    except ConfigError as error:
+        if arguments.python or not (error.lines or error.open):
+            raise
+        print(printable(f"{arguments.file}\n{table_of([Line(*line) for line in error.lines])}"))
+        if {path for path, _ in error.refusals} - set(error.open):
+            raise
+        print(printable("\n".join(["still open:", *(f"  give --auto {path}=VALUE" for path in error.open)])))
+        return 0
+    print(printable(given.python() if arguments.python else str(given)))
     return 0
 
 

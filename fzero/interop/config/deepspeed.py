@@ -10,10 +10,11 @@ from typing import Any
 
 from fzero.errors import SpecError
 from fzero.interop.config.calls import Call
-from fzero.interop.config.deepspeed_keys import ALIASES, DEEPSPEED, ZERO
+from fzero.interop.config.deepspeed_keys import ALIASES, DEEPSPEED, PYDANTIC, ZERO
 from fzero.interop.config.given import Given, finish
 from fzero.interop.config.ledger import Ledger
 from fzero.interop.config.optimizers import optimizer
+from fzero.interop.config.others import refuse_others
 from fzero.interop.config.read import read
 from fzero.precision import DTYPES, LossScale
 
@@ -57,7 +58,8 @@ def ds_config(
       fp16.enabled = "auto": nothing says what auto is. Give auto={'fp16.enabled': ...}, or write the value
     """
     where, document = read(source)
-    return translated(Ledger(where, document, DEEPSPEED, auto, ALIASES), world(world_size))
+    refuse_others(document, where)
+    return translated(Ledger(where, document, DEEPSPEED, auto, ALIASES, PYDANTIC), world(world_size))
 
 
 def translated(ledger: Ledger, ranks: int) -> Given:
@@ -105,10 +107,9 @@ def _batch(ledger: Ledger, replicas: int) -> tuple[int, int]:
     """(rows of a micro batch, micro batches of a step), from two of three keys or, as in DeepSpeed, from one."""
     total, micro, steps = (ledger.take(path, auto=None) for path in (TOTAL, MICRO, STEPS))
     if steps is None and ledger.values.get(STEPS) == "auto" and STEPS not in ledger.auto and not (total and micro):
-        ledger.refuse(STEPS, "nothing says what auto is", f"give auto={{{STEPS!r}: ...}}, or write the value")
+        ledger.lacks(STEPS, "nothing says what auto is")
     if not total and not micro:
-        why = "nothing says how many rows a micro batch has"
-        ledger.refuse(MICRO, why, f"give auto={{{MICRO!r}: ...}}, or write it or {TOTAL}")
+        ledger.lacks(MICRO, "nothing says how many rows a micro batch has", f"it or {TOTAL}")
         return 1, steps or 1
     if steps is None:
         steps = total // micro // replicas if total and micro else 1
@@ -153,12 +154,7 @@ def _stage(ledger: Ledger) -> int:
 
 def _stages(ledger: Ledger) -> int:
     stages = ledger.take("pipeline.stages", auto="auto")
-    if stages == "auto":
-        return 1
-    if type(stages) is int and stages >= 1:
-        return stages
-    ledger.refuse("pipeline.stages", "needed a whole number >= 1 or auto", "write the number of stages")
-    return 1
+    return 1 if stages == "auto" else int(stages)
 
 
 def _within(ledger: Ledger, stage: int) -> tuple[int, str]:
@@ -186,8 +182,11 @@ def _replicas(ledger: Ledger, mesh: Mapping[str, int], ranks: int) -> int:
 def _zero(ledger: Ledger, compute: str | None) -> dict[str, Any]:
     """What else the block of ZeRO decides."""
     fields: dict[str, Any] = {"allow_unused": ledger.take(f"{ZERO}.ignore_unused_parameters") or None}
+    if fields["allow_unused"] is None:
+        ledger.became(f"{ZERO}.ignore_unused_parameters", "a parameter without a gradient is an error")
     if ledger.take(f"{ZERO}.overlap_comm") is False:
         fields["overlap"] = False
+        ledger.became(f"{ZERO}.overlap_comm", "Spec(overlap=False); the same bits")
     path = f"{ZERO}.stage3_max_live_parameters"
     most = ledger.take(path)
     if ledger.has(path):
@@ -241,6 +240,8 @@ def _precision(ledger: Ledger) -> tuple[str | None, dict[str, Any]]:
     }
     if bf16 and overflow:
         fields["nonfinite"] = "skip"
+    elif bf16:
+        ledger.became("bf16.check_grad_overflow", "no step is skipped")
     if compute and not sent:
         note = f"Precision(reduce={compute!r}): gradients travel in the computed dtype"
         ledger.became("communication_data_type", note)
@@ -275,6 +276,8 @@ def _clipping(ledger: Ledger) -> dict[str, Any]:
     """DeepSpeed clips at 1.0 where nothing is said; 0 clips nothing, and ZeRO measures the norm all the same."""
     limit = ledger.take(CLIPPING)
     measured = ledger.take(f"{ZERO}.compute_grad_norm")
+    if not measured:
+        ledger.became(f"{ZERO}.compute_grad_norm", 'metrics["grad_norm"] only where something is clipped')
     if not ledger.has(CLIPPING):
         note = f"Spec(clip_norm={limit}): DeepSpeed's default since 0.19.3"
         ledger.became(CLIPPING, note)

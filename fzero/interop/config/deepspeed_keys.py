@@ -7,12 +7,15 @@ from fzero.interop.config.keys import (
     BLOCK,
     COUNT,
     FLAG,
+    FOLDER,
     INT,
+    NAME,
     NAMES,
     PAIR,
     POSITIVE,
     SIGNED,
     TEXT,
+    Kind,
     Of,
     Verdict,
     keys,
@@ -25,6 +28,9 @@ HONOURED, ALWAYS, HINT, REFUSED, REMOVED = Verdict
 DTYPE = one_of("fp32", "fp16", "bf16")
 DEVICE = one_of("none", "cpu", "nvme")
 STAGE = one_of(0, 1, 2, 3)
+LIMIT = POSITIVE._replace(off=0.0)
+STAGES = Kind(f"{COUNT.needed} or auto", lambda value: value == "auto" or COUNT.fits(value), off="auto")
+PRINTS = Kind(COUNT.needed, lambda value: COUNT.fits(value) or value == 0, True)
 ZERO = "zero_optimization"
 LAYOUT = "fzero lays out and moves its buckets by measured cost; the bits are the same"
 OTHER_NUMBERS = "fzero has no such thing, and without it the numbers would be others"
@@ -36,18 +42,18 @@ DEEPSPEED = table(
     keys("", HONOURED, "rows in a step, over all ranks", auto=True, train_batch_size=Of(COUNT)),
     keys("", HONOURED, "rows of a micro batch on a rank", auto=True, train_micro_batch_size_per_gpu=Of(COUNT)),
     keys("", HONOURED, "Spec(microbatches=)", auto=True, gradient_accumulation_steps=Of(COUNT)),
-    keys("", REFUSED, "a step takes all its micro batches", "take it out", managed_gradient_accumulation=True),
+    keys("", ALWAYS, "a step takes all its micro batches", managed_gradient_accumulation=True),
     # --- what is printed
-    keys("", HONOURED, "given.every: a line after so many steps", steps_per_print=Of(COUNT)),
+    keys("", HONOURED, "given.every: a line after so many steps", steps_per_print=Of(PRINTS)),
     keys("", HONOURED, "given.profile", wall_clock_breakdown=False, memory_breakdown=False),
     keys("", HONOURED, "given.dump: print(given), the Spec and the program", dump_state=False),
     keys("", HONOURED, "given.log_level, for logging.getLogger('fzero')", log_level=Of(TEXT)),
     keys("", HINT, "changes no number", disable_python_gc=False, dataloader_drop_last=False, vocabulary_size=Of(INT),
          zero_allow_untested_optimizer=False, zero_force_ds_cpu_optimizer=True),
     # --- gradients
-    keys("", HONOURED, "Spec(clip_norm=); 0 clips nothing", auto=True, gradient_clipping=Of(POSITIVE, 1.0)),
+    keys("", HONOURED, "Spec(clip_norm=); 0 clips nothing", auto=True, gradient_clipping=Of(LIMIT, 1.0)),
     keys("", HONOURED, "Precision(reduce=)", communication_data_type=Of(DTYPE)),
-    keys("", REFUSED, "fzero sums gradients in the order of ranks and divides once", "take it out",
+    keys("", HINT, "rounding only: fzero sums gradients in the order of ranks and divides once",
          prescale_gradients=False, gradient_predivide_factor=1.0),
     keys("", REFUSED, "the update would be of the sum over ranks", "write mean, and a learning rate for it",
          gradient_allreduce_op=Of(one_of("mean", "sum"), "mean")),
@@ -57,11 +63,12 @@ DEEPSPEED = table(
     keys("", REFUSED, "Ulysses is not in fzero", 'take it out; Spec(sequence="tp") splits sequences along tp',
          sequence_parallel_size=Of(COUNT)),
     # --- the optimizer and its schedule: optimizers.py says which of these each type takes
-    keys("optimizer", HONOURED, "Spec(optimizer=)", type=Of(TEXT)),
+    keys("optimizer", HONOURED, "Spec(optimizer=)", type=Of(NAME)),
     keys("optimizer", HINT, "changes no number", legacy_fusion=False),
     keys("optimizer.params", HONOURED, "of the optimizer", auto=True, lr=Of(POSITIVE), betas=Of(PAIR), eps=Of(POSITIVE),
          weight_decay=Of(POSITIVE)),
-    keys("optimizer.params", HONOURED, "of the optimizer", adam_w_mode=True, torch_adam=False, momentum=Of(POSITIVE),
+    keys("optimizer.params", HONOURED, "of the optimizer", adam_w_mode=True, torch_adam=False,
+         bias_correction=True, momentum=Of(POSITIVE),
          nesterov=False, alpha=Of(POSITIVE), centered=False, lr_decay=Of(POSITIVE),
          initial_accumulator_value=Of(POSITIVE), momentum_decay=Of(POSITIVE), decoupled_weight_decay=False,
          muon_lr=Of(POSITIVE), adam_lr=Of(POSITIVE)),
@@ -69,11 +76,11 @@ DEEPSPEED = table(
          fused=Of(ANY), capturable=Of(ANY), differentiable=Of(ANY)),
     keys("optimizer.params", HINT, "16-bit rounding of Newton-Schulz alone",
          ns_method=Of(one_of("standard", "gram"), "gram")),
-    keys("optimizer.params", REFUSED, OTHER_NUMBERS, "take it out", bias_correction=True, amsgrad=False, maximize=False,
+    keys("optimizer.params", REFUSED, OTHER_NUMBERS, "take it out", amsgrad=False, maximize=False,
          dampening=0.0, per_head_muon=False),
     keys("optimizer.params", REFUSED, "DeepSpeed refuses it too", "write gradient_clipping at the top instead",
          max_grad_norm=0.0),
-    keys("scheduler", HONOURED, "the optimizer's learning rate", type=Of(TEXT)),
+    keys("scheduler", HONOURED, "the optimizer's learning rate", type=Of(NAME)),
     keys("scheduler.params", HONOURED, "of the schedule", auto=True, total_num_steps=Of(COUNT),
          warmup_min_lr=Of(POSITIVE, 0.0), warmup_max_lr=Of(POSITIVE), warmup_num_steps=Of(COUNT, 1000)),
     keys("scheduler.params", HONOURED, "of the schedule", warmup_type=Of(one_of("log", "linear"), "log"),
@@ -96,9 +103,9 @@ DEEPSPEED = table(
          'take it out; fzero.optim.adamw(moments="bfloat16") rounds them stochastically', bf16_optimizer_states=False),
     keys("torch_autocast", REFUSED, "fzero casts by parameter, not by operation", "write bf16 or fp16 instead",
          enabled=False, dtype=Of(TEXT), lower_precision_safe_modules=Of(NAMES)),
-    keys("data_types", HONOURED, "must be that of fp16 or bf16", param_dtype=Of(TEXT)),
+    keys("data_types", HONOURED, "must be that of fp16 or bf16", param_dtype=Of(NAME)),
     keys("data_types", ALWAYS, "buffers stay as they are", keep_in_fp32_modules=Of(ANY, "auto")),
-    keys("data_types", HONOURED, "gradients are summed in fp32", grad_accum_dtype=Of(TEXT)),
+    keys("data_types", HONOURED, "gradients are summed in fp32", grad_accum_dtype=Of(NAME)),
     keys("data_types", REFUSED, "buffers stay as they are", "cast them in the model", buffer_dtype=Of(TEXT)),
     # --- ZeRO
     keys("", HONOURED, "Spec(zero=): the old form, 1 or 0", zero_optimization=Of(FLAG, False)),
@@ -124,7 +131,7 @@ DEEPSPEED = table(
          log_trace_cache_warnings=False, cpu_offload_use_pin_memory=Of(FLAG)),
     keys(f"{ZERO}.leaf_module", ALWAYS, "layers are gathered as the program uses them", classes=Of(NAMES),
          names=Of(NAMES, []), name_suffixes=Of(NAMES, [])),
-    keys(ZERO, REFUSED, "masters are the tensors that fzero.init is given", "give those", load_from_fp32_weights=True),
+    keys(ZERO, ALWAYS, "masters are the tensors that fzero.init is given", load_from_fp32_weights=True),
     keys(ZERO, REFUSED, "fzero has no such thing", "take it out", legacy_stage1=False,
          pipeline_loading_checkpoint=False, save_muon_momentum_buffer_in_memory=False),
     keys(ZERO, REFUSED, "fzero sends whole numbers of 16 bits at least", "write communication_data_type bf16",
@@ -140,8 +147,8 @@ DEEPSPEED = table(
     # --- offload
     keys(f"{ZERO}.offload_optimizer", HONOURED, "Spec(offload=): the optimizer's state", device=Of(DEVICE, "none")),
     keys(f"{ZERO}.offload_param", HONOURED, "Spec(offload=): the parameters, in fp32", device=Of(DEVICE, "none")),
-    keys(f"{ZERO}.offload_optimizer", HONOURED, "Spec(nvme_path=)", nvme_path=Of(TEXT)),
-    keys(f"{ZERO}.offload_param", HONOURED, "Spec(nvme_path=)", nvme_path=Of(TEXT)),
+    keys(f"{ZERO}.offload_optimizer", HONOURED, "Spec(nvme_path=)", nvme_path=Of(FOLDER)),
+    keys(f"{ZERO}.offload_param", HONOURED, "Spec(nvme_path=)", nvme_path=Of(FOLDER)),
     keys(ZERO, HONOURED, "Spec(offload=): the old form", cpu_offload=Of(FLAG), cpu_offload_param=Of(FLAG)),
     keys(f"{ZERO}.offload_optimizer", HINT, "fzero plans its staging memory by itself", buffer_count=4, pin_memory=True,
          pipeline_read=False, pipeline_write=False, fast_init=False, ratio=1.0, super_offload=False,
@@ -165,7 +172,7 @@ DEEPSPEED = table(
     keys("tensor_parallel.tp", REFUSED, "training reads autotp_size", "write tensor_parallel.autotp_size", tp_size=1),
     keys("tensor_parallel.tp", REFUSED, "fzero makes its own groups", "take it out", tp_grain_size=1, mpu=Of(ANY),
          tp_group=Of(ANY)),
-    keys("pipeline", HONOURED, 'Spec(mesh={"pp": stages, "dp": -1}, pipeline="1f1b")', stages=Of(ANY, "auto")),
+    keys("pipeline", HONOURED, 'Spec(mesh={"pp": stages, "dp": -1}, pipeline="1f1b")', stages=Of(STAGES, "auto")),
     keys("pipeline", HINT, "stages have about the same number of elements; Pipeline(cut=) says otherwise",
          partition="best"),
     keys("pipeline", HONOURED, 'Spec(remat="full"); the same bits', activation_checkpoint_interval=0),
@@ -216,6 +223,10 @@ DEEPSPEED = table(
          elasticity=Of(ANY), graph_harvesting=Of(ANY), curriculum_learning=Of(ANY), progressive_layer_drop=Of(ANY)),
     keys(ZERO, REMOVED, "DeepSpeed 0.19.8 refuses it too", "take it out", zeropp_loco_param=Of(ANY)),
 )  # fmt: skip
+
+# Blocks that DeepSpeed reads with pydantic, after it has dropped what is "auto"
+PYDANTIC = (ZERO, "fp16", "bf16", "tensor_parallel", "tensorboard", "wandb", "csv_monitor", "comet", "hybrid_engine",
+            "timers", "compile", "comms_logger")  # fmt: skip
 
 ALIASES = {  # other names of keys, which DeepSpeed takes too; of a block, all keys in it
     "bfloat16": "bf16",

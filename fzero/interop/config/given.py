@@ -12,7 +12,7 @@ import torch
 from fzero import optim
 from fzero.errors import SpecError
 from fzero.interop.config.calls import Call, text_of, value_of
-from fzero.interop.config.ledger import Ledger, Line
+from fzero.interop.config.ledger import Ledger, Line, table_of
 from fzero.shard.partition import P
 from fzero.spec import Spec
 
@@ -63,9 +63,7 @@ class Given(Mapping[str, Any]):
 
     def __str__(self) -> str:
         """A line for each key: its path, its value, and what became of it."""
-        widths = [max((len(line[i]) for line in self.lines), default=0) for i in (0, 1)]
-        rows = [f"  {path:<{widths[0]}}  {value:<{widths[1]}}  {became}" for path, value, became in self.lines]
-        return "\n".join([self._head(), *rows])
+        return "\n".join([self._head(), *([table_of(self.lines)] if self.lines else [])])
 
     def _head(self) -> str:
         ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"

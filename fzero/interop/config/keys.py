@@ -39,17 +39,42 @@ class Verdict(Enum):
         return self in (Verdict.REFUSED, Verdict.REMOVED)
 
 
+_OFF = ("no", "none", "off", "false", "null")
+
+
+def says_off(value: Any) -> bool:
+    """Whether a value is a spelling of off, as files have it: false, 0, "no", "none", "off", "false" or "null".
+
+    >>> [says_off(value) for value in (False, 0, "No", "none", None, "never", 0.5)]
+    [True, True, True, True, False, False, False]
+    """
+    return value.strip().lower() in _OFF if isinstance(value, str) else isinstance(value, (int, float)) and value == 0
+
+
 class Kind(NamedTuple):
     """The values that a key takes: `needed` names them in errors, `fits` knows them. whole: they are integers, which
-    files also write as 2e8."""
+    files also write as 2e8. off: the value that false, "no" or "none" stands for; None: as if the key were absent."""
 
     needed: str
     fits: Callable[[Any], bool]
     whole: bool = False
+    off: Any = None
+
+    def meant(self, value: Any) -> Any:
+        """The value, or `off` where the value only says off.
+
+        >>> FLAG.meant("no"), COUNT.meant("none"), one_of("none", "cpu").meant(False), FLAG.meant("maybe")
+        (False, None, 'none', 'maybe')
+        """
+        counted = self.whole and _number(value)  # 0 of a count is a number
+        return self.off if says_off(value) and not self.fits(value) and not counted else value
 
 
 def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value and abs(value) < 1e308
+
+
+MOST = 1 << 40  # of anything that is counted: rows, ranks, steps between two lines
 
 
 def _whole(value: Any) -> bool:
@@ -68,17 +93,23 @@ def one_of(*choices: Any) -> Kind:
     """
     *first, last = [repr(choice) for choice in choices]
     whole = all(isinstance(choice, int) for choice in choices)
-    return Kind(f"{', '.join(first)} or {last}", lambda value: not isinstance(value, bool) and value in choices, whole)
+    off = next((choice for choice in choices if says_off(choice)), None)
+    fits = lambda value: not isinstance(value, bool) and value in choices  # noqa: E731
+    return Kind(f"{', '.join(first)} or {last}", fits, whole, off)
 
 
 ANY = Kind("any value", lambda value: True)
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-INT = Kind("a whole number >= 0", lambda value: _whole(value) and value >= 0, True)
+FLAG = Kind("true or false", lambda value: isinstance(value, bool), off=False)
+INT = Kind("a whole number >= 0", lambda value: _whole(value) and value >= 0, True, 0)
 SIGNED = Kind("a whole number", _whole, True)
-COUNT = Kind("a whole number >= 1", lambda value: _whole(value) and value >= 1, True)
+COUNT = Kind("a whole number from 1 to 2**40", lambda value: _whole(value) and 1 <= value <= MOST, True)
 NUMBER = Kind("a number", _number)
 POSITIVE = Kind("a number >= 0", lambda value: _number(value) and value >= 0)
 TEXT = Kind("text", lambda value: isinstance(value, str))
+NAME = Kind("a name", lambda value: isinstance(value, str) and not says_off(value))
+FOLDER = Kind(
+    "the path of a folder", lambda value: isinstance(value, str) and "\0" not in value and value.strip() != ""
+)
 PAIR = Kind("two numbers, as [0.9, 0.999]", lambda value: _list_of(_number)(value) and len(value) == 2)
 NAMES = Kind("a list of text", _list_of(lambda item: isinstance(item, str)))
 BLOCK = Kind("a block { }", lambda value: isinstance(value, Mapping))
@@ -140,8 +171,9 @@ def is_off(value: Any, default: Any) -> bool:
     if value == default and isinstance(value, bool) == isinstance(default, bool):
         return True
     if isinstance(value, Mapping):
-        return not value or value.get("enabled") is False
-    return value is None or value == [] or (value is False and default is not True)
+        return not value or ("enabled" in value and says_off(value["enabled"]))
+    counted = _number(value) and _number(default)  # 0 of a number is a number
+    return value is None or value == [] or (says_off(value) and default is not True and not counted)
 
 
 def leaves(document: Mapping[str, Any], blocks: Collection[str], at: str = "") -> Iterator[tuple[str, Any]]:

@@ -4,20 +4,22 @@
     ledger.take(path)                         the value of an honoured key, its default if the document has none
     ledger.became(path, text)                 what the report says of it, where the row's sentence is too general
     ledger.refuse(path, why, fix)             one more refusal
+    ledger.lacks(path, why)                   one more refusal, which a value in `auto` would settle
     ledger.close()                            hints and the rest are taken; one ConfigError for all refusals
 
-"auto" is resolved from `auto`, a mapping of paths to values, which may also give keys that the document lacks.
+"auto" is resolved from `auto`, a mapping of paths to values, which may also give keys that the document lacks. In the
+blocks `dropped` the other library itself drops "auto", and the key has its default.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fzero import tree
 from fzero.errors import ConfigError
-from fzero.interop.config.keys import FLAG, Key, blocks, is_off, leaves
+from fzero.interop.config.keys import FLAG, Key, Verdict, blocks, is_off, leaves, says_off
 
 AUTO, ABSENT = "auto", object()
 
@@ -30,6 +32,12 @@ class Line(NamedTuple):
     became: str
 
 
+def table_of(lines: Sequence[Line]) -> str:
+    """The lines of a report under one another, in columns."""
+    widths = [max((len(line[i]) for line in lines), default=0) for i in (0, 1)]
+    return "\n".join(f"  {path:<{widths[0]}}  {value:<{widths[1]}}  {became}" for path, value, became in lines)
+
+
 class Refusal(NamedTuple):
     """A key that is in the way: its path, and a text with its value, why, and the smallest fix."""
 
@@ -38,7 +46,8 @@ class Refusal(NamedTuple):
 
 
 class Ledger:
-    """One document. `values` are its leaves by the table's paths, `lines` the report's; only this class writes them."""
+    """One document. `said` are its leaves by the table's paths, `values` what they mean, `lines` the report's, `open`
+    the paths that wait for a value; only this class writes them."""
 
     def __init__(
         self,
@@ -47,11 +56,15 @@ class Ledger:
         table: Mapping[str, Key],
         auto: Mapping[str, Any] | None = None,
         aliases: Mapping[str, str] | None = None,
+        dropped: Collection[str] = (),
     ) -> None:
-        self.where, self.table, self.auto = where, table, dict(auto or {})
+        self.where, self.table, self.auto, self.dropped = where, table, dict(auto or {}), dropped
+        self.said: dict[str, Any] = {}
         self.values: dict[str, Any] = {}
         self.lines: dict[str, Line] = {}
         self.refusals: list[Refusal] = []
+        self.open: list[str] = []
+        self._asleep: list[Line] = []  # blocks that are switched off as a whole
         self._told: set[str] = set()  # paths of which more is said than the row says
         inner = blocks(tuple(table))
         for path, value in leaves(_renamed(document, aliases or {}, self), inner):
@@ -71,21 +84,36 @@ class Ledger:
         key, value = self.table[path], self.values.get(path)
         assert key.verdict.reads, path
         assert path not in self.lines, path
-        shown = _shown(value) if path in self.values else "(absent)"
+        shown = _shown(self.said[path]) if path in self.said else "(absent)"
         if (value is None or value == AUTO) and path in self.auto:
             value, shown = self.auto[path], f"{_shown(self.auto[path])} (given)"
         elif value == AUTO and auto is not ABSENT:
             value = auto
-        elif value == AUTO:
-            self.refuse(path, *_unresolved(key))
-            value = key.default
+        elif value == AUTO and key.auto:
+            self.lacks(path, "nothing says what auto is")
+            value = None
+        elif value == AUTO and not key.kind.fits(AUTO):
+            self.refuse(path, "auto is filled by no one here", f"write {key.kind.needed}, or take it out")
+            value = None
         if value is None:
             value = key.default
         elif value is not auto and not key.kind.fits(value):
             self.refuse(path, f"needed {key.kind.needed}", _typed(key, value))
             value = key.default
-        self.lines[path] = Line(path, shown, key.says)
+        self.lines[path] = Line(path, shown, self._became(key, value) if path in self.said else key.says)
         return int(value) if key.kind.whole and isinstance(value, float) else value
+
+    def _became(self, key: Key, value: Any) -> str:
+        """What the report says of a key that was read, by the value that it says."""
+        if self._drops(key) and value == key.default:
+            return f"nothing: auto is dropped here, and the default is {_shown(value)}"
+        off = value is False or (value is None and self.said[key.path] != AUTO) or value in ("none", "no", "NO")
+        return "nothing: off" if off and (not key.default or says_off(key.default)) else key.says
+
+    def _drops(self, key: Key) -> bool:
+        """Whether the document says "auto" where the other library drops it, and no one else fills it."""
+        block, dot, _ = key.path.partition(".")
+        return self.said.get(key.path) == AUTO and not key.auto and bool(dot) and block in self.dropped
 
     def became(self, path: str, text: str) -> None:
         """Says in the report what became of a key that was taken, absent ones too."""
@@ -94,44 +122,58 @@ class Ledger:
 
     def refuse(self, path: str, why: str, fix: str = "", value: Any = ABSENT) -> None:
         """Adds a refusal: the path and the value as the document has them, why, and the smallest fix."""
-        value = self.values.get(path, self.auto.get(path, ABSENT)) if value is ABSENT else value
+        value = self.said.get(path, self.auto.get(path, ABSENT)) if value is ABSENT else value
         said = "" if value is ABSENT else f" = {_shown(value)}"
         self.refusals.append(Refusal(path, f"{path}{said}: {why}" + (f". {_sentence(fix)}" if fix else "")))
 
+    def lacks(self, path: str, why: str, or_write: str = "the value") -> None:
+        """Adds a refusal of a key that a value in `auto` would settle."""
+        self.open.append(path)
+        self.refuse(path, why, f"give auto={{{path!r}: ...}}, or write {or_write}")
+
     def close(self) -> tuple[Line, ...]:
         """The lines of the report, in the table's order, without honoured keys that the document lacks and nobody
-        spoke of. Raises ConfigError for all refusals together."""
+        spoke of. Raises ConfigError for all refusals together; it has the report and the open paths too."""
         for path, key in self.table.items():
             if path not in self.lines and path in self.values:
                 assert not key.verdict.reads, f"nobody reads {path}"
-                self._settle(key, self.values[path])
+                self._settle(key, self.said[path])
+        kept = (self.lines[path] for path in self.table if path in self.lines)
+        lines = (*(line for line in kept if line.value != "(absent)" or line.path in self._told), *self._asleep)
         if self.refusals:
             count = len(self.refusals)
             counted = "one key is in the way" if count == 1 else f"{count} keys are in the way"
             listed = "\n".join(f"  {refusal.text}" for refusal in self.refusals)
-            raise ConfigError(f"{self.where}: {counted}\n{listed}", self.refusals)
-        kept = (self.lines[path] for path in self.table if path in self.lines)
-        return tuple(line for line in kept if line.value != "(absent)" or line.path in self._told)
+            raise ConfigError(f"{self.where}: {counted}\n{listed}", self.refusals, lines, self.open)
+        return lines
 
     def _settle(self, key: Key, value: Any) -> None:
         """Takes a key that no code reads, by its verdict."""
         if key.verdict.off_only:
             switch = f"{key.path.rpartition('.')[0]}.enabled"
             asleep = switch != key.path and switch in self.table and self.values.get(switch) in (None, False)
+            auto = self._drops(key)
             off = is_off(value, key.default) and (not isinstance(value, Mapping) or key.kind.fits(value))
-            if not (asleep or off):
+            if not (asleep or off or auto):
                 return self.refuse(key.path, key.says, key.fix)
-            became = "the default" if value == key.default else "the block is not enabled" if asleep else "off"
+            default = auto or value == key.default
+            became = "the default" if default else "the block is not enabled" if asleep else "off"
             self.lines[key.path] = Line(key.path, _shown(value), f"nothing: {became}")
             return None
-        if value is not None and value != AUTO and not key.kind.fits(value):
+        meant = self.values[key.path]
+        if meant not in (None, AUTO) and not key.kind.fits(meant):
             return self.refuse(key.path, f"needed {key.kind.needed}", _typed(key, value))
-        self.lines[key.path] = Line(key.path, _shown(value), f"nothing: {key.says}")
+        always = " in any case" if key.verdict is Verdict.ALWAYS and meant is False and key.default else ""
+        became = "off" if key.kind is FLAG and meant is False and not key.default else f"{key.says}{always}"
+        self.lines[key.path] = Line(key.path, _shown(value), f"nothing: {became}")
         return None
 
     def _enter(self, path: str, value: Any, block: bool) -> None:
         if path in self.table:
-            self.values[path] = value
+            self.said[path] = value
+            self.values[path] = None if self._drops(self.table[path]) else self.table[path].kind.meant(value)
+        elif block and says_off(value):
+            self._asleep.append(Line(path, _shown(value), "nothing: off"))
         elif block:
             if value not in (None, {}):  # a block that is empty asks for nothing
                 self.refuse(path, "needed a block of keys", _inside(path, self.table), value)
@@ -148,10 +190,11 @@ class Ledger:
             self.refuse(path, "auto= gives it, but nothing reads it", "take it out of auto=")
 
 
-def nearest(path: str, table: Iterable[str]) -> str:
+def nearest(path: str, table: Iterable[str], *, close: bool = False) -> str:
     """`Did you mean 'x'?`, or where the last word of a path is at home, or nothing.
 
-    Names at the same place come first, by their distance in letters; then the same name elsewhere.
+    Names at the same place come first, by their distance in letters; then the same name elsewhere. close: only what is
+    a slip of few letters away, for names of which another one would be another thing.
 
     >>> nearest("zero_optimiztion", ["zero_optimization.stage", "optimizer.type"])
     "Did you mean 'zero_optimization'?"
@@ -166,6 +209,8 @@ def nearest(path: str, table: Iterable[str]) -> str:
     by_distance = sorted((_distance(name.lower(), other.lower()), other) for other in alike)
     if by_distance and by_distance[0][0] <= most:
         return f"Did you mean {prefix + by_distance[0][1]!r}?"
+    if close:
+        return ""
     elsewhere = [other for other in table if other.rpartition(".")[2] == name]
     if elsewhere:
         return f"Did you mean {elsewhere[0]!r}?"
@@ -201,12 +246,6 @@ def _renamed(document: Mapping[str, Any], aliases: Mapping[str, str], ledger: Le
 def _inside(path: str, table: Iterable[str]) -> str:
     first = next(other for other in table if other.startswith(f"{path}.")).removeprefix(f"{path}.").split(".")[0]
     return f'write {{"{first}": ...}}'
-
-
-def _unresolved(key: Key) -> tuple[str, str]:
-    if key.auto:
-        return "nothing says what auto is", f"give auto={{{key.path!r}: ...}}, or write the value"
-    return "auto is filled by no one here, in DeepSpeed neither", f"write {key.kind.needed}, or take it out"
 
 
 def _typed(key: Key, value: Any) -> str:

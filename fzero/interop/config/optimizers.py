@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from fzero.interop.config.calls import Call, Name
+from fzero.interop.config.keys import is_off
 from fzero.interop.config.ledger import Ledger, nearest
 
 Values = Mapping[str, Any]
@@ -48,16 +51,19 @@ def _block(ledger: Ledger, block: str, known: Mapping[str, Row], noun: str) -> t
     kind = ledger.take(f"{block}.type")
     name = next((n for n in known if n == kind or (n in CASELESS and n.lower() == str(kind).lower())), None)
     if kind is not None and name is None:
-        fix = nearest(str(kind), known) or f"take it out, and give Spec(optimizer=). Known are {', '.join(known)}"
-        ledger.refuse(f"{block}.type", REFUSED.get(str(kind).lower(), f"fzero has no {noun} of this name"), fix)
+        other = f"take it out, and give Spec(optimizer=). Known are {', '.join(known)}"
+        fix = (_is_another(str(kind)) and other) or nearest(str(kind), known, close=True) or other
+        ledger.refuse(f"{block}.type", REFUSED.get(_letters(str(kind)), f"fzero has no {noun} of this name"), fix)
     row = known[name] if name else None
     values: dict[str, Any] = {}
     for path, key in ledger.table.items():
         if not (path.startswith(f"{block}.params.") and key.verdict.reads):
             continue
-        param, given = path.rpartition(".")[2], ledger.has(path)
+        param = path.rpartition(".")[2]
         value = ledger.take(path, **({"auto": AUTO.get(param)} if row is None or param in AUTO else {}))
-        if given and row and param not in row.names:
+        taken = row is not None and param in row.names
+        given = ledger.has(path) and (taken or not is_off(value, key.default))
+        if given and row and not taken:
             fix = nearest(path, [f"{block}.params.{n}" for n in row.names]) or "take it out"
             ledger.refuse(path, f"{name} has no such parameter", fix)
         elif given and kind is None:
@@ -67,7 +73,7 @@ def _block(ledger: Ledger, block: str, known: Mapping[str, Row], noun: str) -> t
     for param in row.needed if row else ():
         path = f"{block}.params.{param}"
         if not ledger.has(path):
-            ledger.refuse(path, f"{name} needs it", f"give auto={{{path!r}: ...}}, or write it")
+            ledger.lacks(path, f"{name} needs it", "it")
     return row, values
 
 
@@ -128,7 +134,7 @@ SCHEDULES = {
 def _adam(values: Values, rate: Rate, decoupled: bool) -> Call:
     """FusedAdam's and CPUAdam's formula; with `torch_adam` that of torch, whose AdamW decays by 0.01."""
     decay = values.get("weight_decay", 0.01 if decoupled and values.get("torch_adam") else 0.0)
-    named = {**_moments(values), "weight_decay": decay}
+    named = {**_moments(values), "weight_decay": decay, **_given(values, bias_correction="bias_correction")}
     return Call(f"fzero.optim.{'adamw' if decoupled else 'adam'}", (rate(values.get("lr", 1e-3)),), named)
 
 
@@ -161,7 +167,7 @@ def _given(values: Values, **renamed: str) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
-_ADAM = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam")
+_ADAM = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam", "bias_correction")
 _L2 = {"weight_decay": "weight_decay"}
 _BOTH = {"betas": "betas", "eps": "eps", **_L2, "decoupled_weight_decay": "decoupled_weight_decay"}
 _ADAGRAD = {"lr_decay": "lr_decay", **_L2, "initial_accumulator_value": "initial", "eps": "eps"}
@@ -193,4 +199,21 @@ REFUSED = {
     "onecycle": "it turns Adam's betas too, which are numbers in fzero",
     "lrrangetest": "it is a search for a rate",
 }
+OTHERS = (  # algorithms of other libraries, whose names are near those of the tables
+    "AdaBelief", "AdaBound", "AdaHessian", "Adan", "AdamP", "AdEMAMix", "Apollo", "CAME", "CPUAdam", "DiffGrad",
+    "GaLore", "Grams", "LaProp", "LARS", "MARS", "NovoGrad", "PAdam", "Prodigy", "QHAdam", "Ranger", "SAM", "Shampoo",
+    "SOAP", "Sophia", "StableAdamW", "Tiger", "Yogi", "AdamMini", "AdaGC", "AdaMax", "AMSGrad", "DAdapt",
+    "DAdaptAdam", "ScheduleFree",
+)  # fmt: skip
 AUTO = {"warmup_min_lr": 0.0, "warmup_max_lr": None}  # as transformers fills them: 0, and the optimizer's own rate
+
+
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+def _is_another(name: str) -> bool:
+    """Whether a name is that of an algorithm that is not in the tables, so that no other one is meant by it."""
+    known = {_letters(own) for own in (*OPTIMIZERS, *SCHEDULES)}
+    others = {_letters(other) for other in (*vars(torch.optim), *vars(torch.optim.lr_scheduler), *OTHERS)}
+    return _letters(name) in (others | REFUSED.keys()) - known

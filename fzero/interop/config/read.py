@@ -17,9 +17,11 @@ from typing import Any
 from fzero.errors import ConfigError
 
 _ODD = "\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000\ufeff"
-_TEXT = r'(?P<text>"(?:[^"\\\n]|\\.)*")'
-_COMMENTS = re.compile(rf"{_TEXT}|//[^\n]*|#[^\n]*|/\*.*?\*/|[{_ODD}]", re.DOTALL)
+_TEXT = r'(?P<text>"(?:[^"\\\n]|\\.)*"?)'  # what does not end is taken once, and not looked for again at every quote
+_COMMENTS = re.compile(rf"{_TEXT}|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)|[{_ODD}]", re.DOTALL)
 _LAST_COMMAS = re.compile(rf"{_TEXT}|,(?=\s*[\]}}])")
+MOST_BYTES = 16 << 20  # of a file
+MOST_VALUES = 100_000  # in a file of YAML, whose aliases may repeat a few without end
 _FIXES = {"True": "true", "False": "false", "None": "null", "'": '"', "\u201c": '"', "\u201d": '"'}
 
 
@@ -34,10 +36,14 @@ def read(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[str, dict[str
     if isinstance(source, Mapping):
         return "config", {str(name): value for name, value in source.items()}
     path = Path(source)
+    if not path.is_file():  # a pipe or a device may never end
+        raise ConfigError(f"{path}: there is no such file")
+    if path.stat().st_size > MOST_BYTES:
+        raise ConfigError(f"{path}: has {path.stat().st_size:,} bytes, which no configuration needs")
     try:
         text = path.read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError):
-        raise ConfigError(f"{path}: there is no such file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise ConfigError(f"{path}: byte {error.start} is {byte:#x}: it is not UTF-8 text") from None
@@ -71,6 +77,10 @@ def from_json(text: str, where: str = "config") -> Any:
         raise ConfigError(f"{where}: line {error.lineno}, column {error.colno}: {shown}{told}") from None
     except RecursionError:
         raise ConfigError(f"{where}: its blocks lie too deep in one another") from None
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{where}: {error}") from None  # an integer of thousands of digits
 
 
 def from_yaml(text: str, where: str = "config") -> Any:
@@ -86,11 +96,18 @@ def from_yaml(text: str, where: str = "config") -> Any:
     def block(loader: Any, node: Any) -> dict[str, Any]:
         loader.flatten_mapping(node)
         made = loader.construct_object
+        if wrong := next((name for name, _ in node.value if not isinstance(name, yaml.ScalarNode)), None):
+            problem = "a key is a block or a list. Write a name"
+            raise yaml.constructor.ConstructorError(None, None, problem, wrong.start_mark)
         return _once([(made(name, deep=True), made(value, deep=True)) for name, value in node.value], where)
 
     Loader.add_constructor("tag:yaml.org,2002:map", block)
     try:
-        return yaml.load(re.sub(f"[{_ODD}]", " ", text), Loader=Loader)
+        loader = Loader(re.sub(f"[{_ODD}]", " ", text))
+        document = loader.get_single_node()
+        if _repeated(document, {}) > MOST_VALUES:
+            raise ConfigError(f"{where}: its aliases stand for more than {MOST_VALUES:,} values, or for themselves")
+        return None if document is None else loader.construct_document(document)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         at = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -99,6 +116,17 @@ def from_yaml(text: str, where: str = "config") -> Any:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{where}: is not YAML: {error}") from None
+
+
+def _repeated(node: Any, known: dict[int, float]) -> float:
+    """The values of a YAML document, those of an alias once for each time that it is used."""
+    if node is None or isinstance(node.value, str):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = float("inf")  # until it is counted: a node within itself
+        inner = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+        known[id(node)] = 1 + sum(_repeated(part, known) for part in inner)
+    return known[id(node)]
 
 
 def _blank(found: re.Match[str]) -> str:

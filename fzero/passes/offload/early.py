@@ -10,7 +10,7 @@ from fzero.ir.records import Op, Ref
 
 def last_of_losses(ops: Sequence[Op]) -> int:
     """The number of the last op of a loss; that behind the last op where there is none."""
-    return max((i for i, op in enumerate(ops) if op.phase == "region"), default=len(ops))
+    return max((i for i, op in enumerate(ops) if op.in_region), default=len(ops))
 
 
 def moved_early(ops: Sequence[Op], movable: AbstractSet[int], ends: Callable[[Op], bool]) -> tuple[list[Op], int]:

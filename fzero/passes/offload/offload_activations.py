@@ -19,7 +19,7 @@ from fzero.ir import rewrite
 from fzero.ir.program import Program
 from fzero.ir.records import DEVICE, HOST, Op, Ref, make_op
 from fzero.passes.offload.to_spaces import staging
-from fzero.passes.recompute import phases, says
+from fzero.passes.recompute import says
 
 APART = 2  # runs from one use to the next that a move needs more than: beside one it goes down, beside one up
 
@@ -30,18 +30,18 @@ def offload_activations(program: Program, rules: Mapping[str, str], ahead: int =
     if "offload" not in rules.values():
         return program
     runs = [i for i, op in enumerate(program.ops) if op.computes]
-    work = {i: phases(program, program.ops[i]) for i in runs if program.ops[i].phase == "region"}
+    phase = {i: op.phase for i in runs if (op := program.ops[i]).in_region}
     reads, writes = rewrite.reads_of(program.ops), rewrite.writes_of(program.ops)
     buffers = dict(program.buffers)
     before: dict[int, list[Op]] = {}
     renamed: dict[tuple[int, str], str] = {}
-    for index in (i for i, found in work.items() if found == {"forward"}):
+    for index in (i for i, found in phase.items() if found == "forward"):
         op = program.ops[index]
         if not says(program, op, rules, "offload"):
             continue
         for ref in (r for r in op.writes if r.start is None and len(writes[r.name]) == 1):
             uses = [i for i, _ in reads.get(ref.name, ())]
-            late = [i for i in uses if work.get(i) == {"backward"}]
+            late = [i for i in uses if phase.get(i) == "backward"]
             last = max((i for i in uses if i not in late), default=index)
             first = min(late, default=0)
             gap = bisect_left(runs, first) - bisect_left(runs, last)

@@ -79,6 +79,7 @@ class _Placing:
     def __init__(self, program: Program, home: Mapping[str, str], on_host: bool, ahead: int, in_flight: int) -> None:
         self.program, self.home, self.ahead, self.in_flight = program, home, ahead, in_flight
         self.ops = _without_moves(program, home)
+        self.completing = _completing(self.ops)
         self.runs = [i for i, op in enumerate(self.ops) if op.computes]
         self.long = [i for i in self.runs if not self.ops[i].is_flat]
         self.host = [on_host and self._may_run_on_host(op) for op in self.ops]
@@ -130,7 +131,8 @@ class _Placing:
             if elsewhere and not (stays and (op.moves or op.is_mark)):
                 visit = self._visit(index, held, space, stays=stays)
                 visit.last = index
-                visit.reads |= ref in op.reads or held != visit.source
+                # a wait is for what the transfer before it wrote
+                visit.reads |= (ref in op.reads and not op.is_wait) or held != visit.source
                 visit.writes |= ref in op.writes
             elif not stays or ref in op.writes:
                 self.current.pop(held.name, None)  # a new value, which no copy has
@@ -144,11 +146,8 @@ class _Placing:
         and visits the host; then exactly what the op names is brought."""
         source = held if stays else self._brought(held)
         visit = self.current.get(held.name)
-        op = self.ops[index]
-        completes = op.transfers and op.reads[0].name == op.target  # the gather that brings together an update
-        near = visit is not None and (
-            stays or completes or op.is_wait or self._turn(index) - self._turn(visit.last) <= 1
-        )
+        follows = index in self.completing or self.ops[index].is_wait
+        near = visit is not None and (stays or follows or self._turn(index) - self._turn(visit.last) <= 1)
         ranged = stays and self._bucket(held) is not None  # else a scalar, which stays until it changes
         if (
             visit is None
@@ -316,6 +315,18 @@ def _forward(runs: Sequence[int], index: int, count: int, end: int) -> int:
     """The op behind the next so many of `runs` from op `index` on; `end` where there are fewer."""
     place = bisect_left(runs, index) + count - 1
     return runs[place] + 1 if place < len(runs) else end
+
+
+def _completing(ops: Sequence[Op]) -> set[int]:
+    """The gathers that bring together an update: from a slice of a buffer into all of it, over one axis or two."""
+    found: set[int] = set()
+    hops: dict[str, tuple[int, str]] = {}  # by the larger slice between two axes, its gather and what that read
+    for index, op in enumerate(ops):
+        if op.gathers:
+            first, source = hops.get(op.reads[0].name, (index, op.reads[0].name))
+            hops[op.target] = index, source
+            found |= {first, index} if op.target == source else set()
+    return found
 
 
 def _without_moves(program: Program, home: Mapping[str, str]) -> list[Op]:

@@ -69,7 +69,7 @@ class Assigned:
         group: Group
         started: dict[str, Group] = {}  # of each transfer of a region's values
         for number, op in enumerate(self.program.ops):
-            if op.phase == "region" and op.region not in regions:
+            if op.in_region and op.region not in regions:
                 regions.append(str(op.region))
             if number not in found:
                 group = (len(regions), None)

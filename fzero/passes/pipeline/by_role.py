@@ -6,19 +6,22 @@ makes and another reads becomes `send`, `recv` and `wait`.
     run x w0 -> x1;  run x1 w1 -> x2        with w0 on role 0 and w1 on role 1 becomes
     role 0: run x w0 -> x1;  send x1; wait x1        role 1: recv x1; wait x1;  run x1 w1 -> x2
 
-A receive is posted EARLY actions before the one that reads it, or earlier where the sender's order asks for it: the
-message travels while this role computes. A send is waited for EARLY actions later, once the schedule's own time says
-that the other role has posted its receive: so no two roles wait for each other, however little a transport buffers.
-Each costs the memory of one message. Leaves that other roles use are sent at the start of the step, in one order for
-all.
+Between the actions of a region a receive is posted EARLY actions before the one that reads it, or earlier where the
+sender's order asks for it: the message travels while this role computes. A send is waited for EARLY actions later, once
+the schedule's own time says that the other role has posted its receive. Each costs the memory of one message.
+
+All other messages (leaves that are lent, a mean's divisor, parts of a norm, metrics) are in *exchanges*: places in the
+one order that all roles have outside of regions. There a role starts all its messages of the exchange before it waits
+for any. A role that waits in one thus needs no more than that the others come to it, and before it all have the same
+exchanges: so no two roles wait for each other, however little a transport buffers.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, zip_longest
 
 from fzero.ir import rewrite
 from fzero.ir.mesh import PIPELINE
@@ -37,11 +40,11 @@ def by_role(program: Program, schedule: Schedule) -> dict[int, Program]:
     """
     cut = Assigned(program, schedule)
     cut.place()
-    messages = _messages(cut)
-    builders = [_RoleBuilder(cut, messages, role) for role in range(schedule.roles)]
+    flows, works = _ordered(cut.works, _messages(cut))
+    builders = [_RoleBuilder(cut, works, flows, role) for role in range(schedule.roles)]
     received = {message: time for builder in builders for message, time in builder.receives().items()}
-    for sent in messages.values():
-        sent.sort(key=lambda message: received.get(message, 0.0))  # what is lent is received at the start
+    for sent in flows.values():
+        sent.sort(key=received.__getitem__)
     return _received_in_order({builder.role: builder.program(received) for builder in builders})
 
 
@@ -53,6 +56,63 @@ class Message:
     sender: int
     receiver: int
     tag: int
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Messages outside of regions, in rounds. No round has one buffer twice: each of its messages can be in flight."""
+
+    group: Group
+    rounds: tuple[tuple[Message, ...], ...]
+
+    @classmethod
+    def of(cls, group: Group, messages: Iterable[Message]) -> Exchange:
+        """Every message in the first round that does not have its buffer."""
+        by_name: dict[str, list[Message]] = defaultdict(list)
+        for message in messages:
+            by_name[message.name].append(message)
+        rounds = zip_longest(*by_name.values())
+        return cls(group, tuple(tuple(m for m in each if m is not None) for each in rounds))
+
+
+def _ordered(
+    works: Sequence[Work], messages: Mapping[str, Sequence[Message]]
+) -> tuple[dict[str, list[Message]], list[Work | Exchange]]:
+    """(the messages of regions by buffer, all work with the exchanges of the others).
+
+    A message of a region is made by an action, and first read in the same region or in the work between it and the
+    next. An exchange stands before the first work that needs one of its messages, with all that are ready there, and
+    at the end of the work between two regions.
+    """
+    last = {(ref.name, role): i for i, work in enumerate(works) for ref in work.op.writes for role in work.roles}
+    first: dict[tuple[str, int], int] = {}
+    for i, work in enumerate(works):
+        for ref in work.op.reads if not work.op.is_mark else ():
+            for role in work.roles:
+                first.setdefault((ref.name, role), i)
+    flows: dict[str, list[Message]] = defaultdict(list)
+    made: dict[int, list[Message]] = defaultdict(list)  # by the number of the work, what it makes for an exchange
+    for message in chain(*messages.values()):
+        end, use = last[message.name, message.sender], first.get((message.name, message.receiver))
+        if works[end].group[1] is not None and use is not None and works[use].group[0] == works[end].group[0]:
+            flows[message.name].append(message)
+        else:
+            made[end].append(message)
+    ordered: list[Work | Exchange] = []
+    for index in range(1 + max(work.group[0] for work in works)):
+        ready: dict[Message, None] = {}
+        for i, work in enumerate(works):
+            if work.group[0] != index:
+                continue
+            names = {ref.name for ref in work.op.reads} if work.group[1] is None else set()
+            if any(m.name in names and m.receiver in work.roles for m in ready):
+                ordered.append(Exchange.of((index, None), ready))
+                ready = {}
+            ordered.append(work)
+            ready |= dict.fromkeys(made[i])
+        if ready:
+            ordered.append(Exchange.of((index, None), ready))
+    return flows, ordered
 
 
 def _messages(cut: Assigned) -> dict[str, list[Message]]:
@@ -108,15 +168,18 @@ def _received_in_order(programs: Mapping[int, Program]) -> dict[int, Program]:
 class _RoleBuilder:
     """The program of one role, being written: only its methods write its fields.
 
-    groups: its work in order; ends: when each group ends in the schedule's own time; needs: the messages that each is
-    the first to read. final: by buffer, the work of this role that last writes it. queued: by buffer, messages that
-    wait until the one before them has gone. sent: sends that have not been waited for. posted: receives that have not.
-    begun: what was posted at any time. slot: the action of the schedule whose ops are being written, as text.
+    groups: its work in order; ends: when each group ends in the schedule's own time; needs: the messages of regions
+    that each is the first to read. final: by buffer, the work of this role that last writes it. queued: by buffer,
+    messages that wait until the one before them has gone. sent: sends that have not been waited for. posted: receives
+    that have not. begun: what was posted at any time. slot: the action of the schedule whose ops are being written, as
+    text.
     """
 
-    def __init__(self, cut: Assigned, messages: Mapping[str, Sequence[Message]], role: int) -> None:
-        self.cut, self.messages, self.role = cut, messages, role
-        self.groups, self.slots, self.ends = self._groups()
+    def __init__(
+        self, cut: Assigned, works: Sequence[Work | Exchange], flows: Mapping[str, Sequence[Message]], role: int
+    ) -> None:
+        self.cut, self.flows, self.role = cut, flows, role
+        self.groups, self.slots, self.ends = self._groups(works)
         self.needs = self._needs()
         self.ops: list[Op] = []
         self.sent: list[Message] = []
@@ -130,30 +193,26 @@ class _RoleBuilder:
                 self.final |= {ref.name: work for ref in (work.op.reads if work.op.is_wait else work.op.writes)}
 
     def receives(self) -> dict[Message, float]:
-        """When it begins to receive each message: at the end of a group, EARLY whole groups before the first that reads
-        it."""
+        """When it begins to receive each message of a region: at the end of a group, EARLY whole groups before the
+        first that reads it."""
         ends = [0.0] * (1 + EARLY) + self.ends
         return {message: ends[i] for i, messages in enumerate(self.needs) for message in messages}
 
     def program(self, received: Mapping[Message, float]) -> Program:
-        """The role's program. `received`: when each message begins to be received."""
+        """The role's program. `received`: when each message of a region begins to be received."""
         cut, program = self.cut, self.cut.program
         for number, works in enumerate(self.groups):
             self.slot = self.slots[number]
+            if not self.slot:
+                self._flush()
             earlier = list(self.sent) if EARLY else self.sent
             self._group(works, self.needs[number])
             for message in chain(*self.needs[number + 1 : number + 2 + EARLY]):
                 self._post(message)
             for message in list(earlier):
-                if received[message] <= self.ends[number]:
+                if message in self.sent and received[message] <= self.ends[number]:
                     self._wait_for(message)
-            if number == 0:
-                self._lend()
-        self.slot = ""
-        for name in list(self.posted):
-            self._arrived(name)
-        while self.sent:
-            self._wait_for(min(self.sent, key=received.__getitem__))
+        assert not [*self.sent, *self.posted], "a message in flight at the end of a step"
         named = {ref.name for op in self.ops for ref in (*op.reads, *op.writes)}
         done = rewrite.finish(program, "by_role", ops=self.ops, buffers=cut.buffers, new_segments=cut.segments)
         buffers = {name: b for name, b in done.buffers.items() if name in named or self._keeps(b)}
@@ -169,12 +228,13 @@ class _RoleBuilder:
         """Whether the role holds a buffer between steps."""
         return buffer.kind in PERSISTENT and (buffer.bucket is None or self._owns(buffer.bucket))
 
-    def _groups(self) -> tuple[list[list[Work]], list[str], list[float]]:
+    def _groups(self, works: Sequence[Work | Exchange]) -> tuple[list[list[Work | Exchange]], list[str], list[float]]:
         """(this role's work in order, the action of each group, when it ends): what is outside of regions, and each
         region's in the order of the schedule."""
-        by_group: dict[Group, list[Work]] = defaultdict(list)
-        for work in self.cut.works:
-            by_group[work.group] += [work] if self.role in work.roles else []
+        by_group: dict[Group, list[Work | Exchange]] = defaultdict(list)
+        for work in works:
+            here = isinstance(work, Exchange) or self.role in work.roles
+            by_group[work.group] += [work] if here else []
         slots = self.cut.schedule.timeline()
         length = 1 + max(row[-1].stop for row in slots)
         groups, named, ends = [by_group[0, None]], [""], [0.0]
@@ -189,39 +249,53 @@ class _RoleBuilder:
         return groups, named, ends
 
     def _needs(self) -> list[list[Message]]:
-        """Of each group, the messages that it is the first to read; after the last group, those of the metrics."""
-        own = {name: m for name, sent in self.messages.items() for m in sent if m.receiver == self.role}
-        for name in self.cut.lent:
-            own.pop(name, None)
+        """Of each group, the messages of regions that it is the first to read."""
+        own = {name: m for name, sent in self.flows.items() for m in sent if m.receiver == self.role}
         needs = []
         for works in self.groups:
-            names = dict.fromkeys(ref.name for work in works for ref in work.op.reads if not work.op.is_mark)
+            reads = chain(*(work.op.reads for work in works if isinstance(work, Work) and not work.op.is_mark))
+            names = dict.fromkeys(ref.name for ref in reads)
             needs.append([own.pop(name) for name in names if name in own])
-        return [*needs, list(own.values())]
+        return needs
 
-    def _group(self, works: Sequence[Work], needs: Sequence[Message]) -> None:
+    def _group(self, works: Sequence[Work | Exchange], needs: Sequence[Message]) -> None:
         """The ops of one group: a receive is waited for before its first read, a send follows the last write."""
         for message in needs:
             self._post(message)
         for work in works:
+            if isinstance(work, Exchange):
+                self._exchange(work)
+                continue
             for ref in work.op.reads if not work.op.is_mark else ():
                 self._arrived(ref.name)
             self.ops.append(replace(work.op, why=f"{self.slot}{work.op.why}"))
             refs = work.op.reads if work.op.is_wait else () if work.op.transfers else work.op.writes
             for name in dict.fromkeys(ref.name for ref in refs):
-                if self.final[name] is work and name not in self.cut.lent:
-                    self._send([m for m in self.messages.get(name, ()) if m.sender == self.role])
+                if self.final[name] is work:
+                    self._send([m for m in self.flows.get(name, ()) if m.sender == self.role])
 
-    def _lend(self) -> None:
-        """At the start of a step, the leaves that another role uses: every role takes part in one order."""
-        for name in sorted(self.cut.lent):
-            for message in self.messages[name]:
-                if message.sender == self.role:
-                    self._send([message])
-                    self._wait_for(message)
-                elif message.receiver == self.role:
+    def _exchange(self, exchange: Exchange) -> None:
+        """This role's messages of an exchange: all of a round are started, then all are waited for."""
+        for messages in exchange.rounds:
+            own = [m for m in messages if self.role in (m.sender, m.receiver)]
+            for message in own:
+                if message.receiver == self.role:
                     self._post(message)
-                    self._arrived(name)
+                    continue
+                for flow in [m for m in self.sent if m.name == message.name]:  # of a region: it is being received
+                    self._wait_for(flow)
+                self._send([message])
+            for message in own:
+                self._arrived(message.name)
+            for message in own:
+                if message.sender == self.role:
+                    self._wait_for(message)
+
+    def _flush(self) -> None:
+        """After a region all of its messages are on their way: what was queued behind others follows them. Receives of
+        a region are posted in it, so nothing here waits for what comes after."""
+        while queued := [m for m in self.sent if self.queued.get(m.name)]:
+            self._wait_for(queued[0])
 
     def _send(self, messages: Sequence[Message]) -> None:
         """Sends a buffer to the role that first receives it. Others follow, each when the one before it has gone."""

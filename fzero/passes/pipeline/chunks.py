@@ -23,7 +23,6 @@ from fzero.errors import SpecError
 from fzero.ir import fx_nodes, fx_values
 from fzero.ir.program import Program
 from fzero.ir.records import Op
-from fzero.passes.recompute import phases
 from fzero.passes.rematerialise_views import MadeAnew
 
 COPY = torch.ops.aten.copy_.default
@@ -133,22 +132,20 @@ def pieces(program: Program) -> dict[int, Piece]:
 
     Raises SpecError where layers do not follow one another as the cut says.
     """
-    made: dict[str, Piece] = {}
+    maker: dict[str, int] = {}
     found: dict[int, Piece] = {}
     for number, op in enumerate(program.ops):
-        if op.is_wait and op.target in made:
-            found[number] = made[op.target]
+        if op.is_wait and op.target in maker:
+            found[number] = found[maker[op.target]]
             continue
         if op.chunk is None:
             continue
-        again = any(ref.name.endswith(".again") for ref in op.writes)  # recompute: forward work, in the backward
-        work = phases(program, op) if op.computes else {op.phase}
-        piece = found[number] = Piece(op.chunk, work == {"forward"} and not again)
+        piece = found[number] = Piece(op.chunk, op.phase == "forward")
         for ref in op.reads:
-            source = made.get(ref.name)
-            if source is not None:
-                _check(op, piece, source)
-        made.update({ref.name: piece for ref in op.writes})
+            if ref.name in maker:
+                source = maker[ref.name]
+                _check(op, piece, program.ops[source], found[source])
+        maker.update({ref.name: number for ref in op.writes})
     return found
 
 
@@ -162,13 +159,14 @@ def crossing(program: Program) -> frozenset[str]:
     return frozenset(name for source, reader, name in read if source.forward and source.chunk != reader.chunk)
 
 
-def _check(op: Op, piece: Piece, source: Piece) -> None:
+def _check(op: Op, piece: Piece, maker: Op, source: Piece) -> None:
     """Values go up the chunks in the forward and down in the backward: else roles would wait for one another."""
     up = source.forward and source.chunk > piece.chunk
     down = not source.forward and (piece.forward or source.chunk < piece.chunk)
     if up or down:
-        way = "forward" if source.forward else "backward"
         raise SpecError(
-            f"the pipeline's cut does not follow the step: `{op.why}` on chunk {piece.chunk} needs a {way} value of "
-            f"chunk {source.chunk}. Say where chunks begin, in the order of the forward: Pipeline(cut=[...])"
+            f"the pipeline's cut does not follow the step: `{op.why or op.kind}` on chunk {piece.chunk} reads what "
+            f"`{maker.why or maker.kind}` makes on chunk {source.chunk}: values go up the chunks in the forward and "
+            "down in the backward. Say where chunks begin, in the order of the forward, so that both are in one chunk: "
+            "Pipeline(cut=[...])"
         )

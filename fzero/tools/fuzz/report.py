@@ -7,12 +7,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from fzero.tools.fuzz.case import Case
 from fzero.tools.fuzz.check import Outcome
 
 ENDS = ("equal", "refused", "undrawn", "wrong", "crashed")
+
+
+class Done(Protocol):
+    """What `lost` reads of a report: the cases that have an outcome."""
+
+    done: set[str]
 
 
 @dataclass
@@ -105,7 +111,7 @@ def note(out: Path | None, text: str) -> None:
         _beside(out).write_text(text, encoding="utf-8")
 
 
-def lost(out: Path, report: Report) -> tuple[list[dict[str, Any]], set[str]]:
+def lost(out: Path, report: Done) -> tuple[list[dict[str, Any]], set[str]]:
     """Returns (the case that ended the process before, as a line; or cases of which one did, to be checked apart).
 
     If the case was still being drawn, eager PyTorch alone ended the process; that is no fault.

@@ -20,14 +20,14 @@ from fzero import progress
 from fzero.cost.memory import account
 from fzero.errors import VerifyError
 from fzero.ir.program import Program
-from fzero.tools.mutate.corpus import Case, draw, draw_hierarchy, draw_offloaded, draw_pipeline
-from fzero.tools.mutate.kinds import HIERARCHY, KINDS, MOVES, ROLES
+from fzero.tools.mutate.corpus import Case, draw, draw_hierarchy, draw_offloaded, draw_parallel, draw_pipeline
+from fzero.tools.mutate.kinds import AXES, HIERARCHY, KINDS, MOVES, ROLES
 from fzero.tools.mutate.oracle import Outcome, difference, executed, outcome
 from fzero.verify.rules import verify
 
 __all__ = [
-    "HIERARCHY", "KINDS", "MOVES", "ROLES", "Bench", "Case", "Mutant", "Report",
-    "draw", "draw_hierarchy", "draw_offloaded", "draw_pipeline", "run",
+    "AXES", "HIERARCHY", "KINDS", "MOVES", "ROLES", "Bench", "Case", "Mutant", "Report",
+    "draw", "draw_hierarchy", "draw_offloaded", "draw_parallel", "draw_pipeline", "run",
 ]  # fmt: skip
 
 
@@ -183,6 +183,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hierarchy", action="store_true", help="two data axes alone, and the kinds of mutant that only they have"
     )
+    parser.add_argument(
+        "--axes", action="store_true", help="meshes with tp alone, and the kinds of mutant that only they have"
+    )
 
 
 @progress.quietly()
@@ -196,6 +199,8 @@ def command(arguments: argparse.Namespace) -> int:
         kinds, source = MOVES, draw_offloaded
     elif arguments.hierarchy:
         kinds, source = HIERARCHY, draw_hierarchy
+    elif arguments.axes:
+        kinds, source = AXES, draw_parallel
     shown: list[str] = []
 
     def show(report: Report) -> None:

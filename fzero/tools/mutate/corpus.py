@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
-from fzero import api, functional, optim, tree
+from fzero import api, tree
 from fzero._torch_compat import FakeTensorMode
 from fzero.ir import segments
 from fzero.ir.mesh import Mesh
@@ -28,10 +27,11 @@ from fzero.passes import optimise
 from fzero.plan.layout import Leaf, Plan
 from fzero.spec import Spec
 from fzero.state import storage
+from fzero.tools.mutate import parallels
+from fzero.tools.mutate.models import MODELS, OPTIMIZERS, Model, Tx
 from fzero.tools.mutate.pipelines import PIPED, shape, tokens
 from fzero.verify.abstract import program_meaning
 
-ROWS = 6  # of a rank's batch: one, two or three microbatches divide it
 NOTHING: Mapping[str, Any] = {}
 HIERARCHICAL: tuple[Any, ...] = (  # values of `Spec(zero=)` on two data axes
     0,
@@ -44,7 +44,6 @@ HIERARCHICAL: tuple[Any, ...] = (  # values of `Spec(zero=)` on two data axes
     "hpz",
     {"params": ("dp",), "grads": ("dp",), "optimizer": ("dp_out", "dp")},
 )
-Tx = optim.GradientTransformation
 
 
 @dataclass(frozen=True)
@@ -57,206 +56,12 @@ class Case:
     memory: Sequence[Mapping[str, Tensor]]
 
 
-@dataclass(frozen=True)
-class Model:
-    """`params` and `batch` draw theirs from a generator; `step` makes a whole step from an optimizer, `state` its
-    state; `part` is a path rule that some of the state's leaves match."""
-
-    params: Callable[[torch.Generator], Any]
-    batch: Callable[[torch.Generator], Any]
-    loss: Callable[[Any, Any], Any] | None = None
-    step: Callable[[Tx], Callable[[Any, Any], Any]] | None = None
-    state: Callable[[Any, Tx], Any] | None = None
-    part: str = "layers/0/**"
-
-
-# --- models -----------------------------------------------------------------------------------------------------------
-
-
-def _normal(g: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=g) * 0.4
-
-
-def _layers(g: torch.Generator) -> Any:
-    return {"layers": [{"w": _normal(g, 8, 8), "b": _normal(g, 8)} for _ in range(3)]}
-
-
-def _wide(g: torch.Generator) -> Any:
-    return {"layers": [{"w": _normal(g, 8, 256), "b": _normal(g, 256)}, {"w": _normal(g, 256, 8), "b": _normal(g, 8)}]}
-
-
-def _pairs(g: torch.Generator) -> dict[str, Tensor]:
-    return {"x": _normal(g, ROWS, 8), "y": _normal(g, ROWS, 8)}
-
-
-def _mlp(params: Any, x: Tensor) -> Tensor:
-    for layer in params["layers"]:
-        x = torch.tanh(x @ layer["w"] + layer["b"])
-    return x
-
-
-def _mlp_loss(params: Any, batch: Any) -> Tensor:
-    return ((_mlp(params, batch["x"]) - batch["y"]) ** 2).mean()
-
-
-def _low_loss(params: Any, batch: Any) -> Tensor:
-    x = batch["x"].to(torch.bfloat16)
-    for layer in params["layers"]:
-        x = torch.tanh(x @ layer["w"].to(torch.bfloat16) + layer["b"].to(torch.bfloat16))
-    return ((x.float() - batch["y"]) ** 2).mean()
-
-
-def _gpt_params(g: torch.Generator) -> Any:
-    blocks = [
-        {"norm": torch.ones(8), "qkv": _normal(g, 8, 24), "out": _normal(g, 8, 8), "up": _normal(g, 8, 16),
-         "down": _normal(g, 16, 8)}
-        for _ in range(2)
-    ]  # fmt: skip
-    return {"tokens": _normal(g, 12, 8), "positions": _normal(g, 4, 8), "blocks": blocks}
-
-
-def _tokens(g: torch.Generator) -> dict[str, Tensor]:
-    return {name: torch.randint(12, (ROWS, 4), generator=g) for name in ("inputs", "targets")}
-
-
-def _gpt_loss(params: Any, batch: Any) -> Tensor:
-    x = params["tokens"][batch["inputs"]] + params["positions"]
-    for block in params["blocks"]:
-        q, k, v = (F.layer_norm(x, (8,), block["norm"]) @ block["qkv"]).chunk(3, -1)
-        weights = (q @ k.transpose(-1, -2) / 8**0.5).softmax(-1)
-        x = x + weights @ v @ block["out"]
-        x = x + F.gelu(x @ block["up"]) @ block["down"]
-    logits = x @ params["tokens"].t()
-    return F.cross_entropy(logits.view(-1, 12), batch["targets"].view(-1))
-
-
-def _conv_params(g: torch.Generator) -> Any:
-    convs = [{"kernel": _normal(g, 4, c, 3, 3), "bias": _normal(g, 4)} for c in (1, 4)]
-    return {"convs": convs, "head": {"w": _normal(g, 4, 5), "b": _normal(g, 5)}}
-
-
-def _images(g: torch.Generator) -> dict[str, Tensor]:
-    return {"image": _normal(g, ROWS, 1, 5, 5), "label": torch.randint(5, (ROWS,), generator=g)}
-
-
-def _conv_loss(params: Any, batch: Any) -> Tensor:
-    x = batch["image"]
-    for conv in params["convs"]:
-        x = torch.relu(F.conv2d(x, conv["kernel"], conv["bias"], padding=1))
-    return F.cross_entropy(x.mean((2, 3)) @ params["head"]["w"] + params["head"]["b"], batch["label"])
-
-
-def _bag_params(g: torch.Generator) -> Any:
-    return {"table": _normal(g, 20, 8), "hidden": _normal(g, 8, 8), "output": _normal(g, 20, 8)}
-
-
-def _bags(g: torch.Generator) -> dict[str, Tensor]:
-    return {"words": torch.randint(20, (ROWS, 3), generator=g), "next": torch.randint(20, (ROWS,), generator=g)}
-
-
-def _bag_loss(params: Any, batch: Any) -> Tensor:
-    x = torch.tanh(params["table"][batch["words"]].mean(1) @ params["hidden"])
-    return F.cross_entropy(x @ params["output"].t(), batch["next"])
-
-
-# --- steps of one's own -----------------------------------------------------------------------------------------------
-
-
-def _averaged(tx: Tx) -> Callable[[Any, Any], Any]:
-    """An EMA copy of the weights, a frozen subtree, and a drift that every rank keeps for itself."""
-
-    def loss(params: Any, frozen: Any, batch: Any) -> Tensor:
-        return ((_mlp(params, batch["x"]) @ frozen["w"] - batch["y"]) ** 2).mean()
-
-    def step(state: Any, batch: Any) -> Any:
-        value, grads = functional.value_and_grad(loss, batch_argnum=2)(state["params"], state["frozen"], batch)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        params = optim.apply_updates(state["params"], updates)
-        ema = tree.map(lambda a, p: 0.9 * a + 0.1 * p, state["ema"], params)
-        drift = state["drift"] + batch["x"].mean(0)
-        new = {"params": params, "opt_state": opt_state, "ema": ema, "frozen": state["frozen"], "drift": drift}
-        return new, {"loss": value, "drift": functional.pmax(drift.abs().max())}
-
-    return step
-
-
-def _averaged_state(params: Any, tx: Tx) -> Any:
-    return {
-        "params": params,
-        "opt_state": tx.init(params),
-        "ema": params,
-        "frozen": {"w": torch.eye(8)},
-        "drift": functional.per_rank(torch.zeros(8)),
-    }
-
-
-def _with_aux(tx: Tx) -> Callable[[Any, Any], Any]:
-    """A loss with aux, whose mean over the ranks is kept as a running statistic."""
-
-    def loss(params: Any, batch: Any) -> Any:
-        x = _mlp(params, batch["x"])
-        return ((x - batch["y"]) ** 2).mean(), {"mean": x.mean(0), "top": x.abs().amax()}
-
-    def step(state: Any, batch: Any) -> Any:
-        (value, aux), grads = functional.value_and_grad(loss, has_aux=True)(state["params"], batch)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        mean = 0.5 * state["mean"] + 0.5 * functional.pmean(aux["mean"])
-        new = {"params": optim.apply_updates(state["params"], updates), "opt_state": opt_state, "mean": mean}
-        return new, {"loss": value, "top": functional.psum(aux["top"])}
-
-    return step
-
-
-def _partial(tx: Tx) -> Callable[[Any, Any], Any]:
-    """Only the last layer is trained, so that most gradients go unread; the others change places every step."""
-
-    def step(state: Any, batch: Any) -> Any:
-        value, grads = functional.value_and_grad(_mlp_loss)(state["params"], batch)
-        first, second, last = state["params"]["layers"]
-        updates, opt_state = tx.update(grads["layers"][2:], state["opt_state"], [last])
-        (new,) = optim.apply_updates([last], updates)
-        slow = tree.map(lambda s, p: torch.where(state["turn"] % 2 == 1, p, s), state["slow"], last)
-        turn = state["turn"] + 1
-        params = {"layers": [second, first, new]}
-        return {"params": params, "opt_state": opt_state, "slow": slow, "turn": turn}, {"loss": value, "turn": turn}
-
-    return step
-
-
-def _partial_state(params: Any, tx: Tx) -> Any:
-    last = params["layers"][2]
-    return {"params": params, "opt_state": tx.init([last]), "slow": last, "turn": torch.zeros((), dtype=torch.int64)}
-
-
-MODELS: dict[str, Model] = {
-    "mlp": Model(_layers, _pairs, _mlp_loss),
-    "gpt": Model(_gpt_params, _tokens, _gpt_loss, part="blocks/**"),
-    "conv": Model(_conv_params, _images, _conv_loss, part="convs/**"),
-    "bag": Model(_bag_params, _bags, _bag_loss, part="output"),
-    "wide": Model(_wide, _pairs, _mlp_loss),
-    "bf16": Model(_layers, _pairs, _low_loss),
-    "averaged": Model(_layers, _pairs, step=_averaged, state=_averaged_state, part="ema/**"),
-    "aux": Model(_layers, _pairs, step=_with_aux, part="**/w",
-                 state=lambda p, tx: {"params": p, "opt_state": tx.init(p), "mean": torch.zeros(8)}),
-    "partial": Model(_layers, _pairs, step=_partial, state=_partial_state, part="**/b"),
-}  # fmt: skip
-
-OPTIMIZERS: dict[str, Callable[[], Tx]] = {
-    "sgd": lambda: optim.sgd(0.1),
-    "momentum": lambda: optim.sgd(0.1, momentum=0.9, nesterov=True),
-    "adam": lambda: optim.adam(optim.warmup_cosine(0.01, 4, 40)),
-    "adamw": lambda: optim.adamw(0.01, mask=lambda path, leaf: leaf.ndim > 1),
-    "adamw8bit": lambda: optim.adamw8bit(0.01, mask=lambda path, leaf: leaf.ndim > 1),
-    "muon": lambda: optim.muon(0.02, others=optim.adamw(0.01)),
-}
-
-
 # --- drawing ----------------------------------------------------------------------------------------------------------
 
 
 def draw(rng: random.Random, number: int) -> Case:
-    """The programs of this number: models in turn, everything else at random. Of fourteen two are pipelines, one
-    a relay, two have an outer data axis, and the state of one is offloaded."""
+    """The programs of this number: models in turn, everything else at random. Of sixteen two are pipelines, one a
+    relay, two have an outer data axis, two an axis `tp`, and the state of one is offloaded."""
     names = [
         *(n for n in MODELS if n != "wide"),
         "pipeline",
@@ -265,6 +70,8 @@ def draw(rng: random.Random, number: int) -> Case:
         "pipeline",
         "hierarchy",
         "offloaded",
+        "parallel",
+        "parallel",
     ]
     name = names[number % len(names)]
     generator = torch.Generator().manual_seed(rng.getrandbits(31))
@@ -277,6 +84,8 @@ def draw(rng: random.Random, number: int) -> Case:
         return hierarchy(rng, generator, shared=shared)
     if name == "offloaded":
         return offloaded(rng, generator, shared=shared)
+    if name == "parallel":
+        return parallel(rng, generator, shared=shared)
     return _flat(rng, name, generator, {}, rng.choice((1, 2, 2, 3, 4)), shared=shared)
 
 
@@ -349,6 +158,30 @@ def pipeline(
         placed["clip_norm"] = 0.5
     world = math.prod(mesh.values())
     return lowered(f"pipeline {name} {tx} {_shown(placed)}", model, OPTIMIZERS[tx](), placed, world, generator)
+
+
+def draw_parallel(rng: random.Random, number: int) -> Case:
+    """The program of this number on a mesh with `tp`: every third over shared memory."""
+    return parallel(rng, torch.Generator().manual_seed(rng.getrandbits(31)), shared=number % 3 == 0)
+
+
+def parallel(rng: random.Random, generator: torch.Generator, *, shared: bool) -> Case:
+    """A model whose leaves lie over `tp`, alone or beside data axes and a pipeline."""
+    name, tx = rng.choice(list(parallels.SHARED)), rng.choice(("sgd", "momentum", "adam", "adamw"))
+    mesh, given, blocks = parallels.grid(rng)
+    own = parallels.SHARED[name]
+    model = Model(lambda g: own.params(g, blocks), lambda g: parallels.tokens(g, 2 * given["microbatches"]), own.loss)
+    placed = {
+        **_placed(rng, "blocks/**", shared),
+        **given,
+        "mesh": mesh,
+        "shard": parallels.rules(rng, own.cuts, mesh["tp"]),
+        "sequence": rng.choice((None, "tp")),
+    }
+    if rng.random() < 0.6:
+        placed["clip_norm"] = 0.5
+    world = math.prod(mesh.values())
+    return lowered(f"parallel {name} {tx} {_shown(placed)}", model, OPTIMIZERS[tx](), placed, world, generator)
 
 
 def _placed(rng: random.Random, part: str, shared: bool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ mutants are only another good schedule, and the oracle finds out.
 
 from __future__ import annotations
 
-from fzero.tools.mutate import hierarchy, moves, records, roles, room, timing, values, within
+from fzero.tools.mutate import axes, hierarchy, moves, records, roles, room, timing, values, within
 from fzero.tools.mutate.edits import Mutation, on
 
 # of pipelines alone
@@ -53,6 +53,22 @@ MOVES: dict[str, Mutation] = {
     "move behind its use": on(moves.move_late),
     "update before a use": on(moves.update_before_use),
     "ranges of the file overlap": on(moves.alias_disk),
+}
+
+# of programs with an axis tp alone
+AXES: dict[str, Mutation] = {
+    "a maximum for a sum": axes.with_tp(axes.max_for_sum),
+    "a share of the norm dropped": axes.with_tp(axes.share_of_norm),
+    "another axis of several": axes.with_tp(axes.another_axis),
+    "another rank's constant": axes.with_tp(axes.another_ranks_constant),
+    "divided by the ranks of tp": axes.with_tp(axes.divided_by_tp),
+    "an earlier source": axes.with_tp(axes.earlier_source),
+    "operands exchanged": axes.with_tp(within.inside(within.exchange_operands)),
+    "a transfer dropped": axes.with_tp(axes.call_dropped),
+    "a call dropped": axes.with_tp(within.inside(within.drop_node)),
+    "an integer argument": axes.with_tp(within.inside(axes.integer_argument)),
+    "epsilon": axes.with_tp(within.inside(axes.epsilon)),
+    "another dtype": axes.with_tp(axes.another_dtype),
 }
 
 KINDS: dict[str, Mutation] = {
@@ -150,4 +166,5 @@ KINDS: dict[str, Mutation] = {
     **ROLES,
     **HIERARCHY,
     **MOVES,
+    **AXES,
 }

@@ -97,7 +97,7 @@ def exchange_messages(rng: random.Random, p: Program) -> Program | None:
 
 def leave_segment_out(rng: random.Random, p: Program) -> Program | None:
     """A run of a region is left out."""
-    index = pick(rng, find(p, lambda op: op.phase == "region"))
+    index = pick(rng, find(p, lambda op: op.in_region))
     return None if index is None else drop(p, index)
 
 
@@ -106,7 +106,7 @@ def _sums(p: Program) -> list[tuple[int, int]]:
     return [
         (i, n)
         for i, op in enumerate(p.ops)
-        if op.is_run and (op.is_flat or op.phase == "region") and len(op.reads) > 1
+        if op.is_run and (op.is_flat or op.in_region) and len(op.reads) > 1
         for n, ref in enumerate(op.writes)
         if ref in op.reads and p.buffers[ref.name].kind == "grad"
     ]

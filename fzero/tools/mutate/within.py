@@ -26,22 +26,27 @@ def inside(change: Change) -> Edit:
 
     def edit(rng: random.Random, p: Program) -> Program | None:
         runs = find(p, lambda op: op.computes)
-        for index in rng.sample(runs, min(len(runs), 6)):
-            graph = segments.copied(p.segments[p.ops[index].segment].graph)
-            if change(rng, graph) is None:
-                continue
-            try:
-                gm = segments.module(graph)
-                with quiet_fakes():
-                    fx_values.propagate(gm, [node.meta["val"] for node in fx_nodes.placeholders(graph)])
-            except Exception:  # its shapes or dtypes do not fit: no segment at all
-                continue
-            key = segments.digest(gm)
-            if key != p.ops[index].segment:
-                return replace(put(p, index, p.ops[index].with_attrs(segment=key)), segments={**p.segments, key: gm})
-        return None
+        tried = (changed(rng, p, index, change) for index in rng.sample(runs, min(len(runs), 6)))
+        return next((broken for broken in tried if broken is not None), None)
 
     return edit
+
+
+def changed(rng: random.Random, p: Program, index: int, change: Change) -> Program | None:
+    """The program with a change in a copy of one run's segment; None where it makes none, or no segment."""
+    graph = segments.copied(p.segments[p.ops[index].segment].graph)
+    if change(rng, graph) is None:
+        return None
+    try:
+        gm = segments.module(graph)
+        with quiet_fakes():
+            fx_values.propagate(gm, [node.meta["val"] for node in fx_nodes.placeholders(graph)])
+    except Exception:  # its shapes or dtypes do not fit: no segment at all
+        return None
+    key = segments.digest(gm)
+    if key == p.ops[index].segment:
+        return None
+    return replace(put(p, index, p.ops[index].with_attrs(segment=key)), segments={**p.segments, key: gm})
 
 
 def _nodes(graph: fx.Graph, test: Callable[[fx.Node], Any] = lambda node: True) -> list[fx.Node]:

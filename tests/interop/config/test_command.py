@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fzero import cli
+from fzero.errors import ConfigError
 from fzero.interop import ds_config
 
 FILES = Path(__file__).parent / "files"
@@ -40,3 +41,45 @@ def test_values_for_auto(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", str(FILES / "breakdown.json"), "--world", "2", *auto]) == 0
     assert "6 rows a step" in (out := capsys.readouterr().out)
     assert '"bf16" (given)' in out
+
+
+def test_what_is_open_is_listed_after_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "zero_optimization": {"stage": 2}}')
+    assert cli.main(["config", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"zero_optimization.stage +2 +Spec\(zero=2\)", out)
+    assert "  give --auto optimizer.params.lr=VALUE" in out
+    assert "  give --auto train_micro_batch_size_per_gpu=VALUE" in out
+    auto = ["--auto", "optimizer.params.lr=1e-3", "--auto", "train_micro_batch_size_per_gpu=2"]
+    assert cli.main(["config", str(file), *auto]) == 0
+    assert "still open" not in capsys.readouterr().out
+    assert cli.main(["config", str(file), "--python"]) == 2  # there is no Spec yet
+
+
+def test_no_key_of_a_file_moves_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither in the report nor in a refusal, nor from the name of the file."""
+    for text in (
+        '{"\\u001b[2Jx": 1}',
+        '{"optimizer": {"type": "\\u001b]0;x\\u0007"}}',
+        '{"tensorboard": {"job_name": "\\u009b2J"}}',
+    ):
+        path = tmp_path / "a\x1b[31m.json"
+        path.write_text(text)
+        cli.main(["config", str(path)])
+        out = "".join(capsys.readouterr())
+        assert out
+        assert all(c.isprintable() or c == "\n" for c in out), out
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"train_micro_batch_size_per_gpu": 10**30},
+        {"gradient_accumulation_steps": 1e300},
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/a\0b"}}},
+    ],
+)
+def test_counts_and_folders_that_cannot_be(block: dict) -> None:
+    with pytest.raises(ConfigError, match=r"needed (a whole number from 1 to|the path of a folder)"):
+        ds_config(block)

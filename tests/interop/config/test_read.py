@@ -1,5 +1,7 @@
 """Configuration files as people keep them: comments, commas, spaces of web pages, keys twice, Python's words."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,7 @@ def test_json_as_people_write_it(text: str, value: object) -> None:
         ('{"a": {"b": 1, "b": 2}}', "x: 'b' comes twice in one block. Keep one of them"),
         ('{"a": NaN}', "x: NaN is no number in JSON. Write a number"),
         ("[" * 100_000, "x: its blocks lie too deep in one another"),
+        ('{"a": /* 1}', "x: line 1, column 12: the text ends too early (Expecting value)"),
     ],
 )
 def test_what_is_no_json_is_said_with_its_place(text: str, message: str) -> None:
@@ -83,3 +86,37 @@ def test_what_is_no_configuration_file(tmp_path: Path) -> None:
             read(tmp_path / name)
     with pytest.raises(ConfigError, match=r"none\.json: there is no such file"):
         read(tmp_path / "none.json")
+
+
+def test_no_text_takes_longer_than_its_length() -> None:
+    """Quotes that do not end, comments that do not end, digits without end."""
+    began = time.perf_counter()
+    for text in ('"a\\' * 100_000, "/*" * 150_000, '{"a": ' + "9" * 5000 + "}", '"' * 300_001, ",\n" * 150_000):
+        with pytest.raises(ConfigError):
+            from_json(text, "x")
+    assert time.perf_counter() - began < 5
+
+
+def test_aliases_that_stand_for_too_much() -> None:
+    pytest.importorskip("yaml")
+    levels = "\n".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]" for n in range(40))
+    for text, message in (
+        (f"a0: &a0 x\n{levels}", "its aliases stand for more than 100,000 values"),
+        (f"a0: &a0 x\n{levels}\n? *a40\n: 1", "its aliases stand for more than 100,000 values"),
+        ("a: &a [*a]", "or for themselves"),
+        ("a: &a [x]\n? *a\n: 1", "line 1, column 4: a key is a block or a list. Write a name"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            from_yaml(text)
+    assert from_yaml("a: &a {b: 1}\nc: {<<: *a, d: 2}") == {"a": {"b": 1}, "c": {"b": 1, "d": 2}}
+
+
+def test_a_file_that_never_ends_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for endless in (tmp_path / "fifo", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="there is no such file"):
+            read(endless)
+    with open(tmp_path / "large.json", "wb") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(ConfigError, match="has 1,073,741,824 bytes, which no configuration needs"):
+        read(tmp_path / "large.json")

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fzero.errors import ConfigError
-from fzero.interop import ds_config
+from fzero.interop import accelerate_config, ds_config
 from fzero.interop.config.accelerate_keys import ACCELERATE
-from fzero.interop.config.deepspeed_keys import ALIASES, DEEPSPEED
+from fzero.interop.config.deepspeed_keys import ALIASES, DEEPSPEED, PYDANTIC
 from fzero.interop.config.keys import FLAG, Key, Verdict, blocks, is_off, leaves
 from fzero.interop.config.ledger import nearest
 from fzero.interop.config.optimizers import OPTIMIZERS, SCHEDULES
@@ -394,3 +394,98 @@ def test_slips_are_refused() -> None:
             continue
         with pytest.raises(ConfigError, match="there is no such key"):
             read(*ROWS.items(), (wrong, DEEPSPEED[path].default))
+
+
+TYPED = {**ROWS, "optimizer.type": "AdamW", "scheduler.type": "WarmupLR"}
+OFF = [False, "no", "none", None, "off", "false", "No", "None"]
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "accelerate"])
+def test_off_in_any_spelling_is_never_in_the_way(name: str) -> None:
+    """Each key at each spelling of off, and each block of keys: no refusal names it, and nothing raw is raised."""
+    table = DEEPSPEED if name == "deepspeed" else ACCELERATE
+    for path in [*table, *blocks(tuple(table))]:
+        for value in [*OFF, *([0] if path not in table or table[path].kind is FLAG else [])]:
+            pairs = [*(TYPED.items() if name == "deepspeed" else [("num_processes", 2)]), (path, value)]
+            document = nested(*dict(pairs).items())
+            refused = in_the_way(document, None if name == "deepspeed" else 2)
+            assert [text for at, text in refused.items() if at == path] == [], value
+
+
+def in_the_way(document: dict[str, Any], accelerated: int | None = None) -> dict[str, str]:
+    """What is in the way, by path, but for what a value would settle."""
+    try:
+        ds_config(document, world_size=8) if accelerated is None else accelerate_config(document)
+    except ConfigError as error:
+        return {path: text for path, text in error.refusals if path not in error.open}
+    return {}
+
+
+def test_auto_is_what_the_libraries_make_of_it() -> None:
+    """DeepSpeed drops "auto" where pydantic reads the block; a Trainer fills the keys that are marked so."""
+    for path, key in DEEPSPEED.items():
+        dropped = path.split(".")[0] in PYDANTIC and "." in path
+        if dropped and not key.auto:
+            assert outcome(read(*ROWS.items(), (path, "auto"))) == BASE, path
+        elif key.auto:
+            assert path not in in_the_way(nested(*TYPED.items(), (path, "auto"))), path
+
+
+def test_the_report_says_what_the_given_value_does() -> None:
+    lines = {line.path: line.became for line in read(*ROWS.items(), *{
+        "fp16.enabled": False, "zero_optimization.overlap_comm": False, "optimizer.type": "AdamW",
+        "zero_optimization.ignore_unused_parameters": False, "zero_optimization.contiguous_gradients": False,
+        "comms_logger.enabled": "no", "zero_optimization.offload_optimizer.device": "none", "tensorboard": False,
+        "optimizer.params.adam_w_mode": False, "optimizer.params.bias_correction": False,
+    }.items()).lines}  # fmt: skip
+    assert lines["fp16.enabled"] == "nothing: off"
+    assert lines["zero_optimization.overlap_comm"] == "Spec(overlap=False); the same bits"
+    assert lines["zero_optimization.ignore_unused_parameters"] == "a parameter without a gradient is an error"
+    assert lines["zero_optimization.contiguous_gradients"] == "nothing: fzero is so in any case"
+    assert lines["comms_logger.enabled"] == "nothing: off"
+    assert lines["zero_optimization.offload_optimizer.device"] == "nothing: off"
+    assert lines["tensorboard"] == "nothing: off"
+    assert lines["optimizer.params.adam_w_mode"] == "of the optimizer"
+
+
+def test_files_of_accelerate_config_as_it_writes_them() -> None:
+    """`accelerate config` quotes its no's, and always writes keys of TPUs."""
+    document = {
+        "compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "MULTI_GPU", "downcast_bf16": "no",
+        "enable_cpu_affinity": False, "gpu_ids": "all", "machine_rank": 0, "main_training_function": "main",
+        "mixed_precision": "no", "num_machines": 1, "num_processes": 2, "rdzv_backend": "static", "same_network": True,
+        "tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False, "use_cpu": False,
+    }  # fmt: skip
+    found = accelerate_config(document)
+    assert (found["zero"], found.ranks) == (0, 2)
+    assert {line.path: line.became for line in found.lines}["downcast_bf16"] == "nothing: off"
+
+
+@pytest.mark.parametrize(
+    ("document", "name"),
+    [
+        ({"pipe-parallel-size": 1, "model-parallel-size": 1, "num-layers": 12}, "GPT-NeoX"),
+        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1}, "Megatron-LM"),
+        ({"finetuning_type": "lora", "cutoff_len": 1024, "stage": "sft"}, "LLaMA-Factory"),
+        ({"base_model": "x", "sequence_len": 2048, "datasets": []}, "axolotl"),
+    ],
+)
+def test_files_of_other_programs_are_called_by_name(document: dict[str, Any], name: str) -> None:
+    for translate in (ds_config, accelerate_config):
+        with pytest.raises(ConfigError, match=f"is a file of {name}, not of DeepSpeed or Accelerate"):
+            translate(document)
+
+
+@pytest.mark.parametrize(
+    "kind", ["OneBitAdam", "Adamax", "adamw_bnb_8bit", "Adafactor", "SparseAdam", "Adan", "PAdam", "AdEMAMix"]
+)
+def test_another_algorithm_is_never_suggested(kind: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(*ROWS.items(), ("optimizer.type", kind))
+    assert "Did you mean" not in str(error.value)
+
+
+def test_prescaled_gradients_are_a_hint_and_bias_correction_is_read() -> None:
+    assert outcome(read(*ROWS.items(), ("prescale_gradients", True), ("gradient_predivide_factor", 4.0))) == BASE
+    found = read(*ROWS.items(), ("optimizer.type", "Adam"), ("optimizer.params.bias_correction", False))
+    assert "bias_correction=False" in found.python()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import fzero
+from fzero.checkpoint import shards
 from fzero.comm.agree import tell
 from fzero.ir.program import op_text
 from fzero.runtime.executor import Executor
@@ -172,5 +174,71 @@ def stored_in_a_file(path: str, folder: str) -> dict[str, Any]:
         except fzero.HangError as error:
             found = {"message": str(error), "missing": error.missing}
         (Path(folder) / str(rank)).touch()
+    dist.destroy_process_group()
+    return found
+
+
+def never_met(how: str, wrong: int) -> dict[str, Any]:
+    """Rank `wrong` dies on its way into the process group: "before" it says a word, with its "token" in the store, or
+    when all have "met" there and not yet connected. What the others raised."""
+    if int(os.environ["RANK"]) == wrong:
+        real = dist.PrefixStore
+
+        class Store(real):  # type: ignore[misc, valid-type]
+            def set(self, key: str, value: str) -> None:
+                super().set(key, value)
+                if key.startswith("token"):
+                    os._exit(1)
+
+        if how == "before":
+            os._exit(1)
+        elif how == "token":
+            dist.PrefixStore = Store
+        else:
+            dist.init_process_group = lambda *_, **__: os._exit(1)
+    try:
+        fzero.init({"blocks": []}, fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(1e-3), timeout=4.0))
+    except fzero.HangError as error:
+        return {"message": str(error), "missing": error.missing}
+    return {}
+
+
+def few_files(left: int) -> str:
+    """What `init` says with room for so many files and sockets more."""
+    held = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held + left, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(1e-3), zero=2, timeout=8.0)
+    return said(lambda: fzero.step(fzero.init({"blocks": [torch.ones(8, 8)]}, spec), torch.ones(2, 8)))
+
+
+def stopped_in_a_save(how: str, folder: str) -> dict[str, Any]:
+    """Rank 1 is stopped while it writes its shard. How long the other took from then until all was over, and why.
+
+    how: what the main thread does meanwhile: "steps", waits for a save of its own ("save"), writes itself ("front"), or
+    has come to its "end".
+    """
+    rank, timeout = int(os.environ["RANK"]), 3.0
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(1e-3), timeout=timeout)
+    state = fzero.init({"blocks": [torch.ones(8, 8)]}, spec)
+    pids = [int(pid) for pid in tell(str(os.getpid()).encode(), 2, None)]
+    real, began, message = shards.write, 0.0, ""
+    if rank == 1:
+        shards.write = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        with fzero.Checkpointer(folder, every=1, background=how != "front") as saver:
+            for step in range(5):
+                state = fzero.step(state, torch.ones(2, 8))
+                began = began or time.monotonic()
+                saver.after(state)
+                if how == "save" and not step:
+                    saver.save(state)
+                if how == "end":
+                    break
+    except fzero.HangError as error:
+        message = str(error)
+    finally:
+        shards.write = real
+    found = {"seconds": time.monotonic() - began, "message": message, "missing": state.runtime.presence.hang.missing}
+    os.kill(pids[1], signal.SIGKILL)
     dist.destroy_process_group()
     return found

@@ -25,9 +25,9 @@ from fzero.comm.peers import PeerError
 from fzero.comm.rendezvous import meet
 from fzero.comm.shared_memory import Shared
 from fzero.comm.transfers import P2P, gloo
+from fzero.compile.judged import naive
 from fzero.ir.records import Ref as R
 from fzero.ir.records import make_op
-from fzero.lowering.build import build
 from fzero.passes import Options, optimise
 from fzero.runtime.handlers import Rank, steps
 from fzero.state import storage
@@ -176,7 +176,7 @@ def in_arena(host, shape, dtype):
 def lowered_via(spec, params, batch, world, via):
     """`fzero.lower` with another `via` than that of the device, and the options' defaults."""
     lowered = fzero.lower(spec, params, batch, world_size=world)
-    program, _ = optimise(build(lowered.graph, lowered.plan, transport=via), Options())
+    program, _ = optimise(naive(lowered.graph, lowered.plan, transport=via), Options())
     verify(program)
     return replace(lowered, programs={0: program})
 

@@ -1,0 +1,224 @@
+"""bytecode: what the lines of a function read and write by name, from its code: `WIDTH`, `cfg.alpha`, `TABLE["a"][i]`.
+
+A `Chain` is a name and the steps that follow it. The code is read once, in order, with a stack of chains in the place
+of values. An instruction that is not known here ends the chains on the stack: what they were given to may read all of
+them. So every name that a line loads is in some chain of that line.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Key:
+    """A subscript that is written as a constant: the "a" of `TABLE["a"]`."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A name, and the attributes and subscripts that follow it.
+
+    scope: "local", "free" (of a function around this one) or "global".
+    steps: attributes as text; subscripts as a `Key`, or as a Chain that gives the key.
+    """
+
+    name: str
+    scope: str
+    steps: tuple[str | Key | Chain, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name + "".join(map(_step_text, self.steps))
+
+
+def _step_text(step: str | Key | Chain) -> str:
+    return f".{step}" if isinstance(step, str) else f"[{step.value!r}]" if isinstance(step, Key) else f"[{step}]"
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What the lines of one code object name.
+
+    reads: by line, chains, each with the chain of the function that it is given to, if that is known. writes: chains by
+    line. updates: those of `writes` that the same instruction reads (`x += 1`), by line: such
+    a read by itself decides nothing.
+    """
+
+    reads: Mapping[int, tuple[tuple[Chain, Chain | None], ...]]
+    writes: Mapping[int, tuple[Chain, ...]]
+    updates: Mapping[int, tuple[Chain, ...]]
+
+
+@dataclass(eq=False)
+class _Load:
+    """A chain on the stack, the line of its name, and the function that it is given to."""
+
+    chain: Chain
+    line: int
+    callee: Chain | None = None
+
+
+@dataclass
+class _Machine:
+    """Reads instructions in order. `loads` holds every chain that was loaded and is not part of a longer one."""
+
+    code: CodeType
+    stack: list[Any] = field(default_factory=list)
+    loads: dict[_Load, None] = field(default_factory=dict)
+    writes: dict[int, list[Chain]] = field(default_factory=dict)
+    updated: dict[int, list[Chain]] = field(default_factory=dict)
+
+    def pop(self) -> Any:
+        return self.stack.pop() if self.stack else None
+
+    def load(self, name: str, scope: str, line: int) -> None:
+        load = _Load(Chain(name, scope), line)
+        self.loads[load] = None
+        self.stack.append(load)
+
+    def extend(self, owner: Any, step: str | Key | Chain) -> None:
+        if not isinstance(owner, _Load):
+            self.stack.append(None)
+            return
+        if owner not in self.stack:  # COPY leaves another use of it
+            self.loads.pop(owner, None)
+        longer = _Load(Chain(owner.chain.name, owner.chain.scope, (*owner.chain.steps, step)), owner.line)
+        self.loads[longer] = None
+        self.stack.append(longer)
+
+    def write(self, line: int, chain: Chain | None) -> None:
+        if chain is not None:
+            self.writes.setdefault(line, []).append(chain)
+
+    def scope_of(self, name: str) -> str:
+        return "free" if name in self.code.co_freevars else "local"
+
+    def run(self, op: dis.Instruction, line: int) -> None:
+        """Follows one instruction (Python 3.11 to 3.13)."""
+        name, argument, depth = op.opname, op.argval, op.arg or 0
+        if name in _NO_EFFECT:
+            return
+        if name in ("LOAD_GLOBAL", "LOAD_NAME"):
+            self.load(argument, "global", line)
+        elif name.startswith("LOAD_FAST") or name == "STORE_FAST_LOAD_FAST":
+            names = argument if isinstance(argument, tuple) else (argument,)
+            if name.startswith("STORE"):
+                self.pop()
+                names = names[1:]
+            for local in names:
+                self.load(local, "local", line)
+        elif name == "LOAD_DEREF":
+            self.load(argument, self.scope_of(argument), line)
+        elif name == "LOAD_CONST":
+            self.stack.append(Key(argument))
+        elif name in ("LOAD_ATTR", "LOAD_METHOD"):
+            self.extend(self.pop(), argument)
+        elif name == "BINARY_SUBSCR":
+            self._subscript()
+        elif name == "BINARY_OP":
+            self._operate(op, line)
+        elif name == "COPY":
+            self.stack.append(self.stack[-depth] if 0 < depth <= len(self.stack) else None)
+        elif name == "SWAP" and 0 < depth <= len(self.stack):
+            self.stack[-1], self.stack[-depth] = self.stack[-depth], self.stack[-1]
+        elif name.startswith("STORE_"):
+            self._store(name, argument, line)
+        elif name in ("CALL", "CALL_KW"):
+            self._call(depth, named=name == "CALL_KW")
+        elif name == "POP_TOP":
+            self.pop()
+        else:
+            self.stack.clear()
+
+    def _subscript(self) -> None:
+        key, owner = self.pop(), self.pop()
+        if isinstance(key, _Load):
+            self.extend(owner, key.chain)
+        elif isinstance(key, Key):
+            self.extend(owner, key)
+        else:
+            self.stack.append(None)
+
+    def _operate(self, op: dis.Instruction, line: int) -> None:
+        self.pop()
+        left = self.pop()
+        if op.argrepr.endswith("=") and isinstance(left, _Load):
+            self.loads.pop(left, None)
+            self.updated.setdefault(line, []).append(left.chain)
+        self.stack.append(None)
+
+    def _call(self, arguments: int, named: bool) -> None:
+        if named:
+            self.pop()  # the names
+        given = [self.pop() for _ in range(arguments)]
+        callee = self.pop()
+        if isinstance(callee, _Load) and callee.chain in _BY_NAME and len(given) > 1 and isinstance(given[-2], Key):
+            self.extend(given[-1], given[-2].value)
+            return
+        for load in given:
+            if isinstance(load, _Load):
+                load.callee = callee.chain if isinstance(callee, _Load) else None
+        self.stack.append(None)
+
+    def _store(self, name: str, argument: Any, line: int) -> None:
+        if name in ("STORE_GLOBAL", "STORE_NAME"):
+            self.pop()
+            self.write(line, Chain(argument, "global"))
+        elif name == "STORE_DEREF":
+            self.pop()
+            if argument in self.code.co_freevars:
+                self.write(line, Chain(argument, "free"))
+        elif name == "STORE_ATTR":
+            owner, _ = self.pop(), self.pop()
+            self.write(line, self._longer(owner, argument))
+        elif name == "STORE_SUBSCR":
+            key, owner, _ = self.pop(), self.pop(), self.pop()
+            self.write(line, self._longer(owner, key.chain if isinstance(key, _Load) else key))
+        elif name == "STORE_FAST_STORE_FAST":
+            self.pop()
+            self.pop()
+        else:
+            self.pop()
+
+    def _longer(self, owner: Any, step: str | Key | Chain | None) -> Chain | None:
+        """The chain of what is written; its owner is not read by that."""
+        if not isinstance(owner, _Load) or step is None:
+            return None
+        self.loads.pop(owner, None)
+        return Chain(owner.chain.name, owner.chain.scope, (*owner.chain.steps, step))
+
+
+_BY_NAME = {Chain("getattr", "global"), Chain("hasattr", "global")}  # `getattr(cfg, "alpha")` reads `cfg.alpha`
+_NO_EFFECT = {
+    "RESUME",
+    "CACHE",
+    "NOP",
+    "PRECALL",
+    "KW_NAMES",
+    "EXTENDED_ARG",
+    "COPY_FREE_VARS",
+    "MAKE_CELL",
+    "PUSH_NULL",
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def lines_of(code: CodeType) -> Lines:
+    """What each line of a function names. An `x += 1` of a variable that outlives the call is no read of it, but one of
+    `updates`."""
+    machine = _Machine(code)
+    for op in dis.get_instructions(code):
+        line = op.positions.lineno if op.positions and op.positions.lineno else code.co_firstlineno
+        machine.run(op, line)
+    reads: dict[int, list[Any]] = {}
+    for load in machine.loads:
+        reads.setdefault(load.line, []).append((load.chain, load.callee))
+    return Lines(*({line: tuple(dict.fromkeys(x)) for line, x in found.items()}
+                   for found in (reads, machine.writes, machine.updated)))  # fmt: skip

@@ -1,0 +1,172 @@
+"""frames: follows this thread's Python functions line by line, where asked, while a step is traced.
+
+Python 3.12 and later: `sys.monitoring`, which calls back once for each function that is not followed. Python 3.11:
+`sys.settrace`, which calls back for each call; it is off inside of torch's dispatch (`paused`), where most calls are.
+A debugger that uses it already keeps it, and nothing is followed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import sysconfig
+import threading
+import types
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from fzero import tree
+
+log = logging.getLogger("fzero")
+USER, LIBRARY, OTHER = "user", "library", "other"
+
+_STDLIB = tuple({os.path.dirname(os.__file__) + os.sep, sysconfig.get_paths()["stdlib"] + os.sep})
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_TORCH, _OURS = torch.__path__[0] + os.sep, os.path.dirname(tree.__file__) + os.sep
+_LAYERS = os.path.join(_TORCH, "nn") + os.sep
+
+
+@cache
+def kind_of(filename: str) -> str:
+    """USER, LIBRARY (installed; of torch its layers) or OTHER: the standard library, torch's own work, fzero, and code
+    that was generated."""
+    if filename.startswith(("<stdin>", "<ipython", "<doctest", "<python-input")):
+        return USER
+    if filename.startswith((_OURS, "<")):
+        return OTHER
+    if filename.startswith(_TORCH):
+        return LIBRARY if filename.startswith(_LAYERS) else OTHER
+    if any(part in filename for part in _INSTALLED):
+        return OTHER if f"{os.sep}optree{os.sep}" in filename else LIBRARY
+    return OTHER if filename.startswith(_STDLIB) else USER
+
+
+class Follower(Protocol):
+    """What is told of functions. `entered` is asked at least once for each code object, and says whether its lines are
+    followed; `line` comes before a line runs, `left` when a function that is followed returns or raises."""
+
+    def entered(self, frame: types.FrameType) -> bool: ...
+    def line(self, frame: types.FrameType) -> None: ...
+    def left(self, frame: types.FrameType) -> None: ...
+
+
+class _Traced:
+    """By `sys.settrace`. As a context it pauses."""
+
+    def __init__(self, follower: Follower) -> None:
+        self.follower, self.on, self.depth = follower, False, 0
+
+    def start(self) -> None:
+        if sys.gettrace() is not None:
+            _say_debugger()
+            return
+        self.on = True
+        sys.settrace(self._call)
+
+    def stop(self) -> None:
+        if self.on:
+            sys.settrace(None)
+        self.on = False
+
+    def __enter__(self) -> None:
+        if self.on and not self.depth:
+            sys.settrace(None)
+        self.depth += 1
+
+    def __exit__(self, *error: Any) -> None:
+        self.depth -= 1
+        if self.on and not self.depth:
+            sys.settrace(self._call)
+
+    def _call(self, frame: types.FrameType, event: str, argument: Any) -> Any:
+        return self._local if self.follower.entered(frame) else None
+
+    def _local(self, frame: types.FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            self.follower.line(frame)
+        elif event == "return":
+            self.follower.left(frame)
+        return self._local
+
+
+class _Monitored:
+    """By `sys.monitoring`. Nothing needs a pause."""
+
+    def __init__(self, follower: Follower) -> None:
+        self.follower, self.thread = follower, threading.get_ident()
+        self.monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+        self.tool: int | None = None
+        self.codes: list[types.CodeType] = []
+
+    def start(self) -> None:
+        tools, events = self.monitoring, self.monitoring.events
+        free = [tool for tool in (4, 3) if tools.get_tool(tool) is None]
+        if not free:
+            _say_debugger()
+            return
+        self.tool = free[0]
+        tools.use_tool_id(self.tool, "fzero")
+        for event, call in ((events.PY_START, self._start), (events.LINE, self._line),
+                            (events.PY_RETURN, self._left), (events.PY_UNWIND, self._unwound)):  # fmt: skip
+            tools.register_callback(self.tool, event, call)
+        tools.set_events(self.tool, events.PY_START | events.PY_UNWIND)
+        tools.restart_events()
+
+    def stop(self) -> None:
+        if self.tool is None:
+            return
+        tools, events = self.monitoring, self.monitoring.events
+        tools.set_events(self.tool, 0)
+        for code in self.codes:
+            tools.set_local_events(self.tool, code, 0)
+        for event in (events.PY_START, events.LINE, events.PY_RETURN, events.PY_UNWIND):
+            tools.register_callback(self.tool, event, None)
+        tools.free_tool_id(self.tool)
+        self.tool = None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: Any) -> None:
+        return None
+
+    def _start(self, code: types.CodeType, offset: int) -> Any:
+        if threading.get_ident() != self.thread:
+            return None
+        if self.follower.entered(sys._getframe(1)):
+            self.codes.append(code)
+            events = self.monitoring.events
+            self.monitoring.set_local_events(self.tool, code, events.LINE | events.PY_RETURN)
+        return self.monitoring.DISABLE
+
+    def _line(self, code: types.CodeType, line: int) -> None:
+        if threading.get_ident() == self.thread:
+            self.follower.line(sys._getframe(1))
+
+    def _left(self, code: types.CodeType, offset: int, value: Any) -> None:
+        if threading.get_ident() == self.thread:
+            self.follower.left(sys._getframe(1))
+
+    def _unwound(self, code: types.CodeType, offset: int, error: BaseException) -> None:
+        if threading.get_ident() == self.thread:
+            self.follower.left(sys._getframe(1))
+
+
+def frames_for(follower: Follower) -> Any:
+    """What follows this Python's functions: `start()`, `stop()`, and a context that pauses."""
+    return _Monitored(follower) if sys.version_info >= (3, 12) else _Traced(follower)
+
+
+@cache
+def _say_debugger() -> None:
+    log.warning(
+        "fzero: a debugger or a coverage tool follows this program, so values that a loss reads from Python are not "
+        "watched: a change of one has no effect on a program that was traced, and no error says so"
+    )
+
+
+Callback = Callable[[types.FrameType], None]

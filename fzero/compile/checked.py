@@ -1,0 +1,37 @@
+"""checked: a step lowered and verified. What the verifier refuses here is a fault of fzero, and is told as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fzero.compile import fault_report
+from fzero.compile.lowered import Lowered
+from fzero.compile.step import lower_step
+from fzero.cost.autotune import Costs
+from fzero.cost.rates import Rates
+from fzero.errors import VerifyError
+from fzero.plan.layout import Plan
+from fzero.spec import Spec
+from fzero.verify.rules import verify
+
+
+def checked_step(
+    spec: Spec,
+    state: Any,
+    batch: Any,
+    plan: Plan,
+    transport: str,
+    fn: Callable[..., Any] | None = None,
+    costs: Costs | None = None,
+    rates: Rates | None = None,
+) -> Lowered:
+    """`lower_step`, and its programs verified. Raises VerifyError with a report (`fault_report`)."""
+    lowered: Lowered | None = None
+    try:
+        lowered = lower_step(spec, state, batch, plan, transport, fn, costs, rates)
+        verify(lowered.roles)
+    except VerifyError as error:
+        programs, reduce = ({}, "") if lowered is None else (lowered.roles, lowered.reduce)
+        raise fault_report.explained(error, spec, plan, batch, programs, reduce) from error
+    return lowered

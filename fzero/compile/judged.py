@@ -1,0 +1,60 @@
+"""judged: what lowering writes, with what the judge says of it: the meaning that a program must have, and the proof
+that one rank's graph computes the captured one.
+
+Lowering and the passes import nothing of `fzero.verify`, and it imports nothing of theirs: a rule that both took from
+one place would be wrong in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from fzero.capture.graph import Graph
+from fzero.ir import fx_nodes
+from fzero.ir.program import Program
+from fzero.lowering.build import build
+from fzero.lowering.localise import Proposal, Sharding, localise, reads_rank, settled, unconstrained
+from fzero.plan.layout import Plan
+from fzero.shard.placements import Placement, Replicated
+from fzero.verify.meaning import graph_meaning
+from fzero.verify.regrouped import check_regrouped
+from fzero.verify.sharding import check_sharding
+
+
+def naive(graph: Graph, plan: Plan, *, reduce: str = "end", transport: str = "p2p") -> Program:
+    """The program before all passes, with the meaning of the captured step."""
+    program = build(graph, plan, reduce=reduce, transport=transport)
+    return replace(program, meaning=graph_meaning(graph, plan, reduce, program))
+
+
+def local_step(graph: Graph, plan: Plan, sequence: bool = False) -> tuple[Graph, Sharding | None]:
+    """(the graph of one rank, how it lies), proven; the graph as it is where the mesh has one rank on the axis.
+
+    Raises as `localise`, and VerifyError for a graph that computes something else."""
+    if plan.tp == 1:
+        return unconstrained(graph), None
+    made = localise(graph, plan, sequence)
+    _check(graph, made, plan)
+    sharding = settled(made, plan)
+    return sharding.local, sharding
+
+
+def _check(captured: Graph, made: Proposal, plan: Plan) -> None:
+    """Raises VerifyError unless a proposal computes the captured step, with its leaves where the plan says."""
+    for before, after in zip(captured.regions, made.graph.regions, strict=True):
+        check_regrouped(before.gm, after.gm)
+
+    def inner(node: fx.Node) -> tuple[Sequence[Placement], Sequence[Placement], bool]:
+        region = made.regions[int(str(node.args[1]))]
+        return region.inputs, region.outputs, reads_rank(region)
+
+    leaves: list[Placement] = [leaf.placement for leaf in plan.leaves]
+    whole = made.graph.gm
+    given, results = (len(ends) for ends in (fx_nodes.placeholders(whole.graph), fx_nodes.outputs(whole.graph)))
+    inputs, outputs = ([*leaves, *[Replicated()] * (number - len(leaves))] for number in (given, results))
+    check_sharding(whole, made.outer.gm, inputs, outputs, made.n, made.axis, inner)
+    for region, own in zip(made.graph.regions, made.regions, strict=True):
+        check_sharding(region.gm, own.gm, own.inputs, own.outputs, made.n, made.axis)

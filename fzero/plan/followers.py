@@ -1,0 +1,66 @@
+"""followers: leaves that belong to another leaf and have another shape, as Adafactor's row and column of a matrix.
+
+A leaf whose path ends as the path of a parameter below its entry follows that parameter: the role of a pipeline that
+keeps the one keeps the other. Where its shape is the parameter's without some dims, it lies over the ranks of `tp` as
+the dims do that it has: whole, where the dim that is cut is one that it lacks. Of several ways to leave dims out (a
+square matrix) the first such leaf in the tree lacks the later dims, as `row` before `col`.
+
+It stays in a bucket of its own geometry: a slice of its parameter's bucket is no slice of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+
+from fzero.plan.block_scales import Class
+from fzero.shard.placements import Placement, Replicated, Shard
+
+
+@dataclass(frozen=True)
+class Follows:
+    """What a class follows. leader: the index of that class. dims: which dims of its leaf it has, in order; None where
+    its shape does not tell."""
+
+    leader: int
+    dims: tuple[int, ...] | None
+
+    def placement(self, of_leader: Placement) -> Placement:
+        """Where the follower lies if its leader lies so.
+
+        >>> Follows(0, (0,)).placement(Shard(1)), Follows(0, (1,)).placement(Shard(1))
+        (Replicated(), Shard(dim=0, groups=1))
+        """
+        if isinstance(of_leader, Shard) and self.dims is not None and of_leader.dim in self.dims:
+            return Shard(self.dims.index(of_leader.dim), of_leader.groups)
+        return Replicated()
+
+
+def followers(
+    classes: Sequence[Class], leaves: Sequence[torch.Tensor], is_param: Sequence[bool]
+) -> list[Follows | None]:
+    """Of each class, what it follows; None of most.
+
+    >>> w, row, col = torch.zeros(4, 4), torch.zeros(4), torch.zeros(4)
+    >>> classes = [Class(("w",), (("params", 0),)), Class(("row", "w"), (("m", 1),)), Class(("col", "w"), (("m", 2),))]
+    >>> followers(classes, [w, row, col], [True, False, False])
+    [None, Follows(leader=0, dims=(0,)), Follows(leader=0, dims=(1,))]
+    """
+    leaders = {c.key: number for number, c in enumerate(classes) if any(is_param[i] for _, i in c.members)}
+    seen: Counter[tuple[int, tuple[int, ...]]] = Counter()  # followers so far, by their leader and shape
+    found: list[Follows | None] = []
+    for number, leaf_class in enumerate(classes):
+        tails = (leaf_class.key[cut:] for cut in range(len(leaf_class.key)))
+        leader = next((leaders[tail] for tail in tails if tail in leaders), number)
+        if leader == number or number in leaders.values():
+            found.append(None)
+            continue
+        shape, whole = (tuple(leaves[classes[c].members[0][1]].shape) for c in (number, leader))
+        ways = [dims for dims in combinations(range(len(whole)), len(shape)) if tuple(whole[d] for d in dims) == shape]
+        found.append(Follows(leader, ways[min(seen[leader, shape], len(ways) - 1)] if ways else None))
+        seen[leader, shape] += 1
+    return found

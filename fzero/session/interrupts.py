@@ -1,0 +1,84 @@
+"""interrupts: Ctrl-C in a step. A state is donated in the middle of it, and somebody must hold what it became.
+
+From the first op of a step on, SIGINT waits for its end. Then the handler of before is called. If it raises, as
+Python's own does, the caller never gets the new state. So the state that was given takes its place: it is the state
+after the step, and can be saved or stepped. A second SIGINT acts at once, for a step that does not end: it makes the
+state unusable if the step had begun to write.
+
+No signal falls between the two: handlers run where Python looks for signals, which is after a call and in a loop, and
+not between the last call here and the caller's assignment.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+
+from fzero.state.state import State
+
+log = logging.getLogger("fzero")
+Step = TypeVar("Step", bound=Callable[..., State])
+
+
+def keeps_state(step: Step) -> Step:
+    """A function (state, ...) -> state that donates its first argument, with the promise above."""
+
+    @functools.wraps(step)
+    def keeping(state: State, *args: Any, **kwargs: Any) -> State:
+        if torch.compiler.is_compiling() or not isinstance(state, State) or not _here():
+            return step(state, *args, **kwargs)
+        held, after = _Held(state), None
+        try:
+            after = step(state, *args, **kwargs)
+            held.end()
+        except BaseException:  # also one that a handler raised once the new state was made
+            if after is not None:
+                state.become(after)
+            raise
+        finally:
+            held.restore()
+        return after
+
+    return keeping  # type: ignore[return-value]
+
+
+def _here() -> bool:
+    """Whether this thread handles signals, and Python SIGINT."""
+    return threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGINT))
+
+
+class _Held:
+    """SIGINT during one step of a state. The handler, on the main thread, alone writes `came`."""
+
+    def __init__(self, state: State) -> None:
+        self.life, self.came, self.before = state.life, False, signal.getsignal(signal.SIGINT)
+        self.life.steps = False
+        signal.signal(signal.SIGINT, self.handle)
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Puts a first signal off if the step may have written; else acts as the handler of before."""
+        if self.came or not (self.life.steps or self.life.ended):
+            self.restore()
+            self.before(number, frame)  # type: ignore[operator, misc]
+        else:
+            self.came = True
+            log.warning("fzero: Ctrl-C: this step ends first. Another one ends it now, and the state is lost")
+
+    def end(self) -> None:
+        """The step has ended: the handler of before is back, and gets the signal that came."""
+        self.restore()
+        if self.came:
+            self.before(signal.SIGINT, None)  # type: ignore[operator, misc]
+
+    def restore(self) -> None:
+        """Puts the handler of before back."""
+        self.life.steps = False
+        if signal.getsignal(signal.SIGINT) == self.handle:
+            signal.signal(signal.SIGINT, self.before)

@@ -1,0 +1,48 @@
+"""fuzz_meshes: random models on random meshes, through plain PyTorch on one process and through fzero.
+
+`draw` makes a case: a model (`model`, `layers`), what is computed (`case.Recipe`), and a mesh with rules, stages, a
+schedule, homes. `oracle` trains it in plain PyTorch. `runs` lowers, verifies and interprets it, all ranks in this
+process. `check` compares, follows the remedy of a refusal (`refusals`), and classifies the end.
+
+    fzero fuzz --meshes --count 1000 --seed 0 --out runs/fuzz_meshes.jsonl
+    fzero fuzz --meshes --case 0:17 --shrink
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import nullcontext
+from pathlib import Path
+
+from fzero.tools.fuzz.report import append, lost, note
+from fzero.tools.fuzz_meshes.case import Case
+from fzero.tools.fuzz_meshes.check import Outcome, check
+from fzero.tools.fuzz_meshes.draw import draw
+from fzero.tools.fuzz_meshes.report import Report, line_of, read
+from fzero.tools.fuzz_meshes.shrink import shrink
+
+__all__ = ["Case", "Outcome", "Report", "check", "draw", "read", "run", "shrink"]
+
+
+def run(numbers: Iterable[int], seed: int = 0, out: Path | None = None) -> Report:
+    """Checks these cases of a seed and appends the outcomes to `out`, which is gone on with; returns the report."""
+    report = Report() if out is None else read(out)
+    with nullcontext() if out is None else out.open("a", encoding="utf-8") as file:
+        for line in [] if out is None else lost(out, report)[0]:
+            report.add(line)
+            append(file, line)
+        for number in numbers:
+            if (name := f"{seed}:{number}") in report.done:
+                continue
+            note(out, f"checked {name}")
+            start = time.process_time()
+            case = draw(seed, number)
+            outcome = check(case)
+            line = line_of(case, outcome, time.process_time() - start)
+            if outcome.is_fault:
+                print(f"{case.name} {outcome.end}: {outcome.what[:300]}", file=sys.stderr, flush=True)
+            report.add(line)
+            append(file, line)
+    return report

@@ -1,0 +1,21 @@
+"""The `fzero` command: as a module, its version, and a slip in a command's name."""
+
+import subprocess
+import sys
+
+import pytest
+
+import fzero
+from fzero import cli
+
+
+def test_it_is_a_module_and_says_its_version() -> None:
+    done = subprocess.run([sys.executable, "-m", "fzero", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"fzero {fzero.__version__}\n"
+
+
+def test_a_slip_in_a_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["confg"])
+    assert end.value.code == 2
+    assert "there is no command 'confg'. Did you mean 'config'? Commands are version, doctor" in capsys.readouterr().err

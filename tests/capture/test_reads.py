@@ -1,0 +1,601 @@
+"""What a step has read from Python is compared before it runs: a change is an error with its name, or a new program."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import enum
+import functools
+import os
+import random
+import re
+import threading
+import timeit
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import gloo, values
+from torch import nn
+from torch.func import functional_call
+
+import fzero
+from fzero.capture.reads.bytecode import lines_of
+from fzero.errors import CaptureError
+
+X = torch.eye(2)
+
+WIDTH = 2.0
+SWITCH = "plus"
+WEIGHTS = [0.25, 0.75]
+TABLE = {"relu": lambda x: x * 2.0, "other": 1.0}
+OFFSET = torch.ones(2)
+ARRAY = np.array([1.0, 2.0])
+RECENT = collections.deque([1.0, 2.0])
+
+
+class Mode(enum.Enum):
+    SUM = 1
+    MEAN = 2
+
+
+@dataclass
+class Config:
+    alpha: float = 0.5
+    mode: Mode = Mode.SUM
+    rates: list[float] = field(default_factory=lambda: [1.0, 2.0])
+
+
+class Scale:
+    factor = 3.0
+
+
+@dataclass(slots=True)
+class Slotted:
+    beta: float = 1.5
+
+
+CONFIG, SCALE, SLOTTED = Config(), Scale(), Slotted()
+SPACE = types.SimpleNamespace(deep=types.SimpleNamespace(gamma=1.0))
+
+
+def helper(x: torch.Tensor) -> torch.Tensor:
+    return x + 1.0
+
+
+def with_default(x: torch.Tensor, weights: list[float] = [1.0, 2.0]) -> torch.Tensor:  # noqa: B006
+    return x * weights[0]
+
+
+def keyword(x: torch.Tensor, *, by: float = 2.0) -> torch.Tensor:
+    return x * by
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.alpha = nn.Linear(2, 2, bias=False), 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.alpha
+
+
+MODULE = Counted()
+
+
+def by_helper(p, b):
+    return helper(b @ p["w"]).mean()
+
+
+def by_module(p, b):
+    return functional_call(MODULE, {"inner.weight": p["w"][None] * X}, (b,)).mean()
+
+
+def state_of(loss: Any, params: Any = None, **options: Any) -> Any:
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1), **options)
+    return fzero.init({"w": torch.ones(2)} if params is None else params, spec)
+
+
+def other_helper(x: torch.Tensor) -> torch.Tensor:
+    return x + 2.0
+
+
+# (loss, what changes: an owner, a key and another value, the name that the message must have)
+CASES: dict[str, tuple[Any, Any, Any, Any, str]] = {
+    "a global": (lambda p, b: (b @ p["w"]).mean() * WIDTH, globals(), "WIDTH", 3.0, "WIDTH"),
+    "a text": (lambda p, b: (b @ p["w"]).mean() * (2 if SWITCH == "plus" else 1), globals(), "SWITCH", "m", "SWITCH"),
+    "a type": (lambda p, b: (b @ p["w"]).mean() * WIDTH, globals(), "WIDTH", 2, "WIDTH, which <lambda>"),
+    "a helper": (by_helper, globals(), "helper", other_helper, "helper"),
+    "a tensor": (lambda p, b: (b @ p["w"] + OFFSET).mean(), globals(), "OFFSET", torch.zeros(2), "OFFSET"),
+    "a list": (lambda p, b: sum((b @ p["w"]).mean() * w for w in WEIGHTS), WEIGHTS, 1, 0.5, "WEIGHTS[1]"),
+    "a dict": (lambda p, b: (b @ p["w"]).mean() * TABLE["other"], TABLE, "other", 2.0, "TABLE['other']"),
+    "a function in a dict": (
+        lambda p, b: TABLE["relu"](b @ p["w"]).mean(), TABLE, "relu", lambda x: x, "TABLE['relu']"
+    ),
+    "a dataclass": (lambda p, b: (b @ p["w"]).mean() * CONFIG.alpha, CONFIG, "alpha", 1.0, "CONFIG.alpha"),
+    "an enum": (
+        lambda p, b: (b @ p["w"]).mean() * (1 if CONFIG.mode is Mode.SUM else 2),
+        CONFIG, "mode", Mode.MEAN, "CONFIG.mode",
+    ),
+    "a list in a dataclass": (
+        lambda p, b: (b @ p["w"]).mean() * CONFIG.rates[1], CONFIG.rates, 1, 5.0, "CONFIG.rates[1]"
+    ),
+    "another dataclass": (lambda p, b: (b @ p["w"]).mean() * CONFIG.alpha, globals(), "CONFIG", Config(2.0), "CONFIG"),
+    "a class attribute": (lambda p, b: (b @ p["w"]).mean() * Scale.factor, Scale, "factor", 1.0, "Scale.factor"),
+    "a class attribute of an object": (
+        lambda p, b: (b @ p["w"]).mean() * SCALE.factor, Scale, "factor", 1.0, "SCALE.factor"
+    ),
+    "a class attribute that is hidden": (
+        lambda p, b: (b @ p["w"]).mean() * SCALE.factor, SCALE, "factor", 1.0, "SCALE.factor"
+    ),
+    "a slot": (lambda p, b: (b @ p["w"]).mean() * SLOTTED.beta, SLOTTED, "beta", 1.0, "SLOTTED.beta"),
+    "a namespace": (
+        lambda p, b: (b @ p["w"]).mean() * SPACE.deep.gamma, SPACE.deep, "gamma", 2.0, "SPACE.deep.gamma"
+    ),
+    "an array": (lambda p, b: (b @ p["w"] + torch.tensor(ARRAY)).mean(), ARRAY, 0, 5.0, "ARRAY"),
+    "a number of an array": (lambda p, b: (b @ p["w"]).mean() * float(ARRAY[1]), ARRAY, 1, 5.0, "ARRAY"),
+    "a sum of an array": (lambda p, b: (b @ p["w"]).mean() * float(ARRAY.sum()), ARRAY, 1, 5.0, "ARRAY"),
+    "getattr": (lambda p, b: (b @ p["w"]).mean() * getattr(CONFIG, "alpha", 9.0), CONFIG, "alpha", 1.0, "CONFIG.alpha"),
+    "a deque": (lambda p, b: (b @ p["w"]).mean() * sum(RECENT), RECENT, 1, 5.0, "RECENT[1]"),
+    "a mutated default": (
+        lambda p, b: with_default(b @ p["w"]).mean(), with_default.__defaults__[0], 0, 5.0, "weights[0]"
+    ),
+    "another default": (
+        lambda p, b: with_default(b @ p["w"]).mean(),
+        with_default, "__defaults__", ([3.0],), "with_default.__defaults__",
+    ),
+    "a keyword's default": (
+        lambda p, b: keyword(b @ p["w"]).mean(), keyword.__kwdefaults__, "by", 5.0, "keyword.__kwdefaults__['by']"
+    ),
+    "an attribute of a module": (
+        by_module, MODULE, "alpha", 1.0, "self.alpha"
+    ),
+    "a part of a module": (
+        by_module, MODULE, "inner", nn.Linear(2, 2, bias=False), "MODULE's parts"
+    ),
+    "a module's mode": (
+        by_module, MODULE, "training", False, "MODULE.training"
+    ),
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def changed(owner: Any, key: Any, value: Any) -> Iterator[None]:
+    items = isinstance(owner, (dict, list, collections.deque, np.ndarray))
+    hidden = isinstance(owner, Scale)  # it has the class's value
+    old = owner[key] if items else getattr(owner, key)
+    put = owner.__setitem__ if items else functools.partial(setattr, owner)
+    put(key, value)
+    try:
+        yield
+    finally:
+        delattr(owner, key) if hidden else put(key, old)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_change_is_an_error_that_names_it(case: str) -> None:
+    loss, owner, key, value, name = CASES[case]
+    state = fzero.step(state_of(loss), X)
+    state = fzero.step(state, X)
+    with changed(owner, key, value):
+        with pytest.raises(CaptureError, match=r"reads, was .* and is .*\. A program reads it once") as error:
+            fzero.step(state, X)
+        assert str(error.value).startswith(name), error.value
+        assert "test_reads.py:" in str(error.value)
+        with pytest.raises(CaptureError, match="reads, was"):  # of another shape: not the same data with two answers
+            fzero.step(state, torch.ones(4, 2))
+        with pytest.raises(CaptureError, match="reads, was"):
+            fzero.step(state, X)
+    assert fzero.step(state, X).step == 3  # put back, it runs
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_change_makes_a_new_program_where_that_is_asked(case: str) -> None:
+    """The new program computes what a state that begins with the new value computes."""
+    loss, owner, key, value, _ = CASES[case]
+    state = fzero.step(state_of(loss, on_change="retrace"), X)
+    start = {"w": state.params["w"].full()}
+    with changed(owner, key, value):
+        late, fresh = fzero.step(state, X), fzero.step(state_of(loss, start), X)
+    assert torch.equal(late.params["w"].full(), fresh.params["w"].full())
+    assert torch.equal(late.metrics["loss"], fresh.metrics["loss"])
+    assert len(late.runtime.programs) == 1
+
+
+def test_what_was_not_there_and_came_is_a_change() -> None:
+    here, table = types.SimpleNamespace(), {}
+
+    def loss(p, b):
+        scale = 2.0 if hasattr(here, "extra") else 1.0
+        with contextlib.suppress(KeyError):
+            scale = table["scale"]
+        return (b @ p["w"]).mean() * scale
+
+    state = fzero.step(state_of(loss), X)
+    here.extra = True
+    with pytest.raises(CaptureError, match=r"here.extra, which .* was not there and is True"):
+        fzero.step(state, X)
+    del here.extra
+    table["scale"] = 3.0
+    with pytest.raises(CaptureError, match=r"table\['scale'\], which .* was not there and is 3.0"):
+        fzero.step(state, X)
+
+
+def test_a_variable_of_an_outer_function() -> None:
+    def made(first: float) -> tuple[Any, Any]:
+        gamma, unread = first, 0
+
+        def scaled(x: torch.Tensor) -> torch.Tensor:
+            return x * gamma
+
+        def loss(p, b):
+            if b.shape[0] > 100:
+                return (b @ p["w"]).mean() * unread
+            return sum(scaled(b @ p["w"]).mean() for _ in range(2))
+
+        def sets(g: float, u: int) -> None:
+            nonlocal gamma, unread
+            gamma, unread = g, u
+
+        return loss, sets
+
+    (loss, sets), (_, others) = made(2.0), made(5.0)
+    state = fzero.step(state_of(loss), X)
+    others(7.0, 0)  # another function of the same code
+    sets(2.0, 9)  # the same number, and one that no line that ran has read
+    state = fzero.step(state, X)
+    sets(3.0, 9)
+    with pytest.raises(CaptureError, match=r"^gamma, which .*scaled \(test_reads.py:\d+\) reads, was 2.0 and is 3.0"):
+        fzero.step(state, X)
+
+
+def test_partials_callables_and_custom_steps() -> None:
+    def loss(p, b, by, table):
+        return (b @ p["w"]).mean() * by * table["k"]
+
+    table = {"k": 2.0}
+    state = fzero.step(state_of(functools.partial(loss, by=1.0, table=table)), X)
+    table["k"] = 3.0
+    with pytest.raises(CaptureError, match=r"\['k'\], which .* was 2.0 and is 3.0"):
+        fzero.step(state, X)
+
+    class Callable_:
+        def __init__(self) -> None:
+            self.alpha = 2.0
+
+        def __call__(self, p, b):
+            return (b @ p["w"]).mean() * self.alpha
+
+    called = Callable_()
+    state = fzero.step(state_of(called), X)
+    called.alpha = 3.0
+    with pytest.raises(CaptureError, match=r"^self.alpha, which .*__call__ .* was 2.0 and is 3.0"):
+        fzero.step(state, X)
+
+    rate = types.SimpleNamespace(value=0.1)
+
+    def step(state, batch):
+        value, grads = fzero.value_and_grad(lambda p, b: (b @ p["w"]).mean())(state, batch)
+        return fzero.tree.map(lambda p, g: p - rate.value * g, state, grads), {"loss": value}
+
+    state = fzero.init({"w": torch.ones(2)}, fzero.Spec(step=step))
+    state = fzero.step(state, X)
+    rate.value = 0.2
+    with pytest.raises(CaptureError, match=r"^rate.value, which .*<lambda> .* was 0.1 and is 0.2"):
+        fzero.step(state, X)
+
+
+def test_an_evaluation_watches_what_it_reads_and_no_more() -> None:
+    train, measure = types.SimpleNamespace(a=1.0), types.SimpleNamespace(b=1.0)
+
+    def score(p, b):
+        return (b @ p["w"]).mean() * measure.b
+
+    state = fzero.step(state_of(lambda p, b: (b @ p["w"]).mean() * train.a), X)
+    assert float(fzero.evaluate(state, X, score)) == pytest.approx(0.95)
+    train.a = 2.0
+    fzero.evaluate(state, X, score)
+    with pytest.raises(CaptureError, match=r"train\.a"):
+        fzero.step(state, X)
+    train.a, measure.b = 1.0, 2.0
+    state = fzero.step(state, X)
+    for batch in (X, torch.ones(3, 2)):
+        with pytest.raises(CaptureError, match=r"measure\.b, which score"):
+            fzero.evaluate(state, batch, score)
+
+
+def test_what_the_functions_change_themselves_is_no_change() -> None:
+    """Caches, counts that nothing reads, settings that a loss makes before it reads them; two shapes, and an evaluation
+    that sets them otherwise."""
+    cache: dict[int, float] = {}
+    here = types.SimpleNamespace(mode="", calls=0, lazy=None, flag=True)
+    calls = [0]
+
+    @functools.cache
+    def slow(n: int) -> float:
+        return 1.0 / n
+
+    def body(p, b):
+        here.calls += 1
+        calls[0] += 1
+        if here.lazy is None:
+            here.lazy = [len(b)]
+        if here.flag:
+            here.flag = False
+        if len(b) not in cache:
+            cache[len(b)] = 1.0
+        return (b @ p["w"]).mean() * cache[len(b)] * slow(len(b)) * (2 if here.mode == "train" else 1)
+
+    def loss(p, b):
+        here.mode = "train"
+        return body(p, b)
+
+    def score(p, b):
+        here.mode = "eval"
+        return body(p, b)
+
+    state = state_of(loss)
+    for n in (2, 3, 2, 3, 4, 2):
+        state = fzero.step(state, torch.ones(n, 2))
+        fzero.evaluate(state, torch.ones(n, 2), score)
+    assert here.calls == calls[0] == 6
+
+
+def test_what_a_helper_does_not_read_of_its_argument_is_no_change() -> None:
+    config = {"alpha": 0.5, "step": 0}
+
+    def scaled(x: torch.Tensor, given: dict[str, Any], *, again: dict[str, Any]) -> torch.Tensor:
+        return x * given["alpha"] * again["alpha"]
+
+    state = state_of(lambda p, b: scaled(b @ p["w"], config, again=config).mean())
+    for config["step"] in range(3):
+        state = fzero.step(state, X)
+    config["alpha"] = 1.0
+    with pytest.raises(CaptureError, match=r"^given\['alpha'\], which .*scaled .* was 0.5 and is 1.0"):
+        fzero.step(state, X)
+
+
+def test_a_hundred_values_are_compared_in_twenty_microseconds() -> None:
+    """The quickest of many tries: the machine may be busy."""
+    table = {f"k{i}": float(i) for i in range(100)}
+    reads = fzero.lower(
+        fzero.Spec(loss=lambda p, b: (b @ p["w"]).mean() * sum(table.values()), optimizer=fzero.optim.sgd(0.1)),
+        {"w": torch.ones(2)},
+        X,
+    ).graph.reads
+    assert len(reads.places) >= 100
+    assert min(timeit.repeat(reads.changes, number=20, repeat=200)) / 20 < 20e-6
+
+
+def test_an_equal_value_is_no_change() -> None:
+    """A number that is computed anew, an equal configuration in the place of another, a function defined again."""
+    here = types.SimpleNamespace(rate=0.1, config=Config(), fn=helper, names=["a", "b"])
+
+    def loss(p, b):
+        return here.fn(b @ p["w"]).mean() * here.rate * here.config.alpha * here.config.rates[0] * len(here.names)
+
+    state = fzero.step(state_of(loss), X)
+    for _ in range(2):
+        here.rate, here.config, here.names = float("0.1"), Config(), ["a", "b"]
+        again = types.FunctionType(helper.__code__, helper.__globals__)
+        here.fn = again
+        state = fzero.step(state, X)
+    here.config.rates[0] = 7.0  # of the new object
+    with pytest.raises(CaptureError, match=r"here.config.rates\[0\], which .* was 1.0 and is 7.0"):
+        fzero.step(state, X)
+
+
+@pytest.mark.parametrize("how", ["a global", "an attribute", "written out"])
+def test_a_number_that_a_loss_counts_is_refused(how: str) -> None:
+    here = types.SimpleNamespace(count=0)
+
+    def loss(p, b):
+        global COUNT
+        if how == "a global":
+            COUNT += 1
+            return (b @ p["w"]).mean() * min(1.0, COUNT / 100)
+        if how == "an attribute":
+            here.count += 1
+        else:
+            here.count = here.count + 1
+        return (b @ p["w"]).mean() * here.count
+
+    with pytest.raises(
+        CaptureError, match=r"is changed by .*loss \(test_reads.py:\d+\) from 0 to 1: that happens once"
+    ):
+        fzero.step(state_of(loss), X)
+
+
+COUNT = 0
+
+RNG, PYTHONS = np.random.default_rng(0), random.Random(0)
+ALIAS = random.uniform
+DRAWS: dict[str, tuple[Any, str]] = {
+    "random": (lambda p, b: (b @ p["w"]).mean() * random.random(), "random"),
+    "an alias": (lambda p, b: (b @ p["w"]).mean() * ALIAS(0, 1), "random"),
+    "numpy": (lambda p, b: (b @ p["w"]).mean() * np.random.rand(), "numpy.random"),
+    "within numpy": (lambda p, b: (b @ p["w"]).mean() * sum(map(float, np.random.permutation(3))), "numpy.random"),
+    "a Generator": (lambda p, b: (b @ p["w"]).mean() * RNG.normal(), "a numpy Generator that is closed over"),
+    "a Random": (lambda p, b: (b @ p["w"]).mean() * PYTHONS.random(), "a random Random that is closed over"),
+}
+
+
+@pytest.mark.parametrize("case", DRAWS)
+def test_a_draw_of_a_loss_is_refused(case: str) -> None:
+    """It would give every step the same numbers."""
+    loss, name = DRAWS[case]
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1))
+    with pytest.raises(CaptureError, match=rf"<lambda> \(test_reads.py:\d+\) draws from .*{name}.* fzero.random"):
+        fzero.lower(spec, {"w": torch.ones(2)}, X)
+
+
+def test_a_draw_in_a_helper_and_in_an_evaluation_is_refused() -> None:
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        picks = random.sample(range(5), 2)
+        return x * sum(picks)
+
+    state = state_of(lambda p, b: (b @ p["w"]).mean())
+    with pytest.raises(CaptureError, match=r"noisy \(test_reads.py:\d+\) draws from the global generator of random"):
+        fzero.evaluate(state, X, lambda p, b: noisy(b @ p["w"]))
+    generator = torch.Generator()
+    with pytest.raises(CaptureError, match="generator"):
+        fzero.evaluate(state, X, lambda p, b: b + torch.rand(2, generator=generator))
+
+
+def test_a_generator_that_the_loss_makes_may_draw() -> None:
+    def loss(p, b):
+        noise = np.random.default_rng(3).normal(size=2)
+        rng = random.Random(1)
+        return (b @ p["w"] + torch.tensor(noise)).mean() * rng.random()
+
+    state = state_of(loss)
+    for _ in range(2):
+        state = fzero.step(state, X)
+
+
+def test_a_generator_that_the_loss_makes_without_a_seed_may_not_draw() -> None:
+    """It gives other numbers each time that it is made; the program would keep the first."""
+    losses = [
+        lambda p, b: (b @ p["w"]).mean() * np.random.default_rng().random(),
+        lambda p, b: (b @ p["w"]).mean() * random.SystemRandom().random(),
+    ]
+    for loss in losses:
+        with pytest.raises(CaptureError, match=r"<lambda> \(test_reads.py:\d+\) draws from the system's entropy"):
+            fzero.step(state_of(loss), X)
+    seeded = state_of(lambda p, b: (b @ p["w"]).mean() * np.random.RandomState(3).rand())
+    assert fzero.step(seeded, X).step == 1
+
+
+@pytest.mark.parametrize("how", ["a branch", "max"])
+def test_the_longest_sequence_so_far_is_no_count(how: str) -> None:
+    """A module that remembers what it has made a table for: the textbook's rotary positions."""
+
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.longest = nn.Parameter(torch.ones(2)), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if how == "max":
+                self.longest = max(self.longest, x.shape[0])
+            elif x.shape[0] > self.longest:
+                self.longest = x.shape[0]
+            return (x * self.weight).sum() * self.longest
+
+    module = Rotary()
+    state = state_of(lambda p, b: functional_call(module, {"weight": p["w"]}, (b,)))
+    assert fzero.step(fzero.step(state, X), X).step == 2
+
+
+def test_a_large_nested_container_costs_no_more_than_its_length() -> None:
+    table = [[float(i + j) for j in range(100)] for i in range(400)]
+    state = fzero.step(state_of(lambda p, b: (b @ p["w"]).mean() * torch.tensor(table).mean()), X)
+    (lowered,) = state.runtime.programs.values()
+    assert len(lowered.graph.reads.places) < 10
+    table.append(table[0])
+    with pytest.raises(CaptureError, match=r"table's length, which .* was 400 and is 401"):
+        fzero.step(state, X)
+
+
+def test_parts_of_a_module_are_compared_once() -> None:
+    """A module of many layers is watched as a whole; its layers do not add their own parts."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(10))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    module = Layers()
+    params = {name: p.detach().clone() for name, p in module.named_parameters()}
+    state = fzero.step(state_of(lambda p, b: functional_call(module, p, (b,)).mean(), params), X)
+    (lowered,) = state.runtime.programs.values()
+    assert len([place for place in lowered.graph.reads.places if place.kind == "copy"]) == 2
+    module.layers[3][1] = nn.Tanh()
+    with pytest.raises(CaptureError, match=r"module's parts, which"):
+        fzero.step(state, X)
+
+
+def test_a_thread_that_draws_meanwhile_is_no_draw_of_the_loss() -> None:
+    stop = threading.Event()
+
+    def draws() -> None:
+        while not stop.is_set():
+            random.random(), np.random.rand()
+
+    thread = threading.Thread(target=draws)
+    thread.start()
+    try:
+        for _ in range(5):
+            fzero.step(state_of(lambda p, b: (b @ p["w"]).mean() * WIDTH), X)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_closed_over_tensor_that_a_program_reads_in_place_is_no_change() -> None:
+    """A program reads its memory at each step."""
+    offset = torch.zeros(2)
+    state = state_of(lambda p, b: (b @ p["w"] * offset).mean())
+    state = fzero.step(state, X)
+    offset += 1
+    assert float(fzero.step(state, X).metrics["loss"]) == 1.0
+
+
+def test_lines_name_chains() -> None:
+    def fn(p, i):
+        a = CONFIG.alpha + p["w"] + TABLE["k"][i].x
+        SPACE.count += 1
+        return WEIGHTS[i + 1] + a
+
+    lines = lines_of(fn.__code__)
+    start = fn.__code__.co_firstlineno
+    shown = {number - start: [str(chain) for chain, _ in chains] for number, chains in lines.reads.items()}
+    assert shown == {1: ["CONFIG.alpha", "p['w']", "i", "TABLE['k'][i].x"], 3: ["WEIGHTS", "i", "a"]}
+    assert [str(c) for chains in lines.updates.values() for c in chains] == ["SPACE.count"]
+
+
+SHARED = types.SimpleNamespace(rate=1.0, offset=torch.zeros(2))
+
+
+def _changed_on_one_rank(on_change: str) -> list[str]:
+    """What each call says when rank 1 alone has changed a number, and then a tensor."""
+    rank = int(os.environ["RANK"])
+
+    def loss(p, b):
+        return (b @ p["w"] + SHARED.offset).mean() * SHARED.rate
+
+    state, said = fzero.step(state_of(loss, on_change=on_change), X), []
+    for name, value in (("rate", 2.0), ("offset", torch.ones(2))):
+        old = getattr(SHARED, name)
+        if rank == 1:
+            setattr(SHARED, name, value)
+        try:
+            state = fzero.step(state, X)
+            said.append("runs")
+        except fzero.FzeroError as error:
+            said.append(f"{type(error).__name__}: {error}")
+        setattr(SHARED, name, old)
+    state = fzero.step(state, X)  # all alike again
+    return said
+
+
+@pytest.mark.parametrize("on_change", ["error", "retrace"])
+def test_a_change_on_one_rank_alone_ends_on_all_and_hangs_none(on_change: str) -> None:
+    first, second = values(gloo(2, _changed_on_one_rank, on_change, timeout=120.0))
+    if on_change == "error":
+        assert re.fullmatch(r"DisagreementError: rank 1 failed before step 2: CaptureError: SHARED.rate, .*", first[0])
+        assert re.match(r"CaptureError: SHARED.rate, which .* was 1.0 and is 2.0", second[0])
+        assert re.match(r"CaptureError: SHARED.offset, which", second[1])
+    else:
+        for said in (first, second):
+            assert "SHARED.rate is 1.0 on rank 0, 2.0 on rank 1" in said[0]
+            assert said[1] == "runs"  # ranks may close over other values of one shape

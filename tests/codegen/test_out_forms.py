@@ -1,0 +1,72 @@
+"""Results that an op leaves out, or returns as nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fzero
+from fzero.codegen.out_forms import copy_results
+
+STEPS, ROWS, WIDTH, HIDDEN = 5, 3, 4, 6
+GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1}
+
+
+def test_a_result_that_is_left_out_is_not_copied() -> None:
+    into = [torch.full((2,), 7.0) for _ in range(3)]
+    copy_results(lambda: (torch.ones(2), None, torch.empty(0)), list(enumerate(into)))
+    assert [x.tolist() for x in into] == [[1.0, 1.0], [7.0, 7.0], [7.0, 7.0]]
+
+
+def recurrent(
+    name: str, biases: bool, layers: int, both: bool, *, width: int = WIDTH
+) -> tuple[dict[str, Tensor], Callable[..., Tensor]]:
+    """The weights of one of torch's recurrent functions, and a loss of its output and last states."""
+    generator, ways, weights = torch.Generator().manual_seed(0), 1 + both, {}
+    for layer in range(layers):
+        for way in range(ways):
+            inner = width if layer == 0 else ways * HIDDEN
+            shapes = [(GATES[name] * HIDDEN, inner), (GATES[name] * HIDDEN, HIDDEN)]
+            shapes += [(GATES[name] * HIDDEN,)] * 2 if biases else []
+            for i, shape in enumerate(shapes):
+                weights[f"{layer}.{way}.{i}"] = torch.randn(shape, generator=generator) / 3
+
+    def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        first = torch.zeros(layers * ways, x.shape[1], HIDDEN)
+        start: Any = (first, first) if name == "lstm" else first
+        out, *states = getattr(torch, name)(x, start, list(p.values()), biases, layers, 0.0, True, both, False)
+        return out.square().mean() + sum((s.sin().mean() for s in states), out.new_zeros(()))
+
+    return weights, loss
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.sampled(3)
+def test_recurrent_functions_train_as_torch_does(name: str, biases: bool, layers: int, both: bool) -> None:
+    _trains_as_torch_does(*recurrent(name, biases, layers, both), (STEPS, ROWS, WIDTH))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, WIDTH), pytest.param((64, 32, 32), marks=pytest.mark.acceptance)])
+def test_an_lstm_without_biases_trains_as_torch_does(shape: tuple[int, ...]) -> None:
+    _trains_as_torch_does(*recurrent("lstm", False, 1, False, width=shape[2]), shape)
+
+
+def _trains_as_torch_does(weights: dict[str, Tensor], loss: Callable[..., Tensor], shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    state = fzero.init(weights, fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.5)))
+    own = {name: w.clone().requires_grad_() for name, w in weights.items()}
+    for _ in range(2):
+        state = fzero.step(state, x)
+        value = loss(own, x)
+        assert state.metrics["loss"].item() == pytest.approx(value.item(), rel=1e-5)
+        grads = torch.autograd.grad(value, list(own.values()))
+        own = {k: (w - 0.5 * g).detach().requires_grad_() for (k, w), g in zip(own.items(), grads, strict=True)}
+    for name, w in own.items():
+        torch.testing.assert_close(state.params[name].full(), w.detach(), rtol=1e-4, atol=1e-6)

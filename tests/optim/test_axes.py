@@ -1,0 +1,146 @@
+"""Every optimizer over every axis: the numbers of one process, or a refusal before anything is allocated.
+
+`TABLE` is the table of docs/optimizers.md. Leaves are float64, so that an update by signs is the same update.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import run
+from torch import Tensor
+
+import fzero
+from fzero import P, optim
+
+WIDTH, ROWS = 64, 4
+RULES = {"**/up": P(None, "tp"), "**/b": P("tp"), "**/down": P("tp")}
+ADAMW = optim.adamw(1e-2)
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": optim.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam, adamw": ADAMW,
+    'adamw(moments="bfloat16")': optim.adamw(1e-2, moments="bfloat16"),
+    "adamw8bit": optim.adamw8bit(1e-2),
+    "lion": optim.lion(1e-3),
+    "rmsprop": optim.rmsprop(1e-3, centered=True, momentum=0.9),
+    "adagrad": optim.adagrad(1e-2),
+    "nadam": optim.nadam(1e-2),
+    "radam": optim.radam(1e-2),
+    "lamb": optim.lamb(1e-2, weight_decay=0.01),
+    "lars": optim.lars(0.1, weight_decay=1e-4),
+    "adafactor": optim.adafactor(1e-2, weight_decay=0.01),
+    "muon, its matrices": optim.muon(1e-2, others=ADAMW),
+    "ema, ema_params": optim.ema_params(optim.chain(optim.ema(0.9), optim.scale(-0.1)), 0.9),
+    "clip_by_global_norm": optim.chain(optim.clip_by_global_norm(1e-2), optim.adafactor(1e-2)),
+    "apply_if_finite": optim.apply_if_finite(ADAMW),
+    "delayed": optim.delayed(ADAMW),
+}
+AXES: dict[str, dict[str, Any]] = {
+    "dp": {"mesh": {"dp": 2}, "zero": 3},
+    "pp": {"mesh": {"pp": 2}},
+    "tp": {"mesh": {"tp": 2}},
+    "pp x tp": {"mesh": {"pp": 2, "tp": 2}},
+    "offload": {"mesh": {"dp": 2}, "zero": 2, "offload": "optimizer+params"},
+}
+TABLE = {name: dict.fromkeys(AXES, "yes") for name in OPTIMIZERS}
+TABLE["adamw8bit"] |= {"tp": "no", "pp x tp": "no"}
+TABLE["muon, its matrices"] |= {"tp": "no", "pp x tp": "no"}
+WHY = {
+    "adamw8bit": "moments in blocks of 64 elements, which a part would cut",
+    "muon, its matrices": "is stepped as a whole matrix",
+}
+ROUNDED = ('adamw(moments="bfloat16")', "adamw8bit")  # draws and blocks follow the layout of leaves
+
+
+def params(width: int = WIDTH) -> Any:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64) * 0.1
+
+    def block() -> Any:
+        return {"up": normal(width, 2 * width), "b": normal(2 * width), "down": normal(2 * width, width),
+                "square": normal(width, width), "c": normal(width)}  # fmt: skip
+
+    return {"embed": normal(width, width), "blocks": [block() for _ in range(2)]}
+
+
+def loss(p: Any, x: Tensor) -> Tensor:
+    h = x @ p["embed"]
+    for block in p["blocks"]:
+        h = h + torch.tanh(h @ block["up"] + block["b"]) @ block["down"] @ block["square"] + block["c"]
+    return (h - 1).square().mean()
+
+
+def batch(rank: int, step: int) -> Tensor:
+    """The same on every rank of dp, so that one process has the same mean."""
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def spec(name: str, **given: Any) -> fzero.Spec:
+    shard = RULES if "tp" in given.get("mesh", {}) else None
+    return fzero.Spec(loss=loss, optimizer=OPTIMIZERS[name], shard=shard, microbatches=2, transfers="p2p", **given)
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.sampled(12)
+def test_the_numbers_of_one_process(name: str, axis: str) -> None:
+    given = AXES[axis]
+    if TABLE[name][axis] == "no":
+        with pytest.raises(fzero.SpecError, match=WHY[name]):
+            fzero.lower(spec(name, **given), params(), batch(0, 0))
+        return
+    found = run(spec(name, **given), params(), batch, world=math.prod(given["mesh"].values()), steps=3)
+    one = run(spec(name, mesh={"dp": 1}), params(), batch, world=1, steps=3)
+    close = {"rtol": 0, "atol": 2e-3} if name in ROUNDED else {"rtol": 1e-6, "atol": 1e-8}
+    for path in one.paths:
+        if name not in ROUNDED or path.startswith("params/"):
+            torch.testing.assert_close(found.final[path], one.final[path], **close, msg=lambda m, p=path: f"{p}: {m}")
+
+
+@pytest.mark.parametrize("axis", ["pp", "tp", "pp x tp"])
+def test_adafactor(axis: str) -> None:
+    test_the_numbers_of_one_process("adafactor", axis)
+
+
+def test_a_moment_of_another_shape_lies_with_its_leaf() -> None:
+    """On the role that keeps the leaf, cut in the dim that it shares with it: of a square matrix too."""
+    rules = {**RULES, "**/square": P("tp")}
+    given = {"mesh": {"pp": 2, "tp": 2}, "optimizer": OPTIMIZERS["adafactor"], "shard": rules, "microbatches": 2}
+    plan = fzero.lower(fzero.Spec(loss=loss, **given), params(), batch(0, 0)).plan
+    leaf = {leaf.path: leaf for leaf in plan.leaves}
+    for number in range(2):
+        for name, row, col in (("up", "R", "S0"), ("down", "S0", "R"), ("square", "S0", "R")):
+            path = f"blocks/{number}/{name}"
+            own = [leaf[f"{entry}/{path}"] for entry in ("params", "opt_state/row", "opt_state/col")]
+            assert {plan.role_of(plan.buffers[each.buffer]) for each in own} == {number}
+            assert [str(each.placement) for each in own[1:]] == [row, col]
+
+
+@pytest.mark.parametrize("name", WHY)
+def test_what_cannot_is_refused_before_anything_is_allocated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `init` as by `lower`."""
+
+    def allocated(*args: Any, **given: Any) -> Any:
+        raise AssertionError("allocated")
+
+    monkeypatch.setattr("fzero.session.world.storage.allocate", allocated)
+    monkeypatch.setattr("fzero.session.world.mesh_of", lambda spec, size: fzero.ir.mesh.Mesh.of(spec.mesh | {"dp": 1}))
+    with pytest.raises(fzero.SpecError, match=WHY[name]):
+        fzero.init(params(), spec(name, mesh={"tp": 2}))
+
+
+def test_the_documents_show_this_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    head, rows = "| optimizer | dp, every stage | pp | tp | pp x tp | offload |", {}
+    assert head in page
+    for line in page.split(head)[1].split("\n\n")[0].splitlines()[2:]:
+        cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+        rows[cells[0].replace("`", "")] = [re.match(r"yes|no", cell)[0] for cell in cells[1:]]  # type: ignore[index]
+    assert rows == {name: list(by_axis.values()) for name, by_axis in TABLE.items()}

@@ -1,0 +1,121 @@
+"""What the batch alone decides is made once for all layers: less memory, the same bits, and equal layers stay equal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import run
+from torch import Tensor, fx
+
+import fzero
+from fzero import passes, random
+from fzero.cost.memory import account
+from fzero.ir.program import Program
+
+WORLD, DEPTH, ROWS, LENGTH, HEADS, WIDTH = 2, 4, 2, 64, 2, 16
+BIAS_BYTES = ROWS * LENGTH * LENGTH * 4
+SGD = fzero.optim.sgd(0.1)
+
+
+def params(key: Tensor) -> Any:
+    return {"layers": [{"qkv": random.normal(k, (WIDTH, 3 * WIDTH)) / 4} for k in random.split(key, DEPTH)]}
+
+
+def loss(p: Any, b: dict[str, Tensor]) -> Tensor:
+    x, kept = b["x"], (b["ids"] > 0)[:, None, None, :].expand(-1, 1, LENGTH, -1).tril()
+    for layer in p["layers"]:
+        q, k, v = (x @ layer["qkv"]).view(len(x), LENGTH, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=kept)  # torch makes the bias in here, in each layer
+        x = x + y.transpose(1, 2).reshape(x.shape)
+    return x.square().mean()
+
+
+def batch(rank: int, step: int) -> dict[str, Tensor]:
+    key = random.fold_in(random.fold_in(random.key(4), step), rank)
+    ids = torch.arange(LENGTH).expand(ROWS, -1) < torch.tensor([[LENGTH], [LENGTH // 2]])
+    return {"x": random.normal(key, (ROWS, LENGTH, WIDTH)), "ids": ids.long()}
+
+
+def lowered(**options: Any) -> fzero.Lowered:
+    spec = fzero.Spec(loss=loss, **{"optimizer": SGD, "zero": 3, **options})
+    return fzero.lower(spec, params(random.key(0)), batch(0, 0), world_size=WORLD)
+
+
+def biases(program: Program) -> list[int]:
+    """The numbers of the ops that make a bias, once for each."""
+
+    def made(node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        return (
+            node.target is torch.ops.aten.where.self
+            and value.shape[-2:] == (LENGTH, LENGTH)
+            and value.is_floating_point()
+        )
+
+    return [
+        number
+        for number, op in enumerate(program.ops)
+        for node in (program.segments[op.segment].graph.nodes if op.segment else ())
+        if made(node)
+    ]
+
+
+def through(rows: passes.Passes) -> Program:
+    return passes.optimise(lowered().naive, passes.Options(), rows)[0]
+
+
+def test_one_bias_is_made_for_all_layers_and_one_is_kept() -> None:
+    every = through(passes.PASSES)
+    each = through([row for row in passes.PASSES if row[0] != "share"])
+    fzero.verify(every)
+    assert (len(biases(every)), len(biases(each))) == (1, DEPTH)
+    assert account(each).peak - account(every).peak >= (DEPTH - 1) * BIAS_BYTES
+    shared, alone = ({op.segment for op in program.ops if op.segment} for program in (every, each))
+    assert len(shared) <= len(alone), "layers are as equal as before"
+
+
+def test_each_microbatch_makes_its_own() -> None:
+    assert len(biases(lowered(microbatches=2).program)) == 2
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"remat": {"**": "full"}}, {"microbatches": 2, "zero": 2}, {"mesh": {"pp": 2}}], ids=str
+)
+@pytest.mark.sampled(2)
+def test_it_trains_as_torch_does(options: dict[str, Any]) -> None:
+    spec = fzero.Spec(loss=loss, optimizer=SGD, **{"zero": 3, **options})
+    result = run(spec, params(random.key(0)), batch, world=WORLD, steps=2)
+    data = 1 if "mesh" in options else WORLD
+    p = fzero.tree.map(lambda x: x.requires_grad_(), params(random.key(0)))
+    for step in range(2):
+        parts = [batch(rank, step) for rank in range(data)]
+        whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        value = loss(p, whole)
+        assert result.losses()[step] == pytest.approx(value.item(), rel=1e-5)
+        leaves = fzero.tree.flatten(p)[1]
+        grads = torch.autograd.grad(value, leaves)
+        with torch.no_grad():
+            for leaf, grad in zip(leaves, grads, strict=True):
+                leaf -= 0.1 * grad
+
+
+def test_each_role_of_a_pipeline_makes_its_own_and_none_travels() -> None:
+    programs = lowered(mesh={"pp": 2}, zero=0).programs
+    for program in programs.values():
+        assert len(biases(program)) == 1
+        for op in program.ops:
+            if op.kind in ("send", "recv"):
+                assert all(program.buffers[ref.name].nbytes < BIAS_BYTES for ref in (*op.reads, *op.writes))
+
+
+def test_what_a_parameter_takes_part_in_is_left_alone() -> None:
+    def own(p: Any, x: Tensor) -> Tensor:
+        return sum(((x @ w.tanh()) * w.tanh().sum()).sum() for w in p)
+
+    spec = fzero.Spec(loss=own, optimizer=SGD, zero=3)
+    found = fzero.lower(spec, [torch.ones(4, 4), torch.ones(4, 4)], torch.ones(2, 4), world_size=WORLD)
+    before, after = (found.after(name) for name in ("cast_before_gather", "share"))
+    assert before.segments.keys() == after.segments.keys()

@@ -1,0 +1,43 @@
+"""Ctrl-C in a step loses no state: the caller holds the old one or the new one."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fzero
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+@pytest.mark.parametrize("case", ["at_every_op", "around", "twice"])
+def test_ctrl_c(case: str) -> None:
+    path = os.pathsep.join([str(SUPPORT.parents[1]), str(SUPPORT)])
+    done = subprocess.run(
+        [sys.executable, SUPPORT / "workers" / "interrupted.py", case],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
+    assert ("Ctrl-C: this step ends first" in done.stderr) or case == "around"
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_keeps_a_state_is_named(how: Callable[[Any], Any]) -> None:
+    spec = fzero.Spec(loss=lambda p, b: (p["w"] * b).sum(), optimizer=fzero.optim.sgd(0.1))
+    state = fzero.init({"w": torch.ones(3)}, spec)
+    assert copy.deepcopy(spec) == spec == copy.copy(spec)
+    with pytest.raises(fzero.SpecError, match=r"a Spec cannot be pickled: .*fzero.save\(state.*snapshot"):
+        pickle.dumps(spec)
+    for value in (state, state.params["w"], {"deep": [state]}):
+        if how is not copy.copy or not isinstance(value, dict):
+            with pytest.raises(fzero.FzeroError, match=r"cannot be copied or pickled: .*fzero.save\(state.*snapshot"):
+                how(value)
