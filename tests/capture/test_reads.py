@@ -450,7 +450,14 @@ def test_a_generator_that_the_loss_makes_may_draw() -> None:
     def loss(p, b):
         noise = np.random.default_rng(3).normal(size=2)
         rng = random.Random(1)
-        return (b @ p["w"] + torch.tensor(noise)).mean() * rng.random()
+        weight = rng.random()
+        weight += helped(rng)
+        for _ in range(rng.randint(2, 3)):
+            weight += rng.random()
+        return (b @ p["w"] + torch.tensor(noise)).mean() * weight
+
+    def helped(generator):
+        return generator.random() + generator.uniform(0, 1)
 
     state = state_of(loss)
     for _ in range(2):

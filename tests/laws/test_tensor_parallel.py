@@ -234,7 +234,7 @@ def test_memory_against_bytes_decides_what_is_sent_again() -> None:
         for remat in ("none", "full")
     )
     same(again, plain)
-    ops = [op for op in again.lowered.program.ops if op.transfers and op.phase == "forward"]
+    ops = [op for op in again.lowered.program.ops if op.transfers and op.phase in ("forward", "recompute")]
     print(*(f"{op.kind}: {op.why}" for op in ops), sep="\n")
     repeated = [op for op in ops if op.why.startswith("again ")]
     assert {op.kind: op.why.rpartition(": ")[2] for op in repeated} == {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 import sys
 import threading
@@ -90,8 +91,10 @@ class Draws:
         self.pending.clear()
         if self.of_system:
             raise _refused(SYSTEM, self.of_system)
+        ours = collections.Counter(id(generator) for generator, _ in self.drawn)  # references of this record
         for generator, where in self.drawn:
-            if generator is _PYTHONS or generator is _NUMPYS or references(generator) > 2:  # `drawn`, and this loop
+            held = references(generator) > ours[id(generator)] + 1  # and this loop's
+            if generator is _PYTHONS or generator is _NUMPYS or held:
                 raise _refused(_name(generator), where)
         if self.drawn or threading.active_count() > 1:  # another thread may have drawn
             return
