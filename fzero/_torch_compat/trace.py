@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (  # 2.11.0, 2.13.0
     UnsupportedOperatorException,
 )
 from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors  # 2.11.0, 2.13.0
-from torch.fx import _lazy_graph_module  # 2.11.0, 2.13.0
+from torch.fx import _lazy_graph_module, _symbolic_trace  # 2.11.0, 2.13.0
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (  # 2.11.0, 2.13.0
     disable_proxy_modes_tracing,
@@ -113,7 +113,7 @@ def make_fx(fn: Callable[..., Any], **how: Any) -> Callable[..., torch.fx.GraphM
     notes down is a fifth of the memory of a graph (2.13.0)."""
 
     def traced(*inputs: Any) -> torch.fx.GraphModule:
-        with ONE_THREAD, _lazy_graph_module._use_lazy_graph_module(True):
+        with ONE_THREAD, _lazy_graph_module._use_lazy_graph_module(True), _nothing_replaced():
             gm = proxy_tensor.make_fx(fn, **how)(*inputs)
         for node in gm.graph.nodes:
             for key in _UNREAD:
@@ -121,6 +121,36 @@ def make_fx(fn: Callable[..., Any], **how: Any) -> Callable[..., torch.fx.GraphM
         return gm
 
     return traced
+
+
+@contextmanager
+def _nothing_replaced() -> Iterator[None]:
+    """The next trace of torch.fx replaces nothing outside of it.
+
+    Tracers that see calls of Python replace `Module.__call__` and `__getattr__`, which each of Module's some hundred
+    subclasses is told, twice. `make_fx` sees ops as they are dispatched, and what it puts there hands everything on
+    (`PythonKeyTracer.call_module` and `getattr`: 2.11.0, 2.13.0). That was a third of the time of a lowering. Traces
+    within that one are as they always are.
+    """
+    before = _symbolic_trace._new_patcher
+
+    @contextmanager
+    def once() -> Iterator[Any]:
+        _symbolic_trace._new_patcher = before
+        yield _Nothing()
+
+    _symbolic_trace._new_patcher = once
+    try:
+        yield
+    finally:
+        _symbolic_trace._new_patcher = before
+
+
+class _Nothing(_symbolic_trace._Patcher):
+    """Replaces nothing."""
+
+    def patch(self, *args: Any, **kwargs: Any) -> None: ...
+    def patch_method(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 def graph_module(graph: torch.fx.Graph) -> torch.fx.GraphModule:
