@@ -9,6 +9,7 @@ A collective call of the user begins in `agree`: it tells the heartbeat (`fzero.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +20,11 @@ import torch
 import torch.distributed as dist
 
 from fzero.comm import heartbeat
-from fzero.errors import DisagreementError
+from fzero.errors import DisagreementError, printable
 
 NOTE_BYTES = 512
+CALL_BYTES = 160  # of a note; of its digest and of each shared value at most PART_BYTES
+PART_BYTES = 80
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,10 @@ def agree(
     try:
         if world_size > 1:
             presence.enter(call)
-            text = f"{type(failure).__name__}: {failure}" if failure is not None else ""
-            shared = json.dumps([(value.among, value.value) for value in same])
-            note = f"{'!' if failure is not None else '='}{int(flags)}\n{call}\n{digest}\n{shared}\n{text}"
+            text = printable(f"{type(failure).__name__}: {failure}") if failure is not None else ""
+            shared = json.dumps([(value.among, _within(value.value, PART_BYTES)) for value in same])
+            asked = f"{_within(call, CALL_BYTES)}\n{_within(digest, PART_BYTES)}"
+            note = f"{'!' if failure is not None else '='}{int(flags)}\n{asked}\n{shared}\n{text}"
             notes = tell(note.encode(), world_size, group)
             presence.set_agreed(call)
             if failure is None:
@@ -119,8 +123,19 @@ def agree(
     return any_rank_flags
 
 
+def _within(text: str, num_bytes: int) -> str:
+    """The text in one line of at most so many bytes: of a longer one its beginning and a digest."""
+    line = printable(text).replace("\n", "\\n").encode()
+    if len(line) <= num_bytes:
+        return line.decode()
+    digest = hashlib.blake2b(line, digest_size=8).hexdigest()
+    return f"{line[: num_bytes - len(digest) - 4].decode(errors='ignore')}... {digest}"
+
+
 def _text(inputs: Mapping[str, str]) -> bytes:
-    return "".join(f"{name}\t{value}\n" for name, value in inputs.items()).encode()
+    """A line for each input; the names and values of a batch may hold anything."""
+    lines = (f"{_within(name, CALL_BYTES)}\t{_within(value, CALL_BYTES)}\n" for name, value in inputs.items())
+    return "".join(lines).encode()
 
 
 def _table(note: bytes) -> dict[str, str]:

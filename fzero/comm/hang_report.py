@@ -16,10 +16,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any
 
-from fzero.errors import HangError
+from fzero.errors import HangError, printable
+
+MOST_BYTES = 1 << 16  # of a record; one of this program has some hundreds
+TEXT_CHARS = 400  # of its texts
+MOST = 1 << 60  # of its numbers
 
 
 class Phase(StrEnum):
@@ -55,15 +60,19 @@ class RankStatus:
 
     def to_json(self) -> str:
         """The text for the store."""
-        return json.dumps(asdict(self))
+        cut = {name: value[:TEXT_CHARS] if isinstance(value, str) else value for name, value in vars(self).items()}
+        return json.dumps(cut)
 
     @staticmethod
     def from_json(text: bytes | str) -> RankStatus | None:
-        """The inverse of `to_json`; None if the text is no record."""
+        """The inverse of `to_json`; None if the text is no record.
+
+        Whoever reaches the store can write to it: each field has its type and range, and a text is printable.
+        """
         try:
-            fields = json.loads(text)
-            return RankStatus(**{**fields, "end": Phase(fields["end"])})
-        except (ValueError, TypeError, KeyError):
+            content = json.loads(text if len(text) <= MOST_BYTES else "")
+            return RankStatus(**{f.name: _checked(str(f.type), content[f.name]) for f in fields(RankStatus)})
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
 
     def stops(self, call: int) -> bool:
@@ -75,6 +84,18 @@ class RankStatus:
         if self.end == Phase.FAILED:
             return self.call == call
         return self.call <= call if self.end == Phase.LOST else self.call < call and self.end != Phase.GOING
+
+
+def _checked(kind: str, value: Any) -> Any:
+    """The value of a record's field. Raises ValueError and TypeError if it is of another kind, or out of range."""
+    allowed = {"int": (int,), "float": (int, float), "bool": (bool,)}.get(kind, (str,))
+    if type(value) not in allowed:
+        raise TypeError(kind)
+    if isinstance(value, str):
+        return Phase(value) if kind == "Phase" else printable(value[:TEXT_CHARS])
+    if not 0 <= value <= MOST:
+        raise ValueError(kind)
+    return float(value) if kind == "float" else value
 
 
 def hang_error(

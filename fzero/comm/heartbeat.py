@@ -43,14 +43,13 @@ import torch
 import torch.distributed as dist
 
 from fzero._torch_compat import default_store, gloo_timeout, store_holder
-from fzero.comm.hang_report import Phase, RankStatus, hang_error, no_store, sentence
+from fzero.comm.hang_report import TEXT_CHARS, Phase, RankStatus, hang_error, no_store, sentence
 from fzero.errors import FzeroError, HangError, PeerError
 
 TICK_SECONDS = 1.0
 ANSWER_SECONDS = 2.0  # a rank that writes nothing for so long, and for two ticks and a half, is silent
 WRITES_PER_SECOND = 256  # of all ranks, at most
 POISON_TAG = 0x7FFFFFF1
-TEXT_CHARS = 400
 SOURCE = re.compile(r"^\[[^]]*\.cc:\d+\] ")  # gloo's messages begin with it
 
 
@@ -256,10 +255,10 @@ class Heartbeat:
     The main thread calls the public methods, sets `listens` (whether the records of the others are read each tick), and
     adds to `groups`: the presence's group first, if it has one, then the smaller ones. Only the heartbeat's own thread,
     which runs the private ones, writes `beat` (records written), `answered_at` (when the store last answered, in
-    seconds of time.monotonic), `halted` (why a wait was ended), `heard` (the last record of each other rank),
-    `statuses` (the result of the roll call), `left` (set when the group is gone), `told` (the others need not answer
-    this rank any more), and `last` and `since` (the place last seen, and since when). `wake` and `stopped` are set by
-    the main thread; `published` and `answered` by this one.
+    seconds of time.monotonic), `halted` (why a wait was ended), `own` and `heard` (the last record of this rank, and of
+    each other), `statuses` (the result of the roll call), `left` (set when the group is gone), `told` (the others need
+    not answer this rank any more), and `last` and `since` (the place last seen, and since when). `wake` and `stopped`
+    are set by the main thread; `published` and `answered` by this one.
     """
 
     def __init__(self, presence: Presence, group: Any, store: Any) -> None:
@@ -278,6 +277,7 @@ class Heartbeat:
         self.left: Ending | None = None
         self.listens = False
         self.heard: dict[int, Heard] = {}
+        self.own: RankStatus | None = None
         self.statuses: Statuses | None = None
 
     # --- for the main thread
@@ -360,6 +360,7 @@ class Heartbeat:
             seconds=now - self.since, waits=waits or ending.phase is Phase.LOST, end=ending.phase, why=ending.why,
             told=self.told, agreed=where.agreed,
         )  # fmt: skip
+        self.own = status
         self.store.set(str(presence.rank), status.to_json())
         if ending.phase is not Phase.GOING:
             self.store.set("over", "1")
@@ -406,7 +407,7 @@ class Heartbeat:
             time.sleep(self.tick / 4)
         self.told = True
         self._tell()
-        statuses = {r: heard.status for r, heard in self.heard.items()} | self._read({self.presence.rank})
+        statuses = {r: heard.status for r, heard in self.heard.items()} | {self.presence.rank: self.own}
         self._let_read({r for r, status in statuses.items() if status is not None and status.waits} - silent)
         return dict(sorted(statuses.items())), silent | undecided
 

@@ -41,26 +41,27 @@ def prefixed(store: Any, rank: int, world_size: int, timeout_seconds: float) -> 
     store.set(f"token/{rank}", token)
     while time.monotonic() < deadline:
         if rank == 0 and store.check([f"token/{r}" for r in everyone]):
-            store.set("offer", " ".join(store.get(f"token/{r}").decode() for r in everyone))
+            store.set("offer", " ".join(_read(store, f"token/{r}") for r in everyone))
         if store.check(["offer"]):
-            offer = store.get("offer").decode()
+            offer = _read(store, "offer")
             name = _name(offer)
             tokens = offer.split(" ")
             if len(tokens) == world_size and tokens[rank] == token:
                 store.set(f"accepted/{rank}", name)
                 accepted = rank == 0 and store.check([f"accepted/{r}" for r in everyone])
-                if accepted and all(store.get(f"accepted/{r}").decode() == name for r in everyone):
+                if accepted and all(_read(store, f"accepted/{r}") == name for r in everyone):
                     store.set("go", name)
-                if store.check(["go"]) and store.get("go").decode() == name:
+                if store.check(["go"]) and _read(store, "go") == name:
                     return dist.PrefixStore(name, store)
         if store.check([f"missing/{token}"]):
-            missing = [int(r) for r in store.get(f"missing/{token}").decode().split()]
+            told = _read(store, f"missing/{token}").split()
+            missing = [r for r in everyone if str(r) in told]
             store.set(f"told/{token}", "")
             raise not_come(rank, world_size, missing, timeout_seconds)
         time.sleep(POLL_SECONDS)
     missing = _missing(store, rank, world_size, token)
     if rank == 0:
-        others = [store.get(f"token/{r}").decode() for r in everyone[1:] if r not in missing]
+        others = [_read(store, f"token/{r}") for r in everyone[1:] if r not in missing]
         for other in others:
             store.set(f"missing/{other}", " ".join(map(str, missing)))
         wait_for_keys(store, [f"told/{other}" for other in others], TOLD_SECONDS)
@@ -79,11 +80,16 @@ def _missing(store: Any, rank: int, world_size: int, token: str) -> list[int]:
     """The ranks that did not do their part in a start that did not come about."""
     if silent := [r for r in range(world_size) if not store.check([f"token/{r}"])]:
         return silent
-    offer = store.get("offer").decode() if store.check(["offer"]) else ""
+    offer = _read(store, "offer") if store.check(["offer"]) else ""
     if token not in offer.split(" "):
         return [0]  # it offers what it finds, again and again
-    accepted = {r: store.get(f"accepted/{r}").decode() for r in range(world_size) if store.check([f"accepted/{r}"])}
+    accepted = {r: _read(store, f"accepted/{r}") for r in range(world_size) if store.check([f"accepted/{r}"])}
     return [r for r in range(world_size) if accepted.get(r) != _name(offer)]
+
+
+def _read(store: Any, key: str) -> str:
+    """The text of a key. Whoever reaches the store can write to it: a text that is none is like another's."""
+    return str(store.get(key).decode(errors="replace"))
 
 
 def _name(offer: str) -> str:

@@ -118,6 +118,8 @@ def write(report: Report) -> Path:
 def read(path: str | os.PathLike[str]) -> Report:
     """The report in a file. Raises ValueError for a file that is none, and OSError."""
     file = Path(path)
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{file} is no report of fzero's: it is no file")
     if file.stat().st_size > MOST_BYTES:
         raise ValueError(f"{file} has {file.stat().st_size:,} bytes: a report has at most {MOST_BYTES:,}")
     try:
@@ -128,7 +130,8 @@ def read(path: str | os.PathLike[str]) -> Report:
         if wrong := [key for key, gm in pool.items() if digest(gm) != key]:
             raise ValueError(f"segment {wrong[0]} is not what its name says")
         programs = {int(rank): parse("\n".join(lines), pool) for rank, lines in content["programs"].items()}
-        return Report("\n".join(content["what"]), content["facts"], programs)
+        facts = {str(name): str(value) for name, value in content["facts"].items()}
+        return Report("\n".join(content["what"]), facts, programs)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no report of fzero's: {error}") from None
 

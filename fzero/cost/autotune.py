@@ -33,6 +33,7 @@ import torch
 
 from fzero import private_folder
 from fzero._torch_compat import product_precision
+from fzero.errors import DisagreementError, printable
 
 log = logging.getLogger("fzero")
 PATIENCE = timedelta(seconds=15)
@@ -71,8 +72,8 @@ class Costs:
                 self.known.update(remember(self.kind, new))
             agreed = {q: self.known[q] for q in questions if q in self.known}
             if self.store is not None:
-                agreed = _checked(json.loads(self.store.compare_set(question, "", json.dumps(agreed))))
-        return agreed
+                agreed = _agreed(question, self.store.compare_set(question, "", json.dumps(agreed)))
+        return {q: agreed[q] for q in questions if q in agreed}
 
     def _from_store(self, question: str) -> dict[str, Figures] | None:
         """The figures that another rank has put into the store, or None after `PATIENCE`."""
@@ -82,7 +83,18 @@ class Costs:
             self.store.wait([question], PATIENCE)
         except RuntimeError:  # DistStoreError: the time is up
             return None
-        return _checked(json.loads(self.store.get(question)))
+        return _agreed(question, self.store.get(question))
+
+
+def _agreed(question: str, text: bytes) -> dict[str, Figures]:
+    """The figures that a rank put into the store. Raises DisagreementError for what no rank wrote."""
+    try:
+        return _checked(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise DisagreementError(
+            f"the process group's store has under {question} what fzero did not write ({printable(str(error))[:200]}): "
+            "another program writes into it. Start all ranks again, with a MASTER_PORT that others do not use"
+        ) from None
 
 
 def folder() -> Path:

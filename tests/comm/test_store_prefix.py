@@ -50,3 +50,18 @@ def test_a_start_that_died_half_way_leaves_nothing_that_counts() -> None:
         assert error.value.missing == (missing,)
     assert started(store, 2, [0, 1]) == ["2"] * 2
     assert started(store, 3, [2, 0, 1]) == ["3"] * 3
+
+
+@pytest.mark.parametrize("foreign", ["x", b"\xff\xfe", "0 1 99999 -1 " + "9" * 5000, "A" * 1_000_000])
+@pytest.mark.parametrize("key", ["token/1", "offer", "accepted/1", "go", "missing"])
+def test_what_fzero_did_not_write_ends_in_an_error_of_its_own(
+    foreign: str | bytes, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's store is open to every program that reaches its port."""
+    monkeypatch.setattr("secrets.token_hex", lambda _: "mine")
+    store = dist.HashStore()
+    store.set(f"fzero/rounds/{'missing/mine' if key == 'missing' else key}", foreign)
+    for rank in (0, 1):
+        with pytest.raises(fzero.HangError, match=rf"rank {rank}: .*did not come within 0.02 s") as error:
+            prefixed(store, rank, 2, 0.02)
+        assert set(error.value.missing) <= {0, 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -202,6 +203,19 @@ def test_a_file_that_is_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[
     file.write_bytes(b"\x80\x04K\x01.")
     assert cli.main(["verify", str(file)]) == 2
     assert "is no report of fzero's" in capsys.readouterr().err
+
+
+def test_a_pipe_is_no_report_and_a_report_moves_no_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="it is no file"):
+        fault_report.read(tmp_path / "pipe")
+    content = {"header": fault_report.HEADER, "what": ["\x1b[2J"], "facts": {"\x1b]0;a": ["\x07"]}}
+    (tmp_path / "it").write_text(json.dumps({**content, "programs": {}, "segments": {}}))
+    assert cli.main(["verify", str(tmp_path / "it")]) == 1
+    assert capsys.readouterr().out.replace("\n", "").isprintable()
+    (tmp_path / "it").write_text(json.dumps({**content, "programs": {}, "segments": {}, "facts": []}))
+    with pytest.raises(ValueError, match="is no report of fzero's"):
+        fault_report.read(tmp_path / "it")
 
 
 def test_an_argument_of_every_kind_comes_back() -> None:

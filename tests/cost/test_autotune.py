@@ -233,3 +233,23 @@ def test_no_rank_waits_for_ever_and_the_first_to_write_wins(monkeypatch: pytest.
     monkeypatch.setenv("FZERO_CACHE", os.environ["FZERO_CACHE"] + "/of rank 0")
     assert Costs("test", rank=0, store=store).find(["a"], lambda q: B) == {"a": A}
     assert Costs("test", rank=2, store=store).find(["a"], never) == {"a": A}
+
+
+@pytest.mark.parametrize(
+    "foreign", [b"\xff", "x", "[]", '{"a": {"torch": 1e400}}', '{"a": {"torch": -1}}', "[" * 100_000, '{"\x1b[2J": 1}']
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_figures_in_the_store_that_no_rank_wrote(foreign: str | bytes, rank: int) -> None:
+    """torch's store is open to every program that reaches its port."""
+    store = torch.distributed.HashStore()
+    key = "fzero/test/" + autotune._digest(repr(["a"]))
+    store.set(key, foreign)
+    with pytest.raises(fzero.errors.DisagreementError, match=rf"has under {key} what fzero did not write") as error:
+        Costs("test", rank=rank, store=store).find(["a"], lambda q: A)
+    assert str(error.value).isprintable()
+
+
+def test_a_question_that_nobody_asked_has_no_figures() -> None:
+    store = torch.distributed.HashStore()
+    store.set("fzero/test/" + autotune._digest(repr(["a"])), json.dumps({"a": A, "b": B}))
+    assert Costs("test", rank=1, store=store).find(["a"], never) == {"a": A}

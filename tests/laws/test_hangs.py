@@ -217,6 +217,14 @@ def test_a_store_in_a_file(tmp_path: Any) -> None:
     assert "rank 0: waiting in the whole of 'params/blocks/0' and 1 more leaves, for all ranks" in found["message"]
 
 
+def test_strangers_at_the_port_of_the_store_end_no_run() -> None:
+    """What they send is no message of the store's; a record that is none counts for none, and ends no heartbeat."""
+    for one in values(gloo(2, worker.strangers, 1.0, timeout=120)):
+        assert one["thread"]
+        assert one["stranger"]
+        assert one["steps"] > 2
+
+
 # --- the text ---------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,8 @@ import contextlib
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch.distributed as dist
 
 import fzero
 from fzero.checkpoint import shards
+from fzero.comm import heartbeat
 from fzero.comm.agree import tell
 from fzero.ir.program import op_text
 from fzero.runtime.executor import Executor
@@ -242,3 +245,44 @@ def stopped_in_a_save(how: str, folder: str) -> dict[str, Any]:
     os.kill(pids[1], signal.SIGKILL)
     dist.destroy_process_group()
     return found
+
+
+STRANGER = """
+import os, random, socket, sys, time
+sys.argv[2] == "0" or os.setuid(65534)
+port, held, draw = int(sys.argv[1]), [], random.Random(0)
+for each in range(1_000_000):
+    held = held[-100:]  # the others say nothing, for as long as they live
+    try:
+        one = socket.socket()
+        held.append(one)
+        one.connect(("127.0.0.1", port))
+        if each % 2:
+            one.sendall([b"GET / HTTP/1.0\\r\\n\\r\\n", draw.randbytes(4096), b"\\0"][each // 2 % 3])
+    except OSError:
+        pass
+    time.sleep(0.02)
+"""
+
+
+def strangers(seconds: float) -> dict[str, Any]:
+    """Steps, while a process of another user (of this one, where it is not root's) connects to the store's port and
+    writes what is no message, and this process writes into the records of all ranks what is none."""
+    rank, root = int(os.environ["RANK"]), os.geteuid() == 0
+    draw = torch.Generator().manual_seed(0)
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(1e-3), zero=2, timeout=20.0)
+    state = fzero.init({"blocks": [torch.randn(8, 8, generator=draw) for _ in range(2)]}, spec)
+    command = [sys.executable, "-I", "-S", "-c", STRANGER, os.environ["MASTER_PORT"], str(int(root))]
+    stranger = subprocess.Popen(command, env={}) if rank == 0 else None
+    pulse = heartbeat.of().heartbeat
+    store, began, done = pulse.store.clone(), time.monotonic(), False
+    while not done:
+        for number, record in enumerate(("", b"\xff", "[" * 10_000, '{"end": "failed", "call": "x"}')):
+            store.set(str(number % 2), record)
+        state = fzero.step(state, torch.ones(2, 8))
+        done = bool(max(tell(bytes([time.monotonic() - began > seconds]), 2, None)))
+    lived = stranger is None or stranger.poll() is None
+    if stranger is not None:
+        stranger.kill()
+        stranger.wait()
+    return {"steps": state.step, "thread": pulse.alive(), "stranger": lived, "loss": float(state.metrics["loss"])}
