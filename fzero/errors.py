@@ -88,7 +88,7 @@ class CheckpointError(FzeroError):
 
     def __init__(self, file: object, text: str, errno: int | None = None) -> None:
         self.file, self.text, self.errno = str(file), text, errno
-        super().__init__(f"{self.file}: {text}")
+        super().__init__(f"{printable(self.file)}: {text}")
 
 
 class CorruptError(CheckpointError):
@@ -109,7 +109,7 @@ class OffloadError(FzeroError):
 
     def __init__(self, file: object, text: str, errno: int | None = None) -> None:
         self.file, self.text, self.errno = str(file), text, errno
-        super().__init__(f"{self.file}: {text}")
+        super().__init__(f"{printable(self.file)}: {text}")
 
 
 def printable(text: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import shutil
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import transformers
 import fzero
 from fzero.cost.memory import account
 from fzero.errors import CheckpointError
-from fzero.interop.trainer import refusals, shapes, step, weightless, weights
+from fzero.interop.trainer import refusals, resume, shapes, step, weightless, weights
 from fzero.interop.trainer.arguments import TrainingArguments
 from fzero.interop.trainer.engine import Engine
 
@@ -71,6 +71,8 @@ class Mixin(transformers.Trainer):
             self.model.activation_checkpointing_disable()
         self._here("training begins")
         self.engine = Engine.to_train(self, max_steps, _state_of(resume_from_checkpoint))
+        if resume_from_checkpoint:
+            resume.same_steps(resume_from_checkpoint, self.state.global_step, self.engine.state.step)
         self._begin()
         self.callback_handler.train_dataloader = train_dataloader
         return self.model, train_dataloader
@@ -275,7 +277,11 @@ class Mixin(transformers.Trainer):
         if self.engine is None:
             return super().save_model(output_dir, _internal_call)
         folder = Path(output_dir or str(self.args.output_dir))
-        weights.write(self, self.engine.state, self.engine.trained.apply, folder, self.engine.export_dtype)
+        try:
+            weights.write(self, self.engine.state, self.engine.trained.apply, folder, self.engine.export_dtype)
+        except OSError as error:
+            why = f"the model cannot be written: {error.strerror or error}. Make room, or name another folder"
+            raise CheckpointError(folder, f"{why}: trainer.save_model(folder)", error.errno) from error
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
         return None
@@ -283,13 +289,20 @@ class Mixin(transformers.Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.engine is not None
         folder = Path(output_dir) / FOLDER
-        if self.args.should_save and folder.exists():  # of a run that has gone back since
-            shutil.rmtree(folder)
+        if self.args.should_save and os.path.lexists(folder):  # of a run that has gone back since
+            weights.remove(folder)
         self.accelerator.wait_for_everyone()
         fzero.save(self.engine.state, folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Nothing yet: the state is loaded once the step is known."""
+        """A look at what transformers reads; the state is loaded once the step is known."""
+        resume.check(resume_from_checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        try:
+            super()._load_rng_state(checkpoint)
+        except Exception as error:  # whatever lies in the file
+            raise resume.unreadable(checkpoint, error) from None
 
     def _load_best_model(self) -> None:
         assert self.engine is not None

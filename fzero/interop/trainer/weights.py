@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fzero
-from fzero.errors import FzeroError
+from fzero.errors import CheckpointError, FzeroError
 from fzero.interop import _hf_compat
 from fzero.interop.fitted import Fitted
 from fzero.interop.huggingface import SINGLE, export_safetensors, safetensors
@@ -137,12 +138,24 @@ def write(trainer: Any, state: fzero.State, apply: Apply, folder: Path, dtype: t
         return
     _processor(trainer, folder)
     for old in folder.glob("model*.safetensors*"):
-        old.unlink()
+        if old.is_symlink() or not old.is_dir():
+            old.unlink()
     for file in (folder / "weights.tmp").iterdir():
         os.replace(file, folder / file.name)
     (folder / "weights.tmp").rmdir()
     if module.can_generate():
         module.generation_config.save_pretrained(folder)
+
+
+def remove(path: Path) -> None:
+    """Removes what lies at a path: a folder with its content, of a link the link alone. Raises CheckpointError."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as error:
+        raise CheckpointError(path, f"is in the way, and cannot be removed: {error.strerror}", error.errno) from error
 
 
 def _whole(trainer: Any, folder: Path, tensors: dict[str, Tensor]) -> None:
