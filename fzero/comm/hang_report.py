@@ -14,10 +14,13 @@ If every rank waits, none is missing: they wait in different places, and the err
 from __future__ import annotations
 
 import json
+import os
+import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from fzero.errors import HangError, printable
@@ -44,7 +47,7 @@ class RankStatus:
     beat: how many records it has written. time: its clock, in seconds since 1970. call: how many collective calls have
     begun. at: where it is, in words; seconds: for how long. waits: whether it waits for another rank. end: its Phase;
     why: the reason, if it ended. told: others need not answer it any more. agreed: the last call that all ranks agreed
-    on, as far as it knows.
+    on, as far as it knows. process: see `process_name`.
     """
 
     beat: int
@@ -57,6 +60,7 @@ class RankStatus:
     why: str
     told: bool
     agreed: str
+    process: str = ""
 
     def to_json(self) -> str:
         """The text for the store."""
@@ -203,9 +207,43 @@ def sentence(rank: str, status: RankStatus | None, silent: bool = False, newest:
         since = f"; it has agreed on {later} since" if later else ""
         return (
             f"{rank} is missing: it does not answer, so it is stopped, or its process or machine is gone; "
-            f"last heard of {ago:.1f} s ago, {status.at}{since}"
+            f"last heard of {ago:.1f} s ago, {status.at}{since}{fate(status.process)}"
         )
     return f"{rank} is missing: it answers, but has been for {status.seconds:.1f} s {status.at}"
+
+
+def process_name() -> str:
+    """This process, as others of its machine find it: machine, namespace, number, start. "" where /proc tells none."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{machine} {os.readlink('/proc/self/ns/pid')} {os.getpid()} {_stat(os.getpid())[1]}"
+    except (OSError, IndexError):
+        return ""
+
+
+def fate(process: str) -> str:
+    """What became of a process of this machine, as the end of a sentence; "" if nothing is known of it."""
+    here, there = process_name().split(), process.split()
+    if len(there) != 4 or here[:2] != there[:2] or not re.fullmatch("[0-9]{1,10}", there[2]):
+        return ""
+    try:
+        state, start = _stat(int(there[2]))
+    except (FileNotFoundError, ProcessLookupError):
+        state, start = "X", ""
+    except (OSError, IndexError):
+        return ""
+    if state in "ZX" or start != there[3]:
+        return (
+            "; its process has ended without a word: it was killed, or crashed. If it printed nothing, memory may have "
+            "been short: the kernel's log (dmesg) names what it killed for that"
+        )
+    return "; its process is stopped (SIGSTOP, or a debugger)" if state in "Tt" else ""
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """(state, start) of a process, as the kernel writes them. Raises OSError."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -43,7 +43,7 @@ import torch
 import torch.distributed as dist
 
 from fzero._torch_compat import default_store, gloo_timeout, store_holder
-from fzero.comm.hang_report import TEXT_CHARS, Phase, RankStatus, hang_error, no_store, sentence
+from fzero.comm.hang_report import TEXT_CHARS, Phase, RankStatus, hang_error, no_store, process_name, sentence
 from fzero.errors import FzeroError, HangError, PeerError
 
 TICK_SECONDS = 1.0
@@ -268,6 +268,7 @@ class Heartbeat:
         self.tick = max(min(TICK_SECONDS, presence.timeout_seconds / 10), presence.world_size / WRITES_PER_SECOND)
         self.patience = max(2.5 * self.tick, ANSWER_SECONDS)
         self.holder = store_holder(store) if store is not None else None
+        self.process = process_name()
         self.thread: threading.Thread | None = None
         self.wake, self.stopped = threading.Event(), threading.Event()
         self.published, self.answered = threading.Event(), threading.Event()
@@ -358,7 +359,7 @@ class Heartbeat:
         status = RankStatus(
             beat=self.beat, time=time.time(), call=where.call, at=ending.place or where.text(waits),
             seconds=now - self.since, waits=waits or ending.phase is Phase.LOST, end=ending.phase, why=ending.why,
-            told=self.told, agreed=where.agreed,
+            told=self.told, agreed=where.agreed, process=self.process,
         )  # fmt: skip
         self.own = status
         self.store.set(str(presence.rank), status.to_json())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fzero.comm.hang_report import TEXT_CHARS
+from fzero.comm.hang_report import TEXT_CHARS, _stat, fate, process_name
 from fzero.comm.heartbeat import Presence
 from fzero.errors import PeerError
 
@@ -42,7 +44,7 @@ def test_its_thread_ends_before_python_does() -> None:
 # --- records that fzero did not write: torch's store is open to every program that reaches its port
 
 PLAIN: dict[str, Any] = {"beat": 1, "time": time.time(), "call": 1, "at": "in step 1", "seconds": 1.0, "waits": False}
-PLAIN |= {"end": "", "why": "", "told": False, "agreed": "step 1"}
+PLAIN |= {"end": "", "why": "", "told": False, "agreed": "step 1", "process": ""}
 NO_RECORD = {
     "text": "hello",
     "bytes": b"\xff\xfe\0",
@@ -66,6 +68,7 @@ RECORDS = {
         "a failure": {"end": "failed", "why": COLOURED},
         "an end": {"end": "ended", "call": 0, "why": COLOURED},
         "an agreement": {"agreed": COLOURED},
+        "a process": {"process": process_name().rpartition(" ")[0] + COLOURED},
         "long": {"end": "failed", "why": "A" * 60_000},
     }.items()
 }
@@ -121,3 +124,26 @@ def test_a_rank_does_not_read_its_own_record_from_the_store(monkeypatch: pytest.
     message, alive = lost("")
     assert alive
     assert "rank 0: waiting in step 1, for all ranks to agree on it (this rank is one)" in message
+
+
+@pytest.mark.skipif(not process_name(), reason="needs /proc of Linux")
+def test_what_became_of_a_process_of_this_machine() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        machine, namespace, *_ = process_name().split()
+        name = f"{machine} {namespace} {child.pid} {_stat(child.pid)[1]}"
+        assert fate(name) == fate(process_name()) == ""
+        child.send_signal(signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        assert fate(name) == "; its process is stopped (SIGSTOP, or a debugger)"
+        assert "has ended" in fate(name[:-1] + "x"), "another of its number"
+        child.kill()
+        child.wait()
+        assert "memory may have been short" in fate(name)
+    rest = name.split()[2:]
+    foreign = [
+        f"elsewhere {namespace} {' '.join(rest)}",
+        f"{machine} pid:[1] {' '.join(rest)}",
+        f"{machine} {namespace}",
+    ]
+    foreign += [f"{machine} {namespace} ../1 5", f"{machine} {namespace} {'9' * 300} 5", "", "x"]
+    assert [fate(other) for other in foreign] == [""] * 7

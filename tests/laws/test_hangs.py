@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import re
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,12 +221,43 @@ def test_a_store_in_a_file(tmp_path: Any) -> None:
     assert "rank 0: waiting in the whole of 'params/blocks/0' and 1 more leaves, for all ranks" in found["message"]
 
 
+@pytest.fixture
+def limited() -> Iterator[str]:
+    """A control group of little memory; "" where this user may make none."""
+    for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(root) / f"fzero-test-{os.getpid()}"
+        try:
+            group.mkdir()
+            (group / limit).write_text(str(64 << 20))
+            (group / "cgroup.procs").open("a").close()
+        except OSError:
+            with contextlib.suppress(OSError):
+                group.rmdir()
+            continue
+        yield str(group)
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        return
+    yield ""
+
+
+def test_a_rank_that_the_kernel_kills_for_memory(limited: str) -> None:
+    outcomes = gloo(2, worker.killed_for_memory, limited, timeout=120)
+    assert outcomes[1].error == "Died: rank 1 with exit status -9"
+    found = values(outcomes[:1])[0]
+    assert found["missing"] == (1,)
+    first = found["message"].partition("\n")[0]
+    assert first.startswith("rank 1 is missing: it does not answer")
+    assert "its process has ended without a word: it was killed, or crashed" in first
+    assert "memory may have been short: the kernel's log (dmesg)" in first
+
+
 def test_strangers_at_the_port_of_the_store_end_no_run() -> None:
     """What they send is no message of the store's; a record that is none counts for none, and ends no heartbeat."""
     for one in values(gloo(2, worker.strangers, 1.0, timeout=120)):
         assert one["thread"]
         assert one["stranger"]
-        assert one["steps"] > 2
+        assert one["steps"] > worker.STEPS
 
 
 # --- the text ---------------------------------------------------------------------------------------------------------

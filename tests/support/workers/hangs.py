@@ -247,6 +247,26 @@ def stopped_in_a_save(how: str, folder: str) -> dict[str, Any]:
     return found
 
 
+def killed_for_memory(group: str) -> dict[str, Any]:
+    """Rank 1 takes more memory than its control group has ("": it is killed as if it had). What rank 0 raises."""
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(1e-3), timeout=60.0)
+    state = fzero.init({"blocks": [torch.eye(8)]}, spec)
+    state = fzero.step(state, torch.ones(2, 8))
+    if os.environ["RANK"] == "1":
+        if not group:
+            os.kill(os.getpid(), signal.SIGKILL)
+        (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
+        held = []
+        while True:
+            held.append(b"\1" * (8 << 20))
+    try:
+        fzero.step(state, torch.ones(2, 8))
+    except fzero.HangError as error:
+        dist.destroy_process_group()
+        return {"message": str(error), "missing": error.missing}
+    raise AssertionError("rank 1 lives")
+
+
 STRANGER = """
 import os, random, socket, sys, time
 sys.argv[2] == "0" or os.setuid(65534)
@@ -280,7 +300,8 @@ def strangers(seconds: float) -> dict[str, Any]:
         for number, record in enumerate(("", b"\xff", "[" * 10_000, '{"end": "failed", "call": "x"}')):
             store.set(str(number % 2), record)
         state = fzero.step(state, torch.ones(2, 8))
-        done = bool(max(tell(bytes([time.monotonic() - began > seconds]), 2, None)))
+        late = state.step > STEPS and time.monotonic() - began > seconds
+        done = any(tell(bytes([late]), 2, None))
     lived = stranger is None or stranger.poll() is None
     if stranger is not None:
         stranger.kill()
