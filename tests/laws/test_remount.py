@@ -1,4 +1,4 @@
-"""A file system that becomes read-only in the midst of a run: steps go on, saves say so, and go on when it is mended."""
+"""A file system that becomes read-only during a run: steps go on, saves say so, and go on when it is mended."""
 
 from __future__ import annotations
 
