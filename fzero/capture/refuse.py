@@ -60,7 +60,8 @@ def check_graph(gm: fx.GraphModule, names: Sequence[str], fns: Fns, *, in_region
             if is_fake(value) and not in_region:
                 raise CaptureError(
                     f"a tensor {describe(value)} at {where} was made inside a loss, or in another trace, and kept: it "
-                    "has no value here. Return it from the loss as aux (has_aux=True)"
+                    "has no value here. Return it from the loss as aux (has_aux=True); what a cache keeps, make before "
+                    "the first step"
                 )
             wanted = [u for u in node.users if not (u.meta.get("no_grad") or str(u.target) in _NO_GRAD)]
             if isinstance(value, torch.Tensor) and not is_fake(value) and value.requires_grad and wanted:

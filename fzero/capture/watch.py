@@ -20,6 +20,7 @@ from fzero._torch_compat import (
     is_fake,
     scatters_keep_overlap,
     tracing_graph,
+    unwatched,
 )
 from fzero.capture.context import Tracing
 from fzero.capture.known import READS, Known
@@ -79,6 +80,9 @@ class Watch(TorchDispatchMode):
             return self._seen(func, args, kwargs)
 
     def _seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        if func.namespace == "profiler":  # record_function: the trace's own time, no part of the program
+            with unwatched():
+                return func(*args, **(kwargs or {}))
         if func is aten.native_batch_norm.default and args[5] and args[3] is not None:
             func = aten._native_batch_norm_legit.default  # the same op, with a schema that marks its writes
         if func._schema.is_mutable:

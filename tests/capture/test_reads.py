@@ -9,12 +9,14 @@ import functools
 import os
 import random
 import re
+import sys
 import threading
 import timeit
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from torch.func import functional_call
 
 import fzero
 from fzero.capture.reads.bytecode import lines_of
+from fzero.capture.reads.frames import OTHER, USER, kind_of
 from fzero.errors import CaptureError
 
 X = torch.eye(2)
@@ -343,6 +346,241 @@ def test_what_the_functions_change_themselves_is_no_change() -> None:
         state = fzero.step(state, torch.ones(n, 2))
         fzero.evaluate(state, torch.ones(n, 2), score)
     assert here.calls == calls[0] == 6
+
+
+@dataclass(frozen=True)
+class Frozen:
+    alpha: float = 0.5
+    step: int = 0
+
+    @property
+    def twice(self) -> float:
+        return self.alpha * 2
+
+    def thrice(self) -> float:
+        return self.alpha * 3
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.alpha
+
+
+class Named(NamedTuple):
+    alpha: float = 0.5
+    step: int = 0
+
+
+class Dotted(dict):
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+
+class Itself(dict):
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        self.__dict__ = self
+
+
+def by_alpha(x: torch.Tensor, given: Any) -> torch.Tensor:
+    return x if given is None else x * given.alpha
+
+
+def made_to_scale(by: float) -> Any:
+    return lambda x: x * by
+
+
+def redefined(by: float) -> Any:
+    """An object of a class that is defined anew, as by the cell of a notebook."""
+
+    class Scaled:
+        factor = by
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.factor
+
+    return Scaled()
+
+
+# (what reads the object `s.it`, the object for a number that is read and one that is not)
+REPLACED: dict[str, tuple[Any, Any]] = {
+    "a property": (lambda s, x: x * s.it.twice, lambda a, n: Frozen(a, n)),
+    "a method": (lambda s, x: x * s.it.thrice(), lambda a, n: Frozen(a, n)),
+    "a call": (lambda s, x: s.it(x), lambda a, n: Frozen(a, n)),
+    "a helper": (lambda s, x: by_alpha(x, s.it), lambda a, n: Frozen(a, n)),
+    "itself and a helper": (lambda s, x: by_alpha(x, s.it) * s.it.step, lambda a, n: Frozen(a, 1)),
+    "a named tuple": (lambda s, x: x * s.it.alpha, lambda a, n: Named(a, n)),
+    "a named tuple's helper": (lambda s, x: by_alpha(x, s.it), lambda a, n: Named(a, n)),
+    "a dict": (lambda s, x: x * s.it["alpha"], lambda a, n: {"alpha": a, "step": n}),
+    "get": (lambda s, x: x * s.it.get("alpha", 1.0), lambda a, n: {"alpha": a, "step": n}),
+    "get, and it comes": (lambda s, x: x * s.it.get("alpha", 1.0), lambda a, n: {"alpha": 2.0} if a > 0.5 else {n: n}),
+    "in": (lambda s, x: x * (2 if "alpha" in s.it else 1), lambda a, n: {n: n} if a > 0.5 else {"alpha": n}),
+    "a dotted dict": (lambda s, x: x * s.it.model.alpha, lambda a, n: Dotted(model=Dotted(alpha=a, step=n), step=n)),
+    "a dict that is its own": (lambda s, x: x * s.it.model.alpha, lambda a, n: Itself(model=Itself(alpha=a, n=n), n=n)),
+    "a partial": (lambda s, x: s.it(x), lambda a, n: functools.partial(keyword, by=a)),
+    "a partial's function": (lambda s, x: s.it(x, 2), lambda a, n: functools.partial((torch.add, torch.mul)[a > 0.5])),
+    "a closure": (lambda s, x: s.it(x), lambda a, n: made_to_scale(a)),
+    "objects in a list": (lambda s, x: sum(x * o.alpha for o in s.it), lambda a, n: [Frozen(1.0, n), Frozen(a, n)]),
+    "a class defined again": (lambda s, x: s.it(x), lambda a, n: redefined(a)),
+    "getattr by a variable": (lambda s, x: sum(x * getattr(s.it, k) for k in ("alpha",)), lambda a, n: Frozen(a, n)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REPLACED)
+def test_an_object_in_the_place_of_another_is_compared_by_what_was_read(case: str) -> None:
+    reads, made = REPLACED[case]
+    s = types.SimpleNamespace(it=made(0.5, 0))
+    state = state_of(lambda p, b: reads(s, (b @ p["w"]).mean()))
+    for n in range(3):
+        state = fzero.step(state, X)
+        s.it = made(0.5, n + 1)
+    s.it = made(0.75, 3)
+    with pytest.raises(CaptureError, match=r"reads, was .* and is "):
+        fzero.step(state, X)
+
+
+def test_parts_that_are_not_read_may_change_in_place() -> None:
+    """Of dicts with attributes, and of those that are asked for one key."""
+    for config in (Dotted(alpha=0.5, step=0), Itself(alpha=0.5, step=0)):
+        losses = [
+            lambda p, b, c=config: (b @ p["w"]).mean() * c.alpha,
+            lambda p, b, c=config: (b @ p["w"]).mean() * c.get("alpha"),
+            lambda p, b, c=config: (b @ p["w"]).mean() * (c["alpha"] if "alpha" in c else 1.0),  # noqa: SIM401
+            lambda p, b, c=config: (b @ p["w"]).mean() * (1.0 if c is None or not isinstance(c, dict) else c["alpha"]),
+        ]
+        for loss in losses:
+            config["alpha"], state = 0.5, state_of(loss)
+            for config["step"] in range(2):
+                state = fzero.step(state, X)
+            config["alpha"] = 0.75
+            with pytest.raises(CaptureError, match="alpha"):
+                fzero.step(state, X)
+
+
+def test_lists_that_a_loss_logs_to_may_be_replaced_and_cleared() -> None:
+    here = types.SimpleNamespace(log=[], sizes=collections.deque(), counts={}, calls=0, last=None)
+
+    def loss(p, b):
+        here.log.append("called")
+        here.sizes.append(len(b))
+        here.counts["calls"] = here.counts.get("calls", 0) + 1
+        here.calls = here.calls + 1
+        if len(here.sizes) > 100:
+            print(here.calls)
+        with torch.profiler.record_function("forward"):
+            return (b @ p["w"]).mean()
+
+    state = state_of(loss)
+    for _ in range(3):
+        state = fzero.step(state, X)
+        here.log, here.counts = [], {}
+        here.sizes.clear()
+
+
+def test_a_draw_after_a_seed_is_the_same_each_time_anyway() -> None:
+    def seeded(p, b):
+        random.seed(3)
+        np.random.seed(4)
+        return (b @ p["w"]).mean() * random.random() * float(np.random.rand())
+
+    state = state_of(seeded)
+    for _ in range(2):
+        state = fzero.step(state, X)
+
+    def unseeded(p, b):
+        random.seed()
+        return (b @ p["w"]).mean() * random.random()
+
+    def late(p, b):
+        scale = random.random()
+        random.seed(3)
+        return (b @ p["w"]).mean() * scale
+
+    for loss in (unseeded, late):
+        with pytest.raises(CaptureError, match="draws from the global generator of random"):
+            fzero.step(state_of(loss), X)
+
+
+def test_functions_of_one_code_are_watched_each() -> None:
+    configs = [types.SimpleNamespace(alpha=1.0), types.SimpleNamespace(alpha=2.0)]
+
+    def made(config: Any, factor: float) -> Any:
+        def scaled(x: torch.Tensor) -> torch.Tensor:
+            return x * config.alpha * factor
+
+        def sets(value: float) -> None:
+            nonlocal factor
+            factor = value
+
+        return scaled, sets
+
+    (first, _), (second, sets) = made(configs[0], 1.0), made(configs[1], 2.0)
+    state = fzero.step(state_of(lambda p, b: first((b @ p["w"]).mean()) + second((b @ p["w"]).mean())), X)
+    configs[1].alpha = 3.0
+    with pytest.raises(CaptureError, match=r"config.alpha, which .* was 2.0 and is 3.0"):
+        fzero.step(state, X)
+    configs[1].alpha = 2.0
+    sets(5.0)
+    with pytest.raises(CaptureError, match=r"factor, which .* was 2.0 and is 5.0"):
+        fzero.step(state, X)
+
+
+def test_lines_that_make_what_they_read_and_classes_by_type() -> None:
+    config, table = types.SimpleNamespace(alpha=1.0), {"a": 1.0, "b": 2.0}
+    module = types.ModuleType("read_once_config")
+    module.BETA = 1.0  # type: ignore[attr-defined]
+
+    def given() -> Any:
+        return config
+
+    class Model:
+        scale, bias = 1.0, 1.0
+
+        def scaled(self, x):
+            with contextlib.nullcontext(given()) as c: return x * c.alpha  # noqa: E701  # fmt: skip
+
+        def loss(self, p, b):
+            from read_once_config import BETA
+
+            x = self.scaled((b @ p["w"]).mean()) * BETA
+            x = x * type(self).scale + self.__class__.bias
+            return sum(x * v / (i + 1) for i, v in enumerate(table.values()))
+
+    with mock.patch.dict(sys.modules, {module.__name__: module}):
+        state = fzero.step(state_of(Model().loss), X)
+        for owner, name in ((config, "alpha"), (module, "BETA"), (Model, "scale"), (Model, "bias")):
+            with mock.patch.object(owner, name, 7.0), pytest.raises(CaptureError, match=f"{name}, which"):
+                fzero.step(state, X)
+        table["a"] = table.pop("a")
+        with pytest.raises(CaptureError, match=r"table's keys, which .* was \['a', 'b'\] and is \['b', 'a'\]"):
+            fzero.step(state, X)
+
+
+def test_a_cell_that_runs_again_is_no_change() -> None:
+    """With a class, a decorated function and a lambda, on other lines; with another number it is one."""
+    cell = """
+def decorated(fn):
+    def wrapper(*given): return fn(*given)
+    return wrapper
+@decorated
+def helper(x): return x * ALPHA
+class Scale:
+    factor = 2.0
+    def __call__(self, x): return x * self.factor
+scale, shift, ALPHA = Scale(), lambda x: x + 1, 0.5
+"""
+    here: dict[str, Any] = {"__name__": "__main__"}
+    for name, text in (("1", cell), ("2", "def loss(p, b): return shift(scale(helper((b @ p['w']).mean())))")):
+        exec(compile(text, f"<ipython-input-{name}>", "exec"), here)
+    state = fzero.step(state_of(here["loss"]), X)
+    exec(compile("\n# a note" + cell, "<ipython-input-3>", "exec"), here)
+    state = fzero.step(state, X)
+    exec(compile(cell.replace("2.0", "3.0"), "<ipython-input-4>", "exec"), here)
+    with pytest.raises(CaptureError, match=r"factor, which .* was 2.0 and is 3.0|scale, which"):
+        fzero.step(state, X)
+
+
+@pytest.mark.parametrize("name", ["<stdin>", "<console>", "<input>", "<command-12>", "<cell 1>", "<ipython-input-1>"])
+def test_what_is_typed_is_the_users(name: str) -> None:
+    assert kind_of(name) == USER
+    assert kind_of("<string>") == kind_of("<frozen importlib._bootstrap>") == OTHER
 
 
 def test_what_a_helper_does_not_read_of_its_argument_is_no_change() -> None:

@@ -23,23 +23,53 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Chain:
-    """A name, and the attributes and subscripts that follow it.
+class Get:
+    """The step of `table.get(key)`."""
 
-    scope: "local", "free" (of a function around this one) or "global".
-    steps: attributes as text; subscripts as a `Key`, or as a Chain that gives the key.
+    key: Key | Chain
+
+
+@dataclass(frozen=True)
+class Within:
+    """The step of `key in table`."""
+
+    key: Key | Chain
+
+
+@dataclass(frozen=True)
+class Named:
+    """The step of `getattr(owner, name)`, where a chain gives the name."""
+
+    key: Chain
+
+
+Step = str | Key | Get | Within | Named  # and Chain
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A name, and the steps that follow it.
+
+    scope: "local", "free" (of a function around this one), "global", or "module" of a name that is imported.
+    steps: attributes as text; subscripts as a `Key`, or as a Chain that gives the key; and what some calls read.
     """
 
     name: str
     scope: str
-    steps: tuple[str | Key | Chain, ...] = ()
+    steps: tuple[Step | Chain, ...] = ()
 
     def __str__(self) -> str:
         return self.name + "".join(map(_step_text, self.steps))
 
 
-def _step_text(step: str | Key | Chain) -> str:
-    return f".{step}" if isinstance(step, str) else f"[{step.value!r}]" if isinstance(step, Key) else f"[{step}]"
+def _step_text(step: Step | Chain) -> str:
+    if isinstance(step, str):
+        return f".{step}"
+    if isinstance(step, (Get, Within)):
+        step = step.key
+    if isinstance(step, Named):
+        return f".{{{step.key}}}"
+    return f"[{step.value!r}]" if isinstance(step, Key) else f"[{step}]"
 
 
 @dataclass(frozen=True)
@@ -48,12 +78,14 @@ class Lines:
 
     reads: by line, chains, each with the chain of the function that it is given to, if that is known. writes: chains by
     line. updates: those of `writes` that the same instruction reads (`x += 1`), by line: such
-    a read by itself decides nothing.
+    a read by itself decides nothing. seeds: chains by line that are called, with an argument, to set a generator's
+    state.
     """
 
     reads: Mapping[int, tuple[tuple[Chain, Chain | None], ...]]
     writes: Mapping[int, tuple[Chain, ...]]
     updates: Mapping[int, tuple[Chain, ...]]
+    seeds: Mapping[int, tuple[Chain, ...]]
 
 
 @dataclass(eq=False)
@@ -74,6 +106,7 @@ class _Machine:
     loads: dict[_Load, None] = field(default_factory=dict)
     writes: dict[int, list[Chain]] = field(default_factory=dict)
     updated: dict[int, list[Chain]] = field(default_factory=dict)
+    seeded: dict[int, list[Chain]] = field(default_factory=dict)
 
     def pop(self) -> Any:
         return self.stack.pop() if self.stack else None
@@ -83,7 +116,7 @@ class _Machine:
         self.loads[load] = None
         self.stack.append(load)
 
-    def extend(self, owner: Any, step: str | Key | Chain) -> None:
+    def extend(self, owner: Any, step: Step | Chain) -> None:
         if not isinstance(owner, _Load):
             self.stack.append(None)
             return
@@ -124,16 +157,36 @@ class _Machine:
             self._subscript()
         elif name == "BINARY_OP":
             self._operate(op, line)
+        elif name == "IMPORT_NAME":
+            of_names, level = self.pop(), self.pop()
+            self.load(argument, "module", line) if level == Key(0) and of_names != Key(None) else self.stack.append(
+                None
+            )
+        elif name == "IMPORT_FROM":
+            self.stack.append(self.stack[-1] if self.stack else None)
+            self.extend(self.pop(), argument)
         elif name == "COPY":
             self.stack.append(self.stack[-depth] if 0 < depth <= len(self.stack) else None)
         elif name == "SWAP" and 0 < depth <= len(self.stack):
             self.stack[-1], self.stack[-depth] = self.stack[-depth], self.stack[-1]
         elif name.startswith("STORE_"):
             self._store(name, argument, line)
+        elif name == "CONTAINS_OP":
+            owner, key = self.pop(), self.pop()
+            self.extend(owner if isinstance(key, (_Load, Key)) else None, Within(_key(key)))
+            self.stack[-1] = None
         elif name in ("CALL", "CALL_KW"):
             self._call(depth, named=name == "CALL_KW")
         elif name == "POP_TOP":
             self.pop()
+        elif name == "IS_OP":
+            other, value = self.pop(), self.pop()
+            self._test(value, other == Key(None))
+            self.stack.append(None)
+        elif name.endswith(("_IF_NONE", "_IF_NOT_NONE")):
+            self._test(self.pop(), True)
+        elif name == "RETURN_VALUE" and isinstance(value := self.pop(), _Load):
+            value.callee = RETURNED
         else:
             self.stack.clear()
 
@@ -159,13 +212,30 @@ class _Machine:
             self.pop()  # the names
         given = [self.pop() for _ in range(arguments)]
         callee = self.pop()
-        if isinstance(callee, _Load) and callee.chain in _BY_NAME and len(given) > 1 and isinstance(given[-2], Key):
-            self.extend(given[-1], given[-2].value)
-            return
+        if isinstance(callee, _Load) and given and not named:
+            first, chain = given[-1], callee.chain
+            if chain in _BY_NAME and len(given) > 1 and isinstance(given[-2], (Key, _Load)):
+                name = _key(given[-2])
+                self.extend(first, name.value if isinstance(name, Key) else Named(name))
+                return
+            self._test(first, chain == _IS_INSTANCE)
+            if chain == _TYPE and len(given) == 1:
+                self.extend(first, "__class__")
+                return
+            if chain.steps[-1:] == ("get",) and isinstance(first, (Key, _Load)):
+                self.loads.pop(callee, None)
+                self.extend(_Load(Chain(chain.name, chain.scope, chain.steps[:-1]), callee.line), Get(_key(first)))
+                return
+            if (chain.steps[-1] if chain.steps else chain.name) in _SEEDS and first != Key(None):
+                self.seeded.setdefault(callee.line, []).append(chain)
         for load in given:
-            if isinstance(load, _Load):
+            if isinstance(load, _Load) and load.callee is None:
                 load.callee = callee.chain if isinstance(callee, _Load) else None
         self.stack.append(None)
+
+    def _test(self, value: Any, for_none: bool) -> None:
+        if isinstance(value, _Load) and for_none:
+            value.callee = TESTED
 
     def _store(self, name: str, argument: Any, line: int) -> None:
         if name in ("STORE_GLOBAL", "STORE_NAME"):
@@ -195,6 +265,15 @@ class _Machine:
         return Chain(owner.chain.name, owner.chain.scope, (*owner.chain.steps, step))
 
 
+def _key(key: _Load | Key) -> Key | Chain:
+    return key.chain if isinstance(key, _Load) else key
+
+
+RETURNED = Chain("return", "return")  # what the value of a `return` is given to
+TESTED = Chain("is None", "tested")  # to a test that reads nothing of it
+_IS_INSTANCE = Chain("isinstance", "global")
+_TYPE = Chain("type", "global")
+_SEEDS = {"seed", "setstate", "set_state"}  # of a generator
 _BY_NAME = {Chain("getattr", "global"), Chain("hasattr", "global")}  # `getattr(cfg, "alpha")` reads `cfg.alpha`
 _NO_EFFECT = {
     "RESUME",
@@ -221,4 +300,4 @@ def lines_of(code: CodeType) -> Lines:
     for load in machine.loads:
         reads.setdefault(load.line, []).append((load.chain, load.callee))
     return Lines(*({line: tuple(dict.fromkeys(x)) for line, x in found.items()}
-                   for found in (reads, machine.writes, machine.updated)))  # fmt: skip
+                   for found in (reads, machine.writes, machine.updated, machine.seeded)))  # fmt: skip

@@ -18,10 +18,12 @@ from fzero.capture.reads.places import MISSING
 
 @dataclass(eq=False)
 class StandIn:
-    """Stands for the cell of a variable, named by the code of a function that uses it."""
+    """Stands for the cell of a variable, named by the code of a function that uses it. `value`: what it holds, for
+    functions of one code may have other cells."""
 
     code: types.CodeType
     name: str
+    value: Any
 
 
 @dataclass
@@ -29,7 +31,7 @@ class Cells:
     """The functions that are known, by code, and the stand-ins. Only its methods write to it."""
 
     functions: dict[types.CodeType, list[types.FunctionType]] = field(default_factory=dict)
-    stand_ins: dict[tuple[types.CodeType, str], StandIn] = field(default_factory=dict)
+    stand_ins: dict[tuple[types.CodeType, str, int], StandIn] = field(default_factory=dict)
 
     def know(self, fn: types.FunctionType) -> None:
         """Adds a function."""
@@ -37,30 +39,30 @@ class Cells:
         if fn not in known:
             known.append(fn)
 
-    def of(self, code: types.CodeType, name: str) -> StandIn:
+    def of(self, code: types.CodeType, name: str, value: Any) -> StandIn:
         """The stand-in for a variable of an outer function."""
-        return self.stand_ins.setdefault((code, name), StandIn(code, name))
+        return self.stand_ins.setdefault((code, name, id(value)), StandIn(code, name, value))
 
     def find(self, codes: Iterable[types.CodeType]) -> None:
         """Finds the functions of the stand-ins' codes. `codes`: those of all the user's functions that ran."""
         around = {inner: code for code in codes for inner in code.co_consts if isinstance(inner, types.CodeType)}
-        for code, name in [*self.stand_ins]:
+        for code, name, _ in [*self.stand_ins]:
             outer = code
             while outer not in self.functions and outer in around and name in around[outer].co_freevars:
                 outer = around[outer]
             if outer is not code and outer in self.functions:
                 self.functions.setdefault(code, self.functions[outer])
-        if lost := {code for code, _ in self.stand_ins} - around.keys() - self.functions.keys():
+        if lost := {code for code, _, _ in self.stand_ins} - around.keys() - self.functions.keys():
             for fn in gc.get_referrers(*lost):
                 if isinstance(fn, types.FunctionType):
                     self.know(fn)
 
-    def cell(self, stand_in: StandIn, value: Any) -> types.CellType | None:
-        """The cell, of the function of which this value was read; None for one that the trace made."""
+    def cell(self, stand_in: StandIn) -> types.CellType | None:
+        """The cell, of the function of which its value was read; None for one that the trace made."""
         fns = self.functions.get(stand_in.code, ())
         cells = [dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)).get(stand_in.name) for fn in fns]
         found = [cell for cell in cells if cell is not None]
-        return next((cell for cell in found if _content(cell) is value), found[0] if found else None)
+        return next((cell for cell in found if _content(cell) is stand_in.value), found[0] if found else None)
 
 
 def _content(cell: types.CellType) -> Any:

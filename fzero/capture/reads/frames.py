@@ -26,6 +26,8 @@ USER, LIBRARY, OTHER = "user", "library", "other"
 
 _STDLIB = tuple({os.path.dirname(os.__file__) + os.sep, sysconfig.get_paths()["stdlib"] + os.sep})
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+# what is typed into Python, and the cells of notebooks that have no file
+_TYPED = ("<stdin>", "<ipython", "<doctest", "<python-input", "<console>", "<input", "<cell", "<command-", "<bpython")
 _TORCH, _OURS = torch.__path__[0] + os.sep, os.path.dirname(tree.__file__) + os.sep
 _LAYERS = os.path.join(_TORCH, "nn") + os.sep
 
@@ -34,7 +36,7 @@ _LAYERS = os.path.join(_TORCH, "nn") + os.sep
 def kind_of(filename: str) -> str:
     """USER, LIBRARY (installed; of torch its layers) or OTHER: the standard library, torch's own work, fzero, and code
     that was generated."""
-    if filename.startswith(("<stdin>", "<ipython", "<doctest", "<python-input")):
+    if filename.startswith(_TYPED) or (filename == "<string>" and sys.argv[:1] == ["-c"]):
         return USER
     if filename.startswith((_OURS, "<")):
         return OTHER

@@ -6,14 +6,19 @@ is compared by its worth, and its place is told the new object.
 
 from __future__ import annotations
 
+import enum
 import operator
+import types
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
-from fzero.capture.reads.places import ATTRIBUTE, COPY, ENTRY, ITEM, MISSING, Place, shown
+import torch
+from torch import nn
+
+from fzero.capture.reads.places import ATTRIBUTE, COPY, ENTRY, FIXED, ITEM, MISSING, Place, same_code, shown
 
 REMEDY = (
     "A program reads it once, when it is traced. Pass what changes in the batch, keep it in the state, or trace a new "
@@ -87,9 +92,9 @@ class Reads:
 
     def _compared(self) -> Iterator[Change]:
         """The changes, one place after another. Places that hold another object of the same worth learn it."""
-        parts: dict[Place | None, list[Place]] = {}
+        parts: dict[int, list[Place]] = {}
         for place in self.places:
-            parts.setdefault(place.parent, []).append(place)
+            parts.setdefault(id(place.holder), []).append(place)
         learnt = False
         for place in self.places:
             now = place.now()
@@ -103,31 +108,62 @@ class Reads:
             self._group()
 
 
-def _rebuilt(place: Place, now: Any, parts: dict[Place | None, list[Place]]) -> bool:
-    """Whether an object of the same type is in this place, and all that was read of the old one is the same in it. Its
-    places then lie in the new one."""
-    mine = parts.get(place, [])
-    if type(place.value) is not type(now) or not mine:
+def _rebuilt(place: Place, now: Any, parts: dict[int, list[Place]]) -> bool:
+    """Whether an object of the same kind is in this place, and all that was read of the old one is the same in it. Its
+    places then lie in the new one. parts: places, by the ids of their holders."""
+    moved: dict[Place, tuple[Any, Any]] = {place: (place.holder, now)}
+    if not _fits(place, now, parts, moved):
         return False
-    moved = []
-    for part in mine:
-        holder = _holder(part, place.value, now)
-        value = MISSING if holder is None else part.on(holder)
-        if holder is None or not (part.holds(value) or _rebuilt(part, value, parts)):
-            return False
-        moved.append((part, holder, value))
-    for part, holder, value in moved:
+    for part, (holder, value) in moved.items():
         part.holder, part.value = holder, value
     return True
 
 
-def _holder(part: Place, old: Any, new: Any) -> Any:
-    """The holder in a new object of what an old one held; None where that cannot be told."""
-    if part.holder is old:
-        return new
-    if part.holder is getattr(old, "__dict__", None):
-        return new.__dict__
-    return part.holder if part.holder is type(new) else None
+def _fits(place: Place, now: Any, parts: dict[int, list[Place]], moved: dict[Place, tuple[Any, Any]]) -> bool:
+    """Whether that is so, as long as it is of those in `moved`; adds to them."""
+    old = place.value
+    if place.kind == COPY or not _alike(old, now):
+        return False
+    mine = [(part, new) for holder, new in _holders(old, now) for part in parts.get(id(holder), ())]
+    if place.whole and (not mine or isinstance(old, nn.Module)):
+        return False
+    for part, holder in mine:
+        value = part.on(holder)
+        if part in moved:
+            if moved[part][1] is not value:
+                return False
+            continue
+        moved[part] = holder, value
+        if not (part.holds(value) or _fits(part, value, parts, moved)):
+            return False
+    return True
+
+
+def _alike(old: Any, new: Any) -> bool:
+    """Whether an object may be another of the same kind: of a class that may have been defined again."""
+    if isinstance(old, types.FunctionType) and isinstance(new, types.FunctionType):
+        return same_code(old.__code__, new.__code__) and old.__globals__ is new.__globals__
+    if isinstance(old, (type, *_NO_PARTS)):
+        return False
+    return _named(type(old)) == _named(type(new))
+
+
+def _named(kind: type) -> tuple[str, str]:
+    return kind.__module__, kind.__qualname__
+
+
+def _holders(old: Any, new: Any) -> Iterator[tuple[Any, Any]]:
+    """What holds the parts of an old object, with what holds those of a new one."""
+    yield old, new
+    if type(old) is not type(new):
+        yield type(old), type(new)
+    if hasattr(old, "__dict__") and old.__dict__ is not old:
+        yield old.__dict__, new.__dict__
+    if isinstance(old, types.FunctionType):
+        yield from zip(old.__closure__ or (), new.__closure__ or (), strict=True)
+
+
+_NO_PARTS = (*FIXED, enum.Enum, torch.Tensor, types.ModuleType, types.MethodType, types.BuiltinFunctionType)
 
 
 @contextmanager

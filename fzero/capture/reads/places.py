@@ -55,7 +55,7 @@ class Place:
     """A place that was read, and its value then. `parent`: the place that its holder came from.
 
     name: as the user's code has it. where: the function that read it, and the line. behind: of an entry that is not
-    there, the value that the class has instead.
+    there, the value that the class has instead. whole: the value was given to what may read all of it.
     """
 
     kind: str
@@ -66,6 +66,7 @@ class Place:
     value: Any
     parent: Place | None = None
     behind: Any = MISSING
+    whole: bool = False
 
     def now(self) -> Any:
         """The value that it has now, MISSING if there is none."""
@@ -90,12 +91,17 @@ def attribute(owner: Any, name: str) -> tuple[list[Spot], Any]:
     """
     if isinstance(owner, torch.Tensor):
         return [], MISSING
+    if name == "__class__":
+        return [], type(owner)
+    names = getattr(owner, "_fields", ()) if isinstance(owner, tuple) else ()  # of a named tuple
+    if name in names:
+        return [(ITEM, owner, names.index(name))], getattr(owner, name)
     if isinstance(owner, type):
         value = _get(owner, name)
         stable = value is not MISSING and value is _get(owner, name) and owner.__flags__ & _HEAP_TYPE
         return ([(ATTRIBUTE, owner, name)], value) if stable else ([], MISSING)
     kind, own = type(owner), getattr(owner, "__dict__", None)
-    own = own if type(own) is dict else None
+    own = own if isinstance(own, dict) else None
     raw = next((vars(c)[name] for c in kind.__mro__ if name in vars(c)), MISSING)
     if isinstance(raw, types.MemberDescriptorType):  # of __slots__
         return [(ATTRIBUTE, owner, name)], _get(owner, name)
@@ -132,7 +138,7 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code made, or wh
 def target(owner: Any, name: str) -> Spot:
     """Where `owner.name = value` puts the value of a plain attribute."""
     own = getattr(owner, "__dict__", None)
-    return (ENTRY, own, name) if type(own) is dict else (ATTRIBUTE, owner, name)
+    return (ENTRY, own, name) if isinstance(own, dict) else (ATTRIBUTE, owner, name)
 
 
 def item(owner: Any, key: Any) -> tuple[list[Spot], Any]:
@@ -157,7 +163,7 @@ def contents(owner: Any, depth: int = 0) -> list[tuple[Spot, str]]:
     if isinstance(owner, np.ndarray):
         return [((COPY, owner, np.ndarray.tobytes), "")] if owner.nbytes <= MOST_BYTES else []
     if isinstance(owner, functools.partial):
-        return [((ITEM, owner.args, i), f".args[{i}]") for i in range(len(owner.args))] + contents(owner.keywords)
+        return [((ATTRIBUTE, owner, part), f".{part}") for part in ("func", "args", "keywords")]
     if isinstance(owner, nn.Module):
         parts = _Parts(owner)
         return [
@@ -173,8 +179,24 @@ def contents(owner: Any, depth: int = 0) -> list[tuple[Spot, str]]:
     if isinstance(owner, set):
         return [((COPY, owner, frozenset), "")]
     if isinstance(owner, dict):
-        return [*whole, *(((ENTRY, owner, key), f"[{key!r}]") for key in owner)]
+        return [((COPY, owner, list), "'s keys"), *(((ENTRY, owner, key), f"[{key!r}]") for key in owner)]
     return [*whole, *(((ITEM, owner, i), f"[{i}]") for i in range(len(owner)))]
+
+
+@dataclass(frozen=True)
+class Has:
+    """Whether a dict has a key: of a place of the kind COPY."""
+
+    key: Any
+
+    def __call__(self, owner: dict[Any, Any]) -> bool:
+        return self.key in owner
+
+
+def of_all(owner: Any, name: str) -> bool:
+    """Whether an attribute is a method of a container, which may read all that it holds."""
+    kinds = [kind for kind in CONTAINERS if isinstance(owner, kind)]
+    return any(hasattr(kind, name) for kind in kinds) or (tuple in kinds and name.startswith("_"))
 
 
 def _in_all(owner: Any, depth: int = 0) -> int:
@@ -207,7 +229,7 @@ class _Parts:
 
 
 _TRAINING = operator.itemgetter("training")
-_FIXED = (
+FIXED = (
     int, float, complex, str, bytes, bool, type(None), range, slice, np.generic,
     torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format,
 )  # fmt: skip
@@ -226,7 +248,7 @@ def same(old: Any, new: Any) -> bool:
         if isinstance(old, frozenset):
             return bool(old == new)
         return len(old) == len(new) and all(map(same, old, new))
-    if isinstance(old, _FIXED):
+    if isinstance(old, FIXED):
         return bool(old == new)
     if isinstance(old, types.FunctionType):
         return _same_function(old, new)
@@ -236,9 +258,29 @@ def same(old: Any, new: Any) -> bool:
 
 
 def _same_function(old: types.FunctionType, new: types.FunctionType) -> bool:
-    alike = old.__code__ == new.__code__ and not old.__closure__ and not new.__closure__
+    alike = same_code(old.__code__, new.__code__) and not old.__closure__ and not new.__closure__
     defaults = same(old.__defaults__, new.__defaults__) and old.__kwdefaults__ == new.__kwdefaults__
     return alike and defaults and old.__globals__ is new.__globals__
+
+
+def same_code(old: types.CodeType, new: types.CodeType) -> bool:
+    """Whether two functions were made from the same text, on whatever lines."""
+    return (
+        old.replace(co_filename="", co_firstlineno=1, co_linetable=b"", co_consts=())
+        == new.replace(co_filename="", co_firstlineno=1, co_linetable=b"", co_consts=())
+        and len(old.co_consts) == len(new.co_consts)
+        and all(map(_same_constant, old.co_consts, new.co_consts))
+    )
+
+
+def _same_constant(old: Any, new: Any) -> bool:
+    codes = isinstance(old, types.CodeType) and isinstance(new, types.CodeType)
+    return same_code(old, new) if codes else same(old, new)
+
+
+def is_fixed(value: Any) -> bool:
+    """Whether a value cannot change, and may be a key."""
+    return isinstance(value, (*FIXED, enum.Enum)) or (isinstance(value, tuple) and all(map(is_fixed, value)))
 
 
 def is_number(value: Any) -> bool:

@@ -14,6 +14,7 @@ seen. Lines of both are looked at for draws from a generator (`draws`).
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from torch import nn
 
 from fzero.capture.provenance import defined_at
 from fzero.capture.reads import draws, places
-from fzero.capture.reads.bytecode import Chain, Key, Lines, lines_of
+from fzero.capture.reads.bytecode import RETURNED, TESTED, Chain, Get, Key, Lines, Named, Step, Within, lines_of
 from fzero.capture.reads.cells import Cells, StandIn
 from fzero.capture.reads.frames import LIBRARY, OTHER, USER, frames_for, kind_of
 from fzero.capture.reads.noted import Reads
@@ -60,6 +61,8 @@ class Reading:
     places: dict[_Id, Place] = field(default_factory=dict)
     written: dict[_Id, _Written] = field(default_factory=dict)
     changed: set[int] = field(default_factory=set)  # ids of containers that a method call changed
+    ended: dict[int, Any] = field(default_factory=dict)  # by id, objects that were given to what may read all of them
+    used: set[_Id] = field(default_factory=set)  # places that a line reads which does not write them
     codes: dict[types.CodeType, None] = field(default_factory=dict)  # of the user's functions that ran
     libraries: dict[types.CodeType, dict[str, Any]] = field(default_factory=dict)  # of others: code, globals
     seen: set[tuple[types.CodeType, int]] = field(default_factory=set)
@@ -110,22 +113,43 @@ class Reading:
         first = (code, number) not in self.seen
         self.seen.add((code, number))
         where = _where(frame)
-        generators: list[Any] = []
-        for chain, callee in lines.reads.get(number, ()):
-            if first or not users or _local(chain):
-                value, place = self._follow(chain, frame, where, generators, users)
-                if users and value is not MISSING and not self._follows_itself(callee, frame):
-                    self._end(value, str(chain), where, place, 0)
+        generators = self._read(lines, number, frame, where, first, users)
         if users and first:
             self._writes(lines, number, frame, where)
         self.draws.expect(frame, where, generators)
 
     def left(self, frame: types.FrameType) -> None:
-        """After the last line of a function."""
+        """After the last line of a function; what a line has made itself (`c = config(); return x * c.alpha`) is there
+        now."""
         self.draws.settle(frame)
+        code, number = frame.f_code, frame.f_lineno
+        if code in self.codes:
+            self._read(lines_of(code), number, frame, _where(frame), False, True)
+
+    def _read(
+        self, lines: Lines, number: int, frame: types.FrameType, where: str, first: bool, users: bool
+    ) -> list[Any]:
+        """Notes what a line names; the generators that it names."""
+        generators: list[Any] = []
+        for chain in lines.seeds.get(number, ()):
+            self._follow(chain, frame, where, generators, False)
+        self.draws.seeded |= {id(generator) for generator in generators}
+        for chain, callee in lines.reads.get(number, ()):
+            if first or not users or _varies(chain):
+                value, place = self._follow(chain, frame, where, generators, users)
+                if place is not None and _plain(chain) not in lines.writes.get(number, ()):
+                    self.used.add(_id(place))
+                if users and value is not MISSING and not self._follows_itself(callee, frame):
+                    self._end(value, str(chain), where, place, 0)
+        return generators
 
     def _follows_itself(self, callee: Chain | None, frame: types.FrameType) -> bool:
-        """Whether a value is given to a function of the user, whose own lines say what they read of it."""
+        """Whether a value is given to a function of the user, whose own lines say what they read of it. What a
+        `__getattr__` returns is part of a longer chain in the line that asks for it. `is None` reads nothing of it."""
+        if callee is TESTED:
+            return True
+        if callee is RETURNED:
+            return frame.f_code.co_name == "__getattr__"
         fn = MISSING if callee is None else self._follow(callee, frame, "", [], False)[0]
         fn = fn.__func__ if isinstance(fn, types.MethodType) else fn
         return isinstance(fn, types.FunctionType) and kind_of(fn.__code__.co_filename) == USER
@@ -135,15 +159,17 @@ class Reading:
     ) -> tuple[Any, Place | None]:
         """(the value of a chain, its place). Notes every place on the way where `notes`; adds to `generators`."""
         name, place = chain.name, None
-        value = MISSING
-        if chain.scope == "global":
+        value: Any = MISSING
+        if chain.scope == "module":
+            value = sys.modules.get(name, MISSING)
+        elif chain.scope == "global":
             value = frame.f_globals.get(name, MISSING)
             if value is not MISSING and notes:
                 place = self._note((ENTRY, frame.f_globals, name), name, where, None)
         else:
             value = frame.f_locals.get(name, MISSING)
             if chain.scope == "free" and value is not MISSING and notes:
-                spot = (ATTRIBUTE, self.cells.of(frame.f_code, name), "cell_contents")
+                spot = (ATTRIBUTE, self.cells.of(frame.f_code, name, value), "cell_contents")
                 place = self._note(spot, name, where, None, value)
         for i, step in enumerate(chain.steps):
             if (generator := draws.generator_of(value)) is not None:
@@ -153,7 +179,8 @@ class Reading:
             owner = value
             name = str(Chain(chain.name, chain.scope, chain.steps[: i + 1]))
             spots, value = self._step(owner, step, frame, where)
-            whole = isinstance(owner, np.ndarray) or (isinstance(owner, places.CONTAINERS) and isinstance(step, str))
+            whole = isinstance(owner, np.ndarray) or (isinstance(step, str) and places.of_all(owner, step))
+            whole = whole or (isinstance(step, Within) and not isinstance(owner, dict))
             if whole and notes:
                 self.changed |= {id(owner)} if step in _CHANGES else set()
                 if step not in _CHANGES:
@@ -165,16 +192,26 @@ class Reading:
             generators.append(generator)
         return value, place
 
-    def _step(self, owner: Any, step: str | Key | Chain, frame: types.FrameType, where: str) -> tuple[list[Spot], Any]:
+    def _step(self, owner: Any, step: Step | Chain, frame: types.FrameType, where: str) -> tuple[list[Spot], Any]:
+        """(where a step's value lies, the value), of an owner that is no dict for the method `get`, too."""
         if isinstance(step, str):
             return places.attribute(owner, step)
-        key = step.value if isinstance(step, Key) else self._follow(step, frame, where, [], False)[0]
+        if isinstance(step, Get) and not isinstance(owner, dict):
+            return places.attribute(owner, "get")[0], MISSING
+        asked = step.key if isinstance(step, (Get, Within, Named)) else step
+        key = asked.value if isinstance(asked, Key) else self._follow(asked, frame, where, [], False)[0]
+        if isinstance(step, Named):
+            return places.attribute(owner, key) if isinstance(key, str) else ([], MISSING)
+        if isinstance(step, Within):
+            known = isinstance(owner, dict) and key is not MISSING and places.is_fixed(key)
+            return ([(places.COPY, owner, places.Has(key))] if known else []), MISSING
         return places.item(owner, key)
 
     def _note(self, spot: Spot, name: str, where: str, parent: Place | None, value: Any = MISSING) -> Place:
         kind, holder, key = spot
         known = (kind, id(holder), key)
         if known not in self.places:
+            self.used.discard(known)
             place = Place(kind, holder, key, name, where, value, parent)
             place.value = place.now() if value is MISSING else value
             self.places[known] = place
@@ -189,19 +226,21 @@ class Reading:
         if isinstance(value, types.FunctionType):
             self.cells.know(value)
             return
+        self.ended[id(value)] = value
         known_module = isinstance(value, nn.Module) and (ENTRY, id(vars(value)), "training") in self.places
         parts = places.contents(value, depth) if depth < places.DEEP and not known_module else []
         if any(places.is_traced(Place(*spot, "", "", None).now()) for spot, _ in parts):
             return
         for spot, end in parts:
             place = self._note(spot, name + end, where, parent)
+            self.used.add(_id(place))
             if not isinstance(value, nn.Module):
                 self._end(place.value, place.name, where, place, depth + 1)
 
     def _writes(self, lines: Lines, number: int, frame: types.FrameType, where: str) -> None:
         updates = {
             *lines.updates.get(number, ()),
-            *(chain for chain, callee in lines.reads.get(number, ()) if callee not in _EXTREMES),
+            *(_plain(chain) for chain, callee in lines.reads.get(number, ()) if callee not in _EXTREMES),
         }
         for chain in lines.writes.get(number, ()):
             spot = self._target(chain, frame, where)
@@ -220,10 +259,11 @@ class Reading:
         if not chain.steps:
             if chain.scope == "global":
                 return ENTRY, frame.f_globals, chain.name
-            return ATTRIBUTE, self.cells.of(frame.f_code, chain.name), "cell_contents"
+            value = frame.f_locals.get(chain.name, MISSING)
+            return ATTRIBUTE, self.cells.of(frame.f_code, chain.name, value), "cell_contents"
         owner, _ = self._follow(Chain(chain.name, chain.scope, chain.steps[:-1]), frame, where, [], False)
         step = chain.steps[-1]
-        if owner is MISSING or places.is_traced(owner):
+        if owner is MISSING or places.is_traced(owner) or isinstance(step, (Get, Within, Named)):
             return None
         if isinstance(step, str):
             return places.target(owner, step)
@@ -242,6 +282,9 @@ class Reading:
             self._refuse_count(written, self.places.get(known))
         for fn_place in self._of_libraries():
             self._note(*fn_place)
+        for place in self.places.values():
+            place.whole = id(place.value) in self.ended
+        self.ended.clear()
         own = {id(place) for known, place in self.places.items() if self._is_own(known, place)}
         for known in [known for known, place in self.places.items() if any(id(p) in own for p in _line_of(place))]:
             del self.places[known]
@@ -274,11 +317,11 @@ class Reading:
     def _is_own(self, known: _Id, place: Place) -> bool:
         """Whether a place is the traced functions' own: they write to it, or its value is of the trace."""
         own = known in self.written or place.holder is None or places.is_traced(place.value)
-        sized = place.kind == places.COPY and id(place.holder) in self.changed
+        sized = place.kind in (places.COPY, places.ITEM) and id(place.holder) in self.changed
         return own or sized or not place.holds(place.now())
 
     def _refuse_count(self, written: _Written, place: Place | None) -> None:
-        if place is None or not written.from_itself:
+        if place is None or not written.from_itself or _id(place) not in self.used:
             return
         now = place.now()
         if places.is_number(written.before) and places.is_number(now) and not places.same(written.before, now):
@@ -294,15 +337,18 @@ class Reading:
         for stand_in in self.cells.stand_ins.values():
             known = (ATTRIBUTE, id(stand_in), "cell_contents")
             place, written = self.places.pop(known, None), self.written.pop(known, None)
-            cell = self.cells.cell(stand_in, place.value if place else MISSING)
+            cell = self.cells.cell(stand_in)
             if cell is None:
                 continue
+            read = known in self.used
             known = (ATTRIBUTE, id(cell), "cell_contents")
+            self.used |= {known} if read else set()
             if written is not None:
                 self.written.setdefault(known, written)
             if place is not None:
                 place.holder = cell
                 self.places.setdefault(known, place)
+        self.cells.stand_ins.clear()
 
     def _defaults(self) -> None:
         """Notes the defaults of the user's functions that ran."""
@@ -311,7 +357,8 @@ class Reading:
                 if values := getattr(fn, part):
                     name = f"{fn.__name__}.{part}"
                     place = self._note((ATTRIBUTE, fn, part), name, defined_at(fn), None)
-                    self._end(values, name, defined_at(fn), place, 0)
+                    for spot, end in places.contents(values):  # what is read of these, the function's lines name
+                        self.used.add(_id(self._note(spot, name + end, defined_at(fn), place)))
 
     def _of_libraries(self) -> Iterator[tuple[Spot, str, str, None]]:
         """The places of the libraries' functions that ran."""
@@ -343,9 +390,20 @@ def _draw_lines(code: types.CodeType) -> frozenset[int]:
     )
 
 
-def _local(chain: Chain) -> bool:
+def _varies(chain: Chain) -> bool:
     """Whether a chain's places may be others each time that its line runs."""
-    return chain.scope == "local" or any(_local(step) for step in chain.steps if isinstance(step, Chain))
+    keys = (step.key if isinstance(step, (Get, Within, Named)) else step for step in chain.steps)
+    return chain.scope != "global" or any(_varies(key) for key in keys if isinstance(key, Chain))
+
+
+def _plain(chain: Chain) -> Chain:
+    """A chain that reads an entry by `get`, as one that writes it has it."""
+    steps = tuple(step.key if isinstance(step, Get) else step for step in chain.steps)
+    return Chain(chain.name, chain.scope, steps)
+
+
+def _id(place: Place) -> _Id:
+    return place.kind, id(place.holder), place.key
 
 
 def _line_of(place: Place) -> Iterator[Place]:
