@@ -383,6 +383,16 @@ def by_alpha(x: torch.Tensor, given: Any) -> torch.Tensor:
     return x if given is None else x * given.alpha
 
 
+def by_parts(s: Any, x: torch.Tensor) -> torch.Tensor:
+    given = s.it
+    model = given["model"]
+    if not given["extra"]:
+        return x
+    if model:
+        x = x * model["alpha"]
+    return x
+
+
 def made_to_scale(by: float) -> Any:
     return lambda x: x * by
 
@@ -419,6 +429,10 @@ REPLACED: dict[str, tuple[Any, Any]] = {
     "a closure": (lambda s, x: s.it(x), lambda a, n: made_to_scale(a)),
     "objects in a list": (lambda s, x: sum(x * o.alpha for o in s.it), lambda a, n: [Frozen(1.0, n), Frozen(a, n)]),
     "a class defined again": (lambda s, x: s.it(x), lambda a, n: redefined(a)),
+    "a variable": (by_parts, lambda a, n: {"model": {"alpha": a, "step": n}, "extra": [n], "step": n}),
+    "a partial's argument": (
+        lambda s, x: s.it(x), lambda a, n: functools.partial(by_alpha, given=Dotted(alpha=a, step=n))
+    ),
     "getattr by a variable": (lambda s, x: sum(x * getattr(s.it, k) for k in ("alpha",)), lambda a, n: Frozen(a, n)),
 }  # fmt: skip
 
@@ -496,6 +510,16 @@ def test_a_draw_after_a_seed_is_the_same_each_time_anyway() -> None:
     for loss in (unseeded, late):
         with pytest.raises(CaptureError, match="draws from the global generator of random"):
             fzero.step(state_of(loss), X)
+
+
+def test_truth_of_a_container_is_compared_alone() -> None:
+    here = types.SimpleNamespace(extra=[1])
+    state = state_of(lambda p, b: (b @ p["w"]).mean() * (2.0 if here.extra else 1.0))
+    for here.extra[0] in range(2):
+        state = fzero.step(state, X)
+    here.extra.clear()
+    with pytest.raises(CaptureError, match=r"bool\(here.extra\), which .* was True and is False"):
+        fzero.step(state, X)
 
 
 def test_functions_of_one_code_are_watched_each() -> None:

@@ -108,6 +108,11 @@ class _Machine:
     updated: dict[int, list[Chain]] = field(default_factory=dict)
     seeded: dict[int, list[Chain]] = field(default_factory=dict)
 
+    @functools.cached_property
+    def loaded(self) -> frozenset[str]:
+        """The local variables that are read."""
+        return frozenset(op.argval for op in dis.get_instructions(self.code) if op.opname.startswith("LOAD_FAST"))
+
     def pop(self) -> Any:
         return self.stack.pop() if self.stack else None
 
@@ -185,6 +190,9 @@ class _Machine:
             self.stack.append(None)
         elif name.endswith(("_IF_NONE", "_IF_NOT_NONE")):
             self._test(self.pop(), True)
+        elif name.startswith("POP_JUMP") or name == "UNARY_NOT":
+            self._truth(self.pop())
+            self.stack.clear() if name != "UNARY_NOT" else self.stack.append(None)
         elif name == "RETURN_VALUE" and isinstance(value := self.pop(), _Load):
             value.callee = RETURNED
         else:
@@ -237,7 +245,13 @@ class _Machine:
         if isinstance(value, _Load) and for_none:
             value.callee = TESTED
 
+    def _truth(self, value: Any) -> None:
+        if isinstance(value, _Load):
+            value.callee = TRUTH
+
     def _store(self, name: str, argument: Any, line: int) -> None:
+        if name == "STORE_FAST" and self.stack and argument in self.loaded:
+            self._test(self.stack[-1], True)
         if name in ("STORE_GLOBAL", "STORE_NAME"):
             self.pop()
             self.write(line, Chain(argument, "global"))
@@ -270,7 +284,8 @@ def _key(key: _Load | Key) -> Key | Chain:
 
 
 RETURNED = Chain("return", "return")  # what the value of a `return` is given to
-TESTED = Chain("is None", "tested")  # to a test that reads nothing of it
+TESTED = Chain("is None", "tested")  # to a test that reads nothing of it, or a variable, whose own chains say it
+TRUTH = Chain("bool", "tested")  # to a test of its truth
 _IS_INSTANCE = Chain("isinstance", "global")
 _TYPE = Chain("type", "global")
 _SEEDS = {"seed", "setstate", "set_state"}  # of a generator

@@ -26,7 +26,7 @@ from torch import nn
 
 from fzero.capture.provenance import defined_at
 from fzero.capture.reads import draws, places
-from fzero.capture.reads.bytecode import RETURNED, TESTED, Chain, Get, Key, Lines, Named, Step, Within, lines_of
+from fzero.capture.reads.bytecode import RETURNED, TESTED, TRUTH, Chain, Get, Key, Lines, Named, Step, Within, lines_of
 from fzero.capture.reads.cells import Cells, StandIn
 from fzero.capture.reads.frames import LIBRARY, OTHER, USER, frames_for, kind_of
 from fzero.capture.reads.noted import Reads
@@ -139,7 +139,9 @@ class Reading:
                 value, place = self._follow(chain, frame, where, generators, users)
                 if place is not None and _plain(chain) not in lines.writes.get(number, ()):
                     self.used.add(_id(place))
-                if users and value is not MISSING and not self._follows_itself(callee, frame):
+                if callee is TRUTH and isinstance(value, places.CONTAINERS) and users:
+                    self._note((places.COPY, value, bool), f"bool({chain})", where, place)
+                elif users and value is not MISSING and not self._follows_itself(callee, frame):
                     self._end(value, str(chain), where, place, 0)
         return generators
 
@@ -222,7 +224,8 @@ class Reading:
         if isinstance(value, types.MethodType):
             value = value.__func__
         if isinstance(value, functools.partial):
-            self._end(value.func, name, where, parent, depth)
+            self._given(value, name, where, parent)
+            return
         if isinstance(value, types.FunctionType):
             self.cells.know(value)
             return
@@ -236,6 +239,18 @@ class Reading:
             self.used.add(_id(place))
             if not isinstance(value, nn.Module):
                 self._end(place.value, place.name, where, place, depth + 1)
+
+    def _given(self, fn: functools.partial[Any], name: str, where: str, parent: Place | None) -> None:
+        """Notes a partial's function and arguments; what it reads of these, the lines of the user's function name."""
+        users = isinstance(fn.func, types.FunctionType) and kind_of(fn.func.__code__.co_filename) == USER
+        self._end(fn.func, name, where, parent, 0)
+        for spot, end in places.contents(fn):
+            place = self._note(spot, name + end, where, parent)
+            for inner, key in places.contents(place.value):
+                part = self._note(inner, name + end + key, where, place)
+                self.used.add(_id(part))
+                if not users:
+                    self._end(part.value, part.name, where, part, 1)
 
     def _writes(self, lines: Lines, number: int, frame: types.FrameType, where: str) -> None:
         updates = {
