@@ -141,3 +141,8 @@ def inductor_compile(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -
         return standalone_compile(
             gm, list(inputs), dynamic_shapes="from_example_inputs", options={"config_patches": options}
         )
+
+
+def convolution_kernel(source: torch.Tensor, weight: torch.Tensor, *numbers: Any) -> str:
+    """The name of ATen's kernel of a convolution, as of "Slow2d"; `numbers` as in aten.convolution after the bias."""
+    return torch._C._select_conv_backend(source, weight, None, *numbers).name  # 2.11.0, 2.13.0

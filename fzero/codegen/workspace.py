@@ -22,7 +22,8 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import AMX
-from fzero.codegen import matmul
+from fzero.codegen import convolution_workspace, matmul
+from fzero.codegen.convolution_workspace import Convolution
 from fzero.ir import fx_nodes, fx_values
 from fzero.optim.adam8 import BUFFER_BYTES, CHUNK
 from fzero.optim.transform import PIECE
@@ -33,7 +34,7 @@ fzero_ops = torch.ops.fzero
 
 def workspace_bytes(node: fx.Node) -> int:
     """Bytes that a node's kernel holds while it runs, on CPU tensors; 0 elsewhere and for ops without a rule."""
-    rule = RULES.get(node.target) or (_promoted if _pointwise(node.target) else None)
+    rule = RULES.get(node.target) or BY_NAME.get(str(node.target)) or (_promoted if _pointwise(node.target) else None)
     values = (
         fx_values.tensors(node.meta["val"]) or fx_values.tensors(fx_nodes.operand(node).meta["val"]) if rule else []
     )
@@ -49,15 +50,6 @@ def _bytes(node: fx.Node, index: int = 0) -> int:
 
 def _result_bytes(node: fx.Node) -> int:
     return sum(v.numel() * v.element_size() for v in fx_values.tensors(node.meta["val"]))
-
-
-BLOCK = 16  # channels in a block of oneDNN's layout (AVX-512)
-
-
-def _blocked(value: torch.Tensor) -> int:
-    """Bytes of a (batch, channels, ...) tensor in oneDNN's layout: channels padded to whole blocks."""
-    channels = value.shape[1]
-    return value.numel() // max(channels, 1) * (-(-channels // BLOCK) * BLOCK) * value.element_size()
 
 
 def _pointwise(target: object) -> bool:
@@ -83,18 +75,16 @@ def _promoted(node: fx.Node) -> int:
 
 
 def _convolution(node: fx.Node) -> int:
-    """Operands and result in oneDNN's layout, then the result once more, in its own. Few channels are not reordered."""
-    source, weight, result = *(fx_nodes.operand(node, i).meta["val"] for i in (0, 1)), node.meta["val"]
-    operands = (_blocked(source) if source.shape[1] >= BLOCK else 0) + weight.numel() * weight.element_size()
-    return max(_blocked(result), operands + _blocked(result) - _result_bytes(node))
+    source, weight = (fx_nodes.operand(node, i).meta["val"] for i in (0, 1))
+    return convolution_workspace.forward_bytes(Convolution(source, weight, node.meta["val"], *node.args[3:]))  # type: ignore[arg-type]
 
 
 def _convolution_backward(node: fx.Node) -> int:
-    """The incoming gradient in oneDNN's layout, and the input (of many channels) or its gradient."""
-    mask = node.args[10]
-    wants_input = bool(mask[0]) if isinstance(mask, (list, tuple)) else True
-    incoming, outgoing = (fx_nodes.operand(node, i).meta["val"] for i in (0, 1))
-    return _blocked(incoming) + (_blocked(outgoing) if wants_input or outgoing.shape[1] >= BLOCK else 0)
+    incoming, source, weight = (fx_nodes.operand(node, i).meta["val"] for i in (0, 1, 2))
+    *numbers, wants = node.args[4:]
+    wants_source, wants_weight, _ = cast(Sequence[bool], wants)
+    convolution = Convolution(source, weight, incoming, *numbers)  # type: ignore[arg-type]
+    return convolution_workspace.backward_bytes(convolution, incoming, wants_source, wants_weight)
 
 
 def _cast_input(node: fx.Node) -> int:
@@ -191,7 +181,7 @@ def _all(*rules: Callable[[fx.Node], int]) -> Callable[[fx.Node], int]:
 def _gemm(node: fx.Node) -> int:
     """Copies of matrices whose rows and columns both lie apart; of a batch one matrix at a time."""
     matrices = [v for v in _values(node, range(len(node.args)))[-2:] if v.dim() >= 2]
-    return sum(math.prod(v.shape[-2:]) * v.element_size() for v in matrices if not _for_blas(v))
+    return sum(math.prod(v.shape[-2:]) * v.element_size() for v in matrices if v.is_conj() or not _for_blas(v))
 
 
 def _for_blas(matrix: torch.Tensor) -> bool:
@@ -278,6 +268,43 @@ def _cdist(first: int) -> Callable[[fx.Node], int]:
     return rule
 
 
+def _counted(count: int) -> Callable[[fx.Node], int]:
+    """So many bytes for each element of the operand."""
+    return lambda node: count * fx_nodes.operand(node).meta["val"].numel()
+
+
+def _trilinear(node: fx.Node) -> int:
+    """The product of the first two operands at one number of the dim that is unrolled, its product with the third, and
+    copies of the slices. Operands lack the dims that they are expanded by; those of the third are summed at once."""
+    operands, expanded, summed = node.args[:3], cast(Sequence[Sequence[int]], node.args[3:6]), node.args[6]
+    unrolled = node.args[7] if len(node.args) > 7 else 1
+    values = [cast(fx.Node, x).meta["val"] for x in operands]
+    sizes: dict[int, int] = {}
+    rank = values[0].dim() + len(expanded[0])
+    for value, lacks in list(zip(values, expanded, strict=True))[:2]:
+        sizes |= zip([d for d in range(rank) if d not in lacks], value.shape, strict=True)
+    at_once = {*expanded[2]} & {*cast(Sequence[int], summed)} | {unrolled}
+    product = math.prod(n for d, n in sizes.items() if d not in at_once) * values[0].element_size()
+    return product + _result_bytes(node) + sum(x.nbytes for x in values) // max(sizes.get(cast(int, unrolled), 1), 1)
+
+
+def _resampled(node: fx.Node) -> int:
+    """The operand with its new width, and the weights of each place."""
+    value, result = fx_nodes.operand(node).meta["val"], fx_values.tensors(node.meta["val"])[0]
+    down, across = (max(a, b) for a, b in zip(value.shape[-2:], result.shape[-2:], strict=True))
+    between = value.shape[:2].numel() * value.shape[-2] * result.shape[-1]
+    return (between + 16 * (down + across)) * value.element_size()
+
+
+def _cross_entropy_in_chunks(node: fx.Node) -> int:
+    """The logits of a chunk of rows, its gradient, numbers of each row, and copies of both operands."""
+    source, weight = _values(node, (0, 1))
+    rows = cast(int, node.args[8] if "no_reduction" not in str(node.target) else node.args[6])
+    size = max(source.element_size(), 4) + source.element_size() % 4
+    numbers = 16 * source.shape[0]
+    return rows * (weight.shape[0] + source.shape[1] + 16) * size + numbers + _copies(0, 1)(node)
+
+
 def _upsample(node: fx.Node) -> int:
     """Operand and result with their channels last."""
     return _bytes(node) + _result_bytes(node)
@@ -315,7 +342,7 @@ COPIES: dict[str, tuple[int, ...]] = {
             "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d avg_pool2d avg_pool3d "
             "max_pool2d_with_indices max_pool3d_with_indices _log_softmax _softmax log_sigmoid_forward "
             "narrow_copy reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
-            "replication_pad3d median.dim nanmedian.dim aminmax max min"
+            "replication_pad3d median.dim nanmedian.dim aminmax max min pixel_shuffle pixel_unshuffle channel_shuffle"
         ),
         (0,),
     ),
@@ -326,11 +353,16 @@ COPIES: dict[str, tuple[int, ...]] = {
         ),
         (0, 1),
     ),
+    "bucketize.Tensor": (0, 1),
     "fractional_max_pool2d": (0, 3),
+    "index_select": (0, 2),
     "masked_scatter": (2,),
     "multi_margin_loss_backward": (1, 2),
     "multilabel_margin_loss_backward": (1, 2, 5),
     "native_layer_norm": (0, 2, 3),
+    "segment_reduce": (0, 1, 2, 3, 4),
+    "_segment_reduce_backward": (0, 1, 2, 3, 4, 5),
+    "nll_loss_forward": (0, 1, 2),
 }
 
 
@@ -344,8 +376,13 @@ RULES: dict[object, Callable[[fx.Node], int]] = {
     **dict.fromkeys(map(_op, ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv")), _gemm),
     **dict.fromkeys(map(_op, ("_fft_r2c", "_fft_c2c", "_fft_c2r")), _fft),
     **dict.fromkeys(map(_op, ("clone", "_to_copy", "copy", "copy_", "masked_fill.Scalar")), _block),
-    **dict.fromkeys(map(_op, ("median", "nanmedian", "ormqr")), _lapack(0)),
-    **dict.fromkeys(map(_op, ("linalg_qr", "geqrf")), _householder),
+    **dict.fromkeys(map(_op, ("median", "nanmedian", "ormqr", "linalg_lu_solve")), _lapack(0)),
+    **dict.fromkeys(
+        map(_op, ("linalg_qr", "geqrf", "linalg_householder_product", "linalg_ldl_factor_ex")), _householder
+    ),
+    aten.linalg_ldl_solve.default: _lapack(2),
+    aten.linalg_lu.default: lambda node: _bytes(node) + _householder(node),
+    aten.linalg_eig.default: lambda node: 3 * _bytes(node) + 120_000,
     **dict.fromkeys(map(_op, ("tril", "triu")), _triangle),
     aten.linalg_solve_triangular.default: _copies(0),
     aten.linalg_pinv.atol_rtol_tensor: lambda node: 3 * _bytes(node),
@@ -367,8 +404,18 @@ RULES: dict[object, Callable[[fx.Node], int]] = {
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
     aten.native_batch_norm_backward.default: _bytes,
-    aten.logsumexp.default: _bytes,
+    aten.logsumexp.default: lambda node: _bytes(node) + 2 * _result_bytes(node),
     aten.mse_loss.default: _reduced(2),
+    aten._trilinear.default: _trilinear,
+    **dict.fromkeys(map(_op, ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")), _resampled),
+    aten.dist.default: _bytes,
+    aten.index_reduce.default: lambda node: 3 * _bytes(node),
+    aten.scatter_reduce.two: lambda node: (_bytes(node) + _counted(1)(node)) * (node.args[4] == "mean"),
+    aten._chunk_cat.default: _result_bytes,
+    aten.histogram.bins_tensor: _result_bytes,
+    **dict.fromkeys(map(_op, ("all.dims", "any.dims")), _counted(1)),
+    aten.count_nonzero.dim_IntList: _counted(9),
+    aten.linalg_vector_norm.default: _cast_input,
     fzero_ops.sum_squares.default: _sum_squares,
     fzero_ops.stochastic_round.default: _stochastic_round,
     fzero_ops.adamw8.default: _adamw8,
@@ -398,3 +445,12 @@ RULES: dict[object, Callable[[fx.Node], int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
 }
+
+# of ops that torch makes when they are first called, and not in all versions
+BY_NAME: dict[str, Callable[[fx.Node], int]] = dict.fromkeys(
+    (
+        "torch_nn._linear_cross_entropy_batch_chunked.default",
+        "torch_nn._linear_cross_entropy_batch_chunked_no_reduction.default",
+    ),
+    _cross_entropy_in_chunks,
+)

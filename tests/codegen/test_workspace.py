@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import opdb
@@ -74,6 +75,7 @@ def test_a_workspace_rule_is_what_the_kernel_allocates(loss: Any) -> None:
 
 
 PLANE, IMAGE = torch.Size((128, 128)), torch.Size((4, 16, 28, 28))
+CONVOLUTION_SLACK = 65_536  # bytes of blocks that do not grow
 KINDS: dict[str, tuple[Any, torch.Size, torch.Size]] = {  # a loss of a parameter and a batch of these shapes
     "strided": (lambda p, x: F.conv2d(x, p, stride=2, padding=1).square().mean(), torch.Size((32, 16, 3, 3)), IMAGE),
     "depthwise": (lambda p, x: F.conv2d(x, p, groups=16).square().mean(), torch.Size((16, 1, 3, 3)), IMAGE),
@@ -176,15 +178,20 @@ def test_so_is_that_of_an_op_of_fzero(target: Any) -> None:
 
 
 BY_DATABASE = (  # ops of torch's database whose calls meet the rules that nothing above does
-    "_softmax_backward_data", "addmm", "addmv", "aminmax", "bmm", "cdist", "cholesky", "cholesky_solve", "fft.hfft",
-    "fft.irfft2", "fft.rfft2", "geqrf", "masked_scatter", "median", "msort", "nanmedian", "narrow_copy",
-    "nn.functional.adaptive_avg_pool2d", "nn.functional.adaptive_max_pool2d", "nn.functional.avg_pool2d",
-    "nn.functional.binary_cross_entropy_with_logits", "nn.functional.cross_entropy",
-    "nn.functional.fractional_max_pool2d", "nn.functional.group_norm", "nn.functional.interpolate.nearest-exact",
-    "nn.functional.layer_norm", "nn.functional.logsigmoid", "nn.functional.max_pool2d", "nn.functional.max_unpool2d",
-    "nn.functional.multi_margin_loss", "nn.functional.multilabel_margin_loss", "nn.functional.pad.reflect",
-    "nn.functional.pad.replicate", "nn.functional.soft_margin_loss", "ormqr", "pinverse", "searchsorted", "softmax",
-    "sort", "stft", "tril", "unfold",
+    "_chunk_cat", "_segment_reduce.lengths", "_softmax_backward_data", "_upsample_bilinear2d_aa", "addmm", "addmv",
+    "all", "aminmax", "any", "bmm", "bucketize", "cdist", "cholesky", "cholesky_solve", "count_nonzero", "dist",
+    "fft.hfft", "fft.irfft2", "fft.rfft2", "geqrf", "histogram", "index_reduce.mean", "index_select", "linalg.eig",
+    "linalg.householder_product", "linalg.ldl_factor", "linalg.ldl_solve", "linalg.lu", "linalg.lu_solve",
+    "masked_scatter", "median", "msort", "nanmedian", "narrow_copy", "nn.functional.adaptive_avg_pool2d",
+    "nn.functional.adaptive_max_pool2d", "nn.functional.avg_pool2d", "nn.functional.bilinear",
+    "nn.functional.binary_cross_entropy_with_logits", "nn.functional.channel_shuffle",
+    "nn.functional.conv_transpose2d", "nn.functional.cross_entropy", "nn.functional.fractional_max_pool2d",
+    "nn.functional.group_norm", "nn.functional.interpolate.nearest-exact", "nn.functional.layer_norm",
+    "nn.functional.linear_cross_entropy.chunked", "nn.functional.logsigmoid", "nn.functional.max_pool2d",
+    "nn.functional.max_unpool2d", "nn.functional.multi_margin_loss", "nn.functional.multilabel_margin_loss",
+    "nn.functional.nll_loss", "nn.functional.pad.reflect", "nn.functional.pad.replicate",
+    "nn.functional.pixel_shuffle", "nn.functional.pixel_unshuffle", "nn.functional.soft_margin_loss", "ormqr",
+    "pinverse", "renorm", "scatter_reduce.mean", "searchsorted", "softmax", "sort", "stft", "tril", "unfold",
 )  # fmt: skip
 
 
@@ -198,6 +205,50 @@ def test_no_call_of_an_op_of_torchs_database_asks_for_more(name: str, whole: boo
     assert measured
     for line in measured:
         assert line["given"] <= 1.05 * line["planned"] + workspaces.SLACK, line
+
+
+def _convolution(number: int) -> tuple[Any, ...]:
+    """Operands of a random convolution: of 1 to 3 dims, in any order of memory, with steps, gaps and groups."""
+    draw = random.Random(number)
+    dtype = draw.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16])
+    dims, rows, channels = draw.choice([1, 2, 2, 3]), draw.choice([1, 2, 4]), draw.choice([1, 3, 4, 8, 16, 20, 32])
+    made, groups = draw.choice([1, 3, 8, 16, 24]), draw.choice([1, 1, 1, channels])
+    made = channels * draw.choice([1, 2]) if groups > 1 else made
+    wide, transposed = draw.choice([1, 2, 3, 3, 5, 7]), draw.random() < 0.3
+    size = {1: 512, 2: 32, 3: 14}[dims]
+    x = torch.randn(rows, channels, *[size] * dims, dtype=dtype)
+    sides = (channels, made // groups) if transposed else (made, channels // groups)
+    weight = torch.randn(*sides, *[wide] * dims, dtype=dtype)
+    if dims == 2 and draw.random() < 0.2:
+        x = x.contiguous(memory_format=torch.channels_last)
+    steps, pads, gaps = draw.choice([1, 1, 2, 3]), draw.choice([0, 1, wide // 2]), draw.choice([1, 1, 1, 2])
+    return x, weight, None, [steps] * dims, [pads] * dims, [gaps] * dims, transposed, [0] * dims, groups
+
+
+@pytest.mark.parametrize("number", range(200))
+@pytest.mark.sampled(20)
+def test_a_convolution_of_any_kind_asks_for_no_more(number: int) -> None:
+    x, weight, bias, *numbers = _convolution(number)
+    planned, peak, result = _alone(aten.convolution.default, (x, weight, bias, *numbers))
+    assert peak <= 1.05 * planned + CONVOLUTION_SLACK, f"planned {planned}, allocator {peak}"
+    for mask in ([True, True, False], [True, False, False], [False, True, False]):
+        operands = (torch.randn_like(result), x, weight, None, *numbers, mask)
+        planned, peak, _ = _alone(aten.convolution_backward.default, operands)
+        assert peak <= 1.05 * planned + CONVOLUTION_SLACK, f"{mask}: planned {planned}, allocator {peak}"
+
+
+def _alone(target: Any, operands: tuple[Any, ...]) -> tuple[int, int, Any]:
+    """(planned bytes, the most that the allocator gave, the result) of a call as the executor makes it."""
+    graph = fx.Graph()
+    holders = [graph.placeholder(f"x{i}") if isinstance(a, torch.Tensor) else a for i, a in enumerate(operands)]
+    for holder, value in zip(holders, operands, strict=True):
+        if isinstance(holder, fx.Node):
+            holder.meta["val"] = value
+    node = graph.call_function(target, tuple(holders))
+    node.meta["val"] = target(*operands)
+    into = {i: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for i, v in fx_values.results(node)}
+    peak = workspaces.given(list(bind.calls_of(node, operands, {}, into)))
+    return segment_memory.heap_bytes(node), peak, node.meta["val"]
 
 
 @pytest.mark.acceptance

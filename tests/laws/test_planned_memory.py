@@ -121,8 +121,8 @@ def program(number: int) -> list[str]:
     return [name for pair in zip(views, steps, strict=True) for name in pair]
 
 
-def planned_and_held(names: list[str]) -> tuple[int, int, fzero.Lowered]:
-    """Bytes: the planned peak of a step, and state, batch, arena and what the allocator gave beside them."""
+def planned_and_held(names: list[str]) -> tuple[int, int]:
+    """Bytes of a program's step."""
 
     def loss(p: Any, batch: Tensor) -> Tensor:
         x = batch + p["w"]
@@ -131,21 +131,24 @@ def planned_and_held(names: list[str]) -> tuple[int, int, fzero.Lowered]:
         return (x * torch.linspace(-1, 1.5, 64)).square().mean() + sum(leaf.sum() for leaf in p.values()) * 0
 
     params = {"w": _drawn(1, 64, 64), "c": _drawn(2, 8), "k": _drawn(3, 8, 8, 3, 3) / 9}
+    return of_loss(loss, params, _drawn(4, *SHAPE))
+
+
+def of_loss(loss: Any, params: Any, batch: Tensor) -> tuple[int, int]:
+    """Bytes: the planned peak of a step, and state, batch, arena and what the allocator gave beside them."""
     state = fzero.init(params, fzero.Spec(loss=loss, optimizer=optim.sgd(1e-6)))
-    batch = _drawn(4, *SHAPE)
     state = fzero.step(state, batch)
     state, extra = measured_peak(lambda s=state: fzero.step(s, batch))
     runtime = state.runtime
     held = sum(x.nbytes for x in runtime.memory.values()) + batch.nbytes + runtime.arena.numel()
-    low = runtime.compiled(batch)
-    return low.memory.peak, held + extra, low
+    return runtime.compiled(batch).memory.peak, held + extra
 
 
 @pytest.mark.parametrize("number", range(PROGRAMS))
 @pytest.mark.sampled(4)
 def test_what_is_planned_is_what_the_allocator_holds(number: int) -> None:
     names = program(number)
-    planned, held, _ = planned_and_held(names)
+    planned, held = planned_and_held(names)
     print(names, f"planned {planned:,}, held {held:,}: {planned / held - 1:+.2%}")
     assert held <= planned + SMALL, f"{names}: planned {planned:,}, held {held:,}"
     if BOUNDS.isdisjoint(names):
@@ -156,6 +159,24 @@ def test_what_is_planned_is_what_the_allocator_holds(number: int) -> None:
 @pytest.mark.sampled(1)
 def test_so_is_that_of_each_step_on_each_view(name: str) -> None:
     for view in VIEWS:
-        planned, held, _ = planned_and_held([view, name])
+        planned, held = planned_and_held([view, name])
         assert held <= planned + SMALL, f"{view}, {name}: planned {planned:,}, held {held:,}"
         assert name in BOUNDS or planned <= 1.05 * held + SMALL, f"{view}, {name}: planned {planned:,}, held {held:,}"
+
+
+# what outside testing found: planned 60 MB and held 94, 148 and 224, and 4.5 % too low
+FOUND: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[int, ...]]] = {
+    "rfft2 and irfft2": (lambda p, b: torch.fft.irfft2(torch.fft.rfft2(b + p) * 0.5).square().mean(), (8, 512, 512)),
+    "stft": (lambda p, b: torch.stft(b + p, 256, return_complex=True).abs().square().mean(), (24, 65_536)),
+    "sort and cumsum": (lambda p, b: ((b + p).sort(1)[0].cumsum(1) * b).square().mean(), (8, 131_072)),
+    "of columns": (lambda p, b: ((b + p).sort(0)[0].cumsum(0) * b).square().mean(), (131_072, 8)),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.sampled(2)
+def test_so_is_that_of_the_programs_that_were_planned_too_low(name: str) -> None:
+    loss, shape = FOUND[name]
+    planned, held = of_loss(loss, _drawn(1, shape[-1]), _drawn(2, *shape))
+    print(name, f"planned {planned:,}, held {held:,}: {planned / held - 1:+.2%}")
+    assert held - SMALL <= planned <= 1.01 * held + SMALL, f"planned {planned:,}, held {held:,}"

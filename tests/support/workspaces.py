@@ -11,6 +11,7 @@ import argparse
 import json
 import re
 import resource
+import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,7 @@ SIZES = (1 << 13, 1 << 15, 1 << 17)  # elements of a sample's largest tensor, ab
 SAMPLES = 2  # of an op and dtype
 SLACK = 8192  # bytes of small values that no rule counts
 LIMIT = 4 << 30  # bytes of the process
+PATIENCE = 60  # seconds of an op: some make thousands of results
 
 
 # --- samples of a size ------------------------------------------------------------------------------------------------
@@ -170,7 +172,7 @@ def _text(node: fx.Node) -> str:
             return "(" + ", ".join(map(one, x)) + ")"
         return str(x)
 
-    return f"{one(list(node.args))} {one(list(node.kwargs.values()))} -> {one(node.meta['val'])}"
+    return f"{one(list(node.args))} {one(list(node.kwargs.values()))} -> {one(node.meta.get('val'))}"
 
 
 def main() -> None:
@@ -181,6 +183,7 @@ def main() -> None:
     parser.add_argument("-v", action="store_true")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGALRM, _late)
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT, LIMIT))  # a result may grow with a power of the operand
     done = (
@@ -195,10 +198,19 @@ def main() -> None:
                 continue
             file.write(json.dumps({"done": name}) + "\n")  # before, so that what ends the process is not tried again
             file.flush()
-            for dtype in opdb.dtypes_of(op)[:1]:
-                for line in lines(op, dtype):
-                    file.write(json.dumps(line) + "\n")
+            signal.alarm(PATIENCE)
+            try:
+                for dtype in opdb.dtypes_of(op)[:1]:
+                    for line in lines(op, dtype):
+                        file.write(json.dumps(line) + "\n")
+            except TimeoutError:
+                file.write(json.dumps({"late": name}) + "\n")
+            signal.alarm(0)
             file.flush()
+
+
+def _late(*_: Any) -> None:
+    raise TimeoutError
 
 
 if __name__ == "__main__":
