@@ -169,6 +169,3 @@ def _say_debugger() -> None:
         "fzero: a debugger or a coverage tool follows this program, so values that a loss reads from Python are not "
         "watched: a change of one has no effect on a program that was traced, and no error says so"
     )
-
-
-Callback = Callable[[types.FrameType], None]
