@@ -24,6 +24,7 @@ from fzero.comm import heartbeat
 from fzero.comm.group import Line
 from fzero.comm.peers import SharedMemoryPeers
 from fzero.comm.transfers import Messages, Pending, combine, drain, finish
+from fzero.ir.messages import as_it_lies
 from fzero.ir.records import Op
 
 LANES = 8  # axes, at most
@@ -61,7 +62,7 @@ class Shared:
         """Starts a transfer; see `Comm.start`. Settles an earlier transfer into the same buffer first."""
         if not op.is_collective:
             self.number += 2
-            self.pending[name] = self._message(op, tensors[0].reshape(-1))
+            self.pending[name] = self._message(op, as_it_lies(tensors[0]))
             return
         self.settle(name)
         self.number += 2
@@ -108,7 +109,7 @@ class Shared:
         self.host.close()
 
     def _message(self, op: Op, data: torch.Tensor) -> Pending:
-        """Starts a send or recv of `data`. The n-th message of a tag meets the n-th receive."""
+        """Starts a send or recv of `data` (1-D). The n-th message of a tag meets the n-th receive."""
         places = (self.rank, op.peer) if op.is_send else (op.peer, self.rank)
         letter = (*places, op.tag)
         count = self.letters[letter] = self.letters.get(letter, -1) + 1

@@ -30,6 +30,7 @@ from fzero.comm import heartbeat
 from fzero.comm.group import Line
 from fzero.comm.protocol import Comm
 from fzero.errors import DisagreementError, FzeroError, PeerError
+from fzero.ir.messages import as_it_lies
 from fzero.ir.records import Op
 
 # its name in 2.13.0, and in 2.11.0
@@ -77,9 +78,9 @@ class Messages:
         return self.back if self.back is not None and receiver < sender else self.group
 
     def start(self, op: Op, tensors: Sequence[torch.Tensor]) -> Pending:
-        """Starts a send or recv op; its one tensor is sent or written."""
+        """Starts a send or recv op; the memory of its one tensor is sent or written."""
         run = self.send if op.is_send else self.recv
-        return Pending([run(tensors[0], op.peer, op.tag)])
+        return Pending([run(as_it_lies(tensors[0]), op.peer, op.tag)])
 
 
 AllGather = Callable[[Messages, torch.Tensor, torch.Tensor, int], list[Any]]

@@ -26,10 +26,11 @@ from fzero.codegen import bind, inplace, segment_memory
 from fzero.comm.protocol import Comm
 from fzero.ir import fx_nodes
 from fzero.ir.liveness import waits_with_settle
+from fzero.ir.messages import forms
 from fzero.ir.program import Program, op_text
 from fzero.ir.records import DEVICE, DISK, GIVEN, HOST, PERSISTENT, Op, Ref
 from fzero.runtime import cuda_graphs
-from fzero.runtime.handlers import moves_whole, padding, part
+from fzero.runtime.handlers import formed, moves_whole, padding, part
 from fzero.runtime.lanes import Lanes
 from fzero.runtime.stream_lanes import lanes_for
 
@@ -70,6 +71,7 @@ class Executor:
         self.arenas = {DEVICE: arena, HOST: host_arena}
         self.moving: set[str] = set()  # while ops are bound: the targets of the moves before
         self.memory = dict(memory)
+        self.forms = forms(program)
         self.loose = {n for n, b in program.buffers.items() if b.at is None and b.kind not in PERSISTENT}
         for name, buffer in program.buffers.items():
             if buffer.kind == "rank":
@@ -77,7 +79,7 @@ class Executor:
                 self.memory[name] = torch.full((), place, dtype=buffer.dtype, device=arena.device)
             elif buffer.at is not None and buffer.space != DISK:
                 room = self.arenas[buffer.space][buffer.at : buffer.at + buffer.nbytes]
-                self.memory[name] = room.view(buffer.dtype).view(buffer.shape)
+                self.memory[name] = formed(room.view(buffer.dtype).view(buffer.shape), self.forms.get(name))
         self.batch = [self.memory.get(name) for name, b in program.buffers.items() if b.kind == "batch"]
         self.metrics = list(program.metrics.items())
         self.position = -1  # the op that runs; the number of ops after a run that did not fail
@@ -196,7 +198,8 @@ class Executor:
         if ref.name not in self.memory:
             buffer = self.program.buffers[ref.name]
             device = self.arenas[buffer.space].device
-            self.memory[ref.name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+            made = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+            self.memory[ref.name] = formed(made, self.forms.get(ref.name))
             for start, stop in padding(self.program, self.rank, buffer):
                 self.memory[ref.name][start:stop].zero_()
         return self.tensor(ref)

@@ -20,6 +20,7 @@ from fzero.codegen import bind, segment_memory
 from fzero.comm.protocol import Comm
 from fzero.ir import fx_nodes, fx_values
 from fzero.ir.liveness import waits_with_settle
+from fzero.ir.messages import forms
 from fzero.ir.program import Program, op_text
 from fzero.ir.records import DEVICE, DISK, HOST, PERSISTENT, Buffer, Op, Ref
 from fzero.kernels import kernel_for
@@ -59,6 +60,7 @@ class Rank:
             HOST: torch.empty(program.arenas[HOST], dtype=torch.uint8),
         }
         self.calls = {key: partial(as_planned, gm) for key, gm in program.segments.items()}
+        self.forms = forms(program)
         self.deferred = waits_with_settle(program.ops)
         self.started: dict[str, set[str]] = {}
         self.lent: dict[str, set[str]] = {}
@@ -81,11 +83,17 @@ class Rank:
         else:
             room = self.arenas[buffer.space][buffer.at : buffer.at + buffer.nbytes]
             tensor = room.view(buffer.dtype).view(buffer.shape)
+        tensor = formed(tensor, self.forms.get(buffer.name))
         if self.poison:
             spoil(tensor)
         for start, stop in padding(self.program, self.rank, buffer):
             tensor[start:stop].zero_()
         return tensor
+
+
+def formed(tensor: torch.Tensor, form: torch.Tensor | None) -> torch.Tensor:
+    """The memory of a contiguous tensor with the dims in the order of `form`, if it is given."""
+    return tensor if form is None else tensor.as_strided(form.shape, form.stride())
 
 
 def on_disk(program: Program, memory: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,6 +9,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import torch
+
+from fzero.ir.fx_values import steps
+from fzero.ir.messages import forms
 from fzero.ir.program import Program
 from fzero.ir.records import DTYPE_NAMES, Op
 from fzero.verify.form import length
@@ -25,6 +29,7 @@ class _End:
     tag: int
     numel: int
     dtype: str
+    form: torch.Tensor | None
 
     @property
     def moves(self) -> str:
@@ -43,6 +48,7 @@ def unmatched(programs: Mapping[int, Program]) -> Iterator[Found]:
     """Faults of messages, rank by rank, of the ranks that are given."""
     lines: dict[tuple[str, int, int], _Line] = {}
     messages = {id(p): [(i, op) for i, op in enumerate(p.ops) if op.is_message] for p in programs.values()}
+    lies = {id(p): forms(p) for p in programs.values()}
     for rank, program in programs.items():
         for i, op in messages[id(program)]:
             peers = program.mesh.peers(rank, str(op.axis))
@@ -51,15 +57,16 @@ def unmatched(programs: Mapping[int, Program]) -> Iterator[Found]:
                 return
             ends = (rank, peers[op.peer]) if op.is_send else (peers[op.peer], rank)
             line = lines.setdefault((str(op.axis), *ends), _Line())
-            (line.sent if op.is_send else line.received).append(_end(program, rank, i, op))
+            (line.sent if op.is_send else line.received).append(_end(program, rank, i, op, lies[id(program)]))
     for (axis, sender, receiver), line in lines.items():
         yield from _alone(line, axis, sender, receiver)
         yield from _unlike(line, axis, sender)
 
 
-def _end(program: Program, rank: int, number: int, op: Op) -> _End:
+def _end(program: Program, rank: int, number: int, op: Op, lies: Mapping[str, torch.Tensor]) -> _End:
     ref = (op.reads or op.writes)[0]
-    return _End(rank, number, op.tag, length(program, ref), DTYPE_NAMES[program.buffers[ref.name].dtype])
+    dtype = DTYPE_NAMES[program.buffers[ref.name].dtype]
+    return _End(rank, number, op.tag, length(program, ref), dtype, lies.get(ref.name))
 
 
 def _alone(line: _Line, axis: str, sender: int, receiver: int) -> Iterator[Found]:
@@ -86,3 +93,6 @@ def _unlike(line: _Line, axis: str, sender: int) -> Iterator[Found]:
             yield there.rank, there.op, what
         elif here.moves != there.moves:
             yield there.rank, there.op, f"receives {there.moves} where rank {sender} sends {here.moves}"
+        elif here.form is not None and there.form is not None and steps(here.form) != steps(there.form):
+            what = f"strides {list(there.form.stride())} where rank {sender} sends {list(here.form.stride())}"
+            yield there.rank, there.op, f"receives {what}: a message moves memory as it lies"

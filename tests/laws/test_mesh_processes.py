@@ -111,6 +111,31 @@ def test_a_data_axis_of_one_rank(world: int) -> None:
             assert [path for path, leaf in expected.final.items() if not torch.equal(leaves[path], leaf)] == []
 
 
+def turned(transfers: str) -> dict[str, Tensor]:
+    """The leaves after two steps of layers whose border is not contiguous."""
+    torch.set_num_threads(1)
+    init, loss = cases.turned(2)
+    given = {"loss": loss, "mesh": {"pp": 2}, "microbatches": 2, "transfers": transfers}
+    state = fzero.init(init, spec(**given), key=fzero.random.key(0))
+    for number in range(2):
+        state = fzero.step(state, cases.turned_rows(0, number))
+    paths, leaves, _ = tree.flatten(fzero.unshard(state.tree))
+    return dict(zip(paths, leaves, strict=True))
+
+
+def turned_both() -> list[dict[str, Tensor]]:
+    return [turned("shared"), turned("p2p")]
+
+
+def test_a_border_whose_dims_lie_in_another_order() -> None:
+    """Over shared memory and over messages."""
+    init, loss = cases.turned(2)
+    one = spec(loss=loss, microbatches=2)
+    expected = run(one, init(fzero.random.key(0)), cases.turned_rows, world=1, steps=2, key=fzero.random.key(0)).final
+    for leaves in (found for rank in values(gloo(2, turned_both)) for found in rank):
+        assert [path for path, leaf in expected.items() if not torch.equal(leaves[path], leaf)] == []
+
+
 # --- what users do with a state ---------------------------------------------------------------------------------------
 
 

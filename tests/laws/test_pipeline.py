@@ -19,6 +19,7 @@ from torch import Tensor
 import fzero
 from fzero import optim
 from fzero.interop import from_module
+from fzero.ir import messages
 from fzero.pipeline import Pipeline, Schedule
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
@@ -107,6 +108,15 @@ def test_with_everything_else(name: str, schedule: str, whole: bool) -> None:
 
 MODELS = ("Llama", "GPT-2", "T5", "BERT", "ViT", "Mixtral", "Qwen3", "Mamba")
 LONG = ("Mixtral", "Mamba")  # to lower
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_border_whose_dims_lie_in_another_order(schedule: str) -> None:
+    """What is sent is memory as it lies; the receiver's segments read it by the strides of the captured step."""
+    init, loss = cases.turned(2)
+    run = both(2, 1, schedule, params=init(fzero.random.key(0)), batch=cases.turned_rows, loss=loss, microbatches=2)
+    sent = [form for program in run.lowered.roles.values() for form in messages.forms(program).values()]
+    assert any(not form.is_contiguous() for form in sent)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])

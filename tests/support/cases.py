@@ -28,6 +28,31 @@ Params = dict[str, Any]
 SGD = fzero.optim.sgd(0.1, momentum=0.9)
 
 
+def turned(layers: int, contiguous: bool = False) -> tuple[Any, Any]:
+    """Layers that hand on a value whose dims lie in another order in memory than in its shape, unless it is
+    `contiguous`: (init, loss)."""
+
+    def init(key: Tensor) -> Any:
+        return {"blocks": [[fzero.random.normal(fzero.random.fold_in(key, 2 * i + j), (8, 8)) / 3 for j in range(2)]
+                           for i in range(layers)]}  # fmt: skip
+
+    def loss(p: Any, b: Tensor) -> Tensor:
+        x = b
+        for pair in p["blocks"]:
+            rows = x.transpose(1, 2).reshape(-1, 8)
+            one, two = (torch.tanh(rows @ w).view(-1, 4, 8).transpose(1, 2) for w in pair)
+            x = torch.maximum(one, two)
+            x = x.contiguous() if contiguous else x
+        return x.square().mean()
+
+    return init, loss
+
+
+def turned_rows(rank: int, step: int) -> Tensor:
+    """A batch of `turned`."""
+    return torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(rank + 10 * step))
+
+
 def layers(width: int = 64, depth: int = 2) -> Params:
     """A list of equal layers between two unnumbered leaves."""
     block = {"w": torch.empty(width, width, device="meta"), "b": torch.empty(width, device="meta")}

@@ -147,6 +147,20 @@ def test_a_receive_of_another_dtype_or_size_than_is_sent() -> None:
     assert "would wait for ever" in found
 
 
+def test_a_receive_whose_reader_takes_the_dims_in_another_order() -> None:
+    """A message moves memory as it lies: the values would change places."""
+
+    def programs(contiguous: bool) -> Programs:
+        init, loss = cases.turned(2, contiguous)
+        spec = fzero.Spec(loss=loss, optimizer=cases.SGD, mesh={"pp": 2}, microbatches=2, pipeline="1f1b")
+        return kept.lower(spec, init(fzero.random.key(0)), cases.turned_rows(0, 0)).roles
+
+    turned, contiguous = programs(False), programs(True)
+    found = refusal({0: turned[0], 1: contiguous[1]})
+    assert "receives strides [32, 4, 1] where rank 0 sends [32, 1, 8]: a message moves memory as it lies" in found
+    assert refusal(turned) == refusal(contiguous) == ""
+
+
 def test_messages_that_start_in_different_orders() -> None:
     """NCCL has no tags: the n-th message that one rank sends is the n-th that the other receives."""
     programs = dict(lowered("1f1b").roles)
