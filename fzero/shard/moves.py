@@ -107,7 +107,7 @@ def cutting_leaf(
     """The leaf along whose cut dim a value lies in parts, through views and elementwise work; None where it is another
     dim, such as the tokens of a batch.
 
-    have: the placements of values. leaves: leaves, and views and casts of them.
+    have: the placements of values. leaves: those that a rule cuts, and views and casts of them.
     """
     todo, seen = [x], {x}
     while todo:

@@ -366,7 +366,8 @@ class _Walk:
         return moved
 
     def _check_heads(self, x: fx.Node, source: Shard, node: fx.Node, move: Move) -> None:
-        if (leaf := cutting_leaf(x, self.have, self.leaves)) is not None:
+        cut = {leaf for leaf in self.leaves if R not in self.have[self._base(leaf)]}
+        if (leaf := cutting_leaf(x, self.have, cut)) is not None:
             check_heads(x, source, node, move, self.n, self.names.get(self._base(leaf), leaf.name))
 
     def _drawn_part(self, x: fx.Node, want: Shard, reader: str, node: fx.Node | None) -> fx.Node:

@@ -168,6 +168,15 @@ def test_a_wrong_gradient_is_found_in_every_dtype(recipe: Recipe, reason: str, m
     assert (outcome.end, outcome.reason) == ("wrong", reason)
 
 
+def test_a_whole_leaf_is_not_told_to_be_whole() -> None:
+    """The product with `o` comes to lie in parts by another leaf; it is brought together, and nothing is refused."""
+    heads = {**ATTENTION.options, "heads": 4, "kv": 2, "head": 3, "fused": False, "norm": "none", "bias": False}
+    heads |= {"mask": "causal", "qk_norm": True}
+    model = Model(12, 4, 8, "tokens", "values", (Layer("attention", heads),), second="add")
+    place = {"mesh": {"tp": 3}, "zero": 0, "shard": {"stem2": P(None, "tp")}, "sequence": "tp"}
+    assert check(Case("by hand", model, Recipe(), place)).end == "equal"
+
+
 def test_a_refusal_is_remedied_and_another_error_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals, "TABLE", ())
     place = {"mesh": {"tp": 2}, "zero": 0, "shard": {"blocks/0/norm": P("tp"), **CUT}}

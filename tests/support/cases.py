@@ -40,9 +40,9 @@ def turned(layers: int, contiguous: bool = False) -> tuple[Any, Any]:
         x = b
         for pair in p["blocks"]:
             rows = x.transpose(1, 2).reshape(-1, 8)
-            one, two = (torch.tanh(rows @ w).view(-1, 4, 8).transpose(1, 2) for w in pair)
+            one, two = (torch.tanh(rows @ w) for w in pair)
+            one, two = (x.view(-1, 8, 4) if contiguous else x.view(-1, 4, 8).transpose(1, 2) for x in (one, two))
             x = torch.maximum(one, two)
-            x = x.contiguous() if contiguous else x
         return x.square().mean()
 
     return init, loss

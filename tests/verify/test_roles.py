@@ -25,6 +25,7 @@ from fzero.ir.records import Op
 from fzero.tools.mutate import roles
 from fzero.tools.mutate.edits import Edit, drop, find, insert
 from fzero.tools.mutate.text import damaged
+from fzero.verify.messages import unmatched
 from fzero.verify.rules import verify
 
 INIT, LOSS = cases.tied(64, 16, 4)
@@ -156,7 +157,7 @@ def test_a_receive_whose_reader_takes_the_dims_in_another_order() -> None:
         return kept.lower(spec, init(fzero.random.key(0)), cases.turned_rows(0, 0)).roles
 
     turned, contiguous = programs(False), programs(True)
-    found = refusal({0: turned[0], 1: contiguous[1]})
+    found = [what for _, _, what in unmatched({0: turned[0], 1: contiguous[1]})]
     assert "receives strides [32, 4, 1] where rank 0 sends [32, 1, 8]: a message moves memory as it lies" in found
     assert refusal(turned) == refusal(contiguous) == ""
 

@@ -178,7 +178,8 @@ def _pipeline(rng: random.Random, model: Model, roles: int) -> dict[str, Any]:
         name = "zb-h1"
     if not model.encoder and roles > 1 and name in ("gpipe", "1f1b", "zb-h1") and rng.random() < 0.25:
         starts = sorted(rng.sample(range(1, layers), roles - 1))
-        return {"pipeline": Pipeline(name, cut=[f"blocks/{n}" for n in starts])}
+        if all(map(model.has_rows, starts)):
+            return {"pipeline": Pipeline(name, cut=[f"blocks/{n}" for n in starts])}
     return {} if name is None else {"pipeline": name}
 
 
@@ -189,6 +190,8 @@ def _remat(rng: random.Random, model: Model) -> dict[str, Any]:
     if chance < 0.85:
         return {"remat": rng.choice(("full", "full", "offload"))}
     n = rng.randrange(len(model.layers))
+    if not model.has_rows(n):
+        return {}
     return {"remat": {f"blocks/{n}/**": rng.choice(("full", "offload")), "**": rng.choice(("none", "full"))}}
 
 

@@ -53,6 +53,10 @@ class Model:
         found: dict[str, Leaf] = dict(_flat(self._tree()))
         return found
 
+    def has_rows(self, n: int) -> bool:
+        """Whether a layer has a leaf of one dim or more: else no rule of a pipeline or of remat can name it."""
+        return any(leaf.shape for leaf in dict(_flat(self._layer(n, self.layers[n]))).values())
+
     def _tree(self) -> dict[str, Any]:
         w = self.width
         tree: dict[str, Any] = {"blocks": [self._layer(n, layer) for n, layer in enumerate(self.layers)]}

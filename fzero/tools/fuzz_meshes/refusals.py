@@ -61,6 +61,14 @@ def _plain_schedule(case: Case, match: re.Match[str]) -> Case:
     return replace(case, place={**case.place, "pipeline": "1f1b"})
 
 
+def _without_rule(case: Case, match: re.Match[str]) -> Case:
+    """Leaves the rule out."""
+    rules = {rule: to for rule, to in case.place["offload"].items() if rule != match["rule"]}
+    place = {name: value for name, value in case.place.items() if name not in ("offload", "nvme_path", "update_on")}
+    kept = {name: case.place[name] for name in ("nvme_path", "update_on") if name in case.place}
+    return replace(case, place={**place, **({"offload": rules, **kept} if rules else {})})
+
+
 PATH = r"(?:params|opt_state/\w+)/(?P<path>[\w/]+)"
 TABLE: tuple[Refusal, ...] = (
     Refusal(rf"shard: {PATH} lies as .* needs all of it: .* keep it whole", _whole),
@@ -69,6 +77,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(r"is stepped as a whole matrix .* so no rank may hold a part. Take adamw", _plain_adamw),
     Refusal(r"chunks need as many numbered layers.* there are (?P<layers>\d+)", _fewer_roles),
     Refusal(r"roles need a multiple of \d+ microbatches. Take \d+, or '1f1b'", _plain_schedule),
+    Refusal(r"offload=\{'(?P<rule>[^']+)': .* all that it matches stays on the device.* Leave the rule out", _without_rule),
     Refusal(r"gather_bytes=\d+ is less than one segment needs.* The smallest cap is (?P<cap>\d+)", _more_gathered),
 )
 
