@@ -407,7 +407,7 @@ RULES: dict[object, Callable[[fx.Node], int]] = {
     aten.logsumexp.default: lambda node: _bytes(node) + 2 * _result_bytes(node),
     aten.mse_loss.default: _reduced(2),
     aten._trilinear.default: _trilinear,
-    **dict.fromkeys(map(_op, ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")), _resampled),
+    _op("_upsample_bilinear2d_aa"): _resampled,
     aten.dist.default: _bytes,
     aten.index_reduce.default: lambda node: 3 * _bytes(node),
     aten.scatter_reduce.two: lambda node: (_bytes(node) + _counted(1)(node)) * (node.args[4] == "mean"),

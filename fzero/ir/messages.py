@@ -1,7 +1,7 @@
 """messages: in which order of its dims a value lies in memory that a role of a pipeline sends to another.
 
-A message moves memory as it lies. A buffer has a shape and no strides: those are of the values that segments write to it
-and read from it. So a receiver looks at the segment that reads the value.
+A message moves memory as it lies. A buffer has a shape and no strides: those are of the values that segments write to
+it and read from it. So a receiver looks at the segment that reads the value.
 """
 
 from __future__ import annotations

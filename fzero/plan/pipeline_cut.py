@@ -98,7 +98,10 @@ def _given(cut: Sequence[str], names: Sequence[str], chunks: int) -> list[int]:
         if inside is not None:
             raise SpecError(f"Pipeline(cut=[{name!r}]) is inside a layer: chunks are whole layers. Cut at {inside!r}")
         if wanted not in known:
-            raise SpecError(f"Pipeline(cut=[{name!r}]) names no numbered layer with a leaf of one dim or more.{tree.suggest(wanted, known)}")
+            raise SpecError(
+                f"Pipeline(cut=[{name!r}]) names no numbered layer with a leaf of one dim or more."
+                f"{tree.suggest(wanted, known)}"
+            )
         starts.append(known[wanted])
     if starts != sorted(set(starts)) or 0 in starts:
         raise SpecError(

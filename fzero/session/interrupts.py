@@ -38,13 +38,12 @@ def keeps_state(step: Step) -> Step:
         try:
             after = step(state, *args, **kwargs)
             held.end()
+            return after  # at once: any call here would be a place where Python looks for signals
         except BaseException:  # also one that a handler raised once the new state was made
             if after is not None:
                 state.become(after)
-            raise
-        finally:
             held.restore()
-        return after
+            raise
 
     return keeping  # type: ignore[return-value]
 

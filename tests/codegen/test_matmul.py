@@ -361,8 +361,6 @@ def test_stages_are_bitwise_equal_with_onednn(name: str, whole: bool) -> None:
         assert ONEDNN & set(found)
         assert not {*FORMS, *OUT_FORMS} & set(found)
     usual = run(spec_of(model, zero=3, matmul="default"), params, model.batch, world=2, steps=2)
-    if compute._KEEPS_FP32:  # else oneDNN would round, and the usual kernel runs
-        assert differing(usual.final, runs[0].final) != []
     for path, value in usual.final.items():
         assert relative(runs[0].final[path], value) < 1e-3, path
     assert usual.losses()[-1] == pytest.approx(runs[0].losses()[-1], rel=1e-5)

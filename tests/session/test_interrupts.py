@@ -19,7 +19,7 @@ import fzero
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
-@pytest.mark.parametrize("case", ["at_every_op", "around", "twice"])
+@pytest.mark.parametrize("case", ["at_every_op", "around", "between", "twice"])
 def test_ctrl_c(case: str) -> None:
     path = os.pathsep.join([str(SUPPORT.parents[1]), str(SUPPORT)])
     done = subprocess.run(
@@ -27,7 +27,7 @@ def test_ctrl_c(case: str) -> None:
         env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
-    assert ("Ctrl-C: this step ends first" in done.stderr) or case == "around"
+    assert ("Ctrl-C: this step ends first" in done.stderr) or case in ("around", "between")
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -32,11 +32,11 @@ def turned(layers: int, contiguous: bool = False) -> tuple[Any, Any]:
     """Layers that hand on a value whose dims lie in another order in memory than in its shape, unless it is
     `contiguous`: (init, loss)."""
 
-    def init(key: Tensor) -> Any:
+    def init(key: torch.Tensor) -> Any:
         return {"blocks": [[fzero.random.normal(fzero.random.fold_in(key, 2 * i + j), (8, 8)) / 3 for j in range(2)]
                            for i in range(layers)]}  # fmt: skip
 
-    def loss(p: Any, b: Tensor) -> Tensor:
+    def loss(p: Any, b: torch.Tensor) -> torch.Tensor:
         x = b
         for pair in p["blocks"]:
             rows = x.transpose(1, 2).reshape(-1, 8)
@@ -48,7 +48,7 @@ def turned(layers: int, contiguous: bool = False) -> tuple[Any, Any]:
     return init, loss
 
 
-def turned_rows(rank: int, step: int) -> Tensor:
+def turned_rows(rank: int, step: int) -> torch.Tensor:
     """A batch of `turned`."""
     return torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(rank + 10 * step))
 

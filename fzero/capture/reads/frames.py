@@ -13,7 +13,6 @@ import sys
 import sysconfig
 import threading
 import types
-from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
 

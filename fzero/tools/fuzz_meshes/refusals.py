@@ -77,7 +77,9 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(r"is stepped as a whole matrix .* so no rank may hold a part. Take adamw", _plain_adamw),
     Refusal(r"chunks need as many numbered layers.* there are (?P<layers>\d+)", _fewer_roles),
     Refusal(r"roles need a multiple of \d+ microbatches. Take \d+, or '1f1b'", _plain_schedule),
-    Refusal(r"offload=\{'(?P<rule>[^']+)': .* all that it matches stays on the device.* Leave the rule out", _without_rule),
+    Refusal(
+        r"offload=\{'(?P<rule>[^']+)': .* all that it matches stays on the device.* Leave the rule out", _without_rule
+    ),
     Refusal(r"gather_bytes=\d+ is less than one segment needs.* The smallest cap is (?P<cap>\d+)", _more_gathered),
 )
 

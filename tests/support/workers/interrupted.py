@@ -87,6 +87,48 @@ def around(seed: int) -> None:
         values(state)
 
 
+def between() -> None:
+    """SIGINT at each line that runs between the end of a step and the caller."""
+    from fzero.session import interrupts
+
+    state = fzero.step(first(), torch.ones(3, 4))
+    place, told = [0], [0]
+
+    def local(frame: Any, event: str, argument: Any) -> Any:
+        if event == "line":
+            told[0] += 1
+            if told[0] == place[0]:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return local
+
+    def traced(frame: Any, event: str, argument: Any) -> Any:
+        return local if frame.f_code.co_filename == interrupts.__file__ and ended[0] else None
+
+    ended, real = [False], interrupts._Held.end
+
+    def end(self: Any) -> None:
+        ended[0] = True
+        real(self)
+
+    interrupts._Held.end = end  # type: ignore[method-assign]
+    while True:
+        place[0], told[0], ended[0] = place[0] + 1, 0, False
+        before = state.step
+        sys.settrace(traced)
+        try:
+            state = fzero.step(state, torch.ones(3, 4))
+        except KeyboardInterrupt:
+            assert state.step == before + 1, place
+            assert not state.life.ended, place
+            values(state)
+            continue
+        finally:
+            sys.settrace(None)
+        break
+    assert place[0] > 2, "no line was met"
+
+
 def twice() -> None:
     """A second one does not wait."""
     state = fzero.step(first(), torch.ones(3, 4))
@@ -108,5 +150,5 @@ def twice() -> None:
 
 
 if __name__ == "__main__":
-    {"at_every_op": at_every_op, "around": lambda: around(7), "twice": twice}[sys.argv[1]]()
+    {"at_every_op": at_every_op, "around": lambda: around(7), "between": between, "twice": twice}[sys.argv[1]]()
     print("right")
