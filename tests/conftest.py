@@ -12,6 +12,7 @@ test that starts processes is found by the names that it uses and marked, so tha
 """
 
 import inspect
+import logging
 import os
 import random
 from collections import defaultdict
@@ -26,6 +27,8 @@ import torch
 from fzero.disk import direct
 
 os.environ.setdefault("FZERO_PROGRESS", "0")  # under load anything may take seconds, and say so where a test reads
+# pytest listens to each logger that does not propagate, and as long as anybody listens torch writes every graph out
+logging.getLogger("torch.__trace").propagate = True
 GOLDEN = Path(__file__).parent / "golden"
 FIRST = [
     "laws/test_cuda.py", "laws/test_pipeline.py", "laws/test_examples.py", "laws/test_custom_step.py",
