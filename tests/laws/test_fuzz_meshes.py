@@ -177,6 +177,16 @@ def test_a_whole_leaf_is_not_told_to_be_whole() -> None:
     assert check(Case("by hand", model, Recipe(), place)).end == "equal"
 
 
+def test_forward_work_that_reads_a_segment_of_both_phases() -> None:
+    """Of a loss with two summands in 16 bits: a sum over `tp` followed a segment that held backward work already."""
+    mixer = Layer("mixer", {"norm": "rms", "turned": False, "bias": True, "residual": True, "hidden": 12})
+    mlp = Layer("mlp", {**PLAIN, "turned": True, "bias": False, "hidden": 24, "gated": True, "act": "gelu"})
+    model = Model(8, 6, 16, "floats", "words", (mixer, mlp), aux=((1, "head"),), mean=True)
+    narrow = Recipe("adamw", "f32", Precision(compute="fp16", loss_scale=LossScale(initial=64.0)), microbatches=2)
+    place = {"mesh": {"pp": 2, "tp": 2}, "zero": 0, "shard": {"blocks/0/down": P(None, "tp")}}
+    assert check(Case("by hand", model, narrow, place)).end == "equal"
+
+
 def test_a_refusal_is_remedied_and_another_error_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals, "TABLE", ())
     place = {"mesh": {"tp": 2}, "zero": 0, "shard": {"blocks/0/norm": P("tp"), **CUT}}

@@ -130,6 +130,9 @@ class Piece:
 def pieces(program: Program) -> dict[int, Piece]:
     """By op number, the piece of every op of a region that has a chunk, and of the wait for a transfer among them.
 
+    Where forward and backward meet one segment may hold both. It belongs to the backward, and so does the forward work
+    of its chunk that reads it.
+
     Raises SpecError where layers do not follow one another as the cut says.
     """
     maker: dict[str, int] = {}
@@ -140,11 +143,11 @@ def pieces(program: Program) -> dict[int, Piece]:
             continue
         if op.chunk is None:
             continue
-        piece = found[number] = Piece(op.chunk, op.phase == "forward")
-        for ref in op.reads:
-            if ref.name in maker:
-                source = maker[ref.name]
-                _check(op, piece, program.ops[source], found[source])
+        sources = [maker[ref.name] for ref in op.reads if ref.name in maker]
+        late = any(found[i].chunk == op.chunk and not found[i].forward for i in sources)
+        piece = found[number] = Piece(op.chunk, op.phase == "forward" and not late)
+        for source in sources:
+            _check(op, piece, program.ops[source], found[source])
         maker.update({ref.name: number for ref in op.writes})
     return found
 
