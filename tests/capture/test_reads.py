@@ -27,7 +27,7 @@ from torch.func import functional_call
 
 import fzero
 from fzero.capture.reads.bytecode import lines_of
-from fzero.capture.reads.frames import OTHER, USER, kind_of
+from fzero.capture.reads.frames import OTHER, USER, kind_of, kind_of_code
 from fzero.errors import CaptureError
 
 X = torch.eye(2)
@@ -605,6 +605,16 @@ scale, shift, ALPHA = Scale(), lambda x: x + 1, 0.5
 def test_what_is_typed_is_the_users(name: str) -> None:
     assert kind_of(name) == USER
     assert kind_of("<string>") == kind_of("<frozen importlib._bootstrap>") == OTHER
+
+
+def test_what_python_c_was_given_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generated functions of dataclasses have its file name, and are not; test processes of xdist run by -c."""
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    given = compile("1", "<string>", "eval")
+    assert kind_of_code(given, {"__name__": "__main__"}) == USER
+    assert kind_of_code(given, {"__name__": "dataclasses"}) == OTHER
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    assert kind_of_code(given, {"__name__": "__main__"}) == OTHER
 
 
 def test_what_a_helper_does_not_read_of_its_argument_is_no_change() -> None:

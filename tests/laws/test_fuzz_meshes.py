@@ -40,6 +40,7 @@ MLP = Layer("mlp", {**PLAIN, "hidden": 8, "gated": False, "act": "tanh"})
 HEADS = {"heads": 2, "kv": 2, "head": 4, "fused": True, "mask": "none", "rope": False, "qk_norm": False}
 ATTENTION = Layer("attention", {**PLAIN, **HEADS, "way": "softmax"})
 THREE = {**ATTENTION.options, "heads": 3, "kv": 3, "fused": False}
+SCALAR = Layer("scale", {**PLAIN, "norm": "none", "bias": False, "place": "scalar"})
 MODEL = Model(8, 4, 8, "floats", "values", (MLP, MLP))
 WIDE = replace(MODEL, width=12, layers=(Layer("attention", THREE),))
 CASE = Case("by hand", MODEL, Recipe(), {"mesh": {"dp": 2}, "zero": 3})
@@ -220,6 +221,10 @@ REFUSED: dict[str, Case] = {
         CASE, place={"mesh": {"pp": 2}, "zero": 0, "pipeline": Pipeline("interleaved", chunks=1)}
     ),
     "smallest cap": replace(CASE, place={"mesh": {"dp": 2}, "zero": 3, "gather_bytes": 64}),
+    "stays on the device": replace(
+        CASE, model=replace(MODEL, layers=(SCALAR, MLP)),
+        place={"mesh": {"dp": 2}, "zero": 0, "offload": {"params/blocks/0/**": "cpu", "optimizer": "cpu"}},
+    ),
 }  # fmt: skip
 
 

@@ -28,31 +28,6 @@ Params = dict[str, Any]
 SGD = fzero.optim.sgd(0.1, momentum=0.9)
 
 
-def turned(layers: int, contiguous: bool = False) -> tuple[Any, Any]:
-    """Layers that hand on a value whose dims lie in another order in memory than in its shape, unless it is
-    `contiguous`: (init, loss)."""
-
-    def init(key: torch.Tensor) -> Any:
-        return {"blocks": [[fzero.random.normal(fzero.random.fold_in(key, 2 * i + j), (8, 8)) / 3 for j in range(2)]
-                           for i in range(layers)]}  # fmt: skip
-
-    def loss(p: Any, b: torch.Tensor) -> torch.Tensor:
-        x = b
-        for pair in p["blocks"]:
-            rows = x.transpose(1, 2).reshape(-1, 8)
-            one, two = (torch.tanh(rows @ w) for w in pair)
-            one, two = (x.view(-1, 8, 4) if contiguous else x.view(-1, 4, 8).transpose(1, 2) for x in (one, two))
-            x = torch.maximum(one, two)
-        return x.square().mean()
-
-    return init, loss
-
-
-def turned_rows(rank: int, step: int) -> torch.Tensor:
-    """A batch of `turned`."""
-    return torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(rank + 10 * step))
-
-
 def layers(width: int = 64, depth: int = 2) -> Params:
     """A list of equal layers between two unnumbered leaves."""
     block = {"w": torch.empty(width, width, device="meta"), "b": torch.empty(width, device="meta")}
@@ -211,3 +186,28 @@ def stage_of(bucket: Bucket) -> int:
     facts = bucket.updates_slices, not bucket.keeps_gathered, bucket.reduce_when
     rows = {stage: row_of(stage, [bucket.axis]) for stage in range(4)}
     return next(n for n, row in rows.items() if (bool(row.optimizer), bool(row.params), row.reduce_when) == facts)
+
+
+def turned(layers: int, contiguous: bool = False) -> tuple[Any, Any]:
+    """Layers that hand on a value whose dims lie in another order in memory than in its shape, unless it is
+    `contiguous`: (init, loss)."""
+
+    def init(key: torch.Tensor) -> Any:
+        return {"blocks": [[fzero.random.normal(fzero.random.fold_in(key, 2 * i + j), (8, 8)) / 3 for j in range(2)]
+                           for i in range(layers)]}  # fmt: skip
+
+    def loss(p: Any, b: torch.Tensor) -> torch.Tensor:
+        x = b
+        for pair in p["blocks"]:
+            rows = x.transpose(1, 2).reshape(-1, 8)
+            one, two = (torch.tanh(rows @ w) for w in pair)
+            one, two = (x.view(-1, 8, 4) if contiguous else x.view(-1, 4, 8).transpose(1, 2) for x in (one, two))
+            x = torch.maximum(one, two)
+        return x.square().mean()
+
+    return init, loss
+
+
+def turned_rows(rank: int, step: int) -> torch.Tensor:
+    """A batch of `turned`."""
+    return torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(rank + 10 * step))

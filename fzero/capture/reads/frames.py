@@ -35,7 +35,7 @@ _LAYERS = os.path.join(_TORCH, "nn") + os.sep
 def kind_of(filename: str) -> str:
     """USER, LIBRARY (installed; of torch its layers) or OTHER: the standard library, torch's own work, fzero, and code
     that was generated."""
-    if filename.startswith(_TYPED) or (filename == "<string>" and sys.argv[:1] == ["-c"]):
+    if filename.startswith(_TYPED):
         return USER
     if filename.startswith((_OURS, "<")):
         return OTHER
@@ -44,6 +44,13 @@ def kind_of(filename: str) -> str:
     if any(part in filename for part in _INSTALLED):
         return OTHER if f"{os.sep}optree{os.sep}" in filename else LIBRARY
     return OTHER if filename.startswith(_STDLIB) else USER
+
+
+def kind_of_code(code: types.CodeType, variables: Mapping[str, Any]) -> str:
+    """The same of a function's code and its globals: what `python -c` was given is the user's too, and has the file name
+    of code that was generated."""
+    given = code.co_filename == "<string>" and variables.get("__name__") == "__main__" and sys.argv[:1] == ["-c"]
+    return USER if given else kind_of(code.co_filename)
 
 
 class Follower(Protocol):

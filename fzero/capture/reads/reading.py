@@ -28,7 +28,7 @@ from fzero.capture.provenance import defined_at
 from fzero.capture.reads import draws, places
 from fzero.capture.reads.bytecode import RETURNED, TESTED, TRUTH, Chain, Get, Key, Lines, Named, Step, Within, lines_of
 from fzero.capture.reads.cells import Cells, StandIn
-from fzero.capture.reads.frames import LIBRARY, OTHER, USER, frames_for, kind_of
+from fzero.capture.reads.frames import LIBRARY, OTHER, USER, frames_for, kind_of, kind_of_code
 from fzero.capture.reads.noted import Reads
 from fzero.capture.reads.places import ATTRIBUTE, ENTRY, MISSING, Place, Spot
 from fzero.errors import CaptureError
@@ -91,7 +91,7 @@ class Reading:
             return True
         if drawing := draws.of_the_system(frame):
             self.draws.of_system = _where(drawing)
-        kind = kind_of(code.co_filename)
+        kind = kind_of_code(code, frame.f_globals)
         if kind == USER:
             self.codes[code] = None
             return True
@@ -154,7 +154,7 @@ class Reading:
             return frame.f_code.co_name == "__getattr__"
         fn = MISSING if callee is None else self._follow(callee, frame, "", [], False)[0]
         fn = fn.__func__ if isinstance(fn, types.MethodType) else fn
-        return isinstance(fn, types.FunctionType) and kind_of(fn.__code__.co_filename) == USER
+        return isinstance(fn, types.FunctionType) and kind_of_code(fn.__code__, fn.__globals__) == USER
 
     def _follow(
         self, chain: Chain, frame: types.FrameType, where: str, generators: list[Any], notes: bool
@@ -242,7 +242,7 @@ class Reading:
 
     def _given(self, fn: functools.partial[Any], name: str, where: str, parent: Place | None) -> None:
         """Notes a partial's function and arguments; what it reads of these, the lines of the user's function name."""
-        users = isinstance(fn.func, types.FunctionType) and kind_of(fn.func.__code__.co_filename) == USER
+        users = isinstance(fn.func, types.FunctionType) and kind_of_code(fn.func.__code__, fn.func.__globals__) == USER
         self._end(fn.func, name, where, parent, 0)
         for spot, end in places.contents(fn):
             place = self._note(spot, name + end, where, parent)
