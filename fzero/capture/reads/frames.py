@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import threading
 import types
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, Protocol
 
@@ -47,8 +48,8 @@ def kind_of(filename: str) -> str:
 
 
 def kind_of_code(code: types.CodeType, variables: Mapping[str, Any]) -> str:
-    """The same of a function's code and its globals: what `python -c` was given is the user's too, and has the file name
-    of code that was generated."""
+    """The same of a function's code and its globals: what `python -c` was given is the user's too, and has the file
+    name of code that was generated."""
     given = code.co_filename == "<string>" and variables.get("__name__") == "__main__" and sys.argv[:1] == ["-c"]
     return USER if given else kind_of(code.co_filename)
 
