@@ -60,7 +60,7 @@ def _shared(gm: fx.GraphModule, buckets: tuple[str | None, ...], chunk_of: Mappi
             continue
         text = f"{node.target} {fx.node.map_arg((node.args, node.kwargs), lambda n: f'%{number[n]}')}"
         number[node] = numbers.setdefault(text, len(bucket_of) + len(numbers))
-        made = node.all_input_nodes and not fx_nodes.is_view(node) and isinstance(node.meta["val"], torch.Tensor)
+        made = node.all_input_nodes and not fx_nodes.is_view(node) and isinstance(node.meta.get("val"), torch.Tensor)
         if not made or node in kept:
             continue
         same = first.setdefault((number[node], chunk), node)

@@ -12,12 +12,29 @@ from torch import Tensor, fx
 
 import fzero
 from fzero import passes, random
+from fzero._torch_compat import FakeTensorMode
 from fzero.cost.memory import account
+from fzero.ir import segments
 from fzero.ir.program import Program
+from fzero.passes.share import _shared
 
 WORLD, DEPTH, ROWS, LENGTH, HEADS, WIDTH = 2, 4, 2, 64, 2, 16
 BIAS_BYTES = ROWS * LENGTH * LENGTH * 4
 SGD = fzero.optim.sgd(0.1)
+
+
+def test_a_node_without_a_value_is_passed_over() -> None:
+    """An op that only checks, as of `torch.linalg.lu_factor`, returns nothing."""
+    graph = fx.Graph()
+    with FakeTensorMode():
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.empty(2, 2)
+        graph.call_function(torch.ops.aten._linalg_check_errors.default, (x, "lu"), {"is_matrix": True})
+        y = graph.call_function(torch.ops.aten.sin.default, (x,))
+        y.meta["val"] = torch.empty(2, 2)
+    graph.output([y])
+    gm = segments.module(graph)
+    assert _shared(gm, (None,), {}) is gm
 
 
 def params(key: Tensor) -> Any:
