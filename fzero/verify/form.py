@@ -261,12 +261,29 @@ def length(program: Program, ref: Ref) -> int:
     return program.buffers[ref.name].numel if ref.start is None else (ref.stop or 0) - ref.start
 
 
+VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+
+
 def inside(program: Program) -> Iterator[Fault]:
-    """No op of a segment reads or writes outside its operands' memory."""
+    """No op of a segment reads or writes outside its operands' memory, and none views what its strides do not allow."""
     checked: set[str] = set()
     for i, op in enumerate(program.ops):
         key = op.segment
         if key in program.segments and key not in checked:
             checked.add(key)
-            for what in as_strided.faults(program.segments[key]):
+            for what in (*as_strided.faults(program.segments[key]), *_no_views(program.segments[key])):
                 yield i, what
+
+
+def _no_views(gm: fx.GraphModule) -> Iterator[str]:
+    """The views that would have to copy: of values in another order of memory than the trace's."""
+    for node in gm.graph.nodes:
+        if node.target not in VIEWS:
+            continue
+        value = fx_nodes.operand(node).meta.get("val")
+        if isinstance(value, torch.Tensor) and not value.is_contiguous():
+            held = torch.empty_strided(value.shape, value.stride(), device="meta")
+            try:
+                held.view(node.args[1])
+            except RuntimeError:
+                yield f"{node.name} sees a value of strides {list(value.stride())} as {list(node.args[1])}: no view can"

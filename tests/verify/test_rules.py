@@ -212,6 +212,28 @@ def test_an_op_that_counts_from_the_start_of_a_storage(good: Program) -> None:
     pytest.fail("no segment has a view")
 
 
+def test_a_view_that_strides_do_not_allow(good: Program) -> None:
+    """As where a copy before it was dropped: the value would be the same, and the view fails when it runs."""
+    for key, gm in good.segments.items():
+        graph = segments.copied(gm.graph)
+        for node in fx_nodes.placeholders(graph):
+            held = node.meta["val"]
+            if held.ndim == 2 and 1 not in held.shape and node.users:
+                first = min(node.users, key=list(graph.nodes).index)
+                with graph.inserting_before(first):
+                    turned = graph.call_function(torch.ops.aten.t.default, (node,))
+                    turned.meta["val"] = held.t()
+                    seen = graph.call_function(torch.ops.aten.view.default, (turned, [held.numel()]))
+                    seen.meta["val"] = held.reshape(-1)
+                    back = graph.call_function(torch.ops.aten.view.default, (seen, [*held.shape]))
+                    back.meta["val"] = held
+                node.replace_all_uses_with(back, delete_user_cb=lambda user, own=turned: user is not own)
+                broken = replace(good, segments={**good.segments, key: segments.module(graph)})
+                _refused(broken, "inside", r"sees a value of strides .* as \[\d+\]: no view can")
+                return
+    pytest.fail("no segment reads a matrix")
+
+
 def test_a_leaf_that_lies_elsewhere(good: Program) -> None:
     bucket = next(b for b in good.buckets.values() if len(b.slots) > 1)
     moved = replace(bucket.slots[1], start=bucket.slots[1].start - ALIGN)
