@@ -20,6 +20,7 @@ from fzero.ir.program import Program
 from fzero.ir.records import ALIGN, DTYPE_NAMES, KINDS, PERSISTENT, SPACES, Buffer, Op, Ref, tile_text
 from fzero.ir.rewrite import Spans
 from fzero.ir.traits import BLOCKWISE, IN_PLACE
+from fzero.shard.moves import VIEWS
 from fzero.verify.lifetimes import Fault
 
 MOST = 1 << 62  # bytes and elements: what 64-bit integers hold
@@ -259,9 +260,6 @@ def _unfit(program: Program, ref: Ref, value: torch.Tensor) -> str | None:
 def length(program: Program, ref: Ref) -> int:
     """The elements that a reference names, in the coordinates of its bucket."""
     return program.buffers[ref.name].numel if ref.start is None else (ref.stop or 0) - ref.start
-
-
-VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 
 
 def inside(program: Program) -> Iterator[Fault]:
