@@ -22,7 +22,7 @@ help:
 	@echo "make test        the test suite, on the CPU"
 	@echo "make lint        ruff (format, rules), mypy, and import-linter (the order of the folders)"
 	@echo "make format      let ruff rewrite the files"
-	@echo "make acceptance  the long checks, minutes each"
+	@echo "make acceptance  the long checks, minutes each: hours in all, but a run that was cut goes on (ARGS='--jobs 2')"
 	@echo "make bench       fzero and its peers side by side on the CPU (about half an hour; ARGS=--help)"
 	@echo "make bench-pipelining  pipelines beside torch.distributed.pipelining (about fifteen minutes; ARGS=--quick)"
 	@echo "make bench-tensor  tensor parallelism beside torch's DTensor and FSDP2 (up to an hour; ARGS=--quick)"
@@ -67,7 +67,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 acceptance: $(VENV)/.dev
-	$(PYTEST) -m acceptance $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m tests.acceptance $(ARGS)
 
 test-gpu: $(VENV)/.dev
 	@$(BIN)/python -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "make test-gpu: no CUDA device here")'

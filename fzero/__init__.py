@@ -8,6 +8,7 @@ from fzero import checkpoint, data, optim, random
 from fzero._version import __version__ as __version__
 from fzero.api import evaluate, init, lower, step
 from fzero.capture.joint import Mean
+from fzero.capture.scan import scan
 from fzero.checkpoint import Manifest, save
 from fzero.checkpoint.checkpointer import Checkpointer
 from fzero.checkpoint.load import load
@@ -108,6 +109,7 @@ __all__ = [
     "random",
     "remat",
     "save",
+    "scan",
     "simulate",
     "step",
     "unshard",

@@ -62,6 +62,35 @@ def value_and_grad(
     >>> float(loss), grads["w"].tolist()
     (4.0, [1.0, 3.0])
     """
+    return _gradient(fn, has_aux, False, batch_argnum, allow_unused, microbatches, key, scale, precision)
+
+
+def with_metrics(
+    fn: Callable[..., Any],
+    *,
+    key: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    precision: str | Precision | None = None,
+) -> Callable[..., Any]:
+    """`value_and_grad` of the loss of a `Spec`, which may return `(loss, {"name": tensor or fzero.Mean})`.
+
+    The result is `((loss, metrics), grads)`. A metric is the mean over microbatches and ranks, in fp32 at least; that
+    of a Mean is the mean over all terms.
+
+    >>> def loss(p, x):
+    ...     return (p["w"] * x).sum(), {"largest": x.max(), "positive": Mean((x > 0).float().sum(), (x == x).sum())}
+    >>> (value, metrics), _ = with_metrics(loss)({"w": torch.ones(2)}, torch.tensor([-1.0, 3.0]))
+    >>> float(value), {name: float(metric) for name, metric in metrics.items()}
+    (2.0, {'largest': 3.0, 'positive': 0.5})
+    """
+    return _gradient(fn, False, True, 1, None, None, key, scale, precision)
+
+
+def _gradient(
+    fn: Callable[..., Any], has_aux: bool, metrics: bool, batch_argnum: int, allow_unused: bool | None,
+    microbatches: int | None, key: torch.Tensor | None, scale: torch.Tensor | None, precision: str | Precision | None,
+) -> Callable[..., Any]:  # fmt: skip
+    """`value_and_grad` or `with_metrics`."""
     _check_options(fn, batch_argnum, microbatches, key, scale)
 
     def wrapped(params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +100,7 @@ def value_and_grad(
             params, args, kwargs = _usable(params, args, kwargs)
         num = (microbatches or tracing.microbatches) if tracing else 1
         joint = Joint(
-            fn, params, args, kwargs, _policy(precision, tracing), has_aux,
+            fn, params, args, kwargs, _policy(precision, tracing), has_aux, metrics,
             unused=tracing.allow_unused if tracing and allow_unused is None else bool(allow_unused),
             key=key, scale=scale, microbatches=num, enter=_entering(tracing),
         )  # fmt: skip
@@ -105,15 +134,7 @@ def forward(
         tracing = active()
         _check_outer("forward", tracing)
         joint = Joint(fn, params, args, kwargs, _policy(precision, tracing), key=key)
-        outs = _region(joint, joint.forward, tracing, 1)
-        results = []
-        for i, (kind, value) in enumerate(zip(joint.marks.aux_kinds, outs, strict=True)):
-            if kind == "total":
-                results.append(_reduce(value, "sum") / safe(_reduce(outs[i + 1], "sum")))
-            elif kind == "value":
-                scalar = value.ndim == 0 and value.dtype.is_floating_point
-                results.append(_reduce(value, "mean") if scalar else value)
-        return tree.unflatten(joint.marks.aux_treedef, results)
+        return _means(joint, _region(joint, joint.forward, tracing, 1))
 
     return _steady_outside(wrapped)
 
@@ -348,7 +369,8 @@ def _region(
 
     def roles() -> Roles:
         summed = {0, 1 + len(marks.grad_of)} | set(range(1, 1 + len(marks.grad_of))) if marks.has_count else set()
-        summed |= {i for i, kind in enumerate(marks.aux_kinds) if kind != "value"}
+        first = 1 + len(marks.grad_of) + marks.has_count if joint.metrics else 0  # of what aux_kinds speaks of
+        summed |= {first + i for i, kind in enumerate(marks.aux_kinds) if kind in ("total", "count")}
         wire = {1 + n: joint.precision.wire_dtype(joint.leaves[i].dtype) for n, i in enumerate(marks.grad_of)}
         return Roles(marks.grad_of, frozenset(summed), wire)
 
@@ -405,8 +427,21 @@ def _combined(joint: Joint, outs: list[torch.Tensor], num: int) -> Any:
         held_low = joint.precision.params is not None  # the update is made in fp32 then
         grads.append(g.to(joint.precision.sum_dtype(leaf.dtype) if held_low else leaf.dtype))
     aux = outs[end + marks.has_count :]
+    if joint.metrics:
+        return (loss, _means(joint, aux)), tree.unflatten(joint.treedef, grads)
     value = (loss, tree.unflatten(marks.aux_treedef, aux)) if joint.has_aux else loss
     return value, tree.unflatten(joint.treedef, grads)
+
+
+def _means(joint: Joint, outs: list[torch.Tensor]) -> Any:
+    """The pytree of a forward's results, or of a loss's metrics, from the region's outputs: means over the ranks."""
+    results = []
+    for i, (kind, value) in enumerate(zip(joint.marks.aux_kinds, outs, strict=True)):
+        if kind == "total":
+            results.append(_reduce(value, "sum") / safe(_reduce(outs[i + 1], "sum")))
+        elif kind != "count":
+            results.append(_reduce(value, "mean") if kind == "mean" else value)
+    return tree.unflatten(joint.marks.aux_treedef, results)
 
 
 def _reduce(x: torch.Tensor, how: str) -> torch.Tensor:

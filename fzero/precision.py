@@ -10,6 +10,11 @@ is added beyond a line of this table:
 | "bf16"          | as given (fp32) | bf16               | fp32              | fp32                     | fp32    |
 | "fp16"          | as given (fp32) | fp16, loss scaled  | fp32              | fp32                     | fp32    |
 | "bf16_params"   | bf16            | bf16               | fp32              | fp32                     | fp32    |
+| "autocast"      | as given (fp32) | by op             | fp32              | fp32                     | fp32    |
+| "autocast_fp16" | as given (fp32) | by op, scaled     | fp32              | fp32                     | fp32    |
+
+By op: the loss is captured under `torch.autocast`, so its casts are ops of the program, by torch's own lists of the
+device. A bucket of matrices whose every use begins with the cast is gathered narrow, as under "bf16".
 
 Gradients may be sent in 16 bits instead (`reduce="bf16"`). They are summed over microbatches in fp32 all the same.
 """
@@ -32,6 +37,7 @@ DTYPES = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
+AUTOCAST = {"autocast": torch.bfloat16, "autocast_fp16": torch.float16}
 LOW = (torch.bfloat16, torch.float16)
 _MOST = 2.0**127  # of a loss scale: fp32 holds it
 
@@ -95,12 +101,13 @@ class LossScale:
         }
 
 
-def _dtype(where: str, value: Any, close: str, *, none: bool) -> None:
-    if not (isinstance(value, str) and value in DTYPES) and not (value is None and none):
+def _dtype(where: str, value: Any, close: str, *, none: bool, others: Mapping[str, torch.dtype] | None = None) -> None:
+    names = {**DTYPES, **(others or {})}
+    if not (isinstance(value, str) and value in names) and not (value is None and none):
         short = {dtype: name for name, dtype in DTYPES.items()}
-        hint = tree.suggest(value, DTYPES) if isinstance(value, str) else ""
+        hint = tree.suggest(value, names) if isinstance(value, str) else ""
         hint = f" Write {short[value]!r}" if isinstance(value, torch.dtype) and value in short else hint
-        known = f"{', '.join(DTYPES)}{' or None' if none else ''}"
+        known = f"{', '.join(names)}{' or None' if none else ''}"
         raise SpecError(f"{where}{value!r}{close}: needed one of {known}.{hint}")
 
 
@@ -109,7 +116,8 @@ class Precision:
     """A policy. Each dtype is "fp32", "bf16", "fp16", "fp64" or None (as given).
 
     params: the dtype that the state holds. With "bf16" the update is made in fp32 and rounded stochastically.
-    compute: the dtype inside the loss, to which parameters and floating leaves of its other arguments are cast.
+    compute: the dtype inside the loss, to which parameters and floating leaves of its other arguments are cast; or
+        "autocast" ("autocast_fp16"): nothing is cast but by op, as in torch.autocast to bf16 (fp16).
     reduce: the dtype in which gradients are sent. None: the held one, and at least fp32.
     keep: path rules to dtypes: leaves that are computed in another dtype, as {"**/norm*/**": "fp32"}. First match wins.
     loss_scale: for fp16, in the `loss=` form.
@@ -129,7 +137,8 @@ class Precision:
     def __post_init__(self) -> None:
         """Raises SpecError for a field that cannot be used."""
         for name in ("params", "compute", "reduce"):
-            _dtype(f"Precision({name}=", getattr(self, name), ")", none=True)
+            others = AUTOCAST if name == "compute" else {}
+            _dtype(f"Precision({name}=", getattr(self, name), ")", none=True, others=others)
         if self.params == "fp16":
             raise SpecError(
                 "Precision(params='fp16'): parameters without a master are rounded stochastically, to bf16 only. Hold "
@@ -139,6 +148,12 @@ class Precision:
             raise SpecError(f"Precision(keep={self.keep!r}): needed path rules to dtypes, as {{'**/norm/**': 'fp32'}}")
         for rule, value in self.keep.items():
             _dtype(f"Precision(keep={{{rule!r}: ", value, "})", none=False)
+        if self.keep and self.autocast:
+            raise SpecError(
+                f"Precision(compute={self.compute!r}, keep={dict(self.keep)!r}): autocast casts by op, so a rule by "
+                "leaf keeps nothing. Take keep out; in the loss, torch.autocast(device, enabled=False) around some "
+                f"ops keeps them wide. Or cast by leaf: compute={'bf16' if self.compute == 'autocast' else 'fp16'!r}"
+            )
         if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
             raise SpecError(f"Precision(loss_scale={self.loss_scale!r}): needed an fzero.LossScale")
 
@@ -155,7 +170,21 @@ class Precision:
         if not held.is_floating_point:
             return held
         name = self._rule(path) or self.compute
-        return DTYPES[name] if name else held
+        return DTYPES[name] if name and not self.autocast else held
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype to which ops are cast, by torch's lists; None where leaves are cast."""
+        return AUTOCAST.get(self.compute or "")
+
+    def gathered_dtype(self, path: str, leaf: Tensor) -> torch.dtype:
+        """Returns the narrowest dtype in which a leaf may be gathered. Leaves of one bucket have the same.
+
+        Under autocast that of matrices is the narrow one, for products read them. Leaves of one dim (norms) stay wide.
+        """
+        if self.autocast and leaf.dtype is torch.float32:
+            return self.autocast if leaf.ndim > 1 else leaf.dtype
+        return self.compute_dtype(path, leaf.dtype)
 
     def _rule(self, path: str) -> str | None:
         return next((name for rule, name in self.keep.items() if tree.matches(rule, path)), None)
@@ -175,6 +204,8 @@ PRESETS = {
     "bf16": Precision(compute="bf16", reduce="fp32"),
     "fp16": Precision(compute="fp16", reduce="fp32", loss_scale=LossScale()),
     "bf16_params": Precision(params="bf16", compute="bf16", reduce="fp32"),
+    "autocast": Precision(compute="autocast", reduce="fp32"),
+    "autocast_fp16": Precision(compute="autocast_fp16", reduce="fp32", loss_scale=LossScale()),
 }
 
 
@@ -183,8 +214,8 @@ def policy(value: Any) -> Precision:
 
     >>> policy("bf17")
     Traceback (most recent call last):
-    fzero.errors.SpecError: precision='bf17': needed one of fp32, bf16, fp16, bf16_params, or a Precision. Did you \
-mean 'bf16'?
+    fzero.errors.SpecError: precision='bf17': needed one of fp32, bf16, fp16, bf16_params, autocast, autocast_fp16, or \
+a Precision. Did you mean 'bf16'?
     """
     if isinstance(value, Precision):
         return value

@@ -36,7 +36,8 @@ class Spec:
     Functions are traced when a batch of a new kind is first seen. What they read from Python is read then, once, and
     compared before each step (`on_change`, docs/read-once.md).
 
-    loss: `(params, batch) -> 0-d floating tensor`, pure; params are whole tensors there, batch this rank's part.
+    loss: `(params, batch) -> 0-d floating tensor` or `fzero.Mean`, pure; params are whole tensors there, batch this
+    rank's part. Or `-> (that, {"name": tensor or fzero.Mean})`: metrics, means over microbatches and ranks.
     optimizer: an `fzero.optim` transformation (optax's `init` and `update`).
     step: instead of the two: `(state, batch) -> (new state, metrics)` over any pytrees.
     mesh: axis sizes, the last varying fastest over ranks, as {"pp": 2, "dp": 4}. `dp` splits the batch; so does
@@ -58,8 +59,8 @@ class Spec:
     reduce: "each" microbatch's gradients, or their sum at the "end". None: "end", which sends least, unless whole
     gradients would be more than a tenth of what a rank holds at stage 3. The two differ in bits, so neither the stage
     nor the homes of leaves enter; `lowered.choices` gives the choice and its reason.
-    precision: "fp32", "bf16", "fp16", "bf16_params" or an `fzero.Precision`: the dtypes of the computation and of
-    transfers.
+    precision: "fp32", "bf16", "fp16", "bf16_params", "autocast", "autocast_fp16" or an `fzero.Precision`: the dtypes of
+    the computation and of transfers.
     trainable: with `loss`, path rules of the parameters that train. The others get no gradient and no moments, and are
     sharded all the same. None: if only some of the given tensors require grad, those train; otherwise all do.
     clip_norm: with `loss`, the largest global gradient norm: g * min(1, clip_norm / (norm + 1e-6)). The norm is then
@@ -428,6 +429,12 @@ def _choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
         raise SpecError(f"Spec({name}={value!r}): needed one of {list(known)}.{hint}")
 
 
+OPTIMIZERS = {  # what users give a Spec and an optimizer takes
+    "lr": "3e-4", "learning_rate": "3e-4", "weight_decay": "3e-4, weight_decay=0.1", "betas": "3e-4, betas=(0.9, 0.95)",
+    "eps": "3e-4, eps=1e-8",
+}  # fmt: skip
+
+
 def _named(init: Callable[..., None]) -> Callable[..., None]:
     """`Spec.__init__` with an error that suggests the field for an unknown name. A field's old name is taken too."""
     known = [f.name for f in fields(Spec)]
@@ -440,7 +447,9 @@ def _named(init: Callable[..., None]) -> Callable[..., None]:
             values |= {new: values.pop(old)} if old in values else {}
         for name in values:
             if name not in known:
-                raise SpecError(f"Spec has no field {name!r}.{suggest(name, known)}")
+                mine = suggest(name, known)
+                of_optimizer = f" It is the optimizer's: Spec(optimizer=fzero.optim.adamw({OPTIMIZERS.get(name)}), ...)"
+                raise SpecError(f"Spec has no field {name!r}.{of_optimizer if name in OPTIMIZERS else mine}")
         init(self, **values)
 
     return checked

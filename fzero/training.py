@@ -9,7 +9,7 @@ keeps its bits, on every rank, because the flag is computed from reduced gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -18,10 +18,13 @@ import torch
 
 from fzero import optim, random, tree
 from fzero.capture.graph import PerRank
-from fzero.errors import TreeError, leaf_name
-from fzero.functional import value_and_grad
+from fzero.capture.provenance import defined_at
+from fzero.errors import CaptureError, TreeError, leaf_name
+from fzero.functional import with_metrics
 from fzero.precision import LOW, Precision
 from fzero.spec import Spec
+
+STEPS_OWN = ("loss", "grad_norm", "finite", "loss_scale", "skipped")  # the names of its metrics
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,11 @@ class Training:
         next_key, draw = random.split(state["key"]) if "key" in state else (None, None)
         loss = self.loss if frozen is None else _joined(self.loss, self.precision)
         arguments = (batch,) if frozen is None else (batch, frozen)
-        value, grads = value_and_grad(loss, key=draw, scale=scaling.get("scale"), precision=self.precision)(
+        (value, own), grads = with_metrics(loss, key=draw, scale=scaling.get("scale"), precision=self.precision)(
             train, *arguments
         )
-        grads, metrics = self._clipped(grads, {"loss": value})
+        _check_names(loss, own)
+        grads, metrics = self._clipped(grads, {"loss": value, **own})
         master = self._master(train)
         updates, opt_state = self.optimizer.update(grads, state["opt_state"], master)
         train = self._rounded(optim.apply_updates(master, updates), train, draw)
@@ -139,6 +143,16 @@ def _joined(loss: Callable[..., Any], precision: Precision) -> Callable[..., Any
         return loss(tree.merge(train, frozen), batch, **key)
 
     return whole
+
+
+def _check_names(loss: Callable[..., Any], metrics: Mapping[str, Any]) -> None:
+    """Raises CaptureError for a loss's metric that bears the name of one of the step's."""
+    taken = next((name for name in metrics if name in STEPS_OWN), None)
+    if taken is not None:
+        raise CaptureError(
+            f"metric {taken!r} of {defined_at(loss)}: the step has a metric of that name ({', '.join(STEPS_OWN)} are "
+            "its own). Give it another"
+        )
 
 
 def _where(finite: torch.Tensor, new: dict[str, Any], old: Any) -> dict[str, Any]:

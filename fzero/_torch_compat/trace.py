@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo as untraced_by_dynamo  # 2.11.0, 2.13.0
 from torch._dispatch.python import enable_python_dispatcher as by_decompositions  # 2.11.0, 2.13.0
+from torch._higher_order_ops.scan import scan_op as torch_scan  # 2.11.0, 2.13.0
 from torch._ops import OpOverload  # 2.11.0, 2.13.0
 from torch._subclasses.fake_tensor import (  # 2.11.0, 2.13.0
     DataDependentOutputException,
@@ -64,6 +65,7 @@ __all__ = [
     "real_tensors",
     "saved_tensor_hooks",
     "scatters_keep_overlap",
+    "torch_scan",
     "tracing_graph",
     "untraced_by_dynamo",
     "unwatched",
@@ -84,14 +86,18 @@ def is_fake(value: Any) -> bool:
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Fake tensors do not log the errors of ops that are tried on them (their module's logger: 2.11.0, 2.13.0)."""
+    """Fake tensors log the errors of ops that are tried on them at debug level (their module's logger: 2.11.0,
+    2.13.0)."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
+
+    def asked(record: logging.LogRecord) -> bool:
+        return logger.isEnabledFor(logging.DEBUG)
+
+    logger.addFilter(asked)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.removeFilter(asked)
 
 
 def tracing_graph() -> torch.fx.Graph | None:

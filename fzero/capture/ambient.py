@@ -121,8 +121,8 @@ def _without_autocast() -> Iterator[None]:
 def _say(on: tuple[str, ...]) -> None:
     log.warning(
         "fzero: torch.autocast (%s) is on around a call of fzero, where it has no effect: what is computed in which "
-        "dtype says Spec(precision='bf16') or fzero.Precision(compute=...). An autocast that the loss itself enters "
-        "works. This is said once",
+        "dtype says Spec(precision='autocast') or fzero.Precision(compute=...). One that the loss enters works. "
+        "This is said once",
         "; ".join(on),
     )
 

@@ -81,6 +81,12 @@ class _Count:
         self.number = number
 
 
+def draws_so_far() -> int:
+    """How many draws from the loss's key there were; 0 without a key."""
+    state = torch.get_rng_state()
+    return state.number if isinstance(state, _Count) else 0
+
+
 def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     arguments = func._schema.arguments
     positional = {a.name: x for a, x in zip(arguments, args, strict=False)}

@@ -29,7 +29,7 @@ class Tracing:
     known: the values that depend on no input.
     lines: the user's line of each op of a forward that has a backward, by the number of autograd's node; and of each
     op that is not torch's, by its name.
-    failed: the user's line of the last op that raised.
+    failed: the user's line of the last op that raised. raised: its error, and the op with its operands.
     paused: a context for the work on an op, in which no line of the user is followed (`reads`).
     """
 
@@ -46,6 +46,7 @@ class Tracing:
     known: Known = field(default_factory=Known)
     lines: dict[int | str, str] = field(default_factory=dict)
     failed: str = ""
+    raised: tuple[Exception, str] | None = None
     paused: Any = field(default_factory=nullcontext)
 
 

@@ -61,7 +61,16 @@ def _pure_form(node: fx.Node) -> Any:
     if pure is None or _types(pure) != _types(node.target) or not own or seen or not traits.is_pointwise(pure):
         return None
     plain = isinstance(value, torch.Tensor) and value.dtype.is_floating_point and fx_values.is_dense(value)
-    return pure if plain and node.meta["val"].dtype is value.dtype else None
+    return pure if plain and _gives_another(pure, node, value) else None
+
+
+def _gives_another(pure: Any, node: fx.Node, value: torch.Tensor) -> bool:
+    """Whether the op gives a new value of the dtype that the write left: `logical_not` of floats gives truths, and
+    `conj_physical` of real numbers their very tensor."""
+    like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: like)
+    result = pure(*args, **kwargs)
+    return result is not like and result.dtype is node.meta["val"].dtype is value.dtype
 
 
 def _types(op: Any) -> list[str]:

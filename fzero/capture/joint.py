@@ -2,9 +2,11 @@
 
 Inputs are the parameters' leaves, then the tensors of the other arguments. The loss scale and the key of this part of
 the batch follow, if there are any. Outputs are the loss, a gradient for every leaf that gets one, then aux. For an
-`fzero.Mean`, the total takes the loss's place and the count follows the gradients; all of these are sums.
+`fzero.Mean`, the total takes the loss's place and the count follows the gradients; all of these are sums. The metrics
+of a `Spec`'s loss, `(loss, {"name": tensor})`, are outputs like those of a forward.
 
-Casts are part of it: leaves and arguments to the dtype they are computed in, gradients to the dtype they are summed in.
+Casts are part of it: leaves and arguments to the dtype they are computed in, gradients to the dtype they are summed in;
+under a policy of autocast also those of its ops.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,7 +66,7 @@ class Marks:
     grad_of: tuple[int, ...] = ()  # for each gradient, the leaf it belongs to
     has_count: bool = False  # the loss is a total, a count follows the gradients
     aux_treedef: Any = None
-    aux_kinds: tuple[str, ...] = ()  # of a forward: "value", "total" or "count", for each output
+    aux_kinds: tuple[str, ...] = ()  # of a forward and of metrics: "value", "mean", "total" or "count", for each output
 
 
 @dataclass
@@ -81,6 +83,7 @@ class Joint:
     kwargs: dict[str, Any]
     precision: Precision
     has_aux: bool = False
+    metrics: bool = False  # the loss may return metrics beside its value
     unused: bool = False
     key: Tensor | None = None
     scale: Tensor | None = None
@@ -116,7 +119,8 @@ class Joint:
         """[loss, *gradients, count where the loss is a Mean, *aux]; fills `marks`. `xs`: a region's inputs."""
         own, call, scale = self._inputs(xs, leaf=True)
         with torch.enable_grad(), call:
-            result = self.fn(tree.unflatten(self.treedef, own), *call.args, **call.kwargs)
+            with self._autocast():
+                result = self.fn(tree.unflatten(self.treedef, own), *call.args, **call.kwargs)
             loss, count, aux = self._checked(result)
             start = loss if scale is None else loss * scale / (1 if count is None else safe(count))
             self.enter("backward")
@@ -136,7 +140,7 @@ class Joint:
     def forward(self, *xs: Tensor) -> list[Tensor]:
         """The leaves of the function's result, two for a Mean; fills `marks`. `xs`: a region's inputs."""
         own, call, _ = self._inputs(xs, leaf=False)
-        with torch.no_grad(), call:
+        with torch.no_grad(), call, self._autocast():
             result = self.fn(tree.unflatten(self.treedef, own), *call.args, **call.kwargs)
         paths, leaves, self.marks.aux_treedef = tree.flatten(result)
         outs: list[Tensor] = []
@@ -152,8 +156,9 @@ class Joint:
                     f"{leaf_name('result', path)} of {defined_at(self.fn)} is {describe(leaf)}: needed a tensor or "
                     "fzero.Mean"
                 )
-            outs.append(_wide(leaf) if leaf.ndim == 0 and leaf.dtype.is_floating_point else leaf)
-            kinds.append("value")
+            scalar = leaf.ndim == 0 and leaf.dtype.is_floating_point
+            outs.append(_wide(leaf) if scalar else leaf)
+            kinds.append("mean" if scalar else "value")
         self.marks.aux_kinds = tuple(kinds)
         return outs
 
@@ -176,6 +181,14 @@ class Joint:
             kwargs = {**kwargs, "key": key}
         return own, _Call(args, kwargs, key), scale
 
+    def _autocast(self) -> AbstractContextManager[object]:
+        """The policy's autocast, if it has one, on the device of the parameters. It keeps no casts, for one that is
+        kept from a phase without gradients has none; equal casts of a program are made once all the same."""
+        dtype = self.precision.autocast
+        if dtype is None or not self.leaves:
+            return nullcontext()
+        return torch.autocast(self.leaves[0].device.type, dtype, cache_enabled=False)
+
     def _cast(self, path: str, x: Any) -> Any:
         """A floating leaf of an argument, as it is computed in: rules match its path within its argument."""
         within = path.split("/", 2)[2] if path.count("/") > 1 else ""
@@ -187,11 +200,16 @@ class Joint:
 
     def _checked(self, result: Any) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """(loss or total, count or None, aux leaves) of the function's result. Raises CaptureError for a wrong one."""
+        metrics = None
+        if self.metrics and isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+            result, metrics = result
         loss, aux = _check_loss(result, self.has_aux, self.fn)
         count = None
         if isinstance(mean := loss, Mean):
             _check_mean(mean, self.fn)
             loss, count = mean.total, _wide(mean.count)
+        if self.metrics:
+            return loss, count, self._metrics(metrics or {})
         paths, leaves, self.marks.aux_treedef = tree.flatten(aux)
         for path, leaf in zip(paths, leaves, strict=True):
             if not isinstance(leaf, Tensor):
@@ -202,18 +220,45 @@ class Joint:
             check_leaf(leaf_name("aux", path), leaf)
         return loss, count, leaves
 
+    def _metrics(self, metrics: Mapping[str, Any]) -> list[Tensor]:
+        """The outputs for a loss's metrics. Raises CaptureError for a value that no mean can be taken of."""
+        paths, leaves, self.marks.aux_treedef = tree.flatten(dict(metrics))
+        outs: list[Tensor] = []
+        kinds: list[str] = []
+        for path, leaf in zip(paths, leaves, strict=True):
+            name = f"metric {path!r} of {defined_at(self.fn)}"
+            if isinstance(leaf, Mean):
+                _check_mean(leaf, self.fn)
+                outs += [_wide(leaf.total), _wide(leaf.count)]
+                kinds += ["total", "count"]
+                continue
+            if not isinstance(leaf, Tensor):
+                raise CaptureError(
+                    f"{name} is the Python value {leaf!r}: it would stay what it was at the first step. Return a "
+                    "tensor or an fzero.Mean, or leave it out"
+                )
+            if leaf.dtype.is_complex:
+                raise CaptureError(f"{name} is {describe(leaf)}: needed a real tensor. Return its .abs()")
+            check_leaf(name, leaf)
+            outs.append(leaf.to(torch.float64 if leaf.dtype is torch.float64 else torch.float32).contiguous())
+            kinds.append("mean")
+        self.marks.aux_kinds = tuple(kinds)
+        return outs
+
     def _check_used(self, grads: Sequence[Tensor | None]) -> None:
         missing = [path for path, g in zip(self.paths, grads, strict=True) if g is None]
         if not missing:
             return
         shown = f"{', '.join(repr(p) for p in missing[:5])}{' and more' if len(missing) > 5 else ''}"
+        shown += " gets" if len(missing) == 1 else " get"
+        them = "it" if len(missing) == 1 else "them"
         if not self.unused:
             raise CaptureError(
-                f"{shown} get no gradient from the loss {defined_at(self.fn)}. Use them, leave them out of the "
+                f"{shown} no gradient from the loss {defined_at(self.fn)}. Use {them}, leave {them} out of the "
                 "parameters, or pass allow_unused=True"
             )
-        log.warning("fzero: %s get no gradient from the loss: it is zero here, and weight decay moves them still",
-                    shown)  # fmt: skip
+        log.warning("fzero: %s no gradient from the loss: it is zero here, and weight decay moves %s still",
+                    shown, them)  # fmt: skip
 
 
 class _Call:
@@ -258,8 +303,9 @@ def _check_loss(result: Any, has_aux: bool, fn: Callable[..., Any]) -> tuple[Any
     loss, aux = result if has_aux else (result, None)
     if isinstance(loss, tuple):
         raise CaptureError(
-            f"the loss {name} returned a tuple: return the loss alone. For (loss, aux) write a step= with "
-            "fzero.value_and_grad(loss, has_aux=True); for an exact mean return fzero.Mean(total, count)"
+            f"the loss {name} returned a tuple: return the loss alone. The loss of a Spec may return metrics too, as "
+            "(loss, {'name': tensor}). For another (loss, aux) write a step= with fzero.value_and_grad(loss, "
+            "has_aux=True); for an exact mean return fzero.Mean(total, count)"
         )
     if isinstance(loss, Mean):
         return loss, aux

@@ -19,14 +19,15 @@ from fzero._torch_compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
-    by_decompositions,
     is_fake,
+    quiet_fakes,
 )
 from fzero.capture.ambient_rng import no_dropout
 from fzero.capture.context import Tracing
 from fzero.capture.provenance import describe, is_users, name_of, user_line
 from fzero.errors import CaptureError
 from fzero.ir import fx_nodes
+from fzero.recurrent import layers
 
 aten = torch.ops.aten
 Fns = tuple[Callable[..., Any], ...]
@@ -148,15 +149,17 @@ class Refused(Exception):
         self.written = written
 
 
-RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _SETS_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+# a function of torch's that a trace does another way; the module that has the way adds its row
+REPLACED: dict[Any, Callable[..., Any]] = {}
 
 
 class NoExchange(TorchFunctionMode):
     """Refuses `x.data = y`: it is no op, so a trace would go on with the old value.
 
-    Recurrent layers become the ops that they are made of. cuDNN would read where the weights lie; oneDNN's LSTM saves
-    nothing for a backward that is not autograd's (2.13.0).
+    A layer of torch's recurrent nets becomes one op (`fzero.recurrent`); so does torch's scan (`REPLACED`).
     """
 
     def __torch_function__(
@@ -167,10 +170,10 @@ class NoExchange(TorchFunctionMode):
                 f"`.data = ...` at {user_line()} puts another value into a tensor, which a trace cannot follow. Write "
                 "x = value; of a parameter, compute with the new value, and return it from the step to keep it"
             )
-        if func in RECURRENT:
-            on_cuda = any(isinstance(x, torch.Tensor) and x.is_cuda for x in args)
-            with by_decompositions() if on_cuda else torch.backends.mkldnn.flags(enabled=False):
-                return func(*args, **(kwargs or {}))
+        if func in layers.KINDS:
+            return layers.run(func, args, kwargs or {})
+        if func in REPLACED:
+            return REPLACED[func](*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -180,14 +183,15 @@ def explained(tracing: Tracing, place: Callable[[], str]) -> Iterator[None]:
 
     `place()` is told where no op has raised the error and no line of the user's is among its callers.
     """
-    tracing.failed = ""
+    tracing.failed, tracing.raised = "", None
     try:
-        yield
+        with quiet_fakes():
+            yield
     except Refused as error:
         raise CaptureError(str(error)) from None
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise _data_dependent(error, str(error.func), tracing.failed or place()) from None
-    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
         if isinstance(error, CaptureError) or (isinstance(error, ValueError) and _NO_VIEW not in str(error)):
             raise
         where = _frames(error)[0][0] or tracing.failed or place()
@@ -203,6 +207,9 @@ def explained(tracing: Tracing, place: Callable[[], str]) -> Iterator[None]:
         for part, why in _TORCH_SAYS.items():
             if part in str(error):
                 raise CaptureError(f"{where}: {why}") from None
+        if tracing.raised is not None and error is tracing.raised[0]:
+            reason = str(error).strip().partition("\n")[0]
+            raise type(error)(f"{where}: {tracing.raised[1]}: {reason}").with_traceback(error.__traceback__) from None
         raise
 
 
@@ -210,14 +217,14 @@ _NO_FORMULA = re.compile(r"Trying to backward through (\S+) but no autograd form
 _NO_FAKE = re.compile(r"no fake impl registered for <CustomOpDef\((\S+)\)>")
 _OF_FUNCTIONS = re.compile(r"no rule registered for (?:HigherOrderOperator|HOP) (\w+)")
 _STACKED = (
-    "Write a Python loop, as in `for x in xs.unbind(0): ...`, and torch.stack its results: the program holds every turn"
+    "Write a Python loop, as in `for x in xs.unbind(0): ...`, and torch.stack its results: the program holds every "
+    "turn; with fzero.scan it holds one"
 )
 # beginning of the name of an op that takes functions -> the remedy
 _FUNCTIONS = {
     "cond": "Compute both and choose: torch.where(condition, a, b)",
     "while_loop": "Write a Python loop over a fixed number of turns, and keep the old value where it has ended: "
     "x = torch.where(going_on, new, x)",
-    "scan": _STACKED,
     "associative_scan": _STACKED,
     "map": f"{_STACKED}. Or torch.vmap",
     "flex_attention": "F.scaled_dot_product_attention takes a mask or a bias as attn_mask=",

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import disable_proxy_modes_tracing, real_tensors
+from fzero.capture.cast_first import cast_first
 from fzero.capture.context import current
 from fzero.capture.graph import Region, Roles
 from fzero.capture.leaves import fake_like
@@ -51,6 +52,9 @@ def add_region(
     for node in fx_nodes.placeholders(gm.graph)[len(parts) :]:
         node.meta["val"] = fake_like(tracing.mode, node.meta["val"])
     segments.normalised(gm)
+    cuts = (*(False for _ in leaves), *sliced)
+    with disable_proxy_modes_tracing():
+        cast_first(gm, [x for x, cut in zip(fx_nodes.placeholders(gm.graph), cuts, strict=False) if not cut])
     if microbatches > 1:
         holders = fx_nodes.placeholders(gm.graph)[len(leaves) :]
         with disable_proxy_modes_tracing():

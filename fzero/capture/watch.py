@@ -107,8 +107,9 @@ class Watch(TorchDispatchMode):
         innermost = self is self.tracing.watching[-1]  # a region is traced inside a step
         try:
             result = self._result(func, args, kwargs or {}, self.known if innermost else None)
-        except Exception:
-            self.tracing.failed = self.where()
+        except Exception as error:
+            operands = " and ".join(map(describe, fx_values.tensors(optree.tree_leaves(list(args)))))  # type: ignore[arg-type]
+            self.tracing.failed, self.tracing.raised = self.where(), (error, f"{func} of {operands}")
             raise
         if layouts := [value.layout for value in fx_values.tensors(result) if value.layout is not torch.strided]:
             raise Refused(f"{func} at {self.where()} makes a tensor of {layouts[0]}. {SPARSE}")

@@ -41,7 +41,7 @@ from fzero.spec import Spec
 from fzero.state import storage
 from fzero.state.first_state import Recipe
 from fzero.state.source import Entry, Want
-from fzero.state.state import Life, ShardedTensor, State
+from fzero.state.state import Life, NoMetrics, ShardedTensor, State
 
 log = logging.getLogger("fzero")
 
@@ -198,7 +198,7 @@ def _into(state: State, dir: Path, strict: bool, disk: Disk) -> State:
     state.life.ended = "was donated to fzero.load: use the state that it returned (state = fzero.load(dir, like=state))"
     life = Life()
     log.info("fzero: loaded step %d from %s", saved.step, chosen)
-    return State(runtime.sharded(life), saved.step, {}, runtime, life)
+    return State(runtime.sharded(life), saved.step, NoMetrics(), runtime, life)
 
 
 def _chosen(dir: Path, world: World, disk: Disk) -> Path:

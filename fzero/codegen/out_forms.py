@@ -34,7 +34,8 @@ _WRITES_OUT = frozenset(
         "mm addmm bmm baddbmm sum mean amax amin any all argmax argmin cumsum cat stack index_select gather tril triu "
         "index _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data "
         "nll_loss_forward nll_loss_backward "
-        "gelu_backward silu_backward max_pool2d_with_indices onednn_mm onednn_addmm onednn_bmm onednn_baddbmm"
+        "gelu_backward silu_backward max_pool2d_with_indices onednn_mm onednn_addmm onednn_bmm onednn_baddbmm "
+        "recurrent recurrent_backward"
     )
 )
 

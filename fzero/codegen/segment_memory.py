@@ -19,6 +19,7 @@ from fzero.codegen.workspace import workspace_bytes
 from fzero.errors import VerifyError
 from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.offset_assignment import pack
+from fzero.ir.scan_op import SCAN, body_of
 
 Lives = dict[fx_values.Value, tuple[int, int, int]]  # (first node, last node, bytes), nodes by position
 
@@ -98,11 +99,26 @@ def _at_the_last(chain: tiling.Chain, lives: Lives, position: Mapping[fx.Node, i
 
 def heap_bytes(node: fx.Node) -> int:
     """The most bytes that a node's call asks the allocator for: a kernel's own memory, and results to be copied."""
+    if node.target is SCAN:
+        return sum(value.nbytes for _, value in fx_values.results(node)) + _step_bytes(node)
     if out_forms.is_by_columns(node):
         return workspace_bytes(node) + out_forms.columns_bytes(node)
     direct = isinstance(node.target, Fused) or out_forms.special_form(node) or out_forms.form_of(node)
     own = 0 if direct else sum(value.untyped_storage().nbytes() for _, value in fx_values.results(node))
     return workspace_bytes(node) + own
+
+
+def _step_bytes(node: fx.Node) -> int:
+    """The most bytes that a step of a scan allocates: values that live at once, what a kernel takes, and the carry of
+    the step before."""
+    carry, body = node.args[0], body_of(str(node.args[3]))
+    values = fx_values.values(body)
+    held = [0] * len(body.graph.nodes)
+    for first, last, nbytes in values.lives.values():
+        for at in range(first, last + 1):
+            held[at] += nbytes
+    before = sum(x.meta["val"].nbytes for x in carry)  # type: ignore[union-attr]
+    return max(held) + before + max(workspace_bytes(n) for n in body.graph.nodes)
 
 
 def tensor_at(block: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from fzero.codegen.convolution_workspace import Convolution
 from fzero.ir import fx_nodes, fx_values
 from fzero.optim.adam8 import BUFFER_BYTES, CHUNK
 from fzero.optim.transform import PIECE
+from fzero.recurrent import ops as recurrent
 
 aten = torch.ops.aten
 fzero_ops = torch.ops.fzero
@@ -335,6 +336,10 @@ def _orthogonalize(node: fx.Node) -> int:
     return 2 * rows * cols + 4 * rows * rows + blocks
 
 
+def _recurrent(count: Callable[..., int]) -> Callable[[fx.Node], int]:
+    return lambda node: count(*fx.node.map_arg(node.args, lambda n: n.meta["val"]))
+
+
 # by op, the places of the operands of which its kernel needs contiguous copies
 COPIES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(
@@ -422,6 +427,8 @@ RULES: dict[object, Callable[[fx.Node], int]] = {
     fzero_ops.adamw8_.default: _adamw8,
     fzero_ops.orthogonalize.default: _orthogonalize,
     fzero_ops.orthogonalize_flat.default: _orthogonalize,
+    recurrent.FORWARD: _recurrent(recurrent.scratch_bytes),
+    recurrent.BACKWARD: _recurrent(recurrent.backward_scratch_bytes),
     **dict.fromkeys(matmul.FORMS.values(), _onednn_matmul),
     **dict.fromkeys(matmul.OUT_FORMS.values(), _onednn_matmul),
     aten.binary_cross_entropy.default: _reduced(1),

@@ -45,7 +45,7 @@ def plan_for(
         bucket_bytes=rules.bucket_bytes or bucket_bytes,
         params=rules.params,
         per_rank=per_rank,
-        compute=rules.compute_dtype,
+        compute=rules.gathered_dtype,
         shard=rules.shard,
         home=partial(home_of, rules.offload, rules.params),
     )

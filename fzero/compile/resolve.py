@@ -43,7 +43,7 @@ class LayoutRules:
     bucket_bytes: int | None
     shard: Mapping[str, P]
     offload: Mapping[str, str]
-    compute_dtype: Callable[[str, torch.dtype], torch.dtype]
+    gathered_dtype: Callable[[str, torch.Tensor], torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def layout_rules(spec: Spec) -> LayoutRules:
         bucket_bytes=spec.bucket_bytes,
         shard=spec.shard or {},
         offload=spec.offload_rules,
-        compute_dtype=spec.policy.compute_dtype,
+        gathered_dtype=spec.policy.gathered_dtype,
     )
 
 

@@ -27,6 +27,8 @@ from fzero.cost.rates import Rates
 from fzero.ir import fx_nodes, fx_values
 from fzero.ir.program import Program, lane, moved_bytes, named_bytes
 from fzero.ir.records import DISK, HOST, Op
+from fzero.ir.scan_op import SCAN, body_of
+from fzero.recurrent import ops as recurrent
 
 aten = torch.ops.aten
 WIRE, UPDATES = "wire", "host"
@@ -184,8 +186,14 @@ def _node(node: fx.Node, rates: Rates) -> float:
 
 
 def flops(node: fx.Node) -> int:
-    """Floating-point operations of a matmul, a convolution or an attention; 0 for another op."""
+    """Floating-point operations of a matmul, a convolution, an attention or a recurrent layer; 0 for another op."""
     name = fx_nodes.op_name(node)
+    if node.target in (recurrent.FORWARD, recurrent.BACKWARD):
+        args = fx.node.map_arg(node.args, lambda n: n.meta["val"])
+        return recurrent.flops(*args) if node.target is recurrent.FORWARD else 2 * recurrent.flops(*args[5:])
+    if node.target is SCAN:
+        body = body_of(node.args[3])  # type: ignore[arg-type]
+        return int(node.args[4]) * sum(flops(n) for n in body.graph.nodes if fx_nodes.is_compute(n))  # type: ignore[arg-type]
     if name.removeprefix("onednn_") in ("mm", "bmm", "addmm", "baddbmm"):
         first = _operands(node)[-2 if "out" not in node.kwargs else -3]
         result = node.kwargs["out"].meta["val"] if "out" in node.kwargs else _values(node)[0]  # type: ignore[union-attr]

@@ -11,6 +11,7 @@ from fzero.errors import SpecError
 from fzero.shard.partition import AXIS, P, groups
 
 COLUMN, ROW, EMBEDDING = "column", "row", "embedding"
+QKV = "column of 3"
 STYLES = {  # of transformers 5: names of `_tp_plan`; those that are not here leave their leaves whole
     "colwise": COLUMN, "colwise_rep": COLUMN, "colwise_gather_output": COLUMN, "rowwise": ROW, "rowwise_rep": ROW,
     "embedding_rowwise": EMBEDDING, "packed_colwise": "column of 2", "packed_rowwise": ROW,
@@ -29,8 +30,8 @@ NAMES = {  # of modules in models without a plan: the last components of their n
     **dict.fromkeys(_ROWS.split(), ROW),
     **dict.fromkeys(_EMBEDDINGS.split(), EMBEDDING),
     "embeddings": EMBEDDING,
-    "c_attn": "column of 3",
-    "Wqkv": "column of 3",
+    "c_attn": QKV,
+    "Wqkv": QKV,
     "Wi": "column of 2",
 }
 
@@ -75,9 +76,10 @@ def tp_plan(model: torch.nn.Module) -> dict[str, P]:
 
 
 def _fused(style: str | None, owner: torch.nn.Module) -> str | None:
-    """The style of a projection that may make q, k and v at once, with as many parts as its weight has."""
+    """The style of a projection that may make q, k and v at once, with as many parts as its weight has: cross attention
+    makes k and v alone."""
     weight = getattr(owner, "weight", None)
-    if style is None or " of " not in style or not isinstance(weight, torch.Tensor) or weight.ndim != 2:
+    if style != QKV or not isinstance(weight, torch.Tensor) or weight.ndim != 2:
         return style
     small, large = sorted(weight.shape)
     return f"{COLUMN} of {large // small}" if large % small == 0 and large // small > 1 else style

@@ -39,6 +39,14 @@ def dense_like(value: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
 
 
+def contiguous_like(value: torch.Tensor) -> torch.Tensor:
+    """A contiguous fake tensor of the same shape, dtype and device. One that is contiguous is returned as it is."""
+    if value.is_contiguous():
+        return value
+    with value.fake_mode if is_fake(value) else FakeTensorMode():  # type: ignore[attr-defined]
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+
+
 def is_dense(value: torch.Tensor) -> bool:
     """Whether a tensor's elements lie side by side, in any order of its dims."""
     return dense(value.shape, value.stride())

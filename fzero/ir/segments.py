@@ -22,7 +22,7 @@ from torch import fx
 
 from fzero._torch_compat import FakeTensorMode, graph_module
 from fzero.ir.fx_nodes import is_compute, is_rename, is_view, mutated, operand, outputs
-from fzero.ir.fx_values import dense_like, is_dense, memory
+from fzero.ir.fx_values import contiguous_like, dense_like, is_dense, memory
 
 aten = torch.ops.aten
 
@@ -47,12 +47,13 @@ def extract(
 ) -> fx.GraphModule:  # fmt: skip
     """A segment of these nodes: `inputs` become placeholders, `results` outputs.
 
-    The first len(dests) results are copied into one trailing placeholder each, whose value is that of the node in
-    `dests`; they are not outputs.
+    The first len(dests) results are copied into one trailing placeholder each, of the shape and dtype of the node in
+    `dests`; they are not outputs. A destination in a buffer is contiguous, whatever the order of the dims of what is
+    copied there.
 
     Inputs and outputs are dense, for a buffer has no room for gaps, and keep the order of their dims in memory. So each
-    view that the step took of a value can be taken of its copy in a buffer. Without `from_buffers` the inputs are
-    values of another segment, in the layout that they have there.
+    view that the step took of a value can be taken of its copy in a buffer. Without `from_buffers` the inputs and
+    destinations are values of another segment, in the layout that they have there.
     """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -62,7 +63,7 @@ def extract(
     targets = []
     for index, node in enumerate(dests):
         targets.append(graph.placeholder(f"into{index}"))
-        targets[-1].meta["val"] = node.meta["val"]
+        targets[-1].meta["val"] = contiguous_like(node.meta["val"]) if from_buffers else node.meta["val"]
     for node in nodes:
         env[node] = graph.node_copy(node, lambda n: env[n])
     for target, node in zip(targets, results, strict=False):

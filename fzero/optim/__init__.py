@@ -22,6 +22,7 @@ from fzero.optim.schedules import (
     piecewise,
     polynomial,
     shift,
+    table,
     warmup,
     warmup_cosine,
 )
@@ -116,6 +117,7 @@ __all__ = [
     "sgd",
     "shift",
     "stochastic_round",
+    "table",
     "trace",
     "warmup",
     "warmup_cosine",

@@ -107,7 +107,8 @@ it out of params, or select the other leaves with fzero.optim.masked
     for path, leaf in zip(paths, leaves, strict=True):
         name = _join("params", path)
         if not isinstance(leaf, torch.Tensor):
-            raise TreeError(f"{where}: {name} is {kind(leaf)}, but it must be a tensor: write torch.tensor(...)")
+            made = "torch.from_numpy(x)" if type(leaf).__name__ == "ndarray" else "torch.tensor(...)"
+            raise TreeError(f"{where}: {name} is {kind(leaf)}, but it must be a tensor: write {made}")
         if not leaf.is_floating_point():
             raise TreeError(
                 f"{where}: {name} is {leaf.dtype}, but an optimizer updates floating-point tensors: keep it out of "

@@ -17,6 +17,7 @@ part of the compiled step and its trace serves every step. Any function of this 
 | `exponential`   | peak * rate ^ (c / steps), not beyond end                                          |
 | `piecewise`     | value, times each factor whose boundary is <= c                                    |
 | `joined`        | each schedule from its boundary on, which is its count 0                           |
+| `table`         | values[c], and the last one from there on                                          |
 | `shift`         | schedule(max(0, c + by))                                                           |
 
 As in optax and in Hugging Face's schedules `linear_warmup` starts at 0: the first update of all changes
@@ -32,6 +33,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from fzero._torch_compat import DataDependentOutputException
 from fzero.errors import SpecError
 from fzero.optim import _check
 
@@ -229,6 +231,27 @@ def shift(schedule: Schedule, by: int) -> Schedule:
     return lambda count: part((count + by).clamp(min=0))
 
 
+def table(values: Sequence[float]) -> Schedule:
+    """The value of each count, one after the other, and the last one from there on: any schedule that was computed
+    before, in Python or by another library.
+
+    Raises `SpecError` for an empty table, and for a value that is negative or no number.
+
+    >>> by_epoch = table([0.1, 0.1, 0.01])
+    >>> [by_epoch(torch.tensor(c)).item() for c in (0, 1, 2, 9)]
+    [0.1, 0.1, 0.01, 0.01]
+    """
+    rates = [_check.number(f"table: values[{i}]", value) for i, value in enumerate(values)]
+    if not rates:
+        raise SpecError("table: values is empty, but it must have the rate of the first update")
+
+    def schedule(count: Tensor) -> Tensor:
+        held = torch.tensor(rates, dtype=torch.float64, device=count.device)
+        return held.index_select(0, count.clamp(0, len(rates) - 1).reshape(1)).reshape(())
+
+    return schedule
+
+
 def as_schedule(where: str, learning_rate: float | Tensor | Schedule, name: str = "learning_rate") -> Schedule:
     """Returns the schedule that an optimizer's `learning_rate` stands for; `where` begins its error messages.
 
@@ -247,7 +270,13 @@ count, or the value would be baked into the compiled step
         return constant(value) if isinstance(value, float) else lambda count: value.to(torch.float64)
 
     def schedule(count: Tensor) -> Tensor:
-        rate: Any = learning_rate(count)
+        try:
+            rate: Any = learning_rate(count)
+        except DataDependentOutputException:
+            raise SpecError(
+                f"{where}: the schedule asks for the value of count, as in `if count < 10`, which is known only when "
+                "the step runs. Write torch.where(count < 10, a, b), or take fzero.optim.table, piecewise or joined"
+            ) from None
         if not isinstance(rate, Tensor) or rate.dim() != 0:
             shown = f"shape {tuple(rate.shape)}" if isinstance(rate, Tensor) else _check.kind(rate)
             raise SpecError(

@@ -6,6 +6,9 @@ so that equal layers stay equal. Memory: one of them is kept for the step, in pl
 
 In a pipeline each chunk makes its own: a bias has more bytes than the mask that travels.
 
+Equal casts of one value in the forward become one too, for the backward would keep each: under autocast the three
+products of a query, a key and a value each cast what they read. (A parameter's are made anew where they are used.)
+
     m = le(i, j);  b0 = where(m, 0, -inf);  y0 = attention(q0, k0, v0, b0);  b1 = where(m, 0, -inf);  y1 = ... b1
     becomes   m = le(i, j);  b0 = where(m, 0, -inf);  y0 = attention(q0, k0, v0, b0);  y1 = ... b0
 """
@@ -20,6 +23,8 @@ from torch import fx
 from fzero.ir import fx_nodes, fx_values, rewrite, segments
 from fzero.ir.program import Program
 from fzero.ir.records import Op
+
+CAST = torch.ops.aten._to_copy.default
 
 
 def share(program: Program, chunk_of: Mapping[str, int] | None = None) -> Program:
@@ -48,15 +53,24 @@ def _shared(gm: fx.GraphModule, buckets: tuple[str | None, ...], chunk_of: Mappi
     outs = fx_nodes.outputs(graph)
     kept = {*outs, *(owner for out in outs for owner, _ in fx_values.memory(out))}  # each is a buffer of its own
     numbers: dict[str, int] = {}
+    params = {n for n, b in bucket_of.items() if b is not None}
     number: dict[fx.Node, int] = {n: i for i, (n, b) in enumerate(bucket_of.items()) if b is None}
     first: dict[tuple[int, int], fx.Node] = {}  # by number and chunk
     several: dict[fx.Node, int] = {}  # the nodes that stand for more than one, each with its chunk
+    casts: dict[tuple[str, int], fx.Node] = {}
     chunk = 0
     for node in list(graph.nodes):
         owners = (bucket_of.get(fx_nodes.base(a)) for a in node.all_input_nodes)
         chunk = max([chunk, *(chunk_of.get(owner or "", 0) for owner in owners)])
         free = fx_nodes.is_compute(node) and not node.meta.get("phase") and not fx_nodes.mutated(node)
-        if not free or not all(a in number for a in node.all_input_nodes):
+        if not free:
+            continue
+        if not all(a in number for a in node.all_input_nodes):
+            if node.target is CAST and fx_nodes.base(fx_nodes.operand(node)) not in params and node not in kept:
+                same = casts.setdefault((f"{node.args} {node.kwargs}", chunk), node)
+                if same is not node:
+                    node.replace_all_uses_with(same)
+                    graph.erase_node(node)
             continue
         text = f"{node.target} {fx.node.map_arg((node.args, node.kwargs), lambda n: f'%{number[n]}')}"
         number[node] = numbers.setdefault(text, len(bucket_of) + len(numbers))
@@ -70,7 +84,7 @@ def _shared(gm: fx.GraphModule, buckets: tuple[str | None, ...], chunk_of: Mappi
     for node, its_chunk in several.items():
         if its_chunk == 0:
             _hoist(graph, node)
-    return segments.module(graph) if several else gm
+    return segments.module(graph) if len(graph.nodes) < len(gm.graph.nodes) or several else gm
 
 
 def _hoist(graph: fx.Graph, node: fx.Node) -> None:

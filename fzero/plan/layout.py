@@ -167,16 +167,16 @@ def layout(
     bucket_bytes: int = BUCKET_BYTES,
     params: Sequence[str] = ("params/**",),
     per_rank: Sequence[str] = (),
-    compute: Callable[[str, torch.dtype], torch.dtype] = lambda path, held: held,
+    compute: Callable[[str, torch.Tensor], torch.dtype] = lambda path, leaf: leaf.dtype,
     shard: Mapping[str, P] | None = None,
     home: Callable[[str], str] = lambda path: DEVICE,
 ) -> Plan:
     """The plan for these leaves.
 
     pipeline: `pipeline_cut.cut_layers`, given the elements of each numbered layer and of the leaves after them.
-    compute: the dtype that a leaf is cast to in a loss, from its path below its entry and its dtype. shard: path rules
-    to the dims that lie over the ranks of the axis `tp`; the first match wins. home: the space in which a leaf of a
-    bucket is held, from its path; leaves in no bucket stay on the device.
+    compute: the narrowest dtype that a leaf may be gathered in, from its path below its entry and the leaf. shard: path
+    rules to the dims that lie over the ranks of the axis `tp`; the first match wins. home: the space in which a leaf of
+    a bucket is held, from its path; leaves in no bucket stay on the device.
 
     Raises SpecError for a rule that matches nothing or leaves a leaf without a stage, and as `pipeline` does.
     """
@@ -193,7 +193,7 @@ def layout(
     stages = _stages(classes, paths, zero)
     if world_size > 1 and not any(is_param[i] for i in flat):
         _check_params(stages, zero, params)
-    casts = [compute("/".join(leaf_class.key), leaves[leaf_class.members[0][1]].dtype) for leaf_class in classes]
+    casts = [compute("/".join(leaf_class.key), leaves[leaf_class.members[0][1]]) for leaf_class in classes]
     led = [leaf_class if of is None else classes[of.leader] for leaf_class, of in zip(classes, follows, strict=True)]
     own = [leaf_class for leaf_class, of in zip(classes, follows, strict=True) if of is None]
     cut = pipeline(*_layers(own, leaves)) if pipeline is not None else None

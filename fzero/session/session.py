@@ -8,10 +8,11 @@ import hashlib
 import logging
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from fzero import progress, tree
@@ -361,6 +362,15 @@ def _batch_key(batch: Any, device: torch.device) -> tuple[Any, ...]:
     return (tuple(shown), str(treedef), *ambient.settings(device))
 
 
+def _as_tensors(leaf: Any) -> str:
+    """What makes tensors of a leaf that is none: the end of an error."""
+    if isinstance(leaf, np.ndarray):
+        return ". Give torch.from_numpy(x)"
+    if is_dataclass(leaf):
+        return ". Give vars(x), a dict of its fields, or make the class a NamedTuple, whose fields are leaves too"
+    return ""
+
+
 def _static(name: str, leaf: Any) -> Any:
     """The entry in a program's key for a leaf of the batch that is no tensor. Raises TreeError if its value could
     change."""
@@ -369,7 +379,9 @@ def _static(name: str, leaf: Any) -> Any:
     try:
         hash(leaf)
     except TypeError:
-        raise TreeError(f"{name} is {type(leaf).__name__}: needed a tensor or a hashable value") from None
+        raise TreeError(
+            f"{name} is {type(leaf).__name__}: needed a tensor or a hashable value{_as_tensors(leaf)}"
+        ) from None
     fixed = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.layout, torch.memory_format)
     hashes: Any = type(leaf).__hash__
     by_identity = hashes is object.__hash__ and not isinstance(leaf, fixed)

@@ -39,7 +39,7 @@ from fzero.spec import Spec
 from fzero.state import storage
 from fzero.state.homes import Homes, file_bytes
 from fzero.state.host_memory import host_memory
-from fzero.state.state import Life, State
+from fzero.state.state import Life, NoMetrics, State
 
 
 class Filler(Protocol):
@@ -158,7 +158,7 @@ class World:
             lanes=lanes_for(self.device, file),
         )  # fmt: skip
         life = Life()
-        return State(runtime.sharded(life), filling.step, {}, runtime, life)
+        return State(runtime.sharded(life), filling.step, NoMetrics(), runtime, life)
 
 
 def _libraries() -> Same:

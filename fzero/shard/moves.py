@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+import operator
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import fx
 from fzero.errors import SpecError
 from fzero.ir import fx_nodes
 from fzero.ir.records import DTYPE_NAMES
+from fzero.shard.factors import Call
 from fzero.shard.placements import Partial, Placement, Replicated, Shard
+from fzero.shard.rules import Unknown, strategies
 
 aten = torch.ops.aten
 NEVER = math.inf
@@ -90,7 +93,8 @@ def check_heads(x: fx.Node, source: Shard, reader: fx.Node, move: Move, n: int, 
     outer, d = math.prod(before[: source.dim]), 0
     while d < len(after) and math.prod(after[:d]) < outer:
         d += 1
-    heads = next((size for size in after[d:] if size > 1), 1)
+    sizes = [size for size in after[d:] if size > 1]
+    heads = next(iter(sizes[sizes[:1] == [source.groups] :]), 1)  # q, k and v before the heads of each
     if heads < before[source.dim] and before[source.dim] % heads == 0 and heads % n and n % heads:
         fits = [k for k in range(2, heads + 1) if heads % k == 0 and before[source.dim] % k == 0]
         raise SpecError(
@@ -102,23 +106,37 @@ def check_heads(x: fx.Node, source: Shard, reader: fx.Node, move: Move, n: int, 
 
 
 def cutting_leaf(
-    x: fx.Node, have: Mapping[fx.Node, Mapping[Placement, object]], leaves: Set[fx.Node]
+    x: fx.Node, source: Shard, have: Mapping[fx.Node, Mapping[Placement, object]], leaves: Set[fx.Node], n: int
 ) -> fx.Node | None:
-    """The leaf along whose cut dim a value lies in parts, through views and elementwise work; None where it is another
-    dim, such as the tokens of a batch.
+    """The leaf along whose cut dim a value lies in parts, through views and elementwise work, which carry the dim; None
+    where it is another dim, such as the tokens of a batch.
 
     have: the placements of values. leaves: those that a rule cuts, and views and casts of them.
     """
-    todo, seen = [x], {x}
+    todo, seen = [(x, source)], {(x, source)}
     while todo:
-        y = todo.pop()
-        where = next((p.dim for p in have.get(y, ()) if isinstance(p, Shard)), None)
-        for place, dim_from_end in PRODUCTS.get(y.target, ()):
-            operand = y.args[place]
-            own = where == y.meta["val"].ndim - dim_from_end and isinstance(operand, fx.Node) and operand in leaves
+        y, place = todo.pop()
+        for position, dim_from_end in PRODUCTS.get(y.target, ()):
+            operand = y.args[position]
+            own = place.dim == y.meta["val"].ndim - dim_from_end and isinstance(operand, fx.Node) and operand in leaves
             if own and Replicated() not in have[operand]:  # type: ignore[index]
                 return operand  # type: ignore[return-value]
         if fx_nodes.is_view(y) or torch.Tag.pointwise in getattr(y.target, "tags", ()):
-            todo += [a for a in y.all_input_nodes if a not in seen]
-            seen.update(y.all_input_nodes)
+            before = {(a, p) for a, p in _carried(y, place, n) if p in have.get(a, ())} - seen
+            todo += sorted(before, key=str)
+            seen |= before
     return None
+
+
+def _carried(y: fx.Node, place: Shard, n: int) -> Iterator[tuple[fx.Node, Shard]]:
+    """The operands from whose parts a node makes its value in such parts, each with its parts."""
+    if y.target is operator.getitem:
+        return
+    try:
+        found = strategies(y, n, sorted({1, place.groups}))
+    except Unknown:
+        return
+    for strategy in found:
+        if strategy.outputs[:1] == (place,):
+            pairs = zip(Call.of(y).operands, strategy.inputs, strict=True)
+            yield from ((a, p) for a, p in pairs if isinstance(p, Shard))

@@ -367,7 +367,7 @@ class _Walk:
 
     def _check_heads(self, x: fx.Node, source: Shard, node: fx.Node, move: Move) -> None:
         cut = {leaf for leaf in self.leaves if R not in self.have[self._base(leaf)]}
-        if (leaf := cutting_leaf(x, self.have, cut)) is not None:
+        if (leaf := cutting_leaf(x, source, self.have, cut, self.n)) is not None:
             check_heads(x, source, node, move, self.n, self.names.get(self._base(leaf), leaf.name))
 
     def _drawn_part(self, x: fx.Node, want: Shard, reader: str, node: fx.Node | None) -> fx.Node:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from fzero import tree
-from fzero.errors import DonatedError, FzeroError, TreeError
+from fzero.errors import DonatedError, FzeroError, TreeError, leaf_name
 from fzero.ir.records import DISK
 from fzero.plan.layout import Leaf, Plan
 from fzero.shard.partition import AXIS
@@ -164,8 +164,25 @@ class ShardedTensor:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TreeError(f"a {type(self).__name__} {NO_COPY}")
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(
+            f"{leaf_name('state', self.path)} lies in parts over ranks and has no .{name}: ask its whole, "
+            f".full().{name}, on every rank, or its part here, .local; or let the step compute it, as a metric"
+        )
+
     def __repr__(self) -> str:
         return f"ShardedTensor({self.path!r}, {list(self.shape)}, {self.dtype}, {self.placement}, mesh={self.mesh})"
+
+
+class NoMetrics(dict[str, Any]):
+    """The metrics of a state that has made no step."""
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(
+            f"{name!r}: metrics are those of a step, and none was made: state = fzero.step(state, batch) first"
+        )
 
 
 @dataclass(frozen=True)

@@ -212,6 +212,8 @@ def calls(program: Program) -> Iterator[Fault]:
         if returns_input or len(set(owners)) < len(owners) or len(set(values)) < len(values):
             yield i, f"segment {op.get('segment')} returns a tensor that shares its memory with another or an input"
         for ref, node in zip(op.writes[:num_results], results, strict=True):
+            if fx_nodes.is_view(node):
+                yield i, f"returns {ref} as a view of {fx_nodes.base(node)}: a buffer holds a value as it is computed"
             if not fx_values.is_dense(node.meta["val"]):
                 yield i, f"returns {ref} with strides {node.meta['val'].stride()}: its buffer has no room for the gaps"
             buffer = program.buffers[ref.name]

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capturing import after_one_step, agrees, batch, here, mean_square, params, refused, refused_step, said
+from helpers import run
 from torch import Tensor
 
 import fzero
@@ -294,6 +295,29 @@ def test_scalars_on_a_value_of_ones_own_need_no_second_run(monkeypatch: pytest.M
     monkeypatch.setattr(tracing, "purified", lambda gm: None)
     assert program() == local
     assert replayed
+
+
+@pytest.mark.parametrize("name", ["logical_not_", "eq_", "conj_physical_", "relu_"])
+def test_what_an_op_in_place_leaves_has_the_dtype_of_its_tensor(name: str) -> None:
+    """Of floats `logical_not` and `eq` give truths, and `conj_physical` their very tensor."""
+    given = [0.0] if name == "eq_" else []
+
+    def loss(p: Any, b: Tensor) -> Any:
+        x = b * 1
+        y = getattr(x, name)(*given)
+        return (p["w"] * y).sum(), {"y": y}
+
+    def step(state: Any, batch: Any) -> Any:
+        (_, aux), _ = fzero.value_and_grad(loss, has_aux=True)(state, batch)
+        return state, aux
+
+    b = torch.tensor([[0.0, -2.0, 3.0]])
+    ran = run(fzero.Spec(step=step), {"w": torch.ones(1, 3)}, lambda rank, number: b, world=1, steps=1)
+    found, expected = next(iter(ran.metrics[0][0].values())), getattr(b.clone(), name)(*given)
+    assert found.dtype is expected.dtype
+    assert torch.equal(found, expected)
+    pure = [n for gm in ran.lowered.program.segments.values() for n in gm.graph.nodes if n.op == "call_function"]
+    assert not any(n.target is torch.ops.aten.conj_physical.default for n in pure), "it gives its very tensor"
 
 
 def foreach_scaled(x: Tensor) -> None:

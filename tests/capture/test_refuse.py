@@ -140,10 +140,6 @@ def by_while(p: Any, b: Tensor) -> Tensor:
     return loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 2), (torch.tensor(0), b * p["w"]))[1].sum()  # here
 
 
-def by_scan(p: Any, b: Tensor) -> Tensor:
-    return torch._higher_order_ops.scan(lambda c, x: (c + x, c * x), torch.zeros(3), b * p["w"])[0].sum()  # here
-
-
 def by_map(p: Any, b: Tensor) -> Tensor:
     return torch._higher_order_ops.map(lambda x: 2 * x, b * p["w"]).sum()  # here
 
@@ -217,7 +213,6 @@ UNTRACED: dict[Any, tuple[str, ...]] = {
     by_cond: ("torch's op cond runs functions of its own", "torch.where(condition, a, b)"),
     by_cond_of_data: ("torch's op cond", "torch.where(condition, a, b)"),
     by_while: ("torch's op while_loop", "Write a Python loop over a fixed number of turns", "torch.where"),
-    by_scan: ("torch's op scan", "Write a Python loop", "torch.stack"),
     by_map: ("torch's op map", "Write a Python loop", "torch.vmap"),
     lower_right: ("a tensor of another class", "attn_mask=torch.ones(q, k, dtype=torch.bool).tril(k - q)"),
     own_closed_over: ("reads tensor 'OWN', a Own", "Pass x.as_subclass(torch.Tensor)"),

@@ -54,7 +54,7 @@ def _dict(p: Any, b: Tensor) -> Any:
 
 
 def _tuple(p: Any, b: Tensor) -> Any:
-    return mean_square(p, b), {}
+    return mean_square(p, b), b
 
 
 @pytest.mark.parametrize(
@@ -134,12 +134,12 @@ def test_values_smuggled_out_of_a_loss_are_refused() -> None:
 def test_a_parameter_without_a_gradient_is_named(caplog: pytest.LogCaptureFixture) -> None:
     given = {"w": torch.ones(3), "u": torch.full((2,), 5.0), "deep": [{"v": torch.ones(2)}]}
     refused(mean_square, "'deep/0/v', 'u' get no gradient", defined(mean_square), "allow_unused=True", p=given)
-    refused(lambda p, b: mean_square(p, b).detach(), "'w' get no gradient")
+    refused(lambda p, b: mean_square(p, b).detach(), "'w' gets no gradient")
     state = after_one_step(mean_square, given, allow_unused=True)
     assert "'deep/0/v', 'u' get no gradient from the loss: it is zero here" in caplog.text
     assert state.params["u"].full().tolist() == [5.0, 5.0]
     assert state.params["w"].full().tolist() != [1.0, 1.0, 1.0]
-    refused_step(sgd_step(mean_square), "'u' get no gradient", state={"p": {"w": torch.ones(3), "u": torch.ones(2)}})
+    refused_step(sgd_step(mean_square), "'u' gets no gradient", state={"p": {"w": torch.ones(3), "u": torch.ones(2)}})
     graph = captured(sgd_step(mean_square, allow_unused=True), {"p": {"u": torch.ones(2), "w": torch.ones(3)}})
     assert graph.regions[0].grad_of == (1,)
 

@@ -153,7 +153,12 @@ def _own() -> dict[Any, tuple[Any, ...]]:
     step = (torch.randn(size), torch.randn(size), codes[0], scales[0], codes[1], scales[1], torch.tensor(1),
             torch.tensor(1e-3, dtype=torch.float64), 0.9, 0.999, 1e-8, 0.1)  # fmt: skip
     m, rest = torch.randn(512, 1024), (5, 3.4445, -4.775, 2.0315, 1e-7)
+    x, h, inputs, hidden = (torch.randn(shape) for shape in ((20, 16, 30), (16, 40), (120, 30), (120, 40)))
+    layer = (x, h, None, inputs, hidden, None, None, None, "gru", False, True)
+    results = ops.recurrent.default(*layer)
     return {
+        ops.recurrent.default: layer,  # of other kinds: tests/recurrent
+        ops.recurrent_backward.default: (*results, results[0], None, *layer),
         ops.adamw8.default: step,
         ops.adamw8_.default: step,
         ops.orthogonalize.default: (m, *rest),

@@ -174,6 +174,24 @@ def test_leaves_that_another_role_uses_are_lent_to_it(zero: int) -> None:
     assert any(".back" in name for name in piped.lowered.programs[1].buffers)
 
 
+def test_a_gradient_whose_dims_lie_in_another_order_goes_home() -> None:
+    """A convolution's over pixels whose channels come last in memory; the bucket's leaf is contiguous."""
+    g = torch.Generator().manual_seed(0)
+    params = {"embed": torch.randn(8, 8, 3, 3, generator=g, dtype=torch.float64) * 0.1}
+    params["blocks"] = [{"w": torch.randn(8, 8, generator=g, dtype=torch.float64) * 0.3} for _ in range(2)]
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        for block in p["blocks"]:
+            x = x + torch.tanh(x @ block["w"])
+        return F.conv2d(x.permute(0, 3, 1, 2), p["embed"], padding=1).square().mean()
+
+    def pixels(rank: int, step: int) -> Tensor:
+        return torch.randn(4, 6, 6, 8, generator=torch.Generator().manual_seed(9 * rank + step), dtype=torch.float64)
+
+    piped = both(2, 1, "zb-h1", params=params, batch=pixels, loss=loss, microbatches=2)
+    assert any(".back" in name for name in piped.lowered.programs[1].buffers)
+
+
 def test_a_step_of_ones_own_with_two_regions() -> None:
     def step(state: Any, batch: Any) -> Any:
         for _ in range(2):

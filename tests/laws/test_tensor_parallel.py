@@ -25,6 +25,7 @@ from tp_models import SEQUENCE, WIDTH, Model, gpt, of_hf
 
 import fzero
 from fzero import P, optim, tree
+from fzero.interop import tp_plan
 from fzero.ir.program import Program, wire_bytes
 from fzero.lowering import localise
 from fzero.pipeline import SCHEDULES
@@ -126,6 +127,25 @@ def test_models_that_nobody_here_wrote(name: str, n: int) -> None:
         agree(model, found, expected, LOOSE.get(name, 1.0)),
         len([move for move in lowered.sharding.moves if move.nbytes]),
     )
+
+
+def test_only_q_k_and_v_are_as_many_as_the_weight_says() -> None:
+    """ModernBERT's `Wi` makes a gate and a value, also where they are three times as wide as the model together."""
+    sizes = {"Wi": 96, "Wqkv": 96, "c_attn": 64}
+    layer = torch.nn.ModuleDict({name: torch.nn.Linear(32, out, bias=False) for name, out in sizes.items()})
+    parts = {name: str(dims) for name, dims in tp_plan(layer).items()}
+    assert parts == {
+        f"{name}.weight": f"P(groups('tp', {n}), None)" for name, n in (("Wi", 2), ("Wqkv", 3), ("c_attn", 2))
+    }
+
+
+@pytest.mark.parametrize(("name", "n"), [("Mamba2", 4), ("ModernBERT", 8)])
+def test_what_is_no_cut_through_heads_lowers(name: str, n: int) -> None:
+    """Tokens in parts that are seen in chunks; and fewer heads than ranks behind a fused q, k and v."""
+    pytest.importorskip("transformers")
+    model = of_hf(FOREIGN[name][0], **FOREIGN[name][1])
+    spec = fzero.Spec(loss=model.loss, optimizer=optim.sgd(0.1), mesh={"tp": n}, shard=model.rules)
+    assert fzero.lower(spec, model.params, model.batch(0, 0), world_size=n).sharding is not None
 
 
 def drawn(*shape: int) -> Tensor:

@@ -234,6 +234,22 @@ def test_a_view_that_strides_do_not_allow(good: Program) -> None:
     pytest.fail("no segment reads a matrix")
 
 
+def test_a_view_as_a_result(good: Program) -> None:
+    """As where the copy that is returned was dropped: the buffer would hold the value in the order of its base."""
+    for key, gm in good.segments.items():
+        graph = segments.copied(gm.graph)
+        results = fx_nodes.outputs(graph)
+        if results and results[0].meta["val"].ndim == 2:
+            with graph.inserting_after(results[0]):
+                view = graph.call_function(torch.ops.aten.view.default, (results[0], [*results[0].meta["val"].shape]))
+            view.meta["val"] = results[0].meta["val"]
+            fx_nodes.output(graph).args = ([view, *results[1:]],)
+            broken = replace(good, segments={**good.segments, key: segments.module(graph)})
+            _refused(broken, "calls", r"returns .* as a view of .*: a buffer holds a value as it is computed")
+            return
+    pytest.fail("no segment returns a matrix")
+
+
 def test_a_leaf_that_lies_elsewhere(good: Program) -> None:
     bucket = next(b for b in good.buckets.values() if len(b.slots) > 1)
     moved = replace(bucket.slots[1], start=bucket.slots[1].start - ALIGN)

@@ -18,7 +18,7 @@ from fzero.interop.config.accelerate_keys import (
     STRATEGIES,
 )
 from fzero.interop.config.calls import Call
-from fzero.interop.config.deepspeed import ds_config, world
+from fzero.interop.config.deepspeed import GRAD_SCALER, ds_config, world
 from fzero.interop.config.given import Given, finish
 from fzero.interop.config.keys import says_off
 from fzero.interop.config.ledger import Ledger, Refusal
@@ -64,7 +64,7 @@ def accelerate_config(
       fsdp_config.sharding_strategy  1       FULL_SHARD
       fsdp_config.offload_params     false   nothing: off
     >>> given["zero"], given["precision"].compute
-    (3, 'bf16')
+    (3, 'autocast')
     """
     where, document = read(source)
     refuse_others(document, where)
@@ -83,7 +83,7 @@ def accelerate_config(
         )
     fsdp = _fsdp(ledger, kind == "FSDP", ranks)
     _plugin(ledger)
-    fields = {**fsdp, **_precision(ledger, kind == "FSDP")}
+    fields = {**fsdp, **_precision(_mixed(ledger), kind == "FSDP")}
     fields["device"] = "cpu" if ledger.take("use_cpu") else None
     ledger.became("distributed_type", f"Spec(zero={fsdp['zero']})")
     kept = {name: value for name, value in fields.items() if value is not None}
@@ -157,14 +157,19 @@ def _strategy(ledger: Ledger) -> str:
     return text
 
 
-def _precision(ledger: Ledger, sharded: bool) -> dict[str, Any]:
-    """The dtypes. FSDP reduces gradients in the computed dtype, DDP under autocast in fp32."""
+def _mixed(ledger: Ledger) -> str:
+    """The mixed precision that the file asks for: "no", "fp16" or "bf16"."""
     old, name = ledger.take("fp16"), ledger.take("mixed_precision")
-    name = "fp16" if old and not ledger.has("mixed_precision") else name or "no"
+    return "fp16" if old and not ledger.has("mixed_precision") else name or "no"
+
+
+def _precision(name: str, sharded: bool) -> dict[str, Any]:
+    """The dtypes: Accelerate runs a forward under torch.autocast. FSDP reduces gradients in its dtype, DDP in fp32."""
     if name == "no":
         return {}
-    scale = {"loss_scale": Call("fzero.LossScale", (), {"window": 2000, "hysteresis": 1})} if name == "fp16" else {}
-    named = {"compute": name, "reduce": name if sharded else "fp32", **scale}
+    by_op = {"compute": "autocast"} if name == "bf16" else {"compute": "autocast_fp16"}
+    scale = {"loss_scale": GRAD_SCALER} if name == "fp16" else {}
+    named = {**by_op, "reduce": name if sharded else "fp32", **scale}
     return {"precision": Call("fzero.Precision", (), named)}
 
 
@@ -185,13 +190,13 @@ def _deepspeed(ledger: Ledger, ranks: int, auto: Mapping[str, Any], where: str) 
     file = plugin.pop("deepspeed_config_file", None)
     for name in plugin if file else ():
         ledger.refuse(f"{DEEPSPEED}.{name}", "deepspeed_config_file says it", "take it out here, as Accelerate asks")
-    narrow = _precision(ledger, True).get("precision")
+    narrow = _mixed(ledger)
     device = "cpu" if ledger.take("use_cpu") else None
     document: dict[str, Any] = {}
     try:
         name, document = read(Path(where).parent / file) if file else (f"{where}: {DEEPSPEED}", _document(plugin))
-        if narrow is not None and not document.keys() & {"fp16", "bf16", "bfloat16"}:
-            document[narrow.named["compute"]] = {"enabled": True}
+        if narrow != "no" and not document.keys() & {"fp16", "bf16", "bfloat16", "torch_autocast"}:
+            document[narrow] = {"enabled": True}
         inner = ds_config(document, world_size=ranks, auto=auto)
     except ConfigError as error:
         ledger.refusals += [Refusal(*refusal) for refusal in error.refusals] or [Refusal("", str(error))]

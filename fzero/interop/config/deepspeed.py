@@ -20,6 +20,7 @@ from fzero.precision import DTYPES, LossScale
 
 TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 CLIPPING = "gradient_clipping"
+GRAD_SCALER = Call("fzero.LossScale", (), {"window": 2000, "hysteresis": 1})  # the rule of torch.amp.GradScaler
 _OWNERS = {"optimizer": "optimizer.params", "precision": "fp16", "mesh": f"{ZERO}.stage"}
 
 
@@ -229,6 +230,9 @@ def _precision(ledger: Ledger) -> tuple[str | None, dict[str, Any]]:
     if fp16 and bf16:
         ledger.refuse("bf16.enabled", "fp16 is enabled too", "enable one of them")
     compute = "fp16" if fp16 else "bf16" if bf16 else None
+    if by_op := _autocast(ledger, compute, sent):
+        _same_dtype(ledger, None)
+        return None, by_op
     _same_dtype(ledger, compute)
     if compute:
         ledger.became(f"{compute}.enabled", f"Spec(precision=): parameters held in fp32, computed in {compute}")
@@ -246,6 +250,23 @@ def _precision(ledger: Ledger) -> tuple[str | None, dict[str, Any]]:
         note = f"Precision(reduce={compute!r}): gradients travel in the computed dtype"
         ledger.became("communication_data_type", note)
     return compute, fields
+
+
+def _autocast(ledger: Ledger, compute: str | None, sent: str | None) -> dict[str, Any]:
+    """The fields of `torch_autocast`; empty where it is off. For fp16 DeepSpeed takes torch's GradScaler."""
+    enabled, dtype = ledger.take("torch_autocast.enabled"), str(ledger.take("torch_autocast.dtype"))
+    if not enabled:
+        return {}
+    if compute:
+        ledger.refuse("torch_autocast.enabled", f"{compute} is enabled too", "enable one of them")
+    by_op = "autocast" if "b" in dtype.removeprefix("torch.") else "autocast_fp16"
+    named: dict[str, Any] = {"compute": by_op, "reduce": sent or "fp32"}
+    if by_op != "autocast":
+        named["loss_scale"] = GRAD_SCALER
+    if not sent:
+        note = "Precision(reduce='fp32'): DeepSpeed sends gradients of Linear and Conv in autocast's dtype"
+        ledger.became("communication_data_type", note)
+    return {"precision": Call("fzero.Precision", (), named)}
 
 
 def _loss_scale(ledger: Ledger) -> Call:

@@ -26,6 +26,7 @@ from fzero.interop.config.keys import (
 HONOURED, ALWAYS, HINT, REFUSED, REMOVED = Verdict
 
 DTYPE = one_of("fp32", "fp16", "bf16")
+AUTOCAST = one_of("bfloat16", "bf16", "torch.bfloat16", "float16", "fp16", "half", "torch.float16")
 DEVICE = one_of("none", "cpu", "nvme")
 STAGE = one_of(0, 1, 2, 3)
 LIMIT = POSITIVE._replace(off=0.0)
@@ -101,8 +102,10 @@ DEEPSPEED = table(
          'take it out; Spec(precision="bf16_params") rounds them stochastically', bf16_master_weights_and_grads=False),
     keys("bf16", REFUSED, "bf16 moments would round in another way",
          'take it out; fzero.optim.adamw(moments="bfloat16") rounds them stochastically', bf16_optimizer_states=False),
-    keys("torch_autocast", REFUSED, "fzero casts by parameter, not by operation", "write bf16 or fp16 instead",
-         enabled=False, dtype=Of(TEXT), lower_precision_safe_modules=Of(NAMES)),
+    keys("torch_autocast", HONOURED, "Precision(compute=): casts by op", enabled=False,
+         dtype=Of(AUTOCAST, "bfloat16")),
+    keys("torch_autocast", HINT, "matrices whose every use casts them are gathered narrow",
+         lower_precision_safe_modules=Of(NAMES)),
     keys("data_types", HONOURED, "must be that of fp16 or bf16", param_dtype=Of(NAME)),
     keys("data_types", ALWAYS, "buffers stay as they are", keep_in_fp32_modules=Of(ANY, "auto")),
     keys("data_types", HONOURED, "gradients are summed in fp32", grad_accum_dtype=Of(NAME)),

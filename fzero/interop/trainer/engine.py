@@ -19,6 +19,10 @@ from fzero.interop.trainer import optimizers, refusals, step, weights
 from fzero.interop.trainer.parallel import given_of
 from fzero.optim import GradientTransformation
 
+_FP16 = fzero.Precision(
+    compute="autocast_fp16", reduce="fp32", loss_scale=fzero.LossScale(window=2000, hysteresis=1)
+)  # with the rule of torch.amp.GradScaler
+
 
 class Engine:
     """The state of a Trainer and its functions. `step` and `load` change `state`; nothing else changes.
@@ -100,7 +104,7 @@ def _fields(trainer: Any, module: Functional, given: Given | None) -> dict[str, 
     fields: dict[str, Any] = {
         "microbatches": args.gradient_accumulation_steps,
         "clip_norm": args.max_grad_norm if args.max_grad_norm > 0 else float("inf"),
-        "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        "precision": "autocast" if args.bf16 else _FP16 if args.fp16 else "fp32",
         "trainable": module.apply.trainable if module.apply.frozen else None,
         "remat": "full" if args.activation_checkpointing else "none",
         "allow_unused": True,

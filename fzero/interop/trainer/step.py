@@ -8,11 +8,14 @@ or 1 a micro batch. A short window is filled up with copies of its first micro b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from accelerate.utils import convert_to_fp32
+from torch import Tensor, nn
 
 import fzero
 from fzero.interop.module import Functional
@@ -27,12 +30,34 @@ def loss_of(trainer: Any, module: Functional) -> Callable[[Any, Any], fzero.Mean
         inputs, count = dict(batch["inputs"]), None if items is None else items.reshape(())
 
         def call(copy: Any) -> Any:
-            return trainer.compute_loss(copy, inputs, num_items_in_batch=count)
+            with forward_only(copy):
+                return trainer.compute_loss(copy, inputs, num_items_in_batch=count)
 
         value = module.apply.call(params, module.buffers, call)
         return fzero.Mean(value.float() * batch["weight"].reshape(()), batch["count"].reshape(()))
 
     return loss
+
+
+@contextmanager
+def forward_only(copy: nn.Module) -> Iterator[None]:
+    """Leaves autocast for all but the forward of this copy of the module, whose results are made fp32: so Accelerate
+    prepares a model. Without an autocast nothing is done."""
+    kind = next((p.device.type for p in copy.parameters()), "cpu")
+    if not torch.is_autocast_enabled(kind):
+        yield
+        return
+    forward, dtype = copy.forward, torch.get_autocast_dtype(kind)
+
+    @functools.wraps(forward)
+    def by_op(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(kind, dtype):
+            outputs = forward(*args, **kwargs)
+        return convert_to_fp32(outputs)
+
+    copy.forward = by_op
+    with torch.autocast(kind, enabled=False):
+        yield
 
 
 def window(batches: Sequence[shapes.Batch], items: Any, microbatches: int, scaled: bool, device: Any) -> dict[str, Any]:
@@ -66,7 +91,7 @@ def scored_of(trainer: Any, module: Functional, loss_only: bool, ignored: Any, s
         items = batch.get("items")
 
         def call(copy: Any) -> Any:
-            with trainer.counted(items):
+            with trainer.counted(items), forward_only(copy):
                 return stock(copy, dict(batch["inputs"]), loss_only, ignore_keys=ignored)
 
         loss, outputs, _ = module.apply.call(params, module.buffers, call)

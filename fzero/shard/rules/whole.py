@@ -1,4 +1,4 @@
-"""whole: ops of which no operand may be sharded, and random draws.
+"""whole: ops of which no operand may be sharded, as recurrent layers, and random draws.
 
 A rank that holds a part of what is drawn from a key draws these elements of the global value: uniform numbers are found
 by their place (`fzero::uniform_part`). Normal ones are not, so every rank draws them all, the same ones. What torch
@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from fzero.ir import strided_ops  # noqa: F401  (defines its ops)
+from fzero.ir import scan_op, strided_ops  # noqa: F401  (defines its ops)
+from fzero.recurrent import ops as recurrent
 from fzero.shard.factors import FREE, Call, Factors, Maker
 from fzero.shard.rules.rule import Rule, Rules
 
@@ -42,6 +43,7 @@ OPS: tuple[Any, ...] = (
     aten.diagonal_backward.default, aten.unfold.default, aten.bincount.default, aten.histc.default,
     aten.searchsorted.Tensor, aten.bucketize.Tensor, aten.empty_strided.default, aten.equal.default,
     aten._assert_tensor_metadata.default, aten._assert_async.msg, own.strided.default, own.strided_scatter.default,
+    recurrent.FORWARD, recurrent.BACKWARD, scan_op.SCAN,
 )  # fmt: skip
 
 RULES: Rules = {op: Rule(whole) for op in OPS}

@@ -332,9 +332,9 @@ def _draw_recurrent(rng: random.Random, width: int, seq: int) -> Options:
 
 def _leaves_recurrent(o: Options, width: int, seq: int) -> Leaves:
     gates, h = {"plain": 1, "gru": 3, "lstm": 4, "scan": 2, "torch": 3}[o["cell"]], o["hidden"]
-    if o["cell"] == "torch":  # torch.gru holds its matrices turned
-        own = {"x": Leaf((3 * h, width), 0, 3), "h": Leaf((3 * h, h), 0, 3)}
-        own |= {"x_b": Leaf((3 * h,), 0, 3, "bias"), "h_b": Leaf((3 * h,), 0, 3, "bias")}
+    if o["cell"] == "torch":  # torch.gru holds its matrices turned, and is one op that reads all of them
+        own = {"x": Leaf((3 * h, width)), "h": Leaf((3 * h, h))}
+        own |= {"x_b": Leaf((3 * h,), init="bias"), "h_b": Leaf((3 * h,), init="bias")}
     else:
         own = {"x": matrix(o, width, gates * h, "out", gates)}
         if o["cell"] != "scan":

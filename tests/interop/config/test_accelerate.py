@@ -83,14 +83,14 @@ def test_axes_of_parallelism_config() -> None:
 
 
 def test_precision() -> None:
-    assert fsdp(precision="bf16")["precision"] == Precision(compute="bf16", reduce="bf16")
+    assert fsdp(precision="bf16")["precision"] == Precision(compute="autocast", reduce="bf16")
     scale = LossScale(window=2000, hysteresis=1)
-    assert fsdp(precision="fp16")["precision"] == Precision(compute="fp16", reduce="fp16", loss_scale=scale)
+    assert fsdp(precision="fp16")["precision"] == Precision(compute="autocast_fp16", reduce="fp16", loss_scale=scale)
     ddp = {"distributed_type": "MULTI_GPU", "num_processes": 2}
     assert accelerate_config({**ddp, "mixed_precision": "bf16"})["precision"] == Precision(
-        compute="bf16", reduce="fp32"
+        compute="autocast", reduce="fp32"
     )
-    assert accelerate_config({**ddp, "fp16": True})["precision"].compute == "fp16", "the old form"
+    assert accelerate_config({**ddp, "fp16": True})["precision"].compute == "autocast_fp16", "the old form"
     for no in ("no", False, None):
         assert "precision" not in accelerate_config({**ddp, "mixed_precision": no})
     assert refused({**ddp, "mixed_precision": "fp8"}) == ["mixed_precision"]

@@ -240,6 +240,22 @@ def test_gradients_travel_in_the_computed_dtype() -> None:
     assert refused({**ROWS, "fp16": {"enabled": True}, "bf16": {"enabled": True}}) == ["bf16.enabled"]
 
 
+def test_torch_autocast_casts_by_op() -> None:
+    def by_op(**block: Any) -> str:
+        return fields({"torch_autocast": {"enabled": True, **block}})["precision"]
+
+    assert by_op() == by_op(dtype="bfloat16") == "fzero.Precision(compute='autocast', reduce='fp32')"
+    assert by_op(dtype="torch.float16", lower_precision_safe_modules=["torch.nn.Linear"]) == (
+        "fzero.Precision(compute='autocast_fp16', reduce='fp32', loss_scale=fzero.LossScale(window=2000, hysteresis=1))"
+    )
+    sent = {"communication_data_type": "bf16", "torch_autocast": {"enabled": True}}
+    assert fields(sent)["precision"] == "fzero.Precision(compute='autocast', reduce='bf16')"
+    assert "precision" not in fields({"torch_autocast": {"enabled": False, "dtype": "bfloat16"}})
+    both = {**ROWS, "bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}
+    assert refused(both) == ["torch_autocast.enabled"]
+    assert refused({**ROWS, "torch_autocast": {"enabled": True, "dtype": "fp8"}}) == ["torch_autocast.dtype"]
+
+
 def test_bf16_skips_steps_that_overflow() -> None:
     assert fields({"bf16": {"enabled": True}})["nonfinite"] == "'skip'"
     assert "nonfinite" not in fields({"bf16": {"enabled": True, "check_grad_overflow": False}})

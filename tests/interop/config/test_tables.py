@@ -99,7 +99,7 @@ VALUES: dict[str, Any] = {
     "zero_optimization.stage": 2, "data_types.param_dtype": "bf16", "data_types.grad_accum_dtype": "bf16",
     "optimizer.params.ns_method": "standard",
     "tensor_parallel.vocab_parallel_ce_backend": "liger", "seq_parallel_communication_data_type": "fp16",
-    "train_batch_size": 32, "train_micro_batch_size_per_gpu": 4,
+    "train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "torch_autocast.dtype": "float16",
 }  # fmt: skip
 # honoured keys whose other values are refused, with a reason
 REFUSABLE = {"data_types.param_dtype", "data_types.grad_accum_dtype"}
@@ -126,7 +126,7 @@ def test_every_verdict_is_what_happens(path: str) -> None:
     near = SPECIAL.get(path, NEAR.get(path.split(".")[0], []))
     near = [pair for pair in near if pair[0] != path and not pair[0].startswith(f"{path}.")]
     rows = [] if path == "train_batch_size" else list(ROWS.items())
-    asleep = all(pair[0] in ("comet.enabled", "hybrid_engine.enabled", "torch_autocast.enabled") for pair in near)
+    asleep = all(pair[0] in ("comet.enabled", "hybrid_engine.enabled") for pair in near)
     before = None if near and asleep else outcome(read(*(rows or ROWS.items()), *near))
     pairs = {**dict(rows), **dict(near), path: other(path, key)}
     if key.verdict.off_only or path in REFUSABLE:

@@ -1,0 +1,140 @@
+"""layers: torch's `lstm`, `gru`, `rnn_tanh` and `rnn_relu` in a trace: an op for each layer and direction.
+
+torch would decompose them into the ops of every step, which is a graph whose length is that of time. What these ops
+cannot do is left to that: packed sequences (of lengths that are known), a transform of torch.func around, mixed dtypes,
+autocast. A gradient of a gradient too: `_Layer.backward` differentiates torch's own decomposition then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero._torch_compat import by_decompositions, in_functorch
+from fzero.recurrent.ops import BACKWARD, FORWARD, ONEDNN
+
+# torch's function -> the kind of its layers
+KINDS: dict[Any, str] = {torch.lstm: "lstm", torch.gru: "gru", torch.rnn_tanh: "tanh", torch.rnn_relu: "relu"}
+_FUNCTIONS = {kind: func for func, kind in KINDS.items()}
+
+
+def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`func(*args, **kwargs)`, one of `KINDS`, by ops of a layer; decomposed where they do not fit."""
+    if not _fits(func, args, kwargs):
+        with _decomposed(any(isinstance(x, Tensor) and x.is_cuda for x in args)):
+            return func(*args, **kwargs)
+    return _layers(KINDS[func], *args)
+
+
+def _decomposed(on_cuda: bool) -> AbstractContextManager[Any]:
+    """torch's own layers as elementary ops: cuDNN would read where the weights lie, and oneDNN saves nothing that a
+    trace sees (2.13.0)."""
+    return by_decompositions() if on_cuda else torch.backends.mkldnn.flags(enabled=False)
+
+
+def _fits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    packed = len(args) != 9 or not isinstance(args[2], (list, tuple))
+    if packed or kwargs or in_functorch() or torch.is_autocast_enabled(args[0].device.type):
+        return False
+    tensors = [args[0], *(args[1] if isinstance(args[1], (list, tuple)) else (args[1],)), *args[2]]
+    alike = len({(x.dtype, x.device) for x in tensors}) == 1 and args[0].dtype.is_floating_point
+    return alike and args[0].dim() == 3 and all(x.numel() for x in tensors)
+
+
+def _layers(
+    kind: str, x: Tensor, start: Any, params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
+    train: bool, bidirectional: bool, batch_first: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """What torch's function returns: the outputs, the last states, and of an LSTM the last cells."""
+    ways = 1 + bidirectional
+    first_h, first_c = start if kind == "lstm" else (start, None)
+    each = len(params) // (num_layers * ways)
+    value, last_h, last_c = x.transpose(0, 1) if batch_first else x, [], []
+    for layer in range(num_layers):
+        outs = []
+        for way in range(ways):
+            at = layer * ways + way
+            w = _weights(params[at * each : (at + 1) * each], has_biases)
+            c = None if first_c is None else first_c[at]
+            ys, last = _direction(kind, bool(way), value, first_h[at], c, w)
+            outs.append(ys)
+            last_h.append(ys[0 if way else -1])
+            last_c.append(last)
+        value = torch.cat(outs, 2) if bidirectional else outs[0]
+        if dropout and train and layer < num_layers - 1:
+            value = torch.dropout(value, dropout, True)
+    value = value.transpose(0, 1) if batch_first else value
+    states = (torch.stack(last_h), torch.stack(last_c)) if kind == "lstm" else (torch.stack(last_h),)
+    return value, *states
+
+
+def _weights(own: Sequence[Tensor], has_biases: bool) -> tuple[Tensor | None, ...]:
+    """A direction's weights, biases and projection, None where there is none."""
+    rest: list[Tensor | None] = list(own[2:])
+    biases = rest[:2] if has_biases else [None, None]
+    project = rest[2:] if has_biases else rest
+    return *own[:2], *biases, *(project or [None])
+
+
+def _direction(
+    kind: str, reverse: bool, x: Tensor, h: Tensor, c: Tensor | None, w: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    operands = [None if t is None else t.contiguous() for t in (x, h, c, *w)]
+    narrow = kind == "lstm" and x.dtype is torch.float32 and x.device.type == "cpu" and w[4] is None
+    by_onednn = narrow and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+    ys, last, _ = _Layer.apply(kind, ONEDNN if by_onednn else kind, reverse, keep, *operands)
+    return ys, last
+
+
+class _Layer(torch.autograd.Function):
+    """A layer in one direction. A plain backward is one op; one that is to be differentiated again is decomposed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kind: str, kernel: str, reverse: bool, keep: bool, *operands: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ys, last, saved = FORWARD(*operands, kernel, reverse, keep)
+        ctx.save_for_backward(ys, last, saved, *operands)
+        ctx.of = kind, kernel, reverse
+        ctx.mark_non_differentiable(saved)
+        if kind != "lstm":
+            ctx.mark_non_differentiable(last, saved)
+        return ys, last, saved
+
+    @staticmethod
+    def backward(ctx: Any, dys: Tensor, dlast: Tensor, _: Any) -> tuple[Any, ...]:
+        (kind, kernel, reverse), (ys, last, saved, *operands) = ctx.of, ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *[None] * 4, *_differentiable(kind, reverse, operands, dys, dlast)
+        of_last = dlast.contiguous() if kind == "lstm" else None
+        grads = BACKWARD(
+            ys, last, saved, dys.contiguous(), of_last, *operands, kernel, reverse, bool(ctx.needs_input_grad[4])
+        )
+        dx, dh, dc, *weights, dbias, dbias2, project = grads
+        own = (dx, dh, dc, *weights, dbias, dbias2 if kind == "gru" else dbias, project)
+        wanted = ctx.needs_input_grad
+        return *[None] * 4, *(g if needed else None for g, needed in zip(own, wanted[4:], strict=True))
+
+
+def _differentiable(
+    kind: str, reverse: bool, operands: Sequence[Tensor | None], dys: Tensor, dlast: Tensor
+) -> list[Tensor | None]:
+    """The gradients of a layer's operands as functions of them, and of the incoming gradients."""
+    x, h, c, *weights = operands
+    assert x is not None
+    assert h is not None
+    has_biases = weights[2] is not None
+    params = [w for w in weights if w is not None]
+    start: Any = h[None] if c is None else (h[None], c[None])
+    with _decomposed(x.is_cuda):
+        outs = _FUNCTIONS[kind](x.flip(0) if reverse else x, start, params, has_biases, 1, 0.0, True, False, False)
+    ys = outs[0].flip(0) if reverse else outs[0]
+    wanted = [t for t in operands if t is not None and t.requires_grad]
+    ends, incoming = ([ys, outs[2][0]], [dys, dlast]) if kind == "lstm" else ([ys], [dys])
+    grads = iter(torch.autograd.grad(ends, wanted, incoming, create_graph=True, allow_unused=True))
+    return [next(grads) if t is not None and t.requires_grad else None for t in operands]

@@ -1,0 +1,240 @@
+"""torch's recurrent functions as ops of a layer: torch's numbers, one op a layer and direction, planned memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import run
+from torch import Tensor, nn
+
+import fzero
+from fzero import P, optim
+from fzero._torch_compat import allocations
+from fzero.capture import trace_step
+from fzero.interop import from_module
+from fzero.recurrent import layers, loops, ops
+
+STEPS, ROWS, WIDTH, HIDDEN = 5, 3, 4, 6
+PLAIN = {"num_layers": 1}
+OPTIONS: tuple[dict[str, Any], ...] = (
+    PLAIN, {"num_layers": 2, "bidirectional": True}, {"bias": False, "bidirectional": True}, {"batch_first": True},
+    {"num_layers": 3, "dropout": 0.4},
+)  # fmt: skip
+MODULES: dict[str, Callable[..., nn.Module]] = {
+    "lstm": nn.LSTM, "gru": nn.GRU, "tanh": nn.RNN, "relu": lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k),
+}  # fmt: skip
+CASES = [(name, o) for name in MODULES for o in OPTIONS]
+CASES += [("lstm", {"proj_size": 3, "num_layers": 2, "bidirectional": way}) for way in (False, True)]
+
+
+def of(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Any, Callable[..., Tensor], Tensor]:
+    """A module's parameters with its first states, a loss of all that it returns, and a batch."""
+    torch.manual_seed(0)
+    params, buffers, apply = from_module(MODULES[name](WIDTH, HIDDEN, **options).to(dtype))
+    count = options.get("num_layers", 1) * (1 + options.get("bidirectional", False))
+    params = {**params, "h": torch.randn(count, ROWS, options.get("proj_size", HIDDEN), dtype=dtype)}
+    params |= {"c": torch.randn(count, ROWS, HIDDEN, dtype=dtype)} if name == "lstm" else {}
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        own = {k: v for k, v in p.items() if k not in ("h", "c")}
+        out, states = apply(own, buffers, x, (p["h"], p["c"]) if name == "lstm" else p["h"])
+        values = [out, *(states if name == "lstm" else (states,))]
+        return sum((v.sin() * (i + 1)).square().sum() for i, v in enumerate(values))  # type: ignore[return-value]
+
+    shape = (ROWS, STEPS, WIDTH) if options.get("batch_first") else (STEPS, ROWS, WIDTH)
+    return params, loss, torch.randn(shape, dtype=dtype)
+
+
+def captured(loss: Any, params: Any, x: Tensor, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and its gradients, the batch's too, by a program."""
+
+    def step(state: Any, batch: Tensor) -> Any:
+        value, grads = fzero.value_and_grad(loss, **options)(state["p"], batch)
+        return {"p": state["p"], "g": grads}, {"loss": value}
+
+    state = fzero.init({"p": params, "g": params}, fzero.Spec(step=step))
+    state = fzero.step(state, x)
+    return state.metrics["loss"], {name: value.full() for name, value in state.tree["g"].items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize(("name", "options"), CASES)
+@pytest.mark.sampled(8)
+def test_numbers_are_torchs(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    params, loss, x = of(name, dtype, **options)
+    key = {"key": fzero.random.key(3)} if options.get("dropout") else {}
+    params["x"] = x  # as a parameter, so that it has a gradient
+
+    def of_all(p: Any, _: Tensor) -> Tensor:
+        return loss({k: v for k, v in p.items() if k != "x"}, p["x"])
+
+    wanted, wanted_grads = fzero.value_and_grad(of_all, **key)(params, x)  # outside of a step: torch's own kernels
+    value, grads = captured(of_all, params, x, **key)
+    bound = 1e-12 if dtype is torch.float64 else 1e-6
+    assert abs(value - wanted) <= bound * abs(wanted)
+    for path, grad in grads.items():
+        assert (grad - wanted_grads[path]).abs().max() <= 2 * bound * wanted_grads[path].abs().max(), path
+
+
+def test_an_lstm_in_fp32_has_the_bits_of_torchs_own() -> None:
+    """Both are oneDNN's, where torch has it."""
+    params, loss, x = of("lstm", torch.float32, num_layers=2, bidirectional=True)
+    value, grads = captured(loss, params, x)
+    wanted, wanted_grads = fzero.value_and_grad(loss)(params, x)
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("torch without oneDNN")
+    assert torch.equal(value, wanted)
+    assert all(torch.equal(grads[path], grad) for path, grad in wanted_grads.items())
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_there_is_one_op_for_a_layer_and_direction(name: str) -> None:
+    params, loss, x = of(name, num_layers=2, bidirectional=True)
+    lengths = []
+    for longer in (1, 40):
+        graph = region(loss, params, x.repeat(longer, 1, 1))
+        assert [sum(n.target is op for n in graph.nodes) for op in (ops.FORWARD, ops.BACKWARD)] == [4, 4]
+        lengths.append(len(graph.nodes))
+    assert lengths[0] == lengths[1], "the graph grows with time"
+
+
+def region(loss: Any, params: Any, x: Any) -> torch.fx.Graph:
+    def step(state: Any, batch: Any) -> Any:
+        return state, {"loss": fzero.value_and_grad(loss)(state, batch)[0]}
+
+    return trace_step.capture(step, params, x, axis="dp").regions[0].gm.graph
+
+
+def test_lines_are_the_users() -> None:
+    params, loss, x = of("gru")
+    nodes = [n for n in region(loss, params, x).nodes if n.target in (ops.FORWARD, ops.BACKWARD)]
+    assert [n.meta["source"].split(":")[0] for n in nodes] == ["test_layers.py"] * 2
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+@pytest.mark.parametrize("options", [{"remat": "full"}, {"zero": 3}, {"zero": 3, "microbatches": 3}])
+@pytest.mark.sampled(3)
+def test_no_stage_changes_a_bit(name: str, options: dict[str, Any]) -> None:
+    params, loss, _ = of(name, torch.float32, num_layers=2, batch_first=True)
+    params = {k: v for k, v in params.items() if k not in ("h", "c")}
+
+    def mean(p: Any, x: Tensor) -> Tensor:
+        states = torch.zeros(2, x.shape[0], HIDDEN)
+        return loss({**p, "h": states, "c": states}, x) / x.shape[0]
+
+    def batch(rank: int, step: int) -> Tensor:
+        return torch.randn(3, STEPS, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+    number = options.get("microbatches", 1)
+    runs = [
+        run(fzero.Spec(loss=mean, optimizer=optim.adamw(1e-2), **how), params, batch, world=2, steps=2)
+        for how in ({"microbatches": number}, options)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*(r.leaves[-1] for r in runs), strict=True))
+
+
+def test_sharded_weights_are_refused_by_name() -> None:
+    params, loss, x = of("gru")
+    shard = {"weight_ih_l0": P(fzero.groups("tp", 3))}
+    with pytest.raises(fzero.SpecError, match=r"params/weight_ih_l0 lies as S0/3, .*recurrent.* keep it whole: P\(\)"):
+        run(
+            fzero.Spec(loss=loss, optimizer=optim.sgd(0.1), mesh={"tp": 2}, shard=shard),
+            params,
+            lambda *_: x,
+            world=2,
+            steps=1,
+        )
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_gradient_can_be_differentiated_again(name: str) -> None:
+    params, loss, x = of(name, bidirectional=True)
+
+    def penalised(p: Any, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        value = loss(p, x)
+        (grad,) = torch.autograd.grad(value, x, create_graph=True)
+        return value + grad.square().sum()
+
+    with torch.backends.mkldnn.flags(enabled=False):
+        wanted, wanted_grads = fzero.value_and_grad(penalised)(params, x)
+    value, grads = captured(penalised, params, x)
+    torch.testing.assert_close(value, wanted, rtol=1e-12, atol=0)
+    for path, grad in grads.items():
+        torch.testing.assert_close(grad, wanted_grads[path], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("what", ["torch.func", "packed", "autocast", "kwargs"])
+def test_what_an_op_cannot_do_is_decomposed(what: str) -> None:
+    params, _, x = of("gru")
+    weights = [params[name] for name in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")]
+    packed = torch.tensor([3, 2, 1])
+
+    def other(p: Any, x: Tensor) -> Tensor:
+        own = [p[str(i)] for i in range(4)]
+        if what == "torch.func":
+            rest = (own, True, 1, 0.0, True, False, False)
+            return torch.func.grad(lambda x: torch.gru(x, p["h"], *rest)[0].sum())(x).square().sum()
+        if what == "packed":
+            return torch.gru(x.flatten(0, 1)[:6], packed, p["h"], own, True, 1, 0.0, True, False)[0].sum()
+        if what == "autocast":
+            with torch.autocast("cpu"):
+                return torch.gru(x.float(), p["h"].float(), [w.float() for w in own], True, 1, 0.0, True, False, False)[
+                    0
+                ].sum()
+        return torch.gru(x, p["h"], own, has_biases=True, num_layers=1, dropout=0.0, train=True, bidirectional=False,
+                         batch_first=False)[0].sum()  # fmt: skip
+
+    named = {**dict(zip("0123", weights, strict=True)), "h": params["h"]}
+    graph = region(other, named, x)
+    assert not any(n.target is ops.FORWARD for n in graph.nodes)
+    value, _ = captured(other, named, x)
+    torch.testing.assert_close(
+        value, fzero.value_and_grad(other)(named, x)[0], rtol=1e-2 if what == "autocast" else 1e-12, atol=0
+    )
+
+
+@pytest.mark.parametrize("kind", [*loops.GATES, ops.ONEDNN])
+@pytest.mark.parametrize(("projected", "bias"), [(False, True), (True, False)])
+def test_no_layer_asks_the_allocator_for_more_than_planned(kind: str, projected: bool, bias: bool) -> None:
+    """And for about as much; small values aside."""
+    if projected and kind != "lstm":
+        pytest.skip("of an LSTM alone, in ATen")
+    for steps, rows, width, size in itertools.product((2, 33), (2, 17), (3, 64), (16, 51)):
+        gates, shown = (4 if kind == ops.ONEDNN else loops.GATES[kind]) * size, size // 2 if projected else size
+        states = torch.randn(rows, shown), torch.randn(rows, size) if "lstm" in kind else None
+        biases = [torch.randn(gates)] * 2 if bias else [None, None]
+        weights = torch.randn(gates, width), torch.randn(gates, shown), *biases
+        layer = (torch.randn(steps, rows, width), *states, *weights, torch.randn(shown, size) if projected else None)
+        args = (*layer, kind, False, True)
+        results = ops.FORWARD(*args)
+        outs = dict(zip(("ys", "last", "saved"), results, strict=True))
+        forth = given(lambda args=args, outs=outs: torch.ops.fzero.recurrent.out(*args, **outs))
+        incoming = torch.randn_like(results[0]), None if states[1] is None else torch.randn(rows, size)
+        back = (*results, *incoming, *args)
+        grads = {f"d_{n}": g for n, g in zip(loops.Grads._fields, ops.BACKWARD(*back), strict=True)}
+        behind = given(lambda back=back, grads=grads: torch.ops.fzero.recurrent_backward.out(*back, **grads))
+        for peak, planned in ((forth, ops.scratch_bytes(*args)), (behind, ops.backward_scratch_bytes(*back))):
+            assert peak <= planned <= 1.15 * peak + 33_000, (steps, rows, width, size)
+
+
+def given(call: Callable[[], Any]) -> int:
+    with allocations() as events:
+        call()
+    return max(itertools.accumulate((nbytes for _, nbytes in events), initial=0))
+
+
+def test_a_workspace_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formula is that of some versions of oneDNN: another one must not write behind the plan."""
+    params, loss, x = of("lstm", torch.float32)
+    monkeypatch.setattr("fzero.recurrent.onednn.workspace_bytes", lambda *_: 64)
+    with pytest.raises(RuntimeError, match=r"oneDNN's LSTM wants .* bytes of workspace, planned 64"):
+        captured(loss, params, x)
+
+
+def test_every_function_of_torch_has_a_kind() -> None:
+    assert set(layers.KINDS.values()) == set(loops.GATES)
