@@ -41,7 +41,9 @@ def benches(whole: bool) -> list[Bench]:
     rng = random.Random(0)
     sources = ALL_UNBROKEN if whole else UNBROKEN
     drawn = [Bench(source(rng, number)) for source, count in sources.items() for number in range(count)]
-    return [*drawn, Bench(relay(3, torch.Generator().manual_seed(0)))]  # ranks whose programs differ, more than two
+    ranks_differ = relay(3, torch.Generator().manual_seed(0))  # and are more than two
+    tiled = draw_offloaded(random.Random(6), 0)  # the others may have drawn none
+    return [*drawn, Bench(ranks_differ), Bench(tiled)]
 
 
 def test_no_unbroken_program_is_refused(benches: list[Bench]) -> None:
