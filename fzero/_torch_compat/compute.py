@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copyreg
 import platform
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -137,10 +139,32 @@ def inductor_compile(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -
         "emulate_precision_casts": True,  # rounds to bf16 where the graph does: with the next line stages stay equal
         "pattern_matcher": False,  # it drops a cast to bf16 and back
     }
-    with ONE_THREAD, torch.no_grad():
+    with ONE_THREAD, torch.no_grad(), _one_key_in_all_processes():
         return standalone_compile(
             gm, list(inputs), dynamic_shapes="from_example_inputs", options={"config_patches": options}
         )
+
+
+@contextlib.contextmanager
+def _one_key_in_all_processes() -> Iterator[None]:
+    """Pickle names a memory format by the first module that holds `torch`: a user's own, where that came before torch.
+
+    Inductor keys its cache by such a pickle, so what one process had compiled was compiled again in the next.
+    """
+    table = copyreg.dispatch_table
+    before = table.get(torch.memory_format)
+    copyreg.pickle(torch.memory_format, lambda one: (_memory_format, (str(one).removeprefix("torch."),)))
+    try:
+        yield
+    finally:
+        del table[torch.memory_format]
+        if before is not None:
+            table[torch.memory_format] = before
+
+
+def _memory_format(name: str) -> torch.memory_format:
+    found: torch.memory_format = getattr(torch, name)
+    return found
 
 
 def convolution_kernel(source: torch.Tensor, weight: torch.Tensor, *numbers: Any) -> str:

@@ -159,6 +159,30 @@ def test_another_process_loads_what_was_compiled() -> None:
     assert done.stdout.strip() == f"0 True {bits}"
 
 
+def test_the_cache_key_names_no_module_of_the_user() -> None:
+    """A module with a global `torch` that came before torch was in the key of this process, and not of its workers."""
+    named = subprocess.run(
+        [sys.executable, "-c", KEY], env=_env(), capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert named == ["mine", "fzero._torch_compat.compute"]
+
+
+KEY = """
+import sys, types
+mine = sys.modules["mine"] = types.ModuleType("mine")
+import torch, pickle, pickletools
+mine.torch = torch
+from fzero._torch_compat import compute
+def named():
+    words = [arg for _, arg, _ in pickletools.genops(pickle.dumps(torch.contiguous_format, 4)) if isinstance(arg, str)]
+    assert pickle.loads(pickle.dumps(torch.contiguous_format)) is torch.contiguous_format
+    return words[0]
+print(named())
+with compute._one_key_in_all_processes():
+    print(named())
+"""
+
+
 @needs_compiler
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 @pytest.mark.acceptance
