@@ -9,7 +9,7 @@ or 1 a micro batch. A short window is filled up with copies of its first micro b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,25 +18,52 @@ from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
 
 import fzero
+from fzero import tree
+from fzero.capture.provenance import describe
+from fzero.errors import CaptureError
 from fzero.interop.module import Functional
 from fzero.interop.trainer import shapes
 
+LOGGED = "logged"  # the metric that holds what compute_loss logs: a list of {name: number}
 
-def loss_of(trainer: Any, module: Functional) -> Callable[[Any, Any], fzero.Mean]:
-    """The loss of a window, as `window` made it, for `fzero.Spec(loss=)`."""
 
-    def loss(params: Any, batch: Any) -> fzero.Mean:
-        items = batch.get("items")
+def loss_of(trainer: Any, module: Functional) -> Callable[[Any, Any], Any]:
+    """The loss of a window, as `window` made it, for `fzero.Spec(loss=)`. What `compute_loss` logs is its metrics."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        items, weight = batch.get("items"), batch["weight"].reshape(())
         inputs, count = dict(batch["inputs"]), None if items is None else items.reshape(())
 
         def call(copy: Any) -> Any:
-            with forward_only(copy):
-                return trainer.compute_loss(copy, inputs, num_items_in_batch=count)
+            with forward_only(copy), trainer.noting() as entries:
+                return trainer.compute_loss(copy, inputs, num_items_in_batch=count), entries
 
-        value = module.apply.call(params, module.buffers, call)
-        return fzero.Mean(value.float() * batch["weight"].reshape(()), batch["count"].reshape(()))
+        value, entries = module.apply.call(params, module.buffers, call)
+        mean = fzero.Mean(value.float() * weight, batch["count"].reshape(()))
+        means = [{name: fzero.Mean(x * weight, weight) for name, x in _logged(e, weight).items()} for e in entries]
+        return (mean, {LOGGED: means}) if means else mean
 
     return loss
+
+
+def _logged(entry: Mapping[str, Any], like: Tensor) -> dict[str, Tensor]:
+    """What `compute_loss` gave to `self.log`, as 0-d tensors. Raises CaptureError for what is no number."""
+    values = {}
+    for name, value in entry.items():
+        if isinstance(value, (bool, int, float)):
+            value = torch.full((), float(value), device=like.device)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise CaptureError(
+                f"self.log({{{name!r}: ...}}) in compute_loss is given {describe(value)}: needed a tensor of one "
+                "number, which is a metric of the step. Log its .mean()"
+            )
+        values[name] = value.detach().reshape(()).to(torch.promote_types(value.dtype, torch.float32))
+    return values
+
+
+def numbers(metrics: Any) -> list[dict[str, float]]:
+    """The entries for transformers' log among the metrics of a step, or the results of an evaluation."""
+    return [{name: float(value) for name, value in entry.items()} for entry in metrics.get(LOGGED, ())]
 
 
 @contextmanager
@@ -84,18 +111,20 @@ def whole(items: Any, device: Any) -> Tensor:
 def scored_of(trainer: Any, module: Functional, loss_only: bool, ignored: Any, stock: Callable[..., Any]) -> Any:
     """The function of `fzero.evaluate`: transformers' own `prediction_step` on a copy of the module.
 
-    Returns {"loss": this rank's, of shape (1,), "outputs": its logits}, without what there is not.
+    Returns {"loss": this rank's, of shape (1,), "outputs": its logits, LOGGED: what compute_loss logs}, without what
+    there is not.
     """
 
     def scored(params: Any, batch: Any) -> dict[str, Any]:
         items = batch.get("items")
 
         def call(copy: Any) -> Any:
-            with trainer.counted(items), forward_only(copy):
-                return stock(copy, dict(batch["inputs"]), loss_only, ignore_keys=ignored)
+            with trainer.counted(items), forward_only(copy), trainer.noting() as entries:
+                loss, outputs, _ = stock(copy, dict(batch["inputs"]), loss_only, ignore_keys=ignored)
+            return loss, outputs, [_logged(entry, tree.flatten(batch)[1][0]) for entry in entries] or None
 
-        loss, outputs, _ = module.apply.call(params, module.buffers, call)
-        found = {"loss": None if loss is None else loss.float().reshape(1), "outputs": outputs}
+        loss, outputs, logged = module.apply.call(params, module.buffers, call)
+        found = {"loss": None if loss is None else loss.float().reshape(1), "outputs": outputs, LOGGED: logged}
         return {name: value for name, value in found.items() if value is not None}
 
     return scored

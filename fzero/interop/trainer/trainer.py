@@ -46,6 +46,7 @@ class Mixin(transformers.Trainer):
         self._held: weights.Held | None = None
         self._items: Any = None
         self._counted = False
+        self._noted: list[dict[str, Any]] | None = None  # what is logged while a loss is captured
         self._window: list[Any] = []
         self._flops_per_element: int | None = None
         self._planned: tuple[Any, int] = (None, 0)  # a program and its planned peak
@@ -166,6 +167,7 @@ class Mixin(transformers.Trainer):
         batch = step.window(self._window, num_items_in_batch, steps, scaled, self.args.device)
         self._window = []
         metrics = self.engine.step(batch)
+        self._log_all(step.numbers(metrics))
         self.optimizer.step_was_skipped = "finite" in metrics and not bool(metrics["finite"])
         return metrics["loss"].detach().float()
 
@@ -194,13 +196,30 @@ class Mixin(transformers.Trainer):
         return self._flops_per_element * size
 
     def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
-        """transformers' log, with the planned peak of the step's program in bytes."""
+        """transformers' log, with the planned peak of the step's program in bytes. In `compute_loss`: the step's
+        metrics."""
+        if self._noted is not None:
+            self._noted.append(dict(logs))
+            return
         program = self.engine.state.program if self.engine is not None and "loss" in logs else None
         if program is not None and program is not self._planned[0]:
             self._planned = (program, account(program).peak)
         if program is not None:
             logs["planned_peak_bytes"] = self._planned[1]
         super().log(logs, *more, **named)
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[list[dict[str, Any]]]:
+        """While a loss is captured: what it logs is in the list. Each run of the step logs its numbers."""
+        self._noted = noted = []
+        try:
+            yield noted
+        finally:
+            self._noted = None
+
+    def _log_all(self, entries: list[dict[str, float]]) -> None:
+        for entry in entries:
+            super().log(entry)
 
     # --- evaluation
 
@@ -229,6 +248,7 @@ class Mixin(transformers.Trainer):
         items = self._get_num_items_in_batch([inputs], self.args.device)
         given = {"inputs": batch} if items is None else {"inputs": batch, "items": step.whole(items, self.args.device)}
         found = self.engine.evaluate(given, prediction_loss_only, tuple(ignore_keys or ()), ignore_keys, stock)
+        self._log_all(step.numbers(found))
         num_labels = getattr(getattr(model, "config", None), "num_labels", None)
         outputs = shapes.trimmed(found.get("outputs"), rows, to, own, num_labels)
         loss = found["loss"][0] if "loss" in found else None

@@ -17,11 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fzero
-from fzero.errors import CheckpointError, FzeroError
+from fzero.errors import CheckpointError
 from fzero.interop import _hf_compat
 from fzero.interop.fitted import Fitted
 from fzero.interop.huggingface import SINGLE, export_safetensors, safetensors
 from fzero.interop.module import Apply, Functional
+from fzero.interop.trainer.absent import Absent, unusable
 
 log = logging.getLogger("fzero")
 
@@ -43,7 +44,8 @@ class Held:
 
     def taken(self, device: torch.device) -> None:
         """Leaves the module without parameters, and its buffers on `device`. A call of it is an error from then on."""
-        put(self.module, {n: torch.empty_like(p, device="meta") for n, p in self.module.named_parameters()})
+        owner = type(self.module).__name__
+        put(self.module, {name: Absent(p, name, owner) for name, p in self.module.named_parameters()})
         for part in self.module.modules():
             for name, buffer in part._buffers.items():
                 if buffer is not None:
@@ -64,11 +66,7 @@ class Held:
 
 
 def _absent(module: nn.Module, *given: Any) -> None:
-    raise FzeroError(
-        f"{type(module).__name__} has no parameters of its own now: the Trainer's state holds them, in parts. To call "
-        "it or to generate: with trainer.gathered() as model: model.generate(...). To write it: "
-        "trainer.save_model(folder)"
-    )
+    raise unusable("", type(module).__name__)
 
 
 def on_meta(module: Any) -> bool:
@@ -89,10 +87,10 @@ def folder_of(module: Any) -> Path:
 
 def put(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Gives a module other parameters, by the names of `named_parameters`. Tied ones stay tied."""
-    new = {
-        id(old): nn.Parameter(tensors[name].detach(), requires_grad=old.requires_grad)
-        for name, old in module.named_parameters()
-    }
+    new = {}
+    for name, old in module.named_parameters():
+        value = tensors[name]
+        new[id(old)] = value if isinstance(value, Absent) else nn.Parameter(value.detach(), old.requires_grad)
     for part in module.modules():
         for name, old in list(part._parameters.items()):
             if old is not None:
