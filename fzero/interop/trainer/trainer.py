@@ -211,7 +211,8 @@ class Mixin(transformers.Trainer):
     @contextlib.contextmanager
     def noting(self) -> Iterator[list[dict[str, Any]]]:
         """While a loss is captured: what it logs is in the list. Each run of the step logs its numbers."""
-        self._noted = noted = []
+        noted: list[dict[str, Any]] = []
+        self._noted = noted
         try:
             yield noted
         finally:

@@ -92,9 +92,9 @@ def put(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         value = tensors[name]
         new[id(old)] = value if isinstance(value, Absent) else nn.Parameter(value.detach(), old.requires_grad)
     for part in module.modules():
-        for name, old in list(part._parameters.items()):
-            if old is not None:
-                setattr(part, name, new[id(old)])
+        for name, held in list(part._parameters.items()):
+            if held is not None:
+                setattr(part, name, new[id(held)])
 
 
 def same_on_all(tensors: Mapping[str, Tensor]) -> None:
