@@ -22,6 +22,7 @@ from fzero._torch_compat import (
     tracing_graph,
     unwatched,
 )
+from fzero.capture import ctc
 from fzero.capture.context import Tracing
 from fzero.capture.known import READS, Known
 from fzero.capture.provenance import describe, name_of
@@ -139,6 +140,8 @@ class Watch(TorchDispatchMode):
         """The result of an op; of one that asks for values that depend on no input, a literal."""
         if known is None:
             return func(*args, **kwargs)
+        if func in ctc.OPS:
+            return ctc.OPS[func](known, *args, **kwargs)
         if func is aten.index.Tensor:
             args = (args[0], known.places(args[1]))
         elif func is aten.masked_select.default and args[0].shape == args[1].shape:
