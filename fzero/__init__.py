@@ -9,6 +9,7 @@ from fzero._version import __version__ as __version__
 from fzero.api import evaluate, init, lower, step
 from fzero.capture.joint import Mean
 from fzero.capture.scan import scan
+from fzero.capture.static import static
 from fzero.checkpoint import Manifest, save
 from fzero.checkpoint.checkpointer import Checkpointer
 from fzero.checkpoint.load import load
@@ -111,6 +112,7 @@ __all__ = [
     "save",
     "scan",
     "simulate",
+    "static",
     "step",
     "unshard",
     "value_and_grad",

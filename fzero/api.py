@@ -13,6 +13,7 @@ from fzero._torch_compat import untraced_by_dynamo
 from fzero.capture import ambient
 from fzero.capture.leaves import check_leaf
 from fzero.capture.provenance import describe
+from fzero.capture.static import Static
 from fzero.comm.agree import Same, agree
 from fzero.comm.transport import bucket_bytes, transport_name
 from fzero.compile.checked import checked_step
@@ -65,7 +66,8 @@ def step(state: State, batch: Any) -> State:
     """One step. Donates `state`: its memory becomes the result's, and its leaves cannot be read any more.
 
     `batch` is a pytree of tensors, this rank's part of the global one by its place on the data axes: ranks that differ
-    in `pp` alone give the same, which is checked. Leaves that are no tensors are static: a new value retraces.
+    in `pp` alone give the same, which is checked. Leaves that are no tensors decide the program. A number that
+    changes becomes a 0-d tensor at its first change; `fzero.static` marks what is to stay a value.
     Mappings of any type, as a tokenizer's BatchEncoding, arrive at the loss as dicts.
     `result.metrics` holds the loss (or the metrics of a `step=`). All checks come before the first write: an error
     before that leaves `state` as it was, one after it marks `state` unusable. Ctrl-C waits for the end of the step, and
@@ -187,9 +189,10 @@ def agreed(name: str, call: str, state: Any, batch: Any, fn: Callable[..., Any] 
             more = f" and {len(paths) - 1} more leaves" if len(paths) > 1 else ""
             raise DonatedError(f"this state ({leaf_name('state', paths[0])}{more}) {state.life.ended}")
         batch = tree.plain(batch)
+        batch = runtime.settled(batch) if fn is None else {**batch, "batch": runtime.settled(batch["batch"], fn)}
         _check_batch(batch if fn is None else batch["batch"], runtime.device)
         lowered = runtime.compiled(batch, fn)
-        digest = lowered.digest
+        digest = " ".join([lowered.digest, *(x.text for x in tree.flatten(batch)[1] if isinstance(x, Static))])
         if runtime.device.type == "cpu":  # where a sum rounds by the number of threads
             digest += f", threads={torch.get_num_threads()}"
     except Exception as error:

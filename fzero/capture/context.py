@@ -30,6 +30,7 @@ class Tracing:
     lines: the user's line of each op of a forward that has a backward, by the number of autograd's node; and of each
     op that is not torch's, by its name.
     failed: the user's line of the last op that raised. raised: its error, and the op with its operands.
+    static: the names of the tensors of the batch that are marked static, by id.
     paused: a context for the work on an op, in which no line of the user is followed (`reads`).
     """
 
@@ -47,6 +48,7 @@ class Tracing:
     lines: dict[int | str, str] = field(default_factory=dict)
     failed: str = ""
     raised: tuple[Exception, str] | None = None
+    static: dict[int, str] = field(default_factory=dict)
     paused: Any = field(default_factory=nullcontext)
 
 

@@ -68,7 +68,9 @@ def traced(
 def _of_tensors(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A CTC loss of torch's, with Python numbers for lengths as tensors: torch reads numbers into real memory."""
 
-    def called(log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *rest: Any, **kw: Any) -> Any:
+    def called(
+        log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *rest: Any, **kw: Any
+    ) -> Any:
         lengths = (x if isinstance(x, Tensor) else torch.tensor(x) for x in (input_lengths, target_lengths))
         return fn(log_probs, targets, *(x.to(log_probs.device) for x in lengths), *rest, **kw)
 

@@ -24,8 +24,10 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.capture.ambient_rng import Keyed
+from fzero.capture.context import active
 from fzero.capture.leaves import check_leaf
 from fzero.capture.provenance import defined_at, describe
+from fzero.capture.static import opened
 from fzero.errors import CaptureError, leaf_name
 from fzero.precision import LOW, Precision
 
@@ -94,7 +96,10 @@ class Joint:
     def __post_init__(self) -> None:
         self.paths, self.leaves, self.treedef = tree.flatten(self.params)
         self.arg_paths, self.arg_leaves, self.arg_treedef = tree.flatten((self.args, self.kwargs))
-        self.is_tensor = [isinstance(leaf, Tensor) for leaf in self.arg_leaves]
+        self.arg_leaves = [opened(leaf) for leaf in self.arg_leaves]
+        tracing = active()
+        static = tracing.static if tracing is not None else ()
+        self.is_tensor = [isinstance(leaf, Tensor) and id(leaf) not in static for leaf in self.arg_leaves]
         self.asks_key = asks_key(self.fn) and "key" not in self.kwargs
         if self.asks_key and self.key is None:
             raise CaptureError(

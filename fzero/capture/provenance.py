@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero.capture.static import Static
 from fzero.ir.records import DTYPE_NAMES
 
 _OURS = (
@@ -55,6 +56,8 @@ def defined_at(fn: Callable[..., Any]) -> str:
 
 def describe(value: Any) -> str:
     """`f32[2, 3]`: a tensor as errors and messages show it."""
+    if isinstance(value, Static):
+        return value.text
     if isinstance(value, torch.Tensor):
         return f"{DTYPE_NAMES.get(value.dtype, str(value.dtype))}{list(value.shape)}"
     return f"{type(value).__name__} {value!r}"

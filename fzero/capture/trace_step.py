@@ -25,6 +25,7 @@ from fzero.capture.graph import Graph, PerRank
 from fzero.capture.leaves import check_leaf, check_names, fake_like
 from fzero.capture.provenance import describe, found_name
 from fzero.capture.reads.reading import Reading
+from fzero.capture.static import opened
 from fzero.capture.tracing import lifted, trace
 from fzero.capture.varying import varying_metrics
 from fzero.errors import CaptureError, TreeError, leaf_name
@@ -47,8 +48,8 @@ def capture(
     """The graph of `step(state, batch) -> (new state, metrics)`.
 
     `state` and `batch` are pytrees whose tensor leaves give shapes, dtypes and devices (fake or real, never read). A
-    leaf of `batch` that is no tensor is passed to `step` as it is. Raises CaptureError or TreeError, naming leaf and
-    line.
+    leaf of `batch` that is no tensor is passed to `step` as it is, a static one by its value. Raises CaptureError or
+    TreeError, naming leaf and line.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state_paths, state_leaves, state_treedef = tree.flatten(state)
@@ -62,7 +63,7 @@ def capture(
     def flat(*flat_inputs: torch.Tensor) -> list[Any]:
         nonlocal metric_names, metrics_treedef
         feed = iter(flat_inputs[len(state_leaves) :])
-        full = [next(feed) if tensor else leaf for leaf, tensor in zip(batch_leaves, is_tensor, strict=True)]
+        full = [next(feed) if tensor else opened(leaf) for leaf, tensor in zip(batch_leaves, is_tensor, strict=True)]
         result = step(
             tree.unflatten(state_treedef, flat_inputs[: len(state_leaves)]), tree.unflatten(batch_treedef, full)
         )
@@ -77,6 +78,10 @@ def capture(
     reading = Reading((*fns, step))
     tracing = Tracing(mode, (*fns, step), microbatches, allow_unused, axis, precision or Precision())
     tracing.paused = reading.paused
+    values = zip(batch_paths, map(opened, batch_leaves), is_tensor, strict=True)
+    tracing.static = {
+        id(x): leaf_name("batch", p) for p, x, tensor in values if isinstance(x, torch.Tensor) and not tensor
+    }
     with while_active(tracing):
         with reading:
             gm = trace(tracing, flat, inputs, names)
@@ -167,7 +172,7 @@ def _lift(tracing: Tracing, gm: fx.GraphModule) -> dict[str, torch.Tensor]:
     constants: dict[str, torch.Tensor] = {}
     values = lifted(gm, before)
     for node, value in zip(fx_nodes.placeholders(gm.graph)[before:], values, strict=True):
-        name = found_name(value, tracing.fns) or f"{describe(value)}"
+        name = tracing.static.get(id(value)) or found_name(value, tracing.fns) or f"{describe(value)}"
         name = name if name not in constants else f"{name}#{len(constants)}"
         constants[name] = value.detach().contiguous()  # as its fake is
         node.meta["val"] = fake_like(tracing.mode, value)

@@ -6,19 +6,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import types
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 from fzero import progress, tree
 from fzero._torch_compat import default_store, forget_fakes
-from fzero.capture import ambient
-from fzero.capture.provenance import describe
 from fzero.capture.reads.noted import own_changes_forgotten
 from fzero.comm.agree import agree
 from fzero.comm.heartbeat import ALONE, Presence
@@ -29,7 +26,7 @@ from fzero.compile.collector import return_freed
 from fzero.compile.lowered import Lowered
 from fzero.compile.step import fakes_on
 from fzero.cost.autotune import Costs
-from fzero.errors import CaptureError, DonatedError, TreeError, VerifyError, leaf_name
+from fzero.errors import CaptureError, DonatedError, VerifyError, leaf_name
 from fzero.ir.mesh import PIPELINE, parts_of
 from fzero.ir.program import Program
 from fzero.ir.records import DISK, HOST, Buffer, Op, Ref, make_op
@@ -37,6 +34,7 @@ from fzero.plan.layout import Leaf, Plan
 from fzero.runtime import compile_segments
 from fzero.runtime.executor import Executor
 from fzero.runtime.lanes import Lanes
+from fzero.session.batch_key import changed, check_strings, difference, has_plain, key_of, with_tensors
 from fzero.shard.partition import AXIS
 from fzero.shard.placements import join
 from fzero.spec import Spec
@@ -56,8 +54,10 @@ class Session:
     """The spec, world, layout, memory and programs that the states of one `init` share.
 
     memory: the state's buffers by name, in memory and on disk. programs: the lowered steps by batch key. evaluations:
-    the lowered evaluations, the last used at the end. bound: executors by the id of their `Lowered`. compiled_segments:
-    by the digest of a program, the last used at the end. lanes: what runs moves, with the rank's file.
+    the lowered evaluations; in both the last used is at the end. inputs: the paths of numbers in a batch that have
+    changed, by the function that is evaluated (None: the step). bound: executors by the id of their `Lowered`.
+    compiled_segments: by the digest of a program, the last used at the end. lanes: what runs moves, with the rank's
+    file.
 
     Invariants: all executors share `arena` and `host_arena`, which are as large as the largest program needs.
     `programs` and `compiled_segments` gain an entry on all ranks or on none. So do they lose one: the program that was
@@ -91,6 +91,7 @@ class Session:
     )  # what moves pass through
     lanes: Lanes = field(default_factory=Lanes)
     exhausted: torch.Tensor | None = None  # 0-d bool: whether the loss scale reached its end since the last look
+    inputs: dict[Any, frozenset[str]] = field(default_factory=dict)
     last_key: Any = None
     last_program: Program | None = None
 
@@ -119,16 +120,40 @@ class Session:
         """The program for a batch of this structure, shapes, dtypes and static values: the step's, or that of the
         evaluation of `fn`. The last MAX_EVALUATIONS evaluations are kept."""
         if fn is not None:
-            key = _batch_key(batch["batch"], self.device)  # so that errors name its leaves
+            key = key_of(batch["batch"], self.device)  # so that errors name its leaves
             return self._evaluation(fn, batch, (fn, key, batch["key"] is None))
-        key = _batch_key(batch, self.device)
+        key = key_of(batch, self.device)
         self._drop_changed(self.programs, [key] if key in self.programs else [*self.programs])
-        if key not in self.programs:
-            if self.last_key not in (None, key):
-                log.warning("fzero: a new program is traced: %s", _difference(self.last_key, key))
-            self.programs[key] = self._lowered(batch, None)
+        if key not in self.programs and self.last_key not in (None, key):
+            log.warning("fzero: a new program is traced: %s", difference(self.last_key, key))
+        lowered = self.programs.pop(key) if key in self.programs else self._lowered(batch, None)
+        self.programs[key] = lowered
         self.last_key = key
-        return self.programs[key]
+        if len(self.programs) > MAX_PROGRAMS:  # of one text, with other constants
+            self._drop(self.programs, next(iter(self.programs)))
+        return lowered
+
+    def settled(self, batch: Any, fn: Callable[..., Any] | None = None) -> Any:
+        """The batch of a step, or of the evaluation of `fn`, with the numbers that change as tensors.
+
+        Raises TreeError for a string that changes.
+        """
+        if not has_plain(batch):
+            return batch
+        inputs = self.inputs.get(fn, frozenset())
+        batch = with_tensors(batch, inputs, self.device)
+        keys = self.programs if fn is None else [key[1] for key in self.evaluations if key[0] is fn]
+        changes = [*changed(key_of(batch, self.device), keys)]
+        check_strings(changes)
+        for path, before, now in changes:
+            log.warning(
+                "fzero: %s was %s, is %s: a Python number that changes is a 0-d tensor of the batch from here on, one "
+                "program for all its values. Give torch.tensor(x) from the first step, or fzero.static(x) where its "
+                "few values decide the program", leaf_name("batch", path), before.text, now.text,
+            )  # fmt: skip
+            self.last_key = None
+            self.inputs[fn] = inputs = inputs | {path}
+        return with_tensors(batch, inputs, self.device)
 
     def _evaluation(self, fn: Callable[..., Any], batch: Any, key: Any) -> Lowered:
         of_fn = [other for other in self.evaluations if other[0] is fn]
@@ -160,13 +185,27 @@ class Session:
         with progress.shown(f"lowering the {'step' if fn is None else 'evaluation'}"):
             rates = self.transport.rates
             others = [program.graph.reads for program in (*self.programs.values(), *self.evaluations.values())]
-            with own_changes_forgotten(others):
+            with own_changes_forgotten(others), self._numbers_named(fn):
                 lowered = checked_step(self.spec, state, batch, self.plan, self.transport.name, fn, costs, rates)
         forget_fakes(MAX_FAKES)
         return_freed()
         for chosen in lowered.choices.values():
             log.info("fzero: %s", chosen)
         return lowered
+
+    @contextmanager
+    def _numbers_named(self, fn: Callable[..., Any] | None) -> Iterator[None]:
+        """Adds to an error of a trace which of its tensors are Python numbers."""
+        try:
+            yield
+        except (CaptureError, TypeError, ValueError) as error:
+            if not (paths := self.inputs.get(fn)):
+                raise
+            names = " and ".join(leaf_name("batch", path) for path in sorted(paths))
+            raise CaptureError(
+                f"{error}. {names}: a Python number that changed, and so a tensor here. Where its value decides the "
+                "program, mark it in the batch: fzero.static(x)"
+            ) from error
 
     def bind(self, lowered: Lowered) -> Executor:
         """The program's executor on this rank's memory. All programs of a session share one arena, since they never run
@@ -351,56 +390,3 @@ def execute(state: State, lowered: Lowered, batch: Any, watch: Callable[[int], N
             )
         raise
     return tree.unflatten(lowered.graph.metrics_treedef, [metrics[name] for name in lowered.graph.metric_names])
-
-
-def _batch_key(batch: Any, device: torch.device) -> tuple[Any, ...]:
-    paths, leaves, treedef = tree.flatten(batch)
-    shown = [
-        (path, describe(leaf) if isinstance(leaf, torch.Tensor) else _static(leaf_name("batch", path), leaf))
-        for path, leaf in zip(paths, leaves, strict=True)
-    ]
-    return (tuple(shown), str(treedef), *ambient.settings(device))
-
-
-def _as_tensors(leaf: Any) -> str:
-    """What makes tensors of a leaf that is none: the end of an error."""
-    if isinstance(leaf, np.ndarray):
-        return ". Give torch.from_numpy(x)"
-    if is_dataclass(leaf):
-        return ". Give vars(x), a dict of its fields, or make the class a NamedTuple, whose fields are leaves too"
-    return ""
-
-
-def _static(name: str, leaf: Any) -> Any:
-    """The entry in a program's key for a leaf of the batch that is no tensor. Raises TreeError if its value could
-    change."""
-    if type(leaf) in (bool, int, float, complex, str, bytes):
-        return describe(leaf)  # as text 0.0 is not -0.0, 1 is not True, and nan is nan
-    try:
-        hash(leaf)
-    except TypeError:
-        raise TreeError(
-            f"{name} is {type(leaf).__name__}: needed a tensor or a hashable value{_as_tensors(leaf)}"
-        ) from None
-    fixed = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.layout, torch.memory_format)
-    hashes: Any = type(leaf).__hash__
-    by_identity = hashes is object.__hash__ and not isinstance(leaf, fixed)
-    if by_identity or any(isinstance(value, torch.Tensor) for value in getattr(leaf, "__dict__", {}).values()):
-        raise TreeError(
-            f"{name} is a {type(leaf).__name__}, whose contents would stay what they were at the first step. Pass a "
-            "dict, a tuple or a named tuple of tensors, or register the class with "
-            "optree.register_pytree_node(..., namespace='fzero')"
-        )
-    return (type(leaf), leaf)
-
-
-def _difference(old: Any, new: Any) -> str:
-    """The difference of two batch keys, in words."""
-    before, after = (
-        {leaf_name("batch", p): v if isinstance(v, str) else describe(v[1]) for p, v in key[0]} for key in (old, new)
-    )
-    changed = [f"{p} was {before[p]}, is {v}" for p, v in after.items() if p in before and before[p] != v]
-    changed += [f"{p} is new" for p in after if p not in before]
-    changed += [f"{p} is gone" for p in before if p not in after]
-    changed += [f"{was} became {now}" for was, now in zip(old[2:], new[2:], strict=True) if was != now]
-    return "; ".join(changed) or "the batch has another structure"
