@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from capturing import SGD, Loss, batch, mean_square, params, said
 from torch import Tensor
 
@@ -70,16 +71,66 @@ def test_static_values_are_part_of_the_key(caplog: pytest.LogCaptureFixture) -> 
     run, x = Cached(caplog), batch()
     plain = mean_square(params(), x).item()
     for count, value in enumerate([2, 3, 2.5, True, 1, 1.0, 0.0], 1):
-        assert run(x=x, s=value) == plain * value
+        assert run(x=x, s=fzero.static(value)) == plain * value
         assert run.programs == count
-    assert "batch['s'] was float 1.0, is float 0.0" in run.messages
-    assert math.copysign(1.0, run(x=x, s=-0.0)) == -1.0, "-0.0 equals 0.0 but is another program"
-    assert run(x=x, s=3) == plain * 3
+    assert "batch['s'] was static(1.0), is static(0.0)" in run.messages
+    zero = run(x=x, s=fzero.static(-0.0))
+    assert math.copysign(1.0, zero) == -1.0, "-0.0 equals 0.0 but is another program"
+    assert run(x=x, s=fzero.static(3)) == plain * 3
     assert run.messages == ""
     count = run.programs
     for _ in range(3):
-        assert math.isnan(run(x=x, s=float("nan")))
+        assert math.isnan(run(x=x, s=fzero.static(float("nan"))))
     assert run.programs == count + 1, "nan is not equal to itself but is the same program"
+
+
+def test_a_number_that_changes_is_named_once_and_is_one_program(caplog: pytest.LogCaptureFixture) -> None:
+    """The complaint: a learning-rate factor or a step number in the batch made a program a step."""
+    run, x = Cached(caplog), batch()
+    plain = mean_square(params(), x).item()
+    assert run(x=x, s=0.5) == plain * 0.5
+    assert run(x=x, s=0.25) == plain * 0.25
+    assert run.messages.count("batch['s'] was float 0.5, is float 0.25") == 1
+    assert "torch.tensor(x)" in run.messages
+    assert "fzero.static(x)" in run.messages
+    for number in range(40):
+        assert run(x=x, s=number / 8) == pytest.approx(plain * number / 8)
+        assert run.messages == ""
+    assert run.programs == 2
+    assert run(x=x, s=7) == pytest.approx(plain * 7), "an int is another dtype"
+    run(x=x[:2], s=0.5)
+    run(x=x[:2], s=1.5)
+    assert run.programs == 4
+
+
+def test_a_number_that_follows_the_shapes_stays_one(caplog: pytest.LogCaptureFixture) -> None:
+    run, x = Cached(caplog, lambda p, b: mean_square(p, b["x"].reshape(b["n"], 3))), batch()
+    for n in (2, 4, 2, 3):
+        assert run(x=x[:n], n=n) == mean_square(params(), x[:n])
+    assert run.programs == 3
+
+
+def test_a_number_whose_value_is_needed_is_refused_with_static_as_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
+    run, x = Cached(caplog, lambda p, b: mean_square(p, b["x"][: b["n"]])), batch()
+    run(x=x, n=2)
+    parts = ("batch['n']: a Python number that changed", "mark it in the batch: fzero.static(x)")
+    said(fzero.CaptureError, lambda: run(x=x, n=3), *parts)
+    for n in (2, 3, 2):
+        assert run(x=x, n=fzero.static(n)) == mean_square(params(), x[:n])
+    run, x = Cached(caplog, lambda p, b: F.dropout(mean_square(p, b["x"]), b["p"], training=False)), batch()
+    run(x=x, p=0.1)
+    said(fzero.CaptureError, lambda: run(x=x, p=0.2), "batch['p']: a Python number that changed", "fzero.static(x)")
+
+
+def test_numbers_of_an_evaluation_are_settled_too(caplog: pytest.LogCaptureFixture) -> None:
+    run, x = Cached(caplog), batch()
+    run(x=x, s=1.0)
+    values = [float(fzero.evaluate(run.state, {"x": x, "s": n / 4}, scaled_loss)) for n in range(8)]
+    assert values == pytest.approx([mean_square(params(), x).item() * n / 4 for n in range(8)])
+    assert len(run.state.runtime.evaluations) == 2
+    assert run.messages.count("a Python number that changes") == 1
+    assert run(x=x, s=1.0) > 0
+    assert run.programs == 1
 
 
 def test_a_program_runs_as_it_was_traced_whatever_modes_are_on() -> None:
@@ -108,15 +159,25 @@ def test_a_string_selects(caplog: pytest.LogCaptureFixture) -> None:
 
     run, x = Cached(caplog, loss), batch()
     for _ in range(2):
-        assert run(x=x, mode="square") == mean_square(params(), x)
-        assert run(x=x, mode="mean") == (x @ params()["w"]).mean()
+        assert run(x=x, mode=fzero.static("square")) == mean_square(params(), x)
+        assert run(x=x, mode=fzero.static("mean")) == (x @ params()["w"]).mean()
     assert run.programs == 2
+
+
+def test_a_string_that_changes_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    run, x = Cached(caplog, lambda p, b: mean_square(p, b["x"])), batch()
+    for _ in range(2):
+        run(x=x, text="a")
+    parts = ("batch['text'] was str 'a', is str 'b'", "fzero.static", "else leave batch['text'] out of the batch")
+    said(TreeError, lambda: run(x=x, text="b"), *parts)
+    assert run(x=x, text="a") > 0
+    assert run(x=x) > 0, "another structure"
 
 
 def test_many_alternations_do_not_grow(caplog: pytest.LogCaptureFixture) -> None:
     run, x = Cached(caplog), batch()
     for number in range(30):
-        assert run(x=x if number % 2 else x[:2], s=2 + number % 3) > 0
+        assert run(x=x if number % 2 else x[:2], s=fzero.static(2 + number % 3)) > 0
     assert run.programs == 6
     assert run.messages == ""
 
