@@ -154,7 +154,10 @@ def grad(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 def pmean(x: Any, axis: str | None = None) -> Any:
-    """The mean over the ranks of the data axes, of every (floating) leaf of a pytree; the same on every rank.
+    """The mean over the ranks of the data axes, of every leaf of a pytree; the same on every rank.
+
+    Integers and flags that are the same on all ranks, such as a BatchNorm's count of batches, stay as they are. Of ones
+    that may differ there is no mean in their dtype: CaptureError says so.
 
     >>> pmean(torch.tensor([1.0, 2.0])).tolist()  # outside a step: a world of one
     [1.0, 2.0]
@@ -265,8 +268,10 @@ def _preduce(x: Any, op: str, axis: str | None) -> Any:
     def reduced(path: str, leaf: Any) -> torch.Tensor:
         if not isinstance(leaf, torch.Tensor):
             raise CaptureError(f"fzero.p{op} of {path or 'a value'}: needed a tensor, got {leaf!r}")
+        if op == "mean" and leaf.dtype.is_complex:
+            raise CaptureError(f"fzero.pmean of {describe(leaf)}: needed a real dtype. Use torch.view_as_real(x)")
         if op == "mean" and not leaf.dtype.is_floating_point:
-            raise CaptureError(f"fzero.pmean of {describe(leaf)}: needed a floating dtype. Use psum, or cast")
+            return leaf if tracing is None else torch.ops.fzero.equal(leaf)
         return torch.ops.fzero.reduce(leaf.contiguous(), op, axis)
 
     return tree.map_with_path(reduced, x)

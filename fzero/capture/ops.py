@@ -1,7 +1,8 @@
-"""ops: the three ops of fzero that a captured step holds: `region`, `reduce` and `axis_index`.
+"""ops: the ops of fzero that a captured step holds: `region`, `reduce` and `axis_index`; while it is traced also `equal`.
 
 `region` stands for one `value_and_grad`, by its index in the trace's regions. `reduce` and `axis_index` have kernels
-too, for calls outside a step, where the world is one rank.
+too, for calls outside a step, where the world is one rank. `equal` is its operand, which must be the same on all ranks:
+`varying` proves it, and removes the node.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from fzero.capture.context import current
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
 _LIBRARY.define("region(Tensor[] inputs, int index) -> Tensor[]")
 _LIBRARY.define("reduce(Tensor x, str op, str axis) -> Tensor")
+_LIBRARY.define("equal(Tensor x) -> Tensor")
 _LIBRARY.define("axis_index(str axis, Device device) -> Tensor")
 REGION = torch.ops.fzero.region.default
 REDUCE = torch.ops.fzero.reduce.default
+EQUAL = torch.ops.fzero.equal.default
 AXIS_INDEX = torch.ops.fzero.axis_index.default
 
 
@@ -32,6 +35,11 @@ def _reduce_fake(x: torch.Tensor, op: str, axis: str) -> torch.Tensor:
 @torch.library.impl("fzero::reduce", "CompositeExplicitAutograd", lib=_LIBRARY)
 def _reduce_alone(x: torch.Tensor, op: str, axis: str) -> torch.Tensor:
     return x.clone()
+
+
+@torch.library.register_fake("fzero::equal", lib=_LIBRARY)
+def _equal_fake(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @torch.library.register_fake("fzero::axis_index", lib=_LIBRARY)

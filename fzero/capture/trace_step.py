@@ -27,7 +27,7 @@ from fzero.capture.provenance import describe, found_name
 from fzero.capture.reads.reading import Reading
 from fzero.capture.static import opened
 from fzero.capture.tracing import lifted, trace
-from fzero.capture.varying import varying_metrics
+from fzero.capture.varying import varying_metrics, without_equal
 from fzero.errors import CaptureError, TreeError, leaf_name
 from fzero.ir import fx_nodes, segments
 from fzero.precision import LOW, Precision
@@ -101,6 +101,7 @@ def capture(
         tracing.known.baked(tracing.fns),
         reads,
     )
+    without_equal(graph, per_rank)
     return replace(graph, varying_metrics=varying_metrics(graph, per_rank))
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 from torch import fx
 
 from fzero.capture.graph import Graph
-from fzero.capture.ops import AXIS_INDEX, REDUCE
+from fzero.capture.ops import AXIS_INDEX, EQUAL, REDUCE, REGION
+from fzero.capture.provenance import describe
 from fzero.errors import CaptureError, leaf_name
 from fzero.ir import fx_nodes
 
@@ -30,10 +33,31 @@ def varying_metrics(graph: Graph, per_rank: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name, node in zip(graph.metric_names, outs[num:], strict=True) if node in varying)
 
 
+def without_equal(graph: Graph, per_rank: Sequence[str]) -> None:
+    """Takes out the nodes of `fzero::equal`, whose operand is the same on all ranks. In place.
+
+    Raises CaptureError for one whose operand may differ.
+    """
+    nodes = [node for node in graph.gm.graph.nodes if node.target is EQUAL]
+    varying = varying_nodes(graph, per_rank) if nodes else set()
+    for node in nodes:
+        value = node.all_input_nodes[0]
+        if value in varying:
+            raise CaptureError(
+                f"fzero.pmean of {describe(node.meta['val'])} at {node.meta.get('source') or 'the step'}: it may differ "
+                "between ranks, and integers have no mean in their dtype. Use fzero.psum or fzero.pmax, or cast it: "
+                "fzero.pmean(x.float())"
+            )
+        node.replace_all_uses_with(value)
+        graph.gm.graph.erase_node(node)
+    graph.gm.recompile()
+
+
 def varying_nodes(graph: Graph, per_rank: Sequence[str]) -> set[fx.Node]:
     """The nodes whose value may differ between ranks.
 
     Such a value depends on the batch, on the rank's place or on a leaf in `per_rank`, without a reduction in between.
+    Of a region that is told for each of its outputs.
     """
     inputs = fx_nodes.placeholders(graph.gm.graph)
     num = len(graph.state_paths)
@@ -42,7 +66,21 @@ def varying_nodes(graph: Graph, per_rank: Sequence[str]) -> set[fx.Node]:
     for node in graph.gm.graph.nodes:
         if node.op != "call_function" or node.target is REDUCE:
             continue
-        index = node.target is AXIS_INDEX
-        if index or any(argument in varying for argument in node.all_input_nodes):
+        operands = node.all_input_nodes
+        if node.target is operator.getitem and operands[0].target is REGION:
+            operands = _reached(graph, operands[0], node.args[1])
+        if node.target is AXIS_INDEX or any(operand in varying for operand in operands):
             varying.add(node)
     return varying
+
+
+def _reached(graph: Graph, region: fx.Node, output: Any) -> list[fx.Node]:
+    """The inputs of a region that one of its outputs depends on."""
+    gm = graph.regions[region.args[1]].gm  # type: ignore[index]
+    reached, left = set(), [fx_nodes.outputs(gm.graph)[output]]
+    while left:
+        node = left.pop()
+        if node not in reached:
+            reached.add(node)
+            left += node.all_input_nodes
+    return [x for x, own in zip(region.args[0], fx_nodes.placeholders(gm.graph), strict=True) if own in reached]  # type: ignore[arg-type]

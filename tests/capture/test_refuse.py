@@ -120,7 +120,9 @@ def test_reductions_inside_a_loss_are_refused(op: str) -> None:
 def test_reductions_of_the_wrong_thing() -> None:
     refused_step(lambda s, b: (s, {"m": fzero.psum(3)}), "fzero.psum of a value: needed a tensor, got 3")
     refused_step(lambda s, b: (s, {"m": fzero.psum({"a": ["x"]})}), "fzero.psum of a/0: needed a tensor, got 'x'")
-    refused_step(lambda s, b: (s, {"m": fzero.pmean(b.long())}), "needed a floating dtype. Use psum, or cast")
+    parts = ("fzero.pmean of i64[4, 3] at", "may differ between ranks", "fzero.psum or fzero.pmax", "pmean(x.float())")
+    refused_step(lambda s, b: (s, {"m": fzero.pmean(b.long())}), *parts)
+    refused_step(lambda s, b: (s, {"m": fzero.pmean(b + 1j)}), "needed a real dtype. Use torch.view_as_real(x)")
     refused_step(lambda s, b: (s, {"m": fzero.pmean(b, "tp")}), "over axis 'tp'", "the data axes dp")
 
 

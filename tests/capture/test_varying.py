@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import pytest
 import torch
 from capturing import batch, captured, here, mean_square, params, refused_step
-from torch import Tensor
+from helpers import gloo
+from torch import Tensor, nn
 
 import fzero
+from fzero.interop import from_module
 
 
 def test_a_varying_value_that_reaches_the_state_is_refused() -> None:
@@ -46,6 +49,57 @@ def test_a_reduction_makes_a_value_replicated() -> None:
 
     graph = captured(step)
     assert sorted(graph.varying_metrics) == ["own", "rows"]
+
+
+def test_integers_that_are_the_same_on_all_ranks_pass_a_mean_as_they_are() -> None:
+    """The complaint: pmean of a BatchNorm's statistics needed a floating dtype, for its count of batches."""
+
+    def loss(p: Any, b: Tensor, kept: Any) -> Any:
+        return mean_square(p, b), {"count": kept["count"] + 1, "on": ~kept["on"], "mean": b.mean(), "seen": b.long()}
+
+    def step(s: Any, b: Tensor, wrong: bool = False) -> Any:
+        (_, aux), _ = fzero.value_and_grad(loss, has_aux=True)(s["p"], b, s["kept"])
+        seen = aux.pop("seen")
+        mean = fzero.pmean({**aux, "seen": seen} if wrong else aux)  # here
+        return {**s, "kept": {name: mean[name] for name in s["kept"]}}, {"seen": mean.get("seen", seen)}
+
+    kept = {"count": torch.tensor(3), "on": torch.tensor(True), "mean": torch.tensor(0.0)}
+    tree = {"p": params(), "kept": kept}
+    lowered = fzero.lower(fzero.Spec(step=step, microbatches=2), tree, batch(), world_size=4)
+    assert "equal" not in str(lowered.graph.gm.graph)
+    state = fzero.init(tree, fzero.Spec(step=step))
+    for count in (4, 5):
+        state = fzero.step(state, batch())
+        assert state.tree["kept"]["count"].full() == count
+        assert bool(state.tree["kept"]["on"].full()) == (count == 5)
+    with pytest.raises(fzero.CaptureError, match=r"pmean of i64\[4, 3\] at test_varying.*Use fzero.psum or fzero.pmax"):
+        fzero.lower(fzero.Spec(step=lambda s, b: step(s, b, True)), tree, batch(), world_size=2)
+    assert fzero.pmean({"n": torch.tensor(3)})["n"] == 3, "a world of one"
+
+
+def statistics_of_two_ranks() -> list[float]:
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    params, buffers, apply = from_module(net, mutable=True)
+
+    def loss(p: Any, b: Tensor, kept: Any) -> Any:
+        out, kept = apply(p, kept, b)
+        return out.square().mean(), kept
+
+    def step(s: Any, b: Tensor) -> Any:
+        (_, kept), _ = fzero.value_and_grad(loss, has_aux=True)(s["p"], b, s["b"])
+        return {**s, "b": fzero.pmean(kept)}, {}
+
+    state = fzero.init({"p": params, "b": buffers}, fzero.Spec(step=step, zero=3))
+    for number in range(2):
+        state = fzero.step(state, batch() + number + torch.distributed.get_rank())
+    found = fzero.unshard(state.tree["b"])
+    return [*found["1.running_mean"].tolist(), float(found["1.num_batches_tracked"])]
+
+
+def test_statistics_of_two_ranks_are_one() -> None:
+    first, second = (outcome.value for outcome in gloo(2, statistics_of_two_ranks))
+    assert first == second
+    assert first[-1] == 2
 
 
 def test_per_rank_leaves_may_vary_but_do_not_spread() -> None:
