@@ -51,6 +51,7 @@ __all__ = [
     "autocast_left",
     "backward_number",
     "by_decompositions",
+    "checks_deferred",
     "compiled_functions_traced",
     "disable_proxy_modes_tracing",
     "distributions_unchecked",
@@ -186,6 +187,24 @@ def distributions_unchecked() -> Iterator[None]:
         yield
     finally:
         kind.set_default_validate_args(before)
+
+
+@contextmanager
+def checks_deferred() -> Iterator[None]:
+    """`torch._check_tensor_all` of a fake tensor is an op, which raises when the program runs: `aten::_assert_async`.
+    Within `make_fx`, so in one thread at a time (2.11.0, 2.13.0)."""
+    before = torch._check_tensor_all_with
+
+    def check(error_type: type[Exception], cond: Any, message: Callable[[], Any] | None = None) -> None:
+        if not is_fake(cond) or cond.dtype != torch.bool:
+            return before(error_type, cond, message)
+        torch._assert_async(cond.all(), "a check of values failed" if message is None else str(message()))
+
+    torch._check_tensor_all_with = check
+    try:
+        yield
+    finally:
+        torch._check_tensor_all_with = before
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from torch import fx
 
 from fzero._torch_compat import (
     backward_number,
+    checks_deferred,
     compiled_functions_traced,
     distributions_unchecked,
     is_fake,
@@ -58,6 +59,7 @@ def trace(
                 stack.enter_context(ambient.of_caller())
                 stack.enter_context(NoExchange())
                 stack.enter_context(distributions_unchecked())
+                stack.enter_context(checks_deferred())
                 stack.enter_context(jiterator_refused(_no_jiterator))
             line = partial(_line, tracing)
             stack.enter_context(Watch(tracing, line, where=partial(_place, tracing), known=tracing.known))
