@@ -290,7 +290,13 @@ def _data_dependent(error: Exception, value_name: str, where: str) -> CaptureErr
 _IN_GENERAL = (
     "Instead of `if x > 0:` write torch.where(x > 0, a, b); instead of x.item() keep the 0-d tensor; "
     "instead of x[mask] multiply by the mask, and instead of x[mask] = y write x = torch.where(mask, y, x); "
-    "what does not depend on the state or the batch may be asked for freely"
+    "what does not depend on the state or the batch may be asked for freely, and so may a leaf of the batch that is "
+    "given as fzero.static(x): a program of each of its values"
+)
+
+_GLOBAL = (
+    "It looks for tokens with global attention, in the product of attention_mask and global_attention_mask: leave "
+    "attention_mask= out where nothing is padded, or give both closed over or as fzero.static(mask)"
 )
 
 # part of "op file:line in function `line of code`" -> the remedy. The first that fits is shown.
@@ -300,20 +306,18 @@ REMEDIES = {
     "make the mask outside of the batch and the state",
     "_pack_padded_sequence": "Lengths of packed sequences are values: run the padded batch, and multiply what comes "
     "out by a mask of the lengths (torch.arange(T) < lengths[:, None]); take last states by torch.gather",
-    "_ctc_loss": "torch's CTC reads lengths and targets on the host: compute it by its recursion in log space over "
-    "padded targets, with torch.where for lengths",
     "one_hot(": "Say num_classes=",
     "aten.repeat_interleave": "Say output_size=, or repeat by an index from the batch",
     "aten.bincount": "Its length is a value: torch.zeros(n).index_add(0, index, ones) has n elements",
     "aten._unique2": "How many there are is a value: torch.sort keeps the shape",
     "gaussian_nll_loss": "It checks that no variance is negative: write 0.5 * (var.log() + (x - y) ** 2 / var) with "
     "var.clamp(min=eps)",
-    "models/longformer": "It looks for tokens with global attention: this model needs a loss of its own parts with a "
-    "fixed set of them",
-    "models/led": "It looks for tokens with global attention: this model needs a loss of its own parts with a fixed "
-    "set of them",
-    "models/llava": "Where image tokens are is a value: pass inputs_embeds that you merge by torch.where with a mask "
-    "from the batch",
+    "models/longformer": _GLOBAL,
+    "models/led": _GLOBAL,
+    "models/prophetnet": "It shifts labels to the right and checks them: pass decoder_input_ids= beside labels=",
+    "labels.max()": "It compares labels with the vocabulary, and selects those that are no padding: leave labels= out, "
+    "and give F.ctc_loss the padded ones, as F.ctc_loss(logits.log_softmax(-1).transpose(0, 1), labels.clamp(min=0), "
+    "input_lengths, (labels >= 0).sum(-1))",
     "torch_geometric": "Say how many nodes there are (num_nodes=, dim_size=), and add self loops outside of the step",
 }
 
