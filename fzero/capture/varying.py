@@ -44,9 +44,9 @@ def without_equal(graph: Graph, per_rank: Sequence[str]) -> None:
         value = node.all_input_nodes[0]
         if value in varying:
             raise CaptureError(
-                f"fzero.pmean of {describe(node.meta['val'])} at {node.meta.get('source') or 'the step'}: it may differ "
-                "between ranks, and integers have no mean in their dtype. Use fzero.psum or fzero.pmax, or cast it: "
-                "fzero.pmean(x.float())"
+                f"fzero.pmean of {describe(node.meta['val'])} at {node.meta.get('source') or 'the step'}: it may "
+                "differ between ranks, and integers have no mean in their dtype. Use fzero.psum or fzero.pmax, or cast "
+                "it: fzero.pmean(x.float())"
             )
         node.replace_all_uses_with(value)
         graph.gm.graph.erase_node(node)

@@ -187,7 +187,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "d_inner": 48,
         },
     ),
-    "Longformer": ("LongformerForMaskedLM", "masked", {**TEXT, "attention_window": 4}),
+    "Longformer": ("LongformerForMaskedLM", "masked, not padded", {**TEXT, "attention_window": 4}),
     "MobileBERT": (
         "MobileBertForMaskedLM",
         "masked",
@@ -203,7 +203,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Blenderbot": ("BlenderbotForConditionalGeneration", "sequences", BOTH),
     "LED": (
         "LEDForConditionalGeneration",
-        "sequences",
+        "sequences, not padded",
         {**BOTH, "attention_window": 4, "max_encoder_position_embeddings": 32, "max_decoder_position_embeddings": 32},
     ),
     "LongT5": ("LongT5ForConditionalGeneration", "sequences", {**T5, "local_radius": 4}),
@@ -397,10 +397,17 @@ def _told() -> Batch:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels, "labels": ids}
 
 
+def _whole(batch: Batch) -> Batch:
+    """Without the mask of what is padded, for models that ask whether any token has global attention."""
+    return {name: x for name, x in batch.items() if name != "attention_mask"}
+
+
 KINDS: dict[str, tuple[Callable[[], Batch], Callable[[Callable[..., Any], Batch], Tensor]]] = {
     "causal": (lambda: hf_models.causal(0, 0), _mean(hf_models.next_token)),
     "plain": (lambda: hf_models.causal_without_mask(0, 0), _mean(hf_models.next_token)),
     "masked": (lambda: hf_models.masked(0, 0), _mean(hf_models.same_place)),
+    "masked, not padded": (lambda: _whole(hf_models.masked(0, 0)), _mean(hf_models.same_place)),
+    "sequences, not padded": (lambda: _whole(hf_models.sequences(0, 0)), _mean(hf_models.same_place)),
     "sequences": (lambda: hf_models.sequences(0, 0), _mean(hf_models.same_place)),
     "images": (_images, _mean(hf_models.same_place)),
     "spectrogram": (_heard("input_values", 16, 8), _mean(hf_models.same_place)),

@@ -1,0 +1,12 @@
+"""data: batches as a function of a position; batches of few lengths."""
+
+from fzero.data.lengths import ByLength as ByLength
+from fzero.data.lengths import by_length as by_length
+from fzero.data.lengths import pad_to as pad_to
+from fzero.data.tokens import DTYPES as DTYPES
+from fzero.data.tokens import ORDERS as ORDERS
+from fzero.data.tokens import Batch as Batch
+from fzero.data.tokens import Batches as Batches
+from fzero.data.tokens import Tokens as Tokens
+from fzero.data.tokens import _here as _here
+from fzero.data.tokens import permute as permute

@@ -1,0 +1,208 @@
+"""lengths: batches of few lengths, for a step has a program for each shape of its batch.
+
+`pad_to` pads the leaves of a batch to a multiple, or to one of some lengths. `by_length` makes batches of samples of
+like length from a data set, in a shuffled order that depends on (seed, epoch) alone:
+
+1. The epoch's samples are permuted. What is more than a multiple of the batch size is left out, another rest each time.
+2. Each goes to the least padded length that holds it. Lengths are filled in that order, in batches; what is left at one
+   length goes to the next longer one.
+3. The batches are permuted, so that lengths are mixed.
+
+So all samples of a batch, over all ranks, have one padded length. The state is one integer, the samples handed out.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from fzero import tree
+from fzero.data.tokens import _here, _mixed, _part, _positive, permute
+from fzero.errors import DataError
+from fzero.ir.mesh import Mesh
+
+To = int | Sequence[int]  # a multiple, or the lengths that there are
+Values = float | Mapping[str, float]  # one for all leaves, or path rules
+
+
+def pad_to(batch: Any, to: To, values: Values = 0, *, dim: int = 1) -> Any:
+    """The batch with its leaves padded at the end of `dim`.
+
+    batch: a pytree; leaves that are no tensors, or have no such dim, stay as they are. to: an int pads to the next
+    multiple of it; several ints are lengths, of which the least that fits is taken. Each leaf is padded by itself, so
+    inputs and targets may have lengths of their own. values: what is added, one number or path rules to numbers; with
+    rules a leaf that none matches stays as it is. dim: 1 for (rows, length, ...), -1 where the length comes last.
+
+    Raises DataError for a leaf that is longer than all lengths, a rule that matches no leaf, and a batch without a leaf
+    to pad. Padded places weigh nothing only if the loss leaves them out: by a mask and `fzero.Mean`, or labels of -100.
+
+    >>> batch = {"input_ids": torch.ones(2, 5, dtype=torch.int64), "labels": torch.ones(2, 5), "weight": torch.ones(2)}
+    >>> padded = pad_to(batch, 8, {"input_ids": 0, "labels": -100})
+    >>> padded["labels"][0].tolist(), padded["weight"].shape
+    ([1.0, 1.0, 1.0, 1.0, 1.0, -100.0, -100.0, -100.0], torch.Size([2]))
+    >>> pad_to(batch, [16, 64])["input_ids"].shape
+    torch.Size([2, 16])
+    """
+    _check_to("pad_to", to)
+    rules = values if isinstance(values, Mapping) else {"**": values}
+    paths, leaves, treedef = tree.flatten(batch)
+    for rule in rules:
+        if not any(tree.matches(rule, path) for path in paths):
+            raise DataError(f"pad_to(values=...): the rule {rule!r} matches no leaf.{tree.suggest(rule, paths)}")
+    new = []
+    for path, leaf in zip(paths, leaves, strict=True):
+        value = next((rules[rule] for rule in rules if tree.matches(rule, path)), None)
+        has_dim = isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and -leaf.ndim <= dim < leaf.ndim
+        new.append(leaf if value is None or not has_dim else _padded(path, leaf, to, value, dim))
+    if not any(isinstance(leaf, torch.Tensor) and -leaf.ndim <= dim < leaf.ndim for leaf in leaves):
+        raise DataError(f"pad_to(dim={dim}): no leaf of the batch has such a dim. Give the dim of the length")
+    return tree.unflatten(treedef, new)
+
+
+def by_length(
+    dataset: Any,
+    lengths: Sequence[int],
+    batch_size: int,
+    *,
+    to: To,
+    values: Values = 0,
+    dim: int = 1,
+    collate: Callable[[list[Any]], Any] | None = None,
+    seed: int = 0,
+    position: int = 0,
+    rank: int | None = None,
+    world_size: int | None = None,
+    mesh: Mapping[str, int] | None = None,
+) -> ByLength:
+    """Batches of `batch_size` samples over all ranks, of like length and padded to it, for ever; each rank gets its
+    part.
+
+    dataset: `dataset[i]` is a sample, a pytree of tensors without the dim of the rows. lengths: of each sample.
+    to, values, dim: as in `pad_to`, of the batch; each length that occurs is a program. collate: makes a batch of a
+    list of samples, which is padded then; by default the samples are padded and stacked. seed: of the order.
+    position: the samples handed out so far, a multiple of the batch size. rank, world_size, mesh: as in
+    `Tokens.batches`.
+
+    An epoch holds each sample once, but for a rest that makes no batch, another one each time. On all ranks a batch has
+    the same shapes.
+
+    >>> texts = [{"x": torch.full((n,), n)} for n in (3, 9, 4, 2, 12, 8, 11, 1)]
+    >>> batches = by_length(texts, [len(t["x"]) for t in texts], 2, to=[4, 12])
+    >>> sorted(tuple(next(batches)["x"].shape) for _ in range(4)), batches.position
+    ([(2, 4), (2, 4), (2, 12), (2, 12)], 8)
+    """
+    here = _here()
+    rank, world_size = here[0] if rank is None else rank, here[1] if world_size is None else world_size
+    if mesh is not None:
+        grid = Mesh.of(mesh, world_size)
+        rank, world_size = grid.data_rank(rank), grid.data_ranks
+    _check_to("by_length", to)
+    _part(batch_size, rank, world_size)
+    if type(seed) is not int or not 0 <= seed < 1 << 64:
+        raise DataError(f"by_length(seed={seed!r}): needed an int in [0, 2**64). Write seed % 2**64")
+    own = np.asarray(lengths)
+    if own.ndim != 1 or own.dtype.kind not in "iu" or len(own) != len(dataset) or (own < 0).any():
+        raise DataError(f"by_length(lengths=...): needed an int of at least 0 for each of the {len(dataset)} samples")
+    if dim == 0:
+        raise DataError("by_length(dim=0): that is the dim of the rows. Needed 1, or -1 where the length comes last")
+    if len(own) < batch_size:
+        raise DataError(f"by_length: {len(own)} samples make no batch of {batch_size}. Give a smaller batch_size")
+    if type(position) is not int or position < 0 or position % batch_size:
+        raise DataError(
+            f"by_length(position={position!r}): needed the number of samples so far, a multiple of "
+            f"batch_size={batch_size}. With another batch size an epoch has other batches: begin with the next one"
+        )
+    padded = np.array([_target("lengths", int(n), to) for n in own], dtype=np.int64)
+    return ByLength(dataset, padded, batch_size, values, dim, collate, seed, position, rank, world_size)
+
+
+@dataclass
+class ByLength(Iterator[Any]):
+    """An endless iterator. `position`, the samples handed out so far over all ranks, is all of its state.
+
+    padded: of each sample the length that it is padded to, int64.
+    """
+
+    dataset: Any = field(repr=False)
+    padded: np.ndarray[Any, np.dtype[np.int64]] = field(repr=False)
+    batch_size: int
+    values: Values
+    dim: int
+    collate: Callable[[list[Any]], Any] | None
+    seed: int
+    position: int
+    rank: int
+    world_size: int
+    _epoch: tuple[int, Any] = field(default=(-1, None), repr=False, init=False)  # the last one that was made
+
+    @property
+    def samples(self) -> int:
+        """The samples of an epoch: all but a rest that makes no batch."""
+        return len(self.padded) // self.batch_size * self.batch_size
+
+    def epoch(self, number: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The samples of an epoch's batches: int64 of shape (batches, batch size)."""
+        if self._epoch[0] != number:
+            self._epoch = number, self._made(_mixed(self.seed ^ _mixed(number)))
+        batches: np.ndarray[Any, np.dtype[np.int64]] = self._epoch[1]
+        return batches
+
+    def __next__(self) -> Any:
+        number, within = divmod(self.position, self.samples)
+        part = self.batch_size // self.world_size
+        chosen = self.epoch(number)[within // self.batch_size]
+        length = int(self.padded[chosen].max())
+        samples = [self.dataset[int(i)] for i in chosen[self.rank * part : (self.rank + 1) * part]]
+        if self.collate is not None:
+            batch = pad_to(self.collate(samples), [length], self.values, dim=self.dim)
+        else:
+            along = self.dim - 1 if self.dim > 0 else self.dim
+            whole = [pad_to(sample, [length], self.values, dim=along) for sample in samples]
+            batch = tree.map(lambda *leaves: torch.stack([torch.as_tensor(leaf) for leaf in leaves]), *whole)
+        self.position += self.batch_size
+        return batch
+
+    def _made(self, key: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        order = permute(np.arange(len(self.padded), dtype=np.uint64), len(self.padded), key).astype(np.int64)
+        order = order[: self.samples]
+        batches, left = [], order[:0]
+        for length in np.unique(self.padded[order]):
+            left = np.concatenate([left, order[self.padded[order] == length]])
+            whole = len(left) // self.batch_size * self.batch_size
+            batches.append(left[:whole].reshape(-1, self.batch_size))
+            left = left[whole:]
+        joined = np.concatenate(batches)
+        return joined[permute(np.arange(len(joined), dtype=np.uint64), len(joined), _mixed(key)).astype(np.int64)]
+
+
+def _padded(path: str, leaf: torch.Tensor, to: To, value: float, dim: int) -> torch.Tensor:
+    missing = _target(path, leaf.shape[dim], to) - leaf.shape[dim]
+    if not missing:
+        return leaf
+    if not leaf.is_floating_point() and not leaf.is_complex() and value != int(value):
+        raise DataError(f"pad_to: {path!r} is {leaf.dtype}, and {value} is no such number. Give an int")
+    shape = list(leaf.shape)
+    shape[dim] = missing
+    return torch.cat([leaf, leaf.new_full(shape, value)], dim)
+
+
+def _target(path: str, length: int, to: To) -> int:
+    """The length that one is padded to."""
+    if isinstance(to, int):
+        return -(-length // to) * to
+    known = sorted(to)
+    if length > known[-1]:
+        raise DataError(f"{path!r} has length {length}, which none of {known} holds. Cut it, or give a longer one")
+    return known[bisect.bisect_left(known, length)]
+
+
+def _check_to(name: str, to: To) -> None:
+    if isinstance(to, int):
+        _positive(name, to=to)
+    elif not isinstance(to, Sequence) or not to or any(type(n) is not int or n < 1 for n in to):
+        raise DataError(f"{name}(to={to!r}): needed a positive int, or some of them")
