@@ -378,3 +378,121 @@ def test_a_mask_that_a_model_draws_with_numpy_is_refused() -> None:
     with pytest.raises(fzero.CaptureError, match=rf"{place} .* What a library draws for itself, switch off"):
         fzero.step(state(True), torch.randn(2, 400))
     assert fzero.step(state(False), torch.randn(2, 400)).step == 1
+
+
+# --- models that ask for values ---------------------------------------------------------------------------------------
+
+IDS = torch.arange(2, 26).view(2, 12) % 29 + 3
+FIRST = torch.zeros_like(IDS).index_fill(1, torch.tensor([0]), 1)  # the first token has global attention
+LABELS = torch.tensor([[1, 2, 2, 7, -100], [5, 3, 1, -100, -100]])
+
+
+def told() -> dict[str, Any]:
+    from foreign import hf
+
+    return hf._told()
+
+
+def heard() -> dict[str, Any]:
+    return {"input_values": torch.linspace(-3, 3, 800).sin().view(2, 400), "labels": LABELS}
+
+
+def own_loss(model: Callable[..., Any], batch: Any) -> Tensor:
+    value: Tensor = model(**batch).loss
+    return value
+
+
+def ctc_of_logits(model: Callable[..., Any], batch: Any) -> Tensor:
+    """What the refusal says: padded labels, chosen by their lengths."""
+    labels, log_probs = batch["labels"], model(batch["input_values"]).logits.log_softmax(-1).transpose(0, 1)
+    lengths = torch.full((len(labels),), len(log_probs))
+    return nn.functional.ctc_loss(
+        log_probs, labels.clamp(min=0), lengths, (labels >= 0).sum(-1), reduction="sum"
+    )
+
+
+WAYS: dict[str, tuple[str, Callable[..., Tensor], Callable[[], dict[str, Any]]]] = {
+    "Longformer": ("Longformer", own_loss, lambda: {"input_ids": IDS, "labels": IDS}),
+    "Longformer, static": (
+        "Longformer",
+        own_loss,
+        lambda: {"input_ids": IDS, "labels": IDS, "global_attention_mask": fzero.static(FIRST)},
+    ),
+    "Longformer, both static": (
+        "Longformer",
+        own_loss,
+        lambda: {
+            "input_ids": IDS,
+            "labels": IDS,
+            "global_attention_mask": fzero.static(FIRST),
+            "attention_mask": fzero.static((IDS < 29).long()),
+        },
+    ),
+    "LED": ("LED", own_loss, lambda: {"input_ids": IDS, "labels": IDS, "global_attention_mask": fzero.static(FIRST)}),
+    "ProphetNet": (
+        "ProphetNet",
+        own_loss,
+        lambda: {"input_ids": IDS, "labels": IDS, "decoder_input_ids": IDS.roll(1, 1)},
+    ),
+    "LLaVA": ("LLaVA", own_loss, told),
+    "CTC": ("wav2vec 2.0, CTC", ctc_of_logits, heard),
+    "CTC, static labels": ("wav2vec 2.0, CTC", own_loss, lambda: {**heard(), "labels": fzero.static(LABELS)}),
+}
+
+
+def asking(family: str, loss: Callable[..., Tensor]) -> tuple[nn.Module, Any, Callable[..., Tensor]]:
+    from foreign import hf
+
+    torch.manual_seed(0)
+    module = hf.case(family).make()
+    params, buffers, apply = from_module(module)
+    return module, params, lambda p, b: loss(lambda *args, **named: apply(p, buffers, *args, **named), b)
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.sampled(3)
+def test_a_model_that_asks_for_values_runs_where_they_are_known(name: str) -> None:
+    """The complaint: these models could not be trained, and the refusal named no argument."""
+    family, loss, batch = WAYS[name]
+    module, params, of = asking(family, loss)
+    spec = fzero.Spec(loss=of, optimizer=fzero.optim.sgd(0.1), allow_unused=True)
+    given = batch()
+    state = fzero.step(fzero.init(params, spec), given)
+    wanted = loss(module, {key: getattr(value, "value", value) for key, value in given.items()})
+    wanted.backward()
+    assert torch.allclose(state.metrics["loss"], wanted.detach(), atol=1e-6)
+    for path, x in module.named_parameters():
+        if path in state.params and x.grad is not None:
+            assert torch.allclose(state.params[path].full(), (x - 0.1 * x.grad).detach(), atol=1e-6), path
+
+
+REFUSED_WAYS: dict[str, tuple[dict[str, Any], str]] = {
+    "Longformer": (
+        {"input_ids": IDS, "labels": IDS, "attention_mask": torch.ones_like(IDS)},
+        r"leave attention_mask= out where nothing is padded, or give both closed over or as fzero.static\(mask\)",
+    ),
+    "LED": ({"input_ids": IDS, "labels": IDS, "attention_mask": torch.ones_like(IDS)}, "leave attention_mask= out"),
+    "ProphetNet": ({"input_ids": IDS, "labels": IDS}, "pass decoder_input_ids= beside labels="),
+    "wav2vec 2.0, CTC": (heard(), r"leave labels= out, and give F.ctc_loss the padded ones"),
+}
+
+
+@pytest.mark.parametrize("family", REFUSED_WAYS)
+@pytest.mark.sampled(2)
+def test_a_model_that_asks_for_a_value_of_the_batch_is_refused_with_the_argument(family: str) -> None:
+    batch, says = REFUSED_WAYS[family]
+    _, params, of = asking(family, own_loss)
+    spec = fzero.Spec(loss=of, optimizer=fzero.optim.sgd(0.1), allow_unused=True)
+    with pytest.raises(fzero.CaptureError, match=says):
+        fzero.lower(spec, params, batch, world_size=1)
+
+
+def test_a_check_of_values_is_made_when_the_program_runs() -> None:
+    """LLaVA counts its image tokens: a batch with another number raises, and the state is as it was."""
+    _, params, of = asking("LLaVA", own_loss)
+    state = fzero.init(params, fzero.Spec(loss=of, optimizer=fzero.optim.sgd(0.1), allow_unused=True))
+    batch = told()
+    wrong = {**batch, "input_ids": batch["input_ids"].index_fill(1, torch.tensor([1]), 5)}
+    with pytest.raises(RuntimeError, match="Image features and image tokens do not match"):
+        fzero.step(state, wrong)
+    assert fzero.step(state, batch).step == 1
