@@ -156,7 +156,7 @@ def _compare_inputs(tables: list[dict[str, str]], label: Callable[[int], str]) -
                 "length with MAX, before the step), and leave the padding out of the loss: fzero.Mean(total, count)"
             )
             shapes = first.partition("[")[0] == other.partition("[")[0] and "[" in first and "static(" not in first
-            if first.startswith(("int ", "float ")):
+            if any(text.startswith(("int ", "float ")) for text in (first, other)):
                 remedy, shapes = "Give a number that differs between ranks as a tensor: torch.tensor(x)", True
             raise DisagreementError(
                 f"{name} is {first} on {label(0)}, {other} on {label(rank)}: a step needs batches of the same shapes, "

@@ -41,7 +41,7 @@ def key_of(batch: Any, device: torch.device) -> Key:
 
 def has_plain(batch: Any) -> bool:
     """Whether a leaf of the batch is a number or a string."""
-    return any(type(leaf) in (*NUMBERS, *STRINGS) for leaf in tree.flatten(batch)[1])
+    return any(_kind(leaf) in (*NUMBERS, *STRINGS) for leaf in tree.flatten(batch)[1])
 
 
 def changed(key: Key, keys: Collection[Key]) -> Iterator[tuple[str, Plain, Plain]]:
@@ -73,12 +73,13 @@ def with_tensors(batch: Any, paths: Collection[str], device: torch.device) -> An
     dtype."""
 
     def tensor(path: str, leaf: Any) -> Any:
-        if path not in paths or type(leaf) not in NUMBERS:
+        kind = _kind(leaf)
+        if path not in paths or kind not in NUMBERS:
             return leaf
-        dtype = torch.int64 if type(leaf) is int else torch.get_default_dtype()
-        if type(leaf) is int and not -(1 << 63) <= leaf < 1 << 63:
+        if kind is int and not -(1 << 63) <= leaf < 1 << 63:
             raise TreeError(f"{leaf_name('batch', path)} is {leaf}: needed an int of 64 bits")
-        return torch.full((), leaf, dtype=dtype, device=device)
+        dtype = torch.int64 if kind is int else torch.get_default_dtype()
+        return torch.full((), kind(leaf), dtype=dtype, device=device)
 
     return tree.map_with_path(tensor, batch)
 
@@ -100,6 +101,13 @@ def _rest(key: Key) -> tuple[Key, dict[str, Plain]]:
     return (others, *key[1:]), values
 
 
+def _kind(leaf: Any) -> Any:
+    """The builtin type of a number or string, also of numpy's; None for another leaf."""
+    if isinstance(leaf, (np.integer, np.floating)):
+        return int if isinstance(leaf, np.integer) else float
+    return type(leaf) if type(leaf) in (bool, complex, *NUMBERS, *STRINGS) else None
+
+
 def _words(entry: Any) -> str:
     if isinstance(entry, Plain):
         return entry.text
@@ -119,8 +127,8 @@ def _entry(name: str, leaf: Any) -> Any:
     """The entry in a program's key for a leaf of the batch. Raises TreeError if its value could change."""
     if isinstance(leaf, (torch.Tensor, Static)):
         return describe(leaf)
-    if type(leaf) in (bool, complex, *NUMBERS, *STRINGS):
-        return Plain(type(leaf), describe(leaf))
+    if (kind := _kind(leaf)) is not None:
+        return Plain(kind, describe(leaf))
     try:
         hash(leaf)
     except TypeError:

@@ -6,6 +6,7 @@ from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -98,6 +99,8 @@ def test_a_number_that_changes_is_named_once_and_is_one_program(caplog: pytest.L
         assert run.messages == ""
     assert run.programs == 2
     assert run(x=x, s=7) == pytest.approx(plain * 7), "an int is another dtype"
+    assert run(x=x, s=np.float64(0.75)) == pytest.approx(plain * 0.75), "a number of numpy's is a float"
+    assert run(x=x, s=np.float32(0.5)) == pytest.approx(plain * 0.5)
     run(x=x[:2], s=0.5)
     run(x=x[:2], s=1.5)
     assert run.programs == 4

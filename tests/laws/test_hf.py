@@ -406,9 +406,7 @@ def ctc_of_logits(model: Callable[..., Any], batch: Any) -> Tensor:
     """What the refusal says: padded labels, chosen by their lengths."""
     labels, log_probs = batch["labels"], model(batch["input_values"]).logits.log_softmax(-1).transpose(0, 1)
     lengths = torch.full((len(labels),), len(log_probs))
-    return nn.functional.ctc_loss(
-        log_probs, labels.clamp(min=0), lengths, (labels >= 0).sum(-1), reduction="sum"
-    )
+    return nn.functional.ctc_loss(log_probs, labels.clamp(min=0), lengths, (labels >= 0).sum(-1), reduction="sum")
 
 
 WAYS: dict[str, tuple[str, Callable[..., Tensor], Callable[[], dict[str, Any]]]] = {
