@@ -77,6 +77,7 @@ def with_metrics(
     The result is `((loss, metrics), grads)`. A metric is the mean over microbatches and ranks, in fp32 at least; that
     of a Mean is the mean over all terms.
 
+    >>> from fzero import Mean
     >>> def loss(p, x):
     ...     return (p["w"] * x).sum(), {"largest": x.max(), "positive": Mean((x > 0).float().sum(), (x == x).sum())}
     >>> (value, metrics), _ = with_metrics(loss)({"w": torch.ones(2)}, torch.tensor([-1.0, 3.0]))
