@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import optree
 import torch
 from torch._compile import _disable_dynamo as untraced_by_dynamo  # 2.11.0, 2.13.0
 from torch._dispatch.python import enable_python_dispatcher as by_decompositions  # 2.11.0, 2.13.0
 from torch._higher_order_ops.scan import scan_op as torch_scan  # 2.11.0, 2.13.0
 from torch._ops import OpOverload  # 2.11.0, 2.13.0
+from torch._subclasses.fake_impls import fast_detach  # 2.11.0, 2.13.0
 from torch._subclasses.fake_tensor import (  # 2.11.0, 2.13.0
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -26,7 +28,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
 from torch.fx import _lazy_graph_module, _symbolic_trace  # 2.11.0, 2.13.0
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (  # 2.11.0, 2.13.0
-    disable_proxy_modes_tracing,
+    disable_autocast_cache as autocast_uncached,
+)
+from torch.fx.experimental.proxy_tensor import (  # 2.11.0, 2.13.0
     get_proxy_mode,
 )
 from torch.overrides import _get_current_function_mode_stack  # 2.11.0, 2.13.0
@@ -34,6 +38,7 @@ from torch.utils._device import DeviceContext  # 2.11.0, 2.13.0
 from torch.utils._python_dispatch import (  # 2.11.0, 2.13.0
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
+    autograd_would_have_decomposed,
 )
 from torch.utils._python_dispatch import _disable_current_modes as unwatched  # 2.11.0, 2.13.0
 
@@ -49,15 +54,19 @@ __all__ = [
     "UnsupportedOperatorException",
     "ambient_modes",
     "autocast_left",
+    "autocast_uncached",
     "backward_number",
     "by_decompositions",
     "compiled_functions_traced",
-    "disable_proxy_modes_tracing",
+    "decomposes",
     "distributions_unchecked",
+    "fake_detached",
     "forget_fakes",
     "forward_number",
+    "fx_tracing",
     "graph_module",
     "in_functorch",
+    "in_make_fx",
     "is_fake",
     "jiterator_refused",
     "make_fx",
@@ -66,7 +75,6 @@ __all__ = [
     "saved_tensor_hooks",
     "scatters_keep_overlap",
     "torch_scan",
-    "tracing_graph",
     "untraced_by_dynamo",
     "unwatched",
 ]
@@ -100,10 +108,9 @@ def quiet_fakes() -> Iterator[None]:
         logger.removeFilter(asked)
 
 
-def tracing_graph() -> torch.fx.Graph | None:
-    """The graph that `make_fx` is writing at this moment, if any (the mode's `tracer`: 2.11.0, 2.13.0)."""
-    mode = get_proxy_mode()
-    return None if mode is None else mode.tracer.graph
+def in_make_fx() -> bool:
+    """Whether `make_fx` traces around the caller (2.11.0, 2.13.0)."""
+    return get_proxy_mode() is not None
 
 
 # torch.fx patches globals of its own while it traces, Inductor and Dynamo their configuration while they work: one
@@ -159,10 +166,43 @@ class _Nothing(_symbolic_trace._Patcher):
     def patch_method(self, *args: Any, **kwargs: Any) -> None: ...
 
 
-def graph_module(graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """A graph as something to call. Its Python is written at the first call: most graphs of a lowering are only
-    rewritten."""
-    return _lazy_graph_module._LazyGraphModule(torch.nn.Module(), graph)
+def graph_module(graph: torch.fx.Graph, root: torch.nn.Module | None = None) -> torch.fx.GraphModule:
+    """A graph as something to call, with the tensors of `root`. Its Python is written at the first call: most graphs of
+    a lowering are only rewritten."""
+    return _lazy_graph_module._LazyGraphModule(root or torch.nn.Module(), graph)
+
+
+def fake_detached(value: FakeTensor) -> FakeTensor:
+    """A fake tensor of the same form, which no gradient follows, past all modes (2.11.0, 2.13.0)."""
+    return fast_detach(value.fake_mode, value)
+
+
+@functools.cache
+def _composite(op: OpOverload) -> bool:
+    """Whether an op has a form in other ops that autograd would see."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+
+
+def decomposes(op: OpOverload, args: Sequence[Any], kwargs: Any) -> bool:
+    """Whether an op that was dispatched is one that autograd would have written in other ops; in inference mode there
+    is no autograd to do so (`OpOverload.decompose`: 2.11.0, 2.13.0)."""
+    if not _composite(op) or op in _SIZES:
+        return False
+    return autograd_would_have_decomposed(op, optree.tree_leaves((tuple(args), dict(kwargs))))
+
+
+_SIZES = {torch.ops.aten.size.default, torch.ops.aten.stride.default, torch.ops.aten.storage_offset.default}
+
+
+@contextmanager
+def fx_tracing() -> Iterator[None]:
+    """What torch does otherwise while torch.fx traces: a `torch.compile`d function is called as it is
+    (`_is_fx_tracing_flag`: 2.11.0, 2.13.0)."""
+    before, _symbolic_trace._is_fx_tracing_flag = _symbolic_trace._is_fx_tracing_flag, True
+    try:
+        yield
+    finally:
+        _symbolic_trace._is_fx_tracing_flag = before
 
 
 @contextmanager

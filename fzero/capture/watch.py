@@ -19,7 +19,6 @@ from fzero._torch_compat import (
     in_functorch,
     is_fake,
     scatters_keep_overlap,
-    tracing_graph,
     unwatched,
 )
 from fzero.capture.context import Tracing
@@ -27,6 +26,7 @@ from fzero.capture.known import READS, Known
 from fzero.capture.provenance import describe, name_of
 from fzero.capture.refuse import PLAIN, SPARSE, Refused, ambient_draw, closed_over_write
 from fzero.ir import fx_values
+from fzero.ir.recorder import DEVICE
 
 aten = torch.ops.aten
 
@@ -63,6 +63,11 @@ class Watch(TorchDispatchMode):
         self.tracing, self.line, self.where, self.known = tracing, line, where or line, known
         self.phase = phase or (lambda: tracing.phase)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Dynamo traces nothing while a step is captured, and needs no telling at each op."""
+        return False
+
     def __enter__(self) -> Watch:
         self.tracing.watching.append(self)
         super().__enter__()
@@ -76,6 +81,8 @@ class Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Checks an op, runs it, and notes its source on the new nodes. Raises Refused."""
+        if func is DEVICE:  # torch's C++ asks for it, five times as often as all ops are called
+            return args[0].fake_device if is_fake(args[0]) else func(*args)
         with self.tracing.paused:
             return self._seen(func, args, kwargs)
 
@@ -113,10 +120,9 @@ class Watch(TorchDispatchMode):
             raise
         if layouts := [value.layout for value in fx_values.tensors(result) if value.layout is not torch.strided]:
             raise Refused(f"{func} at {self.where()} makes a tensor of {layouts[0]}. {SPARSE}")
-        graph = tracing_graph()
-        if graph is not None and innermost:
+        if innermost and (recorder := self.tracing.recorders[-1]) is not None:
             line = None
-            for node in reversed(graph.nodes):
+            for node in reversed(recorder.graph.nodes):
                 if "source" in node.meta or node.op in ("placeholder", "root"):
                     break
                 line = self._noted(func) if line is None else line
