@@ -31,6 +31,9 @@ from torch.fx.experimental.proxy_tensor import (  # 2.11.0, 2.13.0
     disable_autocast_cache as autocast_uncached,
 )
 from torch.fx.experimental.proxy_tensor import (  # 2.11.0, 2.13.0
+    disable_proxy_modes_tracing as unrecorded,
+)
+from torch.fx.experimental.proxy_tensor import (  # 2.11.0, 2.13.0
     get_proxy_mode,
 )
 from torch.overrides import _get_current_function_mode_stack  # 2.11.0, 2.13.0
@@ -38,6 +41,8 @@ from torch.utils._device import DeviceContext  # 2.11.0, 2.13.0
 from torch.utils._python_dispatch import (  # 2.11.0, 2.13.0
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
+    _push_mode,
+    _unset_infra_mode,
     autograd_would_have_decomposed,
 )
 from torch.utils._python_dispatch import _disable_current_modes as unwatched  # 2.11.0, 2.13.0
@@ -49,6 +54,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
+    "RecordingMode",
     "RngStateMode",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
@@ -72,9 +78,11 @@ __all__ = [
     "make_fx",
     "quiet_fakes",
     "real_tensors",
+    "recording",
     "saved_tensor_hooks",
     "scatters_keep_overlap",
     "torch_scan",
+    "unrecorded",
     "untraced_by_dynamo",
     "unwatched",
 ]
@@ -110,7 +118,36 @@ def quiet_fakes() -> Iterator[None]:
 
 def in_make_fx() -> bool:
     """Whether `make_fx` traces around the caller (2.11.0, 2.13.0)."""
-    return get_proxy_mode() is not None
+    return get_proxy_mode() is not None and recording() is None
+
+
+class RecordingMode(TorchDispatchMode):
+    """A mode in the place of the one of `make_fx`: below all others but the fake tensors', and one at a time
+    (`_TorchDispatchModeKey.PROXY`: 2.11.0, 2.13.0)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mode_key = torch._C._TorchDispatchModeKey.PROXY
+        self._before: list[Any] = []
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    def __enter__(self) -> Any:
+        self._before.append(_unset_infra_mode(self._mode_key))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if (before := self._before.pop()) is not None:
+            _push_mode(before)
+
+
+def recording() -> Any:
+    """The RecordingMode that is on, or None (2.11.0, 2.13.0)."""
+    mode = get_proxy_mode()
+    return mode if isinstance(mode, RecordingMode) else None
 
 
 # torch.fx patches globals of its own while it traces, Inductor and Dynamo their configuration while they work: one

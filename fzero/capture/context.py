@@ -14,7 +14,6 @@ from typing import Any
 from fzero._torch_compat import FakeTensorMode
 from fzero.capture.graph import Region
 from fzero.capture.known import Known
-from fzero.ir.recorder import Recorder
 from fzero.precision import Precision
 
 
@@ -26,8 +25,7 @@ class Tracing:
     depth: 0 in the step itself, 1 inside a region; `region.add_region` counts it.
     phase: of a region ("backward", "finish"), noted on its nodes; None in the forward.
     regions: those found so far; a `fzero::region` node holds an index into them.
-    watching: the `Watch` modes that are on, innermost last. recorders: the recorders below them; none writes within
-    `unrecorded()`.
+    watching: the `Watch` modes that are on, innermost last.
     known: the values that depend on no input.
     lines: the user's line of each op of a forward that has a backward, by the number of autograd's node; and of each
     op that is not torch's, by its name.
@@ -45,21 +43,11 @@ class Tracing:
     phase: str | None = None
     regions: list[Region] = field(default_factory=list)
     watching: list[Any] = field(default_factory=list)
-    recorders: list[Recorder | None] = field(default_factory=list)
     known: Known = field(default_factory=Known)
     lines: dict[int | str, str] = field(default_factory=dict)
     failed: str = ""
     raised: tuple[Exception, str] | None = None
     paused: Any = field(default_factory=nullcontext)
-
-    @contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        """What is computed on fake tensors within becomes no node."""
-        self.recorders.append(None)
-        try:
-            yield
-        finally:
-            self.recorders.pop()
 
 
 _active: ContextVar[Tracing | None] = ContextVar("fzero_tracing", default=None)

@@ -115,7 +115,7 @@ def _replayed(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch.Tenso
 
     with explained(tracing, place), tracing.mode, compiled_functions_traced():
         try:
-            return record(watched, inputs, tracing.recorders)
+            return record(watched, inputs)
         except (RuntimeError, ValueError) as error:  # the pure form fails where the traced op did not
             line, reason = replay.node.meta.get("source") or "the step", str(error).partition("\n")[0]
             raise CaptureError(

@@ -65,7 +65,7 @@ def trace(
             return fn(*xs)
 
     with explained(tracing, lambda: _place(tracing)), tracing.mode, compiled_functions_traced():
-        gm = record(watched, inputs, tracing.recorders)
+        gm = record(watched, inputs)
     check_graph(gm, names, tracing.fns, in_region=tracing.depth > 0)
     _without_failed(gm)
     as_strided.check_reach(gm)

@@ -18,6 +18,7 @@ from fzero._torch_compat import (
     forward_number,
     in_functorch,
     is_fake,
+    recording,
     scatters_keep_overlap,
     unwatched,
 )
@@ -62,11 +63,6 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.tracing, self.line, self.where, self.known = tracing, line, where or line, known
         self.phase = phase or (lambda: tracing.phase)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Dynamo traces nothing while a step is captured, and needs no telling at each op."""
-        return False
 
     def __enter__(self) -> Watch:
         self.tracing.watching.append(self)
@@ -120,7 +116,7 @@ class Watch(TorchDispatchMode):
             raise
         if layouts := [value.layout for value in fx_values.tensors(result) if value.layout is not torch.strided]:
             raise Refused(f"{func} at {self.where()} makes a tensor of {layouts[0]}. {SPARSE}")
-        if innermost and (recorder := self.tracing.recorders[-1]) is not None:
+        if innermost and (recorder := recording()) is not None:
             line = None
             for node in reversed(recorder.graph.nodes):
                 if "source" in node.meta or node.op in ("placeholder", "root"):

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fzero._torch_compat import (
     ONE_THREAD,
-    TorchDispatchMode,
+    RecordingMode,
     autocast_uncached,
     decomposes,
     fake_detached,
@@ -33,40 +33,25 @@ aten = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
 
 
-class Recorder(TorchDispatchMode):
-    """Writes down the ops that are dispatched while it is the last of `recorders`; it hands others on.
+class Recorder(RecordingMode):
+    """Writes down the ops that are dispatched while it is on. Within `unrecorded()` it is not.
 
     graph: the nodes so far. Each has its value as `meta["val"]`: fake tensors, or None for an op that returns nothing.
     root: holds the tensors that are closed over. `nodes`: tensor -> the node whose value it is now.
     """
 
-    def __init__(self, recorders: list[Any]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.graph, self.root = fx.Graph(), torch.nn.Module()
         self.nodes: Any = WeakIdKeyDictionary()
         self.closed: dict[int, tuple[str, torch.Tensor]] = {}  # by id: the attribute of root
-        self.recorders = recorders
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Dynamo traces nothing while a step is captured, and needs no telling at each op."""
-        return False
-
-    def __enter__(self) -> Recorder:
-        self.recorders.append(self)
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.recorders.pop()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs an op and adds its node."""
         kwargs = kwargs or {}
-        if func is DEVICE or self.recorders[-1] is not self:
+        if func is DEVICE:
             return func(*args, **kwargs)
         if decomposes(func, args, kwargs):
             with self:
@@ -115,17 +100,17 @@ class Recorder(TorchDispatchMode):
                 self.root.register_parameter(name, value)
             else:
                 setattr(self.root, name, value)
-        return self.graph.get_attr(self.closed[id(value)][0])
+        node = self.graph.get_attr(self.closed[id(value)][0])
+        node.meta["val"] = _snapshot(value)
+        return node
 
 
-def record(
-    fn: Callable[..., Any], inputs: Sequence[torch.Tensor], recorders: list[Any] | None = None
-) -> fx.GraphModule:
+def record(fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     """`fn(*inputs)` as a graph of what was dispatched, and of its result: a pytree of lists and tuples.
 
     Nothing is made pure, and nothing is refused. `inputs` are fake tensors, whose mode is on. One thread at a time.
     """
-    recorder = Recorder([] if recorders is None else recorders)
+    recorder = Recorder()
     for i, value in enumerate(inputs):
         recorder.placeholder(f"arg{i}_1", value)
     with ONE_THREAD, recorder, autocast_uncached(), fx_tracing():
