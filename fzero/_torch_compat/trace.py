@@ -15,6 +15,7 @@ import torch
 from torch._compile import _disable_dynamo as untraced_by_dynamo  # 2.11.0, 2.13.0
 from torch._dispatch.python import enable_python_dispatcher as by_decompositions  # 2.11.0, 2.13.0
 from torch._higher_order_ops.scan import scan_op as torch_scan  # 2.11.0, 2.13.0
+from torch._library import simple_registry  # 2.11.0, 2.13.0
 from torch._ops import OpOverload  # 2.11.0, 2.13.0
 from torch._subclasses.fake_impls import fast_detach  # 2.11.0, 2.13.0
 from torch._subclasses.fake_tensor import (  # 2.11.0, 2.13.0
@@ -67,6 +68,7 @@ __all__ = [
     "decomposes",
     "distributions_unchecked",
     "fake_detached",
+    "fake_rule",
     "forget_fakes",
     "forward_number",
     "fx_tracing",
@@ -212,6 +214,15 @@ def graph_module(graph: torch.fx.Graph, root: torch.nn.Module | None = None) -> 
 def fake_detached(value: FakeTensor) -> FakeTensor:
     """A fake tensor of the same form, which no gradient follows, past all modes (2.11.0, 2.13.0)."""
     return fast_detach(value.fake_mode, value)
+
+
+@functools.cache
+def fake_rule(op: OpOverload) -> Callable[..., Any]:
+    """What gives an op's results on fake tensors, in their mode. For an op of fzero's own that is the rule which it was
+    registered with: the way there through torch takes ten times as long (the registry's entries: 2.11.0, 2.13.0)."""
+    entry = simple_registry.singleton._data.get(op._schema.name) if op.namespace == "fzero" else None
+    rule = getattr(getattr(entry, "fake_impl", None), "kernel", None)
+    return op if rule is None else rule
 
 
 @functools.cache

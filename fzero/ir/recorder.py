@@ -23,6 +23,7 @@ from fzero._torch_compat import (
     autocast_uncached,
     decomposes,
     fake_detached,
+    fake_rule,
     fx_tracing,
     graph_module,
     is_fake,
@@ -64,7 +65,7 @@ class Recorder(RecordingMode):
         if func is aten.lift_fresh.default:  # a literal, which in-place work may follow
             func = aten.lift_fresh_copy.default
         operands = tuple(map(self.operand, args)), {key: self.operand(x) for key, x in kwargs.items()}
-        result = func(*args, **kwargs)
+        result = fake_rule(func)(*args, **kwargs)
         node = self.graph.create_node("call_function", func, *operands, name=func.overloadpacket.__name__)
         self.keep(node, result)
         return result
@@ -81,15 +82,15 @@ class Recorder(RecordingMode):
             return [self.operand(x) for x in value]
         return value
 
-    def keep(self, node: fx.Node, value: Any) -> None:
-        """Notes the value of a node, and of the items of a tuple."""
-        node.meta["val"] = _snapshot(value)
+    def keep(self, node: fx.Node, value: Any, form: Any = None) -> None:
+        """Notes the value of a node, which has this form, and of the items of a tuple."""
+        node.meta["val"] = form = _snapshot(value) if form is None else form
         if isinstance(value, torch.Tensor):
             self.nodes[value] = node
         elif isinstance(value, (list, tuple)):
             for i, item in enumerate(value):
                 if item is not None:
-                    self.keep(self.graph.call_function(operator.getitem, (node, i)), item)
+                    self.keep(self.graph.call_function(operator.getitem, (node, i)), item, form[i])
 
     def _closed_over(self, value: torch.Tensor) -> fx.Node:
         kind = "_param_constant" if isinstance(value, torch.nn.Parameter) else "_tensor_constant"
