@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (  # 2.11.0, 2.13.0
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    in_kernel_invocation_manager,
 )
 from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors  # 2.11.0, 2.13.0
 from torch.fx import _lazy_graph_module, _symbolic_trace  # 2.11.0, 2.13.0
@@ -68,6 +69,7 @@ __all__ = [
     "decomposes",
     "distributions_unchecked",
     "fake_detached",
+    "fake_of_form",
     "fake_rule",
     "forget_fakes",
     "forward_number",
@@ -216,6 +218,20 @@ def fake_detached(value: FakeTensor) -> FakeTensor:
     return fast_detach(value.fake_mode, value)
 
 
+def fake_of_form(
+    like: FakeTensor, shares: bool, shape: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype,
+    device: torch.device,
+) -> FakeTensor:  # fmt: skip
+    """A fake tensor of this form and of `like`'s mode; a view of `like` if it shares its memory. Past all modes
+    (`in_kernel_invocation_manager`: 2.11.0, 2.13.0)."""
+    with in_kernel_invocation_manager(like.fake_mode):
+        if shares:
+            made = torch.ops.aten.as_strided.default(like, shape, stride, offset)
+        else:
+            made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return FakeTensor(like.fake_mode, made, device)
+
+
 @functools.cache
 def fake_rule(op: OpOverload) -> Callable[..., Any]:
     """What gives an op's results on fake tensors, in their mode. For an op of fzero's own that is the rule which it was
@@ -236,7 +252,7 @@ def decomposes(op: OpOverload, args: Sequence[Any], kwargs: Any) -> bool:
     is no autograd to do so (`OpOverload.decompose`: 2.11.0, 2.13.0)."""
     if not _composite(op) or op in _SIZES:
         return False
-    return autograd_would_have_decomposed(op, optree.tree_leaves((tuple(args), dict(kwargs))))
+    return autograd_would_have_decomposed(op, optree.tree_leaves([*args, *kwargs.values()]))  # type: ignore[arg-type]
 
 
 _SIZES = {torch.ops.aten.size.default, torch.ops.aten.stride.default, torch.ops.aten.storage_offset.default}

@@ -19,16 +19,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fzero._torch_compat import (
     ONE_THREAD,
+    FakeTensor,
     RecordingMode,
     autocast_uncached,
     decomposes,
     fake_detached,
-    fake_rule,
     fx_tracing,
     graph_module,
-    is_fake,
 )
-from fzero.ir import fx_nodes
+from fzero.ir import forms, fx_nodes
 
 aten = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
@@ -65,7 +64,7 @@ class Recorder(RecordingMode):
         if func is aten.lift_fresh.default:  # a literal, which in-place work may follow
             func = aten.lift_fresh_copy.default
         operands = tuple(map(self.operand, args)), {key: self.operand(x) for key, x in kwargs.items()}
-        result = fake_rule(func)(*args, **kwargs)
+        result = forms.run(func, args, kwargs)
         node = self.graph.create_node("call_function", func, *operands, name=func.overloadpacket.__name__)
         self.keep(node, result)
         return result
@@ -97,7 +96,7 @@ class Recorder(RecordingMode):
         if id(value) not in self.closed:
             name = f"{kind}{sum(known.startswith(kind) for known, _ in self.closed.values())}"
             self.closed[id(value)] = name, value
-            if kind == "_param_constant":
+            if isinstance(value, torch.nn.Parameter):
                 self.root.register_parameter(name, value)
             else:
                 setattr(self.root, name, value)
@@ -124,5 +123,5 @@ def record(fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphMo
 def _snapshot(value: Any) -> Any:
     """A value as it is now: of a tensor its form, which in-place work may change, without its gradient."""
     if isinstance(value, torch.Tensor):
-        return fake_detached(value) if is_fake(value) else value.detach()
+        return fake_detached(value) if isinstance(value, FakeTensor) else value.detach()
     return tuple(map(_snapshot, value)) if isinstance(value, (list, tuple)) else value
