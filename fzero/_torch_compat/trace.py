@@ -10,23 +10,32 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import optree
 import torch
 from torch._compile import _disable_dynamo as untraced_by_dynamo  # 2.11.0, 2.13.0
 from torch._dispatch.python import enable_python_dispatcher as by_decompositions  # 2.11.0, 2.13.0
 from torch._higher_order_ops.scan import scan_op as torch_scan  # 2.11.0, 2.13.0
+from torch._library import simple_registry  # 2.11.0, 2.13.0
 from torch._ops import OpOverload  # 2.11.0, 2.13.0
+from torch._subclasses.fake_impls import fast_detach  # 2.11.0, 2.13.0
 from torch._subclasses.fake_tensor import (  # 2.11.0, 2.13.0
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    in_kernel_invocation_manager,
 )
 from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors  # 2.11.0, 2.13.0
 from torch.fx import _lazy_graph_module, _symbolic_trace  # 2.11.0, 2.13.0
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (  # 2.11.0, 2.13.0
-    disable_proxy_modes_tracing,
+    disable_autocast_cache as autocast_uncached,
+)
+from torch.fx.experimental.proxy_tensor import (  # 2.11.0, 2.13.0
+    disable_proxy_modes_tracing as unrecorded,
+)
+from torch.fx.experimental.proxy_tensor import (  # 2.11.0, 2.13.0
     get_proxy_mode,
 )
 from torch.overrides import _get_current_function_mode_stack  # 2.11.0, 2.13.0
@@ -34,6 +43,9 @@ from torch.utils._device import DeviceContext  # 2.11.0, 2.13.0
 from torch.utils._python_dispatch import (  # 2.11.0, 2.13.0
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
+    _push_mode,
+    _unset_infra_mode,
+    autograd_would_have_decomposed,
 )
 from torch.utils._python_dispatch import _disable_current_modes as unwatched  # 2.11.0, 2.13.0
 
@@ -44,30 +56,38 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
+    "RecordingMode",
     "RngStateMode",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "ambient_modes",
     "autocast_left",
+    "autocast_uncached",
     "backward_number",
     "by_decompositions",
     "checks_deferred",
     "compiled_functions_traced",
-    "disable_proxy_modes_tracing",
+    "decomposes",
     "distributions_unchecked",
+    "fake_detached",
+    "fake_of_form",
+    "fake_rule",
     "forget_fakes",
     "forward_number",
+    "fx_tracing",
     "graph_module",
     "in_functorch",
+    "in_make_fx",
     "is_fake",
     "jiterator_refused",
     "make_fx",
     "quiet_fakes",
     "real_tensors",
+    "recording",
     "saved_tensor_hooks",
     "scatters_keep_overlap",
     "torch_scan",
-    "tracing_graph",
+    "unrecorded",
     "untraced_by_dynamo",
     "unwatched",
 ]
@@ -101,10 +121,38 @@ def quiet_fakes() -> Iterator[None]:
         logger.removeFilter(asked)
 
 
-def tracing_graph() -> torch.fx.Graph | None:
-    """The graph that `make_fx` is writing at this moment, if any (the mode's `tracer`: 2.11.0, 2.13.0)."""
+def in_make_fx() -> bool:
+    """Whether `make_fx` traces around the caller (2.11.0, 2.13.0)."""
+    return get_proxy_mode() is not None and recording() is None
+
+
+class RecordingMode(TorchDispatchMode):
+    """A mode in the place of the one of `make_fx`: below all others but the fake tensors', and one at a time
+    (`_TorchDispatchModeKey.PROXY`: 2.11.0, 2.13.0)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mode_key = torch._C._TorchDispatchModeKey.PROXY
+        self._before: list[Any] = []
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    def __enter__(self) -> Any:
+        self._before.append(_unset_infra_mode(self._mode_key))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if (before := self._before.pop()) is not None:
+            _push_mode(before)
+
+
+def recording() -> Any:
+    """The RecordingMode that is on, or None (2.11.0, 2.13.0)."""
     mode = get_proxy_mode()
-    return None if mode is None else mode.tracer.graph
+    return mode if isinstance(mode, RecordingMode) else None
 
 
 # torch.fx patches globals of its own while it traces, Inductor and Dynamo their configuration while they work: one
@@ -160,10 +208,66 @@ class _Nothing(_symbolic_trace._Patcher):
     def patch_method(self, *args: Any, **kwargs: Any) -> None: ...
 
 
-def graph_module(graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """A graph as something to call. Its Python is written at the first call: most graphs of a lowering are only
-    rewritten."""
-    return _lazy_graph_module._LazyGraphModule(torch.nn.Module(), graph)
+def graph_module(graph: torch.fx.Graph, root: torch.nn.Module | None = None) -> torch.fx.GraphModule:
+    """A graph as something to call, with the tensors of `root`. Its Python is written at the first call: most graphs of
+    a lowering are only rewritten."""
+    return _lazy_graph_module._LazyGraphModule(root or torch.nn.Module(), graph)
+
+
+def fake_detached(value: FakeTensor) -> FakeTensor:
+    """A fake tensor of the same form, which no gradient follows, past all modes (2.11.0, 2.13.0)."""
+    return fast_detach(value.fake_mode, value)
+
+
+def fake_of_form(
+    like: FakeTensor, shares: bool, shape: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype,
+    device: torch.device,
+) -> FakeTensor:  # fmt: skip
+    """A fake tensor of this form and of `like`'s mode; a view of `like` if it shares its memory. Past all modes
+    (`in_kernel_invocation_manager`: 2.11.0, 2.13.0)."""
+    with in_kernel_invocation_manager(like.fake_mode):
+        if shares:
+            made = torch.ops.aten.as_strided.default(like, shape, stride, offset)
+        else:
+            made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return FakeTensor(like.fake_mode, made, device)
+
+
+@functools.cache
+def fake_rule(op: OpOverload) -> Callable[..., Any]:
+    """What gives an op's results on fake tensors, in their mode. For an op of fzero's own that is the rule which it was
+    registered with: the way there through torch takes ten times as long (the registry's entries: 2.11.0, 2.13.0)."""
+    entry = simple_registry.singleton._data.get(op._schema.name) if op.namespace == "fzero" else None
+    rule = getattr(getattr(entry, "fake_impl", None), "kernel", None)
+    return op if rule is None else rule
+
+
+@functools.cache
+def _composite(op: OpOverload) -> bool:
+    """Whether an op has a form in other ops that autograd would see."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+
+
+def decomposes(op: OpOverload, args: Sequence[Any], kwargs: Any) -> bool:
+    """Whether an op that was dispatched is one that autograd would have written in other ops; in inference mode there
+    is no autograd to do so (`OpOverload.decompose`: 2.11.0, 2.13.0)."""
+    if not _composite(op) or op in _SIZES:
+        return False
+    return autograd_would_have_decomposed(op, optree.tree_leaves([*args, *kwargs.values()]))  # type: ignore[arg-type]
+
+
+_SIZES = {torch.ops.aten.size.default, torch.ops.aten.stride.default, torch.ops.aten.storage_offset.default}
+
+
+@contextmanager
+def fx_tracing() -> Iterator[None]:
+    """What torch does otherwise while torch.fx traces: a `torch.compile`d function is called as it is
+    (`_is_fx_tracing_flag`: 2.11.0, 2.13.0)."""
+    before, _symbolic_trace._is_fx_tracing_flag = _symbolic_trace._is_fx_tracing_flag, True
+    try:
+        yield
+    finally:
+        _symbolic_trace._is_fx_tracing_flag = before
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from contextvars import ContextVar
 
 import torch
 
-from fzero._torch_compat import ambient_modes, autocast_left, in_functorch, saved_tensor_hooks, tracing_graph
+from fzero._torch_compat import ambient_modes, autocast_left, in_functorch, in_make_fx, saved_tensor_hooks
 from fzero.errors import CaptureError
 
 log = logging.getLogger("fzero")
@@ -77,7 +77,7 @@ def check(name: str, *, backward: bool = False) -> None:
             f"fzero.{name} was called inside a torch.func transform (vmap, grad, jvp, functionalize): it writes a "
             "state and talks to other ranks. Call it outside; transforms belong into the loss or the step"
         )
-    if tracing_graph() is not None:
+    if in_make_fx():
         raise CaptureError(
             f"fzero.{name} was called while make_fx or torch.export traces: it traces the step itself. Call it outside"
         )

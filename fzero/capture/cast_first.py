@@ -34,7 +34,7 @@ def cast_first(gm: fx.GraphModule, inputs: list[fx.Node]) -> None:
                 value.meta = {**view.meta, "val": _as(view.meta["val"], dtype)}
         node.replace_all_uses_with(value)
         gm.graph.erase_node(node)
-    gm.graph.eliminate_dead_code()
+    fx_nodes.drop_dead(gm.graph)
     gm.recompile()
 
 

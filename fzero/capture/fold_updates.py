@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fzero.ir.fx_nodes import drop_dead
+
 aten = torch.ops.aten
 
 
@@ -25,7 +27,7 @@ def fold_updates(gm: fx.GraphModule) -> None:
                 new = _folded(node, *node.args)
             if new is not None:
                 node.replace_all_uses_with(new)
-    gm.graph.eliminate_dead_code()
+    drop_dead(gm.graph)
     gm.recompile()
 
 

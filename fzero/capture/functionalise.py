@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero._torch_compat import compiled_functions_traced, make_fx
+from fzero._torch_compat import compiled_functions_traced
 from fzero.capture.context import Tracing
 from fzero.capture.refuse import attribute, explained
 from fzero.capture.watch import Watch
 from fzero.errors import CaptureError
 from fzero.ir import as_strided, fx_nodes, fx_values, traits
+from fzero.ir.recorder import record
 
 aten = torch.ops.aten
 _LITERAL = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
@@ -114,7 +115,7 @@ def _replayed(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch.Tenso
 
     with explained(tracing, place), tracing.mode, compiled_functions_traced():
         try:
-            return make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+            return record(watched, inputs)
         except (RuntimeError, ValueError) as error:  # the pure form fails where the traced op did not
             line, reason = replay.node.meta.get("source") or "the step", str(error).partition("\n")[0]
             raise CaptureError(

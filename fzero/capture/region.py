@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero._torch_compat import disable_proxy_modes_tracing, real_tensors
+from fzero._torch_compat import real_tensors, unrecorded
 from fzero.capture.cast_first import cast_first
 from fzero.capture.context import current
 from fzero.capture.graph import Region, Roles
@@ -38,7 +38,7 @@ def add_region(
     inputs = [*leaves, *(x.contiguous() if cut else x for x, cut in zip(others, sliced, strict=True))]
     tracing.depth += 1
     try:
-        with disable_proxy_modes_tracing(), tracing.mode:
+        with unrecorded(), tracing.mode:
             parts = []
             for x, cut in zip(map(fx_values.dense_like, inputs), (*(False for _ in leaves), *sliced), strict=True):
                 shape = (x.shape[0] // microbatches, *x.shape[1:]) if cut else x.shape
@@ -53,11 +53,11 @@ def add_region(
         node.meta["val"] = fake_like(tracing.mode, node.meta["val"])
     segments.normalised(gm)
     cuts = (*(False for _ in leaves), *sliced)
-    with disable_proxy_modes_tracing():
+    with unrecorded():
         cast_first(gm, [x for x, cut in zip(fx_nodes.placeholders(gm.graph), cuts, strict=False) if not cut])
     if microbatches > 1:
         holders = fx_nodes.placeholders(gm.graph)[len(leaves) :]
-        with disable_proxy_modes_tracing():
+        with unrecorded():
             as_strided.aligned(gm, [holder for holder, cut in zip(holders, sliced, strict=False) if cut])
     _finish_early(gm)
     values = tuple(node.meta["val"] for node in fx_nodes.outputs(gm.graph))

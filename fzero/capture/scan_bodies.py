@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fzero._torch_compat import disable_proxy_modes_tracing, real_tensors
+from fzero._torch_compat import real_tensors, unrecorded
 from fzero.capture.ambient_rng import draws_so_far
 from fzero.capture.context import Tracing
 from fzero.capture.leaves import fake_like
@@ -98,7 +98,7 @@ def with_gradients(
     body = _traced(tracing, joint, like)
     at = {id(x): i for i, x in enumerate(body.closed)}
     cut = _Cut(body.gm, count, width, (len(own), len(of_ys), len(summed)), len(ends), remat)
-    with disable_proxy_modes_tracing():
+    with unrecorded():
         forward, backward = cut.bodies()
     return Both(
         text_of(forward), text_of(backward), body.closed, (count, width, len(ends) - count), (own, of_ys),
@@ -123,7 +123,7 @@ def _traced(tracing: Tracing, fn: Callable[..., Any], like: Sequence[Tensor]) ->
     phase, tracing.phase = tracing.phase, None
     tracing.depth += 1
     try:
-        with disable_proxy_modes_tracing(), tracing.mode:
+        with unrecorded(), tracing.mode:
             inputs = [_empty(x) for x in like]
             gm = trace(tracing, fn, inputs, [f"operand {i} of fzero.scan" for i in range(len(inputs))])
             with real_tensors():
@@ -132,7 +132,7 @@ def _traced(tracing: Tracing, fn: Callable[..., Any], like: Sequence[Tensor]) ->
         tracing.depth -= 1
         tracing.phase = phase
     segments.normalised(gm)
-    with disable_proxy_modes_tracing():
+    with unrecorded():
         closed_like = [fake_like(tracing.mode, x) for x in closed]
         with tracing.mode:
             fx_values.propagate(gm, [_empty(x) for x in (*inputs, *closed_like)])

@@ -28,7 +28,6 @@ from fzero._torch_compat import (
     distributions_unchecked,
     is_fake,
     jiterator_refused,
-    make_fx,
 )
 from fzero.capture import ambient
 from fzero.capture.context import Tracing
@@ -37,6 +36,7 @@ from fzero.capture.provenance import defined_at, user_line
 from fzero.capture.refuse import NoExchange, Refused, attribute, check_graph, explained
 from fzero.capture.watch import Watch
 from fzero.ir import as_strided, fx_nodes
+from fzero.ir.recorder import record
 
 aten = torch.ops.aten
 
@@ -67,7 +67,7 @@ def trace(
             return fn(*xs)
 
     with explained(tracing, lambda: _place(tracing)), tracing.mode, compiled_functions_traced():
-        gm = make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+        gm = record(watched, inputs)
     check_graph(gm, names, tracing.fns, in_region=tracing.depth > 0)
     _without_failed(gm)
     as_strided.check_reach(gm)

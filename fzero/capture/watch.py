@@ -18,8 +18,8 @@ from fzero._torch_compat import (
     forward_number,
     in_functorch,
     is_fake,
+    recording,
     scatters_keep_overlap,
-    tracing_graph,
     unwatched,
 )
 from fzero.capture import ctc
@@ -28,6 +28,7 @@ from fzero.capture.known import READS, Known
 from fzero.capture.provenance import describe, name_of
 from fzero.capture.refuse import PLAIN, SPARSE, Refused, ambient_draw, closed_over_write
 from fzero.ir import fx_values
+from fzero.ir.recorder import DEVICE
 
 aten = torch.ops.aten
 
@@ -77,6 +78,8 @@ class Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Checks an op, runs it, and notes its source on the new nodes. Raises Refused."""
+        if func is DEVICE:  # torch's C++ asks for it, five times as often as all ops are called
+            return args[0].fake_device if is_fake(args[0]) else func(*args)
         with self.tracing.paused:
             return self._seen(func, args, kwargs)
 
@@ -114,10 +117,9 @@ class Watch(TorchDispatchMode):
             raise
         if layouts := [value.layout for value in fx_values.tensors(result) if value.layout is not torch.strided]:
             raise Refused(f"{func} at {self.where()} makes a tensor of {layouts[0]}. {SPARSE}")
-        graph = tracing_graph()
-        if graph is not None and innermost:
+        if innermost and (recorder := recording()) is not None:
             line = None
-            for node in reversed(graph.nodes):
+            for node in reversed(recorder.graph.nodes):
                 if "source" in node.meta or node.op in ("placeholder", "root"):
                     break
                 line = self._noted(func) if line is None else line

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+MANY = 300_000  # objects, some 30 MB; of a small step there are fewer
 _frozen = False  # whether a `collector_paused` around this one has frozen what there is
 
 
@@ -34,9 +35,11 @@ def collector_paused() -> Iterator[None]:
 
 
 def collect() -> None:
-    """A collection. In `collector_paused` it stands where graphs were dropped: Python seldom returns the memory of
-    objects, so a lowering must not take much at one time (9 MB less of a pipeline's rank)."""
-    gc.collect()
+    """A collection, if there are many new objects. In `collector_paused` it stands where graphs were dropped: Python
+    seldom returns the memory of objects, so a lowering must not take much at one time (9 MB less of a pipeline's rank).
+    """
+    if gc.get_count()[0] > MANY:
+        gc.collect()
 
 
 def return_freed() -> None:

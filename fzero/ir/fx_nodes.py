@@ -63,6 +63,22 @@ def operand(node: fx.Node, index: int = 0) -> fx.Node:
     return argument
 
 
+def drop_dead(graph: fx.Graph) -> None:
+    """Erases the nodes that nothing uses, but those that write or draw. In place. The graph is in order."""
+    for node in reversed(graph.nodes):
+        if not node.users and (node.op == "get_attr" or (is_compute(node) and not _is_impure(node))):
+            graph.erase_node(node)
+
+
+_impure: dict[Any, bool] = {}  # by an op, what torch says of its nodes, which takes as long as all else
+
+
+def _is_impure(node: fx.Node) -> bool:
+    if node.target not in _impure:
+        _impure[node.target] = node.is_impure()
+    return _impure[node.target]
+
+
 def ancestors(*nodes: fx.Node) -> set[fx.Node]:
     """The nodes that these need, themselves included."""
     found: set[fx.Node] = set()

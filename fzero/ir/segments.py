@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import FakeTensorMode, graph_module
-from fzero.ir.fx_nodes import is_compute, is_rename, is_view, mutated, operand, outputs
+from fzero.ir.fx_nodes import drop_dead, is_compute, is_rename, is_view, mutated, operand, outputs
 from fzero.ir.fx_values import contiguous_like, dense_like, is_dense, memory
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ def copied(graph: fx.Graph, env: dict[fx.Node, fx.Node] | None = None) -> fx.Gra
 
 def module(graph: fx.Graph) -> fx.GraphModule:
     """A graph as something to call, checked, without dead code. It owns no tensors."""
-    graph.eliminate_dead_code()
+    drop_dead(graph)
     graph.lint()
     return graph_module(graph)
 
@@ -122,7 +122,7 @@ def normalised(gm: fx.GraphModule) -> fx.GraphModule:
             node.replace_all_uses_with(node.args[0])
         elif _is_transpose(node) and _is_transpose(operand(node)):
             node.replace_all_uses_with(operand(operand(node)))
-    gm.graph.eliminate_dead_code()
+    drop_dead(gm.graph)
     gm.recompile()
     return gm
 

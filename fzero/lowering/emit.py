@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero._torch_compat import FakeTensorMode, make_fx
+from fzero._torch_compat import FakeTensorMode
 from fzero.ir import fx_nodes, segments
+from fzero.ir.recorder import record
 from fzero.ir.records import Buffer, Op, Ref, buffer_name, make_op
 from fzero.plan.layout import Plan
 
@@ -95,7 +96,7 @@ def _elementwise(
 ) -> fx.GraphModule:
     with FakeTensorMode():
         xs = [torch.empty(like.shape, dtype=like.dtype) for _ in range(arity)]
-        gm = make_fx(lambda *xs: fn(*xs, *args))(*xs)
+        gm = record(lambda *xs: fn(*xs, *args), xs)
     inputs = fx_nodes.placeholders(gm.graph)
     body = [n for n in gm.graph.nodes if n.op == "call_function"]
     result = fx_nodes.output(gm.graph).args[0]

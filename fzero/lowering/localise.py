@@ -115,7 +115,7 @@ def localise(graph: Graph, plan: Plan, sequence: bool = False) -> Proposal:
 
 def settled(made: Proposal, plan: Plan) -> Sharding:
     """The proposal without what nothing reads, and the graph of one rank. Changes the proposal's graphs."""
-    made.outer.gm.graph.eliminate_dead_code()
+    fx_nodes.drop_dead(made.outer.gm.graph)
     made.outer.gm.recompile()
     regions = tuple(map(_local_region, made.graph.regions, made.regions))
     local = replace(made.graph, gm=made.outer.gm, regions=regions)
@@ -173,7 +173,7 @@ def reads_rank(made: Sharded) -> bool:
 def _local_region(region: Region, made: Sharded) -> Region:
     graph = made.gm.graph
     reads = reads_rank(made)
-    graph.eliminate_dead_code()
+    fx_nodes.drop_dead(graph)
     if not reads:
         graph.erase_node(fx_nodes.placeholders(graph)[-1])
     made.gm.recompile()

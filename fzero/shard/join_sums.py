@@ -32,7 +32,7 @@ def join_sums(gm: fx.GraphModule, placed: Sequence[Placement]) -> None:
         with gm.graph.inserting_before(node):
             total = _added(gm.graph, [_added(gm.graph, rest, node), _added(gm.graph, sums, node)], node)
         node.replace_all_uses_with(total)
-    gm.graph.eliminate_dead_code()
+    fx_nodes.drop_dead(gm.graph)
     gm.recompile()
 
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from fzero._torch_compat import make_fx
 from fzero.ir import fx_nodes
+from fzero.ir.recorder import record
 from fzero.shard import ops
 
 aten = torch.ops.aten
@@ -169,7 +169,7 @@ def traced(
 
     mode = getattr(rank.meta["val"], "fake_mode", None)
     with mode if mode is not None else torch.no_grad():
-        gm = make_fx(local)(rank.meta["val"], *(x.meta["val"] for x in nodes))
+        gm = record(local, [rank.meta["val"], *(x.meta["val"] for x in nodes)])
     result: Any = fx_nodes.output(gm.graph).args[0]
     results = [result] if isinstance(result, fx.Node) else list(result)
     return gm.graph, results, dict(zip(fx_nodes.placeholders(gm.graph), [rank, *nodes], strict=True))

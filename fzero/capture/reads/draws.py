@@ -28,10 +28,15 @@ _ASK_ALWAYS = {"RandomState", "MT19937"}  # with a seed, too
 SYSTEM = "the system's entropy, as a generator without a seed does,"
 
 
+def may_ask_the_system(code: types.CodeType) -> bool:
+    """Whether a function draws from the system's entropy."""
+    return code in _SYSTEMS
+
+
 def of_the_system(frame: types.FrameType) -> types.FrameType | None:
     """The function outside of the standard library that draws from the system's entropy, where this frame does that.
     None for one that is being imported."""
-    at: types.FrameType | None = frame if frame.f_code in _SYSTEMS else None
+    at: types.FrameType | None = frame if may_ask_the_system(frame.f_code) else None
     while at is not None and kind_of(at.f_code.co_filename) == OTHER:
         at = at.f_back
     if at is None or at.f_code.co_name == "<module>" or _ASK_ALWAYS.intersection(at.f_code.co_names):

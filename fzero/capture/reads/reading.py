@@ -65,6 +65,7 @@ class Reading:
     used: set[_Id] = field(default_factory=set)  # places that a line reads which does not write them
     codes: dict[types.CodeType, None] = field(default_factory=dict)  # of the user's functions that ran
     libraries: dict[types.CodeType, dict[str, Any]] = field(default_factory=dict)  # of others: code, globals
+    passed: dict[int, types.CodeType] = field(default_factory=dict)  # code of no interest, by id: its hash reads all
     seen: set[tuple[types.CodeType, int]] = field(default_factory=set)
     cells: Cells = field(default_factory=Cells)
     draws: draws.Draws = field(default_factory=draws.Draws)
@@ -87,6 +88,8 @@ class Reading:
     def entered(self, frame: types.FrameType) -> bool:
         """Whether the lines of a function are of interest."""
         code = frame.f_code
+        if id(code) in self.passed:
+            return False
         if code in self.codes:
             return True
         if drawing := draws.of_the_system(frame):
@@ -100,6 +103,8 @@ class Reading:
             if kind_of(caller) != OTHER and not code.co_name.startswith("__"):
                 self.libraries[code] = frame.f_globals
             return bool(_draw_lines(code))
+        if not draws.may_ask_the_system(code) and code.co_filename != "<string>":
+            self.passed[id(code)] = code
         return False
 
     def line(self, frame: types.FrameType) -> None:

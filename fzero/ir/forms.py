@@ -1,0 +1,108 @@
+"""forms: the results of ops on fake tensors, kept by the forms of their operands.
+
+A layer's ops come again in the next layer, in the next trace, and for each leaf of an optimizer. Fake tensors keep them
+too, but to look there takes half of the time of an op of a trace. Kept are ops of aten that write nothing, draw nothing
+and ask for no values, and fzero's own that work on each element. The forms of their results follow from those of their
+operands; what shares memory with an operand is said by the schema. All others go the usual way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fzero._torch_compat import FakeTensor, OpOverload, fake_of_form, fake_rule
+
+MOST = 20_000  # calls that are kept
+_TAGS = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.inplace_view,
+    torch.Tag.nondeterministic_seeded,
+}
+_STATIC = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
+_NEVER = object()  # the key of a call whose results may follow from more
+_kept: dict[Any, list[tuple[Any, ...]] | None] = {}  # forms of a call's results; None: they are not to be kept
+
+
+def run(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`op(*args, **kwargs)` on fake tensors, whose mode is on."""
+    rule, operands = fake_rule(op), list[FakeTensor]()
+    kind = _results(op)
+    key = _NEVER if kind is None else _key([*args, *kwargs, *kwargs.values()], operands)
+    if key is _NEVER or not operands or any(x.fake_mode is not operands[0].fake_mode for x in operands):
+        return rule(*args, **kwargs)
+    key = (op, key, torch.get_default_dtype())
+    forms = _kept.get(key)
+    if forms is None:
+        result = rule(*args, **kwargs)
+        if key not in _kept:
+            if len(_kept) >= MOST:
+                _kept.clear()
+            _kept[key] = _forms(operands, [result] if kind is torch.Tensor else result, _shares(op))
+        return result
+    made = [fake_of_form(operands[0], *form) for form in forms]
+    return made[0] if kind is torch.Tensor else kind(made)
+
+
+@functools.cache
+def _results(op: OpOverload) -> Any:
+    """What the op returns: Tensor, tuple or list; None if its results' forms may follow from more than its operands'.
+    No operand but the first may share memory with a result."""
+    schema = op._schema
+    own = op.namespace == "fzero" and torch.Tag.pointwise in op.tags
+    sharing = {a.name for a in schema.arguments if a.alias_info is not None}
+    types = [str(r.type) for r in schema.returns]
+    if schema.is_mutable or _TAGS.intersection(op.tags) or not (op.namespace == "aten" or own):
+        return None
+    if not schema.arguments or not sharing <= {schema.arguments[0].name}:
+        return None
+    if types == ["List[Tensor]"]:
+        return list
+    return None if not types or set(types) != {"Tensor"} else torch.Tensor if len(types) == 1 else tuple
+
+
+@functools.cache
+def _shares(op: OpOverload) -> bool:
+    return any(r.alias_info is not None for r in op._schema.returns)
+
+
+def _key(value: Any, operands: list[FakeTensor]) -> Any:
+    """What the form of a result depends on. Fake tensors are added to `operands`."""
+    kind = type(value)
+    if kind is FakeTensor:
+        operands.append(value)
+        form = tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.fake_device
+        return form if _is_plain(value) else _NEVER
+    if kind in (tuple, list):
+        parts = [_key(x, operands) for x in value]
+        return _NEVER if _NEVER in parts else (kind, *parts)
+    return (kind, value) if kind in _STATIC else _NEVER
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether a fake tensor is described by shape, strides, offset, dtype and device."""
+    strided = type(x) is FakeTensor and x.layout is torch.strided
+    return strided and x.constant is None and not x.dtype.is_complex and not x.is_neg()
+
+
+def _forms(
+    operands: Sequence[FakeTensor], results: Sequence[Any], shares: bool
+) -> list[tuple[Any, ...]] | None:  # fmt: skip
+    """(whether it lies in the first operand's memory, shape, strides, offset, dtype, device) of each result. None where
+    that does not say what it is."""
+    if any(not _is_plain(x) or any(x is y for y in operands) for x in results):
+        return None
+    first, taken = operands[0], {_memory(x) for x in operands}
+    for x in results:
+        if (_memory(x) != _memory(first) or x.dtype is not first.dtype) if shares else _memory(x) in taken:
+            return None
+        taken.add(_memory(x))
+    return [(shares, tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.fake_device) for x in results]
+
+
+def _memory(x: FakeTensor) -> int:
+    return int(x.untyped_storage()._cdata)
