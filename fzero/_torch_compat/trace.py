@@ -28,7 +28,6 @@ from torch._subclasses.fake_tensor import (  # 2.11.0, 2.13.0
 )
 from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors  # 2.11.0, 2.13.0
 from torch.fx import _lazy_graph_module, _symbolic_trace  # 2.11.0, 2.13.0
-from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (  # 2.11.0, 2.13.0
     disable_autocast_cache as autocast_uncached,
 )
@@ -80,7 +79,6 @@ __all__ = [
     "in_make_fx",
     "is_fake",
     "jiterator_refused",
-    "make_fx",
     "quiet_fakes",
     "real_tensors",
     "recording",
@@ -158,54 +156,6 @@ def recording() -> Any:
 # torch.fx patches globals of its own while it traces, Inductor and Dynamo their configuration while they work: one
 # thread at a time (2.11.0, 2.13.0)
 ONE_THREAD = threading.RLock()
-
-
-_UNREAD = ("tensor_meta", "eager_input_vals")
-
-
-def make_fx(fn: Callable[..., Any], **how: Any) -> Callable[..., torch.fx.GraphModule]:
-    """torch's `make_fx`, in one thread at a time. Its nodes keep no more than their values ("val"): what else torch
-    notes down is a fifth of the memory of a graph (2.13.0)."""
-
-    def traced(*inputs: Any) -> torch.fx.GraphModule:
-        with ONE_THREAD, _lazy_graph_module._use_lazy_graph_module(True), _nothing_replaced():
-            gm = proxy_tensor.make_fx(fn, **how)(*inputs)
-        for node in gm.graph.nodes:
-            for key in _UNREAD:
-                node.meta.pop(key, None)
-        return gm
-
-    return traced
-
-
-@contextmanager
-def _nothing_replaced() -> Iterator[None]:
-    """The next trace of torch.fx replaces nothing outside of it.
-
-    Tracers that see calls of Python replace `Module.__call__` and `__getattr__`, which each of Module's some hundred
-    subclasses is told, twice. `make_fx` sees ops as they are dispatched, and what it puts there hands everything on
-    (`PythonKeyTracer.call_module` and `getattr`: 2.11.0, 2.13.0). That was a third of the time of a lowering. Traces
-    within that one are as they always are.
-    """
-    before = _symbolic_trace._new_patcher
-
-    @contextmanager
-    def once() -> Iterator[Any]:
-        _symbolic_trace._new_patcher = before
-        yield _Nothing()
-
-    _symbolic_trace._new_patcher = once
-    try:
-        yield
-    finally:
-        _symbolic_trace._new_patcher = before
-
-
-class _Nothing(_symbolic_trace._Patcher):
-    """Replaces nothing."""
-
-    def patch(self, *args: Any, **kwargs: Any) -> None: ...
-    def patch_method(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 def graph_module(graph: torch.fx.Graph, root: torch.nn.Module | None = None) -> torch.fx.GraphModule:

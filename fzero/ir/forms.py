@@ -74,9 +74,10 @@ def _key(value: Any, operands: list[FakeTensor]) -> Any:
     """What the form of a result depends on. Fake tensors are added to `operands`."""
     kind = type(value)
     if kind is FakeTensor:
+        if not _is_plain(value):
+            return _NEVER
         operands.append(value)
-        form = tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.fake_device
-        return form if _is_plain(value) else _NEVER
+        return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.fake_device
     if kind in (tuple, list):
         parts = [_key(x, operands) for x in value]
         return _NEVER if _NEVER in parts else (kind, *parts)

@@ -12,12 +12,13 @@ import pytest
 import torch
 from helpers import gloo, same_bits, values
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero
 from fzero import optim
-from fzero._torch_compat import FakeTensorMode, by_onednn, compute, make_fx, product_precision
+from fzero._torch_compat import FakeTensorMode, by_onednn, compute, product_precision
 from fzero.capture import ambient
 
 F = torch.nn.functional

@@ -15,9 +15,10 @@ from helpers import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
-from fzero._torch_compat import FakeTensorMode, make_fx
+from fzero._torch_compat import FakeTensorMode
 from fzero.errors import CaptureError, VerifyError
 from fzero.ir import as_strided, segments
 from fzero.ir.program import Program

@@ -10,10 +10,11 @@ import optree
 import pytest
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero._torch_compat import FakeTensor, FakeTensorMode, make_fx
+from fzero._torch_compat import FakeTensor, FakeTensorMode
 from fzero.ir import forms, fx_nodes
 from fzero.ir.recorder import record
 

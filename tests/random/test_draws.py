@@ -11,10 +11,11 @@ from helpers import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
 from fzero import random
-from fzero._torch_compat import FakeTensorMode, make_fx
+from fzero._torch_compat import FakeTensorMode
 
 KEY = random.key(17)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -15,9 +15,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero import random
-from fzero._torch_compat import FakeTensorMode, make_fx
+from fzero._torch_compat import FakeTensorMode
 from fzero.kernels import philox
 from fzero.random import _ops, draws, keys
 

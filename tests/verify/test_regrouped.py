@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from fzero._torch_compat import make_fx
 from fzero.errors import VerifyError
 from fzero.verify.regrouped import check_regrouped
 
