@@ -70,7 +70,7 @@ DEEPSPEED = table(
          weight_decay=Of(POSITIVE)),
     keys("optimizer.params", HONOURED, "of the optimizer", adam_w_mode=True, torch_adam=False,
          bias_correction=True, momentum=Of(POSITIVE),
-         nesterov=False, alpha=Of(POSITIVE), centered=False, lr_decay=Of(POSITIVE),
+         nesterov=False, rho=Of(POSITIVE), alpha=Of(POSITIVE), centered=False, lr_decay=Of(POSITIVE),
          initial_accumulator_value=Of(POSITIVE), momentum_decay=Of(POSITIVE), decoupled_weight_decay=False,
          muon_lr=Of(POSITIVE), adam_lr=Of(POSITIVE)),
     keys("optimizer.params", HINT, "changes no number", set_grad_none=True, fp32_optimizer_states=True, foreach=Of(ANY),

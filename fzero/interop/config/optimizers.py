@@ -171,6 +171,7 @@ _ADAM = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam", "bia
 _L2 = {"weight_decay": "weight_decay"}
 _BOTH = {"betas": "betas", "eps": "eps", **_L2, "decoupled_weight_decay": "decoupled_weight_decay"}
 _ADAGRAD = {"lr_decay": "lr_decay", **_L2, "initial_accumulator_value": "initial", "eps": "eps"}
+_DELTA = {"rho": "rho", "eps": "eps", **_L2}
 _RMS = {"alpha": "alpha", "eps": "eps", **_L2, "momentum": "momentum", "centered": "centered"}
 _SGD = {"momentum": "momentum", "nesterov": "nesterov", **_L2}
 OPTIMIZERS = {
@@ -184,6 +185,7 @@ OPTIMIZERS = {
     "Adagrad": Row(_of_torch("adagrad", 1e-2, **_ADAGRAD), ("lr", *_ADAGRAD)),
     "SGD": Row(_of_torch("sgd", 1e-3, **_SGD), ("lr", *_SGD)),
     "RMSprop": Row(_of_torch("rmsprop", 1e-2, **_RMS), ("lr", *_RMS)),
+    "Adadelta": Row(_of_torch("adadelta", 1.0, **_DELTA), ("lr", *_DELTA)),
     "NAdam": Row(_of_torch("nadam", 2e-3, **_BOTH, momentum_decay="momentum_decay"), ("lr", *_BOTH, "momentum_decay")),
     "RAdam": Row(_of_torch("radam", 1e-3, **_BOTH), ("lr", *_BOTH)),
 }

@@ -113,6 +113,7 @@ def test_an_absent_weight_decay_is_zero_but_for_torchs_adamw() -> None:
         ("Adagrad", {"initial_accumulator_value": 0.1}, "adagrad(0.01, initial=0.1)"),
         ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}, "sgd(0.1, momentum=0.9, nesterov=True)"),
         ("RMSprop", {"alpha": 0.9, "centered": True}, "rmsprop(0.01, alpha=0.9, centered=True)"),
+        ("Adadelta", {"rho": 0.8}, "adadelta(1.0, rho=0.8)"),
         ("NAdam", {"momentum_decay": 0.1}, "nadam(0.002, momentum_decay=0.1)"),
         ("RAdam", {"decoupled_weight_decay": True}, "radam(0.001, decoupled_weight_decay=True)"),
         (
