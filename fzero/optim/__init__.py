@@ -7,7 +7,7 @@ from fzero.optim.adagrad import AdagradState, adagrad
 from fzero.optim.adam import AdamState, adam, adamw
 from fzero.optim.adam8 import Adam8State, Blocks, adamw8bit
 from fzero.optim.averages import EmaParamsState, EmaState, ema, ema_params
-from fzero.optim.cycles import OneCycle, inverse_time, one_cycle, triangle
+from fzero.optim.cycles import OneCycle, inverse_time, linear_growth, one_cycle, triangle
 from fzero.optim.groups import multi_transform, scale_by_path
 from fzero.optim.lion import LionState, lion
 from fzero.optim.muon import MuonState, hidden_matrices, muon
@@ -106,6 +106,7 @@ __all__ = [
     "joined",
     "lamb",
     "lars",
+    "linear_growth",
     "linear_warmup",
     "lion",
     "masked",

@@ -111,6 +111,26 @@ def inverse_time(peak: float, steps: int, rate: float) -> Schedule:
     return lambda count: peak / (1 + rate * count.to(torch.float64) / steps)
 
 
+def linear_growth(start: float, steps: int, rate: float, staircase: bool = False) -> Schedule:
+    """`start * (1 + rate * count / steps)`, without an end; with `staircase` it grows every `steps` at once.
+
+    It is DeepSpeed's LRRangeTest, a search for the highest rate. Raises `SpecError` for a negative value and `steps < 1`.
+
+    >>> [float(linear_growth(1.0, 2, 0.5)(torch.tensor(count))) for count in (0, 1, 4)]
+    [1.0, 1.25, 2.0]
+    """
+    start = _check.number("linear_growth: start", start)
+    steps = _check.steps("linear_growth: steps", steps, low=1)
+    rate = _check.number("linear_growth: rate", rate)
+    _check.flag("linear_growth: staircase", staircase)
+
+    def schedule(count: Tensor) -> Tensor:
+        times = count // steps if staircase else count.to(torch.float64) / steps
+        return start * (1 + rate * times.to(torch.float64))
+
+    return schedule
+
+
 def _phases(values: tuple[float, ...], ends: tuple[float, ...], cosine: bool) -> Schedule:
     """From each value to the next one, which is there at the end of its phase. Ends may be no whole numbers."""
 

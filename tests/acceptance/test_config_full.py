@@ -81,6 +81,10 @@ def more(stage: int) -> dict[str, dict[str, Any]]:
     adam = {"type": "Adam", "params": {"lr": 2e-2}}
     linear = {"warmup_min_lr": 1e-3, "warmup_max_lr": 2e-2, "warmup_num_steps": 6, "warmup_type": "linear"}
     cosine = {"total_num_steps": 15, "warmup_num_steps": 5, "warmup_min_ratio": 0.1}
+    cycle = {"cycle_min_lr": 1e-3, "cycle_max_lr": 2e-2, "cycle_first_step_size": 5, "cycle_second_step_size": 7}
+    stairs = {**cycle, "cycle_first_stair_count": 2, "decay_step_size": 3, "decay_lr_rate": 0.5, "cycle_max_mom": 0.95}
+    growth = {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 4, "lr_range_test_step_rate": 2.0}
+    delta = {"type": "Adadelta", "params": {"rho": 0.8, "eps": 1e-5, "weight_decay": 0.01}}
     l2 = {"type": "Adam", "params": {"lr": 2e-2, "adam_w_mode": False, "weight_decay": 0.3}}
     torchs = {"type": "AdamW", "params": {"lr": 2e-2, "torch_adam": True}}
     sgd = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.8}}
@@ -96,6 +100,10 @@ def more(stage: int) -> dict[str, dict[str, Any]]:
         "torch": {**base, "optimizer": torchs, "gradient_clipping": 0.3},
         "sgd": {**base, "optimizer": sgd, "gradient_clipping": 0.0},
         "clipped": {**base, "optimizer": sgd},
+        "one_cycle": {**base, "optimizer": adam, "scheduler": {"type": "OneCycle", "params": cycle}},
+        "one_cycle_stairs": {**base, "optimizer": l2, "scheduler": {"type": "OneCycle", "params": stairs}},
+        "range_test": {**base, "optimizer": sgd, "scheduler": {"type": "LRRangeTest", "params": growth}},
+        "adadelta": {**base, "optimizer": delta},
     }
 
 

@@ -108,7 +108,10 @@ def one_update(tx: optim.GradientTransformation) -> None:
         (lambda: optim.one_cycle(0.1, 10, max_momentum=1.0), "max_momentum is 1.0, .* less than 1"),
         (lambda: optim.one_cycle(0.1, 1.5), "total_steps is 1.5"),
         (lambda: optim.triangle(0.1, 0.2, 0, 3), "rise is 0, but it must be at least 1"),
-        (lambda: one_update(optim.adamw(0.1, betas=(lambda count: 0.9, 0.99))), r"the schedule returned 0\.9 \(float\)"),
+        (
+            lambda: one_update(optim.adamw(0.1, betas=(lambda count: 0.9, 0.99))),
+            r"the schedule returned 0\.9 \(float\)",
+        ),
         (lambda: one_update(optim.sgd(0.1, lambda count: 0.9)), r"the schedule returned 0\.9 \(float\)"),
         (lambda: optim.adam(0.1, betas=(lambda count: count, 1.0)), r"betas\[1\] is 1\.0"),
     ],

@@ -86,6 +86,13 @@ DEEPSPEED = table(
          warmup_min_lr=Of(POSITIVE, 0.0), warmup_max_lr=Of(POSITIVE), warmup_num_steps=Of(COUNT, 1000)),
     keys("scheduler.params", HONOURED, "of the schedule", warmup_type=Of(one_of("log", "linear"), "log"),
          warmup_min_ratio=Of(POSITIVE, 0.0), cos_min_ratio=Of(POSITIVE, 1e-4)),
+    keys("scheduler.params", HONOURED, "of the schedule", cycle_min_lr=Of(POSITIVE), cycle_max_lr=Of(POSITIVE),
+         decay_lr_rate=0.0, cycle_first_step_size=Of(COUNT, 2000), cycle_second_step_size=Of(INT),
+         cycle_first_stair_count=Of(SIGNED, 0), cycle_second_stair_count=Of(SIGNED), decay_step_size=Of(INT, 0),
+         lr_range_test_min_lr=Of(POSITIVE, 1e-3), lr_range_test_step_size=Of(COUNT, 2000),
+         lr_range_test_step_rate=Of(POSITIVE, 1.0), lr_range_test_staircase=False),
+    keys("scheduler.params", HONOURED, "beta1 of Adam and AdamW, whose beta2 is 0.99 then", cycle_momentum=True,
+         cycle_min_mom=Of(POSITIVE, 0.8), cycle_max_mom=Of(POSITIVE, 0.9), decay_mom_rate=Of(POSITIVE, 0.0)),
     keys("scheduler.params", REFUSED, "a run goes on from a checkpoint, which holds the count", "take it out",
          last_batch_iteration=Of(SIGNED, -1)),
     # --- precision

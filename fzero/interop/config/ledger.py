@@ -4,6 +4,7 @@
     ledger.take(path)                         the value of an honoured key, its default if the document has none
     ledger.became(path, text)                 what the report says of it, where the row's sentence is too general
     ledger.refuse(path, why, fix)             one more refusal
+    ledger.forget(block)                      takes back refusals inside of a block that is refused as a whole
     ledger.lacks(path, why)                   one more refusal, which a value in `auto` would settle
     ledger.close()                            hints and the rest are taken; one ConfigError for all refusals
 
@@ -125,6 +126,10 @@ class Ledger:
         value = self.said.get(path, self.auto.get(path, ABSENT)) if value is ABSENT else value
         said = "" if value is ABSENT else f" = {_shown(value)}"
         self.refusals.append(Refusal(path, f"{path}{said}: {why}" + (f". {_sentence(fix)}" if fix else "")))
+
+    def forget(self, block: str) -> None:
+        """Takes back what was refused inside of a block that is refused as a whole."""
+        self.refusals = [refusal for refusal in self.refusals if not refusal.path.startswith(f"{block}.")]
 
     def lacks(self, path: str, why: str, or_write: str = "the value") -> None:
         """Adds a refusal of a key that a value in `auto` would settle."""

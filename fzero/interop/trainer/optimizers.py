@@ -161,7 +161,9 @@ def course(optimizer: torch.optim.Optimizer, schedule: Any, num_updates: int) ->
                 found[name].append(float(value[0] if isinstance(value, tuple) else value))
             for group in groups:
                 share = group_rate(group) / lead if lead else 1.0
-                if group["params"] and not math.isclose(group["lr"], found["lr"][-1] * share, rel_tol=1e-9, abs_tol=1e-15):
+                if group["params"] and not math.isclose(
+                    group["lr"], found["lr"][-1] * share, rel_tol=1e-9, abs_tol=1e-15
+                ):
                     refused = "the rates of groups are no multiples of one another's: give all groups one schedule"
                 if group["params"] and any(group[name] != groups[place].get(name) for name in CYCLED if name in group):
                     refused = "it changes groups in several ways: give cycle_momentum=False"
