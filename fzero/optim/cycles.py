@@ -114,7 +114,7 @@ def inverse_time(peak: float, steps: int, rate: float) -> Schedule:
 def linear_growth(start: float, steps: int, rate: float, staircase: bool = False) -> Schedule:
     """`start * (1 + rate * count / steps)`, without an end; with `staircase` it grows every `steps` at once.
 
-    It is DeepSpeed's LRRangeTest, a search for the highest rate. Raises `SpecError` for a negative value and `steps < 1`.
+    It is DeepSpeed's LRRangeTest, a search for the highest rate. Raises `SpecError` for a negative value, `steps < 1`.
 
     >>> [float(linear_growth(1.0, 2, 0.5)(torch.tensor(count))) for count in (0, 1, 4)]
     [1.0, 1.25, 2.0]

@@ -39,6 +39,17 @@ _INLINE = {  # keys of DeepSpeed's plugin, and where a ds_config has them
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
+_FILLED: dict[str, Any] = {  # what Accelerate makes of "auto", in its plugin and in a ds_config
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "zero_optimization.stage": 2,
+    "zero_optimization.offload_optimizer.device": "none",
+    "zero_optimization.offload_param.device": "none",
+    "zero_optimization.offload_optimizer.nvme_path": "none",
+    "zero_optimization.offload_param.nvme_path": "none",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+}
+_NARROW = ("fp16", "bf16", "bfloat16", "torch_autocast")
 
 
 def accelerate_config(
@@ -179,7 +190,8 @@ def _precision(name: str, sharded: bool) -> dict[str, Any]:
 def _plugin(ledger: Ledger) -> dict[str, Any]:
     """The values of DeepSpeed's block by name, those that are given."""
     names = ["deepspeed_config_file", *_INLINE]
-    values = {name: ledger.take(f"{DEEPSPEED}.{name}") for name in names}
+    filled = {name: {"auto": _FILLED[path]} for name, path in _INLINE.items()}
+    values = {name: ledger.take(f"{DEEPSPEED}.{name}", **filled.get(name, {})) for name in names}
     return {name: value for name, value in values.items() if ledger.has(f"{DEEPSPEED}.{name}")}
 
 
@@ -195,15 +207,36 @@ def _deepspeed(ledger: Ledger, ranks: int, auto: Mapping[str, Any], where: str) 
     document: dict[str, Any] = {}
     try:
         name, document = read(Path(where).parent / file) if file else (f"{where}: {DEEPSPEED}", _document(plugin))
-        if narrow != "no" and not document.keys() & {"fp16", "bf16", "bfloat16", "torch_autocast"}:
+        said = document.keys() & {narrow, narrow.replace("bf", "bfloat")}
+        if narrow != "no" and not said and not any(_at(document, f"{block}.enabled") is True for block in _NARROW):
             document[narrow] = {"enabled": True}
-        inner = ds_config(document, world_size=ranks, auto=auto)
+        inner = ds_config(
+            document, world_size=ranks, auto={**_auto(document, ledger.has("mixed_precision"), narrow), **auto}
+        )
     except ConfigError as error:
         ledger.refusals += [Refusal(*refusal) for refusal in error.refusals] or [Refusal("", str(error))]
         ledger.open += error.open
     lines = ledger.close()
     fields = {**inner.expressions, **({"device": device} if device else {})}
     return replace(inner, where=where, expressions=fields, lines=(*lines, *inner.lines))
+
+
+def _auto(document: Mapping[str, Any], said: bool, narrow: str) -> dict[str, Any]:
+    """The values that Accelerate puts where a ds_config says "auto". said: whether the file names a mixed precision."""
+    precisions = {f"{name}.enabled": name.replace("bfloat", "bf") == narrow for name in ("fp16", "bf16", "bfloat16")}
+    filled = {**_FILLED, **(precisions if said else {})}
+    found = {path: value for path, value in filled.items() if _at(document, path) == "auto"}
+    return {path.replace("bfloat", "bf"): value for path, value in found.items()}
+
+
+def _at(document: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """The value at a path of blocks."""
+    value: Any = document
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return default
+        value = value[name]
+    return value
 
 
 def _document(plugin: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ STRATEGY = Kind(
     off="NO_SHARD",
 )
 TYPE = Kind("a name", lambda value: NAME.fits(value) or str(value).upper() == "NO", off="NO")
+ZERO_STAGE = one_of(0, 1, 2, 3)
 LIMIT = POSITIVE._replace(off=0.0)
 BY_STRUCTURE = "layers are found by their structure"
 LAUNCHER = "for the launcher"
@@ -67,8 +68,8 @@ ACCELERATE = table(
     keys(FSDP, REFUSED, "saved activations stay on the device", "take it out", activation_checkpointing_offload=False),
     # --- DeepSpeed's plugin: the rest is in its own file, or filled in as Accelerate fills it
     keys(DEEPSPEED, HONOURED, "the file, read beside this one", deepspeed_config_file=Of(NAME)),
-    keys(DEEPSPEED, HONOURED, "as in a ds_config", gradient_accumulation_steps=Of(COUNT, 1),
-         gradient_clipping=Of(LIMIT, 1.0), zero_stage=Of(one_of(0, 1, 2, 3), 2),
+    keys(DEEPSPEED, HONOURED, "as in a ds_config; auto is Accelerate's default", auto=True,
+         gradient_accumulation_steps=Of(COUNT, 1), gradient_clipping=Of(LIMIT, 1.0), zero_stage=Of(ZERO_STAGE, 2),
          offload_optimizer_device=Of(DEVICE, "none"), offload_param_device=Of(DEVICE, "none"),
          offload_optimizer_nvme_path=Of(FOLDER), offload_param_nvme_path=Of(FOLDER), zero3_save_16bit_model=False),
     keys(DEEPSPEED, ALWAYS, "a state is made in slices", zero3_init_flag=False),

@@ -30,6 +30,12 @@ def refused(document: dict[str, Any], **how: Any) -> list[str]:
     return [path for path, _ in error.value.refusals]
 
 
+def refused_by(file: Path) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        accelerate_config(file)
+    return [path for path, _ in error.value.refusals]
+
+
 def test_the_file_as_it_stands() -> None:
     pytest.importorskip("yaml")
     for name in ("fsdp.yaml", "fsdp_pasted.yaml"):
@@ -147,6 +153,67 @@ def test_deepspeed_inline() -> None:
     cpu = {**INLINE, "offload_optimizer_device": "cpu"}
     offloaded, rows = {"distributed_type": "DEEPSPEED", "deepspeed_config": cpu}, {"train_micro_batch_size_per_gpu": 2}
     assert accelerate_config({**offloaded, "num_processes": 2}, auto=rows)["offload"] == {"optimizer": "cpu"}
+
+
+AUTOS = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "fp16": {"enabled": "auto", "loss_scale": 0},
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "auto", "nvme_path": "auto"},
+        "offload_param": {"device": "auto"},
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_gather_16bit_weights_on_model_save": "auto",
+    },
+}
+
+
+@pytest.mark.parametrize("narrow", ["no", "bf16", "fp16"])
+def test_auto_in_its_file_is_what_accelerate_fills_in(narrow: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(AUTOS))
+    outer: dict[str, Any] = {"distributed_type": "DEEPSPEED", "num_processes": 4, "mixed_precision": narrow}
+    outer["deepspeed_config"] = {"deepspeed_config_file": "ds.json", "zero3_init_flag": True}
+    (tmp_path / "accelerate.json").write_text(json.dumps(outer))
+    given = accelerate_config(tmp_path / "accelerate.json", auto={"train_micro_batch_size_per_gpu": 2})
+    assert (given["zero"], given["microbatches"], given["clip_norm"]) == (3, 1, 1.0)
+    assert "offload" not in given
+    assert given.export_dtype is None
+    assert (given["precision"].compute if "precision" in given else "no") == narrow
+    assert refused_by(tmp_path / "accelerate.json") == ["train_micro_batch_size_per_gpu"], "the data loader says it"
+    del outer["mixed_precision"]
+    (tmp_path / "accelerate.json").write_text(json.dumps(outer))
+    open_paths = ["train_micro_batch_size_per_gpu", "bf16.enabled", "fp16.enabled"]
+    assert sorted(refused_by(tmp_path / "accelerate.json")) == sorted(open_paths), "who fills it is not said"
+
+
+def test_the_precision_of_the_outer_file_where_its_file_switches_the_other_off(tmp_path: Path) -> None:
+    """As Accelerate: a block that is off is no precision."""
+    inner = {"train_batch_size": 4, "zero_optimization": {"stage": 2}, "fp16": {"enabled": False}}
+    (tmp_path / "ds.json").write_text(json.dumps(inner))
+    outer: dict[str, Any] = {"distributed_type": "DEEPSPEED", "num_processes": 2, "mixed_precision": "bf16"}
+    outer["deepspeed_config"] = {"deepspeed_config_file": "ds.json"}
+    (tmp_path / "accelerate.json").write_text(json.dumps(outer))
+    assert accelerate_config(tmp_path / "accelerate.json")["precision"].compute == "bf16"
+    (tmp_path / "ds.json").write_text(json.dumps({**inner, "fp16": {"enabled": "auto"}}))
+    assert accelerate_config(tmp_path / "accelerate.json")["precision"].compute == "bf16"
+    (tmp_path / "ds.json").write_text(json.dumps({**inner, "bf16": {"enabled": False}}))
+    assert "precision" not in accelerate_config(tmp_path / "accelerate.json")
+
+
+def test_auto_inline_is_accelerates_default() -> None:
+    plugin = {"zero_stage": 3, "zero3_save_16bit_model": "auto", "gradient_accumulation_steps": "auto"}
+    plugin |= {"gradient_clipping": "auto", "offload_optimizer_device": "auto", "offload_param_device": "auto"}
+    document = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": plugin}
+    given = accelerate_config(document, auto={"train_micro_batch_size_per_gpu": 2})
+    assert (given["zero"], given["microbatches"], given["clip_norm"]) == (3, 1, 1.0)
+    assert "offload" not in given
+    assert given.export_dtype is None
 
 
 def test_deepspeed_by_its_file(tmp_path: Path) -> None:
