@@ -31,11 +31,11 @@ DEVICE = one_of("none", "cpu", "nvme")
 STAGE = one_of(0, 1, 2, 3)
 LIMIT = POSITIVE._replace(off=0.0)
 STAGES = Kind(f"{COUNT.needed} or auto", lambda value: value == "auto" or COUNT.fits(value), off="auto")
-PRINTS = Kind(COUNT.needed, lambda value: COUNT.fits(value) or value == 0, True)
+PRINTS = INT._replace(off=None)
 ZERO = "zero_optimization"
 LAYOUT = "fzero lays out and moves its buckets by measured cost; the bits are the same"
 OTHER_NUMBERS = "fzero has no such thing, and without it the numbers would be others"
-REMAT = 'write Spec(remat="full") beside it: in DeepSpeed this block does nothing unless the model calls it'
+REMAT = 'DeepSpeed recomputes only where the model calls it; Spec(remat="full") recomputes layers'
 TRACKERS = "given.trackers, for rank 0"
 
 DEEPSPEED = table(
@@ -54,12 +54,13 @@ DEEPSPEED = table(
     # --- gradients
     keys("", HONOURED, "Spec(clip_norm=); 0 clips nothing", auto=True, gradient_clipping=Of(LIMIT, 1.0)),
     keys("", HONOURED, "Precision(reduce=)", communication_data_type=Of(DTYPE)),
+    keys("", HINT, "Ulysses is not used", seq_parallel_communication_data_type=Of(DTYPE, "fp32")),
     keys("", HINT, "rounding only: fzero sums gradients in the order of ranks and divides once",
          prescale_gradients=False, gradient_predivide_factor=1.0),
     keys("", REFUSED, "the update would be of the sum over ranks", "write mean, and a learning rate for it",
          gradient_allreduce_op=Of(one_of("mean", "sum"), "mean")),
     keys("", REFUSED, "fzero has no such thing", "take it out", disable_allgather=False,
-         use_data_before_expert_parallelism=False, seq_parallel_communication_data_type=Of(DTYPE, "fp32"),
+         use_data_before_expert_parallelism=False,
          datastates_ckpt=Of(BLOCK), weight_quantization=Of(BLOCK), expert_parallel=Of(BLOCK)),
     keys("", REFUSED, "Ulysses is not in fzero", 'take it out; Spec(sequence="tp") splits sequences along tp',
          sequence_parallel_size=Of(COUNT)),
@@ -101,6 +102,7 @@ DEEPSPEED = table(
          initial_scale_power=16, loss_scale_window=Of(COUNT, 1000), hysteresis=Of(COUNT, 2),
          consecutive_hysteresis=False, min_loss_scale=Of(POSITIVE, 1)),
     keys("fp16", HINT, "floating inputs are always cast", auto_cast=False),
+    keys("fp16", HINT, "of Apex, which DeepSpeed 0.19 does not use", opt_level=Of(TEXT)),
     keys("fp16", REFUSED, "fzero holds no fp16 masters", "take it out", fp16_master_weights_and_grads=False),
     keys("bf16", HONOURED, "Spec(precision=)", auto=True, enabled=False),
     keys("bf16", HONOURED, 'Spec(nonfinite="skip")', check_grad_overflow=True),
@@ -189,7 +191,7 @@ DEEPSPEED = table(
     keys("pipeline", REFUSED, "fzero draws by keys (docs/randomness.md)", "take it out", seed_layers=False),
     keys("pipeline", HINT, "changes no number", pipe_partitioned=True, grad_partitioned=True, use_reentrant=Of(FLAG)),
     # --- memory of activations, compiling
-    keys("activation_checkpointing", REFUSED, "DeepSpeed does it where the model calls it", REMAT,
+    keys("activation_checkpointing", HINT, REMAT,
          partition_activations=False, number_checkpoints=Of(INT), contiguous_memory_optimization=False,
          cpu_checkpointing=False, synchronize_checkpoint_boundary=False, profile=False),
     keys("compile", HINT, "fzero compiles the schedule in any case", deepcompile=False, autoep_non_moe=False,
@@ -197,6 +199,8 @@ DEEPSPEED = table(
          double_buffer=True, symmetric_memory=False, debug_log=False, sync_before_reduce=False, sync_after_reduce=False,
          sync_before_allgather=False, sync_after_allgather=False, keep_int_input_tensors=True,
          keep_all_input_tensors=False, passes=Of(NAMES)),
+    keys("compile", HINT, "of DeepSpeed before 0.16; fzero compiles the schedule in any case", disable=False,
+         backend=Of(TEXT), kwargs=Of(ANY)),
     keys("compile", REFUSED, "DeepCompile's offload is not read", "write zero_optimization.offload_optimizer",
          offload_activation=False, offload_opt_states=False, offload_parameters=False),
     # --- checkpoints

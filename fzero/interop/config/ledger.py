@@ -65,7 +65,7 @@ class Ledger:
         self.lines: dict[str, Line] = {}
         self.refusals: list[Refusal] = []
         self.open: list[str] = []
-        self._asleep: list[Line] = []  # blocks that are switched off as a whole
+        self._asleep: list[Line] = []  # blocks that are switched off as a whole, and comments
         self._told: set[str] = set()  # paths of which more is said than the row says
         inner = blocks(tuple(table))
         for path, value in leaves(_renamed(document, aliases or {}, self), inner):
@@ -182,6 +182,8 @@ class Ledger:
         elif block:
             if value not in (None, {}):  # a block that is empty asks for nothing
                 self.refuse(path, "needed a block of keys", _inside(path, self.table), value)
+        elif _is_comment(path.rpartition(".")[2]):
+            self._asleep.append(Line(path, _shown(value), "nothing: a comment"))
         else:
             self.refuse(path, "there is no such key", nearest(path, self.table), value)
 
@@ -232,6 +234,15 @@ def _distance(a: str, b: str) -> int:
             swapped = two[j - 2] + 1 if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y else len(a) + len(b)
             row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (x != y), swapped))
     return row[-1]
+
+
+def _is_comment(name: str) -> bool:
+    """Whether a key is what people write where JSON has no comments: "_comment", "//", "_" before a key to put it aside.
+
+    >>> [_is_comment(name) for name in ("_comment", "//", "_fp16", "communication")]
+    [True, True, True, False]
+    """
+    return name.startswith(("_", "//", "#")) or name.lower() in ("comment", "comments")
 
 
 def _renamed(document: Mapping[str, Any], aliases: Mapping[str, str], ledger: Ledger, at: str = "") -> dict[str, Any]:

@@ -84,8 +84,32 @@ def test_axes_of_parallelism_config() -> None:
     assert placed(8, dp_shard_size=8) == (3, None)
     assert placed(8, dp_shard_size=4, tp_size=2) == (3, {"dp": -1, "tp": 2})
     assert placed(8, dp_replicate_size=8) == (0, None)
-    bad = {"distributed_type": "FSDP", "num_processes": 8, "parallelism_config": {"dp_shard_size": 3, "cp_size": 2}}
-    assert refused(bad) == ["parallelism_config.dp_shard_size", "parallelism_config.cp_size"]
+    bad = {"distributed_type": "FSDP", "num_processes": 8, "parallelism_config": {"dp_shard_size": 3}}
+    assert refused(bad) == ["parallelism_config.dp_shard_size"]
+    bad["parallelism_config"] = {"dp_shard_size": 4, "cp_size": 2}
+    assert refused(bad) == ["parallelism_config.cp_size"], "the rest of the ranks is its own"
+    bad["parallelism_config"] = {"dp_shard_size": 4, "sp_size": 2}
+    assert refused(bad) == ["parallelism_config.sp_size"]
+
+
+def test_dynamo_is_a_compiler() -> None:
+    multi = {"distributed_type": "MULTI_GPU", "num_processes": 2}
+    given = accelerate_config({**multi, "dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default"}})
+    assert given["compile"] == "auto"
+    assert accelerate_config({**multi, "dynamo_backend": "inductor"})["compile"] == "auto"
+    assert "compile" not in accelerate_config({**multi, "dynamo_config": {"dynamo_backend": "EAGER"}})
+    assert "compile" not in accelerate_config({**multi, "dynamo_config": {"dynamo_backend": "NO"}})
+    inline = {"distributed_type": "DEEPSPEED", "num_processes": 2, "dynamo_backend": "INDUCTOR"}
+    given = accelerate_config(inline, auto={"train_micro_batch_size_per_gpu": 2})
+    assert (given["compile"], given["zero"]) == ("auto", 2)
+
+
+def test_keys_of_tpus_and_old_names_decide_nothing() -> None:
+    document = {"distributed_type": "FSDP", "num_processes": 2, "downcast_bf16": True, "tpu_name": "a pod"}
+    document["fsdp_config"] = {"fsdp_backward_prefetch_policy": "BACKWARD_PRE", "fsdp_sharding_strategy": 1}
+    given = accelerate_config(document)
+    assert dict(given) == {"zero": 3}
+    assert {line.path for line in given.lines} >= {"downcast_bf16", "tpu_name", "fsdp_config.backward_prefetch"}
 
 
 def test_precision() -> None:
@@ -126,7 +150,7 @@ def test_plain_data_parallelism_and_the_world() -> None:
     other = {"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"a": 1}, "fp8_config": {"backend": "TE"}}
     assert refused(other) == ["distributed_type", "megatron_lm_config", "fp8_config"]
     assert refused({"compute_environment": "AMAZON_SAGEMAKER"}) == ["compute_environment"]
-    assert refused({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}) == ["dynamo_config.backend"]
+    assert refused({"dynamo_config": {"dynamo_backend": "TENSORRT"}}) == ["dynamo_config.backend"]
     assert refused({}, auto={"optimizer.params.lr": 1}) == ["optimizer.params.lr"]
 
 
@@ -216,7 +240,7 @@ def test_auto_inline_is_accelerates_default() -> None:
     assert given.export_dtype is None
 
 
-def test_deepspeed_by_its_file(tmp_path: Path) -> None:
+def test_deepspeed_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = {"train_batch_size": 16, "zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
     (tmp_path / "ds.json").write_text(json.dumps(inner))
     outer = {"distributed_type": "DEEPSPEED", "num_processes": 4, "mixed_precision": "fp16"}
@@ -228,6 +252,16 @@ def test_deepspeed_by_its_file(tmp_path: Path) -> None:
     (tmp_path / "accelerate.json").write_text(json.dumps(outer))
     with pytest.raises(ConfigError, match=r"deepspeed_config_file says it. Take it out here, as Accelerate asks"):
         accelerate_config(tmp_path / "accelerate.json")
+    deeper = tmp_path / "configs" / "accelerate"
+    deeper.mkdir(parents=True)
+    (tmp_path / "configs" / "zero.json").write_text(json.dumps(inner))
+    outer["deepspeed_config"] = {"deepspeed_config_file": "configs/zero.json"}
+    (deeper / "a.json").write_text(json.dumps(outer))
+    assert accelerate_config(deeper / "a.json")["zero"] == 1, "paths of a repository begin at its root"
+    monkeypatch.chdir(tmp_path / "configs")
+    outer["deepspeed_config"] = {"deepspeed_config_file": "zero.json"}
+    (tmp_path / "a.json").write_text(json.dumps(outer))
+    assert accelerate_config(tmp_path / "a.json")["zero"] == 1, "as Accelerate: from the current folder"
     outer["deepspeed_config"] = {"deepspeed_config_file": "none.json"}
     (tmp_path / "accelerate.json").write_text(json.dumps(outer))
     with pytest.raises(ConfigError, match=r"none\.json: there is no such file"):

@@ -158,6 +158,23 @@ def test_without_an_optimizer_the_caller_gives_one() -> None:
     assert refused({**ROWS, "scheduler": {"type": "WarmupLR"}}) == ["scheduler.type"]
 
 
+def test_what_people_write_beside_the_keys() -> None:
+    """Comments, keys that are put aside, a printing step that never comes, keys of older versions that do nothing."""
+    document = {
+        **ROWS, "_comment": "two nodes", "//": "x", "_fp16": {"enabled": True}, "steps_per_print": 2 * 10**16,
+        "fp16": {"enabled": False, "opt_level": "O2", "_scale": 3},
+        "compile": {"disable": False, "backend": "inductor"},
+        "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
+        "seq_parallel_communication_data_type": "bf16",
+    }  # fmt: skip
+    given = ds_config(document)
+    assert dict(given) == dict(ds_config(ROWS))
+    lines = {line.path: line.became for line in given.lines}
+    assert lines["_comment"] == lines["_fp16"] == lines["fp16._scale"] == "nothing: a comment"
+    assert lines["activation_checkpointing.partition_activations"].startswith("nothing: DeepSpeed recomputes only")
+    assert given.every == 2 * 10**16
+
+
 # --- schedules
 
 
