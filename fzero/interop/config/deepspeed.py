@@ -198,8 +198,10 @@ def _zero(ledger: Ledger, compute: str | None) -> dict[str, Any]:
     most = ledger.take(path)
     if ledger.has(path):
         itemsize = DTYPES[compute or "fp32"].itemsize
-        fields["gather_bytes"] = max(most, 1) * itemsize
-        ledger.became(path, f"Spec(gather_bytes={fields['gather_bytes']}): elements, in bytes of {compute or 'fp32'}")
+        fields["prefetch_bytes"] = max(most, 1) * itemsize  # in DeepSpeed too a module has what it needs
+        ledger.became(
+            path, f"Spec(prefetch_bytes={fields['prefetch_bytes']}): elements, in bytes of {compute or 'fp32'}"
+        )
     return fields | _offload(ledger)
 
 

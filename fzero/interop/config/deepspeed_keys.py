@@ -125,7 +125,7 @@ DEEPSPEED = table(
     keys(ZERO, HONOURED, "Spec(overlap=); the same bits", overlap_comm=Of(FLAG)),
     keys(ZERO, HONOURED, "Spec(allow_unused=)", ignore_unused_parameters=True),
     keys(ZERO, HONOURED, 'metrics["grad_norm"], also where nothing is clipped', compute_grad_norm=True),
-    keys(ZERO, HONOURED, "Spec(gather_bytes=): elements, in bytes of the computed dtype",
+    keys(ZERO, HONOURED, "Spec(prefetch_bytes=): elements, in bytes of the computed dtype",
          stage3_max_live_parameters=1_000_000_000),
     keys(ZERO, HONOURED, "given.export_dtype; an export is whole in any case",
          stage3_gather_16bit_weights_on_model_save=False, stage3_gather_fp16_weights_on_model_save=False),

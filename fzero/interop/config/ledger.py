@@ -237,7 +237,7 @@ def _distance(a: str, b: str) -> int:
 
 
 def _is_comment(name: str) -> bool:
-    """Whether a key is what people write where JSON has no comments: "_comment", "//", "_" before a key to put it aside.
+    """Whether a key is what people write where JSON has no comments: "_comment", "//", a key put aside by "_".
 
     >>> [_is_comment(name) for name in ("_comment", "//", "_fp16", "communication")]
     [True, True, True, False]

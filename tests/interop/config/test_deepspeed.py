@@ -361,9 +361,9 @@ def test_stages_and_what_goes_with_them() -> None:
     assert fields({"zero_optimization": {"overlap_comm": False}})["overlap"] == "False"
     assert "overlap" not in fields({"zero_optimization": {"overlap_comm": True}})
     live = {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e6}}
-    assert fields(live)["gather_bytes"] == "4000000"
-    assert fields({**live, "bf16": {"enabled": True}})["gather_bytes"] == "2000000"
-    assert fields({"zero_optimization": {"max_live_parameters": 10}})["gather_bytes"] == "40", "by its other name"
+    assert fields(live)["prefetch_bytes"] == "4000000"
+    assert fields({**live, "bf16": {"enabled": True}})["prefetch_bytes"] == "2000000"
+    assert fields({"zero_optimization": {"max_live_parameters": 10}})["prefetch_bytes"] == "40", "by its other name"
 
 
 def test_offload() -> None:
