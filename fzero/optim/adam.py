@@ -178,9 +178,9 @@ class _Scalars(NamedTuple):
 
     @classmethod
     def of(cls, beta1: float | Schedule, beta2: float | Schedule, count: Tensor, t: Tensor, rate: Tensor) -> _Scalars:
-        beta1, beta2 = (as_schedule("adam", beta)(count) for beta in (beta1, beta2))
+        old1, old2 = (as_schedule("adam", beta)(count) for beta in (beta1, beta2))
         t = t.to(torch.float64)
-        return cls(beta1, 1 - beta1, beta2, 1 - beta2, rate / (1 - beta1**t), 1 - beta2**t)
+        return cls(old1, 1 - old1, old2, 1 - old2, rate / (1 - old1**t), 1 - old2**t)
 
     def stepped(self, p: Tensor, g: Tensor, m: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """(new parameter, mu, nu) of a leaf, in their dtypes: a 0-d leaf would become float64."""

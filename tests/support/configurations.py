@@ -200,13 +200,13 @@ DEEPSPEED = {
     "ds_muon": Case(ds({"stage": 1}, optimizer={"type": "Muon", "params": {"lr": 1e-2, "momentum": 0.9}}), {"zero": 1}),
     "ds_sgd": Case(
         ds(
-            {"stage": 2},
+            {"stage": 0},
             optimizer={"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}},
             gradient_clipping=0.0,
             gradient_predivide_factor=2.0,
             communication_data_type="fp32",
         ),
-        {"zero": 2},
+        {"zero": 0},
     ),
     "ds_lion": Case(
         ds({"stage": 1}, optimizer={"type": "Lion", "params": {"lr": 1e-3, "weight_decay": 0.1}}), {"zero": 1}
