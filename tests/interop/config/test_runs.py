@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import accelerate_files
 import configurations
 import pytest
 import torch
@@ -102,15 +103,18 @@ def test_files_as_they_stand_train_on_real_ranks(kind: str) -> None:
 # --- configurations written anew from the documentations of DeepSpeed, Accelerate, LLaMA-Factory and axolotl
 
 
+CASES = {**configurations.DEEPSPEED, **configurations.OTHERS, **accelerate_files.ACCELERATE}
+
+
 def given_by(case: configurations.Case) -> Given:
     if is_accelerate(case.document):
         return accelerate_config(case.document, auto=case.auto)
     return ds_config(case.document, world_size=case.ranks, auto=case.auto)
 
 
-@pytest.mark.parametrize("name", configurations.CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_document_gives_the_fields_that_it_means(name: str) -> None:
-    case = configurations.CASES[name]
+    case = CASES[name]
     given = given_by(case)
     found = {field: given.get(field) for field in case.fields}
     if "precision" in found:
@@ -118,11 +122,11 @@ def test_a_document_gives_the_fields_that_it_means(name: str) -> None:
     assert found == case.fields
 
 
-@pytest.mark.parametrize("name", configurations.CASES)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.sampled(20)
 def test_a_document_trains(name: str) -> None:
     """On its ranks, in this process; with the losses of plain data parallelism where nothing is rounded."""
-    given = given_by(configurations.CASES[name])
+    given = given_by(CASES[name])
     rows = given.rank_batch or 4
     fields = {field: value for field, value in given.items() if field != "device"}
     plain = {**fields, "zero": 0} | dict.fromkeys(("mesh", "offload", "remat", "compile", "prefetch_bytes"))
