@@ -74,6 +74,8 @@ class Spec:
     measured rates predict for the program (docs/performance.md); `lowered.choices` gives the reason.
     gather_bytes: the most bytes of gathered buffers at one time. None: as many as `prefetch` needs. With two data axes,
     slices on their way from one to the other come on top.
+    prefetch_bytes: up to how many bytes of gathered buffers a gather starts early. A segment that needs more has what
+    it needs, so no number is too small.
     overlap: False waits for every transfer at its start (same bits, slower).
     remat: "none", "full" (a layer keeps its input and computes the rest again in the backward), "offload" (what it
     keeps waits on the host until then), or path rules of parameters to them, as {"blocks/**": "full"}. Same bits, less
@@ -131,6 +133,7 @@ class Spec:
     bucket_bytes: int | None = None
     prefetch: int | None = None
     gather_bytes: int | None = None
+    prefetch_bytes: int | None = None
     overlap: bool = True
     remat: str | Mapping[str, str] = "none"
     offload: str | Mapping[str, str] | None = None
@@ -165,6 +168,8 @@ class Spec:
             _needs(type(self.prefetch) is int and self.prefetch >= 0, "prefetch", self.prefetch, "0 or a positive int")
         if self.gather_bytes is not None:
             _positive("gather_bytes", self.gather_bytes)
+        if self.prefetch_bytes is not None:
+            _positive("prefetch_bytes", self.prefetch_bytes)
         _choice("reduce", self.reduce, (None, "each", "end"))
         for name in ("clip_norm", "clip_value"):
             value = getattr(self, name)

@@ -53,6 +53,7 @@ class LoweringOptions:
     reduce: str | None
     prefetch: int | None
     gather_bytes: int | None
+    prefetch_bytes: int | None
     overlap: bool
     remat: Mapping[str, str]
     update_on: str | None
@@ -116,6 +117,7 @@ def lowering_options(spec: Spec) -> LoweringOptions:
         reduce=spec.reduce,
         prefetch=spec.prefetch,
         gather_bytes=spec.gather_bytes,
+        prefetch_bytes=spec.prefetch_bytes,
         overlap=spec.overlap,
         remat=spec.remat_rules,
         update_on=spec.update_on,

@@ -187,6 +187,7 @@ def _options(wanted: LoweringOptions, ahead: int) -> Options:
     return Options(
         prefetch=ahead,
         gather_bytes=wanted.gather_bytes,
+        prefetch_bytes=wanted.prefetch_bytes,
         overlap=wanted.overlap,
         remat=wanted.remat,
         compile=wanted.compile,
@@ -203,7 +204,8 @@ def _prefetch(program: Program, wanted: LoweringOptions, rates: Rates | None) ->
     if not any(op.gathers and program.buffers[op.target].kind == "gathered" for op in program.ops):
         return Choice(rule)
     if rates is not None and wanted.overlap:
-        tried = {n: prefetch(program, n, wanted.gather_bytes) for n in sorted({rule, *choose.DEPTHS})}
+        caps = wanted.gather_bytes, wanted.prefetch_bytes
+        tried = {n: prefetch(program, n, *caps) for n in sorted({rule, *choose.DEPTHS})}
         return choose.prefetch_depth(tried, rule, rates)
     if rule:
         return Choice(rule, "prefetch=1: one segment ahead; nothing was measured")

@@ -1,11 +1,13 @@
 """Optimizers in optax's shape: pure `init` and `update` over pytrees, chained and masked, with traced schedules."""
 
 from fzero.optim._round import stochastic_round
+from fzero.optim.adadelta import AdadeltaState, adadelta
 from fzero.optim.adafactor import AdafactorState, adafactor
 from fzero.optim.adagrad import AdagradState, adagrad
 from fzero.optim.adam import AdamState, adam, adamw
 from fzero.optim.adam8 import Adam8State, Blocks, adamw8bit
 from fzero.optim.averages import EmaParamsState, EmaState, ema, ema_params
+from fzero.optim.cycles import OneCycle, inverse_time, linear_growth, one_cycle, triangle
 from fzero.optim.groups import multi_transform, scale_by_path
 from fzero.optim.lion import LionState, lion
 from fzero.optim.muon import MuonState, hidden_matrices, muon
@@ -56,6 +58,7 @@ from fzero.optim.wrappers import (
 )
 
 __all__ = [
+    "AdadeltaState",
     "AdafactorState",
     "AdagradState",
     "Adam8State",
@@ -70,12 +73,14 @@ __all__ = [
     "LionState",
     "MuonState",
     "NadamState",
+    "OneCycle",
     "RadamState",
     "RmspropState",
     "Schedule",
     "ScheduleState",
     "SgdState",
     "TraceState",
+    "adadelta",
     "adafactor",
     "adagrad",
     "adam",
@@ -97,15 +102,18 @@ __all__ = [
     "hidden_matrices",
     "identity",
     "inject_hyperparams",
+    "inverse_time",
     "joined",
     "lamb",
     "lars",
+    "linear_growth",
     "linear_warmup",
     "lion",
     "masked",
     "multi_transform",
     "muon",
     "nadam",
+    "one_cycle",
     "piecewise",
     "polynomial",
     "radam",
@@ -119,6 +127,7 @@ __all__ = [
     "stochastic_round",
     "table",
     "trace",
+    "triangle",
     "warmup",
     "warmup_cosine",
 ]

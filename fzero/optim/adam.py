@@ -19,16 +19,17 @@ kernel has no derivative and no batching rule: a loss that differentiates throug
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fzero import tree
 from fzero.optim import _check, _moments, _ops
-from fzero.optim.schedules import Schedule, as_schedule
+from fzero.optim.schedules import Schedule, as_betas, as_schedule
 from fzero.optim.transform import GradientTransformation, Mask, PyTree, selected
 
+Betas: TypeAlias = tuple[float | Schedule, float | Schedule]
 ENDLESS = 1 << 62  # a step number at which beta^t is 0, and so no bias is left to correct
 
 
@@ -47,7 +48,7 @@ class AdamState(NamedTuple):
 
 def adam(
     learning_rate: float | Tensor | Schedule,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: Betas = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float | Tensor = 0.0,
     moments: str | None = None,
@@ -59,7 +60,8 @@ def adam(
     parameter's), "float32", or "bfloat16" (rounded stochastically: half the memory of float32 moments). With a dtype
     given, the step is computed in float32 at least, gradients may have any dtype, and updates are float32 at least;
     `apply_updates` rounds them into the parameter. `learning_rate` and `weight_decay` may be 0-d tensors.
-    `bias_correction=False` leaves out both divisions by 1 - beta^t.
+    `bias_correction=False` leaves out both divisions by 1 - beta^t. Each of `betas` is a number or a schedule; with a
+    schedule (`fzero.optim.one_cycle`) the step is plain arithmetic in the place of the fused kernel.
 
     Raises `SpecError` for a value out of range or of the wrong type, `TreeError` for params that are not
     floating-point tensors or gradients unlike them, and `TypeError` where a derivative would have to pass through the
@@ -77,7 +79,7 @@ def adam(
 
 def adamw(
     learning_rate: float | Tensor | Schedule,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: Betas = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float | Tensor = 0.01,
     mask: Mask | None = None,
@@ -109,7 +111,7 @@ def adamw(
 def _adam(
     where: str,
     learning_rate: float | Tensor | Schedule,
-    betas: tuple[float, float],
+    betas: Betas,
     eps: float,
     weight_decay: float | Tensor,
     moments: str | None,
@@ -120,7 +122,8 @@ def _adam(
 ) -> GradientTransformation:
     """Adam or AdamW (`decoupled`), with its arguments checked. `where` is its name in messages."""
     schedule = as_schedule(where, learning_rate)
-    beta1, beta2 = _check.two_betas(where, betas)
+    beta1, beta2 = as_betas(where, betas)
+    cycled = callable(beta1) or callable(beta2)
     eps = _check.number(f"{where}: eps", eps, above=True)
     decay = _check.hyper(f"{where}: weight_decay", weight_decay)
     kind = _moments.moments(where, moments)
@@ -143,12 +146,16 @@ def _adam(
         count, rate = state.count + 1, schedule(state.count)
         old, grad, mu, nu = (kind.wide(tensors, old) for tensors in (old, grad, mu, nu))
         t = count if corrected else torch.full_like(count, ENDLESS)
+        now = _Scalars.of(beta1, beta2, state.count, t, rate) if cycled else None
         stepped, shrink = [], rate * decay  # one scalar for all leaves, or their work would not be one op on a mesh
         for p, g, m, v, chosen in zip(old, grad, mu, nu, selected(where, mask, params), strict=True):
-            literal = decay if isinstance(decay, float) and chosen else 0.0
-            if isinstance(decay, Tensor) and chosen:  # the kernel takes a Python number alone
+            literal = 0.0 if cycled or isinstance(decay, Tensor) or not chosen else decay
+            if chosen and (cycled or isinstance(decay, Tensor)):  # the kernel takes a Python number alone
                 p, g = (shrunk(p, shrink), g) if decoupled else (p, (g + p * decay).to(g.dtype))
-            stepped.append(_ops.adamw(p, g, m, v, t, rate, beta1, beta2, eps, literal, decoupled))
+            if now is not None:
+                stepped.append(now.stepped(p, g, m, v, eps))
+            else:
+                stepped.append(_ops.adamw(p, g, m, v, t, rate, beta1, beta2, eps, literal, decoupled))
         new, mu, nu = ([triple[i] for triple in stepped] for i in range(3))
         updates = [_ops.delta(n, p) for n, p in zip(new, old, strict=True)]
         mu, nu = kind.stored(mu, count + _moments.FIRST), kind.stored(nu, count + _moments.SECOND)
@@ -156,6 +163,30 @@ def _adam(
         return tree.unflatten(structure, updates), state
 
     return GradientTransformation(init, update)
+
+
+class _Scalars(NamedTuple):
+    """What a step whose betas are schedules needs, 0-d float64 each, once for all leaves: the shares of the old and the
+    new in mu and nu, the rate over mu's correction, and nu's correction."""
+
+    old1: Tensor
+    new1: Tensor
+    old2: Tensor
+    new2: Tensor
+    size: Tensor
+    correction: Tensor
+
+    @classmethod
+    def of(cls, beta1: float | Schedule, beta2: float | Schedule, count: Tensor, t: Tensor, rate: Tensor) -> _Scalars:
+        old1, old2 = (as_schedule("adam", beta)(count) for beta in (beta1, beta2))
+        t = t.to(torch.float64)
+        return cls(old1, 1 - old1, old2, 1 - old2, rate / (1 - old1**t), 1 - old2**t)
+
+    def stepped(self, p: Tensor, g: Tensor, m: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        """(new parameter, mu, nu) of a leaf, in their dtypes: a 0-d leaf would become float64."""
+        m = (m * self.old1 + g * self.new1).to(m.dtype)
+        v = (v * self.old2 + g * g * self.new2).to(v.dtype)
+        return (p - m * self.size / ((v / self.correction).sqrt() + eps)).to(p.dtype), m, v
 
 
 def shrunk(p: Tensor, by: Tensor) -> Tensor:

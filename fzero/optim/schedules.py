@@ -74,7 +74,7 @@ def cosine(peak: float, steps: int, end: float = 0.0) -> Schedule:
     """
     peak, end = _check.number("cosine: peak", peak), _check.number("cosine: end", end)
     steps = _check.steps("cosine: steps", steps, low=1)
-    return lambda count: _half_cosine(peak, end, _progress(count, steps))
+    return lambda count: half_cosine(peak, end, _progress(count, steps))
 
 
 def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float = 0.0) -> Schedule:
@@ -97,7 +97,7 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
 
     def schedule(count: Tensor) -> Tensor:
         warm = peak * _progress(count, max(warmup_steps, 1))
-        decayed = _half_cosine(peak, end, _progress(count - warmup_steps, max(total_steps - warmup_steps, 1)))
+        decayed = half_cosine(peak, end, _progress(count - warmup_steps, max(total_steps - warmup_steps, 1)))
         return torch.where(count < warmup_steps, warm, decayed)
 
     return schedule
@@ -288,10 +288,30 @@ count, or the value would be baked into the compiled step
     return schedule
 
 
+def as_betas(where: str, betas: Any) -> tuple[float | Schedule, float | Schedule]:
+    """Returns an optimizer's decay rates, each a number in [0, 1) or a schedule of such; `where` begins the errors.
+
+    >>> as_betas("adam", (lambda count: 0.9, 1.5))
+    Traceback (most recent call last):
+    fzero.errors.SpecError: adam: betas[1] is 1.5, but it must be at least 0 and less than 1
+    """
+    numbers = [0.0 if callable(beta) else beta for beta in betas] if isinstance(betas, (tuple, list)) else betas
+    checked = _check.two_betas(where, numbers)
+    first, second = (
+        as_schedule(where, beta, f"betas[{i}]") if callable(beta) else checked[i] for i, beta in enumerate(betas)
+    )
+    return first, second
+
+
 def _progress(count: Tensor, steps: int) -> Tensor:
     """How much of `steps` is done at `count`: 0-d float64 in [0, 1]."""
     return torch.clamp(count.to(torch.float64) / steps, 0.0, 1.0)
 
 
-def _half_cosine(peak: float, end: float, progress: Tensor) -> Tensor:
+def half_cosine(peak: float, end: float, progress: Tensor) -> Tensor:
+    """Half a cosine: `peak` at a progress of 0, `end` at 1.
+
+    >>> half_cosine(1.0, 0.5, torch.tensor(0.5))
+    tensor(0.7500)
+    """
     return end + (0.5 * (peak - end)) * (1.0 + torch.cos(math.pi * progress))

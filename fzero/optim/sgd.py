@@ -36,11 +36,11 @@ class SgdState(NamedTuple):
 
 def sgd(
     learning_rate: float | Tensor | Schedule,
-    momentum: float = 0.0,
+    momentum: float | Schedule = 0.0,
     nesterov: bool = False,
     weight_decay: float | Tensor = 0.0,
 ) -> GradientTransformation:
-    """SGD with momentum, Nesterov's variant and an L2 term. `learning_rate` is a number or a schedule.
+    """SGD with momentum, Nesterov's variant and an L2 term. `learning_rate` and `momentum` are numbers or schedules.
 
     `learning_rate` and `weight_decay` may be 0-d tensors that the step computes. Raises `SpecError` for a value out of
     range or of the wrong type and for `nesterov` without momentum, and `TreeError` for params that are not
@@ -52,26 +52,31 @@ def sgd(
     {'w': tensor([-0.3800])}
     """
     schedule = as_schedule("sgd", learning_rate)
-    momentum = _check.number("sgd: momentum", momentum, high=1.0)
+    keep: float | Schedule
+    if callable(momentum):
+        keep = as_schedule("sgd", momentum, "momentum")
+    else:
+        keep = _check.number("sgd: momentum", momentum, high=1.0)
     weight_decay = _check.hyper("sgd: weight_decay", weight_decay)
-    if nesterov and momentum == 0.0:
+    if nesterov and not keep:
         raise SpecError("sgd: nesterov needs momentum, which is 0.0: write momentum=0.9, or leave nesterov out")
 
     def init(params: PyTree) -> SgdState:
         _check.trainable("sgd", params)
-        return SgdState(_check.zero_count(params), tree.map(torch.zeros_like, params) if momentum else None)
+        return SgdState(_check.zero_count(params), tree.map(torch.zeros_like, params) if keep else None)
 
     def update(grads: PyTree, state: SgdState, params: PyTree) -> tuple[PyTree, SgdState]:
         _, old, structure = tree.flatten(params)
         direction = _check.alike("sgd", "grads", grads, params)
         direction = [plus_scaled(g, p, weight_decay) for g, p in zip(direction, old, strict=True)]
         buffers = None
-        if momentum:
+        if keep:
             held = _check.alike("sgd", "momentum", state.momentum, params)
-            moved = [torch.add(g, b, alpha=momentum) for g, b in zip(direction, held, strict=True)]
+            factor = keep(state.count) if callable(keep) else keep
+            moved = [plus_scaled(g, b, factor) for g, b in zip(direction, held, strict=True)]
             buffers = tree.unflatten(structure, moved)
             if nesterov:
-                moved = [torch.add(g, b, alpha=momentum) for g, b in zip(direction, moved, strict=True)]
+                moved = [plus_scaled(g, b, factor) for g, b in zip(direction, moved, strict=True)]
             direction = moved
         descent = -schedule(state.count)
         updates = [(d * descent).to(d.dtype) for d in direction]  # a 0-d leaf would become float64

@@ -49,6 +49,7 @@ class Options:
 
     prefetch: int = 1
     gather_bytes: int | None = None
+    prefetch_bytes: int | None = None
     overlap: bool = True
     remat: Mapping[str, str] = field(default_factory=dict)
     compile: str = "none"
@@ -103,7 +104,11 @@ UNTIL_PREFETCH: Passes = (
 )
 
 FROM_PREFETCH: Passes = (
-    ("prefetch", lambda p, o: prefetch(p, o.prefetch if o.overlap else 0, o.gather_bytes), "hide gathers, under a cap"),
+    (
+        "prefetch",
+        lambda p, o: prefetch(p, o.prefetch if o.overlap else 0, o.gather_bytes, o.prefetch_bytes),
+        "hide gathers, under a cap",
+    ),
     (
         "split_gathers",
         lambda p, o: split_gathers(p, o.overlap),

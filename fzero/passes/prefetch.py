@@ -19,8 +19,10 @@ from fzero.ir.program import Program
 from fzero.ir.records import Op
 
 
-def prefetch(program: Program, depth: int = 1, cap: int | None = None) -> Program:
+def prefetch(program: Program, depth: int = 1, cap: int | None = None, soft: int | None = None) -> Program:
     """The program with gathers of parameters up to `depth` segments earlier, under `cap` bytes gathered at once.
+
+    soft: bytes up to which gathers start earlier; what one segment needs is gathered all the same.
 
     Raises SpecError where one segment alone needs more than `cap`.
     """
@@ -33,6 +35,8 @@ def prefetch(program: Program, depth: int = 1, cap: int | None = None) -> Progra
             f"gather_bytes={cap} is less than one segment needs: op {index} ({ops[index].why}) has {least} bytes "
             f"gathered at once. The smallest cap is {least}"
         )
+    if soft is not None:
+        cap = max(soft, least) if cap is None else min(max(soft, least), cap)
     for index in [i for i, op in enumerate(ops) if op.gathers and _parameter(program, op)]:
         to = _earlier(ops, index, depth, None if cap is None else cap - _size(program, ops[index]), levels)
         ops[to : index + 1] = [ops[index], *ops[to:index]]  # those after it stay where they are

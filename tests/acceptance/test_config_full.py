@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import configurations
 import pytest
 from helpers import run
 from workers import deepspeed_losses as worker
@@ -46,21 +48,24 @@ FILL = {
 }
 
 
-def fp32(name: str, stage: int) -> dict[str, Any]:
-    """A file's document in fp32, on the device, at a stage; with values where it says auto or nothing."""
-    document = copy.deepcopy(read(FILES / f"{name}.json")[1])
-    document.pop("fp16", None)
-    zero = document.setdefault("zero_optimization", {})
-    for block in ("offload_optimizer", "offload_param"):
+def fp32(document: dict[str, Any], stage: int | None = None, fill: Mapping[str, Any] = FILL) -> dict[str, Any]:
+    """A document in fp32, on the device, at a stage; with values where it says auto or nothing."""
+    document = copy.deepcopy(document)
+    for block in ("fp16", "bf16", "torch_autocast", "compile", "data_types", "_comment"):
+        document.pop(block, None)
+    old = document.get("zero_optimization", {})
+    zero = document["zero_optimization"] = {"stage": int(old)} if isinstance(old, bool) else old
+    for block in ("offload_optimizer", "offload_param", "cpu_offload"):
         zero.pop(block, None)
-    zero["stage"] = stage
+    if stage is not None:
+        zero["stage"] = stage
     for key in [key for key, value in zero.items() if value == "auto"]:
         zero.pop(key)
     if document.get("train_batch_size") in ("auto", None):
         document.pop("train_batch_size", None)
         if document.get("train_micro_batch_size_per_gpu") in ("auto", None):
             document["train_micro_batch_size_per_gpu"] = FILL["train_micro_batch_size_per_gpu"]
-    for path, value in FILL.items():
+    for path, value in {**FILL, **fill}.items():
         *above, last = path.split(".")
         inner = document
         for part in above:
@@ -81,6 +86,10 @@ def more(stage: int) -> dict[str, dict[str, Any]]:
     adam = {"type": "Adam", "params": {"lr": 2e-2}}
     linear = {"warmup_min_lr": 1e-3, "warmup_max_lr": 2e-2, "warmup_num_steps": 6, "warmup_type": "linear"}
     cosine = {"total_num_steps": 15, "warmup_num_steps": 5, "warmup_min_ratio": 0.1}
+    cycle = {"cycle_min_lr": 1e-3, "cycle_max_lr": 2e-2, "cycle_first_step_size": 5, "cycle_second_step_size": 7}
+    stairs = {**cycle, "cycle_first_stair_count": 2, "decay_step_size": 3, "decay_lr_rate": 0.5, "cycle_max_mom": 0.95}
+    growth = {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 4, "lr_range_test_step_rate": 2.0}
+    delta = {"type": "Adadelta", "params": {"rho": 0.8, "eps": 1e-5, "weight_decay": 0.01}}
     l2 = {"type": "Adam", "params": {"lr": 2e-2, "adam_w_mode": False, "weight_decay": 0.3}}
     torchs = {"type": "AdamW", "params": {"lr": 2e-2, "torch_adam": True}}
     sgd = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.8}}
@@ -96,11 +105,24 @@ def more(stage: int) -> dict[str, dict[str, Any]]:
         "torch": {**base, "optimizer": torchs, "gradient_clipping": 0.3},
         "sgd": {**base, "optimizer": sgd, "gradient_clipping": 0.0},
         "clipped": {**base, "optimizer": sgd},
+        "one_cycle": {**base, "optimizer": adam, "scheduler": {"type": "OneCycle", "params": cycle}},
+        "one_cycle_stairs": {**base, "optimizer": l2, "scheduler": {"type": "OneCycle", "params": stairs}},
+        "range_test": {**base, "optimizer": sgd, "scheduler": {"type": "LRRangeTest", "params": growth}},
+        "adadelta": {**base, "optimizer": delta},
     }
 
 
+# what DeepSpeed cannot do on two ranks of a processor, or asks another package for
+ELSEWHERE = {"ds_hpz", "ds_mics", "ds_muon", "ds_lion", "ds_monitors", "factory_autotp"}
+WRITTEN = {
+    name: fp32(case.document, fill=case.auto)
+    for name, case in {**configurations.DEEPSPEED, **configurations.OTHERS}.items()
+    if name not in ELSEWHERE
+}
+
+
 def documents(stage: int) -> dict[str, dict[str, Any]]:
-    return {**{name: fp32(name, stage) for name in NAMES}, **more(stage)}
+    return {**{name: fp32(read(FILES / f"{name}.json")[1], stage) for name in NAMES}, **more(stage)}
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +131,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], li
     pytest.importorskip("deepspeed")
     folder = tmp_path_factory.mktemp("deepspeed")
     cases = {(name, stage): document for stage in range(4) for name, document in documents(stage).items()}
+    cases |= {(name, -1): document for name, document in WRITTEN.items()}
     (folder / "cases.json").write_text(json.dumps(list(cases.values())))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(WORKER)]
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -132,6 +155,16 @@ def test_losses_are_those_of_deepspeeds_engine(name: str, theirs: dict[tuple[str
         difference = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
         assert difference <= 1e-5, f"stage {stage}: {losses}, but DeepSpeed has {wanted}"
         assert abs(wanted[0] - wanted[-1]) > 0.02, "the parameters move, so rules show"
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_documentations_describe_has_deepspeeds_losses(
+    name: str, theirs: dict[tuple[str, int], list[float]]
+) -> None:
+    losses, wanted = ours(WRITTEN[name]).losses(), theirs[name, -1]
+    difference = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
+    assert difference <= 1e-5, f"{losses}, but DeepSpeed has {wanted}"
+    assert abs(wanted[0] - wanted[-1]) > 0.02, "the parameters move, so rules show"
 
 
 def _decayed(decoupled: bool, decay: dict[str, float]) -> optimizers.Row:

@@ -30,6 +30,7 @@ def test_optimizers_are_optaxs() -> None:
             optim.lars(1.0, mask="w", **lars),
             optax.lars(1.0, weight_decay_mask=MASK, trust_ratio_mask=MASK, **lars),
         ),
+        "adadelta": (optim.adadelta(0.5, 0.8, 1e-4), optax.adadelta(0.5, 0.8, 1e-4)),
         "ema": (optim.chain(optim.ema(0.9), optim.sgd(0.1)), optax.chain(optax.ema(0.9), optax.sgd(0.1))),
         "ema_biased": (optim.chain(optim.ema(0.9, debias=False), optim.sgd(0.1)),
                        optax.chain(optax.ema(0.9, debias=False), optax.sgd(0.1))),

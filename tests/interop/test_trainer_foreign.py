@@ -192,13 +192,26 @@ def test_groups_of_any_rate_and_decoupled_adam(tmp_path: Path) -> None:
         assert_alike(tmp_path / optimizers.__name__, lambda: llama()[0], text(12, 0), optimizers=optimizers)
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adadelta"])
+def test_a_cycle_moves_the_momentum_too(kind: str, tmp_path: Path) -> None:
+    """OneCycleLR as it stands, over the whole run: it cycles AdamW's beta1 and SGD's momentum."""
+
+    def cycled(model: Any) -> Any:
+        more = {"AdamW": {"weight_decay": 0.1}, "SGD": {"momentum": 0.5}, "Adadelta": {"rho": 0.8}}[kind]
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-3, **more)
+        turns = {"total_steps": 6, "three_phase": True, "cycle_momentum": kind != "Adadelta"}
+        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, **turns)
+
+    assert_alike(tmp_path, lambda: llama()[0], text(12, 0), optimizers=cycled)
+
+
 def by_lambdas(model: Any) -> Any:
     optimizer = torch.optim.AdamW(halves(model, 1e-3, 1e-2))
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda n: 1.0, lambda n: float(n > 3)])
 
 
 def by_cycle(model: Any) -> Any:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, momentum=0.5)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=12)
 
 
@@ -214,7 +227,7 @@ def with_moments(model: Any) -> Any:
     ("optimizers", "said"),
     [
         (by_lambdas, "a LambdaLR: the rates of groups are no multiples of one another's"),
-        (by_cycle, "a OneCycleLR: it changes more than the rate: give cycle_momentum=False"),
+        (by_cycle, "it cycles the momentum of RMSprop: give cycle_momentum=False"),
         (with_moments, "it has made steps already, and its moments would be lost"),
     ],
 )

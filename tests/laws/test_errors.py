@@ -109,7 +109,7 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     *(("clip_norm", value, "a number > 0") for value in (0, -1.0, float("nan"), "1", True)),
     *(("bucket_bytes", value, "a positive int") for value in (0, -1, 1e6, "32MB", True)),
     *(("prefetch", value, "0 or a positive int") for value in (-1, 1.5, True)),
-    *(("gather_bytes", value, "a positive int") for value in (0, -5, 1.0)),
+    *((name, value, "a positive int") for name in ("gather_bytes", "prefetch_bytes") for value in (0, -5, 1.0)),
     *(("overlap", value, "True or False") for value in (1, None, "yes")),
     *(("allow_unused", value, "True or False") for value in (0, None, "no")),
     *(("device", value, "a device's name") for value in ("cudda", 3, "cuda:x")),

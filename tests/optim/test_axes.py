@@ -29,6 +29,7 @@ OPTIMIZERS: dict[str, Any] = {
     "lion": optim.lion(1e-3),
     "rmsprop": optim.rmsprop(1e-3, centered=True, momentum=0.9),
     "adagrad": optim.adagrad(1e-2),
+    "adadelta": optim.adadelta(),
     "nadam": optim.nadam(1e-2),
     "radam": optim.radam(1e-2),
     "lamb": optim.lamb(1e-2, weight_decay=0.01),

@@ -43,13 +43,16 @@ def warmup(count: int) -> float:
 
 
 def by_torch(*groups: tuple[Callable[[str, torch.Tensor], bool], Callable[..., Any]], **how: Any) -> Callable[..., Any]:
-    """A reference of torch's optimizers, each for the leaves that it is told. `how`: scheduled, norm, value."""
+    """A reference of torch's optimizers, each for the leaves that it is told. `how`: scheduled, cycled (arguments of
+    OneCycleLR), norm, value."""
 
     def reference(params: Named, gradients: list[Named]) -> Named:
         params = {path: p.clone().requires_grad_() for path, p in params.items()}
         chosen = [[p for path, p in params.items() if mine(path, p)] for mine, _ in groups]
         optimizers = [make(leaves) for leaves, (_, make) in zip(chosen, groups, strict=True) if leaves]
         schedules = [torch.optim.lr_scheduler.LambdaLR(o, warmup) for o in optimizers if how.get("scheduled")]
+        if "cycled" in how:
+            schedules = [torch.optim.lr_scheduler.OneCycleLR(o, 1e-2, 20, **how["cycled"]) for o in optimizers]
         for grads in gradients:
             for path, p in params.items():
                 p.grad = grads[path].clone()
@@ -136,6 +139,8 @@ def others(mine: Callable[[str, torch.Tensor], bool]) -> Callable[[str, torch.Te
     return lambda path, p: not mine(path, p)
 
 
+PHASES = {"three_phase": True, "pct_start": 0.4, "anneal_strategy": "linear"}
+CYCLE, CYCLE3 = optim.one_cycle(1e-2, 20), optim.one_cycle(1e-2, 20, **PHASES)
 T, AdamW, SGD = torch.optim, torch.optim.AdamW, torch.optim.SGD
 OPTIMIZERS = {
     "adam": Case(optim.adam(1e-2), every(lambda p: T.Adam(p, lr=1e-2))),
@@ -156,6 +161,19 @@ OPTIMIZERS = {
     ),
     "adamw_scheduled": Case(
         optim.adamw(optim.linear_warmup(1e-2, 5)), every(lambda p: AdamW(p, lr=1e-2), scheduled=True)
+    ),
+    "adamw_cycled": Case(
+        optim.adamw(CYCLE.rate, betas=(CYCLE.momentum, 0.99), weight_decay=0.3),
+        every(lambda p: AdamW(p, betas=(0.5, 0.99), weight_decay=0.3), cycled={}),
+    ),
+    "adam_cycled": Case(
+        optim.adam(CYCLE3.rate, betas=(CYCLE3.momentum, 0.9), weight_decay=0.1, moments="float32"),
+        every(lambda p: T.Adam(p, betas=(0.5, 0.9), weight_decay=0.1), cycled=PHASES),
+        wide=True,
+    ),
+    "sgd_cycled": Case(
+        optim.sgd(CYCLE.rate, CYCLE.momentum, nesterov=True),
+        every(lambda p: SGD(p, lr=1e-2, momentum=0.5, nesterov=True), cycled={}),
     ),
     "sgd": Case(optim.sgd(1e-2), every(lambda p: SGD(p, lr=1e-2))),
     "sgd_l2": Case(optim.sgd(1e-2, weight_decay=0.1), every(lambda p: SGD(p, lr=1e-2, weight_decay=0.1))),
@@ -192,6 +210,11 @@ OPTIMIZERS = {
         every(
             lambda p: T.Adagrad(p, 1e-2, lr_decay=0.1, weight_decay=0.2, initial_accumulator_value=0.3, eps=1e-6)
         ),
+    ),
+    "adadelta": Case(optim.adadelta(), every(lambda p: T.Adadelta(p)), tolerance=1e-5),
+    "adadelta_tuned": Case(
+        optim.adadelta(0.5, 0.8, 1e-4, 0.1),
+        every(lambda p: T.Adadelta(p, 0.5, rho=0.8, eps=1e-4, weight_decay=0.1)),
     ),
     "nadam": Case(optim.nadam(1e-2), every(lambda p: T.NAdam(p, lr=1e-2))),
     "nadam_l2": Case(

@@ -11,6 +11,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from fzero import optim
+from fzero.errors import SpecError
 
 STEPS = 24
 PEAK = 0.25
@@ -52,6 +53,72 @@ TORCH: dict[str, tuple[optim.Schedule, Callable[[Any], Any]]] = {
         lambda o: lr_scheduler.LambdaLR(o, lambda c: max(0.0, 1 - (c + 3) / 10)),
     ),
 }
+
+
+CYCLES: list[dict[str, Any]] = [
+    {},
+    {"anneal_strategy": "linear", "pct_start": 0.55},
+    {"three_phase": True, "base_momentum": 0.1, "max_momentum": 0.7},
+    {"three_phase": True, "pct_start": 0.45, "anneal_strategy": "linear", "div_factor": 3.0, "final_div_factor": 7.0},
+    {"pct_start": 0.0},
+]
+
+
+@pytest.mark.parametrize("given", CYCLES)
+@pytest.mark.parametrize("total", [STEPS, 10, 7])
+def test_a_cycle_is_that_of_torch(given: dict[str, Any], total: int) -> None:
+    """The rate and the momentum, at every step, and then the last ones."""
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler, expected = lr_scheduler.OneCycleLR(optimizer, PEAK, total, **given), []
+    for _ in range(total):
+        group = optimizer.param_groups[0]
+        expected.append((group["lr"], group["betas"][0]))
+        optimizer.step()
+        scheduler.step()
+    expected += [expected[-1]] * (STEPS - total)
+    cycle = optim.one_cycle(PEAK, total, **given)
+    assert values(cycle.rate) == pytest.approx([rate for rate, _ in expected], rel=1e-9, abs=1e-15)
+    assert values(cycle.momentum) == pytest.approx([momentum for _, momentum in expected], rel=1e-9)
+
+
+@pytest.mark.parametrize("stairs", [(0, 0), (3, 2)])
+def test_a_triangle_is_a_cycle_of_deepspeed(stairs: tuple[int, int]) -> None:
+    """Its formula (0.19.8): floor(iteration * stairs / size) / stairs on both sides."""
+
+    def height(count: int) -> float:
+        done, size, number = (count, 6, stairs[0]) if count <= 6 else (max(10 - count, 0), 4, stairs[1])
+        return math.floor(done * number / size) / number if number else done / size
+
+    expected = [0.1 + 0.4 * height(count) for count in range(STEPS)]
+    assert values(optim.triangle(0.1, 0.5, 6, 4, stairs)) == pytest.approx(expected, rel=1e-12)
+    falling = [0.9 - 0.1 * height(count) for count in range(STEPS)]
+    assert values(optim.triangle(0.9, 0.8, 6, 4, stairs)) == pytest.approx(falling, rel=1e-12)
+
+
+def one_update(tx: optim.GradientTransformation) -> None:
+    params = [torch.ones(1)]
+    tx.update(params, tx.init(params), params)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: optim.one_cycle(0.1, 10, anneal_strategy="exp"), "anneal_strategy is 'exp', but it must be 'cos'"),
+        (lambda: optim.one_cycle(0.1, 10, pct_start=0.6, three_phase=True), "pct_start is 0.6, .* less than 0.5"),
+        (lambda: optim.one_cycle(0.1, 10, max_momentum=1.0), "max_momentum is 1.0, .* less than 1"),
+        (lambda: optim.one_cycle(0.1, 1.5), "total_steps is 1.5"),
+        (lambda: optim.triangle(0.1, 0.2, 0, 3), "rise is 0, but it must be at least 1"),
+        (
+            lambda: one_update(optim.adamw(0.1, betas=(lambda count: 0.9, 0.99))),
+            r"the schedule returned 0\.9 \(float\)",
+        ),
+        (lambda: one_update(optim.sgd(0.1, lambda count: 0.9)), r"the schedule returned 0\.9 \(float\)"),
+        (lambda: optim.adam(0.1, betas=(lambda count: count, 1.0)), r"betas\[1\] is 1\.0"),
+    ],
+)
+def test_what_is_no_cycle_is_said(call: Callable[[], Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        call()
 
 
 @pytest.mark.parametrize("name", TORCH)

@@ -248,6 +248,22 @@ def test_a_cap_holds_back_the_prefetch_and_one_too_small_is_refused() -> None:
         cases.lowered(params=cases.layers(depth=4), gather_bytes=least - 1)
 
 
+def test_bytes_to_which_gathers_start_early_are_never_too_few() -> None:
+    """1 byte is the smallest cap; a cap that is smaller stays one, and is still refused where it is too small."""
+    params = cases.layers(depth=4)
+    none, wide = (cases.lowered(params=params, prefetch=depth).program for depth in (0, 3))
+    least = none.gather_cap_bytes
+    capped = cases.lowered(params=params, prefetch=3, gather_bytes=least).program
+    assert list(cases.lowered(params=params, prefetch=3, prefetch_bytes=1).program.ops) == list(capped.ops)
+    enough = cases.lowered(params=params, prefetch=3, prefetch_bytes=wide.gather_cap_bytes).program
+    assert list(enough.ops) == list(wide.ops)
+    assert (
+        cases.lowered(params=params, prefetch=3, prefetch_bytes=1, gather_bytes=least).program.gather_cap_bytes == least
+    )
+    with pytest.raises(fzero.SpecError, match=f"The smallest cap is {least}"):
+        cases.lowered(params=params, prefetch_bytes=1, gather_bytes=least - 1)
+
+
 def test_casts_before_the_gather_halve_what_is_gathered() -> None:
     wide, low = (cases.lowered(loss=loss).program for loss in (cases.layers_loss, cases.bf16_loss))
     gathered = [sum(wire_bytes(p, op) for op in p.ops if op.gathers) for p in (wide, low)]

@@ -39,6 +39,17 @@ _INLINE = {  # keys of DeepSpeed's plugin, and where a ds_config has them
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
+_FILLED: dict[str, Any] = {  # what Accelerate makes of "auto", in its plugin and in a ds_config
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "zero_optimization.stage": 2,
+    "zero_optimization.offload_optimizer.device": "none",
+    "zero_optimization.offload_param.device": "none",
+    "zero_optimization.offload_optimizer.nvme_path": "none",
+    "zero_optimization.offload_param.nvme_path": "none",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+}
+_NARROW = ("fp16", "bf16", "bfloat16", "torch_autocast")
 
 
 def accelerate_config(
@@ -83,7 +94,7 @@ def accelerate_config(
         )
     fsdp = _fsdp(ledger, kind == "FSDP", ranks)
     _plugin(ledger)
-    fields = {**fsdp, **_precision(_mixed(ledger), kind == "FSDP")}
+    fields = {**fsdp, **_precision(_mixed(ledger), kind == "FSDP"), **_dynamo(ledger)}
     fields["device"] = "cpu" if ledger.take("use_cpu") else None
     ledger.became("distributed_type", f"Spec(zero={fsdp['zero']})")
     kept = {name: value for name, value in fields.items() if value is not None}
@@ -108,7 +119,10 @@ def _fsdp(ledger: Ledger, sharded: bool, ranks: int) -> dict[str, Any]:
     )
     remat, offload = ledger.take(f"{FSDP}.activation_checkpointing"), ledger.take(f"{FSDP}.offload_params")
     ledger.take(f"{FSDP}.state_dict_type")
-    if replicas * shards > 1 and replicas * shards * tp != ranks:
+    others = any(
+        isinstance(n := ledger.values.get(f"{PARALLEL}.{name}"), int) and n > 1 for name in ("cp_size", "sp_size")
+    )
+    if replicas * shards > 1 and replicas * shards * tp != ranks and not others:  # what is refused has ranks too
         path = f"{PARALLEL}.dp_shard_size"
         ledger.refuse(
             path, f"{replicas} x {shards} x {tp} are not {ranks} ranks", f"write {max(ranks // (replicas * tp), 1)}"
@@ -157,6 +171,20 @@ def _strategy(ledger: Ledger) -> str:
     return text
 
 
+def _dynamo(ledger: Ledger) -> dict[str, Any]:
+    """`compile`, where the file asks for torch.compile's Inductor."""
+    fields = {}
+    for path in ("dynamo_config.backend", "dynamo_backend"):
+        backend = str(ledger.take(path)).upper()
+        if backend == "INDUCTOR":
+            fields["compile"] = "auto"
+        elif backend in ("EAGER", "AOT_EAGER"):
+            ledger.became(path, "nothing: fzero captures the step by itself")
+        elif backend != "NO":
+            ledger.refuse(path, "fzero compiles with Inductor alone", "write INDUCTOR, or NO")
+    return fields
+
+
 def _mixed(ledger: Ledger) -> str:
     """The mixed precision that the file asks for: "no", "fp16" or "bf16"."""
     old, name = ledger.take("fp16"), ledger.take("mixed_precision")
@@ -179,7 +207,8 @@ def _precision(name: str, sharded: bool) -> dict[str, Any]:
 def _plugin(ledger: Ledger) -> dict[str, Any]:
     """The values of DeepSpeed's block by name, those that are given."""
     names = ["deepspeed_config_file", *_INLINE]
-    values = {name: ledger.take(f"{DEEPSPEED}.{name}") for name in names}
+    filled = {name: {"auto": _FILLED[path]} for name, path in _INLINE.items()}
+    values = {name: ledger.take(f"{DEEPSPEED}.{name}", **filled.get(name, {})) for name in names}
     return {name: value for name, value in values.items() if ledger.has(f"{DEEPSPEED}.{name}")}
 
 
@@ -191,19 +220,46 @@ def _deepspeed(ledger: Ledger, ranks: int, auto: Mapping[str, Any], where: str) 
     for name in plugin if file else ():
         ledger.refuse(f"{DEEPSPEED}.{name}", "deepspeed_config_file says it", "take it out here, as Accelerate asks")
     narrow = _mixed(ledger)
-    device = "cpu" if ledger.take("use_cpu") else None
+    beside = {**_dynamo(ledger), **({"device": "cpu"} if ledger.take("use_cpu") else {})}
     document: dict[str, Any] = {}
     try:
-        name, document = read(Path(where).parent / file) if file else (f"{where}: {DEEPSPEED}", _document(plugin))
-        if narrow != "no" and not document.keys() & {"fp16", "bf16", "bfloat16", "torch_autocast"}:
+        name, document = read(_found(file, where)) if file else (f"{where}: {DEEPSPEED}", _document(plugin))
+        said = document.keys() & {narrow, narrow.replace("bf", "bfloat")}
+        if narrow != "no" and not said and not any(_at(document, f"{block}.enabled") is True for block in _NARROW):
             document[narrow] = {"enabled": True}
-        inner = ds_config(document, world_size=ranks, auto=auto)
+        inner = ds_config(
+            document, world_size=ranks, auto={**_auto(document, ledger.has("mixed_precision"), narrow), **auto}
+        )
     except ConfigError as error:
         ledger.refusals += [Refusal(*refusal) for refusal in error.refusals] or [Refusal("", str(error))]
         ledger.open += error.open
     lines = ledger.close()
-    fields = {**inner.expressions, **({"device": device} if device else {})}
+    fields = {**inner.expressions, **beside}
     return replace(inner, where=where, expressions=fields, lines=(*lines, *inner.lines))
+
+
+def _found(file: str, where: str) -> Path:
+    """The plugin's file: as Accelerate finds it, from the current folder; or from a folder that `where` lies in."""
+    folders = Path(where).absolute().parents
+    return next((p for p in (Path(file), *(at / file for at in folders)) if p.is_file()), folders[0] / file)
+
+
+def _auto(document: Mapping[str, Any], said: bool, narrow: str) -> dict[str, Any]:
+    """The values that Accelerate puts where a ds_config says "auto". said: whether the file names a mixed precision."""
+    precisions = {f"{name}.enabled": name.replace("bfloat", "bf") == narrow for name in ("fp16", "bf16", "bfloat16")}
+    filled = {**_FILLED, **(precisions if said else {})}
+    found = {path: value for path, value in filled.items() if _at(document, path) == "auto"}
+    return {path.replace("bfloat", "bf"): value for path, value in found.items()}
+
+
+def _at(document: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """The value at a path of blocks."""
+    value: Any = document
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return default
+        value = value[name]
+    return value
 
 
 def _document(plugin: Mapping[str, Any]) -> dict[str, Any]:

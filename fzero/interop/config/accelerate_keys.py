@@ -34,9 +34,11 @@ STRATEGY = Kind(
     off="NO_SHARD",
 )
 TYPE = Kind("a name", lambda value: NAME.fits(value) or str(value).upper() == "NO", off="NO")
+ZERO_STAGE = one_of(0, 1, 2, 3)
 LIMIT = POSITIVE._replace(off=0.0)
 BY_STRUCTURE = "layers are found by their structure"
 LAUNCHER = "for the launcher"
+DYNAMO = 'Spec(compile="auto") where it is INDUCTOR'
 
 ACCELERATE = table(
     keys("", HONOURED, "Spec(zero=, mesh=)", distributed_type=Of(TYPE, "NO")),
@@ -66,12 +68,13 @@ ACCELERATE = table(
          ignored_modules=Of(ANY)),
     keys(FSDP, REFUSED, "saved activations stay on the device", "take it out", activation_checkpointing_offload=False),
     # --- DeepSpeed's plugin: the rest is in its own file, or filled in as Accelerate fills it
-    keys(DEEPSPEED, HONOURED, "the file, read beside this one", deepspeed_config_file=Of(NAME)),
-    keys(DEEPSPEED, HONOURED, "as in a ds_config", gradient_accumulation_steps=Of(COUNT, 1),
-         gradient_clipping=Of(LIMIT, 1.0), zero_stage=Of(one_of(0, 1, 2, 3), 2),
+    keys(DEEPSPEED, HONOURED, "the file, as Accelerate finds it, or beside this one", deepspeed_config_file=Of(NAME)),
+    keys(DEEPSPEED, HONOURED, "as in a ds_config; auto is Accelerate's default", auto=True,
+         gradient_accumulation_steps=Of(COUNT, 1), gradient_clipping=Of(LIMIT, 1.0), zero_stage=Of(ZERO_STAGE, 2),
          offload_optimizer_device=Of(DEVICE, "none"), offload_param_device=Of(DEVICE, "none"),
          offload_optimizer_nvme_path=Of(FOLDER), offload_param_nvme_path=Of(FOLDER), zero3_save_16bit_model=False),
     keys(DEEPSPEED, ALWAYS, "a state is made in slices", zero3_init_flag=False),
+    keys(DEEPSPEED, HINT, "Ulysses is not used", seq_parallel_communication_data_type=Of(TEXT)),
     keys(DEEPSPEED, HINT, BY_STRUCTURE, deepspeed_moe_layer_cls_names=Of(ANY)),
     keys(DEEPSPEED, HINT, LAUNCHER, deepspeed_multinode_launcher=Of(TEXT), deepspeed_hostfile=Of(TEXT),
          deepspeed_exclusion_filter=Of(TEXT), deepspeed_inclusion_filter=Of(TEXT)),
@@ -85,13 +88,11 @@ ACCELERATE = table(
     # --- what fzero does not do
     keys("", REFUSED, "fzero is not Megatron-LM", "take the block out", megatron_lm_config=Of(BLOCK)),
     keys("", REFUSED, "fzero computes in no 8 bits", "take the block out, and write bf16", fp8_config=Of(BLOCK)),
-    keys("", REFUSED, "fzero runs on CUDA and CPU", "take it out", tpu_name=Of(TEXT), tpu_zone=Of(TEXT),
-         tpu_use_cluster=False, tpu_use_sudo=False, tpu_vm=Of(ANY), tpu_env=Of(ANY), downcast_bf16=Of(ANY),
+    keys("", HINT, "of TPUs, which no type here uses", tpu_name=Of(TEXT), tpu_zone=Of(TEXT),
+         tpu_use_cluster=False, tpu_use_sudo=False, tpu_vm=Of(ANY), tpu_env=Of(ANY), downcast_bf16=False,
          command_file=Of(TEXT), commands=Of(ANY)),
-    keys("dynamo_config", REFUSED, "fzero captures the step by itself", 'write NO; Spec(compile="auto") uses Inductor',
-         backend="NO"),
-    keys("", REFUSED, "fzero captures the step by itself", 'write NO; Spec(compile="auto") uses Inductor',
-         dynamo_backend="NO"),
+    keys("dynamo_config", HONOURED, DYNAMO, backend=Of(TYPE, "NO")),
+    keys("", HONOURED, DYNAMO, dynamo_backend=Of(TYPE, "NO")),
     keys("dynamo_config", HINT, "nothing is compiled by Dynamo", mode=Of(ANY), use_fullgraph=Of(ANY),
          use_dynamic=Of(ANY), use_regional_compilation=Of(ANY)),
 )  # fmt: skip
@@ -101,4 +102,4 @@ ALIASES = {  # Accelerate takes these names with and without their block's befor
     for block, prefix in ((FSDP, "fsdp_"), (PARALLEL, "parallelism_config_"), ("dynamo_config", "dynamo_"))
     for path in ACCELERATE
     if path.startswith(f"{block}.")
-}
+} | {f"{FSDP}.fsdp_backward_prefetch_policy": f"{FSDP}.backward_prefetch"}  # its name before Accelerate 0.25

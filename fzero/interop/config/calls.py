@@ -68,6 +68,8 @@ def text_of(expression: Any) -> str:
         return str(expression)
     if isinstance(expression, list):
         return f"[{', '.join(map(text_of, expression))}]"
+    if isinstance(expression, tuple) and len(expression) > 1:
+        return f"({', '.join(map(text_of, expression))})"
     return 'float("inf")' if expression == math.inf else repr(expression)
 
 

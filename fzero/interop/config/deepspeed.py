@@ -120,8 +120,8 @@ def _batch(ledger: Ledger, replicas: int) -> tuple[int, int]:
         ledger.became(MICRO, f"{micro}: rows of a step / ranks / accumulation")
     if total and total != micro * steps * replicas:
         whole = max(micro, 1) * max(steps, 1) * replicas
-        why = f"{total} rows are not {micro} x {steps} accumulated x {replicas} ranks that split the batch"
-        ledger.refuse(TOTAL, why, f"write {whole}, or take it out")
+        parts = f"{max(micro, 1)} x {max(steps, 1)} accumulated x {replicas} ranks that split the batch"
+        ledger.refuse(TOTAL, f"{total} rows are not {parts}", f"write {whole}, or take it out")
     return max(micro, 1), max(steps, 1)
 
 
@@ -135,7 +135,9 @@ def _placement(ledger: Ledger, ranks: int) -> dict[str, Any]:
     within, name = _within(ledger, stage)
     outer, path = ranks // (pp * tp), f"{ZERO}.{'mics_shard_size' if name == 'hsdp' else 'zero_hpz_partition_size'}"
     if outer % within:
-        ledger.refuse(path, f"{outer} ranks split the batch, no multiple of it", "write a number that divides them")
+        ledger.refuse(
+            path, f"{outer} ranks split the batch, no multiple of it", "launch a multiple of it (world_size=)"
+        )
     two = 1 < within < outer
     mesh = {"pp": pp, **({"dp_out": -1, "dp": within} if two else {"dp": -1}), "tp": tp}
     mesh = {axis: size for axis, size in mesh.items() if size != 1}
@@ -176,7 +178,11 @@ def _replicas(ledger: Ledger, mesh: Mapping[str, int], ranks: int) -> int:
     same = mesh.get("pp", 1) * mesh.get("tp", 1)
     if ranks % same:
         path = "tensor_parallel.autotp_size" if mesh.get("tp", 1) > 1 else "pipeline.stages"
-        ledger.refuse(path, f"{ranks} ranks are no multiple of {same}, the ranks of a replica", "launch as many")
+        ledger.refuse(
+            path,
+            f"{ranks} ranks are no multiple of {same}, the ranks of a replica",
+            "launch a multiple of them (world_size=)",
+        )
     return max(ranks // same, 1)
 
 
@@ -192,8 +198,10 @@ def _zero(ledger: Ledger, compute: str | None) -> dict[str, Any]:
     most = ledger.take(path)
     if ledger.has(path):
         itemsize = DTYPES[compute or "fp32"].itemsize
-        fields["gather_bytes"] = max(most, 1) * itemsize
-        ledger.became(path, f"Spec(gather_bytes={fields['gather_bytes']}): elements, in bytes of {compute or 'fp32'}")
+        fields["prefetch_bytes"] = max(most, 1) * itemsize  # in DeepSpeed too a module has what it needs
+        ledger.became(
+            path, f"Spec(prefetch_bytes={fields['prefetch_bytes']}): elements, in bytes of {compute or 'fp32'}"
+        )
     return fields | _offload(ledger)
 
 

@@ -31,11 +31,11 @@ DEVICE = one_of("none", "cpu", "nvme")
 STAGE = one_of(0, 1, 2, 3)
 LIMIT = POSITIVE._replace(off=0.0)
 STAGES = Kind(f"{COUNT.needed} or auto", lambda value: value == "auto" or COUNT.fits(value), off="auto")
-PRINTS = Kind(COUNT.needed, lambda value: COUNT.fits(value) or value == 0, True)
+PRINTS = INT._replace(off=None)
 ZERO = "zero_optimization"
 LAYOUT = "fzero lays out and moves its buckets by measured cost; the bits are the same"
 OTHER_NUMBERS = "fzero has no such thing, and without it the numbers would be others"
-REMAT = 'write Spec(remat="full") beside it: in DeepSpeed this block does nothing unless the model calls it'
+REMAT = 'DeepSpeed recomputes only where the model calls it; Spec(remat="full") recomputes layers'
 TRACKERS = "given.trackers, for rank 0"
 
 DEEPSPEED = table(
@@ -54,12 +54,13 @@ DEEPSPEED = table(
     # --- gradients
     keys("", HONOURED, "Spec(clip_norm=); 0 clips nothing", auto=True, gradient_clipping=Of(LIMIT, 1.0)),
     keys("", HONOURED, "Precision(reduce=)", communication_data_type=Of(DTYPE)),
+    keys("", HINT, "Ulysses is not used", seq_parallel_communication_data_type=Of(DTYPE, "fp32")),
     keys("", HINT, "rounding only: fzero sums gradients in the order of ranks and divides once",
          prescale_gradients=False, gradient_predivide_factor=1.0),
     keys("", REFUSED, "the update would be of the sum over ranks", "write mean, and a learning rate for it",
          gradient_allreduce_op=Of(one_of("mean", "sum"), "mean")),
     keys("", REFUSED, "fzero has no such thing", "take it out", disable_allgather=False,
-         use_data_before_expert_parallelism=False, seq_parallel_communication_data_type=Of(DTYPE, "fp32"),
+         use_data_before_expert_parallelism=False,
          datastates_ckpt=Of(BLOCK), weight_quantization=Of(BLOCK), expert_parallel=Of(BLOCK)),
     keys("", REFUSED, "Ulysses is not in fzero", 'take it out; Spec(sequence="tp") splits sequences along tp',
          sequence_parallel_size=Of(COUNT)),
@@ -70,7 +71,7 @@ DEEPSPEED = table(
          weight_decay=Of(POSITIVE)),
     keys("optimizer.params", HONOURED, "of the optimizer", adam_w_mode=True, torch_adam=False,
          bias_correction=True, momentum=Of(POSITIVE),
-         nesterov=False, alpha=Of(POSITIVE), centered=False, lr_decay=Of(POSITIVE),
+         nesterov=False, rho=Of(POSITIVE), alpha=Of(POSITIVE), centered=False, lr_decay=Of(POSITIVE),
          initial_accumulator_value=Of(POSITIVE), momentum_decay=Of(POSITIVE), decoupled_weight_decay=False,
          muon_lr=Of(POSITIVE), adam_lr=Of(POSITIVE)),
     keys("optimizer.params", HINT, "changes no number", set_grad_none=True, fp32_optimizer_states=True, foreach=Of(ANY),
@@ -86,6 +87,13 @@ DEEPSPEED = table(
          warmup_min_lr=Of(POSITIVE, 0.0), warmup_max_lr=Of(POSITIVE), warmup_num_steps=Of(COUNT, 1000)),
     keys("scheduler.params", HONOURED, "of the schedule", warmup_type=Of(one_of("log", "linear"), "log"),
          warmup_min_ratio=Of(POSITIVE, 0.0), cos_min_ratio=Of(POSITIVE, 1e-4)),
+    keys("scheduler.params", HONOURED, "of the schedule", cycle_min_lr=Of(POSITIVE), cycle_max_lr=Of(POSITIVE),
+         decay_lr_rate=0.0, cycle_first_step_size=Of(COUNT, 2000), cycle_second_step_size=Of(INT),
+         cycle_first_stair_count=Of(SIGNED, 0), cycle_second_stair_count=Of(SIGNED), decay_step_size=Of(INT, 0),
+         lr_range_test_min_lr=Of(POSITIVE, 1e-3), lr_range_test_step_size=Of(COUNT, 2000),
+         lr_range_test_step_rate=Of(POSITIVE, 1.0), lr_range_test_staircase=False),
+    keys("scheduler.params", HONOURED, "beta1 of Adam and AdamW, whose beta2 is 0.99 then", cycle_momentum=True,
+         cycle_min_mom=Of(POSITIVE, 0.8), cycle_max_mom=Of(POSITIVE, 0.9), decay_mom_rate=Of(POSITIVE, 0.0)),
     keys("scheduler.params", REFUSED, "a run goes on from a checkpoint, which holds the count", "take it out",
          last_batch_iteration=Of(SIGNED, -1)),
     # --- precision
@@ -94,6 +102,7 @@ DEEPSPEED = table(
          initial_scale_power=16, loss_scale_window=Of(COUNT, 1000), hysteresis=Of(COUNT, 2),
          consecutive_hysteresis=False, min_loss_scale=Of(POSITIVE, 1)),
     keys("fp16", HINT, "floating inputs are always cast", auto_cast=False),
+    keys("fp16", HINT, "of Apex, which DeepSpeed 0.19 does not use", opt_level=Of(TEXT)),
     keys("fp16", REFUSED, "fzero holds no fp16 masters", "take it out", fp16_master_weights_and_grads=False),
     keys("bf16", HONOURED, "Spec(precision=)", auto=True, enabled=False),
     keys("bf16", HONOURED, 'Spec(nonfinite="skip")', check_grad_overflow=True),
@@ -116,7 +125,7 @@ DEEPSPEED = table(
     keys(ZERO, HONOURED, "Spec(overlap=); the same bits", overlap_comm=Of(FLAG)),
     keys(ZERO, HONOURED, "Spec(allow_unused=)", ignore_unused_parameters=True),
     keys(ZERO, HONOURED, 'metrics["grad_norm"], also where nothing is clipped', compute_grad_norm=True),
-    keys(ZERO, HONOURED, "Spec(gather_bytes=): elements, in bytes of the computed dtype",
+    keys(ZERO, HONOURED, "Spec(prefetch_bytes=): elements, in bytes of the computed dtype",
          stage3_max_live_parameters=1_000_000_000),
     keys(ZERO, HONOURED, "given.export_dtype; an export is whole in any case",
          stage3_gather_16bit_weights_on_model_save=False, stage3_gather_fp16_weights_on_model_save=False),
@@ -182,7 +191,7 @@ DEEPSPEED = table(
     keys("pipeline", REFUSED, "fzero draws by keys (docs/randomness.md)", "take it out", seed_layers=False),
     keys("pipeline", HINT, "changes no number", pipe_partitioned=True, grad_partitioned=True, use_reentrant=Of(FLAG)),
     # --- memory of activations, compiling
-    keys("activation_checkpointing", REFUSED, "DeepSpeed does it where the model calls it", REMAT,
+    keys("activation_checkpointing", HINT, REMAT,
          partition_activations=False, number_checkpoints=Of(INT), contiguous_memory_optimization=False,
          cpu_checkpointing=False, synchronize_checkpoint_boundary=False, profile=False),
     keys("compile", HINT, "fzero compiles the schedule in any case", deepcompile=False, autoep_non_moe=False,
@@ -190,6 +199,8 @@ DEEPSPEED = table(
          double_buffer=True, symmetric_memory=False, debug_log=False, sync_before_reduce=False, sync_after_reduce=False,
          sync_before_allgather=False, sync_after_allgather=False, keep_int_input_tensors=True,
          keep_all_input_tensors=False, passes=Of(NAMES)),
+    keys("compile", HINT, "of DeepSpeed before 0.16; fzero compiles the schedule in any case", disable=False,
+         backend=Of(TEXT), kwargs=Of(ANY)),
     keys("compile", REFUSED, "DeepCompile's offload is not read", "write zero_optimization.offload_optimizer",
          offload_activation=False, offload_opt_states=False, offload_parameters=False),
     # --- checkpoints

@@ -4,6 +4,7 @@
     ledger.take(path)                         the value of an honoured key, its default if the document has none
     ledger.became(path, text)                 what the report says of it, where the row's sentence is too general
     ledger.refuse(path, why, fix)             one more refusal
+    ledger.forget(block)                      takes back refusals inside of a block that is refused as a whole
     ledger.lacks(path, why)                   one more refusal, which a value in `auto` would settle
     ledger.close()                            hints and the rest are taken; one ConfigError for all refusals
 
@@ -64,7 +65,7 @@ class Ledger:
         self.lines: dict[str, Line] = {}
         self.refusals: list[Refusal] = []
         self.open: list[str] = []
-        self._asleep: list[Line] = []  # blocks that are switched off as a whole
+        self._asleep: list[Line] = []  # blocks that are switched off as a whole, and comments
         self._told: set[str] = set()  # paths of which more is said than the row says
         inner = blocks(tuple(table))
         for path, value in leaves(_renamed(document, aliases or {}, self), inner):
@@ -126,6 +127,10 @@ class Ledger:
         said = "" if value is ABSENT else f" = {_shown(value)}"
         self.refusals.append(Refusal(path, f"{path}{said}: {why}" + (f". {_sentence(fix)}" if fix else "")))
 
+    def forget(self, block: str) -> None:
+        """Takes back what was refused inside of a block that is refused as a whole."""
+        self.refusals = [refusal for refusal in self.refusals if not refusal.path.startswith(f"{block}.")]
+
     def lacks(self, path: str, why: str, or_write: str = "the value") -> None:
         """Adds a refusal of a key that a value in `auto` would settle."""
         self.open.append(path)
@@ -177,6 +182,8 @@ class Ledger:
         elif block:
             if value not in (None, {}):  # a block that is empty asks for nothing
                 self.refuse(path, "needed a block of keys", _inside(path, self.table), value)
+        elif _is_comment(path.rpartition(".")[2]):
+            self._asleep.append(Line(path, _shown(value), "nothing: a comment"))
         else:
             self.refuse(path, "there is no such key", nearest(path, self.table), value)
 
@@ -227,6 +234,15 @@ def _distance(a: str, b: str) -> int:
             swapped = two[j - 2] + 1 if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y else len(a) + len(b)
             row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (x != y), swapped))
     return row[-1]
+
+
+def _is_comment(name: str) -> bool:
+    """Whether a key is what people write where JSON has no comments: "_comment", "//", a key put aside by "_".
+
+    >>> [_is_comment(name) for name in ("_comment", "//", "_fp16", "communication")]
+    [True, True, True, False]
+    """
+    return name.startswith(("_", "//", "#")) or name.lower() in ("comment", "comments")
 
 
 def _renamed(document: Mapping[str, Any], aliases: Mapping[str, str], ledger: Ledger, at: str = "") -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.interop.config.calls import Call, Name
-from fzero.interop.config.keys import is_off
+from fzero.interop.config.keys import is_off, says_off
 from fzero.interop.config.ledger import Ledger, nearest
 
 Values = Mapping[str, Any]
@@ -33,9 +33,12 @@ def optimizer(ledger: Ledger) -> tuple[Call | None, Call | None]:
     document names no optimizer. Refusals go to the ledger."""
     rising, shape = _block(ledger, "scheduler", SCHEDULES, "schedule")
     kind, values = _block(ledger, "optimizer", OPTIMIZERS, "optimizer")
+    if rising is SCHEDULES["OneCycle"]:
+        values = {**values, **_cycled(ledger, kind, shape)}
     if kind is not None:
-        if rising and shape.get("warmup_max_lr", values.get("lr")) != values.get("lr") and "lr" in values:
-            ledger.became("optimizer.params.lr", f"nothing: the schedule sets the rate, up to {shape['warmup_max_lr']}")
+        top = shape.get("warmup_max_lr", shape.get("cycle_max_lr", values.get("lr")))
+        if rising and top != values.get("lr") and "lr" in values:
+            ledger.became("optimizer.params.lr", f"nothing: the schedule sets the rate, up to {top}")
         call = kind.make(values, (lambda lr: rising.make(shape, lr)) if rising else lambda lr: lr)
         ledger.became("optimizer.type", f"Spec(optimizer={call.name}(...))")
         return call, None
@@ -53,6 +56,7 @@ def _block(ledger: Ledger, block: str, known: Mapping[str, Row], noun: str) -> t
     if kind is not None and name is None:
         other = f"take it out, and give Spec(optimizer=). Known are {', '.join(known)}"
         fix = (_is_another(str(kind)) and other) or nearest(str(kind), known, close=True) or other
+        ledger.forget(f"{block}.params")
         ledger.refuse(f"{block}.type", REFUSED.get(_letters(str(kind)), f"fzero has no {noun} of this name"), fix)
     row = known[name] if name else None
     values: dict[str, Any] = {}
@@ -62,7 +66,9 @@ def _block(ledger: Ledger, block: str, known: Mapping[str, Row], noun: str) -> t
         param = path.rpartition(".")[2]
         value = ledger.take(path, **({"auto": AUTO.get(param)} if row is None or param in AUTO else {}))
         taken = row is not None and param in row.names
-        given = ledger.has(path) and (taken or not is_off(value, key.default))
+        given = ledger.has(path) and (taken or not (is_off(value, key.default) or says_off(value)))
+        if row and not taken and not given and ledger.has(path):
+            ledger.became(path, f"nothing: {name} takes no such parameter")
         if given and row and not taken:
             fix = nearest(path, [f"{block}.params.{n}" for n in row.names]) or "take it out"
             ledger.refuse(path, f"{name} has no such parameter", fix)
@@ -119,12 +125,69 @@ def _warmup_cosine_lr(values: Values, lr: float | None) -> Call | None:
     return Call("fzero.optim.joined", ([Call("fzero.optim.constant", (0.0,)), curve], [1]))  # its first rate is 0
 
 
+def _triangle(values: Values, low: Any, peak: Any, after: Call) -> Call:
+    """A cycle of OneCycle's sizes, and what follows it."""
+    rise = values.get("cycle_first_step_size", 2000)
+    fall = values.get("cycle_second_step_size", rise)
+    up = max(0, values.get("cycle_first_stair_count", 0))
+    stairs = (up, max(0, values.get("cycle_second_stair_count", up)))
+    cycle = Call("fzero.optim.triangle", (low, peak, rise, fall), {"stairs": stairs} if any(stairs) else {})
+    return Call("fzero.optim.joined", ([cycle, after], [rise + fall]))
+
+
+def _afterwards(values: Values, name: str, value: float, rate: float) -> Call:
+    """What follows a cycle: it moves on by `rate` every `decay_step_size`, or stays."""
+    steps = values.get("decay_step_size", 0)
+    return (
+        Call(f"fzero.optim.{name}", (value, steps, rate)) if steps and rate else Call("fzero.optim.constant", (value,))
+    )
+
+
+def _one_cycle(values: Values, lr: float | None) -> Call:
+    low, peak = values.get("cycle_min_lr", 0.0), values.get("cycle_max_lr", 0.0)
+    return _triangle(values, low, peak, _afterwards(values, "inverse_time", low, values.get("decay_lr_rate", 0.0)))
+
+
+def _cycled(ledger: Ledger, kind: Row | None, values: Values) -> Values:
+    """The betas that OneCycle sets. The first is the least momentum at the first update, as the scheduler leaves it."""
+    path = "scheduler.params.cycle_momentum"
+    if not values.get("cycle_momentum", True):
+        return {}
+    if kind is not None and "betas" not in kind.names:
+        ledger.became(path, "nothing: the optimizer has no betas")
+        return {}
+    if kind is None or kind not in (OPTIMIZERS["Adam"], OPTIMIZERS["AdamW"]):
+        ledger.refuse(path, "fzero cycles the betas of Adam and AdamW alone", f"write {path} false")
+        return {}
+    if ledger.has("optimizer.params.betas"):
+        ledger.became("optimizer.params.betas", "nothing: OneCycle sets them")
+    low, high = values.get("cycle_min_mom", 0.8), values.get("cycle_max_mom", 0.9)
+    after = _afterwards(values, "linear_growth", high, values.get("decay_mom_rate", 0.0))
+    moved = Call("fzero.optim.shift", (_triangle(values, high, low, after), 1))
+    return {"betas": (Call("fzero.optim.joined", ([Call("fzero.optim.constant", (low,)), moved], [1])), 0.99)}
+
+
+def _range_test(values: Values, lr: float | None) -> Call:
+    steps, rate = values.get("lr_range_test_step_size", 2000), values.get("lr_range_test_step_rate", 1.0)
+    named = {"staircase": True} if values.get("lr_range_test_staircase") else {}
+    return Call("fzero.optim.linear_growth", (values.get("lr_range_test_min_lr", 1e-3), steps, rate), named)
+
+
 _RISE = ("warmup_num_steps", "warmup_type")
 _TOTAL = ("total_num_steps",)
+_BOUNDS = ("cycle_min_lr", "cycle_max_lr")
+_CYCLE = (
+    "decay_lr_rate", "cycle_first_step_size", "cycle_second_step_size", "cycle_first_stair_count",
+    "cycle_second_stair_count", "decay_step_size", "cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate",
+)  # fmt: skip
 SCHEDULES = {
     "WarmupLR": Row(_warmup_lr, ("warmup_min_lr", "warmup_max_lr", *_RISE)),
     "WarmupDecayLR": Row(_warmup_decay_lr, ("warmup_min_lr", "warmup_max_lr", *_RISE, *_TOTAL), _TOTAL),
     "WarmupCosineLR": Row(_warmup_cosine_lr, ("warmup_min_ratio", "cos_min_ratio", *_RISE, *_TOTAL), _TOTAL),
+    "OneCycle": Row(_one_cycle, (*_BOUNDS, *_CYCLE), _BOUNDS),
+    "LRRangeTest": Row(
+        _range_test, tuple(f"lr_range_test_{n}" for n in ("min_lr", "step_size", "step_rate", "staircase"))
+    ),
 }
 
 
@@ -171,6 +234,7 @@ _ADAM = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam", "bia
 _L2 = {"weight_decay": "weight_decay"}
 _BOTH = {"betas": "betas", "eps": "eps", **_L2, "decoupled_weight_decay": "decoupled_weight_decay"}
 _ADAGRAD = {"lr_decay": "lr_decay", **_L2, "initial_accumulator_value": "initial", "eps": "eps"}
+_DELTA = {"rho": "rho", "eps": "eps", **_L2}
 _RMS = {"alpha": "alpha", "eps": "eps", **_L2, "momentum": "momentum", "centered": "centered"}
 _SGD = {"momentum": "momentum", "nesterov": "nesterov", **_L2}
 OPTIMIZERS = {
@@ -184,6 +248,7 @@ OPTIMIZERS = {
     "Adagrad": Row(_of_torch("adagrad", 1e-2, **_ADAGRAD), ("lr", *_ADAGRAD)),
     "SGD": Row(_of_torch("sgd", 1e-3, **_SGD), ("lr", *_SGD)),
     "RMSprop": Row(_of_torch("rmsprop", 1e-2, **_RMS), ("lr", *_RMS)),
+    "Adadelta": Row(_of_torch("adadelta", 1.0, **_DELTA), ("lr", *_DELTA)),
     "NAdam": Row(_of_torch("nadam", 2e-3, **_BOTH, momentum_decay="momentum_decay"), ("lr", *_BOTH, "momentum_decay")),
     "RAdam": Row(_of_torch("radam", 1e-3, **_BOTH), ("lr", *_BOTH)),
 }
@@ -196,8 +261,6 @@ REFUSED = {
     "muadam": "it is of the library mup",
     "muadamw": "it is of the library mup",
     "musgd": "it is of the library mup",
-    "onecycle": "it turns Adam's betas too, which are numbers in fzero",
-    "lrrangetest": "it is a search for a rate",
 }
 OTHERS = (  # algorithms of other libraries, whose names are near those of the tables
     "AdaBelief", "AdaBound", "AdaHessian", "Adan", "AdamP", "AdEMAMix", "Apollo", "CAME", "CPUAdam", "DiffGrad",

@@ -138,8 +138,8 @@ def _optimizer(trainer: Any, given: Given | None, num_updates: int) -> GradientT
         return chosen.transformation(_of_document(trainer, given.schedule))
     optimizers.empty(trainer.optimizer)
     trainer.create_scheduler(num_updates)  # unless there is one
-    table = optimizers.rates(trainer.optimizer, trainer.lr_scheduler, num_updates)
-    return chosen.transformation(optimizers.tabled(table.to(device)))
+    course = optimizers.course(trainer.optimizer, trainer.lr_scheduler, num_updates)
+    return chosen.scheduled({name: table.to(device) for name, table in course.items()})
 
 
 def _read(trainer: Any) -> optimizers.Chosen:

@@ -10,8 +10,8 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -64,6 +64,16 @@ class Chosen:
     decay: Mapping[str, float]
     factors: Mapping[str, float] = field(default_factory=dict)
     refusals: tuple[tuple[str, str, str], ...] = ()
+
+    def scheduled(self, course: Mapping[str, Tensor]) -> GradientTransformation:
+        """The transformation whose rate is a table, as `course` gives it, and so its momentum or beta1 if it is there.
+        Raises ConfigError for a kind whose betas are numbers."""
+        cycled: dict[str, Any] = {name: tabled(table) for name, table in course.items() if name != "lr"}
+        if cycled and self.kind not in CYCLES:
+            _refuse(f"it cycles the {' and '.join(cycled)} of {self.kind}: give cycle_momentum=False")
+        if "betas" in cycled:
+            cycled["betas"] = (cycled["betas"], self.values["betas"][1])
+        return replace(self, values={**self.values, **cycled}).transformation(tabled(course["lr"]))
 
     def transformation(self, rate: Schedule) -> GradientTransformation:
         """The transformation whose rate is a schedule."""
@@ -119,37 +129,56 @@ def group_rate(group: Values) -> float:
 
 
 def rates(optimizer: torch.optim.Optimizer, schedule: Any, num_updates: int) -> Tensor:
-    """The rate of the first group with parameters at each of `num_updates` updates and one more: float64 of shape
-    (num_updates + 1,). The schedule and the optimizer are as before then. Raises ConfigError for a schedule that
-    changes something else, or groups differently.
+    """As `course`, of a schedule that changes the rate alone. Raises ConfigError for another.
 
     >>> handle = Handle([{"lr": 1.0}])
     >>> rates(handle, torch.optim.lr_scheduler.StepLR(handle, 2, 0.5), 4).tolist()
     [1.0, 1.0, 0.5, 0.5, 0.25]
     """
+    found = course(optimizer, schedule, num_updates)
+    if len(found) > 1:
+        _refuse("it changes more than the rate: give cycle_momentum=False", schedule)
+    return found["lr"]
+
+
+def course(optimizer: torch.optim.Optimizer, schedule: Any, num_updates: int) -> dict[str, Tensor]:
+    """What a schedule sets: the rate "lr" of the first group with parameters at each of `num_updates` updates and one
+    more, and "momentum" or "betas" (the first of them) if it moves them: each float64 of shape (num_updates + 1,). The
+    schedule and the optimizer are as before then. Raises ConfigError for a schedule that changes groups differently.
+    """
     groups = optimizer.param_groups
     place = _leading(groups)
     before, held = copy.deepcopy(schedule.state_dict()), [_changing(group) for group in groups]
-    lead, found = group_rate(groups[place]), []
+    lead = group_rate(groups[place])
+    found: dict[str, list[float]] = {name: [] for name in held[place]}
     refused = ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a schedule that goes ahead of its optimizer
-        for _ in range(num_updates + 1):
-            found.append(float(groups[place]["lr"]))
-            for group, was in zip(groups, held, strict=True):
+        for count in range(num_updates + 1):
+            if count:  # a schedule may end there, and refuse one more
+                schedule.step()
+            for name, value in _changing(groups[place]).items():
+                found[name].append(float(value[0] if isinstance(value, tuple) else value))
+            for group in groups:
                 share = group_rate(group) / lead if lead else 1.0
-                if group["params"] and not math.isclose(group["lr"], found[-1] * share, rel_tol=1e-9, abs_tol=1e-15):
+                if group["params"] and not math.isclose(
+                    group["lr"], found["lr"][-1] * share, rel_tol=1e-9, abs_tol=1e-15
+                ):
                     refused = "the rates of groups are no multiples of one another's: give all groups one schedule"
-                if any(group[name] != was[name] for name in CYCLED if name in group):
-                    refused = "it changes more than the rate: give cycle_momentum=False"
-            schedule.step()
+                if group["params"] and any(group[name] != groups[place].get(name) for name in CYCLED if name in group):
+                    refused = "it changes groups in several ways: give cycle_momentum=False"
     schedule.load_state_dict(before)
     for group, was in zip(groups, held, strict=True):
         group.update(was)
     if refused:
-        text = f"lr_scheduler, a {type(schedule).__name__}: {refused}"
-        raise ConfigError(f"Trainer: one thing is in the way\n  {text}", [("lr_scheduler", text)])
-    return torch.tensor(found, dtype=torch.float64)
+        _refuse(refused, schedule)
+    moved = {name: values for name, values in found.items() if name == "lr" or len(set(values)) > 1}
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in moved.items()}
+
+
+def _refuse(why: str, schedule: Any = None) -> NoReturn:
+    text = f"lr_scheduler{f', a {type(schedule).__name__}' if schedule else ''}: {why}"
+    raise ConfigError(f"Trainer: one thing is in the way\n  {text}", [("lr_scheduler", text)])
 
 
 def _changing(group: Values) -> dict[str, Any]:
@@ -205,7 +234,9 @@ _MAKE: dict[str, Callable[[Schedule, Chosen], GradientTransformation]] = {
     "Adam": _coupled(optim.adam, **_MOMENTS),
     "SGD": _coupled(optim.sgd, momentum="momentum", nesterov="nesterov"),
     "Adagrad": _coupled(optim.adagrad, lr_decay="lr_decay", initial_accumulator_value="initial", eps="eps"),
+    "Adadelta": _coupled(optim.adadelta, rho="rho", eps="eps"),
     "RMSprop": _coupled(optim.rmsprop, alpha="alpha", eps="eps", momentum="momentum", centered="centered"),
 }
+CYCLES = ("AdamW", "Adam", "SGD")  # kinds whose momentum may be a schedule
 OURS = ("Lion", "AdamW8bit")  # kinds without an optimizer of torch
 TORCH = tuple(kind for kind in _MAKE if kind not in OURS)

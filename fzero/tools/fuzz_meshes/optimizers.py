@@ -161,6 +161,7 @@ TABLE: dict[str, Row] = {
         tolerance=1e-10,  # the root of a difference of two squares
     ),
     "adagrad": Row(lambda: optim.adagrad(0.01, eps=EPS), _torch("Adagrad", {}, lr=0.01, eps=EPS)),
+    "adadelta": Row(lambda: optim.adadelta(eps=EPS), _torch("Adadelta", {}, lr=1.0, eps=EPS)),
     "nadam": Row(lambda: optim.nadam(0.01, eps=EPS), _nadam, linear=("mu",)),
     "radam": Row(lambda: optim.radam(0.01, eps=EPS), _torch("RAdam", _ADAM, lr=0.01, eps=EPS), linear=("mu",)),
     "lamb": Row(lambda: optim.lamb(0.01, eps=EPS, weight_decay=0.1), _lamb),

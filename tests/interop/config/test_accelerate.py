@@ -30,6 +30,12 @@ def refused(document: dict[str, Any], **how: Any) -> list[str]:
     return [path for path, _ in error.value.refusals]
 
 
+def refused_by(file: Path) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        accelerate_config(file)
+    return [path for path, _ in error.value.refusals]
+
+
 def test_the_file_as_it_stands() -> None:
     pytest.importorskip("yaml")
     for name in ("fsdp.yaml", "fsdp_pasted.yaml"):
@@ -78,8 +84,32 @@ def test_axes_of_parallelism_config() -> None:
     assert placed(8, dp_shard_size=8) == (3, None)
     assert placed(8, dp_shard_size=4, tp_size=2) == (3, {"dp": -1, "tp": 2})
     assert placed(8, dp_replicate_size=8) == (0, None)
-    bad = {"distributed_type": "FSDP", "num_processes": 8, "parallelism_config": {"dp_shard_size": 3, "cp_size": 2}}
-    assert refused(bad) == ["parallelism_config.dp_shard_size", "parallelism_config.cp_size"]
+    bad = {"distributed_type": "FSDP", "num_processes": 8, "parallelism_config": {"dp_shard_size": 3}}
+    assert refused(bad) == ["parallelism_config.dp_shard_size"]
+    bad["parallelism_config"] = {"dp_shard_size": 4, "cp_size": 2}
+    assert refused(bad) == ["parallelism_config.cp_size"], "the rest of the ranks is its own"
+    bad["parallelism_config"] = {"dp_shard_size": 4, "sp_size": 2}
+    assert refused(bad) == ["parallelism_config.sp_size"]
+
+
+def test_dynamo_is_a_compiler() -> None:
+    multi = {"distributed_type": "MULTI_GPU", "num_processes": 2}
+    given = accelerate_config({**multi, "dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default"}})
+    assert given["compile"] == "auto"
+    assert accelerate_config({**multi, "dynamo_backend": "inductor"})["compile"] == "auto"
+    assert "compile" not in accelerate_config({**multi, "dynamo_config": {"dynamo_backend": "EAGER"}})
+    assert "compile" not in accelerate_config({**multi, "dynamo_config": {"dynamo_backend": "NO"}})
+    inline = {"distributed_type": "DEEPSPEED", "num_processes": 2, "dynamo_backend": "INDUCTOR"}
+    given = accelerate_config(inline, auto={"train_micro_batch_size_per_gpu": 2})
+    assert (given["compile"], given["zero"]) == ("auto", 2)
+
+
+def test_keys_of_tpus_and_old_names_decide_nothing() -> None:
+    document = {"distributed_type": "FSDP", "num_processes": 2, "downcast_bf16": True, "tpu_name": "a pod"}
+    document["fsdp_config"] = {"fsdp_backward_prefetch_policy": "BACKWARD_PRE", "fsdp_sharding_strategy": 1}
+    given = accelerate_config(document)
+    assert dict(given) == {"zero": 3}
+    assert {line.path for line in given.lines} >= {"downcast_bf16", "tpu_name", "fsdp_config.backward_prefetch"}
 
 
 def test_precision() -> None:
@@ -120,7 +150,7 @@ def test_plain_data_parallelism_and_the_world() -> None:
     other = {"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"a": 1}, "fp8_config": {"backend": "TE"}}
     assert refused(other) == ["distributed_type", "megatron_lm_config", "fp8_config"]
     assert refused({"compute_environment": "AMAZON_SAGEMAKER"}) == ["compute_environment"]
-    assert refused({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}) == ["dynamo_config.backend"]
+    assert refused({"dynamo_config": {"dynamo_backend": "TENSORRT"}}) == ["dynamo_config.backend"]
     assert refused({}, auto={"optimizer.params.lr": 1}) == ["optimizer.params.lr"]
 
 
@@ -149,7 +179,68 @@ def test_deepspeed_inline() -> None:
     assert accelerate_config({**offloaded, "num_processes": 2}, auto=rows)["offload"] == {"optimizer": "cpu"}
 
 
-def test_deepspeed_by_its_file(tmp_path: Path) -> None:
+AUTOS = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "fp16": {"enabled": "auto", "loss_scale": 0},
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "auto", "nvme_path": "auto"},
+        "offload_param": {"device": "auto"},
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_gather_16bit_weights_on_model_save": "auto",
+    },
+}
+
+
+@pytest.mark.parametrize("narrow", ["no", "bf16", "fp16"])
+def test_auto_in_its_file_is_what_accelerate_fills_in(narrow: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(AUTOS))
+    outer: dict[str, Any] = {"distributed_type": "DEEPSPEED", "num_processes": 4, "mixed_precision": narrow}
+    outer["deepspeed_config"] = {"deepspeed_config_file": "ds.json", "zero3_init_flag": True}
+    (tmp_path / "accelerate.json").write_text(json.dumps(outer))
+    given = accelerate_config(tmp_path / "accelerate.json", auto={"train_micro_batch_size_per_gpu": 2})
+    assert (given["zero"], given["microbatches"], given["clip_norm"]) == (3, 1, 1.0)
+    assert "offload" not in given
+    assert given.export_dtype is None
+    assert (given["precision"].compute if "precision" in given else "no") == narrow
+    assert refused_by(tmp_path / "accelerate.json") == ["train_micro_batch_size_per_gpu"], "the data loader says it"
+    del outer["mixed_precision"]
+    (tmp_path / "accelerate.json").write_text(json.dumps(outer))
+    open_paths = ["train_micro_batch_size_per_gpu", "bf16.enabled", "fp16.enabled"]
+    assert sorted(refused_by(tmp_path / "accelerate.json")) == sorted(open_paths), "who fills it is not said"
+
+
+def test_the_precision_of_the_outer_file_where_its_file_switches_the_other_off(tmp_path: Path) -> None:
+    """As Accelerate: a block that is off is no precision."""
+    inner = {"train_batch_size": 4, "zero_optimization": {"stage": 2}, "fp16": {"enabled": False}}
+    (tmp_path / "ds.json").write_text(json.dumps(inner))
+    outer: dict[str, Any] = {"distributed_type": "DEEPSPEED", "num_processes": 2, "mixed_precision": "bf16"}
+    outer["deepspeed_config"] = {"deepspeed_config_file": "ds.json"}
+    (tmp_path / "accelerate.json").write_text(json.dumps(outer))
+    assert accelerate_config(tmp_path / "accelerate.json")["precision"].compute == "bf16"
+    (tmp_path / "ds.json").write_text(json.dumps({**inner, "fp16": {"enabled": "auto"}}))
+    assert accelerate_config(tmp_path / "accelerate.json")["precision"].compute == "bf16"
+    (tmp_path / "ds.json").write_text(json.dumps({**inner, "bf16": {"enabled": False}}))
+    assert "precision" not in accelerate_config(tmp_path / "accelerate.json")
+
+
+def test_auto_inline_is_accelerates_default() -> None:
+    plugin = {"zero_stage": 3, "zero3_save_16bit_model": "auto", "gradient_accumulation_steps": "auto"}
+    plugin |= {"gradient_clipping": "auto", "offload_optimizer_device": "auto", "offload_param_device": "auto"}
+    document = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": plugin}
+    given = accelerate_config(document, auto={"train_micro_batch_size_per_gpu": 2})
+    assert (given["zero"], given["microbatches"], given["clip_norm"]) == (3, 1, 1.0)
+    assert "offload" not in given
+    assert given.export_dtype is None
+
+
+def test_deepspeed_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = {"train_batch_size": 16, "zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
     (tmp_path / "ds.json").write_text(json.dumps(inner))
     outer = {"distributed_type": "DEEPSPEED", "num_processes": 4, "mixed_precision": "fp16"}
@@ -161,6 +252,16 @@ def test_deepspeed_by_its_file(tmp_path: Path) -> None:
     (tmp_path / "accelerate.json").write_text(json.dumps(outer))
     with pytest.raises(ConfigError, match=r"deepspeed_config_file says it. Take it out here, as Accelerate asks"):
         accelerate_config(tmp_path / "accelerate.json")
+    deeper = tmp_path / "configs" / "accelerate"
+    deeper.mkdir(parents=True)
+    (tmp_path / "configs" / "zero.json").write_text(json.dumps(inner))
+    outer["deepspeed_config"] = {"deepspeed_config_file": "configs/zero.json"}
+    (deeper / "a.json").write_text(json.dumps(outer))
+    assert accelerate_config(deeper / "a.json")["zero"] == 1, "paths of a repository begin at its root"
+    monkeypatch.chdir(tmp_path / "configs")
+    outer["deepspeed_config"] = {"deepspeed_config_file": "zero.json"}
+    (tmp_path / "a.json").write_text(json.dumps(outer))
+    assert accelerate_config(tmp_path / "a.json")["zero"] == 1, "as Accelerate: from the current folder"
     outer["deepspeed_config"] = {"deepspeed_config_file": "none.json"}
     (tmp_path / "accelerate.json").write_text(json.dumps(outer))
     with pytest.raises(ConfigError, match=r"none\.json: there is no such file"):

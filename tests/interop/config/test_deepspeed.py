@@ -113,6 +113,7 @@ def test_an_absent_weight_decay_is_zero_but_for_torchs_adamw() -> None:
         ("Adagrad", {"initial_accumulator_value": 0.1}, "adagrad(0.01, initial=0.1)"),
         ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}, "sgd(0.1, momentum=0.9, nesterov=True)"),
         ("RMSprop", {"alpha": 0.9, "centered": True}, "rmsprop(0.01, alpha=0.9, centered=True)"),
+        ("Adadelta", {"rho": 0.8}, "adadelta(1.0, rho=0.8)"),
         ("NAdam", {"momentum_decay": 0.1}, "nadam(0.002, momentum_decay=0.1)"),
         ("RAdam", {"decoupled_weight_decay": True}, "radam(0.001, decoupled_weight_decay=True)"),
         (
@@ -155,6 +156,23 @@ def test_without_an_optimizer_the_caller_gives_one() -> None:
     given = ds_config({**ROWS, "scheduler": scheduler})
     assert float(given.schedule(torch.tensor(9))) == 1.0
     assert refused({**ROWS, "scheduler": {"type": "WarmupLR"}}) == ["scheduler.type"]
+
+
+def test_what_people_write_beside_the_keys() -> None:
+    """Comments, keys that are put aside, a printing step that never comes, keys of older versions that do nothing."""
+    document = {
+        **ROWS, "_comment": "two nodes", "//": "x", "_fp16": {"enabled": True}, "steps_per_print": 2 * 10**16,
+        "fp16": {"enabled": False, "opt_level": "O2", "_scale": 3},
+        "compile": {"disable": False, "backend": "inductor"},
+        "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
+        "seq_parallel_communication_data_type": "bf16",
+    }  # fmt: skip
+    given = ds_config(document)
+    assert dict(given) == dict(ds_config(ROWS))
+    lines = {line.path: line.became for line in given.lines}
+    assert lines["_comment"] == lines["_fp16"] == lines["fp16._scale"] == "nothing: a comment"
+    assert lines["activation_checkpointing.partition_activations"].startswith("nothing: DeepSpeed recomputes only")
+    assert given.every == 2 * 10**16
 
 
 # --- schedules
@@ -203,13 +221,61 @@ def test_cosine_scales_the_optimizers_rate_and_starts_at_nothing() -> None:
     assert schedule("WarmupCosineLR", warmup_num_steps=4, total_num_steps=10)[:2] == [0.0, 0.0]
 
 
+TURNS = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_first_step_size": 4, "cycle_second_step_size": 3}
+
+
+def test_one_cycle_rises_falls_and_decays() -> None:
+    scales = [0, 1 / 4, 2 / 4, 3 / 4, 1, 2 / 3, 1 / 3, 0]
+    curve = [0.1 + 0.4 * scale for scale in scales] + [0.1 / (1 + 0.5 * n / 2) for n in range(1, 7)]
+    assert schedule("OneCycle", **TURNS, decay_step_size=2, decay_lr_rate=0.5) == pytest.approx(curve)
+    assert schedule("OneCycle", **TURNS, decay_lr_rate=0.5)[8:] == pytest.approx([0.1] * 6), "no interval: no decay"
+    stairs = [0.1 + 0.4 * scale for scale in [0, 0, 1 / 2, 1 / 2, 1, 0, 0, 0]]
+    assert schedule("OneCycle", **TURNS, cycle_first_stair_count=2, cycle_second_stair_count=1)[:8] == pytest.approx(
+        stairs
+    )
+
+
+def test_one_cycle_turns_the_first_beta_too() -> None:
+    """It has the least value at the first update, as the scheduler leaves it, and the second beta is 0.99."""
+    params = {**TURNS, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_step_size": 2, "decay_mom_rate": 0.1}
+    optimizer = {"type": "AdamW", "params": {"lr": 1.0, "betas": [0.5, 0.6]}}
+    document = {**ROWS, "optimizer": optimizer, "scheduler": {"type": "OneCycle", "params": params}}
+    given = ds_config(document)
+    text = fields(document)["optimizer"]
+    found = rates(text[text.index("betas=(") + 7 : text.rindex(", 0.99)")], 10)
+    scales = [1, 1 / 4, 2 / 4, 3 / 4, 1, 2 / 3, 1 / 3, 0]
+    after = [0.9 * (1 + 0.1 * n / 2) for n in (1, 2)]
+    assert found == pytest.approx([0.9 - 0.1 * scale for scale in scales] + after)
+    lines = {line.path: line.became for line in given.lines}
+    assert lines["optimizer.params.betas"] == "nothing: OneCycle sets them"
+    assert lines["optimizer.params.lr"] == "nothing: the schedule sets the rate, up to 0.5"
+    document["optimizer"] = {"type": "SGD", "params": {"lr": 1.0}}
+    lines = {line.path: line.became for line in ds_config(document).lines}
+    assert lines["scheduler.params.cycle_momentum"] == "nothing: the optimizer has no betas"
+
+
+def test_a_range_test_grows_without_an_end() -> None:
+    given = {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 4, "lr_range_test_step_rate": 2}
+    assert schedule("LRRangeTest", **given) == pytest.approx([0.1 * (1 + 2 * c / 4) for c in range(14)])
+    steps = schedule("LRRangeTest", **given, lr_range_test_staircase=True)
+    assert steps == pytest.approx([0.1 * (1 + 2 * (c // 4)) for c in range(14)])
+
+
 def test_schedules_that_are_refused() -> None:
     def of(kind: str, **params: Any) -> dict[str, Any]:
         return {**ROWS, "optimizer": {"type": "Adam"}, "scheduler": {"type": kind, "params": params}}
 
     assert refused(of("WarmupDecayLR")) == ["scheduler.params.total_num_steps"]
     assert refused(of("WarmupCosineLR", total_num_steps="auto")) == ["scheduler.params.total_num_steps"]
-    assert refused(of("OneCycle")) == refused(of("LRRangeTest")) == refused(of("WarmupLRR")) == ["scheduler.type"]
+    assert refused(of("WarmupLRR")) == refused(of("OneCycleLR", max_lr=1)) == ["scheduler.type"], "not its parameters"
+    assert refused(of("OneCycle")) == ["scheduler.params.cycle_min_lr", "scheduler.params.cycle_max_lr"]
+    bounds = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}
+    lion = {**of("OneCycle", **bounds), "optimizer": {"type": "Lion"}}
+    assert refused(lion) == ["scheduler.params.cycle_momentum"]
+    lion["scheduler"]["params"]["cycle_momentum"] = False
+    assert ds_config(lion)["optimizer"]
+    alone = {**ROWS, "scheduler": {"type": "OneCycle", "params": bounds}}
+    assert refused(alone) == ["scheduler.params.cycle_momentum"], "nobody would cycle the betas"
     assert refused(of("WarmupLR", total_num_steps=9)) == ["scheduler.params.total_num_steps"]
     assert refused(of("WarmupLR", warmup_num_steps=0)) == ["scheduler.params.warmup_num_steps"]
     assert refused(of("WarmupLR", warmup_type="cubic")) == ["scheduler.params.warmup_type"]
@@ -295,9 +361,9 @@ def test_stages_and_what_goes_with_them() -> None:
     assert fields({"zero_optimization": {"overlap_comm": False}})["overlap"] == "False"
     assert "overlap" not in fields({"zero_optimization": {"overlap_comm": True}})
     live = {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e6}}
-    assert fields(live)["gather_bytes"] == "4000000"
-    assert fields({**live, "bf16": {"enabled": True}})["gather_bytes"] == "2000000"
-    assert fields({"zero_optimization": {"max_live_parameters": 10}})["gather_bytes"] == "40", "by its other name"
+    assert fields(live)["prefetch_bytes"] == "4000000"
+    assert fields({**live, "bf16": {"enabled": True}})["prefetch_bytes"] == "2000000"
+    assert fields({"zero_optimization": {"max_live_parameters": 10}})["prefetch_bytes"] == "40", "by its other name"
 
 
 def test_offload() -> None:

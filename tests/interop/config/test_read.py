@@ -2,11 +2,13 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fzero.errors import ConfigError
+from fzero.interop import accelerate_config, ds_config
 from fzero.interop.config.read import from_json, from_yaml, read
 
 FILES = Path(__file__).parent / "files"
@@ -86,6 +88,15 @@ def test_what_is_no_configuration_file(tmp_path: Path) -> None:
             read(tmp_path / name)
     with pytest.raises(ConfigError, match=r"none\.json: there is no such file"):
         read(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("translate", [ds_config, accelerate_config])
+def test_a_file_that_is_no_json_is_named(translate: Callable[[Path], object], tmp_path: Path) -> None:
+    """The name of the file, the line and the column: not a JSONDecodeError of a text that nobody sees."""
+    (tmp_path / "zero2.json").write_text('{"train_batch_size": 8,\n "fp16": {"enabled": True}}')
+    with pytest.raises(ConfigError) as error:
+        translate(tmp_path / "zero2.json")
+    assert str(error.value) == f"{tmp_path}/zero2.json: line 2, column 22: 'T' cannot stand here. Write true"
 
 
 def test_no_text_takes_longer_than_its_length() -> None:

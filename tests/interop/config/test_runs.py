@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import accelerate_files
+import configurations
 import pytest
 import torch
 from helpers import gloo, run, values
@@ -13,6 +15,7 @@ from helpers import gloo, run, values
 import fzero
 from fzero import optim
 from fzero.interop import Given, accelerate_config, ds_config
+from fzero.interop.config.accelerate import is_accelerate
 from fzero.interop.config.read import read
 
 FILES = Path(__file__).parent / "files"
@@ -95,3 +98,52 @@ def test_files_as_they_stand_train_on_real_ranks(kind: str) -> None:
     found = values(gloo(2, trained, kind))
     expected = run(spec, params(), lambda rank, step: batch(rank, step, rows), world=2, steps=2).losses()
     assert found == [expected, expected]
+
+
+# --- configurations written anew from the documentations of DeepSpeed, Accelerate, LLaMA-Factory and axolotl
+
+
+CASES = {**configurations.DEEPSPEED, **configurations.OTHERS, **accelerate_files.ACCELERATE}
+
+
+def given_by(case: configurations.Case) -> Given:
+    if is_accelerate(case.document):
+        return accelerate_config(case.document, auto=case.auto)
+    return ds_config(case.document, world_size=case.ranks, auto=case.auto)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_document_gives_the_fields_that_it_means(name: str) -> None:
+    case = CASES[name]
+    given = given_by(case)
+    found = {field: given.get(field) for field in case.fields}
+    if "precision" in found:
+        found["precision"] = given["precision"].compute
+    assert found == case.fields
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(20)
+def test_a_document_trains(name: str) -> None:
+    """On its ranks, in this process; with the losses of plain data parallelism where nothing is rounded."""
+    given = given_by(CASES[name])
+    rows = given.rank_batch or 4
+    fields = {field: value for field, value in given.items() if field != "device"}
+    plain = {**fields, "zero": 0} | dict.fromkeys(("mesh", "offload", "remat", "compile", "prefetch_bytes"))
+    plain = {field: value for field, value in plain.items() if value is not None}
+    start = {name: leaf / 4 for name, leaf in params().items()}  # so that fp16 holds gradients times 2**16
+    runs = [
+        run(
+            fzero.Spec(loss=loss, **{"optimizer": optim.adamw(1e-2), **own}),
+            start,
+            lambda rank, step: batch(rank, step, rows),
+            world=given.ranks,
+            steps=3,
+        )
+        for own in (fields, plain)
+    ]
+    losses, wanted = (result.losses() for result in runs)
+    assert losses == pytest.approx(wanted, rel=1e-6 if "precision" not in given else 2e-2)
+    assert len({round(loss, 6) for loss in losses}) == 3
+    moved = [not torch.equal(runs[0].final[f"params/{leaf}"], value) for leaf, value in start.items()]
+    assert all(moved)

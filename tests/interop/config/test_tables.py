@@ -207,7 +207,7 @@ MODELS = {
 }
 OURS = {  # not fields of these models: removed by DeepSpeed, or read from the document elsewhere
     "zero_optimization.mics_shard_size", "zero_optimization.mics_hierarchical_params_gather",
-    "zero_optimization.zeropp_loco_param",
+    "zero_optimization.zeropp_loco_param", "fp16.opt_level", "compile.disable", "compile.backend", "compile.kwargs",
 }  # fmt: skip
 OTHERWISE = {"tensor_parallel.dtype", "zero_optimization.leaf_module"}  # a default that no file can say
 
