@@ -184,7 +184,7 @@ def test_bits_on_two_data_axes_do_not_depend_on_where_leaves_are_held(
 def test_what_moves_a_planned_peak_does_not_choose_reduce(
     mesh: dict[str, int], beside: float, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`reduce=None` at the very edge between its two sums: homes, stages and prefetch choose the same, and have its bits."""
+    """`reduce=None` at the edge between its two sums: homes, stages and prefetch choose the same, and have its bits."""
     world, given = 2 * mesh.get("pp", 1), {"mesh": mesh, "microbatches": 2}
     params, tx = GPT.init(fzero.random.key(0)), TX["adamw"]()
     lowered = kept.lower(spec(GPT, tx, **given), params, GPT.batch(0, 0), world)
