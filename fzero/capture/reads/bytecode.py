@@ -338,4 +338,5 @@ def lines_of(code: CodeType) -> Lines:
         reads.setdefault(load.line, []).append(Use(load.chain, load.at, load.callee))
     found = (reads, machine.writes, machine.updated, machine.seeded)
     offsets = {use.at: line for uses in found for line, x in uses.items() for use in x if use.at is not None}
-    return Lines(*({line: tuple(dict.fromkeys(x)) for line, x in uses.items()} for uses in found), offsets=offsets)
+    named, writes, updates, seeds = ({line: tuple(dict.fromkeys(x)) for line, x in uses.items()} for uses in found)
+    return Lines(named, writes, updates, seeds, offsets)
