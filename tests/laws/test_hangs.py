@@ -6,6 +6,8 @@ import contextlib
 import functools
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,8 @@ from helpers import gloo, values
 from workers import hangs as worker
 
 import fzero
-from fzero.comm.hang_report import Phase, RankStatus, hang_error, no_store
+from fzero.comm import hang_report
+from fzero.comm.hang_report import Phase, RankStatus, hang_error, no_store, process_name, sentence
 
 TIMEOUT = 3.0
 
@@ -166,6 +169,16 @@ def test_a_rank_whose_program_ends(tmp_path: Any) -> None:
         assert message.startswith("rank 1 is missing: its program ended, in the program's own code, after step 2")
 
 
+def test_a_program_that_has_ended_in_a_process_that_has_not(tmp_path: Any) -> None:
+    """What runs at its end takes long, as an upload does: the process is seen alive, and the message says why."""
+    found = values(gloo(2, worker.ends_slowly, str(tmp_path), timeout=120)[:1])[0]
+    first = found["message"].partition("\n")[0]
+    assert first == (
+        "rank 1 is missing: its program ended, in the program's own code, after step 1; its process is still there: it "
+        "runs what is left to do at its end (atexit)"
+    )
+
+
 @SHARED_IS_LONG
 def test_a_rank_that_fails_alone_in_a_step(transfers: str, tmp_path: Any) -> None:
     """It goes on living, and no connection breaks: the others hear of it all the same, long before the time is up."""
@@ -291,6 +304,41 @@ def test_who_is_missing_comes_in_an_order() -> None:
     gave_up = hang_error(0, {0: record(call=6), 1: record(end=Phase.LOST)}, set(), "closed", 3.0)
     assert str(gave_up).startswith("rank 1 waited in vain in an earlier call")
     assert no_store(1, None, "waiting", "closed").missing == ()
+
+
+def test_nothing_is_said_of_a_process_that_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may run: where /proc hides what other users run, on a copy of this machine, in another container."""
+    silent = {"waits": False, "process": process_name()}
+    ended, stopped = "its process has ended without a word", "its process is stopped"
+
+    def said(**given: Any) -> str:
+        return sentence("rank 1", record(**{**silent, **given}), silent=True)
+
+    machine, namespace, number, start = process_name().split()
+    assert ended not in said()
+    assert stopped not in said()
+    assert ended in said(process=f"{machine} {namespace} {number} 1"), "another process of the same number"
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        child.wait()
+    assert ended in said(process=f"{machine} {namespace} {child.pid} {start}")
+    for other in (
+        f"{machine}2 {namespace} {child.pid}",
+        f"{machine} {namespace}2 {child.pid}",
+        f"{machine} {namespace} 0",
+    ):
+        assert said(process=f"{other} {start}").endswith(record().at)
+    boot_id = machine.partition("@")[0]
+    assert f"{boot_id}@{os.uname().nodename}" == machine
+
+    def hidden(pid: int) -> Any:
+        if pid == int(number):
+            return real(pid)
+        raise FileNotFoundError(pid)
+
+    real = hang_report._stat
+    monkeypatch.setattr(hang_report, "_stat", hidden)
+    assert said(process=f"{machine} {namespace} {os.getppid()} {start}").endswith(record().at)
+    assert ended in said(process=f"{machine} {namespace} {child.pid} {start}")
 
 
 def test_what_ends_a_wait() -> None:
