@@ -79,7 +79,7 @@ def test_a_rank_that_is_stopped_in_a_step(transfers: str, tmp_path: Any) -> None
 @pytest.mark.parametrize("how", ["steps", pytest.param("save", marks=LONG), pytest.param("front", marks=LONG), "end"])
 def test_a_rank_that_is_stopped_in_a_save(how: str, tmp_path: Path) -> None:
     """Its thread may wait for that rank for as long as it likes: the process does not, and ends. The clock is that of
-    all processes, from the signal to the other process's end. A machine on which many wait for a core gets more time."""
+    all processes, from the signal to the other process's end. A machine with many that wait for a core has more."""
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     env["PYTHONPATH"] = os.pathsep.join(str(Path(__file__).parents[n] / name) for n, name in ((2, "."), (1, "support")))
     program = [sys.executable, "-c", f"from workers import hangs; hangs.stopped_in_a_save({how!r}, {str(tmp_path)!r})"]
