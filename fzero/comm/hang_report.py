@@ -200,7 +200,9 @@ def sentence(rank: str, status: RankStatus | None, silent: bool = False, newest:
         return f"{rank} waited in vain before, {status.at}{f' ({status.why})' if status.why else ''}"
     if status.end != Phase.GOING:
         reason = "its program ended" if status.end == Phase.ENDED else "it left the process group"
-        return f"{rank} is missing: {reason}{f' ({status.why})' if status.why else ''}, {status.at}"
+        still = "; its process is still there: it runs what is left to do at its end (atexit)"
+        still = still if status.end == Phase.ENDED and _state(status.process) not in ("", GONE) else ""
+        return f"{rank} is missing: {reason}{f' ({status.why})' if status.why else ''}, {status.at}{still}"
     if silent:
         ago = max(time.time() - status.time, 0)
         later = newest.agreed if newest is not None and newest.agreed != status.agreed else ""
@@ -213,9 +215,11 @@ def sentence(rank: str, status: RankStatus | None, silent: bool = False, newest:
 
 
 def process_name() -> str:
-    """This process, as others of its machine find it: machine, namespace, number, start. "" where /proc tells none."""
+    """This process, as others of its machine find it: machine, namespace, number, start. "" where /proc tells none.
+
+    Machines that were made as copies of one that runs have one boot_id: their names differ."""
     try:
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}@{os.uname().nodename}"
         return f"{machine} {os.readlink('/proc/self/ns/pid')} {os.getpid()} {_stat(os.getpid())[1]}"
     except (OSError, IndexError):
         return ""
@@ -223,21 +227,46 @@ def process_name() -> str:
 
 def fate(process: str) -> str:
     """What became of a process of this machine, as the end of a sentence; "" if nothing is known of it."""
-    here, there = process_name().split(), process.split()
-    if len(there) != 4 or here[:2] != there[:2] or not re.fullmatch("[0-9]{1,10}", there[2]):
-        return ""
-    try:
-        state, start = _stat(int(there[2]))
-    except (FileNotFoundError, ProcessLookupError):
-        state, start = "X", ""
-    except (OSError, IndexError):
-        return ""
-    if state in "ZX" or start != there[3]:
+    state = _state(process)
+    if state == GONE:
         return (
             "; its process has ended without a word: it was killed, or crashed. If it printed nothing, memory may have "
             "been short: the kernel's log (dmesg) names what it killed for that"
         )
-    return "; its process is stopped (SIGSTOP, or a debugger)" if state in "Tt" else ""
+    return "; its process is stopped (SIGSTOP, or a debugger)" if state and state in "Tt" else ""
+
+
+GONE = "X"
+
+
+def _state(process: str) -> str:
+    """The state of a process of this machine, as the kernel writes it; GONE if it has ended, "" if it is not known.
+
+    A /proc that hides the processes of other users (hidepid) has no file of one that runs.
+    """
+    here, there = process_name().split(), process.split()
+    if len(there) != 4 or here[:2] != there[:2] or not re.fullmatch("[1-9][0-9]{0,9}", there[2]):
+        return ""
+    try:
+        state, start = _stat(int(there[2]))
+        return GONE if state in "ZX" or start != there[3] else state
+    except FileNotFoundError:
+        return GONE if _unknown(int(there[2])) else ""
+    except ProcessLookupError:
+        return GONE
+    except (OSError, IndexError):
+        return ""
+
+
+def _unknown(pid: int) -> bool:
+    """Whether the kernel knows no process of this number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _stat(pid: int) -> tuple[str, str]:

@@ -27,6 +27,7 @@ moment. Events carry requests and answers between the two.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import re
 import sys
@@ -179,6 +180,7 @@ class Presence:
         Writes that this rank is out, and asks where the other ranks are.
         """
         if self.hang is None:
+            atexit.register(gc.freeze)  # the last collections of Python, with torch's objects, take a second or two
             cause = SOURCE.sub("", str(error).strip()).partition("\n")[0].partition(". ")[0][:TEXT_CHARS]
             cause = "this wait was ended" if self.halted else cause
             self.ending = Ending(Phase.LOST, cause, self.where.text(waits=True))

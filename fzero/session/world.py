@@ -29,6 +29,7 @@ from fzero.comm.agree import Same, agree
 from fzero.comm.transport import bucket_bytes, transport_for
 from fzero.compile.layout import plan_for
 from fzero.compile.resolve import mesh_of
+from fzero.compile.update_roles import check_update
 from fzero.disk import DiskFile
 from fzero.errors import SpecError, TreeError
 from fzero.ir.records import HOST
@@ -125,7 +126,8 @@ class World:
             if self.failure is not None:
                 raise self.failure
             filling, mesh = filler(), mesh_of(spec, self.size)
-            plan_for(spec, filling.paths, filling.values, filling.per_rank, mesh)  # raises if there is no layout
+            plan = plan_for(spec, filling.paths, filling.values, filling.per_rank, mesh)  # raises if there is no layout
+            check_update(spec, tree.unflatten(filling.treedef, filling.values), plan, self.device)
             leaves = [(path, x.shape, x.dtype) for path, x in zip(filling.paths, filling.values, strict=True)]
             text = f"{_spec_text(spec)}{leaves}{list(filling.per_rank)}{filling.step}"
             digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -22,6 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, help="a file of outcomes, one JSON line a case: what it has is not run again"
     )
+    parser.add_argument(
+        "--commit", default="", help="a text in each line of FILE: lines with another are not counted, and run again"
+    )
     parser.add_argument("--jobs", type=int, default=0, help="run in so many processes, with files FILE.0, FILE.1, ...")
     parser.add_argument("--device", default="cpu", help="where eager PyTorch and fzero run: cpu (default) or cuda")
     parser.add_argument("--case", metavar="SEED:NUMBER", help="print this case's script and how it ends, and stop")
@@ -44,7 +47,7 @@ def command(arguments: argparse.Namespace) -> int:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
     if arguments.jobs:
         return _many(tool, arguments, numbers)
-    report = tool.run(numbers, arguments.seed, arguments.out)
+    report = tool.run(numbers, arguments.seed, arguments.out, arguments.commit)
     print(report)
     return 0 if report.good else 1
 
@@ -69,7 +72,7 @@ def _many(tool: Any, arguments: argparse.Namespace, numbers: range) -> int:
     parts = [numbers[n * each : (n + 1) * each] for n in range(arguments.jobs)]
     files = [Path(f"{arguments.out}.{n}") for n in range(arguments.jobs)]
     base = [sys.executable, "-m", "fzero.cli", "fuzz", "--seed", str(arguments.seed), "--device", arguments.device]
-    base += ["--meshes"] if arguments.meshes else []
+    base += ["--commit", arguments.commit, *(["--meshes"] if arguments.meshes else [])]
     commands = [
         [*base, "--start", str(part.start), "--count", str(len(part)), "--out", str(file)]
         for part, file in zip(parts, files, strict=True)
@@ -81,6 +84,6 @@ def _many(tool: Any, arguments: argparse.Namespace, numbers: range) -> int:
                 waiting[n] = subprocess.Popen(commands[n], stdout=subprocess.DEVNULL)
             else:
                 del waiting[n]
-    report = tool.read(*files)
+    report = tool.read(*files, commit=arguments.commit)
     print(report)
     return 0 if report.good else 1

@@ -1,11 +1,13 @@
-"""The fuzzer at its full count. Its file is kept: a run that was cut off goes on where it ended."""
+"""The fuzzer at its full count. Its file is kept: a run that was cut off goes on where it ended, at one commit."""
 
+import time
 from pathlib import Path
 
 import pytest
 
 from fzero import cli
 from fzero.tools.fuzz.report import read
+from tests.acceptance.__main__ import commit
 from tests.laws.test_fuzz import differing_transports
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(6 * 3600)]
@@ -15,8 +17,9 @@ FILE = Path(__file__).parents[2] / "runs" / "fuzz.jsonl"
 
 
 def test_twenty_thousand_random_losses_have_eagers_numbers() -> None:
-    cli.main(["fuzz", "--count", str(CASES), "--jobs", "2", "--out", str(FILE)])
-    report = read(*FILE.parent.glob(f"{FILE.name}.[0-9]"))
+    at = commit() or f"changed {time.time_ns()}"  # changed files: nothing of before counts
+    cli.main(["fuzz", "--count", str(CASES), "--jobs", "2", "--out", str(FILE), "--commit", at])
+    report = read(*FILE.parent.glob(f"{FILE.name}.[0-9]"), commit=at)
     print(report)
     assert report.failed == []
     assert sum(report.ends.values()) >= CASES

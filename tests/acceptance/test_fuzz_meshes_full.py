@@ -1,8 +1,9 @@
 """The fuzzer of meshes at its full count, and a part of it on real ranks. Its file is kept: a run that was cut off goes
-on where it ended."""
+on where it ended, at one commit."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from helpers import gloo
 from fzero import cli
 from fzero.errors import FzeroError
 from fzero.tools.fuzz_meshes import Case, check, draw, read, runs
+from tests.acceptance.__main__ import commit
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(6 * 3600)]
 
@@ -20,8 +22,9 @@ FILE = Path(__file__).parents[2] / "runs" / "fuzz_meshes.jsonl"
 
 
 def test_five_thousand_random_meshes_train_as_one_rank() -> None:
-    cli.main(["fuzz", "--meshes", "--count", str(CASES), "--jobs", "2", "--out", str(FILE)])
-    report = read(*FILE.parent.glob(f"{FILE.name}.[0-9]"))
+    at = commit() or f"changed {time.time_ns()}"  # changed files: nothing of before counts
+    cli.main(["fuzz", "--meshes", "--count", str(CASES), "--jobs", "2", "--out", str(FILE), "--commit", at])
+    report = read(*FILE.parent.glob(f"{FILE.name}.[0-9]"), commit=at)
     print(report)
     assert report.failed == []
     assert sum(report.ends.values()) >= CASES

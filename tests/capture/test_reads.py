@@ -512,6 +512,85 @@ def test_a_draw_after_a_seed_is_the_same_each_time_anyway() -> None:
             fzero.step(state_of(loss), X)
 
 
+# what a line reads where `s.on` is true, and not where it is false: `s.it`, for `s.it` of 1.0 and of 2.0
+BEHIND: dict[str, Any] = {
+    "and": lambda s, x: x * 3.0 if s.on and s.it > 1 else x,
+    "or": lambda s, x: x if not s.on or s.it > 1 else x * 3.0,
+    "two": lambda s, x: x * 3.0 if s.on and len(s.few) == 2 and s.it > 1 else x,
+    "if and else": lambda s, x: x * (s.it if s.on else s.other),
+    "else": lambda s, x: x * (s.other if not s.on else s.it),
+    "a chain of comparisons": lambda s, x: x * (2.0 if 0 < s.on < s.it else 1.0),
+    "a test of None": lambda s, x: x * (s.it if s.none is not None else s.other) if not s.on else x * s.it,
+    "a value": lambda s, x: x * ((s.on and s.it) or s.other),
+    "a comprehension": lambda s, x: x * sum([s.it for _ in range(3) if s.on]),
+    "a call": lambda s, x: x * (float(s.it) if bool(s.on) else 1.0),
+    "an entry": lambda s, x: x * (2.0 if s.on and vars(s)["few"][0] and s.it > 1 else 1.0),
+}
+
+
+@pytest.mark.parametrize("case", BEHIND)
+def test_what_a_line_leaves_out_is_not_read(case: str) -> None:
+    """Behind `and`, `or`, `if ... else`: a change of what was not reached is none, and of what was reached is one."""
+    for on in (False, True):
+        s = types.SimpleNamespace(on=on, it=1.0, few=[1, 2], other=1.0, none=None)
+        state = fzero.step(state_of(lambda p, b, s=s: BEHIND[case](s, (b @ p["w"]).mean())), X)
+        s.it = 2.0
+        if on:
+            with pytest.raises(CaptureError, match=r"^s\.it, which .* reads, was 1.0 and is 2.0"):
+                fzero.step(state, X)
+        else:
+            state = fzero.step(state, X)
+        s.on, s.it = not on, 1.0
+        with pytest.raises(CaptureError, match=r"^s\.on, which .* reads, was"):
+            fzero.step(state, X)
+
+
+def test_what_a_line_reaches_later_in_a_loop_is_read() -> None:
+    s = types.SimpleNamespace(it=1.0)
+
+    def loss(p, b):
+        x = (b @ p["w"]).mean()
+        for i in range(3):
+            x = x * s.it if i == 2 else x
+        return x
+
+    state = fzero.step(state_of(loss), X)
+    s.it = 2.0
+    with pytest.raises(CaptureError, match=r"^s\.it, which loss .* was 1.0 and is 2.0"):
+        fzero.step(state, X)
+
+
+def test_a_write_or_a_seed_that_a_line_leaves_out_hides_no_read() -> None:
+    s = types.SimpleNamespace(it=1.0, reset=False, seed=None)
+
+    def writes(p, b):
+        if s.reset: s.it = 5.0  # fmt: skip  # noqa: E701
+        return (b @ p["w"]).mean() * s.it
+
+    def seeds(p, b):
+        if s.seed is not None: random.seed(s.seed)  # fmt: skip  # noqa: E701
+        return (b @ p["w"]).mean() * random.random()
+
+    state = fzero.step(state_of(writes), X)
+    s.it = 2.0
+    with pytest.raises(CaptureError, match=r"^s\.it, which writes .* was 1.0 and is 2.0"):
+        fzero.step(state, X)
+    with pytest.raises(CaptureError, match=r"^seeds .* draws from the global generator of random"):
+        fzero.step(state_of(seeds), X)
+    s.seed = 0
+    fzero.step(state_of(seeds), X)
+
+
+def test_a_draw_behind_a_short_circuit_is_refused_where_it_is_reached() -> None:
+    s = types.SimpleNamespace(on=False)
+    state = state_of(lambda p, b: (b @ p["w"]).mean() * (RNG.normal() if s.on else 1.0))
+    fzero.step(state, X)
+    s.on = True
+    state = state_of(lambda p, b: (b @ p["w"]).mean() * (RNG.normal() if s.on else 1.0))
+    with pytest.raises(CaptureError, match="draws from a numpy Generator that is closed over"):
+        fzero.step(state, X)
+
+
 def test_truth_of_a_container_is_compared_alone() -> None:
     here = types.SimpleNamespace(extra=[1])
     state = state_of(lambda p, b: (b @ p["w"]).mean() * (2.0 if here.extra else 1.0))
@@ -837,9 +916,9 @@ def test_lines_name_chains() -> None:
 
     lines = lines_of(fn.__code__)
     start = fn.__code__.co_firstlineno
-    shown = {number - start: [str(chain) for chain, _ in chains] for number, chains in lines.reads.items()}
+    shown = {number - start: [str(use.chain) for use in uses] for number, uses in lines.reads.items()}
     assert shown == {1: ["CONFIG.alpha", "p['w']", "i", "TABLE['k'][i].x"], 3: ["WEIGHTS", "i", "a"]}
-    assert [str(c) for chains in lines.updates.values() for c in chains] == ["SPACE.count"]
+    assert [str(use.chain) for uses in lines.updates.values() for use in uses] == ["SPACE.count"]
 
 
 SHARED = types.SimpleNamespace(rate=1.0, offset=torch.zeros(2))

@@ -180,11 +180,32 @@ def test_a_run_goes_on_where_its_file_ends(tmp_path: Path, capsys: pytest.Captur
     assert lost(file, read(file)) == ([], {"5:3", "5:4"}), "one of them: each apart"
     file.with_name("out.jsonl.now").write_text("drawn 5:3")
     assert lost(file, report)[0][0]["end"] == "undrawn"
+    file.with_name("out.jsonl.now").write_text("drawn 5:3\nanother")
+    assert lost(file, report) == ([], set()), "at another commit"
     file.with_name("out.jsonl.now").write_text("checked 5:3")
     assert cli.main([*command, "--count", "4"]) == 1
     assert "crashed: the process ended while the case was checked" in capsys.readouterr().out
     assert cli.main(["fuzz", "--case", "5:1"]) == 0
     assert "def loss(p, b):" in capsys.readouterr().out
+
+
+def test_lines_of_another_commit_do_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What failed there may be mended, and what passed broken: their cases run again, and only these count."""
+    file = tmp_path / "out.jsonl"
+    command = ["fuzz", "--seed", "5", "--count", "1", "--out", str(file), "--jobs", "1", "--commit"]
+    part = file.with_name("out.jsonl.0")
+    old = {"case": "5:0", "end": "crashed", "reason": "", "what": "", "seconds": 0.0, "commit": "one"}
+    part.write_text(json.dumps(old))
+    part.with_name("out.jsonl.0.now").write_text("checked 5:1\none")
+    assert cli.main([*command, "two"]) == 0
+    assert cli.main([*command, "two"]) == 0
+    kept = [json.loads(line) for line in part.read_text().splitlines()]
+    assert [(line["case"], line["end"], line["commit"]) for line in kept] == [
+        ("5:0", "crashed", "one"),
+        ("5:0", "equal", "two"),
+    ]
+    assert cli.main([*command, "one"]) == 1
+    assert cli.main(command[:-1]) == 1, "without a commit all lines count"
 
 
 # --- real ranks -------------------------------------------------------------------------------------------------------

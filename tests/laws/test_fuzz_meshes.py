@@ -255,6 +255,25 @@ def test_a_run_goes_on_where_its_file_ends(tmp_path: Path, capsys: pytest.Captur
     assert "case = Case(name='25:0'" in capsys.readouterr().out
 
 
+def test_lines_of_another_commit_do_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What failed there may be mended, and what passed broken: their cases run again, and only these count."""
+    file = tmp_path / "out.jsonl"
+    command = ["fuzz", "--meshes", "--seed", "25", "--count", "1", "--out", str(file), "--jobs", "1", "--commit"]
+    part = file.with_name("out.jsonl.0")
+    old = {"case": "25:0", "end": "crashed", "reason": "", "what": "", "seconds": 0.0, "commit": "one"}
+    part.write_text(json.dumps(old))
+    part.with_name("out.jsonl.0.now").write_text("checked 25:1\none")
+    assert cli.main([*command, "two"]) == 0
+    assert cli.main([*command, "two"]) == 0
+    kept = [json.loads(line) for line in part.read_text().splitlines()]
+    assert [(line["case"], line["end"], line["commit"]) for line in kept] == [
+        ("25:0", "crashed", "one"),
+        ("25:0", "equal", "two"),
+    ]
+    assert cli.main([*command, "one"]) == 1
+    assert cli.main(command[:-1]) == 1, "without a commit all lines count"
+
+
 @pytest.mark.parametrize("number", range(200))
 @pytest.mark.sampled(2)
 def test_a_checkpoint_goes_to_another_mesh_in_bits_and_trains_on(number: int, folder: Path) -> None:

@@ -11,6 +11,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -22,6 +24,7 @@ import pytest
 import torch
 from helpers import gloo, relative, run, same_bits, values
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import fzero
 from fzero import tree
@@ -220,6 +223,33 @@ def test_a_model_without_memory_is_planned_for_a_thousand_ranks() -> None:
     functional = from_module(model.eval())
     lowered = fzero.lower(spec_of("Llama", functional), functional.params, CASES["Llama"].batch(0, 0), world_size=1024)
     assert {"model/layers/0", "model/layers/1"} <= {bucket.replace(".", "/") for bucket in lowered.plan.buckets}
+
+
+def test_what_a_model_reads_is_compared_in_a_500th_of_its_step() -> None:
+    """Places are counted: layers of one kind share all. Their comparison is timed at its quickest; 0.01 % is usual."""
+    make = hf_models.made("LlamaForCausalLM", "LlamaConfig", **hf_models.DECODER)
+    tokens = torch.randint(0, hf_models.VOCAB, (16, 32), generator=torch.Generator().manual_seed(0))
+    counts = []
+    for layers in (1, 2):
+        model = make(num_hidden_layers=layers, hidden_size=256, intermediate_size=512).eval()
+        params = {name: value.detach() for name, value in model.named_parameters()}
+
+        def loss(params: Any, batch: Tensor, model: Any = model) -> Tensor:
+            return functional_call(model, params, (batch,)).logits.float().logsumexp(-1).mean()
+
+        spec = fzero.Spec(loss=loss, optimizer=TX)
+        reads = fzero.lower(spec, params, tokens).graph.reads
+        counts.append(len(reads.places))
+    state = fzero.step(fzero.init(params, spec), tokens)
+    compared = min(timeit.repeat(reads.changes, number=20, repeat=100)) / 20
+    steps = []
+    for _ in range(5):
+        start = time.monotonic()
+        state = fzero.step(state, tokens)
+        steps.append(time.monotonic() - start)
+    assert counts[1] == counts[0]
+    assert counts[1] <= 120
+    assert compared <= min(steps) / 500
 
 
 # --- BatchNorm in training, and real processes ------------------------------------------------------------------------

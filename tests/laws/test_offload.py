@@ -24,7 +24,7 @@ from torch import Tensor
 
 import fzero
 from fzero import tree
-from fzero.compile import step, update_place
+from fzero.compile import reduce_when, step, update_place
 from fzero.cost import step_time
 from fzero.cost.rates import H100, Rates
 from fzero.disk import Disk, disk_file
@@ -145,7 +145,6 @@ def test_bits_of_a_pipeline_do_not_depend_on_where_leaves_are_held(
     """Each role moves what it holds. A cast of a leaf that another role reads lies on the device."""
     params, tx, world = GPT.init(fzero.random.key(0)), TX["adamw"](), 2 * mesh.get("dp", 1)
     given = {"mesh": mesh, "pipeline": fzero.Pipeline(schedule), "zero": zero, "microbatches": 2, **options}
-    given = {"reduce": "end", **given}  # else it is chosen by the planned peak, which offload changes
     moves = {"offload": HOMES[homes], "update_on": update_on} if homes in HOMES else {"remat": "offload"}
 
     def ran(**homes: Any) -> Any:
@@ -178,6 +177,30 @@ def test_bits_on_two_data_axes_do_not_depend_on_where_leaves_are_held(
     assert differing(plain.final, moved.final) == []
     assert plain.losses() == moved.losses()
     assert any(op.moves for op in moved.lowered.program.ops)
+
+
+@pytest.mark.parametrize(("beside", "chosen"), [(0.999, "each"), (1.001, "end")])
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2, "dp": 2}])
+def test_what_moves_a_planned_peak_does_not_choose_reduce(
+    mesh: dict[str, int], beside: float, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`reduce=None` at the edge between its two sums: homes, stages and prefetch choose the same, and have its bits."""
+    world, given = 2 * mesh.get("pp", 1), {"mesh": mesh, "microbatches": 2}
+    params, tx = GPT.init(fzero.random.key(0)), TX["adamw"]()
+    lowered = kept.lower(spec(GPT, tx, **given), params, GPT.batch(0, 0), world)
+    graph, low, high = lowered.graph, 0.0, 1e3
+    for _ in range(50):
+        middle = (low + high) / 2
+        monkeypatch.setattr(reduce_when, "MORE", middle)
+        low, high = (middle, high) if reduce_when.reduce_when(graph, lowered.plan).value == "each" else (low, middle)
+    monkeypatch.setattr(reduce_when, "MORE", beside * high)
+    kinds: list[dict[str, Any]] = [{}, {"remat": "offload"}, {"prefetch": 0}, {"prefetch": 2, "zero": 3}]
+    kinds += [{"zero": zero, "offload": HOMES[home]} for zero in (1, 2, 3) for home in ("all on cpu", "all on nvme")]
+    plain, *others = [run(spec(GPT, tx, **given, **kind), params, GPT.batch, world=world, steps=2) for kind in kinds]
+    assert {found.lowered.reduce for found in (plain, *others)} == {chosen}
+    for kind, found in zip(kinds[1:], others, strict=True):
+        assert differing(plain.final, found.final) == [], kind
+        assert plain.losses() == found.losses(), kind
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp_out": 2, "dp": 2}])

@@ -16,7 +16,8 @@ from helpers import run
 from torch import Tensor
 
 import fzero
-from fzero import P, optim
+from fzero import P, optim, tree
+from fzero.compile import update_roles
 
 WIDTH, ROWS = 64, 4
 RULES = {"**/up": P(None, "tp"), "**/b": P("tp"), "**/down": P("tp")}
@@ -135,6 +136,53 @@ def test_what_cannot_is_refused_before_anything_is_allocated(name: str, monkeypa
     monkeypatch.setattr("fzero.session.world.mesh_of", lambda spec, size: fzero.ir.mesh.Mesh.of(spec.mesh | {"dp": 1}))
     with pytest.raises(fzero.SpecError, match=WHY[name]):
         fzero.init(params(), spec(name, mesh={"tp": 2}))
+
+
+def of_both_blocks(grads: Any, state: Any, params: Any) -> Any:
+    first, second = grads["blocks"]
+    mean = (first["square"] + second["square"]) / 2
+    blocks = [{**block, "square": block["square"] - mean} for block in grads["blocks"]]
+    return tree.map(lambda g: -0.1 * g, {**grads, "blocks": blocks}), state
+
+
+def by_the_norm(grads: Any, state: Any, params: Any) -> Any:
+    norm = sum(g.square().sum() for g in tree.flatten(grads)[1]).sqrt()
+    return tree.map(lambda g: -0.1 * g / norm, grads), state
+
+
+@pytest.mark.parametrize("where", ["alone", "in a chain"])
+def test_an_optimizer_of_ones_own_that_needs_several_roles_is_refused_by_init(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a transport is opened and anything is allocated, and before there is a batch."""
+
+    def opened(*args: Any, **given: Any) -> Any:
+        raise MemoryError("opened")
+
+    monkeypatch.setattr("fzero.session.world.transport_for", opened)
+    monkeypatch.setattr("fzero.session.world.mesh_of", lambda spec, size: fzero.ir.mesh.Mesh.of(spec.mesh | {"dp": 1}))
+
+    def start(update: Any) -> None:
+        own = optim.GradientTransformation(lambda params: (), update)
+        own = own if where == "alone" else optim.chain(optim.clip_by_global_norm(1.0), own)
+        fzero.init(params(), fzero.Spec(loss=loss, optimizer=own, mesh={"pp": 2}, microbatches=2))
+
+    message = (
+        r"^`outer .*test_axes.py:\d+.*` needs leaves of roles \[0, 1\] of the pipeline for one value\. Only sums over "
+        r"leaves, such as a norm, .* or leave the axis `pp` out$"
+    )
+    with pytest.raises(fzero.SpecError, match=message):
+        start(of_both_blocks)
+    with pytest.raises(MemoryError):
+        start(by_the_norm)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_fzero_are_known(name: str) -> None:
+    """They are not lowered for it by `init`, alone or made of one another; one with a function of the user's is."""
+    assert update_roles._is_ours(OPTIMIZERS[name])
+    own = optim.GradientTransformation(lambda params: (), by_the_norm)
+    assert not update_roles._is_ours(optim.chain(OPTIMIZERS[name], own))
 
 
 def test_the_documents_show_this_table() -> None:

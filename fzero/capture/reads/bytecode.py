@@ -73,40 +73,52 @@ def _step_text(step: Step | Chain) -> str:
 
 
 @dataclass(frozen=True)
-class Lines:
-    """What the lines of one code object name.
+class Use:
+    """What a line does with a chain. at: the offset of its instruction, if the line may run without it (`a and cfg.b`);
+    else None. callee: the chain of the function that a read value is given to, if that is known."""
 
-    reads: by line, chains, each with the chain of the function that it is given to, if that is known. writes: chains by
-    line. updates: those of `writes` that the same instruction reads (`x += 1`), by line: such
-    a read by itself decides nothing. seeds: chains by line that are called, with an argument, to set a generator's
-    state.
+    chain: Chain
+    at: int | None = None
+    callee: Chain | None = None
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What the lines of one code object name, by line.
+
+    updates: those of `writes` that the same instruction reads (`x += 1`): such a read by itself decides nothing. seeds:
+    chains that are called, with an argument, to set a generator's state. offsets: those of all uses, with their lines.
     """
 
-    reads: Mapping[int, tuple[tuple[Chain, Chain | None], ...]]
-    writes: Mapping[int, tuple[Chain, ...]]
-    updates: Mapping[int, tuple[Chain, ...]]
-    seeds: Mapping[int, tuple[Chain, ...]]
+    reads: Mapping[int, tuple[Use, ...]]
+    writes: Mapping[int, tuple[Use, ...]]
+    updates: Mapping[int, tuple[Use, ...]]
+    seeds: Mapping[int, tuple[Use, ...]]
+    offsets: Mapping[int, int]
 
 
 @dataclass(eq=False)
 class _Load:
-    """A chain on the stack, the line of its name, and the function that it is given to."""
+    """A chain on the stack, the line of its name, where that may be left out, and the function that it is given to."""
 
     chain: Chain
     line: int
+    at: int | None = None
     callee: Chain | None = None
 
 
 @dataclass
 class _Machine:
-    """Reads instructions in order. `loads` holds every chain that was loaded and is not part of a longer one."""
+    """Reads instructions in order. `loads` holds every chain that was loaded and is not part of a longer one. `at`: the
+    offset of the instruction, if its line has a jump before it."""
 
     code: CodeType
     stack: list[Any] = field(default_factory=list)
     loads: dict[_Load, None] = field(default_factory=dict)
-    writes: dict[int, list[Chain]] = field(default_factory=dict)
-    updated: dict[int, list[Chain]] = field(default_factory=dict)
-    seeded: dict[int, list[Chain]] = field(default_factory=dict)
+    writes: dict[int, list[Use]] = field(default_factory=dict)
+    updated: dict[int, list[Use]] = field(default_factory=dict)
+    seeded: dict[int, list[Use]] = field(default_factory=dict)
+    at: int | None = None
 
     @functools.cached_property
     def loaded(self) -> frozenset[str]:
@@ -117,7 +129,7 @@ class _Machine:
         return self.stack.pop() if self.stack else None
 
     def load(self, name: str, scope: str, line: int) -> None:
-        load = _Load(Chain(name, scope), line)
+        load = _Load(Chain(name, scope), line, self.at)
         self.loads[load] = None
         self.stack.append(load)
 
@@ -127,13 +139,13 @@ class _Machine:
             return
         if owner not in self.stack:  # COPY leaves another use of it
             self.loads.pop(owner, None)
-        longer = _Load(Chain(owner.chain.name, owner.chain.scope, (*owner.chain.steps, step)), owner.line)
+        longer = _Load(Chain(owner.chain.name, owner.chain.scope, (*owner.chain.steps, step)), owner.line, owner.at)
         self.loads[longer] = None
         self.stack.append(longer)
 
     def write(self, line: int, chain: Chain | None) -> None:
         if chain is not None:
-            self.writes.setdefault(line, []).append(chain)
+            self.writes.setdefault(line, []).append(Use(chain, self.at))
 
     def scope_of(self, name: str) -> str:
         return "free" if name in self.code.co_freevars else "local"
@@ -212,7 +224,7 @@ class _Machine:
         left = self.pop()
         if op.argrepr.endswith("=") and isinstance(left, _Load):
             self.loads.pop(left, None)
-            self.updated.setdefault(line, []).append(left.chain)
+            self.updated.setdefault(line, []).append(Use(left.chain, self.at))
         self.stack.append(None)
 
     def _call(self, arguments: int, named: bool) -> None:
@@ -232,10 +244,11 @@ class _Machine:
                 return
             if chain.steps[-1:] == ("get",) and isinstance(first, (Key, _Load)):
                 self.loads.pop(callee, None)
-                self.extend(_Load(Chain(chain.name, chain.scope, chain.steps[:-1]), callee.line), Get(_key(first)))
+                shorter = Chain(chain.name, chain.scope, chain.steps[:-1])
+                self.extend(_Load(shorter, callee.line, callee.at), Get(_key(first)))
                 return
             if (chain.steps[-1] if chain.steps else chain.name) in _SEEDS and first != Key(None):
-                self.seeded.setdefault(callee.line, []).append(chain)
+                self.seeded.setdefault(callee.line, []).append(Use(chain, callee.at))
         for load in given:
             if isinstance(load, _Load) and load.callee is None:
                 load.callee = callee.chain if isinstance(callee, _Load) else None
@@ -303,16 +316,27 @@ _NO_EFFECT = {
 }
 
 
+_JUMPS = frozenset(dis.hasjrel + dis.hasjabs)
+
+
 @functools.lru_cache(maxsize=4096)
 def lines_of(code: CodeType) -> Lines:
     """What each line of a function names. An `x += 1` of a variable that outlives the call is no read of it, but one of
     `updates`."""
     machine = _Machine(code)
+    jumping: set[int] = set()  # lines
+    start: int | None = None  # of an instruction, with what extends its argument
     for op in dis.get_instructions(code):
         line = op.positions.lineno if op.positions and op.positions.lineno else code.co_firstlineno
+        start = op.offset if start is None else start
+        machine.at = start if line in jumping else None
         machine.run(op, line)
-    reads: dict[int, list[Any]] = {}
+        jumping |= {line} if op.opcode in _JUMPS else set()
+        start = start if op.opname == "EXTENDED_ARG" else None
+    reads: dict[int, list[Use]] = {}
     for load in machine.loads:
-        reads.setdefault(load.line, []).append((load.chain, load.callee))
-    return Lines(*({line: tuple(dict.fromkeys(x)) for line, x in found.items()}
-                   for found in (reads, machine.writes, machine.updated, machine.seeded)))  # fmt: skip
+        reads.setdefault(load.line, []).append(Use(load.chain, load.at, load.callee))
+    found = (reads, machine.writes, machine.updated, machine.seeded)
+    offsets = {use.at: line for uses in found for line, x in uses.items() for use in x if use.at is not None}
+    named, writes, updates, seeds = ({line: tuple(dict.fromkeys(x)) for line, x in uses.items()} for uses in found)
+    return Lines(named, writes, updates, seeds, offsets)

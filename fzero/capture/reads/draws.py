@@ -82,9 +82,9 @@ class Draws:
         self.before = (state_of(_PYTHONS), state_of(_NUMPYS))
 
     def expect(self, frame: types.FrameType, where: str, generators: list[Any]) -> None:
-        """Before a line that names these."""
+        """Before a line, or more of it, that names these."""
         if generators := [x for x in generators if id(x) not in self.seeded]:
-            self.pending[frame] = (where, [(x, state_of(x)) for x in generators])
+            self.pending.setdefault(frame, (where, []))[1].extend((x, state_of(x)) for x in generators)
 
     def settle(self, frame: types.FrameType) -> None:
         """After the line of this frame for which draws were expected."""

@@ -56,10 +56,13 @@ def kind_of_code(code: types.CodeType, variables: Mapping[str, Any]) -> str:
 
 class Follower(Protocol):
     """What is told of functions. `entered` is asked at least once for each code object, and says whether its lines are
-    followed; `line` comes before a line runs, `left` when a function that is followed returns or raises."""
+    followed; `line` comes before a line runs, `left` when a function that is followed returns or raises. `instruction`
+    comes before one, with its offset, in functions of which `by_instruction` says that it must."""
 
     def entered(self, frame: types.FrameType) -> bool: ...
+    def by_instruction(self, code: types.CodeType) -> bool: ...
     def line(self, frame: types.FrameType) -> None: ...
+    def instruction(self, frame: types.FrameType, offset: int) -> None: ...
     def left(self, frame: types.FrameType) -> None: ...
 
 
@@ -92,11 +95,16 @@ class _Traced:
             sys.settrace(self._call)
 
     def _call(self, frame: types.FrameType, event: str, argument: Any) -> Any:
-        return self._local if self.follower.entered(frame) else None
+        if not self.follower.entered(frame):
+            return None
+        frame.f_trace_opcodes = self.follower.by_instruction(frame.f_code)
+        return self._local
 
     def _local(self, frame: types.FrameType, event: str, argument: Any) -> Any:
         if event == "line":
             self.follower.line(frame)
+        elif event == "opcode":
+            self.follower.instruction(frame, frame.f_lasti)
         elif event == "return":
             self.follower.left(frame)
         return self._local
@@ -119,8 +127,7 @@ class _Monitored:
             return
         self.tool = free[0]
         tools.use_tool_id(self.tool, "fzero")
-        for event, call in ((events.PY_START, self._start), (events.LINE, self._line),
-                            (events.PY_RETURN, self._left), (events.PY_UNWIND, self._unwound)):  # fmt: skip
+        for event, call in self._callbacks():
             tools.register_callback(self.tool, event, call)
         tools.set_events(self.tool, events.PY_START | events.PY_UNWIND)
         tools.restart_events()
@@ -128,14 +135,19 @@ class _Monitored:
     def stop(self) -> None:
         if self.tool is None:
             return
-        tools, events = self.monitoring, self.monitoring.events
+        tools = self.monitoring
         tools.set_events(self.tool, 0)
         for code in self.codes:
             tools.set_local_events(self.tool, code, 0)
-        for event in (events.PY_START, events.LINE, events.PY_RETURN, events.PY_UNWIND):
+        for event, _ in self._callbacks():
             tools.register_callback(self.tool, event, None)
         tools.free_tool_id(self.tool)
         self.tool = None
+
+    def _callbacks(self) -> list[tuple[int, Any]]:
+        events = self.monitoring.events
+        return [(events.PY_START, self._start), (events.LINE, self._line), (events.INSTRUCTION, self._instruction),
+                (events.PY_RETURN, self._left), (events.PY_UNWIND, self._unwound)]  # fmt: skip
 
     def __enter__(self) -> None:
         return None
@@ -149,12 +161,17 @@ class _Monitored:
         if self.follower.entered(sys._getframe(1)):
             self.codes.append(code)
             events = self.monitoring.events
-            self.monitoring.set_local_events(self.tool, code, events.LINE | events.PY_RETURN)
+            more = events.INSTRUCTION if self.follower.by_instruction(code) else 0
+            self.monitoring.set_local_events(self.tool, code, events.LINE | events.PY_RETURN | more)
         return self.monitoring.DISABLE
 
     def _line(self, code: types.CodeType, line: int) -> None:
         if threading.get_ident() == self.thread:
             self.follower.line(sys._getframe(1))
+
+    def _instruction(self, code: types.CodeType, offset: int) -> None:
+        if threading.get_ident() == self.thread:
+            self.follower.instruction(sys._getframe(1), offset)
 
     def _left(self, code: types.CodeType, offset: int, value: Any) -> None:
         if threading.get_ident() == self.thread:

@@ -1,6 +1,7 @@
 """reading: notes what the user's functions read from Python while a step is traced.
 
-1. `frames` tells of each line that a function of the user runs, before it runs.
+1. `frames` tells of each line that a function of the user runs, before it runs; of a line with jumps (`a and cfg.b`),
+   of each instruction, so that what it leaves out is not read.
 2. `bytecode` says what the line names; the names are followed to their places (`places`), whose values are noted.
 3. After the trace a place is dropped if its value is the trace's own (a tensor of it; an object that it made), or if
    the traced functions write to it: a cache that they fill. A number that they read and change is refused: it would be
@@ -17,7 +18,7 @@ import functools
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +67,7 @@ class Reading:
     codes: dict[types.CodeType, None] = field(default_factory=dict)  # of the user's functions that ran
     libraries: dict[types.CodeType, dict[str, Any]] = field(default_factory=dict)  # of others: code, globals
     passed: dict[int, types.CodeType] = field(default_factory=dict)  # code of no interest, by id: its hash reads all
-    seen: set[tuple[types.CodeType, int]] = field(default_factory=set)
+    seen: set[tuple[types.CodeType, int, int | None]] = field(default_factory=set)  # lines, with offsets of uses
     cells: Cells = field(default_factory=Cells)
     draws: draws.Draws = field(default_factory=draws.Draws)
 
@@ -111,16 +112,25 @@ class Reading:
         """Notes what the line names that a function is about to run."""
         code, number = frame.f_code, frame.f_lineno
         self.draws.settle(frame)
-        users = code in self.codes
-        if not users and number not in _draw_lines(code):
-            return
-        lines = lines_of(code)
-        first = (code, number) not in self.seen
-        self.seen.add((code, number))
-        where = _where(frame)
-        generators = self._read(lines, number, frame, where, first, users)
+        if code in self.codes or number in _draw_lines(code):
+            self._uses(frame, number, None)
+
+    def by_instruction(self, code: types.CodeType) -> bool:
+        """Whether a line of a function of the user may leave a part of it out."""
+        return code in self.codes and bool(lines_of(code).offsets)
+
+    def instruction(self, frame: types.FrameType, offset: int) -> None:
+        """Notes what a part of a line names that was not left out."""
+        if (number := lines_of(frame.f_code).offsets.get(offset)) is not None:
+            self._uses(frame, number, offset)
+
+    def _uses(self, frame: types.FrameType, number: int, at: int | None) -> None:
+        lines, where, users = lines_of(frame.f_code), _where(frame), frame.f_code in self.codes
+        first = (frame.f_code, number, at) not in self.seen
+        self.seen.add((frame.f_code, number, at))
+        generators = self._read(lines, number, frame, where, first, {at})
         if users and first:
-            self._writes(lines, number, frame, where)
+            self._writes(lines, number, frame, where, at)
         self.draws.expect(frame, where, generators)
 
     def left(self, frame: types.FrameType) -> None:
@@ -129,20 +139,25 @@ class Reading:
         self.draws.settle(frame)
         code, number = frame.f_code, frame.f_lineno
         if code in self.codes:
-            self._read(lines_of(code), number, frame, _where(frame), False, True)
+            ran = {None, *(at for at in lines_of(code).offsets if (code, number, at) in self.seen)}
+            self._read(lines_of(code), number, frame, _where(frame), False, ran)
 
     def _read(
-        self, lines: Lines, number: int, frame: types.FrameType, where: str, first: bool, users: bool
+        self, lines: Lines, number: int, frame: types.FrameType, where: str, first: bool, ran: Set[int | None]
     ) -> list[Any]:
-        """Notes what a line names; the generators that it names."""
+        """Notes what a line names, of the uses that `ran`; the generators that it names. Of a library's all count."""
         generators: list[Any] = []
-        for chain in lines.seeds.get(number, ()):
-            self._follow(chain, frame, where, generators, False)
+        users = frame.f_code in self.codes
+        for use in lines.seeds.get(number, ()):
+            if use.at in ran or not users:
+                self._follow(use.chain, frame, where, generators, False)
         self.draws.seeded |= {id(generator) for generator in generators}
-        for chain, callee in lines.reads.get(number, ()):
-            if first or not users or _varies(chain):
+        written = {use.chain for use in lines.writes.get(number, ())}
+        for use in lines.reads.get(number, ()):
+            chain, callee = use.chain, use.callee
+            if not users or (use.at in ran and (first or _varies(chain))):
                 value, place = self._follow(chain, frame, where, generators, users)
-                if place is not None and _plain(chain) not in lines.writes.get(number, ()):
+                if place is not None and _plain(chain) not in written:
                     self.used.add(_id(place))
                 if callee is TRUTH and isinstance(value, places.CONTAINERS) and users:
                     self._note((places.COPY, value, bool), f"bool({chain})", where, place)
@@ -257,12 +272,12 @@ class Reading:
                 if not users:
                     self._end(part.value, part.name, where, part, 1)
 
-    def _writes(self, lines: Lines, number: int, frame: types.FrameType, where: str) -> None:
+    def _writes(self, lines: Lines, number: int, frame: types.FrameType, where: str, at: int | None) -> None:
         updates = {
-            *lines.updates.get(number, ()),
-            *(_plain(chain) for chain, callee in lines.reads.get(number, ()) if callee not in _EXTREMES),
+            *(use.chain for use in lines.updates.get(number, ())),
+            *(_plain(use.chain) for use in lines.reads.get(number, ()) if use.callee not in _EXTREMES),
         }
-        for chain in lines.writes.get(number, ()):
+        for chain in (use.chain for use in lines.writes.get(number, ()) if use.at == at):
             spot = self._target(chain, frame, where)
             if spot is None:
                 continue
@@ -406,7 +421,10 @@ def _draw_lines(code: types.CodeType) -> frozenset[int]:
     return frozenset(
         line
         for line, reads in lines_of(code).reads.items()
-        if any(draws.NAMES.intersection([c.name, *(s for s in c.steps if isinstance(s, str))]) for c, _ in reads)
+        if any(
+            draws.NAMES.intersection([c.name, *(s for s in c.steps if isinstance(s, str))])
+            for c in (use.chain for use in reads)
+        )
     )
 
 

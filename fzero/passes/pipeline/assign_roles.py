@@ -30,6 +30,10 @@ LENT = ".lent"  # between the name of a buffer and the place in it, of a copy fo
 Group = tuple[int, Action | None]  # (how many regions began before, the action; None: outside of regions)
 
 
+class AcrossRolesError(SpecError):
+    """A value, outside of the regions, that no role can make alone."""
+
+
 @dataclass(frozen=True)
 class Work:
     """An op, when it runs, and the roles that run it."""
@@ -211,9 +215,10 @@ class Assigned:
             refs = [op.reads[i] for i, node in enumerate(inputs) if node in nodes] + [op.writes[number]]
             roles = {role for ref in refs if (role := self._role(ref)) is not None}
             if len(roles) > 1:
-                raise SpecError(
+                raise AcrossRolesError(
                     f"`{op.why}` needs leaves of roles {sorted(roles)} of the pipeline for one value. Only sums over "
-                    "leaves, such as a norm, are taken apart by role"
+                    "leaves, such as a norm, are taken apart by role. Make it of leaves of one role, put these leaves "
+                    "on one role (Pipeline(cut=...)), or leave the axis `pp` out"
                 )
             by_role[min(roles, default=0)].append(number)
         parts = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -76,27 +76,30 @@ def line_of(case: Case, outcome: Outcome, seconds: float, report: Report) -> dic
     return line | {name: values for name, values in new.items() if values}
 
 
-def read(*paths: Path) -> Report:
-    """Returns the outcomes in files; a last line that was cut off is left out."""
+def read(*paths: Path, commit: str = "") -> Report:
+    """Returns the outcomes in files, of one commit if it is named."""
     report = Report()
-    for path in paths:
-        for line in lines(path.read_text(encoding="utf-8").splitlines() if path.exists() else ()):
-            report.add(line)
+    for line in lines(*paths, commit=commit):
+        report.add(line)
     return report
 
 
-def lines(texts: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The JSON objects in lines of text; a line that is none is left out."""
-    for text in texts:
+def lines(*paths: Path, commit: str = "") -> Iterator[dict[str, Any]]:
+    """The outcomes in files, as JSON; a last line that was cut off is left out, and those of another commit if one is
+    named."""
+    for text in (text for path in paths if path.exists() for text in path.read_text(encoding="utf-8").splitlines()):
         try:
-            yield json.loads(text)
+            line = json.loads(text)
         except ValueError:
             continue
+        if commit in ("", line.get("commit")):
+            yield line
 
 
-def append(file: TextIO | None, line: dict[str, Any]) -> None:
-    """Adds a line to the file and flushes it; does nothing without a file."""
+def append(file: TextIO | None, line: dict[str, Any], commit: str) -> None:
+    """Adds a line to the file, with the commit if it is named, and flushes it; does nothing without a file."""
     if file is not None:
+        line = {**line, "commit": commit} if commit else line
         file.write("\n" + json.dumps(line))  # not after it: a line that was cut off stays alone
         file.flush()
 
@@ -105,19 +108,20 @@ def _beside(out: Path) -> Path:
     return out.with_name(f"{out.name}.now")
 
 
-def note(out: Path | None, text: str) -> None:
-    """Records the present action: "drawn" or "checked", and the names of cases."""
+def note(out: Path | None, text: str, commit: str) -> None:
+    """Records the present action: "drawn" or "checked", and the names of cases; behind them the commit."""
     if out is not None:
-        _beside(out).write_text(text, encoding="utf-8")
+        _beside(out).write_text(f"{text}\n{commit}", encoding="utf-8")
 
 
-def lost(out: Path, report: Done) -> tuple[list[dict[str, Any]], set[str]]:
+def lost(out: Path, report: Done, commit: str = "") -> tuple[list[dict[str, Any]], set[str]]:
     """Returns (the case that ended the process before, as a line; or cases of which one did, to be checked apart).
 
     If the case was still being drawn, eager PyTorch alone ended the process; that is no fault.
     """
-    what, *names = (_beside(out).read_text(encoding="utf-8") if _beside(out).exists() else "none").split()
-    names = [name for name in names if name not in report.done]
+    text, _, of = (_beside(out).read_text(encoding="utf-8") if _beside(out).exists() else "none").partition("\n")
+    what, *names = text.split()
+    names = [name for name in names if name not in report.done and of == commit]
     if len(names) != 1:
         return [], set(names)
     end = "undrawn" if what == "drawn" else "crashed"

@@ -26,17 +26,18 @@ from fzero.tools.fuzz_meshes.shrink import shrink
 __all__ = ["Case", "Outcome", "Report", "check", "draw", "read", "run", "shrink"]
 
 
-def run(numbers: Iterable[int], seed: int = 0, out: Path | None = None) -> Report:
-    """Checks these cases of a seed and appends the outcomes to `out`, which is gone on with; returns the report."""
-    report = Report() if out is None else read(out)
+def run(numbers: Iterable[int], seed: int = 0, out: Path | None = None, commit: str = "") -> Report:
+    """Checks these cases of a seed and appends the outcomes to `out`, which is gone on with (its lines of this commit,
+    if one is named); returns the report."""
+    report = Report() if out is None else read(out, commit=commit)
     with nullcontext() if out is None else out.open("a", encoding="utf-8") as file:
-        for line in [] if out is None else lost(out, report)[0]:
+        for line in [] if out is None else lost(out, report, commit)[0]:
             report.add(line)
-            append(file, line)
+            append(file, line, commit)
         for number in numbers:
             if (name := f"{seed}:{number}") in report.done:
                 continue
-            note(out, f"checked {name}")
+            note(out, f"checked {name}", commit)
             start = time.process_time()
             case = draw(seed, number)
             outcome = check(case)
@@ -44,5 +45,5 @@ def run(numbers: Iterable[int], seed: int = 0, out: Path | None = None) -> Repor
             if outcome.is_fault:
                 print(f"{case.name} {outcome.end}: {outcome.what[:300]}", file=sys.stderr, flush=True)
             report.add(line)
-            append(file, line)
+            append(file, line, commit)
     return report

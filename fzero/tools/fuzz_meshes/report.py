@@ -71,10 +71,9 @@ def uses(case: Case) -> list[str]:
     )
 
 
-def read(*paths: Path) -> Report:
-    """Returns the outcomes in files; a last line that was cut off is left out."""
+def read(*paths: Path, commit: str = "") -> Report:
+    """Returns the outcomes in files, of one commit if it is named."""
     report = Report()
-    for path in paths:
-        for line in lines(path.read_text(encoding="utf-8").splitlines() if path.exists() else ()):
-            report.add(line)
+    for line in lines(*paths, commit=commit):
+        report.add(line)
     return report

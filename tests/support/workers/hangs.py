@@ -105,6 +105,29 @@ def end() -> None:
     os._exit(0)
 
 
+def ends_slowly(folder: str) -> dict[str, Any]:
+    """Rank 1's program comes to its end, and what it has to do there ends when rank 0 has been told of it."""
+    answered = Path(folder)
+    state = fzero.init(
+        {"blocks": [torch.ones(8, 8)]}, fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(1e-3), timeout=60)
+    )
+    pids = [int(pid) for pid in tell(str(os.getpid()).encode(), 2, None)]
+    state = fzero.step(state, torch.ones(2, 8))
+    if os.environ["RANK"] == "1":
+        atexit.unregister(heartbeat._ended)
+        atexit.register(wait_for, answered, 1)  # before fzero, as what was imported before: it runs after
+        atexit.register(heartbeat._ended)
+        end()
+    try:
+        fzero.step(state, torch.ones(2, 8))
+    except fzero.HangError as error:
+        os.kill(pids[1], 0)  # raises if it has ended
+        (answered / "0").touch()
+        dist.destroy_process_group()
+        return {"message": str(error)}
+    return {}
+
+
 def wait_for(folder: Path, count: int) -> None:
     while len(list(folder.iterdir())) < count:
         time.sleep(0.02)
@@ -214,37 +237,29 @@ def few_files(left: int) -> str:
     return said(lambda: fzero.step(fzero.init({"blocks": [torch.ones(8, 8)]}, spec), torch.ones(2, 8)))
 
 
-def stopped_in_a_save(how: str, folder: str) -> dict[str, Any]:
-    """Rank 1 is stopped while it writes its shard. How long the other took from then until all was over, and why.
+def stopped_in_a_save(how: str, folder: str) -> None:
+    """A program of its own, of which rank 1 is stopped while it writes its shard, and says in a file when that was.
 
     how: what the main thread does meanwhile: "steps", waits for a save of its own ("save"), writes itself ("front"), or
     has come to its "end".
     """
-    rank, timeout = int(os.environ["RANK"]), 3.0
-    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(1e-3), timeout=timeout)
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(1e-3), timeout=3.0)
     state = fzero.init({"blocks": [torch.ones(8, 8)]}, spec)
-    pids = [int(pid) for pid in tell(str(os.getpid()).encode(), 2, None)]
-    real, began, message = shards.write, 0.0, ""
-    if rank == 1:
-        shards.write = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
-    try:
-        with fzero.Checkpointer(folder, every=1, background=how != "front") as saver:
-            for step in range(5):
-                state = fzero.step(state, torch.ones(2, 8))
-                began = began or time.monotonic()
-                saver.after(state)
-                if how == "save" and not step:
-                    saver.save(state)
-                if how == "end":
-                    break
-    except fzero.HangError as error:
-        message = str(error)
-    finally:
-        shards.write = real
-    found = {"seconds": time.monotonic() - began, "message": message, "missing": state.runtime.presence.hang.missing}
-    os.kill(pids[1], signal.SIGKILL)
-    dist.destroy_process_group()
-    return found
+
+    def stop(*_: Any) -> None:
+        Path(folder, "stopped").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if os.environ["RANK"] == "1":
+        shards.write = stop
+    with fzero.Checkpointer(f"{folder}/saved", every=1, background=how != "front") as saver:
+        for step in range(5):
+            state = fzero.step(state, torch.ones(2, 8))
+            saver.after(state)
+            if how == "save" and not step:
+                saver.save(state)
+            if how == "end":
+                break
 
 
 def killed_for_memory(group: str) -> dict[str, Any]:
