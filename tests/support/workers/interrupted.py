@@ -150,5 +150,6 @@ def twice() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born with it ignored
     {"at_every_op": at_every_op, "around": lambda: around(7), "between": between, "twice": twice}[sys.argv[1]]()
     print("right")
