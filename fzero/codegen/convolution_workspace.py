@@ -6,8 +6,9 @@ too where which ones is not known: few channels, transposed, grouped or in 16 bi
 exact to some percent, and odd ones are planned up to several times too high. Fitted to 1,500 random convolutions of 1
 to 3 dims on one thread (torch 2.13.0, AVX-512).
 
-Still planned too low: 1-d with steps and channels last (808 kB asked, 550 planned), transposed depthwise 3-d in another
-order of memory (45.0 MB asked, 39.3 planned), depthwise 3-d of width 7 on 4 threads (384 kB asked, 322 planned).
+Still planned too low: with AVX2 the gradients of weights of 3-d windows of 5 and 7 (3.9 MB asked, 2.8 planned; 8.2 and
+4.4), 1-d with steps and channels last (808 kB asked, 550 planned), transposed depthwise 3-d in another order of memory
+(45.0 MB asked, 39.3 planned), depthwise 3-d of width 7 on 4 threads (384 kB asked, 322 planned).
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def forward_bytes(c: Convolution) -> int:
 
 def backward_bytes(c: Convolution, incoming: Tensor, wants_source: bool, wants_weight: bool) -> int:
     """The gradients of source and weight come one after the other."""
-    copies = _copy(incoming) + _copy(c.source) + _copy(c.weight)
+    copies = _ordered(c, incoming) + _ordered(c, c.source) + _copy(c.weight)
     if c.kernel.startswith("Slow"):
         apart = c.source.nbytes * wants_source + c.weight.nbytes * wants_weight
         joined = c.weight.nbytes * _channels_last(c) + (c.groups > 1) * (
@@ -110,7 +111,8 @@ def backward_bytes(c: Convolution, incoming: Tensor, wants_source: bool, wants_w
         + _float_columns(c)
     )
     if _channels_last(c):
-        return extra + 2 * (c.weight.nbytes + weight) + _sixteen_bits(c) + 2 * c.source.nbytes * c.strided
+        again = c.source.nbytes * (2 * c.strided + c.dilated)
+        return extra + 2 * (c.weight.nbytes + weight) + _sixteen_bits(c) + again
     of_source = max(source, result + weight + source - c.source.nbytes * (not c.strided))
     of_source = max(of_source, 2 * c.source.nbytes) if c.strided else of_source
     few = c.source.nbytes * (c.source.shape[1] > 3) * (1 + c.strided)
@@ -157,12 +159,20 @@ def _columns(c: Convolution, forward: bool) -> int:
     places = c.narrow.shape[2:].numel()
     channels = c.wide.shape[1] // (1 if kernel == "Slow3d" else c.groups)
     copied = c.source.nbytes if kernel == "SlowTranspose3d" else 0
+    if copied and forward:  # or a one for each place of the result, which is multiplied with the bias
+        copied = max(copied, c.result.shape[2:].numel() * c.source.element_size())
     return copied + at_once * channels * c.window * places * c.source.element_size()
 
 
 def _copy(value: Tensor) -> int:
     """Of a value whose elements lie in another order: none of one whose channels are last."""
     return 0 if value.is_contiguous() or _has_channels_last(value) else value.nbytes
+
+
+def _ordered(c: Convolution, value: Tensor) -> int:
+    """Of a copy in the order that a backward takes: channels are last in all operands, or in none."""
+    right = _has_channels_last(value) if _channels_last(c) else value.is_contiguous()
+    return 0 if right else value.nbytes
 
 
 def _has_channels_last(value: Tensor) -> bool:
