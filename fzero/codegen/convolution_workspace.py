@@ -6,9 +6,8 @@ too where which ones is not known: few channels, transposed, grouped or in 16 bi
 exact to some percent, and odd ones are planned up to several times too high. Fitted to 1,500 random convolutions of 1
 to 3 dims on one thread (torch 2.13.0, AVX-512).
 
-Still planned too low: with AVX2 the gradients of weights of 3-d windows of 5 and 7 (3.9 MB asked, 2.8 planned; 8.2 and
-4.4), 1-d with steps and channels last (808 kB asked, 550 planned), transposed depthwise 3-d in another order of memory
-(45.0 MB asked, 39.3 planned), depthwise 3-d of width 7 on 4 threads (384 kB asked, 322 planned).
+Still planned too low: 1-d with steps and channels last (808 kB asked, 550 planned), transposed depthwise 3-d in another
+order of memory (45.0 MB asked, 39.3 planned), depthwise 3-d of width 7 on 4 threads (384 kB asked, 322 planned).
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from torch import Tensor
 from fzero._torch_compat import convolution_kernel
 
 BLOCK = 16  # channels in a block of oneDNN's layout (AVX-512)
+AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 SCRATCH = 8_448  # bytes that oneDNN's kernels take whatever the sizes
 
 
@@ -119,6 +119,9 @@ def backward_bytes(c: Convolution, incoming: Tensor, wants_source: bool, wants_w
     of_weight = (source if c.reorders_source else few) + result + weight
     if c.transposed or c.dilated or c.groups > 1 or c.window > 100:
         of_weight += 3 * weight + (source - few) * (not c.reorders_source) + SCRATCH
+    if c.window > 100 and c.source.dim() == 5 and not AVX512:  # a product of the columns of one plane
+        plane = c.wide.shape[1] // c.groups * c.window * c.narrow.shape[3:].numel() * c.source.element_size()
+        of_weight = max(of_weight, torch.get_num_threads() * plane + 5 * c.weight.nbytes + SCRATCH)
     if c.source.element_size() < 4:  # sums in float32, and an image of each side for a thread
         of_weight += 4 * weight + SCRATCH + _image(c) * 5 // 4
     return extra + max(of_source * wants_source, of_weight * wants_weight)
