@@ -373,8 +373,8 @@ COPIES: dict[str, tuple[int, ...]] = {
         str.split(
             "_adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d max_pool3d_with_indices _log_softmax _softmax "
             "log_sigmoid_forward narrow_copy reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
-            "replication_pad2d replication_pad3d median.dim nanmedian.dim aminmax max min pixel_shuffle pixel_unshuffle "
-            "channel_shuffle"
+            "replication_pad2d replication_pad3d median.dim nanmedian.dim aminmax max min pixel_shuffle "
+            "pixel_unshuffle channel_shuffle"
         ),
         (0,),
     ),
