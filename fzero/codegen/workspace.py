@@ -332,10 +332,26 @@ def _pool(node: fx.Node) -> int:
 
 def _pool_backward(node: fx.Node) -> int:
     """Copies in the order of the incoming gradient: of it, of the indices, and the result once more."""
-    incoming, *indices = _values(node, (0, 7))
     result: torch.Tensor = node.meta["val"]
-    order = LAST if _is_last(incoming) and not incoming.is_contiguous() else torch.contiguous_format
-    return sum(v.nbytes for v in (incoming, *indices, result) if not v.is_contiguous(memory_format=order))
+    return _in_order_of(0, (0, 7))(node) + _copy_in(_order(_values(node, (0,))[0]), result)
+
+
+def _order(value: torch.Tensor) -> torch.memory_format:
+    return LAST if _is_last(value) and not value.is_contiguous() else torch.contiguous_format
+
+
+def _copy_in(order: torch.memory_format, value: torch.Tensor) -> int:
+    return 0 if value.is_contiguous(memory_format=order) else value.nbytes
+
+
+def _in_order_of(place: int, places: Sequence[int]) -> Callable[[fx.Node], int]:
+    """Copies of the operands at these places, in the order of the one at `place`: channels last, or contiguous."""
+
+    def rule(node: fx.Node) -> int:
+        order = _order(_values(node, (place,))[0])
+        return sum(_copy_in(order, value) for value in _values(node, places))
+
+    return rule
 
 
 def _query_rows(length: int) -> int:
@@ -372,16 +388,17 @@ COPIES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(
         str.split(
             "_adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d max_pool3d_with_indices _log_softmax _softmax "
-            "log_sigmoid_forward narrow_copy reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
-            "replication_pad2d replication_pad3d median.dim nanmedian.dim aminmax max min pixel_shuffle "
-            "pixel_unshuffle channel_shuffle"
+            "log_sigmoid_forward narrow_copy reflection_pad1d reflection_pad3d replication_pad1d replication_pad3d "
+            "median.dim nanmedian.dim aminmax max min pixel_shuffle pixel_unshuffle channel_shuffle "
+            "reflection_pad1d_backward reflection_pad3d_backward replication_pad1d_backward "
+            "replication_pad3d_backward"
         ),
         (0,),
     ),
     **dict.fromkeys(
         str.split(
             "_log_softmax_backward_data _softmax_backward_data max_unpool2d max_unpool3d multi_margin_loss "
-            "multilabel_margin_loss_forward native_group_norm"
+            "multilabel_margin_loss_forward"
         ),
         (0, 1),
     ),
@@ -437,7 +454,7 @@ RULES: dict[object, Callable[[fx.Node], int]] = {
     **dict.fromkeys((aten.sort.default, aten.sort.stable), _sort),
     aten._safe_softmax.default: _all(_copies(0), lambda node: _values(node, (0,))[0].numel()),  # a mask
     aten.roll.default: lambda node: _bytes(node) * (len(cast(Sequence[int], node.args[1])) > 1),  # dim by dim
-    aten.native_group_norm_backward.default: _all(_group_norm_backward, _copies(0, 1)),
+    aten.native_group_norm_backward.default: _all(_group_norm_backward, _in_order_of(1, (0, 1))),
     aten.binary_cross_entropy_with_logits.default: _bce_with_logits,
     aten.soft_margin_loss.default: _reduced(1),
     aten.soft_margin_loss_backward.default: lambda node: 2 * _result_bytes(node),
@@ -486,10 +503,23 @@ RULES: dict[object, Callable[[fx.Node], int]] = {
     aten._upsample_nearest_exact2d.default: _upsample,
     aten.upsample_bilinear2d.default: _upsample,
     **dict.fromkeys(
-        map(_op, ("_adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "max_pool2d_with_indices")), _pool
+        map(
+            _op,
+            str.split(
+                "_adaptive_avg_pool2d adaptive_max_pool2d avg_pool2d max_pool2d_with_indices reflection_pad2d "
+                "replication_pad2d native_group_norm"
+            ),
+        ),
+        _pool,
     ),
     **dict.fromkeys(
-        map(_op, ("_adaptive_avg_pool2d_backward", "avg_pool2d_backward", "max_pool2d_with_indices_backward")),
+        map(
+            _op,
+            str.split(
+                "_adaptive_avg_pool2d_backward avg_pool2d_backward max_pool2d_with_indices_backward "
+                "reflection_pad2d_backward replication_pad2d_backward"
+            ),
+        ),
         _pool_backward,
     ),
     aten.im2col.default: _all(_bytes, _copies(0)),
