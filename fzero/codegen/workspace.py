@@ -331,9 +331,11 @@ def _pool(node: fx.Node) -> int:
 
 
 def _pool_backward(node: fx.Node) -> int:
-    """Copies in the order of the incoming gradient: of it, of the indices, and the result once more."""
-    result: torch.Tensor = node.meta["val"]
-    return _in_order_of(0, (0, 7))(node) + _copy_in(_order(_values(node, (0,))[0]), result)
+    """Copies in the order of the incoming gradient: of it, of the indices, and the result once more, which is made in
+    the source's."""
+    orders = [_order(value) for value in _values(node, (0, 1))]
+    again = node.meta["val"].nbytes if orders[0] is not orders[1] else _copy_in(orders[0], node.meta["val"])
+    return _in_order_of(0, (0, 7))(node) + cast(int, again)
 
 
 def _order(value: torch.Tensor) -> torch.memory_format:
