@@ -21,7 +21,8 @@ from torch import Tensor
 
 from fzero._torch_compat import convolution_kernel
 
-BLOCK = 16  # channels in a block of oneDNN's layout (AVX-512)
+AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+BLOCK = 16 if AVX512 else 8  # channels in a block of oneDNN's layout
 SCRATCH = 8_448  # bytes that oneDNN's kernels take whatever the sizes
 
 
@@ -91,7 +92,7 @@ def forward_bytes(c: Convolution) -> int:
 
 def backward_bytes(c: Convolution, incoming: Tensor, wants_source: bool, wants_weight: bool) -> int:
     """The gradients of source and weight come one after the other."""
-    copies = _copy(incoming) + _copy(c.source) + _copy(c.weight)
+    copies = _ordered(c, incoming) + _ordered(c, c.source) + _copy(c.weight)
     if c.kernel.startswith("Slow"):
         apart = c.source.nbytes * wants_source + c.weight.nbytes * wants_weight
         joined = c.weight.nbytes * _channels_last(c) + (c.groups > 1) * (
@@ -105,18 +106,22 @@ def backward_bytes(c: Convolution, incoming: Tensor, wants_source: bool, wants_w
         others
         + copies
         + _rows(c)
-        + (8 if c.source.element_size() < 4 else 3 * (not c.plain)) * SCRATCH
+        + (8 if c.source.element_size() < 4 else (3 if AVX512 else 13) * (not c.plain)) * SCRATCH
         + _image(c) * by_image
         + _float_columns(c)
     )
     if _channels_last(c):
-        return extra + 2 * (c.weight.nbytes + weight) + _sixteen_bits(c) + 2 * c.source.nbytes * c.strided
+        again = c.source.nbytes * (2 * c.strided + c.dilated)
+        return extra + 2 * (c.weight.nbytes + weight) + _sixteen_bits(c) + again
     of_source = max(source, result + weight + source - c.source.nbytes * (not c.strided))
     of_source = max(of_source, 2 * c.source.nbytes) if c.strided else of_source
     few = c.source.nbytes * (c.source.shape[1] > 3) * (1 + c.strided)
-    of_weight = (source if c.reorders_source else few) + result + weight
+    of_weight = (source if c.reorders_source or (c.window > 25 and not AVX512) else few) + result + weight
     if c.transposed or c.dilated or c.groups > 1 or c.window > 100:
         of_weight += 3 * weight + (source - few) * (not c.reorders_source) + SCRATCH
+    if c.window > 100 and c.source.dim() == 5 and not AVX512:  # a product of the columns of one plane
+        plane = c.wide.shape[1] // c.groups * c.window * c.narrow.shape[3:].numel() * c.source.element_size()
+        of_weight = max(of_weight, torch.get_num_threads() * plane + 5 * c.weight.nbytes + SCRATCH)
     if c.source.element_size() < 4:  # sums in float32, and an image of each side for a thread
         of_weight += 4 * weight + SCRATCH + _image(c) * 5 // 4
     return extra + max(of_source * wants_source, of_weight * wants_weight)
@@ -157,12 +162,20 @@ def _columns(c: Convolution, forward: bool) -> int:
     places = c.narrow.shape[2:].numel()
     channels = c.wide.shape[1] // (1 if kernel == "Slow3d" else c.groups)
     copied = c.source.nbytes if kernel == "SlowTranspose3d" else 0
+    if copied and forward:  # or a one for each place of the result, which is multiplied with the bias
+        copied = max(copied, c.result.shape[2:].numel() * c.source.element_size())
     return copied + at_once * channels * c.window * places * c.source.element_size()
 
 
 def _copy(value: Tensor) -> int:
     """Of a value whose elements lie in another order: none of one whose channels are last."""
     return 0 if value.is_contiguous() or _has_channels_last(value) else value.nbytes
+
+
+def _ordered(c: Convolution, value: Tensor) -> int:
+    """Of a copy in the order that a backward takes: channels are last in all operands, or in none."""
+    right = _has_channels_last(value) if _channels_last(c) else value.is_contiguous()
+    return 0 if right else value.nbytes
 
 
 def _has_channels_last(value: Tensor) -> bool:

@@ -151,6 +151,7 @@ def _bce_with_logits(node: fx.Node) -> int:
     return times * size + sum(x.nbytes for x in weights) + 16
 
 
+LAST = torch.channels_last
 TRANSPOSED = 60 * 60  # elements of the block through which ATen copies a transposed matrix
 
 
@@ -205,6 +206,14 @@ def _lapack(place: int) -> Callable[[fx.Node], int]:
         return _bytes(node, place) + _transposed(result) * TRANSPOSED * result.element_size()
 
     return rule
+
+
+def _determinant(node: fx.Node) -> int:
+    """Of factors and pivots: a copy of the pivots, a mask of them, the diagonals, and some numbers of each matrix."""
+    pivots = fx_values.tensors(node.meta["val"])[-1]
+    diagonals = pivots.numel() * fx_nodes.operand(node).meta["val"].element_size()
+    matrices = pivots.numel() // max(pivots.shape[-1], 1)
+    return pivots.nbytes + pivots.numel() + diagonals + 4 * pivots.shape[-1] + 32 * matrices
 
 
 def _sort(node: fx.Node) -> int:
@@ -311,6 +320,42 @@ def _upsample(node: fx.Node) -> int:
     return _bytes(node) + _result_bytes(node)
 
 
+def _is_last(value: torch.Tensor) -> bool:
+    return value.dim() == 4 and value.is_contiguous(memory_format=LAST)
+
+
+def _pool(node: fx.Node) -> int:
+    """A copy of an operand whose channels are neither last nor in order."""
+    (value,) = _values(node, (0,))
+    return 0 if _is_last(value) else _copy_bytes(value)
+
+
+def _pool_backward(node: fx.Node) -> int:
+    """Copies in the order of the incoming gradient: of it, of the indices, and the result once more, which is made in
+    the source's."""
+    orders = [_order(value) for value in _values(node, (0, 1))]
+    again = node.meta["val"].nbytes if orders[0] is not orders[1] else _copy_in(orders[0], node.meta["val"])
+    return _in_order_of(0, (0, 7))(node) + cast(int, again)
+
+
+def _order(value: torch.Tensor) -> torch.memory_format:
+    return LAST if _is_last(value) and not value.is_contiguous() else torch.contiguous_format
+
+
+def _copy_in(order: torch.memory_format, value: torch.Tensor) -> int:
+    return 0 if value.is_contiguous(memory_format=order) else value.nbytes
+
+
+def _in_order_of(place: int, places: Sequence[int]) -> Callable[[fx.Node], int]:
+    """Copies of the operands at these places, in the order of the one at `place`: channels last, or contiguous."""
+
+    def rule(node: fx.Node) -> int:
+        order = _order(_values(node, (place,))[0])
+        return sum(_copy_in(order, value) for value in _values(node, places))
+
+    return rule
+
+
 def _query_rows(length: int) -> int:
     """The rows of a tile of queries, as ATen's kernel chooses them."""
     return min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
@@ -344,17 +389,18 @@ def _recurrent(count: Callable[..., int]) -> Callable[[fx.Node], int]:
 COPIES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(
         str.split(
-            "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d avg_pool2d avg_pool3d "
-            "max_pool2d_with_indices max_pool3d_with_indices _log_softmax _softmax log_sigmoid_forward "
-            "narrow_copy reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
-            "replication_pad3d median.dim nanmedian.dim aminmax max min pixel_shuffle pixel_unshuffle channel_shuffle"
+            "_adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d max_pool3d_with_indices _log_softmax _softmax "
+            "log_sigmoid_forward narrow_copy reflection_pad1d reflection_pad3d replication_pad1d replication_pad3d "
+            "median.dim nanmedian.dim aminmax max min pixel_shuffle pixel_unshuffle channel_shuffle "
+            "reflection_pad1d_backward reflection_pad3d_backward replication_pad1d_backward "
+            "replication_pad3d_backward"
         ),
         (0,),
     ),
     **dict.fromkeys(
         str.split(
             "_log_softmax_backward_data _softmax_backward_data max_unpool2d max_unpool3d multi_margin_loss "
-            "multilabel_margin_loss_forward native_group_norm"
+            "multilabel_margin_loss_forward"
         ),
         (0, 1),
     ),
@@ -381,15 +427,23 @@ RULES: dict[object, Callable[[fx.Node], int]] = {
     **dict.fromkeys(map(_op, ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv")), _gemm),
     **dict.fromkeys(map(_op, ("_fft_r2c", "_fft_c2c", "_fft_c2r")), _fft),
     **dict.fromkeys(map(_op, ("clone", "_to_copy", "copy", "copy_", "masked_fill.Scalar")), _block),
+    **dict.fromkeys(map(_op, ("index_add", "scatter.src", "scatter.value", "scatter_add")), _block),
+    aten.t_copy.default: lambda node: TRANSPOSED * fx_values.tensors(node.meta["val"])[0].element_size(),
+    **dict.fromkeys(map(_op, ("_linalg_det", "_linalg_slogdet")), _determinant),
     **dict.fromkeys(map(_op, ("median", "nanmedian", "ormqr", "linalg_lu_solve")), _lapack(0)),
     **dict.fromkeys(
         map(_op, ("linalg_qr", "geqrf", "linalg_householder_product", "linalg_ldl_factor_ex")), _householder
     ),
     aten.linalg_ldl_solve.default: _lapack(2),
     aten.linalg_lu.default: lambda node: _bytes(node) + _householder(node),
-    aten.linalg_eig.default: lambda node: 3 * _bytes(node) + 120_000,
+    aten.linalg_eig.default: lambda node: 3 * _bytes(node) + 160_000,
     **dict.fromkeys(map(_op, ("tril", "triu")), _triangle),
-    aten.linalg_solve_triangular.default: _copies(0),
+    aten.linalg_solve_triangular.default: lambda node: sum(
+        0 if v.mT.is_contiguous() else _copy_bytes(v) for v in _values(node, (0,))
+    ),
+    aten._euclidean_dist.default: lambda node: sum(  # both beside their norms and ones
+        v.numel() // max(v.shape[-1], 1) * (v.shape[-1] + 2) * v.element_size() for v in _values(node, (0, 1))
+    ),
     aten.linalg_pinv.atol_rtol_tensor: lambda node: 3 * _bytes(node),
     aten.lu_unpack.default: lambda node: fx_values.tensors(node.meta["val"])[-1].nbytes,
     aten.unfold_backward.default: lambda node: 2 * _result_bytes(node),
@@ -402,7 +456,7 @@ RULES: dict[object, Callable[[fx.Node], int]] = {
     **dict.fromkeys((aten.sort.default, aten.sort.stable), _sort),
     aten._safe_softmax.default: _all(_copies(0), lambda node: _values(node, (0,))[0].numel()),  # a mask
     aten.roll.default: lambda node: _bytes(node) * (len(cast(Sequence[int], node.args[1])) > 1),  # dim by dim
-    aten.native_group_norm_backward.default: _all(_group_norm_backward, _copies(0, 1)),
+    aten.native_group_norm_backward.default: _all(_group_norm_backward, _in_order_of(1, (0, 1))),
     aten.binary_cross_entropy_with_logits.default: _bce_with_logits,
     aten.soft_margin_loss.default: _reduced(1),
     aten.soft_margin_loss_backward.default: lambda node: 2 * _result_bytes(node),
@@ -414,6 +468,10 @@ RULES: dict[object, Callable[[fx.Node], int]] = {
     aten._trilinear.default: _trilinear,
     _op("_upsample_bilinear2d_aa"): _resampled,
     aten.dist.default: _bytes,
+    aten.isinf.default: lambda node: (
+        _bytes(node) * fx_nodes.operand(node).meta["val"].is_floating_point()
+    ),  # magnitudes
+    aten.mvlgamma.default: lambda node: (cast(int, node.args[1]) + 1) * _result_bytes(node),
     aten.index_reduce.default: lambda node: 3 * _bytes(node),
     aten.scatter_reduce.two: lambda node: (_bytes(node) + _counted(1)(node)) * (node.args[4] == "mean"),
     aten._chunk_cat.default: _result_bytes,
@@ -432,6 +490,9 @@ RULES: dict[object, Callable[[fx.Node], int]] = {
     **dict.fromkeys(matmul.FORMS.values(), _onednn_matmul),
     **dict.fromkeys(matmul.OUT_FORMS.values(), _onednn_matmul),
     aten.binary_cross_entropy.default: _reduced(1),
+    aten.binary_cross_entropy_backward.default: lambda node: (  # the block of a copy of the result
+        TRANSPOSED * _values(node, (0,))[0].element_size() * any(_copy_bytes(v) for v in _values(node, range(4)))
+    ),
     aten.huber_loss.default: _reduced(1),
     aten.smooth_l1_loss.default: _reduced(2),
     aten.cumsum.default: _cast_input,
@@ -443,6 +504,26 @@ RULES: dict[object, Callable[[fx.Node], int]] = {
     aten.upsample_nearest2d.default: _upsample,
     aten._upsample_nearest_exact2d.default: _upsample,
     aten.upsample_bilinear2d.default: _upsample,
+    **dict.fromkeys(
+        map(
+            _op,
+            str.split(
+                "_adaptive_avg_pool2d adaptive_max_pool2d avg_pool2d max_pool2d_with_indices reflection_pad2d "
+                "replication_pad2d native_group_norm"
+            ),
+        ),
+        _pool,
+    ),
+    **dict.fromkeys(
+        map(
+            _op,
+            str.split(
+                "_adaptive_avg_pool2d_backward avg_pool2d_backward max_pool2d_with_indices_backward "
+                "reflection_pad2d_backward replication_pad2d_backward"
+            ),
+        ),
+        _pool_backward,
+    ),
     aten.im2col.default: _all(_bytes, _copies(0)),
     aten.col2im.default: _bytes,
     aten.sum.default: _cast_input,

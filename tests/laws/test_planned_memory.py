@@ -26,8 +26,9 @@ SHAPE = (4, 8, 64, 64)  # rows, channels, height, width
 FLAT = SHAPE[0] * SHAPE[1]
 PIXELS = SHAPE[2] * SHAPE[3]
 
-# oneDNN's convolutions of few channels and the backward of a batch norm may be planned by more than 5 % too much
-BOUNDS = {"convolution", "convolution of pixels", "line convolution", "norm of a channel"}
+# oneDNN's convolutions of few channels and the backward of a batch norm are planned by up to a fifth too much
+BOUNDS = dict.fromkeys(("convolution", "convolution of pixels", "line convolution", "norm of a channel"), 1.2)
+ELSE = 1.05
 
 Step = Callable[[Tensor, Any], Tensor]
 
@@ -151,8 +152,8 @@ def test_what_is_planned_is_what_the_allocator_holds(number: int) -> None:
     planned, held = planned_and_held(names)
     print(names, f"planned {planned:,}, held {held:,}: {planned / held - 1:+.2%}")
     assert held <= planned + SMALL, f"{names}: planned {planned:,}, held {held:,}"
-    if BOUNDS.isdisjoint(names):
-        assert planned <= 1.05 * held + SMALL, f"{names}: planned {planned:,}, held {held:,}"
+    bound = max(BOUNDS.get(name, ELSE) for name in names)
+    assert planned <= bound * held + SMALL, f"{names}: planned {planned:,}, held {held:,}"
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -161,7 +162,8 @@ def test_so_is_that_of_each_step_on_each_view(name: str) -> None:
     for view in VIEWS:
         planned, held = planned_and_held([view, name])
         assert held <= planned + SMALL, f"{view}, {name}: planned {planned:,}, held {held:,}"
-        assert name in BOUNDS or planned <= 1.05 * held + SMALL, f"{view}, {name}: planned {planned:,}, held {held:,}"
+        bound = BOUNDS.get(name, ELSE)
+        assert planned <= bound * held + SMALL, f"{view}, {name}: planned {planned:,}, held {held:,}"
 
 
 # what outside testing found: planned 60 MB and held 94, 148 and 224, and 4.5 % too low

@@ -179,6 +179,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--match", default="")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("K", "N"), help="every Nth op, from K on")
+    parser.add_argument("--sizes", type=int, default=len(SIZES), help="so many of the sizes, the smallest first")
     parser.add_argument("--pointwise", action="store_true", help="ops of one element each too, which all are alike")
     parser.add_argument("-v", action="store_true")
     arguments = parser.parse_args()
@@ -192,7 +194,8 @@ def main() -> None:
         else set()
     )
     with arguments.out.open("a") as file:
-        for name, op in opdb.OPS.items():
+        start, step = arguments.part
+        for name, op in [*opdb.OPS.items()][start::step]:
             alike = isinstance(op, (UnaryUfuncInfo, BinaryUfuncInfo)) and not arguments.pointwise
             if name in done or alike or not re.search(arguments.match, name):
                 continue
@@ -201,7 +204,7 @@ def main() -> None:
             signal.alarm(PATIENCE)
             try:
                 for dtype in opdb.dtypes_of(op)[:1]:
-                    for line in lines(op, dtype):
+                    for line in lines(op, dtype, SIZES[: arguments.sizes]):
                         file.write(json.dumps(line) + "\n")
             except TimeoutError:
                 file.write(json.dumps({"late": name}) + "\n")
