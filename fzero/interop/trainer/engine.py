@@ -15,7 +15,7 @@ from fzero import optim
 from fzero.interop.config import Given
 from fzero.interop.config.calls import Call
 from fzero.interop.module import Functional, from_module
-from fzero.interop.trainer import optimizers, refusals, step, weights
+from fzero.interop.trainer import optimizers, refusals, shapes, step, weights
 from fzero.interop.trainer.parallel import given_of
 from fzero.optim import GradientTransformation
 
@@ -70,7 +70,8 @@ class Engine:
 
     def step(self, batch: Any) -> Any:
         """One step. Returns its metrics."""
-        self.state = fzero.step(self.state, batch)
+        with shapes.same_on_ranks():
+            self.state = fzero.step(self.state, batch)
         return self.state.metrics
 
     def load(self, folder: Path | None) -> None:
@@ -83,7 +84,8 @@ class Engine:
         key = (loss_only, name)
         if key not in self._scored:
             self._scored[key] = step.scored_of(self._trainer, self._evaluated, loss_only, ignored, stock)
-        return fzero.evaluate(self.state, batch, self._scored[key])
+        with shapes.same_on_ranks():
+            return fzero.evaluate(self.state, batch, self._scored[key])
 
 
 def _begun(spec: fzero.Spec, model: Any, module: Functional, seed: int, folder: Path | None) -> fzero.State:
