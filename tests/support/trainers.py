@@ -205,7 +205,9 @@ def on_rank(folder: str, name: str, options: dict[str, Any]) -> tuple[Result, Re
 
 # --- of a model and data of a test's own -------------------------------------------------------------------------------
 
-def run(kind: str, folder: Path, model: Any, rows: Any, collate: Collate = padded, **given: Any) -> Any:
+def run(
+    kind: str, folder: Path, model: Any, rows: Any, collate: Collate = padded, resume: str | None = None, **given: Any
+) -> Any:
     """A Trainer of either kind that has run. given: of the Trainer (optimizers, compute_metrics, eval_dataset), and of
     TrainingArguments."""
     import transformers
@@ -220,7 +222,7 @@ def run(kind: str, folder: Path, model: Any, rows: Any, collate: Collate = padde
     }  # fmt: skip
     trainer, arguments = kinds[kind]
     made = trainer(model, arguments(str(folder), **options), data_collator=collate, train_dataset=rows, **beside)
-    made.train()
+    made.train(resume_from_checkpoint=resume)
     return made
 
 

@@ -83,7 +83,7 @@ class Mixin(transformers.Trainer):
     def _begin(self) -> None:
         """After the start of an engine: the module without parameters, and nothing left for Accelerate to wrap."""
         assert self._held is not None
-        self._held.taken(self.args.device)
+        self._held.taken(self.args.device, self.engine.statistics.names)
         self._flops_per_element, self.model_wrapped = None, self.model
         self.accelerator._models, self.accelerator._optimizers = [self.model], [self.optimizer]
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -185,7 +185,8 @@ class Mixin(transformers.Trainer):
             counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             scaled = counted or self.compute_loss_func is not None
         steps = self.args.gradient_accumulation_steps
-        batch = step.window(self._window, num_items_in_batch, steps, scaled, self.args.device)
+        tracks = bool(self.engine.statistics.names)
+        batch = step.window(self._window, num_items_in_batch, steps, scaled, self.args.device, tracks)
         self._window = []
         metrics = self.engine.step(batch)
         self._log_all(step.numbers(metrics))
@@ -311,7 +312,7 @@ class Mixin(transformers.Trainer):
         finally:
             if away:
                 assert self._held is not None
-                self._held.taken(self.args.device)
+                self._held.taken(self.args.device, self.engine.statistics.names)
 
     # --- files
 
