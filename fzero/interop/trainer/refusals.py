@@ -23,7 +23,7 @@ from fzero.interop.trainer.optimizers import OURS
 from fzero.interop.trainer.parallel import given_of
 
 KINDS = {"lion_32bit": "Lion", "lion": "Lion", "adamw_8bit": "AdamW8bit", "adamw_bnb_8bit": "AdamW8bit"}
-OPTIMS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", *KINDS)
+OPTIMS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor", *KINDS)
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 REMAT_KWARGS = ("use_reentrant", "preserve_rng_state")  # of activation_checkpointing_kwargs: they change no number here
 Refusal = tuple[str, str]  # the path of what is in the way, and a text that begins with it
