@@ -150,7 +150,9 @@ class Apply:
         return {id(known[name]): value for name, value in tensors.items()}
 
 
-def from_module(module: nn.Module, *, train: bool | None = None, mutable: bool | tuple[str, ...] = False) -> Functional:
+def from_module(
+    module: nn.Module, *, train: bool | None = None, mutable: bool | tuple[str, ...] = False
+) -> Functional:
     """Returns `(params, buffers, apply)` of a module. Its modes, parameters, gradients, buffers and hooks stay as they
     are.
 

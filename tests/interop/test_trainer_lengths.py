@@ -120,12 +120,7 @@ def test_an_additive_mask_lets_nobody_see_what_is_padded() -> None:
 def test_pad_to_that_found_nothing_to_pad_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fzero"):
         run(OURS, tmp_path, Own(), points(8), stacked, pad_to=16, max_steps=3)
-    assert (
-        caplog.text.count(
-            "pad_to=16 found nothing to pad: a batch has no sequence of tokens, but labels (2,), x (2, 8)"
-        )
-        == 1
-    )
+    assert caplog.text.count("pad_to=16 found nothing to pad: a batch has no sequence of tokens, but labels (2,), x (2, 8)") == 1
 
 
 def test_a_leaf_that_varies_and_is_no_length_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

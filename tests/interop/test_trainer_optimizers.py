@@ -104,9 +104,7 @@ def test_muon_as_given(adjust: str | None, tmp_path: Path) -> None:
     before = seeded(lambda: llama()[0])
     after = fzero.unshard(trainer.engine.state.params)
     still = [n for n, p in before.named_parameters() if torch.equal(after[n], p)]
-    assert sorted(still) == sorted(
-        n for n, p in before.named_parameters() if p.dim() == 1 or "embed" in n or "head" in n
-    )
+    assert sorted(still) == sorted(n for n, p in before.named_parameters() if p.dim() == 1 or "embed" in n or "head" in n)
 
 
 class Both(torch.optim.Optimizer):

@@ -28,9 +28,7 @@ def pictures(count: int, seed: int = 0) -> list[Row]:
 
 def resnet() -> Any:
     return transformers.ResNetForImageClassification(
-        transformers.ResNetConfig(
-            embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1], layer_type="basic", num_labels=2
-        )
+        transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1], layer_type="basic", num_labels=2)
     )
 
 

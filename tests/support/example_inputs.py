@@ -202,7 +202,7 @@ def translation(folder: Path) -> tuple[str, str]:
     return seq2seq(folder, "run_translation", row, "--source_lang en --target_lang ro --num_beams 2")
 
 
-def pictures(folder: Path, kind: str, config: Any, processor: str) -> tuple[str, str]:
+def pictures(folder: Path, kind: str, config: Any) -> tuple[str, str]:
     import numpy as np
     import transformers
     from PIL import Image
@@ -216,7 +216,7 @@ def pictures(folder: Path, kind: str, config: Any, processor: str) -> tuple[str,
             if not path.exists():
                 Image.fromarray(pixels).save(path)
     model = saved(folder, kind, config, "none")
-    getattr(transformers, processor)(size={"height": 16, "width": 16}).save_pretrained(model.split()[-1])
+    transformers.ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(model.split()[-1])
     folders = f"--train_dir {folder}/train --validation_dir {folder}/validation --remove_unused_columns False"
     return "run_image_classification", f"{folders} {model}"
 
@@ -227,7 +227,8 @@ def resnet(folder: Path) -> tuple[str, str]:
     config = transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=2
     )
-    return pictures(folder, "ResNetForImageClassification", config, "ViTImageProcessor")
+    script, argv = pictures(folder, "ResNetForImageClassification", config)
+    return script, f"{argv} --ddp_broadcast_buffers False"
 
 
 def vit(folder: Path) -> tuple[str, str]:
@@ -237,7 +238,7 @@ def vit(folder: Path) -> tuple[str, str]:
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, image_size=16, patch_size=8,
         num_labels=2, **OPTIONS,
     )  # fmt: skip
-    return pictures(folder, "ViTForImageClassification", config, "ViTImageProcessor")
+    return pictures(folder, "ViTForImageClassification", config)
 
 
 CASES: dict[str, Callable[[Path], tuple[str, str]]] = {

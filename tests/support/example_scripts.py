@@ -1,4 +1,4 @@
-"""The scripts of transformers' examples/pytorch, run as they are and with one import changed: Trainer from fzero.interop.
+"""The scripts of transformers' examples/pytorch as they are, and with one import changed: Trainer from fzero.interop.
 
 A script and the modules beside it are copied; in the second copy `ast` moves `Trainer` and `Seq2SeqTrainer` from
 `from transformers import ...` to `from fzero.interop import ...`, and nothing else. Data and metrics are local, models
@@ -72,7 +72,11 @@ def ran(kind: str, script: str, argv: str, folder: Path) -> Ran:
     trainer = loops[-1][0]
     assert isinstance(trainer, transformers.Trainer)
     assert (getattr(trainer, "engine", None) is not None) == (kind == OURS)
-    files = {path.name: path.read_text() for path in sorted(results.glob("*predict*")) if path.name not in NO_TEXT}
+    files = {
+        path.name: path.read_text()
+        for path in sorted(results.glob("*predict*") if rank == "0" else ())
+        if path.name not in NO_TEXT
+    }
     return Ran([numbers(entry) for entry in trainer.state.log_history], [loop for _, loop in loops], files)
 
 
@@ -80,7 +84,7 @@ def numbers(entry: dict[str, Any]) -> dict[str, float]:
     return {k: float(v) for k, v in entry.items() if not any(k.endswith(name) for name in NO_NUMBERS)}
 
 
-# --- the change of the import -------------------------------------------------------------------------------------------
+# --- the change of the import -----------------------------------------------------------------------------------------
 
 
 def copied(script: str, folder: Path, ours: bool) -> Path:
@@ -144,6 +148,8 @@ def noted() -> Iterator[list[tuple[Any, Loop]]]:
     stock = transformers.Trainer.evaluation_loop
 
     def loop(self: Any, *given: Any, **named: Any) -> Any:
+        if self.args.world_size > 1 and not hasattr(self, "engine"):
+            _averaged(self.model)
         output = stock(self, *given, **named)
         loops.append((self, Loop(arrays(output.predictions), arrays(output.label_ids), numbers(output.metrics))))
         return output
@@ -152,13 +158,24 @@ def noted() -> Iterator[list[tuple[Any, Loop]]]:
         yield loops
 
 
+def _averaged(model: Any) -> None:
+    """Running statistics of the stock Trainer become the mean over the ranks, which fzero keeps. Otherwise they are
+    those of rank 0, or with ddp_broadcast_buffers=False each rank's own."""
+    import torch
+
+    for name, value in model.named_buffers():
+        if "running" in name:
+            torch.distributed.all_reduce(value)
+            value /= torch.distributed.get_world_size()
+
+
 def arrays(values: Any) -> list[Any]:
     if values is None:
         return []
     return [a for value in values for a in arrays(value)] if isinstance(values, tuple | list) else [np.array(values)]
 
 
-# --- the comparison -----------------------------------------------------------------------------------------------------
+# --- the comparison ---------------------------------------------------------------------------------------------------
 
 
 def worst(ours: Ran, stock: Ran, shifted: bool) -> float:

@@ -205,7 +205,6 @@ def on_rank(folder: str, name: str, options: dict[str, Any]) -> tuple[Result, Re
 
 # --- of a model and data of a test's own -------------------------------------------------------------------------------
 
-
 def run(
     kind: str, folder: Path, model: Any, rows: Any, collate: Collate = padded, resume: str | None = None, **given: Any
 ) -> Any:
