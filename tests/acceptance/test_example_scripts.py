@@ -7,11 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
+from foreign import sources
 from helpers import gloo, values
 
 pytestmark = pytest.mark.acceptance
 if "FZERO_EXAMPLES" not in os.environ:
     pytest.skip("FZERO_EXAMPLES names no folder of transformers' examples/pytorch", allow_module_level=True)
+sources.operators()
 for name in ("accelerate", "datasets", "evaluate"):
     pytest.importorskip(name)
 
