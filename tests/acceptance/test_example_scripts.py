@@ -23,7 +23,7 @@ from example_scripts import changed, on_rank, worst  # noqa: E402
 CLOSE = 1e-5
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2], ids=["alone", "two"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_script_gives_what_it_gives_with_the_stock_trainer(case: str, world: int, tmp_path: Path) -> None:
     """Logged losses, norms and rates, metrics, predictions and files of predictions, with short last batches."""
