@@ -24,6 +24,7 @@ from fzero.functional import with_metrics
 from fzero.precision import LOW, Precision
 from fzero.spec import Spec
 
+UPDATED = "updated"  # a loss's metric {path: value}: what leaves of params that do not train become, as statistics
 STEPS_OWN = ("loss", "grad_norm", "finite", "loss_scale", "skipped")  # the names of its metrics
 
 
@@ -61,6 +62,7 @@ class Training:
         (value, own), grads = with_metrics(loss, key=draw, scale=scaling.get("scale"), precision=self.precision)(
             train, *arguments
         )
+        frozen = _updated(loss, frozen, own.pop(UPDATED, {}))
         _check_names(loss, own)
         grads, metrics = self._clipped(grads, {"loss": value, **own})
         master = self._master(train)
@@ -143,6 +145,15 @@ def _joined(loss: Callable[..., Any], precision: Precision) -> Callable[..., Any
         return loss(tree.merge(train, frozen), batch, **key)
 
     return whole
+
+
+def _updated(loss: Callable[..., Any], frozen: Any, new: Mapping[str, torch.Tensor]) -> Any:
+    """The leaves that do not train, with what the loss makes of some. Raises CaptureError for another leaf."""
+    paths = tree.flatten(frozen)[0]
+    for path in new:
+        if path not in paths:
+            raise CaptureError(f"metric {UPDATED!r} of {defined_at(loss)}: {path!r} is no leaf of params that is frozen")
+    return tree.map_with_path(lambda path, x: new[path].to(x.dtype) if path in new else x, frozen) if new else frozen
 
 
 def _check_names(loss: Callable[..., Any], metrics: Mapping[str, Any]) -> None:

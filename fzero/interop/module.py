@@ -50,13 +50,13 @@ class Functional(NamedTuple):
 class Apply:
     """`apply(params, buffers, *args, **kwargs)`: the module's forward as a pure function. Nothing in it changes.
 
-    Returns the module's output, or `(output, new_buffers)` with `mutable`. `frozen` names the parameters that did not
+    Returns the module's output, or `(output, new_buffers)` with `mutable`: True, or names of those that may be written. `frozen` names the parameters that did not
     require grad, `trainable` the others. Raises TreeError for a name that is missing or unknown, and for another shape.
     dtypes are free: parameters cast to bfloat16 run in bfloat16.
     """
 
     name: str
-    mutable: bool
+    mutable: bool | tuple[str, ...]
     frozen: tuple[str, ...]
     _module: nn.Module = field(repr=False)
     _others: tuple[Tensor, ...] = field(repr=False)  # tensors that are neither parameters nor buffers
@@ -89,8 +89,12 @@ class Apply:
         memo |= self._placed("params", self._module.named_parameters(), params)
         traced = active() is not None or any(map(is_fake, params.values()))
         placed = buffers
-        if (self.mutable or not traced) and isinstance(buffers, Mapping):  # traced writes are refused as they happen
-            placed = {name: _writable(value, traced) for name, value in buffers.items()}
+        may = self.mutable if isinstance(self.mutable, tuple) else tuple(buffers) if self.mutable else ()
+        if (may or not traced) and isinstance(buffers, Mapping):  # traced writes are refused as they happen
+            placed = {
+                name: _writable(value, traced) if not traced or name in may else value
+                for name, value in buffers.items()
+            }
         memo |= self._placed("buffers", self._module.named_buffers(), placed)
         module = closures.copied(self._module, self._bound, memo)[0]
         versions = {name: version(value) for name, value in placed.items()}
@@ -108,12 +112,10 @@ class Apply:
         if before != [version(value) for value in self._others]:
             raise CaptureError(f"{self.name} writes to a tensor that is no buffer: register it with register_buffer")
         buffers_after = dict(module.named_buffers())
-        if self.mutable:
-            return output, {name: buffers_after[name] for name in buffers}
         for name, value in placed.items():
-            if buffers_after.get(name) is not value or version(value) != versions[name]:
+            if name not in may and (buffers_after.get(name) is not value or version(value) != versions[name]):
                 raise self._writes(name)
-        return output
+        return (output, {name: buffers_after[name] for name in may}) if self.mutable else output
 
     def _writes(self, buffer: str) -> CaptureError:
         return CaptureError(
@@ -148,7 +150,9 @@ class Apply:
         return {id(known[name]): value for name, value in tensors.items()}
 
 
-def from_module(module: nn.Module, *, train: bool | None = None, mutable: bool = False) -> Functional:
+def from_module(
+    module: nn.Module, *, train: bool | None = None, mutable: bool | tuple[str, ...] = False
+) -> Functional:
     """Returns `(params, buffers, apply)` of a module. Its modes, parameters, gradients, buffers and hooks stay as they
     are.
 
@@ -158,7 +162,8 @@ def from_module(module: nn.Module, *, train: bool | None = None, mutable: bool =
 
     mutable: whether `apply` returns `(output, new_buffers)` instead of the output. The argument alone decides that, so
     that a call has one type. Modules that write to their buffers, as BatchNorm does in training, need it; without it
-    that is an error. The given buffers are never written to.
+    that is an error. The given buffers are never written to. Names of buffers: the new values of those alone, and a
+    write to another is an error.
 
     Parameters that do not require grad are among `params` and named in `apply.frozen`. The others then require grad,
     and `fzero.init` reads from that which ones train, unless `Spec(trainable=)` says it.

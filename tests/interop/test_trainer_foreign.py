@@ -19,26 +19,12 @@ from fzero.errors import ConfigError, DataError, FzeroError
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-from trainers import OURS, QUIET, STOCK, VOCAB, Row, classified, llama, padded, result, seeded, text  # noqa: E402
+from trainers import (  # noqa: E402
+    OURS, QUIET, STOCK, VOCAB, Collate, Own, Row, bert, classified, llama, padded, points, result, run, seeded, stacked,
+    text,
+)  # fmt: skip
 
 CLOSE = 1e-5
-Collate = Callable[[Sequence[Row]], Row]
-
-
-def trained(kind: str, folder: Path, model: Any, rows: Any, collate: Collate = padded, **given: Any) -> Any:
-    """A Trainer of either kind that has run. given: of the Trainer (optimizers, compute_metrics, eval_dataset), and of
-    TrainingArguments."""
-    from fzero.interop import Trainer, TrainingArguments
-
-    beside = {name: given.pop(name) for name in ("optimizers", "compute_metrics", "eval_dataset") if name in given}
-    options = {**QUIET, "max_steps": 6, "gradient_accumulation_steps": 1, **given}
-    kinds: dict[str, Any] = {
-        OURS: (Trainer, TrainingArguments), STOCK: (transformers.Trainer, transformers.TrainingArguments)
-    }  # fmt: skip
-    trainer, arguments = kinds[kind]
-    made = trainer(model, arguments(str(folder), **options), data_collator=collate, train_dataset=rows, **beside)
-    made.train()
-    return made
 
 
 def assert_alike(folder: Path, make: Callable[[], Any], rows: Any, collate: Collate = padded, **given: Any) -> Any:
@@ -48,7 +34,7 @@ def assert_alike(folder: Path, make: Callable[[], Any], rows: Any, collate: Coll
     for kind in (OURS, STOCK):
         model = seeded(make)
         own = {"optimizers": given["optimizers"](model)} if "optimizers" in given else {}
-        found.append(trained(kind, folder / kind, model, rows, collate, **{**given, **own}))
+        found.append(run(kind, folder / kind, model, rows, collate, **{**given, **own}))
     ours, stock = (result(trainer) for trainer in found)
     for name in ("losses", "norms", "evals"):
         a, b = getattr(ours, name), getattr(stock, name)
@@ -60,29 +46,6 @@ def assert_alike(folder: Path, make: Callable[[], Any], rows: Any, collate: Coll
     ]  # its gradient is rounding, and Adam takes the sign
     assert all(float((ours.params[n] - stock.params[n]).abs().max()) < 1e-4 for n in weighty)
     return found[0]
-
-
-def bert(kind: str, **given: Any) -> Any:
-    config = transformers.BertConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=VOCAB,
-        max_position_embeddings=80, hidden_dropout_prob=0, attention_probs_dropout_prob=0, **given,
-    )  # fmt: skip
-    return getattr(transformers, kind)(config)
-
-
-class Own(nn.Module):
-    """A model of the user's. Its loss counts every row, whatever the label."""
-
-    def __init__(self, config: bool = True) -> None:
-        super().__init__()
-        self.out = nn.Linear(8, 1)
-        if config:
-            self.config = transformers.PretrainedConfig()
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
-        scores = self.out(x).squeeze(-1)
-        assert labels is not None
-        return {"loss": F.binary_cross_entropy_with_logits(scores, labels.float()), "logits": scores}
 
 
 class Pooled(nn.Module):
@@ -97,11 +60,6 @@ class Pooled(nn.Module):
         return {"loss": F.cross_entropy(scores, labels), "logits": scores}
 
 
-def points(count: int) -> list[Row]:
-    values = torch.randn(count, 8, generator=torch.Generator().manual_seed(1))
-    return [{"x": x, "labels": (x.sum() > 0).long()} for x in values]
-
-
 def answers(rows: Sequence[Row]) -> Row:
     """Question answering: a softmax over places, which no mask leaves out."""
     batch = padded([{"input_ids": row["input_ids"]} for row in rows])
@@ -113,10 +71,6 @@ def answers(rows: Sequence[Row]) -> Row:
 def maskless(rows: Sequence[Row]) -> Row:
     batch = padded(rows)
     return {"input_ids": batch["input_ids"], "labels": batch["labels"]}
-
-
-def stacked(rows: Sequence[Row]) -> Row:
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 @pytest.mark.parametrize("config", [True, False])
@@ -141,7 +95,7 @@ def test_a_step_of_several_lengths_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"batch/attention_mask: the batches of a step have the shapes .*gradient_accum"
     ):
-        trained(OURS, tmp_path, model, text(20, 0), answers, gradient_accumulation_steps=2)
+        run(OURS, tmp_path, model, text(20, 0), answers, gradient_accumulation_steps=2)
 
 
 def test_as_many_classes_as_places_are_not_cut(tmp_path: Path) -> None:
@@ -161,7 +115,7 @@ class Stream(torch.utils.data.IterableDataset[Row]):
 def test_what_is_left_over_of_a_stream_is_said_and_no_update(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """11 batches, and windows of 4."""
     with caplog.at_level(logging.WARNING, "fzero"):
-        trainer = trained(OURS, tmp_path, llama()[0], Stream(), gradient_accumulation_steps=4)
+        trainer = run(OURS, tmp_path, llama()[0], Stream(), gradient_accumulation_steps=4)
     assert trainer.engine.state.step == trainer.state.global_step == 6
     assert "the last 3 batches of an epoch fill no window of 4" in caplog.text
 
@@ -236,7 +190,7 @@ def test_an_optimizer_or_a_schedule_that_would_be_taken_for_another_is_refused(
 ) -> None:
     model = llama()[0]
     with pytest.raises(ConfigError, match=said):
-        trained(OURS, tmp_path, model, text(12, 0), optimizers=optimizers(model))
+        run(OURS, tmp_path, model, text(12, 0), optimizers=optimizers(model))
 
 
 def test_a_second_run_keeps_the_optimizer_that_was_given(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -244,7 +198,7 @@ def test_a_second_run_keeps_the_optimizer_that_was_given(tmp_path: Path, caplog:
     for kind in (OURS, STOCK):
         model = llama()[0]
         optimizers = torch.optim.SGD(model.parameters(), lr=0.1), None
-        trainer = trained(kind, tmp_path / kind, model, text(12, 0), optimizers=optimizers)
+        trainer = run(kind, tmp_path / kind, model, text(12, 0), optimizers=optimizers)
         with caplog.at_level(logging.WARNING, "fzero"):
             trainer.train()
         found.append(result(trainer))
@@ -254,7 +208,7 @@ def test_a_second_run_keeps_the_optimizer_that_was_given(tmp_path: Path, caplog:
 
 
 def test_a_module_without_parameters_writes_none(tmp_path: Path) -> None:
-    trainer = trained(OURS, tmp_path, llama()[0], text(12, 0), max_steps=1)
+    trainer = run(OURS, tmp_path, llama()[0], text(12, 0), max_steps=1)
     with pytest.raises(FzeroError, match="has no values of its own now"):
         trainer.model.state_dict()
     with trainer.gathered() as model:

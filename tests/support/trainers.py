@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 VOCAB = 32
 SHORT, LONG = 3, 30  # lengths of rows
@@ -78,7 +78,8 @@ QUIET: dict[str, Any] = {
 }  # fmt: skip
 
 Row = dict[str, Tensor]
-Task = tuple[Any, Callable[[int, int], list[Row]], Callable[[Sequence[Row]], Row]]
+Collate = Callable[[Sequence[Row]], Row]
+Task = tuple[Any, Callable[[int, int], list[Row]], Collate]
 
 
 def seeded(make: Callable[[], Any]) -> Any:
@@ -200,3 +201,62 @@ def on_rank(folder: str, name: str, options: dict[str, Any]) -> tuple[Result, Re
     """Both kinds on this rank, one after the other. At the top for `gloo`."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     return trained(STOCK, name, Path(folder) / STOCK, **options), trained(OURS, name, Path(folder) / OURS, **options)
+
+
+# --- of a model and data of a test's own -------------------------------------------------------------------------------
+
+def run(
+    kind: str, folder: Path, model: Any, rows: Any, collate: Collate = padded, resume: str | None = None, **given: Any
+) -> Any:
+    """A Trainer of either kind that has run. given: of the Trainer (optimizers, compute_metrics, eval_dataset), and of
+    TrainingArguments."""
+    import transformers
+
+    from fzero.interop import Trainer, TrainingArguments
+
+    names = ("optimizers", "compute_metrics", "eval_dataset", "callbacks")
+    beside = {name: given.pop(name) for name in names if name in given}
+    options = {**QUIET, "max_steps": 6, "gradient_accumulation_steps": 1, **given}
+    kinds: dict[str, Any] = {
+        OURS: (Trainer, TrainingArguments), STOCK: (transformers.Trainer, transformers.TrainingArguments)
+    }  # fmt: skip
+    trainer, arguments = kinds[kind]
+    made = trainer(model, arguments(str(folder), **options), data_collator=collate, train_dataset=rows, **beside)
+    made.train(resume_from_checkpoint=resume)
+    return made
+
+
+def bert(kind: str, **given: Any) -> Any:
+    import transformers
+
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=VOCAB,
+        max_position_embeddings=80, hidden_dropout_prob=0, attention_probs_dropout_prob=0, **given,
+    )  # fmt: skip
+    return getattr(transformers, kind)(config)
+
+
+class Own(nn.Module):
+    """A model of the user's. Its loss counts every row, whatever the label."""
+
+    def __init__(self, config: bool = True) -> None:
+        import transformers
+
+        super().__init__()
+        self.out = nn.Linear(8, 1)
+        if config:
+            self.config = transformers.PretrainedConfig()
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        scores = self.out(x).squeeze(-1)
+        assert labels is not None
+        return {"loss": F.binary_cross_entropy_with_logits(scores, labels.float()), "logits": scores}
+
+
+def points(count: int) -> list[Row]:
+    values = torch.randn(count, 8, generator=torch.Generator().manual_seed(1))
+    return [{"x": x, "labels": (x.sum() > 0).long()} for x in values]
+
+
+def stacked(rows: Sequence[Row]) -> Row:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

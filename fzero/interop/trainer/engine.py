@@ -15,8 +15,9 @@ from fzero import optim
 from fzero.interop.config import Given
 from fzero.interop.config.calls import Call
 from fzero.interop.module import Functional, from_module
-from fzero.interop.trainer import optimizers, refusals, step, weights
+from fzero.interop.trainer import optimizers, refusals, shapes, step, weights
 from fzero.interop.trainer.parallel import given_of
+from fzero.interop.trainer.statistics import Statistics, tracked
 from fzero.optim import GradientTransformation
 
 _FP16 = fzero.Precision(
@@ -27,13 +28,16 @@ _FP16 = fzero.Precision(
 class Engine:
     """The state of a Trainer and its functions. `step` and `load` change `state`; nothing else changes.
 
-    trained, evaluated: the module as a function, in either mode. export_dtype: that of an export, or None for the held.
+    trained, evaluated: the module as a function, in either mode. statistics: the buffers that are leaves of the state.
+    export_dtype: that of an export, or None for the held.
     """
 
     def __init__(
-        self, trainer: Any, spec: fzero.Spec, trained: Functional, state: fzero.State, export_dtype: torch.dtype | None
-    ) -> None:
+        self, trainer: Any, spec: fzero.Spec, trained: Functional, statistics: Statistics, state: fzero.State,
+        export_dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
         self.spec, self.trained, self.state, self.export_dtype = spec, trained, state, export_dtype
+        self.statistics = statistics
         self._evaluated = from_module(trainer.model, train=False)
         self._trainer = trainer
         self._scored: dict[Any, Callable[..., Any]] = {}
@@ -46,31 +50,33 @@ class Engine:
         """
         args = trainer.args
         given = given_of(args, num_updates)
-        trained = from_module(trainer.model, train=True)
+        trained, statistics = _tracking(trainer.model, train=True)
         transformation = _optimizer(trainer, given, num_updates)
         fields = _fields(trainer, trained, given)
-        spec = fzero.Spec(loss=step.loss_of(trainer, trained), **{**fields, "optimizer": transformation})
+        loss = step.loss_of(trainer, trained, statistics)
+        spec = fzero.Spec(loss=loss, **{**fields, "optimizer": transformation})
         state = _begun(spec, trainer.model, trained, args.seed, folder)
         made = state.step - (int(state.tree["loss_scale"]["skipped"].full()) if "loss_scale" in state.tree else 0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a schedule that goes ahead of its optimizer
             for _ in range(made):
                 trainer.lr_scheduler.step()
-        return cls(trainer, spec, trained, state, given.export_dtype if given else None)
+        return cls(trainer, spec, trained, statistics, state, given.export_dtype if given else None)
 
     @classmethod
     def to_evaluate(cls, trainer: Any) -> Engine:
         """An engine that evaluates the module as it is, and does not train."""
         given = given_of(trainer.args, 0)
-        trained = from_module(trainer.model, train=False)
+        trained, statistics = _tracking(trainer.model, train=False)
         fields = {**_fields(trainer, trained, given), "optimizer": optim.sgd(0.0)}
-        spec = fzero.Spec(loss=step.loss_of(trainer, trained), **fields)
+        spec = fzero.Spec(loss=step.loss_of(trainer, trained, statistics), **fields)
         state = _begun(spec, trainer.model, trained, trainer.args.seed, None)
-        return cls(trainer, spec, trained, state, given.export_dtype if given else None)
+        return cls(trainer, spec, trained, statistics, state, given.export_dtype if given else None)
 
     def step(self, batch: Any) -> Any:
         """One step. Returns its metrics."""
-        self.state = fzero.step(self.state, batch)
+        with shapes.same_on_ranks():
+            self.state = fzero.step(self.state, batch)
         return self.state.metrics
 
     def load(self, folder: Path | None) -> None:
@@ -82,8 +88,18 @@ class Engine:
         """What `step.scored_of` returns for a batch. name: hashable, for `ignored`."""
         key = (loss_only, name)
         if key not in self._scored:
-            self._scored[key] = step.scored_of(self._trainer, self._evaluated, loss_only, ignored, stock)
-        return fzero.evaluate(self.state, batch, self._scored[key])
+            given = self._evaluated, self.statistics, loss_only, ignored, stock
+            self._scored[key] = step.scored_of(self._trainer, *given)
+        with shapes.same_on_ranks():
+            return fzero.evaluate(self.state, batch, self._scored[key])
+
+
+def _tracking(model: Any, train: bool) -> tuple[Functional, Statistics]:
+    """(the module as a function, in a mode; the statistics that it writes then). They are among its params."""
+    model.train(train)
+    statistics = tracked(model)
+    params, buffers, apply = from_module(model, mutable=statistics.names)
+    return Functional({**params, **{n: buffers[n] for n in statistics.names}}, buffers, apply), statistics
 
 
 def _begun(spec: fzero.Spec, model: Any, module: Functional, seed: int, folder: Path | None) -> fzero.State:
@@ -105,7 +121,7 @@ def _fields(trainer: Any, module: Functional, given: Given | None) -> dict[str, 
         "microbatches": args.gradient_accumulation_steps,
         "clip_norm": args.max_grad_norm if args.max_grad_norm > 0 else float("inf"),
         "precision": "autocast" if args.bf16 else _FP16 if args.fp16 else "fp32",
-        "trainable": module.apply.trainable if module.apply.frozen else None,
+        "trainable": module.apply.trainable if module.apply.frozen or module.apply.mutable else None,
         "remat": "full" if args.activation_checkpointing else "none",
         "allow_unused": True,
         "device": str(args.device),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fzero import optim
 from fzero.errors import ConfigError
+from fzero.interop.trainer.adafactor import adafactor
 from fzero.optim import GradientTransformation, Schedule
 
 Values = Mapping[str, Any]
@@ -87,14 +88,18 @@ def chosen(optimizer: torch.optim.Optimizer, names: Mapping[int, str], trained: 
     grad; what is in no group has the rate 0, but counts in the norm of all gradients."""
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     owner = type(optimizer).__module__.split(".")[0]
+    kind = f"{owner}.{kind}" if f"{owner}.{kind}" in _MAKE else kind
+    refusals = []
+    if any(group["lr"] is None for group in groups):
+        fix = "give transformers.optimization.AdafactorSchedule(optimizer) as optimizers[1], or a rate"
+        return Chosen(kind, 0.0, {}, {}, {}, (("optimizer.lr", "it is None, and no schedule says the rate", fix),))
     first = groups[_leading(groups)]
     values = {name: value for name, value in first.items() if name not in ("params", "lr", "initial_lr")}
     lr = group_rate(first)
-    refusals = []
-    if kind not in _MAKE or owner not in ("torch", "fzero"):
+    if kind not in _MAKE or owner not in ("torch", "fzero", kind.split(".")[0]):
         why = f"fzero has no counterpart of {type(optimizer).__module__}.{kind}"
         refusals.append(("optimizer", why, f"take one of torch.optim's {', '.join(TORCH)}"))
-    for option in ("amsgrad", "maximize", "dampening"):
+    for option in ("amsgrad", "maximize", "dampening", "beta1"):
         if values.get(option):
             refusals.append((f"optimizer.{option}", "fzero.optim has no such option", "leave it out"))
     if values.pop("decoupled_weight_decay", False) and kind == "Adam":
@@ -112,6 +117,9 @@ def chosen(optimizer: torch.optim.Optimizer, names: Mapping[int, str], trained: 
             name = names.get(id(parameter), "")
             decay[name] = float(group.get("weight_decay", 0.0))
             factors[name] = group_rate(group) / lr if lr else 1.0
+    if kind == "Adafactor" and len(set(decay.values())) > 1:
+        fix = "give all groups one, or take transformers.Adafactor"
+        refusals.append(("optimizer.weight_decay", "torch.optim.Adafactor has one decay for all leaves here", fix))
     if len({value for value in decay.values() if value}) > 1:
         refusals.append(("optimizer.weight_decay", "groups have several decays above 0", "give them one value, or 0"))
     return Chosen(kind, lr, values, decay, factors, tuple(refusals))
@@ -226,6 +234,26 @@ def _coupled(make: Callable[..., GradientTransformation], **taken: str) -> Any:
     return made
 
 
+def _muon(rate: Schedule, of: Chosen) -> GradientTransformation:
+    """Of the matrices in its groups; nothing else moves. Those without a decay are stepped by a second one."""
+    names = {"coefficients": "ns_coefficients", "eps": "eps", "steps": "ns_steps", "momentum": "momentum",
+             "nesterov": "nesterov"}  # fmt: skip
+    given = {ours: of.values[theirs] for ours, theirs in names.items()}
+    given["adjust"] = of.values["adjust_lr_fn"] or "original"
+    made = optim.sgd(0.0)
+    for value in sorted({of.decay[name] for name, factor in of.factors.items() if factor}):
+        own = {name for name, factor in of.factors.items() if factor and of.decay[name] == value}
+        made = optim.muon(rate, weight_decay=value, mask=lambda path, leaf, own=own: path in own, others=made, **given)
+    return made
+
+
+def _adafactor(rate: Schedule, of: Chosen) -> GradientTransformation:
+    """torch's, with one decay."""
+    named = {"beta2_decay": of.values["beta2_decay"], "eps": of.values["eps"], "threshold": of.values["d"]}
+    return optim.adafactor(rate, weight_decay=max(of.decay.values(), default=0.0), **named)
+
+
+_TRANSFORMERS = ("eps", "clip_threshold", "decay_rate", "scale_parameter", "relative_step", "warmup_init")
 _MOMENTS = {"betas": "betas", "eps": "eps"}
 _MAKE: dict[str, Callable[[Schedule, Chosen], GradientTransformation]] = {
     "AdamW": _decoupled(optim.adamw, "betas", "eps"),
@@ -235,8 +263,11 @@ _MAKE: dict[str, Callable[[Schedule, Chosen], GradientTransformation]] = {
     "SGD": _coupled(optim.sgd, momentum="momentum", nesterov="nesterov"),
     "Adagrad": _coupled(optim.adagrad, lr_decay="lr_decay", initial_accumulator_value="initial", eps="eps"),
     "Adadelta": _coupled(optim.adadelta, rho="rho", eps="eps"),
+    "Muon": _muon,
+    "Adafactor": _adafactor,
+    "transformers.Adafactor": _decoupled(adafactor, *_TRANSFORMERS),
     "RMSprop": _coupled(optim.rmsprop, alpha="alpha", eps="eps", momentum="momentum", centered="centered"),
 }
 CYCLES = ("AdamW", "Adam", "SGD")  # kinds whose momentum may be a schedule
 OURS = ("Lion", "AdamW8bit")  # kinds without an optimizer of torch
-TORCH = tuple(kind for kind in _MAKE if kind not in OURS)
+TORCH = tuple(kind for kind in _MAKE if kind not in OURS and "." not in kind)

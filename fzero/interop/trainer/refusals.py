@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import transformers
+from torch import nn
 from torch.utils.data import IterableDataset
 
 import fzero
@@ -22,7 +23,7 @@ from fzero.interop.trainer.optimizers import OURS
 from fzero.interop.trainer.parallel import given_of
 
 KINDS = {"lion_32bit": "Lion", "lion": "Lion", "adamw_8bit": "AdamW8bit", "adamw_bnb_8bit": "AdamW8bit"}
-OPTIMS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", *KINDS)
+OPTIMS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor", *KINDS)
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 REMAT_KWARGS = ("use_reentrant", "preserve_rng_state")  # of activation_checkpointing_kwargs: they change no number here
 Refusal = tuple[str, str]  # the path of what is in the way, and a text that begins with it
@@ -146,10 +147,10 @@ def _model(model: Any) -> Iterator[Refusal]:
         yield "model", "model: it lies on several devices already. Load it without device_map= and distributed_config="
     if weights.on_meta(model):
         yield from _without_values(model)
-    norms = [path for path, part in model.named_modules() if getattr(part, "track_running_stats", False)]
-    if norms:
-        why = "writes running statistics in training, and a Trainer's step has no place for them"
-        yield "model", f"model: {norms[0]!r} {why}. Write the step with fzero.interop.with_buffers"
+    synced = [path for path, part in model.named_modules() if isinstance(part, nn.SyncBatchNorm)]
+    if synced:
+        why = "is a SyncBatchNorm, whose collectives are not captured"
+        yield "model", f"model: {synced[0]!r} {why}. Take nn.BatchNorm2d: each rank normalises by its own rows"
 
 
 def _without_values(model: Any) -> Iterator[Refusal]:

@@ -7,34 +7,35 @@ attention, added rows no label.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fzero import tree
-from fzero.errors import DataError
+from fzero.errors import DataError, DisagreementError, HangError
+from fzero.interop.trainer.lengths import Batch, Lengths
 
+PADDING = (
+    "Pad it in the collator to one length, or give pad_to=64 if the model and its loss leave padded places out: it "
+    "pads what is as long as input_ids"
+)
 IGNORED = -100  # the label of a place that weighs nothing, in transformers and in torch
-Batch = Mapping[str, Any]
-Lengths = tuple[int, int]  # of the inputs, and of what a decoder is given; 0: there are none
-
-INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask", "labels")
-DECODED = ("labels", "decoder_input_ids", "decoder_attention_mask")
 TOKENS = ("input_ids", "decoder_input_ids")
 
 
-def lengths(batch: Batch, decodes: bool) -> Lengths:
-    """The lengths of a batch. `decodes`: whether its labels are those of a decoder, with a length of their own.
-
-    >>> lengths({"input_ids": torch.zeros(2, 5), "labels": torch.zeros(2, 3)}, decodes=True)
-    (5, 3)
-    """
-    decoded = [batch[name].shape[1] for name in DECODED if decodes and _has_length(batch.get(name))]
-    inputs = batch.get("input_ids")
-    return (inputs.shape[1] if _has_length(inputs) else 0), max(decoded, default=0)
+@contextmanager
+def same_on_ranks() -> Iterator[None]:
+    """Adds to the error of ranks whose batches have several shapes how to pad them."""
+    try:
+        yield
+    except DisagreementError as error:
+        if isinstance(error, HangError) or "batch" not in str(error):
+            raise
+        raise DisagreementError(f"{error}. {PADDING}") from None
 
 
 def rounded(length: int, pad_to: int, most: int | None = None) -> int:
@@ -51,26 +52,29 @@ def rounded(length: int, pad_to: int, most: int | None = None) -> int:
     return fits if most is None else max(length, min(fits, most))
 
 
-def padded(batch: Batch, own: Lengths, to: Lengths, token: int, masks: bool = True) -> dict[str, Any]:
-    """The batch with its sequences of the lengths `own` padded on the right to those of `to`; 0: not padded.
+def padded(
+    batch: Batch, places: Mapping[str, Mapping[int, int]], to: Lengths, fills: Mapping[str, int], mask: Tensor | None
+) -> dict[str, Any]:
+    """The batch with the dims `places` padded on the right to the lengths `to`; 0: not padded.
 
-    token: the id at padded places. Labels are -100 there, and masks 0. A batch without a mask gets one if the model
-    `masks`, for it would attend to what is added. What has another length, or another name, stays as it is.
+    places: of `lengths.Seen`. fills: the values of padded places by the leaf's name; else they are 0, and the least
+    number in an additive mask. mask: the attention mask of a batch without one.
 
-    >>> batch = padded({"input_ids": torch.ones(1, 2, dtype=torch.int64)}, (2, 0), (4, 0), token=7)
-    >>> batch["input_ids"].tolist(), batch["attention_mask"].tolist()
-    ([[1, 1, 7, 7]], [[1, 1, 0, 0]])
+    >>> batch = {"input_ids": torch.ones(1, 2, dtype=torch.int64)}
+    >>> padded(batch, {"input_ids": {-1: 0}}, (4, 0), {"input_ids": 7}, None)["input_ids"].tolist()
+    [[1, 1, 7, 7]]
     """
-    fill = {**dict.fromkeys(TOKENS, token), "labels": IGNORED, "special_tokens_mask": 1}
-    result = dict(batch)
-    if masks and own[0] and to[0] and "position_ids" not in batch and "attention_mask" not in batch:
-        result["attention_mask"] = torch.ones_like(batch["input_ids"])
-    for names, length, wanted in ((INPUTS, own[0], to[0]), (DECODED, own[1], to[1])):
-        for name in names:
-            value = result.get(name)
-            if _has_length(value) and value.shape[1] == length < wanted and not value.is_floating_point():
-                result[name] = F.pad(value, (0, wanted - length), value=fill.get(name, 0))
-    return result
+
+    def longer(path: str, leaf: Any) -> Any:
+        for dim, i in places.get(path, {}).items():
+            value: float = fills.get(path, 0)
+            if path.endswith("attention_mask") and leaf.is_floating_point() and leaf.dim() > 2:
+                value = torch.finfo(leaf.dtype).min
+            if leaf.shape[dim] < to[i]:
+                leaf = F.pad(leaf, (*[0, 0] * (-dim - 1), 0, to[i] - leaf.shape[dim]), value=value)
+        return leaf
+
+    return tree.map_with_path(longer, dict(batch) if mask is None else {**batch, "attention_mask": mask})
 
 
 def filled(batch: Batch, rows: int) -> dict[str, Any]:
@@ -100,9 +104,8 @@ def joined(batches: Sequence[Batch]) -> dict[str, Any]:
         if isinstance(leaf, Tensor):
             if len(found := sorted({tuple(x.shape) for x in column})) > 1:
                 raise DataError(
-                    f"batch/{path}: the batches of a step have the shapes {found}: a step takes one. Pad in the "
-                    "collator to one length, set gradient_accumulation_steps=1, or pad_to=64 if the model and its loss "
-                    "leave padded places out"
+                    f"batch/{path}: the batches of a step have the shapes {found}: a step takes one. {PADDING}, or set "
+                    "gradient_accumulation_steps=1"
                 )
             leaves.append(torch.cat(column) if leaf.dim() else torch.stack(column))
         elif all(other == leaf for other in column):
@@ -112,13 +115,26 @@ def joined(batches: Sequence[Batch]) -> dict[str, Any]:
     return tree.unflatten(treedef, leaves)
 
 
+def described(batch: Batch) -> str:
+    """The leaves of a batch with their shapes, for a message.
+
+    >>> described({"x": torch.zeros(2, 3), "n": 4})
+    'x (2, 3), n'
+    """
+    leaves = zip(*tree.flatten(dict(batch))[:2], strict=True)
+    return ", ".join(f"{path} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else path for path, leaf in leaves)
+
+
 def num_rows(batch: Batch) -> int:
     """The rows of a batch: dim 0 of its first tensor."""
     return next((leaf.shape[0] for leaf in tree.flatten(dict(batch))[1] if isinstance(leaf, Tensor) and leaf.dim()), 0)
 
 
-def trimmed(outputs: Any, rows: int, padded_to: Lengths, own: Lengths, num_labels: int | None = None) -> Any:
-    """Outputs of a padded and filled batch, as tensors of its own rows and lengths.
+def trimmed(
+    outputs: Any, rows: tuple[int, int], padded_to: Lengths, own: Lengths, num_labels: int | None = None
+) -> Any:
+    """Outputs of a padded and filled batch, as tensors of its own rows and lengths. rows: before and after. An output
+    may have several entries for each row (its choices).
 
     A tensor whose dim 1 is a padded length is cut to the length before. Where inputs and labels were padded to one
     length, the first output (the logits) has that of the labels, and the others that of the inputs. Scores of
@@ -129,7 +145,7 @@ def trimmed(outputs: Any, rows: int, padded_to: Lengths, own: Lengths, num_label
 
     def cut(value: Any, cuts: Mapping[int, int]) -> Any:
         if isinstance(value, Tensor) and value.dim():
-            value = value[:rows]
+            value = value[: rows[0] * max(value.shape[0] // max(rows[1], 1), 1)]
             scores = value.dim() == 2 and value.is_floating_point() and value.shape[1] == num_labels
             if value.dim() == 4 and value.shape[2] in cuts and value.shape[3] in cuts:
                 value = value[:, :, : cuts[value.shape[2]], : cuts[value.shape[3]]]
@@ -146,7 +162,3 @@ def trimmed(outputs: Any, rows: int, padded_to: Lengths, own: Lengths, num_label
         return cut(value, cuts)
 
     return tree.map(next_cut, outputs)
-
-
-def _has_length(value: Any) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.dim() == 2

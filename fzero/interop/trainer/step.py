@@ -23,25 +23,35 @@ from fzero.capture.provenance import describe
 from fzero.errors import CaptureError
 from fzero.interop.module import Functional
 from fzero.interop.trainer import shapes
+from fzero.interop.trainer.statistics import Statistics, of_window, without_count
+from fzero.training import UPDATED
 
 LOGGED = "logged"  # the metric that holds what compute_loss logs: a list of {name: number}
 
 
-def loss_of(trainer: Any, module: Functional) -> Callable[[Any, Any], Any]:
-    """The loss of a window, as `window` made it, for `fzero.Spec(loss=)`. What `compute_loss` logs is its metrics."""
+def loss_of(trainer: Any, module: Functional, statistics: Statistics) -> Callable[[Any, Any], Any]:
+    """The loss of a window, as `window` made it, for `fzero.Spec(loss=)`. What `compute_loss` logs is its metrics, and
+    the statistics that the module writes are updated leaves."""
 
     def loss(params: Any, batch: Any) -> Any:
         items, weight = batch.get("items"), batch["weight"].reshape(())
         inputs, count = dict(batch["inputs"]), None if items is None else items.reshape(())
 
         def call(copy: Any) -> Any:
+            without_count(copy)
             with forward_only(copy), trainer.noting() as entries:
                 return trainer.compute_loss(copy, inputs, num_items_in_batch=count), entries
 
-        value, entries = module.apply.call(params, module.buffers, call)
+        params, held = statistics.split(params)
+        buffers = {**module.buffers, **tree.map(torch.zeros_like, held)}
+        found = module.apply.call(params, buffers, call)
+        (value, entries), added = found if held else (found, {})
         mean = fzero.Mean(value.float() * weight, batch["count"].reshape(()))
         means = [{name: fzero.Mean(x * weight, weight) for name, x in _logged(e, weight).items()} for e in entries]
-        return (mean, {LOGGED: means}) if means else mean
+        metrics: dict[str, Any] = {LOGGED: means} if means else {}
+        if held:
+            metrics[UPDATED] = statistics.updated(held, added, batch, trainer.args.gradient_accumulation_steps)
+        return (mean, metrics) if metrics else mean
 
     return loss
 
@@ -87,10 +97,13 @@ def forward_only(copy: nn.Module) -> Iterator[None]:
         yield
 
 
-def window(batches: Sequence[shapes.Batch], items: Any, microbatches: int, scaled: bool, device: Any) -> dict[str, Any]:
+def window(
+    batches: Sequence[shapes.Batch], items: Any, microbatches: int, scaled: bool, device: Any, tracks: bool = False
+) -> dict[str, Any]:
     """The batch of a step: the micro batches of a window, of one shape.
 
-    items: tokens of the window over all ranks, or None. scaled: whether the loss has been divided by them.
+    items: tokens of the window over all ranks, or None. scaled: whether the loss has been divided by them. tracks:
+    whether the model has running statistics.
     """
     short = microbatches - len(batches)
     weight = torch.tensor([1] * len(batches) + [0] * short, device=device)
@@ -99,6 +112,7 @@ def window(batches: Sequence[shapes.Batch], items: Any, microbatches: int, scale
         "inputs": shapes.joined([*batches, *[batches[0]] * short]),
         "weight": weight,
         "count": once if scaled else weight,
+        **(of_window(len(batches), microbatches, device) if tracks else {}),
     }
     return batch if items is None else {**batch, "items": whole(items, device).expand(microbatches).contiguous()}
 
@@ -108,7 +122,9 @@ def whole(items: Any, device: Any) -> Tensor:
     return torch.as_tensor(items, device=device).reshape(-1)[:1].round().to(torch.int64)
 
 
-def scored_of(trainer: Any, module: Functional, loss_only: bool, ignored: Any, stock: Callable[..., Any]) -> Any:
+def scored_of(
+    trainer: Any, module: Functional, statistics: Statistics, loss_only: bool, ignored: Any, stock: Callable[..., Any]
+) -> Any:
     """The function of `fzero.evaluate`: transformers' own `prediction_step` on a copy of the module.
 
     Returns {"loss": this rank's, of shape (1,), "outputs": its logits, LOGGED: what compute_loss logs}, without what
@@ -123,7 +139,8 @@ def scored_of(trainer: Any, module: Functional, loss_only: bool, ignored: Any, s
                 loss, outputs, _ = stock(copy, dict(batch["inputs"]), loss_only, ignore_keys=ignored)
             return loss, outputs, [_logged(entry, tree.flatten(batch)[1][0]) for entry in entries] or None
 
-        loss, outputs, logged = module.apply.call(params, module.buffers, call)
+        params, held = statistics.split(params)
+        loss, outputs, logged = module.apply.call(params, {**module.buffers, **held}, call)
         found = {"loss": None if loss is None else loss.float().reshape(1), "outputs": outputs, LOGGED: logged}
         return {name: value for name, value in found.items() if value is not None}
 

@@ -20,9 +20,10 @@ import transformers
 import fzero
 from fzero.cost.memory import account
 from fzero.errors import CheckpointError
-from fzero.interop.trainer import refusals, resume, shapes, step, weightless, weights
+from fzero.interop.trainer import lengths, refusals, resume, shapes, step, weightless, weights
 from fzero.interop.trainer.arguments import TrainingArguments
 from fzero.interop.trainer.engine import Engine
+from fzero.interop.trainer.lengths import Lengths, Seen
 
 log = logging.getLogger("fzero")
 FOLDER = "fzero"  # of a checkpoint: the state
@@ -50,7 +51,8 @@ class Mixin(transformers.Trainer):
         self._window: list[Any] = []
         self._flops_per_element: int | None = None
         self._planned: tuple[Any, int] = (None, 0)  # a program and its planned peak
-        self._warned = False
+        self._warned = self._no_length = False
+        self._seen = Seen()
         self._given_optimizer = (bound.get("optimizers") or (None, None))[0]
         super().__init__(model, args, *more, **named)
         if self.train_dataset is not None:
@@ -81,7 +83,7 @@ class Mixin(transformers.Trainer):
     def _begin(self) -> None:
         """After the start of an engine: the module without parameters, and nothing left for Accelerate to wrap."""
         assert self._held is not None
-        self._held.taken(self.args.device)
+        self._held.taken(self.args.device, self.engine.statistics.names)
         self._flops_per_element, self.model_wrapped = None, self.model
         self.accelerator._models, self.accelerator._optimizers = [self.model], [self.optimizer]
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -103,35 +105,54 @@ class Mixin(transformers.Trainer):
         self._window = []
         return batches, items
 
-    def _shaped(self, batches: list[Any], rows: int) -> tuple[list[Any], shapes.Lengths, shapes.Lengths]:
-        """(batches padded and filled, the lengths of all after that, the last one's before). A collective if they have
-        lengths."""
-        decodes = bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
+    def _shaped(self, batches: list[Any], rows: int) -> tuple[list[Any], Lengths, Lengths]:
+        """(batches padded and filled, the lengths of all after that, the last one's before). A collective if they are
+        padded."""
         batches = [dict(batch) for batch in batches]
-        own = [shapes.lengths(batch, decodes) for batch in batches]
-        agreed = self._agreed((max(a for a, _ in own), max(b for _, b in own))) if own else (0, 0)
+        own, agreed = self._lengths(batches)
         results = []
-        for batch, lengths in zip(batches, own, strict=True):
-            batch = shapes.padded(batch, lengths, agreed, self._pad_token(), weightless.takes_mask(self.model))
+        for batch, before in zip(batches, own, strict=True):
+            if any(agreed):
+                batch = self._padded(batch, before, agreed)
             if shapes.num_rows(batch) < rows:
                 batch = self._filled(batch, rows, len(batches))
             results.append(batch)
         return results, agreed, own[-1] if own else (0, 0)
 
-    def _agreed(self, longest: shapes.Lengths) -> shapes.Lengths:
-        """The lengths to pad to, the same on all ranks."""
+    def _lengths(self, batches: list[Any]) -> tuple[list[Lengths], Lengths]:
+        """(the lengths of the batches, those to pad to, the same on all ranks; 0: they stay as they are)."""
         pad_to = getattr(self.args, "pad_to", None)
-        if pad_to is None:
-            pad_to = weightless.PAD_TO if weightless.places(self) else 0
-        if not any(longest) or not pad_to:
-            return 0, 0
-        if self.args.world_size > 1:
-            every = self.accelerator.gather(torch.tensor([longest], device=self.args.device))
-            longest = tuple(every.amax(0).tolist())
+        decodes = bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
+        main = getattr(self.model, "main_input_name", None) if pad_to else None
+        own = [lengths.lengths(batch, decodes, main) for batch in batches]
+        to_all = pad_to if pad_to is not None else weightless.PAD_TO if weightless.places(self) else 0
+        if not own or not to_all:
+            return own, (0, 0)
+        if pad_to and not any(map(any, own)) and not self._no_length:
+            self._no_length = True
+            log.warning("fzero: pad_to=%d found nothing to pad: a batch has no sequence of tokens, but %s. Each shape "
+                        "has a program: pad in the collator, or leave pad_to out",
+                        pad_to, shapes.described(batches[0]))  # fmt: skip
+        several = self.args.world_size > 1
+        gather = (lambda row: self.accelerator.gather(row.to(self.args.device))) if several else None
+        longest = self._seen.agreed(batches, own, gather)
+        if longest is None:
+            return own, (0, 0)
         config = getattr(self.model, "config", None)
         most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
         most = most if isinstance(most, int) else None
-        return shapes.rounded(longest[0], pad_to, most), shapes.rounded(longest[1], pad_to, most)
+        return own, (shapes.rounded(longest[0], to_all, most), shapes.rounded(longest[1], to_all, most))
+
+    def _padded(self, batch: Any, own: Lengths, to: Lengths) -> Any:
+        mask, key = None, lengths.key_of(batch, getattr(self.model, "main_input_name", None))
+        masked = "position_ids" in batch or "attention_mask" in batch or not weightless.takes_mask(self.model)
+        if key is not None and to[0] and not masked:
+            whole = key[..., 0] if key is batch.get(lengths.EMBEDDED) else key
+            mask = torch.ones_like(whole, dtype=torch.int64)
+        places = self._seen.places(batch if mask is None else {**batch, "attention_mask": mask}, own)
+        fills = {**dict.fromkeys(shapes.TOKENS, self._pad_token()), "special_tokens_mask": 1}
+        fills |= dict.fromkeys(("labels", *self.label_names), shapes.IGNORED)
+        return shapes.padded(batch, places, to, fills, mask)
 
     def _pad_token(self) -> int:
         known = (
@@ -164,7 +185,8 @@ class Mixin(transformers.Trainer):
             counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             scaled = counted or self.compute_loss_func is not None
         steps = self.args.gradient_accumulation_steps
-        batch = step.window(self._window, num_items_in_batch, steps, scaled, self.args.device)
+        tracks = bool(self.engine.statistics.names)
+        batch = step.window(self._window, num_items_in_batch, steps, scaled, self.args.device, tracks)
         self._window = []
         metrics = self.engine.step(batch)
         self._log_all(step.numbers(metrics))
@@ -250,8 +272,9 @@ class Mixin(transformers.Trainer):
         given = {"inputs": batch} if items is None else {"inputs": batch, "items": step.whole(items, self.args.device)}
         found = self.engine.evaluate(given, prediction_loss_only, tuple(ignore_keys or ()), ignore_keys, stock)
         self._log_all(step.numbers(found))
-        num_labels = getattr(getattr(model, "config", None), "num_labels", None)
-        outputs = shapes.trimmed(found.get("outputs"), rows, to, own, num_labels)
+        ids, num_labels = inputs.get("input_ids"), getattr(getattr(model, "config", None), "num_labels", None)
+        classes = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.dim() == 3 else num_labels  # or choices
+        outputs = shapes.trimmed(found.get("outputs"), (rows, shapes.num_rows(batch)), to, own, classes)
         loss = found["loss"][0] if "loss" in found else None
         if prediction_loss_only:
             return loss, None, None
@@ -289,7 +312,7 @@ class Mixin(transformers.Trainer):
         finally:
             if away:
                 assert self._held is not None
-                self._held.taken(self.args.device)
+                self._held.taken(self.args.device, self.engine.statistics.names)
 
     # --- files
 

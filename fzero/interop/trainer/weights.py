@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,17 @@ class Held:
         """Whether the module's parameters are on the meta device."""
         return self._guard is not None
 
-    def taken(self, device: torch.device) -> None:
-        """Leaves the module without parameters, and its buffers on `device`. A call of it is an error from then on."""
+    def taken(self, device: torch.device, in_state: Collection[str] = ()) -> None:
+        """Leaves the module without parameters and without what of its buffers the state holds, and the others on
+        `device`. A call of it is an error from then on."""
         owner = type(self.module).__name__
         put(self.module, {name: Absent(p, name, owner) for name, p in self.module.named_parameters()})
-        for part in self.module.modules():
+        for path, part in self.module.named_modules():
             for name, buffer in part._buffers.items():
+                whole = f"{path}.{name}".lstrip(".")
                 if buffer is not None:
-                    part._buffers[name] = buffer.to(device)
+                    held = whole in in_state
+                    part._buffers[name] = Absent(buffer, whole, owner) if held else buffer.to(device)
         if self._guard is None:
             self._guard = (self.module.register_forward_pre_hook(_absent),
                            self.module.register_state_dict_pre_hook(_absent))  # fmt: skip
@@ -86,7 +89,8 @@ def folder_of(module: Any) -> Path:
 
 
 def put(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Gives a module other parameters, by the names of `named_parameters`. Tied ones stay tied."""
+    """Gives a module other parameters, by the names of `named_parameters`, and buffers if there are some. Tied
+    parameters stay tied."""
     new = {}
     for name, old in module.named_parameters():
         value = tensors[name]
@@ -95,6 +99,10 @@ def put(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         for name, held in list(part._parameters.items()):
             if held is not None:
                 setattr(part, name, new[id(held)])
+    for path, part in module.named_modules():
+        for name in part._buffers:
+            if (value := tensors.get(f"{path}.{name}".lstrip("."))) is not None:
+                part._buffers[name] = value.detach().clone()
 
 
 def same_on_all(tensors: Mapping[str, Tensor]) -> None:

@@ -33,14 +33,15 @@ def case(key: str) -> Case:
 
 
 def _module(source: str) -> Any:
-    if importlib.util.find_spec("torchvision") and torch.version.cuda is None:
-        _operators()
+    operators()
     return importlib.import_module(SOURCES[source][0])
 
 
 @cache
-def _operators() -> None:
+def operators() -> None:
     """Defines what torchvision's import asks for and the CPU build of torch has not; transformers imports it too."""
+    if not importlib.util.find_spec("torchvision") or torch.version.cuda is not None:
+        return
     for name in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, name):
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
