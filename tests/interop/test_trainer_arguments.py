@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import fzero
 from fzero.errors import ConfigError
@@ -85,10 +84,8 @@ def test_an_engine_of_the_launcher_is_refused(name: str, monkeypatch: pytest.Mon
 
 
 def test_a_model_that_cannot_train_is_refused(tmp_path: Path) -> None:
-    """One that writes statistics, and one that lies on two devices."""
+    """One that lies on two devices."""
     args = TrainingArguments(str(tmp_path), **QUIET)
-    with pytest.raises(ConfigError, match=r"'1' writes running statistics.*with_buffers"):
-        Trainer(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), args)
     model = TASKS["llama"]()[0]
     model.hf_device_map = {"model": 0, "lm_head": 1}
     with pytest.raises(ConfigError, match=r"lies on several devices already.*device_map="):

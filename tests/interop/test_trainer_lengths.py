@@ -60,6 +60,9 @@ def both(folder: Path, make: Callable[[], Any], rows: Any, collate: Any, pad_to:
     assert result(ours).losses == pytest.approx(result(stock).losses, abs=1e-5)
     predicted, expected = (trainer.predict(rows[:5]).predictions for trainer in (ours, stock))
     assert predicted.shape == expected.shape
+    if "MultipleChoice" in type(ours.model).__name__:
+        # one bias moves all choices of a row alike: its gradient is rounding, of which AdamW makes whole steps
+        predicted, expected = (x - x.mean(1, keepdims=True) for x in (predicted, expected))
     assert abs(predicted - expected).max() < 1e-5
     return ours
 
