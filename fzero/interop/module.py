@@ -50,7 +50,8 @@ class Functional(NamedTuple):
 class Apply:
     """`apply(params, buffers, *args, **kwargs)`: the module's forward as a pure function. Nothing in it changes.
 
-    Returns the module's output, or `(output, new_buffers)` with `mutable`: True, or names of those that may be written. `frozen` names the parameters that did not
+    Returns the module's output, or `(output, new_buffers)` with `mutable`: True, or the names of those that may be
+    written, and are returned. `frozen` names the parameters that did not
     require grad, `trainable` the others. Raises TreeError for a name that is missing or unknown, and for another shape.
     dtypes are free: parameters cast to bfloat16 run in bfloat16.
     """
@@ -150,9 +151,7 @@ class Apply:
         return {id(known[name]): value for name, value in tensors.items()}
 
 
-def from_module(
-    module: nn.Module, *, train: bool | None = None, mutable: bool | tuple[str, ...] = False
-) -> Functional:
+def from_module(module: nn.Module, *, train: bool | None = None, mutable: bool | tuple[str, ...] = False) -> Functional:
     """Returns `(params, buffers, apply)` of a module. Its modes, parameters, gradients, buffers and hooks stay as they
     are.
 

@@ -36,7 +36,7 @@ def refused(folder: Path, **options: Any) -> ConfigError:
         ({"bf16_full_eval": True}, "bf16_full_eval=True: evaluation runs in the precision of training. Leave it out"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0: its hooks are not captured. Leave it out"),
         ({"use_liger_kernel": True}, "use_liger_kernel=True: its kernels are not captured. Leave it out"),
-        ({"optim": "adamw_anyprecision"}, "optim='adamw_anyprecision': fzero has no counterpart. Take one of adamw_torch, "),
+        ({"optim": "adamw_anyprecision"}, "optim='adamw_anyprecision': fzero has no counterpart. Take one of"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "this one follows the metrics"),
         ({"debug": "underflow_overflow"}, "debug=[<DebugOption.UNDERFLOW_OVERFLOW: 'underflow_overflow'>]: its hooks"),
         ({"pad_to": -1}, "pad_to=-1: needed a whole number of at least 0, or None. Leave it out"),

@@ -20,7 +20,22 @@ pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
 from trainers import (  # noqa: E402
-    OURS, QUIET, STOCK, VOCAB, Collate, Own, Row, bert, classified, llama, padded, points, result, run, seeded, stacked,
+    OURS,
+    QUIET,
+    STOCK,
+    VOCAB,
+    Collate,
+    Own,
+    Row,
+    bert,
+    classified,
+    llama,
+    padded,
+    points,
+    result,
+    run,
+    seeded,
+    stacked,
     text,
 )  # fmt: skip
 

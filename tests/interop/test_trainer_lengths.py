@@ -18,7 +18,21 @@ pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
 from trainers import (  # noqa: E402
-    OURS, STOCK, VOCAB, Own, Row, bert, llama, padded, points, result, run, seeded, sequences, stacked, text,
+    OURS,
+    STOCK,
+    VOCAB,
+    Own,
+    Row,
+    bert,
+    llama,
+    padded,
+    points,
+    result,
+    run,
+    seeded,
+    sequences,
+    stacked,
+    text,
 )  # fmt: skip
 
 from fzero.interop.trainer.lengths import Seen  # noqa: E402
@@ -73,8 +87,9 @@ def boxed(rows: Sequence[Row]) -> Row:
 def test_a_leaf_of_another_name_is_padded_where_its_dim_is_the_length(tmp_path: Path) -> None:
     """`bbox` of shape (rows, tokens, 4). With batches of four tokens both of its dims agree: no dim is padded then."""
     config = transformers.LayoutLMConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=VOCAB, num_labels=3,
-        max_position_embeddings=80, max_2d_position_embeddings=80, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=VOCAB,
+        num_labels=3, max_position_embeddings=80, max_2d_position_embeddings=80, hidden_dropout_prob=0,
+        attention_probs_dropout_prob=0,
     )  # fmt: skip
     lengths = [4, 4, 9, 10, 11, 12, 13, 14, 15, 16]
     rows = [{"input_ids": ids, "labels": ids % 3} for n in lengths for ids in sequences(2, n, n, n)]
@@ -120,7 +135,12 @@ def test_an_additive_mask_lets_nobody_see_what_is_padded() -> None:
 def test_pad_to_that_found_nothing_to_pad_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fzero"):
         run(OURS, tmp_path, Own(), points(8), stacked, pad_to=16, max_steps=3)
-    assert caplog.text.count("pad_to=16 found nothing to pad: a batch has no sequence of tokens, but labels (2,), x (2, 8)") == 1
+    assert (
+        caplog.text.count(
+            "pad_to=16 found nothing to pad: a batch has no sequence of tokens, but labels (2,), x (2, 8)"
+        )
+        == 1
+    )
 
 
 def test_a_leaf_that_varies_and_is_no_length_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 from helpers import gloo, same_bits, values
 
-from fzero.errors import ConfigError
-
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-from trainers import OURS, STOCK, TASKS, Result, make, result, trained  # noqa: E402
+from trainers import OURS, STOCK, Result, make, result  # noqa: E402
 
 RUN = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
        "num_rows": 28, "gradient_accumulation_steps": 2}  # fmt: skip

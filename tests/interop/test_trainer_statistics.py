@@ -28,7 +28,9 @@ def pictures(count: int, seed: int = 0) -> list[Row]:
 
 def resnet() -> Any:
     return transformers.ResNetForImageClassification(
-        transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1], layer_type="basic", num_labels=2)
+        transformers.ResNetConfig(
+            embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1], layer_type="basic", num_labels=2
+        )
     )
 
 
@@ -152,9 +154,14 @@ def test_another_buffer_that_is_written_is_refused_by_name(tmp_path: Path) -> No
 
 def on_two_ranks(folder: str) -> Any:
     """(losses of both kinds, our statistics, this rank's part of the statistics of stock). At the top for `gloo`."""
-    options = {**WINDOWS, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 2}
-    found = [run(kind, Path(folder) / kind, seeded(resnet), pictures(32), stacked, ddp_broadcast_buffers=False, **options)
-             for kind in (OURS, STOCK)]  # fmt: skip
+    options: dict[str, Any] = {
+        **WINDOWS,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 2,
+    }
+    options["ddp_broadcast_buffers"] = False
+    found = [run(kind, Path(folder) / kind, seeded(resnet), pictures(32), stacked, **options) for kind in (OURS, STOCK)]
     ours, stock = (result(trainer).losses for trainer in found)
     own = {name.removeprefix("module."): value for name, value in statistics(found[1]).items()}
     return ours, stock, statistics(found[0]), own

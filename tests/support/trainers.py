@@ -203,7 +203,8 @@ def on_rank(folder: str, name: str, options: dict[str, Any]) -> tuple[Result, Re
     return trained(STOCK, name, Path(folder) / STOCK, **options), trained(OURS, name, Path(folder) / OURS, **options)
 
 
-# --- of a model and data of a test's own -------------------------------------------------------------------------------
+# --- of a model and data of a test's own ------------------------------------------------------------------------------
+
 
 def run(
     kind: str, folder: Path, model: Any, rows: Any, collate: Collate = padded, resume: str | None = None, **given: Any

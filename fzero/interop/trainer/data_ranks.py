@@ -23,7 +23,7 @@ def same_batch(mesh: Mesh) -> int:
 
 
 def limit(accelerator: Accelerator, mesh: Mesh) -> None:
-    """Lets an accelerator shard its data loaders by data rank, and gather for metrics the rows of each data rank once."""
+    """Lets an accelerator shard its data loaders by data rank, and gather for metrics the rows of each of them once."""
     if same_batch(mesh) == 1:
         return
     ranks = range(mesh.world_size)

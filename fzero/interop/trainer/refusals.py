@@ -17,9 +17,9 @@ import fzero
 from fzero import optim
 from fzero.errors import ConfigError
 from fzero.interop import _hf_compat
+from fzero.interop.tp_plan import tp_plan
 from fzero.interop.trainer import weightless, weights
 from fzero.interop.trainer.arguments import LAUNCHED
-from fzero.interop.tp_plan import tp_plan
 from fzero.interop.trainer.optimizers import OURS
 from fzero.interop.trainer.parallel import axes_of, given_of
 from fzero.interop.trainer.statistics import tracked
@@ -138,7 +138,9 @@ def _mesh(args: Any, model: Any, given: Any, fields: dict[str, Any]) -> Iterator
         mesh = Mesh.of({**axes, "dp": axes.get("dp", 1)}, args.world_size)
         tp = dict(mesh.axes).get("tp", 1) > 1
         shard = fields.get("shard") or (tp_plan(model) if tp and model is not None else None)
-        fzero.Spec(loss=_subclass, optimizer=optim.sgd(0.0), mesh=axes, shard=shard if shard or not tp else {"*": P("tp")})
+        fzero.Spec(
+            loss=_subclass, optimizer=optim.sgd(0.0), mesh=axes, shard=shard if shard or not tp else {"*": P("tp")}
+        )
     except fzero.SpecError as error:
         yield "spec.mesh", f"spec: {error}"
         return
@@ -147,7 +149,10 @@ def _mesh(args: Any, model: Any, given: Any, fields: dict[str, Any]) -> Iterator
     shared = ", ".join(name for name, size in mesh.axes if name in SAME_BATCH and size > 1)
     for name, value in (("eval_use_gather_object", False), ("train_sampling_strategy", "batch_rebalance")):
         if bool(getattr(args, name, None)) and str(getattr(args, name)) in ("True", value):
-            yield name, f"{name}={getattr(args, name)!r}: it takes each of the ranks of {shared} for a data rank. Leave it out"
+            yield (
+                name,
+                f"{name}={getattr(args, name)!r}: it takes each of the ranks of {shared} for a data rank. Leave it out",
+            )
     if getattr(args.accelerator_config, "dispatch_batches", None):
         why = f"it gives each of the ranks of {shared} rows of its own"
         yield "accelerator_config", f"accelerator_config.dispatch_batches=True: {why}. Leave it out"

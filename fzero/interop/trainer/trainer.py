@@ -97,6 +97,7 @@ class Mixin(transformers.Trainer):
     def _begin(self) -> None:
         """After the start of an engine: the module without parameters, and nothing left for Accelerate to wrap."""
         assert self._held is not None
+        assert self.engine is not None
         self._held.taken(self.args.device, self.engine.statistics.names)
         self._flops_per_element, self.model_wrapped = None, self.model
         self.accelerator._models, self.accelerator._optimizers = [self.model], [self.optimizer]
@@ -326,6 +327,7 @@ class Mixin(transformers.Trainer):
         finally:
             if away:
                 assert self._held is not None
+                assert self.engine is not None
                 self._held.taken(self.args.device, self.engine.statistics.names)
 
     # --- files

@@ -101,8 +101,8 @@ def put(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 setattr(part, name, new[id(held)])
     for path, part in module.named_modules():
         for name in part._buffers:
-            if (value := tensors.get(f"{path}.{name}".lstrip("."))) is not None:
-                part._buffers[name] = value.detach().clone()
+            if (buffer := tensors.get(f"{path}.{name}".lstrip("."))) is not None:
+                part._buffers[name] = buffer.detach().clone()
 
 
 def same_on_all(tensors: Mapping[str, Tensor]) -> None:
