@@ -137,7 +137,7 @@ def _mesh(args: Any, model: Any, given: Any, fields: dict[str, Any]) -> Iterator
     try:
         mesh = Mesh.of({**axes, "dp": axes.get("dp", 1)}, args.world_size)
         tp = dict(mesh.axes).get("tp", 1) > 1
-        shard = fields.get("shard") or (tp_plan(model) if tp and model is not None else None)
+        shard = fields.get("shard") or (tp_plan(model) if tp and isinstance(model, nn.Module) else None)
         fzero.Spec(
             loss=_subclass, optimizer=optim.sgd(0.0), mesh=axes, shard=shard if shard or not tp else {"*": P("tp")}
         )
@@ -156,7 +156,7 @@ def _mesh(args: Any, model: Any, given: Any, fields: dict[str, Any]) -> Iterator
     if getattr(args.accelerator_config, "dispatch_batches", None):
         why = f"it gives each of the ranks of {shared} rows of its own"
         yield "accelerator_config", f"accelerator_config.dispatch_batches=True: {why}. Leave it out"
-    if "pp" in shared and model is not None and tracked(model).names:
+    if "pp" in shared and isinstance(model, nn.Module) and tracked(model).names:
         why = "has running statistics, which a mesh axis 'pp' does not carry"
         yield "model", f"model: {tracked(model).names[0]!r} {why}. Leave the axis out"
 
@@ -171,7 +171,7 @@ def _subclass(trainer: Any, base: type) -> Iterator[Refusal]:
 
 def _model(model: Any) -> Iterator[Refusal]:
     """What is refused of a model; what `from_module` refuses comes from there."""
-    if model is None:
+    if not isinstance(model, nn.Module):  # a name, or None with model_init
         return
     placed = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
     if placed or getattr(model, "is_distributed_loading_by_transformers", False):

@@ -43,7 +43,7 @@ class Mixin(transformers.Trainer):
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, **named: Any) -> None:
         args = TrainingArguments("tmp_trainer") if args is None else args
-        bound = inspect.signature(transformers.Trainer.__init__).bind(self, model, args, *more, **named).arguments
+        bound = inspect.signature(super().__init__).bind(model, args, *more, **named).arguments
         refusals.check(self, Mixin, args, model, bound.get("optimizers", (None, None)))
         axes = axes_of(args, given_of(args))
         self._mesh = Mesh.of({**axes, "dp": axes.get("dp", 1)}, args.world_size)
