@@ -1,10 +1,12 @@
 """Meshes with `tp` and `pp` in the Trainer: the numbers of the stock Trainer of as many data ranks."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from helpers import gloo, same_bits, values
+from torch import nn
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -70,3 +72,22 @@ def test_four_ranks_train_as_two_processes_do(mesh: dict[str, int], tmp_path: Pa
     stock, predicted = values(gloo(2, stock_on_rank, str(tmp_path / STOCK)))[0]
     outcomes = values(gloo(4, on_mesh, str(tmp_path / OURS), mesh))
     assert_stock(outcomes, stock, predicted, tmp_path / OURS)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "said"),
+    [
+        ({"pp": 2}, {}, "'1' has running statistics, which a mesh axis 'pp' does not carry. Leave the axis out"),
+        ({"tp": 3}, {}, "spec: mesh={'dp': -1, 'tp': 3} needs 3 ranks, there are 2: start a multiple of 3 ranks"),
+        ({"pp": 2}, {"eval_use_gather_object": True}, "eval_use_gather_object=True: it takes each of the ranks of pp"),
+        ({"tp": 2}, {}, "spec: tp_plan: Sequential has no plan of its own"),
+        ({"pp": 2}, {"accelerator_config": SimpleNamespace(dispatch_batches=True)}, "accelerator_config.dispatch"),
+    ],
+)  # fmt: skip
+def test_what_a_mesh_cannot_have_is_refused_by_name(mesh: Any, options: dict[str, Any], said: str) -> None:
+    """On ranks of a mesh alone, so the check is asked here."""
+    from fzero.interop.trainer.refusals import _mesh
+
+    args = SimpleNamespace(world_size=2, spec={"mesh": mesh}, **{"accelerator_config": None, **options})
+    found = [text for _, text in _mesh(args, nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1)), None, args.spec)]
+    assert any(said in text for text in found), found

@@ -22,8 +22,9 @@ class TrainingArguments(transformers.TrainingArguments):
     is started. Then `deepspeed`, `fsdp` and `fsdp_config` are None here, and `parallel` holds what they said.
 
     pad_to: leaves whose dim is the length are padded on the right to pad_to * 2**k places, for the least k that all
-    ranks' batches of a step fit in. A program is made for each such length, so few are made. 0 pads nothing. None is 64 for transformers' own
-    models that mask, and else 0: a number says that padded places weigh nothing in this model's loss.
+    ranks' batches of a step fit in. A program is made for each such length, so few are made. 0 pads nothing. None is 64
+    for transformers' own models that mask, and else 0: a number says that padded places weigh nothing in this model's
+    loss.
 
     spec: more fields of `fzero.Spec`, as {"zero": 2, "remat": "full", "mesh": {"tp": 2}}, in JSON or its file; they
     come last. With `tp` and no `shard` the rules are those of `fzero.interop.tp_plan`.

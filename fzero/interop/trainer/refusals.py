@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import transformers
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import IterableDataset
 
 import fzero
@@ -22,7 +23,6 @@ from fzero.interop.trainer import weightless, weights
 from fzero.interop.trainer.arguments import LAUNCHED
 from fzero.interop.trainer.optimizers import OURS
 from fzero.interop.trainer.parallel import axes_of, given_of
-from fzero.interop.trainer.statistics import tracked
 from fzero.ir.mesh import SAME_BATCH, Mesh
 from fzero.shard.partition import P
 
@@ -156,9 +156,10 @@ def _mesh(args: Any, model: Any, given: Any, fields: dict[str, Any]) -> Iterator
     if getattr(args.accelerator_config, "dispatch_batches", None):
         why = f"it gives each of the ranks of {shared} rows of its own"
         yield "accelerator_config", f"accelerator_config.dispatch_batches=True: {why}. Leave it out"
-    if "pp" in shared and isinstance(model, nn.Module) and tracked(model).names:
+    norms = model.named_modules() if isinstance(model, nn.Module) and "pp" in shared.split(", ") else ()
+    for path in [path for path, part in norms if isinstance(part, _NormBase) and part.track_running_stats][:1]:
         why = "has running statistics, which a mesh axis 'pp' does not carry"
-        yield "model", f"model: {tracked(model).names[0]!r} {why}. Leave the axis out"
+        yield "model", f"model: {path!r} {why}. Leave the axis out"
 
 
 def _subclass(trainer: Any, base: type) -> Iterator[Refusal]:
