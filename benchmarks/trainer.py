@@ -1,11 +1,13 @@
-"""Seconds of a step: `fzero.interop.Trainer` beside a plain loop of `fzero.step`, on one CPU process with one thread.
+"""Seconds of a step: `fzero.interop.Trainer` beside a plain loop of `fzero.step`, on CPU processes with one thread.
 
     OMP_NUM_THREADS=1 python -m benchmarks.trainer
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node=2 -m benchmarks.trainer
 
 A step of one is followed by a step of the other, so that both see the same machine. Between two steps the Trainer loads
 and collates its batches; the plain loop has them ready. What is printed are medians, and that of the paired quotients.
 """
 
+import os
 import statistics
 import sys
 import tempfile
@@ -18,6 +20,7 @@ import transformers
 import fzero
 from fzero.interop import Trainer, TrainingArguments, from_module
 
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 SEQUENCE, VOCAB, STEPS, WARM = 128, 512, 200, 3
 # hidden size, layers, rows of a micro batch, micro batches
 CASES = ((128, 4, 8, 1), (128, 4, 2, 4), (32, 2, 1, 1))
@@ -48,8 +51,10 @@ def main() -> int:
         trainer, plain = measured(hidden, layers, rows, microbatches)
         pairs = statistics.median(a / b for a, b in zip(trainer, plain, strict=True))
         a, b = 1e3 * statistics.median(trainer), 1e3 * statistics.median(plain)
-        print(f"hidden {hidden}, {layers} layers, {microbatches} x {rows} rows: Trainer {a:.2f} ms, loop {b:.2f} ms, "
-              f"{a - b:+.2f} ms, paired {100 * (pairs - 1):+.2f} %", flush=True)  # fmt: skip
+        if RANK:
+            continue
+        print(f"{WORLD} rank(s), hidden {hidden}, {layers} layers, {microbatches} x {rows} rows: Trainer {a:.2f} ms, "
+              f"loop {b:.2f} ms, {a - b:+.2f} ms, paired {100 * (pairs - 1):+.2f} %", flush=True)  # fmt: skip
     return 0
 
 
@@ -61,16 +66,15 @@ def measured(hidden: int, layers: int, rows: int, microbatches: int) -> tuple[li
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
-    ids = torch.randint(3, VOCAB, (20 * rows * microbatches, SEQUENCE))
+    ids = torch.randint(3, VOCAB, (20 * rows * microbatches * WORLD, SEQUENCE))
     data = [{"input_ids": x, "labels": x, "attention_mask": torch.ones_like(x)} for x in ids]
-    state, batches = plain_loop(model, data, rows, microbatches)
-    beside = Interleaved(state, batches)
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             folder, use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=50, save_strategy="no",
             per_device_train_batch_size=rows, gradient_accumulation_steps=microbatches, max_steps=STEPS,
             pad_to=SEQUENCE,
         )  # fmt: skip
+        beside = Interleaved(*plain_loop(model, data[RANK::WORLD], rows, microbatches))
         trainer = Trainer(model, args, data_collator=stacked, train_dataset=data, callbacks=[beside])
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()

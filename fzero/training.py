@@ -152,9 +152,7 @@ def _updated(loss: Callable[..., Any], frozen: Any, new: Mapping[str, torch.Tens
     paths = tree.flatten(frozen)[0]
     for path in new:
         if path not in paths:
-            raise CaptureError(
-                f"metric {UPDATED!r} of {defined_at(loss)}: {path!r} is no leaf of params that is frozen"
-            )
+            raise CaptureError(f"metric {UPDATED!r} of {defined_at(loss)}: {path!r} is no frozen leaf of params")
     return tree.map_with_path(lambda path, x: new[path].to(x.dtype) if path in new else x, frozen) if new else frozen
 
 

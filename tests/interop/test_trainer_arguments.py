@@ -39,7 +39,7 @@ def refused(folder: Path, **options: Any) -> ConfigError:
         ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "this one follows the metrics"),
         ({"debug": "underflow_overflow"}, "debug=[<DebugOption.UNDERFLOW_OVERFLOW: 'underflow_overflow'>]: its hooks"),
         ({"pad_to": -1}, "pad_to=-1: needed a whole number of at least 0, or None. Leave it out"),
-        ({"spec": {"mesh": {"dp": -1, "tp": 2}}}, "mesh axis 'tp': the Trainer's data loader gives each rank rows of"),
+        ({"spec": {"mesh": {"dp": 1, "tp": 2}}}, "spec: mesh={'dp': 1, 'tp': 2} needs 2 ranks, there are 1"),
         ({"accelerator_config": {"even_batches": False}}, "accelerator_config.even_batches=False: a rank without a"),
         ({"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}},
          "activation_checkpointing_kwargs['every_n_layers']: it is Spec(remat='full') here. Leave it out"),

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import gloo, values
 
 import fzero
-from fzero.errors import ConfigError
+from fzero.errors import CaptureError, ConfigError
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -138,3 +139,37 @@ def test_muon_of_a_ds_config(tmp_path: Path) -> None:
     optimizer = Both(model, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
     stock = run(STOCK, tmp_path / STOCK, model, text(12, 0), optimizers=(optimizer, None))
     assert result(ours).losses == pytest.approx(result(stock).losses, abs=1e-4)
+
+
+def adafactor_on_rank(folder: str) -> Any:
+    """The losses and parameters of both kinds. At the top for `gloo`."""
+    found = []
+    for kind in (OURS, STOCK):
+        model = seeded(lambda: llama()[0])
+        trainer = run(kind, Path(folder) / kind, model, text(16, 0), optim="adafactor", weight_decay=0.1, max_steps=3)
+        found.append((result(trainer).losses, result(trainer).params))
+    return found
+
+
+def test_adafactor_over_two_ranks(tmp_path: Path) -> None:
+    """Its factored moments are of whole matrices, whose gradients lie in slices."""
+    for (ours, params), (stock, expected) in values(gloo(2, adafactor_on_rank, str(tmp_path))):
+        assert ours == pytest.approx(stock, abs=1e-5)
+        assert all(float((params[n] - value).abs().max()) < 1e-4 for n, value in expected.items())
+
+
+def test_a_loss_updates_frozen_leaves_and_no_others() -> None:
+    """What the Trainer's statistics are made with: a metric `updated` of `fzero.training`."""
+
+    def loss(params: Any, batch: Any, name: str = "seen") -> Any:
+        return (params["w"] * batch).sum(), {"updated": {name: params["seen"] + batch.sum()}}
+
+    spec = {"optimizer": fzero.optim.sgd(0.1), "trainable": "w"}
+    params = {"w": torch.ones(2), "seen": torch.zeros(())}
+    state = fzero.init(params, fzero.Spec(loss=loss, **spec))
+    state = fzero.step(fzero.step(state, torch.ones(2)), torch.ones(2))
+    assert float(state.params["seen"].full()) == 4.0
+    assert "updated" not in state.metrics
+    other = fzero.init(params, fzero.Spec(loss=lambda p, b: loss(p, b, "w"), **spec))
+    with pytest.raises(CaptureError, match="'w' is no frozen leaf of params"):
+        fzero.step(other, torch.ones(2))

@@ -21,11 +21,13 @@ class TrainingArguments(transformers.TrainingArguments):
     `deepspeed=` and `fsdp=` (with `fsdp_config=`) are read by `ds_config` and `accelerate_config`: neither engine
     is started. Then `deepspeed`, `fsdp` and `fsdp_config` are None here, and `parallel` holds what they said.
 
-    pad_to: sequences are padded on the right to pad_to * 2**k places, for the least k that all ranks' batches of a step
-    fit in. A program is made for each such length, so few are made. 0 pads nothing. None is 64 for transformers' own
-    models that mask, and else 0: a number says that padded places weigh nothing in this model's loss.
+    pad_to: leaves whose dim is the length are padded on the right to pad_to * 2**k places, for the least k that all
+    ranks' batches of a step fit in. A program is made for each such length, so few are made. 0 pads nothing. None is 64
+    for transformers' own models that mask, and else 0: a number says that padded places weigh nothing in this model's
+    loss.
 
-    spec: more fields of `fzero.Spec`, as {"zero": 2, "remat": "full"}, in JSON or its file; they come last.
+    spec: more fields of `fzero.Spec`, as {"zero": 2, "remat": "full", "mesh": {"tp": 2}}, in JSON or its file; they
+    come last. With `tp` and no `shard` the rules are those of `fzero.interop.tp_plan`.
 
     Raises ConfigError for an environment in which `accelerate launch` has chosen DeepSpeed or FSDP by itself.
 

@@ -15,8 +15,9 @@ from fzero import optim
 from fzero.interop.config import Given
 from fzero.interop.config.calls import Call
 from fzero.interop.module import Functional, from_module
+from fzero.interop.tp_plan import tp_plan
 from fzero.interop.trainer import optimizers, refusals, shapes, step, weights
-from fzero.interop.trainer.parallel import given_of
+from fzero.interop.trainer.parallel import axes_of, given_of
 from fzero.interop.trainer.statistics import Statistics, tracked
 from fzero.optim import GradientTransformation
 
@@ -129,6 +130,9 @@ def _fields(trainer: Any, module: Functional, given: Given | None) -> dict[str, 
     }
     fields |= dict(given or {})
     fields |= getattr(args, "spec", None) or {}
+    fields["mesh"] = axes_of(args, given)
+    if fields["mesh"].get("tp", 1) != 1 and not fields.get("shard"):
+        fields["shard"] = tp_plan(trainer.model)
     fields.setdefault("clip_norm", float("inf"))  # so that the norm is measured
     return fields
 

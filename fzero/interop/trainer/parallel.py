@@ -33,6 +33,17 @@ def given_of(args: Any, num_updates: int | None = None) -> Given | None:
     return _fsdp(args, said["fsdp"], said.get("fsdp_config")) if said.get("fsdp") else None
 
 
+def axes_of(args: Any, given: Given | None) -> dict[str, int]:
+    """The axes of the mesh: of `spec=`, else of the two fields. Ranks that no axis speaks of are `dp`, next to `tp`."""
+    extra = getattr(args, "spec", None) or {}
+    axes = dict(extra.get("mesh") or dict(given or {}).get("mesh") or {"dp": -1})
+    if "dp" in axes or -1 in axes.values():
+        return axes
+    return (
+        {name: axes[name] for name in axes if name != "tp"} | {"dp": -1} | {k: v for k, v in axes.items() if k == "tp"}
+    )
+
+
 def _deepspeed(args: Any, source: Any, num_updates: int | None) -> Given:
     where, document = read(source)
     auto, silent = _flags(args, document, num_updates)

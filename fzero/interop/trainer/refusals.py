@@ -11,16 +11,20 @@ from typing import Any, NamedTuple
 
 import transformers
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import IterableDataset
 
 import fzero
 from fzero import optim
 from fzero.errors import ConfigError
 from fzero.interop import _hf_compat
+from fzero.interop.tp_plan import tp_plan
 from fzero.interop.trainer import weightless, weights
 from fzero.interop.trainer.arguments import LAUNCHED
 from fzero.interop.trainer.optimizers import OURS
-from fzero.interop.trainer.parallel import given_of
+from fzero.interop.trainer.parallel import axes_of, given_of
+from fzero.ir.mesh import SAME_BATCH, Mesh
+from fzero.shard.partition import P
 
 KINDS = {"lion_32bit": "Lion", "lion": "Lion", "adamw_8bit": "AdamW8bit", "adamw_bnb_8bit": "AdamW8bit"}
 OPTIMS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor", *KINDS)
@@ -78,10 +82,7 @@ def check(trainer: Any, base: type, args: Any, model: Any, optimizers: Any) -> N
         found += list(error.refusals) or [("deepspeed", str(error))]
     extra = args.spec if isinstance(getattr(args, "spec", None), dict) else {}
     found += _spec(extra)
-    axes = {**((given or {}).get("mesh") or {}), **(extra.get("mesh") or {})}
-    for axis in [axis for axis in ("pp", "tp") if axes.get(axis, 1) != 1]:
-        why = "the Trainer's data loader gives each rank rows of its own"
-        found.append(("mesh", f"mesh axis {axis!r}: {why}. Write the loop with fzero.step, as docs/parallel.md does"))
+    found += _mesh(args, model, given, {**(given or {}), **extra})
     raise_all(found)
 
 
@@ -130,6 +131,37 @@ def _spec(extra: dict[str, Any]) -> Iterator[Refusal]:
         yield "spec", f"spec: {error}"
 
 
+def _mesh(args: Any, model: Any, given: Any, fields: dict[str, Any]) -> Iterator[Refusal]:
+    """What is in the way of the mesh, and of what ranks do that are given the same batch."""
+    axes = axes_of(args, given)
+    try:
+        mesh = Mesh.of({**axes, "dp": axes.get("dp", 1)}, args.world_size)
+        tp = dict(mesh.axes).get("tp", 1) > 1
+        shard = fields.get("shard") or (tp_plan(model) if tp and isinstance(model, nn.Module) else None)
+        fzero.Spec(
+            loss=_subclass, optimizer=optim.sgd(0.0), mesh=axes, shard=shard if shard or not tp else {"*": P("tp")}
+        )
+    except fzero.SpecError as error:
+        yield "spec.mesh", f"spec: {error}"
+        return
+    if mesh.data_ranks == mesh.world_size:
+        return
+    shared = ", ".join(name for name, size in mesh.axes if name in SAME_BATCH and size > 1)
+    for name, value in (("eval_use_gather_object", False), ("train_sampling_strategy", "batch_rebalance")):
+        if bool(getattr(args, name, None)) and str(getattr(args, name)) in ("True", value):
+            yield (
+                name,
+                f"{name}={getattr(args, name)!r}: it takes each of the ranks of {shared} for a data rank. Leave it out",
+            )
+    if getattr(args.accelerator_config, "dispatch_batches", None):
+        why = f"it gives each of the ranks of {shared} rows of its own"
+        yield "accelerator_config", f"accelerator_config.dispatch_batches=True: {why}. Leave it out"
+    norms = model.named_modules() if isinstance(model, nn.Module) and "pp" in shared.split(", ") else ()
+    for path in [path for path, part in norms if isinstance(part, _NormBase) and part.track_running_stats][:1]:
+        why = "has running statistics, which a mesh axis 'pp' does not carry"
+        yield "model", f"model: {path!r} {why}. Leave the axis out"
+
+
 def _subclass(trainer: Any, base: type) -> Iterator[Refusal]:
     kind = type(trainer)
     for name in ("training_step", "get_batch_samples", "_clip_grad_norm"):
@@ -140,7 +172,7 @@ def _subclass(trainer: Any, base: type) -> Iterator[Refusal]:
 
 def _model(model: Any) -> Iterator[Refusal]:
     """What is refused of a model; what `from_module` refuses comes from there."""
-    if model is None:
+    if not isinstance(model, nn.Module):  # a name, or None with model_init
         return
     placed = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
     if placed or getattr(model, "is_distributed_loading_by_transformers", False):
@@ -181,9 +213,9 @@ def _untied(model: Any) -> bool:
 # --- short batches ----------------------------------------------------------------------------------------------------
 
 
-def short_batches(trainer: Any, args: Any, dataset: Any) -> None:
+def short_batches(trainer: Any, args: Any, dataset: Any, mesh: Mesh) -> None:
     """Raises ConfigError for a last batch of an epoch that cannot be filled up without changing its mean."""
-    if args.world_size > 1 or args.dataloader_drop_last or args.gradient_accumulation_steps == 1:
+    if mesh.data_ranks > 1 or args.dataloader_drop_last or args.gradient_accumulation_steps == 1:
         return  # Accelerate fills the batches of several ranks; a step of one batch has a program of its own
     left = 0 if isinstance(dataset, IterableDataset) else len(dataset) % args.train_batch_size
     if left and not weightless.rows(trainer, None):

@@ -20,10 +20,12 @@ import transformers
 import fzero
 from fzero.cost.memory import account
 from fzero.errors import CheckpointError
-from fzero.interop.trainer import lengths, refusals, resume, shapes, step, weightless, weights
+from fzero.interop.trainer import data_ranks, lengths, refusals, resume, shapes, step, weightless, weights
 from fzero.interop.trainer.arguments import TrainingArguments
 from fzero.interop.trainer.engine import Engine
 from fzero.interop.trainer.lengths import Lengths, Seen
+from fzero.interop.trainer.parallel import axes_of, given_of
+from fzero.ir.mesh import Mesh
 
 log = logging.getLogger("fzero")
 FOLDER = "fzero"  # of a checkpoint: the state
@@ -41,8 +43,10 @@ class Mixin(transformers.Trainer):
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, **named: Any) -> None:
         args = TrainingArguments("tmp_trainer") if args is None else args
-        bound = inspect.signature(transformers.Trainer.__init__).bind(self, model, args, *more, **named).arguments
+        bound = inspect.signature(super().__init__).bind(model, args, *more, **named).arguments
         refusals.check(self, Mixin, args, model, bound.get("optimizers", (None, None)))
+        axes = axes_of(args, given_of(args))
+        self._mesh = Mesh.of({**axes, "dp": axes.get("dp", 1)}, args.world_size)
         self.engine: Engine | None = None
         self._held: weights.Held | None = None
         self._items: Any = None
@@ -56,9 +60,19 @@ class Mixin(transformers.Trainer):
         self._given_optimizer = (bound.get("optimizers") or (None, None))[0]
         super().__init__(model, args, *more, **named)
         if self.train_dataset is not None:
-            refusals.short_batches(self, args, self.train_dataset)
+            refusals.short_batches(self, args, self.train_dataset, self._mesh)
 
     # --- before the loop
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """transformers' own, whose data and metrics are those of the mesh's data ranks."""
+        super().create_accelerator_and_postprocess()
+        data_ranks.limit(self.accelerator, self._mesh)
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    def get_tp_size(self) -> int:
+        """How many ranks are given one batch: by this transformers counts a step's rows and items."""
+        return data_ranks.same_batch(self._mesh)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Nothing: a rank moves only its part."""
