@@ -24,7 +24,6 @@ from fzero.compile.lowered import Lowered
 from fzero.compile.resolve import by_flags, mesh_of
 from fzero.compile.step import fakes_on
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, leaf_name
-from fzero.ir.mesh import SAME_BATCH
 from fzero.session.interrupts import keeps_state
 from fzero.session.session import execute, session_of
 from fzero.session.world import World, check_spec
@@ -222,9 +221,8 @@ def _same(state: State, batch: Any) -> list[Same]:
         tensors = [leaf for leaf in tree.flatten(batch)[1] if isinstance(leaf, torch.Tensor)]
         value = " ".join(map(fingerprint, tensors))
         value = hashlib.blake2b(value.encode(), digest_size=8).hexdigest()
-        axes = [axis for axis, size in mesh if axis in SAME_BATCH and size > 1]
         remedy = (
-            f"Ranks that differ in {' and '.join(axes)} alone are given the same batch: split the data by "
+            f"Ranks that differ in {' and '.join(mesh.same_batch)} alone are given the same batch: split the data by "
             f"the place in the data axes, as Tokens.batches(size, mesh=...) does"
         )
         same.append(Same("the batch", mesh.data_rank(runtime.rank), value, remedy))

@@ -26,8 +26,7 @@ from fzero.ir.mesh import parts_of
 from fzero.precision import Precision, policy
 from fzero.random.keys import is_key
 from fzero.shard.ops import constrained
-from fzero.shard.partition import AXIS, P
-from fzero.shard.placements import Shard
+from fzero.shard.partition import P
 
 
 def value_and_grad(
@@ -227,21 +226,22 @@ def constrain(x: torch.Tensor, dims: P) -> torch.Tensor:
 
     dims: the axis of each dim, as in `Spec(shard=...)`; `P()` makes the value whole. The gradient lies alike. In a loss
     it changes what ranks exchange, and no number but in rounding; outside of a step, and without the axis, nothing.
+    Along an axis that it does not name the value lies as it would without.
 
-    Raises SpecError for an axis other than "tp".
+    Raises SpecError for more dims than there are.
 
     >>> constrain(torch.ones(2, 4), P(None, "tp")).shape
     torch.Size([2, 4])
     """
-    if not isinstance(dims, P) or not {*dims.axes} <= {AXIS} or len(dims) > x.ndim:
-        raise SpecError(
-            f"constrain: needed an fzero.P of {AXIS!r} with at most {x.ndim} dims, as P({AXIS!r}), not {dims!r}"
-        )
+    if not isinstance(dims, P) or len(dims) > x.ndim:
+        raise SpecError(f"constrain: needed an fzero.P with at most {x.ndim} dims, as P('tp'), not {dims!r}")
     if active() is None:
         return x
-    placement = dims.place()
-    dim, groups = (placement.dim, placement.groups) if isinstance(placement, Shard) else (-1, 1)
-    return constrained(x, AXIS, dim, groups)
+    if not dims.cuts:
+        return constrained(x, "", -1, 1)
+    for axis, cut in dims.cuts:
+        x = constrained(x, axis, cut.dim, cut.groups)
+    return x
 
 
 def _checked_axis(name: str, axis: str | None, tracing: Tracing | None) -> str:

@@ -11,14 +11,14 @@ from typing import Any, TypeGuard
 import torch
 
 from fzero.errors import SpecError
-from fzero.ir.mesh import PIPELINE, SAME_BATCH
+from fzero.ir.mesh import DATA, PIPELINE
 from fzero.optim import GradientTransformation
 from fzero.pipeline import SCHEDULES, Pipeline, Schedule
 from fzero.precision import Precision, policy
-from fzero.shard.partition import AXIS, P
+from fzero.shard.partition import P
 from fzero.tree import suggest
 
-MESH_AXES = (PIPELINE, "dp_out", "dp", "tp")
+OWN_AXES = (PIPELINE, *DATA)  # of a mesh; an axis of any other name cuts the dims that rules of `shard` say
 NAMED_STAGES = ("hsdp", "hpz")
 COLUMNS = {"params", "grads", "optimizer"}  # of the state, which `zero` may place one by one
 DEFAULT_PARAMS = ("params/**",)
@@ -300,7 +300,7 @@ class Spec:
 
     def _check_columns(self, zero: Mapping[str, Any]) -> None:
         """Raises SpecError for columns whose axes the mesh has not, or whose slices do not lie within one another."""
-        axes = [axis for axis in self.mesh or {"dp": -1} if axis not in SAME_BATCH]
+        axes = [axis for axis in self.mesh or {"dp": -1} if axis in DATA]
         _needs(zero.keys() == COLUMNS, "zero", zero, "all of params, grads and optimizer")
         for name, column in zero.items():
             fits = isinstance(column, (tuple, list)) and all(axis in axes for axis in column)
@@ -317,9 +317,8 @@ class Spec:
             return
         _needs(isinstance(self.mesh, Mapping) and bool(self.mesh), "mesh", self.mesh, "axis sizes, as in {'dp': 2}")
         for axis, size in self.mesh.items():
-            if axis not in MESH_AXES:
-                hint = suggest(str(axis), [name for name in MESH_AXES if name not in self.mesh])
-                raise SpecError(f"mesh has no axis {axis!r} yet: known are {list(MESH_AXES)}.{hint}")
+            fits = isinstance(axis, str) and axis.isidentifier()
+            _needs(fits, "mesh", dict(self.mesh), f"names as 'dp' and 'tp', not {axis!r}")
             if size != -1:
                 _positive(f"mesh[{axis!r}]", size)
         if list(self.mesh.values()).count(-1) > 1:
@@ -331,22 +330,33 @@ class Spec:
 
     def _check_shard(self) -> None:
         """Raises SpecError for rules that are none, for an axis that cuts no leaf, and for one that cuts nothing."""
-        mesh = dict(self.mesh or {})
-        if self.shard is None:
-            alone = mesh.get(AXIS, 1) == 1
-            _needs(self.sequence is None, "sequence", self.sequence, "shard=, which says what lies over the axis")
-            _needs(alone, "mesh", mesh, f"shard= with {AXIS!r}, as in shard={{'blocks/*/w1': P('tp', None)}}")
-            return
+        mesh, rules = dict(self.mesh or {}), self.shard
         form = "path rules to fzero.P, as in {'blocks/*/w1': fzero.P('tp', None)}"
-        _needs(isinstance(self.shard, Mapping) and bool(self.shard), "shard", self.shard, form)
-        for rule, dims in self.shard.items():
-            _needs(isinstance(rule, str) and isinstance(dims, P), "shard", {rule: dims}, form)
-            only = f"the axis {AXIS!r} alone; zero= cuts leaves over the data axes, pipeline= over {PIPELINE!r}"
-            _needs({*dims.axes} <= {AXIS}, "shard", {rule: dims}, only)
-        cuts = any(AXIS in dims.axes for dims in self.shard.values())
-        _needs(cuts, "shard", dict(self.shard), f"a rule that cuts something over {AXIS!r}, as P({AXIS!r}, None)")
-        _choice("sequence", self.sequence, (None, AXIS))
-        _needs(AXIS in mesh, "shard", dict(self.shard), f"an axis {AXIS!r} in mesh, as in mesh={{'dp': -1, 'tp': 2}}")
+        if rules is not None:
+            _needs(isinstance(rules, Mapping) and bool(rules), "shard", rules, form)
+            for rule, dims in rules.items():
+                _needs(isinstance(rule, str) and isinstance(dims, P), "shard", {rule: dims}, form)
+                only = f"other axes: zero= cuts leaves over {' and '.join(DATA)}, pipeline= over {PIPELINE!r}"
+                _needs({*dims.axes}.isdisjoint(OWN_AXES), "shard", {rule: dims}, only)
+        _needs(
+            self.sequence is None or rules is not None,
+            "sequence",
+            self.sequence,
+            "shard=, which says what lies in parts",
+        )
+        named = {axis for dims in (rules or {}).values() for axis in dims.axes}
+        for axis, size in mesh.items():
+            if axis not in (*OWN_AXES, *named) and size != 1:
+                example = f"a rule of shard= that names {axis!r}, as shard={{'blocks/*/w1': P({axis!r}, None)}}"
+                hint = suggest(axis, [name for name in (*OWN_AXES, *named) if name not in mesh])
+                _needs(False, "mesh", mesh, example + (f".{hint}" if hint else ""))
+        for axis in sorted(named - mesh.keys()):
+            wanted = f"an axis {axis!r} in mesh, as in mesh={{'dp': -1, {axis!r}: 2}}"
+            hint = suggest(axis, [name for name in mesh if name not in OWN_AXES])
+            _needs(False, "shard", dict(rules or {}), wanted + (f".{hint}" if hint else ""))
+        cuts = "a rule that cuts something, as P('tp', None)"
+        _needs(rules is None or bool(named), "shard", dict(rules or {}), cuts)
+        _choice("sequence", self.sequence, (None, *sorted(named)))
 
     def _check_pipeline(self) -> None:
         if self.pipeline is None:

@@ -37,11 +37,15 @@ from fzero.errors import CheckpointError, CorruptError
 from fzero.ir.records import DTYPE_NAMES, DTYPES
 from fzero.state.order import Cut, Order
 
-FORMAT, VERSION = "fzero", 2  # 1, which older versions of fzero read too, where no leaf has a cut
+FORMAT, VERSION = (
+    "fzero",
+    3,
+)  # what older versions of fzero read too where that does: 1 without a cut, 2 with one a leaf
 MANIFEST, MARKER, LATEST = "manifest.json", "COMMITTED", "latest"
 BLOCK = 4 << 20  # bytes that are hashed together
 MAX_MANIFEST = 64 << 20  # bytes
 MARKER_BYTES = 65
+CUT = ("dim", "groups", "ranks")
 MAX_SHARD = 1 << 50  # bytes
 STEP = re.compile(r"step-([0-9]{8,19})")
 
@@ -60,8 +64,8 @@ class LeafRecord:
     """A leaf of the saved state.
 
     shape: the logical shape; a per-rank leaf has the ranks as first dimension. placement: how the leaf lay when it was
-    saved, for people. pieces: in order; they cover the leaf exactly. cut: over which ranks it lay by a dim, if it did;
-    its pieces are counted part by part.
+    saved, for people. pieces: in order; they cover the leaf exactly. cuts: over which ranks it lay by its dims, if it
+    did, the outer one first; its pieces are counted part by part.
     """
 
     path: str
@@ -71,12 +75,12 @@ class LeafRecord:
     kind: str
     per_rank: bool
     pieces: tuple[Piece, ...]
-    cut: Cut | None = None
+    cuts: tuple[Cut, ...] = ()
 
     @property
     def order(self) -> Order:
         """The order in which the pieces count the elements."""
-        return Order.of(self.shape, self.cut)
+        return Order.of(self.shape, self.cuts)
 
     @property
     def numel(self) -> int:
@@ -134,7 +138,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Returns the text of manifest.json."""
-        version = VERSION if any(leaf.cut for leaf in self.leaves) else 1
+        version = 1 + min(max((len(leaf.cuts) for leaf in self.leaves), default=0), 2)
         leaves = [
             {
                 "path": leaf.path,
@@ -144,7 +148,7 @@ class Manifest:
                 "kind": leaf.kind,
                 "per_rank": leaf.per_rank,
                 "pieces": [{"shard": p.shard, "start": p.start, "stop": p.stop} for p in leaf.pieces],
-                **({"cut": leaf.cut and asdict(leaf.cut)} if version > 1 else {}),
+                **({"cut": _text_of(leaf.cuts)} if version > 1 else {}),
             }
             for leaf in self.leaves
         ]
@@ -325,27 +329,45 @@ def _leaf(leaf: Reader, num_shards: int) -> LeafRecord:
         leaf.text("kind"),
         leaf.boolean("per_rank"),
         tuple(pieces),
-        _cut(leaf, shape),
+        _cuts(leaf, shape),
     )
 
 
-def _cut(leaf: Reader, shape: Sequence[int]) -> Cut | None:
-    """A leaf's cut; None if it has none. Raises Invalid if the ranks would not have equal parts of it."""
+def _text_of(cuts: Sequence[Cut]) -> Any:
+    """How cuts are written: one by itself, as version 2 has it, several as a list."""
+    rows = [asdict(cut) for cut in cuts]
+    return rows if len(rows) > 1 else rows[0] if rows else None
+
+
+def _cuts(leaf: Reader, shape: Sequence[int]) -> tuple[Cut, ...]:
+    """A leaf's cuts. Raises Invalid if the ranks would not have equal parts of it."""
     value = leaf.value.get("cut")
     if value is None:
-        return None
-    row = Reader(f"{leaf.where}.cut", value, ("dim", "groups", "ranks"))
-    cut = Cut(row.integer("dim"), row.integer("groups", 1), row.integer("ranks", 2, 1 << 20))
-    if (
-        cut.dim >= len(shape)
-        or not shape[cut.dim]
-        or shape[cut.dim] % (cut.groups * cut.ranks)
-        or leaf.value["per_rank"]
-    ):
-        raise Invalid(
-            f"{row.where} cuts dim {cut.dim} of {shape} into {cut.groups} x {cut.ranks} parts: needed equal ones"
-        )
-    return cut
+        return ()
+    if type(value) is dict:
+        rows = [Reader(f"{leaf.where}.cut", value, CUT)]
+    else:
+        rows = list(Reader(leaf.where, {"cut": value}, ("cut",)).objects("cut", CUT))
+        if not 2 <= len(rows) <= 8:
+            leaf.fail("two to eight cuts", value, "cut")
+    sizes = list(shape)
+    found: list[Cut] = []
+    for row in rows:
+        cut = Cut(row.integer("dim"), row.integer("groups", 1), row.integer("ranks", 2, 1 << 20))
+        alike = all(cut.groups == other.groups for other in found if other.dim == cut.dim)
+        if (
+            cut.dim >= len(shape)
+            or not sizes[cut.dim]
+            or sizes[cut.dim] % (cut.groups * cut.ranks)
+            or not alike
+            or leaf.value["per_rank"]
+        ):
+            raise Invalid(
+                f"{row.where} cuts dim {cut.dim} of {sizes} into {cut.groups} x {cut.ranks} parts: needed equal ones"
+            )
+        sizes[cut.dim] //= cut.ranks
+        found.append(cut)
+    return tuple(found)
 
 
 def _check_bytes(leaves: Sequence[LeafRecord], shards: Sequence[ShardRecord]) -> None:

@@ -5,7 +5,7 @@ once and verified. Its bytes go straight into place if a few wants make up all o
 scratch. A few threads do this at a time, since reading and hashing release the interpreter. So a load takes, beside the
 state, 4 MiB for each of them and the header of one shard.
 
-A leaf that lay over other ranks of `tp` than now is read in batches of 64 MiB and rearranged in memory
+A leaf that lay in other parts by its dims than now is read in batches of 64 MiB and rearranged in memory
 (`fzero.state.source.batches`). The parts of the file that cover a batch are read, and the blocks at its edges again by
 the next batch.
 """

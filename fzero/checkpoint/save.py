@@ -2,8 +2,8 @@
 
 `snapshot` takes the part that this rank writes. Of a bucket of length L it is the slice [r L/N, (r+1) L/N), whether the
 bucket is sharded or replicated. So a replicated state is written once, by all ranks in parallel. Whole leaves are
-written by rank 0, per-rank leaves by each rank. Of a leaf over `tp` each place there writes its part; what all places
-hold alike is written by the first. Padding is left out. `write` is the protocol
+written by rank 0, per-rank leaves by each rank. Of a leaf that is cut by its dims each place writes its part; what
+several places hold alike is written by the first. Padding is left out. `write` is the protocol
 (`fzero.checkpoint.commit`) in four rounds:
 
     1. the ranks agree on the save           step, layout, extra
@@ -42,6 +42,7 @@ from fzero.errors import CheckpointError, DonatedError, TreeError
 from fzero.plan.layout import Leaf, Plan
 from fzero.session.session import session_of
 from fzero.state import storage
+from fzero.state.order import cuts
 from fzero.state.state import State
 
 
@@ -198,12 +199,13 @@ def take(
 
 def span(plan: Plan, leaf: Leaf, rank: int) -> tuple[int, int]:
     """Returns the elements [start, stop) of a leaf, in its `storage.order`, that a rank writes: none where another role
-    keeps the leaf. What every role, or every place on `tp`, keeps alike is written by the first."""
+    keeps the leaf. What several roles or places keep alike is written by the first."""
     numel, place = torch.Size(leaf.shape).numel(), plan.mesh.data_rank(rank)
     buffer = plan.buffers[leaf.buffer]
     if plan.mesh.role(rank) != (plan.role_of(buffer) or 0):
         return 0, 0
-    if storage.cut(plan, leaf) is None and storage.tp_place(plan, rank) != 0:
+    cut = {cut.axis for cut in leaf.layout.cuts}
+    if any(plan.mesh.coordinate(rank, axis) for axis, _ in plan.mesh.model_axes if axis not in cut):
         return 0, 0
     if leaf.per_rank:
         return place * numel, (place + 1) * numel
@@ -214,7 +216,7 @@ def span(plan: Plan, leaf: Leaf, rank: int) -> tuple[int, int]:
     part = bucket.length // plan.data_ranks
     place = plan.mesh.coordinate(rank, plan.finest)
     start, stop = (min(max(edge, first), last) for edge in (place * part, (place + 1) * part))
-    before = storage.tp_start(plan, leaf, rank)
+    before = storage.first(plan, leaf, rank)
     return before + (start - first) // buffer.per, before + (stop - first) // buffer.per
 
 
@@ -247,7 +249,7 @@ def places(plan: Plan, leaf: Leaf, rank: int) -> tuple[int, int]:
     if buffer.sharded:
         begin = plan.mesh.coordinate(rank, buffer.sharded) * (bucket.length // plan.mesh.size(buffer.sharded))
     zero = (bucket.place(leaf.slot, buffer.per)[0] - begin) // buffer.per  # where the leaf's element 0 lies, or would
-    zero -= storage.tp_start(plan, leaf, rank)
+    zero -= storage.first(plan, leaf, rank)
     return zero + start, zero + stop
 
 
@@ -256,9 +258,9 @@ def _record(plan: Plan, leaf: Leaf) -> LeafRecord:
     parts = [Piece(rank, start, stop) for rank, (start, stop) in enumerate(spans) if stop > start]
     pieces = tuple(sorted(parts, key=lambda piece: piece.start))
     shape = (plan.data_ranks, *leaf.shape) if leaf.per_rank else leaf.shape
-    kind, cut = plan.buffers[leaf.buffer].kind, storage.cut(plan, leaf)
+    kind, lies = plan.buffers[leaf.buffer].kind, cuts(leaf.layout)
     return LeafRecord(
-        leaf.path, tuple(shape), leaf.dtype, storage.placement(plan, leaf), kind, leaf.per_rank, pieces, cut
+        leaf.path, tuple(shape), leaf.dtype, storage.placement(plan, leaf), kind, leaf.per_rank, pieces, lies
     )
 
 

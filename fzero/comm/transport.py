@@ -27,7 +27,7 @@ from fzero.cost import choose
 from fzero.cost.autotune import Costs
 from fzero.cost.rates import Rates
 from fzero.errors import SpecError
-from fzero.ir.mesh import PIPELINE, SAME_BATCH, Mesh
+from fzero.ir.mesh import DATA, PIPELINE, Mesh
 from fzero.plan.layout import BUCKET_BYTES
 from fzero.state import storage
 
@@ -80,7 +80,7 @@ def transport_for(
     ways = {axis: _ways(line, lane, host, transfers) for lane, (axis, line) in enumerate(along.items())}
     block = block if host is None else host.allocate
     joint = [axis for axis in along if axis != PIPELINE and axis in mesh.names]
-    data = [axis for axis in joint if axis not in SAME_BATCH] or joint
+    data = [axis for axis in joint if axis in DATA] or joint
     table, rates = (
         autotune.measured(ways[data[-1]], along[data[-1]].size, mesh.world_size, block) if data else ({}, None)
     )

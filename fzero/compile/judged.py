@@ -30,16 +30,20 @@ def naive(graph: Graph, plan: Plan, *, reduce: str = "end", transport: str = "p2
     return replace(program, meaning=graph_meaning(graph, plan, reduce, program))
 
 
-def local_step(graph: Graph, plan: Plan, sequence: bool = False) -> tuple[Graph, Sharding | None]:
-    """(the graph of one rank, how it lies), proven; the graph as it is where the mesh has one rank on the axis.
+def local_step(graph: Graph, plan: Plan, sequence: str | None = None) -> tuple[Graph, Sharding | None]:
+    """(the graph of one rank, how it lies), proven, axis by axis; the graph as it is where no axis cuts values by dims.
+
+    sequence: the axis over which sums lie in parts along dim 1.
 
     Raises as `localise`, and VerifyError for a graph that computes something else."""
-    if plan.tp == 1:
-        return unconstrained(graph), None
-    made = localise(graph, plan, sequence)
-    _check(graph, made, plan)
-    sharding = settled(made, plan)
-    return sharding.local, sharding
+    axes = [axis for axis, _ in plan.mesh.model_axes]
+    graph, sharding = unconstrained(graph, axes), None
+    for axis in axes:
+        made = localise(graph, plan, axis, sequence == axis)
+        _check(graph, made, plan)
+        sharding = replace(settled(made, plan), before=sharding)
+        graph = sharding.local
+    return graph, sharding
 
 
 def _check(captured: Graph, made: Proposal, plan: Plan) -> None:
@@ -51,7 +55,7 @@ def _check(captured: Graph, made: Proposal, plan: Plan) -> None:
         region = made.regions[int(str(node.args[1]))]
         return region.inputs, region.outputs, reads_rank(region)
 
-    leaves: list[Placement] = [leaf.placement for leaf in plan.leaves]
+    leaves: list[Placement] = [leaf.layout.on(made.axis) for leaf in plan.leaves]
     whole = made.graph.gm
     given, results = (len(ends) for ends in (fx_nodes.placeholders(whole.graph), fx_nodes.outputs(whole.graph)))
     inputs, outputs = ([*leaves, *[Replicated()] * (number - len(leaves))] for number in (given, results))

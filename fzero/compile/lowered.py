@@ -36,7 +36,7 @@ class Lowered:
     reduce: str  # "end" or "each": when the gradients of microbatches are reduced
     options: Options = field(repr=False)  # of the passes
     schedule: Schedule | None = None  # the order of work of a pipeline
-    sharding: Sharding | None = None  # with a mesh axis `tp`: leaves, transfers and their reasons; print it
+    sharding: Sharding | None = None  # with an axis that cuts dims, as `tp`: leaves, transfers and reasons; print it
 
     @property
     def program(self) -> Program:

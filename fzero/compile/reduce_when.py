@@ -21,11 +21,11 @@ MORE = 0.1  # "end" may hold this part more
 
 
 def reduce_when(graph: Graph, plan: Plan) -> Choice[str]:
-    """Returns "end" or "each". graph: of one place on `tp`."""
+    """Returns "end" or "each". graph: of one rank of all axes that cut dims."""
     whole = sum(_nbytes(value) for region in graph.regions for value in _gradients(region))
     more = whole - whole // plan.data_ranks
     kept = max(_kept_bytes(region) for region in graph.regions)
-    state = sum(math.prod(plan.local_shape(leaf)) * leaf.dtype.itemsize for leaf in plan.leaves) // plan.data_ranks
+    state = sum(math.prod(leaf.local_shape) * leaf.dtype.itemsize for leaf in plan.leaves) // plan.data_ranks
     how = "end" if more <= MORE * (kept + state) else "each"
     return Choice(
         how,

@@ -65,7 +65,7 @@ class LoweringOptions:
     matmul: str
     cuda_graph: bool
     pipeline: Pipeline
-    sequence: bool
+    sequence: str | None
 
 
 def train_step(spec: Spec, fn: Callable[..., Any] | None = None) -> TrainStep:
@@ -131,7 +131,7 @@ def lowering_options(spec: Spec) -> LoweringOptions:
         matmul=spec.matmul,
         cuda_graph=spec.cuda_graph,
         pipeline=pipeline_of(spec),
-        sequence=spec.sequence is not None,
+        sequence=spec.sequence,
     )
 
 

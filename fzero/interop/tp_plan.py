@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from fzero.errors import SpecError
-from fzero.shard.partition import AXIS, P, groups
+from fzero.shard.partition import P, groups
+
+AXIS = "tp"  # the axis that the rules name
 
 COLUMN, ROW, EMBEDDING = "column", "row", "embedding"
 QKV = "column of 3"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fzero.errors import SpecError
 
 PIPELINE = "pp"  # the axis whose coordinate is the role
-SAME_BATCH = (PIPELINE, "tp", "cp")  # axes along which ranks are given the same batch
+DATA = ("dp_out", "dp")  # the axes that a batch is split over; along all others ranks are given the same batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Mesh:
     @property
     def data_ranks(self) -> int:
         """Among how many ranks a batch is split."""
-        return math.prod(size for name, size in self.axes if name not in SAME_BATCH)
+        return math.prod(size for name, size in self.axes if name in DATA)
 
     def data_rank(self, rank: int) -> int:
         """Which part of a batch a rank is given: 0 <= part < data_ranks."""
@@ -113,8 +113,22 @@ class Mesh:
         >>> Mesh((("dp_out", 2), ("dp", 2))).data_axes, Mesh((("dp_out", 2), ("dp", 1))).data_axes
         ('dp_out.dp', 'dp_out')
         """
-        axes = [(name, size) for name, size in self.axes if name not in SAME_BATCH]
+        axes = [(name, size) for name, size in self.axes if name in DATA]
         return ".".join([name for name, size in axes if size > 1] or [name for name, _ in axes[-1:]])
+
+    @property
+    def model_axes(self) -> tuple[tuple[str, int], ...]:
+        """The axes with several ranks along which values lie in parts by their dims, the slowest first.
+
+        >>> Mesh((("pp", 2), ("dp", 2), ("tp", 4), ("mp", 1))).model_axes
+        (('tp', 4),)
+        """
+        return tuple((name, n) for name, n in self.axes if name not in (PIPELINE, *DATA) and n > 1)
+
+    @property
+    def same_batch(self) -> tuple[str, ...]:
+        """The axes with several ranks along which ranks are given the same batch."""
+        return tuple(name for name, size in self.axes if name not in DATA and size > 1)
 
     @property
     def roles(self) -> int:

@@ -1,8 +1,8 @@
 """followers: leaves that belong to another leaf and have another shape, as Adafactor's row and column of a matrix.
 
 A leaf whose path ends as the path of a parameter below its entry follows that parameter: the role of a pipeline that
-keeps the one keeps the other. Where its shape is the parameter's without some dims, it lies over the ranks of `tp` as
-the dims do that it has: whole, where the dim that is cut is one that it lacks. Of several ways to leave dims out (a
+keeps the one keeps the other. Where its shape is the parameter's without some dims, it lies as the
+dims do that it has: whole, where the dim that is cut is one that it lacks. Of several ways to leave dims out (a
 square matrix) the first such leaf in the tree lacks the later dims, as `row` before `col`.
 
 It stays in a bucket of its own geometry: a slice of its parameter's bucket is no slice of it.
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import torch
 
 from fzero.plan.block_scales import Class
-from fzero.shard.placements import Placement, Replicated, Shard
+from fzero.shard.layouts import Layout
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,19 @@ class Follows:
     leader: int
     dims: tuple[int, ...] | None
 
-    def placement(self, of_leader: Placement) -> Placement:
-        """Where the follower lies if its leader lies so.
+    def layout(self, of_leader: Layout) -> Layout:
+        """How the follower lies if its leader lies so: without the cuts of dims that it lacks.
 
-        >>> Follows(0, (0,)).placement(Shard(1)), Follows(0, (1,)).placement(Shard(1))
-        (Replicated(), Shard(dim=0, groups=1))
+        >>> from fzero.shard.layouts import AxisCut, Shard
+        >>> lies = Layout((AxisCut("tp", 2, Shard(1)),))
+        >>> str(Follows(0, (0,)).layout(lies)), str(Follows(0, (1,)).layout(lies))
+        ('', 'S0 over tp')
         """
-        if isinstance(of_leader, Shard) and self.dims is not None and of_leader.dim in self.dims:
-            return Shard(self.dims.index(of_leader.dim), of_leader.groups)
-        return Replicated()
+        dims = self.dims or ()
+        own = [cut for cut in of_leader.cuts if cut.placement.dim in dims]
+        return Layout(
+            tuple(replace(cut, placement=replace(cut.placement, dim=dims.index(cut.placement.dim))) for cut in own)
+        )
 
 
 def followers(

@@ -36,10 +36,9 @@ from fzero.plan.block_scales import CODES, Class, scales, with_scales
 from fzero.plan.followers import Follows, followers
 from fzero.plan.pipeline_cut import FIRST, Cut, layer_of
 from fzero.plan.stages import Columns, Stage, row_of
-from fzero.shard.partition import AXIS, P
-from fzero.shard.placements import Placement, Replicated, Shard, local_shape
+from fzero.shard.layouts import WHOLE, Layout
+from fzero.shard.partition import P
 
-R = Replicated()
 BUCKET_BYTES = 32 << 20  # where nothing was measured
 SMALL_BYTES = 64 << 10  # layers without a number below this share a bucket
 
@@ -48,7 +47,7 @@ SMALL_BYTES = 64 << 10  # layers without a number below this share a bucket
 class Leaf:
     """A leaf's place: in slot `slot` of the bucket of buffer `buffer`, or (slot None) all of that buffer.
 
-    shape: the logical one. placement: over the ranks of the axis `tp`; the slot holds this rank's part.
+    shape: the logical one. layout: over the axes that cut its dims; the slot holds this rank's part.
     """
 
     path: str
@@ -57,7 +56,12 @@ class Leaf:
     buffer: str
     slot: int | None = None
     per_rank: bool = False
-    placement: Placement = R
+    layout: Layout = WHOLE
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of one rank's part by dims; ZeRO's slices are cut from that."""
+        return self.layout.local_shape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -83,15 +87,6 @@ class Plan:
     def data_ranks(self) -> int:
         """Among how many ranks the batch is split, and a gradient is summed."""
         return self.mesh.data_ranks
-
-    @property
-    def tp(self) -> int:
-        """Over how many ranks the dims of leaves are sharded."""
-        return dict(self.mesh).get(AXIS, 1)
-
-    def local_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """The shape of one rank's part of a leaf; ZeRO's slices are cut from that."""
-        return local_shape(leaf.shape, leaf.placement, self.tp)
 
     @property
     def sum_axes(self) -> list[str]:
@@ -175,7 +170,7 @@ def layout(
 
     pipeline: `pipeline_cut.cut_layers`, given the elements of each numbered layer and of the leaves after them.
     compute: the narrowest dtype that a leaf may be gathered in, from its path below its entry and the leaf. shard: path
-    rules to the dims that lie over the ranks of the axis `tp`; the first match wins. home: the space in which a leaf of
+    rules to the axes that cut the dims; the first match wins. home: the space in which a leaf of
     a bucket is held, from its path; leaves in no bucket stay on the device.
 
     Raises SpecError for a rule that matches nothing or leaves a leaf without a stage, and as `pipeline` does.
@@ -187,9 +182,9 @@ def layout(
     classes = with_scales(_classes(flat, paths, leaves), codes_of, paths, leaves)
     is_param = [any(tree.matches(p, path) for p in params) for path in paths]
     follows = followers(classes, leaves, is_param)
-    placements = _placements(classes, follows, paths, leaves, shard or {}, dict(mesh).get(AXIS, 1))
+    layouts = _layouts(classes, follows, paths, leaves, shard or {}, mesh)
     whole = leaves
-    leaves = _parts(classes, leaves, placements, dict(mesh).get(AXIS, 1))
+    leaves = _parts(classes, leaves, layouts)
     stages = _stages(classes, paths, zero)
     if world_size > 1 and not any(is_param[i] for i in flat):
         _check_params(stages, zero, params)
@@ -223,7 +218,7 @@ def layout(
             for index, c in enumerate(members):
                 i = classes[c].members[column][1]
                 shape, dtype = tuple(whole[i].shape), whole[i].dtype
-                places[i] = Leaf(paths[i], shape, dtype, column_name, index, placement=placements[c])
+                places[i] = Leaf(paths[i], shape, dtype, column_name, index, layout=layouts[c])
     for i in sorted(set(range(len(paths))) - set(places)):
         name = _unused(buffer_name(paths[i] or "state"), buffers)
         places[i] = leaf = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, name, None, paths[i] in per_rank)
@@ -243,31 +238,31 @@ def _on_disk(buffers: Mapping[str, Buffer]) -> dict[str, Buffer]:
     return placed
 
 
-def _placements(
+def _layouts(
     classes: Sequence[Class],
     follows: Sequence[Follows | None],
     paths: Sequence[str],
     leaves: Sequence[torch.Tensor],
     rules: Mapping[str, P],
-    n: int,
-) -> list[Placement]:
-    """Of each class, the placement over the ranks of `tp`: leaves that mirror one another lie alike, and one that
-    follows another as that does, unless a rule is for it alone."""
+    mesh: Mesh,
+) -> list[Layout]:
+    """Of each class, its layout: leaves that mirror one another lie alike, and one that follows another as that does,
+    unless a rule is for it alone."""
     used: set[str] = set()
-    found: list[Placement] = [R] * len(classes)
+    found = [WHOLE] * len(classes)
     names = [["/".join(c.key), *(paths[i] for _, i in c.members)] for c in classes]
     for number, leaf_class in sorted(enumerate(classes), key=lambda row: follows[row[0]] is not None):
         of = follows[number]
         rule = next((r for r in rules if any(tree.matches(r, name) for name in names[number])), None)
         if of is not None and (rule is None or any(tree.matches(rule, name) for name in names[of.leader])):
-            found[number] = of.placement(found[of.leader])
+            found[number] = of.layout(found[of.leader])
             continue
         if rule is None:
             continue
         used.add(rule)
         shape = leaves[leaf_class.members[0][1]].shape
-        found[number] = rules[rule].placement(_path_of(leaf_class, paths), shape, n)
-        if isinstance(found[number], Shard):
+        found[number] = rules[rule].layout(_path_of(leaf_class, paths), shape, mesh)
+        if found[number]:
             _check_whole(leaf_class, paths, leaves, rule)
     for rule in rules:
         if rule not in used and rule != "**":
@@ -319,15 +314,13 @@ def _check_whole(leaf_class: Class, paths: Sequence[str], leaves: Sequence[torch
             raise SpecError(f"shard: {path} has moments in blocks of {ALIGN} elements, which a part would cut. {fix}")
 
 
-def _parts(
-    classes: Sequence[Class], leaves: Sequence[torch.Tensor], placements: Sequence[Placement], n: int
-) -> list[torch.Tensor]:
-    """The leaves, those that are sharded over `tp` as one rank's part of them (on the meta device)."""
+def _parts(classes: Sequence[Class], leaves: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> list[torch.Tensor]:
+    """The leaves, those that are cut by a dim as one rank's part of them (on the meta device)."""
     parts = list(leaves)
-    for leaf_class, placement in zip(classes, placements, strict=True):
-        if isinstance(placement, Shard):
+    for leaf_class, lies in zip(classes, layouts, strict=True):
+        if lies:
             for _, i in leaf_class.members:
-                shape = local_shape(leaves[i].shape, placement, n)
+                shape = lies.local_shape(leaves[i].shape)
                 parts[i] = torch.empty(shape, dtype=leaves[i].dtype, device="meta")
     return parts
 

@@ -35,10 +35,8 @@ from fzero.runtime import compile_segments
 from fzero.runtime.executor import Executor
 from fzero.runtime.lanes import Lanes
 from fzero.session.batch_key import changed, check_strings, difference, has_plain, key_of, with_tensors
-from fzero.shard.partition import AXIS
 from fzero.shard.placements import join
 from fzero.spec import Spec
-from fzero.state import storage
 from fzero.state.homes import Homes
 from fzero.state.host_memory import host_memory
 from fzero.state.state import Life, ShardedTensor, State
@@ -278,9 +276,9 @@ class Session:
             "when it is needed. Batches of fewer shapes need fewer: pad them to some lengths", MAX_PROGRAMS,
         )  # fmt: skip
 
-    def whole(self, leaves: Sequence[ShardedTensor], over_tp: bool = True) -> list[torch.Tensor]:
+    def whole(self, leaves: Sequence[ShardedTensor], joined: bool = True) -> list[torch.Tensor]:
         """Whole leaves of one state, on every rank. Collective: the ranks agree first that they ask for the same
-        leaves. over_tp: see `gather_leaves`."""
+        leaves. joined: see `gather_leaves`."""
         failure: Exception | None = None
         try:
             for leaf in leaves:
@@ -288,17 +286,17 @@ class Session:
         except DonatedError as error:
             failure = error
         asked = hashlib.blake2b(repr([leaf.path for leaf in leaves]).encode(), digest_size=8).hexdigest()
-        part = "whole" if over_tp else "part over tp"
+        part = "whole" if joined else "part by dims"
         request = f"the {part} of {leaves[0].path!r}{f' and {len(leaves) - 1} more leaves' if len(leaves) > 1 else ''}"
         agree(self.rank, self.world_size, request, asked, self.group, failure)
         with self.presence.running(where=lambda: "gathering it"), progress.shown(f"gathering {request}"):
-            return self.gather_leaves([leaf.leaf for leaf in leaves], over_tp)
+            return self.gather_leaves([leaf.leaf for leaf in leaves], joined)
 
-    def gather_leaves(self, leaves: Sequence[Leaf], over_tp: bool = True) -> list[torch.Tensor]:
+    def gather_leaves(self, leaves: Sequence[Leaf], joined: bool = True) -> list[torch.Tensor]:
         """Whole leaves on every rank. It does one gather for each sharded column among them, and one for each leaf that
-        lies over `tp`. A column that one role of a pipeline holds goes from there to the others.
+        lies in parts by its dims. A column that one role of a pipeline holds goes from there to the others.
 
-        over_tp: False leaves a leaf that lies over `tp` as the part that this rank's place there holds.
+        joined: False leaves such a leaf as the part that this rank holds.
         """
         wholes: dict[int, torch.Tensor] = {}
         columns: dict[str, list[int]] = {}
@@ -309,7 +307,7 @@ class Session:
             column = self._lent(buffer, self._gathered(buffer, leaves[members[0]].per_rank))
             for i in members:
                 part = self._cut(leaves[i], column)
-                wholes[i] = self._joined(leaves[i], part) if over_tp else part
+                wholes[i] = self._joined(leaves[i], part) if joined else part
         return [wholes[i] for i in range(len(leaves))]
 
     def _gathered(self, buffer: Buffer, per_rank: bool) -> torch.Tensor:
@@ -346,22 +344,22 @@ class Session:
             self.transport.comm.settle(op.target)
 
     def _cut(self, leaf: Leaf, column: torch.Tensor) -> torch.Tensor:
-        """A copy of one leaf of a whole column: its part, where it lies over `tp`."""
+        """A copy of one leaf of a whole column: its part, where it is cut by its dims."""
         if leaf.per_rank:
             return column.view(self.plan.data_ranks, *leaf.shape).clone()
         if leaf.slot is None:
             return column.view(leaf.shape).clone()
         buffer = self.plan.buffers[leaf.buffer]
         start, stop, _ = self.plan.buckets[buffer.bucket or ""].place(leaf.slot, buffer.per)
-        return column[start // buffer.per : stop // buffer.per].view(self.plan.local_shape(leaf)).clone()
+        return column[start // buffer.per : stop // buffer.per].view(leaf.local_shape).clone()
 
     def _joined(self, leaf: Leaf, part: torch.Tensor) -> torch.Tensor:
-        """A whole leaf, from the parts of all places on `tp`."""
-        if storage.cut(self.plan, leaf) is None:
-            return part
-        parts = part.new_empty((self.plan.tp, *part.shape))
-        self._move(make_op("all_gather", [Ref(leaf.buffer)], [Ref("unshard")], axis=AXIS), [part, parts])
-        return join(list(parts), leaf.placement)
+        """A whole leaf, from the parts of all ranks along the axes that cut it."""
+        for cut in reversed(leaf.layout.cuts):
+            parts = part.new_empty((cut.n, *part.shape))
+            self._move(make_op("all_gather", [Ref(leaf.buffer)], [Ref("unshard")], axis=cut.axis), [part, parts])
+            part = join(list(parts), cut.placement)
+        return part
 
 
 def session_of(state: State) -> Session:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from fzero.shard.ops import CONSTRAIN
 from fzero.shard.placements import Placement, Replicated, Shard
 
 
@@ -40,6 +41,11 @@ def claim_of(node: fx.Node) -> Claim | None:
     """The claim on a node; None where there is none."""
     found = node.meta.get("claim")
     return found if isinstance(found, Claim) else None
+
+
+def constrains(node: fx.Node, axis: str) -> bool:
+    """Whether a node places its value along an axis: `fzero::constrain` of it, or of no axis, which is all."""
+    return node.target is CONSTRAIN and node.args[1] in (axis, "")
 
 
 def constraint(node: fx.Node) -> Placement:

@@ -64,7 +64,7 @@ class LocalGraph:
             return self.node(target, (first, *args[1:]), kwargs, like)
         made = self.graph.call_function(target, tuple(args), dict(kwargs))
         made.meta = {**like.meta, "val": value, "phase": self.phase}
-        if target in ops.TRANSFERS:
+        if target in ops.TRANSFERS and args[1] == self.axis:  # not one of another axis, which has its own
             made.meta["moved"] = self.why
         return made
 

@@ -7,31 +7,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from fzero.errors import SpecError
-from fzero.shard.placements import Replicated, Shard, local_shape
-
-AXIS = "tp"  # the axis that leaves are sharded over by dims
+from fzero.ir.mesh import Mesh
+from fzero.shard.layouts import AxisCut, Layout
+from fzero.shard.placements import Shard
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
     """An axis over each of `count` equal groups of a dim: made by `groups`."""
 
-    axis: str
+    axis: str | tuple[str, ...]
     count: int
 
     def __repr__(self) -> str:
         return f"groups({self.axis!r}, {self.count})"
 
 
-def groups(axis: str, count: int) -> Groups:
+def groups(axis: str | tuple[str, ...], count: int) -> Groups:
     """In a `P`: the dim is `count` parts one after the other, and each rank gets its share of every part.
 
-    axis: a mesh axis. count: parts, as 3 for a fused q, k and v, or 2 for a fused gate and up.
+    axis: a mesh axis, or several. count: parts, as 3 for a fused q, k and v, or 2 for a fused gate and up.
 
     >>> P(groups("tp", 3), None)
     P(groups('tp', 3), None)
     """
-    if not isinstance(axis, str) or type(count) is not int or count < 1:
+    if not (isinstance(axis, str) or _is_axes(axis)) or type(count) is not int or count < 1:
         raise SpecError(f"groups({axis!r}, {count!r}): needed a mesh axis and a positive int, as groups('tp', 3)")
     return Groups(axis, count)
 
@@ -39,8 +39,10 @@ def groups(axis: str, count: int) -> Groups:
 class P(tuple[object, ...]):
     """The mesh axis of each dim of a leaf; None for a dim that no axis cuts. Dims beyond those given are not cut.
 
-    >>> P("tp", None), P(None, "tp"), P()
-    (P('tp', None), P(None, 'tp'), P())
+    Several axes, the outer one first, cut a dim one after the other.
+
+    >>> P("tp", None), P(None, "tp"), P(), P(("tp", "mp"), None).axes
+    (P('tp', None), P(None, 'tp'), P(), ('tp', 'mp'))
     >>> P("tp", "tp")
     Traceback (most recent call last):
     fzero.errors.SpecError: P('tp', 'tp'): axis 'tp' cuts two dims. Keep one of them
@@ -48,17 +50,16 @@ class P(tuple[object, ...]):
 
     __slots__ = ()
 
-    def __new__(cls, *dims: str | Groups | Sequence[str] | None) -> P:
+    def __new__(cls, *dims: str | Groups | tuple[str, ...] | None) -> P:
         """Raises SpecError for a dim that is none of these, and for an axis that cuts two."""
         made = super().__new__(cls, dims)
         for dim in dims:
-            if isinstance(dim, (tuple, list)):
-                raise SpecError(f"{made}: one dim over several axes is not supported. Name one axis for each dim")
-            if dim is not None and not isinstance(dim, (str, Groups)):
-                raise SpecError(f"{made}: {dim!r} is none of an axis, fzero.groups(axis, count) and None")
-        names = [dim.axis if isinstance(dim, Groups) else dim for dim in dims if dim is not None]
-        for name in names:
-            if names.count(name) > 1:
+            if dim is not None and not (isinstance(dim, (str, Groups)) or _is_axes(dim)):
+                raise SpecError(
+                    f"{made}: {dim!r} is none of an axis, a tuple of axes, fzero.groups(axis, count) and None"
+                )
+        for name in made.axes:
+            if made.axes.count(name) > 1:
                 raise SpecError(f"{made}: axis {name!r} cuts two dims. Keep one of them")
         return made
 
@@ -69,33 +70,43 @@ class P(tuple[object, ...]):
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes that it names."""
-        return tuple(dim.axis if isinstance(dim, Groups) else str(dim) for dim in self if dim is not None)
+        return tuple(axis for axis, _ in self.cuts)
 
-    def placement(self, path: str, shape: Sequence[int], n: int) -> Replicated | Shard:
-        """The placement of a leaf of this shape over the n ranks of the axis.
+    @property
+    def cuts(self) -> tuple[tuple[str, Shard], ...]:
+        """(axis, the dim that it cuts), dim by dim, the outer axis of a dim first."""
+        found = []
+        for d, dim in enumerate(self):
+            axes, count = (dim.axis, dim.count) if isinstance(dim, Groups) else (dim, 1)
+            named: Any = () if axes is None else (axes,) if isinstance(axes, str) else axes
+            found += [(axis, Shard(d, count)) for axis in named]
+        return tuple(found)
 
-        Raises SpecError, naming the leaf, where it has fewer dims, or where n does not divide its dim.
+    def layout(self, path: str, shape: Sequence[int], mesh: Mesh) -> Layout:
+        """How a leaf of this shape lies. Axes with one rank cut nothing.
+
+        Raises SpecError, naming the leaf, where it has fewer dims, where the ranks would get unequal parts, and where
+        the axes of a dim are in another order than those of the mesh.
         """
         if len(self) > len(shape):
             raise SpecError(f"shard: {self} names {len(self)} dims; {path} has shape {tuple(shape)}")
-        placement = self.place()
-        if not isinstance(placement, Shard):
-            return placement
+        place = dict(self.cuts)
+        lies = Layout(tuple(AxisCut(axis, n, place[axis]) for axis, n in mesh.model_axes if axis in place))
+        for d in range(len(self)):
+            own = [axis for axis, cut in self.cuts if cut.dim == d and mesh.size(axis) > 1]
+            if (right := [cut.axis for cut in lies.cuts if cut.placement.dim == d]) != own:
+                raise SpecError(f"shard: {path} as {self}: the mesh has these axes in the order {right}: name them so")
         try:
-            local_shape(shape, placement, n)
+            lies.local_shape(shape)
         except SpecError as error:
             raise SpecError(f"shard: {path} of shape {tuple(shape)} as {self}: {error}") from None
-        return placement if n > 1 else Replicated()
-
-    def place(self) -> Replicated | Shard:
-        """The placement of a value over one axis, whatever its shape."""
-        cut = [(d, dim) for d, dim in enumerate(self) if dim is not None]
-        if not cut:
-            return Replicated()
-        ((dim, axis),) = cut
-        return Shard(dim, axis.count if isinstance(axis, Groups) else 1)
+        return lies
 
     def __repr__(self) -> str:
         return f"P({', '.join(map(repr, self))})"
 
     __str__ = __repr__
+
+
+def _is_axes(axes: object) -> bool:
+    return isinstance(axes, tuple) and bool(axes) and all(isinstance(axis, str) for axis in axes)

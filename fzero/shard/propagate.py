@@ -28,8 +28,7 @@ from torch import fx
 from fzero._torch_compat import graph_module
 from fzero.errors import FzeroError, SpecError
 from fzero.ir import fx_nodes
-from fzero.shard import ops
-from fzero.shard.claims import Claim, claim, constraint
+from fzero.shard.claims import Claim, claim, constrains, constraint
 from fzero.shard.factors import Call
 from fzero.shard.local_graph import LocalGraph
 from fzero.shard.moves import NEVER, VIEWS, Move, by_way_of_whole, check_heads, cutting_leaf, kind_of, wire_bytes
@@ -77,7 +76,7 @@ class Inner:
 
 
 def propagate(
-    gm: fx.GraphModule, placed: Sequence[Placement], wanted: Sequence[Placement], n: int, axis: str = "tp",
+    gm: fx.GraphModule, placed: Sequence[Placement], wanted: Sequence[Placement], n: int, axis: str,
     leaves: Sequence[bool] | None = None, within: Callable[[fx.Node, list[Placement]], Inner] | None = None,
     sequence: Shard | None = None, names: Sequence[str] = (),
 ) -> Sharded:  # fmt: skip
@@ -155,7 +154,7 @@ class _Walk:
         if node.target is operator.getitem:
             self._getitem(node)
             return
-        if node.target is ops.CONSTRAIN:
+        if constrains(node, self.local.axis):
             self._constrain(node)
             return
         strategy = self._chosen(node)

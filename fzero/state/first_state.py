@@ -109,7 +109,7 @@ class Recipe:
             if isinstance(first := inputs.get(node), Deferred) and leaf.slot is not None:
                 value, start = storage.flat(plan, memory, leaf, rank)
                 first.fill(value, start, storage.order(plan, leaf))
-                if plan.buffers[leaf.buffer].sharded or storage.cut(plan, leaf):  # each rank reads another part
+                if plan.buffers[leaf.buffer].sharded or leaf.layout:  # each rank reads another part
                     continue
             else:
                 value = _compute(node, inputs, order)

@@ -5,9 +5,9 @@ leaves by path, and any range of elements of a leaf can be read. `fill` serves a
 flattened leaf with the memory that receives it. A source sees all wants at once, so it reads every byte of its files
 once.
 
-A rank's part of a leaf over `tp` is a range in the order of its own (`fzero.state.order`), and scattered in the
-flattened leaf. `batches` turns such wants into wants in the order that a source stores. Ranges that are not contiguous
-in both orders go by way of memory that covers them.
+A rank's part of a leaf that is cut by its dims is a range in the order of its own (`fzero.state.order`), and scattered
+in the flattened leaf. `batches` turns such wants into wants in the order that a source stores. Ranges that are not
+contiguous in both orders go by way of memory that covers them.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def batches(wants: Iterable[Want], stored: Callable[[str], Order]) -> Iterator[B
     last, batch = Batch(), Batch()
     for want in wants:
         there = stored(want.path)
-        here = want.order or Order(1, 1, there.numel)
+        here = want.order or Order.of((there.numel,))
         if here == there:
             last.wants.append(Want(want.path, want.start, want.out))
             continue
@@ -131,7 +131,7 @@ def _stage(batch: Batch, path: str, here: Order, start: int, out: torch.Tensor, 
         window = _memory(batch, high - low, out)
         taken = here.views(window, low, start, stop)
         moves = list(zip(split_like(out, taken), taken, strict=True))
-    for rank in range(there.ranks):
+    for rank in range(there.parts):
         first, end = there.within(rank, low, high)
         if first == end or _apart(here, start // here.part, there, rank):
             continue
@@ -149,7 +149,8 @@ def _apart(here: Order, rank: int, there: Order, other: int) -> bool:
     """Whether two parts of orders with the same period have no element in common: nothing to read."""
     if here.period != there.period:
         return False
-    return rank * here.run >= (other + 1) * there.run or (rank + 1) * here.run <= other * there.run
+    one, two = here.start(rank) % here.period, there.start(other) % there.period
+    return one >= two + there.run or two >= one + here.run
 
 
 def _memory(batch: Batch, numel: int, like: torch.Tensor) -> torch.Tensor:

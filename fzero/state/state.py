@@ -17,7 +17,6 @@ from fzero import tree
 from fzero.errors import DonatedError, FzeroError, TreeError, leaf_name
 from fzero.ir.records import DISK
 from fzero.plan.layout import Leaf, Plan
-from fzero.shard.partition import AXIS
 from fzero.state import storage
 
 NO_COPY = (
@@ -63,10 +62,10 @@ class Home(Protocol):
     def last_program(self) -> Any:
         """The program of the last step; None before the first."""
 
-    def whole(self, leaves: Sequence[ShardedTensor], over_tp: bool = True) -> list[torch.Tensor]:
+    def whole(self, leaves: Sequence[ShardedTensor], joined: bool = True) -> list[torch.Tensor]:
         """The full tensors of leaves of one state, on every rank. Collective.
 
-        over_tp: False leaves each as the part that this rank's place on `tp` holds."""
+        joined: False leaves each as the part by dims that this rank holds."""
 
 
 @dataclass
@@ -128,13 +127,13 @@ class ShardedTensor:
     def placement(self) -> str:
         """`replicate`, `flat(bucket, offset)` (in elements) or `per_rank`.
 
-        Where the ranks of `tp` hold parts of dim 0 it is `S0 over tp`, or that and `flat(...)`."""
+        Where an axis `tp` cuts dim 0 it is `S0 over tp`, or that and `flat(...)`."""
         return storage.placement(self.runtime.plan, self.leaf)
 
     @property
     def local(self) -> torch.Tensor:
         """This rank's part, a view of the state's memory: 1-D if ZeRO slices the leaf, else in the leaf's shape or
-        that of its part over `tp`. It is empty where another role of a pipeline keeps the leaf. Raises DonatedError."""
+        that of its part by dims. It is empty where another role of a pipeline keeps the leaf. Raises DonatedError."""
         self.life.check(self.path)
         return storage.local(self.runtime.plan, self.runtime.memory, self.leaf, self.runtime.rank)
 
@@ -145,20 +144,22 @@ class ShardedTensor:
     def to_dtensor(self) -> Any:
         """The tensor as a `torch.distributed.tensor.DTensor` over the mesh. Collective.
 
-        A leaf that lies over `tp` by a dim is a `Shard` of that dim there. All else, and a dim in groups, which DTensor
-        has no word for, is replicated, and so whole on every rank.
+        Along an axis that cuts a dim of the leaf it is a `Shard` of that dim. All else, and a leaf cut in groups, which
+        DTensor has no word for, is replicated, and so whole on every rank.
         """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        axes, cut = self.runtime.plan.mesh, storage.cut(self.runtime.plan, self.leaf)
-        parted = cut is not None and cut.groups == 1
-        local = self.runtime.whole([self], over_tp=not parted)[0]
+        axes, cuts = self.runtime.plan.mesh, self.leaf.layout.cuts
+        if any(cut.placement.groups > 1 for cut in cuts):
+            cuts = ()
+        local = self.runtime.whole([self], joined=not cuts)[0]
         if self.runtime.world_size == 1 and not torch.distributed.is_initialized():
             raise FzeroError("to_dtensor needs a process group, which a world of one has not: use full()")
         sizes = tuple(size for _, size in axes)
         mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=axes.names)
-        lies = [Shard(cut.dim) if cut and parted and name == AXIS else Replicate() for name in axes.names]
+        dim_of = {cut.axis: cut.placement.dim for cut in cuts}
+        lies = [Shard(dim_of[name]) if name in dim_of else Replicate() for name in axes.names]
         return DTensor.from_local(local, mesh, lies)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -12,10 +12,7 @@ from fzero.disk import aligned
 from fzero.ir.offset_assignment import ALIGN_BYTES, PAGE_BYTES
 from fzero.ir.records import DEVICE, SPACES, Buffer
 from fzero.plan.layout import Leaf, Plan
-from fzero.shard.partition import AXIS
-from fzero.shard.placements import Shard, own_part
-from fzero.shard.placements import join as joined
-from fzero.state.order import Cut, Order
+from fzero.state.order import Order, cuts
 
 Block = Callable[[int], torch.Tensor]  # makes memory of a number of bytes (uint8, 1-D)
 
@@ -85,7 +82,7 @@ def _in_a_block(buffers: Sequence[Buffer], block: Block) -> dict[str, torch.Tens
 def piece(plan: Plan, leaf: Leaf, rank: int) -> tuple[slice, slice]:
     """(slice of the rank's flat buffer, slice of the flat leaf): the rank's part of a flat leaf, in both.
 
-    With a mesh axis `tp` the leaf is what this rank holds of it there (`tp_part`).
+    Of a leaf that is cut by its dims the leaf is this rank's part of it (`Layout.own_part`).
     """
     buffer = plan.buffers[leaf.buffer]
     bucket = plan.buckets[buffer.bucket or ""]
@@ -105,38 +102,28 @@ def piece(plan: Plan, leaf: Leaf, rank: int) -> tuple[slice, slice]:
     )
 
 
-def cut(plan: Plan, leaf: Leaf) -> Cut | None:
-    """How a leaf lies over the ranks of `tp`; None if each of them holds the whole leaf."""
-    if plan.tp == 1 or not isinstance(leaf.placement, Shard):
-        return None
-    return Cut(leaf.placement.dim, leaf.placement.groups, plan.tp)
-
-
 def order(plan: Plan, leaf: Leaf) -> Order:
     """The order in which a leaf's elements are counted: what a rank holds of it is one range.
 
     Of a per-rank leaf the elements of all ranks are counted.
     """
     shape = (plan.data_ranks, *leaf.shape) if leaf.per_rank else leaf.shape
-    return Order.of(shape, cut(plan, leaf))
+    return Order.of(shape, cuts(leaf.layout))
 
 
-def tp_place(plan: Plan, rank: int) -> int:
-    """Where a rank stands on the axis `tp`; 0 without one."""
-    return plan.mesh.coordinate(rank, AXIS) if plan.tp > 1 else 0
-
-
-def tp_start(plan: Plan, leaf: Leaf, rank: int) -> int:
-    """The element of a leaf, in its order, at which the part of a rank's place on `tp` begins."""
-    return 0 if cut(plan, leaf) is None else tp_place(plan, rank) * order(plan, leaf).part
+def first(plan: Plan, leaf: Leaf, rank: int) -> int:
+    """The element of a leaf, in its `order`, at which a rank's part by dims begins."""
+    place = leaf.layout.place(plan.mesh, rank)
+    return place * order(plan, leaf).part if place else 0
 
 
 def holders(plan: Plan, leaf: Leaf) -> list[int]:
     """The ranks that together hold a leaf once, in the order of its elements; of equal ranks the first."""
     owners = plan.owners(plan.buffers[leaf.buffer])
-    if cut(plan, leaf) is None:
+    if not leaf.layout:
         return owners
-    return [rank for column in zip(*(plan.mesh.peers(rank, AXIS) for rank in owners), strict=True) for rank in column]
+    peers = (plan.mesh.peers(rank, leaf.layout.axes) for rank in owners)
+    return [rank for column in zip(*peers, strict=True) for rank in column]
 
 
 def placement(plan: Plan, leaf: Leaf) -> str:
@@ -145,7 +132,7 @@ def placement(plan: Plan, leaf: Leaf) -> str:
     if leaf.per_rank:
         return "per_rank"
     buffer = plan.buffers[leaf.buffer]
-    words = [] if cut(plan, leaf) is None else [f"{leaf.placement} over {AXIS}"]
+    words = [str(leaf.layout)] if leaf.layout else []
     if buffer.sharded and leaf.slot is not None:
         words.append(f"flat({buffer.bucket}, {plan.buckets[buffer.bucket or ''].slots[leaf.slot].start})")
     return ", ".join(words) or "replicate"
@@ -157,7 +144,7 @@ def span(plan: Plan, leaf: Leaf, rank: int) -> tuple[int, int]:
         numel = torch.Size(leaf.shape).numel()
         start = plan.mesh.coordinate(rank, plan.axis) * numel if leaf.per_rank else 0
         return start, start + numel
-    there, before = piece(plan, leaf, rank)[1], tp_start(plan, leaf, rank)
+    there, before = piece(plan, leaf, rank)[1], first(plan, leaf, rank)
     return before + there.start, before + there.stop
 
 
@@ -186,14 +173,9 @@ def store(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, value: tor
     target, part = memory[leaf.buffer], value
     if leaf.slot is not None:
         here, there = piece(plan, leaf, rank)
-        target, part = target[here], tp_part(plan, leaf, value, rank).reshape(-1)[there]
+        target, part = target[here], leaf.layout.own_part(value, plan.mesh, rank).reshape(-1)[there]
     if not _is_zero(part):
         target.copy_(part)
-
-
-def tp_part(plan: Plan, leaf: Leaf, value: torch.Tensor, rank: int) -> torch.Tensor:
-    """What a rank holds of a whole leaf on the axis `tp`, before ZeRO slices it: a view or a copy."""
-    return own_part(value, leaf.placement, plan.tp, tp_place(plan, rank))
 
 
 def _is_zero(value: torch.Tensor) -> bool:
@@ -206,14 +188,14 @@ def _is_zero(value: torch.Tensor) -> bool:
 
 def local(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, rank: int) -> torch.Tensor:
     """The rank's part of a leaf, a view, or a copy of what lies on disk: 1-D if ZeRO slices it, else in the shape of
-    the leaf or of its part over `tp`. Where another role keeps the leaf it is 1-D and empty."""
+    the leaf or of its part by dims. Where another role keeps the leaf it is 1-D and empty."""
     if leaf.buffer not in memory:
         return flat(plan, memory, leaf, rank)[0]
     if leaf.slot is None:
         return memory[leaf.buffer]
     here, _ = piece(plan, leaf, rank)
     part = elements(memory, leaf.buffer, here.start, here.stop)
-    return part if plan.buffers[leaf.buffer].sharded else part.view(plan.local_shape(leaf))
+    return part if plan.buffers[leaf.buffer].sharded else part.view(leaf.local_shape)
 
 
 def join(plan: Plan, leaf: Leaf, parts: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
@@ -222,9 +204,7 @@ def join(plan: Plan, leaf: Leaf, parts: Sequence[Mapping[str, torch.Tensor]]) ->
     if leaf.per_rank:
         return torch.stack([local(plan, parts[rank], leaf, rank) for rank in ranks])
     flattened = torch.cat([local(plan, parts[rank], leaf, rank).reshape(-1) for rank in ranks])
-    if cut(plan, leaf) is None:
-        return flattened.view(leaf.shape)
-    return joined(list(flattened.view(plan.tp, *plan.local_shape(leaf))), leaf.placement)
+    return leaf.layout.join(list(flattened.view(leaf.layout.parts, *leaf.local_shape)))
 
 
 def shards(plan: Plan, leaves: Iterable[torch.Tensor], rank: int) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fzero.errors import SpecError
-from fzero.ir.mesh import PIPELINE, SAME_BATCH, Mesh
+from fzero.ir.mesh import DATA, PIPELINE, Mesh
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def fix(mesh: Mesh, nodes: Sequence[int]) -> str:
     last, local = found[-1], nodes.count(nodes[0])
     wider = f"torchrun --nproc-per-node {_wider(mesh.world_size, last.size, local)}"
     inside = math.gcd(last.size, local)
-    if last.axis in SAME_BATCH or "dp_out" in mesh or inside == 1:
+    if last.axis not in DATA or "dp_out" in mesh or inside == 1:
         swapped = _swapped(mesh, last, local)
         return f"{swapped}, or {wider}" if swapped else wider
     axes = {name: size for name, size in mesh if name != last.axis}

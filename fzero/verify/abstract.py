@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fzero.ir import fx_nodes
-from fzero.ir.mesh import SAME_BATCH, parts_of, within
+from fzero.ir.mesh import DATA, parts_of, within
 from fzero.ir.program import Program
 from fzero.ir.records import GIVEN, PERSISTENT, VARYING, Bucket, Buffer, Op, Ref
 from fzero.verify.terms import (
@@ -94,7 +94,7 @@ class Abstract:
         self.program = program
         self.memory: dict[str, Content] = {}
         self.sent: list[tuple[str, object]] = []  # messages: other ranks compute with them, so they are meant too
-        everywhere = frozenset(axis for axis, size in program.mesh if size > 1 and axis not in SAME_BATCH)
+        everywhere = frozenset(axis for axis, size in program.mesh if size > 1 and axis in DATA)
         for name, buffer in program.buffers.items():
             if buffer.kind in PERSISTENT:
                 over = everywhere if buffer.kind in VARYING or buffer.per_rank else NOWHERE

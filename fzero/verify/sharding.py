@@ -30,7 +30,7 @@ from fzero._torch_compat import OpOverload
 from fzero.errors import VerifyError
 from fzero.ir import fx_nodes, fx_values
 from fzero.shard import ops
-from fzero.shard.claims import Claim, claim_of, constraint
+from fzero.shard.claims import Claim, claim_of, constrains, constraint
 from fzero.shard.factors import Call
 from fzero.shard.local_forms import traced
 from fzero.shard.moves import VIEWS
@@ -152,7 +152,7 @@ class _Typing:
         """A call of the global op under a strategy that the rules allow."""
         operands = self._operands(node)
         given = self._given(node, x, operands)
-        if x.target is ops.CONSTRAIN:
+        if constrains(x, self.axis):
             if node.target is not aten.alias.default or given != (constraint(x),):
                 self._refuse(node, f"is to be {x.name} as {constraint(x)}, where the user wants it")
             return given

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fzero
 from fzero import P, groups, tree
+from fzero.ir.mesh import Mesh
 from fzero.shard.placements import Placement, Replicated
 
 WIDTH, HEADS, SEQUENCE, VOCAB, LAYERS = 32, 8, 16, 64, 2
@@ -108,5 +109,5 @@ def placements(model: Model, n: int) -> dict[str, Placement]:
     found: dict[str, Placement] = {path: Replicated() for path in paths}
     for path, leaf in zip(paths, leaves, strict=True):
         dims = next((dims for rule, dims in model.rules.items() if tree.matches(rule, path)), P())
-        found[path] = dims.placement(path, leaf.shape, n)
+        found[path] = dims.layout(path, leaf.shape, Mesh((("tp", n),))).on("tp")
     return found

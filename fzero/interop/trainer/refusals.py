@@ -23,7 +23,7 @@ from fzero.interop.trainer import weightless, weights
 from fzero.interop.trainer.arguments import LAUNCHED
 from fzero.interop.trainer.optimizers import OURS
 from fzero.interop.trainer.parallel import axes_of, given_of
-from fzero.ir.mesh import SAME_BATCH, Mesh
+from fzero.ir.mesh import Mesh
 from fzero.shard.partition import P
 
 KINDS = {"lion_32bit": "Lion", "lion": "Lion", "adamw_8bit": "AdamW8bit", "adamw_bnb_8bit": "AdamW8bit"}
@@ -146,7 +146,7 @@ def _mesh(args: Any, model: Any, given: Any, fields: dict[str, Any]) -> Iterator
         return
     if mesh.data_ranks == mesh.world_size:
         return
-    shared = ", ".join(name for name, size in mesh.axes if name in SAME_BATCH and size > 1)
+    shared = ", ".join(mesh.same_batch)
     for name, value in (("eval_use_gather_object", False), ("train_sampling_strategy", "batch_rebalance")):
         if bool(getattr(args, name, None)) and str(getattr(args, name)) in ("True", value):
             yield (

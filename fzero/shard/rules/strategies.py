@@ -27,6 +27,7 @@ from fzero.shard.rules import (
     pointwise,
     products,
     reductions,
+    transfers,
     views,
     whole,
 )  # fmt: skip
@@ -35,7 +36,8 @@ from fzero.shard.rules.rule import Rule, Rules, Strategy
 
 RULES: Rules = {
     **pointwise.RULES, **products.RULES, **reductions.RULES, **views.RULES, **pieces.RULES, **indexing.RULES,
-    **norms.RULES, **attention.RULES, **images.RULES, **losses.RULES, **whole.RULES,
+    **norms.RULES, **attention.RULES, **images.RULES, **losses.RULES, **transfers.RULES,
+    **whole.RULES,
 }  # fmt: skip
 BY_NAME: dict[str, Rule] = {  # ops that this folder must not import
     **pointwise.BY_NAME, **products.BY_NAME, **reductions.BY_NAME, **whole.BY_NAME,

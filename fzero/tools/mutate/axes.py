@@ -18,7 +18,6 @@ from torch import fx
 from fzero.ir import fx_nodes
 from fzero.ir.program import Program
 from fzero.ir.records import Op, Ref
-from fzero.shard.partition import AXIS
 from fzero.tools.mutate import within
 from fzero.tools.mutate.edits import (
     Edit,
@@ -38,6 +37,8 @@ from fzero.tools.mutate.edits import (
 )
 
 aten = torch.ops.aten
+
+AXIS = "tp"  # of the drawn programs
 
 
 def with_tp(edit: Edit, *, alone: bool = False) -> Mutation:
