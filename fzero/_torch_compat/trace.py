@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -243,6 +244,10 @@ def distributions_unchecked() -> Iterator[None]:
         kind.set_default_validate_args(before)
 
 
+# a fake tensor in a message (2.11.0, 2.13.0): FakeTensor(..., device='cuda:0', size=(2, 3), grad_fn=<AddBackward0>)
+_FAKE_TEXT = re.compile(r"FakeTensor\(\.\.\.[^()]*?size=\(([^()]*)\)[^()]*\)")
+
+
 @contextmanager
 def checks_deferred() -> Iterator[None]:
     """`torch._check_tensor_all` of a fake tensor is an op, which raises when the program runs: `aten::_assert_async`.
@@ -252,7 +257,8 @@ def checks_deferred() -> Iterator[None]:
     def check(error_type: type[Exception], cond: Any, message: Callable[[], Any] | None = None) -> None:
         if not is_fake(cond) or cond.dtype != torch.bool:
             return before(error_type, cond, message)
-        torch._assert_async(cond.all(), "a check of values failed" if message is None else str(message()))
+        text = "a check of values failed" if message is None else str(message())
+        torch._assert_async(cond.all(), _FAKE_TEXT.sub(r"a tensor of shape (\1)", text))
 
     torch._check_tensor_all_with = check
     try:
