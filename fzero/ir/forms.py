@@ -2,8 +2,8 @@
 
 A layer's ops come again in the next layer, in the next trace, and for each leaf of an optimizer. Fake tensors keep them
 too, but to look there takes half of the time of an op of a trace. Kept are ops of aten that write nothing, draw nothing
-and ask for no values, and fzero's own that work on each element. The forms of their results follow from those of their
-operands; what shares memory with an operand is said by the schema. All others go the usual way.
+and ask for no values, and of fzero's own the elementwise ones and those of `_OWN`. The forms of their results follow
+from those of their operands; what shares memory with an operand is said by the schema. All others go the usual way.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _TAGS = {
     torch.Tag.nondeterministic_seeded,
 }
 _STATIC = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
+_OWN = {"reduce", "sum_squares", "recurrent", "recurrent_backward"}  # that are not elementwise
 _NEVER = object()  # the key of a call whose results may follow from more
 _kept: dict[Any, list[tuple[Any, ...]] | None] = {}  # forms of a call's results; None: they are not to be kept
 
@@ -53,7 +54,7 @@ def _results(op: OpOverload) -> Any:
     """What the op returns: Tensor, tuple or list; None if its results' forms may follow from more than its operands'.
     No operand but the first may share memory with a result."""
     schema = op._schema
-    own = op.namespace == "fzero" and torch.Tag.pointwise in op.tags
+    own = op.namespace == "fzero" and (torch.Tag.pointwise in op.tags or op.overloadpacket.__name__ in _OWN)
     sharing = {a.name for a in schema.arguments if a.alias_info is not None}
     types = [str(r.type) for r in schema.returns]
     if schema.is_mutable or _TAGS.intersection(op.tags) or not (op.namespace == "aten" or own):
@@ -67,7 +68,7 @@ def _results(op: OpOverload) -> Any:
 
 @functools.cache
 def _shares(op: OpOverload) -> bool:
-    return any(r.alias_info is not None for r in op._schema.returns)
+    return op is torch.ops.aten._unsafe_view.default or any(r.alias_info is not None for r in op._schema.returns)
 
 
 def _key(value: Any, operands: list[FakeTensor]) -> Any:

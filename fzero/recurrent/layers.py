@@ -1,6 +1,7 @@
 """layers: torch's `lstm`, `gru`, `rnn_tanh` and `rnn_relu` in a trace: an op for each layer and direction.
 
-torch would decompose them into the ops of every step, which is a graph whose length is that of time. What these ops
+torch would decompose them into the ops of every step, which is a graph whose length is that of time. A cell
+(`lstm_cell` and kin) is a layer of one step: a loop that is unrolled has a third of the nodes. What these ops
 cannot do is left to that: packed sequences (of lengths that are known), a transform of torch.func around, mixed dtypes,
 autocast. A gradient of a gradient too: `_Layer.backward` differentiates torch's own decomposition then.
 """
@@ -18,12 +19,18 @@ from fzero._torch_compat import by_decompositions, in_functorch
 from fzero.recurrent.ops import BACKWARD, FORWARD, ONEDNN
 
 # torch's function -> the kind of its layers
-KINDS: dict[Any, str] = {torch.lstm: "lstm", torch.gru: "gru", torch.rnn_tanh: "tanh", torch.rnn_relu: "relu"}
-_FUNCTIONS = {kind: func for func, kind in KINDS.items()}
+LAYERS: dict[Any, str] = {torch.lstm: "lstm", torch.gru: "gru", torch.rnn_tanh: "tanh", torch.rnn_relu: "relu"}
+CELLS: dict[Any, str] = {
+    torch.lstm_cell: "lstm", torch.gru_cell: "gru", torch.rnn_tanh_cell: "tanh", torch.rnn_relu_cell: "relu"
+}  # fmt: skip
+KINDS = LAYERS | CELLS
+_FUNCTIONS = {kind: func for func, kind in LAYERS.items()}
 
 
 def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`func(*args, **kwargs)`, one of `KINDS`, by ops of a layer; decomposed where they do not fit."""
+    if func in CELLS:
+        return _cell(CELLS[func], *args) if _fits_cell(args, kwargs) else func(*args, **kwargs)
     if not _fits(func, args, kwargs):
         with _decomposed(any(isinstance(x, Tensor) and x.is_cuda for x in args)):
             return func(*args, **kwargs)
@@ -40,9 +47,34 @@ def _fits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     packed = len(args) != 9 or not isinstance(args[2], (list, tuple))
     if packed or kwargs or in_functorch() or torch.is_autocast_enabled(args[0].device.type):
         return False
-    tensors = [args[0], *(args[1] if isinstance(args[1], (list, tuple)) else (args[1],)), *args[2]]
-    alike = len({(x.dtype, x.device) for x in tensors}) == 1 and args[0].dtype.is_floating_point
-    return alike and args[0].dim() == 3 and all(x.numel() for x in tensors)
+    return args[0].dim() == 3 and _alike([args[0], *_states(args[1]), *args[2]])
+
+
+def _fits_cell(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    if len(args) not in (4, 6) or kwargs or in_functorch() or torch.is_autocast_enabled(args[0].device.type):
+        return False
+    tensors = [args[0], *_states(args[1]), *args[2:]]
+    rows, width, size = args[0].shape[:1], args[2].shape[1], args[3].shape[1]
+    shapes = [(*rows, width), *[(*rows, size)] * len(_states(args[1]))]
+    fits = all(isinstance(x, Tensor) for x in tensors) and _alike(tensors)
+    return fits and all(x.shape == shape for x, shape in zip(tensors, shapes, strict=False))  # torch says what is wrong
+
+
+def _states(start: Any) -> Sequence[Tensor]:
+    return start if isinstance(start, (list, tuple)) else (start,)
+
+
+def _alike(tensors: Sequence[Tensor]) -> bool:
+    alike = len({(x.dtype, x.device) for x in tensors}) == 1 and tensors[0].dtype.is_floating_point
+    return alike and all(x.numel() for x in tensors)
+
+
+def _cell(kind: str, x: Tensor, start: Any, *own: Tensor) -> Any:
+    """What torch's cell returns, from a layer of one step: the state, and of an LSTM the cell. Without oneDNN: a call
+    of its LSTM costs more than a step."""
+    h, c = start if kind == "lstm" else (start, None)
+    ys, last = _direction(kind, False, x.unsqueeze(0), h, c, _weights(own, len(own) == 4), by_onednn=False)
+    return (ys.squeeze(0), last) if kind == "lstm" else ys.squeeze(0)
 
 
 def _layers(
@@ -81,13 +113,14 @@ def _weights(own: Sequence[Tensor], has_biases: bool) -> tuple[Tensor | None, ..
 
 
 def _direction(
-    kind: str, reverse: bool, x: Tensor, h: Tensor, c: Tensor | None, w: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor]:
+    kind: str, reverse: bool, x: Tensor, h: Tensor, c: Tensor | None, w: Sequence[Tensor | None],
+    by_onednn: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     operands = [None if t is None else t.contiguous() for t in (x, h, c, *w)]
     narrow = kind == "lstm" and x.dtype is torch.float32 and x.device.type == "cpu" and w[4] is None
-    by_onednn = narrow and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    narrow = narrow and torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
-    ys, last, _ = _Layer.apply(kind, ONEDNN if by_onednn else kind, reverse, keep, *operands)
+    ys, last, _ = _Layer.apply(kind, ONEDNN if narrow and by_onednn else kind, reverse, keep, *operands)
     return ys, last
 
 
