@@ -1,7 +1,7 @@
 """layers: torch's `lstm`, `gru`, `rnn_tanh` and `rnn_relu` in a trace: an op for each layer and direction.
 
-torch would decompose them into the ops of every step, which is a graph whose length is that of time. A cell
-(`lstm_cell` and kin) is a layer of one step: a loop that is unrolled has a third of the nodes. What these ops
+torch would decompose them into the ops of every step, which is a graph whose length is that of time. An LSTM's
+cell is a layer of one step: a loop that is unrolled has a third of the nodes. What these ops
 cannot do is left to that: packed sequences (of lengths that are known), a transform of torch.func around, mixed dtypes,
 autocast. A gradient of a gradient too: `_Layer.backward` differentiates torch's own decomposition then.
 """
@@ -20,17 +20,14 @@ from fzero.recurrent.ops import BACKWARD, FORWARD, ONEDNN
 
 # torch's function -> the kind of its layers
 LAYERS: dict[Any, str] = {torch.lstm: "lstm", torch.gru: "gru", torch.rnn_tanh: "tanh", torch.rnn_relu: "relu"}
-CELLS: dict[Any, str] = {
-    torch.lstm_cell: "lstm", torch.gru_cell: "gru", torch.rnn_tanh_cell: "tanh", torch.rnn_relu_cell: "relu"
-}  # fmt: skip
-KINDS = LAYERS | CELLS
+KINDS = {**LAYERS, torch.lstm_cell: "lstm"}  # the other cells have few ops, and torch's are as fast
 _FUNCTIONS = {kind: func for func, kind in LAYERS.items()}
 
 
 def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`func(*args, **kwargs)`, one of `KINDS`, by ops of a layer; decomposed where they do not fit."""
-    if func in CELLS:
-        return _cell(CELLS[func], *args) if _fits_cell(args, kwargs) else func(*args, **kwargs)
+    if func not in LAYERS:
+        return _cell(*args) if _fits_cell(args, kwargs) else func(*args, **kwargs)
     if not _fits(func, args, kwargs):
         with _decomposed(any(isinstance(x, Tensor) and x.is_cuda for x in args)):
             return func(*args, **kwargs)
@@ -54,10 +51,11 @@ def _fits_cell(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if len(args) not in (4, 6) or kwargs or in_functorch() or torch.is_autocast_enabled(args[0].device.type):
         return False
     tensors = [args[0], *_states(args[1]), *args[2:]]
-    rows, width, size = args[0].shape[:1], args[2].shape[1], args[3].shape[1]
-    shapes = [(*rows, width), *[(*rows, size)] * len(_states(args[1]))]
-    fits = all(isinstance(x, Tensor) for x in tensors) and _alike(tensors)
-    return fits and all(x.shape == shape for x, shape in zip(tensors, shapes, strict=False))  # torch says what is wrong
+    if not all(isinstance(x, Tensor) for x in tensors) or not _alike(tensors) or len(tensors) != len(args) + 1:
+        return False
+    x, h, c, inputs, hidden, *_ = tensors
+    rows = x.shape[:1]
+    return (x.shape, h.shape, c.shape) == ((*rows, inputs.shape[1]), *[(*rows, hidden.shape[1])] * 2)
 
 
 def _states(start: Any) -> Sequence[Tensor]:
@@ -69,12 +67,11 @@ def _alike(tensors: Sequence[Tensor]) -> bool:
     return alike and all(x.numel() for x in tensors)
 
 
-def _cell(kind: str, x: Tensor, start: Any, *own: Tensor) -> Any:
-    """What torch's cell returns, from a layer of one step: the state, and of an LSTM the cell. Without oneDNN: a call
-    of its LSTM costs more than a step."""
-    h, c = start if kind == "lstm" else (start, None)
-    ys, last = _direction(kind, False, x.unsqueeze(0), h, c, _weights(own, len(own) == 4), by_onednn=False)
-    return (ys.squeeze(0), last) if kind == "lstm" else ys.squeeze(0)
+def _cell(x: Tensor, start: Sequence[Tensor], *own: Tensor) -> tuple[Tensor, Tensor]:
+    """What torch's LSTM cell returns, the state and the cell, from a layer of one step. Without oneDNN: a call of its
+    LSTM costs more than a step."""
+    ys, last = _direction("lstm", False, x.unsqueeze(0), *start, _weights(own, len(own) == 4), by_onednn=False)
+    return ys.squeeze(0), last
 
 
 def _layers(
