@@ -16,6 +16,7 @@ from fzero._torch_compat.compute import (
     product_precision,
 )
 from fzero._torch_compat.fakes import (
+    fake_by_kernel,
     fake_detached,
     fake_empty,
     fake_of_form,
@@ -95,6 +96,7 @@ __all__ = [
     "decomposes",
     "default_store",
     "distributions_unchecked",
+    "fake_by_kernel",
     "fake_detached",
     "fake_empty",
     "fake_of_form",

@@ -8,14 +8,16 @@ from those of their operands; what shares memory with an operand is said by the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fzero._torch_compat import FakeTensor, OpOverload, fake_of_form, fake_rule
+from fzero._torch_compat import FakeTensor, OpOverload, fake_by_kernel, fake_of_form, fake_rule
 
+aten = torch.ops.aten
 MOST = 20_000  # calls that are kept
 _TAGS = {
     torch.Tag.data_dependent_output,
@@ -25,6 +27,12 @@ _TAGS = {
 }
 _STATIC = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
 _OWN = {"reduce", "sum_squares", "recurrent", "recurrent_backward"}  # that are not elementwise
+# their kernels for meta tensors are their rules, but for the strides of dims of size 1
+_SIMPLE = {
+    *(aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default),
+    *(aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.split.Tensor, aten.unbind.int),
+    *(aten.detach.default, aten.mm.default, aten.bmm.default, aten.addmm.default),
+}
 _NEVER = object()  # the key of a call whose results may follow from more
 _kept: dict[Any, list[tuple[Any, ...]] | None] = {}  # forms of a call's results; None: they are not to be kept
 
@@ -39,7 +47,7 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     key = (op, key, torch.get_default_dtype())
     forms = _kept.get(key)
     if forms is None:
-        result = rule(*args, **kwargs)
+        result = _asked(op, rule, args, kwargs, operands)
         if key not in _kept:
             if len(_kept) >= MOST:
                 _kept.clear()
@@ -47,6 +55,21 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return result
     made = [fake_of_form(operands[0], *form) for form in forms]
     return made[0] if kind is torch.Tensor else kind(made)
+
+
+def _asked(
+    op: OpOverload, rule: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[FakeTensor]
+) -> Any:  # fmt: skip
+    if op in _SIMPLE and _long(operands) and len({(x.fake_device, x.dtype) for x in operands}) == 1:
+        with contextlib.suppress(RuntimeError, IndexError, ValueError):  # torch's rule says what is wrong
+            result = fake_by_kernel(op, args, kwargs, operands[0])
+            if _long(result if isinstance(result, (list, tuple)) else [result]):
+                return result
+    return rule(*args, **kwargs)
+
+
+def _long(values: Sequence[torch.Tensor]) -> bool:
+    return all(size > 1 for x in values for size in x.shape)
 
 
 @functools.cache
@@ -68,7 +91,7 @@ def _results(op: OpOverload) -> Any:
 
 @functools.cache
 def _shares(op: OpOverload) -> bool:
-    return op is torch.ops.aten._unsafe_view.default or any(r.alias_info is not None for r in op._schema.returns)
+    return op is aten._unsafe_view.default or any(r.alias_info is not None for r in op._schema.returns)
 
 
 def _key(value: Any, operands: list[FakeTensor]) -> Any:

@@ -70,7 +70,8 @@ def _alike(tensors: Sequence[Tensor]) -> bool:
 def _cell(x: Tensor, start: Sequence[Tensor], *own: Tensor) -> tuple[Tensor, Tensor]:
     """What torch's LSTM cell returns, the state and the cell, from a layer of one step. Without oneDNN: a call of its
     LSTM costs more than a step."""
-    ys, last = _direction("lstm", False, x.unsqueeze(0), *start, _weights(own, len(own) == 4), by_onednn=False)
+    h, c = start
+    ys, last = _direction("lstm", False, x.unsqueeze(0), h, c, _weights(own, len(own) == 4), by_onednn=False)
     return ys.squeeze(0), last
 
 
