@@ -74,7 +74,8 @@ def scratch(kind: str, steps: int, rows: int, size: int, outputs: int, projected
     every, shown = steps * rows * size, steps * rows * outputs
     bias = GATES[kind] * size
     if kind == "lstm":
-        return bias + 2 * rows * size, 7 * every + (1 + projected) * shown + rows * (size + outputs)
+        forth = 4 * rows * size if steps == 1 and not projected else bias + 2 * rows * size
+        return forth, 7 * every + (1 + projected) * shown + rows * (size + outputs)
     return (0, 7 * every + 7 * size) if kind == "gru" else (bias, 2 * every + rows * size + 1)
 
 
@@ -129,19 +130,20 @@ def _lstm(
 def _lstm_step(
     x: Tensor, h: Tensor, c: Tensor, w: Weights, y: Tensor, last: Tensor, saved: Tensor
 ) -> None:  # fmt: skip
-    """One step, of `torch.lstm_cell`: in few calls, for a program that is unrolled makes many."""
+    """One step, in the order of `torch.lstm_cell`: in few calls, for a program that is unrolled makes many."""
     size = h.shape[1]
     gates, cell = saved[:, : 4 * size], saved[:, 4 * size :]
     i, f, g, o = gates.chunk(4, 1)
     if w.input_bias is None or w.hidden_bias is None:
         torch.mm(x, w.inputs.t(), out=gates)
+        gates += torch.mm(h, w.hidden.t())
     else:
-        torch.addmm(w.input_bias + w.hidden_bias, x, w.inputs.t(), out=gates)
-    gates.addmm_(h, w.hidden.t())
+        torch.addmm(w.input_bias, x, w.inputs.t(), out=gates)
+        gates += torch.addmm(w.hidden_bias, h, w.hidden.t())
     gates[:, : 2 * size].sigmoid_()
     g.tanh_()
     o.sigmoid_()
-    torch.addcmul(torch.mul(f, c, out=last), i, g, out=last)
+    torch.mul(f, c, out=last).add_(i * g)  # addcmul rounds once
     cell.copy_(last)
     torch.mul(o, torch.tanh(last), out=y)
 
