@@ -50,6 +50,8 @@ def _fits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 def _fits_cell(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if len(args) not in (4, 6) or kwargs or in_functorch() or torch.is_autocast_enabled(args[0].device.type):
         return False
+    if args[0].device.type != "cpu":  # CUDA has a kernel of its own for a cell
+        return False
     tensors = [args[0], *_states(args[1]), *args[2:]]
     if not all(isinstance(x, Tensor) for x in tensors) or not _alike(tensors) or len(tensors) != len(args) + 1:
         return False
