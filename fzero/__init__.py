@@ -1,7 +1,6 @@
 """fzero: a training step as a pure function, compiled into an explicit, verified ZeRO schedule. See README.md."""
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 from fzero import checkpoint, data, optim, random
@@ -128,18 +127,6 @@ _LATER = {  # imported when they are asked for
     "kernels": "fzero.kernels",
     "mutate": "fzero.tools.mutate",
 }
-
-
-# Where documented modules were before they moved: old names keep working for one release.
-_MOVED = {
-    "program": "ir.program",
-    "plan.measured": "cost.allocator",
-    "plan.states": "cost.model_states",
-}
-for _old, _new in _MOVED.items():
-    _module = sys.modules[f"fzero.{_old}"] = importlib.import_module(f"fzero.{_new}")
-    _parent, _, _name = f"fzero.{_old}".rpartition(".")
-    setattr(sys.modules[_parent], _name, _module)  # `import fzero.plan.states` alone sets no attribute
 
 
 def __getattr__(name: str) -> Any:

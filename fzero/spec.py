@@ -26,7 +26,6 @@ SPACE_OF = {"device": "device", "cpu": "host", "nvme": "disk"}  # the user's wor
 KINDS_OF_LEAVES = OPTIMIZER, PARAMS = "optimizer", "params"  # rules of `offload`: all that is no parameter; those
 GRADS = "grads/"  # rules of `offload` that begin so name gradients that wait for all others: grads/blocks/**
 SHORT_OFFLOADS = {"optimizer": (OPTIMIZER,), "optimizer+params": (OPTIMIZER, PARAMS)}
-RENAMED = {"products": "matmul"}  # fields of a Spec: old name, new name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -451,15 +450,11 @@ OPTIMIZERS = {  # what users give a Spec and an optimizer takes
 
 
 def _named(init: Callable[..., None]) -> Callable[..., None]:
-    """`Spec.__init__` with an error that suggests the field for an unknown name. A field's old name is taken too."""
+    """`Spec.__init__` with an error that suggests the field for an unknown name."""
     known = [f.name for f in fields(Spec)]
 
     @functools.wraps(init)
     def checked(self: Spec, **values: Any) -> None:
-        for old, new in RENAMED.items():
-            if old in values and new in values:
-                raise SpecError(f"Spec({old}=, {new}=): give {new} alone, {old} is its old name")
-            values |= {new: values.pop(old)} if old in values else {}
         for name in values:
             if name not in known:
                 mine = suggest(name, known)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,16 +15,13 @@ import torch
 from torch._compile import _disable_dynamo as untraced_by_dynamo  # 2.11.0, 2.13.0
 from torch._dispatch.python import enable_python_dispatcher as by_decompositions  # 2.11.0, 2.13.0
 from torch._higher_order_ops.scan import scan_op as torch_scan  # 2.11.0, 2.13.0
-from torch._library import simple_registry  # 2.11.0, 2.13.0
 from torch._ops import OpOverload  # 2.11.0, 2.13.0
-from torch._subclasses.fake_impls import fast_detach  # 2.11.0, 2.13.0
 from torch._subclasses.fake_tensor import (  # 2.11.0, 2.13.0
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
-    in_kernel_invocation_manager,
 )
 from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors  # 2.11.0, 2.13.0
 from torch.fx import _lazy_graph_module, _symbolic_trace  # 2.11.0, 2.13.0
@@ -48,6 +45,8 @@ from torch.utils._python_dispatch import (  # 2.11.0, 2.13.0
 )
 from torch.utils._python_dispatch import _disable_current_modes as unwatched  # 2.11.0, 2.13.0
 
+from fzero._torch_compat.fakes import is_fake
+
 __all__ = [
     "ONE_THREAD",
     "DataDependentOutputException",
@@ -68,18 +67,12 @@ __all__ = [
     "compiled_functions_traced",
     "decomposes",
     "distributions_unchecked",
-    "fake_detached",
-    "fake_of_form",
-    "fake_rule",
-    "forget_fakes",
     "forward_number",
     "fx_tracing",
     "graph_module",
     "in_functorch",
     "in_make_fx",
-    "is_fake",
     "jiterator_refused",
-    "quiet_fakes",
     "real_tensors",
     "recording",
     "saved_tensor_hooks",
@@ -89,34 +82,6 @@ __all__ = [
     "untraced_by_dynamo",
     "unwatched",
 ]
-
-
-def forget_fakes(most: int) -> None:
-    """Drops what torch keeps of every op on fake tensors of every shape, for as long as the process lives, if that is
-    more than so many results (`FakeTensorMode.cache`: 2.11.0, 2.13.0)."""
-    if len(FakeTensorMode.cache) > most:
-        FakeTensorMode.cache_clear()
-
-
-def is_fake(value: Any) -> bool:
-    """Whether a value is a fake tensor (shape and dtype without memory)."""
-    return isinstance(value, FakeTensor)
-
-
-@contextmanager
-def quiet_fakes() -> Iterator[None]:
-    """Fake tensors log the errors of ops that are tried on them at debug level (their module's logger: 2.11.0,
-    2.13.0)."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-
-    def asked(record: logging.LogRecord) -> bool:
-        return logger.isEnabledFor(logging.DEBUG)
-
-    logger.addFilter(asked)
-    try:
-        yield
-    finally:
-        logger.removeFilter(asked)
 
 
 def in_make_fx() -> bool:
@@ -162,34 +127,6 @@ def graph_module(graph: torch.fx.Graph, root: torch.nn.Module | None = None) -> 
     """A graph as something to call, with the tensors of `root`. Its Python is written at the first call: most graphs of
     a lowering are only rewritten."""
     return _lazy_graph_module._LazyGraphModule(root or torch.nn.Module(), graph)
-
-
-def fake_detached(value: FakeTensor) -> FakeTensor:
-    """A fake tensor of the same form, which no gradient follows, past all modes (2.11.0, 2.13.0)."""
-    return fast_detach(value.fake_mode, value)
-
-
-def fake_of_form(
-    like: FakeTensor, shares: bool, shape: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype,
-    device: torch.device,
-) -> FakeTensor:  # fmt: skip
-    """A fake tensor of this form and of `like`'s mode; a view of `like` if it shares its memory. Past all modes
-    (`in_kernel_invocation_manager`: 2.11.0, 2.13.0)."""
-    with in_kernel_invocation_manager(like.fake_mode):
-        if shares:
-            made = torch.ops.aten.as_strided.default(like, shape, stride, offset)
-        else:
-            made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    return FakeTensor(like.fake_mode, made, device)
-
-
-@functools.cache
-def fake_rule(op: OpOverload) -> Callable[..., Any]:
-    """What gives an op's results on fake tensors, in their mode. For an op of fzero's own that is the rule which it was
-    registered with: the way there through torch takes ten times as long (the registry's entries: 2.11.0, 2.13.0)."""
-    entry = simple_registry.singleton._data.get(op._schema.name) if op.namespace == "fzero" else None
-    rule = getattr(getattr(entry, "fake_impl", None), "kernel", None)
-    return op if rule is None else rule
 
 
 @functools.cache
@@ -243,6 +180,10 @@ def distributions_unchecked() -> Iterator[None]:
         kind.set_default_validate_args(before)
 
 
+# a fake tensor in a message (2.11.0, 2.13.0): FakeTensor(..., device='cuda:0', size=(2, 3), grad_fn=<AddBackward0>)
+_FAKE_TEXT = re.compile(r"FakeTensor\(\.\.\.[^()]*?size=\(([^()]*)\)[^()]*\)")
+
+
 @contextmanager
 def checks_deferred() -> Iterator[None]:
     """`torch._check_tensor_all` of a fake tensor is an op, which raises when the program runs: `aten::_assert_async`.
@@ -252,7 +193,8 @@ def checks_deferred() -> Iterator[None]:
     def check(error_type: type[Exception], cond: Any, message: Callable[[], Any] | None = None) -> None:
         if not is_fake(cond) or cond.dtype != torch.bool:
             return before(error_type, cond, message)
-        torch._assert_async(cond.all(), "a check of values failed" if message is None else str(message()))
+        text = "a check of values failed" if message is None else str(message())
+        torch._assert_async(cond.all(), _FAKE_TEXT.sub(r"a tensor of shape (\1)", text))
 
     torch._check_tensor_all_with = check
     try:

@@ -30,7 +30,7 @@ def cast_first(gm: fx.GraphModule, inputs: list[fx.Node]) -> None:
             value = gm.graph.call_function(CAST, (holder,), {"dtype": dtype})
             value.meta = {**node.meta, "val": _as(holder.meta["val"], dtype)}
             for view in chain:
-                value = gm.graph.node_copy(view, {view.all_input_nodes[0]: value}.__getitem__)
+                value = fx_nodes.copy_node(gm.graph, view, {view.all_input_nodes[0]: value}.__getitem__)
                 value.meta = {**view.meta, "val": _as(view.meta["val"], dtype)}
         node.replace_all_uses_with(value)
         gm.graph.erase_node(node)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fzero._torch_compat import FakeTensorMode
+from fzero._torch_compat import FakeTensorMode, fake_empty
 from fzero.capture.refuse import SPARSE
 from fzero.errors import TreeError, leaf_name
 from fzero.ir.records import DTYPE_NAMES, buffer_name
@@ -14,8 +14,7 @@ from fzero.ir.records import DTYPE_NAMES, buffer_name
 
 def fake_like(mode: FakeTensorMode, leaf: torch.Tensor) -> torch.Tensor:
     """A contiguous fake tensor of this shape, dtype and device."""
-    with mode:
-        return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device=leaf.device)
+    return fake_empty(mode, tuple(leaf.shape), leaf.dtype, leaf.device)
 
 
 def check_names(tree_name: str, paths: Sequence[str]) -> None:

@@ -210,7 +210,7 @@ def _graph(
         env[node].meta["val"] = _contiguous(node.meta["val"])
     for node in gm.graph.nodes:
         if node in nodes and node not in env and node.op == "call_function":
-            env[node] = graph.node_copy(node, env.__getitem__)
+            env[node] = fx_nodes.copy_node(graph, node, env.__getitem__)
     graph.output([env[node] for node in results])
     body = segments.module(graph)
     return fx_values.propagate(body, [n.meta["val"] for n in fx_nodes.placeholders(body.graph)])

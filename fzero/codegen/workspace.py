@@ -485,6 +485,7 @@ RULES: dict[object, Callable[[fx.Node], int]] = {
     fzero_ops.adamw8_.default: _adamw8,
     fzero_ops.orthogonalize.default: _orthogonalize,
     fzero_ops.orthogonalize_flat.default: _orthogonalize,
+    aten._ctc_loss_backward.Tensor: lambda node: _bytes(node, 6),  # paths that end, beside those that begin
     recurrent.FORWARD: _recurrent(recurrent.scratch_bytes),
     recurrent.BACKWARD: _recurrent(recurrent.backward_scratch_bytes),
     **dict.fromkeys(matmul.FORMS.values(), _onednn_matmul),
@@ -534,11 +535,14 @@ RULES: dict[object, Callable[[fx.Node], int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
 }
 
-# of ops that torch makes when they are first called, and not in all versions
-BY_NAME: dict[str, Callable[[fx.Node], int]] = dict.fromkeys(
-    (
-        "torch_nn._linear_cross_entropy_batch_chunked.default",
-        "torch_nn._linear_cross_entropy_batch_chunked_no_reduction.default",
+# of ops that torch makes when they are first called, and not in all versions; and of one that `fzero.capture` defines
+BY_NAME: dict[str, Callable[[fx.Node], int]] = {
+    **dict.fromkeys(
+        (
+            "torch_nn._linear_cross_entropy_batch_chunked.default",
+            "torch_nn._linear_cross_entropy_batch_chunked_no_reduction.default",
+        ),
+        _cross_entropy_in_chunks,
     ),
-    _cross_entropy_in_chunks,
-)
+    "fzero.ctc_loss.default": _result_bytes,  # the results of torch's op, whose table has the longest target's length
+}

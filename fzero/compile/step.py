@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fzero import progress, tree
-from fzero._torch_compat import FakeTensorMode
+from fzero._torch_compat import FakeTensorMode, fake_empty
 from fzero.capture import trace_step
 from fzero.codegen import matmul
 from fzero.compile import budgets
@@ -228,8 +228,5 @@ def _lent(programs: Mapping[int, Program]) -> str:
 def fakes_on(like: Any, device: torch.device) -> Any:
     """The pytree with fake tensors on a device in place of its tensors."""
 
-    def fake(x: Any) -> Any:
-        return torch.empty(x.shape, dtype=x.dtype, device=device) if isinstance(x, torch.Tensor) else x
-
-    with FakeTensorMode():
-        return tree.map(fake, like)
+    mode = FakeTensorMode()
+    return tree.map(lambda x: fake_empty(mode, x.shape, x.dtype, device) if isinstance(x, torch.Tensor) else x, like)

@@ -2,20 +2,22 @@
 
 A layer's ops come again in the next layer, in the next trace, and for each leaf of an optimizer. Fake tensors keep them
 too, but to look there takes half of the time of an op of a trace. Kept are ops of aten that write nothing, draw nothing
-and ask for no values, and fzero's own that work on each element. The forms of their results follow from those of their
-operands; what shares memory with an operand is said by the schema. All others go the usual way.
+and ask for no values, and of fzero's own the elementwise ones and those of `_OWN`. The forms of their results follow
+from those of their operands; what shares memory with an operand is said by the schema. All others go the usual way.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fzero._torch_compat import FakeTensor, OpOverload, fake_of_form, fake_rule
+from fzero._torch_compat import FakeTensor, OpOverload, fake_by_kernel, fake_of_form, fake_rule
 
+aten = torch.ops.aten
 MOST = 20_000  # calls that are kept
 _TAGS = {
     torch.Tag.data_dependent_output,
@@ -24,6 +26,13 @@ _TAGS = {
     torch.Tag.nondeterministic_seeded,
 }
 _STATIC = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
+_OWN = {"reduce", "sum_squares", "recurrent", "recurrent_backward"}  # that are not elementwise
+# their kernels for meta tensors are their rules, but for the strides of dims of size 1
+_SIMPLE = {
+    *(aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default),
+    *(aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.split.Tensor, aten.unbind.int),
+    *(aten.detach.default, aten.mm.default, aten.bmm.default, aten.addmm.default),
+}
 _NEVER = object()  # the key of a call whose results may follow from more
 _kept: dict[Any, list[tuple[Any, ...]] | None] = {}  # forms of a call's results; None: they are not to be kept
 
@@ -38,7 +47,7 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     key = (op, key, torch.get_default_dtype())
     forms = _kept.get(key)
     if forms is None:
-        result = rule(*args, **kwargs)
+        result = _asked(op, rule, args, kwargs, operands)
         if key not in _kept:
             if len(_kept) >= MOST:
                 _kept.clear()
@@ -48,12 +57,27 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return made[0] if kind is torch.Tensor else kind(made)
 
 
+def _asked(
+    op: OpOverload, rule: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[FakeTensor]
+) -> Any:  # fmt: skip
+    if op in _SIMPLE and _long(operands) and len({(x.fake_device, x.dtype) for x in operands}) == 1:
+        with contextlib.suppress(RuntimeError, IndexError, ValueError):  # torch's rule says what is wrong
+            result = fake_by_kernel(op, args, kwargs, operands[0])
+            if _long(result if isinstance(result, (list, tuple)) else [result]):
+                return result
+    return rule(*args, **kwargs)
+
+
+def _long(values: Sequence[torch.Tensor]) -> bool:
+    return all(size > 1 for x in values for size in x.shape)
+
+
 @functools.cache
 def _results(op: OpOverload) -> Any:
     """What the op returns: Tensor, tuple or list; None if its results' forms may follow from more than its operands'.
     No operand but the first may share memory with a result."""
     schema = op._schema
-    own = op.namespace == "fzero" and torch.Tag.pointwise in op.tags
+    own = op.namespace == "fzero" and (torch.Tag.pointwise in op.tags or op.overloadpacket.__name__ in _OWN)
     sharing = {a.name for a in schema.arguments if a.alias_info is not None}
     types = [str(r.type) for r in schema.returns]
     if schema.is_mutable or _TAGS.intersection(op.tags) or not (op.namespace == "aten" or own):
@@ -67,7 +91,7 @@ def _results(op: OpOverload) -> Any:
 
 @functools.cache
 def _shares(op: OpOverload) -> bool:
-    return any(r.alias_info is not None for r in op._schema.returns)
+    return op is aten._unsafe_view.default or any(r.alias_info is not None for r in op._schema.returns)
 
 
 def _key(value: Any, operands: list[FakeTensor]) -> Any:

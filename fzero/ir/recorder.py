@@ -65,7 +65,10 @@ class Recorder(RecordingMode):
             func = aten.lift_fresh_copy.default
         operands = tuple(map(self.operand, args)), {key: self.operand(x) for key, x in kwargs.items()}
         result = forms.run(func, args, kwargs)
-        node = self.graph.create_node("call_function", func, *operands, name=func.overloadpacket.__name__)
+        node = self.graph.create_node("call_function", func, name=func.overloadpacket.__name__)
+        node.args = operands[0]  # set afterwards: torch 2.13 walks what it is given at first
+        if kwargs:
+            node.kwargs = operands[1]
         self.keep(node, result)
         return result
 

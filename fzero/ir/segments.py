@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import FakeTensorMode, graph_module
-from fzero.ir.fx_nodes import drop_dead, is_compute, is_rename, is_view, mutated, operand, outputs
+from fzero.ir.fx_nodes import copy_node, drop_dead, is_compute, is_rename, is_view, mutated, operand, output, outputs
 from fzero.ir.fx_values import contiguous_like, dense_like, is_dense, memory
 
 aten = torch.ops.aten
@@ -29,8 +29,11 @@ aten = torch.ops.aten
 
 def copied(graph: fx.Graph, env: dict[fx.Node, fx.Node] | None = None) -> fx.Graph:
     """A copy of a graph. `env`, where it is given, maps the graph's nodes to the copy's afterwards."""
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {} if env is None else env))
+    copy, env = fx.Graph(), {} if env is None else env
+    for node in graph.nodes:
+        if node.op != "output":
+            env[node] = copy_node(copy, node, env.__getitem__)
+    copy.output(fx.node.map_arg(output(graph).args[0], env.__getitem__))
     return copy
 
 
@@ -65,7 +68,7 @@ def extract(
         targets.append(graph.placeholder(f"into{index}"))
         targets[-1].meta["val"] = contiguous_like(node.meta["val"]) if from_buffers else node.meta["val"]
     for node in nodes:
-        env[node] = graph.node_copy(node, lambda n: env[n])
+        env[node] = copy_node(graph, node, lambda n: env[n])
     for target, node in zip(targets, results, strict=False):
         graph.call_function(aten.copy_.default, (target, env[node])).meta["val"] = target.meta["val"]
     owned: list[fx.Node] = []

@@ -268,7 +268,7 @@ def _repeated(graph: fx.Graph, levels: dict[fx.Node, int]) -> dict[fx.Node, int]
         users = [(u, levels[u] - (u.target in (REGION, REDUCE))) for u in node.users if u in levels]
         for level in sorted({at for _, at in users if at > levels[node]}):
             with graph.inserting_after(node):
-                copy = graph.node_copy(node, lambda n: n)
+                copy = fx_nodes.copy_node(graph, node, lambda n: n)
             levels[copy] = level
             for user in (u for u, at in users if at == level):
                 user.replace_input_with(node, copy)

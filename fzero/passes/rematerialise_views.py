@@ -66,7 +66,7 @@ def _sunk(gm: fx.GraphModule, params: set[int]) -> fx.GraphModule:
             return env[node]
         if node not in own:
             sources = {a: fetch(a, own) for a in node.all_input_nodes}
-            own[node] = graph.node_copy(node, sources.__getitem__)
+            own[node] = fx_nodes.copy_node(graph, node, sources.__getitem__)
         return own[node]
 
     for node in gm.graph.nodes:
@@ -77,5 +77,5 @@ def _sunk(gm: fx.GraphModule, params: set[int]) -> fx.GraphModule:
             own = {}
             for a in node.all_input_nodes:
                 fetch(a, own)
-            env[node] = graph.node_copy(node, lambda n, own=own: own.get(n) or env[n])  # type: ignore[misc]
+            env[node] = fx_nodes.copy_node(graph, node, lambda n, own=own: own.get(n) or env[n])  # type: ignore[misc]
     return segments.module(graph)

@@ -1,6 +1,7 @@
 """layers: torch's `lstm`, `gru`, `rnn_tanh` and `rnn_relu` in a trace: an op for each layer and direction.
 
-torch would decompose them into the ops of every step, which is a graph whose length is that of time. What these ops
+torch would decompose them into the ops of every step, which is a graph whose length is that of time. An LSTM's
+cell is a layer of one step: a loop that is unrolled has a third of the nodes. What these ops
 cannot do is left to that: packed sequences (of lengths that are known), a transform of torch.func around, mixed dtypes,
 autocast. A gradient of a gradient too: `_Layer.backward` differentiates torch's own decomposition then.
 """
@@ -18,12 +19,15 @@ from fzero._torch_compat import by_decompositions, in_functorch
 from fzero.recurrent.ops import BACKWARD, FORWARD, ONEDNN
 
 # torch's function -> the kind of its layers
-KINDS: dict[Any, str] = {torch.lstm: "lstm", torch.gru: "gru", torch.rnn_tanh: "tanh", torch.rnn_relu: "relu"}
-_FUNCTIONS = {kind: func for func, kind in KINDS.items()}
+LAYERS: dict[Any, str] = {torch.lstm: "lstm", torch.gru: "gru", torch.rnn_tanh: "tanh", torch.rnn_relu: "relu"}
+KINDS = {**LAYERS, torch.lstm_cell: "lstm"}  # the other cells have few ops, and torch's are as fast
+_FUNCTIONS = {kind: func for func, kind in LAYERS.items()}
 
 
 def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`func(*args, **kwargs)`, one of `KINDS`, by ops of a layer; decomposed where they do not fit."""
+    if func not in LAYERS:
+        return _cell(*args) if _fits_cell(args, kwargs) else func(*args, **kwargs)
     if not _fits(func, args, kwargs):
         with _decomposed(any(isinstance(x, Tensor) and x.is_cuda for x in args)):
             return func(*args, **kwargs)
@@ -40,9 +44,37 @@ def _fits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     packed = len(args) != 9 or not isinstance(args[2], (list, tuple))
     if packed or kwargs or in_functorch() or torch.is_autocast_enabled(args[0].device.type):
         return False
-    tensors = [args[0], *(args[1] if isinstance(args[1], (list, tuple)) else (args[1],)), *args[2]]
-    alike = len({(x.dtype, x.device) for x in tensors}) == 1 and args[0].dtype.is_floating_point
-    return alike and args[0].dim() == 3 and all(x.numel() for x in tensors)
+    return args[0].dim() == 3 and _alike([args[0], *_states(args[1]), *args[2]])
+
+
+def _fits_cell(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    if len(args) not in (4, 6) or kwargs or in_functorch() or torch.is_autocast_enabled(args[0].device.type):
+        return False
+    if args[0].device.type != "cpu":  # CUDA has a kernel of its own for a cell
+        return False
+    tensors = [args[0], *_states(args[1]), *args[2:]]
+    if not all(isinstance(x, Tensor) for x in tensors) or not _alike(tensors) or len(tensors) != len(args) + 1:
+        return False
+    x, h, c, inputs, hidden, *_ = tensors
+    rows = x.shape[:1]
+    return (x.shape, h.shape, c.shape) == ((*rows, inputs.shape[1]), *[(*rows, hidden.shape[1])] * 2)
+
+
+def _states(start: Any) -> Sequence[Tensor]:
+    return start if isinstance(start, (list, tuple)) else (start,)
+
+
+def _alike(tensors: Sequence[Tensor]) -> bool:
+    alike = len({(x.dtype, x.device) for x in tensors}) == 1 and tensors[0].dtype.is_floating_point
+    return alike and all(x.numel() for x in tensors)
+
+
+def _cell(x: Tensor, start: Sequence[Tensor], *own: Tensor) -> tuple[Tensor, Tensor]:
+    """What torch's LSTM cell returns, the state and the cell, from a layer of one step. Without oneDNN: a call of its
+    LSTM costs more than a step."""
+    h, c = start
+    ys, last = _direction("lstm", False, x.unsqueeze(0), h, c, _weights(own, len(own) == 4), by_onednn=False)
+    return ys.squeeze(0), last
 
 
 def _layers(
@@ -81,13 +113,14 @@ def _weights(own: Sequence[Tensor], has_biases: bool) -> tuple[Tensor | None, ..
 
 
 def _direction(
-    kind: str, reverse: bool, x: Tensor, h: Tensor, c: Tensor | None, w: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor]:
+    kind: str, reverse: bool, x: Tensor, h: Tensor, c: Tensor | None, w: Sequence[Tensor | None],
+    by_onednn: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     operands = [None if t is None else t.contiguous() for t in (x, h, c, *w)]
     narrow = kind == "lstm" and x.dtype is torch.float32 and x.device.type == "cpu" and w[4] is None
-    by_onednn = narrow and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    narrow = narrow and torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
-    ys, last, _ = _Layer.apply(kind, ONEDNN if by_onednn else kind, reverse, keep, *operands)
+    ys, last, _ = _Layer.apply(kind, ONEDNN if narrow and by_onednn else kind, reverse, keep, *operands)
     return ys, last
 
 

@@ -74,7 +74,8 @@ def scratch(kind: str, steps: int, rows: int, size: int, outputs: int, projected
     every, shown = steps * rows * size, steps * rows * outputs
     bias = GATES[kind] * size
     if kind == "lstm":
-        return bias + 2 * rows * size, 7 * every + (1 + projected) * shown + rows * (size + outputs)
+        forth = 4 * rows * size if steps == 1 and not projected else bias + 2 * rows * size
+        return forth, 7 * every + (1 + projected) * shown + rows * (size + outputs)
     return (0, 7 * every + 7 * size) if kind == "gru" else (bias, 2 * every + rows * size + 1)
 
 
@@ -99,6 +100,9 @@ def _lstm(
     x: Tensor, h: Tensor, c: Tensor | None, w: Weights, reverse: bool, ys: Tensor, last: Tensor, saved: Tensor
 ) -> None:
     size = w.hidden.shape[0] // 4
+    if len(x) == 1 and w.project is None:
+        assert c is not None
+        return _lstm_step(x[0], h, c, w, ys[0], last, saved[0])
     gates = saved[..., : 4 * size]
     _of_inputs(x, w.inputs, _sum(w.input_bias, w.hidden_bias), gates)
     every = gates.unbind(0)
@@ -121,6 +125,27 @@ def _lstm(
             torch.mm(torch.mul(fourth[t], tanh, out=shown), w.project.t(), out=outs[t])
         h = outs[t]
     last.copy_(c)
+
+
+def _lstm_step(
+    x: Tensor, h: Tensor, c: Tensor, w: Weights, y: Tensor, last: Tensor, saved: Tensor
+) -> None:  # fmt: skip
+    """One step, in the order of `torch.lstm_cell`: in few calls, for a program that is unrolled makes many."""
+    size = h.shape[1]
+    gates, cell = saved[:, : 4 * size], saved[:, 4 * size :]
+    i, f, g, o = gates.chunk(4, 1)
+    if w.input_bias is None or w.hidden_bias is None:
+        torch.mm(x, w.inputs.t(), out=gates)
+        gates += torch.mm(h, w.hidden.t())
+    else:
+        torch.addmm(w.input_bias, x, w.inputs.t(), out=gates)
+        gates += torch.addmm(w.hidden_bias, h, w.hidden.t())
+    gates[:, : 2 * size].sigmoid_()
+    g.tanh_()
+    o.sigmoid_()
+    torch.mul(f, c, out=last).add_(i * g)  # addcmul rounds once
+    cell.copy_(last)
+    torch.mul(o, torch.tanh(last), out=y)
 
 
 def _gru(
@@ -167,6 +192,9 @@ _FORWARD: dict[str, Callable[..., None]] = {
 # --- backward ---------------------------------------------------------------------------------------------------------
 
 
+_SIGMOID, _TANH = torch.ops.aten.sigmoid_backward.grad_input, torch.ops.aten.tanh_backward.grad_input
+
+
 def _before(values: Tensor, first: Tensor, reverse: bool) -> Tensor:
     """Of values (T, B, H) of steps those of the step before each; `first` (B, H) before the first."""
     begin = first[None]
@@ -199,6 +227,8 @@ def _lstm_backward(
     ys: Tensor, saved: Tensor, dys: Tensor, dlast: Tensor | None, into: Grads,
 ) -> None:  # fmt: skip
     size = w.hidden.shape[0] // 4
+    if len(x) == 1 and w.project is None:
+        return _lstm_step_backward(x[0], h, c, w, saved[0], dys[0], dlast, into)
     i, f, g, o, cells = saved.split(size, 2)
     tanh = cells.tanh()
     gates = saved.new_empty((*saved.shape[:2], 4 * size))  # of which these are the factors, until step t fills it
@@ -228,6 +258,31 @@ def _lstm_backward(
     if whole is not None:
         _product(whole, shown, into.project)
     _ends(x, h, w, reverse, ys, gates, into)
+
+
+def _lstm_step_backward(
+    x: Tensor, h: Tensor, c: Tensor, w: Weights, saved: Tensor, dy: Tensor, dlast: Tensor | None, into: Grads
+) -> None:  # fmt: skip
+    i, f, g, o, cell = saved.chunk(5, 1)
+    gates = saved.new_empty((len(h), 4 * h.shape[1]))
+    di, df, dg, do = gates.chunk(4, 1)
+    tanh, work = torch.tanh(cell), torch.empty_like(h)
+    _SIGMOID(torch.mul(dy, tanh, out=work), o, grad_input=do)
+    dc = _TANH(torch.mul(dy, o, out=work), tanh, grad_input=tanh)
+    if dlast is not None:
+        dc += dlast
+    _SIGMOID(torch.mul(dc, g, out=work), i, grad_input=di)
+    _SIGMOID(torch.mul(dc, c, out=work), f, grad_input=df)
+    _TANH(torch.mul(dc, i, out=work), g, grad_input=dg)
+    torch.mul(dc, f, out=into.c)
+    if into.x.numel():
+        torch.mm(gates, w.inputs, out=into.x[0])
+    torch.mm(gates, w.hidden, out=into.h)
+    turned = gates.t()
+    torch.mm(turned, x, out=into.inputs)
+    torch.mm(turned, h, out=into.hidden)
+    if into.input_bias.numel():
+        torch.sum(gates, 0, out=into.input_bias)
 
 
 def _gru_backward(

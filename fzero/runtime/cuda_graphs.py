@@ -42,10 +42,15 @@ def obstacle(program: Program, device: torch.device) -> str | None:
     return None
 
 
+# their kernels on CUDA copy the lengths to the host, whatever the tags say (2.11.0, 2.13.0)
+_READ_LENGTHS = {"fzero.ctc_loss.default", "aten._ctc_loss_backward.Tensor"}
+
+
 def _waits(node: torch.fx.Node) -> str | None:
     """The reason why a node makes the host wait for the device; None if it does not."""
     tags = getattr(node.target, "tags", ())
-    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+    reads = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+    if reads or str(node.target) in _READ_LENGTHS:
         return f"reads back from the device: {node.target}"
     values = fx_values.tensors(node.meta.get("val"))
     operands = [v for n in node.all_input_nodes for v in fx_values.tensors(n.meta.get("val"))]

@@ -153,7 +153,7 @@ def test_no_call_of_a_segment_asks_the_allocator_for_more_than_its_heap(kind: st
 
 
 def _own() -> dict[Any, tuple[Any, ...]]:
-    """fzero's own ops that have a rule, with operands."""
+    """fzero's own ops that have a rule, and CTC's backward, with operands."""
     ops, size = torch.ops.fzero, 100_000
     codes = [torch.zeros(size, dtype=dtype) for dtype in (torch.int8, torch.uint8)]
     scales = [torch.zeros(-(-size // 64)) for _ in range(2)]
@@ -163,7 +163,11 @@ def _own() -> dict[Any, tuple[Any, ...]]:
     x, h, inputs, hidden = (torch.randn(shape) for shape in ((20, 16, 30), (16, 40), (120, 30), (120, 40)))
     layer = (x, h, None, inputs, hidden, None, None, None, "gru", False, True)
     results = ops.recurrent.default(*layer)
+    frames, lengths = torch.randn(50, 8, 20).log_softmax(-1), torch.full((8,), 50)
+    ctc = (frames, torch.randint(1, 20, (8, 10)), lengths, lengths // 5)
     return {
+        ops.ctc_loss.default: (*ctc, 10, 0, False),
+        aten._ctc_loss_backward.Tensor: (torch.ones(8), *ctc, *aten._ctc_loss.Tensor(*ctc, 0, False), 0, False),
         ops.recurrent.default: layer,  # of other kinds: tests/recurrent
         ops.recurrent_backward.default: (*results, results[0], None, *layer),
         ops.adamw8.default: step,

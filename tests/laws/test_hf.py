@@ -521,6 +521,7 @@ def test_a_check_of_values_is_made_when_the_program_runs() -> None:
     state = fzero.init(params, fzero.Spec(loss=of, optimizer=fzero.optim.sgd(0.1), allow_unused=True))
     batch = told()
     wrong = {**batch, "input_ids": batch["input_ids"].index_fill(1, torch.tensor([1]), 5)}
-    with pytest.raises(RuntimeError, match="Image features and image tokens do not match"):
+    with pytest.raises(RuntimeError, match="Image features and image tokens do not match") as error:
         fzero.step(state, wrong)
+    assert "tokens: a tensor of shape ()" in str(error.value)  # the complaint: "FakeTensor(..., size=(), ...)"
     assert fzero.step(state, batch).step == 1

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero._torch_compat import FakeTensorMode
+from fzero._torch_compat import FakeTensorMode, fake_empty
 from fzero.ir import segments
 
 
@@ -36,13 +36,13 @@ def leafwise(calls: Sequence[Call]) -> fx.GraphModule:
     holders = [graph.placeholder(f"x{i}") for i in range(len(calls))]
     targets = [graph.placeholder(f"into{i}") for i in range(len(calls))]
     results = []
-    with FakeTensorMode():
-        for call, holder, target in zip(calls, holders, targets, strict=True):
-            shape = (call.numel,) if call.flat else ()
-            holder.meta["val"] = torch.empty(call.numel, dtype=call.source.dtype, device=call.source.device)
-            target.meta["val"] = torch.empty(shape, dtype=call.result.dtype, device=call.result.device)
-            results.append(graph.call_function(call.target, (holder, *call.args), dict(call.kwargs)))
-            results[-1].meta["val"] = target.meta["val"]
+    mode = FakeTensorMode()
+    for call, holder, target in zip(calls, holders, targets, strict=True):
+        shape = (call.numel,) if call.flat else ()
+        holder.meta["val"] = fake_empty(mode, (call.numel,), call.source.dtype, call.source.device)
+        target.meta["val"] = fake_empty(mode, shape, call.result.dtype, call.result.device)
+        results.append(graph.call_function(call.target, (holder, *call.args), dict(call.kwargs)))
+        results[-1].meta["val"] = target.meta["val"]
     for target, value in zip(targets, results, strict=True):
         graph.call_function(torch.ops.aten.copy_.default, (target, value)).meta["val"] = target.meta["val"]
     graph.output([])

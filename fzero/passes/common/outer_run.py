@@ -151,7 +151,7 @@ class OuterRun:
             later = {self.level[u] for u in node.users if u in self.slot_key and self.level[u] > self.level[node]}
             for level in sorted(later) if node in short else ():
                 with self.gm.graph.inserting_after(node):
-                    copy = self.gm.graph.node_copy(node, lambda n: n)
+                    copy = fx_nodes.copy_node(self.gm.graph, node, lambda n: n)
                 self.level[copy], self.slot_key[copy], self.block_size[copy] = (
                     level,
                     self.slot_key[node],
