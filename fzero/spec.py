@@ -335,7 +335,7 @@ class Spec:
             _needs(isinstance(rules, Mapping) and bool(rules), "shard", rules, form)
             for rule, dims in rules.items():
                 _needs(isinstance(rule, str) and isinstance(dims, P), "shard", {rule: dims}, form)
-                only = f"other axes: zero= cuts leaves over {' and '.join(DATA)}, pipeline= over {PIPELINE!r}"
+                only = f"axes that cut dims: zero= cuts leaves over {' and '.join(DATA)}, pipeline= over {PIPELINE!r}"
                 _needs({*dims.axes}.isdisjoint(OWN_AXES), "shard", {rule: dims}, only)
         _needs(
             self.sequence is None or rules is not None,
@@ -346,7 +346,7 @@ class Spec:
         named = {axis for dims in (rules or {}).values() for axis in dims.axes}
         for axis, size in mesh.items():
             if axis not in (*OWN_AXES, *named) and size != 1:
-                example = f"a rule of shard= that names {axis!r}, as shard={{'blocks/*/w1': P({axis!r}, None)}}"
+                example = f"shard= with {axis!r} in a rule, as in shard={{'blocks/*/w1': P({axis!r}, None)}}"
                 hint = suggest(axis, [name for name in (*OWN_AXES, *named) if name not in mesh])
                 _needs(False, "mesh", mesh, example + (f".{hint}" if hint else ""))
         for axis in sorted(named - mesh.keys()):

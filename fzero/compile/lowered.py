@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -18,7 +18,8 @@ from fzero.ir import fx_nodes
 from fzero.ir.mesh import PIPELINE
 from fzero.ir.program import Program
 from fzero.lowering.localise import Sharding
-from fzero.passes import Options, PassRecord, trail
+from fzero.passes import BEFORE_ROLES, FROM_PREFETCH, UNTIL_PREFETCH, Options, PassRecord, trail
+from fzero.passes.pipeline.by_role import by_role
 from fzero.pipeline import Schedule
 from fzero.plan.layout import Plan
 from fzero.state.first_state import fingerprint
@@ -34,7 +35,7 @@ class Lowered:
     choices: Mapping[str, str]  # the decisions by name, with their reasons
     passes: tuple[PassRecord, ...]  # one line each: print(*lowered.passes, sep="\n")
     reduce: str  # "end" or "each": when the gradients of microbatches are reduced
-    options: Options = field(repr=False)  # of the passes
+    options: Mapping[int, Options] = field(repr=False)  # of the passes, by role
     schedule: Schedule | None = None  # the order of work of a pipeline
     sharding: Sharding | None = None  # with an axis that cuts dims, as `tp`: leaves, transfers and reasons; print it
 
@@ -70,19 +71,31 @@ class Lowered:
             raise FzeroError("there is no pipeline to draw: Spec(mesh={'pp': 2, ...}, pipeline='1f1b')")
         return draw(self.schedule)
 
-    def after(self, name: str) -> Program:
+    def after(self, name: str, role: int = 0) -> Program:
         """The program after pass `name`; "lower" gives the one before all passes. The passes run again for it.
 
-        Raises KeyError, which lists the names, if there is no such pass, and FzeroError for a pipeline.
+        role: in a pipeline, of which role from "by_role" on, where each gets a program of its own; before it there is
+        one for all. Raises KeyError, which lists the names, if there is no such pass or role.
         """
-        if self.schedule is not None:
-            raise FzeroError("a pipeline's passes make a program for each role: see lowered.programs[role]")
         names = ["lower", *(record.name for record in self.passes)]
         if name not in names:
             raise KeyError(f"there is no pass {name!r}: the passes are {', '.join(names)}")
-        if name == "lower":
-            return self.naive
-        return next(program for record, program in trail(self.naive, self.options) if record.name == name)
+        if role not in self.programs:
+            raise KeyError(f"there is no role {role!r}: the roles are {', '.join(map(str, self.programs))}")
+        return next(program for done, program in self._trail(role) if done == name)
+
+    def _trail(self, role: int) -> Iterator[tuple[str, Program]]:
+        """(pass, the program after it), all of them again, of a role from where a pipeline is cut on."""
+        program, options = self.naive, self.options[role]
+        yield "lower", program
+        first = replace(options, chunk_of={} if self.schedule is None else self.plan.chunk_of())
+        for record, after in trail(program, first, BEFORE_ROLES):
+            yield record.name, (program := after)
+        if self.schedule is not None:
+            program = by_role(program, self.schedule)[role]
+            yield "by_role", program
+        for record, after in trail(program, options, (*UNTIL_PREFETCH, *FROM_PREFETCH)):
+            yield record.name, after
 
     @cached_property
     def program_digest(self) -> str:

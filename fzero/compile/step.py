@@ -114,7 +114,7 @@ def _lower(
     if transport == "nccl" and wanted.cuda_graph:
         found = [why for program in programs.values() if (why := obstacle(program, torch.device("cuda")))]
         choices["cuda_graph"] = f"not one graph: {found[0]}" if found else "the step is one graph"
-    options = roles[0].options
+    options = {number: role.options for number, role in roles.items()}
     return Lowered(graph, plan, programs, choices, roles[0].records, chosen.value, options, schedule, sharding)
 
 

@@ -6,6 +6,7 @@ import importlib
 
 import cases
 import pytest
+from tp_models import gpt
 
 import fzero
 from fzero.passes import PASSES
@@ -35,6 +36,31 @@ def test_the_program_after_every_pass(options: dict[str, object]) -> None:
         assert counts == dict(record.after)
         before = program
     assert before == lowered.program
+
+
+def test_of_a_pipeline_each_role_has_programs_of_its_own() -> None:
+    """From where it is cut on; budgets may have changed the options of one role alone."""
+    model = gpt(layers=2)
+    spec = fzero.Spec(
+        loss=model.loss,
+        optimizer=fzero.optim.sgd(0.1),
+        mesh={"pp": 2, "dp": 2},
+        microbatches=2,
+        zero=3,
+        offload="optimizer",
+    )
+    lowered = fzero.lower(spec, model.params, model.batch(0, 0), world_size=4)
+    names = [record.name for record in lowered.passes]
+    cut = names.index("by_role")
+    assert lowered.after(names[cut - 1], role=1) == lowered.after(names[cut - 1])
+    assert lowered.after("by_role", role=1) != lowered.after("by_role")
+    for role, program in lowered.programs.items():
+        assert lowered.after(names[-1], role=role).ops == program.ops
+    for record in lowered.passes[cut:]:
+        counts = {kind: sum(op.kind == kind for op in lowered.after(record.name).ops) for kind in record.after}
+        assert counts == dict(record.after), record.name
+    with pytest.raises(KeyError, match="there is no role 2: the roles are 0, 1"):
+        lowered.after("segment", role=2)
 
 
 def test_a_pass_that_there_is_not() -> None:

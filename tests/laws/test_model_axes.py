@@ -30,7 +30,7 @@ def renamed(rules: Mapping[str, P], *axes: str) -> dict[str, P]:
 
 
 def apart(rules: Mapping[str, P]) -> dict[str, P]:
-    """Attention over `tp`, the MLP over `mp`, and the embedding by its words over one and by its width over the other."""
+    """Attention over `tp`, the MLP over `mp`, the embedding's words over one and its width over the other."""
     mlp = {rule: dims for rule, dims in rules.items() if "/up/" in rule or "/down/" in rule}
     return {**rules, **renamed(mlp, "mp"), "wte": P("tp", "mp")}
 
@@ -115,12 +115,11 @@ def test_beside_a_pipeline(schedule: str) -> None:
 
 def test_a_name_that_no_rule_has_is_refused() -> None:
     model = gpt()
-    with pytest.raises(fzero.SpecError, match=r"needed a rule of shard= that names 'ddp'.*Did you mean 'dp'"):
+    with pytest.raises(fzero.SpecError, match=r"needed shard= with 'ddp' in a rule.*Did you mean 'dp'"):
         fzero.Spec(loss=model.loss, optimizer=optim.sgd(0.1), mesh={"ddp": 2})
     with pytest.raises(fzero.SpecError, match=r"an axis 'mp' in mesh.*Did you mean 'mpp'"):
         fzero.Spec(loss=model.loss, optimizer=optim.sgd(0.1), mesh={"mpp": 2}, shard={"a": P("mp"), "b": P("mpp")})
+    rules = {"wte": P(("mp", "tp"), None)}
+    spec = fzero.Spec(loss=model.loss, optimizer=optim.sgd(0.1), mesh={"tp": 2, "mp": 2}, shard=rules)
     with pytest.raises(fzero.SpecError, match=r"the mesh has these axes in the order \['tp', 'mp'\]: name them so"):
-        spec = fzero.Spec(
-            loss=model.loss, optimizer=optim.sgd(0.1), mesh={"tp": 2, "mp": 2}, shard={"wte": P(("mp", "tp"), None)}
-        )
         fzero.lower(spec, model.params, model.batch(0, 0), world_size=4)

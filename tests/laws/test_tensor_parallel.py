@@ -663,12 +663,13 @@ def test_dims_are_copied_and_pickled() -> None:
 
 
 def test_dims_that_make_no_sense() -> None:
-    refused(r"shard.*P\('dp', None\).*the axis 'tp' alone", shard={"wte": P("dp", None)})
+    refused(r"shard.*P\('dp', None\).*axes that cut dims: zero= cuts leaves over dp_out", shard={"wte": P("dp", None)})
+    refused(r"shard.*\('dp', 'tp'\).*axes that cut dims", shard={"wte": P(("dp", "tp"), None)})
     refused(r"P\('tp', None, None\) names 3 dims; params/wte has shape", shard={"wte": P("tp", None, None)})
     with pytest.raises(fzero.SpecError, match="axis 'tp' cuts two dims"):
         P("tp", "tp")
-    with pytest.raises(fzero.SpecError, match="one dim over several axes"):
-        P(("dp", "tp"), None)
+    with pytest.raises(fzero.SpecError, match=r"P\(\['tp'\]\): \['tp'\] is none of an axis, a tuple of axes"):
+        P(["tp"])  # type: ignore[arg-type]
 
 
 def test_an_axis_and_rules_belong_together() -> None:

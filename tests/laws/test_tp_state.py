@@ -166,4 +166,4 @@ def test_an_error_of_one_rank_is_one_of_all(tmp_path: Path) -> None:
         assert damaged.startswith("CorruptError: "), damaged
         assert "shard-00002" in damaged
         assert asked.startswith("DisagreementError: "), asked
-        assert "the part over tp of 'params/w1'" in asked
+        assert "the part by dims of 'params/w1'" in asked

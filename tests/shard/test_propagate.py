@@ -262,7 +262,7 @@ def test_every_transfer(source: Placement, want: Placement) -> None:
     whole = torch.arange(48.0).view(4, 12).t().contiguous().t()
     x.meta["val"] = torch.empty_strided(whole.shape, whole.stride(), device="meta")
     graph.output((x,))
-    made = propagate(fx.GraphModule(torch.nn.Module(), graph), [source], [want], 2, leaves=[False])
+    made = propagate(fx.GraphModule(torch.nn.Module(), graph), [source], [want], 2, "tp", leaves=[False])
     assert [move.kind for move in made.moves] == [kind_of(source, want)]
     assert made.sent_bytes == wire_bytes(source, want, whole, 2)
     (found,) = run(made, [whole])
@@ -276,7 +276,7 @@ def test_a_maximum_is_joined_before_it_is_cut() -> None:
     x.meta["val"] = torch.empty(4, 2, device="meta")
     graph.output((x,))
     gm = fx.GraphModule(torch.nn.Module(), graph)
-    made = propagate(gm, [Partial("max")], [Shard(0)], 2, leaves=[False])
+    made = propagate(gm, [Partial("max")], [Shard(0)], 2, "tp", leaves=[False])
     assert [move.kind for move in made.moves] == ["all_reduce", "own_part"]
     whole = torch.arange(8.0).view(4, 2) - 4
     assert torch.equal(run(made, [whole])[0], whole)

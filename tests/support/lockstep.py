@@ -75,7 +75,7 @@ def with_whole(case: Captured, rules: Mapping[str, Placement], n: int) -> tuple[
     split_bias(gm, placed)
     segments.merge_equal(gm)
     wanted = [place(case.grad_of.get(i)) for i in range(count)]
-    return gm, propagate(gm, placed, wanted, n, leaves=[path is not None for path in case.paths])
+    return gm, propagate(gm, placed, wanted, n, "tp", leaves=[path is not None for path in case.paths])
 
 
 def run(made: Sharded, inputs: list[Tensor]) -> list[Tensor]:
