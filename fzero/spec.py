@@ -41,13 +41,13 @@ class Spec:
     step: instead of the two: `(state, batch) -> (new state, metrics)` over any pytrees.
     mesh: axis sizes, the last varying fastest over ranks, as {"pp": 2, "dp": 4}. `dp` splits the batch; so does
     `dp_out`, over a slower link (see `zero`). `pp` splits the model (see `pipeline`): ranks that differ in `pp` alone
-    are given the same batch. `tp` splits layers (see `shard`): its ranks are given the same batch too. One axis may be
-    -1: the rest of the world. None: all ranks are `dp`.
-    shard: with `tp`, path rules of leaves to `fzero.P`: the dims that its ranks hold parts of; the first match wins,
-    and a leaf without one is held by each. As {"blocks/*/attn/w[qkv]": P("tp", None), "blocks/*/attn/wo": P(None,
-    "tp")}. The loss stays as it is: what ranks must exchange follows from the rules (docs/parallel.md).
-    sequence: "tp": what ranks of `tp` sum lies in parts along dim 1 (the tokens of a batch of sequences) until it is
-    needed whole: the same bytes travel, and norms, dropout and residuals take a share of the memory. None: it is whole.
+    are given the same batch. An axis of any other name, as `tp`, splits layers (see `shard`): its ranks are given the
+    same batch too. One axis may be -1: the rest of the world. None: all ranks are `dp`.
+    shard: with axes as `tp`, path rules of leaves to `fzero.P`: the dims that their ranks hold parts of; the first
+    match wins, and a leaf without one is held by each. As {"blocks/*/attn/w[qkv]": P("tp", None), "blocks/*/attn/wo":
+    P(None, "tp")}. The loss stays as it is: what ranks must exchange follows from the rules (docs/tensor.md).
+    sequence: such an axis: what its ranks sum lies in parts along dim 1 (the tokens of a batch of sequences) until it
+    is needed whole: the same bytes travel, and norms, dropout and residuals take a share of the memory. None: it is whole.
     pipeline: with `pp`, the order of work: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", or an `fzero.Pipeline`.
     None: "1f1b". No order changes a bit (docs/parallel.md).
     zero: the ZeRO stage 0..3, or path rules to stages, first match wins: `{"blocks/**": 3, "**": 1}`. With an axis

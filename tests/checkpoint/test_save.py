@@ -246,6 +246,11 @@ BAD_CUTS = {
     "unequal groups": {"dim": 0, "groups": 2, "ranks": 2},
     "no groups": {"dim": 0, "groups": 0, "ranks": 2},
     "one rank": {"dim": 0, "groups": 1, "ranks": 1},
+    "a list of one": [{"dim": 0, "groups": 1, "ranks": 2}],
+    "more parts than there are": [{"dim": 0, "groups": 1, "ranks": 2}, {"dim": 0, "groups": 1, "ranks": 4}],
+    "other groups of a dim": [{"dim": 1, "groups": 1, "ranks": 2}, {"dim": 1, "groups": 2, "ranks": 2}],
+    "nine cuts": [{"dim": 0, "groups": 1, "ranks": 2}] * 9,
+    "no objects": [1, 2],
     "a missing key": {"dim": 0, "groups": 1},
     "an unknown key": {"dim": 0, "groups": 1, "ranks": 2, "axis": "tp"},
 }

@@ -167,3 +167,53 @@ def test_an_error_of_one_rank_is_one_of_all(tmp_path: Path) -> None:
         assert "shard-00002" in damaged
         assert asked.startswith("DisagreementError: "), asked
         assert "the part by dims of 'params/w1'" in asked
+
+
+BOTH = {
+    "fused": P(groups(("tp", "mp"), 3), None),
+    "w1": P(("tp", "mp"), None),
+    "b1": P(("tp", "mp")),
+    "w2": P("mp", "tp"),
+}
+
+
+def over_both(folder: str) -> dict[str, Tensor]:
+    """On 2 x 2 of two axes that cut dims: a state trained, saved, given back by DTensors, loaded onto other meshes."""
+    torch.set_num_threads(1)
+    mine = spec(mesh={"tp": 2, "mp": 2}, shard=BOTH)
+    state = fzero.init(params(), mine)
+    assert not differing({f"params/{name}": x for name, x in params().items()}, of_params(by_path(state)))
+    for step in range(2):
+        state = fzero.step(state, batch(0, 1, step))
+    fzero.save(state, folder)
+    whole = by_path(state)
+
+    tensors = {name: leaf.to_dtensor() for name, leaf in state.params.items()}
+    assert tensors["w1"].placements == (Shard(0), Shard(0), Replicate())
+    assert tensors["w2"].placements == (Shard(1), Shard(0), Replicate())
+    assert all(torch.equal(x.full_tensor(), whole[f"params/{name}"]) for name, x in tensors.items())
+    assert torch.equal(state.params["w1"].local, tensors["w1"].to_local())
+    assert not differing(of_params(by_path(fzero.init(tensors, mine))), of_params(whole))
+    other = {**SHARD, "w1": P(None, "tp")}
+    for mesh, rules in (
+        ({"tp": 4}, other),
+        ({"dp": 2, "mp": 2}, {"w1": P(None, "mp"), "w2": P("mp")}),
+        ({"dp": 4}, None),
+    ):
+        turned = fzero.load(folder, spec(mesh=mesh, shard=rules, zero=3))
+        assert not differing(by_path(turned), whole)
+        fzero.save(turned, f"{folder}/{len(mesh)}{next(iter(mesh))}")
+        back = fzero.load(f"{folder}/{len(mesh)}{next(iter(mesh))}", mine)
+        assert not differing(by_path(back), whole)
+    return whole
+
+
+def test_a_state_over_two_axes(tmp_path: Path) -> None:
+    plain = run(spec(mesh={"tp": 2, "mp": 2}, shard=BOTH), params(), lambda r, s: batch(0, 1, s), world=4, steps=2)
+    for whole in values(gloo(4, over_both, str(tmp_path))):
+        assert not differing(whole, plain.final)
+    saved = fzero.checkpoint.manifest(tmp_path)
+    assert {leaf.path: len(leaf.cuts) for leaf in saved.leaves}["params/fused"] == 2
+    written = sum((piece.stop - piece.start) * leaf.dtype.itemsize for leaf in saved.leaves for piece in leaf.pieces)
+    assert written == sum(leaf.nbytes for leaf in plain.final.values())
+    assert not differing(by_path(fzero.load(tmp_path, spec())), plain.final)
