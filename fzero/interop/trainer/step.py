@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
 
@@ -27,11 +28,12 @@ from fzero.interop.trainer.statistics import Statistics, of_window, without_coun
 from fzero.training import UPDATED
 
 LOGGED = "logged"  # the metric that holds what compute_loss logs: a list of {name: number}
+LOSSES = "losses"  # the metric that holds the loss of each micro batch of each data rank, over their number
 
 
 def loss_of(trainer: Any, module: Functional, statistics: Statistics) -> Callable[[Any, Any], Any]:
-    """The loss of a window, as `window` made it, for `fzero.Spec(loss=)`. What `compute_loss` logs is its metrics, and
-    the statistics that the module writes are updated leaves."""
+    """The loss of a window, as `window` made it, for `fzero.Spec(loss=)`. Its metrics are the losses of the micro
+    batches and what `compute_loss` logs; the statistics that the module writes are updated leaves."""
 
     def loss(params: Any, batch: Any) -> Any:
         items, weight = batch.get("items"), batch["weight"].reshape(())
@@ -48,10 +50,14 @@ def loss_of(trainer: Any, module: Functional, statistics: Statistics) -> Callabl
         (value, entries), added = found if held else (found, {})
         mean = fzero.Mean(value.float() * weight, batch["count"].reshape(()))
         means = [{name: fzero.Mean(x * weight, weight) for name, x in _logged(e, weight).items()} for e in entries]
-        metrics: dict[str, Any] = {LOGGED: means} if means else {}
+        slots = batch["slots"].reshape(-1)
+        alone = value.detach().float()
+        metrics: dict[str, Any] = {LOSSES: torch.where(slots, alone, torch.zeros_like(alone))}
+        if means:
+            metrics[LOGGED] = means
         if held:
             metrics[UPDATED] = statistics.updated(held, added, batch, trainer.args.gradient_accumulation_steps)
-        return (mean, metrics) if metrics else mean
+        return mean, metrics
 
     return loss
 
@@ -98,12 +104,13 @@ def forward_only(copy: nn.Module) -> Iterator[None]:
 
 
 def window(
-    batches: Sequence[shapes.Batch], items: Any, microbatches: int, scaled: bool, device: Any, tracks: bool = False
-) -> dict[str, Any]:
+    batches: Sequence[shapes.Batch], items: Any, microbatches: int, scaled: bool, place: tuple[int, int], device: Any,
+    tracks: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """The batch of a step: the micro batches of a window, of one shape.
 
-    items: tokens of the window over all ranks, or None. scaled: whether the loss has been divided by them. tracks:
-    whether the model has running statistics.
+    items: tokens of the window over all ranks, or None. scaled: whether the loss has been divided by them. place: this
+    data rank, and how many there are. tracks: whether the model has running statistics.
     """
     short = microbatches - len(batches)
     weight = torch.tensor([1] * len(batches) + [0] * short, device=device)
@@ -112,9 +119,38 @@ def window(
         "inputs": shapes.joined([*batches, *[batches[0]] * short]),
         "weight": weight,
         "count": once if scaled else weight,
+        "slots": _slots(microbatches, place, device),
         **(of_window(len(batches), microbatches, device) if tracks else {}),
     }
     return batch if items is None else {**batch, "items": whole(items, device).expand(microbatches).contiguous()}
+
+
+def _slots(microbatches: int, place: tuple[int, int], device: Any) -> Tensor:
+    """For each micro batch, which entry of the metric LOSSES is its own on this data rank."""
+    rank, ranks = place
+    own = torch.eye(microbatches, dtype=torch.bool, device=device)
+    return F.pad(own, (rank * microbatches, (ranks - rank - 1) * microbatches))
+
+
+def losses(metrics: Any, number: int, microbatches: int, scaled: bool, place: tuple[int, int]) -> Tensor:
+    """What the stock Trainer's `training_step` returns on this rank for each of the `number` micro batches of a
+    window: fp32, shape (number,). The others are as in `window`."""
+    rank, ranks = place
+    own = metrics[LOSSES][rank * microbatches :][:number] * (microbatches * ranks)
+    return own if scaled else own / number
+
+
+def filtered(values: Tensor, so_far: Tensor, steps: int) -> Tensor:
+    """The sum of losses. In the place of one that is not finite comes the mean of all that were logged so far, as
+    transformers' `logging_nan_inf_filter` has it. so_far: the sum before. steps: since the last log, with this one.
+
+    >>> filtered(torch.tensor([2.0, torch.nan]), torch.tensor(4.0), 2)
+    tensor(5.)
+    """
+    total = so_far.clone()
+    for value in values:
+        total = total + (value if value.isfinite() else total / steps)
+    return total - so_far
 
 
 def whole(items: Any, device: Any) -> Tensor:
