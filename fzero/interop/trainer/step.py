@@ -3,7 +3,8 @@
 transformers takes the gradient of a sum over a window's micro batches and of a mean over the ranks. It sums what the
 trainer's own `compute_loss` returns: a loss that was divided by `num_items_in_batch`, the tokens of the window over all
 ranks, or else the mean of a micro batch, divided by their number. Either is a `fzero.Mean`, whose count is 1 a rank,
-or 1 a micro batch. A short window is filled up with copies of its first micro batch, whose weight is 0.
+or 1 a micro batch. A short window is filled up with copies of its first micro batch, whose weight is 0. A last micro
+batch of fewer rows, whose mean no added rows may change, is computed at its own size in a program of its own.
 """
 
 from __future__ import annotations
@@ -35,29 +36,35 @@ def loss_of(trainer: Any, module: Functional, statistics: Statistics) -> Callabl
     """The loss of a window, as `window` made it, for `fzero.Spec(loss=)`. Its metrics are the losses of the micro
     batches and what `compute_loss` logs; the statistics that the module writes are updated leaves."""
 
-    def loss(params: Any, batch: Any) -> Any:
-        items, weight = batch.get("items"), batch["weight"].reshape(())
-        inputs, count = dict(batch["inputs"]), None if items is None else items.reshape(())
+    def one(params: Any, buffers: Any, inputs: Any, count: Any) -> tuple[Tensor, list[dict[str, Tensor]], Any]:
+        """(the loss of a micro batch, what it logs, the statistics that it adds)."""
 
         def call(copy: Any) -> Any:
             without_count(copy)
             with forward_only(copy), trainer.noting() as entries:
-                return trainer.compute_loss(copy, inputs, num_items_in_batch=count), entries
+                return trainer.compute_loss(copy, dict(inputs), num_items_in_batch=count), entries
 
+        found = module.apply.call(params, buffers, call)
+        (value, entries), added = found if statistics.names else (found, {})
+        return value.float().reshape(()), [_logged(entry, value) for entry in entries], added
+
+    def loss(params: Any, batch: Any) -> Any:
+        items, weight = batch.get("items"), batch["weight"].reshape(())
+        count = None if items is None else items.reshape(())
         params, held = statistics.split(params)
         buffers = {**module.buffers, **tree.map(torch.zeros_like, held)}
-        found = module.apply.call(params, buffers, call)
-        (value, entries), added = found if held else (found, {})
-        mean = fzero.Mean(value.float() * weight, batch["count"].reshape(()))
-        means = [{name: fzero.Mean(x * weight, weight) for name, x in _logged(e, weight).items()} for e in entries]
-        slots = batch["slots"].reshape(-1)
-        alone = value.detach().float()
-        metrics: dict[str, Any] = {LOSSES: torch.where(slots, alone, torch.zeros_like(alone))}
-        if means:
-            metrics[LOGGED] = means
+        found = one(params, buffers, batch["inputs"], count)
+        if "tail" in batch:
+            last = batch["last"].reshape(())
+            found = tree.map(lambda a, b: torch.where(last, b, a), found, one(params, buffers, batch["tail"], count))
+        value, entries, added = found
+        alone = value.detach()
+        metrics: dict[str, Any] = {LOSSES: torch.where(batch["slots"].reshape(-1), alone, torch.zeros_like(alone))}
+        if entries:
+            metrics[LOGGED] = [{name: fzero.Mean(x * weight, weight) for name, x in e.items()} for e in entries]
         if held:
             metrics[UPDATED] = statistics.updated(held, added, batch, trainer.args.gradient_accumulation_steps)
-        return mean, metrics
+        return fzero.Mean(value * weight, batch["count"].reshape(())), metrics
 
     return loss
 
@@ -107,20 +114,26 @@ def window(
     batches: Sequence[shapes.Batch], items: Any, microbatches: int, scaled: bool, place: tuple[int, int], device: Any,
     tracks: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """The batch of a step: the micro batches of a window, of one shape.
+    """The batch of a step: the micro batches of a window, of one shape. The last may have fewer rows: then a batch of
+    whole rows lies in its place, and `tail` holds it once for each micro batch, of which the loss takes the last.
 
     items: tokens of the window over all ranks, or None. scaled: whether the loss has been divided by them. place: this
     data rank, and how many there are. tracks: whether the model has running statistics.
     """
-    short = microbatches - len(batches)
-    weight = torch.tensor([1] * len(batches) + [0] * short, device=device)
+    short, number, more = microbatches - len(batches), len(batches), {}
+    if shapes.num_rows(batches[-1]) != shapes.num_rows(batches[0]):
+        last = torch.arange(microbatches, device=device) == number - 1
+        more = {"tail": shapes.joined([batches[-1]] * microbatches), "last": last}
+        batches = [*batches[:-1], batches[0]]
+    weight = torch.tensor([1] * number + [0] * short, device=device)
     once = torch.tensor([1] + [0] * (microbatches - 1), device=device)
     batch = {
         "inputs": shapes.joined([*batches, *[batches[0]] * short]),
         "weight": weight,
         "count": once if scaled else weight,
         "slots": _slots(microbatches, place, device),
-        **(of_window(len(batches), microbatches, device) if tracks else {}),
+        **(of_window(number, microbatches, device) if tracks else {}),
+        **more,
     }
     return batch if items is None else {**batch, "items": whole(items, device).expand(microbatches).contiguous()}
 

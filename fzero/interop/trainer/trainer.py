@@ -179,9 +179,9 @@ class Mixin(transformers.Trainer):
     def _filled(self, batch: Any, rows: int, num_batches: int) -> Any:
         if weightless.rows(self, batch):
             return shapes.filled(batch, rows)
-        if num_batches > 1:
+        if num_batches > 1 and dict(self._mesh.axes).get("pp", 1) > 1:
             refusals.short_batch(shapes.num_rows(batch), rows)
-        return batch  # of a step of one batch, with a program of its own
+        return batch  # at its own size, in a program of its own
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Keeps a micro batch; the last of a window makes the step. Returns this rank's loss then, and 0 before."""

@@ -51,8 +51,8 @@ def places(trainer: Any) -> bool:
 
 
 def rows(trainer: Any, batch: Any) -> bool:
-    """Whether rows without labels or answers weigh nothing in the trainer's loss. batch: None for what is known before there is
-    one."""
+    """Whether rows without labels or answers weigh nothing in the trainer's loss. batch: None for what is known before
+    there is one."""
     model = inner(trainer.model)
     own = trainer.compute_loss_func is not None or type(trainer).compute_loss is not transformers.Trainer.compute_loss
     answers = list(trainer.label_names) == list(ANSWERS)
