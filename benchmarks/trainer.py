@@ -37,11 +37,19 @@ class Interleaved(transformers.TrainerCallback):
 
     def on_step_end(self, *given: Any, **more: Any) -> None:
         self.trainer.append(time.perf_counter() - self.began)
+        together()
         start = time.perf_counter()
         self.state = fzero.step(self.state, self.batches[self.state.step % len(self.batches)])
         float(self.state.metrics["loss"])  # which the Trainer reads too
         self.plain.append(time.perf_counter() - start)
+        together()
         self.began = time.perf_counter()
+
+
+def together() -> None:
+    """Waits for the other ranks, so that a step pays for no rank that is late from the step before."""
+    if WORLD > 1:
+        torch.distributed.barrier()
 
 
 def main() -> int:

@@ -116,7 +116,7 @@ def backward_bytes(c: Convolution, incoming: Tensor, wants_source: bool, wants_w
     of_source = max(source, result + weight + source - c.source.nbytes * (not c.strided))
     of_source = max(of_source, 2 * c.source.nbytes) if c.strided else of_source
     few = c.source.nbytes * (c.source.shape[1] > 3) * (1 + c.strided)
-    of_weight = (source if c.reorders_source or (c.window > 25 and not AVX512) else few) + result + weight
+    of_weight = (source if c.reorders_source or not AVX512 else few) + result + weight
     if c.transposed or c.dilated or c.groups > 1 or c.window > 100:
         of_weight += 3 * weight + (source - few) * (not c.reorders_source) + SCRATCH
     if c.window > 100 and c.source.dim() == 5 and not AVX512:  # a product of the columns of one plane

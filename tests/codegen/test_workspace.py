@@ -210,7 +210,7 @@ BY_DATABASE = (  # ops of torch's database whose calls meet the rules that nothi
     "nn.functional.max_pool3d", "nn.functional.max_unpool2d", "nn.functional.max_unpool3d",
     "nn.functional.multi_margin_loss", "nn.functional.multilabel_margin_loss", "nn.functional.nll_loss",
     "nn.functional.pad.reflect", "nn.functional.pad.replicate", "nn.functional.pixel_shuffle",
-    "nn.functional.pixel_unshuffle", "nn.functional.soft_margin_loss", "ormqr", "pinverse", "renorm", "roll",
+    "nn.functional.pixel_unshuffle", "nn.functional.soft_margin_loss", "ormqr", "pinverse", "renorm",
     "scatter", "scatter_add", "scatter_reduce.mean", "searchsorted", "softmax", "sort", "stft", "t_copy",
     "torch.ops.aten._safe_softmax.default", "tril", "unfold",
 )  # fmt: skip

@@ -1,7 +1,6 @@
 """`fzero.interop.Trainer` beside the stock Trainer: the same losses, norms, rates, evaluations, predictions, from the
 same script; and what it leaves on disk."""
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -229,18 +228,6 @@ def test_lengths_take_few_programs(tmp_path: Path) -> None:
     trainer.train()
     assert len(lengths) > 15
     assert len(trainer.engine.state.runtime.programs) <= 3
-
-
-def test_short_batches_that_cannot_be_filled_are_refused(tmp_path: Path) -> None:
-    """A mean over rows would change. With whole batches the same runs."""
-    trainer = make(OURS, "bert", tmp_path, **SHORT)
-    trainer.model.config.num_labels, trainer.model.config.problem_type = 3, "multi_label_classification"
-    rows = [{**row, "labels": torch.eye(3)[int(row["labels"])]} for row in trainer.train_dataset]
-    options = {"data_collator": trainer.data_collator, "train_dataset": rows, "eval_dataset": rows[:4]}
-    with pytest.raises(fzero.ConfigError, match=r"45|1 rows of 2.*dataloader_drop_last=True"):
-        type(trainer)(trainer.model, trainer.args, **options)
-    args = dataclasses.replace(trainer.args, dataloader_drop_last=True, max_steps=2, eval_strategy="no")
-    assert type(trainer)(trainer.model, args, **options).train().global_step == 2
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

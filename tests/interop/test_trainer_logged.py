@@ -14,7 +14,7 @@ from fzero.errors import CaptureError
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-from trainers import OURS, QUIET, STOCK, llama, padded, text  # noqa: E402
+from trainers import OURS, QUIET, STOCK, bert, llama, padded, run, seeded, sequences, text  # noqa: E402
 
 
 class Logging:
@@ -98,3 +98,44 @@ class Vector(Logging):
 def test_what_is_no_number_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"self\.log\(\{'squares': \.\.\.\}\) in compute_loss.*Log its \.mean"):
         logging(OURS, tmp_path, Vector)
+
+
+# --- losses that are not finite
+
+
+def sometimes_masked(count: int) -> list[Any]:
+    """Rows of which every third has no label: the mean over its labels is 0 / 0."""
+    rows = [{"input_ids": ids, "labels": torch.full_like(ids, -100)} for ids in sequences(count, 0, 10, 10)]
+    for i, row in enumerate(rows):
+        if i % 3:
+            row["labels"][i % 10] = row["input_ids"][i % 10]
+    return rows
+
+
+def masked(folder: str, **options: Any) -> list[list[dict[str, float]]]:
+    """What both kinds log of a masked language model, each micro batch one row. At the top for `gloo`."""
+    logged = []
+    for kind in (OURS, STOCK):
+        model, rows = seeded(lambda: bert("BertForMaskedLM")), sometimes_masked(23)
+        given = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "logging_steps": 2, **options}
+        trainer = run(kind, Path(folder) / kind, model, rows, max_steps=7, **given)
+        names = ("loss", "grad_norm", "train_loss")
+        logged.append([{n: float(e[n]) for n in names if n in e} for e in trainer.state.log_history])
+    return logged
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["filtered", "as they are"])
+def test_a_micro_batch_without_labels_is_logged_as_the_stock_trainer_logs_it(kept: bool, tmp_path: Path) -> None:
+    """Its loss is NaN and its gradient 0. `logging_nan_inf_filter` puts the mean of the losses so far in its place."""
+    ours, stock = masked(str(tmp_path), logging_nan_inf_filter=kept)
+    assert len(stock) == 4
+    for a, b in zip(ours, stock, strict=True):
+        assert a == pytest.approx(b, rel=1e-5, nan_ok=True)
+    assert all(entry["loss"] != entry["loss"] for entry in stock[:-1]) is not kept
+
+
+@pytest.mark.sampled(1)
+def test_on_two_ranks_each_filters_its_own_losses(tmp_path: Path) -> None:
+    for ours, stock in values(gloo(2, masked, str(tmp_path))):
+        for a, b in zip(ours, stock, strict=True):
+            assert a == pytest.approx(b, rel=1e-5)

@@ -125,6 +125,26 @@ def test_processes_and_an_evaluation_of_the_loss_agree() -> None:
         assert evaluated == pytest.approx({name: found[name] for name in evaluated}, rel=1e-6)
 
 
+def in_a_pipeline() -> Any:
+    """Of two stages: what a step and an evaluation find. At the top for `gloo`."""
+    spec = fzero.Spec(loss=loss, optimizer=SGD, mesh={"pp": 2}, microbatches=2)
+    state = fzero.init(params(random.key(0)), spec, key=random.key(0))
+    value, metrics = fzero.evaluate(state, whole(0), loss)
+    state = fzero.step(state, whole(0))
+    names = ("first", "error", "by_column", "masked")
+    evaluated = {"loss": value, **{name: metrics[name] for name in names}}
+    return [{name: torch.as_tensor(found[name]).tolist() for name in evaluated} for found in (state.metrics, evaluated)]
+
+
+@pytest.mark.sampled(1)
+def test_an_evaluation_in_a_pipeline_finds_what_its_step_finds() -> None:
+    expected = wanted(params(random.key(0)), 0, 2)
+    for found, evaluated in values(gloo(2, in_a_pipeline)):
+        for name in evaluated:
+            assert found[name] == pytest.approx(expected[name].tolist(), rel=1e-5), name
+            assert evaluated[name] == pytest.approx(found[name], rel=1e-5), name
+
+
 def test_narrow_metrics_are_summed_in_fp32_and_get_no_gradient() -> None:
     def narrow(p: Any, b: Tensor) -> Any:
         y = b @ p["w"]

@@ -214,16 +214,18 @@ def _untied(model: Any) -> bool:
 
 
 def short_batches(trainer: Any, args: Any, dataset: Any, mesh: Mesh) -> None:
-    """Raises ConfigError for a last batch of an epoch that cannot be filled up without changing its mean."""
-    if mesh.data_ranks > 1 or args.dataloader_drop_last or args.gradient_accumulation_steps == 1:
-        return  # Accelerate fills the batches of several ranks; a step of one batch has a program of its own
+    """Raises ConfigError for a last batch of an epoch that a pipeline cannot take: its stages run one shape."""
+    if dict(mesh.axes).get("pp", 1) == 1 or mesh.data_ranks > 1:
+        return  # a step of one rank takes it at its own size, and Accelerate fills the batches of several
+    if args.dataloader_drop_last or args.gradient_accumulation_steps == 1:
+        return  # a step of one batch has a program of its own
     left = 0 if isinstance(dataset, IterableDataset) else len(dataset) % args.train_batch_size
     if left and not weightless.rows(trainer, None):
         short_batch(left, args.train_batch_size)
 
 
 def short_batch(num_rows: int, rows: int) -> None:
-    """Raises ConfigError: a batch that is too short, of a loss that no rows can be left out of."""
-    why = "it is not known of this loss that rows without labels weigh nothing"
-    text = f"train_dataset: the last batch of an epoch has {num_rows} rows of {rows}, and {why}"
-    raise_all([("train_dataset", f"{text}. Set dataloader_drop_last=True")])
+    """Raises ConfigError: a batch that is too short for a pipeline, of a loss that no rows can be left out of."""
+    why = "a mesh axis 'pp' runs micro batches of one shape, and it is not known of this loss that rows without labels"
+    text = f"train_dataset: the last batch of an epoch has {num_rows} rows of {rows}: {why} weigh nothing"
+    raise_all([("train_dataset", f"{text}. Set dataloader_drop_last=True, or leave the axis out")])

@@ -2,7 +2,7 @@
 
 A program is made for each shape. So the rows of a batch become those of the others, and its length pad_to * 2**k for
 the least k that fits, the same on all ranks. What is added weighs nothing: padded places have no label and no
-attention, added rows no label.
+attention, added rows no label, or an answer after the last place.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ PADDING = (
 )
 IGNORED = -100  # the label of a place that weighs nothing, in transformers and in torch
 TOKENS = ("input_ids", "decoder_input_ids")
+ANSWERS = ("start_positions", "end_positions")  # labels of question answering
+WEIGHTLESS = {"labels": IGNORED, **dict.fromkeys(ANSWERS, 2**31 - 1)}  # a place after the last is ignored
 
 
 @contextmanager
@@ -87,7 +89,7 @@ def filled(batch: Batch, rows: int) -> dict[str, Any]:
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.dim() and value.shape[0] < rows:
             more = value[:1].expand(rows - value.shape[0], *value.shape[1:])
-            value = torch.cat([value, torch.full_like(more, IGNORED) if name == "labels" else more])
+            value = torch.cat([value, torch.full_like(more, WEIGHTLESS[name]) if name in WEIGHTLESS else more])
         result[name] = value
     return result
 

@@ -179,12 +179,12 @@ class Mixin(transformers.Trainer):
     def _filled(self, batch: Any, rows: int, num_batches: int) -> Any:
         if weightless.rows(self, batch):
             return shapes.filled(batch, rows)
-        if num_batches > 1:
+        if num_batches > 1 and dict(self._mesh.axes).get("pp", 1) > 1:
             refusals.short_batch(shapes.num_rows(batch), rows)
-        return batch  # of a step of one batch, with a program of its own
+        return batch  # at its own size, in a program of its own
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Keeps a micro batch; the last of a window makes the step. Returns the window's loss then, and 0 before."""
+        """Keeps a micro batch; the last of a window makes the step. Returns this rank's loss then, and 0 before."""
         assert self.engine is not None
         self._window.append(self._prepare_inputs(inputs))
         if len(self._window) < self.current_gradient_accumulation_steps:
@@ -201,12 +201,16 @@ class Mixin(transformers.Trainer):
             scaled = counted or self.compute_loss_func is not None
         steps = self.args.gradient_accumulation_steps
         tracks = bool(self.engine.statistics.names)
-        batch = step.window(self._window, num_items_in_batch, steps, scaled, self.args.device, tracks)
-        self._window = []
+        place = self._mesh.data_rank(self.args.process_index), self._mesh.data_ranks
+        batch = step.window(self._window, num_items_in_batch, steps, scaled, place, self.args.device, tracks)
+        number, self._window = len(self._window), []
         metrics = self.engine.step(batch)
         self._log_all(step.numbers(metrics))
         self.optimizer.step_was_skipped = "finite" in metrics and not bool(metrics["finite"])
-        return metrics["loss"].detach().float()
+        values = step.losses(metrics, number, steps, scaled, place)
+        if not self.args.logging_nan_inf_filter or bool(values.isfinite().all()):
+            return values.sum()
+        return step.filtered(values, self._tr_loss, 1 + self.state.global_step - self._globalstep_last_logged)
 
     def _same_rate(self) -> None:
         """Warns of a rate that a callback has set: those of the step are the schedule's."""

@@ -1,7 +1,8 @@
 """weightless: where a batch may be padded or filled up, for what is added weighs nothing in the model's loss.
 
-That is known of transformers' own models, whose forward takes a mask and whose loss leaves out labels of -100. Of a
-model or a loss that somebody wrote it is not, so nothing is added to its batches unless `pad_to=` says so.
+That is known of transformers' own models, whose forward takes a mask and whose loss leaves out labels of -100, and in
+question answering answers after the last place. Of a model or a loss that somebody wrote it is not, so nothing is added
+to its batches unless `pad_to=` says so.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 
 import transformers
 from torch import nn
+
+from fzero.interop.trainer.shapes import ANSWERS
 
 PAD_TO = 64  # places, where nothing else is said
 MIX_ROWS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -48,17 +51,21 @@ def places(trainer: Any) -> bool:
 
 
 def rows(trainer: Any, batch: Any) -> bool:
-    """Whether rows without labels weigh nothing in the trainer's loss. batch: None for what is known before there is
-    one."""
+    """Whether rows without labels or answers weigh nothing in the trainer's loss. batch: None for what is known before
+    there is one."""
     model = inner(trainer.model)
     own = trainer.compute_loss_func is not None or type(trainer).compute_loss is not transformers.Trainer.compute_loss
-    if own or not known(trainer.model) or trainer.label_names != ["labels"]:
+    answers = list(trainer.label_names) == list(ANSWERS)
+    if own or not known(trainer.model) or not (answers or trainer.label_names == ["labels"]):
         return False
     config = model.config
     if getattr(config, "output_router_logits", False) or hasattr(config, "semantic_loss_ignore_index"):
         return False
     if any(isinstance(part, MIX_ROWS) for part in model.modules()):
         return False
+    if answers:  # a head with `is_impossible` reads the states at the answers
+        heads = "is_impossible" in inspect.signature(model.forward).parameters
+        return not heads and (batch is None or all(name in batch for name in ANSWERS))
     if batch is None:
         floats = getattr(config, "problem_type", None) in ("regression", "multi_label_classification")
         return not floats and getattr(config, "num_labels", 2) != 1
