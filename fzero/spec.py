@@ -47,7 +47,7 @@ class Spec:
     match wins, and a leaf without one is held by each. As {"blocks/*/attn/w[qkv]": P("tp", None), "blocks/*/attn/wo":
     P(None, "tp")}. The loss stays as it is: what ranks must exchange follows from the rules (docs/tensor.md).
     sequence: such an axis: what its ranks sum lies in parts along dim 1 (the tokens of a batch of sequences) until it
-    is needed whole: the same bytes travel, and norms, dropout and residuals take a share of the memory. None: it is whole.
+    is needed whole: the same bytes travel, and norms, dropout and residuals take a share of the memory. None: whole.
     pipeline: with `pp`, the order of work: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", or an `fzero.Pipeline`.
     None: "1f1b". No order changes a bit (docs/parallel.md).
     zero: the ZeRO stage 0..3, or path rules to stages, first match wins: `{"blocks/**": 3, "**": 1}`. With an axis
