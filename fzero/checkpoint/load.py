@@ -33,7 +33,7 @@ from fzero.compile.first_state import recipe_for
 from fzero.compile.resolve import mesh_of
 from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, CorruptError, DisagreementError, DonatedError, MismatchError, SpecError
-from fzero.plan.layout import Plan
+from fzero.plan.state_plan import Plan
 from fzero.random import key as first_key
 from fzero.session.session import session_of
 from fzero.session.world import World

@@ -39,7 +39,7 @@ from fzero.comm import heartbeat
 from fzero.comm.agree import agree
 from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, DonatedError, TreeError
-from fzero.plan.layout import Leaf, Plan
+from fzero.plan.state_plan import Leaf, Plan
 from fzero.session.session import session_of
 from fzero.state import storage
 from fzero.state.order import cuts

@@ -11,7 +11,7 @@ from fzero.compile.step import lower_step
 from fzero.cost.autotune import Costs
 from fzero.cost.rates import Rates
 from fzero.errors import VerifyError
-from fzero.plan.layout import Plan
+from fzero.plan.state_plan import Plan
 from fzero.spec import Spec
 from fzero.verify.rules import verify
 

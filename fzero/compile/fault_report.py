@@ -35,7 +35,7 @@ from fzero.ir.program import Program
 from fzero.ir.records import DTYPE_NAMES
 from fzero.ir.segments import digest
 from fzero.pipeline import SCHEDULES
-from fzero.plan.layout import Plan
+from fzero.plan.state_plan import Plan
 from fzero.spec import Spec
 
 HEADER = "fzero report 1"

@@ -17,7 +17,7 @@ from fzero.ir import fx_nodes
 from fzero.ir.program import Program
 from fzero.lowering.build import build
 from fzero.lowering.localise import Proposal, Sharding, localise, reads_rank, settled, unconstrained
-from fzero.plan.layout import Plan
+from fzero.plan.state_plan import Plan
 from fzero.shard.placements import Placement, Replicated
 from fzero.verify.meaning import graph_meaning
 from fzero.verify.regrouped import check_regrouped

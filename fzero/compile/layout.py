@@ -12,8 +12,9 @@ from fzero.compile.resolve import layout_rules, pipeline_of
 from fzero.errors import SpecError
 from fzero.ir.mesh import Mesh
 from fzero.ir.records import DEVICE
-from fzero.plan.layout import BUCKET_BYTES, Plan, layout
+from fzero.plan.layout import BUCKET_BYTES, layout
 from fzero.plan.pipeline_cut import Cut, cut_layers
+from fzero.plan.state_plan import Plan
 from fzero.spec import GRADS, KINDS_OF_LEAVES, OPTIMIZER, PARAMS, SPACE_OF, Spec
 
 

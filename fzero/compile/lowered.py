@@ -21,7 +21,7 @@ from fzero.lowering.localise import Sharding
 from fzero.passes import BEFORE_ROLES, FROM_PREFETCH, UNTIL_PREFETCH, Options, PassRecord, trail
 from fzero.passes.pipeline.by_role import by_role
 from fzero.pipeline import Schedule
-from fzero.plan.layout import Plan
+from fzero.plan.state_plan import Plan
 from fzero.state.first_state import fingerprint
 
 

@@ -15,7 +15,7 @@ from torch import fx
 from fzero.capture.graph import Graph, Region
 from fzero.cost.choose import Choice
 from fzero.ir import fx_nodes, fx_values
-from fzero.plan.layout import Plan
+from fzero.plan.state_plan import Plan
 
 MORE = 0.1  # "end" may hold this part more
 

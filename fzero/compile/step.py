@@ -35,7 +35,7 @@ from fzero.passes.pipeline.assign_roles import LENT
 from fzero.passes.pipeline.by_role import by_role
 from fzero.passes.prefetch import prefetch
 from fzero.pipeline import Schedule
-from fzero.plan.layout import Plan
+from fzero.plan.state_plan import Plan
 from fzero.runtime.cuda_graphs import obstacle
 from fzero.spec import Spec
 

@@ -15,7 +15,7 @@ import torch
 from fzero import tree
 from fzero.compile.step import fakes_on, lower_step
 from fzero.passes.pipeline.assign_roles import AcrossRolesError
-from fzero.plan.layout import Plan
+from fzero.plan.state_plan import Plan
 from fzero.spec import Spec
 
 

@@ -24,7 +24,7 @@ from fzero.comm.agree import agree
 from fzero.disk.calls import Disk
 from fzero.errors import TreeError
 from fzero.interop.places import directory
-from fzero.plan.layout import Leaf
+from fzero.plan.state_plan import Leaf
 from fzero.session.session import session_of
 from fzero.state import storage
 from fzero.state.order import split_like

@@ -28,7 +28,7 @@ from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref
 from fzero.lowering.emit import Emitter, line_of
 from fzero.lowering.region import RegionBuilder
-from fzero.plan.layout import Plan
+from fzero.plan.state_plan import Plan
 
 aten = torch.ops.aten
 SHORT = 4  # elementwise ops on a gradient or a leaf that are done again rather than kept from one level to another

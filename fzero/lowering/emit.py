@@ -13,7 +13,7 @@ from fzero._torch_compat import FakeTensorMode
 from fzero.ir import fx_nodes, segments
 from fzero.ir.recorder import record
 from fzero.ir.records import Buffer, Op, Ref, buffer_name, make_op
-from fzero.plan.layout import Plan
+from fzero.plan.state_plan import Plan
 
 aten = torch.ops.aten
 

@@ -19,7 +19,7 @@ from fzero.capture.graph import Graph, Region
 from fzero.capture.ops import REDUCE, REGION
 from fzero.errors import SpecError
 from fzero.ir import fx_nodes, segments
-from fzero.plan.layout import Plan
+from fzero.plan.state_plan import Plan
 from fzero.shard import ops
 from fzero.shard.join_sums import join_sums
 from fzero.shard.moves import Move

@@ -27,7 +27,7 @@ from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Op, Ref, make_op
 from fzero.passes.pipeline.chunks import node_chunks, root
 from fzero.passes.rematerialise_views import MadeAnew, again
-from fzero.plan.layout import SMALL_BYTES
+from fzero.plan.fill_buckets import SMALL_BYTES
 from fzero.shard.ops import TRANSFERS
 
 aten = torch.ops.aten

@@ -10,21 +10,13 @@ each 64 (`Buffer.per`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from fzero.ir.records import ALIGN
+from fzero.plan.leaf_classes import LeafClass
 
 CODES = (torch.int8, torch.uint8)
-
-
-@dataclass(frozen=True)
-class Class:
-    """Leaves that mirror one another: members are (column prefix, index of the leaf), `key` is the common path."""
-
-    key: tuple[str, ...]
-    members: tuple[tuple[str, int], ...]
 
 
 def scales(paths: Sequence[str], leaves: Sequence[torch.Tensor], per_rank: Sequence[str] = ()) -> dict[int, int]:
@@ -48,8 +40,8 @@ def scales(paths: Sequence[str], leaves: Sequence[torch.Tensor], per_rank: Seque
 
 
 def with_scales(
-    classes: Sequence[Class], codes_of: Mapping[int, int], paths: Sequence[str], leaves: Sequence[torch.Tensor]
-) -> list[Class]:
+    classes: Sequence[LeafClass], codes_of: Mapping[int, int], paths: Sequence[str], leaves: Sequence[torch.Tensor]
+) -> list[LeafClass]:
     """The classes that have a floating-point leaf, which comes first, with the scales of their codes at the end."""
     scales_of = {codes: i for i, codes in codes_of.items()}
     result = []
@@ -62,5 +54,5 @@ def with_scales(
                 i = scales_of[codes]
                 depth = len(prefix.split("/"))
                 members.append(("/".join(paths[i].split("/")[:depth]), i))
-        result.append(Class(leaf_class.key, tuple(members)))
+        result.append(LeafClass(leaf_class.key, tuple(members)))
     return result

@@ -17,7 +17,7 @@ from itertools import combinations
 
 import torch
 
-from fzero.plan.block_scales import Class
+from fzero.plan.leaf_classes import LeafClass
 from fzero.shard.layouts import Layout
 
 
@@ -45,12 +45,13 @@ class Follows:
 
 
 def followers(
-    classes: Sequence[Class], leaves: Sequence[torch.Tensor], is_param: Sequence[bool]
+    classes: Sequence[LeafClass], leaves: Sequence[torch.Tensor], is_param: Sequence[bool]
 ) -> list[Follows | None]:
     """Of each class, what it follows; None of most.
 
     >>> w, row, col = torch.zeros(4, 4), torch.zeros(4), torch.zeros(4)
-    >>> classes = [Class(("w",), (("params", 0),)), Class(("row", "w"), (("m", 1),)), Class(("col", "w"), (("m", 2),))]
+    >>> pairs = [(("w",), "params"), (("row", "w"), "m"), (("col", "w"), "m")]
+    >>> classes = [LeafClass(key, ((prefix, i),)) for i, (key, prefix) in enumerate(pairs)]
     >>> followers(classes, [w, row, col], [True, False, False])
     [None, Follows(leader=0, dims=(0,)), Follows(leader=0, dims=(1,))]
     """

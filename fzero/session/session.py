@@ -30,7 +30,7 @@ from fzero.errors import CaptureError, DonatedError, VerifyError, leaf_name
 from fzero.ir.mesh import PIPELINE, parts_of
 from fzero.ir.program import Program
 from fzero.ir.records import DISK, HOST, Buffer, Op, Ref, make_op
-from fzero.plan.layout import Leaf, Plan
+from fzero.plan.state_plan import Leaf, Plan
 from fzero.runtime import compile_segments
 from fzero.runtime.executor import Executor
 from fzero.runtime.lanes import Lanes

@@ -33,7 +33,7 @@ from fzero.compile.update_roles import check_update
 from fzero.disk import DiskFile
 from fzero.errors import SpecError, TreeError
 from fzero.ir.records import HOST
-from fzero.plan.layout import Plan
+from fzero.plan.state_plan import Plan
 from fzero.runtime.stream_lanes import lanes_for
 from fzero.session.session import Session
 from fzero.spec import Spec

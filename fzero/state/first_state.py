@@ -26,7 +26,7 @@ from fzero.capture.provenance import describe
 from fzero.capture.tracing import lifted, trace
 from fzero.errors import TreeError, leaf_name
 from fzero.ir import fx_nodes, segments
-from fzero.plan.layout import Plan
+from fzero.plan.state_plan import Plan
 from fzero.state import storage
 from fzero.state.order import Order
 from fzero.state.source import Source, Want, batches

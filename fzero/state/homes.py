@@ -12,7 +12,7 @@ import torch
 
 from fzero.disk import UNIT, DiskFile, aligned
 from fzero.ir.records import DISK, Buffer
-from fzero.plan.layout import Plan
+from fzero.plan.state_plan import Plan
 from fzero.state import storage
 
 ROUND_BYTES = 64 << 20  # of buffers on disk that are filled together; a larger one is filled alone

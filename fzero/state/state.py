@@ -16,7 +16,7 @@ import torch
 from fzero import tree
 from fzero.errors import DonatedError, FzeroError, TreeError, leaf_name
 from fzero.ir.records import DISK
-from fzero.plan.layout import Leaf, Plan
+from fzero.plan.state_plan import Leaf, Plan
 from fzero.state import storage
 
 NO_COPY = (

@@ -11,7 +11,7 @@ import torch
 from fzero.disk import aligned
 from fzero.ir.offset_assignment import ALIGN_BYTES, PAGE_BYTES
 from fzero.ir.records import DEVICE, SPACES, Buffer
-from fzero.plan.layout import Leaf, Plan
+from fzero.plan.state_plan import Leaf, Plan
 from fzero.state.order import Order, cuts
 
 Block = Callable[[int], torch.Tensor]  # makes memory of a number of bytes (uint8, 1-D)

@@ -17,7 +17,7 @@ from torch import fx
 from fzero.capture.graph import Graph, Region
 from fzero.ir import fx_nodes
 from fzero.ir.program import Program
-from fzero.plan.layout import Plan
+from fzero.plan.state_plan import Plan
 from fzero.verify.terms import Term, apply, digest, evaluate, metric, part, reduced, term
 
 aten = torch.ops.aten

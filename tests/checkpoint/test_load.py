@@ -33,7 +33,7 @@ from fzero.checkpoint.reader import Checkpoint
 from fzero.compile.layout import plan_for
 from fzero.compile.resolve import mesh_of
 from fzero.errors import CheckpointError, CorruptError, DonatedError, MismatchError, SpecError
-from fzero.plan.layout import Plan
+from fzero.plan.state_plan import Plan
 from fzero.state import source as sources
 from fzero.state import storage
 from fzero.state.source import Entry, Source, Want

@@ -23,7 +23,8 @@ import fzero
 from fzero import optim, random, tree
 from fzero.cost.allocator import measured_peak
 from fzero.ir.mesh import Mesh
-from fzero.plan.layout import Plan, layout
+from fzero.plan.layout import layout
+from fzero.plan.state_plan import Plan
 from fzero.state import storage
 from fzero.state.first_state import Recipe
 

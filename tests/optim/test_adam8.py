@@ -20,7 +20,8 @@ from fzero.ir.parse import parse
 from fzero.ir.program import Program
 from fzero.ir.records import Ref
 from fzero.optim import _adam8
-from fzero.plan.layout import Plan, layout
+from fzero.plan.layout import layout
+from fzero.plan.state_plan import Plan
 from fzero.state import storage
 from fzero.tools.mutate.edits import find, put, replaced, with_buffers
 from fzero.verify.rules import verify

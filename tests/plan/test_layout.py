@@ -16,7 +16,8 @@ from fzero import tree
 from fzero.errors import SpecError
 from fzero.ir.mesh import Mesh
 from fzero.ir.records import ALIGN
-from fzero.plan.layout import Plan, layout
+from fzero.plan.layout import layout
+from fzero.plan.state_plan import Plan
 from fzero.state import storage
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)

@@ -21,7 +21,8 @@ from fzero.ir import segments
 from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program, wire_bytes
 from fzero.ir.records import ALIGN, Op, Ref
-from fzero.plan.layout import Plan, layout
+from fzero.plan.layout import layout
+from fzero.plan.state_plan import Plan
 from fzero.plan.whole_leaves import MOST_PADDING, is_whole, pack
 from fzero.state import storage
 from fzero.tools.mutate.edits import drop, find, put, wait_of

@@ -20,8 +20,8 @@ from fzero.compile.resolve import mesh_of
 from fzero.compile.step import fakes_on
 from fzero.ir.program import Program
 from fzero.ir.records import Bucket
-from fzero.plan.layout import Plan
 from fzero.plan.stages import row_of
+from fzero.plan.state_plan import Plan
 from fzero.training import training_of
 
 Params = dict[str, Any]

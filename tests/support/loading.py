@@ -24,7 +24,7 @@ from fzero.checkpoint.manifest import shard_name
 from fzero.checkpoint.reader import Checkpoint
 from fzero.checkpoint.save import take
 from fzero.disk.calls import Disk
-from fzero.plan.layout import Plan
+from fzero.plan.state_plan import Plan
 from fzero.state import storage
 
 WORLDS, STAGES = (1, 2, 3, 4, 8), (0, 1, 2, 3)

@@ -28,7 +28,7 @@ from fzero.compile.lowered import Lowered
 from fzero.disk import DiskFile
 from fzero.disk.calls import Disk
 from fzero.errors import FzeroError, VerifyError
-from fzero.plan.layout import Plan
+from fzero.plan.state_plan import Plan
 from fzero.state import storage
 from fzero.state.homes import Homes, file_bytes
 from fzero.tools.fuzz_meshes import optimizers, oracle, refusals, runs

@@ -24,7 +24,7 @@ from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Op, Ref, make_op
 from fzero.passes import optimise
-from fzero.plan.layout import Leaf, Plan
+from fzero.plan.state_plan import Leaf, Plan
 from fzero.spec import Spec
 from fzero.state import storage
 from fzero.tools.mutate import parallels
