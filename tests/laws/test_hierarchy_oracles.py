@@ -317,7 +317,7 @@ def test_the_cap_counts_larger_slices_until_they_are_freed(zero: Any, prefetch: 
     assert max(gathered_bytes(lowered.program.ops, lowered.program.buffers)) == lowered.program.gather_cap_bytes
 
 
-# --- what fzero mutate found ------------------------------------------------------------------------------------------
+# --- what lab.mutate found --------------------------------------------------------------------------------------------
 
 
 def hsdp_over_shared_memory() -> Program:

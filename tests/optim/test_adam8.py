@@ -22,8 +22,8 @@ from fzero.ir.records import Ref
 from fzero.optim import _adam8
 from fzero.plan.layout import Plan, layout
 from fzero.state import storage
-from fzero.tools.mutate.edits import find, put, replaced, with_buffers
 from fzero.verify.rules import verify
+from lab.mutate.edits import find, put, replaced, with_buffers
 
 HYPER = (0.9, 0.999, 1e-8, 0.1)
 
