@@ -18,14 +18,14 @@ from fzero.codegen import matmul
 from fzero.compile import budgets
 from fzero.compile.collector import collect, collector_paused
 from fzero.compile.judged import local_step, naive
-from fzero.compile.layout import check_rules
 from fzero.compile.lowered import Lowered
+from fzero.compile.plan_from_spec import check_rules
 from fzero.compile.reduce_when import reduce_when
 from fzero.compile.resolve import LoweringOptions, TrainStep, lowering_options, train_step
 from fzero.compile.update_place import update_place
 from fzero.cost import choose
-from fzero.cost.autotune import Costs
 from fzero.cost.choose import Choice
+from fzero.cost.kept_costs import Costs
 from fzero.cost.rates import Rates
 from fzero.errors import SpecError
 from fzero.ir.program import Program

@@ -28,7 +28,7 @@ from fzero.ir import fx_nodes, fx_values
 from fzero.ir.program import Program, lane, moved_bytes, named_bytes
 from fzero.ir.records import DISK, HOST, Op
 from fzero.ir.scan_op import SCAN, body_of
-from fzero.recurrent import ops as recurrent
+from fzero.recurrent import recurrent_ops as recurrent
 
 aten = torch.ops.aten
 WIRE, UPDATES = "wire", "host"

@@ -25,10 +25,10 @@ import torch
 from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, CorruptError
 from fzero.interop import pickled
+from fzero.interop.file_places import Place, inside
 from fzero.interop.fitted import Fitted, Names, Tied, fitted, renamed, tied_names
 from fzero.interop.outgoing import Given, outgoing
 from fzero.interop.pickled import MetadataObject
-from fzero.interop.places import Place, inside
 from fzero.state.source import Entry, Source
 
 METADATA = ".metadata"

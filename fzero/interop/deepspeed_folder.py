@@ -28,7 +28,7 @@ import torch
 
 from fzero.errors import CheckpointError, CorruptError
 from fzero.interop import pickled
-from fzero.interop.places import Place, read_all
+from fzero.interop.file_places import Place, read_all
 from fzero.optim.adam import AdamState
 from fzero.state.source import Entry, Source
 

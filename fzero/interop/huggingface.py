@@ -21,9 +21,9 @@ import torch
 from fzero.checkpoint.strict import Invalid, parse
 from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, CorruptError
+from fzero.interop.file_places import Place, inside, raw, read_all, safetensors_header, safetensors_places
 from fzero.interop.fitted import Fitted, Names, Tied, fitted, renamed, tied_names
 from fzero.interop.outgoing import Given, outgoing
-from fzero.interop.places import Place, inside, raw, read_all, safetensors_header, safetensors_places
 from fzero.state.source import Entry, Source
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -22,7 +22,7 @@ import torch
 
 import fzero
 from fzero.errors import CheckpointError, CorruptError
-from fzero.interop.places import Place
+from fzero.interop.file_places import Place
 
 TIMEOUT = 600.0  # seconds
 

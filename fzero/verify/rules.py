@@ -26,7 +26,7 @@ from fzero.verify.abstract import program_meaning
 from fzero.verify.circles import waiting_in_a_circle
 from fzero.verify.form import MOST, aliasing, calls, form, inside, length, partition
 from fzero.verify.lifetimes import Fault, lifetimes, needed, places, settled
-from fzero.verify.messages import unmatched
+from fzero.verify.message_order import unmatched
 from fzero.verify.roles import RolesUndefined, joint_meaning, kept_by
 from fzero.verify.spaces import spaces
 from fzero.verify.terms import Undefined

@@ -19,8 +19,8 @@ import fzero
 from fzero import tree
 from fzero.capture import trace_step
 from fzero.capture.graph import Graph
-from fzero.compile.first_state import needs_key
 from fzero.compile.lowered import Lowered
+from fzero.compile.state_recipe import needs_key
 from fzero.runtime.interpreter import interpret
 from fzero.state import storage
 from fzero.training import training_of

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fzero
-from fzero.compile.first_state import recipe_for
-from fzero.compile.layout import plan_for
+from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.resolve import mesh_of
+from fzero.compile.state_recipe import recipe_for
 from fzero.errors import CheckpointError, CorruptError
 from fzero.interop import (
     _unpickle,
@@ -26,7 +26,7 @@ from fzero.interop import (
 )
 from fzero.interop.dcp_folder import Chunk
 from fzero.interop.dcp_folder import Folder as DcpFolder
-from fzero.interop.places import Place
+from fzero.interop.file_places import Place
 from fzero.state import storage
 from fzero.state.source import Entry
 

@@ -19,7 +19,7 @@ from helpers import same_bits
 from fzero.errors import CorruptError
 from fzero.interop import _unpickle, archive, pickled
 from fzero.interop._unpickle import Refused
-from fzero.interop.places import Place
+from fzero.interop.file_places import Place
 
 HELD = {"a": torch.arange(1000.0), "b": [torch.arange(7), {"c": torch.ones(3, 5).bfloat16()}]}
 HELD["view"] = HELD["a"][100:200]  # type: ignore[index]

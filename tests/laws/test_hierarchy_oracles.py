@@ -16,7 +16,7 @@ from loading import noise, read, write
 
 import fzero
 from fzero import functional, optim, tree
-from fzero.compile.layout import plan_for
+from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.resolve import mesh_of
 from fzero.errors import VerifyError
 from fzero.ir.liveness import gathered_bytes

@@ -22,7 +22,7 @@ from fzero.ir import fx_nodes, segments
 from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import Op
-from fzero.verify.messages import unmatched
+from fzero.verify.message_order import unmatched
 from fzero.verify.rules import verify
 from lab.mutate import roles
 from lab.mutate.edits import Edit, drop, find, insert

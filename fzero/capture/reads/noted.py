@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fzero.capture.reads.places import ATTRIBUTE, COPY, ENTRY, FIXED, ITEM, MISSING, Place, same_code, shown
+from fzero.capture.reads.read_places import ATTRIBUTE, COPY, ENTRY, FIXED, ITEM, MISSING, Place, same_code, shown
 
 REMEDY = (
     "A program reads it once, when it is traced. Pass what changes in the batch, keep it in the state, or trace a new "

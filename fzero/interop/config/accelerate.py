@@ -17,10 +17,10 @@ from fzero.interop.config.accelerate_keys import (
     PARALLEL,
     STRATEGIES,
 )
-from fzero.interop.config.calls import Call
+from fzero.interop.config.config_calls import Call
+from fzero.interop.config.config_keys import says_off
 from fzero.interop.config.deepspeed import GRAD_SCALER, ds_config, world
-from fzero.interop.config.given import Given, finish
-from fzero.interop.config.keys import says_off
+from fzero.interop.config.given_fields import Given, finish
 from fzero.interop.config.ledger import Ledger, Refusal
 from fzero.interop.config.others import refuse_others
 from fzero.interop.config.read import read

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fzero.interop.config.keys import (
+from fzero.interop.config.config_keys import (
     ANY,
     BLOCK,
     COUNT,

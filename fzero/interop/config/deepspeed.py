@@ -9,11 +9,11 @@ from os import PathLike
 from typing import Any
 
 from fzero.errors import SpecError
-from fzero.interop.config.calls import Call
+from fzero.interop.config.config_calls import Call
 from fzero.interop.config.deepspeed_keys import ALIASES, DEEPSPEED, PYDANTIC, ZERO
-from fzero.interop.config.given import Given, finish
+from fzero.interop.config.deepspeed_optimizers import optimizer
+from fzero.interop.config.given_fields import Given, finish
 from fzero.interop.config.ledger import Ledger
-from fzero.interop.config.optimizers import optimizer
 from fzero.interop.config.others import refuse_others
 from fzero.interop.config.read import read
 from fzero.precision import DTYPES, LossScale

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from fzero import tree
 from fzero.errors import ConfigError
-from fzero.interop.config.keys import FLAG, Key, Verdict, blocks, is_off, leaves, says_off
+from fzero.interop.config.config_keys import FLAG, Key, Verdict, blocks, is_off, leaves, says_off
 
 AUTO, ABSENT = "auto", object()
 

@@ -13,12 +13,12 @@ import torch
 import fzero
 from fzero import optim
 from fzero.interop.config import Given
-from fzero.interop.config.calls import Call
+from fzero.interop.config.config_calls import Call
 from fzero.interop.module import Functional, from_module
 from fzero.interop.tp_plan import tp_plan
-from fzero.interop.trainer import optimizers, refusals, shapes, step, weights
+from fzero.interop.trainer import optimizers, refusals, shapes, trainer_step, weights
 from fzero.interop.trainer.parallel import axes_of, given_of
-from fzero.interop.trainer.statistics import Statistics, tracked
+from fzero.interop.trainer.running_statistics import Statistics, tracked
 from fzero.optim import GradientTransformation
 
 _FP16 = fzero.Precision(
@@ -54,7 +54,7 @@ class Engine:
         trained, statistics = _tracking(trainer.model, train=True)
         transformation = _optimizer(trainer, given, num_updates)
         fields = _fields(trainer, trained, given)
-        loss = step.loss_of(trainer, trained, statistics)
+        loss = trainer_step.loss_of(trainer, trained, statistics)
         spec = fzero.Spec(loss=loss, **{**fields, "optimizer": transformation})
         state = _begun(spec, trainer.model, trained, args.seed, folder)
         made = state.step - (int(state.tree["loss_scale"]["skipped"].full()) if "loss_scale" in state.tree else 0)
@@ -70,7 +70,7 @@ class Engine:
         given = given_of(trainer.args, 0)
         trained, statistics = _tracking(trainer.model, train=False)
         fields = {**_fields(trainer, trained, given), "optimizer": optim.sgd(0.0)}
-        spec = fzero.Spec(loss=step.loss_of(trainer, trained, statistics), **fields)
+        spec = fzero.Spec(loss=trainer_step.loss_of(trainer, trained, statistics), **fields)
         state = _begun(spec, trainer.model, trained, trainer.args.seed, None)
         return cls(trainer, spec, trained, statistics, state, given.export_dtype if given else None)
 
@@ -90,7 +90,7 @@ class Engine:
         key = (loss_only, name)
         if key not in self._scored:
             given = self._evaluated, self.statistics, loss_only, ignored, stock
-            self._scored[key] = step.scored_of(self._trainer, *given)
+            self._scored[key] = trainer_step.scored_of(self._trainer, *given)
         with shapes.same_on_ranks():
             return fzero.evaluate(self.state, batch, self._scored[key])
 

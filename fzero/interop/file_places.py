@@ -1,4 +1,4 @@
-"""places: tensors that lie as plain bytes in files, and new files and directories of them.
+"""file_places: tensors that lie as plain bytes in files, and new files and directories of them.
 
 This serves safetensors files and the checkpoints of torch and of DeepSpeed. As soon as the first byte of a tensor is
 known, elements are read from there, and no more of them than asked for. Output appears whole: it is written in a

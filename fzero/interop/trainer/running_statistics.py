@@ -1,4 +1,4 @@
-"""statistics: the running statistics of a model, as leaves of the state's params that do not train.
+"""running_statistics: the running statistics of a model, as leaves of the state's params that do not train.
 
 A BatchNorm in training does not read its statistics: it writes keep * old + (1 - keep) * (those of its rows), for
 keep = 1 - momentum. So the loss gives it zeros, and finds in their place what one micro batch adds. A window of n micro

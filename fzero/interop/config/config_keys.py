@@ -1,4 +1,4 @@
-"""keys: what a row of a table of configuration keys says. The tables are data: code reads them, docs print them.
+"""config_keys: what a row of a table of configuration keys says. The tables are data: code reads them, docs print them.
 
 A row has the path of a key, the kind of its values, its default in the other library, a verdict and a sentence. Five
 verdicts:

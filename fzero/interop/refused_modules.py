@@ -1,4 +1,4 @@
-"""refuse: the modules that cannot become a pure function, each with its remedy."""
+"""refused_modules: the modules that cannot become a pure function, each with its remedy."""
 
 from __future__ import annotations
 

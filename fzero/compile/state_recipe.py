@@ -1,4 +1,4 @@
-"""first_state: the recipe of the first state, from the user's parameters or a function that makes them."""
+"""state_recipe: the recipe of the first state, from the user's parameters or a function that makes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""trace: a record as a trace for ui.perfetto.dev (and chrome://tracing): Chrome's trace event JSON.
+"""chrome_trace: a record as a trace for ui.perfetto.dev (and chrome://tracing): Chrome's trace event JSON.
 
 A process is a rank, a thread a lane. Times are microseconds of the machine's monotonic clock, so the traces of ranks of
 one machine fit together: `python -m fzero.profile runs/profile` writes those of a folder as one file.
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fzero.ir.liveness import live_bytes
-from fzero.profile.lanes import Lane, Span, lanes
 from fzero.profile.record import StepRecord
+from fzero.profile.span_rows import Lane, Span, lanes
 
 MERGED = "all.trace.json"
 

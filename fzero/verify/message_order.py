@@ -1,4 +1,4 @@
-"""messages: sends and receives of all ranks together. A send meets one receive, of its tag, size and dtype, in order.
+"""message_order: sends and receives of all ranks. A send meets one receive, of its tag, size and dtype, in order.
 
 The order counts because NCCL has no tags: it matches the messages between two ranks by their number.
 """

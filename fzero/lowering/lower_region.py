@@ -1,4 +1,4 @@
-"""region: one `value_and_grad` as ops: its joint graph once per microbatch, sums over them, reductions over ranks.
+"""lower_region: one `value_and_grad` as ops: its joint graph once per microbatch, sums over these, reductions by rank.
 
 Gradients of flat leaves are written into flat buffers, one per bucket and microbatch, and reduced by bucket. The loss,
 aux and gradients of anything else are small or odd-shaped: they are added over microbatches and exchanged whole.
@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fzero.capture.graph import Graph, Region
-from fzero.capture.ops import REDUCE
+from fzero.capture.step_ops import REDUCE
 from fzero.ir import fx_nodes, segments
 from fzero.ir.records import DTYPE_NAMES, Buffer, Ref
 from fzero.lowering.emit import Emitter, line_of

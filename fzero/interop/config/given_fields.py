@@ -1,4 +1,4 @@
-"""given: what a configuration gives: the fields of a Spec, what is beside them, and a line for each of its keys."""
+"""given_fields: what a configuration gives: fields of a Spec, what is beside them, and a line for each of its keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from fzero import optim
 from fzero.errors import SpecError
-from fzero.interop.config.calls import Call, text_of, value_of
+from fzero.interop.config.config_calls import Call, text_of, value_of
 from fzero.interop.config.ledger import Ledger, Line, table_of
 from fzero.shard.partition import P
 from fzero.spec import Spec

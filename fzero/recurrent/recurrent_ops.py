@@ -1,4 +1,4 @@
-"""ops: `fzero::recurrent` and `fzero::recurrent_backward`: a layer of torch's LSTM, GRU or RNN in one direction.
+"""recurrent_ops: `fzero::recurrent` and `fzero::recurrent_backward`: a layer of torch's LSTM, GRU or RNN, one way.
 
 kinds: those of `loops`, and `lstm_onednn`, whose kernel and workspace are oneDNN's (`onednn`). Results of the forward:
 the outputs (T, B, P), an LSTM's last cells (B, H), and what the backward reads. Those of the backward: the gradients

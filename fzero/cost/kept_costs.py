@@ -1,4 +1,4 @@
-"""autotune: figures measured on this machine, kept between runs and agreed on between ranks.
+"""kept_costs: figures measured on this machine, kept between runs and agreed on between ranks.
 
 A choice by measurement must not depend on who measures when. Ranks that chose differently would run different programs;
 runs that chose differently would have different bits. So

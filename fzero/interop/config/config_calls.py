@@ -1,4 +1,4 @@
-"""calls: a value and the Python that makes it, from one record; so what is printed is what is used."""
+"""config_calls: a value and the Python that makes it, from one record; so what is printed is what is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""optimizers: DeepSpeed's optimizers and learning-rate schedules in the words of fzero.optim.
+"""deepspeed_optimizers: DeepSpeed's optimizers and learning-rate schedules in the words of fzero.optim.
 
 What a type means is what DeepSpeed 0.19.8 makes of it: "Adam" is AdamW unless `adam_w_mode` is false, an absent weight
 decay is 0, and a name that is not DeepSpeed's own is one of `torch.optim`. At update c a schedule has the value of
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.interop.config.calls import Call, Name
-from fzero.interop.config.keys import is_off, says_off
+from fzero.interop.config.config_calls import Call, Name
+from fzero.interop.config.config_keys import is_off, says_off
 from fzero.interop.config.ledger import Ledger, nearest
 
 Values = Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""draws: generators of numbers outside of torch (`random`, `numpy.random`), and the refusal of a draw in a trace."""
+"""host_draws: random generators outside of torch (`random`, `numpy.random`), and the refusal of a draw in a trace."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from fzero.kernels.philox_numpy import philox_reference
-from fzero.random import _check
+from fzero.random import _key_rules
 
 # The last word of the counter. These values are part of a key's meaning: never change one, only add.
 _SPLIT, _FOLD, _UNIFORM, _NORMAL, _BITS = 1, 2, 3, 4, 5
@@ -55,7 +55,7 @@ def fold_in_tensor(key: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 @_op("uniform", "(Tensor key, SymInt[] shape, ScalarType dtype, float low, float high) -> Tensor")
 def uniform(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, low: float, high: float) -> torch.Tensor:
     """Numbers (*B, *shape) over [low, high) of `dtype`."""
-    return _filled(key, shape, dtype, _UNIFORM, *_check.bounds(dtype, low, high))
+    return _filled(key, shape, dtype, _UNIFORM, *_key_rules.bounds(dtype, low, high))
 
 
 @_op(
@@ -77,7 +77,7 @@ def uniform_part(
         drawn = uniform(key, shape, dtype, low, high).unflatten(dim, (n, shape[dim] // n))
         return drawn.index_select(dim, rank.reshape(1)).reshape(part)
     rows, place = key.new_empty((count, run), dtype=dtype), int(rank)
-    words, bounds = _words(key.reshape(1, 2).contiguous())[0], _check.bounds(dtype, low, high)
+    words, bounds = _words(key.reshape(1, 2).contiguous())[0], _key_rules.bounds(dtype, low, high)
     for i, row in enumerate(rows):
         _fill_row(row, words, _UNIFORM, *bounds, first=i * whole + place * run)
     return rows.view(part)
@@ -112,7 +112,7 @@ def _(key: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 @uniform.register_fake
 def _(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, low: float, high: float) -> torch.Tensor:
-    _check.bounds(dtype, low, high)
+    _key_rules.bounds(dtype, low, high)
     return key.new_empty((*key.shape[:-1], *shape), dtype=dtype)
 
 

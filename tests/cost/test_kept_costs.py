@@ -17,8 +17,8 @@ from helpers import start_ranks, values
 
 import fzero
 from fzero.codegen import matmul
-from fzero.cost import autotune
-from fzero.cost.autotune import Costs, Figures
+from fzero.cost import kept_costs
+from fzero.cost.kept_costs import Costs, Figures
 
 A, B = {"torch": 1.0, "onednn": 2.0}, {"torch": 3.0, "onednn": 1.0}
 
@@ -43,17 +43,17 @@ def test_what_was_measured_once_is_never_measured_again() -> None:
 
 def test_without_measuring_only_the_file_is_known() -> None:
     assert Costs("test", measures=False).find(["a"], never) == {}
-    autotune.remember("test", {"a": A})
+    kept_costs.remember("test", {"a": A})
     assert Costs("test", measures=False).find(["a", "b"], never) == {"a": A}
 
 
 def test_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert autotune.folder() == Path(os.environ["FZERO_CACHE"])
+    assert kept_costs.folder() == Path(os.environ["FZERO_CACHE"])
     monkeypatch.delenv("FZERO_CACHE")
-    assert autotune.folder() == Path("/somewhere/fzero")
+    assert kept_costs.folder() == Path("/somewhere/fzero")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert autotune.folder() == Path.home() / ".cache" / "fzero"
+    assert kept_costs.folder() == Path.home() / ".cache" / "fzero"
 
 
 @pytest.mark.parametrize(
@@ -75,10 +75,10 @@ def test_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_that_is_not_whole_counts_as_empty_and_is_written_anew(
     content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = autotune.path_of("test")
+    path = kept_costs.path_of("test")
     path.parent.mkdir()
     if content.startswith(b"MACHINE"):
-        content = b'{"machine": %s, "figures": %s}' % (json.dumps(autotune.machine()).encode(), content[8:])
+        content = b'{"machine": %s, "figures": %s}' % (json.dumps(kept_costs.machine()).encode(), content[8:])
     path.write_bytes(content)
     with caplog.at_level(logging.WARNING, "fzero"):
         assert Costs("test").find(["a"], lambda q: A) == {"a": A}
@@ -87,29 +87,29 @@ def test_a_file_that_is_not_whole_counts_as_empty_and_is_written_anew(
 
 
 def test_another_machines_file_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = autotune.path_of("test")
+    path = kept_costs.path_of("test")
     path.parent.mkdir()
     path.write_text(json.dumps({"machine": "another", "figures": {"a": A}}))
-    assert autotune.read("test") == {}
-    autotune.remember("test", {"a": B})
-    monkeypatch.setattr(autotune, "_processor", lambda: "another processor")
-    assert autotune.path_of("test") != path
-    assert autotune.read("test") == {}
+    assert kept_costs.read("test") == {}
+    kept_costs.remember("test", {"a": B})
+    monkeypatch.setattr(kept_costs, "_processor", lambda: "another processor")
+    assert kept_costs.path_of("test") != path
+    assert kept_costs.read("test") == {}
 
 
 def test_threads_and_the_precision_of_products_are_part_of_the_machine() -> None:
-    before, precision = autotune.machine(), torch.backends.mkldnn.matmul.fp32_precision
+    before, precision = kept_costs.machine(), torch.backends.mkldnn.matmul.fp32_precision
     torch.set_num_threads(2)
     try:
-        assert autotune.machine() != before
+        assert kept_costs.machine() != before
     finally:
         torch.set_num_threads(1)
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     try:
-        assert autotune.machine() != before
+        assert kept_costs.machine() != before
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = precision
-    assert autotune.machine() == before
+    assert kept_costs.machine() == before
 
 
 def test_a_folder_that_cannot_be_written_costs_one_measurement_per_run(
@@ -125,14 +125,14 @@ def test_a_folder_that_cannot_be_written_costs_one_measurement_per_run(
 
 
 def test_what_was_written_first_stays() -> None:
-    assert autotune.remember("test", {"a": A}) == {"a": A}
-    assert autotune.remember("test", {"a": B, "b": B}) == {"a": A, "b": B}
-    assert autotune.read("test") == {"a": A, "b": B}
+    assert kept_costs.remember("test", {"a": A}) == {"a": A}
+    assert kept_costs.remember("test", {"a": B, "b": B}) == {"a": A, "b": B}
+    assert kept_costs.read("test") == {"a": A, "b": B}
 
 
 def test_a_figure_that_another_process_wrote_meanwhile_is_taken() -> None:
     def slow(question: str) -> Figures:
-        autotune.remember("test", {"a": B})  # as another process would
+        kept_costs.remember("test", {"a": B})  # as another process would
         return A
 
     assert Costs("test").find(["a"], slow) == {"a": B}
@@ -141,7 +141,7 @@ def test_a_figure_that_another_process_wrote_meanwhile_is_taken() -> None:
 def _remember(start: object, number: int) -> None:
     start.wait()  # type: ignore[attr-defined]
     for i in range(20):
-        autotune.remember("test", {f"{number}.{i}": A, "shared": {"torch": float(number)}})
+        kept_costs.remember("test", {f"{number}.{i}": A, "shared": {"torch": float(number)}})
 
 
 def test_processes_that_write_at_once_lose_nothing() -> None:
@@ -153,9 +153,9 @@ def test_processes_that_write_at_once_lose_nothing() -> None:
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
-    found = autotune.read("test")
+    found = kept_costs.read("test")
     assert len(found) == 81
-    left = sorted(path.suffix for path in autotune.folder().iterdir())
+    left = sorted(path.suffix for path in kept_costs.folder().iterdir())
     assert left == [".json", ".lock"]
 
 
@@ -227,7 +227,7 @@ def test_the_others_take_what_rank_0_found() -> None:
 
 
 def test_no_rank_waits_for_ever_and_the_first_to_write_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune, "PATIENCE", timedelta(milliseconds=50))
+    monkeypatch.setattr(kept_costs, "PATIENCE", timedelta(milliseconds=50))
     store = torch.distributed.HashStore()
     assert Costs("test", rank=1, store=store).find(["a"], lambda q: A) == {"a": A}
     monkeypatch.setenv("FZERO_CACHE", os.environ["FZERO_CACHE"] + "/of rank 0")
@@ -242,7 +242,7 @@ def test_no_rank_waits_for_ever_and_the_first_to_write_wins(monkeypatch: pytest.
 def test_figures_in_the_store_that_no_rank_wrote(foreign: str | bytes, rank: int) -> None:
     """torch's store is open to every program that reaches its port."""
     store = torch.distributed.HashStore()
-    key = "fzero/test/" + autotune._digest(repr(["a"]))
+    key = "fzero/test/" + kept_costs._digest(repr(["a"]))
     store.set(key, foreign)
     with pytest.raises(fzero.errors.DisagreementError, match=rf"has under {key} what fzero did not write") as error:
         Costs("test", rank=rank, store=store).find(["a"], lambda q: A)
@@ -251,5 +251,5 @@ def test_figures_in_the_store_that_no_rank_wrote(foreign: str | bytes, rank: int
 
 def test_a_question_that_nobody_asked_has_no_figures() -> None:
     store = torch.distributed.HashStore()
-    store.set("fzero/test/" + autotune._digest(repr(["a"])), json.dumps({"a": A, "b": B}))
+    store.set("fzero/test/" + kept_costs._digest(repr(["a"])), json.dumps({"a": A, "b": B}))
     assert Costs("test", rank=1, store=store).find(["a"], never) == {"a": A}

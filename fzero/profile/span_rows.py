@@ -1,4 +1,4 @@
-"""lanes: a record as rows of spans: the things that go on beside one another.
+"""span_rows: a record as rows of spans: the things that go on beside one another.
 
 The rank's own thread does one thing at a time: it computes, it waits, or it starts transfers and frees memory. Every op
 is one span of one of these three lanes. A transfer is a span of a lane for its kind. It lasts from the start of the op

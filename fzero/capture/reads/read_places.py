@@ -1,5 +1,5 @@
-"""places: where a value lies that a function reads: an entry of a dict, an item, an attribute; and whether it is still
-the same.
+"""read_places: where a value lies that a function reads: an entry of a dict, an item, an attribute; and whether it is
+still the same.
 
 A `Place` is read again without running code of the user: a property is no place. Values are the same if they are one
 object, or equal values of one type that cannot change (`same`).

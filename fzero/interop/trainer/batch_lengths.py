@@ -1,4 +1,4 @@
-"""lengths: which dims of a batch are its length, so that all of them are padded alike.
+"""batch_lengths: which dims of a batch are its length, so that all of them are padded alike.
 
 The key leaf says the length: `input_ids`, else `inputs_embeds`, else what the model calls its main input. Some leaves
 are known by name: their last dim is the length where it has its size (labels of a decoder have a length of their own).

@@ -1,4 +1,4 @@
-"""layout: the plan of a spec's state: checks the path rules against the leaves, then calls `fzero.plan.layout`."""
+"""plan_from_spec: the plan of a spec's state: checks path rules against the leaves, then calls `fzero.plan.layout`."""
 
 from __future__ import annotations
 

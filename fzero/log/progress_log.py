@@ -1,4 +1,4 @@
-"""progress: where a run is, for a person: a bar of rich on a terminal, a line for each record elsewhere."""
+"""progress_log: where a run is, for a person: a bar of rich on a terminal, a line for each record elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""autotune: measures each way of a transfer, and chooses the fastest way by size.
+"""pick_way: measures each way of a transfer, and chooses the fastest way by size.
 
 At set-up every way moves buffers of SIZES bytes a few times, and the rank computes beside the largest gather. This
 takes some 100 ms in all over loopback. Rank 0 picks the fastest way for each kind and size, and sends its choice and

@@ -1,4 +1,4 @@
-"""adafactor: Adafactor as `transformers.Adafactor` computes it (5.23), which torch's and fzero's own differ from.
+"""hf_adafactor: Adafactor as `transformers.Adafactor` computes it (5.23), which torch's and fzero's own differ from.
 
 With t = 1, 2, ... and b = t^decay_rate, of a leaf with rows and columns (the last two dims; of a vector v = nu):
 

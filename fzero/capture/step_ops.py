@@ -1,4 +1,4 @@
-"""ops: the ops of fzero that a step holds: `region`, `reduce` and `axis_index`; while it is captured also `equal`.
+"""step_ops: the ops of fzero that a step holds: `region`, `reduce` and `axis_index`; while it is captured also `equal`.
 
 `region` stands for one `value_and_grad`, by its index in the trace's regions. `reduce` and `axis_index` have kernels
 too, for calls outside a step, where the world is one rank. `equal` is its operand, which must be the same on all ranks:

@@ -1,4 +1,4 @@
-"""step: the Trainer's loss and its evaluation as pure functions, and the batch that fzero's step is given.
+"""trainer_step: the Trainer's loss and its evaluation as pure functions, and the batch that fzero's step is given.
 
 transformers takes the gradient of a sum over a window's micro batches and of a mean over the ranks. It sums what the
 trainer's own `compute_loss` returns: a loss that was divided by `num_items_in_batch`, the tokens of the window over all
@@ -23,7 +23,7 @@ from fzero.capture.provenance import describe
 from fzero.errors import CaptureError
 from fzero.interop.module import Functional
 from fzero.interop.trainer import shapes
-from fzero.interop.trainer.statistics import Statistics, of_window, without_count
+from fzero.interop.trainer.running_statistics import Statistics, of_window, without_count
 from fzero.training import UPDATED
 
 LOGGED = "logged"  # the metric that holds what compute_loss logs: a list of {name: number}
