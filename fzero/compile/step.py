@@ -119,7 +119,7 @@ def _lower(
 
 
 @dataclass(frozen=True)
-class _Role:
+class _RoleProgram:
     """The program of one role, how far ahead its gathers start, where its updates run, the options of the last passes,
     and what all passes changed."""
 
@@ -132,7 +132,7 @@ class _Role:
 
 def _roles(
     program: Program, plan: Plan, wanted: LoweringOptions, schedule: Schedule | None, rates: Rates | None
-) -> dict[int, _Role]:
+) -> dict[int, _RoleProgram]:
     """The passes over a naive program; with a pipeline, from where it is cut on, over the program of each role."""
     chunk_of = {} if schedule is None else plan.chunk_of()
     first: tuple[PassRecord, ...] = ()
@@ -154,7 +154,7 @@ def _roles(
         ahead, on_host = _prefetch(half, wanted, rates), _update_on(half, wanted, rates)
         options = replace(_options(wanted, ahead.value), on_host=on_host.value == "cpu", ahead=_ahead(half))
         done, options, third = budgets.fitted(half, options, wanted.device_bytes, wanted.host_bytes)
-        roles[number] = _Role(done, ahead, on_host, options, (*first, *second, *third))
+        roles[number] = _RoleProgram(done, ahead, on_host, options, (*first, *second, *third))
     return roles
 
 

@@ -77,14 +77,14 @@ def seconds(program: Program, rates: Rates) -> float:
 
 def step_time(program: Program, rates: Rates) -> StepTime:
     """The time of a step on the first rank of its role, by lane."""
-    walk = _Walk(program, rates)
+    walk = _Clock(program, rates)
     for op in program.ops:
         walk.take(op)
     return walk.done()
 
 
 @dataclass
-class _Walk:
+class _Clock:
     """The clock of a rank on its way through a program. queues: by lane, the seconds left of each piece of work, in
     order, by its number and what it writes. Only the methods here write the fields."""
 

@@ -26,7 +26,7 @@ DTYPES = {name: dtype for dtype, name in shards.NAMES.items() if dtype != torch.
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePlace:
     """The place of a contiguous tensor's bytes: `file`, from byte `start` on."""
 
     file: Path
@@ -52,7 +52,7 @@ class Place:
         return values
 
 
-def safetensors_places(file: Path) -> dict[str, Place]:
+def safetensors_places(file: Path) -> dict[str, FilePlace]:
     """Returns the tensors of a safetensors file by name. Raises CorruptError.
 
     Links are followed, since the cache of huggingface_hub is made of them.
@@ -62,7 +62,7 @@ def safetensors_places(file: Path) -> dict[str, Place]:
     for name, tensor in shards.header(file).items():
         if tensor.dtype not in DTYPES:
             raise CheckpointError(file, f"{name!r} has dtype {tensor.dtype}, which torch or fzero does not know")
-        places[name] = Place(file, tensor.start, tensor.shape, DTYPES[tensor.dtype])
+        places[name] = FilePlace(file, tensor.start, tensor.shape, DTYPES[tensor.dtype])
     return places
 
 

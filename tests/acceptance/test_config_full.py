@@ -167,8 +167,8 @@ def test_what_documentations_describe_has_deepspeeds_losses(
     assert abs(wanted[0] - wanted[-1]) > 0.02, "the parameters move, so rules show"
 
 
-def _decayed(decoupled: bool, decay: dict[str, float]) -> deepspeed_optimizers.Row:
-    return deepspeed_optimizers.Row(
+def _decayed(decoupled: bool, decay: dict[str, float]) -> deepspeed_optimizers.OptimizerRow:
+    return deepspeed_optimizers.OptimizerRow(
         lambda values, rate: deepspeed_optimizers._adam({**decay, **values}, rate, decoupled),
         deepspeed_optimizers.OPTIMIZERS["Adam"].names,
     )
@@ -197,7 +197,7 @@ def _taken(ledger: Any) -> dict[str, Any]:
 
 def _linear(values: Any, low: float, peak: float) -> Any:
     steps = max(2, values.get("warmup_num_steps", 1000))
-    return deepspeed_optimizers.Call("fzero.optim.warmup", (low, peak, steps), {"kind": "linear"}), steps
+    return deepspeed_optimizers.ConfigCall("fzero.optim.warmup", (low, peak, steps), {"kind": "linear"}), steps
 
 
 @pytest.mark.parametrize("rule", BROKEN)

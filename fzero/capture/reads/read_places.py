@@ -1,8 +1,8 @@
 """read_places: where a value lies that a function reads: an entry of a dict, an item, an attribute; and whether it is
 still the same.
 
-A `Place` is read again without running code of the user: a property is no place. Values are the same if they are one
-object, or equal values of one type that cannot change (`same`).
+A `ReadPlace` is read again without running code of the user: a property is no place. Values are the same if they are
+one object, or equal values of one type that cannot change (`same`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(eq=False)
-class Place:
+class ReadPlace:
     """A place that was read, and its value then. `parent`: the place that its holder came from.
 
     name: as the user's code has it. where: the function that read it, and the line. behind: of an entry that is not
@@ -64,7 +64,7 @@ class Place:
     name: str
     where: str
     value: Any
-    parent: Place | None = None
+    parent: ReadPlace | None = None
     behind: Any = MISSING
     whole: bool = False
 

@@ -13,10 +13,10 @@ _NAMES = {"Precision": precision.Precision, "LossScale": precision.LossScale}
 
 
 @dataclass(frozen=True)
-class Call:
+class ConfigCall:
     """A call of a function of `fzero` or `fzero.optim`, by its public name. Immutable; arguments may be calls too.
 
-    >>> call = Call("fzero.optim.constant", (0.5,))
+    >>> call = ConfigCall("fzero.optim.constant", (0.5,))
     >>> print(call)
     fzero.optim.constant(0.5)
     >>> call.value()(torch.tensor(3))
@@ -48,8 +48,8 @@ class Name:
 
 
 def value_of(expression: Any) -> Any:
-    """The value of a `Call`, a `Name`, a list or tuple of such, or of a plain value."""
-    if isinstance(expression, Call):
+    """The value of a `ConfigCall`, a `Name`, a list or tuple of such, or of a plain value."""
+    if isinstance(expression, ConfigCall):
         return expression.value()
     if isinstance(expression, Name):
         return _function(expression.name)
@@ -61,10 +61,10 @@ def value_of(expression: Any) -> Any:
 def text_of(expression: Any) -> str:
     """The Python of an expression.
 
-    >>> text_of([Call("fzero.optim.sgd", (0.1,)), {"dp": -1}])
+    >>> text_of([ConfigCall("fzero.optim.sgd", (0.1,)), {"dp": -1}])
     "[fzero.optim.sgd(0.1), {'dp': -1}]"
     """
-    if isinstance(expression, (Call, Name)):
+    if isinstance(expression, (ConfigCall, Name)):
         return str(expression)
     if isinstance(expression, list):
         return f"[{', '.join(map(text_of, expression))}]"

@@ -51,7 +51,7 @@ def says_off(value: Any) -> bool:
     return value.strip().lower() in _OFF if isinstance(value, str) else isinstance(value, (int, float)) and value == 0
 
 
-class Kind(NamedTuple):
+class ValueKind(NamedTuple):
     """The values that a key takes: `needed` names them in errors, `fits` knows them. whole: they are integers, which
     files also write as 2e8. off: the value that false, "no" or "none" stands for; None: as if the key were absent."""
 
@@ -85,7 +85,7 @@ def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, (list, tuple)) and all(fits(item) for item in value)
 
 
-def one_of(*choices: Any) -> Kind:
+def one_of(*choices: Any) -> ValueKind:
     """The kind of a key with a few values.
 
     >>> one_of("none", "cpu").needed
@@ -95,24 +95,24 @@ def one_of(*choices: Any) -> Kind:
     whole = all(isinstance(choice, int) for choice in choices)
     off = next((choice for choice in choices if says_off(choice)), None)
     fits = lambda value: not isinstance(value, bool) and value in choices  # noqa: E731
-    return Kind(f"{', '.join(first)} or {last}", fits, whole, off)
+    return ValueKind(f"{', '.join(first)} or {last}", fits, whole, off)
 
 
-ANY = Kind("any value", lambda value: True)
-FLAG = Kind("true or false", lambda value: isinstance(value, bool), off=False)
-INT = Kind("a whole number >= 0", lambda value: _whole(value) and value >= 0, True, 0)
-SIGNED = Kind("a whole number", _whole, True)
-COUNT = Kind("a whole number from 1 to 2**40", lambda value: _whole(value) and 1 <= value <= MOST, True)
-NUMBER = Kind("a number", _number)
-POSITIVE = Kind("a number >= 0", lambda value: _number(value) and value >= 0)
-TEXT = Kind("text", lambda value: isinstance(value, str))
-NAME = Kind("a name", lambda value: isinstance(value, str) and not says_off(value))
-FOLDER = Kind(
+ANY = ValueKind("any value", lambda value: True)
+FLAG = ValueKind("true or false", lambda value: isinstance(value, bool), off=False)
+INT = ValueKind("a whole number >= 0", lambda value: _whole(value) and value >= 0, True, 0)
+SIGNED = ValueKind("a whole number", _whole, True)
+COUNT = ValueKind("a whole number from 1 to 2**40", lambda value: _whole(value) and 1 <= value <= MOST, True)
+NUMBER = ValueKind("a number", _number)
+POSITIVE = ValueKind("a number >= 0", lambda value: _number(value) and value >= 0)
+TEXT = ValueKind("text", lambda value: isinstance(value, str))
+NAME = ValueKind("a name", lambda value: isinstance(value, str) and not says_off(value))
+FOLDER = ValueKind(
     "the path of a folder", lambda value: isinstance(value, str) and "\0" not in value and value.strip() != ""
 )
-PAIR = Kind("two numbers, as [0.9, 0.999]", lambda value: _list_of(_number)(value) and len(value) == 2)
-NAMES = Kind("a list of text", _list_of(lambda item: isinstance(item, str)))
-BLOCK = Kind("a block { }", lambda value: isinstance(value, Mapping))
+PAIR = ValueKind("two numbers, as [0.9, 0.999]", lambda value: _list_of(_number)(value) and len(value) == 2)
+NAMES = ValueKind("a list of text", _list_of(lambda item: isinstance(item, str)))
+BLOCK = ValueKind("a block { }", lambda value: isinstance(value, Mapping))
 _OF_DEFAULT = {bool: FLAG, int: INT, float: NUMBER, str: TEXT, list: NAMES, dict: BLOCK, type(None): ANY}
 
 
@@ -126,7 +126,7 @@ class Key:
     """
 
     path: str
-    kind: Kind
+    kind: ValueKind
     default: Any
     verdict: Verdict
     says: str
@@ -137,7 +137,7 @@ class Key:
 class Of(NamedTuple):
     """A default whose kind it does not tell by itself: `keys(..., stage=Of(one_of(0, 1, 2, 3), 0))`."""
 
-    kind: Kind
+    kind: ValueKind
     default: Any = None
 
 

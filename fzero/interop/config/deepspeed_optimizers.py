@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.interop.config.config_calls import Call, Name
+from fzero.interop.config.config_calls import ConfigCall, Name
 from fzero.interop.config.config_keys import is_off, says_off
 from fzero.interop.config.ledger import Ledger, nearest
 
@@ -20,7 +20,7 @@ Values = Mapping[str, Any]
 Rate = Callable[[float], Any]  # what an optimizer of this learning rate is given: the rate, or a schedule
 
 
-class Row(NamedTuple):
+class OptimizerRow(NamedTuple):
     """A type: what makes its call, the parameters that it takes, and those that must be given."""
 
     make: Callable[[Values, Any], Any]
@@ -28,7 +28,7 @@ class Row(NamedTuple):
     needed: tuple[str, ...] = ()
 
 
-def optimizer(ledger: Ledger) -> tuple[Call | None, Call | None]:
+def optimizer(ledger: Ledger) -> tuple[ConfigCall | None, ConfigCall | None]:
     """(the optimizer, the schedule) of a document. The schedule is in the optimizer, and by itself only where the
     document names no optimizer. Refusals go to the ledger."""
     rising, shape = _block(ledger, "scheduler", SCHEDULES, "schedule")
@@ -49,7 +49,9 @@ def optimizer(ledger: Ledger) -> tuple[Call | None, Call | None]:
     return None, alone
 
 
-def _block(ledger: Ledger, block: str, known: Mapping[str, Row], noun: str) -> tuple[Row | None, Values]:
+def _block(
+    ledger: Ledger, block: str, known: Mapping[str, OptimizerRow], noun: str
+) -> tuple[OptimizerRow | None, Values]:
     """(the row, the values that are given) of `optimizer` or `scheduler`; no row if it names no type."""
     kind = ledger.take(f"{block}.type")
     name = next((n for n in known if n == kind or (n in CASELESS and n.lower() == str(kind).lower())), None)
@@ -86,69 +88,75 @@ def _block(ledger: Ledger, block: str, known: Mapping[str, Row], noun: str) -> t
 # --- schedules --------------------------------------------------------------------------------------------------------
 
 
-def _warmup(values: Values, low: float, peak: float) -> tuple[Call, int]:
+def _warmup(values: Values, low: float, peak: float) -> tuple[ConfigCall, int]:
     """(the warm-up, its steps), for the scheduler's own count."""
     steps = max(2, values.get("warmup_num_steps", 1000))
     kind = values.get("warmup_type", "log")
-    return Call("fzero.optim.warmup", (low, peak, steps), {"kind": kind}), steps
+    return ConfigCall("fzero.optim.warmup", (low, peak, steps), {"kind": kind}), steps
 
 
-def _behind(schedule: Call) -> Call:
-    return Call("fzero.optim.shift", (schedule, -1))
+def _behind(schedule: ConfigCall) -> ConfigCall:
+    return ConfigCall("fzero.optim.shift", (schedule, -1))
 
 
-def _warmup_lr(values: Values, lr: float | None) -> Call | None:
+def _warmup_lr(values: Values, lr: float | None) -> ConfigCall | None:
     peak = values.get("warmup_max_lr", lr)
     return None if peak is None else _behind(_warmup(values, values.get("warmup_min_lr", 0.0), peak)[0])
 
 
-def _warmup_decay_lr(values: Values, lr: float | None) -> Call | None:
+def _warmup_decay_lr(values: Values, lr: float | None) -> ConfigCall | None:
     low, peak = values.get("warmup_min_lr", 0.0), values.get("warmup_max_lr", 0.001)
     rise, steps = _warmup(values, low, peak)
     rest = values.get("total_num_steps", 0) - steps
     fall = (
-        Call("fzero.optim.polynomial", (peak, rest), {"end": low}) if rest > 0 else Call("fzero.optim.constant", (low,))
+        ConfigCall("fzero.optim.polynomial", (peak, rest), {"end": low})
+        if rest > 0
+        else ConfigCall("fzero.optim.constant", (low,))
     )
-    return _behind(Call("fzero.optim.joined", ([rise, fall], [steps])))
+    return _behind(ConfigCall("fzero.optim.joined", ([rise, fall], [steps])))
 
 
-def _warmup_cosine_lr(values: Values, lr: float | None) -> Call | None:
+def _warmup_cosine_lr(values: Values, lr: float | None) -> ConfigCall | None:
     if lr is None:
         return None
     low = lr * values.get("warmup_min_ratio", 0.0)
     rise, steps = _warmup(values, low, lr)
     rest = max(1, values.get("total_num_steps", 0) - steps)
-    fall = Call("fzero.optim.cosine", (lr, rest), {"end": lr * values.get("cos_min_ratio", 1e-4)})
-    curve = Call("fzero.optim.joined", ([rise, Call("fzero.optim.shift", (fall, 1))], [steps]))
+    fall = ConfigCall("fzero.optim.cosine", (lr, rest), {"end": lr * values.get("cos_min_ratio", 1e-4)})
+    curve = ConfigCall("fzero.optim.joined", ([rise, ConfigCall("fzero.optim.shift", (fall, 1))], [steps]))
     if low == 0.0:
         return _behind(curve)
-    return Call("fzero.optim.joined", ([Call("fzero.optim.constant", (0.0,)), curve], [1]))  # its first rate is 0
+    return ConfigCall(
+        "fzero.optim.joined", ([ConfigCall("fzero.optim.constant", (0.0,)), curve], [1])
+    )  # its first rate is 0
 
 
-def _triangle(values: Values, low: Any, peak: Any, after: Call) -> Call:
+def _triangle(values: Values, low: Any, peak: Any, after: ConfigCall) -> ConfigCall:
     """A cycle of OneCycle's sizes, and what follows it."""
     rise = values.get("cycle_first_step_size", 2000)
     fall = values.get("cycle_second_step_size", rise)
     up = max(0, values.get("cycle_first_stair_count", 0))
     stairs = (up, max(0, values.get("cycle_second_stair_count", up)))
-    cycle = Call("fzero.optim.triangle", (low, peak, rise, fall), {"stairs": stairs} if any(stairs) else {})
-    return Call("fzero.optim.joined", ([cycle, after], [rise + fall]))
+    cycle = ConfigCall("fzero.optim.triangle", (low, peak, rise, fall), {"stairs": stairs} if any(stairs) else {})
+    return ConfigCall("fzero.optim.joined", ([cycle, after], [rise + fall]))
 
 
-def _afterwards(values: Values, name: str, value: float, rate: float) -> Call:
+def _afterwards(values: Values, name: str, value: float, rate: float) -> ConfigCall:
     """What follows a cycle: it moves on by `rate` every `decay_step_size`, or stays."""
     steps = values.get("decay_step_size", 0)
     return (
-        Call(f"fzero.optim.{name}", (value, steps, rate)) if steps and rate else Call("fzero.optim.constant", (value,))
+        ConfigCall(f"fzero.optim.{name}", (value, steps, rate))
+        if steps and rate
+        else ConfigCall("fzero.optim.constant", (value,))
     )
 
 
-def _one_cycle(values: Values, lr: float | None) -> Call:
+def _one_cycle(values: Values, lr: float | None) -> ConfigCall:
     low, peak = values.get("cycle_min_lr", 0.0), values.get("cycle_max_lr", 0.0)
     return _triangle(values, low, peak, _afterwards(values, "inverse_time", low, values.get("decay_lr_rate", 0.0)))
 
 
-def _cycled(ledger: Ledger, kind: Row | None, values: Values) -> Values:
+def _cycled(ledger: Ledger, kind: OptimizerRow | None, values: Values) -> Values:
     """The betas that OneCycle sets. The first is the least momentum at the first update, as the scheduler leaves it."""
     path = "scheduler.params.cycle_momentum"
     if not values.get("cycle_momentum", True):
@@ -163,14 +171,16 @@ def _cycled(ledger: Ledger, kind: Row | None, values: Values) -> Values:
         ledger.became("optimizer.params.betas", "nothing: OneCycle sets them")
     low, high = values.get("cycle_min_mom", 0.8), values.get("cycle_max_mom", 0.9)
     after = _afterwards(values, "linear_growth", high, values.get("decay_mom_rate", 0.0))
-    moved = Call("fzero.optim.shift", (_triangle(values, high, low, after), 1))
-    return {"betas": (Call("fzero.optim.joined", ([Call("fzero.optim.constant", (low,)), moved], [1])), 0.99)}
+    moved = ConfigCall("fzero.optim.shift", (_triangle(values, high, low, after), 1))
+    return {
+        "betas": (ConfigCall("fzero.optim.joined", ([ConfigCall("fzero.optim.constant", (low,)), moved], [1])), 0.99)
+    }
 
 
-def _range_test(values: Values, lr: float | None) -> Call:
+def _range_test(values: Values, lr: float | None) -> ConfigCall:
     steps, rate = values.get("lr_range_test_step_size", 2000), values.get("lr_range_test_step_rate", 1.0)
     named = {"staircase": True} if values.get("lr_range_test_staircase") else {}
-    return Call("fzero.optim.linear_growth", (values.get("lr_range_test_min_lr", 1e-3), steps, rate), named)
+    return ConfigCall("fzero.optim.linear_growth", (values.get("lr_range_test_min_lr", 1e-3), steps, rate), named)
 
 
 _RISE = ("warmup_num_steps", "warmup_type")
@@ -181,11 +191,11 @@ _CYCLE = (
     "cycle_second_stair_count", "decay_step_size", "cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate",
 )  # fmt: skip
 SCHEDULES = {
-    "WarmupLR": Row(_warmup_lr, ("warmup_min_lr", "warmup_max_lr", *_RISE)),
-    "WarmupDecayLR": Row(_warmup_decay_lr, ("warmup_min_lr", "warmup_max_lr", *_RISE, *_TOTAL), _TOTAL),
-    "WarmupCosineLR": Row(_warmup_cosine_lr, ("warmup_min_ratio", "cos_min_ratio", *_RISE, *_TOTAL), _TOTAL),
-    "OneCycle": Row(_one_cycle, (*_BOUNDS, *_CYCLE), _BOUNDS),
-    "LRRangeTest": Row(
+    "WarmupLR": OptimizerRow(_warmup_lr, ("warmup_min_lr", "warmup_max_lr", *_RISE)),
+    "WarmupDecayLR": OptimizerRow(_warmup_decay_lr, ("warmup_min_lr", "warmup_max_lr", *_RISE, *_TOTAL), _TOTAL),
+    "WarmupCosineLR": OptimizerRow(_warmup_cosine_lr, ("warmup_min_ratio", "cos_min_ratio", *_RISE, *_TOTAL), _TOTAL),
+    "OneCycle": OptimizerRow(_one_cycle, (*_BOUNDS, *_CYCLE), _BOUNDS),
+    "LRRangeTest": OptimizerRow(
         _range_test, tuple(f"lr_range_test_{n}" for n in ("min_lr", "step_size", "step_rate", "staircase"))
     ),
 }
@@ -194,28 +204,28 @@ SCHEDULES = {
 # --- optimizers -------------------------------------------------------------------------------------------------------
 
 
-def _adam(values: Values, rate: Rate, decoupled: bool) -> Call:
+def _adam(values: Values, rate: Rate, decoupled: bool) -> ConfigCall:
     """FusedAdam's and CPUAdam's formula; with `torch_adam` that of torch, whose AdamW decays by 0.01."""
     decay = values.get("weight_decay", 0.01 if decoupled and values.get("torch_adam") else 0.0)
     named = {**_moments(values), "weight_decay": decay, **_given(values, bias_correction="bias_correction")}
-    return Call(f"fzero.optim.{'adamw' if decoupled else 'adam'}", (rate(values.get("lr", 1e-3)),), named)
+    return ConfigCall(f"fzero.optim.{'adamw' if decoupled else 'adam'}", (rate(values.get("lr", 1e-3)),), named)
 
 
-def _muon(values: Values, rate: Rate) -> Call:
+def _muon(values: Values, rate: Rate) -> ConfigCall:
     muon_lr, adam_lr = (values.get(own, values.get("lr", d)) for own, d in (("muon_lr", 0.02), ("adam_lr", 3e-4)))
     decay = values.get("weight_decay", 0.0)
     others = _moments({"betas": (0.9, 0.95), "eps": 1e-10, **values})
-    aux = Call(f"fzero.optim.{'adamw' if values.get('adam_w_mode', True) else 'adam'}", (rate(adam_lr),),
+    aux = ConfigCall(f"fzero.optim.{'adamw' if values.get('adam_w_mode', True) else 'adam'}", (rate(adam_lr),),
                {**others, "weight_decay": decay})  # fmt: skip
     named = {"weight_decay": decay, "mask": Name("fzero.optim.hidden_matrices"), "others": aux}
-    return Call("fzero.optim.muon", (rate(muon_lr),), _given(values, momentum="momentum") | named)
+    return ConfigCall("fzero.optim.muon", (rate(muon_lr),), _given(values, momentum="momentum") | named)
 
 
-def _of_torch(name: str, lr: float, **renamed: str) -> Callable[[Values, Rate], Call]:
+def _of_torch(name: str, lr: float, **renamed: str) -> Callable[[Values, Rate], ConfigCall]:
     """An optimizer of torch.optim, whose formula and defaults fzero's has; `renamed` are fzero's names by torch's."""
 
-    def make(values: Values, rate: Rate) -> Call:
-        return Call(f"fzero.optim.{name}", (rate(values.get("lr", lr)),), _given(values, **renamed))
+    def make(values: Values, rate: Rate) -> ConfigCall:
+        return ConfigCall(f"fzero.optim.{name}", (rate(values.get("lr", lr)),), _given(values, **renamed))
 
     return make
 
@@ -238,19 +248,23 @@ _DELTA = {"rho": "rho", "eps": "eps", **_L2}
 _RMS = {"alpha": "alpha", "eps": "eps", **_L2, "momentum": "momentum", "centered": "centered"}
 _SGD = {"momentum": "momentum", "nesterov": "nesterov", **_L2}
 OPTIMIZERS = {
-    "Adam": Row(lambda values, rate: _adam(values, rate, values.get("adam_w_mode", True)), _ADAM),
-    "AdamW": Row(lambda values, rate: _adam(values, rate, True), _ADAM),
-    "Lion": Row(
+    "Adam": OptimizerRow(lambda values, rate: _adam(values, rate, values.get("adam_w_mode", True)), _ADAM),
+    "AdamW": OptimizerRow(lambda values, rate: _adam(values, rate, True), _ADAM),
+    "Lion": OptimizerRow(
         lambda values, rate: _of_torch("lion", 1e-3, betas="betas", **_L2)({"betas": (0.9, 0.999), **values}, rate),
         ("lr", "betas", "weight_decay"),
     ),
-    "Muon": Row(_muon, ("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", "adam_w_mode")),
-    "Adagrad": Row(_of_torch("adagrad", 1e-2, **_ADAGRAD), ("lr", *_ADAGRAD)),
-    "SGD": Row(_of_torch("sgd", 1e-3, **_SGD), ("lr", *_SGD)),
-    "RMSprop": Row(_of_torch("rmsprop", 1e-2, **_RMS), ("lr", *_RMS)),
-    "Adadelta": Row(_of_torch("adadelta", 1.0, **_DELTA), ("lr", *_DELTA)),
-    "NAdam": Row(_of_torch("nadam", 2e-3, **_BOTH, momentum_decay="momentum_decay"), ("lr", *_BOTH, "momentum_decay")),
-    "RAdam": Row(_of_torch("radam", 1e-3, **_BOTH), ("lr", *_BOTH)),
+    "Muon": OptimizerRow(
+        _muon, ("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", "adam_w_mode")
+    ),
+    "Adagrad": OptimizerRow(_of_torch("adagrad", 1e-2, **_ADAGRAD), ("lr", *_ADAGRAD)),
+    "SGD": OptimizerRow(_of_torch("sgd", 1e-3, **_SGD), ("lr", *_SGD)),
+    "RMSprop": OptimizerRow(_of_torch("rmsprop", 1e-2, **_RMS), ("lr", *_RMS)),
+    "Adadelta": OptimizerRow(_of_torch("adadelta", 1.0, **_DELTA), ("lr", *_DELTA)),
+    "NAdam": OptimizerRow(
+        _of_torch("nadam", 2e-3, **_BOTH, momentum_decay="momentum_decay"), ("lr", *_BOTH, "momentum_decay")
+    ),
+    "RAdam": OptimizerRow(_of_torch("radam", 1e-3, **_BOTH), ("lr", *_BOTH)),
 }
 CASELESS = ("Adam", "AdamW", "Lion", "Muon", "Adagrad")  # DeepSpeed's own names, which it takes in any case
 REFUSED = {

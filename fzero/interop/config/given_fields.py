@@ -11,8 +11,8 @@ import torch
 
 from fzero import optim
 from fzero.errors import SpecError
-from fzero.interop.config.config_calls import Call, text_of, value_of
-from fzero.interop.config.ledger import Ledger, Line, table_of
+from fzero.interop.config.config_calls import ConfigCall, text_of, value_of
+from fzero.interop.config.ledger import Ledger, LedgerLine, table_of
 from fzero.shard.partition import P
 from fzero.spec import Spec
 
@@ -36,7 +36,7 @@ class Given(Mapping[str, Any]):
     where: str
     ranks: int
     expressions: Mapping[str, Any]
-    lines: tuple[Line, ...] = ()
+    lines: tuple[LedgerLine, ...] = ()
     micro_batch: int | None = None
     rank_batch: int | None = None
     global_batch: int | None = None
@@ -96,7 +96,7 @@ class Given(Mapping[str, Any]):
 def finish(ledger: Ledger, expressions: Mapping[str, Any], owners: Mapping[str, str], **beside: Any) -> Given:
     """Closes the ledger and returns what its document gives. A value that `Spec` or an optimizer refuses is a refusal
     at the path that `owners` names for its field. Raises ConfigError."""
-    named = {"loss": _no_loss, "optimizer": Call("fzero.optim.sgd", (0.0,)), **expressions}
+    named = {"loss": _no_loss, "optimizer": ConfigCall("fzero.optim.sgd", (0.0,)), **expressions}
     if "tp" in (expressions.get("mesh") or {}):
         named.setdefault("shard", {"**": P("tp")})  # the caller's: rules of a model
     values: dict[str, Any] = {}

@@ -13,7 +13,7 @@ import torch
 import fzero
 from fzero import optim
 from fzero.interop.config import Given
-from fzero.interop.config.config_calls import Call
+from fzero.interop.config.config_calls import ConfigCall
 from fzero.interop.module import Functional, from_module
 from fzero.interop.tp_plan import tp_plan
 from fzero.interop.trainer import optimizers, refusals, shapes, trainer_step, weights
@@ -186,16 +186,16 @@ def _document(trainer: Any, given: Given, num_updates: int) -> GradientTransform
     """The optimizer of a ds_config, with its own schedule or the one that TrainingArguments name."""
     call = given.expressions["optimizer"]
     rate = call.arguments[0]
-    if isinstance(rate, Call):
+    if isinstance(rate, ConfigCall):
         _of_document(trainer, rate.value())
         return given["optimizer"]
     trainer.optimizer = optimizers.Handle([{"lr": rate}])
     trainer.create_scheduler(num_updates)
     table = optimizers.rates(trainer.optimizer, trainer.lr_scheduler, num_updates).to(trainer.args.device)
 
-    def scheduled(call: Call) -> Call:
+    def scheduled(call: ConfigCall) -> ConfigCall:
         own = call.arguments[0]
-        named = {name: scheduled(v) if isinstance(v, Call) else v for name, v in call.named.items()}
+        named = {name: scheduled(v) if isinstance(v, ConfigCall) else v for name, v in call.named.items()}
         share = own / rate if rate else 1.0
         return dataclasses.replace(call, arguments=(optimizers.tabled(table * share), *call.arguments[1:]), named=named)
 

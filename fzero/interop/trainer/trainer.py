@@ -48,7 +48,7 @@ class Mixin(transformers.Trainer):
         axes = axes_of(args, given_of(args))
         self._mesh = Mesh.of({**axes, "dp": axes.get("dp", 1)}, args.world_size)
         self.engine: Engine | None = None
-        self._held: weights.Held | None = None
+        self._held: weights.HeldModule | None = None
         self._items: Any = None
         self._counted = False
         self._noted: list[dict[str, Any]] | None = None  # what is logged while a loss is captured
@@ -107,7 +107,7 @@ class Mixin(transformers.Trainer):
     def _here(self, why: str) -> None:
         """The module with its parameters, for an engine to begin with."""
         if self._held is None or self._held.module is not self.model:
-            self._held = weights.Held(self.model)
+            self._held = weights.HeldModule(self.model)
         elif self._held.away and self.engine is not None:
             self._held.back(self.engine.state, why)
 
