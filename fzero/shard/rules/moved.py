@@ -1,4 +1,4 @@
-"""transfers: what other axes see of the transfers of an axis that was localised before them.
+"""moved: what other axes see of the transfers of an axis that was localised before them.
 
 A transfer moves equal flat parts of a contiguous value, of which the dims are those of a view with one dim more, the
 ranks: it is whole, and all others may lie in parts along another axis.
