@@ -206,7 +206,8 @@ def test_weights_given_to_apply_are_never_written_to(how: str) -> None:
     params, buffers, apply = from_module(Scaling(WRITES[how]))
     before = {name: value.clone() for name, value in params.items()}
     with pytest.raises(
-        fzero.CaptureError, match=r"Scaling changes params\W+l\.weight\W+ in place by .*test_refuse.py:\d+: the w"
+        fzero.CaptureError,
+        match=r"Scaling changes params\W+l\.weight\W+ in place by .*test_refused_modules.py:\d+: the w",
     ):
         apply(params, buffers, data(1, 2))
     assert all(same_bits(params[name], before[name]) for name in params)
@@ -217,5 +218,7 @@ def test_weights_given_to_apply_are_never_written_to(how: str) -> None:
 def test_a_module_that_is_cast_in_its_forward_is_refused_with_the_line() -> None:
     params, buffers, apply = from_module(Scaling(lambda layer: layer.to(torch.float32)))
     spec = fzero.Spec(loss=lambda p, x: apply(p, buffers, x).sum(), optimizer=fzero.optim.sgd(0.1))
-    with pytest.raises(fzero.CaptureError, match=r"test_refuse.py:\d+: a module is moved or cast within the step"):
+    with pytest.raises(
+        fzero.CaptureError, match=r"test_refused_modules.py:\d+: a module is moved or cast within the step"
+    ):
         fzero.lower(spec, params, data(1, 2))
