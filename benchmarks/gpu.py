@@ -35,8 +35,8 @@ from benchmarks.link import free_port
 from benchmarks.model import Batch, Size, make_batch
 from benchmarks.run import write
 from fzero.comm.transport import Transport, transport_name
-from fzero.compile.first_state import recipe_for
-from fzero.compile.layout import plan_for
+from fzero.compile.plan_from_spec import plan_for
+from fzero.compile.state_recipe import recipe_for
 from fzero.ir.mesh import Mesh
 from fzero.ir.records import Op
 from fzero.session.session import Session, session_of

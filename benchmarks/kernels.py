@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fzero import optim
-from fzero.kernels import adam8, adamw, cast, norms, quantize, signs
+from fzero.kernels import adam8_kernel, adamw, cast, flat_norms, quantize, signs
 from fzero.kernels import round as rounding
 
 REPEATS = 5
@@ -107,7 +107,7 @@ def eighth(size: int, device: str) -> Iterator[Case]:
     ms, vs = (torch.rand(-(-size // 64), device=device) for _ in range(2))
     state = [p, m, ms, v, vs]
     yield Case(
-        "adamw 8-bit", lambda: adam8.adamw8_(p, g, m, ms, v, vs, count, lr, *STEP), [*state, g], state,
+        "adamw 8-bit", lambda: adam8_kernel.adamw8_(p, g, m, ms, v, vs, count, lr, *STEP), [*state, g], state,
         lambda: torch.ops.fzero.adamw8_(p, g, m, ms, v, vs, count, lr, *STEP),
     )  # fmt: skip
 
@@ -121,7 +121,7 @@ def buffers(size: int, device: str) -> Iterator[Case]:
     for name, each in (("fp32", x), ("bf16", low)):
         yield Case(
             f"norm and finite check {name}",
-            lambda each=each: norms.sum_squares(each, nonfinite=bad, out=total),  # type: ignore[misc]
+            lambda each=each: flat_norms.sum_squares(each, nonfinite=bad, out=total),  # type: ignore[misc]
             [each], [],
             lambda each=each: (torch.linalg.vector_norm(each, dtype=torch.float32), each.isfinite().all()),  # type: ignore[misc]
         )  # fmt: skip

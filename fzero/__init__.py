@@ -122,10 +122,8 @@ __all__ = [
 _LATER = {  # imported when they are asked for
     "cli": "fzero.cli",
     "doctor": "fzero.tools.doctor",
-    "fuzz": "fzero.tools.fuzz",
     "interop": "fzero.interop",
     "kernels": "fzero.kernels",
-    "mutate": "fzero.tools.mutate",
 }
 
 

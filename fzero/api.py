@@ -18,10 +18,10 @@ from fzero.comm.agree import Same, agree
 from fzero.comm.transport import bucket_bytes, transport_name
 from fzero.compile.checked import checked_step
 from fzero.compile.collector import collector_paused
-from fzero.compile.first_state import check_key, recipe_for
-from fzero.compile.layout import plan_for
 from fzero.compile.lowered import Lowered
+from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.resolve import by_flags, mesh_of
+from fzero.compile.state_recipe import check_key, recipe_for
 from fzero.compile.step import fakes_on
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, leaf_name
 from fzero.session.interrupts import keeps_state

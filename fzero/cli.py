@@ -18,7 +18,7 @@ from fzero.errors import FzeroError, printable
 from fzero.interop import commands
 from fzero.interop.config import command as config
 from fzero.log import plot
-from fzero.tools import doctor, fuzz_command, mutate, verify_report
+from fzero.tools import doctor, verify_report
 from fzero.tree import suggest
 
 
@@ -72,15 +72,9 @@ COMMANDS: dict[str, Command] = {
         commands.import_deepspeed,
     ),
     "plot": Command("draw loss, throughput and memory of runs (fzero.Log)", plot.arguments, plot.command),
-    "fuzz": Command(
-        "run random losses through eager PyTorch and fzero and compare",
-        fuzz_command.add_arguments,
-        fuzz_command.command,
-    ),
     "verify": Command(
         "verify the program of a report again, that an error named", verify_report.add_arguments, verify_report.command
     ),
-    "mutate": Command("break programs at random and count what verify catches", mutate.add_arguments, mutate.command),
 }
 
 

@@ -50,7 +50,7 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TimedAction:
     """When an action runs: seconds from the start of the step."""
 
     action: Action
@@ -131,7 +131,7 @@ class Schedule:
         if chunk + 1 < self.chunks:
             yield Action(backward, chunk + 1, microbatch)
 
-    def timeline(self, seconds: Mapping[str, float] = EQUAL, send: float = 0.0) -> list[list[Slot]]:
+    def timeline(self, seconds: Mapping[str, float] = EQUAL, send: float = 0.0) -> list[list[TimedAction]]:
         """When each action runs, by role.
 
         seconds: of "F", "B", "I", "W" for all that a role holds of the model; a chunk takes its part of it. send:
@@ -139,7 +139,7 @@ class Schedule:
         """
         per_role = Counter(self.role_of)
         done: dict[Action, tuple[float, int]] = {}
-        slots: list[list[Slot]] = [[] for _ in self.orders]
+        slots: list[list[TimedAction]] = [[] for _ in self.orders]
         todo = [list(reversed(order)) for order in self.orders]
         while any(todo):
             moved = False
@@ -149,7 +149,7 @@ class Schedule:
                     ready = [done[n][0] + (send if done[n][1] != role else 0.0) for n in self.needs(action)]
                     start = max([slots[role][-1].stop if slots[role] else 0.0, *ready])
                     stop = start + seconds[action.kind] / per_role[role]
-                    slots[role].append(Slot(action, start, stop))
+                    slots[role].append(TimedAction(action, start, stop))
                     done[action] = (stop, role)
                     moved = True
             if not moved:

@@ -33,11 +33,11 @@ GOLDEN = Path(__file__).parent / "golden"
 FIRST = [
     "laws/test_cuda.py", "laws/test_pipeline.py", "laws/test_examples.py", "laws/test_custom_step.py",
     "laws/test_mesh_processes.py", "laws/test_hangs.py", "laws/test_tensor_parallel.py", "laws/test_bitwise.py",
-    "laws/test_fuzz.py", "checkpoint/test_load.py", "verify/test_sharding.py",
+    "lab/test_fuzz.py", "checkpoint/test_load.py", "verify/test_sharding.py",
     "checkpoint/test_save.py", "api/test_precision.py", "codegen/test_matmul.py", "capture/test_ambient.py",
     "comm/test_shared_memory.py", "laws/test_keys.py", "laws/test_hf.py", "laws/test_errors.py",
     "laws/test_pipeline_formulas.py", "kernels/test_kernels.py", "runtime/test_compile_segments.py",
-    "laws/test_loss_scale.py", "random/test_keys.py", "tools/test_mutate.py", "laws/test_parity.py",
+    "laws/test_loss_scale.py", "random/test_keys.py", "lab/test_mutate.py", "laws/test_parity.py",
     "passes/test_passes.py",
 ]  # fmt: skip
 

@@ -13,8 +13,8 @@ from fzero.capture.cast_first import cast_first
 from fzero.capture.context import current
 from fzero.capture.graph import Region, Roles
 from fzero.capture.leaves import fake_like
-from fzero.capture.ops import REGION
 from fzero.capture.provenance import user_line
+from fzero.capture.step_ops import REGION
 from fzero.capture.tracing import lifted, trace
 from fzero.ir import as_strided, fx_nodes, fx_values, segments
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import fx
 
 from fzero.capture.graph import Graph
-from fzero.capture.ops import AXIS_INDEX, EQUAL, REDUCE, REGION
 from fzero.capture.provenance import describe
+from fzero.capture.step_ops import AXIS_INDEX, EQUAL, REDUCE, REGION
 from fzero.errors import CaptureError, leaf_name
 from fzero.ir import fx_nodes
 

@@ -29,8 +29,8 @@ from fzero.checkpoint.compare import Difference, difference
 from fzero.checkpoint.manifest import LeafRecord
 from fzero.checkpoint.reader import Checkpoint
 from fzero.comm.agree import tell
-from fzero.compile.first_state import recipe_for
 from fzero.compile.resolve import mesh_of
+from fzero.compile.state_recipe import recipe_for
 from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, CorruptError, DisagreementError, DonatedError, MismatchError, SpecError
 from fzero.plan.state_plan import Plan

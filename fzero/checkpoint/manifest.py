@@ -35,7 +35,7 @@ from fzero.checkpoint.strict import MAX_INT, Invalid, Reader, check_json, dump, 
 from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, CorruptError
 from fzero.ir.records import DTYPE_NAMES, DTYPES
-from fzero.state.order import Cut, Order
+from fzero.state.order import DimCut, Order
 
 FORMAT, VERSION = (
     "fzero",
@@ -75,7 +75,7 @@ class LeafRecord:
     kind: str
     per_rank: bool
     pieces: tuple[Piece, ...]
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[DimCut, ...] = ()
 
     @property
     def order(self) -> Order:
@@ -333,13 +333,13 @@ def _leaf(leaf: Reader, num_shards: int) -> LeafRecord:
     )
 
 
-def _text_of(cuts: Sequence[Cut]) -> Any:
+def _text_of(cuts: Sequence[DimCut]) -> Any:
     """How cuts are written: one by itself, as version 2 has it, several as a list."""
     rows = [asdict(cut) for cut in cuts]
     return rows if len(rows) > 1 else rows[0] if rows else None
 
 
-def _cuts(leaf: Reader, shape: Sequence[int]) -> tuple[Cut, ...]:
+def _cuts(leaf: Reader, shape: Sequence[int]) -> tuple[DimCut, ...]:
     """A leaf's cuts. Raises Invalid if the ranks would not have equal parts of it."""
     value = leaf.value.get("cut")
     if value is None:
@@ -351,9 +351,9 @@ def _cuts(leaf: Reader, shape: Sequence[int]) -> tuple[Cut, ...]:
         if not 2 <= len(rows) <= 8:
             leaf.fail("two to eight cuts", value, "cut")
     sizes = list(shape)
-    found: list[Cut] = []
+    found: list[DimCut] = []
     for row in rows:
-        cut = Cut(row.integer("dim"), row.integer("groups", 1), row.integer("ranks", 2, 1 << 20))
+        cut = DimCut(row.integer("dim"), row.integer("groups", 1), row.integer("ranks", 2, 1 << 20))
         alike = all(cut.groups == other.groups for other in found if other.dim == cut.dim)
         if (
             cut.dim >= len(shape)

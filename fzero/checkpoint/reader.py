@@ -36,7 +36,7 @@ MAX_VIEWS = 8  # reads of one block; more are slower than one read and the copie
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Wanted:
     """Bytes of a shard from `start` on, and their destination `out`, 1-D uint8."""
 
     start: int
@@ -146,9 +146,9 @@ class Checkpoint(Source):
         if number not in self._known:
             head, self._known[number] = self._header(number)
         places = self._known[number]
-        parts: list[Part] = []
+        parts: list[Wanted] = []
         for path, first, out in needs:
-            parts.append(Part(places[path] + first * out.dtype.itemsize, out.view(torch.uint8)))
+            parts.append(Wanted(places[path] + first * out.dtype.itemsize, out.view(torch.uint8)))
         jobs: list[Callable[[], None]] = []
         for index, inside in sorted(_by_block(parts).items()):
             if index * BLOCK < len(head):
@@ -196,9 +196,9 @@ class Checkpoint(Source):
         return by_shard
 
 
-def _by_block(parts: Iterable[Part]) -> dict[int, list[tuple[Part, int, int]]]:
+def _by_block(parts: Iterable[Wanted]) -> dict[int, list[tuple[Wanted, int, int]]]:
     """By block: the parts that reach into it, with the bytes [start, stop) of the file that each takes from it."""
-    by_block: dict[int, list[tuple[Part, int, int]]] = {}
+    by_block: dict[int, list[tuple[Wanted, int, int]]] = {}
     for part in parts:
         for index in range(part.start // BLOCK, -(-part.stop // BLOCK)):
             start, stop = max(part.start, index * BLOCK), min(part.stop, (index + 1) * BLOCK)
@@ -211,7 +211,7 @@ def _block(
     file: Path,
     shard: ShardRecord,
     index: int,
-    inside: Sequence[tuple[Part, int, int]],
+    inside: Sequence[tuple[Wanted, int, int]],
     scratch: SimpleQueue[torch.Tensor],
     work: progress.Work,
 ) -> None:

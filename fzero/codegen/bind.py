@@ -3,7 +3,7 @@
 Views cost nothing when a segment runs: they are made once, when it is bound. Every other op writes into the memory of
 its result (`segment_memory`), through its `out=` form where that writes its result there and nothing else
 (`out_forms`). Without such a form the result is computed and then copied. Only such results, and the memory that
-kernels take for themselves (`Layout.heap`), are allocated.
+kernels take for themselves (`SegmentMemory.heap`), are allocated.
 
 Results have the bits of the plain graph: an `out=` form runs the same kernel on the same strides.
 """

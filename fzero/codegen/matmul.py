@@ -4,8 +4,8 @@ torch computes an fp32 `mm` with MKL. oneDNN is in the same build, and torch use
 (2.1 times on AMD Zen 5, at the same accuracy) or the slower one (small matmuls: it prepares each call). So
 
 1. every matmul of a captured step is looked up by op, shapes, strides and dtype among the figures that were measured on
-   this machine (`fzero.cost.autotune`). One that is not there is measured, both ways, into a given output, in 20 to 70
-   milliseconds;
+   this machine (`fzero.cost.kept_costs`). One that is not there is measured, both ways, into a given output, in 20 to
+   70 milliseconds;
 2. where oneDNN is at least `MARGIN` times as fast, the node becomes `fzero::onednn_mm` (`addmm`, `bmm`, `baddbmm`), an
    op of the same arguments, result and strides. That happens in the captured graph, before anything is lowered. The
    meaning of a step and the program of every stage hold the same ops, so bits do not depend on the stage.
@@ -33,7 +33,7 @@ from torch import fx
 
 from fzero._torch_compat import by_onednn
 from fzero.capture.graph import Graph
-from fzero.cost.autotune import Costs, Figures
+from fzero.cost.kept_costs import Costs, Figures
 from fzero.ir import segments
 
 aten = torch.ops.aten

@@ -25,7 +25,7 @@ Lives = dict[fx_values.Value, tuple[int, int, int]]  # (first node, last node, b
 
 
 @dataclass(frozen=True)
-class Layout:
+class SegmentMemory:
     """The memory of a segment's values.
 
     outputs: the values that are returned; they lie in the program's buffers.
@@ -46,18 +46,18 @@ class Layout:
     tiled: Collection[fx.Node]
 
 
-def layout(gm: fx.GraphModule, apart: frozenset[int] = frozenset()) -> Layout:
+def layout(gm: fx.GraphModule, apart: frozenset[int] = frozenset()) -> SegmentMemory:
     """The layout of a segment. `apart`: its destinations that share no memory with others (`inplace.apart`).
 
     It is computed once for each `apart`, and is a note of the segment (`segments.notes`), which must not change.
     """
-    layouts: dict[frozenset[int], Layout] = segments.notes(gm).setdefault("segment_memory", {})
+    layouts: dict[frozenset[int], SegmentMemory] = segments.notes(gm).setdefault("segment_memory", {})
     if apart not in layouts:
         layouts[apart] = _layout(gm, apart)
     return layouts[apart]
 
 
-def _layout(gm: fx.GraphModule, apart: frozenset[int]) -> Layout:
+def _layout(gm: fx.GraphModule, apart: frozenset[int]) -> SegmentMemory:
     values = fx_values.values(gm)
     chains = tiling.chains(gm, apart)
     position = {node: i for i, node in enumerate(gm.graph.nodes)}
@@ -76,7 +76,7 @@ def _layout(gm: fx.GraphModule, apart: frozenset[int]) -> Layout:
     offsets, nbytes = pack(list(held.values()))
     heap = max((heap_bytes(node) for node in gm.graph.nodes if fx_nodes.is_compute(node)), default=0)
     by_last = {chain.last: chain for chain in chains}
-    return Layout(values.outputs, homes, dict(zip(held, offsets, strict=True)), nbytes, heap, by_last, tiled)
+    return SegmentMemory(values.outputs, homes, dict(zip(held, offsets, strict=True)), nbytes, heap, by_last, tiled)
 
 
 def _at_the_last(chain: tiling.Chain, lives: Lives, position: Mapping[fx.Node, int]) -> Lives:

@@ -27,7 +27,7 @@ from fzero.codegen.convolution_workspace import Convolution
 from fzero.ir import fx_nodes, fx_values
 from fzero.optim.adam8 import BUFFER_BYTES, CHUNK
 from fzero.optim.transform import PIECE
-from fzero.recurrent import ops as recurrent
+from fzero.recurrent import recurrent_ops as recurrent
 
 aten = torch.ops.aten
 fzero_ops = torch.ops.fzero

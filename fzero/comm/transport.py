@@ -3,7 +3,7 @@
 CUDA: NCCL. CPU: the ranks of one machine read one another's memory (`shared`); state and arena then lie in memory that
 the others can read. Otherwise the ranks send point-to-point messages over gloo (`p2p`). A mesh has a comm for
 each axis (`by_axis`). Each gather goes the way that
-was measured to be the fastest for its size (`fzero.comm.autotune`). Reductions go a way that adds in rank order.
+was measured to be the fastest for its size (`fzero.comm.pick_way`). Reductions go a way that adds in rank order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fzero.comm import autotune, heartbeat
+from fzero.comm import heartbeat, pick_way
 from fzero.comm.by_axis import ByAxis
 from fzero.comm.group import Line, lines
 from fzero.comm.peers import SharedMemoryPeers
@@ -24,7 +24,7 @@ from fzero.comm.rendezvous import meet
 from fzero.comm.shared_memory import Shared
 from fzero.comm.transfers import P2P, Alone, Nccl, gloo
 from fzero.cost import choose
-from fzero.cost.autotune import Costs
+from fzero.cost.kept_costs import Costs
 from fzero.cost.rates import Rates
 from fzero.errors import SpecError
 from fzero.ir.mesh import DATA, PIPELINE, Mesh
@@ -82,13 +82,13 @@ def transport_for(
     joint = [axis for axis in along if axis != PIPELINE and axis in mesh.names]
     data = [axis for axis in joint if axis in DATA] or joint
     table, rates = (
-        autotune.measured(ways[data[-1]], along[data[-1]].size, mesh.world_size, block) if data else ({}, None)
+        pick_way.measured(ways[data[-1]], along[data[-1]].size, mesh.world_size, block) if data else ({}, None)
     )
     if transfers == "p2p":
         shown = "point-to-point, as Spec(transfers='p2p') says"
     else:
         shown = _shown(table, "the ranks share memory" if host is not None else f"no shared memory: {why}")
-    comms = {axis: autotune.Fastest(found, table) for axis, found in ways.items()}
+    comms = {axis: pick_way.Fastest(found, table) for axis, found in ways.items()}
     return Transport(_joined(along, comms), "p2p" if host is None else "shared", block, shown, rates)
 
 
@@ -119,7 +119,7 @@ def bucket_bytes(transport: str, mesh: Mesh, rank: int = 0, rates: Rates | None 
     return choose.bucket_bytes(known)
 
 
-def _shown(table: autotune.Table, first: str) -> str:
+def _shown(table: pick_way.Table, first: str) -> str:
     ways = ", ".join(f"{kind} of {size:,} bytes: {way}" for (kind, size), way in table.items())
     log.info("fzero: transfers: %s; by measured cost: %s", first, ways)
     return f"{first}; by measured cost: {ways}"

@@ -8,7 +8,7 @@ from typing import Any
 from fzero.compile import fault_report
 from fzero.compile.lowered import Lowered
 from fzero.compile.step import lower_step
-from fzero.cost.autotune import Costs
+from fzero.cost.kept_costs import Costs
 from fzero.cost.rates import Rates
 from fzero.errors import VerifyError
 from fzero.plan.state_plan import Plan

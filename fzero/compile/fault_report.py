@@ -27,7 +27,7 @@ import torch
 from fzero import private_folder, tree
 from fzero._version import __version__
 from fzero.capture.provenance import describe
-from fzero.cost import autotune
+from fzero.cost import kept_costs
 from fzero.errors import VerifyError
 from fzero.ir import segment_text
 from fzero.ir.parse import parse
@@ -89,7 +89,7 @@ def remedies(spec: Spec, plan: Plan, reduce: str = "") -> list[str]:
 
 def folder() -> Path:
     """The folder of the reports: `faults` in `$FZERO_CACHE`, else in `~/.cache/fzero`."""
-    return autotune.folder() / "faults"
+    return kept_costs.folder() / "faults"
 
 
 def write(report: Report) -> Path:

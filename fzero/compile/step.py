@@ -18,14 +18,14 @@ from fzero.codegen import matmul
 from fzero.compile import budgets
 from fzero.compile.collector import collect, collector_paused
 from fzero.compile.judged import local_step, naive
-from fzero.compile.layout import check_rules
 from fzero.compile.lowered import Lowered
+from fzero.compile.plan_from_spec import check_rules
 from fzero.compile.reduce_when import reduce_when
 from fzero.compile.resolve import LoweringOptions, TrainStep, lowering_options, train_step
 from fzero.compile.update_place import update_place
 from fzero.cost import choose
-from fzero.cost.autotune import Costs
 from fzero.cost.choose import Choice
+from fzero.cost.kept_costs import Costs
 from fzero.cost.rates import Rates
 from fzero.errors import SpecError
 from fzero.ir.program import Program
@@ -119,7 +119,7 @@ def _lower(
 
 
 @dataclass(frozen=True)
-class _Role:
+class _RoleProgram:
     """The program of one role, how far ahead its gathers start, where its updates run, the options of the last passes,
     and what all passes changed."""
 
@@ -132,7 +132,7 @@ class _Role:
 
 def _roles(
     program: Program, plan: Plan, wanted: LoweringOptions, schedule: Schedule | None, rates: Rates | None
-) -> dict[int, _Role]:
+) -> dict[int, _RoleProgram]:
     """The passes over a naive program; with a pipeline, from where it is cut on, over the program of each role."""
     chunk_of = {} if schedule is None else plan.chunk_of()
     first: tuple[PassRecord, ...] = ()
@@ -154,7 +154,7 @@ def _roles(
         ahead, on_host = _prefetch(half, wanted, rates), _update_on(half, wanted, rates)
         options = replace(_options(wanted, ahead.value), on_host=on_host.value == "cpu", ahead=_ahead(half))
         done, options, third = budgets.fitted(half, options, wanted.device_bytes, wanted.host_bytes)
-        roles[number] = _Role(done, ahead, on_host, options, (*first, *second, *third))
+        roles[number] = _RoleProgram(done, ahead, on_host, options, (*first, *second, *third))
     return roles
 
 

@@ -28,7 +28,7 @@ from fzero.ir import fx_nodes, fx_values
 from fzero.ir.program import Program, lane, moved_bytes, named_bytes
 from fzero.ir.records import DISK, HOST, Op
 from fzero.ir.scan_op import SCAN, body_of
-from fzero.recurrent import ops as recurrent
+from fzero.recurrent import recurrent_ops as recurrent
 
 aten = torch.ops.aten
 WIRE, UPDATES = "wire", "host"
@@ -77,14 +77,14 @@ def seconds(program: Program, rates: Rates) -> float:
 
 def step_time(program: Program, rates: Rates) -> StepTime:
     """The time of a step on the first rank of its role, by lane."""
-    walk = _Walk(program, rates)
+    walk = _Clock(program, rates)
     for op in program.ops:
         walk.take(op)
     return walk.done()
 
 
 @dataclass
-class _Walk:
+class _Clock:
     """The clock of a rank on its way through a program. queues: by lane, the seconds left of each piece of work, in
     order, by its number and what it writes. Only the methods here write the fields."""
 

@@ -62,7 +62,7 @@ DCP = {
 }
 
 
-class Refused(Exception):
+class UnpickleRefused(Exception):
     """The message that the parent passes on to the user."""
 
 
@@ -104,17 +104,19 @@ class Metadata(pickle.Unpickler):
     """Unpickles nothing but the records of torch's checkpoint metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns the stand-in for a class. Raises Refused for a name outside of `DCP`."""
+        """Returns the stand-in for a class. Raises UnpickleRefused for a name outside of `DCP`."""
         full = f"{module}.{name}"
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if full not in DCP:
-            raise Refused(f"it asks for {full}, which is no part of torch's checkpoint metadata: nothing was executed")
+            raise UnpickleRefused(
+                f"it asks for {full}, which is no part of torch's checkpoint metadata: nothing was executed"
+            )
         return type("MetadataStub", (MetadataStub,), {"name": full})
 
     def persistent_load(self, pid: Any) -> Any:
-        """Raises Refused."""
-        raise Refused("it refers to something outside itself")
+        """Raises UnpickleRefused."""
+        raise UnpickleRefused("it refers to something outside itself")
 
 
 class Slice(io.RawIOBase):
@@ -156,11 +158,11 @@ def saved(file: Any, room: Room) -> tuple[Any, int]:
     parts = archive.members(file)
     (name,) = [name for name in parts if name.endswith("/data.pkl") and name.count("/") == 1] or [""]
     if not name:
-        raise Refused("it is no archive of torch.save: it has no data.pkl")
+        raise UnpickleRefused("it is no archive of torch.save: it has no data.pkl")
     top = name.removesuffix("data.pkl")
     order = parts.get(f"{top}byteorder")
     if order is not None and archive.read(file, order, 16, "byteorder") != b"little":
-        raise Refused("its numbers are not little-endian: save it again on another machine")
+        raise UnpickleRefused("its numbers are not little-endian: save it again on another machine")
     data = archive.read(file, parts[name], MAX_PICKLE_BYTES, "data.pkl")
     room(len(data))
     return weights_only(data, lambda key: _place(parts.get(f"{top}data/{key}"), key)), len(data)
@@ -168,7 +170,7 @@ def saved(file: Any, room: Room) -> tuple[Any, int]:
 
 def _place(member: archive.Member | None, key: str) -> tuple[int, int]:
     if member is None:
-        raise Refused(f"a tensor's bytes are to lie in its member data/{key:.80}, which it has not")
+        raise UnpickleRefused(f"a tensor's bytes are to lie in its member data/{key:.80}, which it has not")
     return member.start, member.size
 
 
@@ -206,15 +208,15 @@ class _Shown:
         self.base, self.room = base, room
 
     def value(self, value: Any, depth: int) -> Any:
-        """A value as JSON. Raises Refused for one that is nested too deep, or too long."""
+        """A value as JSON. Raises UnpickleRefused for one that is nested too deep, or too long."""
         self.takes(8)
         if depth > MAX_DEPTH:
-            raise Refused("it is nested deeper than any checkpoint")
+            raise UnpickleRefused("it is nested deeper than any checkpoint")
         if value is None or type(value) in (bool, float):
             return value
         if type(value) is int:
             if value.bit_length() > MAX_INT_BITS:
-                raise Refused(f"it holds an integer that is {value.bit_length():,} bits long")
+                raise UnpickleRefused(f"it holds an integer that is {value.bit_length():,} bits long")
             return value
         if type(value) is str:
             self.takes(len(value))
@@ -233,21 +235,23 @@ class _Shown:
         return {"other": type(value).__name__}
 
     def takes(self, characters: int) -> None:
-        """Counts characters of the answer. Raises Refused if there are too many."""
+        """Counts characters of the answer. Raises UnpickleRefused if there are too many."""
         self.room -= characters
         if self.room < 0:
-            raise Refused("it means far more than it has bytes, as no checkpoint does")
+            raise UnpickleRefused("it means far more than it has bytes, as no checkpoint does")
 
     def tensor(self, value: torch.Tensor) -> dict[str, Any]:
-        """A tensor's dtype, shape and place in the file. Raises Refused if its bytes lie outside its storage."""
+        """A tensor's dtype, shape and place in the file. Raises UnpickleRefused if bytes lie outside its storage."""
         self.takes(100)
         start, size = place_in_file(value)
         strided = value.layout is torch.strided
         first = value.storage_offset() * value.element_size() if strided else 0
         if strided and value.is_contiguous() and not 0 <= first <= first + value.nbytes <= size:
-            raise Refused(f"a tensor of shape {list(value.shape)} lies outside its storage of {size:,} bytes")
+            raise UnpickleRefused(f"a tensor of shape {list(value.shape)} lies outside its storage of {size:,} bytes")
         if value.is_conj() or value.is_neg():
-            raise Refused(f"a tensor of shape {list(value.shape)} is a conjugated or negated view: save its clone")
+            raise UnpickleRefused(
+                f"a tensor of shape {list(value.shape)} is a conjugated or negated view: save its clone"
+            )
         return {
             "dtype": str(value.dtype).removeprefix("torch."),
             "shape": list(value.shape),
@@ -271,7 +275,7 @@ def dcp_metadata(request: dict[str, Any], room: Room = bool) -> Iterator[Any]:
     def records(file: Any, room: Room) -> tuple[Any, int]:
         data = file.read(MAX_PICKLE_BYTES + 1)
         if len(data) > MAX_PICKLE_BYTES:
-            raise Refused(f"it is longer than {MAX_PICKLE_BYTES:,} bytes")
+            raise UnpickleRefused(f"it is longer than {MAX_PICKLE_BYTES:,} bytes")
         room(len(data))
         return Metadata(io.BytesIO(data)).load(), len(data)
 
@@ -292,16 +296,18 @@ def _named(path: str, file: Any, base: int, load: Callable[[Any, Room], tuple[An
     try:
         value, pickle_bytes = load(file, room)
         return shown(value, base, pickle_bytes)
-    except (Refused, archive.Damaged) as error:
-        raise Refused(f"{path}: {error}") from None
+    except (UnpickleRefused, archive.Damaged) as error:
+        raise UnpickleRefused(f"{path}: {error}") from None
     except MemoryError:
-        raise Refused(f"{path}: it takes far more memory than it has bytes, as no checkpoint does") from None
+        raise UnpickleRefused(f"{path}: it takes far more memory than it has bytes, as no checkpoint does") from None
     except Exception as error:
         asked = re.search(r"GLOBAL (\S+)", str(error))
         if asked is not None:
-            raise Refused(f"{path}: it asks for {asked[1]}, which is not allowed: nothing was executed") from None
+            raise UnpickleRefused(
+                f"{path}: it asks for {asked[1]}, which is not allowed: nothing was executed"
+            ) from None
         text = " ".join(str(error).split())
-        raise Refused(f"{path}: it cannot be read: {type(error).__name__}: {text[:300]}") from None
+        raise UnpickleRefused(f"{path}: it cannot be read: {type(error).__name__}: {text[:300]}") from None
 
 
 KINDS = {"torch": torch_files, "dcp metadata": dcp_metadata, "dcp chunks": dcp_chunks}
@@ -316,7 +322,7 @@ def main() -> None:
     try:
         for contents in KINDS[request["kind"]](request, room_for):
             print(json.dumps({"found": contents}), file=answers)
-    except Refused as error:
+    except UnpickleRefused as error:
         answer = {"refused": str(error)}
     except OSError as error:
         answer = {"refused": f"{error.filename}: {error.strerror}"}

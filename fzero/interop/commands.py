@@ -76,9 +76,9 @@ def import_deepspeed(arguments: argparse.Namespace) -> int:
 def opened(path: Path, part: str | None) -> Source:
     """The checkpoint at a path. The files in the directory decide its kind."""
     if (path / dcp_folder.METADATA).is_file():
-        return dcp_folder.Part(dcp_folder.Folder(path), part or "")
+        return dcp_folder.NamedPart(dcp_folder.DcpFolder(path), part or "")
     if path.is_file() or (path / huggingface.INDEX).is_file() or (path / huggingface.SINGLE).is_file():
-        return huggingface.Folder(path)
+        return huggingface.HuggingFaceFolder(path)
     return Checkpoint(locate(path))
 
 

@@ -25,10 +25,10 @@ import torch
 from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, CorruptError
 from fzero.interop import pickled
+from fzero.interop.file_places import FilePlace, inside
 from fzero.interop.fitted import Fitted, Names, Tied, fitted, renamed, tied_names
 from fzero.interop.outgoing import Given, outgoing
 from fzero.interop.pickled import MetadataObject
-from fzero.interop.places import Place, inside
 from fzero.state.source import Entry, Source
 
 METADATA = ".metadata"
@@ -40,7 +40,7 @@ class Chunk:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    place: Place
+    place: FilePlace
 
     def runs(self, shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yields (first element in the flattened tensor, first in the chunk, count) of the stretches of [start, stop)
@@ -62,7 +62,7 @@ class Chunk:
                 yield first, number * length + first - position, last - first
 
 
-class Folder(Source):
+class DcpFolder(Source):
     """The tensors of a DCP directory by name. `others` names the rest (numbers, text), which is not read. Written by
     `__init__` alone."""
 
@@ -129,7 +129,7 @@ class Folder(Source):
         places = pickled.dcp_chunks([part for *_, part in wanted], timeout)
         for (name, offsets, sizes, (file, *_)), place in zip(wanted, places, strict=True):
             entry, chunks = tensors[name]
-            if not isinstance(place, Place) or place.shape != sizes or place.dtype != entry.dtype:
+            if not isinstance(place, FilePlace) or place.shape != sizes or place.dtype != entry.dtype:
                 raise CorruptError(file, f"does not hold the chunk of {name!r} that {METADATA} says")
             chunks.append(Chunk(offsets, sizes, place))
         for name, (entry, chunks) in tensors.items():
@@ -181,13 +181,13 @@ def dcp(
     and strict: see `fzero.interop.fitted`. timeout: seconds for the child process that looks into the pickles. Raises
     MismatchError, and CorruptError, also if `.metadata` holds anything but torch's metadata.
     """
-    return fitted(Part(Folder(folder, timeout), part), like, names=names, tied=tied, dtype=dtype, strict=strict)
+    return fitted(NamedPart(DcpFolder(folder, timeout), part), like, names=names, tied=tied, dtype=dtype, strict=strict)
 
 
-class Part(Source):
+class NamedPart(Source):
     """The tensors of a source whose names begin with `part` and a dot, without it. Nothing in it changes."""
 
-    def __init__(self, source: Folder, part: str) -> None:
+    def __init__(self, source: DcpFolder, part: str) -> None:
         self.source, self.prefix, self.path = source, f"{part}." if part else "", source.path
         if not self.leaves:
             tops = sorted({name.split(".")[0] for name in source.leaves})

@@ -28,7 +28,7 @@ import torch
 
 from fzero.errors import CheckpointError, CorruptError
 from fzero.interop import pickled
-from fzero.interop.places import Place, read_all
+from fzero.interop.file_places import FilePlace, read_all
 from fzero.optim.adam import AdamState
 from fzero.state.source import Entry, Source
 
@@ -50,7 +50,7 @@ class Stretch:
     """Elements [start, start + count) of a flattened tensor: those of `place` from element `first` on."""
 
     start: int
-    place: Place
+    place: FilePlace
     first: int
     count: int
 
@@ -263,16 +263,16 @@ def _stage3(states: Sequence[Any], shapes: Sequence[Mapping[str, Any]], key: str
     return {name: _whole(name, math.prod(s), stretches_of[name]) for group in shapes for name, s in group.items()}
 
 
-def _moments(state: Any, group: int, key: str) -> Place:
+def _moments(state: Any, group: int, key: str) -> FilePlace:
     """A moment of a flat group, from `optimizer.state_dict()` or (elastic) a list of states."""
     state_of_group = state[group] if isinstance(state, list) else state["state"][group]
-    if not isinstance(state_of_group.get(key), Place):
+    if not isinstance(state_of_group.get(key), FilePlace):
         raise CheckpointError(
             "the optimizer's state",
             f"has {', '.join(map(str, state_of_group))} and no {key!r}: needed one of the Adam family. "
             "moments=False (--params-only) leaves the moments out"
         )  # fmt: skip
-    moment: Place = state_of_group[key]
+    moment: FilePlace = state_of_group[key]
     return moment
 
 
@@ -295,13 +295,13 @@ def _frozen(
     known = {name for group in shapes for name in group} | set(model[0]["buffer_names"] or ())
     known |= set(model[0].get("shared_params") or ())
     for name, place in model[0]["module"].items():
-        if name not in known and isinstance(place, Place):
+        if name not in known and isinstance(place, FilePlace):
             frozen[name] = (place.shape, [_stretch(0, place, 0, place.numel)] if place.numel else [])
     return frozen
 
 
-def _stretch(start: int, place: Place, first: int, count: int) -> Stretch:
-    if not isinstance(place, Place) or not place.dtype.is_floating_point or first + count > place.numel:
+def _stretch(start: int, place: FilePlace, first: int, count: int) -> Stretch:
+    if not isinstance(place, FilePlace) or not place.dtype.is_floating_point or first + count > place.numel:
         raise ValueError(f"a part of {count} elements from {first} on is not there: {place}")
     return Stretch(start, place, first, count)
 
@@ -331,7 +331,7 @@ def _count(states: Sequence[Any]) -> int:
     if not steps:
         steps = [group["step"] for group in ([] if isinstance(whole, list) else whole["param_groups"])]
         steps = steps or [states[0]["base_optimizer_state_step"]]
-    counts = {int(step.read(0, 1)) if isinstance(step, Place) else int(step) for step in steps}
+    counts = {int(step.read(0, 1)) if isinstance(step, FilePlace) else int(step) for step in steps}
     if len(counts) != 1:
         raise ValueError(f"the groups have made {sorted(counts)} updates: needed one number")
     return counts.pop()

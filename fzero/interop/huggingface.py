@@ -21,9 +21,9 @@ import torch
 from fzero.checkpoint.strict import Invalid, parse
 from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, CorruptError
+from fzero.interop.file_places import FilePlace, inside, raw, read_all, safetensors_header, safetensors_places
 from fzero.interop.fitted import Fitted, Names, Tied, fitted, renamed, tied_names
 from fzero.interop.outgoing import Given, outgoing
-from fzero.interop.places import Place, inside, raw, read_all, safetensors_header, safetensors_places
 from fzero.state.source import Entry, Source
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -31,12 +31,12 @@ MAX_INDEX_BYTES = 100 << 20
 MAX_SHARD_BYTES = 50_000_000_000  # transformers' own default
 
 
-class Folder(Source):
+class HuggingFaceFolder(Source):
     """The tensors of a Hugging Face folder, or of one safetensors file, by their names there. Nothing in it changes."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, FilePlace] = {}
         for file, names in self._files().items():
             places = safetensors_places(file)
             if names is not None and places.keys() != names:
@@ -102,7 +102,7 @@ def safetensors(
     leaf of a flat dict by its name. names, tied, dtype and strict: see `fzero.interop.fitted`. Raises CorruptError
     for damaged files, MismatchError with all the differences.
     """
-    return fitted(Folder(folder), like, names=names, tied=tied, dtype=dtype, strict=strict)
+    return fitted(HuggingFaceFolder(folder), like, names=names, tied=tied, dtype=dtype, strict=strict)
 
 
 def export_safetensors(

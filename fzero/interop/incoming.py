@@ -22,7 +22,7 @@ from fzero.checkpoint import commit, shards, structure
 from fzero.checkpoint.manifest import BLOCK, LeafRecord, Manifest, Piece, ShardRecord, root, shard_name
 from fzero.disk.calls import Disk
 from fzero.errors import TreeError
-from fzero.interop.places import raw
+from fzero.interop.file_places import raw
 from fzero.state.source import Source, like
 
 

@@ -28,7 +28,7 @@ from fzero.capture.context import active
 from fzero.capture.provenance import describe
 from fzero.capture.refuse import Refused
 from fzero.errors import CaptureError, TreeError, leaf_name
-from fzero.interop import _hf_compat, closures, refuse
+from fzero.interop import _hf_compat, closures, refused_modules
 from fzero.interop.guard import Guard
 
 log = logging.getLogger("fzero")
@@ -177,9 +177,9 @@ def from_module(module: nn.Module, *, train: bool | None = None, mutable: bool |
     >>> torch.equal(apply(params, buffers, torch.ones(3, 2)), linear(torch.ones(3, 2)))
     True
     """
-    refuse.unusable(module)
+    refused_modules.unusable(module)
     if not mutable:
-        refuse.written(module, module.training if train is None else train, train is not None)
+        refused_modules.written(module, module.training if train is None else train, train is not None)
     frozen = tuple(path for path, value in module.named_parameters() if not value.requires_grad)
     params = {
         name: value.detach().requires_grad_(bool(frozen) and name not in frozen)

@@ -23,7 +23,7 @@ from fzero.checkpoint.reader import Checkpoint
 from fzero.comm.agree import agree
 from fzero.disk.calls import Disk
 from fzero.errors import TreeError
-from fzero.interop.places import directory
+from fzero.interop.file_places import directory
 from fzero.plan.state_plan import Leaf
 from fzero.session.session import session_of
 from fzero.state import storage

@@ -22,7 +22,7 @@ import torch
 
 import fzero
 from fzero.errors import CheckpointError, CorruptError
-from fzero.interop.places import Place
+from fzero.interop.file_places import FilePlace
 
 TIMEOUT = 600.0  # seconds
 
@@ -48,7 +48,7 @@ class Other:
 
 
 def torch_files(files: Sequence[Path], allow: Sequence[str] = (), timeout: float = TIMEOUT) -> list[Any]:
-    """Returns the object that `torch.save` wrote to each file, with a `Place` for each tensor.
+    """Returns the object that `torch.save` wrote to each file, with a `FilePlace` for each tensor.
 
     allow: names of classes to which the files may refer; their objects are not kept.
     """
@@ -131,8 +131,8 @@ def _value(answer: Any, file: Path) -> Any:
     return Other(str(inner))
 
 
-def _place(shown: Mapping[str, Any], file: Path) -> Place:
-    place = Place(file, shown["start"], tuple(shown["shape"]), getattr(torch, shown["dtype"]))
+def _place(shown: Mapping[str, Any], file: Path) -> FilePlace:
+    place = FilePlace(file, shown["start"], tuple(shown["shape"]), getattr(torch, shown["dtype"]))
     if not shown["contiguous"]:
         raise CheckpointError(file, f"a tensor of shape {list(place.shape)} is not contiguous, which is not supported")
     if place.start < 0 or place.start + place.nbytes > file.stat().st_size:

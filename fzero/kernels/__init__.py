@@ -3,8 +3,8 @@
 | file | does | bytes an element of float32 |
 |---|---|---|
 | `adamw`    | Adam(W): unscale, clip, update, round, copy out, in one pass | 28, 20 with bfloat16 moments |
-| `adam8`    | AdamW with moments in 8 bits                                 | 16.25 |
-| `norms`    | squared norm and finite check                                | 4 |
+| `adam8_kernel` | AdamW with moments in 8 bits                                 | 16.25 |
+| `flat_norms` | squared norm and finite check                                | 4 |
 | `round`    | stochastic rounding to bfloat16                              | 6 |
 | `cast`     | cast and scale                                               | 6 to or from 16 bits |
 | `quantize` | block int8 and int4, and back                                | 5.06, 4.56 |
@@ -82,10 +82,10 @@ def _fits_one(x: Any, *rest: Any) -> bool:
 KERNELS: dict[str, Kernel] = {
     "fzero.adamw_.default": Kernel("adamw", "adamw_", _fits_adamw),
     "fzero.adamw.default": Kernel("adamw", "adamw", _fits_adamw),
-    "fzero.adamw8_.default": Kernel("adam8", "adamw8_", _fits_adamw8),
-    "fzero.adamw8.default": Kernel("adam8", "adamw8", _fits_adamw8),
+    "fzero.adamw8_.default": Kernel("adam8_kernel", "adamw8_", _fits_adamw8),
+    "fzero.adamw8.default": Kernel("adam8_kernel", "adamw8", _fits_adamw8),
     "fzero.stochastic_round.default": Kernel("round", "stochastic_round", _fits_one),
-    "fzero.sum_squares.default": Kernel("norms", "sum_squares", _fits_one),
+    "fzero.sum_squares.default": Kernel("flat_norms", "sum_squares", _fits_one),
     "aten._fused_adamw_.default": Kernel("adamw", "fused_adamw_", _fits_fused),
     "aten._fused_adamw_.tensor_lr": Kernel("adamw", "fused_adamw_", _fits_fused),
     "aten._fused_adam_.default": Kernel("adamw", "fused_adam_", _fits_fused),

@@ -21,7 +21,7 @@ import torch
 from fzero import tree
 from fzero.cost.memory import account
 from fzero.errors import SpecError
-from fzero.log.progress import Progress
+from fzero.log.progress_log import Progress
 from fzero.log.trackers import Tracker
 from fzero.optim.schedules import Schedule
 from fzero.state.state import State

@@ -21,13 +21,13 @@ from torch import fx
 
 from fzero._torch_compat import graph_module
 from fzero.capture.graph import Graph
-from fzero.capture.ops import AXIS_INDEX, REDUCE, REGION
+from fzero.capture.step_ops import AXIS_INDEX, REDUCE, REGION
 from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.mesh import within
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref
 from fzero.lowering.emit import Emitter, line_of
-from fzero.lowering.region import RegionBuilder
+from fzero.lowering.lower_region import RegionBuilder
 from fzero.plan.state_plan import Plan
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ from torch import fx
 
 from fzero._torch_compat import graph_module
 from fzero.capture.graph import Graph, Region
-from fzero.capture.ops import REDUCE, REGION
+from fzero.capture.step_ops import REDUCE, REGION
 from fzero.errors import SpecError
 from fzero.ir import fx_nodes, segments
 from fzero.plan.state_plan import Plan

@@ -27,7 +27,7 @@ from fzero.ir import fx_nodes, fx_values, rewrite, segments
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Op, Ref, buffer_name, make_op
 from fzero.ir.traits import BLOCKWISE, WHOLE
-from fzero.passes.common.leafwise import Call, leafwise
+from fzero.passes.common.leafwise import LeafCall, leafwise
 from fzero.passes.common.outer_run import OuterRun, SlotKey
 from fzero.plan.whole_leaves import is_whole
 
@@ -231,7 +231,7 @@ class _Outer:
                 writes.append(Ref(self.run.stored[node], start, stop, None, own_slice))
                 args = (list(shape), *node.args[1:])
                 target, value = WHOLE[node.target], node.meta["val"]
-                calls.append(Call(target, source.meta["val"], value, stop - start, args, flat=True))
+                calls.append(LeafCall(target, source.meta["val"], value, stop - start, args, flat=True))
             done = self._run_of(leafwise(calls), reads, writes)
             names = [bucket.slots[self.run.slot_key[n][1]].path for n in group]
             self._emit(replace(done, why=f"whole {names[0]}" + (f" .. {names[-1]}" if len(names) > 1 else "")))
@@ -306,7 +306,7 @@ class _Outer:
                 reads.append(Ref(self.run.stored[source], slot.start, slot.stop, None, distributed))
                 kwargs = tuple(node.kwargs.items())
                 calls.append(
-                    Call(node.target, source.meta["val"], node.meta["val"], slot.stop - slot.start, kwargs=kwargs)
+                    LeafCall(node.target, source.meta["val"], node.meta["val"], slot.stop - slot.start, kwargs=kwargs)
                 )
             writes = [Ref(name, i, i + 1, ()) for i in range(len(group))]
             self._emit(self._run_of(leafwise(calls), reads, writes))

@@ -19,10 +19,10 @@ from fzero.api import advanced, agreed
 from fzero.capture import ambient
 from fzero.comm.agree import agree
 from fzero.errors import FzeroError
-from fzero.profile.lanes import op_args
+from fzero.profile.chrome_trace import trace
 from fzero.profile.page import page
 from fzero.profile.record import StepRecord, record
-from fzero.profile.trace import trace
+from fzero.profile.span_rows import op_args
 from fzero.session.interrupts import keeps_state
 from fzero.session.session import session_of
 from fzero.state.state import State

@@ -2,7 +2,7 @@
 
 import sys
 
-from fzero.profile.trace import merge
+from fzero.profile.chrome_trace import merge
 
 if __name__ == "__main__":
     try:

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from fzero.profile.lanes import Lane, Span, lanes
 from fzero.profile.record import HELD, LIVE, StepRecord
+from fzero.profile.span_rows import Lane, Span, lanes
 
 ROW, CHART = 24, 260  # pixels
 

@@ -39,7 +39,7 @@ LIVE = ("gather buffers", "receive buffers", "gradients", "staging", "activation
 
 
 @dataclass(frozen=True)
-class Transfer:
+class TransferSpan:
     """A transfer: op number `op` starts it and `wait` ends it. `kind` is `send/recv` for both of those, and the
     lane of a move (`disk→host`). wire_bytes: what it sends, or moves."""
 
@@ -107,7 +107,7 @@ class StepRecord:
         return {**named, "the rest": self.ended - self.began - sum(named.values())}
 
     @cached_property
-    def transfers(self) -> list[Transfer]:
+    def transfers(self) -> list[TransferSpan]:
         """The transfers of the program, in the order of their ends."""
         transfers, flight = [], defaultdict[str, list[int]](list)
         for i, op in enumerate(self.program.ops):
@@ -122,7 +122,7 @@ class StepRecord:
                 wire = wire_bytes(self.program, source) or moved_bytes(self.program, source)
                 via = self.program.transport + (f" over {source.axis}" if len(self.program.mesh.axes) > 1 else "")
                 via = via if not way else "this rank"
-                transfers.append(Transfer(kind, name, start, i, self.bucket(start), wire, via))
+                transfers.append(TransferSpan(kind, name, start, i, self.bucket(start), wire, via))
         return transfers
 
     def bucket(self, index: int) -> str | None:

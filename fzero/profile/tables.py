@@ -10,7 +10,7 @@ from fzero.ir.liveness import live_names
 from fzero.ir.program import op_text
 from fzero.ir.records import DEVICE, PERSISTENT
 from fzero.profile.charts import bytes_text, time_text
-from fzero.profile.record import StepRecord, Transfer, needs, phase
+from fzero.profile.record import StepRecord, TransferSpan, needs, phase
 
 LONGEST = 20
 
@@ -86,7 +86,7 @@ def by_segment(record: StepRecord) -> str:
 
 def by_bucket(record: StepRecord) -> str:
     """A table of transfers by bucket: the time in flight, and the part of it that the rank spent waiting."""
-    groups: dict[tuple[str, str, str], list[Transfer]] = {}
+    groups: dict[tuple[str, str, str], list[TransferSpan]] = {}
     for op in record.transfers:
         groups.setdefault((op.bucket or op.name, op.kind, op.via), []).append(op)
     rows = []
@@ -100,5 +100,5 @@ def by_bucket(record: StepRecord) -> str:
     return table(head, rows) if rows else "<p>No transfers: a world of one.</p>"
 
 
-def _waited(record: StepRecord, transfers: Iterable[Transfer]) -> int:
+def _waited(record: StepRecord, transfers: Iterable[TransferSpan]) -> int:
     return sum(record.asleep(transfer.wait) for transfer in transfers)

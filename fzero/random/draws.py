@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fzero.random import _check, _ops
+from fzero.random import _draw_ops, _key_rules
 
 _POSITIVE = (1 << 63) - 1
 
@@ -33,15 +33,15 @@ def uniform(
     >>> x.shape, bool((x >= -1).all() and (x < 1).all())
     (torch.Size([2, 3]), True)
     """
-    _check.key_of("uniform", key)
-    _check.float_dtype("uniform", dtype)
+    _key_rules.key_of("uniform", key)
+    _key_rules.float_dtype("uniform", dtype)
     for name, bound in (("low", low), ("high", high)):
         if isinstance(bound, torch.Tensor):
             raise TypeError(
-                f"fzero.random.uniform: {name} must be a Python number, given {_check.describe(bound)}. "
+                f"fzero.random.uniform: {name} must be a Python number, given {_key_rules.describe(bound)}. "
                 "Write low + (high - low) * fzero.random.uniform(key, shape)"
             )
-    result: torch.Tensor = _ops.uniform(key, _check.as_shape("uniform", shape), dtype, float(low), float(high))
+    result: torch.Tensor = _draw_ops.uniform(key, _key_rules.as_shape("uniform", shape), dtype, float(low), float(high))
     return result
 
 
@@ -57,9 +57,9 @@ def normal(key: torch.Tensor, shape: int | Sequence[int] = (), dtype: torch.dtyp
     >>> torch.vmap(lambda k: normal(k, 5))(split(key(0), 3)).shape       # for each key what it gives alone
     torch.Size([3, 5])
     """
-    _check.key_of("normal", key)
-    _check.float_dtype("normal", dtype)
-    result: torch.Tensor = _ops.normal(key, _check.as_shape("normal", shape), dtype)
+    _key_rules.key_of("normal", key)
+    _key_rules.float_dtype("normal", dtype)
+    result: torch.Tensor = _draw_ops.normal(key, _key_rules.as_shape("normal", shape), dtype)
     return result
 
 
@@ -76,17 +76,17 @@ def bernoulli(key: torch.Tensor, p: float | torch.Tensor, shape: int | Sequence[
     >>> bernoulli(key(0), torch.tensor([0.0, 1.0]), (3, 2)).sum(0)
     tensor([0, 3])
     """
-    _check.key_of("bernoulli", key)
-    sizes = _check.as_shape("bernoulli", shape)
+    _key_rules.key_of("bernoulli", key)
+    sizes = _key_rules.as_shape("bernoulli", shape)
     if isinstance(p, torch.Tensor):
         if not p.is_floating_point():
             raise TypeError(
-                f"fzero.random.bernoulli: p must hold floating numbers, given {_check.describe(p)}. Write p.float()"
+                f"fzero.random.bernoulli: p must hold floating numbers, given {_key_rules.describe(p)}. Write p.float()"
             )
-        _check.same_device("bernoulli", "p", p, key)
+        _key_rules.same_device("bernoulli", "p", p, key)
         sizes = list(torch.broadcast_shapes(sizes, p.shape))
     else:
-        p = _check.probability("bernoulli", p)
+        p = _key_rules.probability("bernoulli", p)
     return uniform(key, sizes) < p
 
 
@@ -104,11 +104,11 @@ def dropout(key: torch.Tensor, x: torch.Tensor, p: float = 0.5) -> torch.Tensor:
     >>> torch.vmap(dropout)(keys, x).shape
     torch.Size([3, 100])
     """
-    _check.key_of("dropout", key)
-    p = _check.probability("dropout", p)
+    _key_rules.key_of("dropout", key)
+    p = _key_rules.probability("dropout", p)
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-        raise TypeError(f"fzero.random.dropout: x must be a floating tensor, given {_check.describe(x)}")
-    _check.same_device("dropout", "x", x, key)
+        raise TypeError(f"fzero.random.dropout: x must be a floating tensor, given {_key_rules.describe(x)}")
+    _key_rules.same_device("dropout", "x", x, key)
     if p == 0:
         return x
     keep = 1 - p
@@ -126,9 +126,9 @@ def randint(key: torch.Tensor, low: int, high: int, shape: int | Sequence[int] =
     >>> randint(key(0), 0, 10, 5)
     tensor([7, 2, 7, 2, 7])
     """
-    _check.key_of("randint", key)
-    _check.integer_range(low, high)
-    bits: torch.Tensor = _ops.bits(key, _check.as_shape("randint", shape))
+    _key_rules.key_of("randint", key)
+    _key_rules.integer_range(low, high)
+    bits: torch.Tensor = _draw_ops.bits(key, _key_rules.as_shape("randint", shape))
     return (bits & _POSITIVE) % (high - low) + low
 
 
@@ -144,18 +144,18 @@ def permutation(key: torch.Tensor, x: int | torch.Tensor) -> torch.Tensor:
     >>> torch.equal(permutation(key(0), torch.arange(5)), permutation(key(0), 5))
     True
     """
-    _check.key_of("permutation", key)
+    _key_rules.key_of("permutation", key)
     if isinstance(x, torch.Tensor):
         if x.dim() == 0:
             raise ValueError(
-                f"fzero.random.permutation: a tensor must have rows, given {_check.describe(x)}. "
+                f"fzero.random.permutation: a tensor must have rows, given {_key_rules.describe(x)}. "
                 "Write permutation(key, int(x))"
             )
-        _check.same_device("permutation", "x", x, key)
+        _key_rules.same_device("permutation", "x", x, key)
         return x.index_select(0, permutation(key, x.shape[0]))
     if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
-        raise TypeError(f"fzero.random.permutation: needed an int or a tensor, given {_check.describe(x)}")
-    bits: torch.Tensor = _ops.bits(key, _check.as_shape("permutation", x))
+        raise TypeError(f"fzero.random.permutation: needed an int or a tensor, given {_key_rules.describe(x)}")
+    bits: torch.Tensor = _draw_ops.bits(key, _key_rules.as_shape("permutation", x))
     return bits.argsort(stable=True)  # two of n numbers are equal with probability n**2 / 2**65
 
 
@@ -169,15 +169,17 @@ def categorical(key: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     >>> categorical(key(0), torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]]))
     tensor([0, 1])
     """
-    _check.key_of("categorical", key)
+    _key_rules.key_of("categorical", key)
     if not isinstance(logits, torch.Tensor) or not logits.is_floating_point():
-        raise TypeError(f"fzero.random.categorical: logits must be a floating tensor, given {_check.describe(logits)}")
+        raise TypeError(
+            f"fzero.random.categorical: logits must be a floating tensor, given {_key_rules.describe(logits)}"
+        )
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(
             "fzero.random.categorical: logits must have classes along the last dimension, "
-            f"given {_check.describe(logits)}"
+            f"given {_key_rules.describe(logits)}"
         )
-    _check.same_device("categorical", "logits", logits, key)
+    _key_rules.same_device("categorical", "logits", logits, key)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     gumbel = -torch.log(-torch.log(uniform(key, logits.shape, dtype)))  # -inf for a draw of 0, which wins nothing
     return torch.argmax(logits.to(dtype) + gumbel, dim=-1)

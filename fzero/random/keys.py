@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fzero.random import _check, _ops
-from fzero.random._check import is_key as is_key
+from fzero.random import _draw_ops, _key_rules
+from fzero.random._key_rules import is_key as is_key
 
 
 def key(seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -20,7 +20,7 @@ def key(seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(
-            f"fzero.random.key: seed must be a Python int, given {_check.describe(seed)}. Write "
+            f"fzero.random.key: seed must be a Python int, given {_key_rules.describe(seed)}. Write "
             "fzero.random.key(int(seed)); to make a key from a traced value use "
             "fzero.random.fold_in(fzero.random.key(0), value)"
         )
@@ -41,12 +41,14 @@ def split(key: torch.Tensor, num: int = 2) -> torch.Tensor:
     >>> torch.equal(split(key(0), 5)[0], first), torch.equal(first, second)
     (True, False)
     """
-    _check.key_of("split", key)
+    _key_rules.key_of("split", key)
     if isinstance(num, bool) or not isinstance(num, (int, torch.SymInt)):
-        raise TypeError(f"fzero.random.split: num must be an int, given {_check.describe(num)}. Write split(key, 2)")
+        raise TypeError(
+            f"fzero.random.split: num must be an int, given {_key_rules.describe(num)}. Write split(key, 2)"
+        )
     if num < 1:
         raise ValueError(f"fzero.random.split: num must be at least 1, given {num}. Write split(key, 2)")
-    result: torch.Tensor = _ops.split(key, num)
+    result: torch.Tensor = _draw_ops.split(key, num)
     return result
 
 
@@ -60,31 +62,31 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
     >>> torch.equal(fold_in(key(0), step), fold_in(key(0), 3)), torch.equal(fold_in(key(0), 0), key(0))
     (True, False)
     """
-    _check.key_of("fold_in", key)
+    _key_rules.key_of("fold_in", key)
     if isinstance(data, torch.Tensor):
         if data.is_floating_point() or data.is_complex() or data.dtype == torch.bool:
             raise TypeError(
-                f"fzero.random.fold_in: data must hold integers, given {_check.describe(data)}. Write data.long()"
+                f"fzero.random.fold_in: data must hold integers, given {_key_rules.describe(data)}. Write data.long()"
             )
         if data.dim() != 0:
             raise ValueError(
-                f"fzero.random.fold_in: data must be 0-d, given {_check.describe(data)}. For one key per element write "
-                "torch.vmap(lambda d: fzero.random.fold_in(key, d))(data)"
+                f"fzero.random.fold_in: data must be 0-d, given {_key_rules.describe(data)}. For one key per element "
+                "write torch.vmap(lambda d: fzero.random.fold_in(key, d))(data)"
             )
         if data.device != key.device:
             raise ValueError(
                 f"fzero.random.fold_in: data is on {data.device}, the key on {key.device}. Write data.to(key.device)"
             )
-        folded: torch.Tensor = _ops.fold_in_tensor(key, data)
+        folded: torch.Tensor = _draw_ops.fold_in_tensor(key, data)
         return folded
     if isinstance(data, bool) or not isinstance(data, (int, torch.SymInt)):
         raise TypeError(
             "fzero.random.fold_in: data must be a Python int or a 0-d integer tensor, "
-            f"given {_check.describe(data)}. Write fold_in(key, int(data))"
+            f"given {_key_rules.describe(data)}. Write fold_in(key, int(data))"
         )
     if not -(1 << 63) <= data < 1 << 63:
         raise ValueError(
             f"fzero.random.fold_in: data must be in [-2**63, 2**63), given {data}. Fold in its parts one after another"
         )
-    result: torch.Tensor = _ops.fold_in(key, data)
+    result: torch.Tensor = _draw_ops.fold_in(key, data)
     return result

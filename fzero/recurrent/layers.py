@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero._torch_compat import by_decompositions, in_functorch
-from fzero.recurrent.ops import BACKWARD, FORWARD, ONEDNN
+from fzero.recurrent.recurrent_ops import BACKWARD, FORWARD, ONEDNN
 
 # torch's function -> the kind of its layers
 LAYERS: dict[Any, str] = {torch.lstm: "lstm", torch.gru: "gru", torch.rnn_tanh: "tanh", torch.rnn_relu: "relu"}

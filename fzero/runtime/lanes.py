@@ -18,7 +18,7 @@ from fzero.errors import HangError
 Call = Callable[[], Any]
 
 
-class File(Protocol):
+class RankFile(Protocol):
     """The rank's file, as the lanes use it. Offsets are bytes."""
 
     def read(self, offset: int, into: torch.Tensor, what: str = "") -> Future[None]:
@@ -35,7 +35,7 @@ class Lanes:
     """The moves of one rank. `pending` holds those that the disk works on, by the buffer that they fill, in the order
     of their starts, which is that of their waits; only the methods here write it."""
 
-    def __init__(self, file: File | None = None) -> None:
+    def __init__(self, file: RankFile | None = None) -> None:
         self.file = file
         self.pending: dict[str, list[Future[None]]] = {}
 

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from fzero._torch_compat import below_autograd
-from fzero.runtime.lanes import Call, File, Lanes
+from fzero.runtime.lanes import Call, Lanes, RankFile
 
 Range = tuple[int, int]  # addresses on the host, the second behind the last
 
@@ -45,7 +45,7 @@ class StreamLanes(Lanes):
     thread's work whose end nobody has seen. Only the methods here write the three.
     """
 
-    def __init__(self, device: torch.device, file: File | None = None) -> None:
+    def __init__(self, device: torch.device, file: RankFile | None = None) -> None:
         super().__init__(file)
         self.device = device
         self.up, self.down = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -195,6 +195,6 @@ def _meet(one: Range, other: Range) -> bool:
     return one[0] < other[1] and other[0] < one[1]
 
 
-def lanes_for(device: torch.device, file: File | None = None) -> Lanes:
+def lanes_for(device: torch.device, file: RankFile | None = None) -> Lanes:
     """Returns the lanes of a rank whose device this is. file: its file, if something of its state lies on disk."""
     return StreamLanes(device, file) if device.type == "cuda" else Lanes(file)

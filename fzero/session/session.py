@@ -25,7 +25,7 @@ from fzero.compile.checked import checked_step
 from fzero.compile.collector import return_freed
 from fzero.compile.lowered import Lowered
 from fzero.compile.step import fakes_on
-from fzero.cost.autotune import Costs
+from fzero.cost.kept_costs import Costs
 from fzero.errors import CaptureError, DonatedError, VerifyError, leaf_name
 from fzero.ir.mesh import PIPELINE, parts_of
 from fzero.ir.program import Program

@@ -27,7 +27,7 @@ from fzero.comm import group as process_group
 from fzero.comm import heartbeat
 from fzero.comm.agree import Same, agree
 from fzero.comm.transport import bucket_bytes, transport_for
-from fzero.compile.layout import plan_for
+from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.resolve import mesh_of
 from fzero.compile.update_roles import check_update
 from fzero.disk import DiskFile

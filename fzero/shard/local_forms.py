@@ -18,26 +18,26 @@ from fzero.shard import ops
 aten = torch.ops.aten
 
 
-class Comm(Protocol):
+class AxisComm(Protocol):
     """What a form may use of a communicator."""
 
     def all_reduce(self, x: Tensor, how: str) -> Tensor:
         """The sum or maximum over ranks, a new tensor."""
 
 
-def mean(comm: Comm, rank: int | Tensor, size: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def mean(comm: AxisComm, rank: int | Tensor, size: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """An addend of the mean over a sharded dim."""
     return aten.mean(x, *args, **kwargs) / size
 
 
-def embedding(comm: Comm, rank: int | Tensor, size: int, weight: Tensor, indices: Tensor, *_: Any) -> Tensor:
+def embedding(comm: AxisComm, rank: int | Tensor, size: int, weight: Tensor, indices: Tensor, *_: Any) -> Tensor:
     """Rows of the weight's own part; zeros where another rank has the row."""
     own, inside = _own(indices, rank, len(weight), size)
     return aten.embedding.default(weight, own).masked_fill(~inside.unsqueeze(-1), 0)
 
 
 def embedding_dense_backward(
-    comm: Comm,
+    comm: AxisComm,
     rank: int | Tensor,
     size: int,
     grad: Tensor,
@@ -53,7 +53,7 @@ def embedding_dense_backward(
     return aten.embedding_dense_backward.default(grad, own, rows, -1, by_freq)
 
 
-def log_softmax(comm: Comm, rank: int | Tensor, size: int, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+def log_softmax(comm: AxisComm, rank: int | Tensor, size: int, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     """The own part of log_softmax over a sharded dim; 16-bit types are summed in float32."""
     wide = x.float() if x.element_size() < 4 else x
     wide = wide - comm.all_reduce(wide.amax(dim, keepdim=True), "max")
@@ -62,7 +62,7 @@ def log_softmax(comm: Comm, rank: int | Tensor, size: int, x: Tensor, dim: int, 
 
 
 def log_softmax_backward(
-    comm: Comm, rank: int | Tensor, size: int, grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
+    comm: AxisComm, rank: int | Tensor, size: int, grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
 ) -> Tensor:
     """The own part of the gradient of log_softmax over a sharded dim."""
     total = comm.all_reduce(grad.sum(dim, keepdim=True), "sum")
@@ -70,7 +70,7 @@ def log_softmax_backward(
 
 
 def nll_loss_forward(
-    comm: Comm,
+    comm: AxisComm,
     rank: int | Tensor,
     size: int,
     x: Tensor,
@@ -90,8 +90,8 @@ def nll_loss_forward(
 
 
 def nll_loss_backward(
-    comm: Comm, rank: int | Tensor, size: int, grad: Tensor, x: Tensor, target: Tensor, weight: None, reduction: int,
-    ignore_index: int, total_weight: Tensor,
+    comm: AxisComm, rank: int | Tensor, size: int, grad: Tensor, x: Tensor, target: Tensor, weight: None,
+    reduction: int, ignore_index: int, total_weight: Tensor,
 ) -> Tensor:  # fmt: skip
     """The own classes of the loss's gradient."""
     valid = target != ignore_index
@@ -102,7 +102,7 @@ def nll_loss_backward(
 
 
 def nll_loss_mean(
-    comm: Comm,
+    comm: AxisComm,
     rank: int | Tensor,
     size: int,
     x: Tensor,
@@ -119,7 +119,7 @@ def nll_loss_mean(
 
 
 def uniform(
-    comm: Comm, rank: int | Tensor, size: int, key: Tensor, shape: list[int], dtype: torch.dtype, low: float,
+    comm: AxisComm, rank: int | Tensor, size: int, key: Tensor, shape: list[int], dtype: torch.dtype, low: float,
     high: float, *, dim: int,
 ) -> Tensor:  # fmt: skip
     """The own part, along a dim, of uniform numbers of this whole shape."""

@@ -26,7 +26,7 @@ from fzero.shard.layouts import Layout
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DimCut:
     """Each of `groups` equal parts of dim `dim` lies over `ranks` ranks."""
 
     dim: int
@@ -34,9 +34,9 @@ class Cut:
     ranks: int
 
 
-def cuts(layout: Layout) -> tuple[Cut, ...]:
+def cuts(layout: Layout) -> tuple[DimCut, ...]:
     """The cuts of a layout, without the names of its axes: the outer one first."""
-    return tuple(Cut(cut.placement.dim, cut.placement.groups, cut.n) for cut in layout.cuts)
+    return tuple(DimCut(cut.placement.dim, cut.placement.groups, cut.n) for cut in layout.cuts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class Order:
     ranks: of each cut, (its ranks, the distance in the flattened leaf from one's part to the next one's), the outer cut
     first. loops: (times, distance) of the runs of a part, the outer loop first. run: elements of a run.
 
-    >>> Order.of((4, 6)), Order.of((4, 6), [Cut(1, 1, 2)])
+    >>> Order.of((4, 6)), Order.of((4, 6), [DimCut(1, 1, 2)])
     (Order(ranks=(), loops=(), run=24), Order(ranks=((2, 3),), loops=((4, 6),), run=3))
-    >>> Order.of((4, 6), [Cut(0, 1, 2), Cut(1, 1, 2)])
+    >>> Order.of((4, 6), [DimCut(0, 1, 2), DimCut(1, 1, 2)])
     Order(ranks=((2, 12), (2, 3)), loops=((2, 6),), run=3)
     """
 
@@ -57,7 +57,7 @@ class Order:
     run: int
 
     @classmethod
-    def of(cls, shape: Sequence[int], cuts: Sequence[Cut] = ()) -> Order:
+    def of(cls, shape: Sequence[int], cuts: Sequence[DimCut] = ()) -> Order:
         """The order of a leaf of this logical shape. Several cuts of one dim have the same groups, and each cuts what
         the one before it leaves."""
         loops, stride = [], math.prod(shape)
@@ -110,7 +110,7 @@ class Order:
     def at(self, i: int) -> int:
         """The place in the flattened leaf of element i of the order.
 
-        >>> [Order.of((4, 6), [Cut(1, 1, 2)]).at(i) for i in (0, 2, 3, 12)]
+        >>> [Order.of((4, 6), [DimCut(1, 1, 2)]).at(i) for i in (0, 2, 3, 12)]
         [0, 2, 6, 3]
         """
         number, inside = divmod(i, self.part)
@@ -123,7 +123,7 @@ class Order:
     def within(self, place: int, low: int, high: int) -> tuple[int, int]:
         """The range of the order that part number `place` holds of elements [low, high) of the flattened leaf.
 
-        >>> Order.of((4, 6), [Cut(1, 1, 2)]).within(1, 2, 11)
+        >>> Order.of((4, 6), [DimCut(1, 1, 2)]).within(1, 2, 11)
         (12, 17)
         """
         start, stop = (self._below(x - self.start(place)) for x in (low, high))
@@ -146,7 +146,7 @@ class Order:
 
         A range is a number of whole runs of one block, or lies in one run.
 
-        >>> order = Order.of((4, 6), [Cut(1, 1, 2)])
+        >>> order = Order.of((4, 6), [DimCut(1, 1, 2)])
         >>> list(order.ranges(1, 12, 12)), list(order.ranges(1, 5, 2))
         ([(1, 6), (6, 12)], [(1, 3), (3, 5)])
         """
@@ -169,7 +169,7 @@ class Order:
         elements in order. There are at most three in a block, for a range may begin and end within a run.
 
         >>> window = torch.arange(24)
-        >>> [view.tolist() for view in Order.of((4, 6), [Cut(1, 1, 2)]).views(window, 0, 1, 10)]
+        >>> [view.tolist() for view in Order.of((4, 6), [DimCut(1, 1, 2)]).views(window, 0, 1, 10)]
         [[1, 2], [[6, 7, 8], [12, 13, 14]], [18]]
         """
         found = []

@@ -20,7 +20,7 @@ from fzero.ir.program import Program
 from fzero.ir.records import GIVEN, PERSISTENT, VARYING, Bucket, Buffer, Op, Ref
 from fzero.verify.terms import (
     NOWHERE,
-    Partial,
+    PartialTerm,
     Undefined,
     Vec,
     digest,
@@ -237,7 +237,7 @@ class Abstract:
 
         def over(value: Any) -> Any:
             how, divisor = op.reduction, op.divisor
-            if isinstance(value, Partial):
+            if isinstance(value, PartialTerm):
                 if (how, divisor) != ("sum", 1) or {*parts_of(op.axis)} != {*parts_of(value.axis)}:
                     raise Undefined(f"a sum over slices along {value.axis} must be summed over that axis, once")
                 return gathered(value.of, op.axis or "")
@@ -314,7 +314,7 @@ class Abstract:
         start, stop = (0, bucket.length) if ref.start is None else (ref.start, ref.stop or 0)
         if not isinstance(value, Vec):
             slot = bucket.find((start, stop, ref.shape), buffer.per)
-            if slot is None or buffer.sharded or buffer.tile or isinstance(value, Partial):
+            if slot is None or buffer.sharded or buffer.tile or isinstance(value, PartialTerm):
                 raise Undefined(f"{ref} cannot hold a whole leaf's value")
             content.put((start, stop), value)
             return

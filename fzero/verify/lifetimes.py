@@ -15,7 +15,7 @@ Fault = tuple[int, str]
 
 
 @dataclass
-class _Walk:
+class _Lifetimes:
     """Lifetimes along one program. Only `faults` and its helpers write the fields.
 
     flight: by target, the transfers in flight into it, in order: several moves of apart ranges may be. touched: by
@@ -111,7 +111,7 @@ class _Walk:
 
 def lifetimes(program: Program) -> Iterator[Fault]:
     """Reads are of live, waited-for buffers, transfers are waited for once, and nothing in use is freed or donated."""
-    yield from _Walk(program).faults()
+    yield from _Lifetimes(program).faults()
 
 
 def places(program: Program) -> Iterator[Fault]:

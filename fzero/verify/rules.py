@@ -3,7 +3,7 @@
 Each rule is a generator of faults in `RULES`: (op number, what is wrong). The first fault is raised as a VerifyError
 that names the rule, the rank, the op's line and the last pass. Rules that need final lifetimes wait for the pass that
 makes them (`free`, `prefetch`). The last rule is the strongest: the program's meaning is that of the captured step
-(`fzero.verify.terms`). It catches faults that the other rules miss. `fzero.tools.mutate` breaks programs to see what is
+(`fzero.verify.terms`). It catches faults that the other rules miss. `lab.mutate` breaks programs to see what is
 caught.
 
 Cost: one walk over the ops a rule; a 12-layer model takes some tens of milliseconds.
@@ -26,7 +26,7 @@ from fzero.verify.abstract import program_meaning
 from fzero.verify.circles import waiting_in_a_circle
 from fzero.verify.form import MOST, aliasing, calls, form, inside, length, partition
 from fzero.verify.lifetimes import Fault, lifetimes, needed, places, settled
-from fzero.verify.messages import unmatched
+from fzero.verify.message_order import unmatched
 from fzero.verify.roles import RolesUndefined, joint_meaning, kept_by
 from fzero.verify.spaces import spaces
 from fzero.verify.terms import Undefined

@@ -102,7 +102,7 @@ class Vec:
 
 
 @dataclass(frozen=True)
-class Partial:
+class PartialTerm:
     """The part of the sum `of` that the own slice along an axis adds."""
 
     of: Term
@@ -117,7 +117,7 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
         return moved(TRANSFERS[target], *args)
     leaves = _leaves((args, kwargs))
     vectors = [a for a in leaves if isinstance(a, Vec)]
-    if any(isinstance(a, Partial) for a in leaves):
+    if any(isinstance(a, PartialTerm) for a in leaves):
         raise Undefined(f"{target} uses a sum over one rank's slice as if it were the whole")
     if target is operator.getitem and isinstance(args[0], Vec):
         vector, index = args
@@ -142,7 +142,7 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
         if len(first.slots) != 1 or first.tile is not None:
             raise Undefined(f"{target} sums over several leaves at once, or over a tile")
         (only,) = first.slots
-        return Partial(term_of(only), first.own_slice) if first.own_slice else term_of(only)
+        return PartialTerm(term_of(only), first.own_slice) if first.own_slice else term_of(only)
     if not traits.is_pointwise(target) and target not in traits.BLOCKWISE:
         raise Undefined(f"{target} is not elementwise and works on a flat range")
     return replace(first, slots={slot: term_of(slot) for slot in first.slots})

@@ -19,7 +19,7 @@ from workers import deepspeed_losses as worker
 import fzero
 from fzero import optim
 from fzero.interop import ds_config, from_module
-from fzero.interop.config import deepspeed, optimizers
+from fzero.interop.config import deepspeed, deepspeed_optimizers
 from fzero.interop.config.read import read
 
 ROOT = Path(__file__).parents[1]
@@ -167,21 +167,25 @@ def test_what_documentations_describe_has_deepspeeds_losses(
     assert abs(wanted[0] - wanted[-1]) > 0.02, "the parameters move, so rules show"
 
 
-def _decayed(decoupled: bool, decay: dict[str, float]) -> optimizers.Row:
-    return optimizers.Row(
-        lambda values, rate: optimizers._adam({**decay, **values}, rate, decoupled), optimizers.OPTIMIZERS["Adam"].names
+def _decayed(decoupled: bool, decay: dict[str, float]) -> deepspeed_optimizers.OptimizerRow:
+    return deepspeed_optimizers.OptimizerRow(
+        lambda values, rate: deepspeed_optimizers._adam({**decay, **values}, rate, decoupled),
+        deepspeed_optimizers.OPTIMIZERS["Adam"].names,
     )
 
 
 BROKEN: dict[str, tuple[str, Any]] = {  # a document that shows it, and the fault
-    "Adam is L2": ("adam_zero1", lambda m: m.setitem(optimizers.OPTIMIZERS, "Adam", _decayed(False, {}))),
+    "Adam is L2": ("adam_zero1", lambda m: m.setitem(deepspeed_optimizers.OPTIMIZERS, "Adam", _decayed(False, {}))),
     "decay is 0.01": (
         "linear",
-        lambda m: m.setitem(optimizers.OPTIMIZERS, "Adam", _decayed(True, {"weight_decay": 0.01})),
+        lambda m: m.setitem(deepspeed_optimizers.OPTIMIZERS, "Adam", _decayed(True, {"weight_decay": 0.01})),
     ),
     "nothing is clipped": ("clipped", lambda m: m.setattr(deepspeed, "_clipping", _taken)),
-    "the schedule is not behind": ("linear", lambda m: m.setattr(optimizers, "_behind", lambda schedule: schedule)),
-    "the warm-up is linear": ("adamw_zero2_cpu", lambda m: m.setattr(optimizers, "_warmup", _linear)),
+    "the schedule is not behind": (
+        "linear",
+        lambda m: m.setattr(deepspeed_optimizers, "_behind", lambda schedule: schedule),
+    ),
+    "the warm-up is linear": ("adamw_zero2_cpu", lambda m: m.setattr(deepspeed_optimizers, "_warmup", _linear)),
 }
 
 
@@ -193,7 +197,7 @@ def _taken(ledger: Any) -> dict[str, Any]:
 
 def _linear(values: Any, low: float, peak: float) -> Any:
     steps = max(2, values.get("warmup_num_steps", 1000))
-    return optimizers.Call("fzero.optim.warmup", (low, peak, steps), {"kind": "linear"}), steps
+    return deepspeed_optimizers.ConfigCall("fzero.optim.warmup", (low, peak, steps), {"kind": "linear"}), steps
 
 
 @pytest.mark.parametrize("rule", BROKEN)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from fzero import cli
-from fzero.tools.fuzz.report import read
+from lab.fuzz.__main__ import main
+from lab.fuzz.report import read
 from tests.acceptance.__main__ import commit
-from tests.laws.test_fuzz import differing_transports
+from tests.lab.test_fuzz import differing_transports
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(6 * 3600)]
 
@@ -18,7 +18,7 @@ FILE = Path(__file__).parents[2] / "runs" / "fuzz.jsonl"
 
 def test_twenty_thousand_random_losses_have_eagers_numbers() -> None:
     at = commit() or f"changed {time.time_ns()}"  # changed files: nothing of before counts
-    cli.main(["fuzz", "--count", str(CASES), "--jobs", "2", "--out", str(FILE), "--commit", at])
+    main(["--count", str(CASES), "--jobs", "2", "--out", str(FILE), "--commit", at])
     report = read(*FILE.parent.glob(f"{FILE.name}.[0-9]"), commit=at)
     print(report)
     assert report.failed == []

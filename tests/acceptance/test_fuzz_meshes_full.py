@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from helpers import gloo
 
-from fzero import cli
 from fzero.errors import FzeroError
-from fzero.tools.fuzz_meshes import Case, check, draw, read, runs
+from lab.fuzz.__main__ import main
+from lab.fuzz_meshes import Case, check, draw, read, runs
 from tests.acceptance.__main__ import commit
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(6 * 3600)]
@@ -23,7 +23,7 @@ FILE = Path(__file__).parents[2] / "runs" / "fuzz_meshes.jsonl"
 
 def test_five_thousand_random_meshes_train_as_one_rank() -> None:
     at = commit() or f"changed {time.time_ns()}"  # changed files: nothing of before counts
-    cli.main(["fuzz", "--meshes", "--count", str(CASES), "--jobs", "2", "--out", str(FILE), "--commit", at])
+    main(["--meshes", "--count", str(CASES), "--jobs", "2", "--out", str(FILE), "--commit", at])
     report = read(*FILE.parent.glob(f"{FILE.name}.[0-9]"), commit=at)
     print(report)
     assert report.failed == []

@@ -1,4 +1,4 @@
-"""The mutation harness at its full count: what `fzero mutate` prints, asserted; and damaged text, many times over."""
+"""The mutation harness at its full count: what `lab.mutate` prints, asserted; and damaged text, many times over."""
 
 import random
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import fzero
-from fzero.tools.mutate import (
+from fzero.verify.rules import verify
+from lab.mutate import (
     AXES,
     HIERARCHY,
     KINDS,
@@ -17,8 +18,7 @@ from fzero.tools.mutate import (
     draw_pipeline,
     run,
 )
-from fzero.tools.mutate.text import damaged
-from fzero.verify.rules import verify
+from lab.mutate.text import damaged
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(14400)]
 

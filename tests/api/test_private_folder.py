@@ -16,8 +16,8 @@ import pytest
 
 from fzero import private_folder
 from fzero._torch_compat import inductor_cache_dir
-from fzero.cost import autotune
-from fzero.cost.autotune import Costs
+from fzero.cost import kept_costs
+from fzero.cost.kept_costs import Costs
 from fzero.runtime import compile_segments
 
 A, B = {"torch": 1.0, "onednn": 2.0}, {"torch": 3.0, "onednn": 1.0}
@@ -47,41 +47,41 @@ def kept(caplog: pytest.LogCaptureFixture) -> str:
 def test_the_folder_and_its_files_are_this_users_alone(cache: Path) -> None:
     before = os.umask(0)
     try:
-        autotune.remember("test", {"a": A})
+        kept_costs.remember("test", {"a": A})
     finally:
         os.umask(before)
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     assert {stat.S_IMODE(file.stat().st_mode) for file in cache.iterdir()} == {0o600}
-    assert autotune.read("test") == {"a": A}
+    assert kept_costs.read("test") == {"a": A}
 
 
 @pytest.mark.parametrize("dangling", [False, True])
 def test_a_link_in_place_of_the_lock_empties_nothing(cache: Path, victim: Path, dangling: bool, caplog: Any) -> None:
     cache.mkdir(mode=0o700)
     target = victim.with_name("new") if dangling else victim
-    autotune.path_of("test").with_suffix(".lock").symlink_to(target)
+    kept_costs.path_of("test").with_suffix(".lock").symlink_to(target)
     assert "figures are measured in every run" in kept(caplog)
     assert victim.read_text() == "precious"
     assert not victim.with_name("new").exists()
 
 
 def test_a_link_in_place_of_the_file_is_replaced_and_not_followed(cache: Path, victim: Path, caplog: Any) -> None:
-    content = {"machine": autotune.machine(), "figures": {"a": B}}
+    content = {"machine": kept_costs.machine(), "figures": {"a": B}}
     victim.write_text(json.dumps(content))
     cache.mkdir(mode=0o700)
-    autotune.path_of("test").symlink_to(victim)
+    kept_costs.path_of("test").symlink_to(victim)
     with caplog.at_level(logging.WARNING, "fzero"):
         assert Costs("test").find(["a"], lambda q: A) == {"a": A}
     assert "is not what fzero wrote" in caplog.text
     assert json.loads(victim.read_text()) == content
-    assert not autotune.path_of("test").is_symlink()
-    assert autotune.read("test") == {"a": A}
+    assert not kept_costs.path_of("test").is_symlink()
+    assert kept_costs.read("test") == {"a": A}
 
 
 def test_a_pipe_in_place_of_the_file_is_not_waited_for(cache: Path) -> None:
     cache.mkdir(mode=0o700)
-    os.mkfifo(autotune.path_of("test"))
-    assert autotune.read("test") == {}
+    os.mkfifo(kept_costs.path_of("test"))
+    assert kept_costs.read("test") == {}
 
 
 def test_a_folder_that_is_a_link_is_not_used(cache: Path, tmp_path: Path, caplog: Any) -> None:
@@ -111,22 +111,22 @@ def of_group(found: os.stat_result, gid: int) -> os.stat_result:
 @pytest.mark.parametrize("mode", [0o775, 0o770])
 def test_a_group_of_this_user_alone_is_no_other_user(cache: Path, mode: int, group: dict[str, Any]) -> None:
     """As a umask of 0002 leaves folders."""
-    autotune.remember("test", {"a": A})
+    kept_costs.remember("test", {"a": A})
     cache.chmod(mode)
     assert private_folder.refused(cache) == ""
-    assert autotune.read("test") == {"a": A}
+    assert kept_costs.read("test") == {"a": A}
 
 
 @pytest.mark.parametrize("other", [{"gr_name": "users"}, {"gr_mem": ["ada", "bob"]}, {"pw_gid": 0}])
 def test_a_group_of_several_is(cache: Path, group: dict[str, Any], other: dict[str, Any]) -> None:
-    autotune.remember("test", {"a": A})
+    kept_costs.remember("test", {"a": A})
     cache.chmod(0o775)
     group.update(other)
     assert "other users may write to it" in private_folder.refused(cache)
 
 
 def test_a_group_by_an_access_list_is(cache: Path, group: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    autotune.remember("test", {"a": A})
+    kept_costs.remember("test", {"a": A})
     cache.chmod(0o775)
     monkeypatch.setattr(os, "listxattr", lambda fd: ["system.posix_acl_access"], raising=False)
     assert "other users may write to it" in private_folder.refused(cache)
@@ -137,7 +137,7 @@ def test_figures_in_a_folder_that_others_may_write_to_are_not_believed(
     cache: Path, mode: int, caplog: Any, group: dict[str, Any]
 ) -> None:
     group["gr_mem"] = ["bob"]
-    autotune.remember("test", {"a": {"torch": 9.0, "onednn": 9.0}})
+    kept_costs.remember("test", {"a": {"torch": 9.0, "onednn": 9.0}})
     cache.chmod(mode)
     text = kept(caplog)
     assert text.count("figures are measured in every run") == 1
@@ -146,7 +146,7 @@ def test_figures_in_a_folder_that_others_may_write_to_are_not_believed(
 
 
 def test_figures_of_another_user_are_not_believed(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    autotune.remember("test", {"a": {"torch": 9.0, "onednn": 9.0}})
+    kept_costs.remember("test", {"a": {"torch": 9.0, "onednn": 9.0}})
     other = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other)
     text = kept(caplog)
@@ -158,10 +158,10 @@ def test_a_foreign_file_in_a_folder_of_ones_own_is_not_believed(cache: Path, cap
     """As it stays behind in a folder that others could write to once."""
     if os.geteuid() != 0:
         pytest.skip("only root can give a file away")
-    autotune.remember("test", {"a": {"torch": 9.0, "onednn": 9.0}})
-    os.chown(autotune.path_of("test"), 65534, 65534)
+    kept_costs.remember("test", {"a": {"torch": 9.0, "onednn": 9.0}})
+    os.chown(kept_costs.path_of("test"), 65534, 65534)
     with caplog.at_level(logging.WARNING, "fzero"):
-        assert autotune.read("test") == {}
+        assert kept_costs.read("test") == {}
     assert "belongs to user 65534" in caplog.text
 
 
@@ -179,33 +179,33 @@ def test_a_foreign_file_in_a_folder_of_ones_own_is_not_believed(cache: Path, cap
 )
 def test_what_is_no_figure_is_not_believed(cache: Path, figures: Any) -> None:
     cache.mkdir(mode=0o700)
-    autotune.path_of("test").write_text(json.dumps({"machine": autotune.machine(), "figures": figures}))
-    assert autotune.read("test") == {}
+    kept_costs.path_of("test").write_text(json.dumps({"machine": kept_costs.machine(), "figures": figures}))
+    assert kept_costs.read("test") == {}
     assert Costs("test").find(["a"], lambda q: A) == {"a": A}
 
 
 def test_a_file_that_is_too_long_or_too_deep_is_not_believed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    autotune.remember("test", {"a": A})
-    monkeypatch.setattr(autotune, "MAX_BYTES", 10)
-    assert autotune.read("test") == {}
-    autotune.path_of("test").write_text("[" * 100_000)
-    monkeypatch.setattr(autotune, "MAX_BYTES", 1 << 20)
-    assert autotune.read("test") == {}
+    kept_costs.remember("test", {"a": A})
+    monkeypatch.setattr(kept_costs, "MAX_BYTES", 10)
+    assert kept_costs.read("test") == {}
+    kept_costs.path_of("test").write_text("[" * 100_000)
+    monkeypatch.setattr(kept_costs, "MAX_BYTES", 1 << 20)
+    assert kept_costs.read("test") == {}
 
 
 def test_a_disk_without_space_leaves_what_was_there(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    autotune.remember("test", {"a": A})
+    kept_costs.remember("test", {"a": A})
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "fzero"):
         patch.setattr(os, "rename", full)
-        assert autotune.remember("test", {"b": B}) == {"b": B}
+        assert kept_costs.remember("test", {"b": B}) == {"b": B}
     assert "No space left on device" in caplog.text
-    assert autotune.read("test") == {"a": A}
+    assert kept_costs.read("test") == {"a": A}
     assert sorted(file.suffix for file in cache.iterdir()) == [".json", ".lock"]
 
 

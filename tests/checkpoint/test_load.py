@@ -30,7 +30,7 @@ from fzero.checkpoint.compare import SHOWN
 from fzero.checkpoint.load import entry, wanted
 from fzero.checkpoint.manifest import BLOCK, shard_name
 from fzero.checkpoint.reader import Checkpoint
-from fzero.compile.layout import plan_for
+from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.resolve import mesh_of
 from fzero.errors import CheckpointError, CorruptError, DonatedError, MismatchError, SpecError
 from fzero.plan.state_plan import Plan

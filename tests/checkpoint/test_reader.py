@@ -16,7 +16,7 @@ from loading import Quick, flat, noise, write
 
 import fzero
 from fzero import tree
-from fzero.compile.layout import plan_for
+from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.resolve import mesh_of
 from fzero.errors import CheckpointError, CorruptError, DonatedError
 from fzero.state import storage

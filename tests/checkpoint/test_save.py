@@ -22,9 +22,9 @@ from fzero import tree
 from fzero.checkpoint import Disk, manifest, shards, snapshot, write
 from fzero.checkpoint.manifest import Manifest
 from fzero.checkpoint.save import held, span, take
-from fzero.compile.first_state import recipe_for
-from fzero.compile.layout import plan_for
+from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.resolve import mesh_of
+from fzero.compile.state_recipe import recipe_for
 from fzero.disk.calls import ADVICE
 from fzero.errors import CheckpointError, CorruptError, DisagreementError, DonatedError, TreeError
 from fzero.ir.records import DTYPE_NAMES

@@ -17,7 +17,7 @@ from fzero.codegen import bind, segment_memory
 from fzero.cost.allocator import measured_peak
 from fzero.ir import fx_nodes
 from fzero.runtime.handlers import spoil
-from fzero.tools.mutate import corpus
+from lab.mutate import corpus
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref, make_op
 from fzero.runtime import handlers
 from fzero.runtime.interpreter import interpret
-from fzero.tools.mutate import corpus
+from lab.mutate import corpus
 
 aten = torch.ops.aten
 

@@ -30,7 +30,9 @@ def graph_of(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule
     return segments.normalised(make_fx(fn, tracing_mode="fake")(*inputs))
 
 
-def check(gm: fx.GraphModule, inputs: Sequence[Tensor], apart: frozenset[int] = frozenset()) -> segment_memory.Layout:
+def check(
+    gm: fx.GraphModule, inputs: Sequence[Tensor], apart: frozenset[int] = frozenset()
+) -> segment_memory.SegmentMemory:
     """The calls, in spoiled memory, twice, beside the graph; every input may be a destination."""
     plain = [x.clone() for x in inputs]
     expected = gm(*plain)

@@ -24,7 +24,7 @@ from fzero.capture.graph import Graph
 from fzero.codegen import matmul
 from fzero.codegen.matmul import FORMS, OUT_FORMS, Matmul
 from fzero.codegen.workspace import workspace_bytes
-from fzero.cost import autotune
+from fzero.cost import kept_costs
 from fzero.cost.allocator import measured_peak
 from fzero.errors import SpecError, VerifyError
 from fzero.verify.rules import verify
@@ -58,7 +58,7 @@ def graph_nodes(graph: Graph) -> Iterable[fx.Node]:
 def force(model: Model, figures: dict[str, float], **fields: Any) -> None:
     """Makes this machine's file say `figures` of every product of a model's step."""
     found = map(matmul.of, graph_nodes(lowered(model, matmul="default", **fields).graph))
-    autotune.remember("products", {str(product): figures for product in found if product is not None})
+    kept_costs.remember("products", {str(product): figures for product in found if product is not None})
 
 
 def targets(program: fzero.ir.program.Program) -> list[Any]:

@@ -14,7 +14,7 @@ from workers import shared as worker
 
 import fzero
 from fzero import tree
-from fzero.comm.autotune import SIZES, WAYS, Fastest
+from fzero.comm.pick_way import SIZES, WAYS, Fastest
 from fzero.comm.rendezvous import _apart
 from fzero.errors import VerifyError
 from fzero.ir.mesh import Mesh

@@ -23,7 +23,7 @@ from fzero.ir import segment_text
 from fzero.ir.program import Program
 from fzero.ir.records import Ref
 from fzero.ir.segments import digest
-from fzero.tools.mutate.edits import drop, find, put, replaced
+from lab.mutate.edits import drop, find, put, replaced
 
 PLACED: dict[str, dict[str, Any]] = {
     "zero 3": {"zero": 3, "microbatches": 2, "reduce": "each", "clip_norm": 1.0},

@@ -14,7 +14,7 @@ import fzero
 from fzero import P
 from fzero.ir import liveness
 from fzero.lowering.emit import Emitter
-from fzero.lowering.region import RegionBuilder
+from fzero.lowering.lower_region import RegionBuilder
 from fzero.plan.whole_leaves import is_whole
 
 

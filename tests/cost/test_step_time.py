@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fzero
 from fzero.comm.transport import bucket_bytes
 from fzero.cost import choose, rates, step_time
-from fzero.cost.autotune import folder, remember
+from fzero.cost.kept_costs import folder, remember
 from fzero.cost.rates import Rates
 from fzero.ir import fx_nodes
 from fzero.ir.mesh import Mesh

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fzero
-from fzero.compile.first_state import recipe_for
-from fzero.compile.layout import plan_for
+from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.resolve import mesh_of
+from fzero.compile.state_recipe import recipe_for
 from fzero.errors import CheckpointError, CorruptError
 from fzero.interop import (
     _unpickle,
@@ -25,8 +25,8 @@ from fzero.interop import (
     fitted,
 )
 from fzero.interop.dcp_folder import Chunk
-from fzero.interop.dcp_folder import Folder as DcpFolder
-from fzero.interop.places import Place
+from fzero.interop.dcp_folder import DcpFolder as DcpFolder
+from fzero.interop.file_places import FilePlace
 from fzero.state import storage
 from fzero.state.source import Entry
 
@@ -117,7 +117,7 @@ def test_a_box_lies_in_a_tensor_where_torch_puts_it(dims: list[tuple[int, int, i
     start = data.draw(st.integers(0, whole.numel()))
     stop = data.draw(st.integers(start, whole.numel()))
     found = torch.zeros(whole.numel(), dtype=torch.int64)
-    for at, here, count in Chunk(offsets, sizes, Place(Path(), 0, sizes, torch.int64)).runs(shape, start, stop):
+    for at, here, count in Chunk(offsets, sizes, FilePlace(Path(), 0, sizes, torch.int64)).runs(shape, start, stop):
         found[at : at + count] = box.flatten()[here : here + count]
     assert torch.equal(found[start:stop], whole.flatten()[start:stop])
     assert not found[:start].any()
@@ -127,7 +127,7 @@ def test_a_box_lies_in_a_tensor_where_torch_puts_it(dims: list[tuple[int, int, i
 @pytest.mark.parametrize("corners", [(0, 0), (0, 3), (1, 2), (0,)])
 def test_chunks_that_do_not_cover_a_tensor_once_are_damage(corners: tuple[int, ...], tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(bytes(8))
-    place = Place(tmp_path / "bytes", 0, (2,), torch.float32)
+    place = FilePlace(tmp_path / "bytes", 0, (2,), torch.float32)
     folder = object.__new__(DcpFolder)
     folder.path = tmp_path
     folder.tensors = {"w": (Entry((4,), torch.float32), [Chunk((at,), (2,), place) for at in corners])}
@@ -150,11 +150,11 @@ def test_a_malicious_metadata_does_not_execute(tmp_path: Path, monkeypatch: pyte
     for name in ("builtins.eval", "torch.load", "torch.distributed.checkpoint.metadata.os.system"):
         module, _, attribute = name.rpartition(".")
         (folder / ".metadata").write_bytes(f"c{module}\n{attribute}\n(S'1'\ntR.".encode())
-        with pytest.raises(_unpickle.Refused, match=f"it asks for {name}"):
+        with pytest.raises(_unpickle.UnpickleRefused, match=f"it asks for {name}"):
             list(_unpickle.dcp_metadata({"files": [str(folder / ".metadata")]}))
     for junk in (b"", b"\x80\x04", b"c", b"\x80\x04]\x94h\x00a."):
         (folder / ".metadata").write_bytes(junk)
-        with pytest.raises(_unpickle.Refused):  # the last is a list that holds itself
+        with pytest.raises(_unpickle.UnpickleRefused):  # the last is a list that holds itself
             list(_unpickle.dcp_metadata({"files": [str(folder / ".metadata")]}))
     assert not (tmp_path / "owned").exists()
 

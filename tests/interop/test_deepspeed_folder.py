@@ -108,11 +108,11 @@ def test_a_deepspeed_checkpoint_runs_no_code(tmp_path: Path) -> None:
     (tmp_path / "owned").rmdir()  # which shows that it works
     with pytest.raises(CorruptError, match=f"{file.name}: it asks for posix.mkdir, which is not allowed"):
         deepspeed(tmp_path / "ds")
-    with pytest.raises(_unpickle.Refused, match=r"posix\.mkdir"):  # not even where the user allows it
+    with pytest.raises(_unpickle.UnpickleRefused, match=r"posix\.mkdir"):  # not even where the user allows it
         list(_unpickle.torch_files({"files": [str(file)], "allow": ["posix.mkdir"]}))
     assert not (tmp_path / "owned").exists()
     torch.save({**whole, "x": Harmless()}, file)
-    with pytest.raises(_unpickle.Refused, match=rf"it asks for {Harmless.__module__}\.Harmless"):
+    with pytest.raises(_unpickle.UnpickleRefused, match=rf"it asks for {Harmless.__module__}\.Harmless"):
         list(_unpickle.torch_files({"files": [str(file)], "allow": []}))
     assert deepspeed(tmp_path / "ds", allow=[f"{Harmless.__module__}.Harmless"]).count == 4
 

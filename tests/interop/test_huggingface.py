@@ -23,7 +23,7 @@ from fzero.interop import (
     from_module,
     safetensors,
 )
-from fzero.interop.huggingface import Folder, split
+from fzero.interop.huggingface import HuggingFaceFolder, split
 from fzero.state.source import Entry
 
 
@@ -107,7 +107,7 @@ def test_two_ranks_import_and_export(tmp_path: Path) -> None:
         assert same(read, params)
         assert not same(after, params)
         assert same(after, second[number][1])
-        folder = Folder(tmp_path / f"zero{zero}")
+        folder = HuggingFaceFolder(tmp_path / f"zero{zero}")
         assert same({name: folder.read(name, 0, x.numel()).view(x.shape) for name, x in after.items()}, after)
     assert told.startswith("CheckpointError")
     assert "the disk is full" in told
@@ -251,7 +251,7 @@ def test_one_file_comes_before_the_index_of_an_earlier_save(tmp_path: Path) -> N
     """As in transformers, which leaves the index there when it saves a model again, in one file."""
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-00001-of-00002.safetensors"}}')
-    assert torch.equal(Folder(tmp_path).read("w", 0, 2), torch.ones(2))
+    assert torch.equal(HuggingFaceFolder(tmp_path).read("w", 0, 2), torch.ones(2))
 
 
 def test_links_are_followed_as_in_the_hub_cache(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_in_bf16_it_is_as_near_fp32_as_the_stock_trainer(name: str, tmp_path: Pa
 
 def test_only_the_forward_runs_under_autocast() -> None:
     """As Accelerate prepares a model: what `compute_loss` adds is fp32's, and so are the outputs that it sees."""
-    from fzero.interop.trainer.step import forward_only
+    from fzero.interop.trainer.trainer_step import forward_only
 
     linear, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
     with torch.autocast("cpu", torch.bfloat16), forward_only(linear):

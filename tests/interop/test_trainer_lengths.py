@@ -35,7 +35,7 @@ from trainers import (  # noqa: E402
     text,
 )  # fmt: skip
 
-from fzero.interop.trainer.lengths import Seen  # noqa: E402
+from fzero.interop.trainer.batch_lengths import Seen  # noqa: E402
 
 CHOICES = 4
 

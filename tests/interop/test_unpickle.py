@@ -18,8 +18,8 @@ from helpers import same_bits
 
 from fzero.errors import CorruptError
 from fzero.interop import _unpickle, archive, pickled
-from fzero.interop._unpickle import Refused
-from fzero.interop.places import Place
+from fzero.interop._unpickle import UnpickleRefused
+from fzero.interop.file_places import FilePlace
 
 HELD = {"a": torch.arange(1000.0), "b": [torch.arange(7), {"c": torch.ones(3, 5).bfloat16()}]}
 HELD["view"] = HELD["a"][100:200]  # type: ignore[index]
@@ -39,8 +39,8 @@ def inside(file: Path) -> Any:
 def tensors(shown: Any, file: Path) -> list[torch.Tensor]:
     """The tensors of an answer in its order, as the parent reads them."""
 
-    def places(value: Any) -> list[Place]:
-        if isinstance(value, Place):
+    def places(value: Any) -> list[FilePlace]:
+        if isinstance(value, FilePlace):
             return [value]
         return [p for one in (value.values() if isinstance(value, dict) else value) for p in places(one)]
 
@@ -82,7 +82,7 @@ def test_a_compressed_member_is_refused_by_name(file: Path, method: int, member:
         return data
 
     rewritten(file, change)
-    with pytest.raises(Refused, match=rf"{file}: its member '{member}' is compressed \(.*without compression"):
+    with pytest.raises(UnpickleRefused, match=rf"{file}: its member '{member}' is compressed \(.*without compression"):
         inside(file)
 
 
@@ -149,7 +149,7 @@ BROKEN = {
 @pytest.mark.parametrize("how", BROKEN)
 def test_an_archive_that_contradicts_itself_is_refused(file: Path, how: str) -> None:
     file.write_bytes(broken(how, bytearray(file.read_bytes())))
-    with pytest.raises(Refused, match=BROKEN[how]):
+    with pytest.raises(UnpickleRefused, match=BROKEN[how]):
         inside(file)
 
 
@@ -171,7 +171,7 @@ def test_any_flipped_byte_of_an_archives_structure_is_refused_or_harmless(file: 
         file.write_bytes(data)
         try:
             assert same_as_saved(file), i
-        except Refused:
+        except UnpickleRefused:
             refused += 1
     assert refused > 20
 
@@ -179,23 +179,23 @@ def test_any_flipped_byte_of_an_archives_structure_is_refused_or_harmless(file: 
 def test_a_member_that_is_missing_or_there_twice_is_refused(file: Path) -> None:
     whole = file.read_bytes()
     rewritten(file, lambda info, data: None if info.filename == "x/data/1" else data)
-    with pytest.raises(Refused, match="member data/1, which it has not"):
+    with pytest.raises(UnpickleRefused, match="member data/1, which it has not"):
         inside(file)
     file.write_bytes(whole)
     rewritten(file, lambda info, data: None if info.filename == "x/data.pkl" else data)
-    with pytest.raises(Refused, match=r"has no data\.pkl"):
+    with pytest.raises(UnpickleRefused, match=r"has no data\.pkl"):
         inside(file)
     file.write_bytes(whole)
     with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(file, "a") as more:
         more.writestr("x/data/0", bytes(4000))
-    with pytest.raises(Refused, match="two members 'x/data/0'"):
+    with pytest.raises(UnpickleRefused, match="two members 'x/data/0'"):
         inside(file)
 
 
 @pytest.mark.parametrize("order", [b"big", b"middle", b"little" * 100])
 def test_another_byte_order_is_refused(file: Path, order: bytes) -> None:
     rewritten(file, lambda info, data: order if info.filename == "x/byteorder" else data)
-    with pytest.raises(Refused, match=r"not little-endian|its byteorder is 600 bytes long"):
+    with pytest.raises(UnpickleRefused, match=r"not little-endian|its byteorder is 600 bytes long"):
         inside(file)
 
 
@@ -203,7 +203,7 @@ def test_bytes_that_mean_another_number_are_refused(tmp_path: Path) -> None:
     """A conjugated or negated view is a flag beside the bytes."""
     for value in (torch.ones(3, dtype=torch.complex64).conj(), torch._neg_view(torch.ones(3))):
         torch.save(value, tmp_path / "x.pt")
-        with pytest.raises(Refused, match="conjugated or negated view: save its clone"):
+        with pytest.raises(UnpickleRefused, match="conjugated or negated view: save its clone"):
             inside(tmp_path / "x.pt")
 
 
@@ -212,7 +212,7 @@ def test_a_tensor_beyond_its_storage_is_refused(file: Path) -> None:
         return data.replace(b"Kd", b"M\x85\x03") if info.filename == "x/data.pkl" else data  # view: from 901 on
 
     rewritten(file, change)
-    with pytest.raises(Refused, match=r"out of bounds|outside its storage"):
+    with pytest.raises(UnpickleRefused, match=r"out of bounds|outside its storage"):
         inside(file)
 
 
@@ -265,7 +265,7 @@ def bounded(call: Callable[[], Any]) -> tuple[str, int]:
         try:
             call()
             told = "it was read"
-        except Refused as error:
+        except UnpickleRefused as error:
             told = str(error)
         grown = max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         os.write(writing, f"{grown >> 10} {told}".encode()[:4000])
@@ -315,10 +315,10 @@ def test_so_it_is_for_torchs_metadata(bomb: str, tmp_path: Path) -> None:
 
 def test_a_long_pickle_is_not_even_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_unpickle, "MAX_PICKLE_BYTES", 1000)
-    with pytest.raises(Refused, match=r"data\.pkl is 2,003 bytes long: needed at most 1,000"):
+    with pytest.raises(UnpickleRefused, match=r"data\.pkl is 2,003 bytes long: needed at most 1,000"):
         inside(raw(tmp_path / "x.pt", b"\x80\x02" + b"N" * 2000 + b"."))
     (tmp_path / ".metadata").write_bytes(b"N" * 2000)
-    with pytest.raises(Refused, match="longer than 1,000 bytes"):
+    with pytest.raises(UnpickleRefused, match="longer than 1,000 bytes"):
         list(_unpickle.dcp_metadata({"files": [str(tmp_path / ".metadata")]}))
 
 

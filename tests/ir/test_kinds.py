@@ -17,10 +17,10 @@ from fzero.ir.kinds import OPS, OpKind, register
 from fzero.ir.program import Program, wire_bytes
 from fzero.ir.records import Ref, make_op
 from fzero.runtime import executor, handlers
-from fzero.tools.mutate import Bench
-from fzero.tools.mutate.corpus import Case, lowered
-from fzero.tools.mutate.edits import insert
-from fzero.tools.mutate.models import MODELS
+from lab.mutate import Bench
+from lab.mutate.corpus import Case, lowered
+from lab.mutate.edits import insert
+from lab.mutate.models import MODELS
 
 
 def copied(reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:

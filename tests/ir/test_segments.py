@@ -12,9 +12,9 @@ from torch import Tensor, fx
 
 import fzero
 from fzero.ir import fx_nodes, fx_values, segments
-from fzero.tools.fuzz import runs
-from fzero.tools.fuzz.runs import run_bound
 from fzero.verify import form
+from lab.fuzz import runs
+from lab.fuzz.runs import run_bound
 
 W, X = torch.randn(4, 6), torch.randn(4, 6)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fzero import optim
 from fzero._torch_compat import fused_adam_, fused_adamw_
-from fzero.kernels import KERNELS, adam8, adamw, cast, hyper, kernel_for, norms, quantize, signs
+from fzero.kernels import KERNELS, adam8_kernel, adamw, cast, flat_norms, hyper, kernel_for, quantize, signs
 from fzero.kernels import round as rounding
 from fzero.optim import _adam8
 
@@ -135,7 +135,7 @@ def test_adamw8_has_the_bits_of_the_operator(size: int, dtype: torch.dtype) -> N
     own, other = ([*there(*[values(size, dtype)]), *_zero(size, blocks)] for _ in range(2))
     for count in range(1, 6):
         g = values(size, dtype, count).cuda()
-        for step, (p, *moments) in ((adam8.adamw8_, own), (_adam8.adamw8_, other)):
+        for step, (p, *moments) in ((adam8_kernel.adamw8_, own), (_adam8.adamw8_, other)):
             step(p, g, *moments, *scalars(count), *STEP)
     assert all(same(a, b) for a, b in zip(own, other, strict=True))
 
@@ -164,14 +164,14 @@ def test_rounding_and_casts(size: int) -> None:
 def test_norm_and_finite_check(size: int, dtype: torch.dtype) -> None:
     x, flag = values(size, dtype), torch.tensor(True, device="cuda")
     (device,) = there(x)
-    total = norms.sum_squares(device, nonfinite=flag)
+    total = flat_norms.sum_squares(device, nonfinite=flag)
     assert total.item() == pytest.approx(x.double().square().sum().item(), rel=1e-13)
     assert not flag
-    assert all(torch.equal(total, norms.sum_squares(device.clone())) for _ in range(3)), "the same bits every time"
+    assert all(torch.equal(total, flat_norms.sum_squares(device.clone())) for _ in range(3)), "the same bits every time"
     for lost in (float("inf"), float("nan")):
         if size:
             device[-1] = lost
-            norms.sum_squares(device, nonfinite=flag)
+            flat_norms.sum_squares(device, nonfinite=flag)
             assert flag
 
 
@@ -214,7 +214,7 @@ def test_a_step_waits_for_nothing_and_fits_in_a_graph() -> None:
     count, lr = scalars()
 
     def step() -> None:
-        norms.sum_squares(own[1], nonfinite=bad, out=norm)
+        flat_norms.sum_squares(own[1], nonfinite=bad, out=norm)
         adamw.adamw_(*own, count, lr, *STEP, skip=bad)
 
     step()  # compiles

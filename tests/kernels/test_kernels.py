@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fzero.kernels
-from fzero.kernels import _triton, adam8, adamw, cast, kernel_for, norms, philox, quantize, signs
+from fzero.kernels import _triton, adam8_kernel, adamw, cast, flat_norms, kernel_for, philox, quantize, signs
 from fzero.kernels import round as rounding
 
 WORKERS = Path(__file__).parents[1] / "support" / "workers"
@@ -108,13 +108,13 @@ def launches(first: int) -> Iterator[Any]:
     for p in (F32, BF16, F16):
         blocks = -(-size // 64)
         moments = buffer(torch.int8), buffer(F32, blocks), buffer(torch.uint8), buffer(F32, blocks)
-        yield partial(adam8.adamw8_, buffer(p), buffer(p), *moments, *step)
+        yield partial(adam8_kernel.adamw8_, buffer(p), buffer(p), *moments, *step)
     yield partial(rounding.stochastic_round, buffer(), seed, out=buffer(BF16))
     for source, target in [(F32, BF16), (BF16, F32), (F32, F16), (F16, F32), (BF16, BF16)]:
         yield partial(cast.cast, buffer(target), buffer(source), scalar(F32))
         yield partial(cast.cast, buffer(target), buffer(source))
     for dtype in (F32, BF16, F16):
-        yield partial(norms.sum_squares, buffer(dtype), nonfinite=flag)
+        yield partial(flat_norms.sum_squares, buffer(dtype), nonfinite=flag)
         for bits in (8, 4):
             for block in (64, 4096):
                 num_codes, num_scales = quantize.sizes(size, bits, block)
@@ -243,7 +243,7 @@ def test_the_table_takes_what_it_can() -> None:
         assert kernel_for(op, low, low, low, low, *step, True) is None
         assert kernel_for(op, cpu, cpu, cpu, cpu, *step, True) is None
         assert kernel_for(op, p.t(), p.t(), p.t(), p.t(), *step, True) is None
-        assert kernel_for(torch.ops.fzero.sum_squares.default, p) is norms.sum_squares
+        assert kernel_for(torch.ops.fzero.sum_squares.default, p) is flat_norms.sum_squares
         assert kernel_for(torch.ops.aten.add.Tensor, p, p) is None
         fused = torch.ops.aten._fused_adamw_.default
         options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "maximize": False}
@@ -271,7 +271,11 @@ ERRORS = [
         TypeError,
         "mu is torch.float32 and has a seed: only bfloat16",
     ),
-    (lambda: adam8.adamw8_(F, F, I8, F, U8, F, ONE, ONE, *STEP), ValueError, "mu_scales has 128 elements, needed 2"),
+    (
+        lambda: adam8_kernel.adamw8_(F, F, I8, F, U8, F, ONE, ONE, *STEP),
+        ValueError,
+        "mu_scales has 128 elements, needed 2",
+    ),
 ]
 
 

@@ -94,7 +94,7 @@ def test_the_rule_finds_lines() -> None:
     assert {
         "fzero/checkpoint/save.py _copied: torch.cuda.current_stream(source).synchronize()",
         "fzero/runtime/executor.py Executor.run: self.recording.replay()",
-        "fzero/random/_ops.py _raw: _kernels().derive(rows, keys, None, domain=_BITS)",
+        "fzero/random/_draw_ops.py _raw: _kernels().derive(rows, keys, None, domain=_BITS)",
         "fzero/profile/record.py _Device.__call__: event = torch.cuda.Event(enable_timing=True)",
     } <= found
     assert not any("_Host" in key for key in found if "clock =" not in key)

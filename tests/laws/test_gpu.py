@@ -202,7 +202,7 @@ def test_nccls_collectives_of_one_rank_run_and_record() -> None:
 
 
 def test_random_losses_have_eagers_numbers_there(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fzero.cli", "fuzz", "--device", "cuda", "--count", "48", "--seed", "2"]
+    command = [sys.executable, "-m", "lab.fuzz", "--device", "cuda", "--count", "48", "--seed", "2"]
     env = {**ENV, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FZERO_TEST_DEVICE": "cuda"}
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

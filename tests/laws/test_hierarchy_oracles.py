@@ -16,7 +16,7 @@ from loading import noise, read, write
 
 import fzero
 from fzero import functional, optim, tree
-from fzero.compile.layout import plan_for
+from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.resolve import mesh_of
 from fzero.errors import VerifyError
 from fzero.ir.liveness import gathered_bytes
@@ -317,7 +317,7 @@ def test_the_cap_counts_larger_slices_until_they_are_freed(zero: Any, prefetch: 
     assert max(gathered_bytes(lowered.program.ops, lowered.program.buffers)) == lowered.program.gather_cap_bytes
 
 
-# --- what fzero mutate found ------------------------------------------------------------------------------------------
+# --- what lab.mutate found --------------------------------------------------------------------------------------------
 
 
 def hsdp_over_shared_memory() -> Program:

@@ -16,7 +16,7 @@ import fzero
 from fzero import Log, optim
 from fzero.errors import SpecError
 from fzero.log.log import _metrics
-from fzero.log.progress import Progress, text
+from fzero.log.progress_log import Progress, text
 
 
 def spec(**more: Any) -> fzero.Spec:

@@ -13,7 +13,7 @@ import torch
 
 import fzero
 from fzero import progress
-from fzero.log.progress import Progress
+from fzero.log.progress_log import Progress
 
 pytestmark = pytest.mark.filterwarnings("error")
 

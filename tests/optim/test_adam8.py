@@ -23,8 +23,8 @@ from fzero.optim import _adam8
 from fzero.plan.layout import layout
 from fzero.plan.state_plan import Plan
 from fzero.state import storage
-from fzero.tools.mutate.edits import find, put, replaced, with_buffers
 from fzero.verify.rules import verify
+from lab.mutate.edits import find, put, replaced, with_buffers
 
 HYPER = (0.9, 0.999, 1e-8, 0.1)
 

@@ -25,9 +25,9 @@ from fzero.plan.layout import layout
 from fzero.plan.state_plan import Plan
 from fzero.plan.whole_leaves import MOST_PADDING, is_whole, pack
 from fzero.state import storage
-from fzero.tools.mutate.edits import drop, find, put, wait_of
 from fzero.verify.rules import verify
 from fzero.verify.terms import Undefined, Vec, apply
+from lab.mutate.edits import drop, find, put, wait_of
 
 FLAT = torch.ops.fzero.orthogonalize_flat.default
 

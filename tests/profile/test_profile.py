@@ -20,8 +20,8 @@ from fzero.ir.liveness import live_bytes
 from fzero.ir.program import wire_bytes
 from fzero.ir.records import PERSISTENT
 from fzero.profile.charts import bytes_text, time_text
-from fzero.profile.lanes import Span, rows
-from fzero.profile.trace import merge
+from fzero.profile.chrome_trace import merge
+from fzero.profile.span_rows import Span, rows
 
 STARTS = ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_small")
 OUT = 'o<&">t'  # a name that a page must quote

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fzero import random
 from fzero._torch_compat import FakeTensorMode
 from fzero.kernels import philox
-from fzero.random import _ops, draws, keys
+from fzero.random import _draw_ops, draws, keys
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 NARROW = (torch.bfloat16, torch.float16)
@@ -31,7 +31,7 @@ seeds = st.integers(0, 2**128 - 1)
 CALLS = {
     "uniform": lambda key: random.uniform(key, (3, 2), torch.bfloat16, low=-1.0, high=3.0),
     "normal": lambda key: random.normal(key, (4,)),
-    "random_bits": lambda key: _ops.bits(key, (3, 5)),
+    "random_bits": lambda key: _draw_ops.bits(key, (3, 5)),
     "random_split": lambda key: random.split(key, 3),
     "random_fold_in": lambda key: random.fold_in(key, -5),
     "random_fold_in_tensor": lambda key: random.fold_in(key, torch.tensor(9, dtype=torch.int32)),

@@ -16,7 +16,7 @@ from fzero import P, optim
 from fzero._torch_compat import allocations
 from fzero.capture import trace_step
 from fzero.interop import from_module
-from fzero.recurrent import layers, loops, ops
+from fzero.recurrent import layers, loops, recurrent_ops
 
 STEPS, ROWS, WIDTH, HIDDEN = 5, 3, 4, 6
 PLAIN = {"num_layers": 1}
@@ -97,7 +97,10 @@ def test_there_is_one_op_for_a_layer_and_direction(name: str) -> None:
     lengths = []
     for longer in (1, 40):
         graph = region(loss, params, x.repeat(longer, 1, 1))
-        assert [sum(n.target is op for n in graph.nodes) for op in (ops.FORWARD, ops.BACKWARD)] == [4, 4]
+        assert [sum(n.target is op for n in graph.nodes) for op in (recurrent_ops.FORWARD, recurrent_ops.BACKWARD)] == [
+            4,
+            4,
+        ]
         lengths.append(len(graph.nodes))
     assert lengths[0] == lengths[1], "the graph grows with time"
 
@@ -111,7 +114,7 @@ def region(loss: Any, params: Any, x: Any) -> torch.fx.Graph:
 
 def test_lines_are_the_users() -> None:
     params, loss, x = of("gru")
-    nodes = [n for n in region(loss, params, x).nodes if n.target in (ops.FORWARD, ops.BACKWARD)]
+    nodes = [n for n in region(loss, params, x).nodes if n.target in (recurrent_ops.FORWARD, recurrent_ops.BACKWARD)]
     assert [n.meta["source"].split(":")[0] for n in nodes] == ["test_layers.py"] * 2
 
 
@@ -191,7 +194,7 @@ def test_what_an_op_cannot_do_is_decomposed(what: str) -> None:
 
     named = {**dict(zip("0123", weights, strict=True)), "h": params["h"]}
     graph = region(other, named, x)
-    assert not any(n.target is ops.FORWARD for n in graph.nodes)
+    assert not any(n.target is recurrent_ops.FORWARD for n in graph.nodes)
     value, _ = captured(other, named, x)
     torch.testing.assert_close(
         value, fzero.value_and_grad(other)(named, x)[0], rtol=1e-2 if what == "autocast" else 1e-12, atol=0
@@ -233,32 +236,41 @@ def test_a_cell_is_one_op() -> None:
     counts = []
     for steps in (3, 6):
         graph = region(loss, params, x[:steps])
-        assert [sum(n.target is op for n in graph.nodes) for op in (ops.FORWARD, ops.BACKWARD)] == [steps, steps]
+        assert [sum(n.target is op for n in graph.nodes) for op in (recurrent_ops.FORWARD, recurrent_ops.BACKWARD)] == [
+            steps,
+            steps,
+        ]
         counts.append(len(graph.nodes))
     assert counts[1] - counts[0] <= 3 * 45, "nodes of three steps, the loss's among them"
 
 
-@pytest.mark.parametrize("kind", [*loops.GATES, ops.ONEDNN])
+@pytest.mark.parametrize("kind", [*loops.GATES, recurrent_ops.ONEDNN])
 @pytest.mark.parametrize(("projected", "bias"), [(False, True), (True, False)])
 def test_no_layer_asks_the_allocator_for_more_than_planned(kind: str, projected: bool, bias: bool) -> None:
     """And for about as much; small values aside."""
     if projected and kind != "lstm":
         pytest.skip("of an LSTM alone, in ATen")
     for steps, rows, width, size in itertools.product((1, 2, 33), (2, 17), (3, 64), (16, 51)):
-        gates, shown = (4 if kind == ops.ONEDNN else loops.GATES[kind]) * size, size // 2 if projected else size
+        gates, shown = (
+            (4 if kind == recurrent_ops.ONEDNN else loops.GATES[kind]) * size,
+            size // 2 if projected else size,
+        )
         states = torch.randn(rows, shown), torch.randn(rows, size) if "lstm" in kind else None
         biases = [torch.randn(gates)] * 2 if bias else [None, None]
         weights = torch.randn(gates, width), torch.randn(gates, shown), *biases
         layer = (torch.randn(steps, rows, width), *states, *weights, torch.randn(shown, size) if projected else None)
         args = (*layer, kind, False, True)
-        results = ops.FORWARD(*args)
+        results = recurrent_ops.FORWARD(*args)
         outs = dict(zip(("ys", "last", "saved"), results, strict=True))
         forth = given(lambda args=args, outs=outs: torch.ops.fzero.recurrent.out(*args, **outs))
         incoming = torch.randn_like(results[0]), None if states[1] is None else torch.randn(rows, size)
         back = (*results, *incoming, *args)
-        grads = {f"d_{n}": g for n, g in zip(loops.Grads._fields, ops.BACKWARD(*back), strict=True)}
+        grads = {f"d_{n}": g for n, g in zip(loops.Grads._fields, recurrent_ops.BACKWARD(*back), strict=True)}
         behind = given(lambda back=back, grads=grads: torch.ops.fzero.recurrent_backward.out(*back, **grads))
-        for peak, planned in ((forth, ops.scratch_bytes(*args)), (behind, ops.backward_scratch_bytes(*back))):
+        for peak, planned in (
+            (forth, recurrent_ops.scratch_bytes(*args)),
+            (behind, recurrent_ops.backward_scratch_bytes(*back)),
+        ):
             assert peak <= planned <= 1.15 * peak + 33_000, (steps, rows, width, size)
 
 

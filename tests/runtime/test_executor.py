@@ -15,9 +15,9 @@ from helpers import gloo, same_bits, values
 
 import fzero
 from fzero.runtime.interpreter import interpret
-from fzero.tools.fuzz import runs
-from fzero.tools.fuzz.runs import run_bound
-from fzero.tools.mutate import corpus
+from lab.fuzz import runs
+from lab.fuzz.runs import run_bound
+from lab.mutate import corpus
 
 aten = torch.ops.aten
 

@@ -24,7 +24,7 @@ from fzero.interop import from_module
 from fzero.shard.factors import Call, Factors, Maker
 from fzero.shard.local_forms import FORMS
 from fzero.shard.placements import Partial, Replicated, Shard, local_shape
-from fzero.shard.rules import RULES, Rule, Strategy, Unknown, localised, rule_of, strategies, transfers
+from fzero.shard.rules import RULES, Rule, Strategy, Unknown, localised, moved, rule_of, strategies
 from fzero.shard.rules.given import GIVEN, rule
 from fzero.shard.rules.whole import whole
 
@@ -101,8 +101,8 @@ def _only_replicated_gives_partial(strategy: Strategy) -> bool:
 
 
 def test_every_rule_has_a_case() -> None:
-    """Those of transfers are watched by test_transfers."""
-    unwatched = {op for op, rule in RULES.items() if rule.factors is not whole} - CASES.keys() - transfers.RULES.keys()
+    """Those of transfers are watched by test_moved."""
+    unwatched = {op for op, rule in RULES.items() if rule.factors is not whole} - CASES.keys() - moved.RULES.keys()
     assert not unwatched, "give these a row in tests/support/shard_cases.py"
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import fzero
 from fzero import P, groups
-from fzero.compile.first_state import recipe_for
-from fzero.compile.layout import plan_for
+from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.resolve import mesh_of
+from fzero.compile.state_recipe import recipe_for
 from fzero.state import source as sources
 from fzero.state import storage
 from fzero.state.source import Entry, Source

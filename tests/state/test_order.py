@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from fzero.shard.layouts import AxisCut, Layout
 from fzero.shard.placements import Shard, split
-from fzero.state.order import Cut, Order, split_like
+from fzero.state.order import DimCut, Order, split_like
 
 
 @st.composite
-def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Cut]]:
+def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[DimCut]]:
     """A shape and up to three cuts of it; those of one dim have the same groups."""
     shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     groups = [draw(st.sampled_from([1, 2, 3])) for _ in shape]
@@ -20,14 +20,14 @@ def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Cut]]:
     for _ in range(draw(st.integers(0, 3))):
         dim, ranks = draw(st.integers(0, len(shape) - 1)), draw(st.sampled_from([1, 2, 3]))
         shape[dim] *= ranks
-        found.append(Cut(dim, groups[dim], ranks))
+        found.append(DimCut(dim, groups[dim], ranks))
     sizes = [size * (groups[d] if any(cut.dim == d for cut in found) else 1) for d, size in enumerate(shape)]
     return tuple(sizes), found
 
 
 @given(cuts(), st.data())
 @settings(max_examples=200, deadline=None)
-def test_the_order_is_that_of_the_parts(given: tuple[tuple[int, ...], list[Cut]], data: st.DataObject) -> None:
+def test_the_order_is_that_of_the_parts(given: tuple[tuple[int, ...], list[DimCut]], data: st.DataObject) -> None:
     shape, found = given
     order = Order.of(shape, found)
     leaf = torch.arange(order.numel)

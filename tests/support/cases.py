@@ -12,11 +12,11 @@ import torch.nn.functional as F
 import fzero
 from fzero.capture import trace_step
 from fzero.capture.graph import Graph
-from fzero.compile.first_state import recipe_for
 from fzero.compile.judged import naive as built
-from fzero.compile.layout import plan_for
 from fzero.compile.lowered import Lowered
+from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.resolve import mesh_of
+from fzero.compile.state_recipe import recipe_for
 from fzero.compile.step import fakes_on
 from fzero.ir.program import Program
 from fzero.ir.records import Bucket

@@ -24,7 +24,7 @@ from torch import Tensor
 import fzero
 from fzero import tree
 from fzero.capture.graph import Graph, PerRank
-from fzero.compile.first_state import needs_key
+from fzero.compile.state_recipe import needs_key
 from fzero.runtime.interpreter import interpret
 from fzero.runtime.reference import reference
 from fzero.state import storage

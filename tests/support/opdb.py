@@ -40,7 +40,7 @@ from fzero.kernels import kernel_for
 from fzero.runtime import handlers
 from fzero.runtime.interpreter import interpret
 from fzero.state import storage
-from fzero.tools.fuzz.runs import run_bound
+from lab.fuzz.runs import run_bound
 
 DEVICE = os.environ.get("FZERO_TEST_DEVICE", "cpu")
 AT_ONCE = 8  # cases in one loss

@@ -15,12 +15,12 @@ import fzero
 from fzero.ir.kinds import OPS, OpKind, register
 from fzero.ir.program import Program
 from fzero.ir.records import Ref, make_op
-from fzero.tools.mutate import Bench
-from fzero.tools.mutate.corpus import Case, lowered
-from fzero.tools.mutate.edits import find, insert, with_buffers
-from fzero.tools.mutate.inserted import place_of, with_one_more
-from fzero.tools.mutate.models import MODELS
-from fzero.tools.mutate.oracle import difference, outcome
+from lab.mutate import Bench
+from lab.mutate.corpus import Case, lowered
+from lab.mutate.edits import find, insert, with_buffers
+from lab.mutate.inserted import place_of, with_one_more
+from lab.mutate.models import MODELS
+from lab.mutate.oracle import difference, outcome
 
 MOMENTUM = fzero.optim.sgd(0.1, momentum=0.9)
 PLACED = {

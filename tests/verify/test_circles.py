@@ -1,6 +1,6 @@
 """Ranks that are in groups along several axes start what they share in an order in which nobody waits for a circle.
 
-Programs broken at random are in `tests/tools/test_mutate.py`.
+Programs broken at random are in `tests/lab/test_mutate.py`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import pytest
 import fzero
 from fzero.errors import VerifyError
 from fzero.ir.program import Program
-from fzero.tools.mutate.edits import find, move
 from fzero.verify.circles import waiting_in_a_circle
 from fzero.verify.rules import verify
+from lab.mutate.edits import find, move
 
 INIT, LOSS = cases.tied(64, 16, 4)
 RANKS = range(4)

@@ -1,6 +1,6 @@
 """The roles of a pipeline are judged together: what would hang or train wrongly is refused, for a reason that is said.
 
-Programs broken at random are in `tests/tools/test_mutate.py`.
+Programs broken at random are in `tests/lab/test_mutate.py`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fzero.ir import fx_nodes, segments
 from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import Op
-from fzero.tools.mutate import roles
-from fzero.tools.mutate.edits import Edit, drop, find, insert
-from fzero.tools.mutate.text import damaged
-from fzero.verify.messages import unmatched
+from fzero.verify.message_order import unmatched
 from fzero.verify.rules import verify
+from lab.mutate import roles
+from lab.mutate.edits import Edit, drop, find, insert
+from lab.mutate.text import damaged
 
 INIT, LOSS = cases.tied(64, 16, 4)
 ADAMW = fzero.optim.adamw(1e-2)

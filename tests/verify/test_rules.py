@@ -14,12 +14,12 @@ from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import ALIGN, Op, Ref, Slot, make_op
 from fzero.passes import optimise
-from fzero.tools.mutate import Bench
-from fzero.tools.mutate.corpus import Case, lowered, relay
-from fzero.tools.mutate.edits import drop, find, insert, move, never_freed, put, replaced, with_buffers, with_ops
-from fzero.tools.mutate.models import MODELS, OPTIMIZERS
-from fzero.tools.mutate.oracle import difference, outcome
 from fzero.verify.rules import RULES, verify
+from lab.mutate import Bench
+from lab.mutate.corpus import Case, lowered, relay
+from lab.mutate.edits import drop, find, insert, move, never_freed, put, replaced, with_buffers, with_ops
+from lab.mutate.models import MODELS, OPTIMIZERS
+from lab.mutate.oracle import difference, outcome
 
 # --- by hand, one for each rule ---------------------------------------------------------------------------------------
 

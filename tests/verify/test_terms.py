@@ -21,12 +21,12 @@ from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref, make_op
-from fzero.tools.mutate.corpus import relay
-from fzero.tools.mutate.edits import find, insert, put, replaced, with_buffers
-from fzero.tools.mutate.text import damaged
 from fzero.verify.abstract import Abstract, Content
 from fzero.verify.rules import verify
-from fzero.verify.terms import Partial, Undefined, evaluate, gathered, reduced, term
+from fzero.verify.terms import PartialTerm, Undefined, evaluate, gathered, reduced, term
+from lab.mutate.corpus import relay
+from lab.mutate.edits import find, insert, put, replaced, with_buffers
+from lab.mutate.text import damaged
 
 aten = torch.ops.aten
 ON_DP = frozenset(("dp",))
@@ -103,7 +103,7 @@ def test_a_sum_over_own_slices_of_what_differs_between_ranks() -> None:
     for varies, whole in ((frozenset(), True), (ON_DP, False)):
         total = term("aten::sum", "w").over(varies)
         memory = Abstract(program)
-        memory.memory["own"] = Content({(0, 1): Partial(total, "dp")})
+        memory.memory["own"] = Content({(0, 1): PartialTerm(total, "dp")})
         memory.step(make_op("all_reduce_small", [Ref("own")], [Ref("all")], axis="dp", op="sum", divisor=1))
         assert (memory.read(Ref("all")) == total) is whole
 

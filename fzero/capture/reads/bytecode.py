@@ -1,7 +1,7 @@
 """bytecode: what the lines of a function read and write by name, from its code: `WIDTH`, `cfg.alpha`, `TABLE["a"][i]`.
 
-A `Chain` is a name and the steps that follow it. The code is read once, in order, with a stack of chains in the place
-of values. An instruction that is not known here ends the chains on the stack: what they were given to may read all of
+A `NameChain` is a name and the steps that follow it. The code is read once, in order, with a stack of chains for
+values. An instruction that is not known here ends the chains on the stack: what they were given to may read all of
 them. So every name that a line loads is in some chain of that line.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Key:
+class ConstantKey:
     """A subscript that is written as a constant: the "a" of `TABLE["a"]`."""
 
     value: Any
@@ -26,50 +26,51 @@ class Key:
 class Get:
     """The step of `table.get(key)`."""
 
-    key: Key | Chain
+    key: ConstantKey | NameChain
 
 
 @dataclass(frozen=True)
 class Within:
     """The step of `key in table`."""
 
-    key: Key | Chain
+    key: ConstantKey | NameChain
 
 
 @dataclass(frozen=True)
 class Named:
     """The step of `getattr(owner, name)`, where a chain gives the name."""
 
-    key: Chain
+    key: NameChain
 
 
-Step = str | Key | Get | Within | Named  # and Chain
+Step = str | ConstantKey | Get | Within | Named  # and NameChain
 
 
 @dataclass(frozen=True)
-class Chain:
+class NameChain:
     """A name, and the steps that follow it.
 
     scope: "local", "free" (of a function around this one), "global", or "module" of a name that is imported.
-    steps: attributes as text; subscripts as a `Key`, or as a Chain that gives the key; and what some calls read.
+    steps: attributes as text; subscripts as a `ConstantKey`, or as a NameChain that gives the key; and what some
+    calls read.
     """
 
     name: str
     scope: str
-    steps: tuple[Step | Chain, ...] = ()
+    steps: tuple[Step | NameChain, ...] = ()
 
     def __str__(self) -> str:
         return self.name + "".join(map(_step_text, self.steps))
 
 
-def _step_text(step: Step | Chain) -> str:
+def _step_text(step: Step | NameChain) -> str:
     if isinstance(step, str):
         return f".{step}"
     if isinstance(step, (Get, Within)):
         step = step.key
     if isinstance(step, Named):
         return f".{{{step.key}}}"
-    return f"[{step.value!r}]" if isinstance(step, Key) else f"[{step}]"
+    return f"[{step.value!r}]" if isinstance(step, ConstantKey) else f"[{step}]"
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,9 @@ class Use:
     """What a line does with a chain. at: the offset of its instruction, if the line may run without it (`a and cfg.b`);
     else None. callee: the chain of the function that a read value is given to, if that is known."""
 
-    chain: Chain
+    chain: NameChain
     at: int | None = None
-    callee: Chain | None = None
+    callee: NameChain | None = None
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,10 @@ class Lines:
 class _Load:
     """A chain on the stack, the line of its name, where that may be left out, and the function that it is given to."""
 
-    chain: Chain
+    chain: NameChain
     line: int
     at: int | None = None
-    callee: Chain | None = None
+    callee: NameChain | None = None
 
 
 @dataclass
@@ -129,21 +130,21 @@ class _Machine:
         return self.stack.pop() if self.stack else None
 
     def load(self, name: str, scope: str, line: int) -> None:
-        load = _Load(Chain(name, scope), line, self.at)
+        load = _Load(NameChain(name, scope), line, self.at)
         self.loads[load] = None
         self.stack.append(load)
 
-    def extend(self, owner: Any, step: Step | Chain) -> None:
+    def extend(self, owner: Any, step: Step | NameChain) -> None:
         if not isinstance(owner, _Load):
             self.stack.append(None)
             return
         if owner not in self.stack:  # COPY leaves another use of it
             self.loads.pop(owner, None)
-        longer = _Load(Chain(owner.chain.name, owner.chain.scope, (*owner.chain.steps, step)), owner.line, owner.at)
+        longer = _Load(NameChain(owner.chain.name, owner.chain.scope, (*owner.chain.steps, step)), owner.line, owner.at)
         self.loads[longer] = None
         self.stack.append(longer)
 
-    def write(self, line: int, chain: Chain | None) -> None:
+    def write(self, line: int, chain: NameChain | None) -> None:
         if chain is not None:
             self.writes.setdefault(line, []).append(Use(chain, self.at))
 
@@ -167,7 +168,7 @@ class _Machine:
         elif name == "LOAD_DEREF":
             self.load(argument, self.scope_of(argument), line)
         elif name == "LOAD_CONST":
-            self.stack.append(Key(argument))
+            self.stack.append(ConstantKey(argument))
         elif name in ("LOAD_ATTR", "LOAD_METHOD"):
             self.extend(self.pop(), argument)
         elif name == "BINARY_SUBSCR":
@@ -176,9 +177,9 @@ class _Machine:
             self._operate(op, line)
         elif name == "IMPORT_NAME":
             of_names, level = self.pop(), self.pop()
-            self.load(argument, "module", line) if level == Key(0) and of_names != Key(None) else self.stack.append(
+            self.load(argument, "module", line) if level == ConstantKey(0) and of_names != ConstantKey(
                 None
-            )
+            ) else self.stack.append(None)
         elif name == "IMPORT_FROM":
             self.stack.append(self.stack[-1] if self.stack else None)
             self.extend(self.pop(), argument)
@@ -190,7 +191,7 @@ class _Machine:
             self._store(name, argument, line)
         elif name == "CONTAINS_OP":
             owner, key = self.pop(), self.pop()
-            self.extend(owner if isinstance(key, (_Load, Key)) else None, Within(_key(key)))
+            self.extend(owner if isinstance(key, (_Load, ConstantKey)) else None, Within(_key(key)))
             self.stack[-1] = None
         elif name in ("CALL", "CALL_KW"):
             self._call(depth, named=name == "CALL_KW")
@@ -198,7 +199,7 @@ class _Machine:
             self.pop()
         elif name == "IS_OP":
             other, value = self.pop(), self.pop()
-            self._test(value, other == Key(None))
+            self._test(value, other == ConstantKey(None))
             self.stack.append(None)
         elif name.endswith(("_IF_NONE", "_IF_NOT_NONE")):
             self._test(self.pop(), True)
@@ -214,7 +215,7 @@ class _Machine:
         key, owner = self.pop(), self.pop()
         if isinstance(key, _Load):
             self.extend(owner, key.chain)
-        elif isinstance(key, Key):
+        elif isinstance(key, ConstantKey):
             self.extend(owner, key)
         else:
             self.stack.append(None)
@@ -234,20 +235,20 @@ class _Machine:
         callee = self.pop()
         if isinstance(callee, _Load) and given and not named:
             first, chain = given[-1], callee.chain
-            if chain in _BY_NAME and len(given) > 1 and isinstance(given[-2], (Key, _Load)):
+            if chain in _BY_NAME and len(given) > 1 and isinstance(given[-2], (ConstantKey, _Load)):
                 name = _key(given[-2])
-                self.extend(first, name.value if isinstance(name, Key) else Named(name))
+                self.extend(first, name.value if isinstance(name, ConstantKey) else Named(name))
                 return
             self._test(first, chain == _IS_INSTANCE)
             if chain == _TYPE and len(given) == 1:
                 self.extend(first, "__class__")
                 return
-            if chain.steps[-1:] == ("get",) and isinstance(first, (Key, _Load)):
+            if chain.steps[-1:] == ("get",) and isinstance(first, (ConstantKey, _Load)):
                 self.loads.pop(callee, None)
-                shorter = Chain(chain.name, chain.scope, chain.steps[:-1])
+                shorter = NameChain(chain.name, chain.scope, chain.steps[:-1])
                 self.extend(_Load(shorter, callee.line, callee.at), Get(_key(first)))
                 return
-            if (chain.steps[-1] if chain.steps else chain.name) in _SEEDS and first != Key(None):
+            if (chain.steps[-1] if chain.steps else chain.name) in _SEEDS and first != ConstantKey(None):
                 self.seeded.setdefault(callee.line, []).append(Use(chain, callee.at))
         for load in given:
             if isinstance(load, _Load) and load.callee is None:
@@ -267,11 +268,11 @@ class _Machine:
             self._test(self.stack[-1], True)
         if name in ("STORE_GLOBAL", "STORE_NAME"):
             self.pop()
-            self.write(line, Chain(argument, "global"))
+            self.write(line, NameChain(argument, "global"))
         elif name == "STORE_DEREF":
             self.pop()
             if argument in self.code.co_freevars:
-                self.write(line, Chain(argument, "free"))
+                self.write(line, NameChain(argument, "free"))
         elif name == "STORE_ATTR":
             owner, _ = self.pop(), self.pop()
             self.write(line, self._longer(owner, argument))
@@ -284,25 +285,25 @@ class _Machine:
         else:
             self.pop()
 
-    def _longer(self, owner: Any, step: str | Key | Chain | None) -> Chain | None:
+    def _longer(self, owner: Any, step: str | ConstantKey | NameChain | None) -> NameChain | None:
         """The chain of what is written; its owner is not read by that."""
         if not isinstance(owner, _Load) or step is None:
             return None
         self.loads.pop(owner, None)
-        return Chain(owner.chain.name, owner.chain.scope, (*owner.chain.steps, step))
+        return NameChain(owner.chain.name, owner.chain.scope, (*owner.chain.steps, step))
 
 
-def _key(key: _Load | Key) -> Key | Chain:
+def _key(key: _Load | ConstantKey) -> ConstantKey | NameChain:
     return key.chain if isinstance(key, _Load) else key
 
 
-RETURNED = Chain("return", "return")  # what the value of a `return` is given to
-TESTED = Chain("is None", "tested")  # to a test that reads nothing of it, or a variable, whose own chains say it
-TRUTH = Chain("bool", "tested")  # to a test of its truth
-_IS_INSTANCE = Chain("isinstance", "global")
-_TYPE = Chain("type", "global")
+RETURNED = NameChain("return", "return")  # what the value of a `return` is given to
+TESTED = NameChain("is None", "tested")  # to a test that reads nothing of it, or a variable, whose own chains say it
+TRUTH = NameChain("bool", "tested")  # to a test of its truth
+_IS_INSTANCE = NameChain("isinstance", "global")
+_TYPE = NameChain("type", "global")
 _SEEDS = {"seed", "setstate", "set_state"}  # of a generator
-_BY_NAME = {Chain("getattr", "global"), Chain("hasattr", "global")}  # `getattr(cfg, "alpha")` reads `cfg.alpha`
+_BY_NAME = {NameChain("getattr", "global"), NameChain("hasattr", "global")}  # `getattr(cfg, "alpha")` reads `cfg.alpha`
 _NO_EFFECT = {
     "RESUME",
     "CACHE",

@@ -66,7 +66,7 @@ class Follower(Protocol):
     def left(self, frame: types.FrameType) -> None: ...
 
 
-class _Traced:
+class _BySettrace:
     """By `sys.settrace`. As a context it pauses."""
 
     def __init__(self, follower: Follower) -> None:
@@ -184,7 +184,7 @@ class _Monitored:
 
 def frames_for(follower: Follower) -> Any:
     """What follows this Python's functions: `start()`, `stop()`, and a context that pauses."""
-    return _Monitored(follower) if sys.version_info >= (3, 12) else _Traced(follower)
+    return _Monitored(follower) if sys.version_info >= (3, 12) else _BySettrace(follower)
 
 
 @cache

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fzero.capture.reads.places import ATTRIBUTE, COPY, ENTRY, FIXED, ITEM, MISSING, Place, same_code, shown
+from fzero.capture.reads.read_places import ATTRIBUTE, COPY, ENTRY, FIXED, ITEM, MISSING, ReadPlace, same_code, shown
 
 REMEDY = (
     "A program reads it once, when it is traced. Pass what changes in the batch, keep it in the state, or trace a new "
@@ -30,7 +30,7 @@ REMEDY = (
 class Change:
     """A place whose value is another now."""
 
-    place: Place
+    place: ReadPlace
     now: Any
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Change:
 class Reads:
     """The places that a trace has read. Only `forget` and `changes` write to it."""
 
-    places: list[Place] = field(default_factory=list)
+    places: list[ReadPlace] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._group()
@@ -57,7 +57,7 @@ class Reads:
         changes = self.changes()
         return (str(changes[0]), REMEDY) if changes else None
 
-    def forget(self, places: Iterable[Place]) -> None:
+    def forget(self, places: Iterable[ReadPlace]) -> None:
         """Watches these no more."""
         gone = set(places)
         self.places = [place for place in self.places if place not in gone]
@@ -92,7 +92,7 @@ class Reads:
 
     def _compared(self) -> Iterator[Change]:
         """The changes, one place after another. Places that hold another object of the same worth learn it."""
-        parts: dict[int, list[Place]] = {}
+        parts: dict[int, list[ReadPlace]] = {}
         for place in self.places:
             parts.setdefault(id(place.holder), []).append(place)
         learnt = False
@@ -108,10 +108,10 @@ class Reads:
             self._group()
 
 
-def _rebuilt(place: Place, now: Any, parts: dict[int, list[Place]]) -> bool:
+def _rebuilt(place: ReadPlace, now: Any, parts: dict[int, list[ReadPlace]]) -> bool:
     """Whether an object of the same kind is in this place, and all that was read of the old one is the same in it. Its
     places then lie in the new one. parts: places, by the ids of their holders."""
-    moved: dict[Place, tuple[Any, Any]] = {place: (place.holder, now)}
+    moved: dict[ReadPlace, tuple[Any, Any]] = {place: (place.holder, now)}
     if not _fits(place, now, parts, moved):
         return False
     for part, (holder, value) in moved.items():
@@ -119,7 +119,9 @@ def _rebuilt(place: Place, now: Any, parts: dict[int, list[Place]]) -> bool:
     return True
 
 
-def _fits(place: Place, now: Any, parts: dict[int, list[Place]], moved: dict[Place, tuple[Any, Any]]) -> bool:
+def _fits(
+    place: ReadPlace, now: Any, parts: dict[int, list[ReadPlace]], moved: dict[ReadPlace, tuple[Any, Any]]
+) -> bool:
     """Whether that is so, as long as it is of those in `moved`; adds to them."""
     old = place.value
     if place.kind == COPY or not _alike(old, now):

@@ -26,17 +26,29 @@ import numpy as np
 from torch import nn
 
 from fzero.capture.provenance import defined_at
-from fzero.capture.reads import draws, places
-from fzero.capture.reads.bytecode import RETURNED, TESTED, TRUTH, Chain, Get, Key, Lines, Named, Step, Within, lines_of
+from fzero.capture.reads import host_draws, read_places
+from fzero.capture.reads.bytecode import (
+    RETURNED,
+    TESTED,
+    TRUTH,
+    ConstantKey,
+    Get,
+    Lines,
+    NameChain,
+    Named,
+    Step,
+    Within,
+    lines_of,
+)
 from fzero.capture.reads.cells import Cells, StandIn
 from fzero.capture.reads.frames import LIBRARY, OTHER, USER, frames_for, kind_of, kind_of_code
 from fzero.capture.reads.noted import Reads
-from fzero.capture.reads.places import ATTRIBUTE, ENTRY, MISSING, Place, Spot
+from fzero.capture.reads.read_places import ATTRIBUTE, ENTRY, MISSING, ReadPlace, Spot
 from fzero.errors import CaptureError
 
 _CHANGES = {"append", "extend", "insert", "clear", "update", "setdefault", "add", "remove", "discard", "pop", "popitem"}
 _CHANGES |= {"appendleft", "extendleft", "popleft", "rotate"}  # of a deque
-_EXTREMES = (Chain("max", "global"), Chain("min", "global"))  # of what was met so far: it is no count
+_EXTREMES = (NameChain("max", "global"), NameChain("min", "global"))  # of what was met so far: it is no count
 _Id = tuple[str, int, Any]
 
 
@@ -59,7 +71,7 @@ class Reading:
     """
 
     fns: Sequence[Callable[..., Any]]
-    places: dict[_Id, Place] = field(default_factory=dict)
+    places: dict[_Id, ReadPlace] = field(default_factory=dict)
     written: dict[_Id, _Written] = field(default_factory=dict)
     changed: set[int] = field(default_factory=set)  # ids of containers that a method call changed
     ended: dict[int, Any] = field(default_factory=dict)  # by id, objects that were given to what may read all of them
@@ -69,7 +81,7 @@ class Reading:
     passed: dict[int, types.CodeType] = field(default_factory=dict)  # code of no interest, by id: its hash reads all
     seen: set[tuple[types.CodeType, int, int | None]] = field(default_factory=set)  # lines, with offsets of uses
     cells: Cells = field(default_factory=Cells)
-    draws: draws.Draws = field(default_factory=draws.Draws)
+    draws: host_draws.Draws = field(default_factory=host_draws.Draws)
 
     def __post_init__(self) -> None:
         self.paused = frames_for(self)
@@ -93,7 +105,7 @@ class Reading:
             return False
         if code in self.codes:
             return True
-        if drawing := draws.of_the_system(frame):
+        if drawing := host_draws.of_the_system(frame):
             self.draws.of_system = _where(drawing)
         kind = kind_of_code(code, frame.f_globals)
         if kind == USER:
@@ -104,7 +116,7 @@ class Reading:
             if kind_of(caller) != OTHER and not code.co_name.startswith("__"):
                 self.libraries[code] = frame.f_globals
             return bool(_draw_lines(code))
-        if not draws.may_ask_the_system(code) and code.co_filename != "<string>":
+        if not host_draws.may_ask_the_system(code) and code.co_filename != "<string>":
             self.passed[id(code)] = code
         return False
 
@@ -159,13 +171,13 @@ class Reading:
                 value, place = self._follow(chain, frame, where, generators, users)
                 if place is not None and _plain(chain) not in written:
                     self.used.add(_id(place))
-                if callee is TRUTH and isinstance(value, places.CONTAINERS) and users:
-                    self._note((places.COPY, value, bool), f"bool({chain})", where, place)
+                if callee is TRUTH and isinstance(value, read_places.CONTAINERS) and users:
+                    self._note((read_places.COPY, value, bool), f"bool({chain})", where, place)
                 elif users and value is not MISSING and not self._follows_itself(callee, frame):
                     self._end(value, str(chain), where, place, 0)
         return generators
 
-    def _follows_itself(self, callee: Chain | None, frame: types.FrameType) -> bool:
+    def _follows_itself(self, callee: NameChain | None, frame: types.FrameType) -> bool:
         """Whether a value is given to a function of the user, whose own lines say what they read of it. What a
         `__getattr__` returns is part of a longer chain in the line that asks for it. `is None` reads nothing of it."""
         if callee is TESTED:
@@ -177,8 +189,8 @@ class Reading:
         return isinstance(fn, types.FunctionType) and kind_of_code(fn.__code__, fn.__globals__) == USER
 
     def _follow(
-        self, chain: Chain, frame: types.FrameType, where: str, generators: list[Any], notes: bool
-    ) -> tuple[Any, Place | None]:
+        self, chain: NameChain, frame: types.FrameType, where: str, generators: list[Any], notes: bool
+    ) -> tuple[Any, ReadPlace | None]:
         """(the value of a chain, its place). Notes every place on the way where `notes`; adds to `generators`."""
         name, place = chain.name, None
         value: Any = MISSING
@@ -194,52 +206,52 @@ class Reading:
                 spot = (ATTRIBUTE, self.cells.of(frame.f_code, name, value), "cell_contents")
                 place = self._note(spot, name, where, None, value)
         for i, step in enumerate(chain.steps):
-            if (generator := draws.generator_of(value)) is not None:
+            if (generator := host_draws.generator_of(value)) is not None:
                 generators.append(generator)
-            if value is MISSING or places.is_traced(value):
+            if value is MISSING or read_places.is_traced(value):
                 return MISSING, None
             owner = value
-            name = str(Chain(chain.name, chain.scope, chain.steps[: i + 1]))
+            name = str(NameChain(chain.name, chain.scope, chain.steps[: i + 1]))
             spots, value = self._step(owner, step, frame, where)
-            whole = isinstance(owner, np.ndarray) or (isinstance(step, str) and places.of_all(owner, step))
+            whole = isinstance(owner, np.ndarray) or (isinstance(step, str) and read_places.of_all(owner, step))
             whole = whole or (isinstance(step, Within) and not isinstance(owner, dict))
             if whole and notes:
                 self.changed |= {id(owner)} if step in _CHANGES else set()
                 if step not in _CHANGES:
-                    self._end(owner, str(Chain(chain.name, chain.scope, chain.steps[:i])), where, place, 0)
+                    self._end(owner, str(NameChain(chain.name, chain.scope, chain.steps[:i])), where, place, 0)
             for spot in spots if notes else ():
                 place = self._note(spot, name, where, place)
                 place.behind = value
-        if (generator := draws.generator_of(value)) is not None:
+        if (generator := host_draws.generator_of(value)) is not None:
             generators.append(generator)
         return value, place
 
-    def _step(self, owner: Any, step: Step | Chain, frame: types.FrameType, where: str) -> tuple[list[Spot], Any]:
+    def _step(self, owner: Any, step: Step | NameChain, frame: types.FrameType, where: str) -> tuple[list[Spot], Any]:
         """(where a step's value lies, the value), of an owner that is no dict for the method `get`, too."""
         if isinstance(step, str):
-            return places.attribute(owner, step)
+            return read_places.attribute(owner, step)
         if isinstance(step, Get) and not isinstance(owner, dict):
-            return places.attribute(owner, "get")[0], MISSING
+            return read_places.attribute(owner, "get")[0], MISSING
         asked = step.key if isinstance(step, (Get, Within, Named)) else step
-        key = asked.value if isinstance(asked, Key) else self._follow(asked, frame, where, [], False)[0]
+        key = asked.value if isinstance(asked, ConstantKey) else self._follow(asked, frame, where, [], False)[0]
         if isinstance(step, Named):
-            return places.attribute(owner, key) if isinstance(key, str) else ([], MISSING)
+            return read_places.attribute(owner, key) if isinstance(key, str) else ([], MISSING)
         if isinstance(step, Within):
-            known = isinstance(owner, dict) and key is not MISSING and places.is_fixed(key)
-            return ([(places.COPY, owner, places.Has(key))] if known else []), MISSING
-        return places.item(owner, key)
+            known = isinstance(owner, dict) and key is not MISSING and read_places.is_fixed(key)
+            return ([(read_places.COPY, owner, read_places.Has(key))] if known else []), MISSING
+        return read_places.item(owner, key)
 
-    def _note(self, spot: Spot, name: str, where: str, parent: Place | None, value: Any = MISSING) -> Place:
+    def _note(self, spot: Spot, name: str, where: str, parent: ReadPlace | None, value: Any = MISSING) -> ReadPlace:
         kind, holder, key = spot
         known = (kind, id(holder), key)
         if known not in self.places:
             self.used.discard(known)
-            place = Place(kind, holder, key, name, where, value, parent)
+            place = ReadPlace(kind, holder, key, name, where, value, parent)
             place.value = place.now() if value is MISSING else value
             self.places[known] = place
         return self.places[known]
 
-    def _end(self, value: Any, name: str, where: str, parent: Place | None, depth: int) -> None:
+    def _end(self, value: Any, name: str, where: str, parent: ReadPlace | None, depth: int) -> None:
         """At the end of a chain: a function is known by its code, and what a container holds is noted."""
         if isinstance(value, types.MethodType):
             value = value.__func__
@@ -251,8 +263,8 @@ class Reading:
             return
         self.ended[id(value)] = value
         known_module = isinstance(value, nn.Module) and (ENTRY, id(vars(value)), "training") in self.places
-        parts = places.contents(value, depth) if depth < places.DEEP and not known_module else []
-        if any(places.is_traced(Place(*spot, "", "", None).now()) for spot, _ in parts):
+        parts = read_places.contents(value, depth) if depth < read_places.DEEP and not known_module else []
+        if any(read_places.is_traced(ReadPlace(*spot, "", "", None).now()) for spot, _ in parts):
             return
         for spot, end in parts:
             place = self._note(spot, name + end, where, parent)
@@ -260,13 +272,13 @@ class Reading:
             if not isinstance(value, nn.Module):
                 self._end(place.value, place.name, where, place, depth + 1)
 
-    def _given(self, fn: functools.partial[Any], name: str, where: str, parent: Place | None) -> None:
+    def _given(self, fn: functools.partial[Any], name: str, where: str, parent: ReadPlace | None) -> None:
         """Notes a partial's function and arguments; what it reads of these, the lines of the user's function name."""
         users = isinstance(fn.func, types.FunctionType) and kind_of_code(fn.func.__code__, fn.func.__globals__) == USER
         self._end(fn.func, name, where, parent, 0)
-        for spot, end in places.contents(fn):
+        for spot, end in read_places.contents(fn):
             place = self._note(spot, name + end, where, parent)
-            for inner, key in places.contents(place.value):
+            for inner, key in read_places.contents(place.value):
                 part = self._note(inner, name + end + key, where, place)
                 self.used.add(_id(part))
                 if not users:
@@ -284,26 +296,28 @@ class Reading:
             known = (spot[0], id(spot[1]), spot[2])
             if known not in self.written:
                 value = (
-                    frame.f_locals.get(chain.name) if isinstance(spot[1], StandIn) else Place(*spot, "", "", None).now()
+                    frame.f_locals.get(chain.name)
+                    if isinstance(spot[1], StandIn)
+                    else ReadPlace(*spot, "", "", None).now()
                 )
                 self.written[known] = _Written(value, str(chain), where, chain in updates)
-            self.changed |= {id(spot[1])} if isinstance(spot[1], places.CONTAINERS) and chain.steps else set()
+            self.changed |= {id(spot[1])} if isinstance(spot[1], read_places.CONTAINERS) and chain.steps else set()
 
-    def _target(self, chain: Chain, frame: types.FrameType, where: str) -> Spot | None:
+    def _target(self, chain: NameChain, frame: types.FrameType, where: str) -> Spot | None:
         """Where a line puts the value of what it writes to; None where that is the function's own."""
         if not chain.steps:
             if chain.scope == "global":
                 return ENTRY, frame.f_globals, chain.name
             value = frame.f_locals.get(chain.name, MISSING)
             return ATTRIBUTE, self.cells.of(frame.f_code, chain.name, value), "cell_contents"
-        owner, _ = self._follow(Chain(chain.name, chain.scope, chain.steps[:-1]), frame, where, [], False)
+        owner, _ = self._follow(NameChain(chain.name, chain.scope, chain.steps[:-1]), frame, where, [], False)
         step = chain.steps[-1]
-        if owner is MISSING or places.is_traced(owner) or isinstance(step, (Get, Within, Named)):
+        if owner is MISSING or read_places.is_traced(owner) or isinstance(step, (Get, Within, Named)):
             return None
         if isinstance(step, str):
-            return places.target(owner, step)
-        key = step.value if isinstance(step, Key) else self._follow(step, frame, where, [], False)[0]
-        kind = places.ITEM if isinstance(owner, list) else ENTRY
+            return read_places.target(owner, step)
+        key = step.value if isinstance(step, ConstantKey) else self._follow(step, frame, where, [], False)[0]
+        kind = read_places.ITEM if isinstance(owner, list) else ENTRY
         return (kind, owner, key) if isinstance(owner, (dict, list)) else None
 
     # --- after it
@@ -334,7 +348,7 @@ class Reading:
             gone = [
                 known
                 for known, place in self.places.items()
-                if draws.references(place.holder) <= ours[id(place.holder)]
+                if host_draws.references(place.holder) <= ours[id(place.holder)]
             ]
             left = {id(self.places.pop(known)) for known in gone}
             for place in self.places.values():
@@ -344,22 +358,26 @@ class Reading:
 
     def _drop_within(self) -> None:
         """Drops what is noted of modules within a module of which all parts are: the outer one's places tell it too."""
-        noted = [p for p in self.places.values() if p.kind == places.COPY and isinstance(p.holder, nn.Module)]
+        noted = [p for p in self.places.values() if p.kind == read_places.COPY and isinstance(p.holder, nn.Module)]
         inner = {id(part) for p in noted for part in p.holder.modules() if part is not p.holder}
-        for known in [k for k, p in self.places.items() if p.kind == places.COPY and id(p.holder) in inner]:
+        for known in [k for k, p in self.places.items() if p.kind == read_places.COPY and id(p.holder) in inner]:
             del self.places[known]
 
-    def _is_own(self, known: _Id, place: Place) -> bool:
+    def _is_own(self, known: _Id, place: ReadPlace) -> bool:
         """Whether a place is the traced functions' own: they write to it, or its value is of the trace."""
-        own = known in self.written or place.holder is None or places.is_traced(place.value)
-        sized = place.kind in (places.COPY, places.ITEM) and id(place.holder) in self.changed
+        own = known in self.written or place.holder is None or read_places.is_traced(place.value)
+        sized = place.kind in (read_places.COPY, read_places.ITEM) and id(place.holder) in self.changed
         return own or sized or not place.holds(place.now())
 
-    def _refuse_count(self, written: _Written, place: Place | None) -> None:
+    def _refuse_count(self, written: _Written, place: ReadPlace | None) -> None:
         if place is None or not written.from_itself or _id(place) not in self.used:
             return
         now = place.now()
-        if places.is_number(written.before) and places.is_number(now) and not places.same(written.before, now):
+        if (
+            read_places.is_number(written.before)
+            and read_places.is_number(now)
+            and not read_places.same(written.before, now)
+        ):
             raise CaptureError(
                 f"{written.name}, which {place.where} reads, is changed by {written.where} from {written.before!r} to "
                 f"{now!r}: that happens once, when the step is traced, and not at each step. Count in the state "
@@ -392,7 +410,7 @@ class Reading:
                 if values := getattr(fn, part):
                     name = f"{fn.__name__}.{part}"
                     place = self._note((ATTRIBUTE, fn, part), name, defined_at(fn), None)
-                    for spot, end in places.contents(values):  # what is read of these, the function's lines name
+                    for spot, end in read_places.contents(values):  # what is read of these, the function's lines name
                         self.used.add(_id(self._note(spot, name + end, defined_at(fn), place)))
 
     def _of_libraries(self) -> Iterator[tuple[Spot, str, str, None]]:
@@ -416,37 +434,37 @@ def _where(frame: types.FrameType) -> str:
 @functools.lru_cache(maxsize=4096)
 def _draw_lines(code: types.CodeType) -> frozenset[int]:
     """The lines that name something as methods of generators are named."""
-    if not draws.NAMES.intersection(code.co_names):
+    if not host_draws.NAMES.intersection(code.co_names):
         return frozenset()
     return frozenset(
         line
         for line, reads in lines_of(code).reads.items()
         if any(
-            draws.NAMES.intersection([c.name, *(s for s in c.steps if isinstance(s, str))])
+            host_draws.NAMES.intersection([c.name, *(s for s in c.steps if isinstance(s, str))])
             for c in (use.chain for use in reads)
         )
     )
 
 
-def _varies(chain: Chain) -> bool:
+def _varies(chain: NameChain) -> bool:
     """Whether a chain's places may be others each time that its line runs."""
     keys = (step.key if isinstance(step, (Get, Within, Named)) else step for step in chain.steps)
-    return chain.scope != "global" or any(_varies(key) for key in keys if isinstance(key, Chain))
+    return chain.scope != "global" or any(_varies(key) for key in keys if isinstance(key, NameChain))
 
 
-def _plain(chain: Chain) -> Chain:
+def _plain(chain: NameChain) -> NameChain:
     """A chain that reads an entry by `get`, as one that writes it has it."""
     steps = tuple(step.key if isinstance(step, Get) else step for step in chain.steps)
-    return Chain(chain.name, chain.scope, steps)
+    return NameChain(chain.name, chain.scope, steps)
 
 
-def _id(place: Place) -> _Id:
+def _id(place: ReadPlace) -> _Id:
     return place.kind, id(place.holder), place.key
 
 
-def _line_of(place: Place) -> Iterator[Place]:
+def _line_of(place: ReadPlace) -> Iterator[ReadPlace]:
     """A place, and those that its holder came from."""
-    at: Place | None = place
+    at: ReadPlace | None = place
     while at is not None:
         yield at
         at = at.parent

@@ -2,6 +2,6 @@
 
 from fzero.interop.config.accelerate import accelerate_config
 from fzero.interop.config.deepspeed import ds_config
-from fzero.interop.config.given import Given
+from fzero.interop.config.given_fields import Given
 
 __all__ = ["Given", "accelerate_config", "ds_config"]

@@ -17,10 +17,10 @@ from fzero.interop.config.accelerate_keys import (
     PARALLEL,
     STRATEGIES,
 )
-from fzero.interop.config.calls import Call
+from fzero.interop.config.config_calls import ConfigCall
+from fzero.interop.config.config_keys import says_off
 from fzero.interop.config.deepspeed import GRAD_SCALER, ds_config, world
-from fzero.interop.config.given import Given, finish
-from fzero.interop.config.keys import says_off
+from fzero.interop.config.given_fields import Given, finish
 from fzero.interop.config.ledger import Ledger, Refusal
 from fzero.interop.config.others import refuse_others
 from fzero.interop.config.read import read
@@ -198,7 +198,7 @@ def _precision(name: str, sharded: bool) -> dict[str, Any]:
     by_op = {"compute": "autocast"} if name == "bf16" else {"compute": "autocast_fp16"}
     scale = {"loss_scale": GRAD_SCALER} if name == "fp16" else {}
     named = {**by_op, "reduce": name if sharded else "fp32", **scale}
-    return {"precision": Call("fzero.Precision", (), named)}
+    return {"precision": ConfigCall("fzero.Precision", (), named)}
 
 
 # --- DeepSpeed --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fzero.interop.config.keys import (
+from fzero.interop.config.config_keys import (
     ANY,
     BLOCK,
     COUNT,
@@ -13,8 +13,8 @@ from fzero.interop.config.keys import (
     POSITIVE,
     SIGNED,
     TEXT,
-    Kind,
     Of,
+    ValueKind,
     Verdict,
     keys,
     one_of,
@@ -28,12 +28,12 @@ DEVICE = one_of("none", "cpu", "nvme")
 PRECISIONS = ("no", "fp16", "bf16")
 PRECISION = one_of(*PRECISIONS)  # YAML's bare no is false
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-STRATEGY = Kind(
+STRATEGY = ValueKind(
     f"1 to {len(STRATEGIES)}, or one of {', '.join(STRATEGIES)}",
     lambda value: str(value).upper() in (*STRATEGIES, *map(str, range(1, len(STRATEGIES) + 1))),
     off="NO_SHARD",
 )
-TYPE = Kind("a name", lambda value: NAME.fits(value) or str(value).upper() == "NO", off="NO")
+TYPE = ValueKind("a name", lambda value: NAME.fits(value) or str(value).upper() == "NO", off="NO")
 ZERO_STAGE = one_of(0, 1, 2, 3)
 LIMIT = POSITIVE._replace(off=0.0)
 BY_STRUCTURE = "layers are found by their structure"

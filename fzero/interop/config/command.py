@@ -10,7 +10,7 @@ from typing import Any
 from fzero.errors import ConfigError, printable
 from fzero.interop.config.accelerate import accelerate_config, is_accelerate
 from fzero.interop.config.deepspeed import ds_config
-from fzero.interop.config.ledger import Line, table_of
+from fzero.interop.config.ledger import LedgerLine, table_of
 from fzero.interop.config.read import read
 
 
@@ -34,7 +34,7 @@ def command(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         if arguments.python or not (error.lines or error.open):
             raise
-        print(printable(f"{arguments.file}\n{table_of([Line(*line) for line in error.lines])}"))
+        print(printable(f"{arguments.file}\n{table_of([LedgerLine(*line) for line in error.lines])}"))
         if {path for path, _ in error.refusals} - set(error.open):
             raise
         print(printable("\n".join(["still open:", *(f"  give --auto {path}=VALUE" for path in error.open)])))

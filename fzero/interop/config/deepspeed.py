@@ -9,18 +9,18 @@ from os import PathLike
 from typing import Any
 
 from fzero.errors import SpecError
-from fzero.interop.config.calls import Call
+from fzero.interop.config.config_calls import ConfigCall
 from fzero.interop.config.deepspeed_keys import ALIASES, DEEPSPEED, PYDANTIC, ZERO
-from fzero.interop.config.given import Given, finish
+from fzero.interop.config.deepspeed_optimizers import optimizer
+from fzero.interop.config.given_fields import Given, finish
 from fzero.interop.config.ledger import Ledger
-from fzero.interop.config.optimizers import optimizer
 from fzero.interop.config.others import refuse_others
 from fzero.interop.config.read import read
 from fzero.precision import DTYPES, LossScale
 
 TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 CLIPPING = "gradient_clipping"
-GRAD_SCALER = Call("fzero.LossScale", (), {"window": 2000, "hysteresis": 1})  # the rule of torch.amp.GradScaler
+GRAD_SCALER = ConfigCall("fzero.LossScale", (), {"window": 2000, "hysteresis": 1})  # the rule of torch.amp.GradScaler
 _OWNERS = {"optimizer": "optimizer.params", "precision": "fp16", "mesh": f"{ZERO}.stage"}
 
 
@@ -248,7 +248,7 @@ def _precision(ledger: Ledger) -> tuple[str | None, dict[str, Any]]:
         return None, {}
     named = {"compute": compute, "reduce": sent or compute, "loss_scale": scale if fp16 else None}
     fields: dict[str, Any] = {
-        "precision": Call("fzero.Precision", (), {n: v for n, v in named.items() if v is not None})
+        "precision": ConfigCall("fzero.Precision", (), {n: v for n, v in named.items() if v is not None})
     }
     if bf16 and overflow:
         fields["nonfinite"] = "skip"
@@ -274,21 +274,21 @@ def _autocast(ledger: Ledger, compute: str | None, sent: str | None) -> dict[str
     if not sent:
         note = "Precision(reduce='fp32'): DeepSpeed sends gradients of Linear and Conv in autocast's dtype"
         ledger.became("communication_data_type", note)
-    return {"precision": Call("fzero.Precision", (), named)}
+    return {"precision": ConfigCall("fzero.Precision", (), named)}
 
 
-def _loss_scale(ledger: Ledger) -> Call:
+def _loss_scale(ledger: Ledger) -> ConfigCall:
     names = {"initial": "initial_scale_power", "window": "loss_scale_window", "minimum": "min_loss_scale"}
     names |= {name: name for name in ("hysteresis", "consecutive_hysteresis")}
     fixed = ledger.take("fp16.loss_scale")
     values = {ours: ledger.take(f"fp16.{theirs}") for ours, theirs in names.items()}
     if fixed:
-        return Call("fzero.LossScale", (), {"initial": float(fixed), "dynamic": False})
+        return ConfigCall("fzero.LossScale", (), {"initial": float(fixed), "dynamic": False})
     if values["initial"] > 126:
         ledger.refuse("fp16.initial_scale_power", "fp32 holds no such scale", "write 16")
     values["initial"] = 2.0 ** min(values["initial"], 126)
     default = LossScale()
-    return Call("fzero.LossScale", (), {n: v for n, v in values.items() if v != getattr(default, n)})
+    return ConfigCall("fzero.LossScale", (), {n: v for n, v in values.items() if v != getattr(default, n)})
 
 
 def _same_dtype(ledger: Ledger, compute: str | None) -> None:

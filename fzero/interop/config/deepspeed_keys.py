@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fzero.interop.config.keys import (
+from fzero.interop.config.config_keys import (
     ANY,
     BLOCK,
     COUNT,
@@ -15,8 +15,8 @@ from fzero.interop.config.keys import (
     POSITIVE,
     SIGNED,
     TEXT,
-    Kind,
     Of,
+    ValueKind,
     Verdict,
     keys,
     one_of,
@@ -30,7 +30,7 @@ AUTOCAST = one_of("bfloat16", "bf16", "torch.bfloat16", "float16", "fp16", "half
 DEVICE = one_of("none", "cpu", "nvme")
 STAGE = one_of(0, 1, 2, 3)
 LIMIT = POSITIVE._replace(off=0.0)
-STAGES = Kind(f"{COUNT.needed} or auto", lambda value: value == "auto" or COUNT.fits(value), off="auto")
+STAGES = ValueKind(f"{COUNT.needed} or auto", lambda value: value == "auto" or COUNT.fits(value), off="auto")
 PRINTS = INT._replace(off=None)
 ZERO = "zero_optimization"
 LAYOUT = "fzero lays out and moves its buckets by measured cost; the bits are the same"

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 from fzero import tree
 from fzero.errors import ConfigError
-from fzero.interop.config.keys import FLAG, Key, Verdict, blocks, is_off, leaves, says_off
+from fzero.interop.config.config_keys import FLAG, Key, Verdict, blocks, is_off, leaves, says_off
 
 AUTO, ABSENT = "auto", object()
 
 
-class Line(NamedTuple):
+class LedgerLine(NamedTuple):
     """A line of the report. `value` is what the document says, or where the value comes from."""
 
     path: str
@@ -33,7 +33,7 @@ class Line(NamedTuple):
     became: str
 
 
-def table_of(lines: Sequence[Line]) -> str:
+def table_of(lines: Sequence[LedgerLine]) -> str:
     """The lines of a report under one another, in columns."""
     widths = [max((len(line[i]) for line in lines), default=0) for i in (0, 1)]
     return "\n".join(f"  {path:<{widths[0]}}  {value:<{widths[1]}}  {became}" for path, value, became in lines)
@@ -62,10 +62,10 @@ class Ledger:
         self.where, self.table, self.auto, self.dropped = where, table, dict(auto or {}), dropped
         self.said: dict[str, Any] = {}
         self.values: dict[str, Any] = {}
-        self.lines: dict[str, Line] = {}
+        self.lines: dict[str, LedgerLine] = {}
         self.refusals: list[Refusal] = []
         self.open: list[str] = []
-        self._asleep: list[Line] = []  # blocks that are switched off as a whole, and comments
+        self._asleep: list[LedgerLine] = []  # blocks that are switched off as a whole, and comments
         self._told: set[str] = set()  # paths of which more is said than the row says
         inner = blocks(tuple(table))
         for path, value in leaves(_renamed(document, aliases or {}, self), inner):
@@ -101,7 +101,7 @@ class Ledger:
         elif value is not auto and not key.kind.fits(value):
             self.refuse(path, f"needed {key.kind.needed}", _typed(key, value))
             value = key.default
-        self.lines[path] = Line(path, shown, self._became(key, value) if path in self.said else key.says)
+        self.lines[path] = LedgerLine(path, shown, self._became(key, value) if path in self.said else key.says)
         return int(value) if key.kind.whole and isinstance(value, float) else value
 
     def _became(self, key: Key, value: Any) -> str:
@@ -118,7 +118,7 @@ class Ledger:
 
     def became(self, path: str, text: str) -> None:
         """Says in the report what became of a key that was taken, absent ones too."""
-        self.lines[path] = Line(path, self.lines[path].value, text)
+        self.lines[path] = LedgerLine(path, self.lines[path].value, text)
         self._told.add(path)
 
     def refuse(self, path: str, why: str, fix: str = "", value: Any = ABSENT) -> None:
@@ -136,7 +136,7 @@ class Ledger:
         self.open.append(path)
         self.refuse(path, why, f"give auto={{{path!r}: ...}}, or write {or_write}")
 
-    def close(self) -> tuple[Line, ...]:
+    def close(self) -> tuple[LedgerLine, ...]:
         """The lines of the report, in the table's order, without honoured keys that the document lacks and nobody
         spoke of. Raises ConfigError for all refusals together; it has the report and the open paths too."""
         for path, key in self.table.items():
@@ -163,14 +163,14 @@ class Ledger:
                 return self.refuse(key.path, key.says, key.fix)
             default = auto or value == key.default
             became = "the default" if default else "the block is not enabled" if asleep else "off"
-            self.lines[key.path] = Line(key.path, _shown(value), f"nothing: {became}")
+            self.lines[key.path] = LedgerLine(key.path, _shown(value), f"nothing: {became}")
             return None
         meant = self.values[key.path]
         if meant not in (None, AUTO) and not key.kind.fits(meant):
             return self.refuse(key.path, f"needed {key.kind.needed}", _typed(key, value))
         always = " in any case" if key.verdict is Verdict.ALWAYS and meant is False and key.default else ""
         became = "off" if key.kind is FLAG and meant is False and not key.default else f"{key.says}{always}"
-        self.lines[key.path] = Line(key.path, _shown(value), f"nothing: {became}")
+        self.lines[key.path] = LedgerLine(key.path, _shown(value), f"nothing: {became}")
         return None
 
     def _enter(self, path: str, value: Any, block: bool) -> None:
@@ -178,12 +178,12 @@ class Ledger:
             self.said[path] = value
             self.values[path] = None if self._drops(self.table[path]) else self.table[path].kind.meant(value)
         elif block and says_off(value):
-            self._asleep.append(Line(path, _shown(value), "nothing: off"))
+            self._asleep.append(LedgerLine(path, _shown(value), "nothing: off"))
         elif block:
             if value not in (None, {}):  # a block that is empty asks for nothing
                 self.refuse(path, "needed a block of keys", _inside(path, self.table), value)
         elif _is_comment(path.rpartition(".")[2]):
-            self._asleep.append(Line(path, _shown(value), "nothing: a comment"))
+            self._asleep.append(LedgerLine(path, _shown(value), "nothing: a comment"))
         else:
             self.refuse(path, "there is no such key", nearest(path, self.table), value)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from fzero.interop.config.keys import Key
+from fzero.interop.config.config_keys import Key
 
 
 def markdown(table: Mapping[str, Key]) -> str:
     """The rows, keys with the same block, verdict and sentence in one.
 
-    >>> from fzero.interop.config.keys import Verdict, keys, table
+    >>> from fzero.interop.config.config_keys import Verdict, keys, table
     >>> print(markdown(table(keys("aio", Verdict.HINT, "its own queue", depth=8, single=False))))
     | key | | what becomes of it |
     |---|---|---|

@@ -13,12 +13,12 @@ import torch
 import fzero
 from fzero import optim
 from fzero.interop.config import Given
-from fzero.interop.config.calls import Call
+from fzero.interop.config.config_calls import ConfigCall
 from fzero.interop.module import Functional, from_module
 from fzero.interop.tp_plan import tp_plan
-from fzero.interop.trainer import optimizers, refusals, shapes, step, weights
+from fzero.interop.trainer import optimizers, refusals, shapes, trainer_step, weights
 from fzero.interop.trainer.parallel import axes_of, given_of
-from fzero.interop.trainer.statistics import Statistics, tracked
+from fzero.interop.trainer.running_statistics import Statistics, tracked
 from fzero.optim import GradientTransformation
 
 _FP16 = fzero.Precision(
@@ -54,7 +54,7 @@ class Engine:
         trained, statistics = _tracking(trainer.model, train=True)
         transformation = _optimizer(trainer, given, num_updates)
         fields = _fields(trainer, trained, given)
-        loss = step.loss_of(trainer, trained, statistics)
+        loss = trainer_step.loss_of(trainer, trained, statistics)
         spec = fzero.Spec(loss=loss, **{**fields, "optimizer": transformation})
         state = _begun(spec, trainer.model, trained, args.seed, folder)
         made = state.step - (int(state.tree["loss_scale"]["skipped"].full()) if "loss_scale" in state.tree else 0)
@@ -70,7 +70,7 @@ class Engine:
         given = given_of(trainer.args, 0)
         trained, statistics = _tracking(trainer.model, train=False)
         fields = {**_fields(trainer, trained, given), "optimizer": optim.sgd(0.0)}
-        spec = fzero.Spec(loss=step.loss_of(trainer, trained, statistics), **fields)
+        spec = fzero.Spec(loss=trainer_step.loss_of(trainer, trained, statistics), **fields)
         state = _begun(spec, trainer.model, trained, trainer.args.seed, None)
         return cls(trainer, spec, trained, statistics, state, given.export_dtype if given else None)
 
@@ -90,7 +90,7 @@ class Engine:
         key = (loss_only, name)
         if key not in self._scored:
             given = self._evaluated, self.statistics, loss_only, ignored, stock
-            self._scored[key] = step.scored_of(self._trainer, *given)
+            self._scored[key] = trainer_step.scored_of(self._trainer, *given)
         with shapes.same_on_ranks():
             return fzero.evaluate(self.state, batch, self._scored[key])
 
@@ -186,16 +186,16 @@ def _document(trainer: Any, given: Given, num_updates: int) -> GradientTransform
     """The optimizer of a ds_config, with its own schedule or the one that TrainingArguments name."""
     call = given.expressions["optimizer"]
     rate = call.arguments[0]
-    if isinstance(rate, Call):
+    if isinstance(rate, ConfigCall):
         _of_document(trainer, rate.value())
         return given["optimizer"]
     trainer.optimizer = optimizers.Handle([{"lr": rate}])
     trainer.create_scheduler(num_updates)
     table = optimizers.rates(trainer.optimizer, trainer.lr_scheduler, num_updates).to(trainer.args.device)
 
-    def scheduled(call: Call) -> Call:
+    def scheduled(call: ConfigCall) -> ConfigCall:
         own = call.arguments[0]
-        named = {name: scheduled(v) if isinstance(v, Call) else v for name, v in call.named.items()}
+        named = {name: scheduled(v) if isinstance(v, ConfigCall) else v for name, v in call.named.items()}
         share = own / rate if rate else 1.0
         return dataclasses.replace(call, arguments=(optimizers.tabled(table * share), *call.arguments[1:]), named=named)
 

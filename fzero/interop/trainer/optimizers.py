@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fzero import optim
 from fzero.errors import ConfigError
-from fzero.interop.trainer.adafactor import adafactor
+from fzero.interop.trainer.hf_adafactor import adafactor
 from fzero.optim import GradientTransformation, Schedule
 
 Values = Mapping[str, Any]

@@ -34,7 +34,7 @@ Refusal = tuple[str, str]  # the path of what is in the way, and a text that beg
 assert set(KINDS.values()) == set(OURS)
 
 
-class Row(NamedTuple):
+class RefusalRow(NamedTuple):
     """A field of TrainingArguments: whether a value is in the way, why, and the smallest fix."""
 
     name: str
@@ -44,25 +44,28 @@ class Row(NamedTuple):
 
 
 FIELDS = (
-    Row("auto_find_batch_size", bool, "a step has one batch size",
+    RefusalRow("auto_find_batch_size", bool, "a step has one batch size",
         "set it to False, and per_device_train_batch_size to what fits: fzero.lower plans the peak without a device"),
-    Row("torch_compile", bool, "fzero captures the step by itself", 'leave it out, or give spec={"compile": "auto"}'),
-    Row("parallelism_config", lambda v: v is not None, "the axes are those of a Spec's mesh", "leave it out"),
-    Row("fp16_full_eval", bool, "evaluation runs in the precision of training", "leave it out"),
-    Row("bf16_full_eval", bool, "evaluation runs in the precision of training", "leave it out, or set bf16=True"),
-    Row("neftune_noise_alpha", lambda v: v is not None, "its hooks are not captured", "leave it out"),
-    Row("use_liger_kernel", bool, "its kernels are not captured", "leave it out"),
-    Row("optim", lambda v: str(getattr(v, "value", v)) not in OPTIMS, "fzero has no counterpart",
+    RefusalRow("torch_compile", bool, "fzero captures the step by itself",
+        'leave it out, or give spec={"compile": "auto"}'),
+    RefusalRow("parallelism_config", lambda v: v is not None, "the axes are those of a Spec's mesh", "leave it out"),
+    RefusalRow("fp16_full_eval", bool, "evaluation runs in the precision of training", "leave it out"),
+    RefusalRow("bf16_full_eval", bool, "evaluation runs in the precision of training",
+        "leave it out, or set bf16=True"),
+    RefusalRow("neftune_noise_alpha", lambda v: v is not None, "its hooks are not captured", "leave it out"),
+    RefusalRow("use_liger_kernel", bool, "its kernels are not captured", "leave it out"),
+    RefusalRow("optim", lambda v: str(getattr(v, "value", v)) not in OPTIMS, "fzero has no counterpart",
         f"take one of {', '.join(OPTIMS)}"),
-    Row("lr_scheduler_type", lambda v: str(getattr(v, "value", v)) in METRIC_SCHEDULES,
+    RefusalRow("lr_scheduler_type", lambda v: str(getattr(v, "value", v)) in METRIC_SCHEDULES,
         "rates are known before the run, and this one follows the metrics", "take a schedule of the step count"),
-    Row("debug", bool, "its hooks are not captured", "leave it out"),
-    Row("deepspeed", bool, "transformers has started DeepSpeed's engine for it",
+    RefusalRow("debug", bool, "its hooks are not captured", "leave it out"),
+    RefusalRow("deepspeed", bool, "transformers has started DeepSpeed's engine for it",
         "import TrainingArguments from fzero.interop"),
-    Row("fsdp", bool, "transformers has made FSDP's plugin for it", "import TrainingArguments from fzero.interop"),
-    Row("n_gpu", lambda v: v > 1, "one process would drive several devices",
+    RefusalRow("fsdp", bool, "transformers has made FSDP's plugin for it",
+        "import TrainingArguments from fzero.interop"),
+    RefusalRow("n_gpu", lambda v: v > 1, "one process would drive several devices",
         "launch with torchrun --nproc-per-node=<devices>"),
-    Row("pad_to", lambda v: type(v) is not int or v < 0, "needed a whole number of at least 0, or None",
+    RefusalRow("pad_to", lambda v: type(v) is not int or v < 0, "needed a whole number of at least 0, or None",
         "leave it out"),
 )  # fmt: skip
 

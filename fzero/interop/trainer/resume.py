@@ -18,7 +18,7 @@ from typing import Any
 import transformers
 
 from fzero.errors import CheckpointError, CorruptError, printable
-from fzero.interop.places import read_all
+from fzero.interop.file_places import read_all
 
 STATE = "trainer_state.json"
 MOST_BYTES = 256 << 20  # of a file: a log of a million entries has a hundred

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.errors import DataError, DisagreementError, HangError
-from fzero.interop.trainer.lengths import Batch, Lengths
+from fzero.interop.trainer.batch_lengths import Batch, Lengths
 
 PADDING = (
     "Pad it in the collator to one length, or give pad_to=64 if the model and its loss leave padded places out: it "

@@ -20,10 +20,10 @@ import transformers
 import fzero
 from fzero.cost.memory import account
 from fzero.errors import CheckpointError
-from fzero.interop.trainer import data_ranks, lengths, refusals, resume, shapes, step, weightless, weights
+from fzero.interop.trainer import batch_lengths, data_ranks, refusals, resume, shapes, trainer_step, weightless, weights
 from fzero.interop.trainer.arguments import TrainingArguments
+from fzero.interop.trainer.batch_lengths import Lengths, Seen
 from fzero.interop.trainer.engine import Engine
-from fzero.interop.trainer.lengths import Lengths, Seen
 from fzero.interop.trainer.parallel import axes_of, given_of
 from fzero.ir.mesh import Mesh
 
@@ -48,7 +48,7 @@ class Mixin(transformers.Trainer):
         axes = axes_of(args, given_of(args))
         self._mesh = Mesh.of({**axes, "dp": axes.get("dp", 1)}, args.world_size)
         self.engine: Engine | None = None
-        self._held: weights.Held | None = None
+        self._held: weights.HeldModule | None = None
         self._items: Any = None
         self._counted = False
         self._noted: list[dict[str, Any]] | None = None  # what is logged while a loss is captured
@@ -107,7 +107,7 @@ class Mixin(transformers.Trainer):
     def _here(self, why: str) -> None:
         """The module with its parameters, for an engine to begin with."""
         if self._held is None or self._held.module is not self.model:
-            self._held = weights.Held(self.model)
+            self._held = weights.HeldModule(self.model)
         elif self._held.away and self.engine is not None:
             self._held.back(self.engine.state, why)
 
@@ -149,7 +149,7 @@ class Mixin(transformers.Trainer):
         pad_to = getattr(self.args, "pad_to", None)
         decodes = bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
         main = getattr(self.model, "main_input_name", None) if pad_to else None
-        own = [lengths.lengths(batch, decodes, main) for batch in batches]
+        own = [batch_lengths.lengths(batch, decodes, main) for batch in batches]
         to_all = self._pads_to()
         if not own or not to_all:
             return own, (0, 0), count
@@ -169,10 +169,10 @@ class Mixin(transformers.Trainer):
         return own, (shapes.rounded(longest[0], to_all, most), shapes.rounded(longest[1], to_all, most)), count
 
     def _padded(self, batch: Any, own: Lengths, to: Lengths) -> Any:
-        mask, key = None, lengths.key_of(batch, getattr(self.model, "main_input_name", None))
+        mask, key = None, batch_lengths.key_of(batch, getattr(self.model, "main_input_name", None))
         masked = "position_ids" in batch or "attention_mask" in batch or not weightless.takes_mask(self.model)
         if key is not None and to[0] and not masked:
-            whole = key[..., 0] if key is batch.get(lengths.EMBEDDED) else key
+            whole = key[..., 0] if key is batch.get(batch_lengths.EMBEDDED) else key
             mask = torch.ones_like(whole, dtype=torch.int64)
         places = self._seen.places(batch if mask is None else {**batch, "attention_mask": mask}, own)
         fills = {**dict.fromkeys(shapes.TOKENS, self._pad_token()), "special_tokens_mask": 1}
@@ -212,15 +212,15 @@ class Mixin(transformers.Trainer):
         steps = self.args.gradient_accumulation_steps
         tracks = bool(self.engine.statistics.names)
         place = self._mesh.data_rank(self.args.process_index), self._mesh.data_ranks
-        batch = step.window(self._window, num_items_in_batch, steps, scaled, place, self.args.device, tracks)
+        batch = trainer_step.window(self._window, num_items_in_batch, steps, scaled, place, self.args.device, tracks)
         number, self._window = len(self._window), []
         metrics = self.engine.step(batch)
-        self._log_all(step.numbers(metrics))
+        self._log_all(trainer_step.numbers(metrics))
         self.optimizer.step_was_skipped = "finite" in metrics and not bool(metrics["finite"])
-        values = step.losses(metrics, number, steps, scaled, place)
+        values = trainer_step.losses(metrics, number, steps, scaled, place)
         if not self.args.logging_nan_inf_filter or bool(values.isfinite().all()):
             return values.sum()
-        return step.filtered(values, self._tr_loss, 1 + self.state.global_step - self._globalstep_last_logged)
+        return trainer_step.filtered(values, self._tr_loss, 1 + self.state.global_step - self._globalstep_last_logged)
 
     def _same_rate(self) -> None:
         """Warns of a rate that a callback has set: those of the step are the schedule's."""
@@ -298,9 +298,13 @@ class Mixin(transformers.Trainer):
         rows = shapes.num_rows(inputs)
         (batch,), to, own, _ = self._shaped([inputs], self.args.eval_batch_size)
         items = self._get_num_items_in_batch([inputs], self.args.device)
-        given = {"inputs": batch} if items is None else {"inputs": batch, "items": step.whole(items, self.args.device)}
+        given = (
+            {"inputs": batch}
+            if items is None
+            else {"inputs": batch, "items": trainer_step.whole(items, self.args.device)}
+        )
         found = self.engine.evaluate(given, prediction_loss_only, tuple(ignore_keys or ()), ignore_keys, stock)
-        self._log_all(step.numbers(found))
+        self._log_all(trainer_step.numbers(found))
         ids, num_labels = inputs.get("input_ids"), getattr(getattr(model, "config", None), "num_labels", None)
         classes = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.dim() == 3 else num_labels  # or choices
         outputs = shapes.trimmed(found.get("outputs"), (rows, shapes.num_rows(batch)), to, own, classes)

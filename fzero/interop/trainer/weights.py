@@ -27,7 +27,7 @@ from fzero.interop.trainer.absent import Absent, unusable
 log = logging.getLogger("fzero")
 
 
-class Held:
+class HeldModule:
     """A module whose parameters are in a state: on the meta device, or whole for a while.
 
     `taken` and `back` change the module. Both may be called at any time.

@@ -17,7 +17,7 @@ from fzero.ir import segments
 
 
 @dataclass(frozen=True)
-class Call:
+class LeafCall:
     """`target(x, *args, **kwargs)` for a 1-D `x` of `numel` elements like `source`; the result is like `result`, 0-d
     or, with `flat`, of x's elements."""
 
@@ -30,7 +30,7 @@ class Call:
     flat: bool = False
 
 
-def leafwise(calls: Sequence[Call]) -> fx.GraphModule:
+def leafwise(calls: Sequence[LeafCall]) -> fx.GraphModule:
     """The segment of these calls: their operands, then one destination for each."""
     graph = fx.Graph()
     holders = [graph.placeholder(f"x{i}") for i in range(len(calls))]

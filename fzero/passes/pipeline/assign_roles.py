@@ -35,7 +35,7 @@ class AcrossRolesError(SpecError):
 
 
 @dataclass(frozen=True)
-class Work:
+class RoleWork:
     """An op, when it runs, and the roles that run it."""
 
     op: Op
@@ -49,10 +49,10 @@ class Assigned:
 
     program: Program
     schedule: Schedule
-    works: list[Work] = field(default_factory=list)
+    works: list[RoleWork] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     segments: dict[str, fx.GraphModule] = field(default_factory=dict)
-    lent: dict[str, Work] = field(default_factory=dict)  # copies of leaves for other roles, by the copy's name
+    lent: dict[str, RoleWork] = field(default_factory=dict)  # copies of leaves for other roles, by the copy's name
     from_batch: set[str] = field(default_factory=set)  # values that follow from the batch alone
 
     @property
@@ -167,7 +167,7 @@ class Assigned:
             if name not in self.lent:
                 self.buffers[name] = Buffer(name, self.buffers[ref.name].dtype, ref.shape or (), "activation")
                 copy = self._copy(Op("run"), [ref], [Ref(name)], f"for role {role}: {op.why}")
-                self.lent[name] = Work(copy, (0, None), frozenset({self._role(ref) or 0}))
+                self.lent[name] = RoleWork(copy, (0, None), frozenset({self._role(ref) or 0}))
         for position, ref in enumerate(op.writes):
             home = self._role(ref)
             if home in (None, role):
@@ -241,7 +241,7 @@ class Assigned:
             parts.append((part, role))
         return parts
 
-    def _demanded(self, drafts: Sequence[tuple[Op, Group, frozenset[int] | None]]) -> list[Work]:
+    def _demanded(self, drafts: Sequence[tuple[Op, Group, frozenset[int] | None]]) -> list[RoleWork]:
         """Every draft with roles: one without buckets runs where its inputs were made, if that is one role, else on
         every role that reads its result. State that is in no bucket is updated on every role."""
         wanted: dict[str, frozenset[int]] = defaultdict(frozenset)
@@ -267,7 +267,7 @@ class Assigned:
                 roles = home.get(op.target, roles)
             for ref in op.writes:
                 home[ref.name] = home.get(ref.name, frozenset()) | roles
-            works.append(Work(op, group, roles))
+            works.append(RoleWork(op, group, roles))
         return works
 
     def _exchange(self) -> None:
@@ -283,7 +283,7 @@ class Assigned:
                 makers[ref.name] |= work.roles
                 if ref.start is not None and self.buffers[ref.name].bucket is None and len(work.roles) == 1:
                     written[ref.name][next(iter(work.roles))].append(ref)
-        before: dict[int, list[Work]] = defaultdict(list)
+        before: dict[int, list[RoleWork]] = defaultdict(list)
         for name, parts in written.items():
             if len(makers[name]) == 1 or not reads[name]:
                 continue
@@ -295,7 +295,9 @@ class Assigned:
             before[first] += [here for _, here in packets]
         self.works = [each for i, work in enumerate(self.works) for each in (*before[i], work)]
 
-    def _packet(self, name: str, refs: Sequence[Ref], maker: int, receiver: int, reader: Work) -> tuple[Work, Work]:
+    def _packet(
+        self, name: str, refs: Sequence[Ref], maker: int, receiver: int, reader: RoleWork
+    ) -> tuple[RoleWork, RoleWork]:
         """(the copy into a buffer that travels, the copy out of it) of one role's part of a buffer."""
         packet = f"{name}.{maker}to{receiver}"
         size = sum((ref.stop or 0) - (ref.start or 0) for ref in refs)
@@ -303,7 +305,7 @@ class Assigned:
         places = _in_a_row(packet, refs)
         there = self._copy(Op("run"), refs, places, f"for role {receiver}: {reader.op.why}")
         here = self._copy(Op("run"), places, refs, f"of role {maker}: {reader.op.why}")
-        return Work(there, reader.group, frozenset({maker})), Work(here, reader.group, frozenset({receiver}))
+        return RoleWork(there, reader.group, frozenset({maker})), RoleWork(here, reader.group, frozenset({receiver}))
 
 
 def _in_a_row(name: str, refs: Sequence[Ref]) -> list[Ref]:

@@ -27,7 +27,7 @@ from fzero.ir import rewrite
 from fzero.ir.mesh import PIPELINE
 from fzero.ir.program import Program
 from fzero.ir.records import PERSISTENT, Buffer, Op, Ref, make_op
-from fzero.passes.pipeline.assign_roles import Assigned, Group, Work
+from fzero.passes.pipeline.assign_roles import Assigned, Group, RoleWork
 from fzero.pipeline import Schedule
 
 EARLY = 1  # whole actions between the start of a message and the wait for it
@@ -76,8 +76,8 @@ class Exchange:
 
 
 def _ordered(
-    works: Sequence[Work], messages: Mapping[str, Sequence[Message]]
-) -> tuple[dict[str, list[Message]], list[Work | Exchange]]:
+    works: Sequence[RoleWork], messages: Mapping[str, Sequence[Message]]
+) -> tuple[dict[str, list[Message]], list[RoleWork | Exchange]]:
     """(the messages of regions by buffer, all work with the exchanges of the others).
 
     A message of a region is made by an action, and first read in the same region or in the work between it and the
@@ -98,7 +98,7 @@ def _ordered(
             flows[message.name].append(message)
         else:
             made[end].append(message)
-    ordered: list[Work | Exchange] = []
+    ordered: list[RoleWork | Exchange] = []
     for index in range(1 + max(work.group[0] for work in works)):
         ready: dict[Message, None] = {}
         for i, work in enumerate(works):
@@ -176,7 +176,7 @@ class _RoleBuilder:
     """
 
     def __init__(
-        self, cut: Assigned, works: Sequence[Work | Exchange], flows: Mapping[str, Sequence[Message]], role: int
+        self, cut: Assigned, works: Sequence[RoleWork | Exchange], flows: Mapping[str, Sequence[Message]], role: int
     ) -> None:
         self.cut, self.flows, self.role = cut, flows, role
         self.groups, self.slots, self.ends = self._groups(works)
@@ -187,7 +187,7 @@ class _RoleBuilder:
         self.posted: dict[str, Message] = {}
         self.begun: set[str] = set()
         self.slot = ""
-        self.final: dict[str, Work] = {}
+        self.final: dict[str, RoleWork] = {}
         for work in cut.works:
             if role in work.roles:
                 self.final |= {ref.name: work for ref in (work.op.reads if work.op.is_wait else work.op.writes)}
@@ -228,10 +228,12 @@ class _RoleBuilder:
         """Whether the role holds a buffer between steps."""
         return buffer.kind in PERSISTENT and (buffer.bucket is None or self._owns(buffer.bucket))
 
-    def _groups(self, works: Sequence[Work | Exchange]) -> tuple[list[list[Work | Exchange]], list[str], list[float]]:
+    def _groups(
+        self, works: Sequence[RoleWork | Exchange]
+    ) -> tuple[list[list[RoleWork | Exchange]], list[str], list[float]]:
         """(this role's work in order, the action of each group, when it ends): what is outside of regions, and each
         region's in the order of the schedule."""
-        by_group: dict[Group, list[Work | Exchange]] = defaultdict(list)
+        by_group: dict[Group, list[RoleWork | Exchange]] = defaultdict(list)
         for work in works:
             here = isinstance(work, Exchange) or self.role in work.roles
             by_group[work.group] += [work] if here else []
@@ -253,12 +255,12 @@ class _RoleBuilder:
         own = {name: m for name, sent in self.flows.items() for m in sent if m.receiver == self.role}
         needs = []
         for works in self.groups:
-            reads = chain(*(work.op.reads for work in works if isinstance(work, Work) and not work.op.is_mark))
+            reads = chain(*(work.op.reads for work in works if isinstance(work, RoleWork) and not work.op.is_mark))
             names = dict.fromkeys(ref.name for ref in reads)
             needs.append([own.pop(name) for name in names if name in own])
         return needs
 
-    def _group(self, works: Sequence[Work | Exchange], needs: Sequence[Message]) -> None:
+    def _group(self, works: Sequence[RoleWork | Exchange], needs: Sequence[Message]) -> None:
         """The ops of one group: a receive is waited for before its first read, a send follows the last write."""
         for message in needs:
             self._post(message)

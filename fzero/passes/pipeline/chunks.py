@@ -120,14 +120,14 @@ class _Backward:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChunkWork:
     """The chunk of an op of a region, and whether it is forward work (else it belongs to the backward)."""
 
     chunk: int
     forward: bool
 
 
-def pieces(program: Program) -> dict[int, Piece]:
+def pieces(program: Program) -> dict[int, ChunkWork]:
     """By op number, the piece of every op of a region that has a chunk, and of the wait for a transfer among them.
 
     Where forward and backward meet one segment may hold both. It belongs to the backward, and so does the forward work
@@ -136,7 +136,7 @@ def pieces(program: Program) -> dict[int, Piece]:
     Raises SpecError where layers do not follow one another as the cut says.
     """
     maker: dict[str, int] = {}
-    found: dict[int, Piece] = {}
+    found: dict[int, ChunkWork] = {}
     for number, op in enumerate(program.ops):
         if op.is_wait and op.target in maker:
             found[number] = found[maker[op.target]]
@@ -145,7 +145,7 @@ def pieces(program: Program) -> dict[int, Piece]:
             continue
         sources = [maker[ref.name] for ref in op.reads if ref.name in maker]
         late = any(found[i].chunk == op.chunk and not found[i].forward for i in sources)
-        piece = found[number] = Piece(op.chunk, op.phase == "forward" and not late)
+        piece = found[number] = ChunkWork(op.chunk, op.phase == "forward" and not late)
         for source in sources:
             _check(op, piece, program.ops[source], found[source])
         maker.update({ref.name: number for ref in op.writes})
@@ -162,7 +162,7 @@ def crossing(program: Program) -> frozenset[str]:
     return frozenset(name for source, reader, name in read if source.forward and source.chunk != reader.chunk)
 
 
-def _check(op: Op, piece: Piece, maker: Op, source: Piece) -> None:
+def _check(op: Op, piece: ChunkWork, maker: Op, source: ChunkWork) -> None:
     """Values go up the chunks in the forward and down in the backward: else roles would wait for one another."""
     up = source.forward and source.chunk > piece.chunk
     down = not source.forward and (piece.forward or source.chunk < piece.chunk)

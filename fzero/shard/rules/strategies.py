@@ -22,12 +22,12 @@ from fzero.shard.rules import (
     images,
     indexing,
     losses,
+    moved,
     norms,
     pieces,
     pointwise,
     products,
     reductions,
-    transfers,
     views,
     whole,
 )  # fmt: skip
@@ -36,7 +36,7 @@ from fzero.shard.rules.rule import Rule, Rules, Strategy
 
 RULES: Rules = {
     **pointwise.RULES, **products.RULES, **reductions.RULES, **views.RULES, **pieces.RULES, **indexing.RULES,
-    **norms.RULES, **attention.RULES, **images.RULES, **losses.RULES, **transfers.RULES,
+    **norms.RULES, **attention.RULES, **images.RULES, **losses.RULES, **moved.RULES,
     **whole.RULES,
 }  # fmt: skip
 BY_NAME: dict[str, Rule] = {  # ops that this folder must not import

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fzero.ir import scan_op, strided_ops  # noqa: F401  (defines its ops)
-from fzero.recurrent import ops as recurrent
+from fzero.recurrent import recurrent_ops as recurrent
 from fzero.shard.factors import FREE, Call, Factors, Maker
 from fzero.shard.rules.rule import Rule, Rules
 

@@ -13,7 +13,7 @@ from fzero import LossScale, Precision
 from fzero.errors import ConfigError
 from fzero.interop import accelerate_config
 from fzero.interop.config.accelerate_keys import ACCELERATE, ALIASES
-from fzero.interop.config.keys import blocks, is_off
+from fzero.interop.config.config_keys import blocks, is_off
 
 FILES = Path(__file__).parent / "files"
 ZERO2 = {"params": (), "grads": ("dp",), "optimizer": ("dp",)}

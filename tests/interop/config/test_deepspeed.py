@@ -471,7 +471,7 @@ VERDICTS: dict[str, list[str]] = {
 
 def auto_for(document: dict[str, Any]) -> dict[str, Any]:
     """The values of AUTO that a document says "auto" to, or that it lacks and needs."""
-    book = fzero.interop.config.keys.leaves(document, fzero.interop.config.keys.blocks(tuple(DEEPSPEED)))
+    book = fzero.interop.config.config_keys.leaves(document, fzero.interop.config.config_keys.blocks(tuple(DEEPSPEED)))
     values = dict(book)
     missing = (
         {"train_micro_batch_size_per_gpu"}
@@ -495,7 +495,9 @@ def test_each_file_is_taken_or_refused_by_name(name: str) -> None:
         document.pop("compress_communication", None)
     given = ds_config(document, world_size=2, auto=auto)
     assert len(given.lines) >= len(
-        dict(fzero.interop.config.keys.leaves(document, fzero.interop.config.keys.blocks(tuple(DEEPSPEED))))
+        dict(
+            fzero.interop.config.config_keys.leaves(document, fzero.interop.config.config_keys.blocks(tuple(DEEPSPEED)))
+        )
     )
 
 

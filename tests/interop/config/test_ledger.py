@@ -3,7 +3,7 @@
 import pytest
 
 from fzero.errors import ConfigError
-from fzero.interop.config.keys import COUNT, Of, Verdict, is_off, keys, one_of, table
+from fzero.interop.config.config_keys import COUNT, Of, Verdict, is_off, keys, one_of, table
 from fzero.interop.config.ledger import Ledger, nearest
 
 HONOURED, ALWAYS, HINT, REFUSED, REMOVED = Verdict

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from fzero.errors import ConfigError
 from fzero.interop import accelerate_config, ds_config
 from fzero.interop.config.accelerate_keys import ACCELERATE
+from fzero.interop.config.config_keys import FLAG, Key, Verdict, blocks, is_off, leaves
 from fzero.interop.config.deepspeed_keys import ALIASES, DEEPSPEED, PYDANTIC
-from fzero.interop.config.keys import FLAG, Key, Verdict, blocks, is_off, leaves
+from fzero.interop.config.deepspeed_optimizers import OPTIMIZERS, SCHEDULES
 from fzero.interop.config.ledger import nearest
-from fzero.interop.config.optimizers import OPTIMIZERS, SCHEDULES
 from fzero.interop.config.report import markdown
 
 BLOCKS = blocks(tuple(DEEPSPEED))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.interop import from_module
-from fzero.tools.fuzz import runs
+from lab.fuzz import runs
 
 DEVICE = os.environ.get("FZERO_TEST_DEVICE", "cpu")
 TOLERANCE = 1e-5

@@ -14,7 +14,7 @@ import torch
 import fzero
 from fzero import optim
 from fzero.comm import transfers
-from fzero.kernels import norms
+from fzero.kernels import flat_norms
 from fzero.runtime import stream_lanes
 from standin import device, order
 from standin.running import HERE, batch_of, fails, logged, scenario, started, trained
@@ -152,7 +152,7 @@ def wrong_calls() -> None:
         events[0].elapsed_time(events[1])
     x = torch.ones(4, device="cuda:1")
     with fails(AssertionError, "launched on cuda:0"), changed(torch.cuda, "device", lambda _: mock.MagicMock()):
-        norms.sum_squares(x)
+        flat_norms.sum_squares(x)
 
 
 @scenario(1)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fzero.kernels import KERNELS, adam8
+from fzero.kernels import KERNELS, adam8_kernel
 from fzero.optim import _adam8
 
 assert os.environ["TRITON_INTERPRET"] == "1"
@@ -57,7 +57,7 @@ def state(size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[
 def both(tensors: list[Tensor], count: int = 3) -> tuple[list[Tensor], list[Tensor]]:
     """What the kernel and what the operator makes: (param, mu, mu_scales, nu, nu_scales)."""
     results = []
-    for step in (adam8.adamw8_, _adam8.adamw8_):
+    for step in (adam8_kernel.adamw8_, _adam8.adamw8_):
         own = [t.clone() for t in tensors]
         step(*own, torch.tensor(count), LR, *STEP)
         results.append([own[0], *own[2:]])
@@ -79,7 +79,7 @@ def test_fifty_steps_from_nothing() -> None:
     own, other = ([torch.ones(700), *_zero(700)] for _ in range(2))
     for count in range(1, 51):
         g = torch.randn(700, generator=torch.Generator().manual_seed(count)) * torch.arange(700) / 100
-        adam8.adamw8_(own[0], g, *own[1:], torch.tensor(count), LR, *STEP)
+        adam8_kernel.adamw8_(own[0], g, *own[1:], torch.tensor(count), LR, *STEP)
         _adam8.adamw8_(other[0], g, *other[1:], torch.tensor(count), LR, *STEP)
     assert all(same(a, b) for a, b in zip(own, other, strict=True))
     assert not torch.equal(own[0], torch.ones(700))
@@ -106,7 +106,7 @@ def test_what_is_lost_stays_in_its_block(lost: float) -> None:
     clean = both(state(200))[0]
     assert torch.equal(p[:64], clean[0][:64])
     assert torch.equal(m[128:], clean[1][128:])
-    decoded = adam8.decode_reference(m, ms)
+    decoded = adam8_kernel.decode_reference(m, ms)
     assert decoded[64:128].isfinite().all() == (abs(lost) < 1e39)
 
 
@@ -133,5 +133,5 @@ def test_the_pure_form_writes_nothing_over() -> None:
 def test_the_reference_decodes_what_the_operator_encodes() -> None:
     _, _, m, ms, v, vs = state(300)
     blocks = _adam8._blocks
-    torch.testing.assert_close(adam8.decode_reference(m, ms), _adam8.decode_mu(blocks(m), ms).view(-1)[:300])
-    torch.testing.assert_close(adam8.decode_reference(v, vs), _adam8.decode_nu(blocks(v), vs).view(-1)[:300])
+    torch.testing.assert_close(adam8_kernel.decode_reference(m, ms), _adam8.decode_mu(blocks(m), ms).view(-1)[:300])
+    torch.testing.assert_close(adam8_kernel.decode_reference(v, vs), _adam8.decode_nu(blocks(v), vs).view(-1)[:300])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fzero import optim
-from fzero.kernels import KERNELS, adamw, cast, hyper, norms, quantize, signs
+from fzero.kernels import KERNELS, adamw, cast, flat_norms, hyper, quantize, signs
 from fzero.kernels import round as rounding
 
 assert os.environ["TRITON_INTERPRET"] == "1"
@@ -230,11 +230,11 @@ def test_every_tie_and_subnormal_number_is_rounded_as_torch_does(target: torch.d
 def test_norm_and_finite_check(size: int, offset: int, dtype: torch.dtype) -> None:
     x = values(size, offset, dtype, odd=[0.0, 1e-40, 60000.0])
     bad = torch.tensor(True)
-    total = norms.sum_squares(x, nonfinite=bad)
-    assert total.item() == pytest.approx(norms.sum_squares_reference(x)[0].item(), rel=1e-13)
+    total = flat_norms.sum_squares(x, nonfinite=bad)
+    assert total.item() == pytest.approx(flat_norms.sum_squares_reference(x)[0].item(), rel=1e-13)
     assert total.dtype == torch.float64
     assert not bad
-    assert torch.equal(total, norms.sum_squares(x.clone())), "the start of the buffer does not matter"
+    assert torch.equal(total, flat_norms.sum_squares(x.clone())), "the start of the buffer does not matter"
 
 
 @pytest.mark.parametrize("lost", LOST)
@@ -242,11 +242,11 @@ def test_norm_and_finite_check(size: int, offset: int, dtype: torch.dtype) -> No
 def test_a_number_that_is_not_finite_is_found(lost: float, place: int) -> None:
     x = torch.full((4099,), -3.4028234663852886e38)
     for flag in (torch.tensor(False), torch.tensor(0.0)):
-        norms.sum_squares(x, nonfinite=flag)
+        flat_norms.sum_squares(x, nonfinite=flag)
         assert not flag, "large is not infinite"
     x[place] = lost
     for flag in (torch.tensor(False), torch.tensor(0.0)):
-        norms.sum_squares(x, nonfinite=flag)
+        flat_norms.sum_squares(x, nonfinite=flag)
         assert flag == 1
 
 

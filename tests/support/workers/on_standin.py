@@ -59,10 +59,10 @@ from fzero.comm import heartbeat, transfers
 from fzero.comm.group import Line
 from fzero.cost.allocator import measured_peak
 from fzero.ir.records import Op, Ref
-from fzero.kernels import adam8, adamw, cast, hyper, norms, quantize, signs
+from fzero.kernels import adam8_kernel, adamw, cast, flat_norms, hyper, quantize, signs
 from fzero.kernels import round as rounding
 from fzero.optim import _adam8
-from fzero.random import _ops
+from fzero.random import _draw_ops
 from fzero.runtime import compile_segments, cuda_graphs, stream_lanes
 from fzero.runtime.executor import Executor
 from fzero.runtime.interpreter import interpret
@@ -359,16 +359,16 @@ def random_numbers() -> None:
     assert torch.equal(fzero.random.split(there, 3).cpu(), fzero.random.split(key, 3))
     assert torch.equal(fzero.random.fold_in(there, 7).cpu(), fzero.random.fold_in(key, 7))
     assert torch.equal(fzero.random.fold_in(there, data.to(HERE)).cpu(), fzero.random.fold_in(key, data))
-    assert torch.equal(_ops.bits(there, [9]).cpu(), _ops.bits(key, [9]))
+    assert torch.equal(_draw_ops.bits(there, [9]).cpu(), _draw_ops.bits(key, [9]))
     for dtype in (F32, torch.float64, BF16):
         numbers = fzero.random.uniform(there, (300,), dtype=dtype, low=2.0, high=4.0).cpu()
         assert 2 <= numbers.min() < 2.2 < 3.8 < numbers.max() < 4
-    whole = _ops.uniform(there, [4, 6], F32, 0.0, 1.0)
-    part = _ops.uniform_part(there, [4, 6], F32, 0.0, 1.0, torch.ones((), dtype=torch.int64, device=HERE), 2, 1)
+    whole = _draw_ops.uniform(there, [4, 6], F32, 0.0, 1.0)
+    part = _draw_ops.uniform_part(there, [4, 6], F32, 0.0, 1.0, torch.ones((), dtype=torch.int64, device=HERE), 2, 1)
     assert torch.equal(part, whole[:, 3:])
     assert abs(fzero.random.normal(there, (2000,)).mean().item()) < 0.1
     assert fzero.random.normal(there, (0,)).shape == (0,)
-    assert _ops.split(there.new_empty(0, 2), 2).shape == (0, 2, 2)
+    assert _draw_ops.split(there.new_empty(0, 2), 2).shape == (0, 2, 2)
 
 
 @scenario(1)
@@ -396,7 +396,7 @@ def kernels_have_their_references_numbers() -> None:
     out = torch.empty(1000, dtype=F16, device=HERE)
     cast.cast(out, there, torch.tensor(0.5, device=HERE))
     assert torch.equal(out.cpu(), (x * 0.5).half())
-    total = norms.sum_squares(there, nonfinite=flag)
+    total = flat_norms.sum_squares(there, nonfinite=flag)
     assert abs(total.item() - x.double().square().sum().item()) < 1e-9
     assert not flag.item()
 
@@ -428,10 +428,10 @@ def optimizer_kernels() -> None:
         hyper.hyper(torch.device(HERE), *scalars, 0.9, 0.999, 0.1, seeds=(skip, None, None))
     sizes = (0, torch.int8), (0, F32), (0, torch.uint8), (0, F32)
     moments = [torch.zeros(n, dtype=dtype, device=HERE) for n, dtype in sizes]
-    adam8.adamw8_(*none[:2], *moments, *scalars, *hyperparameters)
+    adam8_kernel.adamw8_(*none[:2], *moments, *scalars, *hyperparameters)
     sizes = (300, torch.int8), (5, F32), (300, torch.uint8), (5, F32)
     eight, plain = ([torch.zeros(n, dtype=dtype, device=to) for n, dtype in sizes] for to in (HERE, "cpu"))
-    adam8.adamw8_(own[0], own[1], *eight, *scalars, *hyperparameters)
+    adam8_kernel.adamw8_(own[0], own[1], *eight, *scalars, *hyperparameters)
     _adam8.adamw8_(cpu[0], cpu[1], *plain, count, lr, *hyperparameters)
     torch.testing.assert_close(own[0].cpu(), cpu[0], rtol=1e-4, atol=1e-5)
 

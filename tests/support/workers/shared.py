@@ -19,9 +19,9 @@ import fzero
 from fzero import tree
 from fzero.comm import peers as host_module
 from fzero.comm.agree import tell
-from fzero.comm.autotune import Fastest, measured
 from fzero.comm.group import Line, open_world
 from fzero.comm.peers import PeerError
+from fzero.comm.pick_way import Fastest, measured
 from fzero.comm.rendezvous import meet
 from fzero.comm.shared_memory import Shared
 from fzero.comm.transfers import P2P, gloo

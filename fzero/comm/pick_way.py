@@ -1,0 +1,182 @@
+"""pick_way: measures each way of a transfer, and chooses the fastest way by size.
+
+At set-up every way moves buffers of SIZES bytes a few times, and the rank computes beside the largest gather. This
+takes some 100 ms in all over loopback. Rank 0 picks the fastest way for each kind and size, and sends its choice and
+its figures to the others. So all ranks go the same way and expect the same costs (`fzero.cost.rates.Rates`). A transfer
+goes the way of the nearest measured size.
+
+The candidates for a reduction are the ways that add in rank order: they give the same bits. gloo's own reduction does
+not, so it is no candidate.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from fzero.comm.agree import tell
+from fzero.comm.protocol import Comm
+from fzero.cost.rates import Rates, fitted
+from fzero.ir import kinds
+from fzero.ir.records import Op, Ref, make_op
+
+SIZES = (1 << 12, 1 << 18, 1 << 22)  # bytes of the whole buffer
+TIMES = dict(zip(SIZES, (20, 10, 4), strict=True))  # alike on every rank
+WAYS = {"all_gather": ("shared", "p2p", "gloo"), "reduce_scatter": ("shared", "p2p")}
+
+Table = Mapping[tuple[str, int], str]
+
+
+def _bytes(number: int) -> torch.Tensor:
+    return torch.zeros(number, dtype=torch.uint8)
+
+
+def measured(
+    comms: Mapping[str, Comm], ranks: int, world_size: int, memory: Callable[[int], torch.Tensor] = _bytes
+) -> tuple[dict[tuple[str, int], str], Rates]:
+    """Returns ({(kind, bytes): the fastest way}, rates), both as rank 0 measured them. Collective.
+
+    comms: a comm by name, of the names in WAYS. ranks: how many each is among. memory: makes the buffers that are
+    moved, as uint8 of a number of bytes; it is `SharedMemoryPeers.allocate` if steps run in shared arenas.
+    """
+    keys = [(kind, size) for kind in WAYS for size in SIZES]
+    moves = {key: _Move(*key, ranks, memory) for key in keys}
+    costs = {
+        key: {way: _least(partial(moves[key].run, comms[way]), TIMES[key[1]]) for way in WAYS[key[0]] if way in comms}
+        for key in keys
+    }
+    fastest = [min(costs[key], key=costs[key].__getitem__) for key in keys]
+    table = dict(zip(keys, _from_rank_0(fastest, world_size), strict=True))
+    seconds = {key: costs[key][table[key]] for key in keys}
+    largest = ("all_gather", SIZES[-1])
+    beside = _hidden(moves[largest], comms[table[largest]])
+    speeds = [_flops(torch.bfloat16), _flops(torch.float32), _memory()]
+    figures = [float(f"{value:.3g}") for value in (*seconds.values(), beside, *speeds)]
+    *spent, hidden, low, full, memory_bytes = _from_rank_0(figures, world_size)
+    seconds = dict(zip(keys, spent, strict=True))
+    fits = {kind: fitted({size: seconds[kind, size] for size in SIZES}) for kind in WAYS}
+    rates = Rates(
+        latency={kind: fit[0] for kind, fit in fits.items()},
+        wire_bytes={kind: fit[1] for kind, fit in fits.items()},
+        hidden=hidden,
+        flops={2: low, 4: full},
+        memory_bytes=memory_bytes,
+    )
+    return table, rates
+
+
+def _from_rank_0(local: Sequence[Any], world_size: int) -> list[Any]:
+    """Rank 0's list, on every rank."""
+    values: list[Any] = json.loads(tell(json.dumps(local).encode(), world_size, None)[0])
+    return values
+
+
+class _Move:
+    """One transfer of `size` bytes, to be run over a comm. Nothing in it changes after it is made."""
+
+    def __init__(self, kind: str, size: int, world_size: int, memory: Callable[[int], torch.Tensor]) -> None:
+        part = size // world_size // 4
+        whole, own, scratch = (memory(4 * n).view(torch.float32) for n in (part * world_size, part, part * world_size))
+        if kinds.of(kind).gathers:
+            self.op, self.tensors = make_op(kind, [Ref("own")], [Ref("whole")]), [own, whole]
+        else:
+            self.op = make_op(kind, [Ref("whole")], [Ref("own"), Ref("scratch")], op="sum")
+            self.tensors = [whole, own, scratch.view(world_size, -1)]
+
+    def run(self, comm: Comm, meanwhile: Callable[[], object] = lambda: None) -> None:
+        comm.start("measured", self.op, self.tensors)
+        meanwhile()
+        comm.wait("measured")
+        comm.settle("measured")
+
+
+def _hidden(move: _Move, comm: Comm) -> float:
+    """The fraction of a transfer that passes while this rank computes for as long as the transfer takes."""
+    a, b, out = (torch.ones(256, 256, dtype=torch.float32) for _ in range(3))
+    product = _least(lambda: torch.mm(a, b, out=out))
+    alone = _least(lambda: move.run(comm))
+    # every rank issues the same transfers; how much it computes beside them is its own affair
+    times = min(max(1, round(alone / product)), 1000)
+
+    def compute() -> None:
+        for _ in range(times):
+            torch.mm(a, b, out=out)
+
+    compute_alone = _least(compute)
+    both = _least(lambda: move.run(comm, compute))
+    return min(max((alone + compute_alone - both) / min(alone, compute_alone), 0.0), 1.0)
+
+
+def _flops(dtype: torch.dtype) -> float:
+    a = torch.ones(384, 384, dtype=dtype)
+    return 2 * 384**3 / _least(lambda: torch.mm(a, a))
+
+
+def _memory() -> float:
+    """Bytes per second of an elementwise op that reads two values and writes one; the tensors exceed most caches."""
+    a, b = (torch.ones(1 << 22, dtype=torch.float32) for _ in range(2))
+    return 3 * a.numel() * 4 / _least(lambda: torch.add(a, b, out=a))
+
+
+def _least(run: Callable[[], object], times: int = 4) -> float:
+    """Seconds of the fastest of a few runs."""
+    least = math.inf
+    for _ in range(times):
+        began = time.perf_counter()
+        run()
+        least = min(least, time.perf_counter() - began)
+    return max(least, 1e-9)
+
+
+class Fastest:
+    """`Comm` that sends each transfer the way that a `measured` table names.
+
+    `by_name` holds the comm of each transfer that was started, by the buffer that it writes. `number` counts the
+    starts. Only the methods here write these two, on the thread that runs the program.
+    """
+
+    def __init__(self, comms: Mapping[str, Comm], table: Table) -> None:
+        self.comms, self.table = dict(comms), dict(table)
+        self.by_name: dict[str, Comm] = {}
+        self.number = 0
+
+    def way(self, op: Op, tensors: list[torch.Tensor]) -> str:
+        """The name of the comm for this transfer."""
+        if not op.is_collective:
+            return "shared" if "shared" in self.comms else "p2p"
+        if op.reduces and len(op.writes) == 1:
+            return "shared"  # the program has no receive buffer for another
+        whole = tensors[-1] if op.gathers else tensors[0]
+        size = max(whole.numel() * whole.element_size(), 1)
+        return self.table[op.row.rate, min(SIZES, key=lambda known: abs(math.log(known / size)))]
+
+    def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
+        """Starts a transfer on its way's comm; settles an earlier transfer into the same buffer first."""
+        self.settle(name)
+        self.number += 1
+        self.by_name[name] = self.comms[self.way(op, tensors)]
+        self.by_name[name].start(name, op, tensors)
+
+    def ready(self, name: str) -> bool:
+        """See `Comm.ready`."""
+        return name not in self.by_name or self.by_name[name].ready(name)
+
+    def wait(self, name: str) -> None:
+        """See `Comm.wait`."""
+        self.by_name[name].wait(name)
+
+    def settle(self, name: str) -> None:
+        """See `Comm.settle`."""
+        if name in self.by_name:
+            self.by_name[name].settle(name)
+
+    def drain(self) -> None:
+        """Drains every way."""
+        for comm in self.comms.values():
+            comm.drain()

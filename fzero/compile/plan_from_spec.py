@@ -1,0 +1,95 @@
+"""plan_from_spec: the plan of a spec's state: checks path rules against the leaves, then calls `fzero.plan.layout`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from fzero import tree
+from fzero.compile.resolve import layout_rules, pipeline_of
+from fzero.errors import SpecError
+from fzero.ir.mesh import Mesh
+from fzero.ir.records import DEVICE
+from fzero.plan.layout import BUCKET_BYTES, layout
+from fzero.plan.pipeline_cut import Cut, cut_layers
+from fzero.plan.state_plan import Plan
+from fzero.spec import GRADS, KINDS_OF_LEAVES, OPTIMIZER, PARAMS, SPACE_OF, Spec
+
+
+def plan_for(
+    spec: Spec,
+    paths: Sequence[str],
+    values: Sequence[torch.Tensor],
+    per_rank: Sequence[str],
+    mesh: Mesh,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Plan:
+    """The layout of a state's leaves. `bucket_bytes` is used if the spec names no size.
+
+    Raises SpecError for a path rule that matches no leaf.
+    """
+    rules = layout_rules(spec)
+    if rules.params_given:
+        check_rules("Spec(params=...)", rules.params, paths)
+    of_params = [path.removeprefix("params/") for path in paths if path.startswith("params/")]
+    check_rules("Spec(trainable=...)", rules.trainable, of_params)
+    of_state = [rule for rule in rules.offload if rule not in KINDS_OF_LEAVES and not rule.startswith(GRADS)]
+    check_rules("Spec(offload=...)", of_state, paths)
+    plan = layout(
+        paths,
+        values,
+        mesh=mesh,
+        pipeline=_cut(spec, mesh),
+        zero=rules.zero,
+        bucket_bytes=rules.bucket_bytes or bucket_bytes,
+        params=rules.params,
+        per_rank=per_rank,
+        compute=rules.gathered_dtype,
+        shard=rules.shard,
+        home=partial(home_of, rules.offload, rules.params),
+    )
+    _check_offloaded(rules.offload, plan)
+    gradients = [f"{GRADS}{slot.path}" for bucket in plan.buckets.values() for slot in bucket.slots]
+    check_rules("Spec(offload=...)", [rule for rule in rules.offload if rule.startswith(GRADS)], gradients)
+    check_rules("Spec(remat=...)", rules.remat, [*paths, *(s.path for b in plan.buckets.values() for s in b.slots)])
+    return plan
+
+
+def home_of(rules: Mapping[str, str], params: Sequence[str], path: str) -> str:
+    """The space that a leaf is held in, by the first path rule that matches. A rule may be the name of all parameters
+    or of all other leaves."""
+    kind = PARAMS if any(tree.matches(rule, path) for rule in params) else OPTIMIZER
+    home = next((to for rule, to in rules.items() if rule == kind or tree.matches(rule, path)), "device")
+    return SPACE_OF[home]
+
+
+def _check_offloaded(rules: Mapping[str, str], plan: Plan) -> None:
+    """Raises SpecError where a rule is to take leaves off the device, and each leaf that it matches stays there."""
+    away = {leaf.path for leaf in plan.leaves if plan.buffers[leaf.buffer].space != DEVICE}
+    for rule, to in rules.items():
+        matched = [leaf.path for leaf in plan.leaves if rule not in KINDS_OF_LEAVES and tree.matches(rule, leaf.path)]
+        if to != "device" and matched and away.isdisjoint(matched):
+            raise SpecError(
+                f"Spec(offload={{{rule!r}: {to!r}}}): all that it matches stays on the device, as {matched[0]}. Only "
+                "floating leaves of one dim or more, and what mirrors them, are offloaded, and the first rule that "
+                "matches a leaf decides. Leave the rule out, or put it first"
+            )
+
+
+def _cut(spec: Spec, mesh: Mesh) -> Callable[[Mapping[str, int], int], Cut] | None:
+    """How the layers are dealt to the roles of a pipeline; None without one."""
+    if mesh.roles == 1:
+        return None
+    pipeline = pipeline_of(spec)
+    return partial(cut_layers, role_of=pipeline.order(mesh.roles, spec.microbatches).role_of, cut=pipeline.cut)
+
+
+def check_rules(field_name: str, rules: Iterable[str], paths: Iterable[str]) -> None:
+    """Raises SpecError for a rule that matches no path: it is a mistake that would otherwise pass in silence."""
+    paths = list(paths)
+    for rule in rules:
+        if rule != "**" and not any(tree.matches(rule, path) for path in paths):
+            known = {path.rpartition("/")[0] + "/**" for path in paths if "/" in path} | set(paths)
+            raise SpecError(f"{field_name}: the rule {rule!r} matches no leaf.{tree.suggest(rule, known)}")

@@ -1,0 +1,106 @@
+"""state_recipe: the recipe of the first state, from the user's parameters or a function that makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fzero import random, tree
+from fzero._torch_compat import is_fake
+from fzero.capture import ambient
+from fzero.capture.graph import PerRank
+from fzero.capture.joint import asks_key
+from fzero.capture.leaves import check_leaf
+from fzero.compile.collector import collector_paused
+from fzero.errors import TreeError, leaf_name
+from fzero.precision import DTYPES, LOW
+from fzero.random.keys import is_key
+from fzero.spec import Spec
+from fzero.state.first_state import Deferred, Recipe
+from fzero.state.source import Source, like
+from fzero.training import training_of
+
+
+@collector_paused()
+def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.device) -> Recipe:
+    """The recipe of a first state on `device`: `fzero.init(params, spec, key=key)` fills the leaves from it.
+
+    params: a pytree of tensors, a `Source`, or a function of a key. Raises TreeError if it is none of them, has no
+    leaves, or holds one tensor as two parameters.
+    """
+    ambient.check_trace()
+    check_key("init", key)
+    if key is not None and spec.step is not None and not callable(params):
+        raise TreeError("fzero.init(key=...): with step= the state is yours: put the key into it, as {'key': key, ...}")
+    wants = key is not None or needs_key(spec)
+    start = (random.key(0) if key is None else key).to(device)
+    if callable(params) and not isinstance(params, torch.nn.Module):
+        return Recipe(lambda k: _whole(spec, _not_empty(params(k)), k if wants else None), [start], device)
+    if isinstance(params, torch.nn.Module):
+        raise TreeError(
+            "params is a module: take it apart with fzero.interop.from_module(module), which gives (params, "
+            "buffers, apply)"
+        )
+    source = params if isinstance(params, Source) else None
+    params = like(source) if source is not None else params
+    paths, leaves, treedef = tree.flatten(_not_empty(params))
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(getattr(leaf, "value", leaf), torch.Tensor)]
+
+    def whole(*xs: torch.Tensor) -> Any:
+        full = list(leaves)
+        for i, x in zip(tensors, xs, strict=False):
+            full[i] = PerRank(x) if isinstance(leaves[i], PerRank) else x
+        return _whole(spec, tree.unflatten(treedef, full), xs[-1] if wants else None)
+
+    if spec.loss is not None:
+        _check_apart(paths, leaves)
+    inputs = [getattr(leaves[i], "value", leaves[i]).detach() for i in tensors]
+    for i, value in zip(tensors, inputs, strict=True):
+        check_leaf(leaf_name("params", paths[i]), value)
+    inputs = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in inputs]
+    recipe = Recipe(whole, [*inputs, start] if wants else inputs, device)
+    if source is not None:
+        recipe.inputs[: len(paths)] = [Deferred(source, path) for path in paths]
+    return recipe
+
+
+def check_key(name: str, key: Any) -> None:
+    """Raises TreeError if `key` is no key of `fzero.random`; None passes."""
+    if key is not None and not is_key(key):
+        raise TreeError(f"fzero.{name}(key={key!r}): needed a key, as fzero.random.key(0)")
+
+
+def _not_empty(params: Any) -> Any:
+    if not tree.flatten(params)[1]:
+        raise TreeError("params has no leaves: pass a pytree of tensors, or a function of a key that makes one")
+    return params
+
+
+def _check_apart(paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Raises TreeError for one tensor as two parameters: they would start equal and drift apart."""
+    path_of: dict[int, str] = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        real = isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and not is_fake(leaf) and leaf.numel()
+        if not real:
+            continue
+        if id(leaf) in path_of:
+            raise TreeError(
+                f"{leaf_name('params', path_of[id(leaf)])} and {leaf_name('params', path)} are one tensor: as two "
+                "leaves they would drift apart. Keep one and use it twice in the loss, or clone() it"
+            )
+        path_of[id(leaf)] = path
+
+
+def needs_key(spec: Spec) -> bool:
+    """Whether a step needs a key even if the user gave none: the loss has a parameter for it, or rounding is
+    stochastic."""
+    return spec.loss is not None and (asks_key(spec.loss) or DTYPES.get(spec.policy.params or "") in LOW)
+
+
+def _whole(spec: Spec, params: Any, key: torch.Tensor | None) -> Any:
+    """The first state. The function that makes params and the training after it draw from different keys."""
+    if spec.optimizer is None:
+        return params
+    return training_of(spec).init(params, None if key is None else random.fold_in(key, -2))
