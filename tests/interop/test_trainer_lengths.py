@@ -110,8 +110,8 @@ def test_dims_are_lengths_by_what_varies() -> None:
                 "wide": torch.zeros(2, wide)}  # fmt: skip
 
     seen = Seen()
-    assert seen.agreed([batch(5, 5)], [(5, 0)], None) is None
-    assert seen.agreed([batch(5, 5), batch(7, 5)], [(5, 0), (7, 0)], None) == (7, 0)
+    assert seen.agreed([batch(5, 5)], [(5, 0)], None) == (None, 0)
+    assert seen.agreed([batch(5, 5), batch(7, 5)], [(5, 0), (7, 0)], None, 3) == ((7, 0), 3)
     assert seen.places(batch(5, 5), (5, 0)) == {"input_ids": {-1: 0}, "square": {-2: 0, -1: 0}}
 
     def gather(row: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def test_dims_are_lengths_by_what_varies() -> None:
         return torch.cat([row, away])
 
     other = Seen()
-    assert other.agreed([batch(5, 3)], [(5, 0)], gather) == (9, 0)
+    assert other.agreed([batch(5, 3)], [(5, 0)], gather, 2) == ((9, 0), 3)  # `away` says 1
     assert other.places(batch(5, 3), (5, 0)) == {"input_ids": {-1: 0}}
 
 

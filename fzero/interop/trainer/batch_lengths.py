@@ -63,10 +63,14 @@ class Seen:
         self._said: set[str] = set()
 
     def agreed(
-        self, batches: Sequence[Batch], own: Sequence[Lengths], gather: Callable[[Tensor], Tensor] | None
-    ) -> Lengths | None:
-        """The largest lengths of these batches of all ranks; None if they must stay as they are. A collective:
-        `gather(row)` returns the rows of all ranks, or is None for one rank."""
+        self,
+        batches: Sequence[Batch],
+        own: Sequence[Lengths],
+        gather: Callable[[Tensor], Tensor] | None,
+        count: float = 0,
+    ) -> tuple[Lengths | None, float]:
+        """(the largest lengths of these batches of all ranks, or None if they must stay as they are; the sum of `count`
+        over the ranks). A collective: `gather(row)` returns the rows of all ranks, or is None for one rank."""
         sizes = [_sizes(batch) for batch in batches]
         asked = [(dim, i) for dim in sizes[0] for i in (0, 1)][:NUM_DIMS]
         now = {(dim, i) for held, length in zip(sizes, own, strict=True) for dim, size in held.items() for i in (0, 1)
@@ -75,7 +79,8 @@ class Seen:
         row += [-min((length[i] for length in own if length[i]), default=NONE) for i in (0, 1)]
         row += [int(key in now) for key in asked] + [0] * (NUM_DIMS - len(asked))
         if gather is not None:
-            row = gather(torch.tensor([row])).amax(0).tolist()
+            rows = gather(torch.tensor([[*row, count]], dtype=torch.float64))
+            row, count = [int(x) for x in rows[:, :-1].amax(0).tolist()], float(rows[:, -1].sum())
         self._others |= now | {key for key, other in zip(asked, row[4:], strict=False) if other}
         for i in (0, 1):
             if row[i]:
@@ -85,7 +90,7 @@ class Seen:
             self._warn(held)
         open_ = any(row[i] and not self._varies(i) and not _named(*dim, i) and (dim, i) not in self._others
                     for dim in sizes[0] for i in (0, 1))  # fmt: skip
-        return None if open_ else (row[0], row[1])
+        return None if open_ else (row[0], row[1]), count
 
     def places(self, batch: Batch, own: Lengths) -> dict[str, dict[int, int]]:
         """{path: {dim: which of the two lengths}}: the dims that are the length, counted from the last, -1."""

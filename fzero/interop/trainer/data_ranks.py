@@ -7,6 +7,8 @@ which is transformers' name for ranks that share a batch, the batch of a step an
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -56,3 +58,16 @@ def limit(accelerator: Accelerator, mesh: Mesh) -> None:
             del vars(accelerator)["gather"]
 
     vars(accelerator).update(prepare_data_loader=prepared, gather_for_metrics=for_metrics)
+
+
+@contextlib.contextmanager
+def alone(accelerator: Accelerator) -> Iterator[None]:
+    """While here, `gather` gives back what it is given: what is counted is of this rank."""
+    held = vars(accelerator).get("gather")
+    vars(accelerator)["gather"] = lambda value: value
+    try:
+        yield
+    finally:
+        del vars(accelerator)["gather"]
+        if held is not None:
+            vars(accelerator)["gather"] = held

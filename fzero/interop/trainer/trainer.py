@@ -114,17 +114,26 @@ class Mixin(transformers.Trainer):
     # --- a step
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """The batches of a window, of one shape on all ranks, and its number of items."""
-        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        batches = self._shaped(batches, self.args.train_batch_size)[0]
+        """The batches of a window, of one shape on all ranks, and its number of items: counted in the exchange in which
+        ranks agree on lengths, where they do."""
+        together = self.args.world_size > 1 and self._pads_to() > 0
+        with data_ranks.alone(self.accelerator) if together else contextlib.nullcontext():
+            batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        own = float(items) if together and items is not None else 0.0
+        batches, _, _, total = self._shaped(batches, self.args.train_batch_size, own)
         self._window = []
-        return batches, items
+        return batches, torch.full_like(items, total) if together and isinstance(items, torch.Tensor) else items
 
-    def _shaped(self, batches: list[Any], rows: int) -> tuple[list[Any], Lengths, Lengths]:
-        """(batches padded and filled, the lengths of all after that, the last one's before). A collective if they are
-        padded."""
+    def _pads_to(self) -> int:
+        """The number of which lengths become multiples; 0: they stay as they are."""
+        pad_to: int | None = getattr(self.args, "pad_to", None)
+        return pad_to if pad_to is not None else weightless.PAD_TO if weightless.places(self) else 0
+
+    def _shaped(self, batches: list[Any], rows: int, count: float = 0) -> tuple[list[Any], Lengths, Lengths, float]:
+        """(batches padded and filled, the lengths of all after that, the last one's before, the sum of `count` over the
+        ranks). A collective if they are padded."""
         batches = [dict(batch) for batch in batches]
-        own, agreed = self._lengths(batches)
+        own, agreed, total = self._lengths(batches, count)
         results = []
         for batch, before in zip(batches, own, strict=True):
             if any(agreed):
@@ -132,17 +141,18 @@ class Mixin(transformers.Trainer):
             if shapes.num_rows(batch) < rows:
                 batch = self._filled(batch, rows, len(batches))
             results.append(batch)
-        return results, agreed, own[-1] if own else (0, 0)
+        return results, agreed, own[-1] if own else (0, 0), total
 
-    def _lengths(self, batches: list[Any]) -> tuple[list[Lengths], Lengths]:
-        """(the lengths of the batches, those to pad to, the same on all ranks; 0: they stay as they are)."""
+    def _lengths(self, batches: list[Any], count: float) -> tuple[list[Lengths], Lengths, float]:
+        """(the lengths of the batches, those to pad to, the same on all ranks, or 0: they stay as they are; the sum of
+        `count` over the ranks)."""
         pad_to = getattr(self.args, "pad_to", None)
         decodes = bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
         main = getattr(self.model, "main_input_name", None) if pad_to else None
         own = [batch_lengths.lengths(batch, decodes, main) for batch in batches]
-        to_all = pad_to if pad_to is not None else weightless.PAD_TO if weightless.places(self) else 0
+        to_all = self._pads_to()
         if not own or not to_all:
-            return own, (0, 0)
+            return own, (0, 0), count
         if pad_to and not any(map(any, own)) and not self._no_length:
             self._no_length = True
             log.warning("fzero: pad_to=%d found nothing to pad: a batch has no sequence of tokens, but %s. Each shape "
@@ -150,13 +160,13 @@ class Mixin(transformers.Trainer):
                         pad_to, shapes.described(batches[0]))  # fmt: skip
         several = self.args.world_size > 1
         gather = (lambda row: self.accelerator.gather(row.to(self.args.device))) if several else None
-        longest = self._seen.agreed(batches, own, gather)
+        longest, count = self._seen.agreed(batches, own, gather, count)
         if longest is None:
-            return own, (0, 0)
+            return own, (0, 0), count
         config = getattr(self.model, "config", None)
         most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
         most = most if isinstance(most, int) else None
-        return own, (shapes.rounded(longest[0], to_all, most), shapes.rounded(longest[1], to_all, most))
+        return own, (shapes.rounded(longest[0], to_all, most), shapes.rounded(longest[1], to_all, most)), count
 
     def _padded(self, batch: Any, own: Lengths, to: Lengths) -> Any:
         mask, key = None, batch_lengths.key_of(batch, getattr(self.model, "main_input_name", None))
@@ -286,7 +296,7 @@ class Mixin(transformers.Trainer):
         inputs = self._prepare_inputs(inputs)
         labels = tuple(inputs.get(name) for name in self.label_names)
         rows = shapes.num_rows(inputs)
-        (batch,), to, own = self._shaped([inputs], self.args.eval_batch_size)
+        (batch,), to, own, _ = self._shaped([inputs], self.args.eval_batch_size)
         items = self._get_num_items_in_batch([inputs], self.args.device)
         given = (
             {"inputs": batch}
