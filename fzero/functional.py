@@ -22,7 +22,7 @@ from fzero.capture.joint import Joint, safe
 from fzero.capture.provenance import describe, user_line
 from fzero.capture.region import add_region
 from fzero.errors import CaptureError, SpecError, leaf_name
-from fzero.ir.mesh import parts_of
+from fzero.ir.mesh import DATA, PIPELINE, parts_of
 from fzero.precision import Precision, policy
 from fzero.random.keys import is_key
 from fzero.shard.ops import constrained
@@ -228,13 +228,15 @@ def constrain(x: torch.Tensor, dims: P) -> torch.Tensor:
     it changes what ranks exchange, and no number but in rounding; outside of a step, and without the axis, nothing.
     Along an axis that it does not name the value lies as it would without.
 
-    Raises SpecError for more dims than there are.
+    Raises SpecError for more dims than there are, and for a data axis or `pp`.
 
     >>> constrain(torch.ones(2, 4), P(None, "tp")).shape
     torch.Size([2, 4])
     """
     if not isinstance(dims, P) or len(dims) > x.ndim:
         raise SpecError(f"constrain: needed an fzero.P with at most {x.ndim} dims, as P('tp'), not {dims!r}")
+    if own := [axis for axis in dims.axes if axis in (PIPELINE, *DATA)]:
+        raise SpecError(f"constrain: {dims} names {own[0]!r}, which cuts no dims. Name an axis as 'tp', of shard=")
     if active() is None:
         return x
     if not dims.cuts:

@@ -344,6 +344,8 @@ class Spec:
             "shard=, which says what lies in parts",
         )
         named = {axis for dims in (rules or {}).values() for axis in dims.axes}
+        cuts = "a rule that cuts something over an axis, as P('tp', None)"
+        _needs(rules is None or bool(named), "shard", dict(rules or {}), cuts)
         for axis, size in mesh.items():
             if axis not in (*OWN_AXES, *named) and size != 1:
                 example = f"shard= with {axis!r} in a rule, as in shard={{'blocks/*/w1': P({axis!r}, None)}}"
@@ -353,8 +355,6 @@ class Spec:
             wanted = f"an axis {axis!r} in mesh, as in mesh={{'dp': -1, {axis!r}: 2}}"
             hint = suggest(axis, [name for name in mesh if name not in OWN_AXES])
             _needs(False, "shard", dict(rules or {}), wanted + (f".{hint}" if hint else ""))
-        cuts = "a rule that cuts something, as P('tp', None)"
-        _needs(rules is None or bool(named), "shard", dict(rules or {}), cuts)
         _choice("sequence", self.sequence, (None, *sorted(named)))
 
     def _check_pipeline(self) -> None:

@@ -17,6 +17,7 @@ from fzero.shard.placements import Partial, Placement, Replicated, Shard, local_
 from fzero.shard.rules import Strategy
 
 aten = torch.ops.aten
+AROUND = "around a transfer"  # of a view: it is none of the step
 
 
 class LocalGraph:
@@ -64,6 +65,7 @@ class LocalGraph:
             return self.node(target, (first, *args[1:]), kwargs, like)
         made = self.graph.call_function(target, tuple(args), dict(kwargs))
         made.meta = {**like.meta, "val": value, "phase": self.phase}
+        made.meta.pop(AROUND, None)
         if target in ops.TRANSFERS and args[1] == self.axis:  # not one of another axis, which has its own
             made.meta["moved"] = self.why
         return made
@@ -135,12 +137,18 @@ class LocalGraph:
         """A contiguous value with memory of its own and the elements of `mine` in order: what a transfer reads."""
         while mine.target in VIEWS and fx_nodes.operand(mine).meta["val"].is_contiguous():
             mine = fx_nodes.operand(mine)
+        return self.in_memory(mine, x)
+
+    def in_memory(self, mine: fx.Node, x: fx.Node) -> fx.Node:
+        """The value with memory of its own, its elements in order: what a transfer of another axis reads."""
         if mine.op == "call_function" and not fx_nodes.is_view(mine) and mine.meta["val"].is_contiguous():
             return mine
         return self.node(aten.clone.default, (mine,), {"memory_format": torch.contiguous_format}, x)
 
     def _view(self, mine: fx.Node, shape: Sequence[int], x: fx.Node) -> fx.Node:
-        return self.node(aten.view.default, (mine, list(shape)), {}, x)
+        made = self.node(aten.view.default, (mine, list(shape)), {}, x)
+        made.meta[AROUND] = True
+        return made
 
     def _parts(self, mine: fx.Node, want: Shard, x: fx.Node) -> fx.Node:
         """The value in the order of its parts: rank by rank, what each holds under `want`."""

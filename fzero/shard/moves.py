@@ -83,7 +83,7 @@ def wire_bytes(source: Placement, want: Placement, value: torch.Tensor, n: int) 
     )
 
 
-def check_heads(x: fx.Node, source: Shard, reader: fx.Node, move: Move, n: int, leaf: str) -> None:
+def check_heads(x: fx.Node, source: Shard, reader: fx.Node, move: Move, n: int, axis: str, leaf: str) -> None:
     """Raises SpecError where a view takes a sharded dim apart into heads of which the ranks would cut some through.
 
     Fewer heads than ranks are brought together instead, as keys of grouped attention are. leaf: its path,
@@ -98,10 +98,10 @@ def check_heads(x: fx.Node, source: Shard, reader: fx.Node, move: Move, n: int, 
     if heads < before[source.dim] and before[source.dim] % heads == 0 and heads % n and n % heads:
         fits = [k for k in range(2, heads + 1) if heads % k == 0 and before[source.dim] % k == 0]
         raise SpecError(
-            f"{move.line}: a dim of {before[source.dim]:,} that lies in parts over {n} ranks, as {leaf} does, becomes "
-            f"{heads} heads: {n} ranks would cut some through: {move.nbytes:,.0f} bytes had to be gathered. Take as "
-            f"many ranks as divide the heads ({', '.join(map(str, fits)) or '1'}), or keep the leaves of that product "
-            "whole: P() before their rule"
+            f"{move.line}: a dim of {before[source.dim]:,} lies in parts over {n} ranks of {axis!r}, as {leaf} does, "
+            f"and becomes {heads} heads: {n} ranks would cut some through: {move.nbytes:,.0f} bytes had to be "
+            f"gathered. Take as many ranks as divide the heads ({', '.join(map(str, fits)) or '1'}), or keep the leaves of that "
+            "product whole: P() before their rule"
         )
 
 

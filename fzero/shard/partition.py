@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,8 @@ class P(tuple[object, ...]):
                     f"{made}: {dim!r} is none of an axis, a tuple of axes, fzero.groups(axis, count) and None"
                 )
         for name in made.axes:
+            if not name.isidentifier():
+                raise SpecError(f"{made}: {name!r} is no name of an axis, as 'tp'")
             if made.axes.count(name) > 1:
                 raise SpecError(f"{made}: axis {name!r} cuts two dims. Keep one of them")
         return made
@@ -96,6 +99,15 @@ class P(tuple[object, ...]):
             own = [axis for axis, cut in self.cuts if cut.dim == d and mesh.size(axis) > 1]
             if (right := [cut.axis for cut in lies.cuts if cut.placement.dim == d]) != own:
                 raise SpecError(f"shard: {path} as {self}: the mesh has these axes in the order {right}: name them so")
+        for d, size in enumerate(shape):
+            mine = [cut for cut in lies.cuts if cut.placement.dim == d]
+            parts = math.prod(cut.n for cut in mine) * max((cut.placement.groups for cut in mine), default=1)
+            if len(mine) > 1 and size % parts:
+                over = " x ".join(f"{cut.axis}={cut.n}" for cut in mine)
+                raise SpecError(
+                    f"shard: {path} of shape {tuple(shape)} as {self}: dim {d} over {over} needs {parts} equal parts: "
+                    f"{size} is no multiple of {parts}; the next that is: {-(-size // parts) * parts}"
+                )
         try:
             lies.local_shape(shape)
         except SpecError as error:

@@ -28,9 +28,10 @@ from torch import fx
 from fzero._torch_compat import graph_module
 from fzero.errors import FzeroError, SpecError
 from fzero.ir import fx_nodes
+from fzero.shard import ops
 from fzero.shard.claims import Claim, claim, constrains, constraint
 from fzero.shard.factors import Call
-from fzero.shard.local_graph import LocalGraph
+from fzero.shard.local_graph import AROUND, LocalGraph
 from fzero.shard.moves import NEVER, VIEWS, Move, by_way_of_whole, check_heads, cutting_leaf, kind_of, wire_bytes
 from fzero.shard.placements import Partial, Placement, Replicated, Shard, local_shape
 from fzero.shard.rules import Strategy, Unknown, localised, strategies
@@ -160,6 +161,8 @@ class _Walk:
         strategy = self._chosen(node)
         call = Call.of(node)
         given = [self.at(x, want, node.name, node) for x, want in zip(call.operands, strategy.inputs, strict=True)]
+        if node.target in ops.TRANSFERS:
+            given = [self.local.in_memory(x, node) for x in given]
         order = iter(given)
         whole = all(isinstance(p, Replicated) for p in (*strategy.inputs, *strategy.outputs))
         args, kwargs = (node.args, node.kwargs) if whole else localised(node, strategy, self.n)
@@ -252,6 +255,14 @@ class _Walk:
         """Raises SpecError: an op could only be computed if a leaf moved."""
         x = next(x for x in Call.of(node).operands if x in self.leaves and R not in self.have[x])
         base = self._base(x)
+        if node.target is ops.OWN_PART:
+            reader = next(filter(None, (user.meta.get("source", "") for user in node.users)), "the step")
+            raise SpecError(
+                f"shard: {self.names.get(base, base.name)} lies as {next(iter(self.have[base]))} over "
+                f"{self.local.axis!r}, and {reader} needs it in parts of that dim over an "
+                f"axis outside of it. Cut the dim over both, the outer axis first, as P(('tp', 'mp')), over the outer "
+                "one alone, or keep it whole: P() before the rule that matches it"
+            )
         raise SpecError(
             f"shard: {self.names.get(base, base.name)} lies as {next(iter(self.have[base]))}, and {node.target} "
             f"{node.meta.get('source', '')} needs all of it: {x.meta['val'].nbytes:,} bytes would travel each "
@@ -356,7 +367,7 @@ class _Walk:
             str(about.meta.get("phase") or "forward"), reader, str(about.meta.get("source", "")), x in self.leaves,
             x.meta["val"].dtype,
         )  # fmt: skip
-        if node is not None and isinstance(source, Shard) and node.target in VIEWS:
+        if node is not None and isinstance(source, Shard) and node.target in VIEWS and AROUND not in node.meta:
             self._check_heads(x, source, node, move)
         moved = self.local.move(versions[source], move, x)
         if isinstance(source, Partial):
@@ -367,7 +378,7 @@ class _Walk:
     def _check_heads(self, x: fx.Node, source: Shard, node: fx.Node, move: Move) -> None:
         cut = {leaf for leaf in self.leaves if R not in self.have[self._base(leaf)]}
         if (leaf := cutting_leaf(x, source, self.have, cut, self.n)) is not None:
-            check_heads(x, source, node, move, self.n, self.names.get(self._base(leaf), leaf.name))
+            check_heads(x, source, node, move, self.n, self.local.axis, self.names.get(self._base(leaf), leaf.name))
 
     def _drawn_part(self, x: fx.Node, want: Shard, reader: str, node: fx.Node | None) -> fx.Node:
         """A part of numbers drawn from a key, or of what is made of them element by element: made again, alone."""

@@ -185,7 +185,7 @@ def train_at_once(place: Path, run: int, compile: str) -> tuple[str, bytes]:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(place / "inductor")
     _meet(place, f"here{os.getpid()}", 4)
     sgd = fzero.optim.sgd(1e-2)
-    spec = fzero.Spec(loss=loss, optimizer=sgd, zero=3, matmul="fastest", compile=compile)
+    spec = fzero.Spec(loss=loss, optimizer=sgd, zero=3, prefetch=1, matmul="fastest", compile=compile)
     state = fzero.init({"w": [torch.linspace(-1, 1, n * n).view(n, n) / n for n in (64, 64, 64)]}, spec)
     for _ in range(2):
         state = fzero.step(state, torch.linspace(-1, 1, 32 * 64).view(32, 64))

@@ -14,6 +14,7 @@ from tp_models import Model, gpt
 
 import fzero
 from fzero import P, groups, optim, tree
+from fzero.ir.mesh import Mesh
 from fzero.shard.partition import Groups
 
 LOSS, GRADIENT = 1e-6, 2e-6  # of the loss; of the largest of a leaf's gradient
@@ -123,3 +124,68 @@ def test_a_name_that_no_rule_has_is_refused() -> None:
     spec = fzero.Spec(loss=model.loss, optimizer=optim.sgd(0.1), mesh={"tp": 2, "mp": 2}, shard=rules)
     with pytest.raises(fzero.SpecError, match=r"the mesh has these axes in the order \['tp', 'mp'\]: name them so"):
         fzero.lower(spec, model.params, model.batch(0, 0), world_size=4)
+
+
+def small(loss: Any, params: dict[str, Tensor], x: Tensor, mesh: dict[str, int], rules: dict[str, P]) -> None:
+    """Loss and gradients over a mesh are those of one rank."""
+    model = Model(params, loss, lambda rank, step: x, rules)
+    check(model, gradients(model, mesh, rules), gradients(model, dict.fromkeys(mesh, 1), rules))
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def test_a_transfer_of_the_outer_axis_reads_what_has_memory_of_its_own() -> None:
+    """Not a view that the inner axis left: it would be made behind the transfer."""
+
+    def tied(p: Any, x: Tensor) -> Tensor:
+        return (torch.tanh(x @ p["w"]) @ p["w"].T + p["b"]).square().mean()
+
+    params = {"w": drawn(12, 12), "b": drawn(12)}
+    small(tied, params, drawn(4, 12, 12), {"tp": 3, "mp": 2}, {"b": P(("tp", "mp"))})
+
+    def pinned(p: Any, x: Tensor) -> Tensor:
+        return fzero.constrain(x @ p["w"], P("mp")).square().mean()
+
+    small(pinned, {"w": drawn(8, 8)}, drawn(4, 8), {"tp": 2, "mp": 2}, {"w": P("tp", "mp")})
+
+    def summed(p: Any, x: Tensor) -> Tensor:
+        y = torch.relu(x @ p["up"]) @ p["down"]
+        return fzero.constrain(fzero.constrain(y, P(None, "mp")), P()).square().mean()
+
+    rules = {"up": P(None, ("tp", "mp")), "down": P("tp", None)}
+    small(summed, {"up": drawn(8, 16), "down": drawn(16, 8)}, drawn(4, 8), {"tp": 2, "mp": 2}, rules)
+
+
+def test_what_is_refused_says_what_would_do() -> None:
+    def mlp(p: Any, x: Tensor) -> Tensor:
+        return (torch.relu(x @ p["a"] + p["ab"]) @ p["b"]).square().mean()
+
+    params = {"a": drawn(8, 16), "ab": drawn(16), "b": drawn(16, 8)}
+    rules = {"a": P(None, "tp"), "b": P("tp")}
+    mesh = {"tp": 2, "mp": 2}
+
+    def lowered(rules: dict[str, P], **given: Any) -> fzero.Lowered:
+        spec = fzero.Spec(loss=mlp, optimizer=optim.sgd(0.1), mesh=mesh, shard=rules, **given)
+        return fzero.lower(spec, params, drawn(4, 8))
+
+    with pytest.raises(fzero.SpecError, match=r"params/ab lies as S0 over 'mp', and .*test_model_axes.py.*Cut the dim"):
+        lowered({**rules, "ab": P("mp")})
+    lowered({**rules, "ab": P(("tp", "mp"))})
+    text = r"w of shape \(66, 8\).*dim 0 over tp=2 x mp=2 needs 4 equal parts: 66 is no.*the next that is: 68"
+    with pytest.raises(fzero.SpecError, match=text):
+        P(("tp", "mp")).layout("w", (66, 8), Mesh((("tp", 2), ("mp", 2))))
+    for name in ("", "a.b"):
+        with pytest.raises(fzero.SpecError, match="is no name of an axis"):
+            P(name)
+    with pytest.raises(fzero.SpecError, match=r"constrain: P\('dp'\) names 'dp', which cuts no dims"):
+        fzero.constrain(drawn(2), P("dp"))
+
+
+def test_a_view_that_another_axis_made_is_no_head() -> None:
+    def tied(p: Any, x: Tensor) -> Tensor:
+        return (torch.tanh(x @ p["w"]) @ p["w"].T + p["b"]).square().mean()
+
+    rules = {"w": P(None, "mp"), "b": P("tp")}
+    small(tied, {"w": drawn(12, 12), "b": drawn(12)}, drawn(4, 12, 12), {"tp": 3, "mp": 2}, rules)

@@ -122,7 +122,7 @@ def test_a_moment_of_another_shape_lies_with_its_leaf() -> None:
             path = f"blocks/{number}/{name}"
             own = [leaf[f"{entry}/{path}"] for entry in ("params", "opt_state/row", "opt_state/col")]
             assert {plan.role_of(plan.buffers[each.buffer]) for each in own} == {number}
-            assert [str(each.placement) for each in own[1:]] == [row, col]
+            assert [str(each.layout.on("tp")) for each in own[1:]] == [row, col]
 
 
 @pytest.mark.parametrize("name", WHY)

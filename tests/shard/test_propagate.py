@@ -219,7 +219,9 @@ def test_heads_that_ranks_would_cut_through_are_refused() -> None:
         return (q.transpose(0, 1) @ q.permute(1, 2, 0)).square().mean()
 
     case = captured(loss, {"q": drawn(8, 12), "b": drawn(12)}, drawn(4, 8))
-    with pytest.raises(SpecError, match=r"12 that lies in parts over 2 ranks, as \w+ does, becomes 3 heads.*\(3\), or"):
+    with pytest.raises(
+        SpecError, match=r"12 lies in parts over 2 ranks of .tp., as \w+ does, and becomes 3 heads.*\(3\), or"
+    ):
         sharded(case, {"q": Shard(1), "b": Shard(0)}, 2)
 
 

@@ -461,7 +461,7 @@ def moving() -> Program:
     right before its use."""
     options = {"zero": 3, "optimizer": fzero.optim.adamw(1e-3), "update_on": "device", "nvme_path": "/nvme"}
     lowered = cases.lowered(offload={"opt_state/nu/**": "nvme", "**": "cpu"}, **options)
-    program, _ = optimise(lowered.naive, replace(lowered.options, tile_bytes=4096, ahead=0))
+    program, _ = optimise(lowered.naive, replace(lowered.options[0], tile_bytes=4096, ahead=0))
     verify({0: program, 1: program})
     return program
 
