@@ -100,8 +100,8 @@ def check_heads(x: fx.Node, source: Shard, reader: fx.Node, move: Move, n: int, 
         raise SpecError(
             f"{move.line}: a dim of {before[source.dim]:,} lies in parts over {n} ranks of {axis!r}, as {leaf} does, "
             f"and becomes {heads} heads: {n} ranks would cut some through: {move.nbytes:,.0f} bytes had to be "
-            f"gathered. Take as many ranks as divide the heads ({', '.join(map(str, fits)) or '1'}), or keep the leaves of that "
-            "product whole: P() before their rule"
+            f"gathered. Take as many ranks as divide the heads ({', '.join(map(str, fits)) or '1'}), or keep the leaves "
+            "of that product whole: P() before their rule"
         )
 
 
