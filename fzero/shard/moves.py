@@ -97,11 +97,12 @@ def check_heads(x: fx.Node, source: Shard, reader: fx.Node, move: Move, n: int, 
     heads = next(iter(sizes[sizes[:1] == [source.groups] :]), 1)  # q, k and v before the heads of each
     if heads < before[source.dim] and before[source.dim] % heads == 0 and heads % n and n % heads:
         fits = [k for k in range(2, heads + 1) if heads % k == 0 and before[source.dim] % k == 0]
+        some = ", ".join(map(str, fits)) or "1"
         raise SpecError(
             f"{move.line}: a dim of {before[source.dim]:,} lies in parts over {n} ranks of {axis!r}, as {leaf} does, "
-            f"and becomes {heads} heads: {n} ranks would cut some through: {move.nbytes:,.0f} bytes had to be "
-            f"gathered. Take as many ranks as divide the heads ({', '.join(map(str, fits)) or '1'}), or keep the leaves "
-            "of that product whole: P() before their rule"
+            f"and becomes {heads} heads: {n} ranks would cut some through, and {move.nbytes:,.0f} bytes be gathered. "
+            f"Take as many ranks as divide the heads ({some}), or keep the leaves of that product whole: P() before "
+            "their rule"
         )
 
 
