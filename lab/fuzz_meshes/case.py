@@ -84,6 +84,11 @@ class Case:
         return self.axis("dp_out") * self.axis("dp")
 
     @property
+    def model_ranks(self) -> int:
+        """Over how many ranks dims of leaves are cut."""
+        return self.axis("tp") * self.axis("mp")
+
+    @property
     def world(self) -> int:
         """The number of ranks."""
-        return self.data_ranks * self.axis("pp") * self.axis("tp")
+        return self.data_ranks * self.axis("pp") * self.model_ranks

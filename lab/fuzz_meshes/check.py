@@ -107,7 +107,7 @@ def difference(case: Case, result: runs.Result) -> str:
     exact, low = _reference(case, wide=True)[0], oracle.narrow(recipe)
     if low is None:
         return _first(case, result, exact, exact, SINGLE)
-    if low is torch.bfloat16 and case.axis("tp") == 1:  # the same casts and sums
+    if low is torch.bfloat16 and case.model_ranks == 1:  # the same casts and sums
         return _first(case, result, _reference(case)[0], _reference(case)[0], SINGLE)
     return _first(case, result, _reference(case)[0], exact, 4 * LOW[low])
 

@@ -46,7 +46,8 @@ def draw_pair(seed: int, number: int) -> tuple[Case, Case]:
     case = draw(seed, 8 * number)
     recipe = replace(case.recipe, steps=2, bad=None, keyed=rng.random() < 0.5)
     places = [draw_place(rng, case.model, recipe) for _ in "ab"]
-    whole = any(place["mesh"].get("tp", 1) > 1 for place in places)  # what muon and 8 bits ask of a leaf
+    cut = [place["mesh"].get(axis, 1) > 1 for place in places for axis in ("tp", "mp")]
+    whole = any(cut)  # what muon and 8 bits ask of a leaf
     if recipe.optimizer in ("sgd", "scheduled") or (whole and recipe.optimizer in ("muon", "adamw8bit")):
         recipe = replace(recipe, optimizer="adamw")
     sides = []

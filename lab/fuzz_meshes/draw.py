@@ -12,6 +12,7 @@ from typing import Any
 
 from fzero import P, Pipeline, Precision, groups
 from fzero.precision import LossScale
+from fzero.shard.partition import Groups
 from lab.fuzz_meshes import optimizers
 from lab.fuzz_meshes.case import Case, Recipe
 from lab.fuzz_meshes.layers import KINDS, WEIGHTS, Layer, Leaf
@@ -114,8 +115,31 @@ def draw_place(rng: random.Random, model: Model, recipe: Recipe) -> dict[str, An
         value = rng.choice(values)
         if value is not None and value is not True:
             place[name] = value
-    place |= _remat(rng, model)
-    return place | _offload(rng, recipe)
+    place |= _remat(rng, model) | _offload(rng, recipe)
+    return _two_axes(rng, place) if mesh.get("tp", 1) in (4, 8) and rng.random() < 0.5 else place
+
+
+def _two_axes(rng: random.Random, place: dict[str, Any]) -> dict[str, Any]:
+    """The place with the ranks of `tp` on two axes: each rule cuts over both, or over one of them."""
+    outer = rng.choice([n for n in (2, 4) if place["mesh"]["tp"] > n])
+    mesh: dict[str, int] = {}
+    for name, size in place["mesh"].items():
+        mesh |= {"tp": outer, "mp": size // outer} if name == "tp" else {name: size}
+    rules = {
+        path: _renamed(rule, rng.choice(("tp", "mp", ("tp", "mp"), ("tp", "mp"))))
+        for path, rule in place["shard"].items()
+    }
+    named = {axis for rule in rules.values() for axis in rule.axes}
+    if named != {"tp", "mp"}:
+        rules |= {path: _renamed(rule, ("tp", "mp")) for path, rule in [*place["shard"].items()][:1]}
+    sequence = {"sequence": rng.choice(("tp", "mp"))} if "sequence" in place else {}
+    return {**place, "mesh": mesh, "shard": rules, **sequence}
+
+
+def _renamed(rule: P, axes: str | tuple[str, ...]) -> P:
+    """The rule with other axes in the place of `tp`."""
+    dims = [groups(axes, dim.count) if isinstance(dim, Groups) else axes if dim == "tp" else None for dim in rule]
+    return P(*dims)
 
 
 def _mesh(rng: random.Random, model: Model, recipe: Recipe) -> dict[str, int]:

@@ -3,6 +3,7 @@ case."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,16 +26,19 @@ def _whole(case: Case, match: re.Match[str]) -> Case:
     """Keeps the named leaf whole: P() in place of its rule."""
     rules = dict(case.place["shard"])
     rules[match["path"]] = P()
-    return _without_tp_if_whole(case, rules)
+    return _without_idle_axes(case, rules)
 
 
-def _without_tp_if_whole(case: Case, rules: dict[str, P]) -> Case:
-    """The case with these rules. Where none cuts a leaf the ranks go to `dp`."""
-    if any(rule.axes for rule in rules.values()):
+def _without_idle_axes(case: Case, rules: dict[str, P]) -> Case:
+    """The case with these rules. The ranks of an axis that cuts no leaf go to `dp`."""
+    named = {axis for rule in rules.values() for axis in rule.axes}
+    idle = {axis for axis in ("tp", "mp") if axis in case.place["mesh"] and axis not in named}
+    if not idle:
         return replace(case, place={**case.place, "shard": rules})
-    mesh = {**case.place["mesh"], "dp": case.axis("dp") * case.axis("tp")}
-    order = [name for name in ("pp", "dp_out", "dp") if name in mesh]
-    place = {name: value for name, value in case.place.items() if name not in ("shard", "sequence")}
+    mesh = {**case.place["mesh"], "dp": math.prod(map(case.axis, ("dp", *idle)))}
+    order = [name for name in ("pp", "dp_out", "dp", "tp", "mp") if name in mesh and name not in idle]
+    gone = {"sequence", *(() if named else ("shard",))}
+    place = {name: value for name, value in {**case.place, "shard": rules}.items() if name not in gone}
     return replace(case, place={**place, "mesh": {name: mesh[name] for name in order}})
 
 
@@ -72,7 +76,8 @@ def _without_rule(case: Case, match: re.Match[str]) -> Case:
 PATH = r"(?:params|opt_state/\w+)/(?P<path>[\w/]+)"
 TABLE: tuple[Refusal, ...] = (
     Refusal(rf"shard: {PATH} lies as .* needs all of it: .* keep it whole", _whole),
-    Refusal(rf"as {PATH} does, becomes .* heads: .* keep the leaves of that product whole: P\(\)", _whole),
+    Refusal(rf"shard: {PATH} lies as .* needs it in parts of that dim .* keep it whole: P\(\)", _whole),
+    Refusal(rf"as {PATH} does, and becomes .* heads: .* keep the leaves of that product whole: P\(\)", _whole),
     Refusal(r"has moments in blocks of 64 elements, which a part would cut. Take adamw", _plain_adamw),
     Refusal(r"is stepped as a whole matrix .* so no rank may hold a part. Take adamw", _plain_adamw),
     Refusal(r"chunks need as many numbered layers.* there are (?P<layers>\d+)", _fewer_roles),

@@ -145,9 +145,10 @@ def _fitted(case: Case) -> Case | None:
         return None
     if "shard" in place:
         place["shard"] = {k: v for k, v in place["shard"].items() if k in leaves}
-        if "tp" not in place["mesh"] or not any(rule.axes for rule in place["shard"].values()):
-            if place["mesh"].get("tp", 1) > 1:
-                return None
+        named = {axis for rule in place["shard"].values() for axis in rule.axes}
+        if not named <= place["mesh"].keys() or any(case.axis(axis) > 1 for axis in {"tp", "mp"} - named):
+            return None
+        if not named:
             place = {k: v for k, v in place.items() if k not in ("shard", "sequence")}
     if "pp" not in place["mesh"]:
         place.pop("pipeline", None)

@@ -214,6 +214,11 @@ def tp(n: int, rules: dict[str, P], **place: Any) -> dict[str, Any]:
 
 REFUSED: dict[str, Case] = {
     "needs all of it": replace(CASE, place=tp(2, {"blocks/0/norm": P("tp"), **CUT})),
+    "in parts of that dim over an axis outside of it": replace(
+        CASE, place={"mesh": {"tp": 2, "mp": 2}, "zero": 0, "shard": {
+            "blocks/0/up": P(None, "tp"), "blocks/0/up_b": P("mp"), "blocks/0/down": P("tp", None)
+        }},
+    ),
     "keep the leaves of that product whole": Case("by hand", WIDE, Recipe(), tp(2, {"blocks/0/q": P(None, "tp")})),
     "as many numbered layers": replace(CASE, place={"mesh": {"pp": 3}, "zero": 0, "pipeline": "zb-v"}),
     "moments in blocks": replace(CASE, recipe=Recipe("adamw8bit", steps=1), place=tp(2, CUT)),
