@@ -2,6 +2,8 @@
 
 from fzero._torch_compat.compute import (
     AMX,
+    BatchNorm,
+    NormBase,
     below_autograd,
     by_onednn,
     convolution_kernel,
@@ -73,10 +75,12 @@ from fzero._torch_compat.trace import (
 __all__ = [
     "AMX",
     "ONE_THREAD",
+    "BatchNorm",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "NormBase",
     "OpOverload",
     "RecordingMode",
     "RngStateMode",

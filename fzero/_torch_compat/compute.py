@@ -17,6 +17,10 @@ from fzero._torch_compat.trace import ONE_THREAD
 fused_adam_ = torch._fused_adam_
 fused_adamw_ = torch._fused_adamw_
 
+# modules with running statistics: batch norms of any number of dims, and these with instance norms (2.11.0, 2.13.0)
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+NormBase = torch.nn.modules.batchnorm._NormBase
+
 
 def kernel_of(target: Any) -> Any:
     """The callable of an `OpOverload`, one Python frame nearer to the kernel (2.11.0, 2.13.0)."""

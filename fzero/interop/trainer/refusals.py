@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import transformers
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import IterableDataset
 
 import fzero
 from fzero import optim
+from fzero._torch_compat import NormBase
 from fzero.errors import ConfigError
 from fzero.interop import _hf_compat
 from fzero.interop.tp_plan import tp_plan
@@ -160,7 +160,7 @@ def _mesh(args: Any, model: Any, given: Any, fields: dict[str, Any]) -> Iterator
         why = f"it gives each of the ranks of {shared} rows of its own"
         yield "accelerator_config", f"accelerator_config.dispatch_batches=True: {why}. Leave it out"
     norms = model.named_modules() if isinstance(model, nn.Module) and "pp" in shared.split(", ") else ()
-    for path in [path for path, part in norms if isinstance(part, _NormBase) and part.track_running_stats][:1]:
+    for path in [path for path, part in norms if isinstance(part, NormBase) and part.track_running_stats][:1]:
         why = "has running statistics, which a mesh axis 'pp' does not carry"
         yield "model", f"model: {path!r} {why}. Leave the axis out"
 

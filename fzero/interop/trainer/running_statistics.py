@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from fzero._torch_compat import BatchNorm, NormBase
 
 MEANS = ("running_mean", "running_var")
 COUNT = "num_batches_tracked"
@@ -66,7 +67,7 @@ def without_count(copy: nn.Module) -> None:
     """Lets the layers of a copy that average over all batches write those of their rows as they are: their count, which
     they would ask for on the host, is a leaf of the state."""
     for part in copy.modules():
-        if isinstance(part, _BatchNorm) and part.momentum is None:
+        if isinstance(part, BatchNorm) and part.momentum is None:
             part.momentum = 1.0
 
 
@@ -75,11 +76,11 @@ def tracked(module: nn.Module) -> Statistics:
     momentum: dict[str, float | None] = {}
     counts = []
     for path, part in module.named_modules():
-        if not isinstance(part, _NormBase) or not part.training or part.running_mean is None:
+        if not isinstance(part, NormBase) or not part.training or part.running_mean is None:
             continue
         prefix = f"{path}." if path else ""
         momentum |= dict.fromkeys((prefix + name for name in MEANS), part.momentum)
-        if isinstance(part, _BatchNorm) and part.num_batches_tracked is not None:
+        if isinstance(part, BatchNorm) and part.num_batches_tracked is not None:
             counts.append(prefix + COUNT)
     return Statistics(momentum, tuple(counts))
 
