@@ -238,7 +238,7 @@ def _check_scale(state: State) -> None:
     """Ends a run that overflowed at the least loss scale, at the next look. All ranks hold the same scale, so all of
     them raise."""
     runtime = session_of(state)
-    scaler = runtime.spec.policy.loss_scale if runtime.spec.loss is not None else None
+    scaler = runtime.spec.numerics.policy.loss_scale if runtime.spec.loss is not None else None
     if scaler is None or not scaler.dynamic:
         return
     exhausted = state.tree["loss_scale"]["hysteresis"].local == 0

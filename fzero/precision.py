@@ -21,7 +21,7 @@ Gradients may be sent in 16 bits instead (`reduce="bf16"`). They are summed over
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.errors import SpecError
+from fzero.field_checks import choice, needs, path_rules
 
 DTYPES = {
     "fp32": torch.float32,
@@ -223,3 +224,49 @@ a Precision. Did you mean 'bf16'?
         return PRESETS[value]
     hint = tree.suggest(value, PRESETS) if isinstance(value, str) else ""
     raise SpecError(f"precision={value!r}: needed one of {', '.join(PRESETS)}, or a Precision.{hint}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """Which parameters train, in which dtypes, and what bounds their gradients; the fields are those of `fzero.Spec`.
+
+    Raises SpecError for a field that cannot be used.
+    """
+
+    precision: str | Precision = "fp32"
+    trainable: str | Sequence[str] | None = None
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    nonfinite: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.trainable is not None:
+            path_rules("trainable", self.trainable, "**/lora/**")
+        for name in ("clip_norm", "clip_value"):
+            value = getattr(self, name)
+            needs(value is None or (type(value) in (int, float) and value > 0), name, value, "a number > 0")
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise SpecError("Spec(clip_norm=, clip_value=): give one of them, or chain both in the optimizer")
+        choice("nonfinite", self.nonfinite, (None, "ignore", "skip", "raise"))
+        if self.policy.loss_scale is not None and self.nonfinite in ("ignore", "raise"):
+            raise SpecError(
+                f"Spec(nonfinite={self.nonfinite!r}) with a loss scale, which finds its size by steps that overflow "
+                "and are skipped: leave nonfinite out"
+            )
+
+    @property
+    def policy(self) -> Precision:
+        """The policy of `precision`."""
+        return policy(self.precision)
+
+    @property
+    def nonfinite_policy(self) -> str:
+        """`nonfinite` with its default filled in."""
+        return self.nonfinite or ("ignore" if self.policy.loss_scale is None else "skip")
+
+    @property
+    def trainable_rules(self) -> tuple[str, ...] | None:
+        """`trainable` as a tuple of path rules; None if it was not given."""
+        if self.trainable is None:
+            return None
+        return (self.trainable,) if isinstance(self.trainable, str) else tuple(self.trainable)

@@ -1,31 +1,28 @@
-"""Spec: all the parts of a step, checked when it is written."""
+"""Spec: all the parts of a step, checked when it is written.
+
+The call is flat. The fields are checked, and read, in four groups, each a record of the room that uses it: `parallel`,
+`memory`, `numerics` and `run`. A field has its default here and there; a law compares them.
+"""
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeGuard
-
-import torch
+from typing import Any, TypeVar
 
 from fzero.errors import SpecError
-from fzero.ir.mesh import DATA, PIPELINE
+from fzero.field_checks import needs
 from fzero.optim import GradientTransformation
-from fzero.pipeline import SCHEDULES, Pipeline, Schedule
-from fzero.precision import Precision, policy
+from fzero.pipeline import Pipeline
+from fzero.plan.memory_use import MemoryUse
+from fzero.plan.parallelism import DEFAULT_PARAMS, Parallelism
+from fzero.precision import Numerics, Precision
+from fzero.run_options import RunOptions
 from fzero.shard.partition import P
 from fzero.tree import suggest
 
-OWN_AXES = (PIPELINE, *DATA)  # of a mesh; an axis of any other name cuts the dims that rules of `shard` say
-NAMED_STAGES = ("hsdp", "hpz")
-COLUMNS = {"params", "grads", "optimizer"}  # of the state, which `zero` may place one by one
-DEFAULT_PARAMS = ("params/**",)
-SPACE_OF = {"device": "device", "cpu": "host", "nvme": "disk"}  # the user's words, and those of programs
-KINDS_OF_LEAVES = OPTIMIZER, PARAMS = "optimizer", "params"  # rules of `offload`: all that is no parameter; those
-GRADS = "grads/"  # rules of `offload` that begin so name gradients that wait for all others: grads/blocks/**
-SHORT_OFFLOADS = {"optimizer": (OPTIMIZER,), "optimizer+params": (OPTIMIZER, PARAMS)}
+Group = TypeVar("Group")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,220 +150,63 @@ class Spec:
     def __post_init__(self) -> None:
         """Raises SpecError for a field that cannot be used."""
         self._check_form()
-        self._check_mesh()
-        self._check_zero()
-        self._check_shard()
-        rules = self.param_rules if isinstance(self.params, (str, Sequence)) else ()
-        text = bool(rules) and all(isinstance(rule, str) and rule for rule in rules)
-        _needs(text, "params", self.params, "path rules, as in 'model/**'")
-        self._check_device()
-        _positive("microbatches", self.microbatches)
-        if self.bucket_bytes is not None:
-            _positive("bucket_bytes", self.bucket_bytes)
-        if self.prefetch is not None:
-            _needs(type(self.prefetch) is int and self.prefetch >= 0, "prefetch", self.prefetch, "0 or a positive int")
-        if self.gather_bytes is not None:
-            _positive("gather_bytes", self.gather_bytes)
-        if self.prefetch_bytes is not None:
-            _positive("prefetch_bytes", self.prefetch_bytes)
-        _choice("reduce", self.reduce, (None, "each", "end"))
-        for name in ("clip_norm", "clip_value"):
-            value = getattr(self, name)
-            _needs(value is None or (type(value) in (int, float) and value > 0), name, value, "a number > 0")
-        if self.clip_norm is not None and self.clip_value is not None:
-            raise SpecError("Spec(clip_norm=, clip_value=): give one of them, or chain both in the optimizer")
-        if self.timeout is not None:
-            fits = type(self.timeout) in (int, float) and 0 < self.timeout < 1e8  # the range of a timedelta and of gloo
-            _needs(fits, "timeout", self.timeout, "seconds > 0")
-        _choice("transfers", self.transfers, ("auto", "shared", "p2p"))
-        _choice("compile", self.compile, ("none", "auto", "inductor"))
-        _choice("nonfinite", self.nonfinite, (None, "ignore", "skip", "raise"))
-        _choice("on_change", self.on_change, ("error", "retrace"))
-        if self.trainable is not None:
-            rules = (self.trainable_rules or ()) if isinstance(self.trainable, (str, Sequence)) else ()
-            text = bool(rules) and all(isinstance(rule, str) and rule for rule in rules)
-            _needs(text, "trainable", self.trainable, "path rules, as in '**/lora/**'")
-        _choice("matmul", self.matmul, ("default", "fastest"))
-        self._check_precision()
-        self._check_remat()
-        self._check_offload()
-        for name in ("overlap", "allow_unused", "cuda_graph"):
-            _needs(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        for group in (self.parallel, self.memory, self.numerics, self.run):
+            assert group is not None  # made, and so checked
+
+    @functools.cached_property
+    def parallel(self) -> Parallelism:
+        """How the step is split over ranks: mesh, shard, sequence, pipeline, zero, params, microbatches, reduce."""
+        return self._group(Parallelism)
+
+    @functools.cached_property
+    def memory(self) -> MemoryUse:
+        """Where values wait, and the budgets: buckets, gathers, remat, offload, update_on, device_bytes, host_bytes."""
+        return self._group(MemoryUse)
+
+    @functools.cached_property
+    def numerics(self) -> Numerics:
+        """What trains, and in which numbers: precision, trainable, clip_norm, clip_value, nonfinite."""
+        return self._group(Numerics)
+
+    @functools.cached_property
+    def run(self) -> RunOptions:
+        """How the program is run: compile, matmul, transfers, cuda_graph, on_change, allow_unused, timeout, device."""
+        return self._group(RunOptions)
+
+    def _group(self, record: type[Group]) -> Group:
+        return record(**{f.name: getattr(self, f.name) for f in fields(record)})  # type: ignore[arg-type]
 
     def _check_form(self) -> None:
         """Checks `loss` and `optimizer`, or `step`."""
         if self.step is not None:
-            _needs(callable(self.step), "step", self.step, "a function (state, batch) -> (state, metrics)")
+            needs(callable(self.step), "step", self.step, "a function (state, batch) -> (state, metrics)")
             for name in ("loss", "optimizer", "clip_norm", "clip_value", "trainable", "nonfinite"):
                 if getattr(self, name) is not None:
                     raise SpecError(
                         f"Spec(step=...) already says what a step does: leave out {name}=, or leave out step="
                     )
+            self._check_scale()
             return
         if self.loss is None or self.optimizer is None:
             missing = "loss" if self.loss is None else "optimizer"
             raise SpecError(f"Spec needs {missing}=. Give loss= and optimizer=, or step=")
-        _needs(callable(self.loss), "loss", self.loss, "a function (params, batch) -> loss")
-        _needs(
+        needs(callable(self.loss), "loss", self.loss, "a function (params, batch) -> loss")
+        needs(
             isinstance(self.optimizer, GradientTransformation),
             "optimizer",
             self.optimizer,
             "one of fzero.optim, as adamw(3e-4)",
         )
-        _needs(self.params == DEFAULT_PARAMS, "params", self.params, "step=: with loss= the parameters are known")
+        needs(self.params == DEFAULT_PARAMS, "params", self.params, "step=: with loss= the parameters are known")
 
-    def _check_remat(self) -> None:
-        remat = self.remat
-        for rule, choice in remat.items() if isinstance(remat, Mapping) else [("**", remat)]:
-            form = '"none", "full", "offload", or path rules to them, as {"blocks/**": "full"}'
-            _needs(isinstance(rule, str) and choice in ("none", "full", "offload"), "remat", remat, form)
-
-    def _check_offload(self) -> None:
-        """Checks `offload`, what belongs to it, and the budgets."""
-        for name in ("device_bytes", "host_bytes"):
-            if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
-        _choice("update_on", self.update_on, (None, "device", "cpu"))
-        if self.offload is None:
-            for name in ("nvme_path", "update_on"):
-                given = getattr(self, name)
-                _needs(
-                    given is None, name, given, "offload=, which says what lies off the device, as offload='optimizer'"
-                )
-            return
-        if isinstance(self.offload, str):
-            _choice("offload", self.offload, tuple(SHORT_OFFLOADS))
-        else:
-            form = 'path rules to "device", "cpu" or "nvme", as {"opt_state/**": "cpu"}'
-            _needs(isinstance(self.offload, Mapping) and bool(self.offload), "offload", self.offload, form)
-            for rule, home in self.offload.items():
-                _needs(isinstance(rule, str) and home in SPACE_OF, "offload", {rule: home}, form)
-        moves = any(home != "device" for home in self.offload_rules.values())
-        _needs(moves, "offload", self.offload, "a rule that takes something off the device, or no offload=")
-        away = "nvme" in self.offload_rules.values()
-        if self.nvme_path is None and away:
-            raise SpecError(
-                f"Spec(offload={self.offload!r}): 'nvme' needed nvme_path=, a folder on a fast local disk, as "
-                "nvme_path='/local_nvme'"
-            )
-        if self.nvme_path is not None:
-            text = isinstance(self.nvme_path, (str, os.PathLike))
-            text = text and "\0" not in os.fsdecode(self.nvme_path) and bool(self.nvme_path)
-            _needs(text, "nvme_path", self.nvme_path, "the path of a folder")
-            _needs(away, "nvme_path", self.nvme_path, "a rule of offload= to 'nvme', or none")
-
-    def _check_precision(self) -> None:
-        """Checks the precision policy against `step` and `nonfinite`."""
-        chosen = self.policy
-        if self.step is not None and (chosen.loss_scale is not None or chosen.params is not None):
+    def _check_scale(self) -> None:
+        chosen = self.numerics.policy
+        if chosen.loss_scale is not None or chosen.params is not None:
             raise SpecError(
                 f"Spec(step=..., precision={self.precision!r}): a step of your own scales its loss and rounds its "
                 "parameters itself. Give Precision(compute=...), use fzero.LossScale with value_and_grad(loss, "
                 "scale=...), and fzero.optim.stochastic_round"
             )
-        if chosen.loss_scale is not None and self.nonfinite in ("ignore", "raise"):
-            raise SpecError(
-                f"Spec(nonfinite={self.nonfinite!r}) with a loss scale, which finds its size by steps that overflow "
-                "and are skipped: leave nonfinite out"
-            )
-
-    def _check_device(self) -> None:
-        try:
-            known = self.device is None or isinstance(self.device, torch.device) or bool(torch.device(str(self.device)))
-        except RuntimeError:
-            known = False
-        _needs(known, "device", self.device, "a device's name, as 'cuda' or 'cpu'")
-
-    def _check_zero(self) -> None:
-        if isinstance(self.zero, str):
-            _needs(self.zero in NAMED_STAGES, "zero", self.zero, "a stage 0, 1, 2 or 3, 'hsdp' or 'hpz', or path rules")
-            both = {"dp_out", "dp"} <= {*(self.mesh or {})}
-            _needs(
-                both, "zero", self.zero, "two data axes, as in mesh={'dp_out': 2, 'dp': 4}: nodes, and ranks of a node"
-            )
-            return
-        if by_column(self.zero):
-            self._check_columns(dict(self.zero))
-            return
-        stages = self.zero.values() if isinstance(self.zero, Mapping) else [self.zero]
-        for stage in stages:
-            fits = type(stage) is int and stage in (0, 1, 2, 3)
-            _needs(fits, "zero", stage, "a stage 0, 1, 2 or 3, or path rules to them")
-        _needs(bool(stages), "zero", self.zero, "at least one rule, as in {'**': 3}")
-        for rule in self.zero if isinstance(self.zero, Mapping) else ():
-            text = f"path rules that are text, as in {{'**': 3}}; not {rule!r}"
-            _needs(isinstance(rule, str), "zero", self.zero, text)
-
-    def _check_columns(self, zero: Mapping[str, Any]) -> None:
-        """Raises SpecError for columns whose axes the mesh has not, or whose slices do not lie within one another."""
-        axes = [axis for axis in self.mesh or {"dp": -1} if axis in DATA]
-        _needs(zero.keys() == COLUMNS, "zero", zero, "all of params, grads and optimizer")
-        for name, column in zero.items():
-            fits = isinstance(column, (tuple, list)) and all(axis in axes for axis in column)
-            _needs(fits, "zero", {name: column}, f"a tuple of axes of the mesh, of {axes}")
-            _needs(len(set(column)) == len(column), "zero", {name: column}, "each axis once")
-            inner = not column or axes[-1] in column
-            _needs(inner, "zero", {name: column}, f"the inner axis {axes[-1]!r}, before one outside of it")
-        smaller = {*zero["params"]} <= {*zero["grads"]} <= {*zero["optimizer"]}
-        _needs(smaller, "zero", zero, "params over no more axes than grads, and grads over no more than the optimizer")
-
-    def _check_mesh(self) -> None:
-        self._check_pipeline()
-        if self.mesh is None:
-            return
-        _needs(isinstance(self.mesh, Mapping) and bool(self.mesh), "mesh", self.mesh, "axis sizes, as in {'dp': 2}")
-        for axis, size in self.mesh.items():
-            fits = isinstance(axis, str) and axis.isidentifier()
-            _needs(fits, "mesh", dict(self.mesh), f"names as 'dp' and 'tp', not {axis!r}")
-            if size != -1:
-                _positive(f"mesh[{axis!r}]", size)
-        if list(self.mesh.values()).count(-1) > 1:
-            raise SpecError(f"mesh={dict(self.mesh)}: one axis may be -1, the rest of the world")
-        names = [*self.mesh]
-        if {"dp_out", "dp"} <= {*names} and names.index("dp_out") > names.index("dp"):
-            fixed = {**{name: self.mesh[name] for name in names if name != "dp"}, "dp": self.mesh["dp"]}
-            _needs(False, "mesh", dict(self.mesh), f"`dp_out` before `dp`, the axis inside it: mesh={fixed}")
-
-    def _check_shard(self) -> None:
-        """Raises SpecError for rules that are none, for an axis that cuts no leaf, and for one that cuts nothing."""
-        mesh, rules = dict(self.mesh or {}), self.shard
-        form = "path rules to fzero.P, as in {'blocks/*/w1': fzero.P('tp', None)}"
-        if rules is not None:
-            _needs(isinstance(rules, Mapping) and bool(rules), "shard", rules, form)
-            for rule, dims in rules.items():
-                _needs(isinstance(rule, str) and isinstance(dims, P), "shard", {rule: dims}, form)
-                only = f"axes that cut dims: zero= cuts leaves over {' and '.join(DATA)}, pipeline= over {PIPELINE!r}"
-                _needs({*dims.axes}.isdisjoint(OWN_AXES), "shard", {rule: dims}, only)
-        _needs(
-            self.sequence is None or rules is not None,
-            "sequence",
-            self.sequence,
-            "shard=, which says what lies in parts",
-        )
-        named = {axis for dims in (rules or {}).values() for axis in dims.axes}
-        cuts = "a rule that cuts something over an axis, as P('tp', None)"
-        _needs(rules is None or bool(named), "shard", dict(rules or {}), cuts)
-        for axis, size in mesh.items():
-            if axis not in (*OWN_AXES, *named) and size != 1:
-                example = f"shard= with {axis!r} in a rule, as in shard={{'blocks/*/w1': P({axis!r}, None)}}"
-                hint = suggest(axis, [name for name in (*OWN_AXES, *named) if name not in mesh])
-                _needs(False, "mesh", mesh, example + (f".{hint}" if hint else ""))
-        for axis in sorted(named - mesh.keys()):
-            wanted = f"an axis {axis!r} in mesh, as in mesh={{'dp': -1, {axis!r}: 2}}"
-            hint = suggest(axis, [name for name in mesh if name not in OWN_AXES])
-            _needs(False, "shard", dict(rules or {}), wanted + (f".{hint}" if hint else ""))
-        _choice("sequence", self.sequence, (None, *sorted(named)))
-
-    def _check_pipeline(self) -> None:
-        if self.pipeline is None:
-            return
-        known = isinstance(self.pipeline, (str, Pipeline, Schedule))
-        _needs(known, "pipeline", self.pipeline, "a schedule's name, an fzero.Pipeline or an fzero.Schedule")
-        if isinstance(self.pipeline, str):
-            _choice("pipeline", self.pipeline, tuple(SCHEDULES))
-        shown = self.pipeline if isinstance(self.pipeline, str) else type(self.pipeline).__name__
-        fits = isinstance(self.mesh, Mapping) and PIPELINE in self.mesh
-        _needs(fits, "pipeline", shown, f"an axis `pp` in mesh, as in mesh={{'pp': 2, 'dp': -1}}; it is {self.mesh}")
 
     def __copy__(self) -> Spec:
         return self  # nothing in it changes
@@ -381,66 +221,6 @@ class Spec:
             "a Spec cannot be pickled: it holds functions. Make it in each process, by a function of your own. What "
             "training made is kept by fzero.save(state, folder), or on the host by fzero.checkpoint.snapshot(state)"
         )
-
-    @property
-    def policy(self) -> Precision:
-        """The precision policy of `precision`."""
-        return policy(self.precision)
-
-    @property
-    def remat_rules(self) -> dict[str, str]:
-        """`remat` as path rules, in order."""
-        return dict(self.remat) if isinstance(self.remat, Mapping) else {"**": str(self.remat)}
-
-    @property
-    def offload_rules(self) -> dict[str, str]:
-        """`offload` as rules to "device", "cpu" or "nvme", in order: path rules, and names of `KINDS_OF_LEAVES`."""
-        if isinstance(self.offload, str):
-            return dict.fromkeys(SHORT_OFFLOADS[self.offload], "cpu")
-        return dict(self.offload or {})
-
-    @property
-    def nonfinite_policy(self) -> str:
-        """`nonfinite` with its default filled in."""
-        return self.nonfinite or ("ignore" if self.policy.loss_scale is None else "skip")
-
-    @property
-    def trainable_rules(self) -> tuple[str, ...] | None:
-        """`trainable` as a tuple of path rules; None if it was not given."""
-        if self.trainable is None:
-            return None
-        return (self.trainable,) if isinstance(self.trainable, str) else tuple(self.trainable)
-
-    @property
-    def param_rules(self) -> tuple[str, ...]:
-        """`params` as a tuple of path rules."""
-        return (self.params,) if isinstance(self.params, str) else tuple(self.params)
-
-
-def by_column(zero: Any) -> TypeGuard[Mapping[str, Sequence[str]]]:
-    """Whether `Spec(zero=...)` names the axes of each column, and no stages.
-
-    >>> by_column({"params": ("dp",), "grads": ("dp",), "optimizer": ("dp",)}), by_column({"params/**": 3})
-    (True, False)
-    """
-    if not isinstance(zero, Mapping) or not zero:
-        return False
-    return COLUMNS.issuperset(zero) and not any(isinstance(column, int) for column in zero.values())
-
-
-def _needs(ok: bool, name: str, value: Any, needed: str) -> None:
-    if not ok:
-        raise SpecError(f"Spec({name}={value!r}): needed {needed}")
-
-
-def _positive(name: str, value: Any) -> None:
-    _needs(type(value) is int and value > 0, name, value, "a positive int")
-
-
-def _choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
-    if value not in known:
-        hint = suggest(value, [k for k in known if isinstance(k, str)]) if isinstance(value, str) else ""
-        raise SpecError(f"Spec({name}={value!r}): needed one of {list(known)}.{hint}")
 
 
 OPTIMIZERS = {  # what users give a Spec and an optimizer takes

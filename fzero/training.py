@@ -189,9 +189,9 @@ def training_of(spec: Spec) -> Training:
     return Training(
         spec.loss,
         spec.optimizer,
-        precision=spec.policy,
-        trainable=spec.trainable_rules,
+        precision=spec.numerics.policy,
+        trainable=spec.numerics.trainable_rules,
         clip_norm=spec.clip_norm,
         clip_value=spec.clip_value,
-        nonfinite=spec.nonfinite_policy,
+        nonfinite=spec.numerics.nonfinite_policy,
     )

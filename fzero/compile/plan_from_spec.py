@@ -8,14 +8,16 @@ from functools import partial
 import torch
 
 from fzero import tree
-from fzero.compile.resolve import layout_rules, pipeline_of
+from fzero.compile.resolve import mesh_of
 from fzero.errors import SpecError
 from fzero.ir.mesh import Mesh
 from fzero.ir.records import DEVICE
 from fzero.plan.layout import BUCKET_BYTES, layout
+from fzero.plan.memory_use import GRADS, KINDS_OF_LEAVES
+from fzero.plan.parallelism import DEFAULT_PARAMS
 from fzero.plan.pipeline_cut import Cut, cut_layers
 from fzero.plan.state_plan import Plan
-from fzero.spec import GRADS, KINDS_OF_LEAVES, OPTIMIZER, PARAMS, SPACE_OF, Spec
+from fzero.spec import Spec
 
 
 def plan_for(
@@ -30,39 +32,34 @@ def plan_for(
 
     Raises SpecError for a path rule that matches no leaf.
     """
-    rules = layout_rules(spec)
-    if rules.params_given:
-        check_rules("Spec(params=...)", rules.params, paths)
+    parallel, memory = spec.parallel, spec.memory
+    params, offload = parallel.param_rules, memory.offload_rules
+    if spec.params != DEFAULT_PARAMS:
+        check_rules("Spec(params=...)", params, paths)
     of_params = [path.removeprefix("params/") for path in paths if path.startswith("params/")]
-    check_rules("Spec(trainable=...)", rules.trainable, of_params)
-    of_state = [rule for rule in rules.offload if rule not in KINDS_OF_LEAVES and not rule.startswith(GRADS)]
+    check_rules("Spec(trainable=...)", spec.numerics.trainable_rules or (), of_params)
+    of_state = [rule for rule in offload if rule not in KINDS_OF_LEAVES and not rule.startswith(GRADS)]
     check_rules("Spec(offload=...)", of_state, paths)
     plan = layout(
         paths,
         values,
         mesh=mesh,
         pipeline=_cut(spec, mesh),
-        zero=rules.zero,
-        bucket_bytes=rules.bucket_bytes or bucket_bytes,
-        params=rules.params,
+        zero=parallel.stages(mesh_of(spec).data_axes),
+        bucket_bytes=memory.bucket_bytes or bucket_bytes,
+        params=params,
         per_rank=per_rank,
-        compute=rules.gathered_dtype,
-        shard=rules.shard,
-        home=partial(home_of, rules.offload, rules.params),
+        compute=spec.numerics.policy.gathered_dtype,
+        shard=parallel.shard or {},
+        home=partial(memory.space_of, params=params),
     )
-    _check_offloaded(rules.offload, plan)
+    _check_offloaded(offload, plan)
     gradients = [f"{GRADS}{slot.path}" for bucket in plan.buckets.values() for slot in bucket.slots]
-    check_rules("Spec(offload=...)", [rule for rule in rules.offload if rule.startswith(GRADS)], gradients)
-    check_rules("Spec(remat=...)", rules.remat, [*paths, *(s.path for b in plan.buckets.values() for s in b.slots)])
+    check_rules("Spec(offload=...)", [rule for rule in offload if rule.startswith(GRADS)], gradients)
+    check_rules(
+        "Spec(remat=...)", memory.remat_rules, [*paths, *(s.path for b in plan.buckets.values() for s in b.slots)]
+    )
     return plan
-
-
-def home_of(rules: Mapping[str, str], params: Sequence[str], path: str) -> str:
-    """The space that a leaf is held in, by the first path rule that matches. A rule may be the name of all parameters
-    or of all other leaves."""
-    kind = PARAMS if any(tree.matches(rule, path) for rule in params) else OPTIMIZER
-    home = next((to for rule, to in rules.items() if rule == kind or tree.matches(rule, path)), "device")
-    return SPACE_OF[home]
 
 
 def _check_offloaded(rules: Mapping[str, str], plan: Plan) -> None:
@@ -82,7 +79,7 @@ def _cut(spec: Spec, mesh: Mesh) -> Callable[[Mapping[str, int], int], Cut] | No
     """How the layers are dealt to the roles of a pipeline; None without one."""
     if mesh.roles == 1:
         return None
-    pipeline = pipeline_of(spec)
+    pipeline = spec.parallel.order
     return partial(cut_layers, role_of=pipeline.order(mesh.roles, spec.microbatches).role_of, cut=pipeline.cut)
 
 

@@ -1,4 +1,4 @@
-"""resolve: a Spec, taken apart once into records for capture, layout and passes. None of them sees a Spec."""
+"""resolve: a Spec, taken apart once into records for capture and passes. None of them sees a Spec."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import torch
 from fzero import tree
 from fzero.errors import FzeroError, SpecError
 from fzero.functional import forward
-from fzero.ir.mesh import PIPELINE, Mesh, parts_of
+from fzero.ir.mesh import PIPELINE, Mesh
 from fzero.pipeline import Pipeline
-from fzero.plan.stages import Columns, Stage
 from fzero.precision import Precision
-from fzero.shard.partition import P
-from fzero.spec import DEFAULT_PARAMS, GRADS, SPACE_OF, Spec, by_column
+from fzero.spec import Spec
 from fzero.training import training_of
 
 
@@ -29,21 +27,6 @@ class TrainStep:
     microbatches: int
     precision: Precision
     allow_unused: bool
-
-
-@dataclass(frozen=True)
-class LayoutRules:
-    """Path rules for the places of leaves, and the size at which buckets are cut."""
-
-    zero: Stage | Mapping[str, Stage]
-    params: tuple[str, ...]
-    params_given: bool
-    trainable: tuple[str, ...]
-    remat: Mapping[str, str]
-    bucket_bytes: int | None
-    shard: Mapping[str, P]
-    offload: Mapping[str, str]
-    gathered_dtype: Callable[[str, torch.Tensor], torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -80,35 +63,7 @@ def train_step(spec: Spec, fn: Callable[..., Any] | None = None) -> TrainStep:
     else:
         assert spec.loss is not None
         user, loss = training_of(spec).step, spec.loss
-    return TrainStep(user, loss, spec.microbatches, spec.policy, spec.allow_unused)
-
-
-def layout_rules(spec: Spec) -> LayoutRules:
-    """The fields of a spec that the layout reads."""
-    return LayoutRules(
-        zero=_stages(spec.zero, mesh_of(spec).data_axes),
-        params=spec.param_rules,
-        params_given=spec.params != DEFAULT_PARAMS,
-        trainable=spec.trainable_rules or (),
-        remat=spec.remat_rules,
-        bucket_bytes=spec.bucket_bytes,
-        shard=spec.shard or {},
-        offload=spec.offload_rules,
-        gathered_dtype=spec.policy.gathered_dtype,
-    )
-
-
-def _stages(zero: Any, data_axes: str) -> Stage | Mapping[str, Stage]:
-    """`Spec(zero=...)` as a stage, or as path rules to stages."""
-    inner, every = parts_of(data_axes)[-1:], parts_of(data_axes)
-    if zero == "hsdp":
-        return Columns(inner, inner, inner)
-    if zero == "hpz":
-        return Columns(every, every, every, copy=inner)
-    if by_column(zero):
-        return Columns(tuple(zero["params"]), tuple(zero["grads"]), tuple(zero["optimizer"]))
-    stages: Stage | Mapping[str, Stage] = zero
-    return stages
+    return TrainStep(user, loss, spec.microbatches, spec.numerics.policy, spec.allow_unused)
 
 
 def lowering_options(spec: Spec) -> LoweringOptions:
@@ -119,25 +74,18 @@ def lowering_options(spec: Spec) -> LoweringOptions:
         gather_bytes=spec.gather_bytes,
         prefetch_bytes=spec.prefetch_bytes,
         overlap=spec.overlap,
-        remat=spec.remat_rules,
+        remat=spec.memory.remat_rules,
         update_on=spec.update_on,
         offloads=spec.offload is not None,
-        gradients={
-            rule.removeprefix(GRADS): SPACE_OF[to] for rule, to in spec.offload_rules.items() if rule.startswith(GRADS)
-        },
+        gradients=spec.memory.gradient_rules,
         device_bytes=spec.device_bytes,
         host_bytes=spec.host_bytes,
         compile=spec.compile,
         matmul=spec.matmul,
         cuda_graph=spec.cuda_graph,
-        pipeline=pipeline_of(spec),
+        pipeline=spec.parallel.order,
         sequence=spec.sequence,
     )
-
-
-def pipeline_of(spec: Spec) -> Pipeline:
-    """The order of work that a spec asks for; 1F1B where it names none."""
-    return spec.pipeline if isinstance(spec.pipeline, Pipeline) else Pipeline(spec.pipeline or Pipeline.schedule)
 
 
 def mesh_of(spec: Spec, world_size: int | None = None) -> Mesh:

@@ -96,7 +96,7 @@ def _check_apart(paths: Sequence[str], leaves: Sequence[Any]) -> None:
 def needs_key(spec: Spec) -> bool:
     """Whether a step needs a key even if the user gave none: the loss has a parameter for it, or rounding is
     stochastic."""
-    return spec.loss is not None and (asks_key(spec.loss) or DTYPES.get(spec.policy.params or "") in LOW)
+    return spec.loss is not None and (asks_key(spec.loss) or DTYPES.get(spec.numerics.policy.params or "") in LOW)
 
 
 def _whole(spec: Spec, params: Any, key: torch.Tensor | None) -> Any:

@@ -139,7 +139,7 @@ def test_the_work_of_passes_and_rules_is_linear(case: str, whole: bool) -> None:
         depth, microbatches = (1, size) if case == "microbatches" else (size, 2)
         options = {"reduce": "each", "microbatches": microbatches, **LINEAR[case]}
         program = cases.naive(params=cases.layers(8, depth), **options)
-        found.append(work_by_pass_and_rule(program, Options(remat=cases.spec(**options).remat_rules)))
+        found.append(work_by_pass_and_rule(program, Options(remat=cases.spec(**options).memory.remat_rules)))
     small, middle, large = found
     growth = {name: (large[name] - middle[name]) / max(middle[name] - small[name], 1) for name in small}
     assert all(times < 2.1 for times in growth.values()), growth

@@ -67,7 +67,9 @@ def stages(program: Program, options: Options) -> dict[str, Stage]:
 @cache
 def golden_stages(case: str) -> dict[str, Stage]:
     if case in GOLDEN_CASES:
-        return stages(cases.naive(**GOLDEN_CASES[case]), Options(remat=cases.spec(**GOLDEN_CASES[case]).remat_rules))
+        return stages(
+            cases.naive(**GOLDEN_CASES[case]), Options(remat=cases.spec(**GOLDEN_CASES[case]).memory.remat_rules)
+        )
     if case == "zero3_clip":
         return stages(cases.naive(2, cases.layers(depth=4), **WAITING), Options(gradients={"**": "disk"}))
     options = Options(on_host=case.endswith("cpu"), tile_bytes=2048 * 4, remat={"first": "offload"})
