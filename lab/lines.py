@@ -1,0 +1,190 @@
+"""lines: breaks single lines of a room of fzero, and asks whether the room's own tests see it.
+
+    python -m lab.lines passes --count 10 --seed 0
+
+The lines are drawn at random from those that compute; in one of them a comparison is turned round, a condition negated,
+a number made one more, an operator exchanged or a statement left out. The broken module lies in a copy of the
+repository. The tests of `tests/<room>/` have `--seconds` to fail there, those of the module's own name first. A
+survivor is printed: either a test is missing, or nobody can see what the line does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab import commands
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("passes", "lowering", "session", "shard", "comm", "plan")
+LEFT_OUT = (".git", ".venv", "runs", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "build", "dist")
+SKIPPED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)  # what only a reader or an error sees
+OTHER: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BrokenLine:
+    """A module with one line changed. number: of the line, from 1; before, after: its text."""
+
+    path: Path
+    number: int
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.number}\n    - {self.before.strip()}\n    + {self.after.strip()}"
+
+    @property
+    def source(self) -> str:
+        """The text of the broken module."""
+        lines = (ROOT / self.path).read_text().splitlines(keepends=True)
+        lines[self.number - 1] = self.after
+        return "".join(lines)
+
+
+def broken_lines(source: str) -> dict[int, list[str]]:
+    """By number, the lines of a module that compute, each with what it may become.
+
+    >>> broken_lines("def f(x):\\n    return x + 1 if x > 0 else 2\\n")[2][:2]
+    ['    return x - 1 if x > 0 else 2\\n', '    return x + 1 if x >= 0 else 2\\n']
+    """
+    lines = source.splitlines(keepends=True)
+    found: dict[int, list[str]] = {}
+    for node in _computing(ast.parse(source)):
+        if node.lineno != node.end_lineno:
+            continue
+        line = lines[node.lineno - 1].encode()
+        for changed in _changed(node):
+            text = line[: node.col_offset] + ast.unparse(changed).encode() + line[node.end_col_offset :]
+            if (after := text.decode()) != lines[node.lineno - 1]:
+                found.setdefault(node.lineno, []).append(after)
+    return found
+
+
+def _computing(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
+    """The statements and expressions of a tree that do something: no annotation, docstring or text of an error."""
+    if isinstance(node, ast.keyword) and node.arg == "strict":
+        return  # of zip: it changes no result
+    for name, field in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "bases", "type_params"):
+            continue
+        for child in field if isinstance(field, list) else [field]:
+            if not isinstance(child, ast.AST) or isinstance(child, SKIPPED):
+                continue
+            if isinstance(child, (ast.expr, ast.stmt)):
+                yield child
+            yield from _computing(child)
+
+
+def _changed(node: ast.expr | ast.stmt) -> Iterator[ast.AST]:
+    """What a node may become; nothing for most."""
+    match node:
+        case ast.Compare(ops=[op]) if type(op) in OTHER:
+            yield _with(node, ops=[OTHER[type(op)]()])
+        case ast.BoolOp(op=op) | ast.BinOp(op=op) if type(op) in OTHER:
+            yield _with(node, op=OTHER[type(op)]())
+        case ast.UnaryOp(op=ast.Not()):
+            yield node.operand
+        case ast.IfExp():
+            yield _with(node, body=node.orelse, orelse=node.body)
+        case ast.Constant(value=bool(value)):
+            yield ast.Constant(not value)
+        case ast.Constant(value=int(value)):
+            yield ast.Constant(value + 1)
+        case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Continue() | ast.Break():
+            yield ast.Pass()
+
+
+def _with(node: ast.AST, **fields: object) -> ast.AST:
+    changed = copy.copy(node)
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    return ast.fix_missing_locations(changed)
+
+
+def drawn(room: str, count: int, seed: int) -> list[BrokenLine]:
+    """`count` broken lines of a room, each line once."""
+    numbers = random.Random(f"{room} {seed}")
+    every = []
+    for path in sorted((ROOT / "fzero" / room).rglob("*.py")):
+        source = path.read_text()
+        lines = source.splitlines(keepends=True)
+        for number, ways in sorted(broken_lines(source).items()):
+            every.append((path.relative_to(ROOT), number, lines[number - 1], ways))
+    return [
+        BrokenLine(path, number, before, numbers.choice(ways))
+        for path, number, before, ways in numbers.sample(every, min(count, len(every)))
+    ]
+
+
+def tests_of(room: str, module: str) -> list[str]:
+    """The files of a room's tests, that of a module first."""
+    files = sorted((ROOT / "tests" / room).rglob("test_*.py"))
+    return [str(f.relative_to(ROOT)) for f in sorted(files, key=lambda f: f.stem != f"test_{module}")]
+
+
+def caught(line: BrokenLine, room: str, folder: Path, seconds: float) -> str:
+    """How the tests of a room end in a copy of the repository with this line broken: "failed", "passed", or "too slow"
+    where they are not at their end after `seconds`."""
+    target = folder / line.path
+    kept = target.read_text()
+    target.write_text(line.source)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests_of(room, line.path.stem)]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, timeout=seconds, env={**os.environ, "PYTHONPATH": str(folder)}
+        )
+    except subprocess.TimeoutExpired:
+        return "too slow"
+    finally:
+        target.write_text(kept)
+    return "passed" if done.returncode == 0 else "failed"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `python -m lab.lines`."""
+    parser.add_argument("rooms", nargs="*", default=list(ROOMS), help=f"folders of fzero/ (default {' '.join(ROOMS)})")
+    parser.add_argument("--count", type=int, default=10, help="lines of each room (default 10)")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="that the tests of a room may take (default 30)")
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Prints each survivor and the counts. Returns 1 where a room's tests caught less than 90 % of its lines."""
+    few = False
+    with tempfile.TemporaryDirectory() as folder:
+        copied = Path(shutil.copytree(ROOT, Path(folder) / "copy", ignore=shutil.ignore_patterns(*LEFT_OUT)))
+        for room in arguments.rooms:
+            lines, began = drawn(room, arguments.count, arguments.seed), time.monotonic()
+            ends = [caught(line, room, copied, arguments.seconds) for line in lines]
+            for line, end in zip(lines, ends, strict=True):
+                if end != "failed":
+                    print(f"{end}: {line}", flush=True)
+            share = ends.count("failed") / max(len(ends), 1)
+            print(f"{room}: {share:.0%} of {len(ends)} caught, {time.monotonic() - began:.0f} s", flush=True)
+            few |= share < 0.9
+    return int(few)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    return commands.main("python -m lab.lines", __doc__.partition("\n")[0], add_arguments, command, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""lines: a line that is broken, and the tests that see it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from lab import lines
+
+SOURCE = '''"""A module."""
+
+from math import inf
+
+LIMIT: int = 3
+
+
+def pick(xs, least=0):
+    """One or the other."""
+    if not xs or LIMIT <= 2:
+        raise ValueError(f"{len(xs) + 1} given")
+    xs.append(inf)
+    return [x + 1 if x > least else True for x in zip(xs, xs, strict=True)]
+'''
+
+
+def test_lines_that_compute_are_broken_and_no_others() -> None:
+    found = lines.broken_lines(SOURCE)
+    assert sorted(found) == [5, 8, 10, 12, 13]  # no docstring, import, annotation or text of an error
+    assert found[5] == ["LIMIT: int = 4\n"]
+    assert "    if not xs and LIMIT <= 2:\n" in found[10]
+    assert "    if xs or LIMIT <= 2:\n" in found[10]
+    assert "    if not xs or LIMIT < 2:\n" in found[10]
+    assert found[12] == ["    pass\n"]
+    assert not any("strict=False" in after for after in found[13])
+
+
+@pytest.mark.parametrize("room", lines.ROOMS)
+def test_each_broken_line_is_python_and_another_program(room: str) -> None:
+    broken = lines.drawn(room, 40, seed=1)
+    assert len({(b.path, b.number) for b in broken}) == 40
+    for line in broken:
+        assert ast.dump(ast.parse(line.source)) != ast.dump(ast.parse((lines.ROOT / line.path).read_text())), line
+
+
+def test_a_seed_draws_the_same_lines() -> None:
+    assert lines.drawn("plan", 5, seed=3) == lines.drawn("plan", 5, seed=3) != lines.drawn("plan", 5, seed=4)
+
+
+def test_a_broken_line_is_caught_or_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (
+        ("fzero/plan/small.py", "def double(x):\n    return x + x\n\n\ndef unseen(x):\n    return x + 1\n"),
+        (
+            "tests/plan/test_small.py",
+            "from fzero.plan.small import double\n\n\ndef test():\n    assert double(2) == 4\n",
+        ),
+        ("fzero/__init__.py", ""),
+        ("fzero/plan/__init__.py", ""),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(lines, "ROOT", tmp_path)
+    ends = {line.number: lines.caught(line, "plan", tmp_path, 60.0) for line in lines.drawn("plan", 2, seed=0)}
+    assert ends == {2: "failed", 6: "passed"}
+    assert (tmp_path / "fzero/plan/small.py").read_text().startswith("def double")
