@@ -65,6 +65,7 @@ def sent(op: Op, tensors: list[torch.Tensor], size: int) -> int:
     >>> sent(make_op("all_gather", [Ref("a")], [Ref("b")]), [own, whole], 2)
     16
     """
-    if not op.is_collective:
+    record = op.row.collective
+    if record is None:
         return tensors[0].nbytes if op.is_send else 0
-    return op.row.wire_bytes(tensors[len(op.reads) if op.gathers else 0].nbytes, size)
+    return record.wire_bytes(record.whole_bytes(tensors[0].nbytes, tensors[len(op.reads)].nbytes), size)

@@ -148,13 +148,14 @@ class Fastest:
 
     def way(self, op: Op, tensors: list[torch.Tensor]) -> str:
         """The name of the comm for this transfer."""
-        if not op.is_collective:
+        record = op.row.collective
+        if record is None:
             return "shared" if "shared" in self.comms else "p2p"
-        if op.reduces and len(op.writes) == 1:
+        if record.combines and len(op.writes) == 1:
             return "shared"  # the program has no receive buffer for another
-        whole = tensors[-1] if op.gathers else tensors[0]
-        size = max(whole.numel() * whole.element_size(), 1)
-        return self.table[op.row.rate, min(SIZES, key=lambda known: abs(math.log(known / size)))]
+        source, target = (tensor.numel() * tensor.element_size() for tensor in (tensors[0], tensors[len(op.reads)]))
+        size = max(record.whole_bytes(source, target), 1)
+        return self.table[record.rate, min(SIZES, key=lambda known: abs(math.log(known / size)))]
 
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
         """Starts a transfer on its way's comm; settles an earlier transfer into the same buffer first."""

@@ -237,10 +237,11 @@ def wire_bytes(program: Program, op: Op) -> int:
         return 0  # verify refuses it, and prints it
     if op.is_send:
         return sum(program.buffers[ref.name].nbytes for ref in op.reads)
-    refs = op.writes if op.gathers else op.reads
-    if not op.is_collective or op.axis not in program.mesh or not refs:
+    record = op.row.collective
+    if record is None or op.axis not in program.mesh or not (op.reads and op.writes):
         return 0
-    return op.row.wire_bytes(program.buffers[refs[0].name].nbytes, program.mesh.size(str(op.axis)))
+    source, target = (program.buffers[refs[0].name].nbytes for refs in (op.reads, op.writes))
+    return record.wire_bytes(record.whole_bytes(source, target), program.mesh.size(str(op.axis)))
 
 
 def route(program: Program, source: str, target: str) -> tuple[str, ...]:
