@@ -22,6 +22,11 @@ class ByAxis(Routed):
         self.sizes = dict(sizes)
         self.sent_bytes = dict.fromkeys(comms, 0)
 
+    @property
+    def number(self) -> int:
+        """The transfers that were started on all axes."""
+        return sum(comm.number for comm in self.comms.values())
+
     def way(self, op: Op, tensors: list[torch.Tensor]) -> str:
         """The op's axis."""
         return op.axis or ""

@@ -1,7 +1,7 @@
 """heartbeat_thread: writes each tick where this rank is, reads where the others are, and ends waits in vain.
 
-`fzero.comm.heartbeat` says why and when. The thread sees the main thread's part as a `OwnPart`. `Where` and `Ending` are
-frozen and replaced as a whole, so it reads one moment.
+`fzero.comm.heartbeat` says why and when. The thread sees the main thread's part as an `OwnPart`. `Where` and `Ending`
+are frozen and replaced as a whole, so it reads one moment.
 """
 
 from __future__ import annotations

@@ -136,11 +136,12 @@ def _least(run: Callable[[], object], times: int = 4) -> float:
 
 
 class Fastest(Routed):
-    """`Comm` that sends each transfer the way that a `measured` table names."""
+    """`Comm` that sends each transfer the way that a `measured` table names. `number` counts the starts; only `start`
+    writes it."""
 
     def __init__(self, comms: Mapping[str, Comm], table: Table) -> None:
         super().__init__(comms)
-        self.table = dict(table)
+        self.table, self.number = dict(table), 0
 
     def way(self, op: Op, tensors: list[torch.Tensor]) -> str:
         """The name of the comm for this transfer."""
@@ -152,3 +153,8 @@ class Fastest(Routed):
         source, target = (tensor.numel() * tensor.element_size() for tensor in (tensors[0], tensors[len(op.reads)]))
         size = max(record.whole_bytes(source, target), 1)
         return self.table[record.rate, min(SIZES, key=lambda known: abs(math.log(known / size)))]
+
+    def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
+        """Starts a transfer on its way's comm; see `Routed.start`."""
+        self.number += 1
+        super().start(name, op, tensors)

@@ -12,7 +12,7 @@ from fzero.ir.records import Op
 
 
 class Routed(ABC):
-    """`Comm` that gives each transfer to one of `comms`, by a name.
+    """`Comm` that gives each transfer to one of `comms`, by a name. A subclass has the `number` too.
 
     `by_name` holds the comm of each transfer that was started, by the buffer that it writes. Only the methods here
     write it, on the thread that runs the program.
@@ -25,11 +25,6 @@ class Routed(ABC):
     @abstractmethod
     def way(self, op: Op, tensors: list[torch.Tensor]) -> str:
         """The name of the comm for this transfer."""
-
-    @property
-    def number(self) -> int:
-        """The transfers that were started on all comms, as they count them."""
-        return sum(comm.number for comm in self.comms.values())
 
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
         """Starts a transfer on its comm; settles an earlier transfer into the same buffer first."""
